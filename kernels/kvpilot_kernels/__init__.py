@@ -1,0 +1,1 @@
+"""KV-cache formats, their reference codecs and kernels; knows neither vLLM nor Kubernetes."""

@@ -1,0 +1,1 @@
+"""The kvpilot operator: it decides which KV-cache dtype and how many replicas a service runs with."""
