@@ -1,0 +1,199 @@
+"""A captured baseline, its identity, and its bytes as a ConfigMap's binaryData keeps them.
+
+Bytes: the magic `kvpb`, a version byte, then one zlib stream of
+    u32 header length | header (JSON, UTF-8) | prompt token ids u24 | top token ids u24 | top logprobs u16
+all little-endian. The header holds names, texts and counts; the arrays follow in the header's order, each position's
+greedy token first, then the others by falling logprob. A logprob is kept in steps of 1/2048 nat (16 bits reach -32,
+below `stats.MIN_LOGPROB`), which moves a KL by less than 1e-7 nat.
+
+The limits are chosen so that even incompressible data stays below MAX_BYTES: 65,536 prompt tokens (3 bytes) and 4,096
+positions of 20 tokens (5 bytes) are 606 KB, and the texts of 64 prompts, two of 600 characters each, at most 307 KB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvpilot_operator.probes.errors import BaselineTooLarge, MalformedBaseline
+from kvpilot_operator.probes.packs import ProbePrompt
+from kvpilot_operator.probes.stats import MIN_LOGPROB, Logprobs
+
+VERSION = 1
+MAGIC = b"kvpb"
+MAX_BYTES = 900 * 1024
+MAX_PROMPT_TOKENS = 65_536
+MAX_POSITIONS = 4096
+MAX_TOKEN_ID = 2**24 - 1
+MAX_TEXT = 600
+# What a stream may unpack to: the arrays' limits and a header with room to spare; more is not ours.
+_MAX_RAW = 8 * 1024 * 1024
+_STEPS_PER_NAT = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class BaselinePrompt:
+    """One prompt as the 16-bit engine saw and continued it.
+
+    `tokens` are the prompt's token ids, `answer` the positions after it (its greedy tokens, ending early where the
+    model ended), `tail` the end of what was asked and `text` what was answered, both for people.
+    """
+
+    name: str
+    tail: str
+    text: str
+    tokens: tuple[int, ...]
+    answer: tuple[Logprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What a 16-bit replica answered; `left_out` names the prompts that did not fit the model's context."""
+
+    identity: str
+    model: str
+    dtype: str
+    prompts: tuple[BaselinePrompt, ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def positions(self) -> int:
+        """All positions of all prompts."""
+        return sum(len(p.answer) for p in self.prompts)
+
+
+def identity(model: str, revision: str, prompts: Sequence[ProbePrompt], tokens: int, top_k: int) -> str:
+    """Return 10 hex digits that change when the model, a prompt's content, the depth or this format's version does."""
+    content = [[p.pack, p.name, [[m.role, m.content] for m in p.messages]] for p in prompts]
+    canonical = json.dumps([VERSION, model, revision, content, tokens, top_k], ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:10]
+
+
+def encode(baseline: Baseline) -> bytes:
+    """Return the baseline's bytes, at most MAX_BYTES; raises `BaselineTooLarge`."""
+    prompt_tokens = [t for p in baseline.prompts for t in p.tokens]
+    positions = [a for p in baseline.prompts for a in p.answer]
+    check_limits(len(prompt_tokens), len(positions))
+    header = {
+        "identity": baseline.identity,
+        "model": baseline.model,
+        "dtype": baseline.dtype,
+        "leftOut": list(baseline.left_out),
+        "prompts": [
+            {
+                "name": p.name,
+                "tail": p.tail[-MAX_TEXT:],
+                "text": p.text[:MAX_TEXT],
+                "tokens": len(p.tokens),
+                "tops": [len(a.top) for a in p.answer],
+            }
+            for p in baseline.prompts
+        ],
+    }
+    tops = [_sorted_top(a) for a in positions]
+    head = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    raw = b"".join(
+        (
+            len(head).to_bytes(4, "little"),
+            head,
+            b"".join(_id_bytes(t) for t in prompt_tokens),
+            b"".join(_id_bytes(t) for top in tops for t, _ in top),
+            b"".join(_steps(lp).to_bytes(2, "little") for top in tops for _, lp in top),
+        )
+    )
+    data = MAGIC + bytes([VERSION]) + zlib.compress(raw, 9)
+    if len(data) > MAX_BYTES:
+        raise BaselineTooLarge(
+            f"baseline: {len(data)} bytes of {len(baseline.prompts)} prompts; at most {MAX_BYTES} fit in a ConfigMap: "
+            "name fewer or shorter probe packs"
+        )
+    return data
+
+
+def decode(data: bytes) -> Baseline:
+    """Return the baseline that `encode` made `data` of; raises `MalformedBaseline` for anything else."""
+    if data[:4] != MAGIC or len(data) < 6:
+        raise MalformedBaseline(
+            f"baseline: {len(data)} bytes without the magic {MAGIC!r}; delete the ConfigMap to re-capture"
+        )
+    if data[4] != VERSION:
+        raise MalformedBaseline(f"baseline: version {data[4]}, this kvpilot reads {VERSION}; delete it to re-capture")
+    try:
+        unpack = zlib.decompressobj()
+        raw = unpack.decompress(data[5:], _MAX_RAW)
+        if not unpack.eof:
+            raise ValueError(f"the stream is cut or unpacks to more than {_MAX_RAW} bytes")
+        return _read(raw)
+    except (zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise MalformedBaseline(
+            f"baseline: {type(error).__name__}: {error}; delete the ConfigMap to re-capture"
+        ) from error
+
+
+def _read(raw: bytes) -> Baseline:
+    length = int.from_bytes(raw[:4], "little")
+    header: dict[str, Any] = json.loads(raw[4 : 4 + length])
+    entries = header["prompts"]
+    n_tokens = sum(_count(e["tokens"]) for e in entries)
+    n_top = sum(_count(n) for e in entries for n in e["tops"])
+    check_limits(n_tokens, sum(len(e["tops"]) for e in entries))
+    ids = raw[4 + length :]
+    if len(ids) != 3 * n_tokens + 5 * n_top:
+        raise ValueError(f"{len(ids)} bytes of arrays, {3 * n_tokens + 5 * n_top} announced")
+    tokens = iter(_ids(ids[: 3 * n_tokens]))
+    top_ids = iter(_ids(ids[3 * n_tokens : 3 * (n_tokens + n_top)]))
+    steps = ids[3 * (n_tokens + n_top) :]
+    logprobs = iter(-int.from_bytes(steps[i : i + 2], "little") / _STEPS_PER_NAT for i in range(0, len(steps), 2))
+    prompts = []
+    for entry in entries:
+        prompt = tuple(next(tokens) for _ in range(entry["tokens"]))
+        answer = []
+        for n in entry["tops"]:
+            if n < 1:
+                raise ValueError("a position without tokens")
+            top = {next(top_ids): next(logprobs) for _ in range(n)}
+            answer.append(Logprobs(next(iter(top)), top))
+        prompts.append(
+            BaselinePrompt(str(entry["name"]), str(entry["tail"]), str(entry["text"]), prompt, tuple(answer))
+        )
+    left_out = tuple(str(n) for n in header["leftOut"])
+    return Baseline(str(header["identity"]), str(header["model"]), str(header["dtype"]), tuple(prompts), left_out)
+
+
+def check_limits(prompt_tokens: int, positions: int) -> None:
+    """Raise `BaselineTooLarge` when this much would not fit, before anybody spends an engine's time on it."""
+    for what, value, limit in (
+        ("prompt tokens", prompt_tokens, MAX_PROMPT_TOKENS),
+        ("positions", positions, MAX_POSITIONS),
+    ):
+        if value > limit:
+            raise BaselineTooLarge(f"baseline: {value} {what}; at most {limit}: name fewer or shorter probe packs")
+
+
+def _sorted_top(answer: Logprobs) -> list[tuple[int, float]]:
+    """The greedy token first, so that it can be told after reading even among equals; then by falling logprob."""
+    return sorted(answer.top.items(), key=lambda item: (item[0] != answer.token, -item[1], item[0]))
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_PROMPT_TOKENS:
+        raise ValueError(f"count {value!r}")
+    return value
+
+
+def _id_bytes(token: int) -> bytes:
+    if not 0 <= token <= MAX_TOKEN_ID:
+        raise BaselineTooLarge(f"baseline: token id {token}; ids up to {MAX_TOKEN_ID} can be kept")
+    return token.to_bytes(3, "little")
+
+
+def _ids(data: bytes) -> list[int]:
+    return [int.from_bytes(data[i : i + 3], "little") for i in range(0, len(data), 3)]
+
+
+def _steps(logprob: float) -> int:
+    return round(-min(max(logprob, MIN_LOGPROB), 0.0) * _STEPS_PER_NAT)

@@ -1,0 +1,76 @@
+"""Every error that a probe raises on purpose; each message names what, the value and what to do.
+
+KvpilotError
++-- ProbeError
+    +-- PackError
+    |   +-- UnknownPack          a probe set that is neither built in nor a ConfigMap given
+    |   +-- EmptyPack            a pack without prompts
+    |   +-- MalformedPack        not the YAML that a pack is
+    |   +-- PackTooLarge         more prompts or text than a probe may cost
+    |   +-- NothingFits          no prompt fits the model's context
+    +-- EngineUnreachable        no connection, twice
+    +-- EngineRefused            the engine answered with an HTTP error; has `status` and `excerpt`
+    +-- MalformedAnswer          the engine answered something that is not its API
+    +-- ProbeTimeout             the deadline passed first
+    +-- BaselineTooLarge         a baseline that would not fit in a ConfigMap
+    +-- MalformedBaseline        stored bytes that are not a baseline of this version
+"""
+
+from kvpilot_operator.errors import KvpilotError
+
+
+class ProbeError(KvpilotError):
+    """Base of everything that ends a probe without a measurement."""
+
+
+class PackError(ProbeError):
+    """A probe pack that cannot be used."""
+
+
+class UnknownPack(PackError):
+    """A probe set that is neither built in nor a ConfigMap given."""
+
+
+class EmptyPack(PackError):
+    """A pack without prompts."""
+
+
+class MalformedPack(PackError):
+    """Not the YAML that a pack is."""
+
+
+class PackTooLarge(PackError):
+    """More prompts or text than a probe may cost."""
+
+
+class NothingFits(PackError):
+    """No prompt of the packs fits the model's context."""
+
+
+class EngineUnreachable(ProbeError):
+    """No connection to the engine, on both tries."""
+
+
+class EngineRefused(ProbeError):
+    """The engine answered with an HTTP error."""
+
+    def __init__(self, url: str, status: int, excerpt: str) -> None:
+        super().__init__(f"{url}: HTTP {status}: {excerpt or '(no body)'}; see the engine's log")
+        self.status = status
+        self.excerpt = excerpt
+
+
+class MalformedAnswer(ProbeError):
+    """The engine answered something that is not its API."""
+
+
+class ProbeTimeout(ProbeError):
+    """The probe's deadline passed before every prompt was measured."""
+
+
+class BaselineTooLarge(ProbeError):
+    """A baseline that would not fit in a ConfigMap."""
+
+
+class MalformedBaseline(ProbeError):
+    """Stored bytes that are not a baseline of this version."""

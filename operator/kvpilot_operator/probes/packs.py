@@ -1,0 +1,208 @@
+"""Probe packs: the prompts that accuracy is measured on, built in or from a user's ConfigMap.
+
+A pack is YAML (a ConfigMap keeps it under the key `prompts.yaml`):
+
+    prompts:
+    - name: capital                 # unique in the pack
+      messages:                     # ends with a user's turn
+      - {role: user, content: What is the capital of France?}
+
+A prompt may hold the word `{{filler}}` once in one of its messages: a text made here then takes its place, with the
+prompt's `fact` inside it, `fillPercent` of the room that the model's context leaves and the fact `depthPercent` into
+it. That is how `builtin/long-context` follows a model's context without storing long texts.
+
+Bounds keep a probe cheap wherever it runs: at most 64 prompts over all packs, 32 KiB of YAML text and 16 messages a
+prompt. On two CPU cores a small model decodes 10 to 25 tokens a second, so 8 prompts of 32 tokens take 10 to 25 s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+
+import yaml
+
+from kvpilot_operator.probes.errors import EmptyPack, MalformedPack, PackTooLarge, UnknownPack
+
+BUILTIN = ("general", "multi-turn", "long-context", "structured")
+CONFIG_MAP_KEY = "prompts.yaml"
+MAX_PROMPTS = 64
+MAX_PACK_BYTES = 32 * 1024
+MAX_MESSAGES = 16
+MAX_NAME = 40
+# A filled prompt never asks for more than this, whatever the model could read: a probe must not hog a prefill.
+MAX_FILL_TOKENS = 8192
+DEFAULT_CONTEXT_TOKENS = 4096
+_ROLES = ("system", "user", "assistant")
+_FILLER = "{{filler}}"
+_PROMPT_KEYS = {"name", "messages", "fact", "fillPercent", "depthPercent"}
+# English prose is about 1.3 tokens a word; 1.6 leaves room for tokenizers with small vocabularies.
+_TOKENS_PER_WORD = 1.6
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePrompt:
+    """One question: a chat that ends with a user's turn; `pack` and `name` say where it comes from."""
+
+    pack: str
+    name: str
+    messages: tuple[Message, ...]
+
+
+def load(
+    probe_sets: Sequence[str],
+    config_maps: Mapping[str, Mapping[str, str]] | None = None,
+    context_tokens: int = DEFAULT_CONTEXT_TOKENS,
+) -> tuple[ProbePrompt, ...]:
+    """Return the prompts of `probe_sets` in order.
+
+    `builtin/NAME` is a pack of this module, `configmap/NAME` one of `config_maps` (a ConfigMap's name to its data).
+    `context_tokens` is the model's context: filled prompts stay inside it. Raises `UnknownPack`, `EmptyPack`,
+    `MalformedPack` or `PackTooLarge`.
+    """
+    prompts: list[ProbePrompt] = []
+    for probe_set in dict.fromkeys(probe_sets):
+        prompts.extend(_parse(probe_set, _text(probe_set, config_maps or {}), context_tokens))
+    if not prompts:
+        raise EmptyPack("spec.accuracy.probeSets: no probe set named; name at least one, such as builtin/general")
+    if len(prompts) > MAX_PROMPTS:
+        raise PackTooLarge(
+            f"spec.accuracy.probeSets: {len(prompts)} prompts in all; at most {MAX_PROMPTS} keep a probe cheap: "
+            "name fewer sets or shorten your own"
+        )
+    return tuple(prompts)
+
+
+def _text(probe_set: str, config_maps: Mapping[str, Mapping[str, str]]) -> str:
+    kind, _, name = probe_set.partition("/")
+    if kind == "builtin" and name in BUILTIN:
+        return (files(__package__) / "data" / f"{name}.yaml").read_text(encoding="utf-8")
+    if kind == "configmap" and name:
+        data = config_maps.get(name)
+        if data is None:
+            raise UnknownPack(
+                f"spec.accuracy.probeSets: {probe_set!r}: no ConfigMap {name!r} in the service's namespace; create it "
+                f"with a key {CONFIG_MAP_KEY}"
+            )
+        if CONFIG_MAP_KEY not in data:
+            raise MalformedPack(
+                f"spec.accuracy.probeSets: {probe_set!r}: ConfigMap {name!r} has no key {CONFIG_MAP_KEY}, only "
+                f"{sorted(data)[:8]}; put the prompts there"
+            )
+        return data[CONFIG_MAP_KEY]
+    known = ", ".join(f"builtin/{b}" for b in BUILTIN)
+    raise UnknownPack(f"spec.accuracy.probeSets: {probe_set[:80]!r} is unknown; use {known} or configmap/NAME")
+
+
+def _parse(source: str, text: str, context_tokens: int) -> list[ProbePrompt]:
+    size = len(text.encode())
+    if size > MAX_PACK_BYTES:
+        raise PackTooLarge(f"{source}: {size} bytes of YAML; a pack holds at most {MAX_PACK_BYTES}: shorten its texts")
+    try:
+        # safe_load expands aliases by reference, so a small text cannot grow; no tag builds an object.
+        loaded = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise MalformedPack(f"{source}: not YAML: {str(error)[:300]}; see docs/accuracy.md for the form") from error
+    if loaded is None:
+        raise EmptyPack(f"{source}: the pack is empty; add at least one entry under prompts")
+    if not isinstance(loaded, dict) or set(loaded) != {"prompts"} or not isinstance(loaded["prompts"], list | None):
+        raise MalformedPack(f"{source}: found {_show(loaded)}; a pack is one mapping with the key prompts, a list")
+    entries = loaded["prompts"]
+    if not entries:
+        raise EmptyPack(f"{source}: prompts is empty; add at least one entry")
+    if len(entries) > MAX_PROMPTS:
+        raise PackTooLarge(f"{source}: {len(entries)} prompts; at most {MAX_PROMPTS}: remove some")
+    prompts = [_prompt(source, i, entry, context_tokens) for i, entry in enumerate(entries)]
+    names = [p.name for p in prompts]
+    twice = next((n for n in names if names.count(n) > 1), None)
+    if twice is not None:
+        raise MalformedPack(f"{source}: the name {twice!r} is used twice; give every prompt its own")
+    return prompts
+
+
+def _prompt(source: str, index: int, entry: object, context_tokens: int) -> ProbePrompt:
+    where = f"{source}: prompts[{index}]"
+    if not isinstance(entry, dict) or not {"name", "messages"} <= set(entry) or not set(entry) <= _PROMPT_KEYS:
+        raise MalformedPack(f"{where}: found {_show(entry)}; a prompt has name, messages and nothing unknown")
+    name, turns = entry["name"], entry["messages"]
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+        raise MalformedPack(f"{where}.name: {_show(name)}; give a text of 1 to {MAX_NAME} characters")
+    if not isinstance(turns, list) or not 0 < len(turns) <= MAX_MESSAGES:
+        raise MalformedPack(f"{where}.messages: found {_show(turns)}; give a list of 1 to {MAX_MESSAGES} messages")
+    messages = tuple(_message(f"{where}.messages[{i}]", turn) for i, turn in enumerate(turns))
+    if messages[-1].role != "user":
+        raise MalformedPack(f"{where}.messages: the last role is {messages[-1].role!r}; end with a user's turn")
+    if sum(m.content.count(_FILLER) for m in messages) == 1:
+        messages = _filled(where, entry, messages, context_tokens)
+    return ProbePrompt(source, name, messages)
+
+
+def _message(where: str, turn: object) -> Message:
+    if not isinstance(turn, dict) or set(turn) != {"role", "content"}:
+        raise MalformedPack(f"{where}: found {_show(turn)}; a message has role and content")
+    role, content = turn["role"], turn["content"]
+    if role not in _ROLES:
+        raise MalformedPack(f"{where}.role: {_show(role)}; use one of {', '.join(_ROLES)}")
+    if not isinstance(content, str) or not content.strip():
+        raise MalformedPack(f"{where}.content: {_show(content)}; give a text (quote numbers)")
+    return Message(role, content.strip())
+
+
+def _filled(where: str, entry: dict[str, object], messages: tuple[Message, ...], context: int) -> tuple[Message, ...]:
+    fact, fill, depth = entry.get("fact"), entry.get("fillPercent"), entry.get("depthPercent")
+    if not isinstance(fact, str) or not fact.strip():
+        raise MalformedPack(f"{where}.fact: {_show(fact)}; a prompt with {_FILLER} gives the fact to hide in it")
+    for key, value in (("fillPercent", fill), ("depthPercent", depth)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 90:
+            raise MalformedPack(f"{where}.{key}: {_show(value)}; give a whole number from 0 to 90")
+    assert isinstance(fill, int) and isinstance(depth, int)  # noqa: S101 - the loop above has checked them
+    words = int(min(context * fill // 100, MAX_FILL_TOKENS) / _TOKENS_PER_WORD)
+    text = _filler(words, fact.strip(), depth)
+    return tuple(Message(m.role, m.content.replace(_FILLER, text)) for m in messages)
+
+
+_PLACES = ("harbour", "orchard", "station", "library", "mill", "observatory", "quarry", "market", "bridge", "school")
+_PEOPLE = ("the keeper", "a young surveyor", "the baker", "two porters", "the clerk", "an old gardener", "the captain")
+_DEEDS = (
+    "counted the crates that had come in overnight",
+    "wrote the height of the water into the ledger",
+    "repaired the latch on the eastern door",
+    "waited for the post and spoke about the weather",
+    "marked the boundary stones with white paint",
+    "lent a ladder to the neighbours",
+    "sorted the letters by street and then by number",
+    "tested the lamp twice before the fog came",
+    "carried four sacks of flour up the stairs",
+)
+_WHEN = ("In the morning", "Before noon", "At the end of the day", "On the following day", "After the rain")
+
+
+def _filler(words: int, fact: str, depth_percent: int) -> str:
+    """Return about `words` words of plain prose with `fact` at `depth_percent` of it; the same for the same arguments.
+
+    The lists' lengths (5, 10, 7, 9) give 630 different sentences, so that no long stretch repeats within 8,000 words.
+    """
+    sentences: list[str] = []
+    count = 0
+    while count < words:
+        i = len(sentences)
+        deed = _DEEDS[(i * 5 + i // 63) % len(_DEEDS)]
+        sentence = f"{_WHEN[i % 5]}, at the {_PLACES[(i * 3) % 10]}, {_PEOPLE[i % 7]} {deed}."
+        sentences.append(sentence)
+        count += len(sentence.split())
+    sentences.insert(len(sentences) * depth_percent // 100, fact)
+    return " ".join(sentences)
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

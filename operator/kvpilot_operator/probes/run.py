@@ -1,0 +1,255 @@
+"""Capture a baseline and measure a candidate against it, by teacher-forced decode.
+
+Logprobs of a *prompt* never touch a quantized page when the prompt is one prefill chunk: attention uses the fresh
+16-bit keys and values. Only decode reads the pages. So the candidate decodes: it continues the baseline's prompt
+greedily, and as long as its token equals the baseline's, both sides stand in the same context and their distributions
+can be compared. Where they part, that position still counts; the request is closed, and a new one resumes with the
+baseline's tokens up to there as its prompt. Its first token again comes from a prefill and is not judged.
+
+A candidate that answers garbage parts at every step, so resumes are bounded: what is left of such a prompt stays
+unmeasured, long after the verdict is clear. docs/decisions/0003-decode-probes.md has the alternatives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from kvpilot_operator.probes.client import Engine, Tokenized, http_client
+from kvpilot_operator.probes.codec import MAX_TEXT, Baseline, BaselinePrompt, check_limits
+from kvpilot_operator.probes.errors import MalformedAnswer, NothingFits, ProbeError, ProbeTimeout
+from kvpilot_operator.probes.packs import ProbePrompt
+from kvpilot_operator.probes.stats import (
+    MAX_SAMPLE_CHARACTERS,
+    Compared,
+    Logprobs,
+    Measurement,
+    Sample,
+    compare,
+    summarise,
+    worst_prompt,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+__all__ = ["DEFAULT_TOKENS", "TOP_K", "Baseline", "Measurement", "Settings", "capture", "control", "measure"]
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+# 32 decoded tokens reach past the first sentence, where a damaged cache starts to show, and cost about two seconds a
+# prompt on a CPU. Fewer than 8 would be mostly the prefill's token and its neighbours.
+DEFAULT_TOKENS = 32
+MIN_TOKENS = 8
+MAX_TOKENS = 128
+# vLLM's default --max-logprobs.
+TOP_K = 20
+# A 4-bit cache parts from bf16 about every tenth token: three or four resumes in 32 tokens. Twelve leave room for a bad
+# day and bound what garbage costs.
+MAX_RESUMES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How deep and how gently to probe: `concurrency` requests in flight, `deadline_seconds` for the whole run."""
+
+    tokens: int = DEFAULT_TOKENS
+    top_k: int = TOP_K
+    concurrency: int = 2
+    deadline_seconds: float = 600.0
+    max_resumes: int = MAX_RESUMES
+
+    def __post_init__(self) -> None:
+        bounds = (
+            ("tokens", self.tokens, MIN_TOKENS, MAX_TOKENS),
+            ("top_k", self.top_k, 1, TOP_K),
+            ("concurrency", self.concurrency, 1, 64),
+            ("max_resumes", self.max_resumes, 0, MAX_TOKENS),
+        )
+        for name, value, low, high in bounds:
+            if not low <= value <= high:
+                raise ValueError(f"{name}: {value}; give {low} to {high}")
+
+
+async def capture(
+    base_url: str,
+    model: str,
+    prompts: Sequence[ProbePrompt],
+    *,
+    identity: str,
+    dtype: str,
+    settings: Settings | None = None,
+) -> Baseline:
+    """Return what the 16-bit engine at `base_url` answers to `prompts`.
+
+    Prompts that do not fit the model's context are named in the result's `left_out`. Raises a `ProbeError`: among them
+    `NothingFits` when no prompt is left, `BaselineTooLarge` before anything is decoded.
+    """
+    settings = settings or Settings()
+    async with _probing(base_url, model, settings) as engine:
+
+        async def tokenized(prompt: ProbePrompt) -> Tokenized:
+            return await engine.tokenize(prompt.messages)
+
+        async def answered(item: tuple[ProbePrompt, Tokenized]) -> BaselinePrompt:
+            return await _answer(engine, item[0], item[1].tokens, settings)
+
+        rendered = list(zip(prompts, await _bounded(prompts, tokenized, settings.concurrency), strict=True))
+        fitting = [(p, t) for p, t in rendered if len(t.tokens) + settings.tokens <= t.max_model_len]
+        left_out = tuple(f"{p.pack}/{p.name}" for p, t in rendered if len(t.tokens) + settings.tokens > t.max_model_len)
+        if not fitting:
+            raise NothingFits(
+                f"spec.accuracy.probeSets: none of {len(rendered)} prompts and {settings.tokens} tokens fits the "
+                f"model's context ({rendered[0][1].max_model_len if rendered else 0} tokens); name shorter ones"
+            )
+        check_limits(sum(len(t.tokens) for _, t in fitting), len(fitting) * settings.tokens)
+        answers = await _bounded(fitting, answered, settings.concurrency)
+    return Baseline(identity=identity, model=model, dtype=dtype, prompts=tuple(answers), left_out=left_out)
+
+
+async def measure(base_url: str, model: str, baseline: Baseline, *, settings: Settings | None = None) -> Measurement:
+    """Return the damage of the engine at `base_url` against `baseline`; raises a `ProbeError` if it cannot."""
+    return await _measure(base_url, model, baseline, range(len(baseline.prompts)), settings or Settings())
+
+
+async def control(base_url: str, model: str, baseline: Baseline, *, settings: Settings | None = None) -> Measurement:
+    """Return the 16-bit engine's damage against its own baseline: the noise that a candidate's damage must exceed.
+
+    The batches are composed differently: twice the concurrency, the prompts in reverse order, resumes and a warm prefix
+    cache. Those are what production changes from one minute to the next.
+    """
+    settings = settings or Settings()
+    order = range(len(baseline.prompts))[::-1]
+    twice = replace(settings, concurrency=min(2 * settings.concurrency, 64))
+    return await _measure(base_url, model, baseline, order, twice)
+
+
+async def _measure(base_url: str, model: str, baseline: Baseline, order: range, settings: Settings) -> Measurement:
+    began = time.monotonic()
+    async with _probing(base_url, model, settings) as engine:
+
+        async def followed(index: int) -> _Followed:
+            return await _follow(engine, index, baseline.prompts[index], settings)
+
+        followed_all = await _bounded(order, followed, settings.concurrency)
+        compared = [c for f in followed_all for c in f.compared]
+        worst = worst_prompt(compared)
+        sample = await _sample(engine, baseline.prompts[worst], settings) if worst is not None else None
+    return summarise(
+        compared,
+        unmeasured=baseline.positions - len(compared),
+        requests=sum(f.requests for f in followed_all) + (sample is not None),
+        milliseconds=round((time.monotonic() - began) * 1000),
+        sample=sample,
+    )
+
+
+async def _answer(engine: Engine, prompt: ProbePrompt, tokens: Sequence[int], settings: Settings) -> BaselinePrompt:
+    answer: list[Logprobs] = []
+    text = ""
+    async with aclosing(engine.decode(tokens, settings.tokens, settings.top_k)) as steps:
+        async for step in steps:
+            if not step.logprobs.top:
+                raise MalformedAnswer(
+                    f"{engine.base_url}: prompt {prompt.name!r}: the logprobs after {len(answer)} tokens are no "
+                    "numbers; a baseline needs a sound engine"
+                )
+            answer.append(step.logprobs)
+            text += step.text
+    if not answer:
+        raise MalformedAnswer(
+            f"{engine.base_url}: prompt {prompt.name!r}: no token in the answer; see the engine's log"
+        )
+    return BaselinePrompt(
+        name=f"{prompt.pack}/{prompt.name}",
+        tail=_readable(prompt.messages[-1].content)[-MAX_TEXT:],
+        text=_readable(text)[:MAX_TEXT],
+        tokens=tuple(tokens),
+        answer=tuple(answer),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """One prompt's judged positions and the requests that they took."""
+
+    compared: tuple[Compared, ...]
+    requests: int
+
+
+async def _follow(engine: Engine, index: int, prompt: BaselinePrompt, settings: Settings) -> _Followed:
+    """Decode along the baseline's answer, with a new request after every position where the candidate parts from it."""
+    answer = prompt.answer
+    forced = [a.token for a in answer]
+    compared: list[Compared] = []
+    start = requests = 0
+    while start < len(answer) and requests <= settings.max_resumes:
+        reached = start
+        requests += 1
+        context = [*prompt.tokens, *forced[:start]]
+        # The baseline knows where the model ended; the candidate's own end token is one more way to part from it.
+        async with aclosing(engine.decode(context, len(answer) - start, settings.top_k, past_end=True)) as steps:
+            async for step in steps:
+                judged = compare(index, len(prompt.tokens) + reached, answer[reached], step.logprobs)
+                if reached > start:
+                    compared.append(judged)
+                reached += 1
+                if not judged.agrees:
+                    break
+        if reached == start:
+            raise MalformedAnswer(
+                f"{engine.base_url}: prompt {prompt.name!r}: no token in the answer; see the engine's log"
+            )
+        start = reached
+    return _Followed(tuple(compared), requests)
+
+
+async def _sample(engine: Engine, prompt: BaselinePrompt, settings: Settings) -> Sample:
+    text = ""
+    async with aclosing(engine.decode(prompt.tokens, len(prompt.answer), settings.top_k)) as steps:
+        async for step in steps:
+            text += step.text
+    size = MAX_SAMPLE_CHARACTERS
+    return Sample(prompt=prompt.tail[-size:], stable=prompt.text[:size], canary=_readable(text)[:size])
+
+
+def _readable(text: str) -> str:
+    """Return text that any UTF-8 writer accepts and a terminal survives: no lone surrogates, no control characters."""
+    clean = text.encode("utf-8", "replace").decode()
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in clean)
+
+
+@asynccontextmanager
+async def _probing(base_url: str, model: str, settings: Settings) -> AsyncIterator[Engine]:
+    try:
+        async with asyncio.timeout(settings.deadline_seconds), http_client() as http:
+            yield Engine(base_url.rstrip("/"), model, http)
+    except TimeoutError as error:
+        raise ProbeTimeout(
+            f"{base_url}: not probed within {settings.deadline_seconds:.0f} s; the engine is overloaded or hangs: name "
+            "fewer probe packs or give it more time"
+        ) from error
+
+
+async def _bounded(items: Sequence[A], work: Callable[[A], Awaitable[B]], concurrency: int) -> list[B]:
+    """Run `work` on all items, at most `concurrency` at a time; the first `ProbeError` cancels the others."""
+    gate = asyncio.Semaphore(concurrency)
+
+    async def one(item: A) -> B:
+        async with gate:
+            return await work(item)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(item)) for item in items]
+    except ExceptionGroup as failures:
+        first = failures.exceptions[0]
+        if isinstance(first, ProbeError):
+            raise first from None
+        raise
+    return [t.result() for t in tasks]

@@ -1,0 +1,207 @@
+"""From two answers at one position to the damage of a measurement. Pure functions; logprobs are natural logs (nats).
+
+Damage at a position is the Kullback-Leibler divergence of the candidate from the baseline over a partition of the
+vocabulary: each of the baseline's top-K tokens is a cell, all other tokens together are one more,
+
+    KL = sum_i p_i ln(p_i / q_i) + p_rest ln(p_rest / q_rest),    p_rest = 1 - sum_i p_i,  q_rest = 1 - sum_i q_i.
+
+Coarsening a distribution can only lower its KL (the log-sum inequality), so the figure is a lower bound of the full
+one. A baseline token that the candidate does not report has at most the candidate's smallest reported probability, so
+that is what it gets: again a lower bound, yet one that sees garbage, where no token is shared (a sum over shared tokens
+only would be empty, and call garbage perfect).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# Logprobs below this are this: no float32 softmax tells them apart, and damage stays bounded at MAX_KL.
+MIN_LOGPROB = -30.0
+MAX_KL = -MIN_LOGPROB
+# Mass below this is rounding: float32 logprobs of 20 tokens add up to 1 only within about 1e-6.
+MIN_REST = 1e-6
+# Absolute positions in the context, doubling, so that buckets of different services and days can be compared.
+BUCKET_EDGES = (0, 128, 256, 512, 1024, 2048, 4096, 16384)
+MICRO = 1_000_000
+MAX_SAMPLE_CHARACTERS = 400
+
+
+class Logprobs(NamedTuple):
+    """One position's answer: the greedy token, and the top tokens' logprobs (finite, in [MIN_LOGPROB, 0])."""
+
+    token: int
+    top: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One position judged in both answers: `position` is absolute in the context, `kl` in nats."""
+
+    prompt: int
+    position: int
+    kl: float
+    agrees: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Damage at context positions [from_position, to_position)."""
+
+    from_position: int
+    to_position: int
+    positions: int
+    mean_kl_micronats: int
+    top1_agreement_permille: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The end of one prompt with both sides' own continuation, for a person to read."""
+
+    prompt: str
+    stable: str
+    canary: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a candidate's cache did to the baseline's answers; compare it with a control's, not with zero.
+
+    `unmeasured` counts the baseline's positions that were not judged: first tokens of requests (they come from a
+    prefill, which need not read the quantized pages) and what lay beyond a prompt's last resume.
+    `stderr_kl_micronats` is the standard error of the mean with prompts as clusters (positions of one prompt are
+    not independent); 0 for a single prompt, which says nothing about it.
+    """
+
+    prompts: int
+    positions: int
+    unmeasured: int
+    requests: int
+    milliseconds: int
+    mean_kl_micronats: int
+    p99_kl_micronats: int
+    stderr_kl_micronats: int
+    top1_agreement_permille: int
+    buckets: tuple[Bucket, ...]
+    sample: Sample | None
+
+
+def kl_nats(baseline: Mapping[int, float], candidate: Mapping[int, float]) -> float:
+    """Return KL(baseline || candidate) in nats, in [0, MAX_KL], over the baseline's tokens and one cell for the rest.
+
+    Both map token ids to logprobs. An empty candidate (an engine whose logits are not numbers) is MAX_KL.
+    """
+    if not baseline or not candidate:
+        return MAX_KL
+    floor = min(candidate.values())
+    p = _cells([_probability(lp) for lp in baseline.values()])
+    q = _cells([_probability(candidate.get(token, floor)) for token in baseline])
+    kl = math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    return min(max(kl, 0.0), MAX_KL)
+
+
+def _probability(logprob: float) -> float:
+    return math.exp(min(max(logprob, MIN_LOGPROB), 0.0))
+
+
+def _cells(top: list[float]) -> list[float]:
+    """Return the top's probabilities with the rest's appended, adding up to 1."""
+    cells = [*top, max(1.0 - math.fsum(top), MIN_REST)]
+    total = math.fsum(cells)
+    return [c / total for c in cells]
+
+
+def compare(prompt: int, position: int, baseline: Logprobs, candidate: Logprobs) -> Compared:
+    """Judge one position."""
+    return Compared(prompt, position, kl_nats(baseline.top, candidate.top), baseline.token == candidate.token)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the nearest-rank percentile: the smallest value that at least `share` (0 to 1) of the values reach."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0
+
+
+def buckets(compared: Iterable[Compared]) -> tuple[Bucket, ...]:
+    """Return the non-empty buckets by absolute position, at most `len(BUCKET_EDGES)`; the last ends after its data."""
+    found: dict[int, list[Compared]] = {}
+    for c in compared:
+        index = max(i for i, edge in enumerate(BUCKET_EDGES) if c.position >= edge)
+        found.setdefault(index, []).append(c)
+    last = len(BUCKET_EDGES) - 1
+    return tuple(
+        Bucket(
+            from_position=BUCKET_EDGES[i],
+            to_position=BUCKET_EDGES[i + 1] if i < last else max(c.position for c in group) + 1,
+            positions=len(group),
+            mean_kl_micronats=_mean_micronats(group),
+            top1_agreement_permille=_agreement_permille(group),
+        )
+        for i, group in sorted(found.items())
+    )
+
+
+def summarise(
+    compared: Sequence[Compared],
+    *,
+    unmeasured: int = 0,
+    requests: int = 0,
+    milliseconds: int = 0,
+    sample: Sample | None = None,
+) -> Measurement:
+    """Return the measurement of all judged positions; the order of `compared` does not matter."""
+    return Measurement(
+        prompts=len({c.prompt for c in compared}),
+        positions=len(compared),
+        unmeasured=unmeasured,
+        requests=requests,
+        milliseconds=milliseconds,
+        mean_kl_micronats=_mean_micronats(compared),
+        p99_kl_micronats=round(percentile([c.kl for c in compared], 0.99) * MICRO),
+        stderr_kl_micronats=round(_clustered_stderr(compared) * MICRO),
+        top1_agreement_permille=_agreement_permille(compared),
+        buckets=buckets(compared),
+        sample=sample,
+    )
+
+
+def worst_prompt(compared: Iterable[Compared]) -> int | None:
+    """Return the index of the prompt with the largest mean damage (the lowest index of equals)."""
+    groups = _by_prompt(compared)
+    return min(groups, key=lambda p: (-_mean([c.kl for c in groups[p]]), p)) if groups else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def _mean_micronats(compared: Sequence[Compared]) -> int:
+    return round(_mean([c.kl for c in compared]) * MICRO)
+
+
+def _agreement_permille(compared: Sequence[Compared]) -> int:
+    """Rounded down: 1000 means that every position agreed."""
+    return sum(c.agrees for c in compared) * 1000 // len(compared) if compared else 0
+
+
+def _by_prompt(compared: Iterable[Compared]) -> dict[int, list[Compared]]:
+    groups: dict[int, list[Compared]] = {}
+    for c in compared:
+        groups.setdefault(c.prompt, []).append(c)
+    return groups
+
+
+def _clustered_stderr(compared: Sequence[Compared]) -> float:
+    """Return the cluster-robust standard error of the mean (Liang and Zeger 1986), in nats.
+
+    With G clusters and n positions: sqrt(G / (G - 1) * sum_g (sum of residuals in g)^2) / n.
+    """
+    groups = _by_prompt(compared)
+    if len(groups) < 2:
+        return 0.0
+    mean = _mean([c.kl for c in compared])
+    squares = math.fsum(math.fsum(c.kl - mean for c in group) ** 2 for group in groups.values())
+    return math.sqrt(len(groups) / (len(groups) - 1) * squares) / len(compared)
