@@ -1,0 +1,23 @@
+"""The API as the operator sees it: one CRD file, what it says about an object, and that object's spec as plain data.
+
+`schema` fills defaults and finds faults, by the very schema and rules that the API server enforces; `spec` turns a
+defaulted, faultless object into frozen dataclasses; `docs` writes the reference page. Nothing here talks to a cluster.
+"""
+
+from kvpilot_operator.api.not_yet import NOT_YET_ACTED_ON, NotYet, Unacted, unacted_fields
+from kvpilot_operator.api.schema import Fault, apply_defaults, faults, load_crd, status_faults
+from kvpilot_operator.api.spec import Spec, parse
+
+__all__ = [
+    "NOT_YET_ACTED_ON",
+    "Fault",
+    "NotYet",
+    "Spec",
+    "Unacted",
+    "apply_defaults",
+    "faults",
+    "load_crd",
+    "parse",
+    "status_faults",
+    "unacted_fields",
+]

@@ -1,0 +1,79 @@
+"""The CRD's CEL rules (x-kubernetes-validations), evaluated outside the API server.
+
+The server runs them with cel-go and Kubernetes's extension libraries, this module with celpy. A rule that both are to
+read alike keeps to: has, size, string, int, matches, startsWith, contains, in, the macros all, exists, exists_one, map
+and filter, the conditional operator, literals, and join, which is defined here as Kubernetes's list library defines it.
+Rules about a change (oldSelf) are the server's alone: an object by itself cannot break them.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import celpy
+from celpy import celtypes
+from celpy.evaluation import CELEvalError
+
+Json = Any
+
+
+def broken_rules(value: Json, schema: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
+    """Yield (field path relative to `value`, message) for each rule of this schema node that `value` breaks.
+
+    `value` is defaulted and pruned to the schema, and of the schema's type. The path is "" or dotted with a leading
+    dot. A rule that cannot be evaluated counts as broken, as it does in the server.
+    """
+    rules = [rule for rule in schema.get("x-kubernetes-validations", ()) if not _needs_old_self(rule["rule"])]
+    if not rules:
+        return
+    activation = {"self": _to_cel(value, schema)}
+    for rule in rules:
+        try:
+            holds = bool(_program(rule["rule"]).evaluate(activation))
+        except CELEvalError as error:
+            yield rule.get("fieldPath", ""), f"{rule['message']} (the rule could not be evaluated: {error.args[0]})"
+            continue
+        if not holds:
+            yield rule.get("fieldPath", ""), _message(rule, activation)
+
+
+def _message(rule: Mapping[str, str], activation: Mapping[str, celtypes.Value]) -> str:
+    """The rule's messageExpression, or its message when there is none or it fails, as in the server."""
+    if "messageExpression" in rule:
+        try:
+            return str(_program(rule["messageExpression"]).evaluate(activation))
+        except CELEvalError:
+            pass
+    return rule["message"]
+
+
+def _needs_old_self(rule: str) -> bool:
+    return re.search(r"\boldSelf\b", rule) is not None
+
+
+@cache
+def _program(expression: str) -> celpy.Runner:
+    environment = celpy.Environment()
+    return environment.program(environment.compile(expression), functions={"join": _join})
+
+
+def _join(items: celtypes.ListType, separator: celtypes.StringType) -> celtypes.StringType:
+    return celtypes.StringType(str(separator).join(str(item) for item in items))
+
+
+def _to_cel(value: Json, schema: Mapping[str, Json]) -> celtypes.Value:
+    """`value` as CEL sees it: typed by the schema, as the server types it, so that 1.0 in an integer field is 1."""
+    if isinstance(value, Mapping):
+        fields = schema.get("properties", {})
+        rest = schema.get("additionalProperties", {})
+        return celtypes.MapType(
+            {celtypes.StringType(key): _to_cel(item, fields.get(key, rest)) for key, item in value.items()}
+        )
+    if isinstance(value, list):
+        return celtypes.ListType([_to_cel(item, schema["items"]) for item in value])
+    if isinstance(value, bool):
+        return celtypes.BoolType(value)
+    if isinstance(value, str):
+        return celtypes.StringType(value)
+    return celtypes.IntType(int(value))
