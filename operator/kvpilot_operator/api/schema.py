@@ -6,6 +6,7 @@ that the two answers agree. Order, as in the server: prune what the schema does 
 schema and list types, and then, unless a value has the wrong shape, the rules.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,8 +25,11 @@ Json = Any
 
 CRD_FILE = "kvpilot.io_quantizedllmservices.yaml"
 
-_SHAPE_KEYWORDS = frozenset({"type", "required", "anyOf", "maxLength", "maxItems", "maxProperties"})
+_SHAPE_KEYWORDS = frozenset({"type", "required", "enum", "anyOf", "maxLength", "maxItems", "maxProperties"})
 """Faults that keep the server from evaluating rules: a rule may rely on these."""
+
+_REMEMBERED = 4096
+"""Verdicts kept: a pass over an unchanged service must not pay tens of milliseconds for its rules again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,13 @@ def faults(obj: Json) -> tuple[Fault, ...]:
     subject = {"metadata": {"name": _text(name) if isinstance(name, str) else ""}}
     if obj.get("spec") is not None:
         subject["spec"] = _structural(obj["spec"], root_schema()["properties"]["spec"])
-    return _faults(subject, root_schema(), "")
+    return _remembered_faults(json.dumps(subject))
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _remembered_faults(subject: str) -> tuple[Fault, ...]:
+    """The faults of a structural object, by its JSON text: they depend on nothing else."""
+    return _faults(json.loads(subject), root_schema(), "")
 
 
 def status_faults(status: Json) -> tuple[Fault, ...]:
@@ -116,7 +126,11 @@ def _structural(value: Json, schema: Mapping[str, Json]) -> Json:
 def _structural_object(value: Mapping[str, Json], schema: Mapping[str, Json]) -> dict[str, Json]:
     copy: dict[str, Json] = {}
     if "additionalProperties" in schema:
-        return {_text(key): _structural(item, schema["additionalProperties"]) for key, item in value.items()}
+        return {
+            _text(key): _structural(item, schema["additionalProperties"])
+            for key, item in value.items()
+            if item is not None
+        }
     for name, field in schema.get("properties", {}).items():
         given = value.get(name)
         if given is None:

@@ -1,0 +1,133 @@
+"""The operator finds, by the CRD alone, what the API server would refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvpilot_operator.api import apply_defaults, faults, parse, status_faults
+from support.bad_manifests import BAD, GOOD, Bad
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(alphabet=st.characters(codec=None))
+json_values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
+def test_a_wrong_manifest_is_faulted_at_its_field_with_a_remedy(bad: Bad) -> None:
+    found = faults(bad.manifest)
+    assert [fault.field for fault in found] == [bad.field]
+    assert bad.word in found[0].message
+
+
+def test_a_good_manifest_has_no_fault() -> None:
+    assert faults(GOOD) == ()
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_has_no_fault_and_parses(path: Path) -> None:
+    services = [
+        document for document in yaml.safe_load_all(path.read_text()) if document["kind"] == "QuantizedLLMService"
+    ]
+    assert services
+    for service in services:
+        assert faults(service) == ()
+        parse(apply_defaults(service))
+
+
+def test_every_fault_is_listed_not_only_the_first() -> None:
+    manifest = {**GOOD, "spec": {"model": {"source": "x"}, "engine": {"image": "a b"}, "scaling": {"minReplicas": 9}}}
+    assert {fault.field for fault in faults(manifest)} == {
+        "spec.model.source",
+        "spec.engine.image",
+        "spec.scaling.minReplicas",
+    }
+
+
+def test_rules_wait_until_shapes_are_right() -> None:
+    manifest = {**GOOD, "spec": {"model": {"source": "x"}, "engine": {"image": 3}}}
+    assert [fault.field for fault in faults(manifest)] == ["spec.engine.image"]
+
+
+def test_a_5000_character_name_is_one_clear_fault() -> None:
+    (fault,) = faults({**GOOD, "metadata": {"name": "a" * 5000}})
+    assert fault.field == "metadata.name"
+    assert "5000 characters: use at most 40" in fault.message
+
+
+def test_null_counts_as_absent_as_in_the_server() -> None:
+    manifest = {**GOOD, "spec": {**GOOD["spec"], "replicas": None, "cache": None, "kvCache": {"dtype": None}}}
+    assert faults(manifest) == ()
+    assert apply_defaults(manifest)["spec"] == apply_defaults(GOOD)["spec"]
+
+
+def test_half_a_surrogate_pair_is_judged_like_any_other_wrong_character() -> None:
+    (fault,) = faults({**GOOD, "spec": {**GOOD["spec"], "model": {"source": "hf://a/\ud800"}}})
+    assert fault.field == "spec.model.source"
+
+
+@given(json_values)
+@settings(max_examples=150, deadline=None)
+def test_any_json_value_gets_an_answer(value: Any) -> None:
+    assert faults(value) != ()
+    status_faults(value)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["replicas", "model", "engine", "kvCache", "scaling", "canary", "accuracy", "x"]), json_values
+    )
+)
+@settings(max_examples=150, deadline=None)
+def test_any_json_in_a_spec_gets_an_answer(spec: Any) -> None:
+    faults({"metadata": {"name": "a"}, "spec": spec})
+    apply_defaults({"metadata": {"name": "a"}, "spec": spec})
+
+
+def test_json_nested_beyond_the_stack_gets_an_answer() -> None:
+    deep: Any = []
+    for _ in range(100_000):
+        deep = [deep]
+    for spec in (
+        deep,
+        {"replicas": deep},
+        {"model": {"source": deep}},
+        {"unknown": deep},
+        {"kvCache": {"ladder": deep}},
+    ):
+        assert faults({"metadata": {"name": "a"}, "spec": spec}) != ()
+
+
+def test_defaulting_twice_changes_nothing() -> None:
+    once = apply_defaults(GOOD)
+    assert apply_defaults(once) == once
+
+
+def test_defaulting_leaves_its_argument_alone_and_drops_what_the_schema_does_not_know() -> None:
+    manifest = {**GOOD, "spec": {**GOOD["spec"], "unknown": 1}}
+    assert "unknown" not in apply_defaults(manifest)["spec"]
+    assert manifest["spec"]["unknown"] == 1
+
+
+def test_a_status_that_the_server_would_refuse_is_faulted() -> None:
+    good = {
+        "observedGeneration": 1,
+        "kvCache": {"activeDtype": "auto", "usagePercent": 12},
+        "conditions": [
+            {
+                "type": "Ready",
+                "status": "True",
+                "reason": "Serving",
+                "message": "",
+                "lastTransitionTime": "2026-11-21T00:00:00Z",
+            }
+        ],
+    }
+    assert status_faults(good) == ()
+    (fault,) = status_faults({**good, "kvCache": {"usagePercent": 101}})
+    assert fault.field == "status.kvCache.usagePercent"

@@ -1,0 +1,108 @@
+"""The spec's dataclasses hold every field of the CRD, and fields that nothing acts on yet are named."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvpilot_operator.api import NOT_YET_ACTED_ON, Spec, apply_defaults, parse, unacted_fields
+from kvpilot_operator.api.schema import root_schema
+from kvpilot_operator.api.spec import EnvVar, KeyRef, Resources, Scaling, Toleration
+from support.bad_manifests import GOOD
+
+FLATTENED = {EnvVar, KeyRef}
+"""Dataclasses that join several of the CRD's objects."""
+
+
+def snake(name: str) -> str:
+    name = name.replace("TTFTP95", "TtftP95").replace("ITLP95", "ItlP95").replace("MiB", "Mib").replace("KL", "Kl")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def test_every_field_of_the_crd_is_a_field_of_the_spec() -> None:
+    def compare(cls: type[Any], schema: dict[str, Any]) -> None:
+        hints = get_type_hints(cls)
+        assert set(hints) == {snake(name) for name in schema["properties"]}, cls
+        for name, child in schema["properties"].items():
+            shape = child["items"] if child.get("type") == "array" else child
+            for inner in _dataclasses_in(hints[snake(name)]):
+                if inner not in FLATTENED:
+                    compare(inner, shape)
+
+    def _dataclasses_in(hint: Any) -> list[type[Any]]:
+        if dataclasses.is_dataclass(hint):
+            return [hint]  # type: ignore[list-item]
+        return [found for part in get_args(hint) for found in _dataclasses_in(part)]
+
+    compare(Spec, root_schema()["properties"]["spec"])
+
+
+def service(**spec: Any) -> dict[str, Any]:
+    return apply_defaults({**GOOD, "spec": {**GOOD["spec"], **spec}})
+
+
+def test_the_served_name_is_the_objects_name_unless_given() -> None:
+    assert parse(service()).model.served_name == "good"
+    assert parse(service(model={"source": "file:///m", "servedName": "other"})).model.served_name == "other"
+
+
+def test_references_lists_and_maps_become_plain_hashable_data() -> None:
+    engine = {
+        "image": "i",
+        "env": [
+            {"name": "A", "value": "1"},
+            {"name": "B", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k", "optional": True}}},
+            {"name": "C", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        ],
+        "resources": {"limits": {"nvidia.com/gpu": 2, "memory": "24Gi"}},
+        "nodeSelector": {"b": "2", "a": "1"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+    }
+    spec = parse(service(engine=engine, model={"source": "hf://a/b", "tokenSecretRef": {"name": "hf"}}))
+    assert spec.model.token_secret_ref == KeyRef("hf", "token")
+    assert spec.engine.env == (
+        EnvVar("A", "1", None, None, None),
+        EnvVar("B", None, KeyRef("s", "k", optional=True), None, None),
+        EnvVar("C", None, None, None, "status.podIP"),
+    )
+    assert spec.engine.resources == Resources((), (("memory", "24Gi"), ("nvidia.com/gpu", "2")))
+    assert spec.engine.node_selector == (("a", "1"), ("b", "2"))
+    assert spec.engine.tolerations == (Toleration("gpu", "Exists", None, None, None),)
+    hash(spec)
+
+
+@given(st.integers(0, 1000), st.integers(0, 20), st.integers(20, 40))
+def test_replicas_are_clamped_to_the_bounds_of_scaling(replicas: int, low: int, high: int) -> None:
+    kept = Scaling("Operator", low, high, 0).clamp(replicas)
+    assert low <= kept <= high
+    assert kept == replicas or kept in (low, high)
+
+
+def test_defaults_leave_nothing_to_report_as_not_acted_on() -> None:
+    assert unacted_fields(GOOD) == ()
+    assert unacted_fields(service()) == ()
+
+
+def test_a_field_that_nothing_acts_on_yet_is_reported_with_what_happens_instead() -> None:
+    (found,) = unacted_fields(service(canary={"steps": [{"weightPercent": 5}]}))
+    assert found.field == "spec.canary.steps"
+    assert "not acted on yet" in found.message
+    assert "one switch" in found.message
+
+
+def test_a_value_that_works_already_is_not_reported() -> None:
+    assert unacted_fields(service(canary={"capacityPolicy": "Surge"})) == ()
+    (found,) = unacted_fields(service(canary={"capacityPolicy": "ReplaceOne"}))
+    assert found.value == "ReplaceOne"
+
+
+@pytest.mark.parametrize("entry", NOT_YET_ACTED_ON, ids=lambda entry: entry.path)
+def test_every_path_on_the_list_is_a_field_of_the_crd_with_a_default(entry: Any) -> None:
+    here = root_schema()["properties"]["spec"]
+    for name in entry.path.split("."):
+        here = here["properties"][name]
+    assert "default" in here
