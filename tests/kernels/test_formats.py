@@ -1,0 +1,121 @@
+"""Formats: names, sizes and the page layout as a contract."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvpilot_kernels import formats
+from kvpilot_kernels.formats import FormatError, UnknownFormatError, UnsupportedHeadDimError
+
+own = st.sampled_from(formats.own_names())
+any_name = st.sampled_from(formats.names())
+dims = st.sampled_from(formats.HEAD_DIMS)
+block_sizes = st.sampled_from([1, 16, 32, 64, 128, 256])
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), [("int8", 8.25), ("k8v4", 6.25), ("k4v4", 4.25), ("k4v2", 3.25), ("k2v2", 2.25), ("auto", 16.0)]
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_bits_with_scales_are_the_same_at_every_multiple_of_64(name: str, bits: float, head_dim: int) -> None:
+    assert formats.parse(name).bits_per_element(head_dim) == bits
+
+
+def test_k4v4_keeps_at_least_three_and_three_quarter_times_the_tokens_of_16_bits() -> None:
+    assert formats.capacity_ratio("k4v4", head_dim=64) == pytest.approx(3.7647, abs=1e-4)
+    assert formats.capacity_ratio("k4v4", over="fp8") == pytest.approx(1.8824, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [("fp8", 8), ("int8_per_token_head", 8.25), ("int4_per_token_head", 4.25), ("nvfp4", 4.5),
+     ("turboquant_k8v4", 6.125), ("turboquant_4bit_nc", 4.1875), ("turboquant_k3v4_nc", 3.6875),
+     ("turboquant_3bit_nc", 3.1875)],
+)  # fmt: skip
+def test_bits_of_vllms_own_dtypes_count_their_scales(name: str, bits: float) -> None:
+    assert formats.parse(name).bits_per_element(128) == bits
+
+
+def test_every_vllm_dtype_is_either_offered_or_left_out_for_a_reason() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    # A process of its own: importing vLLM here would also load its plugins' names into the literal.
+    code = "from vllm.config.cache import CacheDType; from typing import get_args; print(*get_args(CacheDType))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    theirs = {n for n in formats.names() if not formats.parse(n).ours}
+    assert set(out.stdout.split()) == theirs | set(formats.VLLM_DTYPES_LEFT_OUT)
+
+
+@given(own, dims, block_sizes)
+def test_regions_tile_the_page_without_gap_or_overlap(name: str, head_dim: int, block_size: int) -> None:
+    fmt = formats.parse(name)
+    layout = fmt.page_layout(head_dim, block_size)
+    end = 0
+    for region in (layout.key_codes, layout.value_codes, layout.key_meta, layout.value_meta):
+        assert region.offset == end
+        end += region.row_bytes * block_size
+    assert end == layout.size == block_size * fmt.row_bytes(head_dim)
+    assert layout.key_meta.offset % 2 == 0
+
+
+@given(own, dims)
+def test_groups_divide_the_row_and_codes_fill_whole_bytes(name: str, head_dim: int) -> None:
+    fmt = formats.parse(name)
+    assert head_dim % fmt.group_size(head_dim) == 0
+    assert head_dim * fmt.key.bits % 8 == 0 == head_dim * fmt.value.bits % 8
+
+
+@given(any_name, any_name, dims)
+def test_capacity_ratio_is_the_inverse_of_itself_turned_round(a: str, b: str, head_dim: int) -> None:
+    assert formats.capacity_ratio(a, b, head_dim) * formats.capacity_ratio(b, a, head_dim) == pytest.approx(1)
+
+
+@given(any_name, dims, st.integers(1, 80), st.integers(1, 16))
+def test_a_token_costs_the_same_in_every_layer_and_head(name: str, head_dim: int, layers: int, heads: int) -> None:
+    fmt = formats.parse(name)
+    assert fmt.bytes_per_token(layers=layers, kv_heads=heads, head_dim=head_dim) == (
+        layers * heads * fmt.row_bytes(head_dim)
+    )
+
+
+@given(any_name)
+def test_parse_returns_the_format_of_that_name(name: str) -> None:
+    assert formats.parse(name).name == name
+
+
+@given(st.text().filter(lambda s: s not in formats.names()))
+def test_an_unknown_name_is_refused_with_the_names_that_exist(name: str) -> None:
+    with pytest.raises(UnknownFormatError) as error:
+        formats.parse(name)
+    assert error.value.name == name
+    assert "k4v4" in str(error.value)
+    assert len(str(error.value)) < 1000
+
+
+@given(own, st.integers(-8, 600).filter(lambda d: d not in formats.HEAD_DIMS))
+def test_a_head_dim_without_a_layout_is_refused(name: str, head_dim: int) -> None:
+    with pytest.raises(FormatError, match=f"head_dim {head_dim}"):
+        formats.parse(name).row_bytes(head_dim)
+
+
+def test_vllms_formats_have_no_page_layout_of_ours() -> None:
+    with pytest.raises(UnsupportedHeadDimError):
+        formats.parse("fp8").page_layout(128, 16)
+
+
+def test_a_page_without_tokens_is_refused() -> None:
+    with pytest.raises(FormatError, match="block_size 0"):
+        formats.parse("k4v4").page_layout(128, 0)
+
+
+def test_only_k2v2_waits_for_calibration() -> None:
+    assert [n for n in formats.names() if formats.parse(n).calibrated_only] == ["k2v2"]
+
+
+def test_importing_formats_brings_neither_torch_nor_numpy() -> None:
+    code = "import kvpilot_kernels.formats, sys; print({'torch', 'numpy', 'vllm'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert out.stdout.strip() == "set()"
