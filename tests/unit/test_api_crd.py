@@ -112,15 +112,15 @@ def test_every_rule_compiles_and_has_a_message_with_a_remedy(path: str, rule: Ma
 
 def test_dtypes_are_exactly_those_of_the_formats_module() -> None:
     kv_cache = SPEC["properties"]["kvCache"]["properties"]
-    assert set(kv_cache["dtype"]["enum"]) == set(formats.ALL_DTYPES)
+    assert set(kv_cache["dtype"]["enum"]) == set(formats.names())
     assert kv_cache["ladder"]["items"]["enum"] == kv_cache["dtype"]["enum"]
     assert kv_cache["baseline"]["enum"] == [
-        d for d in kv_cache["dtype"]["enum"] if formats.bits_per_element(d, 128) == 16
+        d for d in kv_cache["dtype"]["enum"] if formats.parse(d).bits_per_element(128) == 16
     ]
 
 
 def test_the_ladder_goes_down_exactly_when_bits_per_element_do() -> None:
-    smaller = [d for d in formats.ALL_DTYPES if formats.bits_per_element(d, 128) < 16]
+    smaller = [d for d in formats.names() if formats.parse(d).bits_per_element(128) < 16]
     for above, below in permutations(smaller, 2):
         manifest = {
             "metadata": {"name": "a"},
@@ -130,7 +130,7 @@ def test_the_ladder_goes_down_exactly_when_bits_per_element_do() -> None:
                 "kvCache": {"ladder": [above, below]},
             },
         }
-        downwards = formats.bits_per_element(above, 128) > formats.bits_per_element(below, 128)
+        downwards = formats.parse(above).bits_per_element(128) > formats.parse(below).bits_per_element(128)
         assert (faults(manifest) == ()) == downwards, (above, below)
 
 

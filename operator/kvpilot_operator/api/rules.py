@@ -17,6 +17,9 @@ from celpy.evaluation import CELEvalError
 
 Json = Any
 
+_MAX_MESSAGE_BYTES = 5120
+"""The longest result of a messageExpression that the server uses."""
+
 
 def broken_rules(value: Json, schema: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
     """Yield (field path relative to `value`, message) for each rule of this schema node that `value` breaks.
@@ -39,13 +42,15 @@ def broken_rules(value: Json, schema: Mapping[str, Json]) -> Iterator[tuple[str,
 
 
 def _message(rule: Mapping[str, str], activation: Mapping[str, celtypes.Value]) -> str:
-    """The rule's messageExpression, or its message when there is none or it fails, as in the server."""
-    if "messageExpression" in rule:
-        try:
-            return str(_program(rule["messageExpression"]).evaluate(activation))
-        except CELEvalError:
-            pass
-    return rule["message"]
+    """The rule's messageExpression, or its message when there is none or it gives no single line, as in the server."""
+    if "messageExpression" not in rule:
+        return rule["message"]
+    try:
+        text = str(_program(rule["messageExpression"]).evaluate(activation)).strip()
+    except CELEvalError:
+        return rule["message"]
+    is_one_line = text and "\n" not in text and len(text.encode()) <= _MAX_MESSAGE_BYTES
+    return text if is_one_line else rule["message"]
 
 
 def _needs_old_self(rule: str) -> bool:
