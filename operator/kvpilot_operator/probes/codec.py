@@ -175,8 +175,8 @@ def check_limits(prompt_tokens: int, positions: int) -> None:
 
 
 def _sorted_top(answer: Logprobs) -> list[tuple[int, float]]:
-    """The greedy token first, so that it can be told after reading even among equals; then by falling logprob."""
-    return sorted(answer.top.items(), key=lambda item: (item[0] != answer.token, -item[1], item[0]))
+    """The greedy token first, so that it can be told after reading even among equals; then by falling kept logprob."""
+    return sorted(answer.top.items(), key=lambda item: (item[0] != answer.token, _steps(item[1]), item[0]))
 
 
 def _count(value: object) -> int:

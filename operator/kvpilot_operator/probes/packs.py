@@ -17,6 +17,7 @@ prompt. On two CPU cores a small model decodes 10 to 25 tokens a second, so 8 pr
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -31,11 +32,13 @@ MAX_PROMPTS = 64
 MAX_PACK_BYTES = 32 * 1024
 MAX_MESSAGES = 16
 MAX_NAME = 40
-# A filled prompt never asks for more than this, whatever the model could read: a probe must not hog a prefill.
+# Contexts longer than this are probed as if they were this long: a probe must not hog the engine with prefills.
 MAX_FILL_TOKENS = 8192
 DEFAULT_CONTEXT_TOKENS = 4096
 _ROLES = ("system", "user", "assistant")
 _FILLER = "{{filler}}"
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 2, 4, 60, 60
 _PROMPT_KEYS = {"name", "messages", "fact", "fillPercent", "depthPercent"}
 # English prose is about 1.3 tokens a word; 1.6 leaves room for tokenizers with small vocabularies.
 _TOKENS_PER_WORD = 1.6
@@ -165,7 +168,7 @@ def _filled(where: str, entry: dict[str, object], messages: tuple[Message, ...],
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 90:
             raise MalformedPack(f"{where}.{key}: {_show(value)}; give a whole number from 0 to 90")
     assert isinstance(fill, int) and isinstance(depth, int)  # noqa: S101 - the loop above has checked them
-    words = int(min(context * fill // 100, MAX_FILL_TOKENS) / _TOKENS_PER_WORD)
+    words = int(min(context, MAX_FILL_TOKENS) * fill / 100 / _TOKENS_PER_WORD)
     text = _filler(words, fact.strip(), depth)
     return tuple(Message(m.role, m.content.replace(_FILLER, text)) for m in messages)
 
@@ -189,14 +192,16 @@ _WHEN = ("In the morning", "Before noon", "At the end of the day", "On the follo
 def _filler(words: int, fact: str, depth_percent: int) -> str:
     """Return about `words` words of plain prose with `fact` at `depth_percent` of it; the same for the same arguments.
 
-    The lists' lengths (5, 10, 7, 9) give 630 different sentences, so that no long stretch repeats within 8,000 words.
+    The lists (5, 10, 7 and 9 entries) make 3,150 different sentences; a stride prime to that number visits each once
+    before any comes again, which is more than MAX_FILL_TOKENS hold.
     """
     sentences: list[str] = []
     count = 0
     while count < words:
-        i = len(sentences)
-        deed = _DEEDS[(i * 5 + i // 63) % len(_DEEDS)]
-        sentence = f"{_WHEN[i % 5]}, at the {_PLACES[(i * 3) % 10]}, {_PEOPLE[i % 7]} {deed}."
+        rest, deed = divmod(len(sentences) * 1013 % 3150, len(_DEEDS))
+        rest, person = divmod(rest, len(_PEOPLE))
+        when, place = divmod(rest, len(_PLACES))
+        sentence = f"{_WHEN[when]}, at the {_PLACES[place]}, {_PEOPLE[person]} {_DEEDS[deed]}."
         sentences.append(sentence)
         count += len(sentence.split())
     sentences.insert(len(sentences) * depth_percent // 100, fact)
@@ -204,5 +209,5 @@ def _filler(words: int, fact: str, depth_percent: int) -> str:
 
 
 def _show(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    # Not repr: aliases make a value that is small in memory and endless in print.
+    return _SHORT.repr(value)[:120]

@@ -4,7 +4,8 @@ Logprobs of a *prompt* never touch a quantized page when the prompt is one prefi
 16-bit keys and values. Only decode reads the pages. So the candidate decodes: it continues the baseline's prompt
 greedily, and as long as its token equals the baseline's, both sides stand in the same context and their distributions
 can be compared. Where they part, that position still counts; the request is closed, and a new one resumes with the
-baseline's tokens up to there as its prompt. Its first token again comes from a prefill and is not judged.
+baseline's tokens up to there as its prompt. A request's first token comes from a prefill and is
+judged only if it differs.
 
 A candidate that answers garbage parts at every step, so resumes are bounded: what is left of such a prompt stays
 unmeasured, long after the verdict is clear. docs/decisions/0003-decode-probes.md has the alternatives.
@@ -196,7 +197,9 @@ async def _follow(engine: Engine, index: int, prompt: BaselinePrompt, settings: 
         async with aclosing(engine.decode(context, len(answer) - start, settings.top_k, past_end=True)) as steps:
             async for step in steps:
                 judged = compare(index, len(prompt.tokens) + reached, answer[reached], step.logprobs)
-                if reached > start:
+                # A first token comes from a prefill, which need not have read a page: that it agrees proves nothing,
+                # that it differs is damage. Leaving both out would judge only those requests that began well.
+                if reached > start or not judged.agrees:
                     compared.append(judged)
                 reached += 1
                 if not judged.agrees:

@@ -70,8 +70,8 @@ class Sample:
 class Measurement:
     """What a candidate's cache did to the baseline's answers; compare it with a control's, not with zero.
 
-    `unmeasured` counts the baseline's positions that were not judged: first tokens of requests (they come from a
-    prefill, which need not read the quantized pages) and what lay beyond a prompt's last resume.
+    `unmeasured` counts the baseline's positions that were not judged: first tokens of requests that agreed (they come
+    from a prefill, which need not read the quantized pages) and what lay beyond a prompt's last resume.
     `stderr_kl_micronats` is the standard error of the mean with prompts as clusters (positions of one prompt are
     not independent); 0 for a single prompt, which says nothing about it.
     """

@@ -1,0 +1,153 @@
+"""A baseline survives being kept, and nothing else is taken for one."""
+
+import random
+import zlib
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvpilot_operator.probes.codec import (
+    MAGIC,
+    MAX_BYTES,
+    MAX_POSITIONS,
+    MAX_PROMPT_TOKENS,
+    MAX_TEXT,
+    MAX_TOKEN_ID,
+    VERSION,
+    Baseline,
+    BaselinePrompt,
+    decode,
+    encode,
+    identity,
+)
+from kvpilot_operator.probes.errors import BaselineTooLarge, MalformedBaseline
+from kvpilot_operator.probes.packs import Message, ProbePrompt
+from kvpilot_operator.probes.stats import Logprobs, kl_nats
+
+ids = st.integers(0, MAX_TOKEN_ID)
+tops = st.dictionaries(ids, st.floats(-30, 0), min_size=1, max_size=20)
+answers = tops.flatmap(lambda t: st.sampled_from(sorted(t)).map(lambda token: Logprobs(token, t)))
+texts = st.text(max_size=50).map(lambda t: t.encode("utf-8", "replace").decode())
+baselines = st.builds(
+    Baseline,
+    identity=texts,
+    model=texts,
+    dtype=texts,
+    prompts=st.lists(
+        st.builds(
+            BaselinePrompt,
+            name=texts,
+            tail=texts,
+            text=texts,
+            tokens=st.lists(ids, min_size=1, max_size=20).map(tuple),
+            answer=st.lists(answers, max_size=5).map(tuple),
+        ),
+        max_size=4,
+    ).map(tuple),
+    left_out=st.lists(texts, max_size=2).map(tuple),
+)
+
+
+@given(baselines)
+def test_a_kept_baseline_is_the_same_within_a_hair(baseline: Baseline) -> None:
+    kept = decode(encode(baseline))
+    assert encode(kept) == encode(baseline)
+    assert (kept.identity, kept.model, kept.dtype, kept.left_out) == (
+        baseline.identity,
+        baseline.model,
+        baseline.dtype,
+        baseline.left_out,
+    )
+    for before, after in zip(baseline.prompts, kept.prompts, strict=True):
+        assert (before.name, before.tail, before.text) == (after.name, after.tail, after.text)
+        assert before.tokens == after.tokens
+        for a, b in zip(before.answer, after.answer, strict=True):
+            assert a.token == b.token
+            assert b.top == pytest.approx(a.top, abs=0.5 / 2048)
+            if sum(2.718281828459045**lp for lp in a.top.values()) <= 1:
+                assert kl_nats(a.top, b.top) < 1e-6
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_baseline_are_refused_by_a_typed_error(data: bytes) -> None:
+    for given_bytes in (data, MAGIC + bytes([VERSION]) + data, MAGIC + bytes([VERSION]) + zlib.compress(data)):
+        with pytest.raises(MalformedBaseline, match="re-capture"):
+            decode(given_bytes)
+
+
+@settings(max_examples=50)
+@given(baselines, st.data())
+def test_a_damaged_or_cut_baseline_is_refused_or_read(baseline: Baseline, data: st.DataObject) -> None:
+    good = encode(baseline)
+    raw = bytearray(zlib.decompress(good[5:]))
+    at = data.draw(st.integers(0, len(raw) - 1))
+    raw[at] ^= data.draw(st.integers(1, 255))
+    for bad in (good[: data.draw(st.integers(0, len(good) - 1))], good[:5] + zlib.compress(bytes(raw))):
+        with suppress(MalformedBaseline):
+            decode(bad)
+
+
+def test_a_baseline_of_another_version_is_refused_by_its_number() -> None:
+    data = encode(Baseline("i", "m", "auto", ()))
+    with pytest.raises(MalformedBaseline, match="version 99"):
+        decode(data[:4] + bytes([99]) + data[5:])
+
+
+def test_a_stream_that_unpacks_without_end_is_refused_early() -> None:
+    with pytest.raises(MalformedBaseline, match="unpacks to more"):
+        decode(MAGIC + bytes([VERSION]) + zlib.compress(bytes(200 * 1024 * 1024), 9))
+
+
+def test_the_largest_baseline_of_incompressible_data_fits_in_a_config_map() -> None:
+    rng = random.Random(1)
+    prompts = 64
+    per_prompt = MAX_POSITIONS // prompts
+
+    def position() -> Logprobs:
+        top = {rng.randrange(MAX_TOKEN_ID): -30 * rng.random() for _ in range(20)}
+        return Logprobs(next(iter(top)), top)
+
+    def text() -> str:
+        return "".join(chr(rng.randrange(0x10000, 0x10FFFF)) for _ in range(2 * MAX_TEXT))
+
+    largest = Baseline(
+        "identity",
+        "model",
+        "auto",
+        tuple(
+            BaselinePrompt(
+                f"configmap/prompts/{i}",
+                text(),
+                text(),
+                tuple(rng.randrange(MAX_TOKEN_ID) for _ in range(MAX_PROMPT_TOKENS // prompts)),
+                tuple(position() for _ in range(per_prompt)),
+            )
+            for i in range(prompts)
+        ),
+    )
+    assert len(encode(largest)) <= MAX_BYTES
+
+
+@pytest.mark.parametrize(("tokens", "positions"), [(MAX_PROMPT_TOKENS + 1, 1), (1, MAX_POSITIONS + 1)])
+def test_more_than_the_largest_is_refused_with_the_numbers(tokens: int, positions: int) -> None:
+    answer = (Logprobs(1, {1: -0.1}),) * positions
+    with pytest.raises(BaselineTooLarge, match=r"at most \d+"):
+        encode(Baseline("i", "m", "auto", (BaselinePrompt("p", "", "", (1,) * tokens, answer),)))
+
+
+def test_the_identity_changes_with_everything_that_a_capture_depends_on() -> None:
+    prompt = ProbePrompt("builtin/general", "a", (Message("user", "hello"),))
+    one = identity("m", "r", [prompt], 32, 20)
+    others = [
+        identity("m2", "r", [prompt], 32, 20),
+        identity("m", "r2", [prompt], 32, 20),
+        identity("m", "r", [prompt], 33, 20),
+        identity("m", "r", [prompt], 32, 19),
+        identity("m", "r", [prompt, prompt], 32, 20),
+        identity("m", "r", [ProbePrompt("builtin/general", "a", (Message("user", "hello!"),))], 32, 20),
+        identity("m", "r", [ProbePrompt("builtin/general", "a", (Message("system", "hello"),))], 32, 20),
+    ]
+    assert one == identity("m", "r", [prompt], 32, 20)
+    assert len({one, *others}) == 8
+    assert all(c in "0123456789abcdef" for c in one) and len(one) == 10

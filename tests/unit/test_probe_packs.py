@@ -1,0 +1,154 @@
+"""Probe packs: what is built in, what a user may bring, and what is refused with a remedy."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvpilot_operator.probes.errors import EmptyPack, MalformedPack, PackError, PackTooLarge, UnknownPack
+from kvpilot_operator.probes.packs import BUILTIN, MAX_FILL_TOKENS, MAX_PACK_BYTES, MAX_PROMPTS, ProbePrompt, load
+
+USER = "configmap/mine"
+GOOD = """
+prompts:
+- name: hello
+  messages:
+  - {role: system, content: Be kind.}
+  - {role: user, content: Hello}
+"""
+
+
+def load_text(text: str, context_tokens: int = 4096) -> tuple[ProbePrompt, ...]:
+    return load([USER], {"mine": {"prompts.yaml": text}}, context_tokens)
+
+
+def needle(fill: object = 50, depth: object = 50, fact: str = "The key is blue.") -> str:
+    return (
+        f"prompts: [{{name: n, fact: {fact!r}, fillPercent: {fill}, depthPercent: {depth}, "
+        "messages: [{role: user, content: 'Read. {{filler}} Where?'}]}]"
+    )
+
+
+def short_prompts(count: int) -> str:
+    return "prompts:\n" + "".join(f"- {{name: p{i}, messages: [{{role: user, content: x}}]}}\n" for i in range(count))
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_a_built_in_pack_holds_six_to_ten_distinct_chats_that_await_an_answer(name: str) -> None:
+    prompts = load([f"builtin/{name}"])
+    assert 6 <= len(prompts) <= 10
+    assert len({p.messages for p in prompts}) == len({p.name for p in prompts}) == len(prompts)
+    assert all(p.messages[-1].role == "user" and p.pack == f"builtin/{name}" for p in prompts)
+    assert not any("{{" in m.content for p in prompts for m in p.messages)
+
+
+def test_all_built_in_packs_together_are_within_the_bounds() -> None:
+    assert len(load([f"builtin/{name}" for name in BUILTIN])) <= MAX_PROMPTS
+
+
+def test_every_multi_turn_chat_has_answers_to_look_back_to() -> None:
+    assert all(sum(m.role == "assistant" for m in p.messages) >= 2 for p in load(["builtin/multi-turn"]))
+
+
+@pytest.mark.parametrize("context", [512, 2048, 8192, 131_072])
+def test_long_prompts_follow_the_models_context_and_leave_room_for_an_answer(context: int) -> None:
+    words = [len(p.messages[-1].content.split()) for p in load(["builtin/long-context"], context_tokens=context)]
+    assert max(words) * 1.4 + 64 < max(context, 1.4 * MAX_FILL_TOKENS)
+    assert max(words) * 1.6 > 0.6 * min(context, MAX_FILL_TOKENS)
+    assert max(words) > 2 * min(words)
+
+
+@given(st.integers(5, 90), st.integers(0, 90))
+def test_the_fact_lies_at_the_depth_asked_for_and_once(fill: int, depth: int) -> None:
+    (prompt,) = load_text(needle(fill, depth), 4096)
+    text = prompt.messages[0].content
+    assert text.count("The key is blue.") == 1
+    assert text.index("The key is blue.") / len(text) == pytest.approx(depth / 100, abs=0.2)
+
+
+def test_long_text_does_not_repeat_itself() -> None:
+    (prompt,) = load_text(needle(90, 50), 8192)
+    sentences = prompt.messages[0].content.split(". ")
+    assert len(set(sentences)) > 0.95 * len(sentences)
+
+
+def test_a_users_pack_is_read_in_order_and_a_set_named_twice_counts_once() -> None:
+    (prompt,) = load([USER, USER], {"mine": {"prompts.yaml": GOOD}})
+    assert (prompt.pack, prompt.name) == (USER, "hello")
+    assert [(m.role, m.content) for m in prompt.messages] == [("system", "Be kind."), ("user", "Hello")]
+
+
+@pytest.mark.parametrize("name", ["builtin/nothing", "general", "configmap/", "", "builtin/../errors", "x" * 5000])
+def test_an_unknown_set_is_refused_with_what_there_is(name: str) -> None:
+    with pytest.raises(UnknownPack, match="builtin/general") as caught:
+        load([name])
+    assert len(str(caught.value)) < 400
+
+
+def test_a_config_map_that_is_not_there_or_has_no_prompts_key_is_refused_by_name() -> None:
+    with pytest.raises(UnknownPack, match="'mine'"):
+        load([USER], {})
+    with pytest.raises(MalformedPack, match=r"prompts\.yaml"):
+        load([USER], {"mine": {"other": ""}})
+
+
+@pytest.mark.parametrize("text", ["", "prompts: []", "prompts:"])
+def test_a_pack_without_prompts_is_refused(text: str) -> None:
+    with pytest.raises(EmptyPack, match=r"configmap/mine.*at least one"):
+        load_text(text)
+
+
+def test_no_set_at_all_is_refused() -> None:
+    with pytest.raises(EmptyPack, match="probeSets"):
+        load([])
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("[1, 2", "not YAML"),
+        ("!!python/object/apply:os.getcwd []", "not YAML"),
+        ("just words", "key prompts"),
+        ("prompts: [hello]", r"prompts\[0\]"),
+        ("prompts: [{name: a}]", r"prompts\[0\]"),
+        ("prompts: [{name: a, messages: [], extra: 1}]", "nothing unknown"),
+        ("prompts: [{name: 7, messages: [{role: user, content: x}]}]", r"prompts\[0\]\.name"),
+        ("prompts: [{name: a, messages: []}]", "messages"),
+        ("prompts: [{name: a, messages: [{role: robot, content: x}]}]", r"messages\[0\]\.role: 'robot'"),
+        ("prompts: [{name: a, messages: [{role: user, content: 12}]}]", "quote numbers"),
+        ("prompts: [{name: a, messages: [{role: assistant, content: x}]}]", "end with a user's turn"),
+        (GOOD + GOOD.replace("\nprompts:\n", ""), "used twice"),
+        (needle(fill=95), "fillPercent: 95"),
+        (needle(depth="deep"), "depthPercent"),
+        (needle(fact=" "), "fact"),
+    ],
+)
+def test_a_malformed_pack_is_refused_by_field_and_value(text: str, names: str) -> None:
+    with pytest.raises(MalformedPack, match=names):
+        load_text(text)
+
+
+def test_a_pack_that_would_cost_too_much_is_refused_with_the_limit() -> None:
+    with pytest.raises(PackTooLarge, match=str(MAX_PROMPTS)):
+        load_text(short_prompts(MAX_PROMPTS + 1))
+    with pytest.raises(PackTooLarge, match=str(MAX_PACK_BYTES)):
+        load_text("#" * (MAX_PACK_BYTES + 1))
+    fifty = short_prompts(50)
+    with pytest.raises(PackTooLarge, match="100 prompts"):
+        load([USER, "configmap/other"], {"mine": {"prompts.yaml": fifty}, "other": {"prompts.yaml": fifty}})
+
+
+def test_aliases_that_multiply_are_refused_or_stay_small() -> None:
+    bomb = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+        f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+    )
+    with pytest.raises(PackError):
+        load_text(bomb)
+    with pytest.raises(PackError):
+        load_text(bomb + "prompts: *i\n")
+
+
+@given(st.text(max_size=300))
+def test_any_text_is_a_pack_or_a_typed_error(text: str) -> None:
+    try:
+        assert load_text(text)
+    except PackError as error:
+        assert USER in str(error)

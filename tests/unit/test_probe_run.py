@@ -1,0 +1,371 @@
+"""What a probe does with an engine that misbehaves: a real HTTP server here speaks each bad answer."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from kvpilot_operator.probes.codec import Baseline, BaselinePrompt
+from kvpilot_operator.probes.errors import (
+    BaselineTooLarge,
+    EngineRefused,
+    EngineUnreachable,
+    MalformedAnswer,
+    NothingFits,
+    ProbeTimeout,
+)
+from kvpilot_operator.probes.packs import Message, ProbePrompt
+from kvpilot_operator.probes.run import Settings, capture, control, measure
+from kvpilot_operator.probes.stats import MAX_KL, Logprobs
+
+PROMPTS = tuple(ProbePrompt("builtin/general", f"p{i}", (Message("user", f"question {i}"),)) for i in range(4))
+SETTINGS = Settings(tokens=8, deadline_seconds=20)
+
+Body = dict[str, Any]
+Writer = asyncio.StreamWriter
+Handler = Callable[[str, Body, Writer], Awaitable[None]]
+
+
+@asynccontextmanager
+async def engine(handler: Handler) -> AsyncIterator[str]:
+    """Serve `handler`, one request a connection; it gets the path, the JSON body and the socket to answer on."""
+
+    async def connection(reader: asyncio.StreamReader, writer: Writer) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            length = int(
+                next(line for line in head.split("\r\n") if line.lower().startswith("content-length")).split(":")[1]
+            )
+            await handler(head.split()[1], json.loads(await reader.readexactly(length)), writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(connection, "127.0.0.1", 0)
+    try:
+        host, port = server.sockets[0].getsockname()
+        yield f"http://{host}:{port}"
+    finally:
+        server.close()
+
+
+def respond(writer: Writer, body: bytes, status: str = "200 OK") -> None:
+    writer.write(f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n".encode() + body)
+
+
+def tokens_of(body: Body) -> bytes:
+    text = json.dumps(body.get("messages") or body.get("prompt"))
+    return json.dumps({"tokens": list(text.encode()), "max_model_len": 2048}).encode()
+
+
+def event(token: object, top: object, logprob: object = -0.1, finish: str | None = None) -> bytes:
+    logprobs = {"tokens": [token], "token_logprobs": [logprob], "top_logprobs": [top]}
+    choice = {"text": "x", "logprobs": logprobs, "finish_reason": finish}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+def stream(writer: Writer, *events: bytes) -> None:
+    respond(writer, b"".join(events) + b"data: [DONE]\n\n")
+
+
+async def counting(path: str, body: Body, writer: Writer) -> None:
+    """A sound engine: its greedy token is the length of its context."""
+    if path == "/tokenize":
+        respond(writer, tokens_of(body))
+        return
+    start = len(body["prompt"])
+    steps = range(start, start + body["max_tokens"])
+    stream(writer, *(event(f"token_id:{i}", {f"token_id:{i}": -0.1, "token_id:9999": -3.0}) for i in steps))
+
+
+def completing(*events: bytes) -> Handler:
+    """An engine that tokenizes soundly and answers every completion with these events."""
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if path == "/tokenize":
+            respond(writer, tokens_of(body))
+        else:
+            stream(writer, *events)
+
+    return handler
+
+
+def baseline(positions: int = 8, prompts: int = 2) -> Baseline:
+    """What `counting` answers to prompts of three tokens."""
+    answer = tuple(Logprobs(3 + i, {3 + i: -0.1, 9999: -3.0}) for i in range(positions))
+    return Baseline(
+        "i", "m", "auto", tuple(BaselinePrompt(f"p{i}", "tail", "text", (1, 2, 3), answer) for i in range(prompts))
+    )
+
+
+async def test_the_engine_that_was_captured_shows_no_damage_against_itself() -> None:
+    async with engine(counting) as url:
+        kept = await capture(url, "m", PROMPTS, identity="abc", dtype="auto", settings=SETTINGS)
+        again = await control(url, "m", kept, settings=SETTINGS)
+    assert (kept.identity, kept.dtype, kept.positions, kept.left_out) == ("abc", "auto", 32, ())
+    assert [p.name for p in kept.prompts] == [f"builtin/general/p{i}" for i in range(4)]
+    assert (again.mean_kl_micronats, again.p99_kl_micronats, again.top1_agreement_permille) == (0, 0, 1000)
+    # Of every prompt the first token comes from a prefill and proves nothing.
+    assert (again.prompts, again.positions, again.unmeasured, again.requests) == (4, 28, 4, 5)
+
+
+async def test_after_a_different_token_the_candidate_is_put_back_on_the_baselines_path() -> None:
+    asked: list[list[int]] = []
+
+    async def parts_at_six(path: str, body: Body, writer: Writer) -> None:
+        asked.append(body["prompt"])
+        start = len(body["prompt"])
+        steps = [7777 if i == 6 else i for i in range(start, start + body["max_tokens"])]
+        stream(writer, *(event(f"token_id:{t}", {f"token_id:{t}": -0.1}) for t in steps))
+
+    async with engine(parts_at_six) as url:
+        found = await measure(url, "m", baseline(prompts=1), settings=SETTINGS)
+    assert asked[:2] == [[1, 2, 3], [1, 2, 3, 3, 4, 5, 6]]
+    assert (found.positions, found.unmeasured, found.top1_agreement_permille) == (6, 2, 833)
+    assert found.sample is not None and found.sample.canary == "x" * 8
+
+
+async def test_an_engine_that_always_differs_is_total_damage_within_a_bounded_number_of_requests() -> None:
+    garbage = completing(event("token_id:7777", {"token_id:7777": -0.01, "token_id:7778": -9.0}))
+    async with engine(garbage) as url:
+        found = await measure(url, "m", baseline(64), settings=Settings(tokens=64, max_resumes=12))
+    assert found.requests == 2 * 13 + 1
+    assert (found.positions, found.top1_agreement_permille) == (26, 0)
+    assert found.mean_kl_micronats > 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("top", "logprob"),
+    [
+        (None, None),
+        ({"token_id:3": None}, -0.1),
+        ({"token_id:3": "low"}, -0.1),
+        ({"token_id:3": float("nan")}, float("nan")),
+    ],
+)
+async def test_logprobs_that_are_no_numbers_are_maximal_damage_in_a_candidate(top: object, logprob: object) -> None:
+    async with engine(completing(event("token_id:7777", top, logprob))) as url:
+        found = await measure(url, "m", baseline(), settings=SETTINGS)
+    assert found.mean_kl_micronats == round(MAX_KL * 1_000_000)
+
+
+async def test_a_baseline_is_never_made_of_logprobs_that_are_no_numbers() -> None:
+    async with engine(completing(event("token_id:3", None, None))) as url:
+        with pytest.raises(MalformedAnswer, match="no numbers"):
+            await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)
+
+
+async def test_infinite_and_absurd_logprobs_are_bounded() -> None:
+    top = {"token_id:3": 10**400, "token_id:4": -(10**400), "token_id:5": -9999.0}
+    async with engine(completing(event("token_id:3", top))) as url:
+        found = await measure(url, "m", baseline(1), settings=SETTINGS)
+    assert found.mean_kl_micronats <= MAX_KL * 1_000_000
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"data: not json\n\n",
+        b"data: [1]\n\n",
+        b'data: {"choices": "none"}\n\n',
+        b'data: {"choices": [{"text": "x", "logprobs": {"tokens": ["token_id:1"]}}]}\n\n',
+        event("hello", {}),
+        event("token_id:-1", {}),
+        event("token_id:99999999999999", {}),
+        event("token_id:1", {"hello": -1.0}),
+        event("token_id:1", [1, 2]),
+        event("token_id:1", {f"token_id:{i}": -1.0 for i in range(1000)}),
+        b"data: " + b"x" * 400_000,
+        b"data: " + b"[" * 100_000 + b"\n\n",
+        b"",
+        b": a comment\n\nunknown: line\n\n",
+        b"".join(event(f"token_id:{3 + i}", {f"token_id:{3 + i}": -0.1}) for i in range(9)),
+    ],
+)
+async def test_a_stream_that_is_not_the_api_is_a_typed_error_with_a_short_message(bad: bytes) -> None:
+    async with engine(completing(bad)) as url:
+        with pytest.raises(MalformedAnswer) as caught:
+            await measure(url, "m", baseline(), settings=SETTINGS)
+    assert url in str(caught.value)
+    assert len(str(caught.value)) < 700
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"tokens": [], "max_model_len": 8}',
+        b'{"tokens": ["a"], "max_model_len": 8}',
+        b'{"tokens": [1]}',
+    ],
+)
+async def test_a_tokenizer_answer_without_tokens_or_length_is_a_typed_error(answer: bytes) -> None:
+    async def handler(_path: str, _body: Body, writer: Writer) -> None:
+        respond(writer, answer)
+
+    async with engine(handler) as url:
+        with pytest.raises(MalformedAnswer):
+            await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)
+
+
+async def test_a_refusal_carries_its_status_and_the_start_of_what_the_engine_said() -> None:
+    async def handler(_path: str, _body: Body, writer: Writer) -> None:
+        respond(writer, b'{"error": "The model does not exist."}' + b" " * 100 + b"y" * 100_000, "404 Not Found")
+
+    async with engine(handler) as url:
+        with pytest.raises(EngineRefused, match="model does not exist") as caught:
+            await measure(url, "m", baseline(), settings=SETTINGS)
+    assert caught.value.status == 404
+    assert len(caught.value.excerpt) <= 300
+
+
+async def test_an_engine_that_fails_in_the_middle_of_a_stream_has_refused() -> None:
+    failed = b'data: {"error": {"message": "EngineCore died", "code": 500}}\n\n'
+    async with engine(completing(event("token_id:3", {"token_id:3": -0.1}), failed)) as url:
+        with pytest.raises(EngineRefused, match="EngineCore died"):
+            await measure(url, "m", baseline(), settings=SETTINGS)
+
+
+async def test_a_model_without_a_chat_template_is_asked_in_plain_text() -> None:
+    plain: list[str] = []
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if path == "/tokenize" and "messages" in body:
+            respond(writer, b'{"error": "no chat template"}', "400 Bad Request")
+            return
+        if path == "/tokenize":
+            plain.append(body["prompt"])
+        await counting(path, body, writer)
+
+    async with engine(handler) as url:
+        kept = await capture(url, "m", PROMPTS[:1], identity="i", dtype="auto", settings=SETTINGS)
+    assert plain == ["user: question 0\nassistant:"]
+    assert kept.positions == 8
+
+
+async def test_a_connection_that_breaks_once_is_tried_once_more() -> None:
+    broken: set[str] = set()
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if path not in broken:
+            broken.add(path)
+            writer.transport.abort()
+            return
+        await counting(path, body, writer)
+
+    async with engine(handler) as url:
+        kept = await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)
+    assert broken == {"/tokenize", "/v1/completions"}
+    assert kept.positions == 32
+
+
+async def test_an_engine_that_is_not_there_is_unreachable_by_its_address() -> None:
+    async with engine(counting) as url:
+        pass
+    with pytest.raises(EngineUnreachable, match=url):
+        await measure(url, "m", baseline(), settings=SETTINGS)
+
+
+async def test_a_stream_that_breaks_after_its_first_token_is_unreachable_and_not_tried_in_silence() -> None:
+    async def handler(_path: str, _body: Body, writer: Writer) -> None:
+        first = event("token_id:3", {"token_id:3": -0.1})
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n" + first)
+        await writer.drain()
+        await asyncio.sleep(0.1)
+
+    async with engine(handler) as url:
+        with pytest.raises(EngineUnreachable):
+            await measure(url, "m", baseline(), settings=SETTINGS)
+
+
+async def test_an_engine_that_hangs_ends_at_the_deadline() -> None:
+    async def handler(_path: str, _body: Body, writer: Writer) -> None:
+        respond(writer, event("token_id:3", {"token_id:3": -0.1}))
+        await writer.drain()
+        await asyncio.sleep(60)
+
+    async with engine(handler) as url:
+        began = time.monotonic()
+        with pytest.raises(ProbeTimeout, match="within 1 s"):
+            await measure(url, "m", baseline(), settings=Settings(tokens=8, deadline_seconds=1))
+        assert time.monotonic() - began < 5
+
+
+async def test_no_more_requests_are_in_flight_than_allowed() -> None:
+    flying = most = 0
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        nonlocal flying, most
+        flying += 1
+        most = max(most, flying)
+        await asyncio.sleep(0.02)
+        flying -= 1
+        await counting(path, body, writer)
+
+    async with engine(handler) as url:
+        await measure(url, "m", baseline(prompts=9), settings=Settings(tokens=8, concurrency=3))
+    assert most == 3
+
+
+async def test_what_the_engine_no_longer_needs_to_decode_is_cut_off() -> None:
+    """After the first difference the connection is closed, so that the engine aborts the rest."""
+    written: list[int] = []
+
+    async def handler(_path: str, body: Body, writer: Writer) -> None:
+        respond(writer, b"")
+        count = 0
+        written.append(0)
+        mine = len(written) - 1
+        while count < body["max_tokens"]:
+            writer.write(event("token_id:7777", {"token_id:7777": -0.1}))
+            await writer.drain()
+            count += 1
+            written[mine] = count
+            await asyncio.sleep(0.05)
+
+    async with engine(handler) as url:
+        await measure(url, "m", baseline(30, prompts=1), settings=Settings(tokens=30, max_resumes=0))
+    assert written[0] < 10
+
+
+async def test_prompts_that_do_not_fit_the_context_are_left_out_by_name() -> None:
+    long = ProbePrompt("configmap/mine", "long", (Message("user", "x" * 2040),))
+    async with engine(counting) as url:
+        kept = await capture(url, "m", [*PROMPTS, long], identity="i", dtype="auto", settings=SETTINGS)
+        assert kept.left_out == ("configmap/mine/long",)
+        assert len(kept.prompts) == 4
+        with pytest.raises(NothingFits, match="2048 tokens"):
+            await capture(url, "m", [long], identity="i", dtype="auto", settings=SETTINGS)
+
+
+async def test_a_baseline_that_could_not_be_kept_is_refused_before_anything_is_decoded() -> None:
+    async def handler(path: str, _body: Body, writer: Writer) -> None:
+        assert path == "/tokenize"
+        respond(writer, json.dumps({"tokens": [1] * 30_000, "max_model_len": 131_072}).encode())
+
+    async with engine(handler) as url:
+        with pytest.raises(BaselineTooLarge, match="120000 prompt tokens"):
+            await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tokens": 4}, {"tokens": 1000}, {"top_k": 0}, {"concurrency": 0}, {"max_resumes": -1}]
+)
+def test_settings_out_of_bounds_are_refused_by_name_and_value(wrong: dict[str, int]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name}: {value}; give"):
+        Settings(**wrong)
+
+
+async def test_text_that_a_terminal_or_an_object_would_choke_on_is_made_readable() -> None:
+    nasty = b'data: {"choices": [{"text": "a\\u001b[31m\\ud800b", "logprobs": {"tokens": ["token_id:3"], '
+    nasty += b'"token_logprobs": [-0.1], "top_logprobs": [{"token_id:3": -0.1}]}}]}\n\n'
+    async with engine(completing(nasty)) as url:
+        kept = await capture(url, "m", PROMPTS[:1], identity="i", dtype="auto", settings=SETTINGS)
+    assert kept.prompts[0].text == "a [31m?b"

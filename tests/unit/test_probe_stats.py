@@ -1,0 +1,162 @@
+"""Damage: what the statistics of a probe promise."""
+
+import math
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvpilot_operator.probes.stats import (
+    BUCKET_EDGES,
+    MAX_KL,
+    Compared,
+    Logprobs,
+    buckets,
+    compare,
+    kl_nats,
+    percentile,
+    summarise,
+    worst_prompt,
+)
+
+VOCABULARY = 40
+TOP_K = 20
+
+weights = st.lists(st.floats(1e-6, 1.0), min_size=VOCABULARY, max_size=VOCABULARY)
+
+
+def normalised(values: list[float]) -> list[float]:
+    total = math.fsum(values)
+    return [v / total for v in values]
+
+
+def top(distribution: list[float], k: int = TOP_K) -> dict[int, float]:
+    """What an engine reports of a distribution: its k likeliest tokens' logprobs."""
+    best = sorted(range(len(distribution)), key=lambda t: -distribution[t])[:k]
+    return {t: math.log(distribution[t]) for t in best}
+
+
+def full_kl(p: list[float], q: list[float]) -> float:
+    return math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+compared = st.builds(
+    Compared,
+    prompt=st.integers(0, 5),
+    position=st.integers(0, 40_000),
+    kl=st.floats(0, MAX_KL),
+    agrees=st.booleans(),
+)
+
+
+@given(weights, weights)
+def test_damage_is_never_negative_and_never_more_than_the_whole_vocabularys(a: list[float], b: list[float]) -> None:
+    p, q = normalised(a), normalised(b)
+    damage = kl_nats(top(p), top(q))
+    assert 0 <= damage <= full_kl(p, q) + 1e-4
+
+
+@given(weights)
+def test_the_same_answer_is_no_damage(a: list[float]) -> None:
+    assert kl_nats(top(normalised(a)), top(normalised(a))) == 0
+
+
+@given(weights, weights, st.floats(0, 1), st.floats(0, 1))
+def test_damage_grows_with_the_share_of_another_answer(a: list[float], b: list[float], s: float, t: float) -> None:
+    """KL(p || (1 - s) p + s q) rises with s; told from whole distributions, so that no token falls out of the top."""
+    p, q = normalised(a), normalised(b)
+    less, more = sorted((s, t))
+
+    def mixed(share: float) -> dict[int, float]:
+        return top([(1 - share) * x + share * y for x, y in zip(p, q, strict=True)], VOCABULARY)
+
+    assert kl_nats(top(p), mixed(less)) <= kl_nats(top(p), mixed(more)) + 1e-5
+
+
+def test_an_answer_without_one_shared_token_is_large_damage() -> None:
+    """A sum over shared tokens alone would be empty here and call garbage perfect."""
+    sure = {1: math.log(0.9), 2: math.log(0.05), 3: math.log(0.01)}
+    garbage = {7: math.log(0.5), 8: math.log(0.3), 9: math.log(1e-4)}
+    assert kl_nats(sure, garbage) > 5
+
+
+def test_a_confident_garbage_answer_is_larger_damage_than_a_doubtful_one() -> None:
+    sure = {1: math.log(0.9), 2: math.log(0.05)}
+    confident = {7: math.log(0.99), 8: math.log(1e-6)}
+    doubtful = {7: math.log(0.3), 8: math.log(0.2)}
+    assert kl_nats(sure, confident) > kl_nats(sure, doubtful) > 1
+
+
+def test_logits_that_are_no_numbers_are_maximal_damage() -> None:
+    assert kl_nats({1: -0.1}, {}) == MAX_KL
+
+
+@given(weights, st.floats(-1e4, -30.0))
+def test_damage_stays_bounded_for_any_logprob(a: list[float], low: float) -> None:
+    assert kl_nats(top(normalised(a)), {0: low}) <= MAX_KL
+
+
+def test_a_position_agrees_when_the_greedy_tokens_are_equal() -> None:
+    here = Logprobs(5, {5: -0.1, 6: -3.0})
+    assert compare(0, 9, here, here).agrees
+    assert not compare(0, 9, here, Logprobs(6, {6: -0.7, 5: -0.7})).agrees
+
+
+@given(st.lists(compared, min_size=1, max_size=60), st.randoms())
+def test_the_order_of_positions_does_not_matter(items: list[Compared], random: Random) -> None:
+    shuffled = list(items)
+    random.shuffle(shuffled)
+    assert summarise(items) == summarise(shuffled)
+    assert worst_prompt(items) == worst_prompt(shuffled)
+
+
+@given(st.lists(compared, min_size=1, max_size=60))
+def test_buckets_hold_every_position_once_and_add_up_to_the_whole(items: list[Compared]) -> None:
+    found = buckets(items)
+    whole = summarise(items)
+    assert len(found) <= len(BUCKET_EDGES) <= 8
+    assert sum(b.positions for b in found) == whole.positions == len(items)
+    assert all(b.from_position < b.to_position for b in found)
+    assert all(a.to_position <= b.from_position for a, b in pairwise(found))
+    weighted = sum(b.mean_kl_micronats * b.positions for b in found) / len(items)
+    assert weighted == pytest.approx(whole.mean_kl_micronats, abs=1)
+
+
+@given(st.lists(st.floats(0, 30), min_size=1, max_size=300))
+def test_at_most_one_value_in_a_hundred_lies_above_the_99th_percentile(values: list[float]) -> None:
+    p99 = percentile(values, 0.99)
+    assert p99 in values
+    assert sum(v > p99 for v in values) <= len(values) / 100
+
+
+def test_one_bad_position_in_fifty_shows_in_the_99th_percentile_but_hardly_in_the_mean() -> None:
+    items = [Compared(0, i, 10.0 if i == 7 else 0.001, i != 7) for i in range(50)]
+    whole = summarise(items)
+    assert whole.p99_kl_micronats == 10_000_000
+    assert whole.mean_kl_micronats == pytest.approx(200_980, abs=1)
+    assert whole.top1_agreement_permille == 980
+
+
+def test_a_thousand_permille_means_that_every_position_agreed() -> None:
+    items = [Compared(0, i, 0.0, i > 0) for i in range(4096)]
+    assert summarise(items).top1_agreement_permille == 999
+
+
+def test_the_standard_error_takes_a_prompts_positions_as_one_cluster() -> None:
+    """Hundred equal positions of one prompt are one piece of evidence, not a hundred."""
+    clustered = [Compared(p, i, float(p), True) for p in (0, 1) for i in range(100)]
+    spread = [Compared(i, i, float(i % 2), True) for i in range(200)]
+    assert summarise(clustered).stderr_kl_micronats == pytest.approx(500_000, abs=1)
+    assert summarise(spread).stderr_kl_micronats < 50_000
+
+
+def test_nothing_measured_is_no_position_and_no_claim() -> None:
+    whole = summarise([])
+    assert (whole.positions, whole.prompts, whole.buckets, whole.sample) == (0, 0, (), None)
+    assert worst_prompt([]) is None
+
+
+def test_the_worst_prompt_is_the_one_with_the_largest_mean_not_the_largest_sum() -> None:
+    items = [Compared(0, i, 1.0, True) for i in range(10)] + [Compared(1, 0, 3.0, False)]
+    assert worst_prompt(items) == 1
