@@ -1,0 +1,27 @@
+.PHONY: install demo test check unit kernels runtime cluster e2e format clean
+RUN := .venv/bin/
+
+install:
+	scripts/install.sh
+
+# KEEP=1 leaves everything running and prints the kubectl commands to try.
+demo: install
+	$(RUN)python -m kvpilot_demo $(if $(KEEP),--keep) $(if $(PLAIN),--plain)
+
+test: check unit kernels cluster runtime e2e
+
+check: install
+	$(RUN)ruff format --check .
+	$(RUN)ruff check .
+	$(RUN)mypy operator/kvpilot_operator runtime/kvpilot_runtime kernels/kvpilot_kernels demo/kvpilot_demo tests/localcluster tests/support
+	$(RUN)lint-imports
+
+unit kernels cluster runtime e2e: install
+	$(RUN)pytest tests/$@
+
+format: install
+	$(RUN)ruff format .
+	$(RUN)ruff check --fix .
+
+clean:
+	rm -rf .venv dist

@@ -1,0 +1,1 @@
+"""Makes the cluster match a Decision: the writing edges."""

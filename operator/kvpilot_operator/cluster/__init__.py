@@ -1,0 +1,1 @@
+"""The thin edge to the Kubernetes API, shared by observe (reads) and act (writes)."""

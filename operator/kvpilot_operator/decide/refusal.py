@@ -1,0 +1,62 @@
+"""Why an engine does not start: kvpilot-serve's refusal, or the end of its log."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvpilot_operator.state.snapshot import PodView
+from kvpilot_operator.state.status import clip
+
+# An engine may be killed once or twice by a busy node; the third time is no accident.
+MAX_RESTARTS = 3
+_IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailure:
+    """A CamelCase reason and what to do."""
+
+    reason: str
+    message: str
+
+
+def refusal(exit_message: str | None) -> EngineFailure | None:
+    """Find the JSON line that kvpilot-serve leaves when it refuses to start."""
+    for line in reversed((exit_message or "").splitlines()):
+        if '"kvpilot"' not in line:
+            continue
+        try:
+            record = json.loads(line[line.index("{") :])
+        except ValueError:
+            continue
+        if isinstance(record, dict) and record.get("kvpilot") == "refused":
+            return EngineFailure(str(record.get("reason", "EngineRefused")), clip(str(record.get("message", ""))))
+    return None
+
+
+def engine_failure(pods: Sequence[PodView]) -> EngineFailure | None:
+    """What makes it pointless to wait for these pods, or None."""
+    for pod in pods:
+        if pod.ready:
+            continue
+        refused = refusal(pod.exit_message)
+        if refused is not None:
+            return refused
+        if pod.restarts >= MAX_RESTARTS:
+            tail = (pod.exit_message or "no message").strip().splitlines()[-3:]
+            return EngineFailure("EngineCrashed", clip(f"{pod.restarts} restarts; last words: {' | '.join(tail)}"))
+    return None
+
+
+def pending_reason(pods: Sequence[PodView]) -> EngineFailure | None:
+    """Why pods that may still come up have not: no node, no image, back-off."""
+    for pod in pods:
+        if pod.unschedulable:
+            return EngineFailure("Unschedulable", clip(pod.unschedulable))
+        if pod.waiting_reason in _IMAGE_REASONS:
+            return EngineFailure("ImageUnavailable", clip(f"{pod.waiting_reason}: {pod.exit_message or ''}"))
+        if pod.waiting_reason:
+            return EngineFailure(pod.waiting_reason, clip((pod.exit_message or "").strip()[-600:]))
+    return None

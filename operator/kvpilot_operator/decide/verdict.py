@@ -1,0 +1,47 @@
+"""Did the canary pass? A measurement against its control and the limits of `spec.accuracy`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpilot_operator.api.spec import Accuracy
+from kvpilot_operator.probes.stats import Measurement
+from kvpilot_operator.state.status import Baseline, Verdict
+
+# Fewer compared positions than this say nothing about a 99th percentile or a share in percent.
+MIN_POSITIONS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """The verdict, its one-word reason, and the numbers behind it."""
+
+    verdict: Verdict
+    reason: str
+    message: str
+    excess_kl_micronats: int
+
+
+def judge(measured: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
+    """Damage is what exceeds the 16-bit-against-16-bit control: the engine's own noise is never blamed on a dtype.
+
+    The agreement limit is on the same footing: it is lowered by what the control itself disagrees.
+    """
+    excess = max(0, measured.mean_kl_micronats - control.control_mean_kl_micronats)
+    allowed = limits.max_excess_kl_millinats * 1000
+    noise = 1000 - control.control_top1_agreement_permille
+    agreement = measured.top1_agreement_permille
+    needed = limits.min_top1_agreement_percent * 10 - noise
+    numbers = (
+        f"excess KL {excess / 1000:.1f} millinats (limit {limits.max_excess_kl_millinats}), "
+        f"p99 {measured.p99_kl_micronats / 1000:.0f}, top-1 agreement {agreement / 10:.1f}% "
+        f"(limit {needed / 10:.1f}%), {measured.positions} positions of {measured.prompts} prompts"
+    )
+    # Damage beyond the limits stays damage however few positions were reached: probes of garbage stop early.
+    if excess > allowed or agreement < needed:
+        few = measured.positions < MIN_POSITIONS and excess <= 10 * allowed
+        if not few:
+            return Judgement("Failed", "AccuracyRegressed", numbers, excess)
+    if measured.positions < MIN_POSITIONS:
+        return Judgement("Inconclusive", "TooFewPositions", f"{numbers}; at least {MIN_POSITIONS} are needed", excess)
+    return Judgement("Passed", "WithinLimits", numbers, excess)

@@ -1,0 +1,1 @@
+"""Gathers everything known of one service into a Snapshot: the reading edges."""

@@ -1,0 +1,137 @@
+"""Reads one service with everything that belongs to it, and scrapes the fleet's engines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+
+import httpx
+
+from kvpilot_operator.api.schema import Fault, apply_defaults, faults
+from kvpilot_operator.api.spec import Spec, parse
+from kvpilot_operator.cluster.client import Cluster, Object
+from kvpilot_operator.errors import ScrapeError
+from kvpilot_operator.observe.metrics import PodMetrics, combine, scrape
+from kvpilot_operator.observe.probe_plan import probe_plan
+from kvpilot_operator.observe.views import deployment_view, node_facts, pod_view, traffic_of
+from kvpilot_operator.observe.windows import Windows
+from kvpilot_operator.render.names import API_VERSION, ENGINE_PORT, KIND, SERVICE_LABEL
+from kvpilot_operator.state.snapshot import (
+    NodeFacts,
+    PodView,
+    ProbePlan,
+    ProbeResult,
+    ServerFacts,
+    ServiceKey,
+    Snapshot,
+)
+from kvpilot_operator.state.status import parse_status
+
+log = logging.getLogger(__name__)
+
+MAX_SCRAPES_AT_ONCE = 64
+
+
+class Observer:
+    """Builds Snapshots; `clock` gives the time in UTC."""
+
+    def __init__(self, cluster: Cluster, windows: Windows, server: ServerFacts, clock: Callable[[], datetime]) -> None:
+        self._cluster = cluster
+        self._windows = windows
+        self._server = server
+        self._clock = clock
+        self._http = httpx.AsyncClient(timeout=5.0)
+        self._scrapes = asyncio.Semaphore(MAX_SCRAPES_AT_ONCE)
+        self._read: dict[ServiceKey, tuple[tuple[str, int], tuple[Fault, ...], Spec | None]] = {}
+
+    async def close(self) -> None:
+        """Close the connections to engines."""
+        await self._http.aclose()
+
+    async def snapshot(self, key: ServiceKey, probe_result: ProbeResult | None) -> Snapshot | None:
+        """Everything about one service now, or None where it does not exist or is being deleted."""
+        raw = await self._cluster.find(API_VERSION, KIND, key.namespace, key.name)
+        if raw is None or raw["metadata"].get("deletionTimestamp"):
+            self._read.pop(key, None)
+            return None
+        broken, spec = self._spec(key, raw)
+        deployments, pods, service = await self._owned(key)
+        views = tuple(pod_view(pod) for pod in pods)
+        revisions = {view.revision: view for view in map(deployment_view, deployments)}
+        self._windows.keep_only(key, set(revisions))
+        return Snapshot(
+            now=self._clock(),
+            key=key,
+            uid=raw["metadata"]["uid"],
+            generation=raw["metadata"].get("generation", 0),
+            raw=raw,
+            faults=broken,
+            spec=spec,
+            status=parse_status(raw.get("status")),
+            deployments=revisions,
+            pods=views,
+            traffic=traffic_of(service),
+            samples=self._windows.of(key),
+            node=await self._node_facts(views),
+            server=self._server,
+            probes=ProbePlan() if spec is None else await self._probe_plan(key, spec),
+            probe_result=probe_result,
+        )
+
+    async def scrape(self, key: ServiceKey) -> None:
+        """Scrape every ready engine of a service; a pod that does not answer is left out of this sample."""
+        pods = await self._cluster.list("v1", "Pod", key.namespace, f"{SERVICE_LABEL}={key.name}")
+        by_revision: dict[str, list[PodView]] = {}
+        for view in map(pod_view, pods):
+            if view.ready and view.ip and not view.terminating:
+                by_revision.setdefault(view.revision, []).append(view)
+        for revision, views in by_revision.items():
+            answers = await asyncio.gather(*(self._scrape_pod(key, view) for view in views))
+            metrics = [answer for answer in answers if answer is not None]
+            if metrics:
+                self._windows.add(key, revision, combine(self._clock(), metrics))
+
+    def _spec(self, key: ServiceKey, raw: Object) -> tuple[tuple[Fault, ...], Spec | None]:
+        """Check and parse the spec; the answer is kept until the object's generation moves."""
+        version = (raw["metadata"]["uid"], raw["metadata"].get("generation", 0))
+        known = self._read.get(key)
+        if known is None or known[0] != version:
+            broken = faults(raw)
+            known = (version, broken, None if broken else parse(apply_defaults(raw)))
+            self._read[key] = known
+        return known[1], known[2]
+
+    async def _scrape_pod(self, key: ServiceKey, pod: PodView) -> PodMetrics | None:
+        host = f"[{pod.ip}]" if pod.ip and ":" in pod.ip else pod.ip
+        try:
+            async with self._scrapes:
+                return await scrape(self._http, f"http://{host}:{ENGINE_PORT}")
+        except ScrapeError as error:
+            log.warning("scrape failed: %s", error, extra={"service": str(key), "pod": pod.name})
+            return None
+
+    async def _owned(self, key: ServiceKey) -> tuple[list[Object], list[Object], Object | None]:
+        selector = f"{SERVICE_LABEL}={key.name}"
+        deployments, pods, service = await asyncio.gather(
+            self._cluster.list("apps/v1", "Deployment", key.namespace, selector),
+            self._cluster.list("v1", "Pod", key.namespace, selector),
+            self._cluster.find("v1", "Service", key.namespace, key.name),
+        )
+        return deployments, pods, service
+
+    async def _node_facts(self, pods: Sequence[PodView]) -> NodeFacts:
+        names = sorted({pod.node for pod in pods if pod.node})
+        nodes = await asyncio.gather(*(self._cluster.find("v1", "Node", "", name) for name in names))
+        return node_facts([node for node in nodes if node is not None])
+
+    async def _probe_plan(self, key: ServiceKey, spec: Spec) -> ProbePlan:
+        return probe_plan(spec, await probe_config_maps(self._cluster, key, spec))
+
+
+async def probe_config_maps(cluster: Cluster, key: ServiceKey, spec: Spec) -> dict[str, Mapping[str, str]]:
+    """The data of the ConfigMaps that `spec.accuracy.probeSets` names; one that does not exist is left out."""
+    names = [name.partition("/")[2] for name in spec.accuracy.probe_sets if name.startswith("configmap/")]
+    found = await asyncio.gather(*(cluster.find("v1", "ConfigMap", key.namespace, name) for name in names))
+    return {name: one.get("data") or {} for name, one in zip(names, found, strict=True) if one is not None}

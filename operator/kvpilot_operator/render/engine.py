@@ -1,0 +1,196 @@
+"""The pod template of one revision: which engine runs, how it starts, answers, drains and dies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any
+
+from kvpilot_kernels import formats
+from kvpilot_operator.api.spec import Engine, EnvVar, KeyRef, Spec, Toleration
+from kvpilot_operator.render.names import (
+    DTYPE_LABEL,
+    ENGINE_CONTAINER,
+    ENGINE_PORT,
+    REVISION_LABEL,
+    owned_labels,
+)
+
+STARTUP_PERIOD_SECONDS = 5
+_WEIGHTS_PATH = "/models"
+_COMPILE_PATH = "/compile-cache"
+
+
+def pod_template(service: str, spec: Spec, dtype: str) -> dict[str, Any]:
+    """The pod template of `spec` with this KV dtype, labelled with its own revision (8 hex digits of its content)."""
+    template: dict[str, Any] = {
+        "metadata": {"labels": {**owned_labels(service), DTYPE_LABEL: dtype}},
+        "spec": _pod_spec(spec, dtype),
+    }
+    content = json.dumps(template, sort_keys=True, separators=(",", ":")).encode()
+    template["metadata"]["labels"][REVISION_LABEL] = hashlib.sha256(content).hexdigest()[:8]
+    return template
+
+
+def revision(template: dict[str, Any]) -> str:
+    """The revision that a pod template is labelled with."""
+    label: str = template["metadata"]["labels"][REVISION_LABEL]
+    return label
+
+
+def startup_budget_seconds(spec: Spec) -> int:
+    """How long an engine may take to answer before its kubelet gives up on it.
+
+    Ten minutes for the start itself (imports, compilation, CUDA graphs), and the weights at 0.1 GB/s, the rate of a slow
+    shared volume; their size is read from the model's name (8B = 16 GB at 16 bits), 70B where the name does not tell.
+    """
+    found = re.search(r"(\d+(?:\.\d+)?)\s*([bm])(?![a-z0-9])", spec.model.source.lower())
+    billions = 70.0 if found is None else float(found[1]) * (1.0 if found[2] == "b" else 1e-3)
+    return 600 + int(billions * 2 / 0.1)
+
+
+def _pod_spec(spec: Spec, dtype: str) -> dict[str, Any]:
+    engine, drain = spec.engine, spec.drain
+    volumes, mounts = _volumes(spec)
+    container: dict[str, Any] = {
+        "name": ENGINE_CONTAINER,
+        "image": engine.image,
+        "command": ["kvpilot-serve"],
+        "args": _arguments(spec, dtype),
+        "env": _environment(spec),
+        "ports": [{"name": "http", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
+        "volumeMounts": mounts,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "startupProbe": {
+            "httpGet": {"path": "/health", "port": "http"},
+            "periodSeconds": STARTUP_PERIOD_SECONDS,
+            "timeoutSeconds": 5,
+            "failureThreshold": -(-startup_budget_seconds(spec) // STARTUP_PERIOD_SECONDS),
+        },
+        "readinessProbe": {
+            "httpGet": {"path": "/health", "port": "http"},
+            "periodSeconds": 5,
+            "timeoutSeconds": 5,
+            "failureThreshold": 3,
+        },
+        # A busy engine answers /health late: it is restarted only after two minutes of silence.
+        "livenessProbe": {
+            "httpGet": {"path": "/health", "port": "http"},
+            "periodSeconds": 15,
+            "timeoutSeconds": 10,
+            "failureThreshold": 8,
+        },
+        # The pod leaves the Service first; the engine then finishes what it has (--shutdown-timeout).
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(drain.pre_stop_seconds)]}}},
+    }
+    resources = {"requests": dict(engine.resources.requests), "limits": dict(engine.resources.limits)}
+    container["resources"] = {kind: amounts for kind, amounts in resources.items() if amounts}
+    pod: dict[str, Any] = {
+        "containers": [container],
+        "volumes": volumes,
+        "terminationGracePeriodSeconds": drain.pre_stop_seconds + drain.timeout_seconds + 10,
+        "enableServiceLinks": False,
+    }
+    return pod | {field: value for field, value in _placement(engine).items() if value}
+
+
+def _placement(engine: Engine) -> dict[str, Any]:
+    return {
+        "nodeSelector": dict(engine.node_selector),
+        "tolerations": [_toleration(toleration) for toleration in engine.tolerations],
+        "serviceAccountName": engine.service_account_name,
+        "runtimeClassName": engine.runtime_class_name,
+        "priorityClassName": engine.priority_class_name,
+        "imagePullSecrets": [{"name": name} for name in engine.image_pull_secrets],
+    }
+
+
+def _toleration(toleration: Toleration) -> dict[str, Any]:
+    fields = {
+        "key": toleration.key,
+        "operator": toleration.operator,
+        "value": toleration.value,
+        "effect": toleration.effect,
+        "tolerationSeconds": toleration.toleration_seconds,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _arguments(spec: Spec, dtype: str) -> list[str]:
+    model, engine = spec.model, spec.engine
+    arguments = [
+        f"--model={model_location(spec)}",
+        f"--served-model-name={model.served_name}",
+        f"--kv-cache-dtype={dtype}",
+        f"--port={ENGINE_PORT}",
+        f"--tensor-parallel-size={engine.tensor_parallel_size}",
+        f"--gpu-memory-utilization={engine.gpu_memory_utilization_percent / 100:.2f}",
+        f"--shutdown-timeout={spec.drain.timeout_seconds}",
+    ]
+    if model.max_model_len is not None:
+        arguments.append(f"--max-model-len={model.max_model_len}")
+    if model.revision is not None and model.source.startswith("hf://"):
+        arguments.append(f"--revision={model.revision}")
+    if spec.kv_cache.skip_layers and formats.parse(dtype).bits_per_element() < 16:
+        arguments.append(f"--kv-cache-dtype-skip-layers={','.join(spec.kv_cache.skip_layers)}")
+    return [*arguments, *engine.extra_args]
+
+
+def model_location(spec: Spec) -> str:
+    """What the engine is given as its model: a hub id or a path inside the pod."""
+    scheme, _, rest = spec.model.source.partition("://")
+    if scheme == "hf":
+        return rest
+    if scheme == "pvc":
+        return f"{_WEIGHTS_PATH}/{rest.partition('/')[2]}".rstrip("/")
+    if scheme == "oci":
+        return _WEIGHTS_PATH
+    return rest
+
+
+def _environment(spec: Spec) -> list[dict[str, Any]]:
+    env: list[dict[str, Any]] = []
+    if spec.model.token_secret_ref is not None:
+        env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": _key_ref(spec.model.token_secret_ref)}})
+    if spec.cache.weights_claim_name and spec.model.source.startswith("hf://"):
+        env.append({"name": "HF_HOME", "value": _WEIGHTS_PATH})
+    if spec.cache.compile_claim_name:
+        env.append({"name": "VLLM_CACHE_ROOT", "value": _COMPILE_PATH})
+    return [*env, *(_variable(variable) for variable in spec.engine.env)]
+
+
+def _variable(variable: EnvVar) -> dict[str, Any]:
+    if variable.secret_key_ref is not None:
+        return {"name": variable.name, "valueFrom": {"secretKeyRef": _key_ref(variable.secret_key_ref)}}
+    if variable.config_map_key_ref is not None:
+        return {"name": variable.name, "valueFrom": {"configMapKeyRef": _key_ref(variable.config_map_key_ref)}}
+    if variable.field_path is not None:
+        return {"name": variable.name, "valueFrom": {"fieldRef": {"fieldPath": variable.field_path}}}
+    return {"name": variable.name, "value": variable.value or ""}
+
+
+def _key_ref(ref: KeyRef) -> dict[str, Any]:
+    return {"name": ref.name, "key": ref.key, **({"optional": True} if ref.optional else {})}
+
+
+def _volumes(spec: Spec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    # Tensor parallel workers speak through /dev/shm, where the container's default of 64 MiB is too little.
+    volumes: list[dict[str, Any]] = [
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{spec.engine.shm_size_mib}Mi"}}
+    ]
+    mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]  # noqa: S108
+    scheme, _, rest = spec.model.source.partition("://")
+    if scheme == "pvc":
+        volumes.append({"name": "model", "persistentVolumeClaim": {"claimName": rest.partition("/")[0]}})
+        mounts.append({"name": "model", "mountPath": _WEIGHTS_PATH, "readOnly": True})
+    elif scheme == "oci":
+        volumes.append({"name": "model", "image": {"reference": rest, "pullPolicy": "IfNotPresent"}})
+        mounts.append({"name": "model", "mountPath": _WEIGHTS_PATH, "readOnly": True})
+    elif scheme == "hf" and spec.cache.weights_claim_name:
+        volumes.append({"name": "model", "persistentVolumeClaim": {"claimName": spec.cache.weights_claim_name}})
+        mounts.append({"name": "model", "mountPath": _WEIGHTS_PATH})
+    if spec.cache.compile_claim_name:
+        volumes.append({"name": "compile", "persistentVolumeClaim": {"claimName": spec.cache.compile_claim_name}})
+        mounts.append({"name": "compile", "mountPath": _COMPILE_PATH})
+    return volumes, mounts

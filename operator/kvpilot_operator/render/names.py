@@ -1,0 +1,51 @@
+"""Names, labels and annotations of what we own: the contract that selectors, watches and users rely on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+GROUP = "kvpilot.io"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "QuantizedLLMService"
+PLURAL = "quantizedllmservices"
+FIELD_MANAGER = "kvpilot"
+
+SERVICE_LABEL = "kvpilot.io/service"
+REVISION_LABEL = "kvpilot.io/revision"
+DTYPE_LABEL = "kvpilot.io/dtype"
+
+ENGINE_CONTAINER = "engine"
+ENGINE_PORT = 8000
+
+
+def owned_labels(service: str) -> dict[str, str]:
+    """Labels on everything that belongs to a service."""
+    return {
+        "app.kubernetes.io/name": "kvpilot-engine",
+        "app.kubernetes.io/instance": service,
+        "app.kubernetes.io/managed-by": "kvpilot",
+        SERVICE_LABEL: service,
+    }
+
+
+def deployment_name(service: str, revision: str) -> str:
+    """`NAME-<revision>`: one Deployment a revision, so that two can stand side by side."""
+    return f"{service}-{revision}"
+
+
+def baseline_name(service: str, identity: str) -> str:
+    """The ConfigMap that keeps the 16-bit answers of one set of probes."""
+    return f"{service}-baseline-{identity[:8]}"
+
+
+def owner_reference(name: str, uid: str) -> dict[str, Any]:
+    """Owner reference to the service: deleting it cleans up everything."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": name,
+        "uid": uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }

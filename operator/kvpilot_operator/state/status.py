@@ -1,0 +1,205 @@
+"""`.status` of a QuantizedLLMService as frozen structs: the only state that outlives the operator's process.
+
+Field names are the CRD's in snake case; KL divergences are integers in micronats, shares in permille, times in UTC.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from typing import Any, Literal
+
+import msgspec
+
+Stage = Literal["Starting", "Probing", "Promoting", "RollingBack", "Promoted", "RolledBack"]
+Verdict = Literal["Pending", "Passed", "Failed", "Error", "Inconclusive"]
+
+MAX_DECISIONS = 10
+MAX_DENIED = 32
+MAX_MESSAGE = 1024
+
+
+def _camel(name: str) -> str:
+    head, *rest = name.split("_")
+    joined = head + "".join(part.capitalize() for part in rest)
+    return re.sub(r"Kl(?=[A-Z]|$)", "KL", joined)
+
+
+class _Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, rename=_camel):
+    pass
+
+
+class Stable(_Struct, frozen=True, kw_only=True):
+    """The revision that serves, or is meant to serve first."""
+
+    revision: str
+    dtype: str
+    since: datetime
+    ever_ready: bool = False
+
+
+class Denied(_Struct, frozen=True, kw_only=True):
+    """A dtype that must not be tried for this (model, image, GPU) before `until`."""
+
+    dtype: str
+    model: str
+    image: str
+    gpu: str
+    reason: str
+    message: str
+    until: datetime
+
+
+class KVCache(_Struct, frozen=True, kw_only=True):
+    """What is known of the serving cache: capacity in tokens over all stable replicas, use in percent."""
+
+    active_dtype: str | None = None
+    observed_dtype: str | None = None
+    recommended_dtype: str | None = None
+    capacity_tokens: int | None = None
+    usage_percent: int | None = None
+    changed_time: datetime | None = None
+    denied: tuple[Denied, ...] = ()
+
+
+class Canary(_Struct, frozen=True, kw_only=True):
+    """A revision on trial, or (as `lastCanary`) how the last trial ended."""
+
+    revision: str
+    dtype: str
+    from_dtype: str
+    stage: Stage
+    started_time: datetime
+    stage_time: datetime
+    reason: str = ""
+    message: str = ""
+    verdict: Verdict = "Pending"
+    errors: int = 0
+    failures: int = 0
+    capacity_tokens: int | None = None
+    stable_capacity_tokens: int | None = None
+
+
+class Baseline(_Struct, frozen=True, kw_only=True):
+    """Where the 16-bit reference answers are kept, and the 16-bit-against-16-bit control."""
+
+    config_map: str
+    identity: str
+    dtype: str
+    captured_time: datetime
+    prompts: int
+    positions: int
+    control_mean_kl_micronats: int
+    control_p99_kl_micronats: int
+    control_top1_agreement_permille: int
+
+
+class Bucket(_Struct, frozen=True, kw_only=True):
+    """Damage at context positions [from, to)."""
+
+    from_position: int
+    to_position: int
+    mean_kl_micronats: int
+    top1_agreement_permille: int
+
+
+class Sample(_Struct, frozen=True, kw_only=True):
+    """One prompt's tail with both sides' continuation, for a person to read."""
+
+    prompt: str
+    stable: str
+    canary: str
+
+
+class Measured(_Struct, frozen=True, kw_only=True):
+    """The last accuracy measurement; excess is over the control."""
+
+    revision: str
+    dtype: str
+    verdict: Verdict
+    probe_time: datetime
+    prompts: int
+    positions: int
+    mean_kl_micronats: int
+    p99_kl_micronats: int
+    excess_kl_micronats: int
+    top1_agreement_permille: int
+    buckets: tuple[Bucket, ...] = ()
+    sample: Sample | None = None
+
+
+class Accuracy(_Struct, frozen=True, kw_only=True):
+    """Accuracy's reference and its last measurement."""
+
+    baseline: Baseline | None = None
+    last: Measured | None = None
+
+
+class JournalEntry(_Struct, frozen=True, kw_only=True):
+    """One decision with its reason in words and numbers."""
+
+    time: datetime
+    action: str
+    reason: str
+    message: str
+    from_dtype: str | None = None
+    to_dtype: str | None = None
+
+
+class Condition(_Struct, frozen=True, kw_only=True):
+    """metav1.Condition."""
+
+    type: str
+    status: Literal["True", "False", "Unknown"]
+    reason: str
+    last_transition_time: datetime
+    observed_generation: int
+    message: str = ""
+
+
+class Status(_Struct, frozen=True, kw_only=True):
+    """The whole `.status`."""
+
+    observed_generation: int | None = None
+    replicas: int | None = None
+    ready_replicas: int | None = None
+    selector: str | None = None
+    stable: Stable | None = None
+    kv_cache: KVCache = KVCache()
+    canary: Canary | None = None
+    last_canary: Canary | None = None
+    accuracy: Accuracy = Accuracy()
+    decisions: tuple[JournalEntry, ...] = ()
+    conditions: tuple[Condition, ...] = ()
+
+    def condition(self, kind: str) -> Condition | None:
+        """The condition of that type, if it was ever set."""
+        return next((c for c in self.conditions if c.type == kind), None)
+
+
+def parse_status(raw: Any) -> Status:
+    """Read `.status`; what an older or newer operator wrote and we cannot read counts as unset, never as an error."""
+    if not isinstance(raw, dict):
+        return Status()
+    try:
+        return msgspec.convert(raw, Status)
+    except msgspec.ValidationError:
+        readable = {}
+        for key, value in raw.items():
+            try:
+                msgspec.convert({key: value}, Status)
+            except msgspec.ValidationError:
+                continue
+            readable[key] = value
+        return msgspec.convert(readable, Status)
+
+
+def dump_status(status: Status) -> dict[str, Any]:
+    """The JSON object for the API server."""
+    dumped: dict[str, Any] = msgspec.to_builtins(status)
+    return dumped
+
+
+def clip(text: str, limit: int = MAX_MESSAGE) -> str:
+    """Cut a message to what the schema holds."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"

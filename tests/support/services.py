@@ -1,0 +1,128 @@
+"""Builds Snapshots for tests of decide: a defaulted service, its pods, samples and status."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from kvpilot_operator.api.schema import apply_defaults, faults
+from kvpilot_operator.api.spec import Spec, parse
+from kvpilot_operator.render.engine import pod_template, revision
+from kvpilot_operator.state.snapshot import DeploymentView, PodView, ProbePlan, Sample, ServiceKey, Snapshot
+from kvpilot_operator.state.status import Baseline, Stable, Status
+
+NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+KEY = ServiceKey("models", "chat")
+PROBES = "abcdef0123"
+
+
+def manifest(**spec: Any) -> dict[str, Any]:
+    """A QuantizedLLMService with defaults; keyword arguments are merged into spec by section."""
+    base: dict[str, Any] = {
+        "apiVersion": "kvpilot.io/v1alpha1",
+        "kind": "QuantizedLLMService",
+        "metadata": {
+            "name": KEY.name,
+            "namespace": KEY.namespace,
+            "uid": "u-1",
+            "generation": 1,
+            "resourceVersion": "1",
+        },
+        "spec": {
+            "model": {"source": "hf://Qwen/Qwen3-8B"},
+            "engine": {"image": "kvpilot/runtime:1"},
+            "kvCache": {"mode": "Auto", "ladder": ["k8v4", "k4v4"]},
+        },
+    }
+    for section, value in spec.items():
+        if isinstance(value, Mapping) and isinstance(base["spec"].get(section), dict):
+            base["spec"][section] = {**base["spec"][section], **value}
+        else:
+            base["spec"][section] = value
+    return dict(apply_defaults(base))
+
+
+def spec_of(obj: Mapping[str, Any]) -> Spec:
+    """The parsed spec of a manifest."""
+    return parse(obj)
+
+
+def revision_of(obj: Mapping[str, Any], dtype: str) -> str:
+    """The revision that the manifest has with this dtype."""
+    return revision(pod_template(KEY.name, parse(obj), dtype))
+
+
+def snapshot(obj: Mapping[str, Any], *, status: Status | None = None, **changes: Any) -> Snapshot:
+    """A snapshot of the manifest with nothing running."""
+    broken = faults(obj)
+    base = Snapshot(
+        now=NOW,
+        key=KEY,
+        uid="u-1",
+        generation=1,
+        raw=obj,
+        faults=broken,
+        spec=None if broken else parse(obj),
+        status=status or Status(),
+        probes=ProbePlan(identity=PROBES),
+    )
+    return replace(base, **changes)
+
+
+def pod(revision: str, **changes: Any) -> PodView:
+    """A ready pod."""
+    base = PodView(f"pod-{revision}", revision, "10.0.0.1", "node-1", True, False, 0, None, None, None)
+    return replace(base, **changes)
+
+
+def running(obj: Mapping[str, Any], dtype: str, *, status: Status | None = None, **changes: Any) -> Snapshot:
+    """A snapshot in which `dtype` serves and nothing else happens."""
+    name = revision_of(obj, dtype)
+    stable = Stable(revision=name, dtype=dtype, since=NOW - timedelta(hours=1), ever_ready=True)
+    base = status or Status()
+    return snapshot(
+        obj,
+        status=Status(
+            stable=stable,
+            kv_cache=base.kv_cache,
+            canary=base.canary,
+            last_canary=base.last_canary,
+            accuracy=base.accuracy,
+            decisions=base.decisions,
+            conditions=base.conditions,
+        ),
+        **{
+            "deployments": {name: DeploymentView(name, dtype, 1, 1)},
+            "pods": (pod(name),),
+            "traffic": name,
+            **changes,
+        },
+    )
+
+
+def samples(
+    *, usage: float, waiting: float, capacity: int = 3000, seconds: int = 400, running: float = 4.0, dtype: str = "auto"
+) -> tuple[Sample, ...]:
+    """Steady scrapes every five seconds that end now."""
+    return tuple(
+        Sample(NOW - timedelta(seconds=back), 1, usage, running, waiting, 0.0, capacity, dtype)
+        for back in range(seconds, -1, -5)
+    )
+
+
+def baseline(**changes: Any) -> Baseline:
+    """A kept baseline whose control is quiet."""
+    fields: dict[str, Any] = {
+        "config_map": "chat-baseline-abcdef01",
+        "identity": PROBES,
+        "dtype": "auto",
+        "captured_time": NOW - timedelta(hours=1),
+        "prompts": 8,
+        "positions": 256,
+        "control_mean_kl_micronats": 100,
+        "control_p99_kl_micronats": 1000,
+        "control_top1_agreement_permille": 1000,
+    }
+    return Baseline(**{**fields, **changes})

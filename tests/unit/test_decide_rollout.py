@@ -1,0 +1,188 @@
+"""The story of a dtype change as decide tells it, over a model cluster that may be cut off anywhere."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpilot_operator.decide import decide
+from kvpilot_operator.state.status import parse_status
+from support.model_cluster import ModelCluster, measurement
+from support.services import manifest, revision_of, running, snapshot
+
+AUTO = {
+    "kvCache": {
+        "mode": "Auto",
+        "ladder": ["k8v4", "k4v4"],
+        "pressure": {"sustainedSeconds": 30},
+        "minDwellSeconds": 600,
+    }
+}
+BAD = "int4_per_token_head"
+
+
+def fixed(dtype: str):
+    return manifest(kvCache={"mode": "Fixed", "dtype": dtype})
+
+
+def test_a_service_starts_with_its_baseline_dtype_and_gets_traffic():
+    cluster = ModelCluster(manifest(**AUTO))
+    status = cluster.settle()
+    assert status.kv_cache.active_dtype == "auto"
+    assert cluster.traffic == revision_of(cluster.obj, "auto")
+    assert status.accuracy.baseline is not None
+    assert {c.type: c.status for c in status.conditions}["Ready"] == "True"
+
+
+def test_a_memory_bound_service_is_promoted_to_the_first_rung_that_holds_its_demand():
+    cluster = ModelCluster(manifest(**AUTO), demand=9000)
+    status = cluster.settle()
+    assert status.kv_cache.active_dtype == "k4v4"
+    assert status.last_canary is not None
+    assert status.last_canary.stage == "Promoted"
+    assert list(cluster.deployments) == [revision_of(cluster.obj, "k4v4")]
+
+
+def test_a_safer_rung_is_preferred_when_it_is_enough():
+    cluster = ModelCluster(manifest(**AUTO), demand=5000)
+    assert cluster.settle().kv_cache.active_dtype == "k8v4"
+
+
+def test_a_relaxed_service_keeps_its_dtype():
+    cluster = ModelCluster(manifest(**AUTO), demand=1500)
+    status = cluster.settle()
+    assert status.kv_cache.active_dtype == "auto"
+    assert status.last_canary is None
+
+
+def test_a_canary_gets_no_traffic_before_its_verdict():
+    cluster = ModelCluster(manifest(**AUTO), demand=9000)
+    for _ in range(80):
+        cluster.tick()
+        status = parse_status(cluster.status)
+        if status.canary is not None and status.canary.verdict != "Passed":
+            assert cluster.traffic != status.canary.revision
+
+
+def test_a_dtype_that_garbles_answers_is_rolled_back_and_denied_while_the_last_good_one_serves():
+    cluster = ModelCluster(manifest(**AUTO), bad=frozenset({BAD}), demand=9000)
+    cluster.settle()
+    cluster.demand = 0
+    cluster.edit(fixed(BAD))
+    status = cluster.settle()
+    assert status.kv_cache.active_dtype == "k4v4"
+    assert [(d.dtype, d.reason) for d in status.kv_cache.denied] == [(BAD, "AccuracyRegressed")]
+    assert status.last_canary is not None
+    assert (status.last_canary.stage, status.last_canary.verdict) == ("RolledBack", "Failed")
+    progressing = status.condition("Progressing")
+    assert progressing is not None
+    assert progressing.reason == "DtypeDenied"
+    assert "denySeconds" in progressing.message
+
+
+def test_a_denied_dtype_is_tried_again_once_denials_are_switched_off():
+    cluster = ModelCluster(manifest(**AUTO), bad=frozenset({BAD}))
+    cluster.settle()
+    cluster.edit(fixed(BAD))
+    cluster.settle()
+    cluster.bad = frozenset()
+    cluster.edit(manifest(kvCache={"mode": "Fixed", "dtype": BAD}, rollout={"denySeconds": 0}))
+    assert cluster.settle().kv_cache.active_dtype == BAD
+
+
+def test_a_baseline_replica_is_borrowed_when_no_16_bit_engine_serves():
+    cluster = ModelCluster(fixed("k4v4"))
+    status = cluster.settle()
+    assert status.kv_cache.active_dtype == "k4v4"
+    assert status.accuracy.baseline is None
+    cluster.edit(fixed("k8v4"))
+    status = cluster.settle()
+    assert status.kv_cache.active_dtype == "k8v4"
+    assert status.accuracy.baseline is not None
+    assert list(cluster.deployments) == [revision_of(cluster.obj, "k8v4")]
+
+
+def test_recommend_mode_names_the_dtype_and_changes_nothing():
+    wanted = manifest(kvCache={**AUTO["kvCache"], "mode": "Recommend"})
+    cluster = ModelCluster(wanted, demand=9000)
+    status = cluster.settle()
+    assert status.kv_cache.recommended_dtype == "k4v4"
+    assert status.kv_cache.active_dtype == "auto"
+    assert status.last_canary is None
+
+
+def test_no_second_change_comes_inside_the_dwell():
+    cluster = ModelCluster(manifest(**AUTO), demand=5000)
+    cluster.settle()
+    cluster.demand = 10_000
+    changed = parse_status(cluster.status).kv_cache.changed_time
+    assert changed is not None
+    while cluster.now < changed + timedelta(seconds=590):
+        cluster.tick()
+        assert "canary" not in cluster.status
+    assert cluster.settle().kv_cache.active_dtype == "k4v4"
+
+
+def test_a_paused_rollout_starts_no_canary():
+    cluster = ModelCluster(manifest(**AUTO, rollout={"paused": True}), demand=9000)
+    assert cluster.settle().last_canary is None
+
+
+def test_a_first_revision_that_never_answered_is_replaced_without_a_canary():
+    first = manifest(model={"source": "file:///models/missing"})
+    cluster = ModelCluster(first, starts=False)
+    cluster.tick()
+    cluster.edit(manifest(model={"source": "file:///models/there"}))
+    cluster.tick()
+    assert "canary" not in cluster.status
+    assert cluster.status["stable"]["revision"] == revision_of(cluster.obj, "auto")
+
+
+def test_an_invalid_spec_changes_no_object_and_says_what_is_wrong():
+    good = running(manifest(**AUTO), "auto")
+    bad = manifest(**AUTO, scaling={"minReplicas": 5, "maxReplicas": 2})
+    decision = decide(snapshot(bad, status=good.status, pods=good.pods, traffic=good.traffic))
+    assert decision.objects is None
+    accepted = decision.status.condition("SpecAccepted")
+    assert accepted is not None
+    assert accepted.status == "False"
+    assert "minReplicas" in accepted.message
+
+
+def _end(cluster: ModelCluster) -> tuple[object, ...]:
+    status = cluster.settle()
+    return (
+        status.kv_cache.active_dtype,
+        [d.dtype for d in status.kv_cache.denied],
+        sorted(cluster.deployments),
+        cluster.traffic,
+        status.canary,
+    )
+
+
+def _story(kills: dict[int, int]) -> tuple[object, ...]:
+    cluster = ModelCluster(manifest(**AUTO), bad=frozenset({BAD}), demand=9000)
+    for tick in range(50):
+        cluster.tick(cut_after=kills.get(tick))
+    cluster.settle()
+    cluster.edit(fixed(BAD))
+    for tick in range(50, 70):
+        cluster.tick(cut_after=kills.get(tick))
+    return _end(cluster)
+
+
+@given(cuts=st.dictionaries(st.integers(0, 70), st.integers(0, 5), max_size=12))
+@settings(max_examples=30, deadline=None)
+def test_a_kill_between_any_two_writes_ends_in_the_same_state(cuts):
+    assert _story(cuts) == _story({})
+
+
+@given(st.integers(0, 100_000_000), st.integers(0, 1000), st.integers(0, 400))
+@settings(max_examples=20, deadline=None)
+def test_a_promotion_always_has_a_passed_verdict(kl, agreement, positions):
+    cluster = ModelCluster(manifest(**AUTO), demand=9000, measured=measurement(kl, agreement, positions))
+    cluster.settle()
+    last = parse_status(cluster.status).last_canary
+    assert last is None or last.stage != "Promoted" or last.verdict == "Passed"
