@@ -1,0 +1,243 @@
+"""A closed-loop load: so many users, each asking again as soon as it has been answered, and every failure counted.
+
+    python -m kvpilot_demo.load http://127.0.0.1:8080 smollm2 --users 8 --prompt-tokens 400 --output-tokens 64
+
+Each request opens its own connection, so that it goes where the Service points at that moment, and nothing is tried
+twice: a request that a user would have seen fail has failed. Prompts are windows of Python's own documentation, each
+starting at another token, so that no prefix cache hides the memory they need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pydoc_data.topics import topics
+from typing import Any
+
+import httpx
+
+# A user whose request has just failed thinks this long, so that a refused connection does not become a busy loop.
+PAUSE_AFTER_FAILURE_SECONDS = 0.5
+TIMEOUT = httpx.Timeout(300.0, connect=10.0)
+# About 12,000 tokens: as many distinct prompts, which a demo does not use up.
+CORPUS_CHARACTERS = 60_000
+KEPT_FAILURES = 100
+KEPT_TIMES = 20_000
+
+
+class LoadError(Exception):
+    """The load cannot start; the message says why."""
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts since the start; times in seconds (the newest KEPT_TIMES of each)."""
+
+    ok: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    failures: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_FAILURES))
+    """The newest failures, each with when it happened and the error's text."""
+    first_token: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
+    between_tokens: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
+
+
+class _Failed(Exception):
+    """One request's failure."""
+
+
+class Load:
+    """Users against an OpenAI-compatible engine at `url` (`http://host:port`)."""
+
+    def __init__(
+        self, url: str, model: str, *, users: int, prompt_tokens: int, output_tokens: int, seed: int = 0
+    ) -> None:
+        self._url = url.rstrip("/")
+        self._model = model
+        self._users = users
+        self._prompt_tokens = prompt_tokens
+        self._output_tokens = output_tokens
+        self._random = random.Random(seed)  # noqa: S311 - a repeatable choice of prompts, no secret
+        self._corpus: list[int] = []
+        self._offsets: deque[int] = deque()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._stopping = False
+        self._began = time.monotonic()
+        self._http = httpx.AsyncClient(
+            timeout=TIMEOUT, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
+        )
+        self.stats = Stats()
+
+    async def start(self) -> None:
+        """Read the prompts' tokens from the engine and let the users begin; raises `LoadError`."""
+        text = "\n\n".join(topics[key] for key in sorted(topics))[:CORPUS_CHARACTERS]
+        try:
+            answer = await self._http.post(f"{self._url}/tokenize", json={"model": self._model, "prompt": text})
+            answer.raise_for_status()
+            tokenized = answer.json()
+            self._corpus = [int(t) for t in tokenized["tokens"]]
+            longest = int(tokenized["max_model_len"])
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise LoadError(f"{self._url}/tokenize: {type(error).__name__}: {error}") from error
+        if not 0 < self._prompt_tokens <= longest - self._output_tokens:
+            raise LoadError(
+                f"prompt_tokens: {self._prompt_tokens} and {self._output_tokens} of output do not fit the model's "
+                f"context of {longest}; ask for fewer"
+            )
+        self._began = time.monotonic()
+        self.set_users(self._users)
+
+    def set_users(self, users: int) -> None:
+        """Let so many users ask from now on; those that are too many finish their request first."""
+        self._users = users
+        for index in range(users):
+            if index not in self._tasks or self._tasks[index].done():
+                self._tasks[index] = asyncio.create_task(self._user(index))
+
+    async def stop(self, patience_seconds: float = 60.0) -> None:
+        """Ask nothing more; requests in flight may finish for so long, and count as failed after that."""
+        self._stopping = True
+        tasks = [t for t in self._tasks.values() if not t.done()]
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=patience_seconds)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        await self._http.aclose()
+
+    def summary(self) -> str:
+        """One line for a person."""
+        s = self.stats
+        rate = s.output_tokens / max(time.monotonic() - self._began, 1e-3)
+        active = sum(not t.done() for t in self._tasks.values())
+        return (
+            f"{active} users, {s.ok} answered, {s.failed} failed, {rate:.1f} tokens/s, "
+            f"first token p50 {_percentile(s.first_token, 0.5):.2f} s p95 {_percentile(s.first_token, 0.95):.2f} s, "
+            f"between tokens p50 {_percentile(s.between_tokens, 0.5) * 1000:.0f} ms "
+            f"p95 {_percentile(s.between_tokens, 0.95) * 1000:.0f} ms"
+        )
+
+    async def _user(self, index: int) -> None:
+        while index < self._users and not self._stopping:
+            try:
+                await self._request()
+            except _Failed as error:
+                self._fail(str(error))
+                await asyncio.sleep(PAUSE_AFTER_FAILURE_SECONDS)
+            except Exception as error:
+                # Whatever kept the answer away, the user did not get it; a user who went silent would hide that.
+                self._fail(f"{type(error).__name__}: {error}")
+                await asyncio.sleep(PAUSE_AFTER_FAILURE_SECONDS)
+            except asyncio.CancelledError:
+                self._fail("not answered before the load was stopped")
+                raise
+
+    def _fail(self, text: str) -> None:
+        self.stats.failed += 1
+        self.stats.failures.append(f"after {time.monotonic() - self._began:.1f} s: {text[:300]}")
+
+    def _prompt(self) -> list[int]:
+        """The next window of the corpus, which wraps around; an offset comes again only when all have been used."""
+        if not self._offsets:
+            self._offsets.extend(self._random.sample(range(len(self._corpus)), len(self._corpus)))
+        start = self._offsets.popleft()
+        size = len(self._corpus)
+        return [self._corpus[(start + i) % size] for i in range(self._prompt_tokens)]
+
+    async def _request(self) -> None:
+        body = {
+            "model": self._model,
+            "prompt": self._prompt(),
+            "max_tokens": self._output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        sent = time.monotonic()
+        times: list[float] = []
+        usage: dict[str, Any] = {}
+        done = False
+        async with self._http.stream("POST", f"{self._url}/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                raise _Failed(f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace')}")
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    done = True
+                elif line.startswith("data: "):
+                    chunk = _chunk(line[6:])
+                    usage = chunk.get("usage") or usage
+                    if chunk.get("choices"):
+                        times.append(time.monotonic())
+        answered = int(usage.get("completion_tokens", 0))
+        if not done or not times or answered != self._output_tokens:
+            raise _Failed(f"the answer ended after {answered or len(times)} of {self._output_tokens} tokens")
+        self.stats.ok += 1
+        self.stats.prompt_tokens += self._prompt_tokens
+        self.stats.output_tokens += answered
+        self.stats.first_token.append(times[0] - sent)
+        self.stats.between_tokens.extend(b - a for a, b in pairwise(times))
+
+
+def _chunk(data: str) -> dict[str, Any]:
+    try:
+        chunk = json.loads(data)
+    except ValueError as error:
+        raise _Failed(f"not JSON: {data[:100]}") from error
+    if not isinstance(chunk, dict) or "error" in chunk:
+        raise _Failed(f"the engine failed: {data[:300]}")
+    return chunk
+
+
+def _percentile(values: Iterable[float], share: float) -> float:
+    """The nearest-rank percentile; 0 for no values."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0
+
+
+async def _run(args: argparse.Namespace) -> int:
+    load = Load(
+        args.url, args.model, users=args.users, prompt_tokens=args.prompt_tokens, output_tokens=args.output_tokens
+    )
+    await load.start()
+    ends = time.monotonic() + args.seconds
+    try:
+        while (left := ends - time.monotonic()) > 0:
+            await asyncio.sleep(min(5.0, left))
+            print(load.summary(), flush=True)
+    finally:
+        await load.stop()
+    print(load.summary())
+    for failure in load.stats.failures:
+        print(failure, file=sys.stderr)
+    return 1 if load.stats.failed else 0
+
+
+def main() -> int:
+    """Run the load from a shell; the exit status is 1 when a request failed."""
+    parser = argparse.ArgumentParser(prog="kvpilot_demo.load", description="A closed-loop load on an engine.")
+    parser.add_argument("url", help="the Service's address, http://host:port")
+    parser.add_argument("model", help="the model's served name")
+    parser.add_argument("--users", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=400)
+    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    try:
+        return asyncio.run(_run(parser.parse_args()))
+    except LoadError as error:
+        print(f"load: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
