@@ -17,7 +17,7 @@ TOKENS = 4
 
 @asynccontextmanager
 async def engine(handler: Handler) -> AsyncIterator[tuple[str, list[int]]]:
-    """Serve completions by `handler` and keep connections open; yields the address and the requests of each connection."""
+    """Serve completions by `handler`, keep connections open; yields the address and the requests of each connection."""
     per_connection: list[int] = []
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
