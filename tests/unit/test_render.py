@@ -1,0 +1,63 @@
+"""The objects that a service becomes."""
+
+from __future__ import annotations
+
+from kvpilot_operator.render.engine import pod_template, revision, startup_budget_seconds
+from kvpilot_operator.render.objects import deployment, service
+from support.services import KEY, manifest, spec_of
+
+
+def engine(**spec):
+    template = pod_template(KEY.name, spec_of(manifest(**spec)), "k4v4")
+    return template["spec"], template["spec"]["containers"][0]
+
+
+def test_the_revision_follows_the_content_of_the_pod():
+    spec = spec_of(manifest())
+    assert revision(pod_template("chat", spec, "auto")) == revision(pod_template("chat", spec, "auto"))
+    assert revision(pod_template("chat", spec, "auto")) != revision(pod_template("chat", spec, "k4v4"))
+
+
+def test_scaling_and_pressure_are_no_part_of_the_revision():
+    one = spec_of(manifest())
+    other = spec_of(manifest(replicas=3, scaling={"maxReplicas": 5}, kvCache={"pressure": {"highPercent": 70}}))
+    assert revision(pod_template("chat", one, "auto")) == revision(pod_template("chat", other, "auto"))
+
+
+def test_the_grace_period_covers_leaving_the_service_and_finishing_requests():
+    pod, container = engine(drain={"preStopSeconds": 20, "timeoutSeconds": 90})
+    assert pod["terminationGracePeriodSeconds"] >= 110
+    assert "--shutdown-timeout=90" in container["args"]
+    assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "20"]
+
+
+def test_liveness_waits_for_the_startup_probe_whose_budget_grows_with_the_model():
+    small = startup_budget_seconds(spec_of(manifest(model={"source": "hf://Qwen/Qwen3-0.6B"})))
+    large = startup_budget_seconds(spec_of(manifest(model={"source": "hf://meta-llama/Llama-3-70B"})))
+    assert small < large
+    _, container = engine(model={"source": "hf://meta-llama/Llama-3-70B"})
+    probe = container["startupProbe"]
+    assert probe["failureThreshold"] * probe["periodSeconds"] >= large
+
+
+def test_a_secret_is_referenced_and_never_read():
+    _, container = engine(model={"tokenSecretRef": {"name": "hf", "key": "token"}})
+    assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}} in container["env"]
+
+
+def test_a_model_on_a_claim_is_mounted_and_named_by_its_path():
+    pod, container = engine(model={"source": "pvc://weights/llama/8b"})
+    assert "--model=/models/llama/8b" in container["args"]
+    assert {"name": "model", "persistentVolumeClaim": {"claimName": "weights"}} in pod["volumes"]
+
+
+def test_users_arguments_come_last_and_untouched():
+    _, container = engine(engine={"extraArgs": ["--max-num-seqs=8", "--chat-template=a b"]})
+    assert container["args"][-2:] == ["--max-num-seqs=8", "--chat-template=a b"]
+
+
+def test_everything_owned_names_its_owner_so_that_deletion_cleans_up():
+    template = pod_template(KEY.name, spec_of(manifest()), "auto")
+    for made in (deployment(KEY, "u-1", template, 1, 600), service(KEY, "u-1", "abc")):
+        (owner,) = made["metadata"]["ownerReferences"]
+        assert (owner["kind"], owner["uid"], owner["controller"]) == ("QuantizedLLMService", "u-1", True)
