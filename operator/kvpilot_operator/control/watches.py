@@ -24,6 +24,10 @@ def registry(pilot: Pilot) -> kopf.OperatorRegistry:
         settings.posting.enabled = False
         settings.scanning.disabled = True
 
+    @kopf.on.login(registry=handlers)
+    def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
+        return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
+
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=handlers)
     def service_changed(namespace: str | None, name: str, **_: Any) -> None:
         pilot.seen(ServiceKey(namespace or "", name))
