@@ -1,0 +1,127 @@
+"""Child processes that are known by more than a number: pid and start time together name one process.
+
+A pid alone may have been given to another process since it was written down; with the start time (clock ticks since
+boot, field 22 of /proc/PID/stat) it cannot be mistaken. So a record that outlives a kill -9 of its writer is safe to
+act on at the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """One process: its pid and its start time in clock ticks since boot."""
+
+    pid: int
+    start: int
+
+    @property
+    def alive(self) -> bool:
+        """Whether this very process still runs (a zombie does not)."""
+        return start_time(self.pid) == self.start
+
+    def signal(self, number: int, *, group: bool = False) -> bool:
+        """Send a signal to the process, or to the group that it leads; False if it is gone."""
+        if not self.alive:
+            return False
+        try:
+            if group:
+                os.killpg(self.pid, number)
+            else:
+                os.kill(self.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+def start_time(pid: int) -> int | None:
+    """The start time of a running process in ticks since boot; None if there is none or it is a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The second field is the command in parentheses and may itself hold spaces and parentheses.
+    fields = stat[stat.rindex(")") + 2 :].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def identify(pid: int) -> ProcessId | None:
+    """The identity of a running process, or None."""
+    start = start_time(pid)
+    return None if start is None else ProcessId(pid, start)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader, or a crash, sees the old text or the new one and nothing between."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_text(text)
+    scratch.replace(path)
+
+
+def read_record(path: Path) -> ProcessId | None:
+    """The process that a record names, if it still runs."""
+    try:
+        record = json.loads(path.read_text())
+        found = ProcessId(int(record["pid"]), int(record["start"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if found.alive else None
+
+
+def spawn(
+    record: Path, command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process in its own session, its output in `log` (appended), its identity in `record`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as out:
+        child = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=None if env is None else dict(env),
+            cwd=cwd,
+        )
+    identity = identify(child.pid)
+    if identity is not None:
+        write_atomically(record, json.dumps({"pid": identity.pid, "start": identity.start, "command": command[0]}))
+    return child
+
+
+def end(record: Path, *, grace: float = 10.0) -> bool:
+    """End the process group that a record names (SIGTERM, SIGKILL after `grace` seconds); True if it was running."""
+    found = read_record(record)
+    if found is not None:
+        found.signal(signal.SIGTERM, group=True)
+        deadline = time.monotonic() + grace
+        while found.alive and time.monotonic() < deadline:
+            # Our own child would stay a zombie until it is waited for; another's is reaped by its parent.
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(found.pid, os.WNOHANG)
+            time.sleep(0.02)
+        found.signal(signal.SIGKILL, group=True)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(found.pid, 0)
+    record.unlink(missing_ok=True)
+    return found is not None
+
+
+def tail(path: Path, limit: int = 2000) -> str:
+    """The end of a text file, at most `limit` bytes; empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - limit))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

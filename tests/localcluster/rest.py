@@ -1,0 +1,136 @@
+"""A small blocking client of one Kubernetes API server, for start-up and for tests."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+class ApiError(Exception):
+    """The server refused a request.
+
+    Attributes:
+        status: the HTTP status code.
+        body: the answer, as text.
+    """
+
+    def __init__(self, status: int, body: str) -> None:
+        super().__init__(f"HTTP {status}: {body}")
+        self.status = status
+        self.body = body
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Requests as one user of one server; every call returns the decoded JSON answer."""
+
+    server: str
+    context: ssl.SSLContext
+
+    @classmethod
+    def of_files(cls, server: str, authority: Path, certificate: Path, key: Path) -> Rest:
+        """A client that trusts one authority and shows one client certificate."""
+        context = ssl.create_default_context(cafile=str(authority))
+        # Our openssl certificates carry no key identifiers, which newer Pythons' strict mode asks for.
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+        context.load_cert_chain(str(certificate), str(key))
+        return cls(server, context)
+
+    @classmethod
+    def of_kubeconfig(cls, path: Path) -> Rest:
+        """A client for a kubeconfig that this package wrote (files, current context only)."""
+        config = yaml.safe_load(path.read_text())
+        cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
+        files = (cluster["certificate-authority"], user["client-certificate"], user["client-key"])
+        return cls.of_files(cluster["server"], *(Path(file) for file in files))
+
+    def call(
+        self, method: str, path: str, body: Any = None, *, content: str = "application/json", timeout: float = 30
+    ) -> Any:
+        """One request.
+
+        Args:
+            method: GET, POST, PUT, PATCH or DELETE.
+            path: the path and query below the server's address.
+            body: what is sent as JSON, or None.
+            content: the content type of the body.
+            timeout: seconds until a silent server counts as unreachable.
+
+        Raises:
+            ApiError: the server answered with an error status.
+            OSError: the server cannot be reached.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(  # noqa: S310
+            self.server + path, data=data, method=method, headers={"Content-Type": content}
+        )
+        try:
+            with urllib.request.urlopen(request, context=self.context, timeout=timeout) as answer:  # noqa: S310
+                text = answer.read().decode()
+        except urllib.error.HTTPError as error:
+            raise ApiError(error.code, error.read().decode(errors="replace")) from None
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    def get(self, path: str) -> Any:
+        """Read an object or a list."""
+        return self.call("GET", path)
+
+    def create(self, path: str, body: Any) -> Any:
+        """Create an object in the collection at `path`."""
+        return self.call("POST", path, body)
+
+    def merge(self, path: str, body: Any) -> Any:
+        """Change an object by a JSON merge patch."""
+        return self.call("PATCH", path, body, content="application/merge-patch+json")
+
+    def delete(self, path: str, *, grace: int | None = None) -> None:
+        """Delete an object; an object that is gone already is fine."""
+        query = "" if grace is None else f"?gracePeriodSeconds={grace}"
+        try:
+            self.call("DELETE", path + query)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+
+    def ready(self) -> bool:
+        """Whether the server answers its readiness check."""
+        try:
+            return bool(self.call("GET", "/readyz", timeout=2) == "ok")
+        except (ApiError, OSError):
+            return False
+
+
+def until(question: Callable[[], Any], what: str, *, seconds: float = 30.0, pause: float = 0.05) -> Any:
+    """Ask until the answer is true and return it; 404 and unreachable count as not yet.
+
+    Raises:
+        TimeoutError: it stayed false; the message holds `what` and the last answer.
+    """
+    deadline = time.monotonic() + seconds
+    last: object = None
+    while time.monotonic() < deadline:
+        try:
+            last = question()
+        except ApiError as error:
+            if error.status not in (404, 503):
+                raise
+            last = error
+        except OSError as error:
+            last = error
+        else:
+            if last:
+                return last
+        time.sleep(pause)
+    raise TimeoutError(f"not within {seconds:g} s: {what}; last answer: {last!r}")
