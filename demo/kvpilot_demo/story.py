@@ -41,7 +41,7 @@ class Record:
     preflight_warning: str = ""
     denied: list[dict[str, Any]] = field(default_factory=list)
     bad_canary: dict[str, Any] = field(default_factory=dict)
-    canary_traffic: int = 0
+    canary_had_traffic: bool = False
     final_dtype: str = ""
     events: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -91,12 +91,12 @@ class Story:
         await self._world.apply_example()
         await self._until(lambda s: _condition(s, "Ready") == "True", 400, "Ready")
         self.record.answer = await self._chat("In one short sentence: what is the capital of France?")
-        self._screen.note(f"chat through the Service at {self._world.service_url()}: {self.record.answer!r}")
+        self._screen.note(f"chat through the Service at {await self._world.service_url()}: {self.record.answer!r}")
         await self._until(lambda s: bool(_at(s, "accuracy", "baseline")), 300, "a 16-bit baseline")
 
     async def _is_pressured(self) -> None:
         self._load = Load(
-            self._world.service_url(),
+            await self._world.service_url(),
             self._world.model,
             users=USERS,
             prompt_tokens=PROMPT_TOKENS,
@@ -132,7 +132,7 @@ class Story:
         await self._until(lambda s: _at(s, "canary", "stage") == "Probing", 300, "a canary that is probed")
         self.record.preflight_warning = await self._world.preflight_warning(BAD)
         self._screen.note(f"preflight: {self.record.preflight_warning}")
-        self.record.canary_traffic = await self._world.traffic_of_canary()
+        self.record.canary_had_traffic = await self._world.canary_has_traffic()
         status = await self._until(
             lambda s: _at(s, "lastCanary", "stage") == "RolledBack" and _at(s, "lastCanary", "dtype") == BAD,
             300,
@@ -161,7 +161,7 @@ class Story:
             "temperature": 0,
         }
         async with httpx.AsyncClient(timeout=120) as client:
-            answer = await client.post(f"{self._world.service_url()}/v1/chat/completions", json=body)
+            answer = await client.post(f"{await self._world.service_url()}/v1/chat/completions", json=body)
             answer.raise_for_status()
             text: str = answer.json()["choices"][0]["message"]["content"]
             return text.strip()

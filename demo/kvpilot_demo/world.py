@@ -1,0 +1,191 @@
+"""Everything the story happens in: the control plane, one node, the operator, and what kubectl would tell of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from kubernetes_asyncio import config
+from kubernetes_asyncio.client import ApiClient
+
+from kvpilot_demo.models import cache_folder, smollm2_135m
+from kvpilot_operator.cluster.client import Cluster, Object
+from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.render.names import API_VERSION, DTYPE_LABEL, KIND, REVISION_LABEL, SERVICE_LABEL
+from localcluster.build import build
+from localcluster.controlplane import ControlPlane, free_port
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "smollm2.yaml"
+CRD = ROOT / "crds" / "kvpilot.io_quantizedllmservices.yaml"
+NAMESPACE = "default"
+
+Report = Callable[[str, float], None]
+
+
+class World:
+    """One local cluster with the operator; `async with World.up(...)`."""
+
+    def __init__(self, folder: Path, plane: ControlPlane, cluster: Cluster) -> None:
+        self._folder = folder
+        self._plane = plane
+        self._cluster = cluster
+        self._node: subprocess.Popen[bytes] | None = None
+        self._operator: subprocess.Popen[bytes] | None = None
+        self._service_ip = ""
+        self.example: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())
+        self.name: str = self.example["metadata"]["name"]
+        self.model: str = self.example["spec"]["model"].get("servedName", self.name)
+
+    @property
+    def logs(self) -> Path:
+        """Where every process of this world writes."""
+        return self._folder
+
+    @property
+    def kubeconfig(self) -> Path:
+        """For kubectl."""
+        return self._plane.kubeconfig
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def up(cls, folder: Path, report: Report) -> AsyncIterator[World]:
+        """Build what is missing, start everything, and take it all down again at the end."""
+        binaries = await asyncio.to_thread(build, report=report)
+        await asyncio.to_thread(smollm2_135m, report)
+        report("control plane", 0.0)
+        plane = ControlPlane(folder / "controlplane", binaries)
+        await asyncio.to_thread(plane.start)
+        report("control plane", 1.0)
+        try:
+            await config.load_kube_config(config_file=str(plane.kubeconfig))
+            world = cls(folder, plane, Cluster(ApiClient()))
+            try:
+                await world._start_node()
+                await world._install_crd()
+                world.start_operator()
+                yield world
+            finally:
+                await world._down()
+        finally:
+            await asyncio.to_thread(plane.stop)
+
+    def start_operator(self) -> None:
+        """Start the operator as a process of its own, as `pip install` would have it run beside a cluster."""
+        command = [str(Path(sys.executable).parent / "kvpilot-operator"), "--scrape-seconds=2"]
+        command += ["--http-host=127.0.0.1", f"--http-port={free_port()}"]
+        self._operator = self._spawn("operator", command)
+
+    def kill_operator(self) -> None:
+        """Kill -9: nothing is tidied up."""
+        if self._operator is not None:
+            self._operator.kill()
+            self._operator.wait()
+
+    def operator_alive(self) -> bool:
+        """True while the operator's process runs."""
+        return self._operator is not None and self._operator.poll() is None
+
+    async def apply_example(self) -> None:
+        """kubectl apply -f examples/smollm2.yaml"""
+        manifest = {**self.example, "metadata": {**self.example["metadata"], "namespace": NAMESPACE}}
+        await self._cluster.create(manifest)
+
+    async def patch(self, patch: Object) -> None:
+        """kubectl patch qllm --type=merge"""
+        await self._cluster.merge(API_VERSION, KIND, NAMESPACE, self.name, patch)
+
+    async def service(self) -> Object | None:
+        """kubectl get qllm -o json"""
+        return await self._cluster.find(API_VERSION, KIND, NAMESPACE, self.name)
+
+    async def events(self) -> list[Object]:
+        """What the operator has posted about the service."""
+        found = await self._cluster.list("v1", "Event", NAMESPACE, "")
+        return [e for e in found if e["involvedObject"].get("kind") == KIND]
+
+    async def service_url(self) -> str:
+        """The Service's own address."""
+        found = await self._cluster.get("v1", "Service", NAMESPACE, self.name)
+        return f"http://{found['spec']['clusterIP']}"
+
+    async def pods(self) -> list[Object]:
+        """The service's engine pods."""
+        return await self._cluster.list("v1", "Pod", NAMESPACE, f"{SERVICE_LABEL}={self.name}")
+
+    async def until_pods(self, count: int, seconds: float) -> None:
+        """Wait until exactly so many pods are left."""
+        async with asyncio.timeout(seconds):
+            while len(await self.pods()) != count:
+                await asyncio.sleep(0.5)
+
+    async def canary_has_traffic(self) -> bool:
+        """True where the Service selects the canary's revision."""
+        service = await self.service()
+        found = await self._cluster.get("v1", "Service", NAMESPACE, self.name)
+        canary = ((service or {}).get("status") or {}).get("canary") or {}
+        return bool(found["spec"]["selector"].get(REVISION_LABEL) == canary.get("revision"))
+
+    async def preflight_warning(self, dtype: str) -> str:
+        """What kvpilot-serve's preflight said in the log of the pod that runs `dtype`."""
+        for pod in await self.pods():
+            if pod["metadata"]["labels"].get(DTYPE_LABEL) != dtype:
+                continue
+            for log in self._folder.glob(f"node/**/*{pod['metadata']['name']}*/**/*.log"):
+                for line in log.read_text(errors="replace").splitlines():
+                    if line.startswith('{"kvpilot"') and json.loads(line).get("kvpilot") == "warning":
+                        return str(json.loads(line)["message"])
+        return ""
+
+    async def _install_crd(self) -> None:
+        crd = yaml.safe_load(CRD.read_text())
+        path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+        await asyncio.to_thread(self._plane.rest.create, path, crd)
+        async with asyncio.timeout(30):
+            while True:
+                with contextlib.suppress(ClusterError):
+                    if await self._cluster.serves(API_VERSION):
+                        return
+                await asyncio.sleep(0.1)
+
+    async def _start_node(self) -> None:
+        command = [sys.executable, "-m", "localcluster", "node", f"--kubeconfig={self.kubeconfig}"]
+        command.append(f"--folder={self._folder / 'node'}")
+        self._node = self._spawn("node", command)
+
+    def _spawn(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
+        with (self._folder / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self._folder,
+                env={**os.environ, "KUBECONFIG": str(self.kubeconfig), "PYTHONPATH": str(ROOT / "tests")},
+                start_new_session=True,
+            )
+
+    async def _down(self) -> None:
+        for process in (self._operator, self._node):
+            if process is not None and process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    await asyncio.to_thread(process.wait, 30)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+        await self._cluster.close()
+
+
+def run_folder() -> Path:
+    """A new folder for one run's files, beside the cache."""
+    folder = cache_folder() / "runs" / str(os.getpid())
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
