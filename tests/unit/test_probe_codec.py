@@ -7,6 +7,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvpilot_operator.probes.codec import (
     MAGIC,
     MAX_BYTES,

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvpilot_operator.probes.errors import EmptyPack, MalformedPack, PackError, PackTooLarge, UnknownPack
 from kvpilot_operator.probes.packs import BUILTIN, MAX_FILL_TOKENS, MAX_PACK_BYTES, MAX_PROMPTS, ProbePrompt, load
 

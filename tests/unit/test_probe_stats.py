@@ -7,6 +7,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvpilot_operator.probes.stats import (
     BUCKET_EDGES,
     MAX_KL,
