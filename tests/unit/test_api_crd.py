@@ -9,6 +9,7 @@ from typing import Any
 
 import celpy
 import pytest
+
 from kvpilot_kernels import formats
 from kvpilot_operator.api.schema import faults, load_crd, root_schema
 
@@ -143,3 +144,13 @@ def test_scale_and_printer_columns_point_at_fields_that_exist() -> None:
             if name == "metadata":
                 break
             here = here["items"] if name == "items" else here["properties"][name]
+
+
+def test_a_default_that_a_message_mentions_is_the_schemas_default() -> None:
+    mentioned = [found for _, rule in RULES for found in re.findall(r"([\w.]+) \((\d+) unless set\)", rule["message"])]
+    assert mentioned
+    for path, default in mentioned:
+        here: Mapping[str, Any] = SPEC
+        for name in path.split("."):
+            here = here["properties"][name]
+        assert here["default"] == int(default)

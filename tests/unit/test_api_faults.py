@@ -9,6 +9,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvpilot_operator.api import apply_defaults, faults, parse, status_faults
 from support.bad_manifests import BAD, GOOD, Bad
 
@@ -57,7 +58,8 @@ def test_rules_wait_until_shapes_are_right() -> None:
 def test_a_5000_character_name_is_one_clear_fault() -> None:
     (fault,) = faults({**GOOD, "metadata": {"name": "a" * 5000}})
     assert fault.field == "metadata.name"
-    assert "5000 characters: use at most 40" in fault.message
+    assert "use at most 40 characters" in fault.message
+    assert len(fault.message) < 500
 
 
 def test_null_counts_as_absent_as_in_the_server() -> None:

@@ -233,7 +233,10 @@ def _duplicates(value: Json, schema: Mapping[str, Json], path: str) -> Iterator[
 def _broken(value: Json, schema: Mapping[str, Json], path: str) -> Iterator[Fault]:
     """The rules that `value` or anything in it breaks."""
     for relative, message in broken_rules(value, schema):
-        yield Fault(f"{path}{relative}".lstrip("."), _at(value, relative), message)
+        at_fault = _at(value, relative)
+        if isinstance(at_fault, (str, int)) and str(at_fault) not in message:
+            message = f"is {_shown(at_fault)}: {message}"
+        yield Fault(f"{path}{relative}".lstrip("."), at_fault, message)
     for item, child, at in _children(value, schema, path):
         yield from _broken(item, child, at)
 

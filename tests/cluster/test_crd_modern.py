@@ -1,0 +1,152 @@
+"""A modern API server refuses exactly what the operator's own check finds, in the same fields and words."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvpilot_operator.api import apply_defaults, faults
+from support.bad_manifests import BAD, GOOD, Bad
+from support.kube_http import kube_client
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SERVICES = "/apis/kvpilot.io/v1alpha1/namespaces/default/quantizedllmservices"
+
+
+@pytest.fixture(scope="module")
+def server(modern_cluster: Any) -> Iterator[httpx.Client]:
+    with kube_client(modern_cluster.kubeconfig) as client:
+        yield client
+
+
+def create(server: httpx.Client, manifest: dict[str, Any]) -> httpx.Response:
+    """Ask for the object to be created, without keeping it."""
+    return server.post(SERVICES, params={"dryRun": "All", "fieldValidation": "Strict"}, json=manifest)
+
+
+def causes(answer: httpx.Response) -> list[tuple[str, str]]:
+    """(field, message) of each fault, without the notes on /scale and on rules that were not evaluated."""
+    found = [(cause.get("field", ""), cause["message"]) for cause in answer.json()["details"]["causes"]]
+    return [(field, message) for field, message in found if field not in ("<nil>", "") and not field.startswith(".")]
+
+
+def places(fields: list[str]) -> set[str]:
+    """Fields without list indices, which the server leaves out of schema faults."""
+    return {re.sub(r"\[\d+\]", "", field) for field in fields}
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
+def test_a_wrong_manifest_is_refused_at_the_field_that_the_operator_finds(server: httpx.Client, bad: Bad) -> None:
+    answer = create(server, bad.manifest)
+    assert answer.status_code == 422, answer.text
+    assert places([field for field, _ in causes(answer)]) == places([bad.field])
+    if bad.judge == "rule":
+        (fault,) = faults(bad.manifest)
+        ((field, message),) = causes(answer)
+        assert field == fault.field
+        assert message.endswith(re.sub(r"^is ('.*?'|-?\d+): ", "", fault.message))
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_is_accepted_and_defaulted_as_the_operator_does(server: httpx.Client, path: Path) -> None:
+    for document in yaml.safe_load_all(path.read_text()):
+        if document["kind"] == "QuantizedLLMService":
+            answer = create(server, document)
+            assert answer.status_code == 201, answer.text
+            assert answer.json()["spec"] == apply_defaults(document)["spec"]
+
+
+NUMBERS = st.sampled_from([-1, 0, 1, 2, 7, 50, 85, 100, 101, 1000, 1001, 2**31])
+DTYPES = st.sampled_from(["auto", "bfloat16", "fp8", "fp8_e5m2", "int8", "k8v4", "k4v4", "k4v2", "nvfp4", "q4"])
+SOURCES = st.sampled_from(
+    ["hf://a/b", "hf://a/b/c", "pvc://models", "pvc://models/a/b", "pvc://M", "oci://r.io:5000/x/y:1", "oci://r",
+     "oci://r/x@sha256:" + "a" * 64, "file:///m", "file:///m/", "file:///m/./x", "file://m", "s3://x", "hf://ä/b"]
+)  # fmt: skip
+
+
+def section(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional=fields)
+
+
+REF = st.fixed_dictionaries({"name": st.sampled_from(["a", "A"]), "key": st.just("k")})
+ENV = st.fixed_dictionaries(
+    {"name": st.sampled_from(["A", "B", "HF_TOKEN", "VLLM_API_KEY"])},
+    optional={
+        "value": st.sampled_from(["", "x"]),
+        "valueFrom": section(secretKeyRef=REF, configMapKeyRef=REF, fieldRef=st.just({"fieldPath": "status.podIP"})),
+    },
+)
+SPECS = st.fixed_dictionaries(
+    {
+        "model": st.fixed_dictionaries(
+            {"source": SOURCES},
+            optional={"revision": st.just("main"), "tokenSecretRef": st.just({"name": "hf"}), "maxModelLen": NUMBERS},
+        ),
+        "engine": st.fixed_dictionaries(
+            {"image": st.sampled_from(["a/b:1", "a b", ""])},
+            optional={
+                "tensorParallelSize": st.sampled_from([1, 2, 8]),
+                "env": st.lists(ENV, max_size=3),
+                "extraArgs": st.lists(
+                    st.sampled_from(["--x", "--model", "--models", "--host=1", "-tp", "-tpx", "--ssl_keyfile=x", ""]),
+                    max_size=3,
+                ),
+                "resources": section(
+                    limits=st.dictionaries(
+                        st.sampled_from(["nvidia.com/gpu", "cpu"]),
+                        st.sampled_from([1, "1", "4", "1.5", "1Gi", "x", True, 2.5, -1]),
+                    )
+                ),
+                "tolerations": st.lists(
+                    section(
+                        key=st.sampled_from(["", "a"]),
+                        operator=st.sampled_from(["Equal", "Exists"]),
+                        value=st.sampled_from(["", "a"]),
+                        effect=st.sampled_from(["NoSchedule", "NoExecute"]),
+                        tolerationSeconds=st.just(5),
+                    ),
+                    max_size=2,
+                ),
+            },
+        ),
+    },
+    optional={
+        "replicas": st.none() | NUMBERS,
+        "cache": section(weightsClaimName=st.sampled_from(["a", "A"]), compileClaimName=st.just("a")),
+        "kvCache": section(
+            mode=st.sampled_from(["Auto", "Fixed"]),
+            dtype=st.none() | DTYPES,
+            ladder=st.lists(DTYPES, max_size=9),
+            skipLayers=st.lists(st.sampled_from(["0", "00", "31", "sliding_window", "x"]), max_size=3),
+            pressure=section(highPercent=NUMBERS, lowPercent=NUMBERS),
+        ),
+        "scaling": section(minReplicas=NUMBERS, maxReplicas=NUMBERS),
+        "canary": section(steps=st.lists(st.fixed_dictionaries({"weightPercent": NUMBERS}), max_size=4)),
+        "accuracy": section(
+            probeSets=st.lists(st.sampled_from(["builtin/general", "configmap/a", "configmap/", "x"]), max_size=3)
+        ),
+        "disruption": section(minAvailable=NUMBERS),
+    },
+)
+
+
+@given(SPECS)
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+def test_the_operator_and_the_server_agree_on_any_spec(server: httpx.Client, spec: dict[str, Any]) -> None:
+    manifest = {**copy.deepcopy(GOOD), "spec": spec}
+    answer = create(server, manifest)
+    mine = faults(manifest)
+    if answer.status_code == 201:
+        assert mine == ()
+    else:
+        assert answer.status_code == 422, answer.text
+        assert places([fault.field for fault in mine]) == places([field for field, _ in causes(answer)])
