@@ -1,11 +1,11 @@
 """Capture a baseline and measure a candidate against it, by teacher-forced decode.
 
-Logprobs of a *prompt* never touch a quantized page when the prompt is one prefill chunk: attention uses the fresh
-16-bit keys and values. Only decode reads the pages. So the candidate decodes: it continues the baseline's prompt
-greedily, and as long as its token equals the baseline's, both sides stand in the same context and their distributions
-can be compared. Where they part, that position still counts; the request is closed, and a new one resumes with the
-baseline's tokens up to there as its prompt. A request's first token comes from a prefill and is
-judged only if it differs.
+A prefill need not read what it has just stored: backends with packed caches attend to the fresh 16-bit keys and
+values of a first chunk, so logprobs of a *prompt* may see no damage at all. Every backend decodes from its pages, and
+users live on decode. So the candidate decodes: it continues the baseline's prompt greedily, and as long as its token
+equals the baseline's, both sides stand in the same context and their distributions can be compared. Where they part,
+that position still counts; the request is closed, and a new one resumes with the baseline's tokens up to there as its
+prompt. A request's first token comes from a prefill and is judged only if it differs.
 
 A candidate that answers garbage parts at every step, so resumes are bounded: what is left of such a prompt stays
 unmeasured, long after the verdict is clear. docs/decisions/0003-decode-probes.md has the alternatives.
