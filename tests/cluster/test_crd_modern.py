@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpilot_operator.api import apply_defaults, faults
+from localcluster.controlplane import ControlPlane
+from localcluster.rest import ApiError
 from support.bad_manifests import BAD, GOOD, Bad
-from support.kube_http import kube_client
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SERVICES = "/apis/kvpilot.io/v1alpha1/namespaces/default/quantizedllmservices"
 
 
-@pytest.fixture(scope="module")
-def server(modern_cluster: Any) -> Iterator[httpx.Client]:
-    with kube_client(modern_cluster.kubeconfig) as client:
-        yield client
+def create(cluster: ControlPlane, manifest: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """HTTP status and answer of asking for the object to be created, without keeping it."""
+    try:
+        return 201, cluster.rest.create(f"{SERVICES}?dryRun=All&fieldValidation=Strict", manifest)
+    except ApiError as error:
+        return error.status, json.loads(error.body)
 
 
-def create(server: httpx.Client, manifest: dict[str, Any]) -> httpx.Response:
-    """Ask for the object to be created, without keeping it."""
-    return server.post(SERVICES, params={"dryRun": "All", "fieldValidation": "Strict"}, json=manifest)
-
-
-def causes(answer: httpx.Response) -> list[tuple[str, str]]:
+def causes(answer: dict[str, Any]) -> list[tuple[str, str]]:
     """(field, message) of each fault, without the notes on /scale and on rules that were not evaluated."""
-    found = [(cause.get("field", ""), cause["message"]) for cause in answer.json()["details"]["causes"]]
+    found = [(cause.get("field", ""), cause["message"]) for cause in answer["details"]["causes"]]
     return [(field, message) for field, message in found if field not in ("<nil>", "") and not field.startswith(".")]
 
 
@@ -45,9 +42,11 @@ def places(fields: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
-def test_a_wrong_manifest_is_refused_at_the_field_that_the_operator_finds(server: httpx.Client, bad: Bad) -> None:
-    answer = create(server, bad.manifest)
-    assert answer.status_code == 422, answer.text
+def test_a_wrong_manifest_is_refused_at_the_field_that_the_operator_finds(
+    modern_cluster: ControlPlane, bad: Bad
+) -> None:
+    status, answer = create(modern_cluster, bad.manifest)
+    assert status == 422, answer
     assert places([field for field, _ in causes(answer)]) == places([bad.field])
     if bad.judge == "rule":
         (fault,) = faults(bad.manifest)
@@ -57,12 +56,12 @@ def test_a_wrong_manifest_is_refused_at_the_field_that_the_operator_finds(server
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_example_is_accepted_and_defaulted_as_the_operator_does(server: httpx.Client, path: Path) -> None:
+def test_every_example_is_accepted_and_defaulted_as_the_operator_does(modern_cluster: ControlPlane, path: Path) -> None:
     for document in yaml.safe_load_all(path.read_text()):
         if document["kind"] == "QuantizedLLMService":
-            answer = create(server, document)
-            assert answer.status_code == 201, answer.text
-            assert answer.json()["spec"] == apply_defaults(document)["spec"]
+            status, answer = create(modern_cluster, document)
+            assert status == 201, answer
+            assert answer["spec"] == apply_defaults(document)["spec"]
 
 
 NUMBERS = st.sampled_from([-1, 0, 1, 2, 7, 50, 85, 100, 101, 1000, 1001, 2**31])
@@ -141,12 +140,12 @@ SPECS = st.fixed_dictionaries(
 
 @given(SPECS)
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-def test_the_operator_and_the_server_agree_on_any_spec(server: httpx.Client, spec: dict[str, Any]) -> None:
+def test_the_operator_and_the_server_agree_on_any_spec(modern_cluster: ControlPlane, spec: dict[str, Any]) -> None:
     manifest = {**copy.deepcopy(GOOD), "spec": spec}
-    answer = create(server, manifest)
+    status, answer = create(modern_cluster, manifest)
     mine = faults(manifest)
-    if answer.status_code == 201:
+    if status == 201:
         assert mine == ()
     else:
-        assert answer.status_code == 422, answer.text
+        assert status == 422, answer
         assert places([fault.field for fault in mine]) == places([field for field, _ in causes(answer)])

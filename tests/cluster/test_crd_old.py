@@ -2,62 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 from typing import Any
 
-import httpx
 import pytest
 
 from kvpilot_operator.api import apply_defaults, faults
+from localcluster.controlplane import ControlPlane
+from localcluster.rest import ApiError
 from support.bad_manifests import BAD, GOOD, Bad
-from support.kube_http import kube_client
 
 SERVICES = "/apis/kvpilot.io/v1alpha1/namespaces/default/quantizedllmservices"
 
 
-@pytest.fixture(scope="module")
-def server(cluster: Any) -> Iterator[httpx.Client]:
-    with kube_client(cluster.kubeconfig) as client:
-        yield client
-
-
-def create(server: httpx.Client, manifest: dict[str, Any]) -> httpx.Response:
-    return server.post(SERVICES, params={"dryRun": "All"}, json=manifest)
+def create(cluster: ControlPlane, manifest: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """HTTP status and answer of asking for the object to be created, without keeping it."""
+    try:
+        return 201, cluster.rest.create(f"{SERVICES}?dryRun=All", manifest)
+    except ApiError as error:
+        return error.status, json.loads(error.body)
 
 
 @pytest.mark.parametrize("bad", [bad for bad in BAD if bad.judge == "schema"], ids=lambda bad: bad.name)
-def test_the_schema_alone_refuses_a_wrong_shape(server: httpx.Client, bad: Bad) -> None:
-    assert create(server, bad.manifest).status_code == 422
+def test_the_schema_alone_refuses_a_wrong_shape(cluster: ControlPlane, bad: Bad) -> None:
+    assert create(cluster, bad.manifest)[0] == 422
 
 
 @pytest.mark.parametrize("bad", [bad for bad in BAD if bad.judge == "rule"], ids=lambda bad: bad.name)
-def test_what_slips_past_an_old_server_is_found_by_the_operator(server: httpx.Client, bad: Bad) -> None:
-    answer = create(server, bad.manifest)
-    if answer.status_code == 201:
-        assert [fault.field for fault in faults(answer.json())] == [bad.field]
+def test_what_slips_past_an_old_server_is_found_by_the_operator(cluster: ControlPlane, bad: Bad) -> None:
+    status, answer = create(cluster, bad.manifest)
+    if status == 201:
+        assert [fault.field for fault in faults(answer)] == [bad.field]
     else:
-        assert answer.status_code == 422  # a newer server than 1.20: it refuses by itself
+        assert status == 422  # a newer server than 1.20: it refuses by itself
 
 
-def test_an_old_server_fills_the_same_defaults(server: httpx.Client) -> None:
+def test_an_old_server_fills_the_same_defaults(cluster: ControlPlane) -> None:
     nulls = {
         **GOOD,
         "spec": {**GOOD["spec"], "replicas": None, "cache": None, "kvCache": {"dtype": None, "ladder": None}},
     }
     for manifest in (GOOD, nulls):
-        answer = create(server, manifest)
-        assert answer.status_code == 201, answer.text
-        assert answer.json()["spec"] == apply_defaults(manifest)["spec"]
+        status, answer = create(cluster, manifest)
+        assert status == 201, answer
+        assert answer["spec"] == apply_defaults(manifest)["spec"]
 
 
-def test_scale_reads_and_writes_replicas(server: httpx.Client) -> None:
-    manifest = {**GOOD, "metadata": {"name": "scaled"}}
-    assert server.post(SERVICES, json=manifest).status_code == 201
+def test_scale_reads_and_writes_replicas(cluster: ControlPlane) -> None:
+    rest = cluster.rest
+    rest.create(SERVICES, {**GOOD, "metadata": {"name": "scaled"}})
     try:
-        scale = server.get(f"{SERVICES}/scaled/scale").json()
+        scale = rest.get(f"{SERVICES}/scaled/scale")
         assert scale["spec"]["replicas"] == 1
         scale["spec"]["replicas"] = 3
-        assert server.put(f"{SERVICES}/scaled/scale", json=scale).status_code == 200
-        assert server.get(f"{SERVICES}/scaled").json()["spec"]["replicas"] == 3
+        rest.call("PUT", f"{SERVICES}/scaled/scale", scale)
+        assert rest.get(f"{SERVICES}/scaled")["spec"]["replicas"] == 3
     finally:
-        server.delete(f"{SERVICES}/scaled")
+        rest.delete(f"{SERVICES}/scaled")

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvpilot_operator.api import NOT_YET_ACTED_ON, Spec, apply_defaults, parse, unacted_fields
 from kvpilot_operator.api.schema import root_schema
 from kvpilot_operator.api.spec import EnvVar, KeyRef, Resources, Scaling, Toleration

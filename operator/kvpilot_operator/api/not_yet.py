@@ -30,6 +30,11 @@ class Unacted:
 
 NOT_YET_ACTED_ON: tuple[NotYet, ...] = (
     NotYet(
+        "scaling.mode",
+        "the operator only keeps spec.replicas within scaling.minReplicas and scaling.maxReplicas",
+        acted_on=("External",),
+    ),
+    NotYet(
         "scaling.scaleDownStabilizationSeconds",
         "the operator only keeps spec.replicas within scaling.minReplicas and scaling.maxReplicas",
     ),
