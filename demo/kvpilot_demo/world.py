@@ -23,6 +23,7 @@ from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.render.names import API_VERSION, DTYPE_LABEL, KIND, REVISION_LABEL, SERVICE_LABEL
 from localcluster.build import build
 from localcluster.controlplane import ControlPlane, free_port
+from localcluster.rest import Rest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "smollm2.yaml"
@@ -38,7 +39,7 @@ class World:
     def __init__(self, folder: Path, plane: ControlPlane, cluster: Cluster) -> None:
         self._folder = folder
         self._plane = plane
-        self._cluster = cluster
+        self.cluster = cluster
         self._node: subprocess.Popen[bytes] | None = None
         self._operator: subprocess.Popen[bytes] | None = None
         self._service_ip = ""
@@ -50,6 +51,11 @@ class World:
     def logs(self) -> Path:
         """Where every process of this world writes."""
         return self._folder
+
+    @property
+    def rest(self) -> Rest:
+        """A blocking client for what the operator itself never touches."""
+        return self._plane.rest
 
     @property
     def kubeconfig(self) -> Path:
@@ -98,29 +104,29 @@ class World:
     async def apply_example(self) -> None:
         """kubectl apply -f examples/smollm2.yaml"""
         manifest = {**self.example, "metadata": {**self.example["metadata"], "namespace": NAMESPACE}}
-        await self._cluster.create(manifest)
+        await self.cluster.create(manifest)
 
     async def patch(self, patch: Object) -> None:
         """kubectl patch qllm --type=merge"""
-        await self._cluster.merge(API_VERSION, KIND, NAMESPACE, self.name, patch)
+        await self.cluster.merge(API_VERSION, KIND, NAMESPACE, self.name, patch)
 
     async def service(self) -> Object | None:
         """kubectl get qllm -o json"""
-        return await self._cluster.find(API_VERSION, KIND, NAMESPACE, self.name)
+        return await self.cluster.find(API_VERSION, KIND, NAMESPACE, self.name)
 
     async def events(self) -> list[Object]:
         """What the operator has posted about the service."""
-        found = await self._cluster.list("v1", "Event", NAMESPACE, "")
+        found = await self.cluster.list("v1", "Event", NAMESPACE, "")
         return [e for e in found if e["involvedObject"].get("kind") == KIND]
 
     async def service_url(self) -> str:
         """The Service's own address."""
-        found = await self._cluster.get("v1", "Service", NAMESPACE, self.name)
+        found = await self.cluster.get("v1", "Service", NAMESPACE, self.name)
         return f"http://{found['spec']['clusterIP']}"
 
     async def pods(self) -> list[Object]:
         """The service's engine pods."""
-        return await self._cluster.list("v1", "Pod", NAMESPACE, f"{SERVICE_LABEL}={self.name}")
+        return await self.cluster.list("v1", "Pod", NAMESPACE, f"{SERVICE_LABEL}={self.name}")
 
     async def until_pods(self, count: int, seconds: float) -> None:
         """Wait until exactly so many pods are left."""
@@ -131,7 +137,7 @@ class World:
     async def canary_has_traffic(self) -> bool:
         """True where the Service selects the canary's revision."""
         service = await self.service()
-        found = await self._cluster.get("v1", "Service", NAMESPACE, self.name)
+        found = await self.cluster.get("v1", "Service", NAMESPACE, self.name)
         canary = ((service or {}).get("status") or {}).get("canary") or {}
         return bool(found["spec"]["selector"].get(REVISION_LABEL) == canary.get("revision"))
 
@@ -149,11 +155,11 @@ class World:
     async def _install_crd(self) -> None:
         crd = yaml.safe_load(CRD.read_text())
         path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-        await asyncio.to_thread(self._plane.rest.create, path, crd)
+        await asyncio.to_thread(self.rest.create, path, crd)
         async with asyncio.timeout(30):
             while True:
                 with contextlib.suppress(ClusterError):
-                    if await self._cluster.serves(API_VERSION):
+                    if await self.cluster.serves(API_VERSION):
                         return
                 await asyncio.sleep(0.1)
 
@@ -181,7 +187,7 @@ class World:
                     await asyncio.to_thread(process.wait, 30)
                 except subprocess.TimeoutExpired:
                     process.kill()
-        await self._cluster.close()
+        await self.cluster.close()
 
 
 def run_folder() -> Path:

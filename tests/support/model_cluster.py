@@ -49,6 +49,7 @@ class ModelCluster:
     """What a probe of a dtype that is not bad finds."""
     starts: bool = True
     """False: engines never become ready."""
+    probe_fault: str | None = None
     now: datetime = NOW
     status: dict[str, Any] = field(default_factory=dict)
     deployments: dict[str, tuple[str, int]] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class ModelCluster:
             pods=pods,
             traffic=self.traffic,
             samples={n: tuple(s) for n, s in self.samples.items()},
-            probes=ProbePlan(identity=PROBES),
+            probes=ProbePlan(identity=PROBES, fault=self.probe_fault),
             probe_result=self.probe,
         )
 

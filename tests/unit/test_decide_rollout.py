@@ -130,6 +130,15 @@ def test_a_paused_rollout_starts_no_canary():
     assert cluster.settle().last_canary is None
 
 
+def test_no_canary_starts_while_the_probe_sets_cannot_be_used():
+    cluster = ModelCluster(manifest(**AUTO), demand=9000, probe_fault="configmap/empty: prompts is empty")
+    status = cluster.settle()
+    assert status.last_canary is None
+    verified = status.condition("AccuracyVerified")
+    assert verified is not None
+    assert verified.reason == "ProbeSetInvalid"
+
+
 def test_a_first_revision_that_never_answered_is_replaced_without_a_canary():
     first = manifest(model={"source": "file:///models/missing"})
     cluster = ModelCluster(first, starts=False)

@@ -1,8 +1,8 @@
 """Which step of the rollout? A canary starts, is probed, promoted or rolled back; `status.canary` is its state.
 
-    none --target differs--> Starting --pod ready--> Probing --Passed--> Promoting --Service switched--> none (Promoted)
-                                 |                      |                    |
-                                 +----------------------+--------------------+--> RollingBack --gone--> none (RolledBack)
+    none --target differs--> Starting --ready--> Probing --Passed--> Promoting --traffic moved--> none (Promoted)
+                                |                   |                    |
+                                +-------------------+--------------------+--> RollingBack --gone--> none (RolledBack)
 
 Each step is written to the status before its objects change, and each is derived from what is observed, so a pass that
 is cut off anywhere is simply done again.
@@ -36,7 +36,7 @@ def advance(draft: Draft, s: Snapshot, spec: Spec, target: Target, replicas: int
         _serve(
             draft, target, "Replaced", f"the Deployment of {stable.revision} is gone; {target.revision} takes its place"
         )
-    elif not spec.rollout.paused:
+    elif not spec.rollout.paused and s.probes.fault is None:
         _start_canary(draft, s, target, stable)
 
 

@@ -1,1 +1,1 @@
-"""The frozen data that flows through the operator: status (kept in the cluster), Snapshot (observed), Decision (to act on)."""
+"""The frozen data that flows through the operator: Status (kept in the cluster), Snapshot (observed), Decision."""

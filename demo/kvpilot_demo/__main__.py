@@ -1,0 +1,106 @@
+"""python -m kvpilot_demo: brings everything up, tells the story, and takes everything down again.
+
+--keep     leave it running at the end and print the kubectl commands to try; Ctrl-C ends it
+--plain    lines instead of a live screen (chosen by itself where there is no terminal)
+--record   write what was seen as JSON (the end-to-end test reads it)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from pathlib import Path
+
+from kvpilot_demo.load import LoadError
+from kvpilot_demo.models import ModelError
+from kvpilot_demo.screen import Screen
+from kvpilot_demo.story import BAD, GOOD, Record, Story, StoryFailed
+from kvpilot_demo.world import World, run_folder
+from kvpilot_operator.errors import KvpilotError
+from localcluster.errors import LocalClusterError
+
+
+def main() -> int:
+    """Entry point; 0 where every step came out as promised, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="kvpilot_demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--record", type=Path)
+    options = parser.parse_args()
+    screen = Screen(plain=options.plain or not sys.stdout.isatty())
+    try:
+        return asyncio.run(_tell(options, screen))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        screen.note("stopped; everything that was started has been ended")
+        return 130
+    except (StoryFailed, KvpilotError, LocalClusterError, ModelError, LoadError) as error:
+        print(f"\nThe demo failed: {error}", file=sys.stderr)
+        return 1
+
+
+async def _tell(options: argparse.Namespace, screen: Screen) -> int:
+    task = asyncio.current_task()
+    if task is not None:
+        # Python turns SIGINT into a cancellation by itself; SIGTERM takes the same road.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    folder = run_folder()
+    async with contextlib.AsyncExitStack() as stack:
+        with screen.live():
+            with screen.step("control plane, node, model and operator come up"), screen.progress() as report:
+                world = await stack.enter_async_context(World.up(folder, report))
+            screen.note(f"logs: {folder}")
+            record = await Story(world, screen).run()
+        screen.close(_ending(record))
+        if options.record is not None:
+            options.record.write_text(json.dumps(record.as_json(), indent=2))
+        if options.keep:
+            _print_commands(world)
+            await asyncio.Event().wait()
+    return 0
+
+
+def _ending(record: Record) -> list[tuple[str, str]]:
+    good, bad, sample = record.good_probe, record.bad_probe, record.bad_probe.get("sample", {})
+    return [
+        ("why", record.decision),
+        (
+            "what it bought",
+            f"KV capacity {record.capacity_before:,} -> {record.capacity_after:,} tokens ({record.capacity_ratio:.2f}x), "
+            f"by vLLM's own metrics\n{record.requests} requests during the change, {record.failed_requests} failed\n"
+            f"{GOOD}: {_figures(good)}",
+        ),
+        (
+            f"what was caught: {BAD}",
+            f"{_figures(bad)}\n\nasked:  ...{sample.get('prompt', '')[-160:]}\n\n16-bit: {sample.get('stable', '')}\n\n"
+            f"canary: {sample.get('canary', '')}",
+        ),
+    ]
+
+
+def _figures(probe: dict[str, int]) -> str:
+    return (
+        f"excess KL {probe['excessKLMicronats'] / 1000:.1f} millinats, top-1 agreement "
+        f"{probe['top1AgreementPermille'] / 10:.1f}%, {probe['positions']} positions"
+    )
+
+
+def _print_commands(world: World) -> None:
+    print(f"\nStill running. In another terminal:\n\n  export KUBECONFIG={world.kubeconfig}")
+    for command in (
+        "kubectl get qllm",
+        f"kubectl describe qllm {world.name}",
+        "kubectl get deploy,pods,svc",
+        f"kubectl get qllm {world.name} -o jsonpath='{{.status.decisions}}'",
+    ):
+        print(f"  {command}")
+    print(f"\nLogs: {world.logs}\nCtrl-C ends it all.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""What is wrong is said clearly, in the API, an event or a condition, and the other services stay served."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from kvpilot_demo.models import tiny_llama
+from kvpilot_demo.world import World
+from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.render.names import API_VERSION, KIND
+
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="module")]
+NAMESPACES = ("team-a", "team-b")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(tmp_path_factory):
+    tiny_llama()
+    async with World.up(tmp_path_factory.mktemp("bad-input"), lambda label, fraction: None) as running:
+        for name in NAMESPACES:
+            await asyncio.to_thread(running.rest.create, "/api/v1/namespaces", {"metadata": {"name": name}})
+        for name in NAMESPACES:
+            await running.cluster.create(service(running, namespace=name))
+        for name in NAMESPACES:
+            await until(running, name, "twin", lambda s: condition(s, "Ready")[0] == "True")
+        yield running
+
+
+def service(world, name="twin", namespace="team-a", **spec):
+    made = copy.deepcopy(world.example)
+    made["metadata"] = {"name": name, "namespace": namespace}
+    made["spec"]["model"] = {"source": "file:///models/tiny-llama", "maxModelLen": 512}
+    made["spec"]["kvCache"] = {"mode": "Fixed", "dtype": "auto"}
+    for section, value in spec.items():
+        made["spec"][section] = value
+    return made
+
+
+def condition(status, kind):
+    found = next((c for c in status.get("conditions", []) if c["type"] == kind), {})
+    return found.get("status"), found.get("reason"), found.get("message", "")
+
+
+async def until(world, namespace, name, seen, seconds=240):
+    status = {}
+    async with asyncio.timeout(seconds):
+        while True:
+            found = await world.cluster.find(API_VERSION, KIND, namespace, name)
+            status = (found or {}).get("status") or {}
+            if seen(status):
+                return status
+            await asyncio.sleep(0.5)
+
+
+async def answers(world, namespace):
+    found = await world.cluster.get("v1", "Service", namespace, "twin")
+    body = {"model": "twin", "prompt": "Hello", "max_tokens": 4}
+    async with httpx.AsyncClient(timeout=60) as client:
+        answer = await client.post(f"http://{found['spec']['clusterIP']}/v1/completions", json=body)
+    return answer.status_code == 200
+
+
+async def refused(world, manifest):
+    with pytest.raises(ClusterError) as caught:
+        await world.cluster.create(manifest)
+    return caught.value.message
+
+
+async def test_two_services_of_one_name_in_two_namespaces_are_both_served(world):
+    assert await answers(world, "team-a")
+    assert await answers(world, "team-b")
+
+
+async def test_an_unknown_dtype_is_refused_by_the_api_with_the_known_ones(world):
+    message = await refused(world, service(world, "bad", kvCache={"mode": "Fixed", "dtype": "int3"}))
+    assert "spec.kvCache.dtype" in message
+    assert "int3" in message
+    assert "k4v4" in message
+
+
+async def test_negative_replicas_are_refused_by_the_api(world):
+    message = await refused(world, service(world, "bad", replicas=-1))
+    assert "spec.replicas" in message
+
+
+async def test_a_name_of_5000_characters_is_refused_by_the_api(world):
+    assert "name" in await refused(world, service(world, "x" * 5000))
+
+
+async def test_min_above_max_that_slips_past_an_old_server_is_a_condition(world):
+    await world.cluster.create(service(world, "minmax", scaling={"minReplicas": 5, "maxReplicas": 2}))
+    status = await until(world, "team-a", "minmax", lambda s: condition(s, "SpecAccepted")[0] == "False")
+    _, reason, message = condition(status, "SpecAccepted")
+    assert reason == "Invalid"
+    assert "spec.scaling.minReplicas" in message
+    assert condition(status, "Ready")[1] == "SpecInvalid"
+
+
+async def test_a_model_path_that_does_not_exist_is_named_in_a_condition(world):
+    await world.cluster.create(service(world, "nowhere", model={"source": "file:///models/nowhere"}))
+    status = await until(world, "team-a", "nowhere", lambda s: condition(s, "Available")[1] == "ModelNotFound")
+    assert "nowhere" in condition(status, "Available")[2]
+    assert condition(status, "ModelCached")[0] == "False"
+
+
+async def test_a_model_that_vllm_does_not_know_is_named_in_a_condition(world, tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["NobodyKnowsItForCausalLM"], "model_type": "nobody", "hidden_size": 64})
+    )
+    await world.cluster.create(service(world, "strange", model={"source": f"file://{tmp_path}"}))
+    status = await until(world, "team-a", "strange", lambda s: condition(s, "Available")[1] == "ModelUnsupported")
+    assert "NobodyKnowsItForCausalLM" in condition(status, "Available")[2]
+
+
+async def test_a_probe_set_without_prompts_is_a_condition_and_no_canary_starts(world):
+    await world.cluster.create(
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": "empty", "namespace": "team-b"},
+            "data": {"prompts.yaml": "prompts: []\n"},
+        }
+    )
+    patch = {"spec": {"accuracy": {"probeSets": ["configmap/empty"]}, "kvCache": {"mode": "Fixed", "dtype": "k4v4"}}}
+    await world.cluster.merge(API_VERSION, KIND, "team-b", "twin", patch)
+    status = await until(world, "team-b", "twin", lambda s: condition(s, "AccuracyVerified")[1] == "ProbeSetInvalid")
+    assert "configmap/empty" in condition(status, "AccuracyVerified")[2]
+    assert status["kvCache"]["activeDtype"] == "auto"
+    assert "canary" not in status
+
+
+async def test_the_other_services_are_still_served(world):
+    assert await answers(world, "team-a")
+    assert await answers(world, "team-b")
