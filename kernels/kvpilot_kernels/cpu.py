@@ -1,0 +1,189 @@
+"""Packed pages on a CPU, in vectorised plain torch: store, decode and prefill over `formats.PageLayout`.
+
+Decode never dequantizes a key or a value. With codes c, step s and zero point z per group, and the rotated query q,
+
+    q . k = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
+
+so the matrix products run on the codes, key scales touch only the scores, and value scales only the probabilities.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from kvpilot_kernels.formats import Format, Region
+from kvpilot_kernels.reference.hadamard import hadamard
+from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, unpack
+
+
+class PackedPages:
+    """One layer's cache of packed pages.
+
+    Args:
+        cache: uint8 [blocks, kv_heads, block_size, row_bytes]; each (block, head) is one contiguous flat page.
+        fmt: one of kvpilot's own formats.
+        head_dim: elements of a key and of a value.
+
+    Raises:
+        ValueError: the cache is not laid out as `fmt` says, naming the shape that it should have.
+    """
+
+    def __init__(self, cache: torch.Tensor, fmt: Format, head_dim: int) -> None:
+        row = fmt.row_bytes(head_dim)
+        if cache.dtype != torch.uint8 or cache.dim() != 4 or cache.shape[3] != row or cache.stride()[2:] != (row, 1):
+            raise ValueError(
+                f"cache is {cache.dtype} {tuple(cache.shape)} with strides {cache.stride()}; {fmt.name} at head_dim "
+                f"{head_dim} takes uint8 [blocks, kv_heads, block_size, {row}] with contiguous pages"
+            )
+        self.fmt, self.head_dim, self.block_size = fmt, head_dim, cache.shape[2]
+        self.groups = head_dim // fmt.group_size(head_dim)
+        layout = fmt.page_layout(head_dim, self.block_size)
+        pages = cache.flatten(2)
+
+        def view(region: Region) -> torch.Tensor:
+            end = region.offset + self.block_size * region.row_bytes
+            return pages[..., region.offset : end].unflatten(-1, (self.block_size, region.row_bytes))
+
+        self.key_codes, self.value_codes = view(layout.key_codes), view(layout.value_codes)
+        self.key_meta = view(layout.key_meta).view(torch.int16)
+        self.value_meta = view(layout.value_meta).view(torch.int16)
+
+    def store(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        """Rotate, quantize and write tokens.
+
+        Args:
+            key, value: [tokens, kv_heads, head_dim], any float dtype.
+            slots: int64 [tokens], block * block_size + place in the block; a negative slot is padding.
+        """
+        key, value = key[: slots.shape[0]], value[: slots.shape[0]]
+        if slots.numel() and int(slots.min()) < 0:
+            kept = slots >= 0
+            key, value, slots = key[kept], value[kept], slots[kept]
+        block = slots.div(self.block_size, rounding_mode="floor")
+        place = slots - block * self.block_size
+        turn = hadamard(self.head_dim)
+        group = self.fmt.group_size(self.head_dim)
+        for x, bits, codes_at, meta_at in (
+            (key, self.fmt.key.bits, self.key_codes, self.key_meta),
+            (value, self.fmt.value.bits, self.value_codes, self.value_meta),
+        ):
+            codes, words = encode(x.float() @ turn, bits, group)
+            codes_at[block, :, place] = pack(codes, bits)
+            meta_at[block, :, place] = words
+
+    def decode(
+        self,
+        query: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+        softcap: float = 0.0,
+    ) -> torch.Tensor:
+        """Attention of one query token per sequence over all of its stored tokens, itself among them.
+
+        Args:
+            query: [sequences, heads, head_dim]; heads is a multiple of kv_heads.
+            block_table: int [sequences, blocks]; entries past a sequence's length are not read.
+            seq_lens: int [sequences], tokens stored, at least 1.
+            scale: factor on the scores. softcap: 0 for none, else scores become cap * tanh(score / cap).
+
+        Returns:
+            float32 [sequences, heads, head_dim].
+        """
+        blocks = -(-int(seq_lens.max()) // self.block_size)
+        table = block_table[:, :blocks]
+        length = blocks * self.block_size
+        past = torch.arange(length)[None, :] >= seq_lens[:, None]  # [S, L]
+        # Table entries past a sequence's end may be anything: point them at a block that exists.
+        table = table.masked_fill(past[:, :: self.block_size], 0)
+        turn = hadamard(self.head_dim)
+        sequences, heads = query.shape[:2]
+        kv_heads = self.key_codes.shape[1]
+        q = (query.float() @ turn).mul_(scale).view(sequences, kv_heads, heads // kv_heads, self.groups, -1)
+        q = q.transpose(2, 3)  # [S, H, groups, queries, g]
+
+        step, zero = self._meta(self.key_meta, table, self.fmt.key.bits)  # [S, H, groups, 1, L]
+        codes = self._codes(self.key_codes, table, self.fmt.key.bits)  # [S, H, groups, L, g]
+        scores = torch.matmul(q, codes.transpose(-1, -2))
+        scores = scores.sub_(zero * q.sum(-1, keepdim=True)).mul_(step).sum(2)  # [S, H, queries, L]
+        if softcap:
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
+        p = scores.masked_fill_(past[:, None, None, :], -torch.inf).softmax(-1).unsqueeze(2)
+
+        step, zero = self._meta(self.value_meta, table, self.fmt.value.bits)
+        # Unused slots may hold anything, NaN scales among them, and 0 * NaN is not 0.
+        weights = p * step.masked_fill(past[:, None, None, None, :], 0.0)  # [S, H, groups, queries, L]
+        codes = self._codes(self.value_codes, table, self.fmt.value.bits)
+        out = torch.matmul(weights, codes) - (weights * zero).sum(-1, keepdim=True)
+        return out.transpose(2, 3).reshape(sequences, heads, self.head_dim) @ turn.T
+
+    def prefill(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        block_table: torch.Tensor,
+        context: int,
+        scale: float,
+        softcap: float = 0.0,
+    ) -> torch.Tensor:
+        """Causal attention of a chunk of one sequence: its quantized context, then the chunk itself as it is.
+
+        Args:
+            query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim], the fresh chunk.
+            block_table: int [blocks] of this sequence.
+            context: tokens stored before the chunk.
+            scale, softcap: as in `decode`.
+
+        Returns:
+            [tokens, heads, head_dim] in the query's dtype.
+        """
+        tokens = query.shape[0]
+        if context:
+            old_key, old_value = self.read(block_table, context)
+            key = torch.cat([old_key.to(key.dtype), key])
+            value = torch.cat([old_value.to(value.dtype), value])
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        if softcap:
+            return _softcap_attention(q, k, v, scale, softcap)[0].transpose(0, 1).to(query.dtype)
+        mask = None
+        if context:
+            mask = torch.ones(tokens, key.shape[0], dtype=torch.bool).tril_(context)
+        out = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+    def read(self, block_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one sequence's first `length` tokens, rotated back: float32 [length, kv_heads, D]."""
+        table = block_table[: -(-length // self.block_size)].long()
+        turn = hadamard(self.head_dim)
+        sides = []
+        for codes, meta, bits in (
+            (self.key_codes, self.key_meta, self.fmt.key.bits),
+            (self.value_codes, self.value_meta, self.fmt.value.bits),
+        ):
+            rows = codes[table].transpose(1, 2).flatten(0, 1)[:length]
+            words = meta[table].transpose(1, 2).flatten(0, 1)[:length]
+            sides.append(decode(unpack(rows, bits), words, bits) @ turn.T)
+        return sides[0], sides[1]
+
+    def _codes(self, codes: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tensor:
+        """Codes of sequences as float32 [S, H, groups, L, g]."""
+        rows = codes[table].transpose(1, 2).flatten(2, 3)
+        return unpack(rows, bits).unflatten(-1, (self.groups, -1)).transpose(2, 3).float()
+
+    def _meta(self, meta: torch.Tensor, table: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Steps and zero points of sequences, float32 [S, H, groups, 1, L]."""
+        words = meta[table].transpose(1, 2).flatten(2, 3).transpose(2, 3).unsqueeze(3)
+        return scale_and_zero(words, bits)
+
+
+def _softcap_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, softcap: float) -> torch.Tensor:
+    """Causal attention with capped scores, aligned to the end of the keys; [1, heads, tokens, D] in float32."""
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.float().repeat_interleave(repeat, 1), v.float().repeat_interleave(repeat, 1)
+    scores = (q.float() @ k.transpose(-1, -2) * (scale / softcap)).tanh() * softcap
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(k.shape[2] - q.shape[2] + 1)
+    return scores.masked_fill(future, -torch.inf).softmax(-1) @ v

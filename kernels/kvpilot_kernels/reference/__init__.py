@@ -1,0 +1,1 @@
+"""The codecs in plain torch: what the kernels are tested against, and what runs on a CPU."""

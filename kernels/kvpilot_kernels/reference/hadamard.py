@@ -1,0 +1,46 @@
+"""Orthonormal Hadamard matrices for the head dimensions that kvpilot serves.
+
+A rotation by H spreads an outlier channel over the whole head: a coordinate of the rotated vector is a signed mean of
+all of them, hence close to Gaussian, which is what a uniform quantizer with one scale per group handles best. As H is
+orthogonal, q . k = (q H) . (k H), so queries are rotated like keys, and outputs are rotated back like values.
+
+Sources: Sylvester (1867) for powers of two, H_2n = H_2 (x) H_n; Paley (1933), construction I with the quadratic
+residues mod 11, for H_12; their Kronecker product for D = 96 = 12 * 8.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+
+@cache
+def hadamard(dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The matrix H of shape [dim, dim] with H H^T = I; rotate rows by ``x @ H`` and back by ``y @ H.T``.
+
+    Do not write into it: it is shared.
+
+    Raises:
+        ValueError: dim is neither a power of two nor 12 times one.
+    """
+    base, power = (_paley_12(), dim // 12) if dim % 12 == 0 else (torch.ones(1, 1, dtype=torch.float64), dim)
+    if power < 1 or power & (power - 1):
+        raise ValueError(f"dim {dim} has no Hadamard matrix here; use a power of two, or 12 times one")
+    h2 = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+    matrix = base
+    while matrix.shape[0] < dim:
+        matrix = torch.kron(matrix, h2)
+    return (matrix / dim**0.5).to(dtype)
+
+
+def _paley_12() -> torch.Tensor:
+    """H_12 = I + S, where S is skew and holds the quadratic character chi(i - j) mod 11."""
+    residues = {i * i % 11 for i in range(1, 11)}
+    chi = [0.0] + [1.0 if i in residues else -1.0 for i in range(1, 11)]
+    s = torch.zeros(12, 12, dtype=torch.float64)
+    s[0, 1:], s[1:, 0] = 1.0, -1.0
+    for i in range(11):
+        for j in range(11):
+            s[i + 1, j + 1] = chi[(i - j) % 11]
+    return s + torch.eye(12, dtype=torch.float64)

@@ -1,0 +1,108 @@
+"""kvpilot's group format in plain torch: encode, pack, unpack, decode.
+
+For a group of g elements x and codes of b bits (qmax = 2^b - 1)::
+
+    step = (hi - lo) / qmax with lo <= 0 <= hi        z = zc * qmax / 30 with zc = round(-lo / step * 30 / qmax)
+    code = clamp(round(x / step + z), 0, qmax)        x' = step * (code - z)
+
+[lo, hi] starts as the group's range (stretched to hold 0) and is shrunk by the factor, out of a few, that gives the
+smallest squared error: with few codes, clipping the tails costs less than the coarser step that they would force on
+everything else. The word of metadata is described in `kvpilot_kernels.formats`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvpilot_kernels.formats import ZERO_STEPS
+
+_INF = 0x7C0  # float16 infinity, its low four mantissa bits cut off
+_NAN = 0x7E0
+
+SHRINK: dict[int, tuple[float, ...]] = {8: (1.0,), 4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.75, 0.65, 0.55)}
+"""Factors tried on a group's range, per code width."""
+
+
+def encode(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize the last dimension in groups.
+
+    Args:
+        x: [..., D], any float dtype; already rotated.
+        bits: 2, 4 or 8.
+        group: elements per group; divides D.
+
+    Returns:
+        codes, uint8 [..., D], and metadata words, int16 [..., D / group] (the bits of an unsigned word).
+        A group that holds a NaN reads back as NaN; values beyond float16's range saturate.
+    """
+    qmax = (1 << bits) - 1
+    x = x.float().unflatten(-1, (-1, group))
+    lo = x.amin(-1, keepdim=True).clamp(max=0)
+    hi = x.amax(-1, keepdim=True).clamp(min=0)
+    best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    for factor in SHRINK[bits]:
+        codes, word, step, zero = _quantize(x, lo * factor, hi * factor, qmax)
+        if len(SHRINK[bits]) == 1:
+            best = codes, word, step
+            break
+        error = (codes.sub(zero).mul_(step).sub_(x)).square_().sum(-1, keepdim=True)
+        if best is None:
+            best = codes, word, error
+        else:
+            better = error < best[2]
+            best = (
+                torch.where(better, codes, best[0]),
+                torch.where(better, word, best[1]),
+                torch.minimum(error, best[2]),
+            )
+    assert best is not None
+    return best[0].to(torch.uint8).flatten(-2), best[1].to(torch.int16).squeeze(-1)
+
+
+def _quantize(
+    x: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor, qmax: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes (float), words (int32), steps and zero points of groups [..., g] for ranges [..., 1]."""
+    wanted = ((hi - lo) / qmax).clamp(max=65504.0)
+    # Rounding up keeps both ends of the range within the codes.
+    high = (wanted.half().view(torch.int16).to(torch.int32) + 15) >> 4
+    high = torch.where(wanted.isnan(), _NAN, high.clamp(max=_INF - 1))
+    step = (high << 4).to(torch.int16).view(torch.float16).float()
+    inverse = torch.where(step > 0, 1 / step, 0.0)
+    zc = (lo * inverse * (-ZERO_STEPS / qmax)).round_().clamp_(0, ZERO_STEPS).nan_to_num_(0.0)
+    zero = zc * (qmax / ZERO_STEPS)
+    codes = (x * inverse + zero).round_().clamp_(0, qmax).nan_to_num_(0.0)
+    return codes, (high << 5) | zc.to(torch.int32), step, zero
+
+
+def scale_and_zero(words: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps and zero points, float32 in the shape of `words` (int16 words of metadata)."""
+    wide = words.to(torch.int32) & 0xFFFF
+    step = ((wide >> 5) << 4).to(torch.int16).view(torch.float16).float()
+    return step, (wide & 31) * (((1 << bits) - 1) / ZERO_STEPS)
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes uint8 [..., D] to bytes [..., D * bits / 8]; byte j holds elements j, j + n, j + 2n, ... for n bytes."""
+    if bits == 8:
+        return codes
+    planes = codes.unflatten(-1, (8 // bits, -1)).unbind(-2)
+    packed = planes[0].clone()
+    for i, plane in enumerate(planes[1:], start=1):
+        packed |= plane << (bits * i)
+    return packed
+
+
+def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of `pack`: bytes [..., D * bits / 8] to codes uint8 [..., D]."""
+    if bits == 8:
+        return packed
+    mask = (1 << bits) - 1
+    return torch.cat([(packed >> shift) & mask for shift in range(0, 8, bits)], dim=-1)
+
+
+def decode(codes: torch.Tensor, words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes uint8 [..., D] and words int16 [..., groups] to float32 [..., D], still rotated."""
+    step, zero = scale_and_zero(words, bits)
+    grouped = codes.float().unflatten(-1, (words.shape[-1], -1))
+    return ((grouped - zero.unsqueeze(-1)) * step.unsqueeze(-1)).flatten(-2)
