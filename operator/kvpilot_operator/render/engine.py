@@ -43,7 +43,7 @@ def startup_budget_seconds(spec: Spec) -> int:
     """How long an engine may take to answer before its kubelet gives up on it.
 
     Ten minutes for the start itself (imports, compilation, CUDA graphs), and the weights at 0.1 GB/s, the rate of a
-    slow shared volume; their size is read from the model's name (8B = 16 GB at 16 bits), 70B where the name does not tell.
+    slow shared volume; their size is read from the model's name (8B = 16 GB at 16 bits), 70B where it does not tell.
     """
     found = re.search(r"(\d+(?:\.\d+)?)\s*([bm])(?![a-z0-9])", spec.model.source.lower())
     billions = 70.0 if found is None else float(found[1]) * (1.0 if found[2] == "b" else 1e-3)
