@@ -64,6 +64,18 @@ def test_every_example_is_accepted_and_defaulted_as_the_operator_does(modern_clu
             assert answer["spec"] == apply_defaults(document)["spec"]
 
 
+def test_a_misspelt_field_is_refused_by_name(modern_cluster: ControlPlane) -> None:
+    status, answer = create(modern_cluster, {**GOOD, "spec": {**GOOD["spec"], "kvcache": {"mode": "Auto"}}})
+    assert status == 400
+    assert 'unknown field "spec.kvcache"' in answer["message"]
+
+
+def test_a_5000_character_name_is_refused_without_harm(modern_cluster: ControlPlane) -> None:
+    status, answer = create(modern_cluster, {**GOOD, "metadata": {"name": "a" * 5000}})
+    assert status == 422
+    assert "metadata.name" in [field for field, _ in causes(answer)]
+
+
 NUMBERS = st.sampled_from([-1, 0, 1, 2, 7, 50, 85, 100, 101, 1000, 1001, 2**31])
 DTYPES = st.sampled_from(["auto", "bfloat16", "fp8", "fp8_e5m2", "int8", "k8v4", "k4v4", "k4v2", "nvfp4", "q4"])
 SOURCES = st.sampled_from(

@@ -37,6 +37,12 @@ def test_what_slips_past_an_old_server_is_found_by_the_operator(cluster: Control
         assert status == 422  # a newer server than 1.20: it refuses by itself
 
 
+def test_a_5000_character_name_is_refused_without_harm(cluster: ControlPlane) -> None:
+    status, answer = create(cluster, {**GOOD, "metadata": {"name": "a" * 5000}})
+    assert status == 422
+    assert [cause["field"] for cause in answer["details"]["causes"]] == ["metadata.name"]
+
+
 def test_an_old_server_fills_the_same_defaults(cluster: ControlPlane) -> None:
     nulls = {
         **GOOD,
