@@ -71,7 +71,7 @@ def _ending(record: Record) -> list[tuple[str, str]]:
         ("why", record.decision),
         (
             "what it bought",
-            f"{record.capacity_before:,} -> {record.capacity_after:,} tokens of KV cache ({record.capacity_ratio:.2f}x) "
+            f"{record.capacity_before:,} -> {record.capacity_after:,} KV tokens ({record.capacity_ratio:.2f}x) "
             f"by vLLM's own metrics\n{record.requests} requests during the change, {record.failed_requests} failed\n"
             f"{GOOD}: {_figures(good)}",
         ),
