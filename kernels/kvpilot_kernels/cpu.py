@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from kvpilot_kernels.formats import Format, Region
 from kvpilot_kernels.reference.hadamard import hadamard
-from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, unpack
+from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, split, unpack
 
 
 class PackedPages:
@@ -43,7 +43,7 @@ class PackedPages:
 
         def view(region: Region) -> torch.Tensor:
             end = region.offset + self.block_size * region.row_bytes
-            return pages[..., region.offset : end].unflatten(-1, (self.block_size, region.row_bytes))
+            return split(pages[..., region.offset : end], self.block_size)
 
         self.key_codes, self.value_codes = view(layout.key_codes), view(layout.value_codes)
         self.key_meta = view(layout.key_meta).view(torch.int16)
@@ -172,7 +172,7 @@ class PackedPages:
     def _codes(self, codes: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tensor:
         """Codes of sequences as float32 [S, H, groups, L, g]."""
         rows = codes[table].transpose(1, 2).flatten(2, 3)
-        return unpack(rows, bits).unflatten(-1, (self.groups, -1)).transpose(2, 3).float()
+        return split(unpack(rows, bits), self.groups).transpose(2, 3).float()
 
     def _meta(self, meta: torch.Tensor, table: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Steps and zero points of sequences, float32 [S, H, groups, 1, L]."""

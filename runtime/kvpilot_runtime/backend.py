@@ -257,14 +257,14 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
             table, lens = meta.block_table[chosen].long(), meta.seq_lens[chosen]
             out[rows] = pages.decode(query[rows], table, lens, self.scale, self.softcap).to(out.dtype)
         for p in meta.prefills:
-            rows = slice(p.start, p.end)
+            new = slice(p.start, p.end)
             table = meta.block_table[p.sequence]
-            fresh_key, fresh_value = key[rows], value[rows]
+            fresh_key, fresh_value = key[new], value[new]
             if self.read_back:
                 length = p.context + p.end - p.start
                 stored = pages.read(table, length)
                 fresh_key, fresh_value = (x[p.context :].to(query.dtype) for x in stored)
-            out[rows] = pages.prefill(query[rows], fresh_key, fresh_value, table, p.context, self.scale, self.softcap)
+            out[new] = pages.prefill(query[new], fresh_key, fresh_value, table, p.context, self.scale, self.softcap)
         return output
 
     def _packed(self, kv_cache: torch.Tensor) -> PackedPages:

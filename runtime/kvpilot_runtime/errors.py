@@ -1,18 +1,34 @@
-"""The runtime's exceptions: every refusal names what was asked, why it cannot be, and what to do instead.
+"""The runtime's exceptions: each names what was asked, why it cannot be, and what to do instead.
 
-RuntimeRefusal
+EngineRefusedError
 ├── UnsupportedEngineError    this vLLM version is not one that the plugin knows
-└── UnsupportedModelError     the model, or an engine option, needs something that our backend lacks
+├── UnsupportedModelError     the model, or an engine option, needs something that our backend lacks
+└── PreflightError            kvpilot-serve refuses to start; it carries the reason that the operator reports
 """
 
+from __future__ import annotations
 
-class RuntimeRefusal(ValueError):  # noqa: N818 - a refusal is what it is, and what users see
+from typing import Literal
+
+Reason = Literal["ModelNotFound", "ModelUnsupported", "DtypeUnsupported", "DoesNotFit", "BadArguments"]
+
+
+class EngineRefusedError(ValueError):
     """The engine cannot be started as asked."""
 
 
-class UnsupportedEngineError(RuntimeRefusal):
+class UnsupportedEngineError(EngineRefusedError):
     """The installed vLLM is not a version that kvpilot works with."""
 
 
-class UnsupportedModelError(RuntimeRefusal):
+class UnsupportedModelError(EngineRefusedError):
     """A layer or an option of the engine is outside what kvpilot's KV-cache dtypes support."""
+
+
+class PreflightError(EngineRefusedError):
+    """What `kvpilot-serve` was asked for cannot work. Attributes: `reason`, `message`."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        self.reason: Reason = reason
+        self.message = message
+        super().__init__(message)

@@ -31,7 +31,7 @@ def hadamard(dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     matrix = base
     while matrix.shape[0] < dim:
         matrix = torch.kron(matrix, h2)
-    return (matrix / dim**0.5).to(dtype)
+    return matrix.div(dim**0.5).to(dtype)
 
 
 def _paley_12() -> torch.Tensor:

@@ -36,27 +36,29 @@ def encode(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.
         A group that holds a NaN reads back as NaN; values beyond float16's range saturate.
     """
     qmax = (1 << bits) - 1
-    x = x.float().unflatten(-1, (-1, group))
+    x = split(x.float(), x.shape[-1] // group)
     lo = x.amin(-1, keepdim=True).clamp(max=0)
     hi = x.amax(-1, keepdim=True).clamp(min=0)
-    best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-    for factor in SHRINK[bits]:
-        codes, word, step, zero = _quantize(x, lo * factor, hi * factor, qmax)
-        if len(SHRINK[bits]) == 1:
-            best = codes, word, step
-            break
-        error = (codes.sub(zero).mul_(step).sub_(x)).square_().sum(-1, keepdim=True)
-        if best is None:
-            best = codes, word, error
-        else:
-            better = error < best[2]
-            best = (
-                torch.where(better, codes, best[0]),
-                torch.where(better, word, best[1]),
-                torch.minimum(error, best[2]),
-            )
-    assert best is not None
-    return best[0].to(torch.uint8).flatten(-2), best[1].to(torch.int16).squeeze(-1)
+    factors = SHRINK[bits]
+    codes, word, step, zero = _quantize(x, lo * factors[0], hi * factors[0], qmax)
+    least = _error(x, codes, step, zero) if len(factors) > 1 else step
+    for factor in factors[1:]:
+        codes2, word2, step, zero = _quantize(x, lo * factor, hi * factor, qmax)
+        error = _error(x, codes2, step, zero)
+        better = error < least
+        codes, word = torch.where(better, codes2, codes), torch.where(better, word2, word)
+        least = torch.minimum(error, least)
+    return codes.to(torch.uint8).flatten(-2), word.to(torch.int16).squeeze(-1)
+
+
+def _error(x: torch.Tensor, codes: torch.Tensor, step: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """Squared error of each group, [..., 1]."""
+    return (codes.sub(zero).mul_(step).sub_(x)).square_().sum(-1, keepdim=True)
+
+
+def split(x: torch.Tensor, parts: int) -> torch.Tensor:
+    """A view of [..., n] as [..., parts, n / parts]."""
+    return x.view(*x.shape[:-1], parts, x.shape[-1] // parts)
 
 
 def _quantize(
@@ -86,7 +88,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes uint8 [..., D] to bytes [..., D * bits / 8]; byte j holds elements j, j + n, j + 2n, ... for n bytes."""
     if bits == 8:
         return codes
-    planes = codes.unflatten(-1, (8 // bits, -1)).unbind(-2)
+    planes = split(codes, 8 // bits).unbind(-2)
     packed = planes[0].clone()
     for i, plane in enumerate(planes[1:], start=1):
         packed |= plane << (bits * i)
@@ -104,5 +106,5 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 def decode(codes: torch.Tensor, words: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes uint8 [..., D] and words int16 [..., groups] to float32 [..., D], still rotated."""
     step, zero = scale_and_zero(words, bits)
-    grouped = codes.float().unflatten(-1, (words.shape[-1], -1))
+    grouped = split(codes.float(), words.shape[-1])
     return ((grouped - zero.unsqueeze(-1)) * step.unsqueeze(-1)).flatten(-2)

@@ -1,0 +1,44 @@
+"""Which model classes the installed vLLM can serve, read from its source without importing it (which takes seconds)."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+_NOT_SERVED = {"_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS"}
+
+
+def known_architectures() -> frozenset[str]:
+    """Names in vLLM's model registry; empty when vLLM is absent or keeps its registry elsewhere."""
+    tree = _parse("vllm", "model_executor/models/registry.py")
+    if tree is None:
+        return frozenset()
+    names: set[str] = set()
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        tables = [t.id for t in targets if isinstance(t, ast.Name)]
+        if isinstance(value, ast.Dict) and any(t.endswith("_MODELS") and t not in _NOT_SERVED for t in tables):
+            names.update(k.value for k in value.keys if isinstance(k, ast.Constant) and isinstance(k.value, str))
+    return frozenset(names)
+
+
+def known_to_transformers(architecture: str) -> bool:
+    """Whether the installed transformers names this class; vLLM can then serve it through its fallback."""
+    tree = _parse("transformers", "models/auto/modeling_auto.py")
+    return tree is not None and any(
+        isinstance(node, ast.Constant) and node.value == architecture for node in ast.walk(tree)
+    )
+
+
+def _parse(package: str, path: str) -> ast.Module | None:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        return ast.parse(Path(spec.origin).parent.joinpath(path).read_text())
+    except (OSError, SyntaxError):
+        return None

@@ -1,0 +1,129 @@
+"""`kvpilot-serve`: the entry point of the runtime image. It checks, then becomes `vllm serve`.
+
+A refusal is one JSON line, the last on stderr, and exit code 78 (EX_CONFIG: starting again will not help)::
+
+    {"kvpilot": "refused", "reason": "DoesNotFit", "message": "weights 14,904 MiB + ..."}
+
+A warning is such a line with ``"warning"``, and the start goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from kvpilot_runtime import machine, preflight
+from kvpilot_runtime.errors import PreflightError
+
+REFUSED = 78
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise PreflightError("BadArguments", f"{message}; kvpilot-serve --help lists what it takes")
+
+
+def _size(text: str) -> int:
+    """A count as vLLM writes it: 1024, 64M (binary), 64m (decimal)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, or 64M")
+    return int(float(match[1]) * _UNITS.get(match[2], 1))
+
+
+def _count(text: str) -> int:
+    value = _size(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be at least 1")
+    return value
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be above 0 and at most 1")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="kvpilot-serve", allow_abbrev=False, description="Check, then serve with vLLM. Any further "
+                     "argument goes to `vllm serve` as it is.")  # fmt: skip
+    parser.add_argument("--model", required=True, help="folder or hub id")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument(
+        "--kv-cache-dtype-skip-layers", default="", help="comma-separated: layer indices, sliding_window"
+    )
+    parser.add_argument("--max-model-len", type=_count, help="tokens")
+    parser.add_argument("--tensor-parallel-size", type=_count, default=1)
+    parser.add_argument("--gpu-memory-utilization", type=_fraction, default=0.9)
+    parser.add_argument("--kv-cache-memory-bytes", type=_count, help="size of the KV cache: bytes, or 64M")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[preflight.Request, list[str]]:
+    """What was asked for, and the arguments of `vllm serve` that ask it for the same.
+
+    Raises:
+        PreflightError: BadArguments.
+    """
+    argv = [re.sub(r"^--[\w-]+", lambda option: option[0].replace("_", "-"), arg) for arg in argv]
+    known, others = _parser().parse_known_args(argv)
+    skip = tuple(part for part in known.kv_cache_dtype_skip_layers.split(",") if part)
+    kv_bytes = known.kv_cache_memory_bytes
+    if kv_bytes is None and machine.platform() == "cpu":
+        kv_bytes = preflight.cpu_kv_bytes()
+    request = preflight.Request(
+        known.model, known.kv_cache_dtype, known.max_model_len, known.tensor_parallel_size,
+        known.gpu_memory_utilization, kv_bytes, skip, tuple(others),
+    )  # fmt: skip
+    arguments = [
+        known.model,
+        f"--kv-cache-dtype={known.kv_cache_dtype}",
+        f"--tensor-parallel-size={known.tensor_parallel_size}",
+        f"--gpu-memory-utilization={known.gpu_memory_utilization}",
+        f"--host={os.environ.get('KVPILOT_SERVE_HOST', '0.0.0.0')}",  # noqa: S104 - a pod serves all of its addresses
+    ]
+    if known.max_model_len:
+        arguments.append(f"--max-model-len={known.max_model_len}")
+    if known.kv_cache_memory_bytes:
+        arguments.append(f"--kv-cache-memory-bytes={known.kv_cache_memory_bytes}")
+    if skip:
+        arguments += ["--kv-cache-dtype-skip-layers", *skip]
+    return request, [*arguments, *others]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check, then replace this process by `vllm serve`; returns only when it refuses."""
+    try:
+        request, arguments = parse(sys.argv[1:] if argv is None else argv)
+        findings = preflight.check(request)
+    except PreflightError as error:
+        _say("refused", error.reason, error.message)
+        return REFUSED
+    for reason, message in findings.warnings:
+        _say("warning", reason, message)
+    return _become_vllm(arguments, local=preflight.model_folder(request.model) is not None)
+
+
+def _become_vllm(arguments: list[str], *, local: bool) -> NoReturn:
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if local:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder: no start waits for the hub
+    os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments])  # noqa: S606
+
+
+def _say(kind: str, reason: str, message: str) -> None:
+    print(json.dumps({"kvpilot": kind, "reason": reason, "message": message}), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
