@@ -83,7 +83,7 @@ def find(*, modern: bool = False) -> Binaries | None:
     return _of_core(core, newer)
 
 
-def build(*, modern: bool = False) -> Iterator[Progress]:
+def progress(*, modern: bool = False) -> Iterator[Progress]:
     """Build what `find` does not find, telling how far it is; returns at once if nothing is missing.
 
     Args:
@@ -106,13 +106,13 @@ def build(*, modern: bool = False) -> Iterator[Progress]:
         done += weight
 
 
-def ensure(*, modern: bool = False, report: Report | None = None) -> Binaries:
+def build(*, modern: bool = False, report: Report | None = None) -> Binaries:
     """The programs, built first if need be; `report` hears how far the build is.
 
     Raises:
-        MissingTool, BuildFailed: as `build`.
+        MissingTool, BuildFailed: as `progress`.
     """
-    for news in build(modern=modern):
+    for news in progress(modern=modern):
         if report is not None:
             report(news.step, news.fraction)
     found = find(modern=modern)
@@ -199,7 +199,9 @@ def _of_assets(folder: Path) -> Binaries:
     for name in ("etcd", "kube-apiserver"):
         if optional(name) is None:
             raise MissingTool(f"KUBEBUILDER_ASSETS={folder} holds no {name}: correct it, or unset it to build our own")
-    answer = subprocess.run([folder / "kube-apiserver", "--version"], capture_output=True, text=True, check=False).stdout
+    answer = subprocess.run(
+        [folder / "kube-apiserver", "--version"], capture_output=True, text=True, check=False
+    ).stdout
     found = re.search(r"v(\d+)\.(\d+)", answer)
     if found is None:
         raise MissingTool(f"{folder / 'kube-apiserver'} does not tell its version: {answer!r}")

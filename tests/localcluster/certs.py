@@ -28,7 +28,18 @@ def authority(folder: Path) -> None:
     if shutil.which("openssl") is None:
         raise MissingTool("openssl is needed to make certificates and is not on PATH; install the package openssl")
     _openssl(
-        folder, "req", "-x509", *_CURVE, "-keyout", "ca.key", "-out", "ca.crt", "-days", "365", "-subj", "/CN=kvpilot-ca"
+        folder,
+        "req",
+        "-x509",
+        *_CURVE,
+        "-keyout",
+        "ca.key",
+        "-out",
+        "ca.crt",
+        "-days",
+        "365",
+        "-subj",
+        "/CN=kvpilot-ca",
     )
     _openssl(folder, "genrsa", "-out", "sa.key", "2048")
     _openssl(folder, "rsa", "-in", "sa.key", "-pubout", "-out", "sa.pub")

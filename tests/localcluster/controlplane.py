@@ -1,6 +1,6 @@
 """The real etcd, kube-apiserver, kube-controller-manager and kube-scheduler as child processes on loopback.
 
-Services get their addresses from 127.96.0.0/16: the API server takes such a range, and so a Service's clusterIP can
+Services get their addresses from a range 127.N.0.0/16: the API server takes such a range, and so a Service's clusterIP can
 really be listened on and reached (`localcluster.services`). Two things follow from pods and services on loopback: the
 Endpoints API refuses loopback addresses, so the endpoints controller is off and EndpointSlices, which take them, are
 the record of endpoints; and nothing here is reachable from another machine.
@@ -26,8 +26,6 @@ from localcluster.build import Binaries
 from localcluster.errors import StartFailed
 from localcluster.rest import ApiError, Rest, until
 
-SERVICE_RANGE = "127.96.0.0/16"
-KUBERNETES_SERVICE = "127.96.0.1"
 _MARK = "localcluster.run"
 _COMPONENTS = ("etcd", "kube-apiserver", "apiextensions-apiserver", "kube-controller-manager", "kube-scheduler")
 _CLIENTS = {
@@ -145,9 +143,11 @@ class ControlPlane:
             raise StartFailed(f"{error}; the end of its log:\n{log}") from None
 
     def _certificates(self) -> None:
+        # Two clusters of one machine must not share service addresses; a free port is as good as any other lot.
+        self._network = f"127.{64 + free_port() % 63}.0"
         certs.authority(self.folder)
         names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc", "localhost"]
-        alternatives = ",".join([f"DNS:{name}" for name in names] + ["IP:127.0.0.1", f"IP:{KUBERNETES_SERVICE}"])
+        alternatives = ",".join([f"DNS:{name}" for name in names] + ["IP:127.0.0.1", f"IP:{self._network}.1"])
         certs.certificate(self.folder, "server", "/CN=kube-apiserver", alternatives)
         for name, subject in _CLIENTS.items():
             certs.certificate(self.folder, name, subject)
@@ -195,7 +195,7 @@ class ControlPlane:
             f"--service-account-key-file={folder / 'sa.pub'}",
             f"--service-account-signing-key-file={folder / 'sa.key'}",
             "--service-account-issuer=https://kubernetes.default.svc",
-            f"--service-cluster-ip-range={SERVICE_RANGE}",
+            f"--service-cluster-ip-range={self._network}.0/16",
             "--authorization-mode=Node,RBAC",
             "--allow-privileged=true",
             "--endpoint-reconciler-type=none",
@@ -211,7 +211,9 @@ class ControlPlane:
 
     def _apiextensions(self) -> None:
         if self._binaries.apiextensions_apiserver is None:
-            raise StartFailed("modern_crds needs the apiextensions-apiserver: build it with `localcluster build --modern`")
+            raise StartFailed(
+                "modern_crds needs the apiextensions-apiserver: build it with `localcluster build --modern`"
+            )
         port, admin = free_port(), str(self.kubeconfig)
         self._spawn(
             "apiextensions-apiserver",
@@ -236,9 +238,7 @@ class ControlPlane:
         self._wait("apiextensions-apiserver", modern.ready)
         core = self.rest
         service = {"type": "ExternalName", "externalName": "localhost", "ports": [{"port": port}]}
-        core.create(
-            "/api/v1/namespaces/kube-system/services", {"metadata": {"name": "modern-crds"}, "spec": service}
-        )
+        core.create("/api/v1/namespaces/kube-system/services", {"metadata": {"name": "modern-crds"}, "spec": service})
         for crd in self._modern:
             self._serve(core, modern, crd, port)
 

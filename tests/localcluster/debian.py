@@ -66,7 +66,11 @@ def _one_line(sources: str, suite: str) -> list[str]:
 def machine_sources() -> str:
     """All of the machine's apt sources, as text."""
     etc = Path("/etc/apt")
-    files = [etc / "sources.list", *sorted(etc.glob("sources.list.d/*.list")), *sorted(etc.glob("sources.list.d/*.sources"))]
+    files = [
+        etc / "sources.list",
+        *sorted(etc.glob("sources.list.d/*.list")),
+        *sorted(etc.glob("sources.list.d/*.sources")),
+    ]
     return "\n\n".join(file.read_text() for file in files if file.is_file())
 
 

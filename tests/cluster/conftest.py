@@ -1,0 +1,44 @@
+"""Real clusters on loopback, started once per test session."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from localcluster.cluster import LocalCluster
+
+CRDS = Path(__file__).parents[2] / "crds"
+_NUMBERS = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Kubernetes 1.20 with one node that pretends to have four GPUs; containers restart after a second."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with LocalCluster(folder, backoff=1.0, resources={"nvidia.com/gpu": "4"}) as running:
+        yield running
+        running.check()
+
+
+@pytest.fixture(scope="session")
+def modern_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """The same with crds/ served by a newer server, which enforces CEL rules."""
+    folder = tmp_path_factory.mktemp("modern")
+    definitions = [yaml.safe_load(path.read_text()) for path in sorted(CRDS.glob("*.yaml"))]
+    with LocalCluster(folder, modern_crds=definitions, backoff=1.0) as running:
+        yield running
+        running.check()
+
+
+@pytest.fixture
+def namespace(cluster: LocalCluster) -> Iterator[str]:
+    """A namespace of the test's own on `cluster`, deleted afterwards."""
+    name = f"test-{next(_NUMBERS)}"
+    cluster.rest.create("/api/v1/namespaces", {"metadata": {"name": name}})
+    yield name
+    # Removing pods can take their grace period: nobody waits for it.
+    cluster.rest.delete(f"/api/v1/namespaces/{name}")

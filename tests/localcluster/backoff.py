@@ -1,0 +1,30 @@
+"""How long a kubelet waits before it starts a container again; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Seconds: the first wait, the longest one. A run that lasted twice the longest wait starts the count anew."""
+
+    initial: float = 10.0
+    cap: float = 300.0
+
+    def delay(self, runs: Sequence[float]) -> float:
+        """Seconds from the last end to the next start.
+
+        The first restart is immediate; then the wait is the initial one, and doubles up to the cap.
+
+        Args:
+            runs: how long each run so far lasted, in seconds, oldest first.
+        """
+        crashes = 0
+        for seconds in runs:
+            crashes = 1 if seconds >= 2 * self.cap else crashes + 1
+        if crashes <= 1:
+            return 0.0
+        # Bounded before the power, which would overflow after a thousand crashes.
+        return min(self.cap, self.initial * 2.0 ** min(crashes - 2, 60))

@@ -1,0 +1,23 @@
+"""Paths of a container's file system turned into paths of this machine's; pure.
+
+A container here has no file system of its own, so a path in its command, arguments or environment that lies below a
+mount point, or below a folder that the image brings, is rewritten to where that folder really is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+# A path begins where a word begins: at the start, or after a separator of shells, lists, options and URLs of files.
+_BEFORE = r"(?:(?<=^)|(?<=[\s=:,;\"'()\[\]{}<>@|&])|(?<=file://))"
+_AFTER = r"(?=$|[/\s:,;\"'()\[\]{}<>|&])"
+
+
+def rewrite(text: str, folders: Mapping[str, str]) -> str:
+    """Replace each path prefix in `folders` (container path -> machine path) where it stands as a whole path."""
+    if not folders:
+        return text
+    longest_first = sorted(folders, key=len, reverse=True)
+    pattern = f"{_BEFORE}({'|'.join(re.escape(path) for path in longest_first)}){_AFTER}"
+    return re.sub(pattern, lambda found: folders[found[1]], text)

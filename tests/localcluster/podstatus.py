@@ -1,0 +1,211 @@
+"""What a kubelet reports of a pod, computed from what its containers do; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a container's process; times are seconds since the epoch, `finished` None while it goes on."""
+
+    identity: str
+    started: float
+    finished: float | None = None
+    exit_code: int = 0
+    signal: int = 0
+    message: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ContainerView:
+    """A container as its status shows it.
+
+    Attributes:
+        waiting: reason and message while no process runs and one is still to come; None otherwise.
+        run: the present or the last run.
+        previous: the run before it.
+        restarts: how many runs came before `run`.
+        ready: what its readiness probe says (a finished init container counts as ready).
+        started: whether its startup probe has passed.
+    """
+
+    name: str
+    image: str
+    waiting: tuple[str, str] | None = ("ContainerCreating", "")
+    run: Run | None = None
+    previous: Run | None = None
+    restarts: int = 0
+    ready: bool = False
+    started: bool = False
+
+    @property
+    def running(self) -> bool:
+        """Whether its process runs now."""
+        return self.waiting is None and self.run is not None and self.run.finished is None
+
+    @property
+    def finished(self) -> bool:
+        """Whether its process has ended and none is to follow."""
+        return self.waiting is None and self.run is not None and self.run.finished is not None
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it has finished with exit code 0."""
+        return self.finished and self.run is not None and self.run.exit_code == 0
+
+
+def timestamp(seconds: float) -> str:
+    """A time in Kubernetes' form, whole seconds, UTC."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _terminated(run: Run) -> Json:
+    reason = run.reason or ("Completed" if run.exit_code == 0 else "Error")
+    state: Json = {
+        "exitCode": run.exit_code,
+        "reason": reason,
+        "startedAt": timestamp(run.started),
+        "finishedAt": timestamp(run.finished or run.started),
+        "containerID": run.identity,
+    }
+    if run.signal:
+        state["signal"] = run.signal
+    if run.message:
+        state["message"] = run.message
+    return {"terminated": state}
+
+
+def container_status(view: ContainerView) -> Json:
+    """A ContainerStatus object."""
+    last = view.previous
+    if view.waiting is not None:
+        reason, message = view.waiting
+        state: Json = {"waiting": {"reason": reason, **({"message": message} if message else {})}}
+        last = view.run or view.previous
+    elif view.run is None:
+        state = {"waiting": {"reason": "ContainerCreating"}}
+    elif view.run.finished is None:
+        state = {"running": {"startedAt": timestamp(view.run.started)}}
+    else:
+        state = _terminated(view.run)
+    status: Json = {
+        "name": view.name,
+        "image": view.image,
+        "imageID": f"local://{view.image}" if view.run else "",
+        "ready": view.ready,
+        "started": view.started,
+        "restartCount": view.restarts,
+        "state": state,
+        "lastState": _terminated(last) if last is not None and last.finished is not None else {},
+    }
+    if view.run is not None:
+        status["containerID"] = view.run.identity
+    return status
+
+
+def phase(policy: str, inits: Sequence[ContainerView], mains: Sequence[ContainerView]) -> str:
+    """The pod's phase.
+
+    Args:
+        policy: the restart policy: Always, OnFailure or Never.
+        inits: the init containers.
+        mains: the other containers.
+    """
+    if any(view.finished and not view.succeeded for view in inits):
+        return "Failed"
+    if not all(view.succeeded for view in inits):
+        return "Pending"
+    if any(view.run is None for view in mains):
+        return "Pending"
+    if policy != "Always" and all(view.finished for view in mains):
+        return "Succeeded" if all(view.succeeded for view in mains) else "Failed"
+    return "Running"
+
+
+def _verdicts(
+    now_phase: str,
+    inits: Sequence[ContainerView],
+    mains: Sequence[ContainerView],
+    going: bool,
+    gates: Mapping[str, bool],
+) -> dict[str, tuple[bool, str, str]]:
+    """Each condition as (is it true, reason, message)."""
+    done = now_phase in ("Succeeded", "Failed")
+    pending = [view.name for view in inits if not view.succeeded]
+    initialized = (not pending, "" if not pending else "ContainersNotInitialized", _incomplete(pending))
+    lagging = [view.name for view in mains if not view.ready]
+    if now_phase == "Succeeded":
+        containers = (False, "PodCompleted", "")
+        initialized = (True, "PodCompleted", "")
+    elif lagging or done:
+        containers = (False, "ContainersNotReady", f"containers with unready status: [{' '.join(lagging)}]")
+    else:
+        containers = (True, "", "")
+    ready = containers
+    closed = [gate for gate, open_ in gates.items() if not open_]
+    if ready[0] and closed:
+        ready = (False, "ReadinessGatesNotReady", f"readiness gates not open: [{' '.join(closed)}]")
+    if ready[0] and going:
+        ready = (False, "PodTerminating", "the pod is being deleted")
+    return {"Initialized": initialized, "Ready": ready, "ContainersReady": containers}
+
+
+def _incomplete(names: Sequence[str]) -> str:
+    return f"containers with incomplete status: [{' '.join(names)}]" if names else ""
+
+
+def pod_status(
+    pod: Mapping[str, Any],
+    inits: Sequence[ContainerView],
+    mains: Sequence[ContainerView],
+    *,
+    address: str,
+    host: str,
+    started: float,
+    now: float,
+    going: bool = False,
+) -> Json:
+    """The status of a pod.
+
+    Args:
+        pod: the object as last seen; the times of its conditions that have not changed are kept.
+        inits: the init containers.
+        mains: the other containers.
+        address: the pod's IP address.
+        host: the node's IP address.
+        started: when the node took the pod, seconds since the epoch.
+        now: seconds since the epoch.
+        going: whether the pod is being deleted; then it is not ready.
+    """
+    before = {entry["type"]: entry for entry in pod.get("status", {}).get("conditions", [])}
+    gates = {
+        gate["conditionType"]: before.get(gate["conditionType"], {}).get("status") == "True"
+        for gate in pod["spec"].get("readinessGates") or []
+    }
+    current = phase(pod["spec"].get("restartPolicy", "Always"), inits, mains)
+    conditions = []
+    verdicts = {**_verdicts(current, inits, mains, going, gates), "PodScheduled": (True, "", "")}
+    for kind, (true, reason, message) in verdicts.items():
+        status = "True" if true else "False"
+        old = before.get(kind, {})
+        since = old.get("lastTransitionTime") if old.get("status") == status else None
+        # Null removes what an earlier state left there, for conditions are merged by their type.
+        entry = {"type": kind, "status": status, "reason": reason or None, "message": message or None}
+        conditions.append({**entry, "lastProbeTime": None, "lastTransitionTime": since or timestamp(now)})
+    return {
+        "phase": current,
+        "conditions": conditions,
+        "hostIP": host,
+        "podIP": address,
+        "podIPs": [{"ip": address}],
+        "startTime": timestamp(started),
+        "initContainerStatuses": [container_status(view) for view in inits],
+        "containerStatuses": [container_status(view) for view in mains],
+    }
