@@ -76,7 +76,7 @@ class ModelCluster:
             faults=broken,
             spec=spec,
             status=parse_status(self.status),
-            deployments={n: DeploymentView(n, d, c, c) for n, (d, c) in self.deployments.items()},
+            deployments={n: DeploymentView(n, d, c) for n, (d, c) in self.deployments.items()},
             pods=pods,
             traffic=self.traffic,
             samples={n: tuple(s) for n, s in self.samples.items()},

@@ -94,7 +94,7 @@ def running(obj: Mapping[str, Any], dtype: str, *, status: Status | None = None,
             conditions=base.conditions,
         ),
         **{
-            "deployments": {name: DeploymentView(name, dtype, 1, 1)},
+            "deployments": {name: DeploymentView(name, dtype, 1)},
             "pods": (pod(name),),
             "traffic": name,
             **changes,

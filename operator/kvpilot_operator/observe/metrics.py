@@ -25,8 +25,6 @@ _WANTED = {
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "vllm:num_preemptions_total",
-    "vllm:generation_tokens_total",
-    "vllm:prompt_tokens_total",
 }
 
 
@@ -39,8 +37,6 @@ class PodMetrics:
     running: float
     waiting: float
     preemptions: float
-    generation_tokens: float
-    prompt_tokens: float
     capacity_tokens: int
     dtype: str
 
@@ -72,8 +68,6 @@ def parse_page(text: str) -> PodMetrics:
         running=sums.get("vllm:num_requests_running", 0.0),
         waiting=sums.get("vllm:num_requests_waiting", 0.0),
         preemptions=sums.get("vllm:num_preemptions_total", 0.0),
-        generation_tokens=sums.get("vllm:generation_tokens_total", 0.0),
-        prompt_tokens=sums.get("vllm:prompt_tokens_total", 0.0),
         capacity_tokens=capacity,
         dtype=dtype,
     )
@@ -94,8 +88,6 @@ def combine(time: datetime, pods: Sequence[PodMetrics]) -> Sample:
         preemptions=sum(p.preemptions for p in pods),
         capacity_tokens=capacity,
         observed_dtype=pods[0].dtype,
-        generation_tokens=sum(p.generation_tokens for p in pods),
-        prompt_tokens=sum(p.prompt_tokens for p in pods),
     )
 
 
@@ -124,14 +116,8 @@ def _capacity(labels: dict[str, str]) -> int:
 
 
 def _check(metrics: PodMetrics) -> None:
-    counts = (
-        metrics.running,
-        metrics.waiting,
-        metrics.preemptions,
-        metrics.generation_tokens,
-        metrics.prompt_tokens,
-    )
+    counts = (metrics.running, metrics.waiting, metrics.preemptions)
     if not 0.0 <= metrics.usage <= 1.0:
         raise ScrapeError(f"{metrics.usage_name} is {metrics.usage}, not a share between 0 and 1")
     if not all(math.isfinite(value) and value >= 0 for value in counts):
-        raise ScrapeError("a count of requests or tokens is negative or not a number")
+        raise ScrapeError("a count of requests is negative or not a number")

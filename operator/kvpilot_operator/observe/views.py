@@ -36,12 +36,10 @@ def pod_view(pod: Object) -> PodView:
 def deployment_view(deployment: Object) -> DeploymentView:
     """One revision's Deployment."""
     labels = deployment["metadata"].get("labels") or {}
-    status = deployment.get("status") or {}
     return DeploymentView(
         revision=labels.get(REVISION_LABEL, ""),
         dtype=labels.get(DTYPE_LABEL, ""),
         replicas=int((deployment.get("spec") or {}).get("replicas", 1)),
-        ready_replicas=int(status.get("readyReplicas", 0)),
     )
 
 

@@ -50,7 +50,6 @@ class DeploymentView:
     revision: str
     dtype: str
     replicas: int
-    ready_replicas: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +66,6 @@ class Sample:
     """Counter: the sum over pods."""
     capacity_tokens: int
     observed_dtype: str
-    generation_tokens: float = 0.0
-    prompt_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""What is wrong is said clearly, in the API, an event or a condition, and the other services stay served."""
+"""Services side by side: each is served on its own, scaled by /scale and cleaned up; what is wrong with one is said
+clearly, in the API or a condition, and the others stay served."""
 
 from __future__ import annotations
 
@@ -37,6 +38,7 @@ def service(world, name="twin", namespace="team-a", **spec):
     made["metadata"] = {"name": name, "namespace": namespace}
     made["spec"]["model"] = {"source": "file:///models/tiny-llama", "maxModelLen": 512}
     made["spec"]["kvCache"] = {"mode": "Fixed", "dtype": "auto"}
+    made["spec"]["scaling"] = {"minReplicas": 1, "maxReplicas": 2}
     for section, value in spec.items():
         made["spec"][section] = value
     return made
@@ -138,3 +140,28 @@ async def test_a_probe_set_without_prompts_is_a_condition_and_no_canary_starts(w
 async def test_the_other_services_are_still_served(world):
     assert await answers(world, "team-a")
     assert await answers(world, "team-b")
+
+
+async def test_the_scale_subresource_changes_the_number_of_engines(world):
+    path = f"/apis/{API_VERSION}/namespaces/team-a/quantizedllmservices/twin/scale"
+    scale = await asyncio.to_thread(world.rest.get, path)
+    assert scale["status"]["replicas"] == 1
+    assert "kvpilot.io/service=twin" in scale["status"]["selector"]
+    await world.cluster.merge(API_VERSION, KIND, "team-a", "twin", {"spec": {"replicas": 2}})
+    await until(world, "team-a", "twin", lambda s: s.get("readyReplicas") == 2)
+    await world.cluster.merge(API_VERSION, KIND, "team-a", "twin", {"spec": {"replicas": 1}})
+    await until(world, "team-a", "twin", lambda s: s.get("replicas") == 1 and s.get("readyReplicas") == 1)
+    assert await answers(world, "team-a")
+
+
+async def test_deleting_a_service_deletes_what_it_owned_and_nothing_else(world):
+    await world.cluster.delete(API_VERSION, KIND, "team-b", "twin")
+    async with asyncio.timeout(60):
+        while True:
+            left = [await world.cluster.list("apps/v1", "Deployment", "team-b", "kvpilot.io/service=twin")]
+            left.append(await world.cluster.list("v1", "Service", "team-b", "kvpilot.io/service=twin"))
+            left.append(await world.cluster.list("v1", "Pod", "team-b", "kvpilot.io/service=twin"))
+            if not any(left):
+                break
+            await asyncio.sleep(0.5)
+    assert await answers(world, "team-a")
