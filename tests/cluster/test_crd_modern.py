@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpilot_operator.api import apply_defaults, faults
-from localcluster.controlplane import ControlPlane
+from localcluster.cluster import LocalCluster
 from localcluster.rest import ApiError
 from support.bad_manifests import BAD, GOOD, Bad
 
@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SERVICES = "/apis/kvpilot.io/v1alpha1/namespaces/default/quantizedllmservices"
 
 
-def create(cluster: ControlPlane, manifest: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def create(cluster: LocalCluster, manifest: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """HTTP status and answer of asking for the object to be created, without keeping it."""
     try:
         return 201, cluster.rest.create(f"{SERVICES}?dryRun=All&fieldValidation=Strict", manifest)
@@ -43,7 +43,7 @@ def places(fields: list[str]) -> set[str]:
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
 def test_a_wrong_manifest_is_refused_at_the_field_that_the_operator_finds(
-    modern_cluster: ControlPlane, bad: Bad
+    modern_cluster: LocalCluster, bad: Bad
 ) -> None:
     status, answer = create(modern_cluster, bad.manifest)
     assert status == 422, answer
@@ -56,7 +56,7 @@ def test_a_wrong_manifest_is_refused_at_the_field_that_the_operator_finds(
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_example_is_accepted_and_defaulted_as_the_operator_does(modern_cluster: ControlPlane, path: Path) -> None:
+def test_every_example_is_accepted_and_defaulted_as_the_operator_does(modern_cluster: LocalCluster, path: Path) -> None:
     for document in yaml.safe_load_all(path.read_text()):
         if document["kind"] == "QuantizedLLMService":
             status, answer = create(modern_cluster, document)
@@ -64,13 +64,13 @@ def test_every_example_is_accepted_and_defaulted_as_the_operator_does(modern_clu
             assert answer["spec"] == apply_defaults(document)["spec"]
 
 
-def test_a_misspelt_field_is_refused_by_name(modern_cluster: ControlPlane) -> None:
+def test_a_misspelt_field_is_refused_by_name(modern_cluster: LocalCluster) -> None:
     status, answer = create(modern_cluster, {**GOOD, "spec": {**GOOD["spec"], "kvcache": {"mode": "Auto"}}})
     assert status == 400
     assert 'unknown field "spec.kvcache"' in answer["message"]
 
 
-def test_a_5000_character_name_is_refused_without_harm(modern_cluster: ControlPlane) -> None:
+def test_a_5000_character_name_is_refused_without_harm(modern_cluster: LocalCluster) -> None:
     status, answer = create(modern_cluster, {**GOOD, "metadata": {"name": "a" * 5000}})
     assert status == 422
     assert "metadata.name" in [field for field, _ in causes(answer)]
@@ -152,7 +152,7 @@ SPECS = st.fixed_dictionaries(
 
 @given(SPECS)
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-def test_the_operator_and_the_server_agree_on_any_spec(modern_cluster: ControlPlane, spec: dict[str, Any]) -> None:
+def test_the_operator_and_the_server_agree_on_any_spec(modern_cluster: LocalCluster, spec: dict[str, Any]) -> None:
     manifest = {**copy.deepcopy(GOOD), "spec": spec}
     status, answer = create(modern_cluster, manifest)
     mine = faults(manifest)

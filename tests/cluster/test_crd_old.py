@@ -7,61 +7,72 @@ from typing import Any
 
 import pytest
 
-from kvpilot_operator.api import apply_defaults, faults
-from localcluster.controlplane import ControlPlane
-from localcluster.rest import ApiError
+from kvpilot_operator.api import apply_defaults, faults, load_crd
+from localcluster.cluster import LocalCluster
+from localcluster.rest import ApiError, Rest, until
 from support.bad_manifests import BAD, GOOD, Bad
 
 SERVICES = "/apis/kvpilot.io/v1alpha1/namespaces/default/quantizedllmservices"
 
 
-def create(cluster: ControlPlane, manifest: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+@pytest.fixture(scope="module")
+def server(cluster: LocalCluster) -> Rest:
+    """A client of a server that serves the CRD; other modules may have brought it already."""
+    try:
+        cluster.rest.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", load_crd())
+    except ApiError as error:
+        if error.status != 409:
+            raise
+    until(lambda: cluster.rest.get(SERVICES), "services are served")
+    return cluster.rest
+
+
+def create(server: Rest, manifest: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """HTTP status and answer of asking for the object to be created, without keeping it."""
     try:
-        return 201, cluster.rest.create(f"{SERVICES}?dryRun=All", manifest)
+        return 201, server.create(f"{SERVICES}?dryRun=All", manifest)
     except ApiError as error:
         return error.status, json.loads(error.body)
 
 
 @pytest.mark.parametrize("bad", [bad for bad in BAD if bad.judge == "schema"], ids=lambda bad: bad.name)
-def test_the_schema_alone_refuses_a_wrong_shape(cluster: ControlPlane, bad: Bad) -> None:
-    assert create(cluster, bad.manifest)[0] == 422
+def test_the_schema_alone_refuses_a_wrong_shape(server: Rest, bad: Bad) -> None:
+    assert create(server, bad.manifest)[0] == 422
 
 
 @pytest.mark.parametrize("bad", [bad for bad in BAD if bad.judge == "rule"], ids=lambda bad: bad.name)
-def test_what_slips_past_an_old_server_is_found_by_the_operator(cluster: ControlPlane, bad: Bad) -> None:
-    status, answer = create(cluster, bad.manifest)
+def test_what_slips_past_an_old_server_is_found_by_the_operator(server: Rest, bad: Bad) -> None:
+    status, answer = create(server, bad.manifest)
     if status == 201:
         assert [fault.field for fault in faults(answer)] == [bad.field]
     else:
         assert status == 422  # a newer server than 1.20: it refuses by itself
 
 
-def test_a_5000_character_name_is_refused_without_harm(cluster: ControlPlane) -> None:
-    status, answer = create(cluster, {**GOOD, "metadata": {"name": "a" * 5000}})
+def test_a_5000_character_name_is_refused_without_harm(server: Rest) -> None:
+    status, answer = create(server, {**GOOD, "metadata": {"name": "a" * 5000}})
     assert status == 422
     assert [cause["field"] for cause in answer["details"]["causes"]] == ["metadata.name"]
 
 
-def test_an_old_server_fills_the_same_defaults(cluster: ControlPlane) -> None:
+def test_an_old_server_fills_the_same_defaults(server: Rest) -> None:
     nulls = {
         **GOOD,
         "spec": {**GOOD["spec"], "replicas": None, "cache": None, "kvCache": {"dtype": None, "ladder": None}},
     }
     for manifest in (GOOD, nulls):
-        status, answer = create(cluster, manifest)
+        status, answer = create(server, manifest)
         assert status == 201, answer
         assert answer["spec"] == apply_defaults(manifest)["spec"]
 
 
-def test_scale_reads_and_writes_replicas(cluster: ControlPlane) -> None:
-    rest = cluster.rest
-    rest.create(SERVICES, {**GOOD, "metadata": {"name": "scaled"}})
+def test_scale_reads_and_writes_replicas(server: Rest) -> None:
+    server.create(SERVICES, {**GOOD, "metadata": {"name": "scaled"}})
     try:
-        scale = rest.get(f"{SERVICES}/scaled/scale")
+        scale = server.get(f"{SERVICES}/scaled/scale")
         assert scale["spec"]["replicas"] == 1
         scale["spec"]["replicas"] = 3
-        rest.call("PUT", f"{SERVICES}/scaled/scale", scale)
-        assert rest.get(f"{SERVICES}/scaled")["spec"]["replicas"] == 3
+        server.call("PUT", f"{SERVICES}/scaled/scale", scale)
+        assert server.get(f"{SERVICES}/scaled")["spec"]["replicas"] == 3
     finally:
-        rest.delete(f"{SERVICES}/scaled")
+        server.delete(f"{SERVICES}/scaled")
