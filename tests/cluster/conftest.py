@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from localcluster.cluster import LocalCluster
+from localcluster.rest import until
 
 CRDS = Path(__file__).parents[2] / "crds"
 _NUMBERS = itertools.count(1)
 
 
+def _definitions() -> list[dict[str, Any]]:
+    return [yaml.safe_load(path.read_text()) for path in sorted(CRDS.glob("*.yaml"))]
+
+
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """Kubernetes 1.20 with one node that pretends to have four GPUs; containers restart after a second."""
+    """Kubernetes 1.20 and crds/, with one node that pretends to have four GPUs; containers restart after a second."""
     folder = tmp_path_factory.mktemp("cluster")
     with LocalCluster(folder, backoff=1.0, resources={"nvidia.com/gpu": "4"}) as running:
+        for definition in _definitions():
+            running.rest.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition)
+            group, names = definition["spec"]["group"], definition["spec"]["names"]
+            path = f"/apis/{group}/{definition['spec']['versions'][0]['name']}/{names['plural']}"
+            until(partial(running.rest.get, path), f"{path} is served")
         yield running
         running.check()
 
@@ -28,8 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 def modern_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """The same with crds/ served by a newer server, which enforces CEL rules."""
     folder = tmp_path_factory.mktemp("modern")
-    definitions = [yaml.safe_load(path.read_text()) for path in sorted(CRDS.glob("*.yaml"))]
-    with LocalCluster(folder, modern_crds=definitions, backoff=1.0) as running:
+    with LocalCluster(folder, modern_crds=_definitions(), backoff=1.0) as running:
         yield running
         running.check()
 

@@ -1,9 +1,9 @@
 """The real etcd, kube-apiserver, kube-controller-manager and kube-scheduler as child processes on loopback.
 
-Services get their addresses from a range 127.N.0.0/16: the API server takes such a range, and so a Service's clusterIP can
-really be listened on and reached (`localcluster.services`). Two things follow from pods and services on loopback: the
-Endpoints API refuses loopback addresses, so the endpoints controller is off and EndpointSlices, which take them, are
-the record of endpoints; and nothing here is reachable from another machine.
+Services get their addresses from a range 127.N.0.0/16: the API server takes such a range, and so a Service's clusterIP
+can really be listened on and reached (`localcluster.services`). Two things follow from pods and services on loopback:
+the Endpoints API refuses loopback addresses, so the endpoints controller is off and EndpointSlices, which take them,
+are the record of endpoints; and nothing here is reachable from another machine.
 
 With `modern_crds` the custom resources are served by a newer apiextensions-apiserver (it enforces CEL rules) behind the
 core server's aggregator; it has its own store and knows only the definitions that it was given at start.
@@ -17,6 +17,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -211,9 +212,7 @@ class ControlPlane:
 
     def _apiextensions(self) -> None:
         if self._binaries.apiextensions_apiserver is None:
-            raise StartFailed(
-                "modern_crds needs the apiextensions-apiserver: build it with `localcluster build --modern`"
-            )
+            raise StartFailed("modern_crds needs the apiextensions-apiserver: run `localcluster build --modern`")
         port, admin = free_port(), str(self.kubeconfig)
         self._spawn(
             "apiextensions-apiserver",
@@ -247,7 +246,7 @@ class ControlPlane:
         group, plural = crd["spec"]["group"], crd["spec"]["names"]["plural"]
         for version in (entry["name"] for entry in crd["spec"]["versions"] if entry["served"]):
             path = f"/apis/{group}/{version}"
-            until(lambda at=f"{path}/{plural}": modern.get(at), f"{group} {plural} is served")
+            until(partial(modern.get, f"{path}/{plural}"), f"{group} {plural} is served")
             reference = {"name": "modern-crds", "namespace": "kube-system", "port": port}
             spec = {
                 "group": group,
@@ -263,8 +262,8 @@ class ControlPlane:
                     {"metadata": {"name": f"{version}.{group}"}, "spec": spec},
                 )
             # The aggregator reports Available before it has the route, so the objects themselves are asked for.
-            until(lambda at=path: core.get(at), f"{path} is routed")
-            until(lambda at=f"{path}/{plural}": core.get(at), f"{path}/{plural} is routed")
+            until(partial(core.get, path), f"{path} is routed")
+            until(partial(core.get, f"{path}/{plural}"), f"{path}/{plural} is routed")
 
     def _controllers(self) -> None:
         binaries, folder = self._binaries, self.folder

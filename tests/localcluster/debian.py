@@ -1,6 +1,7 @@
 """Debian packages fetched into a private folder: no root, no change to the machine's own apt.
 
-The archive is the one that the machine's own apt already uses; only the suite is replaced, so nothing here names a host.
+The archive is the one that the machine's own apt already uses; only the suite is replaced, so nothing here names a
+host.
 """
 
 from __future__ import annotations

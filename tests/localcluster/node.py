@@ -173,18 +173,16 @@ class Agent:
             reason, message = texts[kind == "Ready"]
             entry = {"type": kind, "status": status, "reason": reason, "message": message}
             conditions.append({**entry, "lastHeartbeatTime": now, "lastTransitionTime": now})
-        status = {
+        addresses = {"InternalIP": self._node.host, "Hostname": self._options.name}
+        report: Json = {
             "capacity": self._resources,
             "allocatable": self._resources,
             "conditions": conditions,
-            "addresses": [
-                {"type": "InternalIP", "address": self._node.host},
-                {"type": "Hostname", "address": self._options.name},
-            ],
+            "addresses": [{"type": kind, "address": value} for kind, value in addresses.items()],
             "nodeInfo": {"kubeletVersion": "kvpilot-localcluster", "operatingSystem": "linux", "architecture": "amd64"},
         }
         await self._kube.call(
-            "PATCH", f"/api/v1/nodes/{self._options.name}/status", {"status": status}, content=STRATEGIC
+            "PATCH", f"/api/v1/nodes/{self._options.name}/status", {"status": report}, content=STRATEGIC
         )
 
     async def _beat(self) -> None:
@@ -260,7 +258,7 @@ class Agent:
 
 async def end_folder(folder: Path, grace: float) -> None:
     """End every process that a pod's folder records, and remove the folder."""
-    for run in folder.glob("[!.]*/[0-9]*"):
+    for run in list(folder.glob("[!.]*/[0-9]*")):  # noqa: ASYNC240 (a local folder of a few entries)
         process = Process(run, run / "unknown.log")
         if process.identity is not None:
             await process.end(grace)

@@ -5,6 +5,7 @@ Run as a script with a folder as its only argument, which holds spec.json: argv,
 is the reaper of everything that the process starts: when the process ends, its descendants end too, as in a container.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -47,10 +48,8 @@ def _become(spec: dict[str, Any], complaint: int) -> None:
 
 
 def _end_descendants(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     # Those that had left the group have become our children, for we are their reaper.
     while True:
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
@@ -83,7 +82,7 @@ def main(folder: Path) -> None:
             break
     _end_descendants(pid)
     code = os.waitstatus_to_exitcode(status)
-    record = {"startedAt": started, "finishedAt": time.time(), "signal": 0, "exitCode": code}
+    record: dict[str, Any] = {"startedAt": started, "finishedAt": time.time(), "signal": 0, "exitCode": code}
     if code < 0:
         record |= {"signal": -code, "exitCode": 128 - code}
     if complaint:

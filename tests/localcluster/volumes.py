@@ -45,7 +45,7 @@ async def _one(volume: Mapping[str, Any], pod: Mapping[str, Any], folder: Path, 
         return Path(volume["hostPath"]["path"])
     if "persistentVolumeClaim" in volume:
         return await _claimed(volume["persistentVolumeClaim"]["claimName"], namespace, fetch)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 (local and small, as all file access here)
     if "emptyDir" in volume:
         return folder
     if "projected" in volume:
@@ -100,7 +100,7 @@ async def _claimed(name: str, namespace: str, fetch: Fetch) -> Path:
     if not place:
         raise InvalidPod(f'persistentvolume "{bound}" has neither hostPath nor local, which is all that this node has')
     path = Path(place["path"])
-    path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
     return path
 
 

@@ -80,8 +80,8 @@ class ContainerWorker:
         runs = [run for process in self._processes() if (run := process.run()) is not None]
         if runs and (self.view.run is None or self.view.run.identity != runs[-1].identity or self.view.waiting):
             previous = runs[-2] if len(runs) > 1 else None
-            shown = {"run": runs[-1], "previous": previous, "restarts": len(runs) - 1}
-            self.view = replace(self.view, waiting=None, ready=False, started=False, **shown)
+            fresh = ContainerView(self.view.name, self.view.image, waiting=None)
+            self.view = replace(fresh, run=runs[-1], previous=previous, restarts=len(runs) - 1)
 
     def _set(self, **changes: Any) -> None:
         self.view = replace(self.view, **changes)
