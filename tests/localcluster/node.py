@@ -235,6 +235,13 @@ class Agent:
         if (worker := self._pods.get(uid)) is not None:
             worker.observe(pod)
             return
+        phase = pod.get("status", {}).get("phase")
+        if (
+            phase in ("Succeeded", "Failed")
+            and self._recorded(uid) is None
+            and "deletionTimestamp" not in pod["metadata"]
+        ):
+            return  # it ended under an agent with another folder, and a pod does not run twice
         address = self._addresses.take(pod.get("status", {}).get("podIP") or self._recorded(uid))
 
         def forget() -> None:

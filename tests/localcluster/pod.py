@@ -91,6 +91,7 @@ class PodWorker:
         self._inits = [self._worker(one, once, init=True) for one in pod["spec"].get("initContainers") or []]
         self._mains = [self._worker(one, policy) for one in pod["spec"]["containers"]]
         self._running = asyncio.create_task(self._run())
+        self._running.add_done_callback(self._complain)
         self._publishing = asyncio.create_task(self._publish())
         self._ending: asyncio.Task[None] | None = None
         self.observe(pod)
@@ -159,6 +160,10 @@ class PodWorker:
         async with asyncio.TaskGroup() as group:
             for worker in self._mains:
                 group.create_task(worker.work())
+
+    def _complain(self, work: asyncio.Task[None]) -> None:
+        if not work.cancelled() and (error := work.exception()) is not None:
+            log.error("%s: the pod is no longer looked after", self._path, exc_info=error)
 
     async def _annotate(self) -> None:
         self._dirty.set()

@@ -71,7 +71,6 @@ class Forwarder:
         self._slices: dict[str, Json] = {}
         self._targets: dict[Address, list[Address]] = {}
         self._servers: dict[Address, asyncio.Server] = {}
-        self._connections: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
@@ -160,7 +159,11 @@ class Forwarder:
         for host, port in random.sample(targets, len(targets)):
             with contextlib.suppress(OSError):
                 far_reader, far_writer = await asyncio.open_connection(host, port)
-                await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
+                try:
+                    await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
+                finally:
+                    far_writer.close()
+                    writer.close()
                 return
         writer.transport.abort()
 

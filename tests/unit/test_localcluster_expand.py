@@ -1,0 +1,159 @@
+"""Variables, quantities and paths of containers come out as a kubelet would have them."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localcluster.errors import InvalidPod
+from localcluster.expand import environment, expand, field_value, service_variables
+from localcluster.images import DEFAULT_TABLE, find, load
+from localcluster.paths import rewrite
+from localcluster.quantity import divided, limit_or_allocatable, parse
+
+POD: dict[str, Any] = {
+    "metadata": {"name": "p", "namespace": "n", "labels": {"a.io/b": "c"}},
+    "spec": {"containers": []},
+    "status": {"podIP": "127.0.1.9"},
+}
+DATA = {("ConfigMap", "c"): {"A": "1", "bad key": "2"}, ("Secret", "s"): {"k": "v"}}
+
+
+def variables(**container: Any) -> dict[str, str]:
+    return environment(
+        container,
+        POD,
+        source=lambda kind, name: DATA.get((kind, name)),
+        allocatable={"cpu": "2", "memory": "4Gi"},
+        base={"OUTER": "o"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("$(A)", "1"),
+        ("x$(A)y$(A)", "x1y1"),
+        ("$$(A)", "$(A)"),
+        ("$(B)", "$(B)"),
+        ("$A", "$A"),
+        ("$$$(A)", "$1"),
+        ("$(A", "$(A"),
+    ],
+)
+def test_references_are_expanded(text: str, expected: str) -> None:
+    assert expand(text, {"A": "1"}) == expected
+
+
+@given(st.text(alphabet=st.characters(exclude_characters="$")))
+def test_text_without_a_dollar_is_left_alone(text: str) -> None:
+    assert expand(text, {"A": "1"}) == text
+
+
+def test_later_variables_may_refer_to_earlier_ones_and_to_outer_ones() -> None:
+    env = [{"name": "X", "value": "$(OUTER)$(Y)"}, {"name": "Y", "value": "$(X)!"}]
+    assert variables(env=env) == {"X": "o$(Y)", "Y": "o$(Y)!"}
+
+
+def test_whole_configmaps_come_with_a_prefix_and_without_impossible_names() -> None:
+    assert variables(envFrom=[{"configMapRef": {"name": "c"}, "prefix": "P_"}]) == {"P_A": "1"}
+
+
+def test_own_variables_win_over_whole_configmaps() -> None:
+    assert variables(envFrom=[{"configMapRef": {"name": "c"}}], env=[{"name": "A", "value": "own"}]) == {"A": "own"}
+
+
+@pytest.mark.parametrize(
+    ("container", "words"),
+    [
+        ({"envFrom": [{"secretRef": {"name": "no"}}]}, 'secret "no" not found'),
+        ({"env": [{"name": "A", "valueFrom": {"configMapKeyRef": {"name": "no", "key": "k"}}}]}, 'configmap "no"'),
+        ({"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "no"}}}]}, "key no in Secret s"),
+        ({"env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "spec.no"}}}]}, "spec.no"),
+    ],
+)
+def test_a_reference_to_nothing_is_told(container: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidPod, match=words):
+        variables(**container)
+
+
+def test_optional_references_to_nothing_are_left_out() -> None:
+    ref = {"name": "no", "key": "k", "optional": True}
+    assert variables(env=[{"name": "A", "valueFrom": {"secretKeyRef": ref}}], envFrom=[{"secretRef": ref}]) == {}
+
+
+def test_fields_by_path() -> None:
+    assert field_value(POD, "status.podIP") == "127.0.1.9"
+    assert field_value(POD, "metadata.labels['a.io/b']") == "c"
+    assert field_value(POD, "metadata.labels") == 'a.io/b="c"'
+
+
+def test_a_missing_limit_is_the_nodes() -> None:
+    env = [{"name": "CPU", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu"}}}]
+    assert variables(env=env) == {"CPU": "2"}
+    assert limit_or_allocatable({}, "requests.cpu", {"cpu": "2"}) == "0"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", 1), ("500m", Fraction(1, 2)), ("2Gi", 2 * 1024**3), ("1.5k", 1500), ("1e3", 1000), (".5", Fraction(1, 2))],
+)
+def test_quantities(text: str, value: Fraction) -> None:
+    assert parse(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "1 Gi", "Gi", "1.2.3", "1GB", "0x1"])
+def test_what_is_no_quantity_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a quantity"):
+        parse(text)
+
+
+@given(st.integers(0, 10**15), st.sampled_from(["1", "1k", "1Mi"]))
+def test_a_divided_quantity_is_the_least_number_of_units_that_holds_it(value: int, divisor: str) -> None:
+    units = int(divided(str(value), divisor))
+    assert (units - 1) * parse(divisor) < value <= units * parse(divisor)
+
+
+FOLDERS = {"/models": "/real/m", "/models/tiny": "/real/t", "/dev/shm": "/real/shm"}  # noqa: S108
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/models", "/real/m"),
+        ("--model=/models/smol", "--model=/real/m/smol"),
+        ("/models/tiny/config.json", "/real/t/config.json"),
+        ("/models/tinyer", "/real/m/tinyer"),
+        ("file:///models/x", "file:///real/m/x"),
+        ("cat '/models/a' /dev/shm:/models", "cat '/real/m/a' /real/shm:/real/m"),
+        ("/modelsx /opt/models hf://models http://host/models", "/modelsx /opt/models hf://models http://host/models"),
+    ],
+)
+def test_container_paths_become_machine_paths(text: str, expected: str) -> None:
+    assert rewrite(text, FOLDERS) == expected
+
+
+def test_services_are_announced_in_their_namespace() -> None:
+    def service(name: str, namespace: str, ip: str) -> dict[str, Any]:
+        return {"metadata": {"name": name, "namespace": namespace}, "spec": {"clusterIP": ip, "ports": [{"port": 80}]}}
+
+    services = [service("my-web", "n", "127.9.0.2"), service("far", "m", "127.9.0.3"), service("headless", "n", "None")]
+    services.append(service("kubernetes", "default", "127.9.0.1"))
+    assert service_variables(services, "n") == {
+        "MY_WEB_SERVICE_HOST": "127.9.0.2",
+        "MY_WEB_SERVICE_PORT": "80",
+        "KUBERNETES_SERVICE_HOST": "127.9.0.1",
+        "KUBERNETES_SERVICE_PORT": "80",
+    }
+
+
+def test_the_table_knows_the_runtime_and_gives_it_the_pods_address() -> None:
+    image = find(load(DEFAULT_TABLE), "kvpilot/runtime-smollm2:dev")
+    assert image is not None
+    assert image.entrypoint == ("kvpilot-serve",)
+    assert image.environment({"POD_IP": "127.0.1.2"})["KVPILOT_SERVE_HOST"] == "127.0.1.2"
+    assert find(load(DEFAULT_TABLE), "nowhere/nothing:1") is None

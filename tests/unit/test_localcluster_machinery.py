@@ -1,0 +1,231 @@
+"""Builds, processes and endpoints of the local cluster, as far as they need no cluster."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localcluster import build, debian, procs, recipes
+from localcluster.container import Command, Process
+from localcluster.errors import BuildFailed, MissingTool
+from localcluster.node import sweep
+from localcluster.recipes import Recipe, Step
+from localcluster.services import ready_endpoints
+
+DEB822 = """\
+Types: deb
+# a note
+URIs: http://mirror.example/debian
+Suites: bookworm bookworm-updates
+Components: main contrib
+Signed-By: /usr/share/keyrings/debian.gpg
+
+Types: deb
+URIs: http://mirror.example/debian-security
+Suites: bookworm-security
+Components: main
+
+Types: deb
+URIs: http://vendor.example/apt
+Suites: stable-vendor
+Components: main
+"""
+
+
+def test_only_the_debian_archive_is_taken_and_its_suite_replaced() -> None:
+    assert debian.with_suite(DEB822, "sid") == (
+        "Types: deb deb-src\nURIs: http://mirror.example/debian\nSuites: sid\nComponents: main\n"
+        "Signed-By: /usr/share/keyrings/debian.gpg\n"
+    )
+
+
+def test_sources_of_one_line_each_are_understood() -> None:
+    lines = "deb [signed-by=/k.gpg] http://m.example/debian trixie main\ndeb http://m.example/s trixie-security main\n"
+    assert "URIs: http://m.example/debian\nSuites: bookworm\n" in debian.with_suite(lines, "bookworm")
+    assert "Signed-By: /k.gpg" in debian.with_suite(lines, "bookworm")
+    assert "example/s" not in debian.with_suite(lines, "bookworm")
+
+
+def test_a_machine_without_a_debian_archive_has_none() -> None:
+    assert debian.with_suite("deb http://ubuntu.example noble main", "sid") == ""
+
+
+def test_missing_tools_are_named_with_their_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingTool, match=r"dpkg-source \(package dpkg-dev\).*openssl \(package openssl\)"):
+        debian.check_tools()
+
+
+def test_assets_without_an_api_server_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KUBEBUILDER_ASSETS", str(tmp_path))
+    (tmp_path / "etcd").touch()
+    with pytest.raises(MissingTool, match="kube-apiserver"):
+        build.find()
+
+
+def test_assets_are_used_and_what_they_lack_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KUBEBUILDER_ASSETS", str(tmp_path))
+    (tmp_path / "etcd").touch()
+    (tmp_path / "kube-apiserver").write_text("#!/bin/sh\necho Kubernetes v1.33.2\n")
+    (tmp_path / "kube-apiserver").chmod(0o755)
+    found = build.build()
+    assert found.version == (1, 33)
+    assert len(found.missing) == 2
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No archive: the recipe under test fetches nothing."""
+    monkeypatch.setattr(debian.Archive, "_apt", lambda *_: "")
+
+
+@pytest.mark.usefixtures("packages")
+def test_a_broken_build_leaves_nothing_valid_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    ran: list[str] = []
+
+    def step(name: str, *, broken: bool = False) -> Step:
+        def action(work: Path) -> Iterator[float]:
+            yield 0.5
+            ran.append(name)
+            if broken:
+                raise BuildFailed(name)
+            (work / "bin").mkdir(exist_ok=True)
+            (work / "bin" / "tool").write_text("x")
+
+        return Step(name, 1, action)
+
+    def recipe(*steps: Step) -> Recipe:
+        return Recipe("test", "sid", ("tool",), lambda _: [], None, steps)
+
+    with pytest.raises(BuildFailed, match="second"):
+        list(build.make(recipe(step("first"), step("second", broken=True)), tmp_path))
+    assert not list(tmp_path.glob("test-*"))
+    news = list(build.make(recipe(step("first"), step("second")), tmp_path))
+    assert ran == ["first", "second", "second"]
+    assert [one.fraction for one in news] == sorted(one.fraction for one in news)
+    assert news[-1].fraction == 1.0
+    (finished,) = tmp_path.glob("test-*")
+    assert sorted(file.name for file in finished.iterdir()) == ["built.json", "tool"]
+    assert not (tmp_path / ".work-test").exists()
+    assert [one.step for one in build.make(recipe(step("first")), tmp_path)] == ["cached"]
+    assert ran == ["first", "second", "second"]
+
+
+@pytest.mark.usefixtures("packages")
+def test_a_build_of_an_older_recipe_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def action(work: Path) -> Iterator[float]:
+        yield 0.0
+        (work / "bin").mkdir()
+        (work / "bin" / "tool").touch()
+
+    recipe = Recipe("test", "sid", ("tool",), lambda _: [], None, (Step("only", 1, action),))
+    list(build.make(recipe, tmp_path))
+    monkeypatch.setattr(build, "REVISION", recipes.REVISION + "x")
+    assert [one.step for one in build.make(recipe, tmp_path)][-1] == "done"
+    assert len(list(tmp_path.glob("test-*"))) == 2
+
+
+def service(name: str = "web", namespace: str = "n") -> dict[str, Any]:
+    return {"metadata": {"name": name, "namespace": namespace}, "spec": {}}
+
+
+def endpoint_slice(*endpoints: tuple[str, bool | None], of: str = "web", port: str = "") -> dict[str, Any]:
+    return {
+        "metadata": {"namespace": "n", "labels": {"kubernetes.io/service-name": of}},
+        "ports": [{"name": port, "port": 8000}],
+        "endpoints": [{"addresses": [address], "conditions": {"ready": ready}} for address, ready in endpoints],
+    }
+
+
+def test_ready_endpoints_of_the_right_service_and_port_are_chosen() -> None:
+    slices = [
+        endpoint_slice(("127.0.1.1", True), ("127.0.1.2", False), ("127.0.1.3", None)),
+        endpoint_slice(("127.0.1.4", True), of="other"),
+        endpoint_slice(("127.0.1.5", True), port="metrics"),
+    ]
+    assert ready_endpoints(service(), {"port": 80}, slices) == [("127.0.1.1", 8000), ("127.0.1.3", 8000)]
+    assert ready_endpoints(service(), {"port": 80, "name": "metrics"}, slices) == [("127.0.1.5", 8000)]
+    assert ready_endpoints(service(namespace="m"), {"port": 80}, slices) == []
+
+
+def test_a_process_id_is_not_mistaken_for_another_with_the_same_number() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        found = procs.identify(child.pid)
+        assert found is not None
+        assert found.alive
+        assert not procs.ProcessId(child.pid, found.start - 1).alive
+        assert not procs.ProcessId(child.pid, found.start - 1).signal(signal.SIGKILL)
+        assert child.poll() is None
+    finally:
+        child.kill()
+        child.wait()
+    assert not found.alive
+
+
+def shell(script: str) -> Command:
+    return Command(["bash", "-c", script], {"PATH": "/usr/bin:/bin"}, "/", {})
+
+
+async def test_a_run_tells_its_exit_code_and_its_last_words(tmp_path: Path) -> None:
+    process = Process(tmp_path / "uid/c/0", tmp_path / "log", "FallbackToLogsOnError")
+    process.start(shell("echo out; echo err >&2; exit 5"))
+    run = await process.wait()
+    assert (run.exit_code, run.message) == (5, "out\nerr\n")
+
+
+async def test_a_signal_is_an_exit_code_over_128(tmp_path: Path) -> None:
+    process = Process(tmp_path / "uid/c/0", tmp_path / "log")
+    process.start(shell("kill -9 $$"))
+    run = await process.wait()
+    assert (run.exit_code, run.signal) == (137, 9)
+
+
+async def test_everything_that_a_process_started_ends_with_it(tmp_path: Path) -> None:
+    process = Process(tmp_path / "uid/c/0", tmp_path / "log")
+    process.start(shell("setsid sleep 600 & echo $!; sleep 600 & echo $!; exec sleep 0.2"))
+    await process.wait()
+    pids = [int(line) for line in (tmp_path / "log").read_text().split()]
+    assert len(pids) == 2
+    assert [procs.start_time(pid) for pid in pids] == [None, None]
+
+
+async def test_a_second_agent_sees_the_process_and_its_end(tmp_path: Path) -> None:
+    Process(tmp_path / "uid/c/0", tmp_path / "log").start(shell("sleep 0.5; exit 4"))
+    adopted = Process(tmp_path / "uid/c/0", tmp_path / "log")
+    assert (await adopted.started()).finished is None
+    assert (await adopted.wait()).exit_code == 4
+
+
+async def test_what_a_killed_agent_left_is_swept_away(tmp_path: Path) -> None:
+    process = Process(tmp_path / "pods/uid/c/0", tmp_path / "log")
+    process.start(shell("exec sleep 600"))
+    await process.started()
+    found = process.identity
+    assert found is not None
+    await sweep(tmp_path, grace=1)
+    assert not found.alive
+    assert list((tmp_path / "pods").iterdir()) == []
+
+
+async def test_a_process_whose_shim_was_killed_is_ended_and_told(tmp_path: Path) -> None:
+    process = Process(tmp_path / "uid/c/0", tmp_path / "log")
+    process.start(shell("exec sleep 600"))
+    await process.started()
+    found, shim = process.identity, json.loads((tmp_path / "uid/c/0/shim.json").read_text())
+    assert found is not None
+    procs.ProcessId(shim["pid"], shim["start"]).signal(signal.SIGKILL)
+    run = await process.wait()
+    assert run.exit_code == 137
+    deadline = time.monotonic() + 2
+    while found.alive and time.monotonic() < deadline:
+        time.sleep(0.02)  # noqa: ASYNC251 (nothing else runs here)
+    assert not found.alive
