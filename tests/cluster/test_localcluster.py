@@ -294,7 +294,8 @@ def test_deletion_unreadies_then_runs_prestop_then_sigterm_then_waits(tenant: Te
     tenant.delete("ends")
 
     def unready() -> bool:
-        return {c["type"]: c["status"] for c in tenant.pod("ends")["status"]["conditions"]}["Ready"] == "False"
+        conditions = {one["type"]: one["status"] for one in tenant.pod("ends")["status"]["conditions"]}
+        return bool(conditions["Ready"] == "False")
 
     until(unready, "not ready while it still runs", seconds=0.9)
     assert logs.read_text() == "up\n"
@@ -474,3 +475,14 @@ def test_a_cluster_whose_starter_was_killed_is_ended_at_the_next_start(tmp_path:
 
 def test_the_versions_are_what_the_documentation_says(cluster: LocalCluster) -> None:
     assert re.fullmatch(r"v1\.20\.2", cluster.rest.get("/version")["gitVersion"])
+
+
+def test_logs_are_read_through_the_api_server(tenant: Tenant) -> None:
+    tenant.run("talks", container(command=["sh", "-c", "echo one; echo two; sleep 60"]))
+    tenant.wait_ready("talks")
+    path = f"{tenant.core}/pods/talks/log"
+    assert until(lambda: tenant.cluster.rest.call("GET", path) == "one\ntwo\n", "both lines")
+    assert tenant.cluster.rest.call("GET", f"{path}?tailLines=1") == "two\n"
+    with pytest.raises(ApiError, match="no such log"):
+        tenant.cluster.rest.call("GET", f"{path}?previous=true")
+    tenant.delete("talks", grace=0)

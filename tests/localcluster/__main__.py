@@ -58,7 +58,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _build(args: argparse.Namespace) -> None:
-    build.build(modern=args.modern, report=lambda step, part: print(f"{part:4.0%} {step}", flush=True))
+    said = ""
+
+    def report(step: str, part: float) -> None:
+        nonlocal said
+        if (line := f"{part:4.0%} {step}") != said:
+            print(line, flush=True)
+        said = line
+
+    binaries = build.build(modern=args.modern, report=report)
+    print(f"the programs are in {binaries.kube_apiserver.parent}")
+    for lack in binaries.missing:
+        print(f"missing: {lack}", file=sys.stderr)
 
 
 def _up(args: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ and the next agent, started with the same folder, takes them up; no container ev
 What it is not: it isolates nothing. Processes share this machine's files, users, process table and network; only paths
 in commands and variables are turned (see paths.py), every pod has an address of its own on loopback that it must bind
 by itself, and resource requests count for scheduling but limit nothing. It pulls no images: a table names local
-programs. It has no exec, attach, port-forward or logs endpoints (logs are files), no postStart hooks, no sidecar or
+programs. It serves `kubectl logs` and has no exec, attach or port-forward, no postStart hooks, no sidecar or
 ephemeral containers, no gRPC probes, no service account tokens in the usual place, and it writes ConfigMap and
 Secret volumes once, at the pod's start. It is for tests and for the demo, and never for a node that anyone relies on.
 """
@@ -37,6 +37,7 @@ from localcluster.backoff import Backoff
 from localcluster.container import Process
 from localcluster.errors import LocalClusterError
 from localcluster.kube import MERGE, STRATEGIC, Json, Kube
+from localcluster.kubelet_api import LogServer
 from localcluster.pod import Node, PodWorker
 from localcluster.podstatus import timestamp
 from localcluster.services import Forwarder
@@ -132,10 +133,12 @@ class Agent:
         )
         self._addresses = Addresses(options.folder)
         self._pods: dict[str, PodWorker] = {}
+        self._port = 0
         self._forwarder = Forwarder(kube, self._node.services)
 
     async def run(self) -> None:
         """Register the Node and run its pods; when cancelled, end their processes."""
+        await self._serve_logs()
         await self._register()
         log.info("node %s is registered; logs lie in %s", self._options.name, self._options.folder / "logs")
         try:
@@ -146,6 +149,17 @@ class Agent:
                     group.create_task(self._forwarder.run())
         finally:
             await asyncio.gather(*(pod.abandon(self._options.stop_grace) for pod in list(self._pods.values())))
+
+    async def _serve_logs(self) -> None:
+        """For `kubectl logs`, with the API server's certificate, if the cluster is one that this package made."""
+        certificates = self._options.kubeconfig.resolve().parent
+        certificate, key = certificates / "server.crt", certificates / "server.key"
+        if certificate.exists() and key.exists():
+            self._port = await LogServer(self._logs, certificate, key).start(self._node.host)
+
+    def _logs(self, namespace: str, name: str) -> Path | None:
+        found = [pod.logs for pod in self._pods.values() if pod.key == (namespace, name)]
+        return found[-1] if found else None
 
     async def _register(self) -> None:
         name = self._options.name
@@ -179,6 +193,7 @@ class Agent:
             "allocatable": self._resources,
             "conditions": conditions,
             "addresses": [{"type": kind, "address": value} for kind, value in addresses.items()],
+            "daemonEndpoints": {"kubeletEndpoint": {"Port": self._port}},
             "nodeInfo": {"kubeletVersion": "kvpilot-localcluster", "operatingSystem": "linux", "architecture": "amd64"},
         }
         await self._kube.call(

@@ -69,7 +69,12 @@ def pod_folder(node: Node, uid: str) -> Path:
 
 
 class PodWorker:
-    """Runs one pod from the moment it is bound to the node until the API server has forgotten it."""
+    """Runs one pod from the moment it is bound to the node until the API server has forgotten it.
+
+    Attributes:
+        key: namespace and name.
+        logs: the folder of its logs, with one folder for each container and one file for each run.
+    """
 
     def __init__(self, node: Node, pod: Json, address: str, forget: Callable[[], None]) -> None:
         self._node = node
@@ -79,7 +84,8 @@ class PodWorker:
         metadata = pod["metadata"]
         self._path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
         self._folder = pod_folder(node, metadata["uid"])
-        self._logs = node.folder / "logs" / f"{metadata['namespace']}_{metadata['name']}_{metadata['uid']}"
+        self.key = (metadata["namespace"], metadata["name"])
+        self.logs = node.folder / "logs" / f"{metadata['namespace']}_{metadata['name']}_{metadata['uid']}"
         self._volumes: dict[str, Path] = {}
         self._deadline: float | None = None
         self._published: Json = {}
@@ -118,7 +124,7 @@ class PodWorker:
             policy=policy,
             address=self._address,
             folder=self._folder / spec["name"],
-            logs=self._logs / spec["name"],
+            logs=self.logs / spec["name"],
             backoff=self._node.backoff,
             command=self._command,
             changed=self._dirty.set,
@@ -167,7 +173,7 @@ class PodWorker:
 
     async def _annotate(self) -> None:
         self._dirty.set()
-        note = {"metadata": {"annotations": {LOGS_ANNOTATION: str(self._logs)}}}
+        note = {"metadata": {"annotations": {LOGS_ANNOTATION: str(self.logs)}}}
         with contextlib.suppress(ApiException, aiohttp.ClientError, TimeoutError):
             await self._node.kube.call("PATCH", self._path, note, content=MERGE)
 
