@@ -89,9 +89,9 @@ class Load:
             longest = int(tokenized["max_model_len"])
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             raise LoadError(f"{self._url}/tokenize: {type(error).__name__}: {error}") from error
-        if not 0 < self._prompt_tokens <= longest - self._output_tokens:
+        if not 0 < self._prompt_tokens <= longest - self._output_tokens * 3 // 2:
             raise LoadError(
-                f"prompt_tokens: {self._prompt_tokens} and {self._output_tokens} of output do not fit the model's "
+                f"prompt_tokens: {self._prompt_tokens} and up to {self._output_tokens * 3 // 2} of output do not fit the model's "
                 f"context of {longest}; ask for fewer"
             )
         self._began = time.monotonic()
@@ -155,10 +155,12 @@ class Load:
         return [self._corpus[(start + i) % size] for i in range(self._prompt_tokens)]
 
     async def _request(self) -> None:
+        # Answers of unlike lengths, or all users would start and end together and the cache be empty in between.
+        wanted = self._random.randint(self._output_tokens // 2 + 1, self._output_tokens * 3 // 2)
         body = {
             "model": self._model,
             "prompt": self._prompt(),
-            "max_tokens": self._output_tokens,
+            "max_tokens": wanted,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
@@ -180,8 +182,8 @@ class Load:
                     if chunk.get("choices"):
                         times.append(time.monotonic())
         answered = int(usage.get("completion_tokens", 0))
-        if not done or not times or answered != self._output_tokens:
-            raise _Failed(f"the answer ended after {answered or len(times)} of {self._output_tokens} tokens")
+        if not done or not times or answered != wanted:
+            raise _Failed(f"the answer ended after {answered or len(times)} of {wanted} tokens")
         self.stats.ok += 1
         self.stats.prompt_tokens += self._prompt_tokens
         self.stats.output_tokens += answered

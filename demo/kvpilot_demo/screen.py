@@ -88,7 +88,7 @@ class Screen:
             row = " | ".join(f"{name} {value}" for name, value in service_row(service))
             if row != self._last_row:
                 self._last_row = row
-                self._line(f"   {row}" + (f" | {load}" if load else ""))
+                self._line(f"   {row}")
 
     @contextmanager
     def progress(self) -> Iterator[Any]:

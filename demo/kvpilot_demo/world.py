@@ -20,9 +20,17 @@ from kubernetes_asyncio.client import ApiClient
 from kvpilot_demo.models import cache_folder, smollm2_135m
 from kvpilot_operator.cluster.client import Cluster, Object
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.render.names import API_VERSION, DTYPE_LABEL, KIND, REVISION_LABEL, SERVICE_LABEL
-from localcluster.build import build
-from localcluster.controlplane import ControlPlane, free_port
+from kvpilot_operator.render.names import (
+    API_VERSION,
+    DTYPE_LABEL,
+    ENGINE_CONTAINER,
+    KIND,
+    REVISION_LABEL,
+    SERVICE_LABEL,
+)
+from localcluster.cluster import LocalCluster
+from localcluster.controlplane import free_port
+from localcluster.pod import LOGS_ANNOTATION
 from localcluster.rest import Rest
 
 ROOT = Path(__file__).parents[2]
@@ -36,13 +44,11 @@ Report = Callable[[str, float], None]
 class World:
     """One local cluster with the operator; `async with World.up(...)`."""
 
-    def __init__(self, folder: Path, plane: ControlPlane, cluster: Cluster) -> None:
+    def __init__(self, folder: Path, local: LocalCluster, cluster: Cluster) -> None:
         self._folder = folder
-        self._plane = plane
+        self._local = local
         self.cluster = cluster
-        self._node: subprocess.Popen[bytes] | None = None
         self._operator: subprocess.Popen[bytes] | None = None
-        self._service_ip = ""
         self.example: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())
         self.name: str = self.example["metadata"]["name"]
         self.model: str = self.example["spec"]["model"].get("servedName", self.name)
@@ -55,41 +61,47 @@ class World:
     @property
     def rest(self) -> Rest:
         """A blocking client for what the operator itself never touches."""
-        return self._plane.rest
+        return self._local.rest
 
     @property
     def kubeconfig(self) -> Path:
         """For kubectl."""
-        return self._plane.kubeconfig
+        return self._local.kubeconfig
 
     @classmethod
     @contextlib.asynccontextmanager
     async def up(cls, folder: Path, report: Report) -> AsyncIterator[World]:
         """Build what is missing, start everything, and take it all down again at the end."""
-        binaries = await asyncio.to_thread(build, report=report)
+        local = await asyncio.to_thread(LocalCluster, folder, report=report)
         await asyncio.to_thread(smollm2_135m, report)
-        report("control plane", 0.0)
-        plane = ControlPlane(folder / "controlplane", binaries)
-        await asyncio.to_thread(plane.start)
-        report("control plane", 1.0)
         try:
-            await config.load_kube_config(config_file=str(plane.kubeconfig))
-            world = cls(folder, plane, Cluster(ApiClient()))
+            report("control plane and node", 0.0)
+            await asyncio.to_thread(local.start)
+            report("control plane and node", 1.0)
+            await config.load_kube_config(config_file=str(local.kubeconfig))
+            world = cls(folder, local, Cluster(ApiClient()))
             try:
-                await world._start_node()
                 await world._install_crd()
                 world.start_operator()
                 yield world
             finally:
                 await world._down()
         finally:
-            await asyncio.to_thread(plane.stop)
+            await asyncio.to_thread(local.stop)
 
     def start_operator(self) -> None:
         """Start the operator as a process of its own, as `pip install` would have it run beside a cluster."""
         command = [str(Path(sys.executable).parent / "kvpilot-operator"), "--scrape-seconds=2"]
         command += ["--http-host=127.0.0.1", f"--http-port={free_port()}"]
-        self._operator = self._spawn("operator", command)
+        with (self._folder / "operator.log").open("ab") as log:
+            self._operator = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
+                # Ctrl-C is for the demo, which then ends the operator itself.
+                start_new_session=True,
+            )
 
     def kill_operator(self) -> None:
         """Kill -9: nothing is tidied up."""
@@ -146,7 +158,8 @@ class World:
         for pod in await self.pods():
             if pod["metadata"]["labels"].get(DTYPE_LABEL) != dtype:
                 continue
-            for log in self._folder.glob(f"node/**/*{pod['metadata']['name']}*/**/*.log"):
+            folder = Path(pod["metadata"]["annotations"][LOGS_ANNOTATION]) / ENGINE_CONTAINER
+            for log in sorted(folder.glob("*.log")):
                 for line in log.read_text(errors="replace").splitlines():
                     if line.startswith('{"kvpilot"') and json.loads(line).get("kvpilot") == "warning":
                         return str(json.loads(line)["message"])
@@ -163,30 +176,13 @@ class World:
                         return
                 await asyncio.sleep(0.1)
 
-    async def _start_node(self) -> None:
-        command = [sys.executable, "-m", "localcluster", "node", f"--kubeconfig={self.kubeconfig}"]
-        command.append(f"--folder={self._folder / 'node'}")
-        self._node = self._spawn("node", command)
-
-    def _spawn(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
-        with (self._folder / f"{name}.log").open("ab") as log:
-            return subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=self._folder,
-                env={**os.environ, "KUBECONFIG": str(self.kubeconfig), "PYTHONPATH": str(ROOT / "tests")},
-                start_new_session=True,
-            )
-
     async def _down(self) -> None:
-        for process in (self._operator, self._node):
-            if process is not None and process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                try:
-                    await asyncio.to_thread(process.wait, 30)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+        if self._operator is not None and self._operator.poll() is None:
+            self._operator.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.to_thread(self._operator.wait, 30)
+            except subprocess.TimeoutExpired:
+                self._operator.kill()
         await self.cluster.close()
 
 

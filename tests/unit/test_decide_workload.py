@@ -69,6 +69,12 @@ def test_demand_counts_waiting_requests_like_running_ones():
     assert classify(samples(usage=1.0, waiting=4, running=4), PRESSURE, NOW).demand_tokens == 6000
 
 
+def test_pressure_ends_only_below_the_low_limit_or_when_nobody_waits():
+    assert classify(samples(usage=0.7, waiting=3), PRESSURE, NOW, was_bound=True).kind == "MemoryBound"
+    assert classify(samples(usage=0.4, waiting=3), PRESSURE, NOW, was_bound=True).kind == "Relaxed"
+    assert classify(samples(usage=0.9, waiting=0), PRESSURE, NOW, was_bound=True).kind == "Relaxed"
+
+
 @given(usage=st.floats(0, 0.84), waiting=st.floats(0, 1e6))
 def test_below_the_limit_nothing_is_ever_memory_bound(usage, waiting):
     assert classify(samples(usage=usage, waiting=waiting), PRESSURE, NOW).kind == "Relaxed"

@@ -28,7 +28,7 @@ def conditions(
         _progressing(draft, s, target),
         _model_cached(draft, s),
         _metrics(workload),
-        _memory_pressured(workload),
+        _memory_pressured(s, workload),
         _canary_healthy(draft),
         _accuracy(draft, s, target),
         _spec_accepted(unacted, s),
@@ -128,10 +128,12 @@ def _metrics(workload: Workload) -> _Line:
     return ("MetricsAvailable", "True", "Scraped", f"KV capacity {workload.capacity_tokens} tokens")
 
 
-def _memory_pressured(workload: Workload) -> _Line:
+def _memory_pressured(s: Snapshot, workload: Workload) -> _Line:
     if workload.kind == "NoMetrics":
         return ("MemoryPressured", "Unknown", "NoMetrics", workload.message)
-    word: _Word = "True" if workload.kind == "MemoryBound" else "False"
+    before = s.status.condition("MemoryPressured")
+    held = workload.kind == "Warming" and before is not None and before.status == "True"
+    word: _Word = "True" if workload.kind == "MemoryBound" or held else "False"
     return ("MemoryPressured", word, workload.kind, workload.message)
 
 

@@ -42,7 +42,7 @@ def _decide(draft: Draft, s: Snapshot, spec: Spec) -> Decision:
     replicas = desired_replicas(spec)
     stable = s.status.stable
     serving = s.traffic or (stable.revision if stable is not None else "")
-    workload = classify(s.samples.get(serving, ()), spec.kv_cache.pressure, s.now)
+    workload = classify(s.samples.get(serving, ()), spec.kv_cache.pressure, s.now, was_bound=_was_pressured(s))
     target = choose(s, spec, workload)
     rollout.advance(draft, s, spec, target, replicas)
     request, captured = probing.probe(draft, s, spec)
@@ -86,12 +86,15 @@ def _summarise(draft: Draft, s: Snapshot, target: Target, workload: Workload, re
 
 
 def _announce_pressure(draft: Draft, s: Snapshot, workload: Workload) -> None:
-    before = s.status.condition("MemoryPressured")
-    was = before is not None and before.status == "True"
-    if workload.kind == "MemoryBound" and not was:
+    if workload.kind == "MemoryBound" and not _was_pressured(s):
         draft.event("MemoryPressured", workload.message, warning=True)
-    elif workload.kind == "Relaxed" and was:
+    elif workload.kind == "Relaxed" and _was_pressured(s):
         draft.event("MemoryRelaxed", workload.message)
+
+
+def _was_pressured(s: Snapshot) -> bool:
+    before = s.status.condition("MemoryPressured")
+    return before is not None and before.status == "True"
 
 
 def _announce_hold(draft: Draft, s: Snapshot) -> None:

@@ -35,12 +35,13 @@ class Workload:
     message: str = ""
 
 
-def classify(samples: Sequence[Sample], pressure: Pressure, now: datetime) -> Workload:
+def classify(samples: Sequence[Sample], pressure: Pressure, now: datetime, *, was_bound: bool = False) -> Workload:
     """Judge the samples of the last `sustainedSeconds`.
 
     Memory-bound means both: nearly every sample at or above `highPercent`, and requests that wait (on average at least
     `waitingPerReplica` a pod) or are preempted for it (at least `preemptionsPerMinute`). A full cache that nobody waits
-    for is a cache put to good use.
+    for is a cache put to good use. A service that `was_bound` stays so until its average use falls below `lowPercent`
+    or nobody waits any more: one quiet moment does not end a pressure.
     """
     fresh = [s for s in samples if s.pods > 0 and s.time <= now]
     if not fresh or (now - fresh[-1].time).total_seconds() > STALE_SECONDS:
@@ -69,13 +70,14 @@ def classify(samples: Sequence[Sample], pressure: Pressure, now: datetime) -> Wo
         f"KV use {facts.usage_percent}% of {facts.capacity_tokens} tokens (limit {pressure.high_percent}%), "
         f"{waiting:.1f} waiting, {per_minute:.1f} preemptions a minute, over {span:.0f} s"
     )
-    if not full:
+    still = was_bound and starved and facts.usage_percent >= pressure.low_percent
+    if not full and not still:
         return _as(facts, "Relaxed", f"{evidence}: memory does not bind")
     if not starved:
         return _as(facts, "Relaxed", f"{evidence}: the cache is full, but no request waits for it")
     if span < _SPAN * pressure.sustained_seconds:
         return _as(facts, "Warming", f"{evidence}: not sustained for {pressure.sustained_seconds} s yet")
-    return _as(facts, "MemoryBound", f"{evidence}: memory binds")
+    return _as(facts, "MemoryBound", f"{evidence}: memory {'still ' if still and not full else ''}binds")
 
 
 def _as(facts: Workload, kind: Kind, message: str) -> Workload:
