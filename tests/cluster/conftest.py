@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import yaml
 
 from localcluster.cluster import LocalCluster
-from localcluster.rest import until
+from localcluster.definitions import directly
 
 CRDS = Path(__file__).parents[2] / "crds"
 _NUMBERS = itertools.count(1)
@@ -27,11 +26,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """Kubernetes 1.20 and crds/, with one node that pretends to have four GPUs; containers restart after a second."""
     folder = tmp_path_factory.mktemp("cluster")
     with LocalCluster(folder, backoff=1.0, resources={"nvidia.com/gpu": "4"}) as running:
-        for definition in _definitions():
-            running.rest.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition)
-            group, names = definition["spec"]["group"], definition["spec"]["names"]
-            path = f"/apis/{group}/{definition['spec']['versions'][0]['name']}/{names['plural']}"
-            until(partial(running.rest.get, path), f"{path} is served")
+        directly(running.rest, _definitions())
         yield running
         running.check()
 

@@ -239,6 +239,25 @@ def test_a_failing_liveness_probe_restarts_the_container(tenant: Tenant) -> None
     assert status["lastState"]["terminated"]["exitCode"] == 3
 
 
+def test_liveness_and_readiness_wait_for_the_startup_probe(tenant: Tenant) -> None:
+    up = {"exec": {"command": ["test", "-e", "/state/up"]}, "periodSeconds": 1, "failureThreshold": 1}
+    tenant.run(
+        "slow",
+        container(
+            command=["bash", "-c", "sleep 2.5; touch /state/up; exec sleep 600"],
+            startupProbe={**up, "failureThreshold": 10},
+            livenessProbe=up,
+            readinessProbe=up,
+            volumeMounts=[{"name": "state", "mountPath": "/state"}],
+        ),
+        terminationGracePeriodSeconds=1,
+    )
+    status = tenant.wait("slow", lambda status: status.get("state", {}).get("running"), "running")
+    assert (status["started"], status["ready"]) == (False, False)
+    tenant.wait_ready("slow")
+    assert tenant.status("slow")["restartCount"] == 0
+
+
 def test_a_crashing_container_is_restarted_with_growing_pauses(tenant: Tenant) -> None:
     tenant.run("crashes", container(command=["sh", "-c", "echo run; exit 7"]))
 

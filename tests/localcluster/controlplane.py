@@ -17,17 +17,19 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from localcluster import certs, procs
 from localcluster.build import Binaries
+from localcluster.definitions import behind_aggregator, directly
 from localcluster.errors import StartFailed
-from localcluster.rest import ApiError, Rest, until
+from localcluster.rest import Rest, until
 
 _MARK = "localcluster.run"
+_ENFORCES_CEL = (1, 29)
+_HAS_NO_INSECURE_PORT = (1, 24)
 _COMPONENTS = ("etcd", "kube-apiserver", "apiextensions-apiserver", "kube-controller-manager", "kube-scheduler")
 _CLIENTS = {
     "admin": "/O=system:masters/CN=admin",
@@ -90,7 +92,9 @@ class ControlPlane:
             self._certificates()
             self._etcd()
             self._apiserver()
-            if self._modern:
+            if self._modern and self._binaries.version >= _ENFORCES_CEL:
+                directly(self.rest, self._modern)
+            elif self._modern:
                 self._apiextensions()
             self._controllers()
         except BaseException:
@@ -215,7 +219,9 @@ class ControlPlane:
 
     def _apiextensions(self) -> None:
         if self._binaries.apiextensions_apiserver is None:
-            raise StartFailed("modern_crds needs the apiextensions-apiserver: run `localcluster build --modern`")
+            raise StartFailed(
+                "modern_crds needs `localcluster build --modern`, or KUBEBUILDER_ASSETS of Kubernetes 1.29 or newer"
+            )
         port, admin = free_port(), str(self.kubeconfig)
         self._spawn(
             "apiextensions-apiserver",
@@ -238,35 +244,7 @@ class ControlPlane:
         files = (self.folder / "ca.crt", self.folder / "admin.crt", self.folder / "admin.key")
         modern = Rest.of_files(f"https://127.0.0.1:{port}", *files)
         self._wait("apiextensions-apiserver", modern.ready)
-        core = self.rest
-        service = {"type": "ExternalName", "externalName": "localhost", "ports": [{"port": port}]}
-        core.create("/api/v1/namespaces/kube-system/services", {"metadata": {"name": "modern-crds"}, "spec": service})
-        for crd in self._modern:
-            self._serve(core, modern, crd, port)
-
-    def _serve(self, core: Rest, modern: Rest, crd: Mapping[str, Any], port: int) -> None:
-        modern.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd)
-        group, plural = crd["spec"]["group"], crd["spec"]["names"]["plural"]
-        for version in (entry["name"] for entry in crd["spec"]["versions"] if entry["served"]):
-            path = f"/apis/{group}/{version}"
-            until(partial(modern.get, f"{path}/{plural}"), f"{group} {plural} is served")
-            reference = {"name": "modern-crds", "namespace": "kube-system", "port": port}
-            spec = {
-                "group": group,
-                "version": version,
-                "groupPriorityMinimum": 1000,
-                "versionPriority": 15,
-                "insecureSkipTLSVerify": True,
-                "service": reference,
-            }
-            with contextlib.suppress(ApiError):  # a second definition of the same group and version
-                core.create(
-                    "/apis/apiregistration.k8s.io/v1/apiservices",
-                    {"metadata": {"name": f"{version}.{group}"}, "spec": spec},
-                )
-            # The aggregator reports Available before it has the route, so the objects themselves are asked for.
-            until(partial(core.get, path), f"{path} is routed")
-            until(partial(core.get, f"{path}/{plural}"), f"{path}/{plural} is routed")
+        behind_aggregator(self.rest, modern, self._modern, port)
 
     def _controllers(self) -> None:
         binaries, folder = self._binaries, self.folder
@@ -295,7 +273,7 @@ class ControlPlane:
             f"--authorization-kubeconfig={config}",
             "--bind-address=127.0.0.1",
             f"--secure-port={free_port()}",
-            "--port=0",
+            *(["--port=0"] if self._binaries.version < _HAS_NO_INSECURE_PORT else []),
             "--leader-elect=false",
             f"--cert-dir={self.folder}",
         ]
