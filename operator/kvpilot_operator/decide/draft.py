@@ -52,13 +52,14 @@ class Draft:
         from_dtype: str | None = None,
         to_dtype: str | None = None,
         warning: bool = False,
+        event: str | None = None,
     ) -> None:
-        """Write the decision into the journal and post it as an event."""
+        """Write the decision into the journal and post it as an event (of reason `event` where that reads better)."""
         entry = JournalEntry(
             time=self.now, action=action, reason=reason, message=clip(message), from_dtype=from_dtype, to_dtype=to_dtype
         )
         self.set(decisions=(entry, *self.status.decisions)[:MAX_DECISIONS])
-        self.event(reason, message, warning=warning)
+        self.event(event or reason, message, warning=warning)
 
     def event(self, reason: str, message: str, *, warning: bool = False) -> None:
         """Post an event without a journal entry."""

@@ -67,7 +67,14 @@ def _start_canary(draft: Draft, s: Snapshot, target: Target, stable: Stable) -> 
             stable_capacity_tokens=sample.capacity_tokens // sample.pods if sample and sample.pods else None,
         )
     )
-    draft.record("StartCanary", target.reason, target.message, from_dtype=stable.dtype, to_dtype=target.dtype)
+    draft.record(
+        "StartCanary",
+        target.reason,
+        target.message,
+        from_dtype=stable.dtype,
+        to_dtype=target.dtype,
+        event="CanaryStarted",
+    )
     if target.warning is not None:
         draft.event("PreflightWarning", target.warning, warning=True)
 
@@ -100,7 +107,7 @@ def _advance_canary(draft: Draft, s: Snapshot, spec: Spec, target: Target, canar
     elif canary.stage == "Probing" and canary.verdict == "Passed" and not spec.rollout.paused:
         draft.set_canary(stage="Promoting")
         draft.record(
-            "Promote", "CanaryPassed", f"{canary.message}; scaling to {replicas} and switching traffic",
+            "Promote", "Promoting", f"scaling to {replicas} and switching traffic: {canary.message}",
             from_dtype=canary.from_dtype, to_dtype=canary.dtype,
         )  # fmt: skip
 
