@@ -155,7 +155,10 @@ def _typed(method: str, path: str, error: ApiException) -> ClusterError:
         details = json.loads(error.body or "{}")
     except ValueError:
         details = {}
-    message = str(details.get("message") or error.reason or "no message")[:500]
+    message = str(details.get("message") or error.reason or "no message")
+    if len(message) > 1000:
+        # A refused value may be long itself: what is wrong with it stands at the end.
+        message = f"{message[:300]} … {message[-600:]}"
     if status == 409:
         return Conflict(method, path, status, message)
     if status == 404:
