@@ -89,9 +89,10 @@ class Load:
             longest = int(tokenized["max_model_len"])
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             raise LoadError(f"{self._url}/tokenize: {type(error).__name__}: {error}") from error
-        if not 0 < self._prompt_tokens <= longest - self._output_tokens * 3 // 2:
+        longest_answer = self._output_tokens * 3 // 2
+        if not 0 < self._prompt_tokens <= longest - longest_answer:
             raise LoadError(
-                f"prompt_tokens: {self._prompt_tokens} and up to {self._output_tokens * 3 // 2} of output do not fit the model's "
+                f"prompt_tokens: {self._prompt_tokens} and up to {longest_answer} of output do not fit the model's "
                 f"context of {longest}; ask for fewer"
             )
         self._began = time.monotonic()

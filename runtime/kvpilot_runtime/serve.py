@@ -118,7 +118,9 @@ def _become_vllm(arguments: list[str], *, local: bool) -> NoReturn:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if local:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder: no start waits for the hub
-    os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments])  # noqa: S606
+    # -P: whatever lies in the working directory must not shadow a module of Python's.
+    vllm = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve"]
+    os.execv(sys.executable, [*vllm, *arguments])  # noqa: S606
 
 
 def _say(kind: str, reason: str, message: str) -> None:

@@ -7,6 +7,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvpilot_kernels import formats
 from kvpilot_kernels.formats import FormatError, UnknownFormatError, UnsupportedHeadDimError
 
