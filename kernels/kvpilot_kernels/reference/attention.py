@@ -1,0 +1,65 @@
+"""Attention over stored tokens in float64, straight from its definition: what every kernel is held against.
+
+    o_i = sum_t softmax_t(scale * q_i . k_t) v_t    over the tokens t that i may see
+
+with k and v read back from the group format (`quantize`) and rotated back (`hadamard`). No paging, no tricks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvpilot_kernels.formats import Format
+from kvpilot_kernels.reference.hadamard import hadamard
+from kvpilot_kernels.reference.quantize import decode, encode
+
+
+def round_trip(x: torch.Tensor, fmt: Format, side: str) -> torch.Tensor:
+    """What the cache gives back for keys (`side="key"`) or values (`"value"`): float64 in the shape of x, [..., D]."""
+    dim, bits = x.shape[-1], (fmt.key if side == "key" else fmt.value).bits
+    codes, words = encode(x.float() @ hadamard(dim), bits, fmt.group_size(dim))
+    return decode(codes, words, bits).double() @ hadamard(dim, torch.float64).T
+
+
+def decode_reference(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, fmt: Format, scale: float
+) -> torch.Tensor:
+    """One query token over all stored tokens of one sequence.
+
+    Args:
+        query: [heads, D]. key, value: [tokens, kv_heads, D] before quantization, the query's own token included.
+        fmt: the format that they are stored in. scale: factor on the scores.
+
+    Returns:
+        float64 [heads, D].
+    """
+    return _attend(query[None], round_trip(key, fmt, "key"), round_trip(value, fmt, "value"), scale)[0]
+
+
+def prefill_reference(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: int, fmt: Format, scale: float
+) -> torch.Tensor:
+    """A chunk after `context` stored tokens: the context is read from the cache, the chunk attends to itself exactly.
+
+    Args:
+        query: [tokens, heads, D]. key, value: [context + tokens, kv_heads, D] before quantization.
+        context: tokens stored before the chunk. fmt, scale: as in `decode_reference`.
+
+    Returns:
+        float64 [tokens, heads, D].
+    """
+    key, value = (
+        torch.cat([round_trip(x[:context], fmt, side), x[context:].double()])
+        for x, side in ((key, "key"), (value, "value"))
+    )
+    return _attend(query, key, value, scale)
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention aligned to the end of the keys, in float64."""
+    tokens, heads, _ = query.shape
+    repeat = heads // key.shape[1]
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    scores = torch.einsum("ihd,thd->hit", query.double(), key) * scale
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(key.shape[0] - tokens + 1)
+    return torch.einsum("hit,thd->ihd", scores.masked_fill(future, -torch.inf).softmax(-1), value)

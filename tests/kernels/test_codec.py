@@ -1,0 +1,108 @@
+"""The group format's codec: what comes back, and how far off it may be."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.reference.attention import round_trip
+from kvpilot_kernels.reference.hadamard import hadamard
+from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, unpack
+
+dims = st.sampled_from(formats.HEAD_DIMS)
+widths = st.sampled_from([2, 4, 8])
+seeds = st.integers(0, 2**31)
+
+
+def group(dim: int) -> int:
+    return formats.parse("k4v4").group_size(dim)
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dim", [1, 2, 12, 64, 96, 128, 192, 256])
+def test_the_hadamard_matrix_is_orthonormal_with_entries_of_one_size(dim: int) -> None:
+    h = hadamard(dim, torch.float64)
+    assert torch.allclose(h @ h.T, torch.eye(dim, dtype=torch.float64))
+    assert torch.allclose(h.abs(), torch.full_like(h, dim**-0.5))
+
+
+@pytest.mark.parametrize("dim", [0, 3, 20, 80, 112])
+def test_a_dimension_without_a_hadamard_matrix_is_refused(dim: int) -> None:
+    with pytest.raises(ValueError, match=f"dim {dim}"):
+        hadamard(dim)
+
+
+@given(seeds, dims, widths)
+def test_packing_loses_nothing(seed: int, dim: int, bits: int) -> None:
+    codes = torch.randint(0, 1 << bits, (3, dim), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    packed = pack(codes, bits)
+    assert packed.shape == (3, dim * bits // 8)
+    assert torch.equal(unpack(packed, bits), codes)
+
+
+def test_a_byte_holds_elements_a_half_or_a_quarter_row_apart() -> None:
+    row = torch.arange(64, dtype=torch.uint8)
+    assert pack(row % 16, 4)[5] == 5 | (37 % 16) << 4
+    assert pack(row % 4, 2)[6] == 2 | (22 % 4) << 2 | (38 % 4) << 4 | (54 % 4) << 6
+
+
+@given(seeds, dims, widths, st.floats(1e-3, 1e4))
+def test_an_unclipped_element_is_off_by_at_most_a_code_of_its_group(
+    seed: int, dim: int, bits: int, size: float
+) -> None:
+    x = normal(seed, 4, dim) * size
+    codes, words = encode(x, bits, group(dim))
+    step, _ = scale_and_zero(words, bits)
+    step = step.repeat_interleave(group(dim), -1)
+    error = (decode(codes, words, bits) - x).abs()
+    clipped = (codes == 0) | (codes == (1 << bits) - 1)
+    assert (error[~clipped] <= step[~clipped] * 0.51).all()
+
+
+@given(seeds, dims)
+def test_error_on_gaussian_rows_stays_under_its_bound(seed: int, dim: int) -> None:
+    x = normal(seed, 64, dim)
+    for bits, bound in ((8, 1e-4), (4, 0.012), (2, 0.16)):
+        codes, words = encode(x, bits, group(dim))
+        assert (decode(codes, words, bits) - x).square().mean() < bound
+
+
+@given(dims, widths)
+def test_zero_rows_come_back_as_zeros(dim: int, bits: int) -> None:
+    codes, words = encode(torch.zeros(2, dim), bits, group(dim))
+    assert torch.equal(decode(codes, words, bits), torch.zeros(2, dim))
+
+
+@given(dims, st.floats(-1e3, 1e3).filter(lambda c: abs(c) > 1e-2), st.sampled_from(["int8", "k4v4"]))
+def test_constant_rows_come_back_within_a_few_percent(dim: int, constant: float, name: str) -> None:
+    x = torch.full((1, dim), constant)
+    back = round_trip(x, formats.parse(name), "key")
+    assert (back - x).abs().max() <= 0.05 * abs(constant)
+
+
+@given(seeds, dims, st.floats(10, 3e4))
+def test_one_huge_outlier_does_not_drown_the_other_tokens(seed: int, dim: int, outlier: float) -> None:
+    x = normal(seed, 3, dim)
+    x[1, 7] = outlier
+    back = round_trip(x, formats.parse("k4v4"), "value")
+    assert (back[[0, 2]] - x[[0, 2]]).square().mean() < 0.012
+    assert abs(back[1, 7] - outlier) <= 0.1 * outlier
+
+
+def test_values_beyond_float16_saturate_and_stay_finite() -> None:
+    codes, words = encode(torch.full((1, 64), 3e38), 4, 64)
+    assert decode(codes, words, 4).isfinite().all()
+
+
+@settings(max_examples=20)
+@given(st.sampled_from([64, 96, 128]), widths)
+def test_a_nan_comes_back_as_nan_and_only_in_its_own_group(dim: int, bits: int) -> None:
+    x = torch.ones(2, dim)
+    x[0, 0] = torch.nan
+    back = decode(*encode(x, bits, group(dim)), bits)
+    assert back[0, : group(dim)].isnan().all()
+    assert back[0, group(dim) :].isfinite().all() and back[1].isfinite().all()
