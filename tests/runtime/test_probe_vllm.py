@@ -1,74 +1,24 @@
 """Probes against real vLLM and real weights: noise is told from damage, and damage from garbage.
 
-Each dtype is a vLLM of its own on the CPU, one after the other; the weights are those that the runtime's tests prepare.
+Each dtype is a vLLM of its own on the CPU, one after the other.
 """
 
 import asyncio
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 
+from kvpilot_demo.models import smollm2_135m
 from kvpilot_operator.probes import codec, packs
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.probes.run import Measurement, Settings, capture, control, measure
+from support.engine import engine
 
-CACHE = Path(os.environ.get("KVPILOT_CACHE", Path.home() / ".cache" / "kvpilot"))
-WEIGHTS = CACHE / "models" / "smollm2-135m"
-MODEL = "smollm2"
-START_SECONDS = 300
+MODEL = "m"
 SETTINGS = Settings(deadline_seconds=240)
+KV_MEMORY = "--kv-cache-memory-bytes=256M"
 
-pytestmark = [
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not (WEIGHTS / "config.json").exists(), reason=f"no weights at {WEIGHTS}"),
-]
-
-
-@contextmanager
-def vllm(dtype: str, log: Path) -> Iterator[str]:
-    """Run vLLM with this KV-cache dtype on a free port until the block ends; yields its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        str(Path(sys.executable).parent / "vllm"),
-        *("serve", str(WEIGHTS), "--served-model-name", MODEL, "--kv-cache-dtype", dtype),
-        *("--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048", "--enforce-eager"),
-    ]
-    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + START_SECONDS
-        while not _healthy(url):
-            assert process.poll() is None, f"vLLM ended with {process.returncode}: {log.read_text()[-2000:]}"
-            assert time.monotonic() < deadline, f"vLLM did not start: {log.read_text()[-2000:]}"
-            time.sleep(0.5)
-        yield url
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=2).status_code == 200
-    except httpx.HTTPError:
-        return False
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +31,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Baseline, Measu
         kept = codec.decode(codec.encode(captured))
         return kept, await control(url, MODEL, kept, settings=SETTINGS)
 
-    with vllm("auto", tmp_path_factory.mktemp("auto") / "vllm.log") as url:
-        return asyncio.run(both(url))
+    with engine(smollm2_135m(), "auto", tmp_path_factory.mktemp("auto"), KV_MEMORY) as running:
+        return asyncio.run(both(running.url))
 
 
 def measured(dtype: str, baseline: Baseline, folder: Path) -> Measurement:
-    with vllm(dtype, folder / "vllm.log") as url:
-        return asyncio.run(measure(url, MODEL, baseline, settings=SETTINGS))
+    with engine(smollm2_135m(), dtype, folder, KV_MEMORY) as running:
+        return asyncio.run(measure(running.url, MODEL, baseline, settings=SETTINGS))
 
 
 def test_a_sixteen_bit_engine_is_quiet_against_itself_in_other_batches(reference: tuple[Baseline, Measurement]) -> None:
@@ -108,6 +58,15 @@ def test_fp8_does_damage_above_the_noise_that_a_reader_would_not_notice(
     assert 5_000 < excess < 100_000
     assert fp8.top1_agreement_permille > 850
     assert fp8.positions > 180
+
+
+def test_k4v4_in_our_backend_does_no_more_damage_than_twice_fp8s(
+    reference: tuple[Baseline, Measurement], tmp_path: Path
+) -> None:
+    kept, noise = reference
+    k4v4 = measured("k4v4", kept, tmp_path)
+    assert k4v4.mean_kl_micronats - noise.mean_kl_micronats < 76_000
+    assert k4v4.top1_agreement_permille > 850
 
 
 def test_a_dtype_that_answers_garbage_is_overwhelming_damage_within_a_bounded_cost(

@@ -1,0 +1,73 @@
+"""What cannot work is refused before vLLM is imported: one JSON line with field, value and remedy, and exit code 78."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+
+import pytest
+
+from kvpilot_demo.models import tiny_llama
+from support.engine import SERVE
+
+
+def refused(*arguments: str) -> tuple[str, str]:
+    began = time.monotonic()
+    ended = subprocess.run([SERVE, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert time.monotonic() - began < 20
+    assert ended.returncode == 78, ended.stderr
+    line = json.loads(ended.stderr.strip().splitlines()[-1])
+    assert line["kvpilot"] == "refused"
+    return line["reason"], line["message"]
+
+
+def weird(tmp_path, **changes):
+    config = json.loads((tiny_llama() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    return f"--model={tmp_path}"
+
+
+def test_a_path_that_does_not_exist():
+    reason, message = refused("--model=/models/nowhere")
+    assert reason == "ModelNotFound"
+    assert "/models/nowhere" in message
+
+
+def test_an_architecture_that_vllm_does_not_know(tmp_path):
+    reason, message = refused(weird(tmp_path, architectures=["NobodyKnowsItForCausalLM"]))
+    assert reason == "ModelUnsupported"
+    assert "NobodyKnowsItForCausalLM" in message
+
+
+def test_a_config_that_is_no_json(tmp_path):
+    (tmp_path / "config.json").write_text("{not json")
+    reason, message = refused(f"--model={tmp_path}")
+    assert reason in ("ModelUnsupported", "ModelNotFound")
+    assert "config.json" in message
+
+
+def test_an_unknown_dtype_is_answered_with_the_known_ones():
+    reason, message = refused(f"--model={tiny_llama()}", "--kv-cache-dtype=int3")
+    assert reason == "DtypeUnsupported"
+    assert "int3" in message
+    assert "k4v4" in message
+
+
+@pytest.mark.parametrize("head_dim", [80, 512])
+def test_a_head_dim_without_a_page_layout(tmp_path, head_dim):
+    reason, message = refused(weird(tmp_path, head_dim=head_dim), "--kv-cache-dtype=k4v4")
+    assert reason in ("DtypeUnsupported", "ModelUnsupported")
+    assert str(head_dim) in message
+
+
+def test_more_memory_than_there_is_comes_with_the_numbers():
+    reason, message = refused(f"--model={tiny_llama()}", "--kv-cache-memory-bytes=4000G")
+    assert reason == "DoesNotFit"
+    assert any(character.isdigit() for character in message)
+
+
+def test_arguments_that_are_not_understood():
+    reason, message = refused(f"--model={tiny_llama()}", "--max-model-len=minus")
+    assert reason == "BadArguments"
+    assert "max-model-len" in message

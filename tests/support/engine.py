@@ -1,0 +1,98 @@
+"""A real vLLM on this machine's CPU, started as the image starts it: by kvpilot-serve."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+START_SECONDS = 300
+SERVE = str(Path(sys.executable).parent / "kvpilot-serve")
+
+
+class Engine:
+    """A running engine: its address, its process and its log."""
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.url = url
+        self.process = process
+        self.log = log
+
+    def complete(self, prompt: str | list[int], tokens: int, **more: object) -> str:
+        """The greedy continuation of a prompt."""
+        body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, **more}
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=120).raise_for_status()
+        text: str = answer.json()["choices"][0]["text"]
+        return text
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's series."""
+        return sum(s.value for s in self._samples(name))
+
+    def cache_config(self) -> Mapping[str, str]:
+        """The labels of vllm:cache_config_info."""
+        labels: Mapping[str, str] = next(iter(self._samples("vllm:cache_config_info"))).labels
+        return labels
+
+    def _samples(self, name: str) -> list:  # type: ignore[type-arg]  # the parser's samples have no public type
+        page = httpx.get(f"{self.url}/metrics", timeout=10).text
+        return [s for family in text_string_to_metric_families(page) for s in family.samples if s.name == name]
+
+
+@contextmanager
+def engine(
+    model: Path, dtype: str, folder: Path, *arguments: str, env: Mapping[str, str] | None = None
+) -> Iterator[Engine]:
+    """Run kvpilot-serve with this KV-cache dtype on a free port until the block ends."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = folder / f"{dtype}-{port}.log"
+    command = [SERVE, f"--model={model}", "--served-model-name=m", f"--kv-cache-dtype={dtype}", f"--port={port}"]
+    command += ["--max-model-len=2048", "--enforce-eager", *arguments]
+    variables = {"KVPILOT_SERVE_HOST": "127.0.0.1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **variables, **(env or {})},
+            start_new_session=True,
+        )
+    running = Engine(f"http://127.0.0.1:{port}", process, log)
+    try:
+        _wait(running)
+        yield running
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _wait(running: Engine) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            if httpx.get(f"{running.url}/health", timeout=2).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        end = running.log.read_text(errors="replace")[-2000:]
+        if running.process.poll() is not None:
+            raise RuntimeError(f"the engine ended with {running.process.returncode}: {end}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the engine did not start in {START_SECONDS} s: {end}")
+        time.sleep(0.5)
