@@ -36,6 +36,7 @@ def test_a_dimension_without_a_hadamard_matrix_is_refused(dim: int) -> None:
         hadamard(dim)
 
 
+@settings(deadline=None)
 @given(seeds, dims, widths)
 def test_packing_loses_nothing(seed: int, dim: int, bits: int) -> None:
     codes = torch.randint(0, 1 << bits, (3, dim), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
@@ -50,6 +51,7 @@ def test_a_byte_holds_elements_a_half_or_a_quarter_row_apart() -> None:
     assert pack(row % 4, 2)[6] == 2 | (22 % 4) << 2 | (38 % 4) << 4 | (54 % 4) << 6
 
 
+@settings(deadline=None)
 @given(seeds, dims, widths, st.floats(1e-3, 1e4))
 def test_an_unclipped_element_is_off_by_at_most_a_code_of_its_group(
     seed: int, dim: int, bits: int, size: float
@@ -63,27 +65,31 @@ def test_an_unclipped_element_is_off_by_at_most_a_code_of_its_group(
     assert (error[~clipped] <= step[~clipped] * 0.51).all()
 
 
+@settings(deadline=None)
 @given(seeds, dims)
 def test_error_on_gaussian_rows_stays_under_its_bound(seed: int, dim: int) -> None:
-    x = normal(seed, 64, dim)
-    for bits, bound in ((8, 1e-4), (4, 0.012), (2, 0.16)):
+    x = normal(seed, 512, dim)
+    for bits, bound in ((8, 1e-4), (4, 0.010), (2, 0.14)):
         codes, words = encode(x, bits, group(dim))
         assert (decode(codes, words, bits) - x).square().mean() < bound
 
 
+@settings(deadline=None)
 @given(dims, widths)
 def test_zero_rows_come_back_as_zeros(dim: int, bits: int) -> None:
     codes, words = encode(torch.zeros(2, dim), bits, group(dim))
     assert torch.equal(decode(codes, words, bits), torch.zeros(2, dim))
 
 
+@settings(deadline=None)
 @given(dims, st.floats(-1e3, 1e3).filter(lambda c: abs(c) > 1e-2), st.sampled_from(["int8", "k4v4"]))
 def test_constant_rows_come_back_within_a_few_percent(dim: int, constant: float, name: str) -> None:
     x = torch.full((1, dim), constant)
     back = round_trip(x, formats.parse(name), "key")
-    assert (back - x).abs().max() <= 0.05 * abs(constant)
+    assert (back - x).norm() <= 0.05 * x.norm().double()
 
 
+@settings(deadline=None)
 @given(seeds, dims, st.floats(10, 3e4))
 def test_one_huge_outlier_does_not_drown_the_other_tokens(seed: int, dim: int, outlier: float) -> None:
     x = normal(seed, 3, dim)
@@ -98,7 +104,7 @@ def test_values_beyond_float16_saturate_and_stay_finite() -> None:
     assert decode(codes, words, 4).isfinite().all()
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(st.sampled_from([64, 96, 128]), widths)
 def test_a_nan_comes_back_as_nan_and_only_in_its_own_group(dim: int, bits: int) -> None:
     x = torch.ones(2, dim)
@@ -106,3 +112,13 @@ def test_a_nan_comes_back_as_nan_and_only_in_its_own_group(dim: int, bits: int) 
     back = decode(*encode(x, bits, group(dim)), bits)
     assert back[0, : group(dim)].isnan().all()
     assert back[0, group(dim) :].isfinite().all() and back[1].isfinite().all()
+
+
+@pytest.mark.parametrize("dim", formats.HEAD_DIMS)
+def test_the_rotation_spreads_an_outlier_so_that_it_costs_the_others_less(dim: int) -> None:
+    x = normal(3, 256, dim)
+    x[:, 7] *= 40
+    plain = decode(*encode(x, 4, group(dim)), 4)
+    others = [i for i in range(dim) if i != 7]
+    rotated = round_trip(x, formats.parse("k4v4"), "key")
+    assert (rotated - x)[:, others].square().mean() < (plain - x)[:, others].square().mean()

@@ -40,7 +40,7 @@ class Batch:
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(SERVED), st.sampled_from(formats.HEAD_DIMS), st.lists(st.integers(1, 70), min_size=1, max_size=4),
-    st.integers(1, 3), st.sampled_from([1, 3, 5, 7]), st.sampled_from([16, 32]), st.integers(0, 2**31),
+    st.integers(1, 3), st.sampled_from([1, 3, 5, 7, 16]), st.sampled_from([16, 32]), st.integers(0, 2**31),
 )  # fmt: skip
 def test_decode_equals_the_reference_over_ragged_poisoned_pages(
     name: str, dim: int, lengths: list[int], kv_heads: int, ratio: int, block_size: int, seed: int

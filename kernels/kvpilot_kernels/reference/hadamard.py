@@ -35,7 +35,10 @@ def hadamard(dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def _paley_12() -> torch.Tensor:
-    """H_12 = I + S, where S is skew and holds the quadratic character chi(i - j) mod 11."""
+    """H_12 = I + S, where S is skew and holds the quadratic character chi(i - j) mod 11, with its first column made 1.
+
+    As in Sylvester's matrices, a constant row then turns into one coordinate, and leaves the others exact zeros.
+    """
     residues = {i * i % 11 for i in range(1, 11)}
     chi = [0.0] + [1.0 if i in residues else -1.0 for i in range(1, 11)]
     s = torch.zeros(12, 12, dtype=torch.float64)
@@ -43,4 +46,5 @@ def _paley_12() -> torch.Tensor:
     for i in range(11):
         for j in range(11):
             s[i + 1, j + 1] = chi[(i - j) % 11]
-    return s + torch.eye(12, dtype=torch.float64)
+    matrix = s + torch.eye(12, dtype=torch.float64)
+    return matrix * matrix[:, :1]
