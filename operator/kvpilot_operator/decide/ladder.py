@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from kvpilot_kernels import formats
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.capacity import projected_tokens, smaller
 from kvpilot_operator.decide.workload import Workload
@@ -33,6 +34,8 @@ def veto(dtype: str, node: NodeFacts) -> str | None:
         if dtype.startswith(_NOT_ON_CPU):
             return f"{dtype}: vLLM's CPU backend accepts it but does not compute it, answers are garbage"
         return None
+    if formats.parse(dtype).ours:
+        return f"{dtype} runs on CPU only in this release; its GPU kernels are being built"
     if dtype.startswith(_FP8) and node.compute_capability is not None and node.compute_capability < (8, 9):
         major, minor = node.compute_capability
         return f"{dtype} needs compute capability 8.9 or newer; {node.gpu} has {major}.{minor}"

@@ -53,15 +53,18 @@ def traffic_of(service: Object | None) -> str | None:
 
 
 def node_facts(nodes: Sequence[Object]) -> NodeFacts:
-    """The accelerator of the first node that names one, by GPU feature discovery's labels; "cpu" where none does."""
+    """The accelerator of the first node that has one, by GPU feature discovery's labels; "cpu" where none has any."""
     for node in nodes:
         labels = node["metadata"].get("labels") or {}
         product = labels.get("nvidia.com/gpu.product")
-        if not product:
+        allocatable = (node.get("status") or {}).get("allocatable") or {}
+        if not product and allocatable.get("nvidia.com/gpu", "0") == "0":
             continue
         major, minor = labels.get("nvidia.com/gpu.compute.major", ""), labels.get("nvidia.com/gpu.compute.minor", "")
         known = major.isdigit() and minor.isdigit()
-        return NodeFacts(gpu=product, compute_capability=(int(major), int(minor)) if known else None)
+        return NodeFacts(
+            gpu=product or "unlabelled-gpu", compute_capability=(int(major), int(minor)) if known else None
+        )
     return NodeFacts()
 
 
