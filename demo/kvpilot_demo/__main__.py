@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -62,6 +63,8 @@ async def _tell(options: argparse.Namespace, screen: Screen) -> int:
         if options.keep:
             _print_commands(world)
             await asyncio.Event().wait()
+    # Logs are worth keeping where something went wrong.
+    shutil.rmtree(folder)
     return 0
 
 

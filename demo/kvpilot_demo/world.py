@@ -134,7 +134,9 @@ class World:
     async def service_url(self) -> str:
         """The Service's own address."""
         found = await self.cluster.get("v1", "Service", NAMESPACE, self.name)
-        return f"http://{found['spec']['clusterIP']}"
+        address: str = found["spec"]["clusterIP"]
+        # Only root may listen on port 80: for others the local cluster adds 20000 (docs/localcluster.md).
+        return f"http://{address}" if os.geteuid() == 0 else f"http://{address}:20080"
 
     async def pods(self) -> list[Object]:
         """The service's engine pods."""
