@@ -101,7 +101,7 @@ def table(facts: dict[str, Any]) -> str:
         "",
         f"`{facts['command']}`, {facts['date']}, {versions}; {facts['machine']}. SmolLM2-135M, 256 MiB of KV cache,",
         f"400 prompt tokens and 33 to 96 output tokens a request, closed loop, {SECONDS:.0f} s (the first",
-        f"{WARM_SECONDS:.0f} s not counted). `auto` and `fp8` are vLLM's own CPU kernels, the others our packed pages in",
+        f"{WARM_SECONDS:.0f} s not counted). `auto` and `fp8` are vLLM's own CPU kernels, the others our pages in",
         "plain torch: the backend of the demo and the tests, no measure of a GPU. Damage is the operator's probe",
         "(general and multi-turn packs); the row of `auto` is the control. Raw: [cpu-backend.json](cpu-backend.json).",
         "",
