@@ -78,7 +78,7 @@ class Story:
             finally:
                 watcher.cancel()
                 if self._load is not None:
-                    await self._load.stop()
+                    await self._load.stop(patience_seconds=0)
         return self.record
 
     async def _step(self, title: str, act: Callable[[], Awaitable[None]]) -> None:

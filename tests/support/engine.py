@@ -36,7 +36,7 @@ class Engine:
 
     def metric(self, name: str) -> float:
         """The sum of a metric's series."""
-        return sum(s.value for s in self._samples(name))
+        return float(sum(s.value for s in self._samples(name)))
 
     def cache_config(self) -> Mapping[str, str]:
         """The labels of vllm:cache_config_info."""
