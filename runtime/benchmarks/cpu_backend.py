@@ -27,7 +27,7 @@ from support.engine import engine
 
 DTYPES = ("auto", "fp8", "int8", "k8v4", "k4v4", "k4v2")
 USERS = (1, 8)
-WARM_SECONDS, SECONDS = 6.0, 20.0
+WARM_SECONDS, SECONDS = 4.0, 16.0
 OUT = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
