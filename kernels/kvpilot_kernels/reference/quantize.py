@@ -19,7 +19,7 @@ from kvpilot_kernels.formats import ZERO_STEPS
 _INF = 0x7C0  # float16 infinity, its low four mantissa bits cut off
 _NAN = 0x7E0
 
-SHRINK: dict[int, tuple[float, ...]] = {8: (1.0,), 4: (1.0, 0.95, 0.9, 0.85), 2: (1.0, 0.85, 0.75, 0.65, 0.55)}
+SHRINK: dict[int, tuple[float, ...]] = {8: (1.0,), 4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.75, 0.65, 0.55)}
 """Factors tried on a group's range, per code width."""
 
 
