@@ -16,7 +16,7 @@ from kvpilot_demo.world import World
 
 USERS = 12
 PROMPT_TOKENS = 400
-OUTPUT_TOKENS = 64
+OUTPUT_TOKENS = 48
 GOOD, BAD = "k4v4", "int4_per_token_head"
 
 

@@ -15,10 +15,10 @@ CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e
 """vLLM's own dtypes that its CPU backend really implements; it accepts the others and reads garbage."""
 
 CPU_OVERHEAD = 2_500 * 2**20
-"""Bytes that vLLM's three processes take on CPU beyond weights and KV cache (measured: 0.32.0, SmolLM2-135M)."""
+"""Bytes that vLLM's three processes take on CPU beyond weights and KV cache: an estimate (0.32.0, SmolLM2-135M)."""
 
 GPU_OVERHEAD = 3 * 2**30
-"""Bytes kept per GPU for activations, CUDA graphs and the allocator's slack."""
+"""Bytes kept per GPU for activations, CUDA graphs and the allocator's slack: an allowance, not a measurement."""
 
 
 @dataclass(frozen=True)
