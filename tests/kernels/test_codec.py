@@ -105,7 +105,7 @@ def test_values_beyond_float16_saturate_and_stay_finite() -> None:
     assert decode(codes, words, 4).isfinite().all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.sampled_from([64, 96, 128]), widths)
 def test_a_nan_comes_back_as_nan_and_only_in_its_own_group(dim: int, bits: int) -> None:
     x = torch.ones(2, dim)

@@ -37,7 +37,7 @@ class Batch:
             self.table[i, -(-n // block_size) :] = -(2**30)  # vLLM leaves anything past a sequence's end
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(SERVED), st.sampled_from(formats.HEAD_DIMS), st.lists(st.integers(1, 70), min_size=1, max_size=4),
     st.integers(1, 3), st.sampled_from([1, 3, 5, 7, 16]), st.sampled_from([16, 32]), st.integers(0, 2**31),
@@ -53,7 +53,7 @@ def test_decode_equals_the_reference_over_ragged_poisoned_pages(
         assert torch.allclose(out[i].double(), wanted, atol=2e-4, rtol=2e-4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.sampled_from(SERVED), st.sampled_from(formats.HEAD_DIMS), st.integers(0, 60), st.integers(2, 40),
     st.sampled_from([1, 3]), st.integers(0, 2**31),

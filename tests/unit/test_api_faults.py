@@ -74,7 +74,7 @@ def test_half_a_surrogate_pair_is_judged_like_any_other_wrong_character() -> Non
 
 
 @given(json_values)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_json_value_gets_an_answer(value: Any) -> None:
     assert faults(value) != ()
     status_faults(value)
@@ -85,7 +85,7 @@ def test_any_json_value_gets_an_answer(value: Any) -> None:
         st.sampled_from(["replicas", "model", "engine", "kvCache", "scaling", "canary", "accuracy", "x"]), json_values
     )
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_json_in_a_spec_gets_an_answer(spec: Any) -> None:
     faults({"metadata": {"name": "a"}, "spec": spec})
     apply_defaults({"metadata": {"name": "a"}, "spec": spec})

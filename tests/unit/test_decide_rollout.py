@@ -183,13 +183,13 @@ def _story(kills: dict[int, int]) -> tuple[object, ...]:
 
 
 @given(cuts=st.dictionaries(st.integers(0, 70), st.integers(0, 5), max_size=12))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_kill_between_any_two_writes_ends_in_the_same_state(cuts):
     assert _story(cuts) == _story({})
 
 
 @given(st.integers(0, 100_000_000), st.integers(0, 1000), st.integers(0, 400))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_promotion_always_has_a_passed_verdict(kl, agreement, positions):
     cluster = ModelCluster(manifest(**AUTO), demand=9000, measured=measurement(kl, agreement, positions))
     cluster.settle()
