@@ -36,7 +36,6 @@ def test_a_dimension_without_a_hadamard_matrix_is_refused(dim: int) -> None:
         hadamard(dim)
 
 
-@settings(deadline=None)
 @given(seeds, dims, widths)
 def test_packing_loses_nothing(seed: int, dim: int, bits: int) -> None:
     codes = torch.randint(0, 1 << bits, (3, dim), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
@@ -51,7 +50,6 @@ def test_a_byte_holds_elements_a_half_or_a_quarter_row_apart() -> None:
     assert pack(row % 4, 2)[6] == 2 | (22 % 4) << 2 | (38 % 4) << 4 | (54 % 4) << 6
 
 
-@settings(deadline=None)
 @given(seeds, dims, widths, st.floats(1e-3, 1e4))
 def test_an_unclipped_element_is_off_by_at_most_a_code_of_its_group(
     seed: int, dim: int, bits: int, size: float
@@ -65,7 +63,6 @@ def test_an_unclipped_element_is_off_by_at_most_a_code_of_its_group(
     assert (error[~clipped] <= step[~clipped] * 0.51).all()
 
 
-@settings(deadline=None)
 @given(seeds, dims)
 def test_error_on_gaussian_rows_stays_under_its_bound(seed: int, dim: int) -> None:
     x = normal(seed, 512, dim)
@@ -74,14 +71,12 @@ def test_error_on_gaussian_rows_stays_under_its_bound(seed: int, dim: int) -> No
         assert (decode(codes, words, bits) - x).square().mean() < bound
 
 
-@settings(deadline=None)
 @given(dims, widths)
 def test_zero_rows_come_back_as_zeros(dim: int, bits: int) -> None:
     codes, words = encode(torch.zeros(2, dim), bits, group(dim))
     assert torch.equal(decode(codes, words, bits), torch.zeros(2, dim))
 
 
-@settings(deadline=None)
 @given(dims, st.floats(-1e3, 1e3).filter(lambda c: abs(c) > 1e-2), st.sampled_from(["int8", "k4v4"]))
 def test_constant_rows_come_back_within_a_few_percent(dim: int, constant: float, name: str) -> None:
     x = torch.full((1, dim), constant)
@@ -89,7 +84,6 @@ def test_constant_rows_come_back_within_a_few_percent(dim: int, constant: float,
     assert (back - x).norm() <= 0.05 * x.norm().double()
 
 
-@settings(deadline=None)
 @given(seeds, dims, st.floats(10, 3e4))
 def test_a_huge_outlier_changes_no_other_token_and_comes_back_itself(seed: int, dim: int, outlier: float) -> None:
     calm = normal(seed, 3, dim)

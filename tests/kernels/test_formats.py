@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_kernels import formats
@@ -50,7 +50,6 @@ def test_every_vllm_dtype_is_either_offered_or_left_out_for_a_reason() -> None:
     assert set(out.stdout.split()) == theirs | set(formats.VLLM_DTYPES_LEFT_OUT)
 
 
-@settings(deadline=None)
 @given(own, dims, block_sizes)
 def test_regions_tile_the_page_without_gap_or_overlap(name: str, head_dim: int, block_size: int) -> None:
     fmt = formats.parse(name)
@@ -63,7 +62,6 @@ def test_regions_tile_the_page_without_gap_or_overlap(name: str, head_dim: int, 
     assert layout.key_meta.offset % 2 == 0
 
 
-@settings(deadline=None)
 @given(own, dims)
 def test_groups_divide_the_row_and_codes_fill_whole_bytes(name: str, head_dim: int) -> None:
     fmt = formats.parse(name)
@@ -71,13 +69,11 @@ def test_groups_divide_the_row_and_codes_fill_whole_bytes(name: str, head_dim: i
     assert head_dim * fmt.key.bits % 8 == 0 == head_dim * fmt.value.bits % 8
 
 
-@settings(deadline=None)
 @given(any_name, any_name, dims)
 def test_capacity_ratio_is_the_inverse_of_itself_turned_round(a: str, b: str, head_dim: int) -> None:
     assert formats.capacity_ratio(a, b, head_dim) * formats.capacity_ratio(b, a, head_dim) == pytest.approx(1)
 
 
-@settings(deadline=None)
 @given(any_name, dims, st.integers(1, 80), st.integers(1, 16))
 def test_a_token_costs_the_same_in_every_layer_and_head(name: str, head_dim: int, layers: int, heads: int) -> None:
     fmt = formats.parse(name)
@@ -86,13 +82,11 @@ def test_a_token_costs_the_same_in_every_layer_and_head(name: str, head_dim: int
     )
 
 
-@settings(deadline=None)
 @given(any_name)
 def test_parse_returns_the_format_of_that_name(name: str) -> None:
     assert formats.parse(name).name == name
 
 
-@settings(deadline=None)
 @given(st.text().filter(lambda s: s not in formats.names()))
 def test_an_unknown_name_is_refused_with_the_names_that_exist(name: str) -> None:
     with pytest.raises(UnknownFormatError) as error:
@@ -102,7 +96,6 @@ def test_an_unknown_name_is_refused_with_the_names_that_exist(name: str) -> None
     assert len(str(error.value)) < 1000
 
 
-@settings(deadline=None)
 @given(own, st.integers(-8, 600).filter(lambda d: d not in formats.HEAD_DIMS))
 def test_a_head_dim_without_a_layout_is_refused(name: str, head_dim: int) -> None:
     with pytest.raises(FormatError, match=f"head_dim {head_dim}"):
