@@ -67,7 +67,7 @@ def test_a_kept_baseline_is_the_same_within_a_hair(baseline: Baseline) -> None:
             assert a.token == b.token
             assert b.top == pytest.approx(a.top, abs=0.5 / 2048)
             if sum(2.718281828459045**lp for lp in a.top.values()) <= 1:
-                assert kl_nats(a.top, b.top) < 1e-6
+                assert kl_nats(b.top, a.top) < 2e-3
 
 
 @given(st.binary(max_size=200))
