@@ -4,7 +4,9 @@ Bytes: the magic `kvpb`, a version byte, then one zlib stream of
     u32 header length | header (JSON, UTF-8) | prompt token ids u24 | top token ids u24 | top logprobs u16
 all little-endian. The header holds names, texts and counts; the arrays follow in the header's order, each position's
 greedy token first, then the others by falling logprob. A logprob is kept in steps of 1/2048 nat (16 bits reach -32,
-below `stats.MIN_LOGPROB`), which moves a KL by less than 1e-7 nat.
+below `stats.MIN_LOGPROB`). Rounding moves the cell of all
+other tokens by at most 2.5e-4, which moves a KL by less than 2e-3 nat at the very worst, and the control's like a
+candidate's.
 
 The limits are chosen so that even incompressible data stays below MAX_BYTES: 65,536 prompt tokens (3 bytes) and 4,096
 positions of 20 tokens (5 bytes) are 606 KB, and the texts of 64 prompts, two of 600 characters each, at most 307 KB.
