@@ -51,6 +51,17 @@ async def _tell(options: argparse.Namespace, screen: Screen) -> int:
         # Python turns SIGINT into a cancellation by itself; SIGTERM takes the same road.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     folder = run_folder()
+    try:
+        await _in_a_world(options, screen, folder)
+    except asyncio.CancelledError:
+        shutil.rmtree(folder)
+        raise
+    # Only what went wrong is worth keeping its logs for.
+    shutil.rmtree(folder)
+    return 0
+
+
+async def _in_a_world(options: argparse.Namespace, screen: Screen, folder: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         with screen.live():
             with screen.step("control plane, node, model and operator come up"), screen.progress() as report:
@@ -63,9 +74,6 @@ async def _tell(options: argparse.Namespace, screen: Screen) -> int:
         if options.keep:
             _print_commands(world)
             await asyncio.Event().wait()
-    # Logs are worth keeping where something went wrong.
-    shutil.rmtree(folder)
-    return 0
 
 
 def _ending(record: Record) -> list[tuple[str, str]]:
