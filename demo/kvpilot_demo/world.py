@@ -109,10 +109,6 @@ class World:
             self._operator.kill()
             self._operator.wait()
 
-    def operator_alive(self) -> bool:
-        """True while the operator's process runs."""
-        return self._operator is not None and self._operator.poll() is None
-
     async def apply_example(self) -> None:
         """kubectl apply -f examples/smollm2.yaml"""
         manifest = {**self.example, "metadata": {**self.example["metadata"], "namespace": NAMESPACE}}
