@@ -42,12 +42,12 @@ class PackedPages:
         pages = cache.flatten(2)
 
         def view(region: Region) -> torch.Tensor:
-            end = region.offset + self.block_size * region.row_bytes
-            return split(pages[..., region.offset : end], self.block_size)
+            end = region.offset + region.rows * region.row_bytes
+            return split(pages[..., region.offset : end], region.rows)
 
         self.key_codes, self.value_codes = view(layout.key_codes), view(layout.value_codes)
-        self.key_meta = view(layout.key_meta).view(torch.int16)
-        self.value_meta = view(layout.value_meta).view(torch.int16)
+        self.key_meta = view(layout.key_meta).view(torch.int16).transpose(2, 3)
+        self.value_meta = view(layout.value_meta).view(torch.int16).transpose(2, 3)
 
     def store(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         """Rotate, quantize and write tokens.

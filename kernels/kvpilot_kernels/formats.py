@@ -17,17 +17,18 @@ j + D/2 and j + 3D/4 from the low bits up: a kernel unpacks contiguous tiles wit
 
 Page layout (one flat region per block and KV head; T = tokens in a block, kb/vb = code bits, G = D / g groups)
 ---------------------------------------------------------------------------------------------------------------
-=============  =====================================  =====================  ================
-region         offset in bytes                        row of one token       element
-=============  =====================================  =====================  ================
-`key_codes`    0                                      D * kb / 8 bytes       packed codes, u8
-`value_codes`  T * D * kb / 8                         D * vb / 8 bytes       packed codes, u8
-`key_meta`     T * D * (kb + vb) / 8                  2 * G bytes            words, u16
-`value_meta`   T * D * (kb + vb) / 8 + T * 2 * G      2 * G bytes            words, u16
+=============  =====================================  =========================  ================
+region         offset in bytes                        shape, row-major           element
+=============  =====================================  =========================  ================
+`key_codes`    0                                      [T, D * kb / 8]            packed codes, u8
+`value_codes`  T * D * kb / 8                         [T, D * vb / 8]            packed codes, u8
+`key_meta`     T * D * (kb + vb) / 8                  [G, T]                     words, u16
+`value_meta`   T * D * (kb + vb) / 8 + T * 2 * G      [G, T]                     words, u16
 (end)          T * `row_bytes(D)`
-=============  =====================================  =====================  ================
+=============  =====================================  =========================  ================
 
-D is a multiple of 32, so every region starts at a multiple of 8 bytes as soon as T is a multiple of 4.
+D is a multiple of 32 and T of 16, so every region starts at a multiple of 16 bytes. The words of a group lie side by
+side over the tokens: a kernel loads the steps of a tile as one vector.
 """
 
 from __future__ import annotations
@@ -104,9 +105,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Region:
-    """One array of a page: `offset` in bytes from the page's start, `row_bytes` per token, tokens contiguous."""
+    """One array of a page: `offset` in bytes from the page's start, row-major [rows, row_bytes]."""
 
     offset: int
+    rows: int
     row_bytes: int
 
 
@@ -182,17 +184,22 @@ class Format:
 
         Raises:
             UnsupportedHeadDimError: as `group_size`.
-            FormatError: block_size is not positive.
+            FormatError: block_size is not a positive multiple of 16.
         """
         groups = head_dim // self.group_size(head_dim)
-        if block_size <= 0:
-            raise FormatError(f"block_size {block_size} holds no token; use 16, 32, 64 or 128")
-        keys, values, meta = head_dim * self.key.bits // 8, head_dim * self.value.bits // 8, 2 * groups
-        rows = (keys, values, meta, meta)
-        key_codes, value_codes, key_meta, value_meta = (
-            Region(block_size * sum(rows[:i]), row) for i, row in enumerate(rows)
+        if block_size <= 0 or block_size % 16:
+            raise FormatError(f"block_size {block_size} is not a multiple of 16 tokens; use 16, 32, 64 or 128")
+        codes, words = block_size * head_dim // 8, block_size * 2
+        value_codes = codes * self.key.bits
+        key_meta = value_codes + codes * self.value.bits
+        value_meta = key_meta + groups * words
+        return PageLayout(
+            key_codes=Region(0, block_size, head_dim * self.key.bits // 8),
+            value_codes=Region(value_codes, block_size, head_dim * self.value.bits // 8),
+            key_meta=Region(key_meta, groups, words),
+            value_meta=Region(value_meta, groups, words),
+            size=value_meta + groups * words,
         )
-        return PageLayout(key_codes, value_codes, key_meta, value_meta, size=block_size * sum(rows))
 
 
 def _own(name: str, key_bits: int, value_bits: int, summary: str, *, calibrated_only: bool = False) -> Format:

@@ -94,8 +94,12 @@ def test_a_token_writes_only_its_own_bytes() -> None:
     PackedPages(cache, fmt, 64).store(torch.zeros(1, 2, 64), torch.zeros(1, 2, 64), torch.tensor([16 + 5]))
     layout = fmt.page_layout(64, 16)
     touched = torch.zeros(layout.size, dtype=torch.bool)
-    for region in (layout.key_codes, layout.value_codes, layout.key_meta, layout.value_meta):
-        touched[region.offset + 5 * region.row_bytes : region.offset + 6 * region.row_bytes] = True
+    for codes in (layout.key_codes, layout.value_codes):
+        touched[codes.offset + 5 * codes.row_bytes : codes.offset + 6 * codes.row_bytes] = True
+    for meta in (layout.key_meta, layout.value_meta):
+        for group in range(meta.rows):
+            at = meta.offset + group * meta.row_bytes + 5 * 2
+            touched[at : at + 2] = True
     flat = cache.flatten(2)
     assert (flat[[0, 2]] == 255).all()
     assert (flat[1][:, ~touched] == 255).all()
