@@ -5,6 +5,7 @@ Decode never dequantizes a key or a value. With codes c, step s and zero point z
     q . k = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 
 so the matrix products run on the codes, key scales touch only the scores, and value scales only the probabilities.
+A layer's static factors (`kvpilot_kernels.factors`) act before the rotation of a stored token, and on q and out.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from kvpilot_kernels import check
+from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.formats import Format, Region
 from kvpilot_kernels.reference.hadamard import hadamard
 from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, split, unpack
@@ -24,19 +27,21 @@ class PackedPages:
         cache: uint8 [blocks, kv_heads, block_size, row_bytes]; each (block, head) is one contiguous flat page.
         fmt: one of kvpilot's own formats.
         head_dim: elements of a key and of a value.
+        factors: the layer's calibration, [kv_heads, head_dim] each; None for a model without.
 
     Raises:
-        ValueError: the cache is not laid out as `fmt` says, naming the shape that it should have.
+        BadInputError: the cache is not laid out as `fmt` says.
+        ValueError: the factors are of another shape. Both messages name the right one.
     """
 
-    def __init__(self, cache: torch.Tensor, fmt: Format, head_dim: int) -> None:
-        row = fmt.row_bytes(head_dim)
-        if cache.dtype != torch.uint8 or cache.dim() != 4 or cache.shape[3] != row or cache.stride()[2:] != (row, 1):
+    def __init__(self, cache: torch.Tensor, fmt: Format, head_dim: int, factors: Factors | None = None) -> None:
+        check.page_cache(cache, fmt, head_dim)
+        if factors is not None and factors.key_mean.shape != (cache.shape[1], head_dim):
             raise ValueError(
-                f"cache is {cache.dtype} {tuple(cache.shape)} with strides {cache.stride()}; {fmt.name} at head_dim "
-                f"{head_dim} takes uint8 [blocks, kv_heads, block_size, {row}] with contiguous pages"
+                f"factors of {tuple(factors.key_mean.shape)} do not fit a cache of [kv_heads, head_dim] = "
+                f"[{cache.shape[1]}, {head_dim}]; load this model's calibration, and shard it as its heads are"
             )
-        self.fmt, self.head_dim, self.block_size = fmt, head_dim, cache.shape[2]
+        self.fmt, self.head_dim, self.block_size, self.factors = fmt, head_dim, cache.shape[2], factors
         self.groups = head_dim // fmt.group_size(head_dim)
         layout = fmt.page_layout(head_dim, self.block_size)
         pages = cache.flatten(2)
@@ -55,7 +60,12 @@ class PackedPages:
         Args:
             key, value: [tokens, kv_heads, head_dim], any float dtype.
             slots: int64 [tokens], block * block_size + place in the block; a negative slot is padding.
+
+        Raises:
+            BadInputError: another type or shape, or a slot beyond the cache; nothing is written.
         """
+        check.tokens(key, value, slots, self.key_codes.shape[1], self.head_dim)
+        check.slots(slots, self.key_codes.shape[0], self.block_size)
         key, value = key[: slots.shape[0]], value[: slots.shape[0]]
         if slots.numel() and int(slots.min()) < 0:
             kept = slots >= 0
@@ -64,11 +74,15 @@ class PackedPages:
         place = slots - block * self.block_size
         turn = hadamard(self.head_dim)
         group = self.fmt.group_size(self.head_dim)
-        for x, bits, codes_at, meta_at in (
-            (key, self.fmt.key.bits, self.key_codes, self.key_meta),
-            (value, self.fmt.value.bits, self.value_codes, self.value_meta),
+        for x, side, bits, codes_at, meta_at in (
+            (key, "key", self.fmt.key.bits, self.key_codes, self.key_meta),
+            (value, "value", self.fmt.value.bits, self.value_codes, self.value_meta),
         ):
-            codes, words = encode(x.float() @ turn, bits, group)
+            x = x.float()
+            if self.factors is not None:
+                mean, scale = self.factors.of(side)
+                x = (x - mean) * scale
+            codes, words = encode(x @ turn, bits, group)
             codes_at[block, :, place] = pack(codes, bits)
             meta_at[block, :, place] = words
 
@@ -90,7 +104,12 @@ class PackedPages:
 
         Returns:
             float32 [sequences, heads, head_dim].
+
+        Raises:
+            BadInputError: another type or shape, or a table that names a block beyond the cache.
         """
+        check.queries(query, self.key_codes.shape[1], self.head_dim)
+        check.tables(block_table, seq_lens, self.key_codes.shape[0], self.block_size)
         blocks = -(-int(seq_lens.max()) // self.block_size)
         table = block_table[:, :blocks]
         length = blocks * self.block_size
@@ -100,8 +119,10 @@ class PackedPages:
         turn = hadamard(self.head_dim)
         sequences, heads = query.shape[:2]
         kv_heads = self.key_codes.shape[1]
-        q = (query.float() @ turn).mul_(scale).view(sequences, kv_heads, heads // kv_heads, self.groups, -1)
-        q = q.transpose(2, 3)  # [S, H, groups, queries, g]
+        q = query.float().view(sequences, kv_heads, heads // kv_heads, self.head_dim)
+        if self.factors is not None:
+            q = q / self.factors.key_scale[:, None]  # and q . key_mean is the same for all tokens: no softmax sees it
+        q = split((q @ turn).mul_(scale), self.groups).transpose(2, 3)  # [S, H, groups, queries, g]
 
         step, zero = self._meta(self.key_meta, table, self.fmt.key.bits)  # [S, H, groups, 1, L]
         codes = self._codes(self.key_codes, table, self.fmt.key.bits)  # [S, H, groups, L, g]
@@ -116,7 +137,10 @@ class PackedPages:
         weights = p * step.masked_fill(past[:, None, None, None, :], 0.0)  # [S, H, groups, queries, L]
         codes = self._codes(self.value_codes, table, self.fmt.value.bits)
         out = torch.matmul(weights, codes) - (weights * zero).sum(-1, keepdim=True)
-        return out.transpose(2, 3).reshape(sequences, heads, self.head_dim) @ turn.T
+        out = out.transpose(2, 3).reshape(sequences, kv_heads, -1, self.head_dim) @ turn.T
+        if self.factors is not None:
+            out = out / self.factors.value_scale[:, None] + self.factors.value_mean[:, None]
+        return out.view(sequences, heads, self.head_dim)
 
     def prefill(
         self,
@@ -138,7 +162,11 @@ class PackedPages:
 
         Returns:
             [tokens, heads, head_dim] in the query's dtype.
+
+        Raises:
+            BadInputError: another type or shape, or a table that names a block beyond the cache.
         """
+        check.queries(query, self.key_codes.shape[1], self.head_dim)
         tokens = query.shape[0]
         if context:
             old_key, old_value = self.read(block_table, context)
@@ -156,17 +184,26 @@ class PackedPages:
         return out[0].transpose(0, 1)
 
     def read(self, block_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one sequence's first `length` tokens, rotated back: float32 [length, kv_heads, D]."""
+        """Keys and values of one sequence's first `length` tokens, rotated back: float32 [length, kv_heads, D].
+
+        Raises:
+            BadInputError: a length without room in the table, or a block beyond the cache.
+        """
+        check.tables(block_table[None], torch.tensor([length]), self.key_codes.shape[0], self.block_size)
         table = block_table[: -(-length // self.block_size)].long()
         turn = hadamard(self.head_dim)
         sides = []
-        for codes, meta, bits in (
-            (self.key_codes, self.key_meta, self.fmt.key.bits),
-            (self.value_codes, self.value_meta, self.fmt.value.bits),
+        for codes, meta, side, bits in (
+            (self.key_codes, self.key_meta, "key", self.fmt.key.bits),
+            (self.value_codes, self.value_meta, "value", self.fmt.value.bits),
         ):
             rows = codes[table].transpose(1, 2).flatten(0, 1)[:length]
             words = meta[table].transpose(1, 2).flatten(0, 1)[:length]
-            sides.append(decode(unpack(rows, bits), words, bits) @ turn.T)
+            back = decode(unpack(rows, bits), words, bits) @ turn.T
+            if self.factors is not None:
+                mean, scale = self.factors.of(side)
+                back = back / scale + mean
+            sides.append(back)
         return sides[0], sides[1]
 
     def _codes(self, codes: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tensor:

@@ -31,6 +31,10 @@ class Factors:
         zero = torch.zeros(kv_heads, head_dim, device=device)
         return cls(zero, zero + 1, zero, zero + 1)
 
+    def of(self, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and scale of keys (`side="key"`) or values (`"value"`)."""
+        return (self.key_mean, self.key_scale) if side == "key" else (self.value_mean, self.value_scale)
+
     def to(self, device: torch.device | str) -> Factors:
         """The same factors on another device."""
         return Factors(*(x.to(device) for x in (self.key_mean, self.key_scale, self.value_mean, self.value_scale)))

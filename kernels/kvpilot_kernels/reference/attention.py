@@ -9,47 +9,72 @@ from __future__ import annotations
 
 import torch
 
+from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.formats import Format
 from kvpilot_kernels.reference.hadamard import hadamard
 from kvpilot_kernels.reference.quantize import decode, encode
 
 
-def round_trip(x: torch.Tensor, fmt: Format, side: str) -> torch.Tensor:
-    """What the cache gives back for keys (`side="key"`) or values (`"value"`): float64 in the shape of x, [..., D]."""
+def round_trip(x: torch.Tensor, fmt: Format, side: str, factors: Factors | None = None) -> torch.Tensor:
+    """What the cache gives back for keys (`side="key"`) or values (`"value"`).
+
+    Args:
+        x: [..., D], or [..., kv_heads, D] with `factors`, which are applied before the rotation and undone after it.
+
+    Returns:
+        float64 in the shape of x.
+    """
     dim, bits = x.shape[-1], (fmt.key if side == "key" else fmt.value).bits
-    codes, words = encode(x.float() @ hadamard(dim), bits, fmt.group_size(dim))
-    return decode(codes, words, bits).double() @ hadamard(dim, torch.float64).T
+    x = x.float()
+    mean, scale = factors.of(side) if factors else (None, None)
+    if mean is not None and scale is not None:
+        x = (x - mean) * scale
+    codes, words = encode(x @ hadamard(dim), bits, fmt.group_size(dim))
+    back = decode(codes, words, bits).double() @ hadamard(dim, torch.float64).T
+    return back if mean is None or scale is None else back / scale.double() + mean.double()
 
 
 def decode_reference(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, fmt: Format, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    fmt: Format,
+    scale: float,
+    factors: Factors | None = None,
 ) -> torch.Tensor:
     """One query token over all stored tokens of one sequence.
 
     Args:
         query: [heads, D]. key, value: [tokens, kv_heads, D] before quantization, the query's own token included.
-        fmt: the format that they are stored in. scale: factor on the scores.
+        fmt: the format that they are stored in. scale: factor on the scores. factors: the layer's, or None.
 
     Returns:
         float64 [heads, D].
     """
-    return _attend(query[None], round_trip(key, fmt, "key"), round_trip(value, fmt, "value"), scale)[0]
+    stored = round_trip(key, fmt, "key", factors), round_trip(value, fmt, "value", factors)
+    return _attend(query[None], *stored, scale)[0]
 
 
 def prefill_reference(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: int, fmt: Format, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    context: int,
+    fmt: Format,
+    scale: float,
+    factors: Factors | None = None,
 ) -> torch.Tensor:
     """A chunk after `context` stored tokens: the context is read from the cache, the chunk attends to itself exactly.
 
     Args:
         query: [tokens, heads, D]. key, value: [context + tokens, kv_heads, D] before quantization.
-        context: tokens stored before the chunk. fmt, scale: as in `decode_reference`.
+        context: tokens stored before the chunk. fmt, scale, factors: as in `decode_reference`.
 
     Returns:
         float64 [tokens, heads, D].
     """
     key, value = (
-        torch.cat([round_trip(x[:context], fmt, side), x[context:].double()])
+        torch.cat([round_trip(x[:context], fmt, side, factors), x[context:].double()])
         for x, side in ((key, "key"), (value, "value"))
     )
     return _attend(query, key, value, scale)

@@ -1,0 +1,139 @@
+"""What packed pages are given, looked at before anything is launched: a wrong shape must not become a wrong answer.
+
+Each function names the field, what it holds and what to do. `page_cache`, `tokens` and `queries` look at shapes and
+types only, so a GPU path may call them in every step; `slots` and `tables` read values, which on a GPU waits for the
+device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvpilot_kernels.formats import Format
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int32, torch.int64)
+
+
+class BadInputError(ValueError):
+    """Something that packed pages were given does not fit them. Attribute: `field`, the argument's name."""
+
+    def __init__(self, field: str, holds: str, remedy: str) -> None:
+        self.field = field
+        super().__init__(f"{field} {holds}; {remedy}")
+
+
+def page_cache(cache: torch.Tensor, fmt: Format, head_dim: int) -> None:
+    """A layer's cache: uint8 [blocks, kv_heads, block_size, row_bytes], every (block, head) one contiguous page.
+
+    Raises:
+        BadInputError: another type, shape or stride, naming the right one.
+        UnsupportedHeadDimError: the format has no layout for this head dimension.
+    """
+    row = fmt.row_bytes(head_dim)
+    right = cache.dtype == torch.uint8 and cache.dim() == 4 and cache.shape[3] == row
+    if not right or cache.stride()[2:] != (row, 1) or cache.shape[2] % 16 or cache.shape[2] == 0:
+        raise BadInputError(
+            "cache",
+            f"is {cache.dtype} {tuple(cache.shape)} with strides {cache.stride()}",
+            f"{fmt.name} at head_dim {head_dim} takes uint8 [blocks, kv_heads, block_size, {row}] with contiguous "
+            "pages and a block_size that is a multiple of 16",
+        )
+    page = cache.shape[2] * row
+    apart = (cache.shape[1] < 2 or cache.stride(1) >= page) and (cache.shape[0] < 2 or cache.stride(0) >= page)
+    if not apart:
+        raise BadInputError(
+            "cache", f"has strides {cache.stride()}", f"its pages of {page} bytes must not lie over one another"
+        )
+    if cache.data_ptr() % 16 or cache.stride(0) % 16 or cache.stride(1) % 16:
+        raise BadInputError(
+            "cache",
+            f"starts at byte {cache.data_ptr() % 16} of 16 with strides {cache.stride()}",
+            "pages start at multiples of 16 bytes: allocate and pad them so",
+        )
+
+
+def tokens(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, kv_heads: int, head_dim: int) -> None:
+    """New tokens: key and value floats [tokens, kv_heads, head_dim], slots an integer for each of them or fewer.
+
+    Raises:
+        BadInputError: another type or shape.
+    """
+    for name, x in (("key", key), ("value", value)):
+        if x.dtype not in FLOATS or tuple(x.shape[1:]) != (kv_heads, head_dim):
+            raise BadInputError(
+                name, f"is {x.dtype} {tuple(x.shape)}", f"this cache takes floats [tokens, {kv_heads}, {head_dim}]"
+            )
+    if slot_mapping.dtype not in _INTEGERS or slot_mapping.dim() != 1:
+        raise BadInputError(
+            "slots", f"is {slot_mapping.dtype} {tuple(slot_mapping.shape)}", "give one int64 for each token"
+        )
+    if slot_mapping.shape[0] > min(key.shape[0], value.shape[0]):
+        raise BadInputError(
+            "slots",
+            f"has {slot_mapping.shape[0]} entries for {key.shape[0]} keys and {value.shape[0]} values",
+            "give one for each token",
+        )
+
+
+def queries(query: torch.Tensor, kv_heads: int, head_dim: int) -> None:
+    """Queries: floats [rows, heads, head_dim], heads a multiple of kv_heads.
+
+    Raises:
+        BadInputError: another type or shape.
+    """
+    right = query.dtype in FLOATS and query.dim() == 3 and query.shape[2] == head_dim
+    if not right or query.shape[1] == 0 or query.shape[1] % kv_heads:
+        raise BadInputError(
+            "query",
+            f"is {query.dtype} {tuple(query.shape)}",
+            f"this cache takes floats [rows, heads, {head_dim}] with heads a multiple of {kv_heads}",
+        )
+
+
+def slots(slot_mapping: torch.Tensor, blocks: int, block_size: int) -> None:
+    """Places to write to: below blocks * block_size; a negative one is padding.
+
+    Raises:
+        BadInputError: a slot beyond the cache.
+    """
+    if slot_mapping.numel() and int(slot_mapping.max()) >= blocks * block_size:
+        raise BadInputError(
+            "slots",
+            f"name slot {int(slot_mapping.max())}",
+            f"{blocks} blocks of {block_size} tokens end at slot {blocks * block_size - 1}: nothing was written",
+        )
+
+
+def tables(block_table: torch.Tensor, seq_lens: torch.Tensor, blocks: int, block_size: int) -> None:
+    """Where sequences lie: block_table integers [sequences, columns], seq_lens integers [sequences], at least 1.
+
+    Only the entries that a sequence uses are looked at; what stands behind them may be anything.
+
+    Raises:
+        BadInputError: another type or shape, a length without room in the table, a block beyond the cache.
+    """
+    for name, x, dims in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1)):
+        if x.dtype not in _INTEGERS or x.dim() != dims or x.shape[0] != seq_lens.shape[0]:
+            raise BadInputError(
+                name, f"is {x.dtype} {tuple(x.shape)}", "give integers, one row for each sequence of seq_lens"
+            )
+    if seq_lens.numel() == 0:
+        return
+    room = block_table.shape[1] * block_size
+    shortest, longest = (int(x) for x in seq_lens.aminmax())
+    if shortest < 1 or longest > room:
+        raise BadInputError(
+            "seq_lens",
+            f"go from {shortest} to {longest} tokens",
+            f"a table of {block_table.shape[1]} blocks of {block_size} tokens holds 1 to {room}",
+        )
+    used = torch.arange(block_table.shape[1], device=block_table.device) * block_size < seq_lens[:, None]
+    named = block_table[used]
+    wrong = named[(named < 0) | (named >= blocks)]
+    if wrong.numel():
+        raise BadInputError(
+            "block_table",
+            f"names block {int(wrong[0])} within a sequence",
+            f"the cache has blocks 0 to {blocks - 1}: the table is not this cache's, or was not written",
+        )

@@ -1,0 +1,196 @@
+"""Packed pages on a GPU: what a backend calls, with the same contract as `kvpilot_kernels.cpu`.
+
+A `Plan` holds what all layers of a step share: how decode's work is cut, and the scratch of its partial results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from kvpilot_kernels import check
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.formats import Format
+from kvpilot_kernels.gpu import tuning
+from kvpilot_kernels.gpu.decode import decode_kernel
+from kvpilot_kernels.gpu.gather import gather_kernel
+from kvpilot_kernels.gpu.plan import most_items, plan_kernel
+from kvpilot_kernels.gpu.reduce import reduce_kernel
+from kvpilot_kernels.gpu.store import store_kernel
+from kvpilot_kernels.gpu.turn import packing_turn, plain_turn, slots
+
+STORE_TOKENS = 16
+GATHER_TOKENS = 64
+REDUCE_STEP = 32
+"""Rows of partial results that a merging program has in flight."""
+LOG2_E = 1.4426950408889634
+
+
+class Shape:
+    """What is fixed for a layer: format, heads, block size, and the launch choices that follow.
+
+    Args:
+        fmt: one of kvpilot's own formats. head_dim: elements of a key and of a value.
+        kv_heads: KV heads here (of this rank). ratio: query heads per KV head, at most 16.
+        block_size: tokens in a page. window: the last tokens that a query sees, 0 for all. softcap: 0 for none.
+
+    Raises:
+        BadInputError: more than 16 query heads per KV head.
+    """
+
+    def __init__(self, fmt: Format, head_dim: int, kv_heads: int, ratio: int, block_size: int, device: torch.device,
+                 window: int = 0, softcap: float = 0.0) -> None:  # fmt: skip
+        if not 1 <= ratio <= 16:
+            raise check.BadInputError(
+                "ratio", f"is {ratio} query heads per KV head", "the kernels take 1 to 16; use 'auto'"
+            )
+        self.fmt, self.head_dim, self.kv_heads, self.ratio = fmt, head_dim, kv_heads, ratio
+        self.block_size, self.device, self.window, self.softcap = block_size, device, window, softcap
+        self.queries = 8 if ratio <= 8 else 16
+        self.layout = fmt.page_layout(head_dim, block_size)
+        bits = fmt.key.bits, fmt.value.bits
+        self.choice = tuning.choose(head_dim, self.queries, block_size)
+        self.wave = max(1, tuning.multiprocessors(device) * self.choice.programs // kv_heads)
+        self.codec: dict[str, Any] = {
+            "KV_HEADS": kv_heads, "KB": bits[0], "VB": bits[1], "D": head_dim, "WIDE": slots(head_dim),
+            "PAGE": block_size,
+        }  # fmt: skip
+        self.codec_warps = 4 if head_dim <= 128 else 8
+        self.can_overlap = tuning.overlaps(device)
+        self.key_turn, self.value_turn = (packing_turn(head_dim, b, device) for b in bits)
+        self.turn = plain_turn(head_dim, device)
+
+
+class Plan:
+    """How one step's decode is cut; made once for `sequences` rows, its buffers keep their addresses.
+
+    Attributes:
+        items: int32 [count, 4]; spans: int32 [sequences, 2] (`plan`).
+        partial: float32 [count, kv_heads, ratio, D]; lse: float32 [count, kv_heads, ratio].
+        turned: float16 [sequences, kv_heads * ratio, D], the rotated queries.
+    """
+
+    def __init__(self, shape: Shape, sequences: int) -> None:
+        self.shape, self.sequences = shape, sequences
+        self.overlap, self.launch = False, dict[str, Any]()
+        count, heads, dim = most_items(sequences, shape.wave), (shape.kv_heads, shape.ratio), shape.head_dim
+        make = {"device": shape.device}
+        self.items = torch.full((count, 4), -1, dtype=torch.int32, **make)  # type: ignore[call-overload]
+        self.spans = torch.zeros(sequences, 2, dtype=torch.int32, **make)  # type: ignore[call-overload]
+        self.partial = torch.empty(count, *heads, dim, **make)  # type: ignore[call-overload]
+        self.lse = torch.empty(count, *heads, **make)  # type: ignore[call-overload]
+        self.turned = torch.empty(sequences, heads[0] * heads[1], dim, dtype=torch.float16, **make)  # type: ignore[call-overload]
+
+    def update(self, seq_lens: torch.Tensor, overlap: bool = False) -> None:
+        """Cut the work for int32 [sequences or fewer] stored lengths; 0 is a row of padding.
+
+        With `overlap`, decode starts to read while the step's tokens are still being stored: only right where this
+        step stores nothing but one token of each of these sequences (a chunk of a prompt may be another's prefix).
+        """
+        self.overlap = overlap and self.shape.can_overlap
+        self.launch = {"launch_pdl": True} if self.overlap else {}
+        sequences = seq_lens.shape[0]
+        count = most_items(sequences, self.shape.wave)
+        plan_kernel[(triton.cdiv(count, 128),)](
+            seq_lens, self.items, self.spans, sequences, count, self.shape.wave, TILE=self.shape.choice.tile,
+            WINDOW=self.shape.window, SEQUENCES=triton.next_power_of_2(max(sequences, 16)), ITEMS=128, num_warps=8,
+        )  # fmt: skip
+
+
+class GpuPages:
+    """One layer's cache of packed pages, uint8 [blocks, kv_heads, block_size, row_bytes], flat per (block, head).
+
+    Raises:
+        BadInputError: the cache is not laid out as the shape says, naming what it should be.
+    """
+
+    def __init__(self, cache: torch.Tensor, shape: Shape, factors: Factors) -> None:
+        check.page_cache(cache, shape.fmt, shape.head_dim)
+        if tuple(cache.shape[1:3]) != (shape.kv_heads, shape.block_size):
+            raise check.BadInputError(
+                "cache", f"is {tuple(cache.shape)}", f"this layer has {shape.kv_heads} KV heads and blocks of "
+                f"{shape.block_size} tokens"
+            )  # fmt: skip
+        self.cache, self.shape, self.factors = cache, shape, factors
+
+    def store(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor,
+              plan: Plan, decodes: int, scale: float) -> None:  # fmt: skip
+        """Write tokens into their slots, and rotate the queries of the first `decodes` of them into the plan.
+
+        Args:
+            query: [tokens, heads, D]; key, value: [tokens, kv_heads, D], heads and elements contiguous.
+            slot_mapping: int64 [tokens], block * block_size + place; negative is padding. scale: factor on the scores.
+
+        Raises:
+            BadInputError: another shape, type or stride; nothing was launched.
+        """
+        s, f = self.shape, self.factors
+        check.tokens(key, value, slot_mapping, s.kv_heads, s.head_dim)
+        check.queries(query, s.kv_heads, s.head_dim)
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.stride()[1:] != (s.head_dim, 1):
+                raise check.BadInputError(name, f"has strides {x.stride()}", "make heads and elements contiguous")
+        tokens = slot_mapping.shape[0]
+        if tokens == 0:
+            return
+        heads = s.kv_heads * (2 + (s.ratio if decodes else 0))
+        store_kernel[(triton.cdiv(tokens, STORE_TOKENS), heads)](
+            query, key, value, slot_mapping, self.cache, plan.turned, s.key_turn, s.value_turn, s.turn,
+            f.key_mean, f.key_scale, f.value_mean, f.value_scale, tokens, decodes, query.stride(0), key.stride(0),
+            value.stride(0), self.cache.stride(0), self.cache.stride(1), scale * LOG2_E, RATIO=s.ratio,
+            TOKENS=STORE_TOKENS, OVERLAP=plan.overlap, **s.codec,
+            num_warps=s.codec_warps,
+        )  # fmt: skip
+
+    def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
+        """Attention of one query token per sequence, rotated by `store`, over all of its stored tokens.
+
+        Args:
+            block_table: int32 [sequences, blocks]; entries past a sequence's length are not read.
+            seq_lens: int32 [sequences] tokens stored, as the plan was updated with; 0 gives zeros.
+            out: [sequences, heads, D], 16 bits or float32, written; heads and elements contiguous.
+        """
+        if seq_lens.shape[0]:
+            self.attend(block_table, seq_lens, plan)
+            self.merge(seq_lens.shape[0], plan, out)
+
+    def attend(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan) -> None:
+        """The first half of `decode`: partial results of every item, into the plan."""
+        s = self.shape
+        decode_kernel[(s.kv_heads, most_items(seq_lens.shape[0], s.wave))](
+            plan.turned, self.cache, block_table, plan.items, seq_lens, plan.partial, plan.lse, self.cache.stride(0),
+            self.cache.stride(1), block_table.stride(0), s.softcap, KB=s.codec["KB"], VB=s.codec["VB"], D=s.head_dim,
+            GROUP=s.fmt.group_size(s.head_dim), RATIO=s.ratio, N=s.queries, TILE=s.choice.tile, PAGE=s.block_size,
+            STAGES=s.choice.stages, SOFTCAP=s.softcap > 0, WINDOW=s.window, OVERLAP=plan.overlap, num_warps=1,
+            **plan.launch,
+        )  # fmt: skip
+
+    def merge(self, sequences: int, plan: Plan, out: torch.Tensor) -> None:
+        """The second half of `decode`: merge what the plan holds, rotate it back and write it to `out`."""
+        s, f = self.shape, self.factors
+        # Few sequences leave the GPU idle: then each query head gets a program of its own.
+        take = 1 if sequences * s.kv_heads * s.ratio <= 2 * tuning.multiprocessors(s.device) else s.ratio
+        reduce_kernel[(sequences, s.kv_heads, s.ratio // take)](
+            plan.partial, plan.lse, plan.spans, s.turn, f.value_mean, f.value_scale, out, out.stride(0),
+            KV_HEADS=s.kv_heads, RATIO=s.ratio, TAKE=take, D=s.head_dim, WIDE=s.codec["WIDE"],
+            ROWS=triton.next_power_of_2(take), STEP=max(1, REDUCE_STEP // take), OVERLAP=plan.overlap,
+            num_warps=4, **plan.launch,
+        )  # fmt: skip
+
+    def gather(self, block_table: torch.Tensor, rows: torch.Tensor, begin: int, longest: int,
+               key_out: torch.Tensor, value_out: torch.Tensor) -> None:  # fmt: skip
+        """Read tokens [begin, begin + length) of each sequence back, in the model's own elements.
+
+        Args:
+            block_table: int32 [sequences, blocks]. rows: int32 [sequences + 1], where each sequence's tokens start in
+                the outputs; their differences are the lengths, at most `longest`.
+            key_out, value_out: [rows, kv_heads, D], 16 bits, contiguous.
+        """
+        s, f = self.shape, self.factors
+        gather_kernel[(triton.cdiv(longest, GATHER_TOKENS), s.kv_heads, rows.shape[0] - 1)](
+            self.cache, block_table, rows, key_out, value_out, s.key_turn, s.value_turn, f.key_mean, f.key_scale,
+            f.value_mean, f.value_scale, begin, self.cache.stride(0), self.cache.stride(1), block_table.stride(0),
+            TOKENS=GATHER_TOKENS, **s.codec, num_warps=s.codec_warps,
+        )  # fmt: skip

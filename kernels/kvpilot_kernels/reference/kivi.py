@@ -1,0 +1,40 @@
+"""KIVI in plain torch (arXiv 2402.02750): no rotation; keys per channel over groups of tokens, values per token.
+
+Keys have channels that are large in every token, so each channel of a group of G = 32 tokens gets its own step and
+minimum; values do not, so each token's G = 32 neighbouring channels share theirs. Both are float16.
+
+The original keeps the last tokens in 16 bits until a group is full; here a group that is not full is quantized as the
+short group that it is.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvpilot_kernels.reference.codec import Codec, half, min_max
+
+GROUP = 32
+
+
+def kivi(bits: int) -> Codec:
+    """KIVI with the same number of bits for keys and values: `kivi(2)` is the published one."""
+    return Codec(
+        f"kivi_{bits}bit",
+        lambda x: _keys(x, bits),
+        lambda x: _values(x, bits),
+        lambda _dim: bits + 32 / GROUP,
+        lambda _dim: bits + 32 / GROUP,
+        tile=GROUP,
+    )
+
+
+def _keys(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return torch.cat([_read_back(*min_max(part, bits, 0)) for part in torch.split(x.float(), GROUP)])
+
+
+def _values(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return _read_back(*min_max(x.float().reshape(*x.shape[:-1], -1, GROUP), bits, -1)).flatten(-2)
+
+
+def _read_back(codes: torch.Tensor, step: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    return codes * half(step) + half(low)

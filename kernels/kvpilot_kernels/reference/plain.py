@@ -1,0 +1,66 @@
+"""The simple rivals in plain torch: fp8, and 4-bit integers per token and head with and without a rotation.
+
+`fp8_e4m3`: each element is cast to an 8-bit float with 3 bits of mantissa (Micikevicius et al., arXiv 2209.05433), with
+the scale 1 that vLLM uses without a calibrated checkpoint; values beyond 448 saturate.
+
+`int4_raw`: asymmetric round-to-nearest per token and head, float16 step and minimum, no rotation.
+
+`int4_per_token_head`: vLLM's (pull request 40835). A Hadamard rotation with random signs; then, per token and head,
+
+    step = (max - min) / 15        z = clamp(round(-min / step), 0, 15)        code = clamp(round(x / step) + z, 0, 15)
+
+with z hidden in the four lowest mantissa bits of the float32 step.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvpilot_kernels.reference.codec import Codec, half, min_max
+from kvpilot_kernels.reference.hadamard import hadamard
+from kvpilot_kernels.reference.turboquant import signs
+
+
+def bf16() -> Codec:
+    """A 16-bit cache: the base that codecs are measured against."""
+    return Codec("bf16", _bf16, _bf16, lambda _dim: 16.0, lambda _dim: 16.0)
+
+
+def fp8_e4m3() -> Codec:
+    """vLLM's fp8 cache."""
+    return Codec("fp8_e4m3", _fp8, _fp8, lambda _dim: 8.0, lambda _dim: 8.0)
+
+
+def int4_raw() -> Codec:
+    """4-bit integers as they are."""
+    return Codec("int4_raw", _raw, _raw, lambda dim: 4 + 32 / dim, lambda dim: 4 + 32 / dim)
+
+
+def int4_per_token_head() -> Codec:
+    """vLLM's rotated 4-bit cache."""
+    return Codec("int4_per_token_head", _rotated, _rotated, lambda dim: 4 + 32 / dim, lambda dim: 4 + 32 / dim)
+
+
+def _bf16(x: torch.Tensor) -> torch.Tensor:
+    return x.bfloat16().float()
+
+
+def _fp8(x: torch.Tensor) -> torch.Tensor:
+    return x.float().clamp(-448, 448).to(torch.float8_e4m3fn).float()
+
+
+def _raw(x: torch.Tensor) -> torch.Tensor:
+    codes, step, low = min_max(x.float(), 4, -1)
+    return codes * half(step) + half(low)
+
+
+def _rotated(x: torch.Tensor) -> torch.Tensor:
+    dim = x.shape[-1]
+    turn = signs(dim)[:, None] * hadamard(dim)
+    y = x.float() @ turn
+    low = y.amin(-1, keepdim=True)
+    step = ((y.amax(-1, keepdim=True) - low) / 15).clamp_min(1e-6)
+    zero = (-low / step).round().clamp(0, 15)
+    codes = (y / step + zero).round().clamp(0, 15)
+    stored = (step.view(torch.int32) & -16).view(torch.float32)
+    return (codes - zero) * stored @ turn.T

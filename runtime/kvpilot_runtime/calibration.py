@@ -1,0 +1,196 @@
+"""Calibration files: the static factors of every layer of one model, as `kvpilot calibrate` writes them.
+
+A file is safetensors: float32 tensors `layers.{i}.key_mean`, `.key_scale`, `.value_mean` and `.value_scale`, each
+[kv_heads, head_dim], for keys after RoPE (what the cache stores), and in the metadata the facts of the model that they
+belong to. A file for another model would give wrong answers without any error later, so it is refused here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from kvpilot_kernels.factors import Factors
+from kvpilot_runtime.errors import EngineRefusedError
+
+VARIABLE = "KVPILOT_CALIBRATION"
+"""Environment variable with the path of the calibration file."""
+
+_KIND, _VERSION = "kvpilot-calibration", "1"
+_NAMES = tuple(f.name for f in fields(Factors))
+_NOT_IDENTITY = {
+    "_name_or_path", "architectures", "attn_implementation", "dtype", "torch_dtype", "transformers_version",
+    "use_cache", "quantization_config",
+}  # fmt: skip
+"""What may differ between two copies of a config.json that describe the same keys and values."""
+
+
+class CalibrationError(EngineRefusedError):
+    """A calibration file cannot be used. Attributes: `path`; the message names field, value and remedy."""
+
+    def __init__(self, path: Path, what: str, remedy: str) -> None:
+        self.path = path
+        super().__init__(f"calibration file {str(path)!r}: {what}; {remedy}")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What ties a calibration file to a model.
+
+    Attributes:
+        layers, kv_heads, head_dim: sizes.
+        rope: the rotary embedding's parameters, as JSON with sorted keys.
+        config_sha256: hash of config.json without the keys that say nothing about keys and values.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    rope: str
+    config_sha256: str
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ModelFacts:
+        """The facts in a config.json (of the language model, where that is nested).
+
+        Raises:
+            KeyError: a size is missing.
+        """
+        text = config.get("text_config")
+        text = text if isinstance(text, Mapping) else config
+        heads = int(text["num_attention_heads"])
+        rope = {
+            key: text[key] for key in ("rope_theta", "rope_scaling", "rope_parameters") if text.get(key) is not None
+        }
+        kept = {key: value for key, value in text.items() if key not in _NOT_IDENTITY}
+        return cls(
+            layers=int(text["num_hidden_layers"]),
+            kv_heads=int(text.get("num_key_value_heads") or heads),
+            head_dim=int(text.get("head_dim") or int(text["hidden_size"]) // heads),
+            rope=json.dumps(rope, sort_keys=True),
+            config_sha256=hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest(),
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelFacts:
+        """The facts of the model in `folder`.
+
+        Raises:
+            OSError, ValueError, KeyError: no readable config.json with a decoder's sizes.
+        """
+        return cls.of(json.loads((folder / "config.json").read_text()))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The factors of all layers, in their order."""
+
+    layers: tuple[Factors, ...]
+
+    def for_layer(self, layer_name: str) -> Factors:
+        """The factors of vLLM's layer `layer_name`, such as ``model.layers.12.self_attn.attn``.
+
+        Raises:
+            ValueError: the name holds no number of a calibrated layer.
+        """
+        found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", layer_name)
+        if found is None or int(found[1]) >= len(self.layers):
+            raise ValueError(f"layer {layer_name!r} is none of the {len(self.layers)} calibrated ones; serve without "
+                             f"{VARIABLE}")  # fmt: skip
+        return self.layers[int(found[1])]
+
+    def shard(self, rank: int, size: int) -> Calibration:
+        """The share of tensor-parallel rank `rank` of `size`: its KV heads; with fewer heads than ranks, its copy.
+
+        Raises:
+            ValueError: heads and ranks do not divide each other, or the rank does not exist.
+        """
+        heads = self.layers[0].key_mean.shape[0]
+        if not 0 <= rank < size or (heads % size and size % heads):
+            raise ValueError(f"rank {rank} of {size} has no share of {heads} KV heads; use a tensor-parallel size that "
+                             "divides them or is a multiple of them")  # fmt: skip
+        count = max(1, heads // size)
+        first = rank * count if heads >= size else rank // (size // heads)
+        cut = slice(first, first + count)
+        return Calibration(tuple(Factors(*(getattr(f, name)[cut] for name in _NAMES)) for f in self.layers))
+
+
+def save(path: Path, layers: list[Factors], facts: ModelFacts) -> None:
+    """Write a calibration file; it appears whole or not at all."""
+    tensors = {
+        f"layers.{i}.{name}": getattr(factors, name).float().cpu().contiguous().clone()
+        for i, factors in enumerate(layers)
+        for name in _NAMES
+    }
+    metadata = {f.name: str(getattr(facts, f.name)) for f in fields(facts)}
+    scratch = path.with_name(path.name + ".part")
+    save_file(tensors, scratch, {"format": _KIND, "version": _VERSION, **metadata})
+    scratch.replace(path)
+
+
+def from_environment(facts: ModelFacts) -> Calibration | None:
+    """The file that `KVPILOT_CALIBRATION` names, or None when it names none.
+
+    Raises:
+        CalibrationError: as `load`.
+    """
+    path = os.environ.get(VARIABLE)
+    return load(Path(path), facts) if path else None
+
+
+def load(path: Path, facts: ModelFacts) -> Calibration:
+    """Read a calibration file for the model of `facts`.
+
+    Raises:
+        CalibrationError: no such file, not a calibration file, another version, a file for another model, a missing
+            layer, a wrong shape or dtype, a number that is not finite, or a scale that is not positive.
+    """
+    again = "run `kvpilot calibrate` with the model that is served"
+    if not path.is_file():
+        raise CalibrationError(path, "there is no such file", f"check {VARIABLE}, or leave it out to serve without")
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
+    except (SafetensorError, OSError) as error:
+        raise CalibrationError(path, f"it is no safetensors file ({error})", again) from error
+    if metadata.get("format") != _KIND or metadata.get("version") != _VERSION:
+        got = f"format {metadata.get('format')!r} version {metadata.get('version')!r}"
+        raise CalibrationError(path, f"{got} is not {_KIND!r} version {_VERSION!r}", again)
+    for f in fields(facts):
+        wanted, held = str(getattr(facts, f.name)), metadata.get(f.name)
+        if held != wanted:
+            raise CalibrationError(path, f"{f.name} is {held!r} and the model's is {wanted!r}", again)
+    shape = (facts.kv_heads, facts.head_dim)
+    return Calibration(tuple(Factors(*_checked(path, tensors, i, shape)) for i in range(facts.layers)))
+
+
+def _checked(path: Path, tensors: dict[str, torch.Tensor], layer: int, shape: tuple[int, int]) -> list[torch.Tensor]:
+    """The tensors of one layer, in the order of Factors' fields."""
+    found = []
+    for name in _NAMES:
+        key = f"layers.{layer}.{name}"
+        tensor = tensors.get(key)
+        problem = None
+        if tensor is None:
+            problem = "is missing"
+        elif tensor.dtype != torch.float32 or tuple(tensor.shape) != shape:
+            problem = f"is {tensor.dtype} {tuple(tensor.shape)} and should be torch.float32 {shape}"
+        elif not tensor.isfinite().all():
+            problem = f"holds {int((~tensor.isfinite()).sum())} numbers that are not finite"
+        elif name.endswith("_scale") and not (tensor > 0).all():
+            problem = f"holds the scale {float(tensor.min())}, and scales are positive"
+        if problem or tensor is None:
+            raise CalibrationError(path, f"{key} {problem}", "the file is damaged: run `kvpilot calibrate` again")
+        found.append(tensor)
+    return found

@@ -1,0 +1,71 @@
+"""Compile every GPU kernel with the installed Triton, without a GPU: `python compile_kernels.py 80`.
+
+A process of its own: where Triton's interpreter is on, nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from kvpilot_kernels.gpu import decode, gather, plan, reduce, store
+
+POINTERS = {
+    "query_ptr": "*bf16", "key_ptr": "*bf16", "value_ptr": "*bf16", "out_ptr": "*bf16", "key_out_ptr": "*bf16",
+    "value_out_ptr": "*bf16", "cache_ptr": "*u8", "turned_ptr": "*fp16", "slots_ptr": "*i64", "table_ptr": "*i32",
+    "items_ptr": "*i32", "lens_ptr": "*i32", "spans_ptr": "*i32", "rows_ptr": "*i32", "turn_ptr": "*bf16",
+    "key_turn_ptr": "*bf16", "value_turn_ptr": "*bf16", "query_turn_ptr": "*bf16",
+}  # fmt: skip
+
+
+def compile_for(capability: int, kernel: Any, warps: int, source: type = ASTSource, **constants: Any) -> None:
+    """Compile to machine code; raises whatever Triton does."""
+    types = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            types[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            types[name] = POINTERS.get(name, "*fp32")
+        else:
+            types[name] = "fp32" if name in ("scale", "softcap") else "i64" if name == "page_stride" else "i32"
+    if kernel is decode.decode_kernel:
+        types |= {"query_ptr": "*fp16", "out_ptr": "*fp32"}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, kind) in enumerate(types.items())
+        if kind.startswith("*") or name.endswith("_stride")
+    }
+    compiled = triton.compile(
+        source(kernel, types, constants, aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": warps},
+    )
+    print(kernel.__name__, capability, len(compiled.asm["cubin"]), flush=True)
+
+
+def main(capability: int) -> None:
+    """Each kernel for Llama-3-8B's attention in k4v2, decode for a hard shape too."""
+    overlap = capability >= 90
+    codec = {"KV_HEADS": 8, "KB": 4, "VB": 2, "D": 128, "WIDE": 128, "PAGE": 64}
+    compile_for(capability, store.store_kernel, 4, RATIO=4, TOKENS=16, OVERLAP=overlap, **codec)
+    compile_for(capability, gather.gather_kernel, 4, TOKENS=64, **codec)
+    compile_for(capability, plan.plan_kernel, 8, TILE=64, WINDOW=0, SEQUENCES=64, ITEMS=128)
+    for take in (1, 4):
+        compile_for(
+            capability, reduce.reduce_kernel, 4, KV_HEADS=8, RATIO=4, TAKE=take, D=128, WIDE=128, ROWS=take,
+            STEP=32 // take, OVERLAP=overlap,
+        )  # fmt: skip
+    for kb, vb, dim, group, ratio, tile, stages in ((4, 4, 128, 64, 4, 64, 2), (8, 4, 96, 48, 16, 32, 3)):
+        compile_for(
+            capability, decode.decode_kernel, 1, GluonASTSource, KB=kb, VB=vb, D=dim, GROUP=group, RATIO=ratio,
+            N=8 if ratio <= 8 else 16, TILE=tile, PAGE=64, STAGES=stages, SOFTCAP=False, WINDOW=0, OVERLAP=overlap,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

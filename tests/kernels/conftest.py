@@ -1,0 +1,42 @@
+"""The GPU kernels run in Triton's interpreter here: a CPU, the same source, the same numbers.
+
+Whether Triton interprets is settled when a kernel is defined, its own library's among them. The variable is gone again
+before any test runs, so that processes which tests start are not touched.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+if "triton" in sys.modules and "TRITON_INTERPRET" not in os.environ:
+    raise pytest.UsageError("triton is already there to compile: run tests/kernels in a process of its own")
+
+before = os.environ.get("TRITON_INTERPRET")
+os.environ["TRITON_INTERPRET"] = "1"
+try:
+    from triton.runtime import interpreter
+
+    from kvpilot_kernels.gpu import decode, pages
+    from support.gluon_eager import EagerKernel
+finally:
+    if before is None:
+        del os.environ["TRITON_INTERPRET"]
+    else:
+        os.environ["TRITON_INTERPRET"] = before
+
+
+def splat(self: object, to: object, scalar: object) -> object:
+    """Spread a scalar over a block. Triton 3.9's own makes an int32 of a comparison, which is then no mask."""
+    return interpreter.TensorHandle(np.full(to.shape, scalar.data, scalar.data.dtype), scalar.dtype.scalar)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def on_cpu() -> Iterator[None]:
+    """`GpuPages` launches every kernel on the CPU, the Gluon one too."""
+    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
+        patch.setattr(pages, "decode_kernel", EagerKernel(decode, "decode_kernel"))
+        patch.setattr(interpreter.InterpreterBuilder, "create_splat", splat)
+        yield

@@ -1,0 +1,120 @@
+"""The runner of Gluon kernels on a CPU shows the mistakes that it is there to show."""
+
+import inspect
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from kvpilot_kernels.gpu import decode, pages
+from support.gluon_eager import Copies, EagerKernel, Pointer, Shared, block, inline_asm_elementwise, load, mma_v2, store
+from support.gpu_batch import Batch
+
+WORDS = torch.arange(32, dtype=torch.int32).view(4, 8)
+
+
+def test_a_copy_lands_at_the_wait_for_its_group_and_not_before() -> None:
+    copies, source = Copies(), Pointer.of(WORDS)
+    target = Shared.allocate(np.int32, [2, 8], None)
+    for i in range(2):
+        copies.async_copy_global_to_shared(target.index(i), source + (8 * i + np.arange(8)))
+        copies.commit_group()
+    assert (target.load(None) == -1).all()
+    copies.wait_group(1)
+    assert target.load(None).tolist() == [list(range(8)), [-1] * 8]
+    copies.wait_group(0)
+    assert target.load(None).tolist() == [list(range(8)), list(range(8, 16))]
+
+
+def test_a_copy_that_was_never_committed_does_not_land() -> None:
+    copies, target = Copies(), Shared.allocate(np.int32, [8], None)
+    copies.async_copy_global_to_shared(target, Pointer.of(WORDS) + np.arange(8))
+    copies.wait_group(0)
+    assert (target.load(None) == -1).all()
+
+
+def test_starting_a_copy_spoils_what_was_there() -> None:
+    copies, target = Copies(), Shared(np.arange(8, dtype=np.int32))
+    copies.async_copy_global_to_shared(target, Pointer.of(WORDS) + np.arange(8))
+    assert (target.load(None) == -1).all()
+
+
+def test_two_copies_to_one_place_raise_until_the_first_has_landed() -> None:
+    copies, target, source = Copies(), Shared.allocate(np.int32, [8], None), Pointer.of(WORDS) + np.arange(8)
+    copies.async_copy_global_to_shared(target, source)
+    copies.commit_group()
+    with pytest.raises(RuntimeError, match="same place"):
+        copies.async_copy_global_to_shared(target, source)
+    copies.wait_group(0)
+    copies.async_copy_global_to_shared(target, source)
+
+
+@pytest.mark.parametrize("at", [-1, 32, 2**40])
+def test_an_access_outside_its_tensor_raises_unless_masked(at: int) -> None:
+    pointer = Pointer.of(WORDS) + np.array([0, at])
+    with pytest.raises(IndexError):
+        load(pointer)
+    with pytest.raises(IndexError):
+        store(pointer, np.int32(1))
+    assert load(pointer, mask=np.array([True, False]), other=5).tolist() == [0, 5]
+
+
+def test_a_view_ends_with_its_last_element() -> None:
+    view = WORDS[:2, 1:3]
+    assert load(Pointer.of(view) + np.array([0, 9])).tolist() == [1, 10]
+    with pytest.raises(IndexError):
+        load(Pointer.of(view) + 10)
+
+
+def test_instructions_see_two_neighbours_in_a_register() -> None:
+    x = block(np.array([[0x1234, 0xABCD, 0x00FF, 0x0100]], np.uint16))
+    masked = inline_asm_elementwise("and.b32 $0, $1, 0xf000f0;", "=r,r", [x], np.uint16, True, 2)
+    assert masked.tolist() == [[0x0030, 0x00C0, 0x00F0, 0x0000]]
+    # The low byte of the upper neighbour comes down into the lower one's high byte.
+    moved = inline_asm_elementwise("shr.u32 $0, $1, 8;", "=r,r", [x], np.uint16, True, 2)
+    assert moved.tolist() == [[0xCD12, 0x00AB, 0x0000, 0x0001]]
+    with pytest.raises(ValueError, match="xor"):
+        inline_asm_elementwise("xor.b32 $0, $1, 1;", "=r,r", [x], np.uint16, True, 2)
+
+
+def test_a_product_takes_subnormals_exactly() -> None:
+    a = block(np.full((16, 16), 3, np.uint16).view(np.float16))
+    b = block(np.full((16, 8), 2.0, np.float16))
+    assert (mma_v2(a, b, block(np.zeros((16, 8), np.float32))) == 16 * 6 * 2.0**-24).all()
+
+
+# Each breaks the kernel's source in a place where hardware would not complain.
+MISTAKES = {
+    "a wait for one group too few": ("wait_group(STAGES - 1)", "wait_group(STAGES)"),
+    "a prefetch into the tile that is read": ("ahead = stage + STAGES - 1", "ahead = stage + STAGES"),
+    "no mask on what lies past the end": ("live = t + token < end", "live = t + token < end + 1"),
+    "no shift of the upper byte": ("return gl.inline_asm_elementwise(\"shr.u32 $0, $1, 8;\"",
+                                   "return gl.inline_asm_elementwise(\"shr.u32 $0, $1, 16;\""),
+    "the last tile fetched twice": ("table_ptr, t, settled, page_stride", "table_ptr, t, end, page_stride"),
+    "a tile too many": ("if t < end:", "if t < end + TILE:"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_in_decode_shows(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, wrong = MISTAKES[what]
+    batch = Batch("k4v4", 64, [70, 33, 10], seed=9, ratio=2)
+    query = batch.queries()
+    wanted = batch.decode(query)
+    assert wanted.isfinite().all()
+    kernel = EagerKernel(broken(right, wrong), "decode_kernel")
+    monkeypatch.setattr(pages, "decode_kernel", kernel)
+    try:
+        out = batch.decode(query)
+    except (IndexError, RuntimeError):
+        return
+    assert not torch.allclose(out, wanted, rtol=1e-2, atol=1e-2)
+
+
+def broken(right: str, wrong: str) -> types.ModuleType:
+    """The module of decode with one expression replaced."""
+    source, module = inspect.getsource(decode), types.ModuleType("broken")
+    assert source.count(right) == 1
+    exec(compile(source.replace(right, wrong), decode.__file__, "exec"), module.__dict__)  # noqa: S102
+    return module

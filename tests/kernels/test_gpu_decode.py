@@ -1,0 +1,153 @@
+"""Decode and reduce on pages against the float64 reference; both kernels run on a CPU (`support.gluon_eager`)."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.gpu import decode, pages
+from kvpilot_kernels.reference.attention import decode_reference
+from support.gluon_eager import EagerKernel
+from support.gpu_batch import Batch
+
+CLOSE = 1e-3
+"""Of a head's norm: queries and probabilities are float16 on their way into the tensor cores."""
+ratios = st.sampled_from([1, 2, 3, 5, 7, 8, 9, 12, 16])
+# (block size, tile): a tile divides its block.
+cuts = st.sampled_from([(16, 16), (32, 16), (32, 32), (48, 16), (64, 32), (64, 64), (128, 64)])
+seeds = st.integers(0, 2**31)
+
+
+def off(out: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest error of a head, in units of its norm."""
+    return float(((out - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
+
+
+def assert_equals_reference(batch: Batch) -> None:
+    query = batch.queries()
+    out = batch.decode(query)
+    for i, n in enumerate(batch.lengths):
+        if n == 0:
+            assert torch.equal(out[i], torch.zeros_like(out[i]))
+            continue
+        last = slice(-batch.window if batch.window else None, None)
+        key, value = batch.keys[i], batch.values[i]
+        wanted = decode_reference(query[i], key[last], value[last], batch.fmt, batch.scale, batch.factors)
+        assert off(out[i].double(), wanted) < CLOSE
+
+
+@pytest.mark.parametrize("dim", formats.HEAD_DIMS)
+@pytest.mark.parametrize("name", formats.own_names())
+def test_decode_equals_the_reference_in_every_format_at_every_head_dim(name: str, dim: int) -> None:
+    assert_equals_reference(Batch(name, dim, [40, 0, 1], seed=3, ratio=3))
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(formats.own_names()), st.sampled_from(formats.HEAD_DIMS),
+    st.lists(st.integers(0, 150), min_size=1, max_size=3), seeds, st.integers(1, 2), ratios, cuts, st.integers(2, 4),
+    st.integers(1, 3), st.booleans(),
+)  # fmt: skip
+def test_decode_equals_the_reference_however_the_work_is_cut(
+    name: str, dim: int, lengths: list[int], seed: int, kv_heads: int, ratio: int, cut: tuple[int, int], stages: int,
+    wave: int, calibrated: bool,
+) -> None:  # fmt: skip
+    block_size, tile = cut
+    assert_equals_reference(
+        Batch(name, dim, lengths, seed, kv_heads, ratio, block_size, tile, stages, wave, calibrated=calibrated)
+    )
+
+
+@settings(max_examples=10)
+@given(st.sampled_from(formats.own_names()), st.lists(st.integers(0, 120), min_size=1, max_size=2),
+       st.integers(1, 60), st.integers(1, 3), seeds)  # fmt: skip
+def test_a_window_sees_the_last_tokens_only(name: str, lengths: list[int], window: int, wave: int, seed: int) -> None:
+    assert_equals_reference(Batch(name, 64, lengths, seed, ratio=2, wave=wave, window=window))
+
+
+@settings(max_examples=8)
+@given(st.sampled_from(formats.own_names()), st.integers(2, 70), st.sampled_from([0.5, 5.0, 30.0]), seeds)
+def test_softcap_bends_scores_as_on_cpu(name: str, length: int, softcap: float, seed: int) -> None:
+    batch = Batch(name, 64, [length], seed, ratio=2, softcap=softcap)
+    query = batch.queries() * 3
+    out, wanted = batch.decode(query), batch.cpu.decode(query, batch.table, batch.lens, batch.scale, softcap)
+    assert off(out, wanted) < CLOSE
+    if softcap < 10:  # scores reach about 10
+        assert off(out, batch.cpu.decode(query, batch.table, batch.lens, batch.scale)) > 5 * CLOSE
+
+
+def test_one_token_out_of_many_can_take_all_the_weight() -> None:
+    batch = Batch("k4v4", 128, [200], seed=5, ratio=2, stages=3)
+    query = batch.keys[0][130].repeat_interleave(2, 0)[None] * 20
+    wanted = decode_reference(query[0], batch.keys[0], batch.values[0], batch.fmt, batch.scale)
+    assert off(batch.decode(query)[0].double(), wanted) < CLOSE
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_out_may_be_a_part_of_a_wider_buffer(dtype: torch.dtype) -> None:
+    batch = Batch("k4v2", 96, [33, 20], seed=1, ratio=3)
+    query, plan = batch.queries(), batch.plan()
+    buffer = torch.full((3, 8 * 96), 7.0, dtype=dtype)
+    batch.turn(query, plan)
+    batch.pages.decode(batch.table, batch.lens, plan, buffer[:2, : 6 * 96].view(2, 6, 96))
+    wanted = batch.cpu.decode(query, batch.table, batch.lens, batch.scale)
+    assert off(buffer[:2, : 6 * 96].view(2, 6, 96).float(), wanted) < CLOSE
+    assert (buffer[2] == 7).all()
+    assert (buffer[:, 6 * 96 :] == 7).all()
+
+
+def test_a_step_may_have_fewer_sequences_than_the_plan_holds() -> None:
+    batch = Batch("k4v4", 64, [50, 30, 20], seed=2, ratio=2)
+    query, plan = batch.queries(), batch.plan()
+    plan.update(batch.lens[:2])
+    batch.turn(query, plan)
+    out = torch.full_like(query, torch.nan)
+    batch.pages.decode(batch.table[:2], batch.lens[:2], plan, out[:2])
+    wanted = batch.cpu.decode(query, batch.table, batch.lens, batch.scale)
+    assert off(out[:2], wanted[:2]) < CLOSE
+    assert out[2].isnan().all()
+
+
+def test_no_sequence_is_no_work() -> None:
+    batch = Batch("k4v4", 64, [5], seed=0)
+    out = torch.full((0, 2, 64), torch.nan)
+    batch.pages.decode(batch.table[:0], batch.lens[:0], batch.plan(), out)
+
+
+@pytest.mark.parametrize("lengths", [[1], [16, 17], [100, 0, 33]])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_kernel_that_starts_early_reads_queries_and_the_last_two_tokens_only_after_its_wait(
+    lengths: list[int], stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = Batch("k4v4", 64, lengths, seed=4, ratio=2, stages=stages)
+    query = batch.queries()
+    wanted, plan, waits = batch.decode(query), batch.plan(), 0
+    batch.turn(query, plan)
+    turned = plan.turned.clone()
+    stored = [i for i, n in enumerate(lengths) if n]
+    # Not there yet: the step's own token, and the end of a block that another sequence fills in the same step.
+    late = torch.cat([batch.slots[i][-2:] for i in stored])
+
+    def hold_back() -> None:
+        plan.turned.fill_(torch.nan)
+        for part in (batch.cpu.key_codes, batch.cpu.value_codes):
+            part[late // 16, :, late % 16] = 255
+        for part in (batch.cpu.key_meta, batch.cpu.value_meta):
+            part[late // 16, :, late % 16] = -1
+
+    def store() -> None:
+        nonlocal waits
+        waits += 1
+        plan.turned.copy_(turned)
+        for i in stored:
+            batch.cpu.store(batch.keys[i][-2:], batch.values[i][-2:], batch.slots[i][-2:])
+
+    monkeypatch.setattr(pages, "decode_kernel", EagerKernel(decode, "decode_kernel", hold_back, store))
+    plan.overlap = True
+    batch.pages.attend(batch.table, batch.lens, plan)
+    plan.overlap = False  # no interpreter has the wait of `reduce`
+    out = torch.full_like(query, torch.nan)
+    batch.pages.merge(len(lengths), plan, out)
+    assert torch.equal(out, wanted)
+    assert waits == plan.items.shape[0] * batch.kv_heads  # every program, those without work too

@@ -1,0 +1,136 @@
+"""Pages on a GPU: what is refused before anything is launched, and all kernels in a row."""
+
+import pytest
+import torch
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.check import BadInputError
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.gpu import tuning
+from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.tuning import Choice
+from kvpilot_kernels.reference.attention import decode_reference
+from support.gpu_batch import CPU, PAST_THE_END, generator, poisoned, some_factors
+
+K4V4 = formats.parse("k4v4")
+ROW = K4V4.row_bytes(64)
+BAD_CACHES = {
+    "another type": torch.zeros(2, 2, 16, ROW, dtype=torch.int8),
+    "rows of another format": torch.zeros(2, 2, 16, formats.parse("k8v4").row_bytes(64), dtype=torch.uint8),
+    "rows of another head_dim": torch.zeros(2, 2, 16, K4V4.row_bytes(128), dtype=torch.uint8),
+    "another block size": torch.zeros(2, 2, 32, ROW, dtype=torch.uint8),
+    "another number of heads": torch.zeros(2, 1, 16, ROW, dtype=torch.uint8),
+    "no heads": torch.zeros(2, 16, ROW, dtype=torch.uint8),
+    "token before head": torch.zeros(2, 16, 2, ROW, dtype=torch.uint8).transpose(1, 2),
+    "rows apart": torch.zeros(2, 2, 16, ROW + 4, dtype=torch.uint8)[..., :ROW],
+}
+
+
+@pytest.mark.parametrize("what", BAD_CACHES)
+def test_a_cache_that_does_not_fit_is_refused_with_what_would(what: str) -> None:
+    with pytest.raises(BadInputError, match=r"^cache .*(takes uint8|this layer has 2 KV heads and blocks of 16)"):
+        GpuPages(BAD_CACHES[what], Shape(K4V4, 64, 2, 1, 16, CPU), Factors.identity(2, 64))
+
+
+@pytest.mark.parametrize("ratio", [0, -1, 17, 64])
+def test_more_query_heads_than_an_mma_is_wide_are_refused(ratio: int) -> None:
+    with pytest.raises(BadInputError, match=f"is {ratio} query heads per KV head.* 1 to 16.*'auto'"):
+        Shape(K4V4, 64, 2, ratio, 16, CPU)
+
+
+@pytest.mark.parametrize("dim", [32, 80, 112, 192, 512])
+def test_a_head_dim_without_a_layout_is_refused(dim: int) -> None:
+    with pytest.raises(formats.UnsupportedHeadDimError, match=f"head_dim {dim} .*64, 96, 128, 256"):
+        Shape(K4V4, dim, 2, 1, 16, CPU)
+
+
+@pytest.mark.parametrize("block_size", [0, 8, 24, -16])
+def test_a_block_size_that_no_tile_divides_is_refused(block_size: int) -> None:
+    with pytest.raises(formats.FormatError, match=f"block_size {block_size} .*multiple of 16"):
+        Shape(K4V4, 64, 2, 1, block_size, CPU)
+
+
+def test_vllms_own_formats_are_refused() -> None:
+    with pytest.raises(formats.UnsupportedHeadDimError, match="fp8"):
+        Shape(formats.parse("fp8"), 64, 2, 1, 16, CPU)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 48, 64, 128])
+@pytest.mark.parametrize("queries", [8, 16])
+@pytest.mark.parametrize("dim", formats.HEAD_DIMS)
+def test_every_shape_has_a_choice_whose_tile_lies_in_one_block(dim: int, queries: int, block_size: int) -> None:
+    choice = tuning.choose(dim, queries, block_size)
+    assert block_size % choice.tile == 0 == choice.tile % 16
+    assert choice.stages >= 2
+    assert choice.programs >= 1
+
+
+# A prefix of the error, and the arguments of `store` that differ from right ones.
+BAD_TOKENS = {
+    "key of another head_dim": ("key .*64", {"key": torch.zeros(4, 2, 128)}),
+    "value of other heads": ("value .*2, 64", {"value": torch.zeros(4, 1, 64)}),
+    "key of whole numbers": ("key .*floats", {"key": torch.zeros(4, 2, 64, dtype=torch.int32)}),
+    "queries of another head_dim": ("query", {"query": torch.zeros(4, 4, 96)}),
+    "heads apart": ("key .*strides", {"key": torch.zeros(4, 2, 128)[..., :64]}),
+    "elements before heads": ("value .*strides", {"value": torch.zeros(4, 64, 2).transpose(1, 2)}),
+    "one query for all heads": ("query .*strides", {"query": torch.zeros(4, 1, 64).expand(4, 4, 64)}),
+    "more slots than tokens": ("slots .*5", {"slot_mapping": torch.arange(5)}),
+    "slots that are no numbers of places": ("slots", {"slot_mapping": torch.zeros(4)}),
+}
+
+
+@pytest.mark.parametrize("what", BAD_TOKENS)
+def test_tokens_that_do_not_fit_are_refused_before_anything_is_written(what: str) -> None:
+    message, wrong = BAD_TOKENS[what]
+    shape, cache = Shape(K4V4, 64, 2, 2, 16, CPU), poisoned(2, 2, 16, K4V4, 64)
+    plan = Plan(shape, 4)
+    plan.turned.fill_(torch.nan)
+    right = {"query": torch.zeros(4, 4, 64), "key": torch.zeros(4, 2, 64), "value": torch.zeros(4, 2, 64),
+             "slot_mapping": torch.arange(4)}  # fmt: skip
+    with pytest.raises(BadInputError, match=f"^{message}"):
+        GpuPages(cache, shape, Factors.identity(2, 64)).store(**(right | wrong), plan=plan, decodes=4, scale=1.0)
+    assert (cache == 255).all()
+    assert plan.turned.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "ratio"),
+    [("k4v4", 64, 3), ("k8v4", 96, 1), ("int8", 128, 5), ("k4v2", 128, 9), ("k2v2", 256, 2)],
+)
+def test_sequences_grow_token_by_token_as_the_reference_says(name: str, dim: int, ratio: int) -> None:
+    """Prompts stored at once; then steps that store a token of each sequence and decode, in one plan."""
+    rng, fmt, heads, prompts, steps = generator(7), formats.parse(name), 2, [30, 1, 47], 3
+    factors, shape = some_factors(heads, dim, rng), Shape(fmt, dim, heads, ratio, 16, CPU)
+    shape.choice, shape.wave = Choice(16, 3, 1), 2
+    cache = poisoned(13, heads, 16, fmt, dim)
+    pages, plan = GpuPages(cache, shape, factors), Plan(shape, 4)
+    table = (1 + torch.randperm(12, generator=rng)).view(3, 4).int()
+    keys, values = ([torch.randn(n + steps, heads, dim, generator=rng) for n in prompts] for _ in "kv")
+
+    def slots(sequence: int, begin: int, end: int) -> torch.Tensor:
+        at = torch.arange(begin, end)
+        return table[sequence][at // 16].long() * 16 + at % 16
+
+    def both(of: list[slice]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.cat([k[s] for k, s in zip(keys, of, strict=True)]), torch.cat(
+            [v[s] for v, s in zip(values, of, strict=True)]
+        )
+
+    key, value = both([slice(0, n) for n in prompts])
+    where = torch.cat([slots(i, 0, n) for i, n in enumerate(prompts)])
+    pages.store(key.repeat_interleave(ratio, 1), key, value, where, plan, 0, 1.0)
+    for step in range(steps):
+        lens = [n + step + 1 for n in prompts]
+        key, value = both([slice(n - 1, n) for n in lens])
+        query = torch.randn(3, heads * ratio, dim, generator=rng)
+        plan.update(torch.tensor(lens, dtype=torch.int32))
+        where = torch.cat([slots(i, n - 1, n) for i, n in enumerate(lens)])
+        pages.store(query, key, value, where, plan, 3, dim**-0.5)
+        seen = table.clone()
+        for i, n in enumerate(lens):
+            seen[i, -(-n // 16) :] = PAST_THE_END
+        out = torch.full((3, heads * ratio, dim), torch.nan)
+        pages.decode(seen, torch.tensor(lens, dtype=torch.int32), plan, out)
+        for i, n in enumerate(lens):
+            wanted = decode_reference(query[i], keys[i][:n], values[i][:n], fmt, dim**-0.5, factors)
+            assert ((out[i] - wanted).norm(dim=-1) < 2e-3 * wanted.norm(dim=-1)).all()

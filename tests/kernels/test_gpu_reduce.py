@@ -1,0 +1,92 @@
+"""Reduce: partial results merge to what one item over all tokens would have given, however they were cut."""
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.gpu import tuning
+from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.reference.hadamard import hadamard
+from support.gpu_batch import CPU, generator, poisoned, some_factors
+
+FMT = formats.parse("k4v4")
+
+
+class Merge:
+    """Scores and values of tokens, float64, rotated; and pages whose plan can hold their partial results."""
+
+    def __init__(self, lengths: list[int], dim: int, kv_heads: int, ratio: int, spread: float, seed: int) -> None:
+        rng = generator(seed)
+        self.shape = Shape(FMT, dim, kv_heads, ratio, 16, CPU)
+        self.factors = some_factors(kv_heads, dim, rng)
+        self.pages = GpuPages(poisoned(1, kv_heads, 16, FMT, dim), self.shape, self.factors)
+        self.scores = [torch.randn(n, kv_heads, ratio, generator=rng).double() * spread for n in lengths]
+        self.values = [torch.randn(n, kv_heads, dim, generator=rng).double() for n in lengths]
+
+    def wanted(self) -> torch.Tensor:
+        """float64 [sequences, heads, dim]: softmax to base 2, then the rotation and the factors undone."""
+        f, dim, out = self.factors, self.shape.head_dim, []
+        for scores, values in zip(self.scores, self.values, strict=True):
+            o = torch.einsum("thr,thd->hrd", (scores * 0.6931471805599453).softmax(0), values)
+            o = o @ hadamard(dim, torch.float64).T / f.value_scale[:, None] + f.value_mean[:, None]
+            out.append(o.flatten(0, 1) if len(scores) else torch.zeros_like(o.flatten(0, 1)))
+        return torch.stack(out)
+
+    def merged(self, cuts: list[list[int]]) -> torch.Tensor:
+        """What `reduce` makes of items that end at `cuts`; every other row of the scratch is NaN."""
+        kv_heads, ratio, dim = self.shape.kv_heads, self.shape.ratio, self.shape.head_dim
+        plan, first = Plan(self.shape, len(cuts)), 0
+        count = sum(map(len, cuts)) + 1
+        plan.partial = torch.full((count, kv_heads, ratio, dim), torch.nan)
+        plan.lse = torch.full((count, kv_heads, ratio), torch.nan)
+        for i, ends in enumerate(cuts):
+            plan.spans[i] = torch.tensor([first, len(ends)])
+            for start, end in zip([0, *ends], ends, strict=False):
+                scores, values = self.scores[i][start:end], self.values[i][start:end]
+                lse = torch.logsumexp(scores * 0.6931471805599453, 0) / 0.6931471805599453
+                plan.lse[first] = lse
+                plan.partial[first] = torch.einsum("thr,thd->hrd", (scores - lse).exp2(), values)
+                first += 1
+        out = torch.full((len(cuts), kv_heads * ratio, dim), torch.nan)
+        self.pages.merge(len(cuts), plan, out)
+        return out
+
+
+@st.composite
+def ends(draw: st.DrawFn, length: int) -> list[int]:
+    """Where items end: any subset of the tokens, and the last one."""
+    inner = draw(st.sets(st.integers(1, max(1, length - 1)), max_size=20)) if length > 1 else set()
+    return sorted(inner | {length}) if length else []
+
+
+@settings(max_examples=25)
+@given(st.data(), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.sampled_from(formats.HEAD_DIMS),
+       st.sampled_from([1, 2, 5, 7, 16]), st.sampled_from([1.0, 30.0, 1000.0]), st.booleans(),
+       st.integers(0, 2**31))  # fmt: skip
+def test_how_the_tokens_were_cut_does_not_matter(
+    data: st.DataObject, lengths: list[int], dim: int, ratio: int, spread: float, big_gpu: bool, seed: int
+) -> None:
+    merge = Merge(lengths, dim, 2 if ratio < 8 else 1, ratio, spread, seed)
+    cuts = [data.draw(ends(n)) for n in lengths]
+    # On a big GPU few sequences get a program for each query head.
+    with mock.patch.object(tuning, "multiprocessors", lambda device: 1000 if big_gpu else 1):
+        out = merge.merged(cuts)
+    wanted = merge.wanted()
+    assert torch.allclose(out.double(), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()) + 1e-30)
+
+
+@pytest.mark.parametrize("items", [7, 8, 9, 128, 129, 300])
+def test_many_items_of_one_sequence(items: int) -> None:
+    merge = Merge([items], 64, 1, 2, 30.0, seed=items)
+    assert torch.allclose(merge.merged([list(range(1, items + 1))]).double(), merge.wanted(), rtol=1e-4, atol=1e-5)
+
+
+def test_without_calibration_the_rotation_alone_is_undone() -> None:
+    merge = Merge([9], 128, 2, 3, 1.0, seed=0)
+    merge.factors = merge.pages.factors = Factors.identity(2, 128)
+    assert torch.allclose(merge.merged([[4, 9]]).double(), merge.wanted(), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,273 @@
+"""The Gluon kernel of decode on a CPU: its own source, run line by line over numpy arrays.
+
+Triton interprets its own kernels (TRITON_INTERPRET=1) but not Gluon's. `EagerKernel` takes the functions of a Gluon
+module as they are written and gives them another `gl`: values are arrays, layouts mean nothing, a pointer is a buffer
+with byte offsets. What hardware leaves undefined is made as bad as it can be, so that a mistake shows:
+
+- an access outside the tensor that a pointer came from, or off its type's alignment, raises;
+- shared memory starts as 0xFF everywhere: NaN steps, and codes at their largest;
+- an asynchronous copy reads at once (too early, if a writer is still to be waited for), spoils its target at once
+  (too early, if somebody still reads the last tile there), and lands only when `wait_group` says so; two of them on
+  their way to one place raise;
+- a hook before each program and one at its `gdc_wait`: what the kernel before this one writes may be held back.
+
+Inline PTX works on registers of 32 bits, which hold two neighbours of the last dimension. Only what
+`kvpilot_kernels.gpu.decode` uses is here; anything else is an AttributeError or a ValueError.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import re
+from collections.abc import Callable
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+POISON = 0xFF
+
+
+class Block(np.ndarray[Any, Any]):
+    """A value of a kernel. Values never change: `x += y` makes a new one."""
+
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Block:
+        return block(array)
+
+    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]  # no overloads: every type that + takes
+        return self + other
+
+    __isub__ = __imul__ = __itruediv__ = __ior__ = __iand__ = None  # type: ignore[assignment]
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Block:
+        """Convert, or look at the same bits."""
+        return block(self.view(dtype) if bitcast else self.astype(dtype))
+
+
+def block(x: Any) -> Block:
+    """Anything as a kernel's value."""
+    result: Block = np.asarray(x).view(Block)
+    return result
+
+
+class PointerType:
+    """`gl.pointer_type(dtype)`."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = np.dtype(dtype)
+
+
+class Pointer:
+    """Addresses: bytes of one tensor, offsets of any shape into them, and the type of what is there."""
+
+    def __init__(self, memory: Any, offsets: Any, dtype: Any) -> None:
+        self.memory, self.offsets, self.dtype = memory, np.asarray(offsets, np.int64), np.dtype(dtype)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Pointer:
+        """The first element of a tensor; what may be reached from it ends with the last."""
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        flat = tensor.as_strided((last + 1,), (1,)) if tensor.numel() else tensor.flatten()
+        return cls(flat.numpy().view(np.uint8), 0, flat.numpy().dtype)
+
+    def __add__(self, elements: Any) -> Pointer:
+        steps = np.asarray(elements).astype(np.int64) * self.dtype.itemsize
+        return Pointer(self.memory, self.offsets + steps, self.dtype)
+
+    def to(self, kind: PointerType) -> Pointer:
+        """The same addresses, of another type."""
+        return Pointer(self.memory, self.offsets, kind.dtype)
+
+    def bytes_at(self, mask: Any) -> tuple[Any, Any]:
+        """Where `mask` holds: the mask in this pointer's full shape, and indices of bytes [..., itemsize] in memory.
+
+        Raises:
+            IndexError: one of them lies outside the tensor. ValueError: one is not aligned to its type.
+        """
+        offsets, mask = np.broadcast_arrays(self.offsets, np.asarray(mask))
+        wanted = offsets[mask]
+        if wanted.size and (wanted.min() < 0 or wanted.max() + self.dtype.itemsize > self.memory.size):
+            raise IndexError(f"bytes {wanted.min()} to {wanted.max()} of a tensor of {self.memory.size}")
+        if (wanted % self.dtype.itemsize).any():
+            raise ValueError(f"an address is not a multiple of {self.dtype.itemsize} bytes")
+        return mask, wanted[:, None] + np.arange(self.dtype.itemsize)
+
+
+def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Block:
+    """`gl.load`."""
+    mask, at = pointer.bytes_at(mask)
+    result = np.full(mask.shape, other, pointer.dtype)
+    result[mask] = pointer.memory[at].view(pointer.dtype)[:, 0]
+    return block(result)
+
+
+def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
+    """`gl.store`."""
+    shape = np.broadcast_shapes(pointer.offsets.shape, np.shape(value))
+    mask, at = (pointer + np.zeros(shape, np.int64)).bytes_at(mask)
+    wanted = np.broadcast_to(value, mask.shape)[mask].astype(pointer.dtype)
+    pointer.memory[at] = np.ascontiguousarray(wanted)[:, None].view(np.uint8)
+
+
+class Shared:
+    """Shared memory, or a view of it."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    @classmethod
+    def allocate(cls, dtype: Any, shape: list[int], layout: Any) -> Shared:
+        """`gl.allocate_shared_memory`."""
+        data = np.empty(shape, dtype)
+        data.view(np.uint8)[...] = POISON
+        return cls(data)
+
+    def index(self, i: Any) -> Shared:
+        """One of the buffers along the first dimension."""
+        if not 0 <= i < self.data.shape[0]:
+            raise IndexError(f"buffer {i} of {self.data.shape[0]}")
+        return Shared(self.data[operator.index(i)])
+
+    def slice(self, start: int, length: int) -> Shared:
+        """A part of the first dimension."""
+        if start + length > self.data.shape[0]:
+            raise IndexError(f"{start} to {start + length} of {self.data.shape[0]}")
+        return Shared(self.data[start : start + length])
+
+    def permute(self, order: list[int]) -> Shared:
+        """Dimensions in another order."""
+        return Shared(self.data.transpose(order))
+
+    def load(self, layout: Any) -> Block:
+        """What is there now."""
+        return block(self.data.copy(order="C"))
+
+
+class Copies:
+    """Asynchronous copies of one program (`async_copy`): targets, and what will be there."""
+
+    def __init__(self) -> None:
+        self.uncommitted: list[tuple[Any, Block]] = []
+        self.groups: list[list[tuple[Any, Block]]] = []
+
+    def async_copy_global_to_shared(self, target: Shared, pointer: Pointer) -> None:
+        """Start copying one element for each address.
+
+        Raises:
+            RuntimeError: another copy to the same place is on its way; nothing says which lands last.
+        """
+        if pointer.offsets.shape != target.data.shape:
+            raise ValueError(f"a copy of {pointer.offsets.shape} into {target.data.shape}")
+        for other, _ in itertools.chain(self.uncommitted, *self.groups):
+            if np.may_share_memory(other, target.data):
+                raise RuntimeError("two copies to the same place are on their way")
+        read = load(pointer)
+        target.data.view(np.uint8)[...] = POISON
+        self.uncommitted.append((target.data, read))
+
+    async_load = async_copy_global_to_shared  # its name from Triton 3.9 on
+
+    def commit_group(self) -> None:
+        """Everything started since the last commit is a group."""
+        self.groups.append(self.uncommitted)
+        self.uncommitted = []
+
+    def wait_group(self, pending: int) -> None:
+        """All groups but the last `pending` have landed."""
+        landed = self.groups[: max(0, len(self.groups) - pending)]
+        for target, read in itertools.chain.from_iterable(landed):
+            target[...] = read
+        del self.groups[: len(landed)]
+
+
+def mma_v2(a: Block, b: Block, acc: Block) -> Block:
+    """a @ b + acc: float16 operands, subnormals and all, float32 sums."""
+    if not (a.dtype == b.dtype == np.float16 and acc.dtype == np.float32) or a.shape[1] % 16 or a.shape[0] % 16:
+        raise ValueError(f"mma of {a.dtype} {a.shape} and {b.dtype} {b.shape} into {acc.dtype}")
+    return block(a.astype(np.float32) @ b.astype(np.float32) + acc)
+
+
+def inline_asm_elementwise(
+    asm: str, constraints: str, args: list[Block], dtype: Any, is_pure: bool, pack: int
+) -> Block:
+    """The three instructions of decode, on registers that hold two neighbours of 16 bits, the first one low."""
+    (x,) = args
+    if pack != 2:
+        raise ValueError(f"{pack} elements in a register")
+    if asm == "cvt.rn.f16x2.f32 $0, $2, $1;":  # d, a, b: a becomes the upper half, b the lower
+        if (x.dtype, constraints, dtype) != (np.float32, "=r,r,r", np.float16):
+            raise ValueError(f"{asm} of {x.dtype} with {constraints} as {dtype}")
+        return x.to(np.float16)
+    found = re.fullmatch(r"(and\.b32|shr\.u32) \$0, \$1, (0x[0-9a-f]+|\d+);", asm)
+    if not found or x.dtype != np.uint16 or constraints != "=r,r" or np.dtype(dtype).itemsize != 2:
+        raise ValueError(f"{asm} of {x.dtype} with {constraints} as {dtype}")
+    register, number = np.ascontiguousarray(x).view("<u4"), np.uint32(int(found[2], 0))
+    result = register & number if found[1] == "and.b32" else register >> number
+    return block(result).to(dtype, bitcast=True)
+
+
+def checked_multiple(x: Any, of: int) -> Any:
+    """`gl.multiple_of`, which the compiler believes."""
+    if np.any(np.asarray(x) % of):
+        raise ValueError(f"{x} is not a multiple of {of}")
+    return x
+
+
+def language(program: tuple[int, ...], grid: tuple[int, ...]) -> SimpleNamespace:
+    """`gl`, as the program at this place of the grid sees it."""
+    layouts = ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "SwizzledSharedLayout")
+    dtypes = ("uint16", "uint32", "int64", "float16", "float32")
+    return SimpleNamespace(
+        **{name: lambda *args: None for name in layouts}, **{name: getattr(np, name) for name in dtypes},
+        program_id=lambda axis: block(np.int32(program[axis])), num_programs=lambda axis: block(np.int32(grid[axis])),
+        pointer_type=PointerType, load=load, store=store, allocate_shared_memory=Shared.allocate,
+        static_range=range, multiple_of=checked_multiple, inline_asm_elementwise=inline_asm_elementwise,
+        arange=lambda start, end, layout: block(np.arange(start, end, dtype=np.int32)),
+        full=lambda shape, value, dtype, layout: block(np.full(shape, value, dtype)),
+        where=lambda condition, x, y: block(np.where(condition, x, y)), convert_layout=lambda x, layout: x,
+        sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.max(axis), maximum=np.maximum, exp2=np.exp2,
+        log2=np.log2,
+    )  # fmt: skip
+
+
+class EagerKernel:
+    """A kernel of a Gluon module, called as Triton's are: `kernel[grid](tensors and numbers, CONSTANT=...)`.
+
+    Args:
+        module: where the kernel and the functions that it calls are.
+        kernel: its name.
+        on_start: called before each program.
+        on_gdc_wait: called whenever a program waits for the kernel before this one.
+    """
+
+    def __init__(self, module: ModuleType, kernel: str, on_start: Callable[[], None] = lambda: None,
+                 on_gdc_wait: Callable[[], None] = lambda: None) -> None:  # fmt: skip
+        self.module, self.kernel, self.on_start, self.on_gdc_wait = module, kernel, on_start, on_gdc_wait
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """The launcher of a grid; programs run one after another. How many warps there are makes no difference."""
+
+        def launch(*args: Any, num_warps: int, launch_pdl: bool = False, **constants: Any) -> None:
+            pointers = [Pointer.of(x) if isinstance(x, torch.Tensor) else x for x in args]
+            with np.errstate(all="ignore"):
+                for program in itertools.product(*map(range, grid)):
+                    self.on_start()
+                    self._function(language(program, grid))(*pointers, **constants)
+
+        return launch
+
+    def _function(self, gl: SimpleNamespace) -> Any:
+        """The kernel with its module's names, except for those that touch a GPU."""
+        names, copies = dict(vars(self.module)), Copies()
+        for name, value in vars(self.module).items():
+            if type(value).__name__ == "GluonJITFunction":
+                names[name] = FunctionType(value.fn.__code__, names, name)
+            elif type(value).__name__ == "constexpr":
+                names[name] = value.value
+            elif getattr(value, "__module__", None) == self.module.async_copy.__name__:
+                names[name] = getattr(copies, value.__name__)
+        names |= {"gl": gl, "async_copy": copies, "mma_v2": mma_v2, "gdc_wait": self.on_gdc_wait,
+                  "gdc_launch_dependents": lambda: None}  # fmt: skip
+        return names[self.kernel]

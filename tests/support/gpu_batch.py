@@ -1,0 +1,114 @@
+"""Small batches for the GPU kernels on a CPU: launch choices of one's own, ragged sequences, poison everywhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.cpu import PackedPages
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.tuning import Choice
+
+CPU = torch.device("cpu")
+PAST_THE_END = -(2**30)
+"""What a block table holds past a sequence's end: reading there would leave the cache."""
+
+
+def generator(seed: int) -> torch.Generator:
+    """Random numbers that are the same every time."""
+    return torch.Generator().manual_seed(seed)
+
+
+def poisoned(blocks: int, kv_heads: int, block_size: int, fmt: formats.Format, dim: int) -> torch.Tensor:
+    """A cache whose every byte is 0xFF: codes at their largest, and all scales NaN."""
+    return torch.full((blocks, kv_heads, block_size, fmt.row_bytes(dim)), 255, dtype=torch.uint8)
+
+
+def some_factors(kv_heads: int, dim: int, rng: torch.Generator) -> Factors:
+    """Factors that matter: means of the size of the data, scales from a half to twice."""
+    means = [torch.randn(kv_heads, dim, generator=rng) for _ in "kv"]
+    scales = [(torch.rand(kv_heads, dim, generator=rng) * 2 - 1).exp2() for _ in "kv"]
+    return Factors(means[0], scales[0], means[1], scales[1])
+
+
+@dataclass
+class Batch:
+    """Sequences of `lengths` tokens, stored by the CPU's own code through a shuffled block table.
+
+    Attributes:
+        tile, stages, wave: how decode is launched; a small wave makes items of many tiles.
+        cache: all that is not a stored token is 0xFF. table: int32 [sequences, blocks]. lens: int32 [sequences].
+        keys, values: of each sequence, [length, kv_heads, dim].
+    """
+
+    name: str
+    dim: int
+    lengths: list[int]
+    seed: int
+    kv_heads: int = 2
+    ratio: int = 1
+    block_size: int = 16
+    tile: int = 16
+    stages: int = 2
+    wave: int = 1
+    window: int = 0
+    softcap: float = 0.0
+    calibrated: bool = False
+    rng: torch.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng, self.fmt = generator(self.seed), formats.parse(self.name)
+        self.scale, count = self.dim**-0.5, len(self.lengths)
+        per = max(1, -(-max(self.lengths, default=1) // self.block_size))
+        self.cache = poisoned(per * count + 1, self.kv_heads, self.block_size, self.fmt, self.dim)
+        self.factors = Factors.identity(self.kv_heads, self.dim)
+        if self.calibrated:
+            self.factors = some_factors(self.kv_heads, self.dim, self.rng)
+        self.table = 1 + torch.randperm(per * count, generator=self.rng).view(count, per)
+        self.lens = torch.tensor(self.lengths, dtype=torch.int32)
+        self.keys, self.values = (
+            [torch.randn(n, self.kv_heads, self.dim, generator=self.rng) for n in self.lengths] for _ in "kv"
+        )
+        self.cpu = PackedPages(self.cache, self.fmt, self.dim, self.factors)
+        self.slots = [self._slots(i, n) for i, n in enumerate(self.lengths)]
+        for key, value, slots in zip(self.keys, self.values, self.slots, strict=True):
+            self.cpu.store(key, value, slots)
+        for i, n in enumerate(self.lengths):
+            self.table[i, -(-n // self.block_size) :] = PAST_THE_END
+        self.table = self.table.int()
+        self.shape = Shape(self.fmt, self.dim, self.kv_heads, self.ratio, self.block_size, CPU, self.window,
+                           self.softcap)  # fmt: skip
+        self.shape.choice, self.shape.wave = Choice(self.tile, self.stages, 1), self.wave
+        self.pages = GpuPages(self.cache, self.shape, self.factors)
+
+    def _slots(self, sequence: int, length: int) -> torch.Tensor:
+        at = torch.arange(length)
+        return self.table[sequence][at // self.block_size] * self.block_size + at % self.block_size
+
+    def plan(self) -> Plan:
+        """The step's plan, its scratch all NaN."""
+        plan = Plan(self.shape, max(1, len(self.lengths)))
+        for scratch in (plan.partial, plan.lse, plan.turned):
+            scratch.fill_(torch.nan)
+        plan.update(self.lens)
+        return plan
+
+    def queries(self) -> torch.Tensor:
+        """float32 [sequences, heads, dim]."""
+        return torch.randn(len(self.lengths), self.kv_heads * self.ratio, self.dim, generator=self.rng)
+
+    def turn(self, query: torch.Tensor, plan: Plan) -> None:
+        """Rotate queries into the plan by `store`, which writes no token: every slot is padding."""
+        nothing = torch.full((len(self.lengths), self.kv_heads, self.dim), torch.nan)
+        padding = torch.full((len(self.lengths),), -1)
+        self.pages.store(query, nothing, nothing, padding, plan, len(self.lengths), self.scale)
+
+    def decode(self, query: torch.Tensor) -> torch.Tensor:
+        """float32 [sequences, heads, dim] through store, plan, decode and reduce."""
+        plan, out = self.plan(), torch.full_like(query, torch.nan)
+        self.turn(query, plan)
+        self.pages.decode(self.table, self.lens, plan, out)
+        return out
