@@ -1,6 +1,6 @@
-"""Models that need no hub: SmolLM2-135M-Instruct with its real weights, and a tiny Llama with random ones.
+"""Models that need no hub: SmolLM2-135M-Instruct with its real weights, and tiny ones with random weights.
 
-Both are made once under ``${KVPILOT_CACHE:-~/.cache/kvpilot}/models``, in a folder that appears whole or not at all::
+All are made once under ``${KVPILOT_CACHE:-~/.cache/kvpilot}/models``, in a folder that appears whole or not at all::
 
     python -m kvpilot_demo.models smollm2-135m      # prints the folder's path
 """
@@ -45,10 +45,25 @@ def smollm2_135m(progress: Progress | None = None) -> Path:
 
 def tiny_llama(progress: Progress | None = None) -> Path:
     """A Llama of 2 layers with seeded random weights and SmolLM2's tokenizer: it starts fast and means nothing."""
-    return _once("tiny-llama", _make_tiny, progress)
+    return _once("tiny-llama", _make_tiny_llama, progress)
 
 
-MODELS: dict[str, Callable[[Progress | None], Path]] = {"smollm2-135m": smollm2_135m, "tiny-llama": tiny_llama}
+def tiny_qwen3(progress: Progress | None = None) -> Path:
+    """As `tiny_llama`, of Qwen3's family: head_dim 128, three query heads to a KV head, normalized queries and keys."""
+    return _once("tiny-qwen3", _make_tiny_qwen3, progress)
+
+
+def tiny_gemma3(progress: Progress | None = None) -> Path:
+    """As `tiny_llama`, of Gemma 3's family: head_dim 256, five layers with a window of 64 tokens to a full one."""
+    return _once("tiny-gemma3", _make_tiny_gemma3, progress)
+
+
+MODELS: dict[str, Callable[[Progress | None], Path]] = {
+    "smollm2-135m": smollm2_135m,
+    "tiny-llama": tiny_llama,
+    "tiny-qwen3": tiny_qwen3,
+    "tiny-gemma3": tiny_gemma3,
+}
 
 
 def _once(name: str, make: Callable[[Path, Progress], None], progress: Progress | None) -> Path:
@@ -125,18 +140,54 @@ def _mend_tokenizer(folder: Path) -> None:
     path.write_text(json.dumps(tokenizer, ensure_ascii=False))
 
 
-def _make_tiny(folder: Path, report: Progress) -> None:
+_TINY = {
+    "vocab_size": 49152, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 4096,
+    "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+def _make_tiny_llama(folder: Path, report: Progress) -> None:
+    from transformers import LlamaConfig
+
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    _save_tiny(LlamaConfig(**_TINY, **shape), folder, report)
+
+
+def _make_tiny_qwen3(folder: Path, report: Progress) -> None:
+    from transformers import Qwen3Config
+
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128}
+    _save_tiny(Qwen3Config(**_TINY, **shape), folder, report)
+
+
+def _make_tiny_gemma3(folder: Path, report: Progress) -> None:
+    from transformers import Gemma3TextConfig
+
+    shape = {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256}
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    config = Gemma3TextConfig(**_TINY, **shape, sliding_window=64, layer_types=kinds)
+    # Gemma scales embeddings up and normalizes queries and keys: without louder and sharper attention than random
+    # weights give, such a model only repeats itself.
+    _save_tiny(
+        config, folder, report, {"post_attention_layernorm.weight": 8.0, "q_norm.weight": 1.5, "k_norm.weight": 1.5}
+    )
+
+
+def _save_tiny(  # type: ignore[no-untyped-def]  # no types here either
+    config, folder: Path, report: Progress, filled: dict[str, float] | None = None
+) -> None:
+    """A model with seeded random weights (`filled`: constants by the end of a name) and SmolLM2's tokenizer."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     tokenizer_from = smollm2_135m(lambda what, fraction: report(what, fraction * 0.8))
-    config = LlamaConfig(
-        vocab_size=49152, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=4096, tie_word_embeddings=True,
-        bos_token_id=1, eos_token_id=2, initializer_range=0.3,
-    )  # fmt: skip
     torch.manual_seed(20260101)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, weight in model.named_parameters():
+        for ending, value in (filled or {}).items():
+            if name.endswith(ending):
+                weight.data.fill_(value)
+    model.to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (tokenizer_from / name).exists():
             shutil.copy(tokenizer_from / name, folder / name)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -19,11 +20,13 @@ from vllm.v1.attention.backend import (
     AttentionType,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.cpu import PackedPages
+from kvpilot_kernels.factors import Factors
+from kvpilot_runtime.compat import HeadMajorPages
 from kvpilot_runtime.errors import UnsupportedModelError
+from kvpilot_runtime.factors_of_engine import calibration_of
 
 PREFILL_FROM_PAGES = "KVPILOT_PREFILL_FROM_PAGES"
 """Set to 1, a chunk reads itself back from its pages too: outputs then do not depend on how prompts were chunked,
@@ -59,7 +62,7 @@ class Metadata:
     slot_mapping: torch.Tensor
 
 
-class PackedBackend(AttentionBackend):  # type: ignore[misc]  # vLLM has no types for us
+class PackedBackend(HeadMajorPages, AttentionBackend):  # type: ignore[misc]  # vLLM has no types for us
     """What all of our dtypes share; vLLM knows a page's size by the class, so each dtype is a subclass."""
 
     fmt: ClassVar[formats.Format]
@@ -88,11 +91,6 @@ class PackedBackend(AttentionBackend):  # type: ignore[misc]  # vLLM has no type
         return [MultipleOf(16)]
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Head before token, so that the page of one head is one flat region."""
-        return (KVCacheLayout.LBHNC,)
-
-    @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """Head dimensions with a page layout."""
         return list(formats.HEAD_DIMS)
@@ -101,9 +99,13 @@ class PackedBackend(AttentionBackend):  # type: ignore[misc]  # vLLM has no type
     def customize_spec(cls, spec: Any) -> Any:
         """The page size of this dtype: `Format.row_bytes` per token and KV head.
 
+        vLLM also asks for the page of a layer that stays in 16 bits, to make both one size: that one is left alone.
+
         Raises:
             UnsupportedModelError: no layout for this head dimension, or keys and values of different sizes.
         """
+        if spec.dtype != torch.uint8:
+            return spec
         if spec.head_size_v != spec.head_size:
             raise UnsupportedModelError(
                 f"keys of {spec.head_size} and values of {spec.head_size_v} elements: kv-cache dtype {cls.fmt.name!r} "
@@ -145,6 +147,20 @@ class K2V2Backend(PackedBackend):
     fmt = formats.parse("k2v2")
 
 
+def refuse_unsupported_options(vllm_config: Any) -> None:
+    """Refuse what no backend of ours does.
+
+    Raises:
+        UnsupportedModelError: speculative decoding or KV transfer is on.
+    """
+    dtype = vllm_config.cache_config.cache_dtype
+    for option, flag in (("speculative_config", "--speculative-config"),
+                         ("kv_transfer_config", "--kv-transfer-config")):  # fmt: skip
+        if getattr(vllm_config, option, None) is not None:
+            raise UnsupportedModelError(f"{flag} is not supported with kv-cache dtype {dtype!r}; leave one of the"
+                                        " two out")  # fmt: skip
+
+
 class MetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     """Splits a batch into decodes and prefills, once for all layers.
 
@@ -154,12 +170,7 @@ class MetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        dtype = vllm_config.cache_config.cache_dtype
-        for option, flag in (("speculative_config", "--speculative-config"),
-                             ("kv_transfer_config", "--kv-transfer-config")):  # fmt: skip
-            if getattr(vllm_config, option, None) is not None:
-                raise UnsupportedModelError(f"{flag} is not supported with kv-cache dtype {dtype!r}; leave one of the"
-                                            " two out")  # fmt: skip
+        refuse_unsupported_options(vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """Metadata of one batch."""
@@ -222,13 +233,18 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.read_back = os.environ.get(PREFILL_FROM_PAGES) == "1"
+        self._calibration = calibration_of(get_current_vllm_config())
         self._pages: tuple[int, PackedPages] | None = None
+
+    def factors_of(self, layer: Any) -> Factors | None:
+        """What calibration says of this layer, this rank's KV heads; None without a calibration."""
+        return self._calibration.for_layer(layer.layer_name) if self._calibration else None
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Quantize and store a step's keys and values, [tokens, kv_heads, head_dim], into their slots."""
-        self._packed(kv_cache).store(key, value, slot_mapping)
+        self._packed(layer, kv_cache).store(key, value, slot_mapping)
 
     def forward(
         self,
@@ -250,7 +266,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
             raise UnsupportedModelError("quantized attention outputs are not supported; turn this fusion off")
         if attn_metadata is None:  # vLLM's warm-up
             return output
-        pages, meta = self._packed(kv_cache), attn_metadata
+        pages, meta = self._packed(layer, kv_cache), attn_metadata
         out = output.view(-1, self.num_heads, self.head_size)
         if meta.decode_rows.numel():
             chosen, rows = meta.decode_sequences, meta.decode_rows
@@ -267,8 +283,9 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
             out[new] = pages.prefill(query[new], fresh_key, fresh_value, table, p.context, self.scale, self.softcap)
         return output
 
-    def _packed(self, kv_cache: torch.Tensor) -> PackedPages:
+    def _packed(self, layer: Any, kv_cache: torch.Tensor) -> PackedPages:
         """Views of this layer's cache, made once."""
         if self._pages is None or self._pages[0] != kv_cache.data_ptr():
-            self._pages = kv_cache.data_ptr(), PackedPages(kv_cache, self.fmt, self.head_size)
+            pages = PackedPages(kv_cache, self.fmt, self.head_size, self.factors_of(layer))
+            self._pages = kv_cache.data_ptr(), pages
         return self._pages[1]

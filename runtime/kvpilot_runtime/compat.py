@@ -1,16 +1,19 @@
 """The only module that knows vLLM's versions: how each is taught our dtypes and our CPU backend.
 
-Up to 0.32 the names of KV-cache dtypes are a closed `Literal`; 0.33 has a registry for them. On CPU no version lets a
-backend be chosen per dtype, so the platform's choice is wrapped: our dtypes get our backend, all others what vLLM
-would have picked, which leaves stock behaviour (and layers that skip quantization) alone.
+Up to 0.32 the names of KV-cache dtypes are a closed `Literal`; 0.33 has a registry for them. 0.28 asks a backend for
+the shape of its cache, later versions for a layout. On CPU no version lets a backend be chosen per dtype, so the
+platform's choice is wrapped: our dtypes get our backend, all others what vLLM would have picked, which leaves stock
+behaviour (and layers that skip quantization) alone. No version sizes shared pages by the layers that have the dtype:
+that is wrapped too.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
+from kvpilot_kernels.formats import Format
 from kvpilot_runtime.errors import UnsupportedEngineError, UnsupportedModelError
 
 OLDEST, NEWEST = (0, 28), (0, 33)
@@ -35,11 +38,15 @@ def vllm_version() -> tuple[int, int]:
 
 
 def register_dtypes(names: tuple[str, ...]) -> None:
-    """Make `names` valid values of `--kv-cache-dtype`, stored as bytes. Repeating it changes nothing."""
+    """Make `names` valid values of `--kv-cache-dtype`, stored as bytes in pages that 16-bit layers can share.
+
+    Repeating it changes nothing.
+    """
     import torch
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
     STR_DTYPE_TO_TORCH_DTYPE.update(dict.fromkeys(names, torch.uint8))
+    _share_pages(names)
     if vllm_version() >= (0, 33):
         from vllm.config import cache
 
@@ -88,5 +95,114 @@ def route_cpu_backends(paths: Mapping[str, str]) -> None:
             )
         return path
 
+    update = CpuPlatform.update_block_size_for_backend.__func__
+
+    def update_block_size_for_backend(cls: Any, vllm_config: Any) -> None:
+        """Size shared pages as GPU platforms do: stock CPU leaves that out and pads ours to a 16-bit page."""
+        update(cls, vllm_config)
+        if vllm_config.cache_config.kv_cache_dtype_skip_layers and vllm_config.cache_config.cache_dtype in paths:
+            if vllm_version() < (0, 30):
+                _tell_cpu_blocks()
+            cls._align_heterogeneous_kv_block_size(vllm_config, None)
+
     CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+    CpuPlatform.update_block_size_for_backend = classmethod(update_block_size_for_backend)
     CpuPlatform._kvpilot_routed = True
+
+
+def route_cuda_backends(paths: Mapping[str, str]) -> None:
+    """On a CUDA platform, serve each KV-cache dtype in `paths` with the backend class at that import path."""
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    if getattr(CudaPlatformBase, "_kvpilot_routed", False):
+        return
+    stock = CudaPlatformBase.get_attn_backend_cls.__func__
+
+    def get_attn_backend_cls(
+        cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        dtype = attn_selector_config.kv_cache_dtype or "auto"
+        if dtype not in paths:
+            return stock(cls, selected_backend, attn_selector_config, *args, **kwargs)
+        reasons = resolve_obj_by_qualname(paths[dtype]).validate_configuration(
+            device_capability=cls.get_device_capability(), **attn_selector_config._asdict()
+        )
+        if reasons:
+            raise UnsupportedModelError(
+                f"kv-cache dtype {dtype!r} cannot serve this model: {', '.join(reasons)}; use --kv-cache-dtype auto"
+            )
+        return paths[dtype]
+
+    CudaPlatformBase.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+    CudaPlatformBase._kvpilot_routed = True
+
+
+def _tell_cpu_blocks() -> None:
+    """Before 0.30 the CPU backend says that it takes blocks of 16 tokens, and fails unless they are multiples of 32."""
+    from vllm.v1.attention.backend import MultipleOf
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda: [MultipleOf(32)])
+
+
+def _share_pages(names: tuple[str, ...]) -> None:
+    """Let layers in 16 bits (`--kv-cache-dtype-skip-layers`) share the block pool with layers in a dtype of `names`.
+
+    All pages of a pool have one size. vLLM takes the quantized layers' page for it and gives the others blocks of as
+    many tokens as fit, but it asks the backend of the model's first layer for both sizes, which may be a 16-bit one.
+    Here a layer that has the dtype answers, the page holds the smallest block of every backend, and a model without
+    16-bit layers keeps its block size.
+    """
+    from vllm.platforms.interface import Platform
+
+    if getattr(Platform, "_kvpilot_shares_pages", False):
+        return
+    stock = Platform._align_heterogeneous_kv_block_size.__func__
+
+    def align(cls: Any, vllm_config: Any, backend_cls: Any) -> None:
+        from vllm.config import get_layers_from_vllm_config
+        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+        from vllm.v1.attention.backend import MultipleOf
+
+        dtype = vllm_config.cache_config.cache_dtype
+        if dtype not in names:
+            stock(cls, vllm_config, backend_cls)
+            return
+        layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
+        quantized = [x.get_attn_backend() for x in layers if getattr(x, "kv_cache_dtype", None) == dtype]
+        if not quantized or len(quantized) == len(layers):
+            return
+        backends = {x.get_attn_backend() for x in layers}
+        sizes = [[getattr(s, "base", s) for s in b.get_supported_kernel_block_sizes()] for b in backends]
+        smallest = MultipleOf(max(min(of_one) for of_one in sizes))
+        owner = type("Owner", (quantized[0],), {"get_supported_kernel_block_sizes": staticmethod(lambda: [smallest])})
+        stock(cls, vllm_config, owner)
+
+    Platform._align_heterogeneous_kv_block_size = classmethod(align)
+    Platform._kvpilot_shares_pages = True
+
+
+class HeadMajorPages:
+    """What a backend with our pages says of its cache: uint8 [blocks, kv_heads, tokens, row_bytes], flat a head."""
+
+    fmt: ClassVar[Format]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """From 0.29 on: blocks, then heads, then tokens."""
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """0.28: the same as a shape in bytes."""
+        return num_blocks, num_kv_heads, block_size, cls.fmt.row_bytes(head_size)
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str:
+        """0.28: the same, for backends of other layers that can have it either way."""
+        return "HND"

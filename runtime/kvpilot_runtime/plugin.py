@@ -7,7 +7,12 @@ from kvpilot_runtime import compat
 
 
 def register() -> None:
-    """Teach vLLM our dtypes and, on CPU, which backend serves them; everything else of vLLM stays as it is."""
+    """Teach vLLM our dtypes, and which backend serves them; everything else of vLLM stays as it is."""
+    from vllm.platforms import current_platform
+
     names = formats.own_names()
     compat.register_dtypes(names)
-    compat.route_cpu_backends({name: f"kvpilot_runtime.backend.{name.upper()}Backend" for name in names})
+    if current_platform.is_cuda():
+        compat.route_cuda_backends({name: f"kvpilot_runtime.cuda.Cuda{name.upper()}Backend" for name in names})
+    else:
+        compat.route_cpu_backends({name: f"kvpilot_runtime.backend.{name.upper()}Backend" for name in names})

@@ -21,24 +21,50 @@ GPU_OVERHEAD = 3 * 2**30
 """Bytes kept per GPU for activations, CUDA graphs and the allocator's slack: an allowance, not a measurement."""
 
 
+OLDEST_GPU = (8, 0)
+"""Compute capability from which on our formats run: their kernels multiply in bfloat16 on tensor cores."""
+
+MOST_QUERY_HEADS = 16
+"""Query heads that may share a KV head on a GPU: what the kernels multiply at once."""
+
+SLIDING = "sliding_window"
+"""vLLM's word for "the layers that attend to a window only" among the layers that skip the KV-cache dtype."""
+
+_NOT_TOGETHER = {
+    "speculative decoding": ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"),
+    "KV transfer": ("--kv-transfer-config", "--kv-offloading-size"),
+}
+
+
 @dataclass(frozen=True)
 class Request:
-    """What `kvpilot-serve` was asked for; sizes in bytes, lengths in tokens."""
+    """What `kvpilot-serve` was asked for; sizes in bytes, lengths in tokens.
+
+    `dtype` is of the KV cache and `model_dtype` of the weights; `skip_layers` is None when the user said nothing.
+    """
 
     model: str
     dtype: str = "auto"
+    model_dtype: str = "auto"
     max_model_len: int | None = None
     tensor_parallel: int = 1
     memory_fraction: float = 0.9
     kv_bytes: int | None = None
-    skip_layers: tuple[str, ...] = ()
+    skip_layers: tuple[str, ...] | None = None
+    calibration: str | None = None
     others: tuple[str, ...] = ()
 
 
 @dataclass
 class Findings:
-    """What a preflight that passed has to say: warnings as (reason, message)."""
+    """What a preflight that passed has to say.
 
+    Attributes:
+        skip_layers: the layers that are to stay in 16 bits.
+        warnings: as (reason, message).
+    """
+
+    skip_layers: tuple[str, ...] = ()
     warnings: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -48,7 +74,7 @@ def check(request: Request) -> Findings:
     Raises:
         PreflightError: the engine cannot work as asked.
     """
-    findings = Findings()
+    findings = Findings(skip_layers=request.skip_layers or ())
     platform = machine.platform()
     fmt = _dtype(request.dtype)
     folder = model_folder(request.model)
@@ -56,13 +82,18 @@ def check(request: Request) -> Findings:
         findings.warnings.append(
             ("ModelNotChecked", f"model {request.model!r} is a hub id: its architecture and size are checked by vLLM")
         )
-        _platform_dtype(fmt, platform, request.tensor_parallel, findings)
+        _platform_dtype(fmt, platform, request, findings)
+        if fmt.ours:
+            _our_options(fmt, request)
+            if request.skip_layers is None:
+                findings.skip_layers = (SLIDING,)  # of no effect on a model without such layers
         return findings
     config = read_config(folder)
     _architecture(config, request.model, findings)
-    _platform_dtype(fmt, platform, request.tensor_parallel, findings)
+    _platform_dtype(fmt, platform, request, findings)
     if fmt.ours:
-        _our_dtype(fmt, config, request)
+        _our_options(fmt, request)
+        _our_dtype(fmt, config, request, findings, platform)
     _memory(fmt, config, weight_bytes(folder), request, platform)
     return findings
 
@@ -99,54 +130,77 @@ def _architecture(config: ModelConfig, model: str, findings: Findings) -> None:
     )
 
 
-def _platform_dtype(fmt: formats.Format, platform: machine.Platform, gpus: int, findings: Findings) -> None:
-    if fmt.calibrated_only:
-        raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} needs a calibration file, which this release does not read; use 'k4v4' or 'k4v2'")  # fmt: skip  # noqa: E501
+def _platform_dtype(fmt: formats.Format, platform: machine.Platform, request: Request, findings: Findings) -> None:
     if platform == "cpu":
         if not fmt.ours and fmt.name not in CPU_DTYPES:
             findings.warnings.append(
                 ("DtypeUnverified", f"kv-cache dtype {fmt.name!r}: vLLM on CPU accepts it without implementing it, and "
-                 f"the answers are wrong; use one of {', '.join([*sorted(CPU_DTYPES), *_served()])}")
+                 f"the answers are wrong; use one of {', '.join([*sorted(CPU_DTYPES), *formats.own_names()])}")
             )  # fmt: skip
         return
-    if fmt.ours:
-        raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} runs on CPU only in this release; on a GPU use 'fp8' or 'auto'")  # fmt: skip  # noqa: E501
-    for gpu in machine.gpus()[:gpus]:
+    for gpu in machine.gpus()[: request.tensor_parallel]:
+        have = ".".join(map(str, gpu.capability))
+        instead = "'auto' or 'int8'" if gpu.capability >= OLDEST_GPU else "'auto'"
         if fmt.name.startswith("fp8") and gpu.capability < (8, 9):
-            have = ".".join(map(str, gpu.capability))
-            raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} needs compute capability 8.9, and {gpu.name} has {have}; use 'auto' or 'int8_per_token_head'")  # fmt: skip  # noqa: E501
+            raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} needs compute capability 8.9, and {gpu.name} has {have}; use {instead}")  # fmt: skip  # noqa: E501
+        if fmt.ours and gpu.capability < OLDEST_GPU:
+            raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} needs compute capability {OLDEST_GPU[0]}.{OLDEST_GPU[1]}, and {gpu.name} has {have}; use 'auto'")  # fmt: skip  # noqa: E501
+    if fmt.ours and request.model_dtype in ("float", "float32"):
+        raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} on a GPU needs a model in 16 bits, and --dtype is {request.model_dtype!r}; use --dtype=bfloat16, or --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
 
 
-def _served() -> list[str]:
-    return [name for name in formats.own_names() if not formats.parse(name).calibrated_only]
+def _our_options(fmt: formats.Format, request: Request) -> None:
+    """What else was asked for, whatever the model is."""
+    for what, options in _NOT_TOGETHER.items():
+        for option in options:
+            if any(arg.split("=", 1)[0].split(".", 1)[0] == option for arg in request.others):
+                raise PreflightError("BadArguments", f"{option}: {what} does not work with kv-cache dtype {fmt.name!r} yet; leave one of the two out")  # fmt: skip  # noqa: E501
+    if request.calibration is None:
+        if fmt.calibrated_only:
+            raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} needs a calibration of the model: give its file with --calibration, or use 'k4v4' or 'k4v2'")  # fmt: skip  # noqa: E501
+    elif not Path(request.calibration).is_file():
+        raise PreflightError("BadArguments", f"--calibration {request.calibration!r}: there is no such file; check that its volume is mounted, or leave the option out")  # fmt: skip  # noqa: E501
 
 
-def _our_dtype(fmt: formats.Format, config: ModelConfig, request: Request) -> None:
+def _our_dtype(
+    fmt: formats.Format, config: ModelConfig, request: Request, findings: Findings, platform: machine.Platform
+) -> None:
+    """Whether our backend can serve the model, and which of its layers stay in 16 bits."""
+
     def refuse(what: str, remedy: str = "use --kv-cache-dtype=auto") -> None:
         raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} does not support {what}; {remedy}")
 
-    if config.head_dim not in formats.HEAD_DIMS and not config.latent_attention:
-        refuse(f"head_dim {config.head_dim} (it takes {', '.join(map(str, formats.HEAD_DIMS))})")
     for present, what in (
         (config.latent_attention, "multi-head latent attention"),
         (config.encoder_decoder, "encoder-decoder models"),
         (config.alibi, "ALiBi"),
         (config.sinks, "attention sinks"),
+        (
+            config.sliding_layers == config.layers,
+            "a model whose layers all have a sliding window: they stay in 16 bits",
+        ),
     ):
         if present:
             refuse(what)
-    if config.sliding_layers and "sliding_window" not in request.skip_layers:
-        refuse(f"the {config.sliding_layers} sliding-window layers of this model", "keep them in 16 bits with --kv-cache-dtype-skip-layers=sliding_window")  # fmt: skip  # noqa: E501
-    for option in ("--speculative-config", "--kv-transfer-config"):
-        if any(arg == option or arg.startswith(f"{option}=") for arg in request.others):
-            raise PreflightError("BadArguments", f"{option} does not work with kv-cache dtype {fmt.name!r} yet; leave one of the two out")  # fmt: skip  # noqa: E501
+    if config.head_dim not in formats.HEAD_DIMS:
+        refuse(f"head_dim {config.head_dim} (it takes {', '.join(map(str, formats.HEAD_DIMS))})")
+    ranks = request.tensor_parallel
+    sharing = -(-config.heads // ranks) // max(1, config.kv_heads // ranks)
+    if platform == "cuda" and sharing > MOST_QUERY_HEADS:
+        refuse(f"{sharing} query heads to a KV head on a GPU (it takes {MOST_QUERY_HEADS})")
+    if config.sliding_layers:
+        if request.skip_layers is None:
+            findings.skip_layers = (SLIDING,)
+        elif SLIDING not in request.skip_layers:
+            refuse(f"the {config.sliding_layers} sliding-window layers of this model", f"keep them in 16 bits with --kv-cache-dtype-skip-layers={SLIDING}")  # fmt: skip  # noqa: E501
 
 
 def _memory(
     fmt: formats.Format, config: ModelConfig, weights: int, request: Request, platform: machine.Platform
 ) -> None:
     length = request.max_model_len or config.max_model_len
-    per_token = 0 if config.latent_attention else _bytes_per_token(fmt, config)
+    in_16_bits = len({layer for layer in request.skip_layers or () if layer.isdecimal()})
+    per_token = 0 if config.latent_attention else _bytes_per_token(fmt, config, in_16_bits)
     wanted = (length or 0) * per_token // request.tensor_parallel
     if request.kv_bytes is not None and wanted > request.kv_bytes:
         raise PreflightError(
@@ -181,12 +235,15 @@ def _memory(
         )
 
 
-def _bytes_per_token(fmt: formats.Format, config: ModelConfig) -> int:
-    """Bytes of KV cache a token takes; sliding-window layers, which hold no more than a window, are left out."""
+def _bytes_per_token(fmt: formats.Format, config: ModelConfig, in_16_bits: int) -> int:
+    """Bytes of KV cache a token takes; sliding-window layers, which hold no more than a window, are left out.
+
+    `in_16_bits` of the others skip the dtype.
+    """
     layers = config.layers - config.sliding_layers
-    if fmt.name == "auto":
-        return layers * config.kv_heads * config.head_dim * 2 * config.element_bytes
-    return fmt.bytes_per_token(layers=layers, kv_heads=config.kv_heads, head_dim=config.head_dim)
+    wide = layers if fmt.name == "auto" else min(in_16_bits, layers)
+    stored = fmt.bytes_per_token(layers=layers - wide, kv_heads=config.kv_heads, head_dim=config.head_dim)
+    return wide * config.kv_heads * config.head_dim * 2 * config.element_bytes + stored
 
 
 def _mib(size: int) -> str:

@@ -21,6 +21,8 @@ from kvpilot_runtime import machine, preflight
 from kvpilot_runtime.errors import PreflightError
 
 REFUSED = 78
+CALIBRATION = "KVPILOT_CALIBRATION"
+"""The environment variable that tells the engine's processes which calibration file to read."""
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -59,9 +61,11 @@ def _parser() -> argparse.ArgumentParser:
                      "argument goes to `vllm serve` as it is.")  # fmt: skip
     parser.add_argument("--model", required=True, help="folder or hub id")
     parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument(
-        "--kv-cache-dtype-skip-layers", default="", help="comma-separated: layer indices, sliding_window"
-    )
+    parser.add_argument("--kv-cache-dtype-skip-layers", help="comma-separated: sliding_window, layer numbers; our "
+                        "dtypes skip sliding_window unless told otherwise")  # fmt: skip
+    parser.add_argument("--dtype", default="auto", help="of the weights")
+    parser.add_argument("--calibration", metavar="FILE", default=os.environ.get(CALIBRATION) or None,
+                        help=f"static factors of the model's keys and values (default: {CALIBRATION})")  # fmt: skip
     parser.add_argument("--max-model-len", type=_count, help="tokens")
     parser.add_argument("--tensor-parallel-size", type=_count, default=1)
     parser.add_argument("--gpu-memory-utilization", type=_fraction, default=0.9)
@@ -70,24 +74,27 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> tuple[preflight.Request, list[str]]:
-    """What was asked for, and the arguments of `vllm serve` that ask it for the same.
+    """What was asked for, and the arguments of `vllm serve` that ask it for the same but for the layers to skip.
 
     Raises:
         PreflightError: BadArguments.
     """
     argv = [re.sub(r"^--[\w-]+", lambda option: option[0].replace("_", "-"), arg) for arg in argv]
     known, others = _parser().parse_known_args(argv)
-    skip = tuple(part for part in known.kv_cache_dtype_skip_layers.split(",") if part)
+    skip = known.kv_cache_dtype_skip_layers
+    if skip is not None:
+        skip = tuple(part for part in skip.split(",") if part)
     kv_bytes = known.kv_cache_memory_bytes
     if kv_bytes is None and machine.platform() == "cpu":
         kv_bytes = preflight.cpu_kv_bytes()
     request = preflight.Request(
-        known.model, known.kv_cache_dtype, known.max_model_len, known.tensor_parallel_size,
-        known.gpu_memory_utilization, kv_bytes, skip, tuple(others),
+        known.model, known.kv_cache_dtype, known.dtype, known.max_model_len, known.tensor_parallel_size,
+        known.gpu_memory_utilization, kv_bytes, skip, known.calibration, tuple(others),
     )  # fmt: skip
     arguments = [
         known.model,
         f"--kv-cache-dtype={known.kv_cache_dtype}",
+        f"--dtype={known.dtype}",
         f"--tensor-parallel-size={known.tensor_parallel_size}",
         f"--gpu-memory-utilization={known.gpu_memory_utilization}",
         f"--host={os.environ.get('KVPILOT_SERVE_HOST', '0.0.0.0')}",  # noqa: S104 - a pod serves all of its addresses
@@ -96,8 +103,6 @@ def parse(argv: Sequence[str]) -> tuple[preflight.Request, list[str]]:
         arguments.append(f"--max-model-len={known.max_model_len}")
     if known.kv_cache_memory_bytes:
         arguments.append(f"--kv-cache-memory-bytes={known.kv_cache_memory_bytes}")
-    if skip:
-        arguments += ["--kv-cache-dtype-skip-layers", *skip]
     return request, [*arguments, *others]
 
 
@@ -111,6 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED
     for reason, message in findings.warnings:
         _say("warning", reason, message)
+    if findings.skip_layers:
+        arguments += ["--kv-cache-dtype-skip-layers", *findings.skip_layers]
+    if request.calibration:
+        os.environ[CALIBRATION] = request.calibration
     return _become_vllm(arguments, local=preflight.model_folder(request.model) is not None)
 
 

@@ -16,6 +16,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 START_SECONDS = 300
+_VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 SERVE = str(Path(sys.executable).parent / "kvpilot-serve")
 
 
@@ -26,6 +27,7 @@ class Engine:
         self.url = url
         self.process = process
         self.log = log
+        self._client = httpx.Client(base_url=url, timeout=300)
 
     def complete(self, prompt: str | list[int], tokens: int, **more: object) -> str:
         """The greedy continuation of a prompt."""
@@ -33,6 +35,13 @@ class Engine:
         answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=120).raise_for_status()
         text: str = answer.json()["choices"][0]["text"]
         return text
+
+    def tokens(self, prompt: list[int], tokens: int) -> list[int]:
+        """The greedy continuation of a prompt, exactly this many tokens."""
+        body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        answer = self._client.post("/v1/completions", json={**body, "return_token_ids": True}).raise_for_status()
+        ids: list[int] = answer.json()["choices"][0]["token_ids"]
+        return ids
 
     def metric(self, name: str) -> float:
         """The sum of a metric's series."""
@@ -59,7 +68,7 @@ def engine(
     log = folder / f"{dtype}-{port}.log"
     command = [SERVE, f"--model={model}", "--served-model-name=m", f"--kv-cache-dtype={dtype}", f"--port={port}"]
     command += ["--max-model-len=2048", "--enforce-eager", *arguments]
-    variables = {"KVPILOT_SERVE_HOST": "127.0.0.1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    variables = {"KVPILOT_SERVE_HOST": "127.0.0.1", **_VARIABLES}
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
@@ -80,6 +89,25 @@ def engine(
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def refused_by_vllm(model: Path, folder: Path, *arguments: str) -> str:
+    """The log of a vLLM that does not start with these arguments; no preflight comes before it."""
+    log = folder / "refused.log"
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--load-format=dummy"]
+    command += ["--skip-tokenizer-init", "--enforce-eager", "--kv-cache-memory-bytes=16M", "--max-model-len=256"]
+    with log.open("wb") as out:
+        ended = subprocess.run(
+            [*command, *arguments],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **_VARIABLES},
+            timeout=2 * START_SECONDS,
+            check=False,
+        )
+    if ended.returncode == 0:
+        raise RuntimeError("vLLM ended as if all were well")
+    return log.read_text(errors="replace")
 
 
 def _wait(running: Engine) -> None:

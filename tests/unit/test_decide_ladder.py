@@ -10,6 +10,7 @@ from kvpilot_operator.state.snapshot import NodeFacts
 
 AMPERE = NodeFacts("NVIDIA-A100-SXM4-80GB", (8, 0))
 HOPPER = NodeFacts("NVIDIA-H200", (9, 0))
+VOLTA = NodeFacts("Tesla-V100", (7, 0))
 
 
 def node(labels=None, allocatable=None):
@@ -27,9 +28,13 @@ def test_what_vllms_cpu_backend_only_pretends_to_do_is_ruled_out_there(dtype):
     assert veto(dtype, HOPPER) is None
 
 
-def test_our_formats_are_not_tried_on_gpus_before_their_kernels_exist():
-    assert "CPU only" in (veto("k4v4", HOPPER) or "")
-    assert veto("k4v4", NodeFacts()) is None
+@pytest.mark.parametrize("node", [NodeFacts(), HOPPER, AMPERE])
+def test_our_formats_are_for_cpus_and_for_gpus_from_ampere_on(node):
+    assert veto("k4v4", node) is None
+
+
+def test_our_formats_are_not_tried_on_a_gpu_without_their_instructions():
+    assert "needs compute capability 8.0 or newer; Tesla-V100 has 7.0" in (veto("k4v4", VOLTA) or "")
 
 
 def test_a_node_without_a_gpu_is_a_cpu_node():

@@ -34,12 +34,16 @@ def veto(dtype: str, node: NodeFacts) -> str | None:
         if dtype.startswith(_NOT_ON_CPU):
             return f"{dtype}: vLLM's CPU backend accepts it but does not compute it, answers are garbage"
         return None
-    if formats.parse(dtype).ours:
-        return f"{dtype} runs on CPU only in this release; its GPU kernels are being built"
+    old = node.compute_capability is not None and node.compute_capability < (8, 0)
+    if formats.parse(dtype).ours and old:
+        return f"{dtype} needs compute capability 8.0 or newer; {node.gpu} has {_dotted(node)}"
     if dtype.startswith(_FP8) and node.compute_capability is not None and node.compute_capability < (8, 9):
-        major, minor = node.compute_capability
-        return f"{dtype} needs compute capability 8.9 or newer; {node.gpu} has {major}.{minor}"
+        return f"{dtype} needs compute capability 8.9 or newer; {node.gpu} has {_dotted(node)}"
     return None
+
+
+def _dotted(node: NodeFacts) -> str:
+    return ".".join(map(str, node.compute_capability or ()))
 
 
 def denial(dtype: str, spec: Spec, node: NodeFacts, denied: Sequence[Denied], now: datetime) -> Denied | None:

@@ -1,0 +1,300 @@
+"""Our attention backend for vLLM on CUDA: packed pages, our decode kernels, FlashAttention for prefill.
+
+A step's keys and values are stored by one launch, which also rotates the queries of sequences that decode. These then
+go through split decode over the pages, in a full CUDA graph. Sequences with several new tokens attend to the new ones
+by FlashAttention as they are, and to their context piece by piece: a piece is read from the pages into a workspace of
+fixed size, FlashAttention runs over it, and the partial results are merged by their log-sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
+from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
+
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_runtime.backend import (
+    INT8Backend,
+    K2V2Backend,
+    K4V2Backend,
+    K4V4Backend,
+    K8V4Backend,
+    PackedImpl,
+    refuse_unsupported_options,
+)
+from kvpilot_runtime.errors import UnsupportedModelError
+
+WORKSPACE_BYTES = 128 * 2**20
+"""Keys and values of context that prefill reads back at a time, for all layers; at least 16 tokens a sequence."""
+
+
+@dataclass
+class Piece:
+    """A part of the context of all prefilling sequences: tokens [begin, begin + length) of each.
+
+    Attributes:
+        longest, total: of the lengths. rows: int32 [sequences + 1], where each sequence's tokens start in 16 bits.
+    """
+
+    begin: int
+    longest: int
+    total: int
+    rows: torch.Tensor
+
+
+@dataclass
+class Prefills:
+    """The sequences with several new tokens; they follow those that decode.
+
+    Attributes:
+        starts: int32 [sequences + 1], first rows counted from the first prefilling token.
+        longest, tokens: new tokens of one sequence at most, and of all; rows after them are padding.
+        block_table: int32 [sequences, blocks]. pieces: of their contexts, empty where nobody has one.
+        whole: context and new tokens in one piece, where chunks read themselves back (`PREFILL_FROM_PAGES`).
+    """
+
+    starts: torch.Tensor
+    longest: int
+    tokens: int
+    block_table: torch.Tensor
+    pieces: list[Piece]
+    whole: Piece | None = None
+
+
+@dataclass
+class Metadata:
+    """What `forward` needs of a batch: the first `decodes` rows decode, the others are `prefills`."""
+
+    plan: Plan
+    decodes: int
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    slot_mapping: torch.Tensor
+    prefills: Prefills | None
+
+
+class CudaBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has no types for us
+    """Cuts a batch's work, once for all layers that share the shape of this group.
+
+    Raises (at start):
+        UnsupportedModelError: speculative decoding or KV transfer is on.
+    """
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    reorder_batch_threshold = 1
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        refuse_unsupported_options(vllm_config)
+        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        impl: CudaImpl = layer.impl
+        self.shape = impl.shape(kv_cache_spec.block_size, device)
+        scheduler = vllm_config.scheduler_config
+        graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        self.plan = Plan(self.shape, max(scheduler.max_num_seqs, min(graphs, scheduler.max_num_batched_tokens)))
+        self.read_back = impl.read_back
+        self.piece_tokens = impl.workspace_tokens
+        impl.compile_gather(self.shape, vllm_config.model_config.dtype)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
+        """Metadata of one batch; what a captured graph reads is rewritten in place."""
+        common = common_attn_metadata
+        decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
+        self.plan.update(common.seq_lens[:decodes], overlap=not prefills)
+        return Metadata(
+            self.plan, decodes, common.block_table_tensor, common.seq_lens[:decodes], common.slot_mapping,
+            self._prefills(common, decodes, decode_tokens) if prefills else None,
+        )  # fmt: skip
+
+    def _prefills(self, common: Any, decodes: int, decode_tokens: int) -> Prefills:
+        starts = common.query_start_loc_cpu[decodes : common.num_reqs + 1] - decode_tokens
+        new = starts[1:] - starts[:-1]
+        context = common.seq_lens_cpu_upper_bound[decodes : common.num_reqs] - new
+        block_table = common.block_table_tensor[decodes : common.num_reqs]
+        prefills = Prefills(self._upload(starts.int()), int(new.max()), int(starts[-1]), block_table, [])
+        if self.read_back:
+            prefills.whole = self._piece(0, context + new)
+            return prefills
+        step = self.piece_tokens // len(context) // 16 * 16
+        for begin in range(0, int(context.max()), step):
+            prefills.pieces.append(self._piece(begin, (context - begin).clamp(0, step)))
+        return prefills
+
+    def _piece(self, begin: int, lengths: torch.Tensor) -> Piece:
+        rows = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        torch.cumsum(lengths, 0, out=rows[1:])
+        return Piece(begin, int(lengths.max()), int(rows[-1]), self._upload(rows))
+
+    def _upload(self, x: torch.Tensor) -> torch.Tensor:
+        return x.pin_memory().to(self.device, non_blocking=True)
+
+
+class CudaImpl(PackedImpl):
+    """Attention of one layer over packed pages on a GPU."""
+
+    _workspace: ClassVar[dict[tuple[torch.device, torch.dtype, int, int], torch.Tensor]] = {}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._gpu_pages: tuple[int, GpuPages] | None = None
+        self.fa_version = get_flash_attn_version(head_size=self.head_size)
+        sequences = get_current_vllm_config().scheduler_config.max_num_seqs
+        self.workspace_tokens = max(WORKSPACE_BYTES // (4 * self.num_kv_heads * self.head_size), 16 * sequences)
+
+    def shape(self, block_size: int, device: torch.device) -> Shape:
+        """What the kernels need to know of this layer."""
+        return Shape(
+            self.fmt, self.head_size, self.num_kv_heads, self.num_heads // self.num_kv_heads, block_size, device,
+            softcap=self.softcap,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Metadata | None,  # type: ignore[override]
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store a batch and attend: query [tokens, heads, D], key and value [tokens, kv_heads, D].
+
+        Writes `output`, [tokens, heads, D], and returns it.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedModelError("quantized attention outputs are not supported; turn this fusion off")
+        workspace = self._make_workspace(query.device, query.dtype)
+        if attn_metadata is None:  # vLLM measures memory
+            return output.zero_()
+        meta = attn_metadata
+        out = output.view(-1, self.num_heads, self.head_size)
+        pages = self._pages_of(layer, kv_cache, meta.plan.shape)
+        pages.store(query, key, value, meta.slot_mapping, meta.plan, meta.decodes, self.scale)
+        if meta.decodes:
+            pages.decode(meta.block_table, meta.seq_lens, meta.plan, out)
+        if meta.prefills is not None:
+            # Without the rows of padding: FlashAttention multiplies what follows its tokens by zero, and NaN stays NaN.
+            new = slice(meta.decodes, meta.decodes + meta.prefills.tokens)
+            self._prefill(query[new], key[new], value[new], meta.prefills, pages, workspace, out[new])
+        return output
+
+    def _prefill(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefills: Prefills,
+                 pages: GpuPages, workspace: torch.Tensor, out: torch.Tensor) -> None:  # fmt: skip
+        common: dict[str, Any] = {
+            "cu_seqlens_q": prefills.starts, "max_seqlen_q": prefills.longest, "softmax_scale": self.scale,
+            "softcap": self.softcap, "fa_version": self.fa_version,
+        }  # fmt: skip
+        whole = prefills.whole
+        if whole is not None:
+            stored = torch.empty(
+                2, whole.total, self.num_kv_heads, self.head_size, dtype=query.dtype, device=query.device
+            )
+            pages.gather(prefills.block_table, whole.rows, 0, whole.longest, stored[0], stored[1])
+            flash_attn_varlen_func(
+                query, stored[0], stored[1], cu_seqlens_k=whole.rows, max_seqlen_k=whole.longest, causal=True, out=out,
+                **common,
+            )  # fmt: skip
+            return
+        if not prefills.pieces:
+            flash_attn_varlen_func(
+                query, key, value, cu_seqlens_k=prefills.starts, max_seqlen_k=prefills.longest, causal=True,
+                out=out, **common,
+            )  # fmt: skip
+            return
+        merged, lse = flash_attn_varlen_func(
+            query, key, value, cu_seqlens_k=prefills.starts, max_seqlen_k=prefills.longest, causal=True,
+            return_softmax_lse=True, **common,
+        )  # fmt: skip
+        for i, piece in enumerate(prefills.pieces):
+            # Here, too, no row more than was gathered.
+            old_key, old_value = workspace[0, : piece.total], workspace[1, : piece.total]
+            pages.gather(prefills.block_table, piece.rows, piece.begin, piece.longest, old_key, old_value)
+            part, part_lse = flash_attn_varlen_func(
+                query, old_key, old_value, cu_seqlens_k=piece.rows, max_seqlen_k=piece.longest, causal=False,
+                return_softmax_lse=True, **common,
+            )  # fmt: skip
+            last = i == len(prefills.pieces) - 1
+            target, target_lse = (out, None) if last else (torch.empty_like(merged), torch.empty_like(lse))
+            merge_attn_states(target, part, part_lse, merged, lse, target_lse)
+            if not last:
+                merged, lse = target, target_lse
+
+    def compile_gather(self, shape: Shape, dtype: torch.dtype) -> None:
+        """Compile what the first long prompt would wait for; decode and store are compiled by vLLM's warm-up."""
+        row = self.fmt.row_bytes(self.head_size)
+        cache = torch.zeros(1, self.num_kv_heads, shape.block_size, row, dtype=torch.uint8, device=shape.device)
+        nothing = torch.zeros(1, 16, dtype=torch.int32, device=shape.device)
+        workspace = self._make_workspace(shape.device, dtype)
+        factors = Factors.identity(self.num_kv_heads, self.head_size, shape.device)
+        GpuPages(cache, shape, factors).gather(nothing, nothing[0, :2], 0, 1, workspace[0], workspace[1])
+
+    def _make_workspace(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """[2, tokens, kv_heads, D], shared by all layers alike; made while vLLM measures what memory is left."""
+        key = (device, dtype, self.num_kv_heads, self.head_size)
+        if key not in self._workspace:
+            shape = (2, self.workspace_tokens, self.num_kv_heads, self.head_size)
+            self._workspace[key] = torch.empty(shape, dtype=dtype, device=device)
+        return self._workspace[key]
+
+    def _pages_of(self, layer: Any, kv_cache: torch.Tensor, shape: Shape) -> GpuPages:
+        if self._gpu_pages is None or self._gpu_pages[0] != kv_cache.data_ptr():
+            factors = self.factors_of(layer) or Factors.identity(self.num_kv_heads, self.head_size)
+            self._gpu_pages = kv_cache.data_ptr(), GpuPages(kv_cache, shape, factors.to(kv_cache.device))
+        return self._gpu_pages[1]
+
+
+class _OnCuda:
+    """What differs from the CPU backend: one call stores and attends, in blocks that fit the kernels' tiles."""
+
+    forward_includes_kv_cache_update = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+
+    @staticmethod
+    def get_impl_cls() -> type[CudaImpl]:
+        """The implementation of one layer."""
+        return CudaImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CudaBuilder]:
+        """The builder of a batch's metadata."""
+        return CudaBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Blocks of any multiple of 64 tokens: a tile of the decode kernel lies in one page."""
+        return [MultipleOf(64)]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """From Ampere on: the kernels use asynchronous copies and 16-bit tensor cores with float32 sums."""
+        return bool(capability.major >= 8)
+
+
+class CudaINT8Backend(_OnCuda, INT8Backend):
+    """`int8`."""
+
+
+class CudaK8V4Backend(_OnCuda, K8V4Backend):
+    """`k8v4`."""
+
+
+class CudaK4V4Backend(_OnCuda, K4V4Backend):
+    """`k4v4`."""
+
+
+class CudaK4V2Backend(_OnCuda, K4V2Backend):
+    """`k4v2`."""
+
+
+class CudaK2V2Backend(_OnCuda, K2V2Backend):
+    """`k2v2`."""

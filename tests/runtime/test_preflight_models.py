@@ -1,0 +1,193 @@
+"""What preflight says of a model, a machine and the options: our dtypes on GPUs, mixed layers, calibration."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpilot_demo.models import tiny_gemma3, tiny_llama
+from kvpilot_runtime import machine, serve
+from kvpilot_runtime.errors import PreflightError
+from kvpilot_runtime.preflight import Findings, Request, check
+
+H200 = machine.Gpu("NVIDIA H200", 141 * 2**30, 0, (9, 0))
+A100 = machine.Gpu("NVIDIA A100", 80 * 2**30, 0, (8, 0))
+T4 = machine.Gpu("Tesla T4", 16 * 2**30, 0, (7, 5))
+
+# Enough of each family's config.json for its shape to be recognized; no weights are needed to refuse it.
+SMALL = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2, "torch_dtype": "bfloat16"}
+REFUSED = {
+    "MLA": {**SMALL, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "kv_lora_rank": 512},
+    "ALiBi": {**SMALL, "architectures": ["BloomForCausalLM"], "model_type": "bloom"},
+    "sinks": {**SMALL, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 64},
+    "cross attention": {**SMALL, "architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True},
+    "all sliding": {**SMALL, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096},
+}
+WORDS = {
+    "MLA": "latent attention", "ALiBi": "ALiBi", "sinks": "sinks", "cross attention": "encoder-decoder",
+    "all sliding": "all have a sliding window",
+}  # fmt: skip
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Pretend that this machine has these GPUs, and vLLM's build for them."""
+
+    def pretend(*gpus: machine.Gpu) -> None:
+        monkeypatch.setattr(machine, "platform", lambda: "cuda")
+        monkeypatch.setattr(machine, "gpus", lambda: list(gpus))
+
+    return pretend
+
+
+def refusal(request: Request) -> PreflightError:
+    with pytest.raises(PreflightError) as caught:
+        check(request)
+    return caught.value
+
+
+def changed(tmp_path: Path, base: Path, **changes: Any) -> str:
+    """A model that differs from `base` in its config only."""
+    for file in base.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({**json.loads((base / "config.json").read_text()), **changes}))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "k8v4", "k4v4", "k4v2"])
+@pytest.mark.parametrize("card", [H200, A100], ids=["9.0", "8.0"])
+def test_our_dtypes_are_accepted_on_a_gpu_from_8_0_on(gpu: Any, card: machine.Gpu, dtype: str) -> None:
+    gpu(card)
+    assert check(Request(str(tiny_llama()), dtype)) == Findings()
+
+
+def test_an_older_gpu_is_named_with_what_it_has_and_what_is_needed(gpu: Any) -> None:
+    gpu(T4)
+    error = refusal(Request(str(tiny_llama()), "k4v4"))
+    assert error.reason == "DtypeUnsupported"
+    assert all(word in error.message for word in ("k4v4", "8.0", "7.5", "Tesla T4", "'auto'"))
+
+
+def test_fp8_below_8_9_is_refused_with_the_dtypes_that_the_gpu_can_do(gpu: Any) -> None:
+    gpu(A100)
+    assert "8.9" in refusal(Request(str(tiny_llama()), "fp8")).message
+    assert "'int8'" in refusal(Request(str(tiny_llama()), "fp8")).message
+    gpu(T4)
+    assert "'int8'" not in refusal(Request(str(tiny_llama()), "fp8")).message
+
+
+def test_the_weakest_of_several_gpus_decides(gpu: Any) -> None:
+    gpu(H200, T4)
+    assert "Tesla T4" in refusal(Request(str(tiny_llama()), "k4v4", tensor_parallel=2)).message
+    assert check(Request(str(tiny_llama()), "k4v4", tensor_parallel=1)) == Findings()
+
+
+def test_a_float32_model_is_refused_on_a_gpu_and_served_on_a_cpu(gpu: Any) -> None:
+    assert check(Request(str(tiny_llama()), "k4v4", "float32")) == Findings()
+    gpu(H200)
+    assert "--dtype=bfloat16" in refusal(Request(str(tiny_llama()), "k4v4", "float32")).message
+    assert check(Request(str(tiny_llama()), "auto", "float32")) == Findings()
+
+
+@pytest.mark.parametrize("head_dim", [80, 192, 512])
+def test_a_head_dim_without_a_layout_is_refused_on_a_gpu_too(gpu: Any, tmp_path: Path, head_dim: int) -> None:
+    gpu(H200)
+    error = refusal(Request(changed(tmp_path, tiny_llama(), head_dim=head_dim), "k4v4"))
+    assert f"head_dim {head_dim}" in error.message
+    assert "64, 96, 128, 256" in error.message
+
+
+def test_more_query_heads_to_a_kv_head_than_the_gpu_kernels_take_are_refused(gpu: Any, tmp_path: Path) -> None:
+    model = changed(tmp_path, tiny_llama(), num_attention_heads=64, num_key_value_heads=2, head_dim=64)
+    assert check(Request(model, "k4v4")) == Findings()
+    gpu(H200, H200, H200, H200)
+    assert "32 query heads to a KV head" in refusal(Request(model, "k4v4")).message
+    assert check(Request(model, "k4v4", tensor_parallel=4)) == Findings()  # 16 heads and a KV head on each
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_our_dtypes_do_not_serve_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(REFUSED[kind]))
+    error = refusal(Request(str(tmp_path), "k4v4"))
+    assert error.reason == "DtypeUnsupported"
+    assert WORDS[kind] in error.message
+    assert "--kv-cache-dtype=auto" in error.message
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--speculative-config", "-sc", "--spec-method=ngram", "--speculative-config.method=ngram",
+     "--kv-transfer-config={}", "--kv-offloading-size=4"],
+)  # fmt: skip
+@pytest.mark.parametrize("model", ["folder", "hub/id"])
+def test_speculative_decoding_and_kv_transfer_are_refused_beside_our_dtypes_only(option: str, model: str) -> None:
+    name = str(tiny_llama()) if model == "folder" else model
+    error = refusal(Request(name, "k4v4", others=(option, "x")))
+    assert error.reason == "BadArguments"
+    assert option.split("=")[0].split(".")[0] in error.message
+    check(Request(name, "auto", others=(option, "x")))
+
+
+def test_sliding_window_layers_stay_in_16_bits_unless_the_user_says_otherwise() -> None:
+    gemma = str(tiny_gemma3())
+    assert check(Request(gemma, "k4v4")).skip_layers == ("sliding_window",)
+    assert check(Request(gemma, "k4v4", skip_layers=("sliding_window",))).skip_layers == ("sliding_window",)
+    assert check(Request(gemma, "fp8")).skip_layers == ()
+    assert check(Request(str(tiny_llama()), "k4v4")).skip_layers == ()
+    assert check(Request("hub/id", "k4v4")).skip_layers == ("sliding_window",)
+    error = refusal(Request(gemma, "k4v4", skip_layers=()))
+    assert "5 sliding-window layers" in error.message
+    assert "--kv-cache-dtype-skip-layers=sliding_window" in error.message
+
+
+def test_k2v2_needs_a_calibration_file_that_exists(tmp_path: Path) -> None:
+    model = str(tiny_llama())
+    assert "--calibration" in refusal(Request(model, "k2v2")).message
+    missing = refusal(Request(model, "k2v2", calibration=str(tmp_path / "nothing")))
+    assert missing.reason == "BadArguments"
+    assert "nothing" in missing.message
+    file = tmp_path / "factors.safetensors"
+    file.write_bytes(b"")
+    assert check(Request(model, "k2v2", calibration=str(file))) == Findings()
+
+
+def test_a_calibration_may_come_from_the_environment_or_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serve.parse(["--model=m"])[0].calibration is None
+    monkeypatch.setenv("KVPILOT_CALIBRATION", "/factors")
+    assert serve.parse(["--model=m"])[0].calibration == "/factors"
+    assert serve.parse(["--model=m", "--calibration=/others"])[0].calibration == "/others"
+
+
+def test_vllm_gets_the_layers_to_skip_as_separate_words_and_the_calibration_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "factors.safetensors"
+    file.write_bytes(b"")
+    monkeypatch.delenv("KVPILOT_CALIBRATION", raising=False)
+    started: list[list[str]] = []
+    monkeypatch.setattr(serve.os, "execv", lambda _, command: started.append(command))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
+    serve.main([f"--model={tiny_gemma3()}", "--kv-cache-dtype=k4v4", f"--calibration={file}"])
+    assert started[0][-2:] == ["--kv-cache-dtype-skip-layers", "sliding_window"]
+    assert serve.os.environ["KVPILOT_CALIBRATION"] == str(file)
+    assert not any("calibration" in argument for argument in started[0])
+
+
+def test_a_gpu_listing_is_read_and_what_it_lacks_is_left_out() -> None:
+    listing = "NVIDIA H200, 143771, 4, 9.0\nNVIDIA H200 MIG 1g.18gb, [N/A], [N/A], 9.0\n"
+    assert machine.parse_gpus(listing) == [machine.Gpu("NVIDIA H200", 143771 * 2**20, 4 * 2**20, (9, 0))]
+
+
+def test_layers_skipped_by_number_are_counted_in_16_bits() -> None:
+    small = Request(str(tiny_llama()), "k4v4", max_model_len=4096, kv_bytes=2 * 2**20)
+    assert check(small) == Findings()  # 4096 tokens of 272 bytes
+    error = refusal(replace(small, skip_layers=("0",)))
+    assert error.reason == "DoesNotFit"
+    assert "(648 bytes a token)" in error.message  # 512 for the layer in 16 bits
+    assert check(replace(small, skip_layers=("0",), kv_bytes=3 * 2**20)).skip_layers == ("0",)

@@ -1,0 +1,77 @@
+"""What our backend does not serve is refused by vLLM itself too, started without preflight: never a wrong answer."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from kvpilot_demo.models import tiny_llama
+from support.engine import refused_by_vllm
+
+pytestmark = pytest.mark.timeout(1800)
+
+BASE = {"vocab_size": 512, "torch_dtype": "bfloat16", "max_position_embeddings": 512, "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_size": 256, "intermediate_size": 64}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "mla": {
+        **BASE, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 64, "q_lora_rank": None,
+        "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "moe_intermediate_size": 64,
+        "n_routed_experts": 4, "n_shared_experts": 1,
+    },
+    "alibi": {**BASE, "architectures": ["BloomForCausalLM"], "model_type": "bloom", "n_layer": 1, "n_head": 4},
+    "sinks": {
+        **BASE, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "windows": {
+        **BASE, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}  # fmt: skip
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+TRANSFER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": "unused"}}  # fmt: skip
+# What is asked for, and the words that must be in the log beside the dtype's name.
+CASES: dict[str, tuple[str | None, list[str], str]] = {
+    "mla": ("mla", [], "a model with multi-head latent attention is not supported"),
+    "alibi": ("alibi", [], "a model with ALiBi is not supported"),
+    "sinks": (
+        "sinks",
+        ["--kv-cache-dtype-skip-layers=sliding_window"],
+        "a model with attention sinks is not supported",
+    ),
+    "windows": ("windows", [], "keep these in 16 bits: --kv-cache-dtype-skip-layers sliding_window"),
+    "speculation": (None, [f"--speculative-config={json.dumps(SPECULATION)}"], "--speculative-config is not supported"),
+    "transfer": (None, [f"--kv-transfer-config={json.dumps(TRANSFER)}"], "--kv-transfer-config is not supported"),
+}
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The logs of all cases, two engines at a time."""
+
+    root = tmp_path_factory.mktemp("refused")
+
+    def refused(case: str) -> str:
+        config, arguments, _ = CASES[case]
+        folder = root / case
+        folder.mkdir()
+        if config is not None:
+            (folder / "config.json").write_text(json.dumps(MODELS[config]))
+        model = tiny_llama() if config is None else folder
+        return refused_by_vllm(model, folder, "--kv-cache-dtype=k4v4", "--port=0", *arguments)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(CASES, pool.map(refused, CASES), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_engine_ends_with_what_is_not_supported_and_what_to_do(logs: dict[str, str], case: str) -> None:
+    raised = [line for line in logs[case].splitlines() if "UnsupportedModelError: " in line or "with error '" in line]
+    assert any(CASES[case][2] in line and "k4v4" in line for line in raised), logs[case][-3000:]
