@@ -1,0 +1,235 @@
+"""Decode attention alone on a GPU, ours beside FlashAttention 3 and FlashInfer: `python kernels/benchmarks/decode.py`.
+
+One layer's decode over random pages of random block tables, in a CUDA graph of 32 launches that go round several
+layers' caches, so that no cache is in L2; the median of ten replays. `decode` is the split kernel alone, `merged` with
+the merge of its parts (what FlashAttention and FlashInfer do too), `layer` with the store of the step's token. The
+yardstick is a device-to-device copy in the same run. FlashAttention comes with vLLM, FlashInfer by itself; what is not
+installed is left out. Writes OUT/decode.json; `--page FILE...` makes docs/benchmarks/h200-decode.md of such files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import decode_rivals
+import torch
+import triton
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+
+DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
+LAUNCHES = 32
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch of `batch` sequences of `context` tokens on an attention shape."""
+
+    shape: str
+    heads: int
+    kv_heads: int
+    dim: int
+    batch: int
+    context: int
+
+
+SHAPES = {
+    "Llama-3-8B": (32, 8, 128),
+    "Llama-3-70B": (64, 8, 128),
+    "Llama-3-70B, a share of 8": (8, 1, 128),
+    "Qwen3-30B-A3B": (32, 4, 128),
+    "head_dim 256": (16, 8, 256),
+}
+CASES = [
+    *(Case("Llama-3-8B", *SHAPES["Llama-3-8B"], *size) for size in ((32, 16384), (32, 2048), (8, 1024), (1, 65536))),
+    *(Case(name, *shape, 32, 16384) for name, shape in list(SHAPES.items())[1:]),
+]
+
+
+def microseconds(launch: Callable[[], object]) -> float:
+    """The median time of one launch, in a graph of many."""
+    for _ in range(3):
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(LAUNCHES):
+            launch()
+    graph.replay()
+    times = []
+    for _ in range(10):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / LAUNCHES)
+    return sorted(times)[len(times) // 2]
+
+
+def layers_for(size: int) -> int:
+    """Caches to go round: at least 1 GB of them, well beyond any L2."""
+    return max(2, min(LAUNCHES, -(-(10**9) // size)))
+
+
+def random_pages(fmt: formats.Format, case: Case, block: int, device: torch.device) -> torch.Tensor:
+    """Pages of random codes with steps between 0.01 and 0.03 and zero points around the middle."""
+    blocks = case.batch * -(-case.context // block) + 1
+    cache = torch.randint(
+        0, 256, (blocks, case.kv_heads, block, fmt.row_bytes(case.dim)), dtype=torch.uint8, device=device
+    )
+    layout = fmt.page_layout(case.dim, block)
+    words = (layout.size - layout.key_meta.offset) // 2
+    step = (torch.rand(blocks, case.kv_heads, words, device=device) * 0.02 + 0.01).half().view(torch.int16).int()
+    zero = torch.randint(10, 20, step.shape, device=device)
+    meta = (((step >> 4) << 5) | zero).to(torch.int16).view(torch.uint8)
+    cache.flatten(2)[..., layout.key_meta.offset :] = meta
+    return cache
+
+
+def ours(name: str, case: Case, device: torch.device, block: int = 64) -> dict[str, Any]:
+    """Times of our kernels in one format."""
+    fmt = formats.parse(name)
+    shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, block, device)
+    size = case.batch * case.context * case.kv_heads * fmt.row_bytes(case.dim)
+    factors = Factors.identity(case.kv_heads, case.dim, device)
+    caches = [random_pages(fmt, case, block, device) for _ in range(layers_for(size))]
+    pages = [GpuPages(cache, shape, factors) for cache in caches]
+    plan, turn = Plan(shape, case.batch), iter(range(10**9))
+    per = -(-case.context // block)
+    table = (1 + torch.randperm(per * case.batch, device=device)).view(case.batch, per).int()
+    lens = torch.full((case.batch,), case.context, dtype=torch.int32, device=device)
+    query = torch.randn(case.batch, case.heads, case.dim, device=device, dtype=torch.bfloat16)
+    key, value = torch.randn(2, case.batch, case.kv_heads, case.dim, device=device, dtype=torch.bfloat16)
+    slots = table[:, -1].long() * block + (case.context - 1) % block
+    out = torch.empty_like(query)
+    plan.update(lens, overlap=True)
+
+    def store() -> GpuPages:
+        at = pages[next(turn) % len(pages)]
+        at.store(query, key, value, slots, plan, case.batch, case.dim**-0.5)
+        return at
+
+    def layer() -> None:
+        store().decode(table, lens, plan, out)
+
+    store()
+    return {
+        "decode": microseconds(lambda: pages[next(turn) % len(pages)].attend(table, lens, plan)),
+        "merged": microseconds(lambda: pages[next(turn) % len(pages)].decode(table, lens, plan, out)),
+        "layer": microseconds(layer),
+        "bytes": size,
+    }
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes a second of a large device-to-device copy, read and written bytes both counted."""
+    source = torch.randint(0, 256, (4 * 2**30,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    milliseconds = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median")
+    return 2 * source.numel() / milliseconds * 1000
+
+
+def measure(out: Path) -> None:
+    """Run everything that is installed and write the figures."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    packages = {name: _version(name) for name in ("torch", "triton", "vllm", "flashinfer-python")}
+    facts: dict[str, Any] = {
+        "command": "python kernels/benchmarks/decode.py",
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "gpu": torch.cuda.get_device_name(device),
+        "versions": {name: number for name, number in packages.items() if number},
+        "copy_bytes_per_s": copy_rate(device),
+        "rows": [],
+    }
+    for case in CASES:
+        for name, run in {
+            **decode_rivals.installed(),
+            **{f: (lambda c, d, f=f: ours(f, c, d)) for f in formats.own_names()},
+        }.items():
+            try:
+                row = run(case, device)
+            except Exception as error:  # a rival that does not take a shape is part of the result
+                row = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+            facts["rows"].append({"case": case.__dict__, "name": name, **row})
+            print(f"{case.shape} {case.batch}x{case.context} {name}: {row}", flush=True)
+            torch.cuda.empty_cache()
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "decode.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except ImportError:
+        return None
+
+
+def page(source: Path) -> str:
+    """The Markdown page of one run."""
+    facts = json.loads(source.read_text())
+    copy = facts["copy_bytes_per_s"]
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    lines = [
+        f"# Decode attention on one {facts['gpu']}",
+        "",
+        f"`{facts['command']}`, {facts['date']}, {versions}. Microseconds of one layer; the copy rate of the same",
+        f"run is {copy / 1e12:.2f} TB/s. `of copy` is the cache's bytes over the time of the split kernel (of `merged`",
+        "for the others), over that rate. Raw: [h200-decode.json](h200-decode.json).",
+    ]
+    title = None
+    for row in facts["rows"]:
+        case = row["case"]
+        here = (
+            f"{case['shape']} ({case['heads']}/{case['kv_heads']}/{case['dim']}), {case['batch']} x {case['context']:,}"
+        )
+        if here != title:
+            title = here
+            rows = [r for r in facts["rows"] if r["case"] == case]
+            base = next((r["merged"] for r in rows if r["name"] == "FlashAttention 3 bf16" and "merged" in r), None)
+            lines += [
+                "",
+                f"## {here}",
+                "",
+                "| | decode | merged | layer | of copy | over bf16 |",
+                "|---|---|---|---|---|---|",
+            ]
+        if "error" in row:
+            lines.append(f"| {row['name']} | {row['error'].splitlines()[0][:90]} | | | | |")
+            continue
+        alone = row.get("decode", row["merged"])
+        cells = [f"{row[k]:.1f}" if k in row else "" for k in ("decode", "merged", "layer")]
+        share = row["bytes"] / alone * 1e6 / copy
+        ratio = f"{base / row['merged']:.2f}x" if base else ""
+        lines.append(f"| {row['name']} | {' | '.join(cells)} | {share:.2f} | {ratio} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Measure, or make the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--page", type=Path, help="a decode.json, to make the page of")
+    options = parser.parse_args()
+    if options.page:
+        DOCS.mkdir(parents=True, exist_ok=True)
+        if options.page.resolve() != (DOCS / "h200-decode.json").resolve():
+            (DOCS / "h200-decode.json").write_text(options.page.read_text())
+        (DOCS / "h200-decode.md").write_text(page(options.page))
+    else:
+        measure(options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""The texts of the accuracy table: real, in everybody's hands, and not in this repository.
+
+Evaluated: Newton's *Opticks* (1704, in the source package of libbacktrace, which apache-tvm-ffi, a requirement of
+vLLM, carries), the manual of GNU coreutils (Debian's info page), Python's language reference (`pydoc_data.topics`) and
+source code of Python's standard library. Calibrated on: other documents, none of which is evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LICENCES = ("GPL-3", "MPL-2.0", "Apache-2.0", "LGPL-2.1", "GFDL-1.3")
+CODE = ("argparse.py", "asyncio/base_events.py", "typing.py", "zipfile.py")
+CALIBRATION_CODE = ("statistics.py", "subprocess.py", "inspect.py")
+CALIBRATION_DOCSTRINGS = ("decimal.py", "random.py", "heapq.py", "difflib.py", "textwrap.py", "fractions.py")
+
+CALIBRATION = {
+    "calibrated": [("docstrings", 1024, 4), *[(name, 4096, 1) for name in ("licences", "find-manual", "other-code")]],
+    "calibrated-on-licences": [("licences", 4096, 4)],
+}
+"""What `kvpilot calibrate` reads for each label: texts, tokens a sequence, how many."""
+
+Sequence = tuple[str, torch.Tensor]
+"""The text's name and its tokens, int64 [tokens]."""
+
+EVALUATION = ("opticks", "manual", "reference", "code")
+
+
+def text(name: str) -> str:
+    """One of the evaluated or calibration texts.
+
+    Raises:
+        FileNotFoundError: this machine lacks the document; the message says which package brings it.
+    """
+    if name == "opticks":
+        found = importlib.util.find_spec("tvm_ffi")
+        folders = list(found.submodule_search_locations or []) if found else []
+        return _read([Path(f, "3rdparty/libbacktrace/Isaac.Newton-Opticks.txt") for f in folders], "apache-tvm-ffi")
+    if name == "manual":
+        return _prose(_read([Path("/usr/share/info/coreutils.info.gz")], "Debian's coreutils"))
+    if name == "find-manual":
+        return _prose(_read(sorted(Path("/usr/share/info").glob("find.info-*.gz")), "Debian's findutils"))
+    if name == "reference":
+        from pydoc_data.topics import topics
+
+        return "\n\n".join(topics[key] for key in sorted(topics))
+    if name == "licences":
+        return "\n\n".join(_read([Path("/usr/share/common-licenses", n)], "Debian's base-files") for n in LICENCES)
+    stdlib = Path(ast.__file__).parent
+    if name == "docstrings":
+        trees = [ast.parse((stdlib / n).read_text()) for n in CALIBRATION_DOCSTRINGS]
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        return "\n\n".join(
+            doc
+            for tree in trees
+            for node in ast.walk(tree)
+            if isinstance(node, kinds) and (doc := ast.get_docstring(node))
+        )
+    files = {"code": CODE, "other-code": CALIBRATION_CODE}[name]
+    return "\n\n".join((stdlib / n).read_text() for n in files)
+
+
+def _read(paths: list[Path], package: str) -> str:
+    if not paths or not paths[0].exists():
+        raise FileNotFoundError(f"{package} is not installed here, and its text is one of the benchmark's")
+    opened = (path.read_bytes() for path in paths)
+    return b"".join(gzip.decompress(x) if x[:2] == b"\x1f\x8b" else x for x in opened).decode(errors="replace")
+
+
+def _prose(info: str) -> str:
+    """An info file without its node headers and separators."""
+    return re.sub(r"\x1f\n[^\n]*\n", "", info).replace("\x1f", "")
+
+
+def sequences(tokenizer: Any, plan: list[tuple[str, int, int]]) -> list[Sequence]:
+    """Cut sequences out of the texts.
+
+    Args:
+        plan: (text, tokens, how many); sequences of one text never overlap, those asked for first come first.
+    """
+    at: dict[str, int] = {}
+    tokens: dict[str, torch.Tensor] = {}
+    cut = []
+    for name, length, count in plan:
+        if name not in tokens:
+            body = text(name)
+            # A document's first pages are titles and tables of contents.
+            tokens[name] = torch.tensor(tokenizer(body[len(body) // 20 : 700_000]).input_ids)
+            at[name] = 0
+        for _ in range(count):
+            piece = tokens[name][at[name] : at[name] + length]
+            if piece.numel() < length:
+                raise ValueError(f"text {name!r} has no {length} tokens left after {at[name]}; ask for less of it")
+            at[name] += length
+            cut.append((name, piece))
+    return cut

@@ -1,0 +1,96 @@
+"""Drives vLLM's engine step by step: seconds to prefill prompts, and seconds between decode steps.
+
+The engine core runs in a process of its own, as it does behind an API server, and is fed ahead of the GPU. One call of
+`engine.step()` returns what one step produced, so the time between two returns is the time of a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+WARM_STEPS = 8
+"""Steps left out before timing: two are in flight when the last prompt's prefill ends, the rest settle clocks."""
+
+FIRST_TOKEN = 100
+"""Lowest token id in a prompt, above the special ones."""
+
+
+class DriveError(RuntimeError):
+    """The engine did not do what the measurement needs; the message says what it did instead."""
+
+
+def prompt(family: str, tokens: int, vocab: int) -> list[int]:
+    """`tokens` random token ids; a shorter prompt of the same family is a prefix of a longer one."""
+    chosen = random.Random(family)  # noqa: S311
+    return chosen.choices(range(FIRST_TOKEN, vocab), k=tokens)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A batch of prompts prefilled: their tokens, how many of these the prefix cache held, and the seconds it took."""
+
+    tokens: int
+    cached: int
+    seconds: float
+
+
+class Driver:
+    """Runs greedy requests of token ids through an `LLMEngine`."""
+
+    def __init__(self, engine: Any, max_model_len: int) -> None:
+        self.engine = engine
+        self.max_model_len = max_model_len
+        self._ids = itertools.count()
+
+    def prefill(self, prompts: list[list[int]]) -> Filled:
+        """Time from the first request to the last first token."""
+        began, cached = time.perf_counter(), 0
+        self._submit(prompts, 1)
+        while self.engine.has_unfinished_requests():
+            cached += sum(output.num_cached_tokens or 0 for output in self.engine.step() if output.finished)
+        return Filled(sum(map(len, prompts)), cached, time.perf_counter() - began)
+
+    def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
+        """Seconds of each of `steps` consecutive steps in which every sequence got exactly one token.
+
+        The requests are cut off after that. Prompts should be in the prefix cache, or their prefill comes first.
+
+        Raises:
+            DriveError: the sequences were never all decoding for so long (the cache cannot hold them together).
+        """
+        names = self._submit(prompts, self.max_model_len - max(map(len, prompts)))
+        marks: list[float] = []
+        while len(marks) <= WARM_STEPS + steps:
+            if not self.engine.has_unfinished_requests():
+                raise DriveError(f"sequences ended before {len(prompts)} of them decoded together for {steps} steps")
+            outputs = self.engine.step()
+            now = time.perf_counter()
+            if len(outputs) == len(prompts) and all(len(o.outputs[0].token_ids) == 1 for o in outputs):
+                marks.append(now)
+            elif outputs:
+                marks.clear()
+        self.engine.abort_request(names)
+        # Steps in flight at the abort must not run into what is measured next.
+        time.sleep(0.2)
+        timed = marks[WARM_STEPS:]
+        return [later - earlier for earlier, later in itertools.pairwise(timed)]
+
+    def _submit(self, prompts: list[list[int]], max_tokens: int) -> list[str]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        names = [f"r{next(self._ids)}" for _ in prompts]
+        for name, tokens in zip(names, prompts, strict=True):
+            self.engine.add_request(name, {"prompt_token_ids": tokens}, params)
+        return names

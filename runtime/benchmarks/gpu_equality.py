@@ -1,0 +1,168 @@
+"""Whether scheduling changes answers, in real vLLM: `python runtime/benchmarks/gpu_equality.py [--model PATH]`.
+
+For each KV-cache dtype the same prompts are answered greedily three times: alone (one at a time, eager, no prefix
+caching, a prompt in one piece), crowded (CUDA graphs, prefix caching, prompts cut into small chunks, many at once, and
+so little cache that requests are preempted) and, with --tp N, crowded on N GPUs. The control is `auto`: batches of
+another shape round differently, so its runs differ too. Every dtype is also compared with `auto`, alone.
+Writes OUT/equality-MODEL.json; `gpu_equality_page.py` makes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gpu_engine_process import ChildFailedError, environment, run_child, say
+from gpu_equality_compare import agreement
+from gpu_equality_run import Job
+
+MAX_MODEL_LEN = 1024
+SHARED_PREFIX = 256
+"""Tokens that every second prompt begins with, so that the prefix cache is hit."""
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", default="auto,k4v4", help="comma-separated, `auto` first (default: %(default)s)")
+    parser.add_argument("--model", type=Path, help="a model folder with weights and tokenizer (default: a random one)")
+    parser.add_argument("--dtype", default="bfloat16", help="of weights and activations")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of a third, tensor-parallel run")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=48, help="tokens generated per prompt")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--kv-tokens", type=int, default=2048, help="tokens in the crowded engine's cache")
+    parser.add_argument("--chunk", type=int, default=128, help="max_num_batched_tokens of the crowded engine")
+    parser.add_argument("--from-pages", action="store_true", help="chunks read themselves back from their pages")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
+    parser.add_argument("--limit", type=float, default=180, help="seconds that one engine may take")
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    return parser.parse_args()
+
+
+def random_model(folder: Path) -> Path:
+    """A Llama of 4 layers, 8/2 heads of 128, with seeded random weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=MAX_MODEL_LEN, tie_word_embeddings=False,
+        bos_token_id=1, eos_token_id=2, initializer_range=0.04,
+    )  # fmt: skip
+    torch.manual_seed(20261121)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        # As in a trained model, a token's own vector outweighs what one layer adds, and predictions are sharp: else
+        # layers amplify rounding into noise, and nothing could be compared.
+        model.model.embed_tokens.weight.mul_(10)
+        model.lm_head.weight.mul_(4)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def token_stream(model: Path) -> list[int]:
+    """Tokens of Python's own manual where the model has a tokenizer, random ids otherwise."""
+    if (model / "tokenizer.json").exists():
+        from pydoc_data.topics import topics
+
+        from tokenizers import Tokenizer
+
+        text = "\n\n".join(topics[name] for name in sorted(topics))
+        return list(Tokenizer.from_file(str(model / "tokenizer.json")).encode(text, add_special_tokens=False).ids)
+    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    return random.Random(1).choices(range(100, vocab), k=100_000)  # noqa: S311
+
+
+def prompts_of(model: Path, count: int) -> list[list[int]]:
+    """Prompts of 64 to 463 tokens; every second one starts with the same 256."""
+    stream = token_stream(model)
+    lengths = [64 + 97 * i % 400 for i in range(count)]
+    starts = [SHARED_PREFIX + i * (len(stream) - 1000) // count for i in range(count)]
+    own = [stream[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    return [(stream[:SHARED_PREFIX] if i % 2 else []) + tokens for i, tokens in enumerate(own)]
+
+
+def variants(args: argparse.Namespace) -> dict[str, tuple[bool, dict[str, Any]]]:
+    """Of each run: whether all prompts are asked at once, and its engine arguments."""
+    alone = {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": 1,
+             "max_num_batched_tokens": MAX_MODEL_LEN}  # fmt: skip
+    # One block more: vLLM keeps one for itself.
+    blocks = args.kv_tokens // args.block_size + 1
+    crowded = {"enforce_eager": False, "enable_prefix_caching": True, "max_num_seqs": 16,
+               "max_num_batched_tokens": args.chunk, "num_gpu_blocks_override": blocks}  # fmt: skip
+    runs: dict[str, tuple[bool, dict[str, Any]]] = {"alone": (False, alone), "crowded": (True, crowded)}
+    if args.tp > 1:
+        runs[f"tp{args.tp}"] = (True, {**crowded, "tensor_parallel_size": args.tp})
+    return runs
+
+
+def answer(args: argparse.Namespace, model: Path, scratch: Path, env: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """What every dtype and variant answered (or its error), by "dtype/variant"."""
+    prompts, found = prompts_of(model, args.prompts), {}
+    for dtype in args.dtypes.split(","):
+        for variant, (at_once, options) in variants(args).items():
+            engine = {"model": str(model), "kv_cache_dtype": dtype, "dtype": args.dtype, "block_size": args.block_size,
+                      "skip_tokenizer_init": True, "max_model_len": MAX_MODEL_LEN, **options,
+                      **args.engine_args}  # fmt: skip
+            out, log = scratch / "answers.json", args.out / f"equality-{model.name}-{dtype}-{variant}.log"
+            out.unlink(missing_ok=True)
+            job = scratch / "job.json"
+            job.write_text(json.dumps(asdict(Job(engine, prompts, args.tokens, at_once, str(out)))))
+            say(f"{dtype}, {variant}: starting")
+            try:
+                run_child("gpu_equality_run.py", job, log, args.limit, env)
+                found[f"{dtype}/{variant}"] = json.loads(out.read_text())
+            except ChildFailedError as error:
+                found[f"{dtype}/{variant}"] = {"error": str(error)}
+    return found
+
+
+def compare(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row per pair of runs: alone against `auto` alone, crowded against alone, several GPUs against crowded."""
+    rows = []
+    for name, run in found.items():
+        dtype, variant = name.split("/")
+        against = {"alone": "auto/alone", "crowded": f"{dtype}/alone"}.get(variant, f"{dtype}/crowded")
+        if name == against:
+            continue
+        reference = found.get(against, {"error": "was not asked for"})
+        row = {"run": name, "against": against, "kv_tokens": run.get("kv_tokens"), **run.get("counters", {})}
+        errors = {at: one["error"] for at, one in ((name, run), (against, reference)) if "error" in one}
+        rows.append({**row, "errors": errors} if errors else {**row, **agreement(reference["answers"], run["answers"])})
+    return rows
+
+
+def main() -> int:
+    """Run all, compare, print and write; returns 1 when a run failed."""
+    args = arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    extra = {"KVPILOT_PREFILL_FROM_PAGES": "1"} if args.from_pages else {}
+    with tempfile.TemporaryDirectory(prefix="kvpilot-equality-") as folder, environment(extra) as env:
+        scratch = Path(folder)
+        model = args.model or random_model(scratch / "random")
+        found = answer(args, model, scratch, env)
+    rows = compare(found)
+    versions: dict[str, str] = next((run["versions"] for run in found.values() if "versions" in run), {})
+    skipped = ("model", "out", "limit")
+    options = {key: value for key, value in vars(args).items() if key not in skipped}
+    facts = {"model": model.name, "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}", "versions": versions,
+             "options": options, "rows": rows}  # fmt: skip
+    stem = "-".join(
+        ["equality", model.name, *(["pages"] if args.from_pages else []), *([f"tp{args.tp}"] * (args.tp > 1))]
+    )
+    (args.out / f"{stem}.json").write_text(json.dumps(facts, indent=1) + "\n")
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    return 1 if any(row.get("errors") for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""How far two greedy runs of the same prompts agree, where both had seen the same tokens.
+
+After its first difference a greedy answer goes its own way, so logprobs are compared up to and with the position of
+that difference: there both engines predicted from the same tokens. The Kullback-Leibler divergence is of the tokens
+that both top lists name and one event for all others, which bounds that of the full vocabulary from below.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+Answer = dict[str, Any]
+"""`tokens`, and per token `logprobs`: token id (as text) to log-probability of the most likely ones."""
+
+
+def agreement(reference: list[Answer], other: list[Answer]) -> dict[str, Any]:
+    """Compare the answers of two runs, prompt by prompt.
+
+    Returns:
+        Shares in 0..1 and divergences in nats: `answers_equal` of answers equal to the last token, `tokens_equal` of
+        tokens before an answer's first difference, `top1_equal`, `mean_logprob_difference` of the reference's token,
+        `mean_kl` and `p99_kl` of the `positions` compared; `not_a_number` counts positions that were left out because
+        an engine gave NaN there, which no sound engine does.
+    """
+    prefixes, tokens, whole = 0, 0, 0
+    differences: list[float] = []
+    divergences: list[float] = []
+    broken = 0
+    for mine, theirs in zip(reference, other, strict=True):
+        same = equal_prefix(mine["tokens"], theirs["tokens"])
+        length = len(mine["tokens"])
+        prefixes, tokens, whole = prefixes + same, tokens + length, whole + (same == length)
+        for position in range(min(same + 1, length)):
+            p, q = mine["logprobs"][position], theirs["logprobs"][position]
+            chosen = str(mine["tokens"][position])
+            if any(math.isnan(value) for value in (*p.values(), *q.values())):
+                broken += 1
+                continue
+            if chosen in q:
+                differences.append(abs(p[chosen] - q[chosen]))
+            divergences.append(divergence(p, q))
+    ordered = sorted(divergences)
+    return {
+        "answers": len(reference),
+        "answers_equal": whole / len(reference),
+        "tokens_equal": prefixes / tokens,
+        "positions": len(ordered),
+        "not_a_number": broken,
+        "top1_equal": prefixes / (len(ordered) + broken),
+        "mean_logprob_difference": statistics.fmean(differences or [math.nan]),
+        "mean_kl": statistics.fmean(ordered or [math.nan]),
+        "p99_kl": ordered[math.ceil(0.99 * len(ordered)) - 1] if ordered else math.nan,
+    }
+
+
+def equal_prefix(mine: list[int], theirs: list[int]) -> int:
+    """Tokens before the first difference."""
+    pairs = zip(mine, theirs, strict=True)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), len(mine))
+
+
+def divergence(p: dict[str, float], q: dict[str, float]) -> float:
+    """KL(p || q) in nats, of the tokens in both lists and the rest of the vocabulary as one event."""
+    shared = [(math.exp(p[token]), math.exp(q[token])) for token in p.keys() & q.keys()]
+    rest = [max(1.0 - sum(mass), 1e-9) for mass in zip(*shared, strict=True)] if shared else [1.0, 1.0]
+    return max(0.0, sum(a * math.log(a / b) for a, b in [*shared, (rest[0], rest[1])] if a > 0.0))

@@ -1,0 +1,66 @@
+"""The child of gpu_equality.py: greedy tokens and top-20 logprobs of every prompt of a job file, in one engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gpu_engine_process import end_with_parent, say, versions
+
+TOP = 20
+COUNTERS = ("vllm:num_preemptions", "vllm:prefix_cache_hits")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine and what to ask it.
+
+    Attributes:
+        engine: keyword arguments of `vllm.LLM`.
+        prompts: token ids of each prompt.
+        tokens: tokens to generate after each.
+        at_once: all prompts in one call; otherwise one after another.
+        out: where the answers are written.
+    """
+
+    engine: dict[str, Any]
+    prompts: list[list[int]]
+    tokens: int
+    at_once: bool
+    out: str
+
+
+def main() -> NoReturn:
+    """Answer the job named on the command line."""
+    end_with_parent()
+    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**job.engine, disable_log_stats=False)
+    params = SamplingParams(temperature=0.0, max_tokens=job.tokens, ignore_eos=True, detokenize=False, logprobs=TOP)
+    prompts = [{"prompt_token_ids": prompt} for prompt in job.prompts]
+    batches = [prompts] if job.at_once else [[prompt] for prompt in prompts]
+    answers = [
+        {
+            "tokens": list(done.token_ids),
+            "logprobs": [{str(token): entry.logprob for token, entry in top.items()} for top in done.logprobs],
+        }
+        for batch in batches
+        for request in llm.generate(batch, params, use_tqdm=False)
+        for done in request.outputs
+    ]
+    counters = {metric.name: metric.value for metric in llm.get_metrics() if metric.name in COUNTERS}
+    capacity = llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
+    facts = {"answers": answers, "counters": counters, "kv_tokens": capacity, "versions": versions()}
+    Path(job.out).write_text(json.dumps(facts))
+    say(f"{len(answers)} answers, {capacity:,} KV tokens, {counters}")
+    # As in gpu_engine_measure.py: the parent ends what is left of vLLM.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
