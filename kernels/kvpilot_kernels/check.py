@@ -137,3 +137,14 @@ def tables(block_table: torch.Tensor, seq_lens: torch.Tensor, blocks: int, block
             f"names block {int(wrong[0])} within a sequence",
             f"the cache has blocks 0 to {blocks - 1}: the table is not this cache's, or was not written",
         )
+
+
+def int32(**given: torch.Tensor) -> None:
+    """What a kernel reads as int32: a tensor of another type would be misread without a sound.
+
+    Raises:
+        BadInputError: another type, naming the argument.
+    """
+    for name, x in given.items():
+        if x.dtype != torch.int32:
+            raise BadInputError(name, f"is {x.dtype}", "give int32")

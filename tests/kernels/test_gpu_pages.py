@@ -93,6 +93,27 @@ def test_tokens_that_do_not_fit_are_refused_before_anything_is_written(what: str
     assert plan.turned.isnan().all()
 
 
+# A prefix of the error, and the arguments of `decode` that differ from right ones.
+BAD_STEPS = {
+    "a table of int64": ("block_table .*int64.*int32", {"block_table": torch.zeros(2, 1, dtype=torch.int64)}),
+    "lengths of int64": ("seq_lens .*int64.*int32", {"seq_lens": torch.ones(2, dtype=torch.int64)}),
+    "more sequences than the plan": ("seq_lens has 5 rows", {"seq_lens": torch.ones(5, dtype=torch.int32)}),
+    "more sequences than the table": ("seq_lens has 3 rows", {"seq_lens": torch.ones(3, dtype=torch.int32)}),
+}
+
+
+@pytest.mark.parametrize("what", BAD_STEPS)
+def test_a_step_that_does_not_fit_is_refused_before_anything_is_written(what: str) -> None:
+    message, wrong = BAD_STEPS[what]
+    shape = Shape(K4V4, 64, 2, 2, 16, CPU)
+    out = torch.full((8, 4, 64), torch.nan)
+    right = {"block_table": torch.zeros(2, 1, dtype=torch.int32), "seq_lens": torch.ones(2, dtype=torch.int32)}
+    pages = GpuPages(poisoned(2, 2, 16, K4V4, 64), shape, Factors.identity(2, 64))
+    with pytest.raises(BadInputError, match=f"^{message}"):
+        pages.decode(**(right | wrong), plan=Plan(shape, 4), out=out)
+    assert out.isnan().all()
+
+
 @pytest.mark.parametrize(
     ("name", "dim", "ratio"),
     [("k4v4", 64, 3), ("k8v4", 96, 1), ("int8", 128, 5), ("k4v2", 128, 9), ("k2v2", 256, 2)],

@@ -27,13 +27,14 @@ copy_to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else
 UNIT = gl.constexpr(2.0**-24)
 """The value of the code 1 in a float16 mantissa with exponent 0."""
 
-HEADROOM = gl.constexpr(7.0)
-"""Probabilities are kept times 2^7, so that small ones times a step of a value stay normal in float16."""
+HEADROOM = gl.constexpr(5.0)
+"""Probabilities are kept times 2^5: small ones times a step of a value stay normal in float16, and large steps do not
+overflow it until 2,048 (values of 6,000 and more in 2 bits, of 30,000 in 4; then the output is not finite)."""
 
 
 @gluon.constexpr_function
 def planes(bits, dim, group):
-    """Planes of a row as (chunk, byte shift, sub-plane, odd, group); a chunk's words share their group in each plane.
+    """Planes of a row as (chunk, sub-plane, odd, group); a chunk's words share their group in each plane.
 
     Element of word w of chunk c: sub * dim * bits / 8 + 2 * (c * chunk_words + w) + odd.
     """

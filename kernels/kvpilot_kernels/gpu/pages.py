@@ -151,7 +151,16 @@ class GpuPages:
             block_table: int32 [sequences, blocks]; entries past a sequence's length are not read.
             seq_lens: int32 [sequences] tokens stored, as the plan was updated with; 0 gives zeros.
             out: [sequences, heads, D], 16 bits or float32, written; heads and elements contiguous.
+
+        Raises:
+            BadInputError: another integer type, or more sequences than the plan, the table or `out` have rows for.
         """
+        check.int32(block_table=block_table, seq_lens=seq_lens)
+        if seq_lens.shape[0] > min(plan.sequences, block_table.shape[0], out.shape[0]):
+            raise check.BadInputError(
+                "seq_lens", f"has {seq_lens.shape[0]} rows",
+                f"the plan has {plan.sequences}, block_table {block_table.shape[0]} and out {out.shape[0]}",
+            )  # fmt: skip
         if seq_lens.shape[0]:
             self.attend(block_table, seq_lens, plan)
             self.merge(seq_lens.shape[0], plan, out)
@@ -189,6 +198,7 @@ class GpuPages:
             key_out, value_out: [rows, kv_heads, D], 16 bits, contiguous.
         """
         s, f = self.shape, self.factors
+        check.int32(block_table=block_table, rows=rows)
         gather_kernel[(triton.cdiv(longest, GATHER_TOKENS), s.kv_heads, rows.shape[0] - 1)](
             self.cache, block_table, rows, key_out, value_out, s.key_turn, s.value_turn, f.key_mean, f.key_scale,
             f.value_mean, f.value_scale, begin, self.cache.stride(0), self.cache.stride(1), block_table.stride(0),

@@ -1,7 +1,7 @@
 """Store: rotate, scale, quantize, pack and write a step's keys and values, and rotate its queries, in one launch.
 
 A program takes a block of tokens and one head of one of the three projections. What it computes is `reference.quantize`
-with the factors of `kvpilot_kernels.factors`; for a query it is
+with the factors of `kvpilot_kernels.factors` (but a group with an infinity reads back as NaN); for a query it is
 
     q' = (q / key_scale) H * scale * log2(e)
 

@@ -1,9 +1,9 @@
 """Launch choices of decode: tile, stages, and how many programs fit a multiprocessor.
 
 Kept as a table, so that no user waits for tuning. Measured on an H200 at 32 x 16K (2026-11-21, k4v4, Triton 3.6):
-64 x 2 against 64 x 3, 32 x 3 and 32 x 4 at head_dim 128 and 64, and 32 x 2 against 32 x 3, 32 x 4 and 64 x 2 at 256. The
-rows for 16 queries and for head_dim 96 follow from registers and shared memory. `kernels/benchmarks/decode.py` times
-what the table says.
+64 x 2 against 64 x 3, 32 x 3 and 32 x 4 at head_dim 128 and 64, and 32 x 2 against 32 x 3, 32 x 4 and 64 x 2 at 256.
+The rows for 16 queries and for head_dim 96 follow from registers and shared memory. `kernels/benchmarks/decode.py`
+times what the table says.
 """
 
 from __future__ import annotations
