@@ -116,7 +116,9 @@ class CudaBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has n
     def _prefills(self, common: Any, decodes: int, decode_tokens: int) -> Prefills:
         starts = common.query_start_loc_cpu[decodes : common.num_reqs + 1] - decode_tokens
         new = starts[1:] - starts[:-1]
-        context = common.seq_lens_cpu_upper_bound[decodes : common.num_reqs] - new
+        lens = common.seq_lens_cpu_upper_bound  # exact for sequences that prefill
+        lens = common.seq_lens.cpu() if lens is None else lens
+        context = lens[decodes : common.num_reqs] - new
         block_table = common.block_table_tensor[decodes : common.num_reqs]
         prefills = Prefills(self._upload(starts.int()), int(new.max()), int(starts[-1]), block_table, [])
         if self.read_back:
@@ -137,12 +139,21 @@ class CudaBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has n
 
 
 class CudaImpl(PackedImpl):
-    """Attention of one layer over packed pages on a GPU."""
+    """Attention of one layer over packed pages on a GPU.
+
+    Raises (at start):
+        UnsupportedModelError: as `PackedImpl`; or the layer uses another layer's cache.
+    """
 
     _workspace: ClassVar[dict[tuple[torch.device, torch.dtype, int, int], torch.Tensor]] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.kv_sharing_target_layer_name is not None:
+            raise UnsupportedModelError(
+                f"a layer that uses another layer's KV cache is not supported with kv-cache dtype "
+                f"{self.kv_cache_dtype!r} on a GPU; use --kv-cache-dtype auto"
+            )
         self._gpu_pages: tuple[int, GpuPages] | None = None
         self.fa_version = get_flash_attn_version(head_size=self.head_size)
         sequences = get_current_vllm_config().scheduler_config.max_num_seqs

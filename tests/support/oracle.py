@@ -7,6 +7,7 @@ of each step. An engine computes the same token by token from its pages when chu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvpilot_kernels import formats
+from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.reference.attention import round_trip
 
 _NAME = "kvpilot_oracle"
@@ -25,9 +27,11 @@ class Oracle:
 
     Args:
         folder: the model. dtype: a format of ours, or `auto` for no codec. Sliding-window layers never have one.
+        factors: a calibration, layer by layer.
     """
 
-    def __init__(self, folder: Path, dtype: str) -> None:
+    def __init__(self, folder: Path, dtype: str, factors: Sequence[Factors] | None = None) -> None:
+        self._factors = factors
         self._format = None if dtype == "auto" else formats.parse(dtype)
         self._random, self._jitter = torch.Generator().manual_seed(0), 0.0
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
@@ -62,8 +66,11 @@ class Oracle:
         """Causal attention, [1, heads, tokens, D] in and [1, tokens, heads, D] out."""
         window = sliding_window or getattr(layer, "sliding_window", None)
         if self._format is not None and window is None:
-            key = round_trip(self._moved(key), self._format, "key").float()
-            value = round_trip(self._moved(value), self._format, "value").float()
+            factors = self._factors[layer.layer_idx] if self._factors else None
+            key, value = (
+                round_trip(self._moved(x).transpose(1, 2), self._format, side, factors).transpose(1, 2).float()
+                for side, x in (("key", key), ("value", value))
+            )
         far = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])[None, :]
         seen = (far >= 0) & (far < (window or far.numel() + 1))
         out = torch.nn.functional.scaled_dot_product_attention(
