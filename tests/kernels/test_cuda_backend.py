@@ -1,0 +1,192 @@
+"""The CUDA backend's steps on a CPU: real metadata, our kernels in the interpreter, and FlashAttention in plain torch.
+
+FlashAttention and the merge of its parts run on GPUs only. What stands in for them here does what they do to rows
+behind the last token, too: multiplies them by zero, so that NaN in padding shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.gpu.tuning import Choice
+from kvpilot_kernels.reference.attention import decode_reference, prefill_reference
+from support.gpu_batch import PAST_THE_END, generator, poisoned
+
+fa_utils = pytest.importorskip("vllm.v1.attention.backends.fa_utils")
+
+HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 64
+
+
+def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
+                    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float,
+                    causal: bool, softcap: float, fa_version: int, out: torch.Tensor | None = None,
+                    return_softmax_lse: bool = False) -> Any:  # fmt: skip
+    """Variable-length attention, causal at the bottom right; a sequence without keys gets zeros and -inf."""
+    assert fa_version == 3
+    assert softcap == 0
+    result = torch.full_like(query, torch.nan) if out is None else out
+    lse = torch.full((query.shape[1], query.shape[0]), -torch.inf)
+    for i in range(len(cu_seqlens_q) - 1):
+        q = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
+        k = slice(int(cu_seqlens_k[i]), int(cu_seqlens_k[i + 1]))
+        new, old = q.stop - q.start, k.stop - k.start
+        assert new <= max_seqlen_q
+        assert old <= max_seqlen_k
+        # The last tile goes past the sequence's end, as far as the tensor does.
+        tile = slice(k.start, min(k.start + -(-old // 128) * 128, key.shape[0]))
+        keys, values = (x[tile].repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        scores = torch.einsum("ihd,thd->hit", query[q], keys) * softmax_scale
+        hidden = torch.arange(keys.shape[0]) >= old
+        if causal:
+            hidden = hidden | (torch.arange(keys.shape[0])[None] > torch.arange(new)[:, None] + old - new)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        lse[:, q] = scores.logsumexp(-1)
+        p = (scores - lse[:, q, None]).exp().nan_to_num(0.0)
+        result[q] = torch.einsum("hit,thd->ihd", p, values)
+    return (result, lse) if return_softmax_lse else result
+
+
+def merge(out: torch.Tensor, one: torch.Tensor, one_lse: torch.Tensor, two: torch.Tensor, two_lse: torch.Tensor,
+          out_lse: torch.Tensor | None = None) -> None:  # fmt: skip
+    """Partial results by their log-sums; one of two may be empty."""
+    both = torch.logaddexp(one_lse, two_lse)
+    weights = [(lse - both).exp().T[..., None] for lse in (one_lse, two_lse)]
+    out.copy_(one * weights[0] + two * weights[1])
+    if out_lse is not None:
+        out_lse.copy_(both)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The backend's module, with stand-ins for what only a GPU has."""
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash_attention, raising=False)
+    from kvpilot_runtime import backend
+    from kvpilot_runtime import cuda as module
+
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64))
+    for where in (backend, module):
+        monkeypatch.setattr(where, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(backend, "calibration_of", lambda _config: None)
+    monkeypatch.setattr(module, "flash_attn_varlen_func", flash_attention)
+    monkeypatch.setattr(module, "merge_attn_states", merge)
+    monkeypatch.setattr(module, "get_flash_attn_version", lambda **_: 3)
+    monkeypatch.setattr(module, "WORKSPACE_BYTES", 0)  # 16 tokens a sequence: contexts come in many pieces
+    monkeypatch.setattr(module.CudaImpl, "_workspace", {})
+    monkeypatch.setattr(module.CudaBuilder, "_upload", lambda _self, x: x)
+    return module
+
+
+class Engine:
+    """Sequences that grow by steps through one layer of the backend, and what each step should have given."""
+
+    def __init__(self, module: Any, name: str, blocks: int = 12) -> None:
+        self.fmt, self.rng = formats.parse(name), generator(11)
+        self.impl = module.CudaImpl(HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, name)
+        layer = SimpleNamespace(impl=self.impl, layer_name="model.layers.0.self_attn.attn")
+        config = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context={"x": layer}, max_cudagraph_capture_size=8),
+            scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
+            cache_config=SimpleNamespace(cache_dtype=name), model_config=SimpleNamespace(dtype=torch.float32),
+        )  # fmt: skip
+        self.layer = layer
+        self.builder = module.CudaBuilder(SimpleNamespace(block_size=BLOCK), ["x"], config, torch.device("cpu"))
+        self.builder.shape.choice, self.builder.shape.wave = Choice(16, 2, 1), 2
+        self.cache = poisoned(blocks, KV_HEADS, BLOCK, self.fmt, DIM)
+        self.free = list(range(1, blocks))
+        self.tables: dict[str, list[int]] = {}
+        self.keys: dict[str, torch.Tensor] = {}
+        self.values: dict[str, torch.Tensor] = {}
+
+    def step(self, new: dict[str, int], padding: int) -> None:
+        """New tokens by sequence, decodes first; rows of padding follow, all NaN. Checks the output of every row."""
+        counts = list(new.values())
+        total = sum(counts)
+        query, fresh_k, fresh_v = (
+            torch.cat(
+                [torch.randn(total, heads, DIM, generator=self.rng), torch.full((padding, heads, DIM), torch.nan)]
+            )
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        slots, at = [], 0
+        table = torch.full((len(new), 4), PAST_THE_END, dtype=torch.int32)
+        before = {}
+        for i, (name, count) in enumerate(new.items()):
+            before[name] = len(self.keys.get(name, []))
+            for kept, rows in ((self.keys, fresh_k), (self.values, fresh_v)):
+                kept[name] = torch.cat([kept.get(name, rows[:0]), rows[at : at + count]])
+            blocks = self.tables.setdefault(name, [])
+            while len(blocks) * BLOCK < len(self.keys[name]):
+                blocks.append(self.free.pop())
+            table[i, : len(blocks)] = torch.tensor(blocks)
+            places = range(before[name], before[name] + count)
+            slots += [blocks[p // BLOCK] * BLOCK + p % BLOCK for p in places]
+            at += count
+        lens = torch.tensor([len(self.keys[name]) for name in new], dtype=torch.int32)
+        common = SimpleNamespace(
+            num_reqs=len(new), max_query_len=max(counts), num_actual_tokens=total + padding, seq_lens=lens,
+            query_start_loc_cpu=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
+            seq_lens_cpu_upper_bound=lens, block_table_tensor=table,
+            slot_mapping=torch.tensor(slots + [-1] * padding),
+        )  # fmt: skip
+        out = torch.full((total + padding, HEADS * DIM), torch.nan)
+        meta = self.builder.build(0, common)
+        self.impl.forward(self.layer, query, fresh_k, fresh_v, self.cache, meta, out)
+        at = 0
+        for name, count in new.items():
+            rows, scale = slice(at, at + count), DIM**-0.5
+            keys, values = self.keys[name], self.values[name]
+            if count == 1:
+                wanted = decode_reference(query[at], keys, values, self.fmt, scale)[None]
+            else:
+                wanted = prefill_reference(query[rows], keys, values, before[name], self.fmt, scale)
+            found = out[rows].view(count, HEADS, DIM)
+            assert ((found - wanted).norm(dim=-1) < 2e-3 * wanted.norm(dim=-1)).all(), name
+            at += count
+
+
+@pytest.mark.parametrize("name", ["k4v4", "k8v4"])
+def test_prompts_in_chunks_decodes_and_mixed_steps_equal_the_reference(cuda: Any, name: str) -> None:
+    engine = Engine(cuda, name)
+    engine.step({"a": 40}, padding=0)
+    engine.step({"a": 1, "b": 70}, padding=9)
+    engine.step({"a": 1, "b": 30, "c": 20}, padding=3)
+    engine.step({"a": 1, "b": 1, "c": 44}, padding=20)
+    engine.step({"a": 1, "b": 1, "c": 1}, padding=5)
+
+
+def test_a_context_longer_than_the_workspace_comes_in_pieces(cuda: Any) -> None:
+    engine = Engine(cuda, "k4v4")
+    engine.step({"a": 150}, padding=0)
+    seen: list[tuple[int, int]] = []
+    plan = engine.builder._prefills
+
+    def watch(*args: Any) -> Any:
+        prefills = plan(*args)
+        seen.extend((piece.begin, piece.total) for piece in prefills.pieces)
+        return prefills
+
+    engine.builder._prefills = watch
+    engine.step({"a": 12}, padding=4)
+    assert seen == [(0, 64), (64, 64), (128, 22)]
+
+
+def test_a_step_of_decodes_alone_may_overlap_with_its_store(cuda: Any) -> None:
+    engine = Engine(cuda, "k4v4")
+    asked: list[bool] = []
+    update = engine.builder.plan.update
+    engine.builder.plan.update = lambda lens, overlap=False: (asked.append(overlap), update(lens, overlap))
+    engine.step({"a": 5}, padding=0)
+    engine.step({"a": 1, "b": 6}, padding=0)
+    engine.step({"a": 1, "b": 1}, padding=0)
+    assert asked == [False, False, True]
+
+
+def test_a_layer_that_uses_anothers_cache_is_refused(cuda: Any) -> None:
+    with pytest.raises(cuda.UnsupportedModelError, match=r"another layer's KV cache is not supported with .*'k4v4'"):
+        cuda.CudaImpl(HEADS, DIM, 1.0, KV_HEADS, None, None, "k4v4", kv_sharing_target_layer_name="model.layers.0")
