@@ -118,18 +118,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say("warning", reason, message)
     if findings.skip_layers:
         arguments += ["--kv-cache-dtype-skip-layers", *findings.skip_layers]
+    environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ}
     if request.calibration:
-        os.environ[CALIBRATION] = request.calibration
-    return _become_vllm(arguments, local=preflight.model_folder(request.model) is not None)
+        environment[CALIBRATION] = request.calibration
+    if preflight.model_folder(request.model) is not None:
+        environment.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder: no start waits for the hub
+    return _become_vllm(arguments, environment)
 
 
-def _become_vllm(arguments: list[str], *, local: bool) -> NoReturn:
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if local:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder: no start waits for the hub
+def _become_vllm(arguments: list[str], environment: dict[str, str]) -> NoReturn:
     # -P: whatever lies in the working directory must not shadow a module of Python's.
     vllm = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve"]
-    os.execv(sys.executable, [*vllm, *arguments])  # noqa: S606
+    os.execve(sys.executable, [*vllm, *arguments], environment)  # noqa: S606
 
 
 def _say(kind: str, reason: str, message: str) -> None:

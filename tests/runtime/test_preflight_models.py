@@ -169,14 +169,16 @@ def test_vllm_gets_the_layers_to_skip_as_separate_words_and_the_calibration_in_t
     file = tmp_path / "factors.safetensors"
     file.write_bytes(b"")
     monkeypatch.delenv("KVPILOT_CALIBRATION", raising=False)
-    started: list[list[str]] = []
-    monkeypatch.setattr(serve.os, "execv", lambda _, command: started.append(command))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
+    before = dict(serve.os.environ)
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(serve.os, "execve", lambda _, command, environment: started.append((command, environment)))
     serve.main([f"--model={tiny_gemma3()}", "--kv-cache-dtype=k4v4", f"--calibration={file}"])
-    assert started[0][-2:] == ["--kv-cache-dtype-skip-layers", "sliding_window"]
-    assert serve.os.environ["KVPILOT_CALIBRATION"] == str(file)
-    assert not any("calibration" in argument for argument in started[0])
+    ((command, environment),) = started
+    assert command[-2:] == ["--kv-cache-dtype-skip-layers", "sliding_window"]
+    assert environment["KVPILOT_CALIBRATION"] == str(file)
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    assert not any("calibration" in argument for argument in command)
+    assert serve.os.environ == before
 
 
 def test_a_gpu_listing_is_read_and_what_it_lacks_is_left_out() -> None:

@@ -92,8 +92,9 @@ def test_paging_changes_no_token(
     assert figures["preemptions"] > count / 40
     assert figures["prefix_hit_tokens"] > 3 * count
     assert figures["certainly_chunked"] > count / 10
-    # A value on the edge between two codes falls to either side with the order of a sum: rare, and reproducible.
-    assert len(suspects) <= count / 200
+    # A value on the edge between two codes falls to either side with the order of a sum, which differs from machine to
+    # machine: rare (3 in 2,000 short requests, 1 to 4 in 300 of Gemma's long ones), and each must be explained by it.
+    assert len(suspects) <= count / 50
     wrong = [i for i in suspects if not oracle.explains(requests[i].prompt, requests[i].answer, SLACK)]
     assert not wrong, [(i, below[i]) for i in wrong]
 
