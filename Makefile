@@ -13,7 +13,7 @@ test: check unit kernels cluster runtime e2e
 check: install
 	$(RUN)ruff format --check .
 	$(RUN)ruff check .
-	$(RUN)mypy operator/kvpilot_operator runtime/kvpilot_runtime kernels/kvpilot_kernels demo/kvpilot_demo tests/localcluster tests/support
+	$(RUN)mypy operator/kvpilot_operator runtime/kvpilot_runtime kernels/kvpilot_kernels planning/kvpilot_planning demo/kvpilot_demo tests/localcluster tests/support
 	$(RUN)lint-imports
 
 unit kernels cluster runtime e2e: install

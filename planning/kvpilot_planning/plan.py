@@ -1,0 +1,180 @@
+"""`kvpilot plan MODEL`: what fits on a GPU for every KV-cache dtype and context, and what a load costs in GPUs.
+
+MODEL is a folder with a config.json, or a name of the built-in table. See docs/planning.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from kvpilot_kernels.formats import FormatError, parse
+from kvpilot_operator.decide.gpus import GPUS
+from kvpilot_planning import models, plan_json, plan_plot, plan_text
+from kvpilot_planning.facts import Model, PlanError
+from kvpilot_planning.facts_config import read_folder
+from kvpilot_planning.gpus import find_gpu
+from kvpilot_planning.plan_load import Load
+from kvpilot_planning.plan_make import CONTEXTS, DTYPES, Request, make
+from kvpilot_planning.table import render
+
+WEIGHTS = ("bfloat16", "fp8", "int4")
+
+T = TypeVar("T")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise PlanError(message.removeprefix("argument "))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the plan; returns 0, or 2 for a wrong argument."""
+    try:
+        options = _parser().parse_args(argv)
+        if options.list:
+            print(_list())
+            return 0
+        plan = make(_request(options))
+        if options.plot is not None:
+            plan_plot.draw(plan, options.plot)
+    except (PlanError, FormatError) as error:
+        print(f"kvpilot plan: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(plan_json.document(plan), indent=2) if options.json else plan_text.text(plan))
+    return 0
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="kvpilot plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", metavar="MODEL", nargs="?", help="a folder with a config.json, or a name such as Llama-3.1-8B")
+    add("--list", action="store_true", help="show the models and the GPUs of the built-in tables")
+    add(
+        "--gpu",
+        default="H100-80GB",
+        metavar="NAME",
+        help="a name that --list shows, or a node's nvidia.com/gpu.product",
+    )
+    add("--gpus", type=_whole, default=1, metavar="N", help="GPUs of one engine, by tensor parallelism (default 1)")
+    add("--context", type=_list_of(_whole), default=(), metavar="N,N", help=f"tokens of a sequence (default {','.join(map(str, CONTEXTS))}, as far as the model goes)")  # fmt: skip  # noqa: E501
+    add(
+        "--dtype",
+        type=_list_of(str),
+        default=DTYPES,
+        metavar="D,D",
+        help=f"KV-cache dtypes (default {','.join(DTYPES)})",
+    )
+    add("--utilization", type=_share, default=0.9, metavar="X", help="share of the GPU that vLLM takes (default 0.9)")
+    add("--weights-dtype", choices=WEIGHTS, help="how the weights are stored (default: as they are published)")
+    add("--weights-gb", type=_positive, metavar="X", help="10^9 bytes of weights, instead of the estimate")
+    add("--kv-gb", type=_positive, metavar="X", help="10^9 bytes for the KV cache in all GPUs, instead of the estimate")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--plot", type=Path, metavar="FILE", help="write a plot, too: .svg or .png")
+    load = parser.add_argument_group("the cost of a load, all replicas together; give the first three")
+    load.add_argument("--requests-per-second", type=_positive, metavar="R")
+    load.add_argument("--prompt-tokens", type=_whole, metavar="P", help="of a request, that no prefix cache holds")
+    load.add_argument("--generated-tokens", type=_whole, metavar="G")
+    load.add_argument("--max-ms-per-token", type=_positive, default=50.0, metavar="T", help="on average (default 50)")
+    return parser
+
+
+def _request(options: argparse.Namespace) -> Request:
+    if options.model is None:
+        raise PlanError("MODEL is missing; give a folder with a config.json, or a name that --list shows")
+    for dtype in options.dtype:
+        parse(dtype)
+    if options.plot is not None:
+        plan_plot.check(options.plot)
+    return Request(
+        model=_model(options.model),
+        gpu=find_gpu(options.gpu),
+        gpus=options.gpus,
+        contexts=tuple(dict.fromkeys(options.context)),
+        dtypes=tuple(dict.fromkeys(options.dtype)),
+        utilization=options.utilization,
+        weights_dtype=options.weights_dtype,
+        weights=None if options.weights_gb is None else int(options.weights_gb * 1e9),
+        kv=None if options.kv_gb is None else int(options.kv_gb * 1e9),
+        load=_load(options),
+    )
+
+
+def _model(name: str) -> Model:
+    path = Path(name)
+    if path.is_dir():
+        return read_folder(path)
+    if path.is_absolute() or name.startswith("."):
+        raise PlanError(f"MODEL {name!r}: there is no such folder; give the folder of a Hugging Face model, or a name that --list shows")  # fmt: skip  # noqa: E501
+    return models.find(name)
+
+
+def _load(options: argparse.Namespace) -> Load | None:
+    fields = ("requests_per_second", "prompt_tokens", "generated_tokens")
+    missing = [f"--{field.replace('_', '-')}" for field in fields if getattr(options, field) is None]
+    if len(missing) == len(fields):
+        return None
+    if missing:
+        raise PlanError(f"{' and '.join(missing)}: missing; a load needs all of --requests-per-second, --prompt-tokens and --generated-tokens")  # fmt: skip  # noqa: E501
+    return Load(
+        options.requests_per_second, options.prompt_tokens, options.generated_tokens, options.max_ms_per_token / 1000
+    )
+
+
+def _list() -> str:
+    known = [[m.name, f"{(m.parameters or 0) / 1e9:,.1f}", f"{m.max_positions or 0:,}"] for m in models.table()]
+    also = [f"  {m.name}: {', '.join(n.rpartition('/')[2] for n in m.also)}" for m in models.table() if m.also]
+    gpus = [
+        [g.name, f"{g.memory_mib:,}", f"{g.bandwidth_gb_s:,}", ".".join(map(str, g.compute_capability))] for g in GPUS
+    ]
+    return "\n".join(
+        [
+            render(["model", "10^9 parameters", "tokens"], known),
+            "",
+            "the same facts:",
+            *also,
+            "",
+            render(["GPU", "MiB", "GB/s", "compute capability"], gpus),
+        ]
+    )
+
+
+def _list_of(kind: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    def parse_all(text: str) -> tuple[T, ...]:
+        return tuple(kind(part.strip()) for part in text.split(","))
+
+    return parse_all
+
+
+def _whole(text: str) -> int:
+    try:
+        value = int(text.replace("_", ""))
+    except ValueError:
+        value = 0
+    if not 0 < value < 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number; give one such as 8192")
+    return value
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not (value > 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number; give one such as 2.5")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _positive(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than the whole GPU; give a share such as 0.9")
+    return value

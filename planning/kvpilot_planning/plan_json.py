@@ -1,0 +1,71 @@
+"""A plan for programs: stable keys, units in their names, integers where a thing is counted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from kvpilot_planning.plan_load import Cost
+from kvpilot_planning.plan_make import Plan, Row
+
+
+def document(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values."""
+    request, load = plan.request, plan.request.load
+    return {
+        "model": request.model.name,
+        "gpu": request.gpu.name,
+        "gpus_per_replica": request.gpus,
+        "weights_dtype": plan.weights_dtype,
+        "memory_per_gpu": None
+        if plan.memory is None
+        else {
+            "usable_bytes": plan.memory.usable,
+            "weights_bytes": plan.memory.weights,
+            "engine_bytes": plan.memory.engine,
+        },
+        "kv_bytes_per_gpu": plan.kv_bytes,
+        "load": None
+        if load is None
+        else {
+            "requests_per_second": load.requests_per_second,
+            "prompt_tokens": load.prompt_tokens,
+            "generated_tokens": load.generated_tokens,
+            "max_microseconds_per_token": round(load.token_seconds * 1e6),
+        },
+        "dtypes": [_row(plan, row) for row in plan.rows],
+        "notes": list(plan.notes),
+    }
+
+
+def _row(plan: Plan, row: Row) -> dict[str, Any]:
+    if row.veto is not None:
+        return {"dtype": row.dtype, "veto": row.veto}
+    return {
+        "dtype": row.dtype,
+        "veto": None,
+        "bits_per_element": row.bits,
+        "bytes_per_token": row.token_bytes,
+        "window_bytes_per_sequence": row.window_bytes,
+        "capacities": [
+            {"context_tokens": fit.context, "capacity_tokens": fit.tokens, "sequences": fit.sequences}
+            for fit in row.fits
+        ],
+        "notes": list(row.notes),
+        "cost": None if row.cost is None else _cost(row.cost, plan.request.gpus),
+    }
+
+
+def _cost(cost: Cost, gpus: int) -> dict[str, Any]:
+    if cost.replicas is None:
+        return {"replicas": None, "gpus": None, "limit": cost.limit}
+    at = cost.operating
+    return {
+        "replicas": cost.replicas,
+        "gpus": cost.replicas * gpus,
+        "limit": cost.limit,
+        "microseconds_per_token": round(at.token_seconds * 1e6),
+        "sequences_per_replica": math.ceil(at.sequences),
+        "kv_fill_percent": round(at.fill * 100),
+        "prompt_time_percent": round(at.prompt_share * 100),
+    }

@@ -1,0 +1,161 @@
+"""A plan: what fits for every KV dtype and context, and what a load costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpilot_kernels import formats
+from kvpilot_operator.decide.gpus import Gpu
+from kvpilot_planning import plan_veto
+from kvpilot_planning.facts import Model, PlanError
+from kvpilot_planning.plan_capacity import Cache, Memory, cache, kv_heads_per_gpu, memory, weight_bytes
+from kvpilot_planning.plan_load import Cost, Load, cost
+from kvpilot_planning.plan_speed import Speed, attention_efficiency
+
+DTYPES = ("auto", "fp8", *formats.own_names())
+"""What is shown unless asked otherwise: 16 bits, vLLM's own half of it, and ours."""
+
+CONTEXTS = (2_048, 8_192, 32_768, 131_072)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to plan. `weights` and `kv` are bytes of all GPUs together that replace the estimates."""
+
+    model: Model
+    gpu: Gpu
+    gpus: int = 1
+    contexts: tuple[int, ...] = ()
+    dtypes: tuple[str, ...] = DTYPES
+    utilization: float = 0.9
+    weights_dtype: str | None = None
+    weights: int | None = None
+    kv: int | None = None
+    load: Load | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What fits when every sequence has `context` tokens."""
+
+    context: int
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One dtype. Where `veto` says why it cannot be used, the rest is empty.
+
+    Attributes:
+        bits: of a cache element with its metadata.
+        token_bytes: of one token in the full-attention layers of all GPUs, copies of KV heads included.
+        window_bytes: of one sequence's full windows, in all GPUs.
+        cost: of the load, or None where none was asked for or no speed is known.
+    """
+
+    dtype: str
+    veto: str | None = None
+    bits: float = 0.0
+    token_bytes: int = 0
+    window_bytes: int = 0
+    fits: tuple[Fit, ...] = ()
+    notes: tuple[str, ...] = ()
+    cost: Cost | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The request, where one GPU's memory goes (None: the cache's size was given), and a row for each dtype."""
+
+    request: Request
+    weights_dtype: str
+    memory: Memory | None
+    kv_bytes: int
+    contexts: tuple[int, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+
+
+def make(request: Request) -> Plan:
+    """Plan it.
+
+    Raises:
+        PlanError: the heads cannot be cut, or the weights do not fit; with what would.
+        UnknownFormatError: no dtype has this name.
+    """
+    model = request.model
+    kv_heads_per_gpu(model, request.gpus)
+    dtype = request.weights_dtype or model.published
+    weights = request.weights
+    if weights is None and (request.kv is None or request.load is not None):
+        weights = weight_bytes(model, dtype)
+    split = None
+    if request.kv is not None:
+        kv = request.kv // request.gpus
+    else:
+        split = memory(request.gpu, request.gpus, request.utilization, weights or 0)
+        kv = split.kv
+        if not kv:
+            raise PlanError(_too_large(request, weights or 0, split))
+    contexts = request.contexts or _contexts(model)
+    rows = tuple(_row(request, dtype, kv, weights or 0, contexts) for dtype in request.dtypes)
+    return Plan(request, dtype, split, kv, contexts, rows, _notes(request, contexts))
+
+
+def _contexts(model: Model) -> tuple[int, ...]:
+    """The usual ones that the model can take, and its longest."""
+    longest = model.max_positions or CONTEXTS[-1]
+    return (*(c for c in CONTEXTS[:-1] if c < longest), min(longest, CONTEXTS[-1]))
+
+
+def _too_large(request: Request, weights: int, split: Memory) -> str:
+    need = f"{split.weights / 1e9:,.1f} GB of weights and {split.engine / 1e9:,.1f} GB for the engine do not leave room for a KV cache in {split.usable / 1e9:,.1f} GB"  # noqa: E501
+    for gpus in (2, 4, 8, 16, 32):
+        try:
+            kv_heads_per_gpu(request.model, gpus)
+        except PlanError:
+            continue
+        if gpus > request.gpus and memory(request.gpu, gpus, request.utilization, weights).kv:
+            return f"--gpus {request.gpus}: {need} of each {request.gpu.name}; use --gpus {gpus}, or a smaller --weights-dtype"  # noqa: E501
+    return f"--gpu {request.gpu.name}: {need}, however many are used; use a larger GPU, or a smaller --weights-dtype"
+
+
+def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[int, ...]) -> Row:
+    model, gpus = request.model, request.gpus
+    refusal = plan_veto.veto(model, dtype, request.gpu, gpus)
+    if refusal is not None:
+        return Row(dtype, veto=refusal)
+    layout = cache(model, dtype, gpus)
+    return Row(
+        dtype,
+        bits=formats.parse(dtype).bits_per_element(model.head_dim),
+        token_bytes=layout.full_token_bytes * gpus,
+        window_bytes=layout.window_token_bytes * layout.window * gpus,
+        fits=tuple(Fit(c, layout.tokens(kv, c), layout.sequences(kv, c)) for c in contexts),
+        notes=plan_veto.notes(model, dtype),
+        cost=_cost(request, dtype, layout, kv, weights),
+    )
+
+
+def _cost(request: Request, dtype: str, layout: Cache, kv: int, weights: int) -> Cost | None:
+    efficiency, wide = attention_efficiency(request.model, dtype), attention_efficiency(request.model, "auto")
+    if request.load is None or efficiency is None or wide is None:
+        return None
+    speed = Speed(request.model, request.gpu, request.gpus, layout, weights, efficiency, wide)
+    return cost(speed, kv, request.load)
+
+
+def _notes(request: Request, contexts: tuple[int, ...]) -> tuple[str, ...]:
+    model, found = request.model, [request.model.doubt] if request.model.doubt else []
+    if model.max_positions is not None and (beyond := [c for c in contexts if c > model.max_positions]):
+        found.append(f"contexts of {', '.join(f'{c:,}' for c in beyond)} are longer than the model's {model.max_positions:,}")  # fmt: skip  # noqa: E501
+    if request.gpus > model.kv_heads and not model.latent_dim:
+        found.append(f"{request.gpus} GPUs share {model.kv_heads} KV heads: each head is kept {request.gpus // model.kv_heads} times")  # fmt: skip  # noqa: E501
+    if model.latent_dim:
+        found.append("multi-head latent attention: every GPU keeps the whole cache, and no speed was measured")
+    if model.sliding_layers:
+        found.append(f"{model.sliding_layers} of {model.layers} layers keep at most {model.window:,} tokens of a sequence, in 16 bits")  # fmt: skip  # noqa: E501
+    if model.source == "config.json" and model.weight_bytes is None and request.weights is None and request.kv is None:
+        found.append("no weights beside config.json: their size is counted from the shapes of the text model")
+    return tuple(found)

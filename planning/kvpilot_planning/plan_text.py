@@ -1,0 +1,90 @@
+"""A plan for people: tables of at most 120 columns, and why a dtype is not in them."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+
+from kvpilot_planning.plan_load import FILL
+from kvpilot_planning.plan_make import Plan, Row
+from kvpilot_planning.table import render
+
+WIDTH = 120
+
+
+def text(plan: Plan) -> str:
+    """The whole answer."""
+    parts = [_head(plan), _capacities(plan)]
+    if plan.request.load is not None:
+        parts.append(_costs(plan))
+    if notes := _notes(plan):
+        parts.append("\n".join(notes))
+    return "\n\n".join(parts)
+
+
+def _head(plan: Plan) -> str:
+    request = plan.request
+    gpus = f"{request.gpus} x {request.gpu.name}" if request.gpus > 1 else request.gpu.name
+    lines = [f"{request.model.name} on {gpus}"]
+    kv = f"KV cache {plan.kv_bytes / 1e9:,.1f} GB"
+    if plan.memory is None:
+        lines.append(f"each GPU: {kv}, as given")
+    else:
+        split = plan.memory
+        lines.append(
+            f"each GPU: {request.gpu.memory_mib:,} MiB x {request.utilization:g} = {split.usable / 1e9:,.1f} GB, less "
+            f"weights ({plan.weights_dtype}) {split.weights / 1e9:,.1f} and engine {split.engine / 1e9:,.1f}: {kv}"
+        )
+    return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in lines)
+
+
+def _capacities(plan: Plan) -> str:
+    base = next((row.fits[-1].tokens for row in plan.rows if row.dtype == "auto" and row.fits), 0)
+    head = ["dtype", "bits", "bytes a token", "KV tokens", "x auto", *(f"at {c:,}" for c in plan.contexts)]
+    rows = []
+    for row in plan.rows:
+        if row.veto is not None:
+            rows.append([row.dtype, *["-"] * (len(head) - 1)])
+            continue
+        tokens = row.fits[-1].tokens
+        ratio = f"{tokens / base:.2f}" if base else "-"
+        rows.append([row.dtype, f"{row.bits:g}", f"{row.token_bytes:,}", f"{tokens:,}", ratio, *(f"{fit.sequences:,}" for fit in row.fits)])  # fmt: skip  # noqa: E501
+    return "Sequences that fit at once, by their tokens\n" + render(head, rows)
+
+
+def _costs(plan: Plan) -> str:
+    load = plan.request.load
+    if load is None:
+        raise LookupError("a plan without a load has no costs")
+    title = (
+        f"Cost of {load.requests_per_second:g} requests/s, {load.prompt_tokens:,} prompt and {load.generated_tokens:,} "
+        f"generated tokens, at most {load.token_seconds * 1000:g} ms a token, KV at most {FILL:.0%} full"
+    )
+    head = ["dtype", "replicas", "GPUs", "ms a token", "sequences", "KV full", "prompts' time", "one less exceeds"]
+    title = textwrap.fill(title, WIDTH, subsequent_indent="  ")
+    return f"{title}\n{render(head, [_cost(plan, row) for row in plan.rows if row.veto is None])}"
+
+
+def _cost(plan: Plan, row: Row) -> list[str]:
+    if row.cost is None:
+        return [row.dtype, "-", "-", "-", "-", "-", "-", "speed not measured"]
+    if row.cost.replicas is None:
+        return [row.dtype, "none", "-", "-", "-", "-", "-", f"{row.cost.limit}, alone already"]
+    at = row.cost.operating
+    return [
+        row.dtype,
+        f"{row.cost.replicas:,}",
+        f"{row.cost.replicas * plan.request.gpus:,}",
+        f"{at.token_seconds * 1000:.1f}",
+        f"{math.ceil(at.sequences):,}",
+        f"{at.fill:.0%}",
+        f"{at.prompt_share:.0%}",
+        row.cost.limit or "",
+    ]
+
+
+def _notes(plan: Plan) -> list[str]:
+    found = list(plan.notes)
+    for row in plan.rows:
+        found += [row.veto] if row.veto is not None else row.notes
+    return [textwrap.fill(note, WIDTH, initial_indent="- ", subsequent_indent="  ") for note in found]

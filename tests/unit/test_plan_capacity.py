@@ -1,0 +1,158 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_kernels import formats
+from kvpilot_planning import models
+from kvpilot_planning.gpus import find_gpu
+from kvpilot_planning.plan_capacity import cache, memory
+from kvpilot_planning.plan_make import DTYPES, Request, make
+from kvpilot_planning.plan_veto import veto
+
+MEASURED = Path(__file__).parents[2] / "docs" / "benchmarks" / "h200-engine.json"
+PLAIN = [m for m in models.table() if not m.sliding_layers and not m.latent_dim]
+WINDOWS = [m for m in models.table() if m.sliding_layers and m.full_layers]
+GB = 10**9
+
+
+def fits(model, kv, dtype, context, gpus=1):
+    return cache(model, dtype, gpus).sequences(kv, context)
+
+
+def test_capacities_are_within_half_a_percent_of_those_measured_on_an_h200():
+    runs = [run for run in json.loads(MEASURED.read_text()) if run["shape"] == "llama3-8b"]
+    dtypes = tuple(run["dtype"] for run in runs)
+    assert {"auto", "fp8", "k4v4", "k4v2"} <= set(dtypes)
+    request = Request(models.find("Llama-3-8B"), find_gpu("H200"), dtypes=dtypes)
+    planned = {row.dtype: row.fits[-1].tokens for row in make(request).rows}
+    for run in runs:
+        assert planned[run["dtype"]] == pytest.approx(run["kv_tokens"], rel=0.005)
+
+
+def test_a_gibibyte_holds_what_vllm_reports_for_smollm2():
+    # 46,592 tokens in 16 bits: vLLM 0.32.0 with 1 GiB of cache, on a CPU.
+    layout = cache(models.find("SmolLM2-135M-Instruct"), "auto", 1)
+    assert layout.tokens(2**30, 8192) == 46_592
+
+
+# Groups as vLLM 0.32's _get_kv_cache_groups_uniform_page_size makes them: layers, groups of full layers and of windows.
+@pytest.mark.parametrize(
+    ("name", "layers", "full", "windows"),
+    [
+        ("gemma-3-27b-it", 10, 1, 6),
+        ("gemma-3-12b-it", 8, 1, 5),
+        ("gemma-3-4b-it", 5, 1, 6),
+        ("gemma-3-1b-it", 4, 1, 6),
+        ("gemma-2-9b", 21, 1, 1),
+        ("gpt-oss-20b", 12, 1, 1),
+    ],
+)
+def test_layers_with_a_window_are_grouped_as_vllm_does(name, layers, full, windows):
+    layout = cache(models.find(name), "auto", 1)
+    assert (layout.group_layers, layout.full_groups, layout.window_groups) == (layers, full, windows)
+
+
+def test_a_page_of_k4v4_at_head_dim_256_wastes_six_percent_of_a_window_layer():
+    # docs/serving.md; on a GPU our blocks are multiples of 64 tokens.
+    layout = cache(models.find("gemma-3-4b-it"), "k4v4", 1)
+    assert (layout.block, layout.window_block) == (256, 64)
+    stored = layout.window_block * 4 * formats.parse("auto").row_bytes(256)
+    assert 1 - stored / layout.page_bytes == pytest.approx(0.06, abs=0.005)
+
+
+def test_a_window_that_begins_inside_a_block_holds_one_block_more():
+    layout = cache(models.find("gemma-3-4b-it"), "auto", 1)  # blocks of 16 tokens, a window of 1,024, 1 + 6 groups
+    assert layout.held(1024) == 64 + 6 * 64
+    assert layout.held(1025) == 65 + 6 * 65
+
+
+@given(st.sampled_from(WINDOWS), st.sampled_from(DTYPES), st.integers(1, 2**17))
+def test_a_sequence_past_its_window_grows_only_in_the_full_layers(model, dtype, beyond):
+    if veto(model, dtype, find_gpu("H200"), 1):
+        return
+    layout = cache(model, dtype, 1)
+    context = model.window + beyond
+    grown = layout.held(context + 10 * layout.block) - layout.held(context)
+    assert grown == 10 * layout.full_groups
+
+
+@given(st.sampled_from(WINDOWS), st.integers(1, 2**17))
+def test_windows_never_hold_more_than_full_attention_would(model, context):
+    everywhere = replace(model, sliding_layers=0, window=0)
+    few, many = sorted((model.full_layers, model.sliding_layers))
+    padded = -(-many // few) * few / many
+    held = [layout.held(context) * layout.page_bytes * layout.group_layers for layout in (cache(m, "auto", 1) for m in (model, everywhere))]  # fmt: skip  # noqa: E501
+    block = cache(model, "auto", 1)
+    assert held[0] <= held[1] * padded + block.page_bytes * block.group_layers * (block.window_groups + 1)
+
+
+@given(st.sampled_from(models.table()), st.sampled_from(DTYPES), st.integers(1, 2**17), st.integers(0, 2**17))
+def test_longer_sequences_never_fit_more_often(model, dtype, context, longer):
+    if veto(model, dtype, find_gpu("H200"), 1):
+        return
+    assert fits(model, 60 * GB, dtype, context + longer) <= fits(model, 60 * GB, dtype, context)
+
+
+@given(st.sampled_from(PLAIN), st.integers(1, 1000), st.integers(1, 200), st.data())
+def test_fewer_bits_never_hold_less(model, blocks, gigabytes, data):
+    dtypes = [d for d in DTYPES if not veto(model, d, find_gpu("H200"), 1)]
+    by_size = sorted(dtypes, key=lambda d: formats.parse(d).row_bytes(model.head_dim))
+    at = data.draw(st.integers(0, len(by_size) - 2))
+    context = 64 * blocks  # whole blocks of every dtype
+    held = [cache(model, d, 1).tokens(gigabytes * GB, context) for d in by_size[at : at + 2]]
+    assert held[0] >= held[1] - 64
+
+
+@given(st.sampled_from(PLAIN), st.sampled_from([1, 2, 4, 8]), st.integers(1, 100))
+def test_the_cache_of_a_token_is_cut_among_the_gpus_until_heads_must_be_copied(model, gpus, gigabytes):
+    if model.heads % gpus or (model.kv_heads % gpus and gpus % model.kv_heads):
+        return
+    alone, shared = cache(model, "auto", 1), cache(model, "auto", gpus)
+    copies = max(1, gpus // model.kv_heads)
+    assert shared.full_token_bytes * gpus == alone.full_token_bytes * copies
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.floats(0.05, 1.0), st.integers(0, 2 * 10**12))
+def test_what_is_left_is_what_the_parts_do_not_take(gpus, utilization, weights):
+    split = memory(find_gpu("H100-80GB"), gpus, utilization, weights)
+    assert split.kv == max(0, split.usable - split.weights - split.engine)
+    assert split.usable <= 81_559 * 2**20
+    assert split.weights * gpus >= weights
+
+
+def test_a_latent_cache_is_kept_whole_by_every_gpu():
+    model = models.find("DeepSeek-V3")
+    # 61 layers of 512 + 64 elements in 16 bits.
+    assert cache(model, "auto", 1).full_token_bytes == cache(model, "auto", 8).full_token_bytes == 61 * 576 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "gpu", "reason"),
+    [
+        ("Llama-3.1-8B", "fp8", "A100-80GB", "compute capability 8.9"),
+        ("Llama-3.1-8B", "k4v4", "T4", "compute capability 8.0"),
+        ("gpt-oss-20b", "k4v4", "H100-80GB", "attention sinks"),
+        ("Mistral-7B-v0.1", "k4v4", "H100-80GB", "all layers have a sliding window"),
+        ("DeepSeek-V3", "fp8", "H200", "multi-head latent attention"),
+    ],
+)
+def test_a_veto_has_its_reason(name, dtype, gpu, reason):
+    assert reason in veto(models.find(name), dtype, find_gpu(gpu), 1)
+
+
+def test_our_formats_refuse_head_dims_and_head_ratios_that_their_kernels_lack():
+    llama = models.find("Llama-3.1-8B")
+    assert "head_dim 80" in veto(replace(llama, head_dim=80), "k4v4", find_gpu("H200"), 1)
+    assert veto(replace(llama, head_dim=80), "fp8", find_gpu("H200"), 1) is None
+    assert "32 query heads to a KV head" in veto(replace(llama, kv_heads=1), "k4v4", find_gpu("H200"), 1)
+    assert veto(replace(llama, kv_heads=1), "k4v4", find_gpu("H200"), 2) is None
+
+
+def test_what_needs_a_calibration_says_so_and_is_still_planned():
+    rows = make(Request(models.find("Llama-3.1-8B"), find_gpu("H200"), dtypes=("k2v2",))).rows
+    assert "needs a calibration" in rows[0].notes[0]
+    assert rows[0].fits[0].tokens > 0

@@ -1,0 +1,269 @@
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpilot_kernels import command
+from kvpilot_planning import models
+from kvpilot_planning.plan import main
+
+DOCS = Path(__file__).parents[2] / "docs" / "planning.md"
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+
+
+def planned(capsys, *argv):
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def sequences(document, dtype, context):
+    row = next(row for row in document["dtypes"] if row["dtype"] == dtype)
+    return next(fit["sequences"] for fit in row["capacities"] if fit["context_tokens"] == context)
+
+
+def folder(tmp_path, **changes):
+    config = {key: value for key, value in {**LLAMA, **changes}.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def test_the_worked_example_holds_67_sequences_of_llama_3_70b(capsys):
+    document = planned(capsys, "Llama-3-70B", "--gpus", "4", "--kv-gb", "180", "--context", "8192")
+    auto = document["dtypes"][0]
+    assert auto["bytes_per_token"] == 327_680
+    assert auto["bytes_per_token"] * 8192 == 2_684_354_560
+    assert sequences(document, "auto", 8192) == 67
+
+
+def test_what_the_documentation_shows_is_what_is_printed(capsys):
+    shown = [block for block in DOCS.read_text().split("```\n") if block.startswith("$ kvpilot plan ")]
+    assert len(shown) >= 2
+    for block in shown:
+        asked, _, answer = block.replace("\\\n", "").partition("\n")
+        assert main(shlex.split(asked)[3:]) == 0
+        printed = capsys.readouterr().out.splitlines()
+        assert [line for line in answer.splitlines() if line != "..." and line not in printed] == []
+
+
+def test_without_the_given_size_the_engine_and_the_utilization_cost_ten_of_the_67(capsys):
+    document = planned(capsys, "Llama-3-70B", "--gpu", "H100-80GB", "--gpus", "4", "--context", "8192")
+    assert sequences(document, "auto", 8192) == 57
+    memory = document["memory_per_gpu"]
+    left = memory["usable_bytes"] - memory["weights_bytes"] - memory["engine_bytes"]
+    assert document["kv_bytes_per_gpu"] == left
+
+
+def test_a_gpu_is_known_by_its_node_label_too(capsys):
+    by_name = planned(capsys, "Llama-3-70B", "--gpu", "h100-80gb", "--gpus", "4")
+    assert planned(capsys, "Llama-3-70B", "--gpu", "NVIDIA-H100-80GB-HBM3", "--gpus", "4") == by_name
+
+
+def test_a_model_is_known_by_its_name_without_publisher_in_any_case(capsys):
+    assert planned(capsys, "llama-3.1-8b-instruct")["model"] == "meta-llama/Llama-3.1-8B"
+    assert planned(capsys, "meta-llama/Llama-3.1-8B-Instruct")["model"] == "meta-llama/Llama-3.1-8B"
+
+
+def test_a_folder_with_a_config_and_no_weights_is_counted_from_its_shapes(capsys, tmp_path):
+    document = planned(capsys, folder(tmp_path))
+    table = planned(capsys, "Llama-3-8B")
+    assert any("counted from the shapes" in note for note in document["notes"])
+    ours, theirs = (d["memory_per_gpu"]["weights_bytes"] for d in (document, table))
+    assert ours == pytest.approx(theirs, rel=0.001)
+    assert sequences(document, "k4v4", 8192) == sequences(table, "k4v4", 8192)
+
+
+def test_a_model_type_that_is_not_known_is_read_as_a_decoder_and_said_so(capsys, tmp_path):
+    document = planned(capsys, folder(tmp_path, model_type="brand_new"))
+    assert any("model_type 'brand_new' is not known" in note for note in document["notes"])
+    assert not any("is not known" in note for note in planned(capsys, folder(tmp_path))["notes"])
+
+
+def test_weights_beside_the_config_are_taken_as_they_are(capsys, tmp_path):
+    name = folder(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 1_000_003)
+    assert planned(capsys, name)["memory_per_gpu"]["weights_bytes"] == 1_000_003
+    (tmp_path / "consolidated.safetensors").write_bytes(b"x" * 1_000_000)
+    assert planned(capsys, name)["memory_per_gpu"]["weights_bytes"] == 1_000_003
+
+
+def test_the_text_part_of_a_model_with_images_is_planned(capsys, tmp_path):
+    nested = {"model_type": "gemma3", "text_config": {**LLAMA, "num_hidden_layers": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    assert planned(capsys, str(tmp_path))["dtypes"][0]["bytes_per_token"] == 4 * 8 * 128 * 2 * 2
+
+
+def test_a_window_as_long_as_the_longest_context_is_none(capsys, tmp_path):
+    document = planned(capsys, folder(tmp_path, sliding_window=8192))
+    assert document["dtypes"][0]["window_bytes_per_sequence"] == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["Llama-3.1-9B"], "did you mean meta-llama/Llama-3.1-8B"),
+        (["zzzzzzzzzz"], "`kvpilot plan --list` shows them all"),
+        (["/nonexistent/model"], "there is no such folder"),
+        ([], "MODEL is missing"),
+        (["Llama-3.1-8B", "--gpu", "H300"], "--gpu 'H300' is not in the table; use one of H200"),
+        (["Llama-3.1-8B", "--gpus", "3"], "--gpus 3: 32 heads with 8 KV heads cannot be cut into 3 parts"),
+        (["Llama-3.1-8B", "--gpus", "0"], "--gpus: '0' is no positive whole number"),
+        (["Llama-3.1-8B", "--context", "8K"], "--context: '8K' is no positive whole number"),
+        (["Llama-3.1-8B", "--utilization", "1.5"], "--utilization: '1.5' is more than the whole GPU"),
+        (["Llama-3.1-8B", "--utilization", "nan"], "--utilization: 'nan' is no positive number"),
+        (["Llama-3.1-8B", "--dtype", "auto,k5v5"], "kv-cache dtype 'k5v5' is not known"),
+        (["Llama-3.1-8B", "--kv-gb", "-1"], "--kv-gb: '-1' is no positive number"),
+        (["Llama-3.1-8B", "--weights-dtype", "int3"], "--weights-dtype: invalid choice: 'int3'"),
+        (["Llama-3.1-8B", "--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["Llama-3.1-70B"], "--gpus 1: 141.1 GB of weights and 3.2 GB for the engine do not leave room"),
+        (["Llama-3.1-70B"], "use --gpus 2"),
+        (["Llama-3.1-405B", "--gpu", "T4"], "however many are used; use a larger GPU"),
+        (["Llama-3.1-8B", "--requests-per-second", "2"], "--prompt-tokens and --generated-tokens: missing"),
+        (["Llama-3.1-8B", "--plot", "plan.pdf"], "--plot 'plan.pdf': the suffix is no .svg or .png"),
+        (["Llama-3.1-8B", "--plot", "/nonexistent/plan.svg"], "its folder does not exist"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line_and_ends_with_2(capsys, argv, said):
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": None}, "config.json has no num_hidden_layers"),
+        ({"vocab_size": None}, "config.json has no vocab_size"),
+        ({"num_attention_heads": "many"}, "num_attention_heads in config.json is 'many', which is no size"),
+        ({"num_key_value_heads": -8}, "num_key_value_heads in config.json is -8, which is no size"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder is true"),
+        ({"layer_types": ["linear_attention"] * 32}, "config.json has linear_attention in layer_types"),
+        ({"hybrid_override_pattern": "M-M*"}, "config.json has hybrid_override_pattern"),
+        ({"attention_chunk_size": 8192}, "config.json has attention_chunk_size"),
+        ({"kv_lora_rank": 512}, "parameters cannot be counted from its config.json; give --weights-gb"),
+        ({"quantization_config": {"quant_method": "odd"}}, "quant_method in config.json is 'odd'"),
+    ],
+)
+def test_a_config_that_cannot_be_planned_names_the_field(capsys, tmp_path, changes, said):
+    assert main([folder(tmp_path, **changes)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "\x00"])
+def test_a_garbled_config_is_an_error_and_not_a_traceback(capsys, tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    assert main([str(tmp_path)]) == 2
+    assert "config.json" in capsys.readouterr().err
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-10, 300_000) | st.floats() | st.text(max_size=5),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
+)
+FIELDS = [*LLAMA, "head_dim", "sliding_window", "sliding_window_pattern", "layer_types", "text_config", "num_experts",
+          "moe_intermediate_size", "num_experts_per_tok", "n_shared_experts", "first_k_dense_replace", "kv_lora_rank",
+          "quantization_config", "tie_word_embeddings", "attn_type_list"]  # fmt: skip
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.dictionaries(st.sampled_from(FIELDS), anything, max_size=4))
+def test_whatever_a_config_holds_is_planned_or_refused(tmp_path_factory, changes):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    assert main([str(folder), "--gpu", "H200"]) in (0, 2)
+
+
+def test_nothing_is_written_when_an_argument_is_wrong(capsys, tmp_path):
+    plot = tmp_path / "plan.svg"
+    assert main(["Llama-3.1-8B", "--gpus", "3", "--plot", str(plot)]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "starts"), [("plan.svg", b"<?xml"), ("plan.PNG", b"\x89PNG")])
+def test_the_plot_is_written_by_its_suffix(capsys, tmp_path, name, starts):
+    assert main(["gemma-3-4b-it", "--gpu", "L4", "--plot", str(tmp_path / name)]) == 0
+    assert (tmp_path / name).read_bytes().startswith(starts)
+    assert "gemma-3-4b-it on L4" in capsys.readouterr().out
+
+
+def test_the_same_plan_draws_the_same_plot(capsys, tmp_path):
+    first, second = tmp_path / "a.svg", tmp_path / "b.svg"
+    for file in (first, second):
+        assert main(["Llama-3.1-8B", "--plot", str(file)]) == 0
+    assert first.read_bytes() == second.read_bytes()
+    assert b"k4v4" in first.read_bytes()
+
+
+@pytest.mark.parametrize("model", [model.name for model in models.table()])
+def test_every_model_of_the_table_prints_within_120_columns(capsys, model):
+    load = ["--requests-per-second", "10", "--prompt-tokens", "100000", "--generated-tokens", "1000"]
+    assert main([model, "--gpu", "B200", "--gpus", "1", "--kv-gb", "100", *load]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert any(line.startswith("auto") for line in lines)
+
+
+def test_a_load_is_priced_for_every_dtype_that_can_serve(capsys):
+    load = ["--requests-per-second", "8", "--prompt-tokens", "3000", "--generated-tokens", "1000"]
+    document = planned(capsys, "Llama-3.1-8B", "--gpu", "A100-80GB", *load, "--max-ms-per-token", "40")
+    cost = {row["dtype"]: row.get("cost") for row in document["dtypes"]}
+    assert cost.pop("fp8") is None  # no FP8 before compute capability 8.9
+    assert document["load"]["max_microseconds_per_token"] == 40_000
+    assert all(c["gpus"] == c["replicas"] >= 1 and c["microseconds_per_token"] <= 40_000 for c in cost.values())
+    assert cost["k4v4"]["replicas"] < cost["auto"]["replicas"]
+
+
+def test_a_dtype_that_cannot_serve_says_why(capsys):
+    vetoes = {
+        row["dtype"]: row["veto"] for row in planned(capsys, "DeepSeek-V3", "--gpu", "H200", "--gpus", "8")["dtypes"]
+    }
+    assert vetoes["auto"] is None
+    assert "multi-head latent attention" in vetoes["fp8"]
+    assert "multi-head latent attention" in vetoes["k4v4"]
+    assert main(["DeepSeek-V3", "--gpu", "H200", "--gpus", "8"]) == 0
+    assert "k4v4 does not support multi-head latent attention" in capsys.readouterr().out
+
+
+def test_the_keys_of_the_json_are_stable(capsys):
+    load = ["--requests-per-second", "1", "--prompt-tokens", "1000", "--generated-tokens", "100"]
+    document = planned(capsys, "Llama-3.1-8B", *load)
+    assert set(document) == {
+        "model", "gpu", "gpus_per_replica", "weights_dtype", "memory_per_gpu", "kv_bytes_per_gpu", "load", "dtypes",
+        "notes",
+    }  # fmt: skip
+    assert set(document["memory_per_gpu"]) == {"usable_bytes", "weights_bytes", "engine_bytes"}
+    assert set(document["load"]) == {
+        "requests_per_second", "prompt_tokens", "generated_tokens", "max_microseconds_per_token"
+    }  # fmt: skip
+    row = document["dtypes"][0]
+    assert set(row) == {
+        "dtype", "veto", "bits_per_element", "bytes_per_token", "window_bytes_per_sequence", "capacities", "notes",
+        "cost",
+    }  # fmt: skip
+    assert set(row["capacities"][0]) == {"context_tokens", "capacity_tokens", "sequences"}
+    assert set(row["cost"]) == {
+        "replicas", "gpus", "limit", "microseconds_per_token", "sequences_per_replica", "kv_fill_percent",
+        "prompt_time_percent",
+    }  # fmt: skip
+
+
+def test_the_list_shows_models_and_gpus(capsys):
+    assert command.main(["plan", "--list"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 120
+    assert "meta-llama/Llama-3.1-405B" in out
+    assert "H100-80GB" in out

@@ -1,0 +1,83 @@
+import pytest
+
+from kvpilot_operator.decide.gpus import GPUS, by_product
+from kvpilot_planning import models
+from kvpilot_planning.facts_config import from_config
+from kvpilot_planning.gpus import BF16_TFLOPS
+from kvpilot_planning.plan_capacity import weight_bytes
+
+TABLE = models.table()
+
+
+def as_config(model):
+    """A config.json with the facts of a model of the table."""
+    config = {
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.intermediate,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "vocab_size": model.vocabulary,
+        "tie_word_embeddings": model.tied_embeddings,
+        "max_position_embeddings": model.max_positions,
+    }
+    if model.experts:
+        config |= {
+            "num_experts": model.experts,
+            "num_experts_per_tok": model.experts_per_token,
+            "moe_intermediate_size": model.expert_intermediate,
+        }
+    if model.sliding_layers:
+        kinds = ["sliding_attention"] * model.sliding_layers + ["full_attention"] * model.full_layers
+        config |= {"sliding_window": model.window, "layer_types": kinds}
+    return config
+
+
+# Latent attention has shapes that the table leaves out.
+@pytest.mark.parametrize("model", [m for m in TABLE if not m.latent_dim], ids=lambda model: model.name)
+def test_the_parameters_of_the_table_follow_from_its_shapes(model):
+    # Without norms and biases, and without the image tower of the larger Gemma 3 (0.42e9 parameters).
+    images = 420e6 if model.name.startswith("google/gemma-3-") and "1b" not in model.name else 0
+    counted = from_config(as_config(model), model.name)
+    assert counted.parameters + images == pytest.approx(model.parameters, rel=0.002)
+    assert (counted.sliding_layers, counted.window) == (model.sliding_layers, model.window)
+
+
+def test_no_two_models_share_a_name():
+    names = [name.lower() for model in TABLE for name in (model.name, *model.also)]
+    assert len(names) == len(set(names))
+    short = [name.rpartition("/")[2] for name in names]
+    assert len(short) == len(set(short))
+
+
+def test_every_model_says_where_its_facts_come_from():
+    assert all(model.source for model in TABLE)
+    assert len(TABLE) >= 30
+
+
+@pytest.mark.parametrize(("name", "gib"), [("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)])
+def test_weights_in_mxfp4_weigh_what_the_model_card_says(name, gib):
+    model = models.find(name)
+    assert weight_bytes(model, model.published) / 2**30 == pytest.approx(gib, abs=0.06)
+
+
+def test_a_smaller_weight_takes_less_and_embeddings_keep_16_bits():
+    model = models.find("Qwen3-8B")
+    sizes = [weight_bytes(model, dtype) for dtype in ("bfloat16", "fp8", "int4")]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[2] > 2 * model.embedding_parameters + (model.parameters - model.embedding_parameters) // 2
+
+
+def test_every_gpu_has_an_arithmetic_rate_and_labels_of_its_own():
+    assert set(BF16_TFLOPS) == {gpu.name for gpu in GPUS}
+    labels = [label for gpu in GPUS for label in gpu.products]
+    assert len(labels) == len(set(labels))
+    assert all(by_product(label) is gpu for gpu in GPUS for label in gpu.products)
+
+
+def test_a_slice_of_a_gpu_is_not_taken_for_the_whole():
+    assert by_product("NVIDIA-H100-80GB-HBM3") is not None
+    assert by_product("NVIDIA-H100-80GB-HBM3-MIG-1g.10gb") is None
+    assert by_product("NVIDIA-H100-80GB-HBM3-SHARED") is None
+    assert by_product("cpu") is None
