@@ -1,0 +1,131 @@
+"""`kvpilot backtest`: loads through the pilot and its baselines, on the terminal, as Markdown and as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvpilot_operator.api.spec import Spec
+from kvpilot_planning.backtest import fleet_report, report
+from kvpilot_planning.backtest.compare import POLICIES, Row, run
+from kvpilot_planning.backtest.costs import BacktestError, Profile, load_profile
+from kvpilot_planning.backtest.history import History, read_file, read_server
+from kvpilot_planning.backtest.loads import NAMES, Load, synthetic
+from kvpilot_planning.backtest.pilot import load_spec
+from kvpilot_planning.backtest.service import Objective
+
+PROCESSES = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status, 2 for input that cannot be used."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return _backtest(arguments)
+    except BacktestError as error:
+        print(f"kvpilot backtest: {error}", file=sys.stderr)
+        return 2
+
+
+def _backtest(a: argparse.Namespace) -> int:
+    spec, profile = load_spec(a.service), load_profile(a.profile)
+    objective = Objective(a.ttft, a.itl / 1000)
+    if a.services:
+        return fleet_report.show(a.services, a.days, a.seed, spec, profile, objective, a.policies, a.json)
+    loads, history = _loads(a)
+    began = time.monotonic()
+    rows = _run_all(loads, a.policies, spec, profile, objective)
+    print(report.terminal(rows))
+    print(f"{len(rows)} runs in {time.monotonic() - began:.0f} s")
+    for row in rows if a.journal else ():
+        print("\n".join(row.journal))
+    if history is not None:
+        print(f"the history's own KV use: {report.mean_use(history.usage)}")
+    if a.json:
+        a.json.write_text(json.dumps(report.as_json(rows), indent=1) + "\n", encoding="utf-8")
+    if a.report:
+        a.report.write_text(report.markdown(rows, objective), encoding="utf-8")
+    if a.plot:
+        from kvpilot_planning.backtest.plot import draw  # matplotlib is only for those who ask for it
+
+        draw(rows, a.plot)
+    return 0
+
+
+def _loads(a: argparse.Namespace) -> tuple[list[Load], History | None]:
+    if a.history is not None or a.prometheus is not None:
+        if a.history is not None:
+            history = read_file(a.history, a.seed)
+        else:
+            history = read_server(a.prometheus, *_range(a.query_range), a.selector, a.seed)
+        return [history.load], history
+    names = NAMES if a.trace == "all" else tuple(a.trace.split(","))
+    return [synthetic(name, a.days, a.seed, a.size) for name in names], None
+
+
+def _range(text: str | None) -> tuple[float, float]:
+    try:
+        start, end = map(float, (text or "").split(","))
+    except ValueError as error:
+        raise BacktestError(
+            f"query-range: {text!r}; give START,END in Unix seconds, such as 1767225600,1767312000"
+        ) from error
+    return start, end
+
+
+def _run_all(
+    loads: Sequence[Load], policies: Sequence[str], spec: Spec, profile: Profile, objective: Objective
+) -> list[Row]:
+    """Every load under every policy, in processes of their own; each is the same whatever runs beside it."""
+    jobs = [(load, policy, spec, profile, objective) for load in loads for policy in policies]
+    if len(jobs) == 1:
+        return [run(*jobs[0])]
+    rows = []
+    with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
+        for row in pool.imap(_run, jobs):
+            print(f"done: {row.load}, {row.policy}", file=sys.stderr, flush=True)
+            rows.append(row)
+    return rows
+
+
+def _run(job: tuple[Load, str, Spec, Profile, Objective]) -> Row:
+    return run(*job)
+
+
+def _policies(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in POLICIES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not known; use one or more of {', '.join(POLICIES)}")
+    return names
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvpilot backtest", description="What would the pilot have done?")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--trace", default="all", help=f"synthetic load: {', '.join(NAMES)}, several with commas, or all")
+    what.add_argument(
+        "--history", type=Path, help="JSON of a Prometheus' /api/v1/query_range, or a list of such answers"
+    )
+    what.add_argument("--prometheus", metavar="URL", help="ask this Prometheus, with --query-range")
+    parser.add_argument("--query-range", metavar="START,END", help="in Unix seconds, for --prometheus")
+    parser.add_argument("--selector", default="", help='label matchers for --prometheus, such as namespace="chat"')
+    parser.add_argument("--service", type=Path, help="a QuantizedLLMService manifest whose rules apply")
+    parser.add_argument("--profile", type=Path, help="costs of your model and GPU; Llama-3-8B on an H200 if left out")
+    parser.add_argument("--policies", type=_policies, default=list(POLICIES), help="which to run, with commas")
+    parser.add_argument("--services", type=int, default=0, metavar="N", help="a fleet of N services, minute by minute")
+    parser.add_argument("--days", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--size", type=float, default=1.0, help="times the requests of a synthetic load")
+    parser.add_argument("--ttft", type=float, default=5.0, help="objective: seconds to the first token")
+    parser.add_argument("--itl", type=float, default=60.0, help="objective: mean milliseconds between two tokens")
+    parser.add_argument("--journal", action="store_true", help="print every step of the pilot with its reason")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--report", type=Path, help="write the table as Markdown to this file")
+    parser.add_argument("--plot", type=Path, help="draw GPU-hours against good requests into this file (.svg, .png)")
+    return parser

@@ -1,0 +1,58 @@
+"""The Kubernetes HorizontalPodAutoscaler on mean KV use, for many services at once.
+
+As of Kubernetes 1.34's documentation: desired = ceil(current * use / target), nothing within a tolerance of 0.1; a pod
+that is not ready yet counts as 0% used when that would scale up; at most four pods or twice as many within 15 s;
+downwards the highest recommendation of the last 300 s holds. All replicas may go at once downwards.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+TOLERANCE = 0.1 + 1e-9  # 0.55 over 0.5 is a hair above 1.1 in binary
+STABILIZATION_SECONDS = 300.0
+
+
+def recommend(use: Floats, ready: Ints, replicas: Ints, target: float) -> Ints:
+    """Replicas by the formula, before limits; `use` is the mean over ready pods, `replicas` counts pending ones too."""
+    ratio = use / target
+    pending = replicas - ready
+    plain = np.where(np.abs(ratio - 1) <= TOLERANCE, replicas, _ceil(ratio * ready))
+    # With pending pods an upward move is computed anew as if they idled, and dropped where that changes its direction.
+    ratio_all = use * ready / (target * np.maximum(replicas, 1))
+    damped = np.where((np.abs(ratio_all - 1) <= TOLERANCE) | (ratio_all < 1), replicas, _ceil(ratio_all * replicas))
+    wanted = np.where((pending > 0) & (ratio > 1), np.maximum(damped, replicas), plain)
+    return np.where(ready > 0, wanted, replicas)
+
+
+def _ceil(x: Floats) -> Ints:
+    # 0.9 / 0.6 * 2 is a hair above 3 in binary, and must not become 4.
+    return np.ceil(x - 1e-9).astype(np.int64)
+
+
+class Hpa:
+    """The autoscaler's memory; one call of `judge` every `sync_seconds`."""
+
+    def __init__(
+        self, replicas: Ints, *, target: float, minimum: int, maximum: int, sync_seconds: float = 15.0
+    ) -> None:
+        self.target, self.minimum, self.maximum = target, minimum, maximum
+        self._periods = sync_seconds / 15.0
+        keep = max(1, round(STABILIZATION_SECONDS / sync_seconds))
+        self._recent = np.tile(replicas, (keep, 1))
+        self._at = 0
+
+    def judge(self, use: Floats, ready: Ints, replicas: Ints) -> Ints:
+        """The replicas to run from now on."""
+        wanted = recommend(use, ready, replicas, self.target)
+        self._recent[self._at] = wanted
+        self._at = (self._at + 1) % len(self._recent)
+        stable = np.where(wanted < replicas, np.minimum(self._recent.max(axis=0), replicas), wanted)
+        grown = replicas.astype(np.float64)
+        for _ in range(max(1, round(self._periods))):
+            grown = np.maximum(grown * 2, grown + 4)
+        return np.asarray(np.clip(np.minimum(stable, grown.astype(np.int64)), self.minimum, self.maximum))

@@ -1,0 +1,92 @@
+"""The interval model against the request-level one, and the pilots that are asked only when it can matter."""
+
+from __future__ import annotations
+
+from statistics import mean
+
+import numpy as np
+import pytest
+
+from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.state.histogram import Histogram
+from kvpilot_planning.backtest.buckets import FINE
+from kvpilot_planning.backtest.costs import load_profile
+from kvpilot_planning.backtest.fleet import Pods, run_fleet, services
+from kvpilot_planning.backtest.interval import Fleet
+from kvpilot_planning.backtest.loads import cut, synthetic
+from kvpilot_planning.backtest.moments import measure
+from kvpilot_planning.backtest.pilot import load_spec
+from kvpilot_planning.backtest.service import Objective, Service
+
+PROFILE = load_profile()
+DTYPES = ("auto", "fp8", "k8v4", "k4v4")
+
+
+@pytest.fixture(scope="module")
+def spec() -> Spec:
+    return load_spec(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "replicas", "size"),
+    [("chat", "auto", 2, 0.2), ("chat", "k4v4", 1, 0.3), ("rag", "fp8", 2, 0.5), ("agents", "k4v4", 2, 0.8)],
+)
+def test_the_interval_model_stays_within_its_stated_error(name: str, dtype: str, replicas: int, size: float) -> None:
+    load = cut(synthetic(name, 1, 3, size), 10 * 3600, 2400)
+    service = Service(PROFILE, load, dtype, replicas, objective=Objective(), start_seconds=240, timeout=120)
+    uses = []
+    while service.now < load.seconds:
+        service.advance(service.now + 60)
+        sample = service.scrape(dtype)
+        assert sample is not None
+        uses.append(sample.usage)
+    ttft = service.outcome.ttft.take()
+
+    copies = 16
+    fleet = Fleet(PROFILE, [measure(load, PROFILE.of(dtype))] * copies, DTYPES, 120, 0, 5.0, 0.06, FINE)
+    at = np.full(copies, DTYPES.index(dtype))
+    model = [fleet.step(np.full(copies, r), np.full(copies, float(replicas)), at, 6).usage.mean() for r in load.rate]
+    half = len(uses) // 2
+    assert abs(mean(model[half:]) - mean(uses[half:])) <= max(0.05, 0.35 * mean(uses[half:]))
+    finished = fleet.total["finished"].mean()
+    assert finished == pytest.approx(service.outcome.finished, rel=0.12)
+    counted = Histogram(FINE, tuple(fleet.ttft.sum(axis=0)))
+    assert counted.quantile(0.5) == pytest.approx(ttft.quantile(0.5), rel=0.4)
+    assert 0.3 <= counted.quantile(0.95) / ttft.quantile(0.95) <= 2.0
+
+
+def test_asking_only_candidates_decides_as_asking_everyone(spec: Spec) -> None:
+    loads = services(8, 0.4, 5)
+    trails: list[list[tuple[int, int, str, str, int]]] = [[], []]
+    rows = [
+        run_fleet(loads, "pilot", spec, PROFILE, Objective(), 1, ask_all=ask_all, trail=trail)
+        for ask_all, trail in zip((False, True), trails, strict=True)
+    ]
+    assert trails[0]
+    assert trails[0] == trails[1]
+    for few, all_of_them in zip(*rows, strict=True):
+        assert (few.gpu_hours, few.finished, few.good) == (
+            all_of_them.gpu_hours,
+            all_of_them.finished,
+            all_of_them.good,
+        )
+    assert rows[0][0].asked < rows[1][0].asked / 2
+
+
+def test_a_fleet_is_the_same_for_the_same_seed(spec: Spec) -> None:
+    figures = [run_fleet(services(4, 0.1, 2), "bf16-hpa", spec, PROFILE, Objective(), 3) for _ in range(2)]
+    assert figures[0] == figures[1]
+
+
+def test_pods_answer_after_their_start_and_the_youngest_go_first() -> None:
+    pods = Pods(np.array([2]))
+    pods.scale(np.array([4]))
+    assert (pods.ready[0], pods.asked[0]) == (2, 4)
+    pods.pass_minute()
+    pods.scale(np.array([5]))
+    pods.scale(np.array([3]))
+    for _ in range(3):
+        pods.pass_minute()
+    assert (pods.ready[0], pods.asked[0]) == (3, 3)
+    pods.scale(np.array([1]))
+    assert (pods.ready[0], pods.asked[0]) == (1, 1)

@@ -1,0 +1,122 @@
+"""A Prometheus history becomes a load; what is broken is refused by field, value and remedy."""
+
+from __future__ import annotations
+
+import json
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import numpy as np
+import pytest
+
+from kvpilot_planning.backtest.costs import BacktestError
+from kvpilot_planning.backtest.history import parse, read_file, read_server
+
+START = 1_767_225_600
+
+
+def answer(*series: tuple[str, list[float]], step: int = 60) -> dict[str, Any]:
+    result = [
+        {
+            "metric": {"__name__": name, "pod": str(i)},
+            "values": [[START + step * k, str(v)] for k, v in enumerate(values)],
+        }
+        for i, (name, values) in enumerate(series)
+    ]
+    return {"status": "success", "data": {"resultType": "matrix", "result": result}}
+
+
+def counters(minutes: int = 30, rate: float = 2.0) -> list[tuple[str, list[float]]]:
+    done = [rate * 60 * k for k in range(minutes + 1)]
+    return [
+        ("vllm:request_success_total", done),
+        ("vllm:prompt_tokens_total", [500 * d for d in done]),
+        ("vllm:generation_tokens_total", [100 * d for d in done]),
+    ]
+
+
+def test_rates_and_mean_lengths_are_the_counters_increments() -> None:
+    history = parse([answer(*counters())], "x")
+    assert history.load.rate == pytest.approx(np.full(30, 2.0))
+    turns = [s.turns[0] for s in history.load.sessions()]
+    assert np.mean([t[0] for t in turns]) == pytest.approx(500, rel=0.05)
+    assert np.mean([t[1] for t in turns]) == pytest.approx(100, rel=0.05)
+    assert np.isnan(history.usage).all()
+
+
+def test_two_pods_add_up_and_a_restart_counts_from_zero() -> None:
+    series = counters()
+    reset = [(name, values[:16] + [v - values[15] for v in values[16:]]) for name, values in series]
+    history = parse([answer(*series), answer(*reset)], "x")
+    assert history.load.rate == pytest.approx(np.full(30, 4.0))
+
+
+@pytest.mark.parametrize("name", ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"])
+def test_the_use_is_read_under_both_names_and_averaged_over_pods(name: str) -> None:
+    history = parse([answer(*counters(), (name, [0.2] * 31), (name, [0.6] * 31))], "x")
+    assert history.usage == pytest.approx(np.full(30, 0.4))
+
+
+def test_a_file_may_hold_one_answer_or_a_list(tmp_path: Path) -> None:
+    one, many = tmp_path / "one.json", tmp_path / "many.json"
+    one.write_text(json.dumps(answer(*counters())))
+    many.write_text(json.dumps([answer(c) for c in counters()]))
+    assert read_file(one).load.rate == pytest.approx(read_file(many).load.rate)
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ({"status": "error", "error": "bad query"}, "bad query"),
+        ({"status": "success", "data": {"resultType": "vector", "result": []}}, "'vector'.*query_range"),
+        (answer(*counters()[1:]), "request_success_total; export it"),
+        (answer(*counters(5)), "at least 10 minutes"),
+        (answer(*counters(rate=0.0)), "never rises"),
+        ({"status": "success", "data": {"resultType": "matrix", "result": [{"metric": {}}]}}, "cannot be read"),
+        (["x"], "status is not success"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_the_remedy(broken: Any, told: str) -> None:
+    with pytest.raises(BacktestError, match=told):
+        parse([broken], "x")
+
+
+def test_a_server_is_asked_for_the_range_and_the_service() -> None:
+    asked: list[dict[str, list[str]]] = []
+
+    class Prometheus(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            url = urlsplit(self.path)
+            asked.append({"path": [url.path], **parse_qs(url.query)})
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer(*counters())).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Prometheus) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        history = read_server(f"http://127.0.0.1:{server.server_port}/", START, START + 1800, 'namespace="chat"')
+    assert history.load.rate == pytest.approx(np.full(30, 2.0))
+    (query,) = asked
+    assert query["path"] == ["/api/v1/query_range"]
+    assert (query["start"], query["end"], query["step"]) == ([f"{START}"], [f"{START + 1800}"], ["60"])
+    assert query["query"][0].endswith(',namespace="chat"}')
+
+
+def test_an_unreachable_server_and_a_backward_range_are_named() -> None:
+    with pytest.raises(BacktestError, match=r"127\.0\.0\.1:9.*give a Prometheus"):
+        read_server("http://127.0.0.1:9", 0, 3600)
+    with pytest.raises(BacktestError, match="end 1"):
+        read_server("http://127.0.0.1:9", 2, 1)
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("{")
+    with pytest.raises(BacktestError, match=r"x\.json cannot be read"):
+        read_file(path)

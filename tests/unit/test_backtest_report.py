@@ -1,0 +1,103 @@
+"""One load under every policy, its verdicts, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvpilot_planning.backtest import main, report
+from kvpilot_planning.backtest.compare import Row, run
+from kvpilot_planning.backtest.costs import BacktestError, load_profile
+from kvpilot_planning.backtest.loads import cut, synthetic
+from kvpilot_planning.backtest.pilot import load_spec
+from kvpilot_planning.backtest.service import Objective, Service
+
+
+def row(policy: str, gpu_hours: float, good: int, lost: int = 0, finished: int = 1000) -> Row:
+    return Row("chat", policy, gpu_hours, finished, good, lost, 1, 1, 0.1, 0.1, 1, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("pilot", "other", "word"),
+    [
+        ((10, 1000), (20, 1000), "ahead"),
+        ((20, 1000), (10, 1000), "behind"),
+        ((10, 1000), (10.1, 1000), "equal"),
+        ((20, 1000), (10, 900), "ahead"),  # the other does not serve the load
+        ((10, 900), (20, 1000), "behind"),
+        ((10, 900), (20, 950), "behind"),  # neither does: more good requests first
+        ((10, 900), (20, 905), "ahead"),  # as good as each other: then the price
+        ((10, 0), (20, 0), "equal"),
+    ],
+)
+def test_the_verdict_is_service_first_and_then_price(
+    pilot: tuple[float, int], other: tuple[float, int], word: str
+) -> None:
+    assert report.judge(row("pilot", *pilot), row("max", *other)) == word
+
+
+def test_no_request_of_the_load_is_lost_by_the_router() -> None:
+    load = cut(synthetic("chat", 1, 1, 0.2), 0, 1200)
+    asked = sum(1 for _ in load.sessions())
+    service = Service(load_profile(), load, "auto", 2, objective=Objective(), start_seconds=60, timeout=120)
+    for step in range(40):
+        service.advance(service.now + 60)
+        # Replicas come and go; sessions move to those that are left.
+        service.scale("auto", 1 + step % 3)
+    turns = sum(len(s.turns) for s in load.sessions())
+    assert asked > 100
+    assert service.outcome.finished + service.outcome.lost == turns
+
+
+def test_a_replica_is_paid_for_from_its_order_until_it_is_empty() -> None:
+    load = cut(synthetic("rag", 1, 1, 0.1), 0, 600)
+    service = Service(load_profile(), load, "auto", 1, objective=Objective(), start_seconds=240, timeout=120)
+    service.advance(100)
+    service.scale("auto", 2)
+    service.advance(200)
+    assert len(service.ready("auto")) == 1
+    assert service.outcome.gpu_seconds == pytest.approx(100 + 2 * 100)
+    service.advance(400)
+    assert len(service.ready("auto")) == 2
+
+
+def test_a_run_is_the_same_for_the_same_seed() -> None:
+    spec, profile = load_spec(None), load_profile()
+    load = cut(synthetic("agents", 1, 2, 0.3), 0, 1800)
+    assert run(load, "pilot", spec, profile, Objective()) == run(load, "pilot", spec, profile, Objective())
+
+
+def test_the_command_writes_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, page = tmp_path / "x.json", tmp_path / "x.md"
+    arguments = ["--trace", "rag", "--days", "0.01", "--size", "0.1", "--policies", "pilot"]
+    assert main([*arguments, "--json", str(out), "--report", str(page)]) == 0
+    assert "GPU-hours" in capsys.readouterr().out
+    assert json.loads(out.read_text())[0]["policy"] == "pilot"
+    assert page.read_text().startswith("| load | policy |")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--trace", "nope"], "trace: 'nope' is not known"),
+        (["--days", "0"], "days: 0.0; give more"),
+        (["--prometheus", "http://127.0.0.1:9"], "query-range: None; give START,END"),
+        (["--services", "2"], "services: 2; give at least 4"),
+        (["--service", "/does/not/exist.yaml"], "service: /does/not/exist.yaml cannot be read"),
+        (["--profile", "/does/not/exist.json"], "profile: /does/not/exist.json cannot be read"),
+    ],
+)
+def test_bad_input_ends_the_command_with_field_value_and_remedy(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_manifest_that_breaks_the_rules_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("apiVersion: kvpilot.io/v1alpha1\nkind: QuantizedLLMService\nmetadata: {name: x}\nspec: {}\n")
+    with pytest.raises(BacktestError, match=r"service: spec\.model"):
+        load_spec(path)
