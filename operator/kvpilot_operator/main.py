@@ -21,6 +21,7 @@ from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.control.watches import registry
 from kvpilot_operator.observe.gather import Observer
 from kvpilot_operator.observe.windows import Windows
+from kvpilot_operator.render.names import HTTP_ROUTE_API
 from kvpilot_operator.state.snapshot import ServerFacts
 
 _EXTRA_FIELDS = ("service", "pod", "from_dtype", "to_dtype", "probe")
@@ -73,7 +74,9 @@ async def run(options: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     cluster = await Cluster.connect()
-    server = ServerFacts(pod_disruption_budgets=await cluster.serves("policy/v1"))
+    server = ServerFacts(
+        pod_disruption_budgets=await cluster.serves("policy/v1"), http_routes=await cluster.serves(HTTP_ROUTE_API)
+    )
     windows, telemetry = Windows(), Telemetry()
     observer = Observer(cluster, windows, server, _now)
     prober = Prober(cluster)
@@ -103,4 +106,4 @@ async def run(options: argparse.Namespace) -> None:
 
 
 def _now() -> datetime:
-    return datetime.now(UTC).replace(microsecond=0)
+    return datetime.now(UTC)

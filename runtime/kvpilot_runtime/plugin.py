@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kvpilot_kernels import formats
-from kvpilot_runtime import compat
+from kvpilot_runtime import compat, model_info
 
 
 def register() -> None:
-    """Teach vLLM our dtypes, and which backend serves them; everything else of vLLM stays as it is."""
+    """Teach vLLM our dtypes, and which backend serves them; publish what is served; all else of vLLM stays."""
     from vllm.platforms import current_platform
 
     names = formats.own_names()
@@ -16,3 +16,4 @@ def register() -> None:
         compat.route_cuda_backends({name: f"kvpilot_runtime.cuda.Cuda{name.upper()}Backend" for name in names})
     else:
         compat.route_cpu_backends({name: f"kvpilot_runtime.backend.{name.upper()}Backend" for name in names})
+    model_info.publish()

@@ -17,8 +17,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kvpilot_runtime import machine, preflight
+from kvpilot_runtime import machine, model_info, preflight
 from kvpilot_runtime.errors import PreflightError
+from kvpilot_runtime.modelconfig import read_config
 
 REFUSED = 78
 CALIBRATION = "KVPILOT_CALIBRATION"
@@ -121,7 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ}
     if request.calibration:
         environment[CALIBRATION] = request.calibration
-    if preflight.model_folder(request.model) is not None:
+    folder = preflight.model_folder(request.model)
+    if folder is not None:
+        environment[model_info.VARIABLE] = model_info.encode(read_config(folder))
         environment.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder: no start waits for the hub
     return _become_vllm(arguments, environment)
 

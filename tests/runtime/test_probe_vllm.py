@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_demo.models import smollm2_135m
+from kvpilot_demo.models import smollm2_135m, tiny_llama
 from kvpilot_operator.probes import codec, packs
+from kvpilot_operator.probes.client import Engine, http_client
 from kvpilot_operator.probes.codec import Baseline
+from kvpilot_operator.probes.errors import EngineBusy
 from kvpilot_operator.probes.run import Measurement, Settings, capture, control, measure
 from support.engine import engine
 
@@ -76,6 +78,34 @@ def test_a_dtype_that_answers_garbage_is_overwhelming_damage_within_a_bounded_co
     garbage = measured("int4_per_token_head", kept, tmp_path)
     assert garbage.mean_kl_micronats - noise.mean_kl_micronats > 500_000
     assert garbage.top1_agreement_permille < 700
-    assert garbage.requests <= 8 * (SETTINGS.max_resumes + 1) + 1
+    # Half of each prompt, the prompt, its resumes, and one answer to show.
+    assert garbage.requests <= 8 * (SETTINGS.max_resumes + 2) + 1
     assert garbage.sample is not None
     assert garbage.sample.canary != garbage.sample.stable
+
+
+def test_a_probe_gives_way_to_queued_users_and_comes_after_them_by_priority(tmp_path: Path) -> None:
+    """One request runs at a time here: with three users, two wait until the first one is done."""
+    prompts = packs.load(["builtin/structured"])[:3]
+    beside_users = Settings(concurrency=1, give_way_seconds=0.5, priority=1_000_000)
+    load = {"model": MODEL, "prompt": [7] * 16, "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+
+    async def story(url: str) -> tuple[float, Measurement]:
+        kept = await capture(url, MODEL, prompts, identity="test", dtype="auto", settings=beside_users)
+        async with http_client() as http:
+            users = [asyncio.create_task(http.post(f"{url}/v1/completions", json=load)) for _ in range(3)]
+            async with asyncio.timeout(30):
+                while (queued := await Engine(url, MODEL, http).waiting()) < 2:
+                    await asyncio.sleep(0.05)
+            with pytest.raises(EngineBusy):
+                await measure(url, MODEL, kept, settings=beside_users)
+            for user in users:
+                (await user).raise_for_status()
+        return queued, await measure(url, MODEL, kept, settings=beside_users)
+
+    arguments = ("--max-num-seqs=1", "--scheduling-policy=priority", "--kv-cache-memory-bytes=64M")
+    with engine(tiny_llama(), "auto", tmp_path, *arguments) as running:
+        queued, after = asyncio.run(story(running.url))
+    assert queued == 2
+    assert after.top1_agreement_permille == 1000
+    assert after.tokens > 3 * 32

@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
+from kvpilot_operator.observe.page import parse_page
+from kvpilot_operator.state.snapshot import ModelFacts
 from support.engine import engine
 
 pytestmark = pytest.mark.timeout(900)
@@ -48,6 +50,12 @@ def test_a_request_in_flight_is_finished_after_sigterm(tmp_path: Path) -> None:
         asked.start()
         while running.metric("vllm:num_requests_running") < 1:
             pass
+        page = parse_page(httpx.get(f"{running.url}/metrics", timeout=10).text)
+        assert page.model == ModelFacts(head_dim=64, kv_heads=2, layers=2, window_layers=0, mla=False)
+        assert (page.dtype, page.running, page.older_names) == ("k4v4", 1, ())
+        assert page.process_start is not None
+        assert page.totals.ttft.bounds
+        assert page.totals.itl.bounds
         os.kill(running.process.pid, signal.SIGTERM)
         asked.join(120)
         assert len(answers) == 1

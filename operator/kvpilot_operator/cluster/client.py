@@ -25,6 +25,9 @@ _COLLECTIONS = {
     ("v1", "Node"): "/api/v1/nodes",
     ("apps/v1", "Deployment"): "/apis/apps/v1/namespaces/{namespace}/deployments",
     ("policy/v1", "PodDisruptionBudget"): "/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets",
+    ("gateway.networking.k8s.io/v1", "HTTPRoute"): (
+        "/apis/gateway.networking.k8s.io/v1/namespaces/{namespace}/httproutes"
+    ),
     ("kvpilot.io/v1alpha1", "QuantizedLLMService"): (
         "/apis/kvpilot.io/v1alpha1/namespaces/{namespace}/quantizedllmservices"
     ),

@@ -24,4 +24,7 @@ def probe_plan(spec: Spec, config_maps: Mapping[str, Mapping[str, str]]) -> Prob
     except PackError as error:
         return ProbePlan(fault=str(error))
     revision = spec.model.revision or ""
-    return ProbePlan(identity=codec.identity(spec.model.source, revision, prompts, run.DEFAULT_TOKENS, run.TOP_K))
+    dtype = spec.kv_cache.baseline
+    return ProbePlan(
+        identity=codec.identity(spec.model.source, revision, dtype, prompts, run.DEFAULT_TOKENS, run.TOP_K)
+    )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvpilot_operator.render.names import DTYPE_LABEL, ENGINE_CONTAINER, REVISION_LABEL
-from kvpilot_operator.state.snapshot import DeploymentView, NodeFacts, PodView
+from kvpilot_operator.render.names import DTYPE_LABEL, ENGINE_CONTAINER, REVISION_LABEL, deployment_name
+from kvpilot_operator.state.snapshot import DeploymentView, NodeFacts, PodView, RouteView, ServiceKey
 
 Object = Mapping[str, Any]
 
@@ -33,6 +33,16 @@ def pod_view(pod: Object) -> PodView:
     )
 
 
+def is_ours(pod: Object, service: str) -> bool:
+    """True for a pod of one of our Deployments: a label is easily copied, a controller's reference less so."""
+    labels = pod["metadata"].get("labels") or {}
+    prefix = f"{deployment_name(service, labels.get(REVISION_LABEL, ''))}-"
+    return any(
+        owner.get("controller") and owner.get("kind") == "ReplicaSet" and owner.get("name", "").startswith(prefix)
+        for owner in pod["metadata"].get("ownerReferences") or ()
+    )
+
+
 def deployment_view(deployment: Object) -> DeploymentView:
     """One revision's Deployment."""
     labels = deployment["metadata"].get("labels") or {}
@@ -52,20 +62,46 @@ def traffic_of(service: Object | None) -> str | None:
     return str(revision) if revision else None
 
 
+def gpu_of(node: Object) -> str | None:
+    """The product name of a node's GPUs, "unlabelled-gpu" where nobody tells it, None where it has none."""
+    product = (node["metadata"].get("labels") or {}).get("nvidia.com/gpu.product")
+    if product:
+        return str(product)
+    allocatable = (node.get("status") or {}).get("allocatable") or {}
+    return "unlabelled-gpu" if allocatable.get("nvidia.com/gpu", "0") != "0" else None
+
+
 def node_facts(nodes: Sequence[Object]) -> NodeFacts:
     """The accelerator of the first node that has one, by GPU feature discovery's labels; "cpu" where none has any."""
     for node in nodes:
-        labels = node["metadata"].get("labels") or {}
-        product = labels.get("nvidia.com/gpu.product")
-        allocatable = (node.get("status") or {}).get("allocatable") or {}
-        if not product and allocatable.get("nvidia.com/gpu", "0") == "0":
+        gpu = gpu_of(node)
+        if gpu is None:
             continue
+        labels = node["metadata"].get("labels") or {}
         major, minor = labels.get("nvidia.com/gpu.compute.major", ""), labels.get("nvidia.com/gpu.compute.minor", "")
         known = major.isdigit() and minor.isdigit()
+        memory = labels.get("nvidia.com/gpu.memory", "")
         return NodeFacts(
-            gpu=product or "unlabelled-gpu", compute_capability=(int(major), int(minor)) if known else None
+            gpu=gpu,
+            compute_capability=(int(major), int(minor)) if known else None,
+            memory_mib=int(memory) if memory.isdigit() else None,
         )
     return NodeFacts()
+
+
+def route_view(route: Object | None, key: ServiceKey) -> RouteView | None:
+    """An HTTPRoute, with the weights that its rules together give to this service's Services (1 where none is set)."""
+    if route is None:
+        return None
+    rules = tuple((route.get("spec") or {}).get("rules") or ())
+    weights: dict[str, int] = {}
+    for backend in (backend for rule in rules for backend in rule.get("backendRefs") or ()):
+        name = backend.get("name")
+        ours = name in (key.name, f"{key.name}-canary") and backend.get("namespace", key.namespace) == key.namespace
+        if ours and backend.get("kind", "Service") == "Service" and backend.get("group", "") == "":
+            weights[name] = weights.get(name, 0) + int(backend.get("weight", 1))
+    metadata = route["metadata"]
+    return RouteView(metadata["name"], metadata.get("resourceVersion", ""), rules, weights)
 
 
 def _engine_status(status: Object) -> Object:

@@ -2,31 +2,136 @@
 
 from __future__ import annotations
 
-from collections import deque
-from datetime import timedelta
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from math import floor
 
-from kvpilot_operator.state.snapshot import Sample, ServiceKey
+from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.observe.believe import Judged, Known, believe
+from kvpilot_operator.observe.page import PodMetrics
+from kvpilot_operator.state.snapshot import ModelFacts, Sample, ServiceKey
 
-# The schema's longest sustained window is an hour.
-_KEEP = timedelta(hours=1)
+# Samples in the window of pressure: enough to say "nine in ten of them".
+_PRESSURE_CELLS = 24
+# Samples in a canary's step: as many slices as its two sides are compared in.
+_STEP_CELLS = 20
+# Samples are this close at most where a gap between them would read as missing scrapes.
+_LONGEST_CELL_SECONDS = 45.0
+# Samples that are kept of a window of a day, and beyond the windows of the workload.
+_MOST_CELLS = 2400
+_FAR_CELLS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a service's decisions look back on, in seconds: `cell` apart over `near`, and wider apart over `far`."""
+
+    near: float = 600.0
+    far: float = 3600.0
+    cell: float = 12.5
+
+    @property
+    def far_cell(self) -> float:
+        """The time between two samples that are older than `near`."""
+        return max(self.cell, self.far / _FAR_CELLS)
+
+
+def need(spec: Spec) -> Need:
+    """The windows of a spec: those that the workload is judged by, and beyond them the longest that a step may take."""
+    canary, sustained = spec.canary, spec.kv_cache.pressure.sustained_seconds
+    holds = [step.hold_seconds for step in canary.steps if step.hold_seconds]
+    near = max(sustained, spec.scaling.scale_down_stabilization_seconds)
+    far = max(near, canary.progress_deadline_seconds, *(hold + canary.warm_up_seconds for hold in holds))
+    cell = min(sustained / _PRESSURE_CELLS, _LONGEST_CELL_SECONDS, *(hold / _STEP_CELLS for hold in holds))
+    return Need(near, far, max(cell, near / _MOST_CELLS))
+
+
+@dataclass(slots=True)
+class _Cell:
+    """Scrapes that are merged into one sample, and how many they are."""
+
+    sample: Sample
+    scrapes: int = 1
+
+    def merge(self, other: _Cell) -> None:
+        """Take in a later cell: flows add up, gauges are averaged, all else is the later one's."""
+        ours, theirs = self.sample, other.sample
+        if not theirs.pods:
+            self.sample = replace(ours, doubted=theirs.doubted, unanswered=theirs.unanswered)
+            return
+        if not ours.pods:
+            self.sample, self.scrapes = theirs, other.scrapes
+            return
+        both = self.scrapes + other.scrapes
+        share = other.scrapes / both
+        self.sample = replace(
+            theirs,
+            usage=ours.usage + (theirs.usage - ours.usage) * share,
+            running=ours.running + (theirs.running - ours.running) * share,
+            waiting=ours.waiting + (theirs.waiting - ours.waiting) * share,
+            flows=ours.flows + theirs.flows,
+        )
+        self.scrapes = both
+
+
+@dataclass(slots=True)
+class _Series:
+    """One revision's samples, oldest first, and the last pages of its pods."""
+
+    known: Mapping[str, Known] = field(default_factory=dict)
+    far: deque[_Cell] = field(default_factory=deque)
+    near: deque[_Cell] = field(default_factory=deque)
+
+    def add(self, sample: Sample, need: Need) -> None:
+        """Append a sample, thin what has grown older, drop what nobody looks back on."""
+        _append(self.near, _Cell(sample), need.cell)
+        while _age(self.near[0], sample.time) > need.near:
+            _append(self.far, self.near.popleft(), need.far_cell)
+        while self.far and _age(self.far[0], sample.time) > need.far:
+            self.far.popleft()
 
 
 class Windows:
-    """Samples by service and revision, oldest first, at most an hour of them."""
+    """Samples by service and revision, as far back as the service's spec looks, thinned as they age."""
 
     def __init__(self) -> None:
-        self._series: dict[ServiceKey, dict[str, deque[Sample]]] = {}
+        self._series: dict[ServiceKey, dict[str, _Series]] = {}
+        self._needs: dict[ServiceKey, Need] = {}
 
-    def add(self, key: ServiceKey, revision: str, sample: Sample) -> None:
-        """Append a scrape and drop what is too old."""
-        series = self._series.setdefault(key, {}).setdefault(revision, deque())
-        series.append(sample)
-        while series[0].time < sample.time - _KEEP:
-            series.popleft()
+    def keep(self, key: ServiceKey, need: Need) -> None:
+        """Look back this far from now on."""
+        self._needs[key] = need
+
+    def add(
+        self,
+        key: ServiceKey,
+        revision: str,
+        time: datetime,
+        pages: Mapping[str, PodMetrics],
+        *,
+        unanswered: int = 0,
+        gpus: Mapping[str, str] | None = None,
+    ) -> Judged:
+        """Judge what a revision's pods answered, and keep it."""
+        series = self._series.setdefault(key, {}).setdefault(revision, _Series())
+        judged = believe(time, series.known, pages, unanswered=unanswered, gpus=gpus)
+        series.known = judged.known
+        if judged.sample.pods or judged.sample.doubted:
+            series.add(judged.sample, self._needs.get(key, Need()))
+        return judged
 
     def of(self, key: ServiceKey) -> dict[str, tuple[Sample, ...]]:
         """All series of a service."""
-        return {name: tuple(series) for name, series in self._series.get(key, {}).items()}
+        every = self._series.get(key, {})
+        return {name: tuple(cell.sample for cell in (*one.far, *one.near)) for name, one in every.items()}
+
+    def model(self, key: ServiceKey) -> ModelFacts | None:
+        """The model's architecture as most of the service's pods have it; None where none has said it."""
+        every = self._series.get(key, {}).values()
+        said = Counter(pod.page.model for one in every for pod in one.known.values() if pod.page.model is not None)
+        return said.most_common(1)[0][0] if said else None
 
     def keep_only(self, key: ServiceKey, revisions: set[str]) -> None:
         """Forget revisions that no longer run."""
@@ -37,3 +142,19 @@ class Windows:
     def forget(self, key: ServiceKey) -> None:
         """Forget a deleted service."""
         self._series.pop(key, None)
+        self._needs.pop(key, None)
+
+
+def _append(cells: deque[_Cell], cell: _Cell, width: float) -> None:
+    if cells and _same(cells[-1].sample.time, cell.sample.time, width):
+        cells[-1].merge(cell)
+    else:
+        cells.append(cell)
+
+
+def _same(one: datetime, other: datetime, width: float) -> bool:
+    return floor(one.timestamp() / width) == floor(other.timestamp() / width)
+
+
+def _age(cell: _Cell, now: datetime) -> float:
+    return (now - cell.sample.time).total_seconds()

@@ -13,14 +13,27 @@ Manifest = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class Find:
+    """Look for a baseline that was captured before, in the ConfigMap of its identity."""
+
+    identity: str
+    baseline: str
+    """Identity of the baseline."""
+    config_map: str
+
+
+@dataclass(frozen=True, slots=True)
 class Capture:
-    """Ask the 16-bit pod at `url` for the baseline and its control."""
+    """Ask the 16-bit pod at `url` for the baseline and its control, unless the ConfigMap holds them already."""
 
     identity: str
     url: str
     model: str
     baseline: str
     """Identity of the baseline to capture."""
+    config_map: str
+    serving: bool = False
+    """Whether users' requests go to that pod: the probe gives way to them for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +44,8 @@ class Measure:
     url: str
     model: str
     config_map: str
+    serving: bool = False
+    """Whether users' requests go to that pod: the probe gives way to them, or ends without a verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +61,17 @@ class Event:
 class Objects:
     """The objects that the service owns from now on.
 
-    `apply` goes to the server in order; `scale` sets the replicas of Deployments that an older spec rendered; owned
-    Deployments whose revision is not in `keep` are deleted last.
+    First `scale` raises the replicas of Deployments that an older spec rendered; `apply` goes to the server in order
+    (an HTTPRoute is the user's: only its rules are replaced, and only if it is as it was observed); then `scale` lowers
+    replicas, and last owned Deployments whose revision is not in `keep` and what is `absent` are deleted.
     """
 
     apply: tuple[Manifest, ...]
     scale: Mapping[str, int]
     """Replicas by revision."""
     keep: frozenset[str]
+    absent: tuple[tuple[str, str, str], ...] = ()
+    """(apiVersion, kind, name) of objects of ours that must not be there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +83,7 @@ class Decision:
     """None leaves every object as it is."""
     baseline: Baseline | None = None
     """A captured baseline to keep before the status that names it is written."""
-    probe: Capture | Measure | None = None
+    probe: Find | Capture | Measure | None = None
     events: tuple[Event, ...] = ()
     again_seconds: float | None = None
     """Look again after this many seconds even if nothing happens."""

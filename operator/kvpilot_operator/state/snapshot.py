@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from kvpilot_operator.api.schema import Fault
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.probes.stats import Measurement
+from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.status import Status
 
 
@@ -52,20 +53,81 @@ class DeploymentView:
     replicas: int
 
 
+NOTHING_OBSERVED = Histogram()
+
+
+@dataclass(frozen=True, slots=True)
+class Flows:
+    """What happened on one revision's pods since the scrape before: increments, never counters.
+
+    A pod adds to it only with two pages of one engine process behind it; what a restart lost counts from zero.
+    """
+
+    seconds: float = 0.0
+    """Pod-seconds that the increments cover; 0 where nothing is known yet."""
+    preemptions: float = 0.0
+    prompt_tokens: float = 0.0
+    generation_tokens: float = 0.0
+    finished: float = 0.0
+    """Requests that ended, failed ones included."""
+    failed: float = 0.0
+    """Requests that ended in an error of the engine (a client that left is none)."""
+    prefill_seconds: float = 0.0
+    """Request-seconds spent in prefill."""
+    decode_seconds: float = 0.0
+    """Request-seconds spent in decode."""
+    ttft: Histogram = NOTHING_OBSERVED
+    """Time to first token, seconds."""
+    itl: Histogram = NOTHING_OBSERVED
+    """Inter-token latency, seconds."""
+    prompt_lengths: Histogram = NOTHING_OBSERVED
+    generation_lengths: Histogram = NOTHING_OBSERVED
+
+    def __add__(self, other: Flows) -> Flows:
+        """Both together; histograms of other buckets than ours (an engine of another version) are left out."""
+        return Flows(*(_plus(getattr(self, f.name), getattr(other, f.name)) for f in fields(Flows)))
+
+
+def _plus(ours: float | Histogram, theirs: float | Histogram) -> Any:
+    if isinstance(ours, Histogram) and isinstance(theirs, Histogram):
+        comparable = ours.bounds == theirs.bounds or not ours.count or not theirs.count
+        return ours + theirs if comparable else ours
+    return ours + theirs  # type: ignore[operator]
+
+
+NO_FLOWS = Flows()
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One scrape of one revision: sums over its pods, except use, which is the token-weighted mean."""
+    """One scrape of one revision: sums over the pods that are believed; use is their token-weighted mean."""
 
     time: datetime
     pods: int
+    """Pods that answered and are believed."""
     usage: float
     """Share of KV blocks in use, 0 to 1."""
     running: float
     waiting: float
-    preemptions: float
-    """Counter: the sum over pods."""
     capacity_tokens: int
     observed_dtype: str
+    flows: Flows = NO_FLOWS
+    doubted: tuple[str, ...] = ()
+    """Pods that answered and are not believed, each as "NAME: why"."""
+    unanswered: int = 0
+    """Ready pods that gave no page."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What an engine says of its model's architecture (the metric kvpilot_model_info of our runtime)."""
+
+    head_dim: int
+    kv_heads: int
+    layers: int
+    window_layers: int
+    """Of them, those with a sliding window."""
+    mla: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +136,33 @@ class NodeFacts:
 
     gpu: str = "cpu"
     compute_capability: tuple[int, int] | None = None
+    memory_mib: int | None = None
+    """Of one GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteView:
+    """The Gateway API HTTPRoute that `spec.canary.routeRef` names, as it is now."""
+
+    name: str
+    resource_version: str
+    rules: tuple[Mapping[str, Any], ...]
+    """`spec.rules`, raw."""
+    weights: Mapping[str, int]
+    """Weight by backend Service name, over the rules that send traffic to this service."""
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A finished baseline capture with its 16-bit-against-16-bit control."""
+    """The baseline with its 16-bit-against-16-bit control; `adopted` where it was found kept and not captured anew."""
 
     baseline: Baseline
-    control: Measurement
+    adopted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NothingKept:
+    """A search for a kept baseline that found none that can be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +178,7 @@ class ProbeResult:
     """What a probe found; `identity` is the request's."""
 
     identity: str
-    outcome: Captured | Measurement | ProbeFailed
+    outcome: Captured | NothingKept | Measurement | ProbeFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +194,7 @@ class ServerFacts:
     """What this API server serves."""
 
     pod_disruption_budgets: bool = True
+    http_routes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +218,10 @@ class Snapshot:
     samples: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
     """Scrapes by revision, oldest first."""
     node: NodeFacts = NodeFacts()
+    model: ModelFacts | None = None
+    """None where no engine has said it."""
+    route: RouteView | None = None
+    """None where no route is named, or the one that is named does not exist."""
     server: ServerFacts = ServerFacts()
     probes: ProbePlan = ProbePlan()
     probe_result: ProbeResult | None = None
@@ -149,6 +235,5 @@ class Snapshot:
         return tuple(p for p in self.pods_of(revision) if p.ready and p.ip)
 
     def last_sample(self, revision: str) -> Sample | None:
-        """The newest scrape of the revision."""
-        series = self.samples.get(revision, ())
-        return series[-1] if series else None
+        """The revision's newest scrape in which at least one pod was believed."""
+        return next((sample for sample in reversed(self.samples.get(revision, ())) if sample.pods), None)

@@ -11,11 +11,15 @@ from typing import Any, Literal
 
 import msgspec
 
-Stage = Literal["Starting", "Probing", "Promoting", "RollingBack", "Promoted", "RolledBack"]
+Stage = Literal["Starting", "Probing", "Shifting", "Promoting", "RollingBack", "Promoted", "RolledBack"]
 Verdict = Literal["Pending", "Passed", "Failed", "Error", "Inconclusive"]
+TrafficMode = Literal["ProbeOnly", "ReplicaRatio", "HTTPRoute"]
 
 MAX_DECISIONS = 10
 MAX_DENIED = 32
+MAX_OPTIONS = 12
+MAX_HISTORY = 16
+MAX_SATURATIONS = 20
 MAX_MESSAGE = 1024
 
 
@@ -62,8 +66,27 @@ class KVCache(_Struct, frozen=True, kw_only=True):
     denied: tuple[Denied, ...] = ()
 
 
+class Saturation(_Struct, frozen=True, kw_only=True):
+    """What one replica finished when requests last queued with this dtype, and how many tokens they had on average."""
+
+    dtype: str
+    requests_per_hour: int
+    mean_prompt: int
+    mean_generation: int
+
+
+class Scaling(_Struct, frozen=True, kw_only=True):
+    """How many replicas the operator wants (scaling mode Operator), and which spec.replicas it started from."""
+
+    desired_replicas: int | None = None
+    recommended_replicas: int | None = None
+    spec_replicas: int | None = None
+    changed_time: datetime | None = None
+    saturations: tuple[Saturation, ...] = ()
+
+
 class Canary(_Struct, frozen=True, kw_only=True):
-    """A revision on trial, or (as `lastCanary`) how the last trial ended."""
+    """A revision on trial, or (as `lastCanary`) how the last trial ended. Changes are in percent of the stable side."""
 
     revision: str
     dtype: str
@@ -71,6 +94,7 @@ class Canary(_Struct, frozen=True, kw_only=True):
     stage: Stage
     started_time: datetime
     stage_time: datetime
+    generation: int | None = None
     reason: str = ""
     message: str = ""
     verdict: Verdict = "Pending"
@@ -78,6 +102,32 @@ class Canary(_Struct, frozen=True, kw_only=True):
     failures: int = 0
     capacity_tokens: int | None = None
     stable_capacity_tokens: int | None = None
+    replaces_one: bool = False
+    traffic_mode: TrafficMode | None = None
+    step: int | None = None
+    step_time: datetime | None = None
+    weight_percent: int | None = None
+    ttft_p95_change_percent: int | None = None
+    itl_p95_change_percent: int | None = None
+    throughput_change_percent: int | None = None
+
+
+class Experience(_Struct, frozen=True, kw_only=True):
+    """How a canary turned out: what the arbiter expects of the same dtype next time."""
+
+    dtype: str
+    from_dtype: str
+    model: str
+    image: str
+    gpu: str
+    time: datetime
+    verdict: Verdict
+    reason: str
+    capacity_percent: int | None = None
+    ttft_p95_change_percent: int | None = None
+    itl_p95_change_percent: int | None = None
+    throughput_change_percent: int | None = None
+    excess_kl_micronats: int | None = None
 
 
 class Baseline(_Struct, frozen=True, kw_only=True):
@@ -124,15 +174,33 @@ class Measured(_Struct, frozen=True, kw_only=True):
     p99_kl_micronats: int
     excess_kl_micronats: int
     top1_agreement_permille: int
+    pod: str | None = None
     buckets: tuple[Bucket, ...] = ()
     sample: Sample | None = None
 
 
 class Accuracy(_Struct, frozen=True, kw_only=True):
-    """Accuracy's reference and its last measurement."""
+    """Accuracy's reference, its last measurement, and what the periodic probes of the serving revision found."""
 
     baseline: Baseline | None = None
     last: Measured | None = None
+    checked_time: datetime | None = None
+    failures: int = 0
+    errors: int = 0
+
+
+class Option(_Struct, frozen=True, kw_only=True):
+    """A step that was weighed. `gpus` and `itl_change_percent` are relative to now, the rest is what it leads to."""
+
+    action: str
+    dtype: str
+    replicas: int
+    gpus: int
+    outcome: str
+    message: str
+    capacity_tokens: int | None = None
+    usage_percent: int | None = None
+    itl_change_percent: int | None = None
 
 
 class JournalEntry(_Struct, frozen=True, kw_only=True):
@@ -144,6 +212,7 @@ class JournalEntry(_Struct, frozen=True, kw_only=True):
     message: str
     from_dtype: str | None = None
     to_dtype: str | None = None
+    options: tuple[Option, ...] = ()
 
 
 class Condition(_Struct, frozen=True, kw_only=True):
@@ -166,8 +235,10 @@ class Status(_Struct, frozen=True, kw_only=True):
     selector: str | None = None
     stable: Stable | None = None
     kv_cache: KVCache = KVCache()
+    scaling: Scaling = Scaling()
     canary: Canary | None = None
     last_canary: Canary | None = None
+    history: tuple[Experience, ...] = ()
     accuracy: Accuracy = Accuracy()
     decisions: tuple[JournalEntry, ...] = ()
     conditions: tuple[Condition, ...] = ()

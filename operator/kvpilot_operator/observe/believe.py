@@ -1,0 +1,251 @@
+"""Which pods are believed? From the pages of one revision's pods, and what they said before, to one Sample. Pure.
+
+A page that contradicts itself is no answer. That can happen in good faith for a moment, for gauges are not written at
+one instant: only a pod that goes on like that is doubted by name. The rules, and why an honest engine keeps them:
+
+- *Nothing runs, but blocks are held.* Blocks belong to running requests; cached ones count as free. (An engine that
+  hands its cache to another one holds them longer: kvpilot does not support KV transfer.)
+- *Nothing runs and no token flows, but requests wait for room.* An empty engine admits the first of them at once.
+- *More requests run than blocks are in use.* The last block of a request is its own, even under prefix caching.
+- *Preemptions without a full cache.* To preempt is to run out of blocks, so the free ones must have been filled since.
+- *Use stands still while the number of requests does not.* Use alone may well stand still: windows and state-space
+  layers take the same room whatever the length, and small caches have few steps.
+- *Capacity more than twice off* the median of the other pods on such a GPU: one revision is one configuration.
+- *More than a machine can do*: tokens, preemptions or requests a second.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from statistics import median
+
+from kvpilot_operator.observe.increments import LONGEST_GAP_SECONDS, increments
+from kvpilot_operator.observe.page import PodMetrics
+from kvpilot_operator.state.snapshot import Flows, Sample
+
+# A contradiction that lasts this long, over so many pages in a row at least, is no coincidence of the moment.
+LASTING_SECONDS = 15.0
+LASTING_PAGES = 4
+
+# From this many pods on, one that stands alone can be told from the others.
+ENOUGH_TO_COMPARE = 3
+
+_HELD = 0.05
+_FAR_FROM_FULL = 0.25
+_FEW_BLOCKS = 64
+_MOST_A_SECOND = {"generation_tokens": 5e6, "prompt_tokens": 1e9, "preemptions": 1e5, "finished": 1e6}
+"""Per pod. Prompt tokens that the prefix cache holds are counted, too, and cost nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Streak:
+    """Consecutive pages with the same contradiction."""
+
+    since: datetime
+    pages: int = 1
+
+    def lasts(self, now: datetime) -> bool:
+        """True once it is no coincidence."""
+        return self.pages >= LASTING_PAGES and (now - self.since).total_seconds() >= LASTING_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """Consecutive pages with exactly the same use."""
+
+    streak: Streak
+    fewest: float
+    most: float
+    tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is remembered of a pod: its last page, and what was odd about it."""
+
+    time: datetime
+    page: PodMetrics
+    odd: Mapping[str, Streak] = field(default_factory=dict)
+    still: Standstill | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One scrape of one revision, judged."""
+
+    sample: Sample
+    known: Mapping[str, Known]
+    """Give this to the next call."""
+    cut: tuple[str, ...]
+    """Figures that are not taken as they are, each as "POD: what, and what is taken instead"."""
+
+
+def believe(
+    time: datetime,
+    known: Mapping[str, Known],
+    pages: Mapping[str, PodMetrics],
+    *,
+    unanswered: int = 0,
+    gpus: Mapping[str, str] | None = None,
+) -> Judged:
+    """Judge the pages that one revision's pods gave at `time`; `gpus` names each pod's GPU, as far as it is known.
+
+    Of three believed pods or more, the one with the most waiting requests (or preemptions) counts as the one with the
+    second most: pressure on memory is seen by two, or it is not the revision's. Load may well be uneven, so the most
+    running requests count up to ten times the second most (and no page has more of them than blocks in use). Use needs
+    no such bound: it is a share, and capacity, its weight, is checked.
+    """
+    flows = {pod: _flows(known.get(pod), page, time) for pod, page in pages.items()}
+    now = {pod: _remember(known.get(pod), page, flows[pod], time) for pod, page in pages.items()}
+    doubts = {pod: _doubt(now[pod], flows[pod], time) or _odd_capacity(pod, pages, gpus or {}) for pod in pages}
+    doubted = tuple(f"{pod}: {why}" for pod, why in sorted(doubts.items()) if why)
+    believed = sorted(pod for pod, why in doubts.items() if not why and not now[pod].odd)
+    kept = {pod: old for pod, old in known.items() if (time - old.time).total_seconds() <= LONGEST_GAP_SECONDS}
+    sample, cut = _together(time, [(pod, pages[pod], flows[pod]) for pod in believed])
+    left_out = len(pages) - len(believed) - len(doubted)
+    return Judged(replace(sample, doubted=doubted, unanswered=unanswered + left_out), {**kept, **now}, cut)
+
+
+def _flows(known: Known | None, page: PodMetrics, time: datetime) -> Flows:
+    if known is None:
+        return Flows()
+    return increments(known.page, page, (time - known.time).total_seconds(), time.timestamp())
+
+
+def _remember(known: Known | None, page: PodMetrics, flows: Flows, time: datetime) -> Known:
+    if known is None:
+        known = Known(time, page)
+    odd: dict[str, Streak] = {}
+    for name in _contradictions(known.page, page, flows):
+        streak = known.odd.get(name)
+        odd[name] = Streak(time) if streak is None else Streak(streak.since, streak.pages + 1)
+    return Known(time, page, odd, _standstill(known, page, flows, time))
+
+
+def _contradictions(before: PodMetrics, page: PodMetrics, flows: Flows) -> list[str]:
+    tokens = flows.prompt_tokens + flows.generation_tokens
+    found = []
+    if page.running == 0 and page.usage > _HELD:
+        found.append("held")
+    if page.running == 0 and page.waiting > 0 and flows.seconds > 0 and tokens == 0:
+        found.append("waiting")
+    if page.running > _room(page):
+        found.append("crowded")
+    free = (1 - before.usage) * page.capacity_tokens
+    if flows.preemptions > 0 and max(before.usage, page.usage) < _FAR_FROM_FULL and tokens < free / 2:
+        found.append("preempted")
+    return found
+
+
+def _room(page: PodMetrics) -> float:
+    """The most requests that can run in the blocks in use, give or take one."""
+    return page.usage * page.blocks + 1 if page.blocks else page.running
+
+
+def _standstill(known: Known, page: PodMetrics, flows: Flows, time: datetime) -> Standstill:
+    last = known.still
+    if last is None or known.page.usage != page.usage:
+        return Standstill(Streak(time), page.running, page.running)
+    return Standstill(
+        Streak(last.streak.since, last.streak.pages + 1),
+        min(last.fewest, page.running),
+        max(last.most, page.running),
+        last.tokens + flows.prompt_tokens + flows.generation_tokens,
+    )
+
+
+def _doubt(now: Known, flows: Flows, time: datetime) -> str | None:
+    """Why the pod is not believed, or None."""
+    page = now.page
+    for name, most in _MOST_A_SECOND.items():
+        rate = getattr(flows, name) / flows.seconds if flows.seconds else 0.0
+        if rate > most:
+            return f"{name.replace('_', ' ')}: {rate:.3g} a second, and no engine does more than {most:.0e}"
+    words = {
+        "held": f"use is {page.usage:.0%} while nothing runs",
+        "waiting": f"{page.waiting:.0f} requests wait while nothing runs and no token flows",
+        "crowded": f"{page.running:.0f} requests run in {page.usage * page.blocks:.0f} blocks",
+        "preempted": f"requests are preempted while use is {page.usage:.0%} and too few tokens flow to fill the rest",
+    }
+    for name, streak in now.odd.items():
+        if streak.lasts(time):
+            return f"{words[name]}, for {(time - streak.since).total_seconds():.0f} s"
+    still = now.still
+    if still is not None and _stuck(page, still, time):
+        return (
+            f"use stands at exactly {page.usage:.4f} while between {still.fewest:.0f} and {still.most:.0f} requests "
+            f"run and {still.tokens:.0f} tokens flow, for {(time - still.streak.since).total_seconds():.0f} s"
+        )
+    return None
+
+
+def _stuck(page: PodMetrics, still: Standstill, time: datetime) -> bool:
+    return (
+        page.blocks >= _FEW_BLOCKS
+        and 0.01 < page.usage < 0.99
+        and still.most > 2 * still.fewest + 2
+        and still.tokens > page.capacity_tokens
+        and still.streak.lasts(time)
+    )
+
+
+def _odd_capacity(pod: str, pages: Mapping[str, PodMetrics], gpus: Mapping[str, str]) -> str | None:
+    mine = pages[pod].capacity_tokens
+    others = [p.capacity_tokens for name, p in pages.items() if name != pod and gpus.get(name) == gpus.get(pod)]
+    if not mine or len([c for c in others if c]) < ENOUGH_TO_COMPARE - 1:
+        return None
+    usual = median(c for c in others if c)
+    if usual / 2 <= mine <= usual * 2:
+        return None
+    return f"capacity is {mine} tokens while the other pods' median is {usual:.0f}"
+
+
+def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> tuple[Sample, tuple[str, ...]]:
+    """The believed pods' sums."""
+    if not pods:
+        return Sample(_whole(time), 0, 0.0, 0.0, 0.0, 0, ""), ()
+    names = [name for name, _, _ in pods]
+    pages = [page for _, page, _ in pods]
+    weights = [page.capacity_tokens or 1 for page in pages]
+    flows = sum((flow for _, _, flow in pods), Flows())
+    waiting, cut_waiting = _cut("waiting", names, [page.waiting for page in pages])
+    running, cut_running = _cut("running", names, [page.running for page in pages], times=10, more=64)
+    preemptions, cut_preemptions = _cut("preempted", names, [flow.preemptions for _, _, flow in pods])
+    sample = Sample(
+        time=_whole(time),
+        pods=len(pods),
+        usage=sum(page.usage * weight for page, weight in zip(pages, weights, strict=True)) / sum(weights),
+        running=running,
+        waiting=waiting,
+        capacity_tokens=sum(page.capacity_tokens for page in pages),
+        observed_dtype=Counter(page.dtype for page in pages).most_common(1)[0][0],
+        flows=replace(flows, preemptions=preemptions),
+    )
+    return sample, (*cut_waiting, *cut_running, *cut_preemptions)
+
+
+def _whole(time: datetime) -> datetime:
+    """Decisions count in whole seconds: a sample must not be later than the pass that it led to."""
+    return time.replace(microsecond=0)
+
+
+def _cut(
+    what: str, names: Sequence[str], values: Sequence[float], *, times: float = 1, more: float = 0
+) -> tuple[float, list[str]]:
+    """The sum of `values`, the highest counted as at most `times` the second highest plus `more`, and a word about it.
+
+    For three pods and no allowance, that is the median in place of the highest.
+    """
+    total = sum(values)
+    if len(values) < ENOUGH_TO_COMPARE:
+        return total, []
+    second, highest = sorted(values)[-2:]
+    taken = min(highest, times * second + more)
+    if taken == highest or highest <= 2 * second + 10:
+        return total - highest + taken, []
+    who = names[values.index(highest)]
+    said = f"{who}: {what} {highest:.0f}, counted as {taken:.0f}: no other pod has more than {second:.0f}"
+    return total - highest + taken, [said]

@@ -1,0 +1,59 @@
+"""A Prometheus histogram as counts per bucket: what a window of latencies or lengths is kept as."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Observations by bucket: `counts[i]` lie in (bounds[i-1], bounds[i]], the last count lies above every bound.
+
+    `bounds` are finite and rise; `counts` has one item more; `total` is the sum of the observed values.
+    """
+
+    bounds: tuple[float, ...] = ()
+    counts: tuple[float, ...] = (0.0,)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.counts) != len(self.bounds) + 1:
+            raise ValueError(f"counts: {len(self.counts)}; give one more than the {len(self.bounds)} bounds")
+
+    @property
+    def count(self) -> float:
+        """How many were observed."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        """Their mean, or 0 for none."""
+        return self.total / self.count if self.count > 0 else 0.0
+
+    def __add__(self, other: Histogram) -> Histogram:
+        """Both together; an empty one takes the other's buckets. ValueError where two full ones differ in buckets."""
+        if self.bounds == other.bounds:
+            counts = tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
+            return Histogram(self.bounds, counts, self.total + other.total)
+        if self.count == 0:
+            return other
+        if other.count == 0:
+            return self
+        raise ValueError(f"bounds: {other.bounds}; only histograms of the same buckets add up ({self.bounds})")
+
+    def quantile(self, q: float) -> float:
+        """The value below which a share `q` lies, interpolated within its bucket as PromQL's histogram_quantile does.
+
+        The lowest bucket is taken to start at 0 and the open one to hold its lower bound. NaN for no observation.
+        """
+        if self.count <= 0:
+            return float("nan")
+        rank = q * self.count
+        for i, reached in enumerate(accumulate(self.counts)):
+            if reached >= rank and self.counts[i] > 0:
+                if i == len(self.bounds):
+                    return self.bounds[-1] if self.bounds else float("nan")
+                low = self.bounds[i - 1] if i else 0.0
+                return low + (self.bounds[i] - low) * (rank - (reached - self.counts[i])) / self.counts[i]
+        return self.bounds[-1] if self.bounds else float("nan")

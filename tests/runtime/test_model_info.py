@@ -1,0 +1,77 @@
+"""What the operator learns of a model: from config.json through kvpilot-serve's environment to a gauge."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import REGISTRY, generate_latest
+
+from kvpilot_demo.models import tiny_gemma3, tiny_llama
+from kvpilot_runtime import model_info, serve
+from kvpilot_runtime.modelconfig import read_config
+
+LLAMA = 'kvpilot_model_info{head_dim="64",kv_heads="2",layers="2",mla="false",window_layers="0"} 1.0'
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process's own registry, as it was before."""
+    monkeypatch.delenv(model_info.VARIABLE, raising=False)
+    yield
+    gauge = REGISTRY._names_to_collectors.get(model_info.NAME)
+    if gauge is not None:
+        REGISTRY.unregister(gauge)
+
+
+def lines() -> list[str]:
+    return [line for line in generate_latest(REGISTRY).decode().splitlines() if line.startswith(model_info.NAME)]
+
+
+def test_a_config_becomes_one_series_however_often_the_plugin_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(model_info.VARIABLE, model_info.encode(read_config(tiny_llama())))
+    assert model_info.publish()
+    assert not model_info.publish()
+    assert lines() == [LLAMA]
+
+
+def test_window_layers_and_latent_attention_are_told(tmp_path: Path) -> None:
+    gemma = json.loads(model_info.encode(read_config(tiny_gemma3())))
+    assert 0 < gemma["window_layers"] < gemma["layers"]
+    raw = json.loads((tiny_llama() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "kv_lora_rank": 512}))
+    assert json.loads(model_info.encode(read_config(tmp_path)))["mla"] is True
+
+
+def test_without_the_variable_nothing_is_published() -> None:
+    assert not model_info.publish()
+    assert lines() == []
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"head_dim": 64}', "7"])
+def test_a_variable_that_cannot_be_read_costs_the_gauge_and_not_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    monkeypatch.setenv(model_info.VARIABLE, text)
+    assert not model_info.publish()
+    assert lines() == []
+    assert model_info.VARIABLE in caplog.text
+
+
+def test_kvpilot_serve_tells_the_process_it_becomes_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execve", lambda _, __, environment: started.append(environment))
+    serve.main([f"--model={tiny_llama()}"])
+    [environment] = started
+    assert environment[model_info.VARIABLE] == model_info.encode(read_config(tiny_llama()))
+    assert model_info.VARIABLE not in os.environ
+
+
+def test_of_a_model_that_only_the_hub_knows_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execve", lambda _, __, environment: started.append(environment))
+    serve.main(["--model=some-team/some-model"])
+    assert model_info.VARIABLE not in started[0]

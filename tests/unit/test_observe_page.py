@@ -1,0 +1,183 @@
+"""vLLM's page of metrics, sound and otherwise. The pages in data/ are a real engine's, cut down to what matters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvpilot_operator.errors import ScrapeError
+from kvpilot_operator.observe.page import MOST_REQUESTS, parse_page
+from kvpilot_operator.state.snapshot import ModelFacts
+
+REAL = (Path(__file__).parent / "data" / "vllm-0.32.0-later.txt").read_text()
+
+PAGE = """
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.91
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 7.0
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 3.0
+# TYPE vllm:num_preemptions counter
+vllm:num_preemptions_total{engine="0",model_name="m"} 12.0
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="128",cache_dtype="k4v4",num_gpu_blocks="80",kv_cache_size_tokens="10240"} 1.0
+"""
+TTFT = """
+vllm:time_to_first_token_seconds_bucket{engine="0",le="0.1"} 3.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="1.0"} 5.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf"} 6.0
+vllm:time_to_first_token_seconds_sum{engine="0"} 4.5
+"""
+
+
+def test_a_real_page_is_read_whole() -> None:
+    page = parse_page(REAL)
+    assert (page.usage_name, page.itl_name) == ("vllm:kv_cache_usage_perc", "vllm:inter_token_latency_seconds")
+    assert (page.running, page.waiting) == (8, 0)
+    assert page.usage == pytest.approx(16 / 59)
+    assert (page.capacity_tokens, page.blocks, page.dtype) == (7680, 60, "k4v4")
+    assert page.process_start == pytest.approx(1795258579.8)
+    assert page.model == ModelFacts(head_dim=64, kv_heads=2, layers=2, window_layers=0, mla=False)
+    totals = page.totals
+    assert (totals.prompt_tokens, totals.generation_tokens, totals.finished, totals.errors) == (2404, 5902, 17, 0)
+    assert totals.ttft.count == 25
+    # Every token but a request's first has one before it.
+    assert totals.itl.count == totals.generation_tokens - totals.ttft.count
+    assert totals.prompt_lengths.total == 16 * 100 + 4
+    assert totals.generation_lengths.total == 16 * 300 + 20
+    assert 0 < totals.prefill_seconds < totals.decode_seconds
+
+
+def test_capacity_comes_from_blocks_where_tokens_are_not_given() -> None:
+    assert parse_page(PAGE.replace(',kv_cache_size_tokens="10240"', "")).capacity_tokens == 80 * 128
+
+
+def test_the_older_names_are_read_and_said() -> None:
+    old = PAGE.replace("kv_cache_usage_perc", "gpu_cache_usage_perc")
+    old += TTFT.replace("time_to_first_token", "time_per_output_token")
+    page = parse_page(old)
+    assert page.usage == 0.91
+    assert page.totals.itl.counts == (3, 2, 1)
+    assert page.older_names == ("vllm:gpu_cache_usage_perc", "vllm:time_per_output_token_seconds")
+    assert parse_page(REAL).older_names == ()
+
+
+def test_where_both_names_are_given_nothing_counts_twice() -> None:
+    both = PAGE + PAGE.replace("kv_cache_usage_perc", "gpu_cache_usage_perc").split("# TYPE vllm:num_requests_r")[0]
+    both += TTFT.replace("time_to_first_token", "time_per_output_token")
+    both += TTFT.replace("time_to_first_token", "inter_token_latency")
+    page = parse_page(both)
+    assert page.totals.itl.count == 6
+    assert page.itl_name == "vllm:inter_token_latency_seconds"
+    assert page.usage_name == "vllm:kv_cache_usage_perc"
+
+
+def test_only_requests_that_wait_for_room_are_evidence_of_too_little_of_it() -> None:
+    reasons = 'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 1.0\n'
+    reasons += 'vllm:num_requests_waiting_by_reason{engine="0",reason="deferred"} 2.0\n'
+    assert parse_page(PAGE + reasons).waiting == 1
+    assert parse_page(PAGE).waiting == 3
+
+
+def test_ranks_of_data_parallelism_are_one_pod() -> None:
+    second = (
+        PAGE.replace('engine="0"', 'engine="1"')
+        .replace("0.91", "0.11")
+        .replace("num_gpu_blocks", 'r="1",num_gpu_blocks')
+    )
+    page = parse_page(PAGE + TTFT + second + TTFT.replace('engine="0"', 'engine="1"'))
+    assert page.usage == pytest.approx(0.51)
+    assert (page.running, page.waiting, page.totals.preemptions) == (14, 6, 24)
+    assert (page.capacity_tokens, page.blocks) == (20480, 160)
+    assert page.totals.ttft.counts == (6, 4, 2)
+    assert page.totals.ttft.total == 9
+
+
+def test_an_error_of_the_engine_fails_a_request_and_a_client_that_left_does_not() -> None:
+    ended = "".join(
+        f'vllm:request_success_total{{engine="0",finished_reason="{reason}"}} {n}\n'
+        for reason, n in {"stop": 5, "length": 4, "abort": 3, "error": 2}.items()
+    )
+    ended += 'http_requests_total{handler="/v1/completions",method="POST",status="5xx"} 6\n'
+    ended += 'http_requests_total{handler="/v1/completions",method="POST",status="4xx"} 7\n'
+    ended += 'http_requests_total{handler="/tokenize",method="POST",status="5xx"} 8\n'
+    totals = parse_page(PAGE + ended).totals
+    assert (totals.finished, totals.errors, totals.server_errors) == (14, 2, 6)
+
+
+def test_what_a_page_does_not_have_is_empty_and_no_error() -> None:
+    page = parse_page('vllm:kv_cache_usage_perc{engine="0"} 0.5\n')
+    assert (page.running, page.capacity_tokens, page.dtype, page.process_start, page.model) == (0, 0, "", None, None)
+    assert page.totals.ttft.count == 0
+
+
+def test_a_model_that_is_not_told_in_numbers_is_not_known() -> None:
+    line = 'kvpilot_model_info{head_dim="64",kv_heads="many",layers="2",mla="false",window_layers="0"} 1.0\n'
+    assert parse_page(PAGE + line).model is None
+
+
+@pytest.mark.parametrize(
+    ("page", "word"),
+    [
+        ("", "is this a vLLM server"),
+        ("<html>404</html>", "is this a vLLM server"),
+        (PAGE.replace(" 7.0", ""), "not Prometheus text"),
+        (PAGE.replace(" 7.0", " seven"), "not Prometheus text"),
+        (PAGE.replace("0.91", "NaN"), "share"),
+        (PAGE.replace("0.91", "91"), "share"),
+        (PAGE.replace("0.91", "-0.1"), "share"),
+        (PAGE.replace(" 7.0", " -7.0"), "negative"),
+        (PAGE.replace(" 3.0", " +Inf"), "not a number"),
+        (PAGE.replace(" 12.0", " NaN"), "not a number"),
+        (PAGE.replace(" 3.0", f" {MOST_REQUESTS + 1}"), "impossible"),
+        (PAGE + TTFT.replace(" 5.0", " 2.0"), "the bound before it"),
+        (PAGE + TTFT.replace(" 5.0", " -5.0"), "negative"),
+        (PAGE + TTFT.replace('le="+Inf"', 'le="2.0"'), r"\+Inf"),
+        (PAGE + TTFT.replace('le="0.1"', 'le="low"'), "le"),
+        (PAGE + TTFT.replace('le="0.1"', 'le="1"'), "twice"),
+        (PAGE + TTFT.replace('le="0.1"', 'le="NaN"'), "le"),
+        (PAGE + TTFT.replace(" 4.5", " NaN"), "_sum"),
+    ],
+)
+def test_a_page_that_cannot_be_true_is_refused(page: str, word: str) -> None:
+    with pytest.raises(ScrapeError, match=word):
+        parse_page(page)
+
+
+@given(st.text(max_size=200), st.sampled_from(["vllm:kv_cache_usage_perc", "vllm:num_requests_running{", ""]))
+def test_any_text_is_read_or_refused(text: str, start: str) -> None:
+    try:
+        parse_page(start + text)
+    except ScrapeError:
+        return
+
+
+@given(
+    usage=st.floats(0, 1),
+    waiting=st.integers(0, 10_000),
+    generated=st.integers(0, 10**12),
+    latencies=st.lists(st.floats(0, 20), max_size=30),
+    name=st.text(max_size=20),
+)
+def test_what_prometheus_writes_is_what_is_read(
+    usage: float, waiting: int, generated: int, latencies: list[float], name: str
+) -> None:
+    registry = CollectorRegistry()
+    labels = {"model_name": name, "engine": "0"}
+    Gauge("vllm:kv_cache_usage_perc", "", labels, registry=registry).labels(**labels).set(usage)
+    Gauge("vllm:num_requests_waiting", "", labels, registry=registry).labels(**labels).set(waiting)
+    Counter("vllm:generation_tokens", "", labels, registry=registry).labels(**labels).inc(generated)
+    itl = Histogram("vllm:inter_token_latency_seconds", "", labels, registry=registry, buckets=(0.1, 1, 10))
+    for latency in latencies:
+        itl.labels(**labels).observe(latency)
+    page = parse_page(generate_latest(registry).decode())
+    assert (page.usage, page.waiting, page.totals.generation_tokens) == (usage, waiting, generated)
+    assert page.totals.itl.count == len(latencies)
+    assert page.totals.itl.total == pytest.approx(sum(latencies))
+    for i, (low, high) in enumerate([(-1, 0.1), (0.1, 1), (1, 10), (10, 99)] if latencies else []):
+        assert page.totals.itl.counts[i] == sum(low < latency <= high for latency in latencies)

@@ -1,0 +1,175 @@
+"""What is kept of scrapes: as far back as the spec looks, evenly, within bounds, and nothing that happened is lost."""
+
+from __future__ import annotations
+
+import gc
+import random
+import tracemalloc
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpilot_operator.observe.page import PodMetrics, Totals
+from kvpilot_operator.observe.windows import Need, Windows, need
+from kvpilot_operator.state.histogram import Histogram
+from kvpilot_operator.state.snapshot import ModelFacts, Sample
+from support.services import KEY, manifest, spec_of
+
+T0 = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+PAGE = PodMetrics(0.5, "vllm:kv_cache_usage_perc", 8, 2, 16_000, 1000, "auto", process_start=0.0)
+LLAMA = ModelFacts(head_dim=128, kv_heads=8, layers=32, window_layers=0, mla=False)
+
+
+def at(seconds: float) -> datetime:
+    return T0 + timedelta(seconds=seconds)
+
+
+def page(i: int, **changes: float) -> PodMetrics:
+    """The `i`-th page: every scrape brings ten requests, each with a first token after half a second."""
+    first = Histogram((0.1, 1.0), (0, 10 * i, 0), 5.0 * i)
+    counted = replace(PAGE, totals=Totals(prompt_tokens=1000 * i, finished=10 * i, ttft=first))
+    return replace(counted, **changes)  # type: ignore[arg-type]
+
+
+def scraped(count: int, seconds: float, look_back: Need) -> tuple[Sample, ...]:
+    windows = Windows()
+    windows.keep(KEY, look_back)
+    for i in range(count):
+        windows.add(KEY, "r1", at(seconds * i), {"a": page(i)})
+    return windows.of(KEY)["r1"]
+
+
+def test_a_service_looks_back_as_far_as_its_spec_says() -> None:
+    by_default = need(spec_of(manifest()))
+    assert (by_default.near, by_default.far) == (600, 3600)
+    assert by_default.cell == 300 / 24
+    patient = need(spec_of(manifest(kvCache={"pressure": {"sustainedSeconds": 86_400}})))
+    assert (patient.near, patient.far, patient.cell) == (86_400, 86_400, 45)
+    slow = manifest(
+        canary={"steps": [{"weightPercent": 5, "holdSeconds": 7200}, {"weightPercent": 50, "holdSeconds": 0}]}
+    )
+    assert need(spec_of(slow)).far >= 7200
+
+
+@pytest.mark.parametrize("sustained", [5, 60, 300, 3600, 20_000])
+def test_the_window_of_pressure_is_kept_evenly_and_without_gaps(sustained: int) -> None:
+    look_back = need(spec_of(manifest(kvCache={"pressure": {"sustainedSeconds": sustained}})))
+    series = scraped(2 * sustained // 5 + 40, 5, look_back)
+    window = [s for s in series if s.time >= series[-1].time - timedelta(seconds=sustained)]
+    assert (window[-1].time - window[0].time).total_seconds() >= 0.9 * sustained - 5
+    steps = [(b.time - a.time).total_seconds() for a, b in pairwise(window)]
+    assert max(steps) < 60
+    assert len(window) >= min(24, sustained // 5)
+
+
+def test_what_is_older_than_the_longest_window_is_dropped() -> None:
+    series = scraped(2000, 5, Need(near=300, far=900, cell=12.5))
+    assert 900 - 60 <= (series[-1].time - series[0].time).total_seconds() <= 900
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    near=st.floats(5, 5000),
+    times=st.floats(1, 20),
+    cells=st.integers(4, 100),
+    every=st.floats(0.5, 60),
+    count=st.integers(1, 400),
+)
+def test_flows_are_merged_and_never_lost(near: float, times: float, cells: int, every: float, count: int) -> None:
+    look_back = Need(near, near * times, near / cells)
+    series = scraped(count, every, look_back)
+    assert len(series) <= cells + 24 + 4
+    assert [s.time for s in series] == sorted(s.time for s in series)
+    if count * every < look_back.far:
+        assert sum(s.flows.finished for s in series) == 10 * (count - 1)
+        assert sum(s.flows.ttft.count for s in series) == 10 * (count - 1)
+        assert sum(s.flows.seconds for s in series) == pytest.approx(every * (count - 1))
+
+
+def test_gauges_of_merged_scrapes_are_averaged() -> None:
+    windows = Windows()
+    windows.keep(KEY, Need(near=600, far=600, cell=60))
+    for i, usage in enumerate((0.2, 0.4, 0.9)):
+        windows.add(KEY, "r1", at(i * 5), {"a": page(i, usage=usage, waiting=3 * i)})
+    [sample] = windows.of(KEY)["r1"]
+    assert sample.usage == pytest.approx(0.5)
+    assert sample.waiting == pytest.approx(3)
+    assert sample.time == at(10)
+    assert sample.flows.prompt_tokens == 2000
+
+
+def test_a_scrape_in_which_nobody_is_believed_does_not_water_down_the_others() -> None:
+    windows = Windows()
+    windows.keep(KEY, Need(near=600, far=600, cell=300))
+    for i in range(12):
+        windows.add(KEY, "r1", at(i * 5), {"a": page(i, running=0, usage=0.9) if i > 3 else page(i)})
+    [sample] = windows.of(KEY)["r1"]
+    assert (sample.pods, sample.usage, sample.running) == (1, 0.5, 8)
+    assert "while nothing runs" in sample.doubted[0]
+
+
+def test_a_pod_that_is_believed_again_counts_from_then_on() -> None:
+    windows = Windows()
+    windows.keep(KEY, Need(near=600, far=600, cell=300))
+    for i in range(12):
+        windows.add(KEY, "r1", at(i * 5), {"a": page(i, running=0, usage=0.9) if i < 11 else page(i)})
+    [sample] = windows.of(KEY)["r1"]
+    assert (sample.pods, sample.usage, sample.running, sample.time) == (1, 0.5, 8, at(55))
+
+
+def test_a_liar_is_told_of_even_where_nobody_else_answers() -> None:
+    windows = Windows()
+    for i in range(12):
+        windows.add(KEY, "r1", at(i * 5), {"a": page(i, running=0, usage=0.9)})
+    last = windows.of(KEY)["r1"][-1]
+    assert (last.pods, len(last.doubted)) == (0, 1)
+
+
+def test_revisions_are_kept_apart_and_forgotten_with_their_deployments() -> None:
+    windows = Windows()
+    for revision in ("r1", "r2"):
+        windows.add(KEY, revision, at(0), {"a": PAGE})
+    windows.keep_only(KEY, {"r2"})
+    assert set(windows.of(KEY)) == {"r2"}
+    windows.forget(KEY)
+    assert windows.of(KEY) == {}
+
+
+def test_the_model_is_what_most_pods_say() -> None:
+    windows = Windows()
+    assert windows.model(KEY) is None
+    liar = replace(PAGE, model=replace(LLAMA, head_dim=7))
+    honest = replace(PAGE, model=LLAMA)
+    windows.add(KEY, "r1", at(0), {"a": liar, "b": honest, "c": honest, "d": PAGE})
+    assert windows.model(KEY) == LLAMA
+
+
+def test_a_busy_service_with_the_default_spec_takes_less_than_180_kib() -> None:
+    """2,000 of them are to fit in 512 MiB, with the operator itself."""
+    rng = random.Random(0)
+    bounds = tuple(float(i) for i in range(22))
+    tokens, requests = [0] * 23, [0] * 23
+    windows = Windows()
+    windows.keep(KEY, need(spec_of(manifest())))
+
+    def scrape(i: int) -> None:
+        for _ in range(50):  # ten requests a second, and 200 tokens each
+            tokens[min(22, int(rng.expovariate(0.3)))] += 200
+            requests[min(22, int(rng.expovariate(0.1)))] += 1
+        itl, ttft = (Histogram(bounds, tuple(counts), rng.random() + i) for counts in (tokens, requests))
+        lengths = Histogram(bounds[:17], tuple(requests[:18]), 1000 * i)
+        totals = Totals(5 * i, 900 * i, 9000 * i, 50 * i, 0, 0, 0.3 * i, 0.7 * i, ttft, itl, lengths, lengths)
+        windows.add(KEY, "r1", at(5 * i), {"a": replace(PAGE, usage=rng.random(), totals=totals)})
+
+    tracemalloc.start()
+    for i in range(760):
+        scrape(i)
+    gc.collect()
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(windows.of(KEY)["r1"]) > 50
+    assert used < 180 * 1024
