@@ -107,7 +107,7 @@ def samples(
 ) -> tuple[Sample, ...]:
     """Steady scrapes every five seconds that end now."""
     return tuple(
-        Sample(NOW - timedelta(seconds=back), 1, usage, running, waiting, 0.0, capacity, dtype)
+        Sample(NOW - timedelta(seconds=back), 1, usage, running, waiting, capacity, dtype)
         for back in range(seconds, -1, -5)
     )
 

@@ -1,4 +1,4 @@
-"""The spec's dataclasses hold every field of the CRD, and fields that nothing acts on yet are named."""
+"""The spec's dataclasses hold every field of the CRD."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import dataclasses
 import re
 from typing import Any, get_args, get_type_hints
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.api import NOT_YET_ACTED_ON, Spec, apply_defaults, parse, unacted_fields
+from kvpilot_operator.api import Spec, apply_defaults, parse
 from kvpilot_operator.api.schema import root_schema
 from kvpilot_operator.api.spec import EnvVar, KeyRef, Resources, Scaling, Toleration
 from support.bad_manifests import GOOD
@@ -81,29 +80,3 @@ def test_replicas_are_clamped_to_the_bounds_of_scaling(replicas: int, low: int, 
     kept = Scaling("Operator", low, high, 0).clamp(replicas)
     assert low <= kept <= high
     assert kept == replicas or kept in (low, high)
-
-
-def test_defaults_leave_nothing_to_report_as_not_acted_on() -> None:
-    assert unacted_fields(GOOD) == ()
-    assert unacted_fields(service()) == ()
-
-
-def test_a_field_that_nothing_acts_on_yet_is_reported_with_what_happens_instead() -> None:
-    (found,) = unacted_fields(service(canary={"steps": [{"weightPercent": 5}]}))
-    assert found.field == "spec.canary.steps"
-    assert "not acted on yet" in found.message
-    assert "one switch" in found.message
-
-
-def test_a_value_that_works_already_is_not_reported() -> None:
-    assert unacted_fields(service(canary={"capacityPolicy": "Surge"})) == ()
-    (found,) = unacted_fields(service(canary={"capacityPolicy": "ReplaceOne"}))
-    assert found.value == "ReplaceOne"
-
-
-@pytest.mark.parametrize("entry", NOT_YET_ACTED_ON, ids=lambda entry: entry.path)
-def test_every_path_on_the_list_is_a_field_of_the_crd_with_a_default(entry: Any) -> None:
-    here = root_schema()["properties"]["spec"]
-    for name in entry.path.split("."):
-        here = here["properties"][name]
-    assert "default" in here

@@ -1,40 +1,103 @@
-"""Which dtypes the hardware rules out, and what the nodes say of it."""
+"""Which dtypes the hardware, the model or a missing calibration rule out, and what the nodes say of it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from kvpilot_operator.decide.ladder import veto
+from kvpilot_operator.decide.capacity import gain
+from kvpilot_operator.decide.ladder import rungs
+from kvpilot_operator.decide.veto import hardware_veto, veto
 from kvpilot_operator.observe.views import node_facts
-from kvpilot_operator.state.snapshot import NodeFacts
+from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
+from support.services import NOW, manifest, spec_of
 
 AMPERE = NodeFacts("NVIDIA-A100-SXM4-80GB", (8, 0))
 HOPPER = NodeFacts("NVIDIA-H200", (9, 0))
 VOLTA = NodeFacts("Tesla-V100", (7, 0))
+LLAMA = ModelFacts(head_dim=128, kv_heads=8, layers=32, window_layers=0, mla=False)
+SPEC = spec_of(manifest(kvCache={"ladder": ["fp8", "k8v4", "k4v4", "k2v2"]}))
 
 
 def node(labels=None, allocatable=None):
     return {"metadata": {"name": "n", "labels": labels or {}}, "status": {"allocatable": allocatable or {"cpu": "2"}}}
 
 
+def reason(dtype, spec=SPEC, hardware=HOPPER, model=LLAMA):
+    found = veto(dtype, spec, hardware, model)
+    return None if found is None else found.reason
+
+
 def test_fp8_needs_compute_capability_8_9():
-    assert "8.0" in (veto("fp8", AMPERE) or "")
-    assert veto("fp8", HOPPER) is None
+    assert "8.0" in (hardware_veto("fp8", AMPERE) or "")
+    assert hardware_veto("fp8", HOPPER) is None
 
 
 @pytest.mark.parametrize("dtype", ["int4_per_token_head", "int8_per_token_head", "nvfp4", "turboquant_4bit_nc"])
 def test_what_vllms_cpu_backend_only_pretends_to_do_is_ruled_out_there(dtype):
-    assert "garbage" in (veto(dtype, NodeFacts()) or "")
-    assert veto(dtype, HOPPER) is None
+    assert "garbage" in (hardware_veto(dtype, NodeFacts()) or "")
+    assert hardware_veto(dtype, HOPPER) is None
 
 
 @pytest.mark.parametrize("node", [NodeFacts(), HOPPER, AMPERE])
 def test_our_formats_are_for_cpus_and_for_gpus_from_ampere_on(node):
-    assert veto("k4v4", node) is None
+    assert hardware_veto("k4v4", node) is None
 
 
 def test_our_formats_are_not_tried_on_a_gpu_without_their_instructions():
-    assert "needs compute capability 8.0 or newer; Tesla-V100 has 7.0" in (veto("k4v4", VOLTA) or "")
+    assert "needs compute capability 8.0 or newer; Tesla-V100 has 7.0" in (hardware_veto("k4v4", VOLTA) or "")
+
+
+def test_facts_that_are_not_known_rule_nothing_out():
+    assert reason("fp8", hardware=NodeFacts("unlabelled-gpu"), model=None) is None
+    assert reason("k4v4", hardware=NodeFacts("unlabelled-gpu"), model=None) is None
+
+
+def test_latent_attention_rules_our_formats_out():
+    mla = replace(LLAMA, mla=True)
+    assert reason("k4v4", model=mla) == "ModelUnsupported"
+    assert reason("fp8", model=mla) is None
+
+
+def test_a_head_dimension_that_our_formats_do_not_have_rules_them_out():
+    assert reason("k4v4", model=replace(LLAMA, head_dim=80)) == "ModelUnsupported"
+    assert reason("fp8", model=replace(LLAMA, head_dim=80)) is None
+
+
+def test_a_format_for_calibrated_models_needs_a_calibration():
+    assert reason("k2v2") == "NotCalibrated"
+    by_name = spec_of(manifest(engine={"image": "i", "env": [{"name": "KVPILOT_CALIBRATION", "value": "/models/c"}]}))
+    by_option = spec_of(manifest(engine={"image": "i", "extraArgs": ["--calibration=/models/c"]}))
+    assert reason("k2v2", by_name) is None
+    assert reason("k2v2", by_option) is None
+
+
+def test_sliding_window_layers_that_stay_in_16_bits_can_leave_too_little_to_gain():
+    mostly = replace(LLAMA, layers=60, window_layers=50)
+    found = veto("fp8", SPEC, HOPPER, mostly)
+    assert found is not None
+    assert found.reason == "LittleGain"
+    assert "1.09x" in found.message
+    assert "50 of 60 layers" in found.message
+    all_layers = spec_of(manifest(kvCache={"ladder": ["fp8"], "skipLayers": []}))
+    assert reason("fp8", all_layers, model=mostly) is None
+
+
+def test_the_gain_is_that_of_the_layers_that_shrink():
+    half = replace(LLAMA, window_layers=16)
+    assert gain("auto", "fp8") == 2.0
+    assert gain("auto", "fp8", half, ("sliding_window",)) == pytest.approx(1 / (0.5 + 0.25))
+    assert gain("auto", "fp8", LLAMA, ("0", "31", "32")) == pytest.approx(32 / (2 + 15))
+    assert gain("fp8", "auto", half, ("sliding_window",)) == pytest.approx(0.75)
+
+
+def test_at_head_dim_256_fp8_comes_after_our_formats():
+    wide = replace(LLAMA, head_dim=256)
+    found = {rung.dtype: rung.outcome for rung in rungs(SPEC, HOPPER, wide, (), NOW)}
+    assert found == {"auto": None, "fp8": "Vetoed", "k8v4": None, "k4v4": None, "k2v2": "Vetoed"}
+    alone = spec_of(manifest(kvCache={"ladder": ["fp8"]}))
+    assert [rung.outcome for rung in rungs(alone, HOPPER, wide, (), NOW)] == [None, None]
 
 
 def test_a_node_without_a_gpu_is_a_cpu_node():
@@ -51,4 +114,5 @@ def test_product_and_compute_capability_come_from_the_labels():
         "nvidia.com/gpu.compute.major": "9",
         "nvidia.com/gpu.compute.minor": "0",
     }
-    assert node_facts([node(), node(labels, {"nvidia.com/gpu": "8"})]) == HOPPER
+    facts = node_facts([node(), node(labels, {"nvidia.com/gpu": "8"})])
+    assert (facts.gpu, facts.compute_capability) == ("NVIDIA-H200", (9, 0))

@@ -114,7 +114,7 @@ def test_recommend_mode_names_the_dtype_and_changes_nothing():
 
 
 def test_no_second_change_comes_inside_the_dwell():
-    cluster = ModelCluster(manifest(**AUTO), demand=5000)
+    cluster = ModelCluster(manifest(**AUTO, scaling={"mode": "External"}), demand=5000)
     cluster.settle()
     cluster.demand = 10_000
     changed = parse_status(cluster.status).kv_cache.changed_time
@@ -128,6 +128,18 @@ def test_no_second_change_comes_inside_the_dwell():
 def test_a_paused_rollout_starts_no_canary():
     cluster = ModelCluster(manifest(**AUTO, rollout={"paused": True}), demand=9000)
     assert cluster.settle().last_canary is None
+
+
+def test_a_paused_rollout_says_what_waits_for_it():
+    cluster = ModelCluster(fixed("auto"))
+    cluster.settle()
+    cluster.edit(manifest(kvCache={"mode": "Fixed", "dtype": "k4v4"}, rollout={"paused": True}))
+    status = cluster.settle()
+    assert status.last_canary is None
+    progressing = status.condition("Progressing")
+    assert progressing is not None
+    assert progressing.reason == "RolloutPaused"
+    assert "k4v4" in progressing.message
 
 
 def test_no_canary_starts_while_the_probe_sets_cannot_be_used():

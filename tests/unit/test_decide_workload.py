@@ -1,20 +1,38 @@
-"""When is a service memory-bound?"""
+"""What binds a service, told from its metrics: and what must not be mistaken for it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_operator.api.spec import Pressure
-from kvpilot_operator.decide.workload import STALE_SECONDS, classify
+from kvpilot_operator.decide.window import STALE_SECONDS
+from kvpilot_operator.decide.workload import classify
+from kvpilot_operator.state.histogram import Histogram
+from kvpilot_operator.state.snapshot import Flows
 from support.services import NOW, samples
 
 PRESSURE = Pressure(
     high_percent=85, low_percent=50, waiting_per_replica=1, preemptions_per_minute=1, sustained_seconds=300
 )
+CHAT = Flows(seconds=5, prompt_tokens=2000, generation_tokens=1500, finished=5, prefill_seconds=0.5, decode_seconds=60)
+# 8,000 tokens in, 50 out: every step carries a chunk of a prompt, so decode looks slow and takes most of the time.
+RAG = Flows(
+    seconds=5, prompt_tokens=160_000, generation_tokens=1000, finished=20, prefill_seconds=5, decode_seconds=250
+)
+EMBED = Flows(seconds=5, prompt_tokens=9000, generation_tokens=40, finished=20, prefill_seconds=3, decode_seconds=1)
+
+
+def series(flows=CHAT, **gauges):
+    return tuple(replace(s, flows=flows) for s in samples(**gauges))
+
+
+def kind(window, **changes):
+    return classify(window, PRESSURE, NOW, **changes).kind
 
 
 def test_a_full_cache_that_requests_wait_for_is_memory_bound():
@@ -24,21 +42,63 @@ def test_a_full_cache_that_requests_wait_for_is_memory_bound():
 
 
 def test_a_full_cache_that_nobody_waits_for_is_not_memory_bound():
-    assert classify(samples(usage=0.97, waiting=0), PRESSURE, NOW).kind == "Relaxed"
+    assert kind(series(usage=0.97, waiting=0)) == "Relaxed"
 
 
-def test_waiting_requests_beside_a_half_empty_cache_are_not_memory_bound():
-    assert classify(samples(usage=0.4, waiting=20), PRESSURE, NOW).kind == "Relaxed"
+def test_waiting_requests_beside_a_half_empty_cache_wait_for_the_batch():
+    verdict = classify(series(usage=0.4, waiting=20, running=256), PRESSURE, NOW)
+    assert verdict.kind == "ComputeBound"
+    assert "256.0 requests run on a replica" in verdict.message
+
+
+@pytest.mark.parametrize("flows", [RAG, EMBED])
+@pytest.mark.parametrize("usage", [0.4, 0.97])
+def test_requests_that_wait_for_prompts_are_prefill_bound_however_full_the_cache(flows, usage):
+    assert kind(series(flows, usage=usage, waiting=20)) == "PrefillBound"
+
+
+# Sessions of 15,000 tokens whose cached prefixes the full cache has thrown out: every turn computes its prompt again.
+AGENTS = Flows(
+    seconds=5, prompt_tokens=90_000, generation_tokens=1700, finished=7, prefill_seconds=5, decode_seconds=250
+)
+# As the simulation of an H200 shows them at their limit (kvpilot backtest, Llama-3-8B).
+CROWDED = Flows(
+    seconds=5, prompt_tokens=84_000, generation_tokens=12_000, finished=37, prefill_seconds=8, decode_seconds=1050
+)
+
+
+@pytest.mark.parametrize("flows", [AGENTS, CROWDED])
+def test_prompts_that_do_not_fill_the_steps_leave_a_full_cache_memory_bound(flows):
+    assert kind(series(flows, usage=0.97, waiting=20)) == "MemoryBound"
+
+
+def test_a_full_step_is_as_large_as_the_engine_was_told():
+    assert kind(series(AGENTS, usage=0.97, waiting=20), step_tokens=2048) == "PrefillBound"
 
 
 def test_pressure_that_has_not_lasted_is_not_acted_on():
-    assert classify(samples(usage=0.97, waiting=3, seconds=100), PRESSURE, NOW).kind == "Warming"
+    assert kind(samples(usage=0.97, waiting=3, seconds=100)) == "Warming"
+    assert kind(series(usage=0.4, waiting=30, seconds=100)) == "Warming"
+
+
+def test_a_queue_that_comes_and_goes_beside_a_roomy_cache_binds_nothing():
+    window = [replace(s, waiting=40.0 if i % 10 == 0 else 0.0) for i, s in enumerate(series(usage=0.4, waiting=0))]
+    assert kind(window) == "Relaxed"
+
+
+def test_a_queue_beside_a_cache_that_is_full_now_and_then_is_not_put_down_to_the_batch():
+    window = [replace(s, usage=0.70 if i % 5 == 0 else 0.97) for i, s in enumerate(series(usage=0.97, waiting=9))]
+    assert kind(window) == "Warming"
+
+
+def test_next_to_no_requests_is_idle():
+    assert kind(series(Flows(), usage=0.0, waiting=0, running=0.05)) == "Idle"
 
 
 def test_one_low_scrape_in_a_long_window_does_not_hide_the_pressure():
-    series = list(samples(usage=0.97, waiting=3))
-    series[-10] = replace(series[-10], usage=0.2)
-    assert classify(series, PRESSURE, NOW).kind == "MemoryBound"
+    window = list(samples(usage=0.97, waiting=3))
+    window[-10] = replace(window[-10], usage=0.2)
+    assert kind(window) == "MemoryBound"
 
 
 def test_old_metrics_move_nothing():
@@ -47,34 +107,126 @@ def test_old_metrics_move_nothing():
 
 
 def test_preemptions_alone_show_that_memory_binds():
-    series = [replace(s, preemptions=float(i)) for i, s in enumerate(samples(usage=0.97, waiting=0))]
-    assert classify(series, PRESSURE, NOW).kind == "MemoryBound"
+    assert kind(series(Flows(seconds=5.0, preemptions=1.0), usage=0.97, waiting=0)) == "MemoryBound"
 
 
-def test_a_counter_that_restarts_from_zero_is_no_burst_of_preemptions():
-    series = [replace(s, preemptions=5000.0 if i < 40 else 0.0) for i, s in enumerate(samples(usage=0.97, waiting=0))]
-    assert classify(series, PRESSURE, NOW).preemptions_per_minute == 0
+def test_preemptions_count_for_each_replica():
+    rare = Flows(seconds=40.0, preemptions=0.5)  # of 8 replicas
+    window = [replace(s, pods=8) for s in series(rare, usage=0.97, waiting=0)]
+    verdict = classify(window, PRESSURE, NOW)
+    assert verdict.preemptions_per_minute == 0.75
+    assert verdict.kind == "Relaxed"
 
 
-def test_a_pod_that_joins_with_a_history_is_no_burst_of_preemptions():
-    series = [
-        replace(s, pods=1 if i < 40 else 2, preemptions=0.0 if i < 40 else 900.0)
-        for i, s in enumerate(samples(usage=0.97, waiting=0))
-    ]
-    assert classify(series, PRESSURE, NOW).preemptions_per_minute == 0
-
-
-def test_demand_counts_waiting_requests_like_running_ones():
+def test_without_the_time_of_a_request_every_waiting_one_counts_as_demand():
     # 4 running requests hold 3,000 tokens; 4 waiting ones would hold as many again.
     assert classify(samples(usage=1.0, waiting=4, running=4), PRESSURE, NOW).demand_tokens == 6000
 
 
+def test_demand_counts_those_that_must_run_for_the_queue_to_drain_in_two_minutes():
+    # A request takes 12 s: of 100 that wait, 10 more at once drain the queue in two minutes.
+    flows = Flows(seconds=5, finished=5, generation_tokens=100, prefill_seconds=6, decode_seconds=54)
+    verdict = classify(series(flows, usage=1.0, waiting=100, running=20), PRESSURE, NOW)
+    assert verdict.demand_tokens == 4500
+
+
 def test_pressure_ends_only_below_the_low_limit_or_when_nobody_waits():
-    assert classify(samples(usage=0.7, waiting=3), PRESSURE, NOW, was_bound=True).kind == "MemoryBound"
-    assert classify(samples(usage=0.4, waiting=3), PRESSURE, NOW, was_bound=True).kind == "Relaxed"
-    assert classify(samples(usage=0.9, waiting=0), PRESSURE, NOW, was_bound=True).kind == "Relaxed"
+    assert kind(samples(usage=0.7, waiting=3), was_bound=True) == "MemoryBound"
+    assert kind(samples(usage=0.4, waiting=3), was_bound=True) != "MemoryBound"
+    assert kind(samples(usage=0.9, waiting=0), was_bound=True) == "Relaxed"
 
 
-@given(usage=st.floats(0, 0.84), waiting=st.floats(0, 1e6))
-def test_below_the_limit_nothing_is_ever_memory_bound(usage, waiting):
-    assert classify(samples(usage=usage, waiting=waiting), PRESSURE, NOW).kind == "Relaxed"
+def test_missing_scrapes_are_not_pressure_that_lasts():
+    window = [s for s in samples(usage=0.97, waiting=9) if not 20 < (NOW - s.time).total_seconds() < 290]
+    assert kind(window) == "Warming"
+
+
+def test_scrapes_that_reach_too_few_of_the_pods_say_nothing():
+    blind = [replace(s, pods=1, unanswered=2) for s in samples(usage=0.97, waiting=9)]
+    assert kind(blind) == "NoMetrics"
+    doubted = [replace(s, doubted=("chat-1: why", "chat-2: why")) for s in samples(usage=0.97, waiting=9)]
+    verdict = classify(doubted, PRESSURE, NOW)
+    assert verdict.kind == "NoMetrics"
+    assert "chat-1" in verdict.message
+
+
+def test_pods_that_do_not_answer_are_taken_to_do_as_the_others():
+    window = [
+        replace(s, pods=3, unanswered=1, capacity_tokens=9000, running=30.0) for s in series(usage=0.5, waiting=0)
+    ]
+    verdict = classify(window, PRESSURE, NOW)
+    assert (verdict.pods, verdict.capacity_tokens, verdict.demand_tokens, verdict.running) == (4, 12_000, 6000, 40.0)
+
+
+def test_calm_needs_the_whole_time_every_pod_and_no_queue():
+    quiet = series(usage=0.2, waiting=0, seconds=600)
+    assert classify(quiet, PRESSURE, NOW).calm
+    assert not classify(quiet, PRESSURE, NOW, calm_seconds=900).calm
+    assert not classify(series(usage=0.2, waiting=0.8, seconds=600), PRESSURE, NOW).calm
+    assert not classify([replace(s, unanswered=1, pods=3) for s in quiet], PRESSURE, NOW).calm
+    assert not classify([s for s in quiet if not 50 < (NOW - s.time).total_seconds() < 300], PRESSURE, NOW).calm
+    assert not classify(series(usage=0.6, waiting=0, seconds=600), PRESSURE, NOW).calm
+
+
+def test_calm_remembers_the_peak():
+    quiet = list(series(usage=0.2, waiting=0, seconds=600))
+    quiet[3] = replace(quiet[3], usage=0.45, pods=2)
+    assert classify(quiet, PRESSURE, NOW).peak_load == pytest.approx(0.9)
+
+
+def test_a_new_replica_starts_the_window_anew():
+    window = series(usage=0.97, waiting=9)
+    grown = [replace(s, pods=2) if (NOW - s.time).total_seconds() < 100 else s for s in window]
+    assert kind(grown) == "Warming"
+    shrunk = [replace(s, pods=1 if (NOW - s.time).total_seconds() < 100 else 2, waiting=9.0) for s in window]
+    assert kind(shrunk) == "MemoryBound"
+
+
+def test_what_a_replica_can_do_is_what_it_did_before_its_queue():
+    before = replace(CHAT, finished=10)
+    window = [
+        replace(s, flows=before if (NOW - s.time).total_seconds() > 300 else CHAT)
+        for s in series(usage=0.97, waiting=9, seconds=900)
+    ]
+    verdict = classify(window, PRESSURE, NOW)
+    assert (verdict.requests_per_second, verdict.best_requests_per_second) == (1.0, 2.0)
+
+
+def test_lengths_are_those_of_the_requests_that_ended():
+    ended = Histogram((100.0, 1000.0), (1.0, 3.0, 0.0), 2000.0)
+    verdict = classify(series(replace(CHAT, prompt_lengths=ended), usage=0.2, waiting=0), PRESSURE, NOW)
+    assert verdict.prompt_lengths().mean == 500.0
+    assert 100 < verdict.prompt_lengths().quantile(0.95) < 1000
+    assert verdict.generation_lengths().count == 0
+
+
+@given(usage=st.floats(0, 0.84), waiting=st.floats(0, 1e6), flows=st.sampled_from([Flows(), CHAT, RAG, EMBED]))
+def test_below_the_limit_nothing_is_ever_memory_bound(usage, waiting, flows):
+    assert kind(series(flows, usage=usage, waiting=waiting)) != "MemoryBound"
+
+
+COUNTS = st.integers(0, 3)
+GAUGES = st.floats(0, 1e9)
+
+
+@given(
+    st.lists(st.tuples(COUNTS, COUNTS, COUNTS, st.floats(0, 1), GAUGES, GAUGES, st.integers(0, 10**9)), max_size=30),
+    st.booleans(),
+    st.integers(0, 200),
+)
+def test_every_series_has_a_verdict(rows, was_bound, spacing):
+    window = [
+        replace(
+            s, time=NOW - timedelta(seconds=spacing * (len(rows) - i)), pods=pods, doubted=("x: y",) * doubted,
+            unanswered=unanswered, usage=usage, running=running, waiting=waiting, capacity_tokens=capacity,
+        )
+        for i, (s, (pods, doubted, unanswered, usage, running, waiting, capacity)) in enumerate(
+            zip(samples(usage=0, waiting=0), rows, strict=False)
+        )
+    ]  # fmt: skip
+    verdict = classify(window, PRESSURE, NOW, was_bound=was_bound)
+    assert verdict.message
+    trusted = [s for s in window if s.pods and s.pods >= 2 * (len(s.doubted) + s.unanswered)]
+    if len(trusted) < 2:
+        assert verdict.kind not in ("MemoryBound", "PrefillBound", "ComputeBound")
+        assert not verdict.calm

@@ -1,8 +1,11 @@
 """A baseline survives being kept, and nothing else is taken for one."""
 
+import base64
+import json
 import random
 import zlib
 from contextlib import suppress
+from datetime import UTC, datetime
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +21,7 @@ from kvpilot_operator.probes.codec import (
     VERSION,
     Baseline,
     BaselinePrompt,
+    Control,
     decode,
     encode,
     identity,
@@ -25,6 +29,12 @@ from kvpilot_operator.probes.codec import (
 from kvpilot_operator.probes.errors import BaselineTooLarge, MalformedBaseline
 from kvpilot_operator.probes.packs import Message, ProbePrompt
 from kvpilot_operator.probes.stats import Logprobs, kl_nats
+
+VERSION_1 = (
+    "Yj$vA0eIRSj7biHKoCVg4hwI<y4EBp&RoI+7#3}4O-FhN7Kwy#5f|RbJ6X-9{(qIK_XRMJskLLnJ(aZH6x-eYa6FwU"
+    "BkOD3$kIx$xer>p>evf5`p%b*sk~Mhh1T1^FM)xavhnQJnTCzaAKK|wHMx=>Rwmk}5Ylgs6hp{AwG+cO)(}-iR#am("
+    "Ccq4s0}EgUET{Pc(ocf)4{ysfPy"
+)
 
 ids = st.integers(0, MAX_TOKEN_ID)
 tops = st.dictionaries(ids, st.floats(-30, 0), min_size=1, max_size=20)
@@ -47,6 +57,16 @@ baselines = st.builds(
         max_size=4,
     ).map(tuple),
     left_out=st.lists(texts, max_size=2).map(tuple),
+    control=st.none()
+    | st.builds(
+        Control,
+        captured=st.integers(0, 2**32 - 1).map(lambda seconds: datetime.fromtimestamp(seconds, UTC)),
+        prompts=st.integers(0, 64),
+        positions=st.integers(0, 4096),
+        mean_kl_micronats=st.integers(0, 30_000_000),
+        p99_kl_micronats=st.integers(0, 30_000_000),
+        top1_agreement_permille=st.integers(0, 1000),
+    ),
 )
 
 
@@ -54,11 +74,12 @@ baselines = st.builds(
 def test_a_kept_baseline_is_the_same_within_a_hair(baseline: Baseline) -> None:
     kept = decode(encode(baseline))
     assert encode(kept) == encode(baseline)
-    assert (kept.identity, kept.model, kept.dtype, kept.left_out) == (
+    assert (kept.identity, kept.model, kept.dtype, kept.left_out, kept.control) == (
         baseline.identity,
         baseline.model,
         baseline.dtype,
         baseline.left_out,
+        baseline.control,
     )
     for before, after in zip(baseline.prompts, kept.prompts, strict=True):
         assert (before.name, before.tail, before.text) == (after.name, after.tail, after.text)
@@ -139,16 +160,37 @@ def test_more_than_the_largest_is_refused_with_the_numbers(tokens: int, position
 
 def test_the_identity_changes_with_everything_that_a_capture_depends_on() -> None:
     prompt = ProbePrompt("builtin/general", "a", (Message("user", "hello"),))
-    one = identity("m", "r", [prompt], 32, 20)
+    one = identity("m", "r", "auto", [prompt], 32, 20)
     others = [
-        identity("m2", "r", [prompt], 32, 20),
-        identity("m", "r2", [prompt], 32, 20),
-        identity("m", "r", [prompt], 33, 20),
-        identity("m", "r", [prompt], 32, 19),
-        identity("m", "r", [prompt, prompt], 32, 20),
-        identity("m", "r", [ProbePrompt("builtin/general", "a", (Message("user", "hello!"),))], 32, 20),
-        identity("m", "r", [ProbePrompt("builtin/general", "a", (Message("system", "hello"),))], 32, 20),
+        identity("m", "r", "float16", [prompt], 32, 20),
+        identity("m", "r", "auto", [ProbePrompt("builtin/general", "a", (Message("user", "hello"),), "[]")], 32, 20),
+        identity("m2", "r", "auto", [prompt], 32, 20),
+        identity("m", "r2", "auto", [prompt], 32, 20),
+        identity("m", "r", "auto", [prompt], 33, 20),
+        identity("m", "r", "auto", [prompt], 32, 19),
+        identity("m", "r", "auto", [prompt, prompt], 32, 20),
+        identity("m", "r", "auto", [ProbePrompt("builtin/general", "a", (Message("user", "hello!"),))], 32, 20),
+        identity("m", "r", "auto", [ProbePrompt("builtin/general", "a", (Message("system", "hello"),))], 32, 20),
     ]
-    assert one == identity("m", "r", [prompt], 32, 20)
-    assert len({one, *others}) == 8
+    assert one == identity("m", "r", "auto", [prompt], 32, 20)
+    assert len({one, *others}) == 10
     assert all(c in "0123456789abcdef" for c in one) and len(one) == 10
+
+
+def test_a_baseline_that_an_older_kvpilot_kept_is_still_read_and_has_no_control() -> None:
+    """The bytes were written by version 1 of the codec."""
+    kept = decode(base64.b85decode(VERSION_1))
+    assert (kept.identity, kept.model, kept.dtype, kept.control) == ("0123456789", "m", "auto", None)
+    (prompt,) = kept.prompts
+    assert (prompt.tokens, [a.token for a in prompt.answer]) == ((1, 2, 3), [4, 5])
+
+
+@pytest.mark.parametrize("figure", [-1, 2**40, True, "7", None, 1.5])
+def test_a_control_that_is_no_control_is_refused(figure: object) -> None:
+    good = encode(Baseline("i", "m", "auto", (), control=Control(datetime.now(UTC), 1, 2, 3, 4, 5)))
+    raw = zlib.decompress(good[5:])
+    header = json.loads(raw[4:])
+    header["control"]["positions"] = figure
+    head = json.dumps(header).encode()
+    with pytest.raises(MalformedBaseline, match="control"):
+        decode(good[:5] + zlib.compress(len(head).to_bytes(4, "little") + head))

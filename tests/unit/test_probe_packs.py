@@ -1,5 +1,7 @@
 """Probe packs: what is built in, what a user may bring, and what is refused with a remedy."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +28,10 @@ def needle(fill: object = 50, depth: object = 50, fact: str = "The key is blue."
         f"prompts: [{{name: n, fact: {fact!r}, fillPercent: {fill}, depthPercent: {depth}, "
         "messages: [{role: user, content: 'Read. {{filler}} Where?'}]}]"
     )
+
+
+def tool(tools: str) -> str:
+    return f"prompts: [{{name: n, messages: [{{role: user, content: x}}], tools: {tools}}}]"
 
 
 def short_prompts(count: int) -> str:
@@ -120,6 +126,13 @@ def test_no_set_at_all_is_refused() -> None:
         (needle(fill=95), "fillPercent: 95"),
         (needle(depth="deep"), "depthPercent"),
         (needle(fact=" "), "fact"),
+        (tool("[]"), "tools"),
+        (tool("[{name: t, description: d}]"), r"tools\[0\]"),
+        (tool("[{name: '', description: d, parameters: {}}]"), r"tools\[0\]\.name"),
+        (tool("[{name: t, description: d, parameters: [1]}]"), r"tools\[0\]\.parameters"),
+        (tool("[{name: t, description: d, parameters: {a: 2026-01-01}}]"), "numbers, lists"),
+        (tool("[{name: t, description: d, parameters: {a: .nan}}]"), "numbers, lists"),
+        (tool("[{name: t, description: d, parameters: {1: a}}]"), "numbers, lists"),
     ],
 )
 def test_a_malformed_pack_is_refused_by_field_and_value(text: str, names: str) -> None:
@@ -153,3 +166,31 @@ def test_any_text_is_a_pack_or_a_typed_error(text: str) -> None:
         assert load_text(text)
     except PackError as error:
         assert USER in str(error)
+
+
+def test_tools_are_kept_as_the_json_that_an_engine_takes() -> None:
+    schema = "{type: object, properties: {city: {type: string, enum: [Oslo, Bergen]}}, required: [city]}"
+    (prompt,) = load_text(tool(f"[{{name: t, description: d, parameters: {schema}}}]"))
+    (function,) = json.loads(prompt.tools)
+    assert function["name"] == "t"
+    assert function["parameters"]["properties"]["city"]["enum"] == ["Oslo", "Bergen"]
+
+
+def test_the_built_in_tool_calls_have_tools_with_typed_arguments() -> None:
+    calls = [p for p in load(["builtin/structured"]) if p.tools]
+    assert len(calls) >= 3
+    for function in (f for p in calls for f in json.loads(p.tools)):
+        assert function["parameters"]["type"] == "object"
+        assert set(function["parameters"]["required"]) <= set(function["parameters"]["properties"])
+
+
+def test_tools_that_aliases_multiply_or_nest_without_end_are_refused() -> None:
+    bomb = "a: &a [x,x,x,x,x,x,x,x,x]"
+    nested = "&n {name: t, description: d, parameters: {again: *n}}"
+    with pytest.raises(PackError):
+        load_text(bomb + "\n" + tool("[*a]"))
+    with pytest.raises(PackTooLarge, match="levels"):
+        load_text(tool(f"[{nested}]"))
+    wide = ", ".join(["*v"] * 200)
+    with pytest.raises(PackTooLarge, match="values"):
+        load_text(tool(f"[{{name: t, description: d, parameters: {{a: &v [1, 2, 3, 4, 5, 6], b: [{wide}]}}}}]"))

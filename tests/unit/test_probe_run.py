@@ -3,9 +3,6 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
@@ -21,78 +18,10 @@ from kvpilot_operator.probes.errors import (
 from kvpilot_operator.probes.packs import Message, ProbePrompt
 from kvpilot_operator.probes.run import Settings, capture, control, measure
 from kvpilot_operator.probes.stats import MAX_KL, Logprobs
+from support.probe_engine import Body, Handler, Writer, completing, counting, engine, event, respond, stream, tokens_of
 
 PROMPTS = tuple(ProbePrompt("builtin/general", f"p{i}", (Message("user", f"question {i}"),)) for i in range(4))
 SETTINGS = Settings(tokens=8, deadline_seconds=20)
-
-Body = dict[str, Any]
-Writer = asyncio.StreamWriter
-Handler = Callable[[str, Body, Writer], Awaitable[None]]
-
-
-@asynccontextmanager
-async def engine(handler: Handler) -> AsyncIterator[str]:
-    """Serve `handler`, one request a connection; it gets the path, the JSON body and the socket to answer on."""
-
-    async def connection(reader: asyncio.StreamReader, writer: Writer) -> None:
-        try:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            length = int(
-                next(line for line in head.split("\r\n") if line.lower().startswith("content-length")).split(":")[1]
-            )
-            await handler(head.split()[1], json.loads(await reader.readexactly(length)), writer)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
-
-    server = await asyncio.start_server(connection, "127.0.0.1", 0)
-    try:
-        host, port = server.sockets[0].getsockname()
-        yield f"http://{host}:{port}"
-    finally:
-        server.close()
-
-
-def respond(writer: Writer, body: bytes, status: str = "200 OK") -> None:
-    writer.write(f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n".encode() + body)
-
-
-def tokens_of(body: Body) -> bytes:
-    text = json.dumps(body.get("messages") or body.get("prompt"))
-    return json.dumps({"tokens": list(text.encode()), "max_model_len": 2048}).encode()
-
-
-def event(token: object, top: object, logprob: object = -0.1, finish: str | None = None) -> bytes:
-    logprobs = {"tokens": [token], "token_logprobs": [logprob], "top_logprobs": [top]}
-    choice = {"text": "x", "logprobs": logprobs, "finish_reason": finish}
-    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
-
-
-def stream(writer: Writer, *events: bytes) -> None:
-    respond(writer, b"".join(events) + b"data: [DONE]\n\n")
-
-
-async def counting(path: str, body: Body, writer: Writer) -> None:
-    """A sound engine: its greedy token is the length of its context."""
-    if path == "/tokenize":
-        respond(writer, tokens_of(body))
-        return
-    start = len(body["prompt"])
-    steps = range(start, start + body["max_tokens"])
-    stream(writer, *(event(f"token_id:{i}", {f"token_id:{i}": -0.1, "token_id:9999": -3.0}) for i in steps))
-
-
-def completing(*events: bytes) -> Handler:
-    """An engine that tokenizes soundly and answers every completion with these events."""
-
-    async def handler(path: str, body: Body, writer: Writer) -> None:
-        if path == "/tokenize":
-            respond(writer, tokens_of(body))
-        else:
-            stream(writer, *events)
-
-    return handler
 
 
 def baseline(positions: int = 8, prompts: int = 2) -> Baseline:
@@ -111,7 +40,8 @@ async def test_the_engine_that_was_captured_shows_no_damage_against_itself() -> 
     assert [p.name for p in kept.prompts] == [f"builtin/general/p{i}" for i in range(4)]
     assert (again.mean_kl_micronats, again.p99_kl_micronats, again.top1_agreement_permille) == (0, 0, 1000)
     # Of every prompt the first token comes from a prefill and proves nothing.
-    assert (again.prompts, again.positions, again.unmeasured, again.requests) == (4, 28, 4, 5)
+    # A half and a whole of each prompt, and one answer to show.
+    assert (again.prompts, again.positions, again.unmeasured, again.requests) == (4, 28, 4, 9)
 
 
 async def test_after_a_different_token_the_candidate_is_put_back_on_the_baselines_path() -> None:
@@ -370,3 +300,80 @@ async def test_text_that_a_terminal_or_an_object_would_choke_on_is_made_readable
     async with engine(completing(nasty)) as url:
         kept = await capture(url, "m", PROMPTS[:1], identity="i", dtype="auto", settings=SETTINGS)
     assert kept.prompts[0].text == "a [31m?b"
+
+
+async def test_a_prompt_is_prefilled_onto_cached_pages_as_the_next_turn_of_a_chat_is() -> None:
+    asked: list[tuple[int, int]] = []
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        asked.append((len(body["prompt"]), body["max_tokens"]))
+        await counting(path, body, writer)
+
+    answer = tuple(Logprobs(40 + i, {40 + i: -0.1, 9999: -3.0}) for i in range(8))
+    kept = Baseline("i", "m", "auto", (BaselinePrompt("p", "tail", "text", tuple(range(40)), answer),))
+    async with engine(handler) as url:
+        found = await measure(url, "m", kept, settings=SETTINGS)
+    assert asked[:2] == [(20, 1), (40, 8)]
+    assert (found.positions, found.unmeasured, found.mean_kl_micronats) == (7, 1, 0)
+
+
+async def test_a_run_stops_at_its_token_budget_and_says_what_it_did_not_measure() -> None:
+    async with engine(counting) as url:
+        # Each prompt costs 3 + 8 tokens: three of the five fit, and the answer to show does not.
+        found = await measure(url, "m", baseline(prompts=5), settings=Settings(tokens=8, token_budget=40))
+    assert (found.prompts, found.positions, found.unmeasured) == (3, 21, 19)
+    assert (found.tokens, found.requests, found.sample) == (33, 3, None)
+
+
+async def test_a_priority_is_sent_only_where_one_is_given() -> None:
+    seen: list[object] = []
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        seen.append(body.get("priority", "none"))
+        await counting(path, body, writer)
+
+    async with engine(handler) as url:
+        await measure(url, "m", baseline(prompts=1), settings=SETTINGS)
+        assert set(seen) == {"none"}
+        seen.clear()
+        await measure(url, "m", baseline(prompts=1), settings=Settings(tokens=8, priority=7))
+        assert set(seen) == {7}
+
+
+TOOLS = '[{"name":"add","description":"Add.","parameters":{"type":"object"}}]'
+CALL = ProbePrompt("builtin/structured", "call", (Message("user", "2 + 2?"),), TOOLS)
+
+
+async def _rendered(handler: Handler) -> str:
+    async with engine(handler) as url:
+        kept = await capture(url, "m", [CALL], identity="i", dtype="auto", settings=SETTINGS)
+    return bytes(kept.prompts[0].tokens).decode()
+
+
+async def test_tools_go_through_the_chat_template_that_knows_them() -> None:
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if path == "/tokenize":
+            respond(writer, tokens_of({"messages": [body.get("tools"), body["messages"]]}))
+            return
+        await counting(path, body, writer)
+
+    text = await _rendered(handler)
+    assert json.loads(text)[0] == [{"type": "function", "function": json.loads(TOOLS)[0]}]
+    assert "call one" not in text
+
+
+async def test_tools_are_told_in_words_where_the_template_ignores_them() -> None:
+    text = await _rendered(counting)
+    (message,) = json.loads(text)
+    assert TOOLS in message["content"]
+    assert message["content"].endswith("2 + 2?")
+
+
+async def test_tools_are_told_in_words_where_the_template_refuses_them() -> None:
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if path == "/tokenize" and "tools" in body:
+            respond(writer, b'{"error": "no tools"}', "400 Bad Request")
+            return
+        await counting(path, body, writer)
+
+    assert "You can call these tools" in await _rendered(handler)

@@ -58,6 +58,6 @@ def test_users_arguments_come_last_and_untouched():
 
 def test_everything_owned_names_its_owner_so_that_deletion_cleans_up():
     template = pod_template(KEY.name, spec_of(manifest()), "auto")
-    for made in (deployment(KEY, "u-1", template, 1, 600), service(KEY, "u-1", "abc")):
+    for made in (deployment(KEY, "u-1", template, 1, 600), service(KEY, "u-1", "chat", "abc")):
         (owner,) = made["metadata"]["ownerReferences"]
         assert (owner["kind"], owner["uid"], owner["controller"]) == ("QuantizedLLMService", "u-1", True)

@@ -4,20 +4,15 @@
 defaulted, faultless object into frozen dataclasses; `docs` writes the reference page. Nothing here talks to a cluster.
 """
 
-from kvpilot_operator.api.not_yet import NOT_YET_ACTED_ON, NotYet, Unacted, unacted_fields
 from kvpilot_operator.api.schema import Fault, apply_defaults, faults, load_crd, status_faults
 from kvpilot_operator.api.spec import Spec, parse
 
 __all__ = [
-    "NOT_YET_ACTED_ON",
     "Fault",
-    "NotYet",
     "Spec",
-    "Unacted",
     "apply_defaults",
     "faults",
     "load_crd",
     "parse",
     "status_faults",
-    "unacted_fields",
 ]

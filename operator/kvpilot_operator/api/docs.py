@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvpilot_operator.api.not_yet import NOT_YET_ACTED_ON
 from kvpilot_operator.api.schema import load_crd, root_schema
 
 Json = Any
@@ -42,7 +41,6 @@ def reference_page() -> str:
     for part in ("spec", "status"):
         sections.extend(_sections(part, root_schema()["properties"][part]))
     sections.append(_printer_columns(crd["versions"][0]["additionalPrinterColumns"]))
-    sections.append(_not_yet())
     return "\n".join(sections)
 
 
@@ -133,16 +131,6 @@ def _rules(schema: Mapping[str, Json], prefix: str = "") -> Iterator[str]:
 def _printer_columns(columns: list[Mapping[str, str]]) -> str:
     rows = [f"| {column['name']} | `{column['jsonPath']}` | {column.get('description', '')} |" for column in columns]
     return "\n".join(["## kubectl get", "", "| column | from | what it shows |", "|---|---|---|", *rows, ""])
-
-
-def _not_yet() -> str:
-    rows = [
-        f"| `spec.{entry.path}` | {', '.join(f'`{value}`' for value in entry.acted_on)} | {entry.instead} |"
-        for entry in NOT_YET_ACTED_ON
-    ]
-    table = ["| field | values that work already | what holds instead |", "|---|---|---|", *rows, ""]
-    why = "When one of these differs from its default, the condition `SpecAccepted` names it (reason `PartlyActedOn`)."
-    return "\n".join(["## Accepted and not acted on yet", "", why, "", *table])
 
 
 if __name__ == "__main__":

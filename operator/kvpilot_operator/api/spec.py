@@ -137,12 +137,17 @@ class CanaryStep:
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """spec.canary."""
+    """spec.canary; route_ref is its name."""
 
     capacity_policy: Literal["Surge", "ReplaceOne", "SurgeOrReplaceOne"]
     steps: tuple[CanaryStep, ...]
+    route_ref: str | None
+    warm_up_seconds: int
+    min_requests: int
     max_ttft_p95_regression_percent: int
     max_itl_p95_regression_percent: int
+    max_throughput_regression_percent: int
+    max_error_increase_percent: int
     progress_deadline_seconds: int
 
 
@@ -237,8 +242,13 @@ def parse(obj: Mapping[str, Json]) -> Spec:
         canary=Canary(
             capacity_policy=canary["capacityPolicy"],
             steps=tuple(CanaryStep(step["weightPercent"], step["holdSeconds"]) for step in canary["steps"]),
+            route_ref=canary.get("routeRef", {}).get("name"),
+            warm_up_seconds=canary["warmUpSeconds"],
+            min_requests=canary["minRequests"],
             max_ttft_p95_regression_percent=canary["maxTTFTP95RegressionPercent"],
             max_itl_p95_regression_percent=canary["maxITLP95RegressionPercent"],
+            max_throughput_regression_percent=canary["maxThroughputRegressionPercent"],
+            max_error_increase_percent=canary["maxErrorIncreasePercent"],
             progress_deadline_seconds=canary["progressDeadlineSeconds"],
         ),
         accuracy=Accuracy(

@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import pairwise
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.control import baselines
 from kvpilot_operator.errors import KvpilotError
 from kvpilot_operator.observe.gather import probe_config_maps
 from kvpilot_operator.observe.probe_plan import probe_prompts
-from kvpilot_operator.probes import codec, run
+from kvpilot_operator.probes import run
+from kvpilot_operator.probes.codec import Control
 from kvpilot_operator.probes.errors import MalformedBaseline
-from kvpilot_operator.state.decision import Capture, Measure
-from kvpilot_operator.state.snapshot import Captured, ProbeFailed, ProbeResult, ServiceKey
+from kvpilot_operator.state.decision import Capture, Find, Measure
+from kvpilot_operator.state.snapshot import Captured, NothingKept, ProbeFailed, ProbeResult, ServiceKey
 
 log = logging.getLogger(__name__)
 
-# Probes of the whole fleet at once: each costs its engine two requests in flight.
+# Probes of the whole fleet at once. Those of replicas that serve have places of their own: a canary never waits behind
+# a thousand of them, nor behind engines that hang.
 MAX_PROBES = 16
-# A probe that failed and that nobody counts (a baseline captured ahead of need) is tried again after this long.
+MAX_CHECKS = 32
+# A probe that failed and that nobody counts (a baseline captured ahead of need) is tried again after this long, twice
+# as long each time it fails again.
 RETRY_SECONDS = 15.0
+MAX_RETRY_SECONDS = 900.0
+# Beside users' requests a probe waits this long in all while requests are queued.
+GIVE_WAY_SECONDS = 120.0
+# Served after everybody else's requests (their default is 0) by an engine that schedules by priority.
+LOW_PRIORITY = 1_000_000
 
-Request = Capture | Measure
+Request = Find | Capture | Measure
 
 
 class Prober:
@@ -35,7 +46,9 @@ class Prober:
         self._cluster = cluster
         self._running: dict[ServiceKey, tuple[str, asyncio.Task[None]]] = {}
         self._results: dict[ServiceKey, ProbeResult] = {}
-        self._gate = asyncio.Semaphore(MAX_PROBES)
+        self._failures: dict[ServiceKey, int] = {}
+        self._probes = asyncio.Semaphore(MAX_PROBES)
+        self._checks = asyncio.Semaphore(MAX_CHECKS)
         self.on_result: Callable[[ServiceKey], None] = lambda _: None
 
     def result(self, key: ServiceKey) -> ProbeResult | None:
@@ -64,6 +77,7 @@ class Prober:
         if running is not None:
             running[1].cancel()
         self._results.pop(key, None)
+        self._failures.pop(key, None)
 
     async def close(self) -> None:
         """Cancel every probe."""
@@ -76,7 +90,7 @@ class Prober:
         extra = {"service": str(key), "probe": request.identity}
         log.info("probe starts", extra=extra)
         try:
-            async with self._gate:
+            async with self._checks if isinstance(request, Measure) and request.serving else self._probes:
                 outcome = await self._run(key, spec, request)
         except KvpilotError as error:
             outcome = ProbeFailed(_reason(error), str(error))
@@ -90,7 +104,12 @@ class Prober:
         self._results[key] = ProbeResult(request.identity, outcome)
         self.on_result(key)
         if isinstance(outcome, ProbeFailed):
-            asyncio.get_running_loop().call_later(RETRY_SECONDS, self._drop, key, request.identity)
+            failures = self._failures.get(key, 0)
+            self._failures[key] = failures + 1
+            wait = min(RETRY_SECONDS * 2 ** min(failures, 10), MAX_RETRY_SECONDS)
+            asyncio.get_running_loop().call_later(wait, self._drop, key, request.identity)
+        else:
+            self._failures.pop(key, None)
 
     def _drop(self, key: ServiceKey, identity: str) -> None:
         kept = self._results.get(key)
@@ -98,25 +117,66 @@ class Prober:
             del self._results[key]
             self.on_result(key)
 
-    async def _run(self, key: ServiceKey, spec: Spec, request: Request) -> Captured | run.Measurement | ProbeFailed:
-        if isinstance(request, Capture):
-            maps = await probe_config_maps(self._cluster, key, spec)
-            prompts = probe_prompts(spec, maps)
-            baseline = await run.capture(
-                request.url,
-                request.model,
-                prompts,
-                identity=request.baseline,
-                dtype=spec.kv_cache.baseline,
-            )
-            return Captured(baseline, await run.control(request.url, request.model, baseline))
-        kept = await self._cluster.find("v1", "ConfigMap", key.namespace, request.config_map)
-        try:
-            content = base64.b64decode((kept or {})["binaryData"]["baseline"])
-            baseline = codec.decode(content)
-        except (KeyError, binascii.Error, MalformedBaseline) as error:
-            return ProbeFailed("BaselineLost", f"ConfigMap {request.config_map} holds no baseline: {error}")
-        return await run.measure(request.url, request.model, baseline)
+    async def _run(
+        self, key: ServiceKey, spec: Spec, request: Request
+    ) -> Captured | NothingKept | run.Measurement | ProbeFailed:
+        if isinstance(request, Measure):
+            try:
+                baseline = await baselines.read(self._cluster, key, request.config_map)
+            except MalformedBaseline as error:
+                return ProbeFailed("BaselineLost", str(error))
+            return await run.measure(request.url, request.model, baseline, settings=_settings(spec, request))
+        kept = await baselines.find(self._cluster, key, request.config_map, request.baseline)
+        if kept is not None:
+            return Captured(kept, adopted=True)
+        if isinstance(request, Find):
+            return NothingKept()
+        return await self._capture(key, spec, request)
+
+    async def _capture(self, key: ServiceKey, spec: Spec, request: Capture) -> Captured:
+        settings = _settings(spec, request)
+        prompts = probe_prompts(spec, await probe_config_maps(self._cluster, key, spec))
+        baseline = await run.capture(
+            request.url,
+            request.model,
+            prompts,
+            identity=request.baseline,
+            dtype=spec.kv_cache.baseline,
+            settings=settings,
+        )
+        noise = await run.control(request.url, request.model, baseline, settings=settings)
+        control = Control(
+            captured=datetime.now(UTC).replace(microsecond=0),
+            prompts=noise.prompts,
+            positions=noise.positions,
+            mean_kl_micronats=noise.mean_kl_micronats,
+            p99_kl_micronats=noise.p99_kl_micronats,
+            top1_agreement_permille=noise.top1_agreement_permille,
+        )
+        await baselines.prune(self._cluster, key, request.config_map)
+        return Captured(replace(baseline, control=control))
+
+
+def _settings(spec: Spec, request: Capture | Measure) -> run.Settings:
+    """Beside users a probe gives way. A capture goes on in the end: a service under pressure needs it for relief."""
+    priority = LOW_PRIORITY if schedules_by_priority(spec.engine.extra_args) else None
+    if not request.serving:
+        return run.Settings(priority=priority)
+    if isinstance(request, Capture):
+        return run.Settings(priority=priority, give_way_seconds=GIVE_WAY_SECONDS, insist=True)
+    return run.Settings(
+        concurrency=1, priority=priority, give_way_seconds=GIVE_WAY_SECONDS, token_budget=run.TOKEN_BUDGET
+    )
+
+
+def schedules_by_priority(extra_args: Sequence[str]) -> bool:
+    """Whether the engine was started with vLLM's --scheduling-policy priority; the last one counts, as it does there.
+
+    Under its default policy vLLM documents a `priority` as an error, so none is sent.
+    """
+    words = " ".join(extra_args).replace("=", " ").split()
+    policies = [policy for name, policy in pairwise(words) if name.replace("_", "-") == "--scheduling-policy"]
+    return policies[-1:] == ["priority"]
 
 
 def _reason(error: KvpilotError) -> str:

@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 from kvpilot_kernels import formats
+from kvpilot_operator.state.snapshot import ModelFacts
+
+_KEPT_BITS = 16.0
 
 
 def projected_tokens(capacity_tokens: int, from_dtype: str, to_dtype: str) -> int:
     """Capacity after a change of dtype: memory is the same, so tokens go with the inverse of the bits an element."""
-    before = formats.parse(from_dtype).bits_per_element()
-    after = formats.parse(to_dtype).bits_per_element()
-    return int(capacity_tokens * before / after)
+    return int(capacity_tokens * gain(from_dtype, to_dtype))
 
 
 def smaller(dtype: str, than: str) -> bool:
     """True where `dtype` needs fewer bits an element."""
     return formats.parse(dtype).bits_per_element() < formats.parse(than).bits_per_element()
+
+
+@lru_cache(maxsize=4096)
+def gain(from_dtype: str, to_dtype: str, model: ModelFacts | None = None, skip_layers: Sequence[str] = ()) -> float:
+    """How many times more tokens the same memory holds, by the bits of an element averaged over the layers.
+
+    Layers that `skip_layers` (spec.kvCache.skipLayers) keeps in 16 bits do not shrink. That is the gain of contexts
+    shorter than the window; longer ones leave the window layers behind, and gain more. Without `model`, every layer is
+    taken to shrink.
+    """
+    return bits_per_element(from_dtype, model, skip_layers) / bits_per_element(to_dtype, model, skip_layers)
+
+
+def bits_per_element(dtype: str, model: ModelFacts | None = None, skip_layers: Sequence[str] = ()) -> float:
+    """Bits that one stored element takes on average over the layers, scales and zero points included."""
+    stored = formats.parse(dtype)
+    supported = model is not None and (not stored.ours or model.head_dim in formats.HEAD_DIMS) and model.head_dim > 0
+    bits = stored.bits_per_element(model.head_dim) if model is not None and supported else stored.bits_per_element()
+    if model is None or bits >= _KEPT_BITS or model.layers <= 0:
+        return bits
+    share = kept_layers(model, skip_layers) / model.layers
+    return share * _KEPT_BITS + (1 - share) * bits
+
+
+def kept_layers(model: ModelFacts, skip_layers: Sequence[str]) -> int:
+    """How many layers stay in 16 bits: those with a sliding window where it is skipped, and those named by number."""
+    named = sum(1 for layer in skip_layers if layer.isdigit() and int(layer) < model.layers)
+    return min(model.layers, named + (model.window_layers if "sliding_window" in skip_layers else 0))

@@ -5,33 +5,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from kvpilot_operator.api.not_yet import Unacted
 from kvpilot_operator.api.schema import Fault
+from kvpilot_operator.decide import traffic
+from kvpilot_operator.decide.baseline import known
 from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.decide.drift import REASON as DRIFTED
+from kvpilot_operator.decide.drift import drifted
 from kvpilot_operator.decide.refusal import engine_failure, pending_reason
+from kvpilot_operator.decide.rollout import start_fault
 from kvpilot_operator.decide.target import Target
-from kvpilot_operator.decide.workload import Workload
+from kvpilot_operator.decide.workload import USAGE_STEP_PERCENT, Workload
 from kvpilot_operator.state.snapshot import Snapshot
-from kvpilot_operator.state.status import Condition, clip
+from kvpilot_operator.state.status import Canary, Condition, clip
 
 _Word = Literal["True", "False", "Unknown"]
 _Line = tuple[str, _Word, str, str]
 
 
-def conditions(
-    draft: Draft, s: Snapshot, target: Target, workload: Workload, replicas: int, unacted: Sequence[Unacted]
-) -> tuple[Condition, ...]:
+def conditions(draft: Draft, s: Snapshot, target: Target, workload: Workload, replicas: int) -> tuple[Condition, ...]:
     """All conditions of a service whose spec is accepted."""
     available = _available(draft, s, replicas)
     lines = [
         available,
-        _progressing(draft, s, target),
+        _progressing(draft, s, target, replicas),
         _model_cached(draft, s),
         _metrics(workload),
         _memory_pressured(s, workload),
         _canary_healthy(draft),
         _accuracy(draft, s, target),
-        _spec_accepted(unacted, s),
+        _spec_accepted(s),
     ]
     return stamped(s, [_ready(available, draft), *lines])
 
@@ -75,7 +77,12 @@ def _ready(available: _Line, draft: Draft) -> _Line:
         return ("Ready", "False", reason, message)
     canary = draft.status.canary
     if canary is not None:
-        return ("Ready", "True", f"Canary{canary.stage}", f"{stable.dtype} serves; {canary.dtype} is on trial")
+        return (
+            "Ready",
+            "True",
+            f"Canary{canary.stage}",
+            f"{stable.dtype} serves; {canary.dtype} is on trial{_share(canary)}",
+        )
     return ("Ready", "True", "Serving", f"{stable.dtype} serves")
 
 
@@ -83,33 +90,49 @@ def _available(draft: Draft, s: Snapshot, replicas: int) -> _Line:
     stable = draft.status.stable
     if stable is None:
         return ("Available", "False", "NoRevision", "nothing serves yet")
-    serving = s.traffic or stable.revision
-    ready = len(s.ready_pods(serving))
+    serving = traffic.serving(s, draft.status)
+    pods = [pod for revision in serving for pod in s.pods_of(revision)]
+    ready = sum(len(s.ready_pods(revision)) for revision in serving)
     if ready and ready >= min(replicas, 1):
-        return ("Available", "True", "EnginesReady", f"{ready} of {replicas} replicas answer")
+        return ("Available", "True", "EnginesReady", f"{ready} of {max(replicas, len(pods))} replicas answer")
     if replicas == 0:
         return ("Available", "False", "ScaledToZero", "spec.replicas is 0")
-    pods = s.pods_of(serving)
     why = engine_failure(pods) or pending_reason(pods)
     if why is not None:
         return ("Available", "False", why.reason, why.message)
     return ("Available", "False", "EnginesStarting", f"0 of {replicas} replicas answer yet")
 
 
-def _progressing(draft: Draft, s: Snapshot, target: Target) -> _Line:
+def _progressing(draft: Draft, s: Snapshot, target: Target, replicas: int) -> _Line:
     canary, stable = draft.status.canary, draft.status.stable
     if canary is not None:
+        stopped = s.spec is not None and s.spec.rollout.paused and canary.stage != "RollingBack"
         return (
             "Progressing",
-            "True",
-            f"Canary{canary.stage}",
-            f"{canary.from_dtype} -> {canary.dtype}: {canary.message}",
+            "False" if stopped else "True",
+            "RolloutPaused" if stopped else f"Canary{canary.stage}",
+            f"{canary.from_dtype} -> {canary.dtype}{_share(canary)}: {canary.message}",
         )
     if target.held is not None:
         return ("Progressing", "False", target.reason, target.held)
+    if s.spec is not None and stable is not None and stable.ever_ready and target.revision != stable.revision:
+        fault = start_fault(s, s.spec, target, replicas)
+        if fault is not None:
+            return ("Progressing", "False", fault.reason, fault.message)
+        if s.spec.rollout.paused:
+            text = f"spec.rollout.paused is true: no canary for {target.dtype} is started ({target.message})"
+            return ("Progressing", "False", "RolloutPaused", text)
     if stable is not None and not stable.ever_ready:
         return ("Progressing", "True", "EnginesStarting", f"revision {stable.revision} ({stable.dtype}) is starting")
     return ("Progressing", "False", "Settled", target.message)
+
+
+def _share(canary: Canary) -> str:
+    """How much of the traffic the canary has, and how it gets it."""
+    if canary.stage not in ("Shifting", "Promoting") or canary.weight_percent is None:
+        return ""
+    way = {"HTTPRoute": " by HTTPRoute", "ReplicaRatio": " by replica ratio"}.get(canary.traffic_mode or "", "")
+    return f", at {canary.weight_percent}% of the traffic{way}"
 
 
 def _model_cached(draft: Draft, s: Snapshot) -> _Line:
@@ -125,7 +148,11 @@ def _model_cached(draft: Draft, s: Snapshot) -> _Line:
 def _metrics(workload: Workload) -> _Line:
     if workload.kind == "NoMetrics":
         return ("MetricsAvailable", "False", "NoMetrics", workload.message)
-    return ("MetricsAvailable", "True", "Scraped", f"KV capacity {workload.capacity_tokens} tokens")
+    capacity = f"KV capacity {workload.capacity_tokens} tokens"
+    if workload.doubted:  # names alone: why holds figures that move, and is in the operator's log
+        names = ", ".join(sorted(doubt.partition(":")[0] for doubt in workload.doubted))
+        return ("MetricsAvailable", "True", "PartlyBelieved", f"{capacity}; not believed: {names}")
+    return ("MetricsAvailable", "True", "Scraped", capacity)
 
 
 def _memory_pressured(s: Snapshot, workload: Workload) -> _Line:
@@ -134,6 +161,10 @@ def _memory_pressured(s: Snapshot, workload: Workload) -> _Line:
     before = s.status.condition("MemoryPressured")
     held = workload.kind == "Warming" and before is not None and before.status == "True"
     word: _Word = "True" if workload.kind == "MemoryBound" or held else "False"
+    usage = s.status.kv_cache.usage_percent
+    same = before is not None and (before.status, before.reason) == (word, workload.kind)
+    if before is not None and same and usage is not None and abs(usage - workload.usage_percent) < USAGE_STEP_PERCENT:
+        return ("MemoryPressured", word, workload.kind, before.message)  # no write for figures that hardly moved
     return ("MemoryPressured", word, workload.kind, workload.message)
 
 
@@ -152,30 +183,37 @@ def _canary_healthy(draft: Draft) -> _Line:
 def _accuracy(draft: Draft, s: Snapshot, target: Target) -> _Line:
     if s.probes.fault is not None:
         return ("AccuracyVerified", "False", "ProbeSetInvalid", s.probes.fault)
-    stable, last = draft.status.stable, draft.status.accuracy.last
-    if stable is None:
+    stable, accuracy, spec = draft.status.stable, draft.status.accuracy, s.spec
+    if stable is None or spec is None:
         return ("AccuracyVerified", "Unknown", "NoRevision", "nothing serves yet")
-    if last is not None and last.revision == stable.revision:
-        word: _Word = "True" if last.verdict == "Passed" else "False"
-        return (
-            "AccuracyVerified",
-            word,
-            f"Probe{last.verdict}",
-            f"{last.dtype}: excess KL {last.excess_kl_micronats / 1000:.1f} millinats, "
-            f"top-1 agreement {last.top1_agreement_permille / 10:.1f}%",
-        )
-    baseline = draft.status.accuracy.baseline
-    if baseline is not None and stable.dtype == baseline.dtype:
+    if stable.dtype == spec.kv_cache.baseline:
         return ("AccuracyVerified", "True", "Reference", f"{stable.dtype} is what accuracy is measured against")
-    return ("AccuracyVerified", "Unknown", "NotProbed", f"{stable.dtype} has not been compared with a 16-bit engine")
+    last, runs = accuracy.last, f"of {spec.accuracy.failure_limit} runs in a row failed"
+    if last is None or last.revision != stable.revision:
+        found = f"{stable.dtype} has not been compared with a 16-bit engine"
+    else:
+        found = (
+            f"{last.dtype}{f' on pod {last.pod}' if last.pod else ''}: excess KL "
+            f"{last.excess_kl_micronats / 1000:.1f} millinats, top-1 agreement {last.top1_agreement_permille / 10:.1f}%"
+        )
+    if drifted(draft.status, spec):
+        return ("AccuracyVerified", "False", DRIFTED, f"{found}; {accuracy.failures} runs in a row failed")
+    if accuracy.errors >= spec.accuracy.consecutive_error_limit:
+        # Not the number: it grows with every run, and nobody is helped by a new message each time.
+        return ("AccuracyVerified", "Unknown", "ProbeErrors", f"the last runs brought no verdict (see events); {found}")
+    if last is None or last.revision != stable.revision:
+        return ("AccuracyVerified", "Unknown", "NotProbed", found)
+    if accuracy.failures:
+        return ("AccuracyVerified", "Unknown", "ProbeFailed", f"{found}; {accuracy.failures} {runs}")
+    if known(draft, s) is None:
+        unwatched = "no 16-bit reference is kept for the present model and probe sets, the next canary captures one"
+        return ("AccuracyVerified", "Unknown", "NotWatched", f"{found}; not watched since: {unwatched}")
+    word: _Word = "True" if last.verdict == "Passed" else "False"
+    return ("AccuracyVerified", word, f"Probe{last.verdict}", found)
 
 
-def _spec_accepted(unacted: Sequence[Unacted], s: Snapshot) -> _Line:
-    notes: list[str] = []
-    if unacted:
-        notes.extend(field.message for field in unacted)
+def _spec_accepted(s: Snapshot) -> _Line:
     if not s.server.pod_disruption_budgets:
-        notes.append("this API server does not serve policy/v1: no PodDisruptionBudget is kept")
-    if notes:
-        return ("SpecAccepted", "True", "PartlyActedOn", "; ".join(notes))
+        note = "this API server does not serve policy/v1: no PodDisruptionBudget is kept"
+        return ("SpecAccepted", "True", "PartlyActedOn", note)
     return ("SpecAccepted", "True", "Accepted", "every field that is set is acted on")

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from kvpilot_operator.api.not_yet import unacted_fields
+import msgspec
+
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide import probing, rollout
+from kvpilot_operator.decide import journal, probing, rollout, scaling, traffic
+from kvpilot_operator.decide.arbiter import arbitrate
+from kvpilot_operator.decide.briefing import situation_of, step_tokens
 from kvpilot_operator.decide.conditions import conditions, refused
 from kvpilot_operator.decide.draft import Draft
 from kvpilot_operator.decide.placement import place, traffic_revision
-from kvpilot_operator.decide.scaling import desired_replicas
 from kvpilot_operator.decide.target import Target, choose
-from kvpilot_operator.decide.workload import Workload, classify
+from kvpilot_operator.decide.workload import USAGE_STEP_PERCENT, Workload, classify
 from kvpilot_operator.render.names import REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.snapshot import Snapshot
 
-# A usage that moved by less than this many points is not worth a write to the API server.
-USAGE_STEP_PERCENT = 5
 _AGAIN_SECONDS = 10.0
 
 
@@ -39,17 +39,30 @@ def _refuse(draft: Draft, s: Snapshot) -> Decision:
 
 
 def _decide(draft: Draft, s: Snapshot, spec: Spec) -> Decision:
-    replicas = desired_replicas(spec)
     stable = s.status.stable
     serving = s.traffic or (stable.revision if stable is not None else "")
-    workload = classify(s.samples.get(serving, ()), spec.kv_cache.pressure, s.now, was_bound=_was_pressured(s))
-    target = choose(s, spec, workload)
+    workload = classify(
+        s.samples.get(serving, ()),
+        spec.kv_cache.pressure,
+        s.now,
+        was_bound=_was_pressured(s),
+        calm_seconds=spec.scaling.scale_down_stabilization_seconds,
+        step_tokens=step_tokens(spec, s.node),
+    )
+    before = scaling.kept(spec, s.status.scaling, s.now)
+    ruling = arbitrate(situation_of(s, spec, workload, before, scaling.replicas(spec, before)))
+    after = scaling.ruled(spec, before, ruling, s.now)
+    replicas = scaling.replicas(spec, after)
+    draft.set(scaling=after)
+    target = choose(s, spec, ruling)
     rollout.advance(draft, s, spec, target, replicas)
+    if s.status.canary is None and draft.status.canary is not None:
+        draft.set(scaling=msgspec.structs.replace(after, saturations=ruling.saturations))
     request, captured = probing.probe(draft, s, spec)
     _summarise(draft, s, target, workload, replicas)
     _announce_pressure(draft, s, workload)
-    draft.set(conditions=conditions(draft, s, target, workload, replicas, unacted_fields(s.raw)))
-    _announce_hold(draft, s)
+    draft.set(conditions=conditions(draft, s, target, workload, replicas))
+    journal.ruled(draft, s, spec, ruling, target)
     return Decision(
         status=draft.status,
         objects=place(draft, s, spec, target, replicas),
@@ -64,17 +77,19 @@ def _summarise(draft: Draft, s: Snapshot, target: Target, workload: Workload, re
     stable = draft.status.stable
     if stable is None:
         return
-    serving = traffic_revision(draft.status, s, replicas)
-    sample = s.last_sample(serving)
+    names = traffic.serving(s, draft.status)
+    told = traffic_revision(draft.status, s, replicas)
+    sample = s.last_sample(told)
     before = draft.status.kv_cache.usage_percent
     usage = workload.usage_percent if workload.kind != "NoMetrics" else None
     if usage is not None and before is not None and abs(usage - before) < USAGE_STEP_PERCENT:
         usage = before
-    view = s.deployments.get(serving)
+    # While two revisions serve together an autoscaler has to count the pods of both.
+    one = f",{REVISION_LABEL}={names[0]}" if len(names) == 1 else ""
     draft.set(
-        replicas=view.replicas if view is not None else 0,
-        ready_replicas=len(s.ready_pods(serving)),
-        selector=f"{SERVICE_LABEL}={s.key.name},{REVISION_LABEL}={serving}",
+        replicas=sum(s.deployments[name].replicas for name in names if name in s.deployments),
+        ready_replicas=sum(len(s.ready_pods(name)) for name in names),
+        selector=f"{SERVICE_LABEL}={s.key.name}{one}",
     )
     draft.set_kv(
         active_dtype=stable.dtype,
@@ -88,19 +103,10 @@ def _summarise(draft: Draft, s: Snapshot, target: Target, workload: Workload, re
 def _announce_pressure(draft: Draft, s: Snapshot, workload: Workload) -> None:
     if workload.kind == "MemoryBound" and not _was_pressured(s):
         draft.event("MemoryPressured", workload.message, warning=True)
-    elif workload.kind == "Relaxed" and _was_pressured(s):
+    elif workload.kind not in ("MemoryBound", "Warming", "NoMetrics") and _was_pressured(s):
         draft.event("MemoryRelaxed", workload.message)
 
 
 def _was_pressured(s: Snapshot) -> bool:
     before = s.status.condition("MemoryPressured")
     return before is not None and before.status == "True"
-
-
-def _announce_hold(draft: Draft, s: Snapshot) -> None:
-    """Say once why nothing moves although the spec asks for it."""
-    before, after = s.status.condition("Progressing"), draft.status.condition("Progressing")
-    if after is None or after.reason not in ("DtypeDenied", "RevisionFailed"):
-        return
-    if before is None or before.reason != after.reason:
-        draft.record("Hold", after.reason, after.message, warning=True)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvpilot_operator.state.decision import Event
-from kvpilot_operator.state.status import MAX_DECISIONS, JournalEntry, Status, clip
+from kvpilot_operator.state.status import MAX_DECISIONS, JournalEntry, Option, Status, clip
 
 
 @dataclass(slots=True)
@@ -53,13 +53,25 @@ class Draft:
         to_dtype: str | None = None,
         warning: bool = False,
         event: str | None = None,
+        options: tuple[Option, ...] = (),
     ) -> None:
         """Write the decision into the journal and post it as an event (of reason `event` where that reads better)."""
         entry = JournalEntry(
-            time=self.now, action=action, reason=reason, message=clip(message), from_dtype=from_dtype, to_dtype=to_dtype
+            time=self.now,
+            action=action,
+            reason=reason,
+            message=clip(message),
+            from_dtype=from_dtype,
+            to_dtype=to_dtype,
+            options=options,
         )
         self.set(decisions=(entry, *self.status.decisions)[:MAX_DECISIONS])
         self.event(event or reason, message, warning=warning)
+
+    def weighed(self, options: tuple[Option, ...]) -> None:
+        """Add the steps that were weighed to the newest journal entry, which must be there."""
+        newest, *older = self.status.decisions
+        self.set(decisions=(msgspec.structs.replace(newest, options=options), *older))
 
     def event(self, reason: str, message: str, *, warning: bool = False) -> None:
         """Post an event without a journal entry."""

@@ -1,27 +1,28 @@
-"""What must be asked of the engines, and what did they answer? Baseline, control and the canary's measurement."""
+"""What must be asked of the engines, and what did they answer? The canary's probes, and the order of all others."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 
 from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.decide import baseline, drift
 from kvpilot_operator.decide.draft import Draft
-from kvpilot_operator.decide.rollout import roll_back
-from kvpilot_operator.decide.target import render
+from kvpilot_operator.decide.ending import roll_back
+from kvpilot_operator.decide.measured import measured
 from kvpilot_operator.decide.verdict import judge
 from kvpilot_operator.probes.codec import Baseline as ProbeBaseline
 from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.render.names import ENGINE_PORT, baseline_name
-from kvpilot_operator.state.decision import Capture, Measure
-from kvpilot_operator.state.snapshot import Captured, PodView, ProbeFailed, Snapshot
-from kvpilot_operator.state.status import Baseline, Bucket, Canary, Measured, Sample, clip
+from kvpilot_operator.state.decision import Capture, Find, Measure
+from kvpilot_operator.state.snapshot import Captured, NothingKept, ProbeFailed, Snapshot
+from kvpilot_operator.state.status import Baseline, Canary
 
 # After a probe that ended in an error the next waits this long, times the errors so far.
 ERROR_BACKOFF_SECONDS = 10
 
 
-def probe(draft: Draft, s: Snapshot, spec: Spec) -> tuple[Capture | Measure | None, ProbeBaseline | None]:
+def probe(draft: Draft, s: Snapshot, spec: Spec) -> tuple[Find | Capture | Measure | None, ProbeBaseline | None]:
     """Take in the finished probe and name the next one: (request, baseline to keep)."""
+    drift.begin(draft, spec)
     if s.probes.fault is not None:
         _refuse_canary(draft, s, spec, s.probes.fault)
         return None, None
@@ -29,114 +30,57 @@ def probe(draft: Draft, s: Snapshot, spec: Spec) -> tuple[Capture | Measure | No
     return _next(draft, s, spec), captured
 
 
-def reference_revision(draft: Draft, s: Snapshot, spec: Spec) -> str | None:
-    """The revision of a 16-bit replica that is needed only to capture the baseline, where no 16-bit one serves."""
-    canary, stable = draft.status.canary, draft.status.stable
-    if canary is None or canary.stage not in ("Starting", "Probing") or _baseline(draft, s) is not None:
-        return None
-    if s.probes.fault is not None or (stable is not None and stable.dtype == spec.kv_cache.baseline):
-        return None
-    return render(s, spec, spec.kv_cache.baseline)[0]
-
-
-def _baseline(draft: Draft, s: Snapshot) -> Baseline | None:
-    kept = draft.status.accuracy.baseline
-    return kept if kept is not None and kept.identity == s.probes.identity else None
-
-
-def _next(draft: Draft, s: Snapshot, spec: Spec) -> Capture | Measure | None:
+def _next(draft: Draft, s: Snapshot, spec: Spec) -> Find | Capture | Measure | None:
     canary = draft.status.canary
-    probing = canary is not None and canary.stage == "Probing" and canary.verdict == "Pending"
-    baseline = _baseline(draft, s)
-    if baseline is None:
-        if not probing and spec.kv_cache.mode != "Auto":
-            return None
-        return _capture(draft, s, spec, canary)
-    if canary is None or not probing or _backing_off(s, canary):
+    if canary is not None and (_backing_off(s, canary) or _waits_for_pause_to_end(spec, canary)):
         return None
+    searching = baseline.wanted(draft, s, spec)
+    if searching is not None:
+        return searching
+    if canary is None:
+        return drift.check(draft, s, spec)
+    kept = baseline.known(draft, s)
     pods = s.ready_pods(canary.revision)
-    if not pods:
+    if kept is None or not pods or canary.stage != "Probing" or canary.verdict != "Pending":
         return None
     return Measure(
-        identity=_measure_identity(canary, baseline),
-        url=_url(pods[0]),
+        identity=_measure_identity(canary, kept),
+        url=baseline.url(pods[0]),
         model=spec.model.served_name,
-        config_map=baseline.config_map,
+        config_map=kept.config_map,
     )
-
-
-def _capture(draft: Draft, s: Snapshot, spec: Spec, canary: Canary | None) -> Capture | None:
-    if canary is not None and _backing_off(s, canary):
-        return None
-    source = _reference_pod(draft, s, spec)
-    if source is None:
-        return None
-    return Capture(
-        identity=_capture_identity(s, canary),
-        url=_url(source),
-        model=spec.model.served_name,
-        baseline=s.probes.identity,
-    )
-
-
-def _reference_pod(draft: Draft, s: Snapshot, spec: Spec) -> PodView | None:
-    stable = draft.status.stable
-    revisions = [stable.revision] if stable is not None and stable.dtype == spec.kv_cache.baseline else []
-    reference = reference_revision(draft, s, spec)
-    if reference is not None:
-        revisions.append(reference)
-    return next((pod for name in revisions for pod in s.ready_pods(name)), None)
 
 
 def _take_result(draft: Draft, s: Snapshot, spec: Spec) -> ProbeBaseline | None:
     result, canary = s.probe_result, draft.status.canary
     if result is None:
         return None
-    baseline = _baseline(draft, s)
-    if isinstance(result.outcome, Captured):
-        if baseline is None and result.identity == _capture_identity(s, canary):
-            _keep(draft, s, spec, result.outcome)
-            return result.outcome.baseline
+    outcome = result.outcome
+    asked = _next(draft, s, spec)
+    if asked is None or asked.identity != result.identity or isinstance(outcome, NothingKept):
         return None
-    if canary is None or canary.stage != "Probing" or canary.verdict != "Pending":
+    if isinstance(outcome, Captured):
+        return baseline.take(draft, s, spec, outcome)
+    if canary is None:
+        if isinstance(asked, Measure):
+            drift.take(draft, s, spec, outcome)
         return None
-    expected = _capture_identity(s, canary) if baseline is None else _measure_identity(canary, baseline)
-    if result.identity != expected:
+    if canary.stage != "Probing" or canary.verdict != "Pending" or isinstance(asked, Find):
         return None
-    if isinstance(result.outcome, ProbeFailed):
-        _count_error(draft, s, spec, canary, result.outcome)
-    elif baseline is not None:
-        _judge(draft, s, spec, canary, result.outcome, baseline)
+    kept = baseline.known(draft, s)
+    if isinstance(outcome, ProbeFailed):
+        _count_error(draft, s, spec, canary, outcome)
+    elif kept is not None:
+        _judge(draft, s, spec, canary, outcome, kept)
     return None
 
 
-def _keep(draft: Draft, s: Snapshot, spec: Spec, captured: Captured) -> None:
-    control = captured.control
+def _judge(draft: Draft, s: Snapshot, spec: Spec, canary: Canary, found: Measurement, kept: Baseline) -> None:
+    judgement = judge(found, kept, spec.accuracy)
+    pods = s.ready_pods(canary.revision)
     draft.set_accuracy(
-        baseline=Baseline(
-            config_map=baseline_name(s.key.name, s.probes.identity),
-            identity=s.probes.identity,
-            dtype=spec.kv_cache.baseline,
-            captured_time=s.now,
-            prompts=control.prompts,
-            positions=control.positions,
-            control_mean_kl_micronats=control.mean_kl_micronats,
-            control_p99_kl_micronats=control.p99_kl_micronats,
-            control_top1_agreement_permille=control.top1_agreement_permille,
-        )
+        last=measured(s, found, judgement, revision=canary.revision, dtype=canary.dtype, pod=pods[0].name)
     )
-    draft.record(
-        "KeepBaseline",
-        "BaselineCaptured",
-        f"{control.positions} positions of {control.prompts} prompts in {spec.kv_cache.baseline}; the control: "
-        f"mean KL {control.mean_kl_micronats / 1000:.2f} millinats, top-1 agreement "
-        f"{control.top1_agreement_permille / 10:.1f}%",
-    )
-
-
-def _judge(draft: Draft, s: Snapshot, spec: Spec, canary: Canary, measured: Measurement, baseline: Baseline) -> None:
-    judgement = judge(measured, baseline, spec.accuracy)
-    draft.set_accuracy(last=_measured(s, canary, measured, judgement.verdict, judgement.excess_kl_micronats))
     if judgement.verdict == "Inconclusive":
         _count_error(draft, s, spec, canary, ProbeFailed(judgement.reason, judgement.message), inconclusive=True)
         return
@@ -174,47 +118,16 @@ def _refuse_canary(draft: Draft, s: Snapshot, spec: Spec, fault: str) -> None:
         roll_back(draft, s, spec, "Error", "ProbeSetInvalid", fault)
 
 
-def _measured(s: Snapshot, canary: Canary, m: Measurement, verdict: str, excess: int) -> Measured:
-    sample = m.sample
-    return Measured(
-        revision=canary.revision,
-        dtype=canary.dtype,
-        verdict=verdict,  # type: ignore[arg-type]
-        probe_time=s.now,
-        prompts=m.prompts,
-        positions=m.positions,
-        mean_kl_micronats=m.mean_kl_micronats,
-        p99_kl_micronats=m.p99_kl_micronats,
-        excess_kl_micronats=excess,
-        top1_agreement_permille=m.top1_agreement_permille,
-        buckets=tuple(
-            Bucket(
-                from_position=b.from_position,
-                to_position=b.to_position,
-                mean_kl_micronats=b.mean_kl_micronats,
-                top1_agreement_permille=b.top1_agreement_permille,
-            )
-            for b in m.buckets
-        ),
-        sample=None
-        if sample is None
-        else Sample(prompt=clip(sample.prompt, 500), stable=clip(sample.stable, 500), canary=clip(sample.canary, 500)),
-    )
+def _measure_identity(canary: Canary, kept: Baseline) -> str:
+    return f"measure/{kept.identity}/{canary.revision}/{canary.errors + canary.failures}"
 
 
-def _capture_identity(s: Snapshot, canary: Canary | None) -> str:
-    return f"capture/{s.probes.identity}/{canary.errors if canary is not None else 0}"
-
-
-def _measure_identity(canary: Canary, baseline: Baseline) -> str:
-    return f"measure/{baseline.identity}/{canary.revision}/{canary.errors + canary.failures}"
+def _waits_for_pause_to_end(spec: Spec, canary: Canary) -> bool:
+    """A canary that has used up its limits is not rolled back while the rollout is paused, nor probed for ever."""
+    used_up = canary.failures >= spec.accuracy.failure_limit or canary.errors >= spec.accuracy.consecutive_error_limit
+    return spec.rollout.paused and used_up
 
 
 def _backing_off(s: Snapshot, canary: Canary) -> bool:
     wait = timedelta(seconds=ERROR_BACKOFF_SECONDS * canary.errors)
     return canary.errors > 0 and s.now < canary.stage_time + wait
-
-
-def _url(pod: PodView) -> str:
-    host = f"[{pod.ip}]" if pod.ip and ":" in pod.ip else pod.ip
-    return f"http://{host}:{ENGINE_PORT}"

@@ -1,23 +1,37 @@
-"""Which step of the rollout? A canary starts, is probed, promoted or rolled back; `status.canary` is its state.
+"""Which step of the rollout? A canary starts, is probed, takes traffic, is promoted; `status.canary` is its state.
 
-    none --target differs--> Starting --ready--> Probing --Passed--> Promoting --traffic moved--> none (Promoted)
-                                |                   |                    |
-                                +-------------------+--------------------+--> RollingBack --gone--> none (RolledBack)
+    none --target differs--> Starting --ready--> Probing --Passed--> Shifting --every step Passed--> Promoting --> none
+                                |                   |                   |                               |
+                                +-------------------+-------------------+-------------------------------+
+                                                    +--> RollingBack --traffic back, pods gone--> none
 
 Each step is written to the status before its objects change, and each is derived from what is observed, so a pass that
-is cut off anywhere is simply done again.
+is cut off anywhere is simply done again. `placement` says which objects follow, `shifting` how a step is judged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.decide import shifting, traffic
 from kvpilot_operator.decide.draft import Draft
-from kvpilot_operator.decide.refusal import engine_failure
-from kvpilot_operator.decide.target import RETRY_SECONDS, Target
-from kvpilot_operator.state.snapshot import Snapshot
-from kvpilot_operator.state.status import MAX_DENIED, Canary, Denied, Stable, Verdict, clip
+from kvpilot_operator.decide.ending import SUPERSEDED, finish_promotion, finish_rollback, roll_back
+from kvpilot_operator.decide.exchange import side
+from kvpilot_operator.decide.refusal import EngineFailure, engine_failure
+from kvpilot_operator.decide.target import Target, render
+from kvpilot_operator.state.snapshot import PodView, Snapshot
+from kvpilot_operator.state.status import Canary, Stable, clip
+
+__all__ = ["advance", "roll_back", "start_fault"]
+
+# A target of this reason is a dtype that already harms answers: it is probed, but goes through no steps of traffic.
+URGENT = "AccuracyDrifted"
+# With SurgeOrReplaceOne a canary without a node gives up on spare capacity after this long.
+SURGE_SECONDS = 60
+# A stable side of which nothing answers for this long is down.
+DOWN_SECONDS = 60
 
 
 def advance(draft: Draft, s: Snapshot, spec: Spec, target: Target, replicas: int) -> None:
@@ -37,7 +51,24 @@ def advance(draft: Draft, s: Snapshot, spec: Spec, target: Target, replicas: int
             draft, target, "Replaced", f"the Deployment of {stable.revision} is gone; {target.revision} takes its place"
         )
     elif not spec.rollout.paused and s.probes.fault is None:
-        _start_canary(draft, s, target, stable)
+        fault = start_fault(s, spec, target, replicas)
+        if fault is None:
+            _start_canary(draft, s, spec, target, stable, replicas)
+        else:
+            _hold(draft, s, fault)
+
+
+def start_fault(s: Snapshot, spec: Spec, target: Target, replicas: int) -> EngineFailure | None:
+    """Why no canary can be started for this target, with the remedy; None where one can."""
+    if spec.canary.capacity_policy == "ReplaceOne" and not _one_can_leave(spec, replicas):
+        return EngineFailure(
+            "NoReplicaToReplace",
+            f"spec.canary.capacityPolicy ReplaceOne takes the place of one of {replicas} replicas, and "
+            f"spec.disruption.minAvailable {spec.disruption.min_available} needs them all; raise the replicas, lower "
+            "minAvailable, or choose Surge",
+        )
+    held = None if target.reason == URGENT else traffic.plan(s, spec, None, replicas).held
+    return None if held is None else EngineFailure("RouteUnusable", held)
 
 
 def _mark_ready(draft: Draft, s: Snapshot) -> None:
@@ -52,7 +83,13 @@ def _serve(draft: Draft, target: Target, reason: str, message: str) -> None:
     draft.record("Serve", reason, message, to_dtype=target.dtype)
 
 
-def _start_canary(draft: Draft, s: Snapshot, target: Target, stable: Stable) -> None:
+def _hold(draft: Draft, s: Snapshot, fault: EngineFailure) -> None:
+    before = s.status.condition("Progressing")
+    if before is None or before.reason != fault.reason:
+        draft.record("Hold", fault.reason, fault.message, warning=True)
+
+
+def _start_canary(draft: Draft, s: Snapshot, spec: Spec, target: Target, stable: Stable, replicas: int) -> None:
     sample = s.last_sample(stable.revision)
     draft.set(
         canary=Canary(
@@ -62,9 +99,12 @@ def _start_canary(draft: Draft, s: Snapshot, target: Target, stable: Stable) -> 
             stage="Starting",
             started_time=draft.now,
             stage_time=draft.now,
+            generation=s.generation,
             reason=target.reason,
             message=clip(target.message),
             stable_capacity_tokens=sample.capacity_tokens // sample.pods if sample and sample.pods else None,
+            replaces_one=spec.canary.capacity_policy == "ReplaceOne" and replicas > 0,
+            traffic_mode="ProbeOnly" if target.reason == URGENT else None,
         )
     )
     draft.record(
@@ -81,102 +121,145 @@ def _start_canary(draft: Draft, s: Snapshot, target: Target, stable: Stable) -> 
 
 def _advance_canary(draft: Draft, s: Snapshot, spec: Spec, target: Target, canary: Canary, replicas: int) -> None:
     if canary.stage == "RollingBack":
-        _finish_rollback(draft, s, canary)
+        finish_rollback(draft, s, canary)
         return
     if canary.stage == "Promoting" and s.traffic == canary.revision:
-        _finish_promotion(draft, canary)
+        if not traffic.routed(s):
+            finish_promotion(draft, s, spec, canary)
+        return
+    overdue = s.now > shifting.deadline(spec, canary)
+    if spec.rollout.paused:
+        if overdue:
+            # A pause stops the clock: it starts again where it ran out.
+            draft.set_canary(stage_time=s.now, step_time=None if canary.step_time is None else s.now)
         return
     if target.revision != canary.revision:
-        roll_back(draft, s, spec, "Error", "Superseded", "the spec changed while the canary was on trial")
+        roll_back(draft, s, spec, "Error", SUPERSEDED, "the spec changed while the canary was on trial")
         return
-    failure = engine_failure(s.pods_of(canary.revision))
+    if canary.stage in ("Starting", "Probing") and canary.verdict not in ("Pending", "Passed"):
+        roll_back(draft, s, spec, canary.verdict, canary.reason, canary.message)
+        return
+    failure = engine_failure(_pods_on_trial(s, spec, canary))
     if failure is not None:
         roll_back(draft, s, spec, "Error", failure.reason, failure.message)
         return
     _note_capacity(draft, s, canary)
-    ready = len(s.ready_pods(canary.revision))
-    if canary.stage == "Starting" and ready:
-        draft.set_canary(stage="Probing")
-        draft.event(
-            "CanaryReady", f"canary {canary.revision} ({canary.dtype}) answers; it is probed before any traffic"
-        )
-    elif _overdue(s, spec, canary):
-        waiting = _why_waiting(s, canary)
-        roll_back(draft, s, spec, "Error", "ProgressDeadlineExceeded", f"still {canary.stage} after "
-                  f"{spec.canary.progress_deadline_seconds} s{waiting}")  # fmt: skip
-    elif canary.stage == "Probing" and canary.verdict == "Passed" and not spec.rollout.paused:
-        draft.set_canary(stage="Promoting")
-        draft.record(
-            "Promote", "Promoting", f"scaling to {replicas} and switching traffic: {canary.message}",
-            from_dtype=canary.from_dtype, to_dtype=canary.dtype,
-        )  # fmt: skip
+    if overdue:
+        _give_up(draft, s, spec, canary)
+    elif not _replace_one(draft, s, spec, canary, replicas):
+        _advance_stage(draft, s, spec, canary, replicas)
 
 
-def roll_back(draft: Draft, s: Snapshot, spec: Spec, verdict: Verdict, reason: str, message: str) -> None:
-    """End the trial: traffic goes back (if it ever left), the canary drains and goes, the dtype is denied."""
+def _advance_stage(draft: Draft, s: Snapshot, spec: Spec, canary: Canary, replicas: int) -> None:
+    if canary.stage == "Starting":
+        ready = [pod for pod in _pods_on_trial(s, spec, canary) if pod.ready and pod.ip]
+        if ready:
+            draft.set_canary(stage="Probing")
+            who = f"canary {canary.revision} ({canary.dtype})"
+            if ready[0].revision != canary.revision:
+                who = f"the {spec.kv_cache.baseline} replica that {who} is measured against"
+            draft.event("CanaryReady", f"{who} answers; it is probed before any traffic")
+    elif canary.stage == "Probing" and canary.verdict == "Passed":
+        _share_traffic(draft, s, spec, canary, replicas)
+    elif canary.stage == "Shifting":
+        if shifting.advance(draft, s, spec, canary, replicas):
+            _promote(draft, replicas)
+    elif canary.stage == "Promoting":
+        _note_exchange(draft, s, canary, replicas)
+
+
+def _share_traffic(draft: Draft, s: Snapshot, spec: Spec, canary: Canary, replicas: int) -> None:
+    """The probes have passed: on to the steps, if there are any that can be set, or else to the promotion."""
+    plan = traffic.plan(s, spec, canary, replicas)
+    if plan.held is not None:
+        if canary.message != plan.held:
+            draft.set_canary(reason="RouteUnusable", message=plan.held)
+    elif plan.mode == "ProbeOnly":
+        draft.set_canary(traffic_mode="ProbeOnly")
+        _promote(draft, replicas)
+    elif _stable_is_down(s):
+        # It is no measure of anything, and the canary may be its cure.
+        draft.set_canary(traffic_mode="ProbeOnly")
+        draft.event("NothingToCompare", "no stable replica answers: the canary's probes decide", warning=True)
+        _promote(draft, replicas)
+    elif s.status.stable is not None and s.ready_pods(s.status.stable.revision):
+        shifting.begin(draft, s, plan)
+
+
+def _stable_is_down(s: Snapshot) -> bool:
+    """Whether nothing has answered for so long that it is no hiccup."""
+    available = s.status.condition("Available")
+    if available is None or available.status != "False":
+        return False
+    return s.now >= available.last_transition_time + timedelta(seconds=DOWN_SECONDS)
+
+
+def _promote(draft: Draft, replicas: int) -> None:
     canary = draft.status.canary
     if canary is None:
         raise LookupError("no canary is in flight")
-    draft.set_canary(stage="RollingBack", verdict=verdict, reason=reason, message=message)
+    draft.set_canary(stage="Promoting", step_time=None, verdict="Passed")
     draft.record(
-        "RollBack", reason, f"{message}; {canary.from_dtype} keeps serving",
-        from_dtype=canary.dtype, to_dtype=canary.from_dtype, warning=reason != "Superseded",
-    )  # fmt: skip
-    if reason != "Superseded" and canary.dtype != canary.from_dtype:
-        _deny(draft, s, spec, canary, verdict, reason, message)
-
-
-def _deny(draft: Draft, s: Snapshot, spec: Spec, canary: Canary, verdict: Verdict, reason: str, message: str) -> None:
-    seconds = spec.rollout.deny_seconds if verdict == "Failed" else min(RETRY_SECONDS, spec.rollout.deny_seconds)
-    if seconds == 0:
-        return
-    entry = Denied(
-        dtype=canary.dtype,
-        model=spec.model.source,
-        image=spec.engine.image,
-        gpu=s.node.gpu,
-        reason=reason,
-        message=clip(message, 512),
-        until=draft.now + timedelta(seconds=seconds),
-    )
-    kept = [
-        d
-        for d in draft.status.kv_cache.denied
-        if d.until > draft.now
-        and (d.dtype, d.model, d.image, d.gpu) != (entry.dtype, entry.model, entry.image, entry.gpu)
-    ]
-    draft.set_kv(denied=(entry, *kept)[:MAX_DENIED])
-    draft.event(
-        "DtypeDenied",
-        f"{entry.dtype} is denied for this model, image and GPU ({entry.gpu}) until {entry.until:%Y-%m-%dT%H:%M:%SZ}",
-        warning=True,
-    )
-
-
-def _finish_rollback(draft: Draft, s: Snapshot, canary: Canary) -> None:
-    if s.traffic == canary.revision or canary.revision in s.deployments:
-        return
-    draft.set_canary(stage="RolledBack")
-    draft.set(last_canary=draft.status.canary, canary=None)
-
-
-def _finish_promotion(draft: Draft, canary: Canary) -> None:
-    draft.set_canary(stage="Promoted")
-    draft.set(
-        last_canary=draft.status.canary,
-        canary=None,
-        stable=Stable(revision=canary.revision, dtype=canary.dtype, since=draft.now, ever_ready=True),
-    )
-    if canary.dtype != canary.from_dtype:
-        draft.set_kv(changed_time=draft.now)
-    gained = ""
-    if canary.capacity_tokens and canary.stable_capacity_tokens:
-        ratio = canary.capacity_tokens / canary.stable_capacity_tokens
-        gained = f"; a replica holds {canary.stable_capacity_tokens} -> {canary.capacity_tokens} tokens ({ratio:.2f}x)"
-    draft.record(
-        "Promoted", "TrafficSwitched", f"{canary.dtype} serves{gained}",
+        "Promote", "Promoting", f"scaling to {replicas} and switching traffic: {canary.message}",
         from_dtype=canary.from_dtype, to_dtype=canary.dtype,
     )  # fmt: skip
+
+
+def _note_exchange(draft: Draft, s: Snapshot, canary: Canary, replicas: int) -> None:
+    """Every replica that changes places has the progress deadline for itself."""
+    here = side(s, canary.revision)
+    reached = 100 * here.ready // max(replicas, 1)
+    if here.ready >= here.replicas > 0 and canary.weight_percent != min(reached, 100):
+        draft.set_canary(weight_percent=min(reached, 100), stage_time=s.now)
+
+
+def _one_can_leave(spec: Spec, replicas: int) -> bool:
+    return replicas - 1 >= traffic.floor(spec, replicas)
+
+
+def _pods_on_trial(s: Snapshot, spec: Spec, canary: Canary) -> Sequence[PodView]:
+    """The canary's pods and, before its verdict, those that are borrowed for its baseline."""
+    pods = s.pods_of(canary.revision)
+    stable, reference = s.status.stable, render(s, spec, spec.kv_cache.baseline)[0]
+    if canary.stage not in ("Starting", "Probing") or (stable is not None and stable.revision == reference):
+        return pods
+    return pods if reference == canary.revision else (*pods, *s.pods_of(reference))
+
+
+def _replace_one(draft: Draft, s: Snapshot, spec: Spec, canary: Canary, replicas: int) -> bool:
+    """Give up on spare capacity where the policy allows it; True when that was decided now."""
+    if spec.canary.capacity_policy != "SurgeOrReplaceOne" or canary.replaces_one or replicas == 0:
+        return False
+    homeless = next((pod for pod in _pods_on_trial(s, spec, canary) if pod.unschedulable), None)
+    if homeless is None or s.now < canary.stage_time + timedelta(seconds=SURGE_SECONDS):
+        return False
+    if not _one_can_leave(spec, replicas):
+        text = (
+            f"no node has room for it ({homeless.unschedulable}), and none of {replicas} replicas can give way: "
+            f"spec.disruption.minAvailable is {spec.disruption.min_available}; it waits for spare capacity"
+        )
+        if canary.message != text:
+            draft.set_canary(message=text)
+        return False
+    draft.set_canary(replaces_one=True, stage_time=s.now)
+    draft.record(
+        "ReplaceOne", "NoSpareCapacity",
+        f"no node had room for the canary in {SURGE_SECONDS} s ({homeless.unschedulable}): one of {replicas} replicas "
+        "gives way to it", from_dtype=canary.from_dtype, to_dtype=canary.dtype,
+    )  # fmt: skip
+    return True
+
+
+def _give_up(draft: Draft, s: Snapshot, spec: Spec, canary: Canary) -> None:
+    seconds = spec.canary.progress_deadline_seconds
+    if canary.stage == "Shifting" and canary.verdict == "Inconclusive":
+        text = f"no verdict within {seconds} s after its time: {canary.message}"
+        roll_back(draft, s, spec, "Inconclusive", canary.reason, text)
+        return
+    text = f"still {canary.stage} after {seconds} s{_why_waiting(s, spec, canary)}"
+    if canary.stage == "Shifting" or canary.reason == "RouteUnusable":
+        text = f"{text}: {canary.message}"
+    roll_back(draft, s, spec, "Error", "ProgressDeadlineExceeded", text)
 
 
 def _note_capacity(draft: Draft, s: Snapshot, canary: Canary) -> None:
@@ -187,12 +270,8 @@ def _note_capacity(draft: Draft, s: Snapshot, canary: Canary) -> None:
             draft.set_canary(capacity_tokens=each)
 
 
-def _overdue(s: Snapshot, spec: Spec, canary: Canary) -> bool:
-    return (s.now - canary.stage_time).total_seconds() > spec.canary.progress_deadline_seconds
-
-
-def _why_waiting(s: Snapshot, canary: Canary) -> str:
-    for pod in s.pods_of(canary.revision):
+def _why_waiting(s: Snapshot, spec: Spec, canary: Canary) -> str:
+    for pod in _pods_on_trial(s, spec, canary):
         reason = pod.unschedulable or pod.waiting_reason
         if reason:
             return f": {reason}"

@@ -1,18 +1,19 @@
-"""Which revision should serve? The user's dtype, or the ladder's, rendered into a pod template."""
+"""Which revision should serve? The user's dtype, or the arbiter's, rendered into a pod template."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide.ladder import Choice, denial, step_down, veto
-from kvpilot_operator.decide.workload import Workload
+from kvpilot_operator.decide.arbiter import Ruling
+from kvpilot_operator.decide.capacity import smaller
+from kvpilot_operator.decide.ladder import ACCURACY_REASONS, denial, rungs
+from kvpilot_operator.decide.veto import veto
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.state.snapshot import Snapshot
-from kvpilot_operator.state.status import Denied, Status
+from kvpilot_operator.state.status import Denied, Stable, Status
 
 # A revision that failed for want of capacity, or for errors, may be tried again after this long.
 RETRY_SECONDS = 3600
@@ -32,11 +33,14 @@ class Target:
     warning: str | None = None
 
 
-def choose(s: Snapshot, spec: Spec, workload: Workload) -> Target:
+def choose(s: Snapshot, spec: Spec, ruling: Ruling) -> Target:
     """The target of this pass."""
+    left = _left_behind(s, spec)
+    if left is not None:
+        return left
     if spec.kv_cache.mode == "Fixed":
         return _fixed(s, spec)
-    return _laddered(s, spec, workload)
+    return _laddered(s, spec, ruling)
 
 
 def render(s: Snapshot, spec: Spec, dtype: str) -> tuple[str, dict[str, Any]]:
@@ -45,23 +49,48 @@ def render(s: Snapshot, spec: Spec, dtype: str) -> tuple[str, dict[str, Any]]:
     return revision(template), template
 
 
-def standing_denial(s: Snapshot, spec: Spec) -> Callable[[str], Denied | None]:
-    """Looks up a dtype's denial as of now."""
-    return lambda dtype: denial(dtype, spec, s.node, s.status.kv_cache.denied, s.now)
+def _left_behind(s: Snapshot, spec: Spec) -> Target | None:
+    """Where the dtype that serves is denied for its answers: the next safer one, whatever the dwell and the mode.
+
+    A canary that already leads away from it goes on; one that leads further down does not.
+    """
+    stable, canary = s.status.stable, s.status.canary
+    if stable is None:
+        return None
+    standing = _standing(s, spec, stable.dtype)
+    if standing is None or standing.reason not in ACCURACY_REASONS:
+        return None
+    if canary is not None and canary.stage != "RollingBack" and smaller(stable.dtype, canary.dtype):
+        return _guarded(s, spec, canary.dtype, canary.reason, canary.message, recommended=canary.dtype)
+    why = f"{stable.dtype} serves and is denied for its answers: {standing.message}"
+    safer = _safer(s, spec, stable)
+    if safer is None:
+        held = f"{why}; every safer dtype is denied, too. Set spec.rollout.denySeconds to 0 to try them again"
+        return _guarded(s, spec, stable.dtype, "AccuracyDrifted", held, held=held)
+    return _guarded(s, spec, safer, "AccuracyDrifted", f"{why}; {safer} takes its place", recommended=safer)
+
+
+def _safer(s: Snapshot, spec: Spec, stable: Stable) -> str | None:
+    """The next larger dtype of the ladder that is not ruled out; with a fixed dtype there is only the baseline."""
+    ladder = rungs(spec, s.node, s.model, s.status.kv_cache.denied, s.now)
+    if spec.kv_cache.mode == "Fixed":
+        ladder = ladder[:1]
+    larger = [rung.dtype for rung in ladder if rung.outcome is None and smaller(stable.dtype, rung.dtype)]
+    return larger[-1] if larger else None
+
+
+def _standing(s: Snapshot, spec: Spec, dtype: str) -> Denied | None:
+    return denial(dtype, spec, s.node, s.status.kv_cache.denied, s.now)
 
 
 def _fixed(s: Snapshot, spec: Spec) -> Target:
     wanted = spec.kv_cache.dtype
     assert wanted is not None  # noqa: S101 - the API's rule: Fixed comes with a dtype
     stable = s.status.stable
-    standing = standing_denial(s, spec)(wanted)
-    warning = veto(wanted, s.node)
-    if (
-        standing is not None
-        and standing.reason == "AccuracyRegressed"
-        and stable is not None
-        and stable.dtype != wanted
-    ):
+    standing = _standing(s, spec, wanted)
+    against = veto(wanted, spec, s.node, s.model)
+    warning = against.message if against is not None else None
+    if standing is not None and standing.reason in ACCURACY_REASONS and stable is not None and stable.dtype != wanted:
         held = (
             f"spec.kvCache.dtype {wanted} is denied until {standing.until:%Y-%m-%dT%H:%M:%SZ}: {standing.message}; "
             f"{stable.dtype} keeps serving. Choose another dtype, or set spec.rollout.denySeconds to 0 to try again"
@@ -70,40 +99,25 @@ def _fixed(s: Snapshot, spec: Spec) -> Target:
     return _guarded(s, spec, wanted, "FixedDtype", f"spec.kvCache.dtype is {wanted}", warning=warning)
 
 
-def _laddered(s: Snapshot, spec: Spec, workload: Workload) -> Target:
+def _laddered(s: Snapshot, spec: Spec, ruling: Ruling) -> Target:
     stable, canary = s.status.stable, s.status.canary
     if stable is None:
         baseline = spec.kv_cache.baseline
         return _guarded(s, spec, baseline, "Baseline", f"starts with the baseline dtype {baseline}")
     if canary is not None and canary.stage != "RollingBack":
         return _guarded(s, spec, canary.dtype, canary.reason, canary.message, recommended=canary.dtype)
-    choice = _step(s, spec, stable.dtype, workload)
-    recommended = choice.dtype if choice is not None else stable.dtype
-    if choice is None or spec.kv_cache.mode == "Recommend":
-        text = workload.message if choice is None else f"recommended, not applied: {choice.message}"
+    step = ruling.chosen
+    recommended = (ruling.wanted or step).dtype
+    if spec.kv_cache.mode == "Recommend":
+        text = "mode Recommend: nothing is changed"
         return _guarded(s, spec, stable.dtype, "Steady", text, recommended=recommended)
-    dwelling = _dwelling(s, spec)
-    if dwelling is not None:
-        return _guarded(s, spec, stable.dtype, "Dwelling", dwelling, held=dwelling, recommended=recommended)
-    return _guarded(
-        s, spec, choice.dtype, "MemoryPressured", f"{workload.message}; {choice.message}", recommended=recommended
-    )
-
-
-def _step(s: Snapshot, spec: Spec, current: str, workload: Workload) -> Choice | None:
-    if workload.kind != "MemoryBound":
-        return None
-    return step_down(spec, current, workload, s.node, standing_denial(s, spec))
-
-
-def _dwelling(s: Snapshot, spec: Spec) -> str | None:
-    changed = s.status.kv_cache.changed_time
-    if changed is None:
-        return None
-    until = changed + timedelta(seconds=spec.kv_cache.min_dwell_seconds)
-    if s.now >= until:
-        return None
-    return f"the last dtype change was at {changed:%H:%M:%SZ}; the next may come at {until:%Y-%m-%dT%H:%M:%SZ}"
+    if step.action in ("DtypeDown", "DtypeUp"):
+        return _guarded(s, spec, step.dtype, ruling.reason, ruling.message, recommended=recommended)
+    if ruling.hold is not None:
+        return _guarded(
+            s, spec, stable.dtype, ruling.reason, ruling.hold, held=ruling.hold, recommended=recommended
+        )  # fmt: skip
+    return _guarded(s, spec, stable.dtype, "Steady", "no other dtype is called for", recommended=recommended)
 
 
 def _guarded(
@@ -131,6 +145,9 @@ def _failed_before(status: Status, name: str, s: Snapshot, spec: Spec) -> str | 
     if last is None or last.revision != name or last.stage != "RolledBack" or last.reason == "Superseded":
         return None
     wait = spec.rollout.deny_seconds if last.verdict == "Failed" else min(RETRY_SECONDS, spec.rollout.deny_seconds)
+    if wait == 0 and last.generation == s.generation:
+        # Nothing is denied, yet nothing has changed either: a canary that fails in a loop helps nobody.
+        wait = RETRY_SECONDS
     until = last.stage_time + timedelta(seconds=wait)
     if s.now >= until:
         return None

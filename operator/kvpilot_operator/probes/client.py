@@ -1,8 +1,8 @@
 """The one place that talks to an engine: vLLM's OpenAI-compatible API over httpx, with nothing taken on trust.
 
-Used: POST /tokenize (chat messages to token ids, by the engine's own template) and POST /v1/completions as a stream
-with token ids in and token ids with logprobs out. Every size is bounded, a missing or non-finite logprob becomes an
-empty position (maximal damage), and a connection failure is tried once more.
+Used: POST /tokenize (chat messages to token ids, by the engine's own template), POST /v1/completions as a stream with
+token ids in and token ids with logprobs out, and GET /metrics for the length of the queue. Every size is bounded, and a
+connection failure is tried once more.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
-from kvpilot_operator.probes.codec import MAX_TOKEN_ID
+from kvpilot_operator.probes.answers import Step, Tokenized, printable, read_object, read_steps, read_tokens
 from kvpilot_operator.probes.errors import EngineRefused, EngineUnreachable, MalformedAnswer
 from kvpilot_operator.probes.packs import Message
-from kvpilot_operator.probes.stats import MIN_LOGPROB, Logprobs
 
 T = TypeVar("T")
 
@@ -27,26 +26,10 @@ CONNECT_SECONDS = 5.0
 # Longest silence: a prefill on a loaded CPU engine takes tens of seconds, more is a hang (the deadline rules anyway).
 READ_SECONDS = 120.0
 RETRY_PAUSE_SECONDS = 0.5
-MAX_EXCERPT = 300
-MAX_TOP = 64
+METRICS_SECONDS = 5.0
 _MAX_JSON_BYTES = 16 * 1024 * 1024
 _MAX_LINE_BYTES = 256 * 1024
-_TOKEN_PREFIX = "token_id:"  # noqa: S105 - vLLM's spelling of a token id, nothing secret
-
-
-class Tokenized(NamedTuple):
-    """A prompt's token ids and the engine's context length in tokens."""
-
-    tokens: tuple[int, ...]
-    max_model_len: int
-
-
-class Step(NamedTuple):
-    """One streamed token: its logprobs, its text, and whether the engine ended here by itself."""
-
-    logprobs: Logprobs
-    text: str
-    stopped: bool
+_TOOLS_AS_TEXT = "You can call these tools. To call one, answer only with a JSON object with its name and arguments."
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,37 +40,56 @@ class Engine:
     model: str
     http: httpx.AsyncClient
 
-    async def tokenize(self, messages: Sequence[Message]) -> Tokenized:
+    async def tokenize(self, messages: Sequence[Message], tools: str = "") -> Tokenized:
         """Return the chat rendered by the engine's own template, ready for an answer.
 
+        `tools` is a JSON list of functions. A template that does not know tools gets them as text in the first message.
         A model without a chat template, or whose template refuses these roles, gets plain text: role and content.
         """
         chat = [{"role": m.role, "content": m.content} for m in messages]
+        if not tools:
+            return await self._rendered(chat)
+        functions = [{"type": "function", "function": function} for function in json.loads(tools)]
         try:
-            answer = await self._post("/tokenize", {"model": self.model, "messages": chat})
+            with_tools = self._tokens(await self._tokenized(chat, tools=functions))
+            if with_tools != await self._rendered(chat):
+                return with_tools
         except EngineRefused as refusal:
             if refusal.status != 400:
                 raise
-            text = "\n".join(f"{m.role}: {m.content}" for m in messages) + "\nassistant:"
+        first = chat[0]
+        said = f"{_TOOLS_AS_TEXT}\n{tools}\n\n{first['content']}"
+        return await self._rendered([{"role": first["role"], "content": said}, *chat[1:]])
+
+    async def _rendered(self, chat: Sequence[Mapping[str, str]]) -> Tokenized:
+        try:
+            answer = await self._tokenized(chat)
+        except EngineRefused as refusal:
+            if refusal.status != 400:
+                raise
+            text = "\n".join(f"{m['role']}: {m['content']}" for m in chat) + "\nassistant:"
             answer = await self._post("/tokenize", {"model": self.model, "prompt": text})
-        tokens, length = answer.get("tokens"), answer.get("max_model_len")
-        if not isinstance(tokens, list) or not tokens or not all(_is_token(t) for t in tokens):
-            raise MalformedAnswer(
-                f"{self.base_url}/tokenize: tokens is {_excerpt(tokens)}; expected a list of token ids"
-            )
-        if not isinstance(length, int) or length < 1:
-            raise MalformedAnswer(f"{self.base_url}/tokenize: max_model_len is {_excerpt(length)}; expected a length")
-        return Tokenized(tuple(tokens), length)
+        return self._tokens(answer)
+
+    async def _tokenized(self, chat: Sequence[Mapping[str, str]], **more: object) -> Mapping[str, Any]:
+        return await self._post("/tokenize", {"model": self.model, "messages": chat, **more})
 
     async def decode(
-        self, prompt: Sequence[int], tokens: int, top_k: int, *, past_end: bool = False
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        top_k: int,
+        *,
+        past_end: bool = False,
+        priority: int | None = None,
     ) -> AsyncGenerator[Step, None]:
         """Yield the greedy continuation of `prompt` token by token; closing the iterator stops the engine's work.
 
-        At most `tokens` steps. With `past_end` the model's end token is a token like any other. A connection that fails
-        before the first token is tried once more; later failures raise `EngineUnreachable`.
+        At most `tokens` steps. With `past_end` the model's end token is a token like any other. `priority` is for an
+        engine that schedules by it (a larger one waits longer). A connection that fails before the first token is tried
+        once more; later failures raise `EngineUnreachable`.
         """
-        body = {
+        body: dict[str, object] = {
             "model": self.model,
             "prompt": list(prompt),
             "max_tokens": tokens,
@@ -97,6 +99,8 @@ class Engine:
             "ignore_eos": past_end,
             "stream": True,
         }
+        if priority is not None:
+            body["priority"] = priority
         for last_try in (False, True):
             started = False
             try:
@@ -110,20 +114,35 @@ class Engine:
                     raise
                 await asyncio.sleep(RETRY_PAUSE_SECONDS)
 
+    async def waiting(self) -> float:
+        """Requests that wait in the engine's queue; 0 where it does not say, 1 where it is too busy to say."""
+        found = 0.0
+        try:
+            async with asyncio.timeout(METRICS_SECONDS), self.http.stream("GET", f"{self.base_url}/metrics") as page:
+                async for line in _lines(page):
+                    name, _, rest = line.replace(b"{", b" {", 1).partition(b" ")
+                    if name == b"vllm:num_requests_waiting":
+                        found += float(rest.split()[-1])
+        except (TimeoutError, httpx.TimeoutException):
+            return 1.0
+        except (httpx.HTTPError, MalformedAnswer, ValueError, IndexError):
+            return 0.0
+        return found
+
     async def _stream(self, body: Mapping[str, object], tokens: int) -> AsyncGenerator[Step, None]:
         url = f"{self.base_url}/v1/completions"
         count = 0
         try:
             async with self.http.stream("POST", url, json=body) as response:
                 if response.status_code != 200:
-                    raise EngineRefused(url, response.status_code, _text(await _read(response, 4096)))
+                    raise EngineRefused(url, response.status_code, printable(await _read(response, 4096)))
                 async for line in _lines(response):
                     if not line.startswith(b"data:"):
                         continue
                     data = line[5:].strip()
                     if data == b"[DONE]":
                         return
-                    for step in _steps(url, _json(url, data)):
+                    for step in read_steps(url, read_object(url, data)):
                         count += 1
                         if count > tokens:
                             raise MalformedAnswer(f"{url}: more than the {tokens} tokens asked for")
@@ -131,14 +150,17 @@ class Engine:
         except httpx.HTTPError as error:
             raise EngineUnreachable(f"{url}: {type(error).__name__}: {error}; is the engine running?") from error
 
+    def _tokens(self, answer: Mapping[str, Any]) -> Tokenized:
+        return read_tokens(f"{self.base_url}/tokenize", answer)
+
     async def _post(self, path: str, body: Mapping[str, object]) -> Mapping[str, Any]:
         url = f"{self.base_url}{path}"
 
         async def ask() -> Mapping[str, Any]:
             async with self.http.stream("POST", url, json=body) as response:
                 if response.status_code != 200:
-                    raise EngineRefused(url, response.status_code, _text(await _read(response, 4096)))
-                return _json(url, await _read(response, _MAX_JSON_BYTES))
+                    raise EngineRefused(url, response.status_code, printable(await _read(response, 4096)))
+                return read_object(url, await _read(response, _MAX_JSON_BYTES))
 
         return await _twice(url, ask)
 
@@ -181,86 +203,3 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
             yield line
     if rest:
         yield rest
-
-
-def _json(url: str, data: bytes) -> Mapping[str, Any]:
-    try:
-        # json reads NaN and Infinity, which an engine with broken logits may send; they become None.
-        answer = json.loads(data, parse_constant=lambda _: None)
-    except (ValueError, RecursionError) as error:
-        raise MalformedAnswer(f"{url}: not JSON: {_text(data)}") from error
-    if not isinstance(answer, dict):
-        raise MalformedAnswer(f"{url}: {_excerpt(answer)}; expected an object")
-    return answer
-
-
-def _steps(url: str, chunk: Mapping[str, Any]) -> list[Step]:
-    """Return a streamed chunk's tokens; an engine that fails in the middle of a stream says so in `error`."""
-    if "error" in chunk:
-        error = chunk["error"]
-        code = error.get("code") if isinstance(error, dict) else None
-        raise EngineRefused(url, code if isinstance(code, int) else 500, _excerpt(error))
-    choices = chunk.get("choices")
-    if not isinstance(choices, list) or len(choices) > 1 or (choices and not isinstance(choices[0], dict)):
-        raise MalformedAnswer(f"{url}: choices is {_excerpt(choices)}; expected one choice")
-    if not choices or choices[0].get("logprobs") is None:
-        return []
-    choice, logprobs = choices[0], choices[0]["logprobs"]
-    text = choice.get("text")
-    lists = [
-        logprobs.get(key) if isinstance(logprobs, dict) else None
-        for key in ("tokens", "token_logprobs", "top_logprobs")
-    ]
-    if (
-        not isinstance(text, str)
-        or not all(isinstance(x, list) for x in lists)
-        or len({len(x or []) for x in lists}) != 1
-    ):
-        raise MalformedAnswer(
-            f"{url}: logprobs is {_excerpt(logprobs)}; expected tokens, token_logprobs and top_logprobs"
-        )
-    tokens, chosen, tops = (x or [] for x in lists)
-    stopped = choice.get("finish_reason") == "stop"
-    steps = []
-    for i, (token, logprob, top) in enumerate(zip(tokens, chosen, tops, strict=True)):
-        ident = _token(url, token)
-        last = i == len(tokens) - 1
-        steps.append(Step(Logprobs(ident, _top(url, ident, logprob, top)), text if last else "", stopped and last))
-    return steps
-
-
-def _top(url: str, token: int, logprob: object, top: object) -> dict[int, float]:
-    """Return the position's finite logprobs, or nothing at all when one of them is no number."""
-    if top is None or logprob is None:
-        return {}
-    if not isinstance(top, dict) or len(top) > MAX_TOP:
-        raise MalformedAnswer(f"{url}: top_logprobs is {_excerpt(top)}; expected at most {MAX_TOP} tokens")
-    values = {token: logprob, **{_token(url, key): value for key, value in top.items()}}
-    bounded: dict[int, float] = {}
-    for key, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-            return {}
-        bounded[key] = float(min(max(value, MIN_LOGPROB), 0.0))
-    return bounded
-
-
-def _token(url: str, name: object) -> int:
-    digits = name.removeprefix(_TOKEN_PREFIX) if isinstance(name, str) and name.startswith(_TOKEN_PREFIX) else ""
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= 8 and int(digits) <= MAX_TOKEN_ID):
-        raise MalformedAnswer(
-            f"{url}: token {_excerpt(name)}; expected {_TOKEN_PREFIX} and a number up to {MAX_TOKEN_ID}"
-        )
-    return int(digits)
-
-
-def _is_token(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKEN_ID
-
-
-def _text(data: bytes) -> str:
-    return " ".join(data.decode("utf-8", "replace").split())[:MAX_EXCERPT]
-
-
-def _excerpt(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_EXCERPT else f"{text[: MAX_EXCERPT - 3]}..."

@@ -1,6 +1,6 @@
 """A captured baseline, its identity, and its bytes as a ConfigMap's binaryData keeps them.
 
-Bytes: the magic `kvpb`, a version byte, then one zlib stream of
+Bytes: the magic `kvpb`, a version byte, then one zlib stream of (version 2; version 1 has no `control` in its header)
     u32 header length | header (JSON, UTF-8) | prompt token ids u24 | top token ids u24 | top logprobs u16
 all little-endian. The header holds names, texts and counts; the arrays follow in the header's order, each position's
 greedy token first, then the others by falling logprob. A logprob is kept in steps of 1/2048 nat (16 bits reach -32,
@@ -19,13 +19,18 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from kvpilot_operator.probes.errors import BaselineTooLarge, MalformedBaseline
 from kvpilot_operator.probes.packs import ProbePrompt
 from kvpilot_operator.probes.stats import MIN_LOGPROB, Logprobs
 
-VERSION = 1
+VERSION = 2
+_READABLE = (1, 2)
+# Part of every identity: a new number makes every baseline be captured anew, so it follows what answers mean, not how
+# they are packed.
+_MEANING = 1
 MAGIC = b"kvpb"
 MAX_BYTES = 900 * 1024
 MAX_PROMPT_TOKENS = 65_536
@@ -35,6 +40,9 @@ MAX_TEXT = 600
 # What a stream may unpack to: the arrays' limits and a header with room to spare; more is not ours.
 _MAX_RAW = 8 * 1024 * 1024
 _STEPS_PER_NAT = 2048
+_CONTROL_FIGURES = ("prompts", "positions", "mean_kl_micronats", "p99_kl_micronats", "top1_agreement_permille")
+# Seconds up to the year 2106; every figure is far below.
+_MAX_FIGURE = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +61,30 @@ class BaselinePrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Control:
+    """The 16-bit replica's damage against its own answers, and when (UTC) both were taken."""
+
+    captured: datetime
+    prompts: int
+    positions: int
+    mean_kl_micronats: int
+    p99_kl_micronats: int
+    top1_agreement_permille: int
+
+
+@dataclass(frozen=True, slots=True)
 class Baseline:
-    """What a 16-bit replica answered; `left_out` names the prompts that did not fit the model's context."""
+    """What a 16-bit replica answered; `left_out` names the prompts that did not fit the model's context.
+
+    `control` is None until it was measured, and in what an older kvpilot kept.
+    """
 
     identity: str
     model: str
     dtype: str
     prompts: tuple[BaselinePrompt, ...]
     left_out: tuple[str, ...] = ()
+    control: Control | None = None
 
     @property
     def positions(self) -> int:
@@ -68,10 +92,17 @@ class Baseline:
         return sum(len(p.answer) for p in self.prompts)
 
 
-def identity(model: str, revision: str, prompts: Sequence[ProbePrompt], tokens: int, top_k: int) -> str:
-    """Return 10 hex digits that change when the model, a prompt's content, the depth or this format's version does."""
-    content = [[p.pack, p.name, [[m.role, m.content] for m in p.messages]] for p in prompts]
-    canonical = json.dumps([VERSION, model, revision, content, tokens, top_k], ensure_ascii=True, separators=(",", ":"))
+def identity(model: str, revision: str, dtype: str, prompts: Sequence[ProbePrompt], tokens: int, top_k: int) -> str:
+    """Return 10 hex digits that change when the model, its revision, the dtype, a prompt's content or the depth does.
+
+    The engine image is left out on purpose: an upgrade is judged by what the model answered before it.
+    """
+    content = [
+        [p.pack, p.name, [[m.role, m.content] for m in p.messages], *([p.tools] if p.tools else [])] for p in prompts
+    ]
+    canonical = json.dumps(
+        [_MEANING, model, revision, dtype, content, tokens, top_k], ensure_ascii=True, separators=(",", ":")
+    )
     return hashlib.sha256(canonical.encode()).hexdigest()[:10]
 
 
@@ -85,6 +116,7 @@ def encode(baseline: Baseline) -> bytes:
         "model": baseline.model,
         "dtype": baseline.dtype,
         "leftOut": list(baseline.left_out),
+        "control": None if baseline.control is None else _control_header(baseline.control),
         "prompts": [
             {
                 "name": p.name,
@@ -122,8 +154,10 @@ def decode(data: bytes) -> Baseline:
         raise MalformedBaseline(
             f"baseline: {len(data)} bytes without the magic {MAGIC!r}; delete the ConfigMap to re-capture"
         )
-    if data[4] != VERSION:
-        raise MalformedBaseline(f"baseline: version {data[4]}, this kvpilot reads {VERSION}; delete it to re-capture")
+    if data[4] not in _READABLE:
+        raise MalformedBaseline(
+            f"baseline: version {data[4]}, this kvpilot reads up to {VERSION}; delete it to re-capture"
+        )
     try:
         unpack = zlib.decompressobj()
         raw = unpack.decompress(data[5:], _MAX_RAW)
@@ -163,7 +197,29 @@ def _read(raw: bytes) -> Baseline:
             BaselinePrompt(str(entry["name"]), str(entry["tail"]), str(entry["text"]), prompt, tuple(answer))
         )
     left_out = tuple(str(n) for n in header["leftOut"])
-    return Baseline(str(header["identity"]), str(header["model"]), str(header["dtype"]), tuple(prompts), left_out)
+    control = header.get("control")
+    return Baseline(
+        identity=str(header["identity"]),
+        model=str(header["model"]),
+        dtype=str(header["dtype"]),
+        prompts=tuple(prompts),
+        left_out=left_out,
+        control=None if control is None else _control(control),
+    )
+
+
+def _control_header(control: Control) -> dict[str, Any]:
+    return {
+        "captured": int(control.captured.timestamp()),
+        **{name: getattr(control, name) for name in _CONTROL_FIGURES},
+    }
+
+
+def _control(entry: dict[str, Any]) -> Control:
+    figures = {name: entry[name] for name in ("captured", *_CONTROL_FIGURES)}
+    if any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v <= _MAX_FIGURE for v in figures.values()):
+        raise ValueError(f"control {figures!r}: whole numbers from 0 to {_MAX_FIGURE} are expected")
+    return Control(captured=datetime.fromtimestamp(figures.pop("captured"), UTC), **figures)
 
 
 def check_limits(prompt_tokens: int, positions: int) -> None:

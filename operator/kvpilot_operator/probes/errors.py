@@ -9,6 +9,7 @@ KvpilotError
     |   +-- PackTooLarge         more prompts or text than a probe may cost
     |   +-- NothingFits          no prompt fits the model's context
     +-- EngineUnreachable        no connection, twice
+    +-- EngineBusy               users' requests waited for longer than a probe gives way
     +-- EngineRefused            the engine answered with an HTTP error; has `status` and `excerpt`
     +-- MalformedAnswer          the engine answered something that is not its API
     +-- ProbeTimeout             the deadline passed first
@@ -49,6 +50,10 @@ class NothingFits(PackError):
 
 class EngineUnreachable(ProbeError):
     """No connection to the engine, on both tries."""
+
+
+class EngineBusy(ProbeError):
+    """Users' requests waited for longer than a probe gives way: no verdict, and nobody's fault."""
 
 
 class EngineRefused(ProbeError):

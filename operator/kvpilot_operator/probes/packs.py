@@ -6,6 +6,10 @@ A pack is YAML (a ConfigMap keeps it under the key `prompts.yaml`):
     - name: capital                 # unique in the pack
       messages:                     # ends with a user's turn
       - {role: user, content: What is the capital of France?}
+      tools:                        # optional: functions that the model may call
+      - name: get_area
+        description: The area of a country.
+        parameters: {type: object, properties: {country: {type: string}}}   # a JSON schema
 
 A prompt may hold the word `{{filler}}` once in one of its messages: a text made here then takes its place, with the
 prompt's `fact` inside it, `fillPercent` of the room that the model's context leaves and the fact `depthPercent` into
@@ -17,10 +21,13 @@ prompt. On two CPU cores a small model decodes 10 to 25 tokens a second, so 8 pr
 
 from __future__ import annotations
 
+import json
+import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from typing import Any
 
 import yaml
 
@@ -31,6 +38,10 @@ CONFIG_MAP_KEY = "prompts.yaml"
 MAX_PROMPTS = 64
 MAX_PACK_BYTES = 32 * 1024
 MAX_MESSAGES = 16
+MAX_TOOLS = 16
+# Values in all tools of a prompt together: aliases could make a small text grow without end.
+MAX_TOOL_VALUES = 1000
+MAX_TOOL_DEPTH = 16
 MAX_NAME = 40
 # Contexts longer than this are probed as if they were this long: a probe must not hog the engine with prefills.
 MAX_FILL_TOKENS = 8192
@@ -39,7 +50,8 @@ _ROLES = ("system", "user", "assistant")
 _FILLER = "{{filler}}"
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 2, 4, 60, 60
-_PROMPT_KEYS = {"name", "messages", "fact", "fillPercent", "depthPercent"}
+_PROMPT_KEYS = {"name", "messages", "tools", "fact", "fillPercent", "depthPercent"}
+_TOOL_KEYS = {"name", "description", "parameters"}
 # English prose is about 1.3 tokens a word; 1.6 leaves room for tokenizers with small vocabularies.
 _TOKENS_PER_WORD = 1.6
 
@@ -54,11 +66,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ProbePrompt:
-    """One question: a chat that ends with a user's turn; `pack` and `name` say where it comes from."""
+    """One question: a chat that ends with a user's turn; `pack` and `name` say where it comes from.
+
+    `tools` are the functions that the model may call, a JSON list of objects with name, description and parameters.
+    """
 
     pack: str
     name: str
     messages: tuple[Message, ...]
+    tools: str = ""
 
 
 def load(
@@ -146,7 +162,7 @@ def _prompt(source: str, index: int, entry: object, context_tokens: int) -> Prob
         raise MalformedPack(f"{where}.messages: the last role is {messages[-1].role!r}; end with a user's turn")
     if sum(m.content.count(_FILLER) for m in messages) == 1:
         messages = _filled(where, entry, messages, context_tokens)
-    return ProbePrompt(source, name, messages)
+    return ProbePrompt(source, name, messages, _tools(where, entry["tools"]) if "tools" in entry else "")
 
 
 def _message(where: str, turn: object) -> Message:
@@ -158,6 +174,47 @@ def _message(where: str, turn: object) -> Message:
     if not isinstance(content, str) or not content.strip():
         raise MalformedPack(f"{where}.content: {_show(content)}; give a text (quote numbers)")
     return Message(role, content.strip())
+
+
+def _tools(where: str, given: object) -> str:
+    if not isinstance(given, list) or not 0 < len(given) <= MAX_TOOLS:
+        raise MalformedPack(
+            f"{where}.tools: found {_show(given)}; give a list of 1 to {MAX_TOOLS} tools, or no such key"
+        )
+    tools = _Plain(f"{where}.tools").copy(given)
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, dict) or set(tool) != _TOOL_KEYS:
+            raise MalformedPack(f"{where}.tools[{i}]: found {_show(tool)}; a tool has {', '.join(sorted(_TOOL_KEYS))}")
+        for key in ("name", "description"):
+            if not isinstance(tool[key], str) or not tool[key].strip():
+                raise MalformedPack(f"{where}.tools[{i}].{key}: {_show(tool[key])}; give a text")
+        if not isinstance(tool["parameters"], dict):
+            raise MalformedPack(f"{where}.tools[{i}].parameters: {_show(tool['parameters'])}; give a JSON schema")
+    return json.dumps(tools, ensure_ascii=False, separators=(",", ":"))
+
+
+class _Plain:
+    """Copies what JSON can say out of what YAML has read, up to a number of values and a depth."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._left = MAX_TOOL_VALUES
+
+    def copy(self, value: object, depth: int = 0) -> Any:
+        """The value as plain JSON; raises `MalformedPack` or `PackTooLarge`."""
+        self._left -= 1
+        if self._left < 0 or depth > MAX_TOOL_DEPTH:
+            raise PackTooLarge(
+                f"{self._where}: more than {MAX_TOOL_VALUES} values or {MAX_TOOL_DEPTH} levels; describe fewer or "
+                "simpler tools"
+            )
+        if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
+            return value
+        if isinstance(value, list):
+            return [self.copy(item, depth + 1) for item in value]
+        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+            return {key: self.copy(item, depth + 1) for key, item in value.items()}
+        raise MalformedPack(f"{self._where}: found {_show(value)}; use texts, numbers, lists and mappings of texts")
 
 
 def _filled(where: str, entry: dict[str, object], messages: tuple[Message, ...], context: int) -> tuple[Message, ...]:

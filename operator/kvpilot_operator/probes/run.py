@@ -7,6 +7,9 @@ equals the baseline's, both sides stand in the same context and their distributi
 that position still counts; the request is closed, and a new one resumes with the baseline's tokens up to there as its
 prompt. A request's first token comes from a prefill and is judged only if it differs.
 
+Before a prompt is followed, its first half is asked alone: the rest is then prefilled onto cached pages, as the next
+turn of a chat is, which is where a cache can be wrong while every fresh prompt is right.
+
 A candidate that answers garbage parts at every step, so resumes are bounded: what is left of such a prompt stays
 unmeasured, long after the verdict is clear. docs/decisions/0003-decode-probes.md has the alternatives.
 """
@@ -20,8 +23,10 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from kvpilot_operator.probes.client import Engine, Tokenized, http_client
-from kvpilot_operator.probes.codec import MAX_TEXT, Baseline, BaselinePrompt, check_limits
+from kvpilot_operator.probes.answers import Tokenized
+from kvpilot_operator.probes.client import Engine, http_client
+from kvpilot_operator.probes.codec import MAX_PROMPT_TOKENS, MAX_TEXT, Baseline, BaselinePrompt, check_limits
+from kvpilot_operator.probes.courtesy import Courtesy
 from kvpilot_operator.probes.errors import MalformedAnswer, NothingFits, ProbeError, ProbeTimeout
 from kvpilot_operator.probes.packs import ProbePrompt
 from kvpilot_operator.probes.stats import (
@@ -53,17 +58,31 @@ TOP_K = 20
 # A 4-bit cache parts from bf16 about every tenth token: three or four resumes in 32 tokens. Twelve leave room for a bad
 # day and bound what garbage costs.
 MAX_RESUMES = 12
+# vLLM's pages hold 16 tokens or more: a shorter half of a prompt fills none.
+MIN_HALF_TOKENS = 16
+# Four times what the largest baseline holds, which is what a quantized dtype with its resumes asks of it.
+TOKEN_BUDGET = 4 * MAX_PROMPT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How deep and how gently to probe: `concurrency` requests in flight, `deadline_seconds` for the whole run."""
+    """How deep and how gently to probe: `concurrency` requests in flight, `deadline_seconds` for the whole run.
+
+    `give_way_seconds` is how long in all the run waits while users' requests are queued (None: it does not look); with
+    `insist` it then goes on, else it ends as `EngineBusy`. `token_budget` bounds the tokens of all requests together,
+    prompts included; what it does not cover stays unmeasured. `priority` goes with each request, for an engine that
+    schedules by priority: a larger one is served later.
+    """
 
     tokens: int = DEFAULT_TOKENS
     top_k: int = TOP_K
     concurrency: int = 2
     deadline_seconds: float = 600.0
     max_resumes: int = MAX_RESUMES
+    give_way_seconds: float | None = None
+    insist: bool = False
+    token_budget: int | None = None
+    priority: int | None = None
 
     def __post_init__(self) -> None:
         bounds = (
@@ -93,11 +112,13 @@ async def capture(
     """
     settings = settings or Settings()
     async with _probing(base_url, model, settings) as engine:
+        courtesy = _courtesy(engine, settings)
 
         async def tokenized(prompt: ProbePrompt) -> Tokenized:
-            return await engine.tokenize(prompt.messages)
+            return await engine.tokenize(prompt.messages, prompt.tools)
 
         async def answered(item: tuple[ProbePrompt, Tokenized]) -> BaselinePrompt:
+            await courtesy.turn()
             return await _answer(engine, item[0], item[1].tokens, settings)
 
         rendered = list(zip(prompts, await _bounded(prompts, tokenized, settings.concurrency), strict=True))
@@ -133,18 +154,21 @@ async def control(base_url: str, model: str, baseline: Baseline, *, settings: Se
 async def _measure(base_url: str, model: str, baseline: Baseline, order: range, settings: Settings) -> Measurement:
     began = time.monotonic()
     async with _probing(base_url, model, settings) as engine:
+        courtesy = _courtesy(engine, settings)
 
         async def followed(index: int) -> _Followed:
-            return await _follow(engine, index, baseline.prompts[index], settings)
+            await courtesy.turn()
+            return await _follow(engine, courtesy, index, baseline.prompts[index], settings)
 
         followed_all = await _bounded(order, followed, settings.concurrency)
         compared = [c for f in followed_all for c in f.compared]
         worst = worst_prompt(compared)
-        sample = await _sample(engine, baseline.prompts[worst], settings) if worst is not None else None
+        sample = None if worst is None else await _sample(engine, courtesy, baseline.prompts[worst], settings)
     return summarise(
         compared,
         unmeasured=baseline.positions - len(compared),
         requests=sum(f.requests for f in followed_all) + (sample is not None),
+        tokens=courtesy.spent,
         milliseconds=round((time.monotonic() - began) * 1000),
         sample=sample,
     )
@@ -153,7 +177,7 @@ async def _measure(base_url: str, model: str, baseline: Baseline, order: range, 
 async def _answer(engine: Engine, prompt: ProbePrompt, tokens: Sequence[int], settings: Settings) -> BaselinePrompt:
     answer: list[Logprobs] = []
     text = ""
-    async with aclosing(engine.decode(tokens, settings.tokens, settings.top_k)) as steps:
+    async with aclosing(engine.decode(tokens, settings.tokens, settings.top_k, priority=settings.priority)) as steps:
         async for step in steps:
             if not step.logprobs.top:
                 raise MalformedAnswer(
@@ -183,18 +207,27 @@ class _Followed:
     requests: int
 
 
-async def _follow(engine: Engine, index: int, prompt: BaselinePrompt, settings: Settings) -> _Followed:
+async def _follow(
+    engine: Engine, courtesy: Courtesy, index: int, prompt: BaselinePrompt, settings: Settings
+) -> _Followed:
     """Decode along the baseline's answer, with a new request after every position where the candidate parts from it."""
     answer = prompt.answer
     forced = [a.token for a in answer]
     compared: list[Compared] = []
-    start = requests = 0
-    while start < len(answer) and requests <= settings.max_resumes:
+    requests = await _ask_half(engine, courtesy, prompt, settings)
+    start, resumes = 0, -1
+    while start < len(answer) and resumes < settings.max_resumes:
         reached = start
-        requests += 1
         context = [*prompt.tokens, *forced[:start]]
+        wanted = len(answer) - start
+        if not courtesy.afford(len(context) + wanted):
+            break
+        requests += 1
+        resumes += 1
         # The baseline knows where the model ended; the candidate's own end token is one more way to part from it.
-        async with aclosing(engine.decode(context, len(answer) - start, settings.top_k, past_end=True)) as steps:
+        async with aclosing(
+            engine.decode(context, wanted, settings.top_k, past_end=True, priority=settings.priority)
+        ) as steps:
             async for step in steps:
                 judged = compare(index, len(prompt.tokens) + reached, answer[reached], step.logprobs)
                 # A first token comes from a prefill, which need not have read a page: that it agrees proves nothing,
@@ -212,13 +245,32 @@ async def _follow(engine: Engine, index: int, prompt: BaselinePrompt, settings: 
     return _Followed(tuple(compared), requests)
 
 
-async def _sample(engine: Engine, prompt: BaselinePrompt, settings: Settings) -> Sample:
+async def _ask_half(engine: Engine, courtesy: Courtesy, prompt: BaselinePrompt, settings: Settings) -> int:
+    """Leave the first half of the prompt in the engine's prefix cache; return the number of requests that it took."""
+    half = prompt.tokens[: len(prompt.tokens) // 2]
+    if len(half) < MIN_HALF_TOKENS or not courtesy.afford(len(half) + 1):
+        return 0
+    async with aclosing(engine.decode(half, 1, 1, past_end=True, priority=settings.priority)) as steps:
+        async for _ in steps:
+            pass
+    return 1
+
+
+async def _sample(engine: Engine, courtesy: Courtesy, prompt: BaselinePrompt, settings: Settings) -> Sample | None:
+    if not courtesy.afford(len(prompt.tokens) + len(prompt.answer)):
+        return None
     text = ""
-    async with aclosing(engine.decode(prompt.tokens, len(prompt.answer), settings.top_k)) as steps:
+    async with aclosing(
+        engine.decode(prompt.tokens, len(prompt.answer), settings.top_k, priority=settings.priority)
+    ) as steps:
         async for step in steps:
             text += step.text
     size = MAX_SAMPLE_CHARACTERS
     return Sample(prompt=prompt.tail[-size:], stable=prompt.text[:size], canary=_readable(text)[:size])
+
+
+def _courtesy(engine: Engine, settings: Settings) -> Courtesy:
+    return Courtesy(engine, settings.give_way_seconds, settings.insist, settings.token_budget)
 
 
 def _readable(text: str) -> str:

@@ -73,7 +73,8 @@ class Measurement:
     `unmeasured` counts the baseline's positions that were not judged: first tokens of requests that agreed (they come
     from a prefill, which need not read the quantized pages) and what lay beyond a prompt's last resume.
     `stderr_kl_micronats` is the standard error of the mean with prompts as clusters (positions of one prompt are
-    not independent); 0 for a single prompt, which says nothing about it.
+    not independent); 0 for a single prompt, which says nothing about it. `tokens` is what all requests together sent
+    and asked for.
     """
 
     prompts: int
@@ -87,6 +88,7 @@ class Measurement:
     top1_agreement_permille: int
     buckets: tuple[Bucket, ...]
     sample: Sample | None
+    tokens: int = 0
 
 
 def kl_nats(baseline: Mapping[int, float], candidate: Mapping[int, float]) -> float:
@@ -149,6 +151,7 @@ def summarise(
     *,
     unmeasured: int = 0,
     requests: int = 0,
+    tokens: int = 0,
     milliseconds: int = 0,
     sample: Sample | None = None,
 ) -> Measurement:
@@ -158,6 +161,7 @@ def summarise(
         positions=len(compared),
         unmeasured=unmeasured,
         requests=requests,
+        tokens=tokens,
         milliseconds=milliseconds,
         mean_kl_micronats=_mean_micronats(compared),
         p99_kl_micronats=round(percentile([c.kl for c in compared], 0.99) * MICRO),

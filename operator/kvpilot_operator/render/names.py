@@ -11,6 +11,8 @@ KIND = "QuantizedLLMService"
 PLURAL = "quantizedllmservices"
 FIELD_MANAGER = "kvpilot"
 
+HTTP_ROUTE_API = "gateway.networking.k8s.io/v1"
+
 SERVICE_LABEL = "kvpilot.io/service"
 REVISION_LABEL = "kvpilot.io/revision"
 DTYPE_LABEL = "kvpilot.io/dtype"
@@ -32,6 +34,11 @@ def owned_labels(service: str) -> dict[str, str]:
 def deployment_name(service: str, revision: str) -> str:
     """`NAME-<revision>`: one Deployment a revision, so that two can stand side by side."""
     return f"{service}-{revision}"
+
+
+def canary_service(service: str) -> str:
+    """`NAME-canary`: the Service that a user's HTTPRoute sends the canary's share to."""
+    return f"{service}-canary"
 
 
 def baseline_name(service: str, identity: str) -> str:

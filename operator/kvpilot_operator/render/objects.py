@@ -1,13 +1,15 @@
-"""The Deployments, the Service, the disruption budget and the baseline's ConfigMap of one service."""
+"""The Deployments, the Services, the disruption budget and the baseline's ConfigMap of one service, and its route."""
 
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvpilot_operator.render.engine import revision
+from kvpilot_operator.render.engine import revision as revision_of
 from kvpilot_operator.render.names import (
     DTYPE_LABEL,
+    HTTP_ROUTE_API,
     REVISION_LABEL,
     SERVICE_LABEL,
     baseline_name,
@@ -15,7 +17,7 @@ from kvpilot_operator.render.names import (
     owned_labels,
     owner_reference,
 )
-from kvpilot_operator.state.snapshot import ServiceKey
+from kvpilot_operator.state.snapshot import RouteView, ServiceKey
 
 
 def _metadata(key: ServiceKey, uid: str, name: str, labels: dict[str, str] | None = None) -> dict[str, Any]:
@@ -35,10 +37,10 @@ def deployment(
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": _metadata(key, uid, deployment_name(key.name, revision(template)), labels),
+        "metadata": _metadata(key, uid, deployment_name(key.name, revision_of(template)), labels),
         "spec": {
             "replicas": replicas,
-            "selector": {"matchLabels": {SERVICE_LABEL: key.name, REVISION_LABEL: revision(template)}},
+            "selector": {"matchLabels": {SERVICE_LABEL: key.name, REVISION_LABEL: revision_of(template)}},
             "template": template,
             "progressDeadlineSeconds": startup_seconds + 60,
             "revisionHistoryLimit": 0,
@@ -46,31 +48,42 @@ def deployment(
     }
 
 
-def service(key: ServiceKey, uid: str, traffic: str) -> dict[str, Any]:
-    """The Service whose selector is the traffic switch: it names the one revision that gets requests."""
+def service(key: ServiceKey, uid: str, name: str, revision: str) -> dict[str, Any]:
+    """A Service, which selects one revision, or every one where `revision` is empty: the traffic switch."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _metadata(key, uid, key.name),
+        "metadata": _metadata(key, uid, name),
         "spec": {
             "type": "ClusterIP",
-            "selector": {SERVICE_LABEL: key.name, REVISION_LABEL: traffic},
+            "selector": _selector(key, revision),
             "ports": [{"name": "http", "port": 80, "protocol": "TCP", "targetPort": "http"}],
         },
     }
 
 
-def disruption_budget(key: ServiceKey, uid: str, traffic: str, min_available: int) -> dict[str, Any]:
-    """Keeps voluntary disruptions from taking the serving revision below `min_available`."""
+def disruption_budget(key: ServiceKey, uid: str, revision: str, min_available: int) -> dict[str, Any]:
+    """Keeps voluntary disruptions from taking the pods that the Service selects below `min_available`."""
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
         "metadata": _metadata(key, uid, key.name),
-        "spec": {
-            "minAvailable": min_available,
-            "selector": {"matchLabels": {SERVICE_LABEL: key.name, REVISION_LABEL: traffic}},
-        },
+        "spec": {"minAvailable": min_available, "selector": {"matchLabels": _selector(key, revision)}},
     }
+
+
+def route_rules(key: ServiceKey, route: RouteView, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """New rules for a user's HTTPRoute: a merge patch that fails where the route has changed since it was read."""
+    return {
+        "apiVersion": HTTP_ROUTE_API,
+        "kind": "HTTPRoute",
+        "metadata": {"name": route.name, "namespace": key.namespace, "resourceVersion": route.resource_version},
+        "spec": {"rules": [dict(rule) for rule in rules]},
+    }
+
+
+def _selector(key: ServiceKey, revision: str) -> dict[str, str]:
+    return {SERVICE_LABEL: key.name, **({REVISION_LABEL: revision} if revision else {})}
 
 
 def baseline_config_map(key: ServiceKey, uid: str, identity: str, content: bytes) -> dict[str, Any]:

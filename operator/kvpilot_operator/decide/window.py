@@ -1,0 +1,131 @@
+"""One pass over a window of scrapes: what adds up, what is on average, and how much of it was seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from kvpilot_operator.api.spec import Pressure
+from kvpilot_operator.state.snapshot import Sample
+
+# The longest time between two scrapes that still counts as observed, in seconds.
+STALE_SECONDS = 60
+GAP = timedelta(seconds=STALE_SECONDS)
+# A scrape that believes fewer than this share of the pods says nothing of the service.
+_BELIEVED = 2 / 3
+# Prompts dominate where they take half of the requests' time, or where a replica has a prompt in hand at half of all
+# moments and computes so many prompt tokens in a step. A GPU of 2020 to 2026 multiplies some 200 to 300 tokens by the
+# weights in the time in which it reads them (data sheets: peak FLOP/s over bytes/s), and up to four times as many while
+# it also reads a full cache: from about 1,000 on the prompts are the larger part of the step.
+_PREFILL_SHARE = 0.5
+_PROMPTS_IN_HAND = 0.5
+_PROMPT_TOKENS_A_STEP = 1024.0
+
+
+@dataclass(slots=True)
+class Sums:
+    """What one pass over a window adds up."""
+
+    count: int = 0
+    pods: int = 0
+    capacity: int = 0
+    covered: float = 0.0
+    """Seconds between scrapes that are no gap."""
+    high: int = 0
+    """Scrapes at or above the limit."""
+    queued: int = 0
+    """Scrapes with enough requests that wait."""
+    usage: float = 0.0
+    held: float = 0.0
+    running: float = 0.0
+    waiting: float = 0.0
+    growth: float = 0.0
+    """Waiting requests at the end less those at the start."""
+    seconds: float = 0.0
+    preempted: float = 0.0
+    prompted: float = 0.0
+    generated: float = 0.0
+    finished: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+
+    @property
+    def preemptions(self) -> float:
+        """A minute, of one replica."""
+        return self.preempted * 60 / self.seconds if self.seconds else 0.0
+
+    @property
+    def prompt_tokens_per_step(self) -> float | None:
+        """Prompt tokens a step: their rate times the length of a step, which is the time between two tokens."""
+        if not self.seconds or not self.generated:
+            return None
+        return self.prompted / self.seconds * self.decode / self.generated
+
+    @property
+    def mostly_prompts(self) -> bool:
+        """Whether prompts take most of the requests' time; unknown is no."""
+        return self.prefill > 0 and self.prefill >= _PREFILL_SHARE * (self.prefill + self.decode)
+
+    @property
+    def always_prompts(self) -> bool:
+        """Whether a replica nearly always computes prompts, and many of their tokens in a step; unknown is no."""
+        in_hand = self.prefill / self.seconds if self.seconds else 0.0
+        return in_hand >= _PROMPTS_IN_HAND and (self.prompt_tokens_per_step or 0.0) >= _PROMPT_TOKENS_A_STEP
+
+
+def believed(s: Sample) -> bool:
+    """Whether a scrape reached enough of the pods to speak for all."""
+    if not s.doubted and not s.unanswered:
+        return s.pods > 0
+    return s.pods >= max(1.0, _BELIEVED * ready_pods(s))
+
+
+def ready_pods(s: Sample) -> int:
+    """Pods that were ready at the scrape, believed or not."""
+    return s.pods + len(s.doubted) + s.unanswered
+
+
+def add_up(window: Sequence[Sample], pressure: Pressure) -> Sums:
+    """Add up a window that ends with a believed scrape; those that are not believed are left out, as gaps."""
+    limit, queue = pressure.high_percent / 100, pressure.waiting_per_replica
+    high = queued = count = 0
+    usage = held = running = waiting = covered = 0.0
+    seconds = preempted = prompted = generated = finished = prefill = decode = 0.0
+    before, first_waiting = None, 0.0
+    pods, s = 1, window[-1]
+    for s in window:
+        pods = s.pods
+        scale = 1.0
+        if s.doubted or s.unanswered or not pods:
+            if not believed(s):
+                continue
+            scale = ready_pods(s) / pods
+        if before is None:
+            first_waiting = s.waiting * scale
+        elif (gap := s.time - before) <= GAP:
+            covered += gap.total_seconds()
+        before = s.time
+        count += 1
+        used = s.usage
+        high += used >= limit
+        queued += s.waiting >= queue * pods
+        usage += used
+        held += used * s.capacity_tokens * scale
+        running += s.running * scale
+        waiting += s.waiting * scale
+        flows = s.flows
+        if flows.seconds:
+            seconds += flows.seconds
+            preempted += flows.preemptions
+            prompted += flows.prompt_tokens
+            generated += flows.generation_tokens
+            finished += flows.finished
+            prefill += flows.prefill_seconds
+            decode += flows.decode_seconds
+    ready = ready_pods(s)
+    return Sums(
+        count, ready, s.capacity_tokens * ready // pods, covered, high, queued,
+        usage / count, held / count, running / count, waiting / count, s.waiting * ready / pods - first_waiting,
+        seconds, preempted, prompted, generated, finished, prefill, decode,
+    )  # fmt: skip

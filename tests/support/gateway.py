@@ -1,0 +1,93 @@
+"""A gateway small enough for a test: it splits requests by the weights of one HTTPRoute, as the API server holds it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from aiohttp import web
+
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.errors import NotFound
+
+API = "gateway.networking.k8s.io/v1"
+ROUTE_CRD: dict[str, Any] = {
+    "apiVersion": "apiextensions.k8s.io/v1",
+    "kind": "CustomResourceDefinition",
+    "metadata": {"name": "httproutes.gateway.networking.k8s.io"},
+    "spec": {
+        "group": "gateway.networking.k8s.io",
+        "scope": "Namespaced",
+        "names": {"kind": "HTTPRoute", "plural": "httproutes", "singular": "httproute"},
+        "versions": [
+            {
+                "name": "v1",
+                "served": True,
+                "storage": True,
+                "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
+            }
+        ],
+    },
+}
+"""The kind with none of its checks: what an operator reads and writes is what matters here."""
+
+
+class Gateway:
+    """Forwards every request to one backend of the route's first rule, drawn by weight."""
+
+    def __init__(self, cluster: Cluster, namespace: str, route: str, port: int) -> None:
+        self._cluster, self._namespace, self._route, self._port = cluster, namespace, route, port
+        self._random = random.Random(0)
+        self._http = httpx.AsyncClient(timeout=300, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+        self.sent: Counter[str] = Counter()
+        """Requests by backend."""
+        self.url = ""
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[Gateway]:
+        """Listen on a free loopback port."""
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._forward)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+            await self._http.aclose()
+
+    async def weights(self) -> dict[str, int]:
+        """Weight by backend of the route's first rule."""
+        route = await self._cluster.get(API, "HTTPRoute", self._namespace, self._route)
+        return {b["name"]: b.get("weight", 1) for b in route["spec"]["rules"][0]["backendRefs"]}
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        weights = await self.weights()
+        name = self._random.choices(list(weights), list(weights.values()))[0]
+        try:
+            service = await self._cluster.get("v1", "Service", self._namespace, name)
+        except NotFound:
+            return web.Response(status=503, text=f"no Service {name}")
+        self.sent[name] += 1
+        url = f"http://{service['spec']['clusterIP']}:{self._port}{request.rel_url}"
+        body = await request.read()
+        async with self._http.stream(
+            request.method, url, content=body, headers={"Content-Type": request.content_type}
+        ) as answer:
+            out = web.StreamResponse(
+                status=answer.status_code, headers={"Content-Type": answer.headers["content-type"]}
+            )
+            await out.prepare(request)
+            async for chunk in answer.aiter_bytes():
+                await out.write(chunk)
+            await asyncio.sleep(0)
+            await out.write_eof()
+            return out

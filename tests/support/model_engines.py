@@ -1,0 +1,106 @@
+"""Engines of a model cluster: pods that need a place and time to start, and what their metrics say under load."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import NormalDist
+
+from kvpilot_operator.state.histogram import Histogram
+from kvpilot_operator.state.snapshot import Flows, PodView
+from support.services import pod
+
+# vLLM's own buckets (0.32), those that matter here.
+TTFT = (0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
+TOKENS = 100.0
+
+
+@dataclass(frozen=True)
+class ModelPod:
+    """One pod: ready `starts_in` ticks after it found a place, gone `leaves_in` ticks after its deletion."""
+
+    revision: str
+    index: int
+    placed: bool = False
+    starts_in: int = 0
+    leaves_in: int | None = None
+    ready: bool = False
+
+    def view(self) -> PodView:
+        """As its kubelet reports it."""
+        base = replace(pod(self.revision), name=f"{self.revision}-{self.index}", ready=self.ready)
+        if self.leaves_in is not None:
+            return replace(base, terminating=True, ready=False)
+        return base if self.placed else replace(base, ip=None, node=None, unschedulable="0/1 nodes have a free GPU")
+
+
+@dataclass
+class ModelEngines:
+    """All pods. `places` is the number of GPUs; None is any number."""
+
+    places: int | None = None
+    start_ticks: int = 0
+    drain_ticks: int = 0
+    starts: bool = True
+    pods: tuple[ModelPod, ...] = ()
+
+    def tick(self) -> None:
+        """Pods that go leave, pods that start get nearer."""
+        left = [replace(p, leaves_in=None if p.leaves_in is None else p.leaves_in - 1) for p in self.pods]
+        self.pods = tuple(p for p in left if p.leaves_in is None or p.leaves_in >= 0)
+        self._place()
+        self.pods = tuple(replace(p, starts_in=max(0, p.starts_in - 1)) if p.placed else p for p in self.pods)
+
+    def reconcile(self, wanted: dict[str, int]) -> None:
+        """What the controllers do at once: start missing pods, delete surplus ones, those that do not answer first."""
+        for revision in {*wanted, *(p.revision for p in self.pods)}:
+            mine = [p for p in self.pods if p.revision == revision and p.leaves_in is None]
+            surplus = len(mine) - wanted.get(revision, 0)
+            for p in sorted(mine, key=lambda p: (p.ready, -p.index))[: max(0, surplus)]:
+                gone = () if not p.placed or not self.drain_ticks else (replace(p, leaves_in=self.drain_ticks),)
+                self.pods = (*(q for q in self.pods if q is not p), *gone)
+            taken = {p.index for p in self.pods if p.revision == revision}
+            free = (i for i in range(10_000) if i not in taken)
+            fresh = [ModelPod(revision, next(free), starts_in=self.start_ticks) for _ in range(max(0, -surplus))]
+            self.pods = (*self.pods, *fresh)
+        self._place()
+
+    def ready(self, revision: str) -> int:
+        """Pods of the revision that answer."""
+        return sum(p.ready for p in self.pods if p.revision == revision and p.leaves_in is None)
+
+    def _place(self) -> None:
+        free = math.inf if self.places is None else self.places - sum(p.placed for p in self.pods)
+        placed = []
+        for p in self.pods:
+            if not p.placed and free > 0:
+                p, free = replace(p, placed=True), free - 1
+            placed.append(replace(p, ready=self.starts and p.placed and p.starts_in == 0 and p.leaves_in is None))
+        self.pods = tuple(placed)
+
+
+def flows(requests: float, slow: float = 1.0, failing: float = 0.0) -> Flows:
+    """What so many requests leave behind on engines that take `slow` times the usual time."""
+    if not requests:
+        return Flows()
+    first, between = 0.4 * slow, 0.03 * slow
+    return Flows(
+        seconds=5.0,
+        generation_tokens=TOKENS * requests,
+        finished=requests,
+        failed=failing * requests,
+        prefill_seconds=first * requests,
+        decode_seconds=TOKENS * between * requests,
+        ttft=_spread(requests, first, TTFT),
+        itl=_spread(requests * TOKENS, between, ITL),
+        generation_lengths=Histogram((), (requests,), TOKENS * requests),
+    )
+
+
+def _spread(count: float, mean: float, bounds: tuple[float, ...]) -> Histogram:
+    """A log-normal spread of so many observations over the buckets (deviation 0.5 of the log)."""
+    law = NormalDist(math.log(mean) - 0.125, 0.5)
+    below = [0.0, *(count * law.cdf(math.log(b)) for b in bounds), count]
+    return Histogram(bounds, tuple(b - a for a, b in pairwise(below)), count * mean)

@@ -1,0 +1,77 @@
+"""An HTTP server that speaks just enough of vLLM's API for a probe, as well or as badly as a test wants it to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+Body = dict[str, Any]
+Writer = asyncio.StreamWriter
+Handler = Callable[[str, Body, Writer], Awaitable[None]]
+
+
+@asynccontextmanager
+async def engine(handler: Handler) -> AsyncIterator[str]:
+    """Serve `handler`, one request a connection; it gets the path, the JSON body and the socket to answer on."""
+
+    async def connection(reader: asyncio.StreamReader, writer: Writer) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            lengths = [line for line in head.split("\r\n") if line.lower().startswith("content-length")]
+            content = await reader.readexactly(int(lengths[0].split(":")[1])) if lengths else b"{}"
+            await handler(head.split()[1], json.loads(content), writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(connection, "127.0.0.1", 0)
+    try:
+        host, port = server.sockets[0].getsockname()
+        yield f"http://{host}:{port}"
+    finally:
+        server.close()
+
+
+def respond(writer: Writer, body: bytes, status: str = "200 OK") -> None:
+    writer.write(f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n".encode() + body)
+
+
+def tokens_of(body: Body) -> bytes:
+    text = json.dumps(body.get("messages") or body.get("prompt"))
+    return json.dumps({"tokens": list(text.encode()), "max_model_len": 2048}).encode()
+
+
+def event(token: object, top: object, logprob: object = -0.1, finish: str | None = None) -> bytes:
+    logprobs = {"tokens": [token], "token_logprobs": [logprob], "top_logprobs": [top]}
+    choice = {"text": "x", "logprobs": logprobs, "finish_reason": finish}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+def stream(writer: Writer, *events: bytes) -> None:
+    respond(writer, b"".join(events) + b"data: [DONE]\n\n")
+
+
+async def counting(path: str, body: Body, writer: Writer) -> None:
+    """A sound engine: its greedy token is the length of its context."""
+    if path == "/tokenize":
+        respond(writer, tokens_of(body))
+        return
+    start = len(body["prompt"])
+    steps = range(start, start + body["max_tokens"])
+    stream(writer, *(event(f"token_id:{i}", {f"token_id:{i}": -0.1, "token_id:9999": -3.0}) for i in steps))
+
+
+def completing(*events: bytes) -> Handler:
+    """An engine that tokenizes soundly and answers every completion with these events."""
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if path == "/tokenize":
+            respond(writer, tokens_of(body))
+        else:
+            stream(writer, *events)
+
+    return handler

@@ -1,0 +1,66 @@
+"""A service whose canary is under way in a model cluster, and what must hold at every moment of its trial."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvpilot_operator.state.status import Status, parse_status
+from support.model_cluster import ModelCluster
+from support.services import KEY, manifest
+
+OLD, NEW = "auto", "k8v4"
+STEPS = [{"weightPercent": 25, "holdSeconds": 90}, {"weightPercent": 50, "holdSeconds": 90}]
+ROUTE = [{"backendRefs": [{"name": KEY.name, "port": 80}]}]
+BUSY = 200.0
+
+
+def service(
+    dtype: str, replicas: int = 3, *, min_available: int = 1, paused: bool = False, **canary: Any
+) -> dict[str, Any]:
+    asked = {"steps": STEPS, "warmUpSeconds": 10, "progressDeadlineSeconds": 600, **canary}
+    return manifest(
+        replicas=replicas,
+        scaling={"mode": "External", "minReplicas": 0, "maxReplicas": 16},
+        kvCache={"mode": "Fixed", "dtype": dtype},
+        canary=asked,
+        disruption={"minAvailable": min_available},
+        rollout={"paused": paused},
+    )
+
+
+def on_trial(replicas: int = 3, *, cluster: dict[str, Any] | None = None, **spec: Any) -> ModelCluster:
+    """A service that has settled on the old dtype and is asked for the new one."""
+    made = ModelCluster(service(OLD, replicas, **spec), **{"start_ticks": 2, "requests": BUSY, **(cluster or {})})
+    made.settle()
+    made.edit(service(NEW, replicas, **spec))
+    return made
+
+
+def stage(name: str, step: int | None = None) -> Callable[[Status], bool]:
+    return lambda s: s.canary is not None and s.canary.stage == name and step in (None, s.canary.step)
+
+
+def ended(s: Status) -> bool:
+    return s.canary is None and s.last_canary is not None
+
+
+def at_every_moment(cluster: ModelCluster) -> None:
+    """What must hold after every single write."""
+    spec = cluster.snapshot().spec
+    status = parse_status(cluster.status)
+    if spec is None or status.stable is None:
+        return
+    replaces = status.canary is not None and status.canary.replaces_one
+    asked = sum(count for _, count in cluster.deployments.values())
+    assert asked <= spec.replicas + 1
+    assert not replaces or asked <= spec.replicas or cluster.places is not None
+    sides = {part.revision for part in (status.stable, status.canary) if part is not None}
+    shares = cluster.shares()
+    assert set(shares) <= sides
+    if status.canary is not None and status.canary.stage in ("Starting", "Probing"):
+        assert status.canary.revision not in shares
+    if status.stable.ever_ready:
+        assert cluster.answering() >= min(spec.disruption.min_available, spec.replicas)
+    for ref in (ref for rule in cluster.rules or () for ref in rule["backendRefs"]):
+        assert ref["name"] in cluster.services

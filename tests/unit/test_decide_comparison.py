@@ -1,0 +1,197 @@
+"""Canary against stable side: the test's own error rates, by simulation with fixed seeds."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_operator.decide.comparison import compare
+from kvpilot_operator.decide.intervals import QUANTILE, log_quantile, student
+from kvpilot_operator.state.histogram import Histogram
+from kvpilot_operator.state.snapshot import Flows
+from support.model_engines import flows
+from support.services import NOW, manifest, spec_of
+from support.two_sides import SCRAPE, TTFT, histogram, load, scrapes, span
+
+LIMITS = spec_of(manifest()).canary
+LENGTH = 60
+
+
+def judged(seed, *, requests=1000, slow=1.0, alpha=0.025, failing=0.002, apart=False, length=LENGTH, **both):
+    rng = np.random.default_rng(seed)
+    loads = load(rng, length)
+    stable = scrapes(rng, requests, loads, **both)
+    canary = scrapes(rng, requests, load(rng, length) if apart else loads, slow=slow, failing=failing, **both)
+    return compare(stable, canary, LIMITS, *span(length), alpha)
+
+
+def outcomes(runs, **case):
+    return Counter(judged(seed, **case).outcome for seed in range(runs))
+
+
+def test_equal_sides_are_not_called_slower():
+    assert outcomes(100, requests=400)["Failed"] == 0
+    assert outcomes(40, requests=400, apart=True)["Failed"] <= 1
+
+
+def test_at_the_very_limit_failures_and_passes_are_as_rare_as_promised():
+    """At 2.5%, 12 or more of 200 come about once in 500 times."""
+    for apart in (False, True):
+        seen = outcomes(200, slow=1.1, requests=400, apart=apart)
+        assert seen["Failed"] <= 11
+        assert seen["Passed"] <= 11
+
+
+def test_a_regression_of_30_percent_is_found_in_1000_requests():
+    seen = outcomes(40, slow=1.3)
+    assert seen["Failed"] >= 38
+    assert seen["Passed"] == 0
+
+
+def test_a_regression_within_one_wide_bucket_is_found_all_the_same():
+    assert outcomes(20, slow=1.3, first=0.14, spread=0.15)["Failed"] >= 19
+
+
+def test_equal_sides_pass_once_there_are_enough_requests_over_enough_time():
+    assert outcomes(20, requests=6000, length=240)["Passed"] >= 15
+
+
+def test_more_failed_requests_fail():
+    verdict = judged(1, failing=0.06, requests=2000, slow=1.0)
+    assert (verdict.outcome, verdict.reason) == ("Failed", "ErrorsIncreased")
+    assert "points" in verdict.message
+
+
+def test_fewer_requests_than_asked_for_are_inconclusive_whatever_they_say():
+    verdict = judged(1, requests=60, slow=3.0)
+    assert (verdict.outcome, verdict.reason) == ("Inconclusive", "TooFewRequests")
+    assert "100" in verdict.message
+
+
+def test_an_idle_canary_is_inconclusive():
+    verdict = compare(steady(), (), LIMITS, *span(20), 0.025)
+    assert verdict.outcome == "Inconclusive"
+
+
+def steady(slow=1.0, requests=200.0, count=20, **changes):
+    base = scrapes(np.random.default_rng(0), 100, [1.0] * count)
+    made = [replace(s, flows=replace(flows(requests, slow), **changes)) for s in base[1:]]
+    return (base[0], *made)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"decode_seconds": 1200.0}, "ThroughputRegressed"),
+        ({"failed": 20.0}, "ErrorsIncreased"),
+    ],
+)
+def test_each_figure_fails_by_its_own_name(changed, reason):
+    verdict = compare(steady(), steady(**changed), LIMITS, *span(20), 0.025)
+    assert (verdict.outcome, verdict.reason) == ("Failed", reason)
+
+
+def test_a_faster_canary_passes_with_its_changes_in_percent():
+    verdict = compare(steady(), steady(slow=0.7), LIMITS, *span(20), 0.025)
+    assert verdict.outcome == "Passed"
+    assert verdict.ttft_p95_change == pytest.approx(-30, abs=3)
+    assert verdict.itl_p95_change == pytest.approx(-30, abs=3)
+    assert verdict.throughput_change == pytest.approx(43, abs=2)
+
+
+def test_engines_that_cut_their_buckets_differently_are_compared_by_the_bounds_they_share():
+    finer = tuple(sorted({*TTFT, 0.15, 0.35, 3.0}))
+    rng = np.random.default_rng(3)
+    loads = load(rng, LENGTH)
+    stable, canary = scrapes(rng, 1000, loads), scrapes(rng, 1000, loads, slow=1.5, bounds=finer)
+    assert compare(stable, canary, LIMITS, *span(LENGTH), 0.025).outcome == "Failed"
+
+
+def test_engines_without_a_bucket_in_common_are_an_error():
+    strange = Histogram((0.33, 0.77), (50.0, 100.0, 50.0), 90.0)
+    verdict = compare(steady(), steady(ttft=strange), LIMITS, *span(20), 0.025)
+    assert (verdict.outcome, verdict.reason) == ("Error", "BucketsDiffer")
+
+
+def test_a_figure_that_one_side_does_not_tell_is_not_passed_over():
+    verdict = compare(steady(), steady(itl=Histogram()), LIMITS, *span(20), 0.025)
+    assert verdict.outcome == "Inconclusive"
+    assert "ITL p95 not known" in verdict.message
+
+
+def test_answers_of_one_token_have_no_time_between_tokens_to_compare():
+    short = {"itl": Histogram(), "generation_lengths": Histogram((), (200.0,), 200.0)}
+    verdict = compare(steady(**short), steady(**short), LIMITS, *span(20), 0.025)
+    assert verdict.outcome == "Passed"
+    assert "ITL" not in verdict.message
+
+
+def test_scrapes_before_the_window_and_after_it_do_not_count():
+    late = span(20)[0] + SCRAPE * 10
+    slow_start = (*steady(slow=3.0)[:10], *steady()[10:])
+    verdict = compare(steady(), slow_start, LIMITS, late, span(20)[1], 0.025)
+    assert verdict.ttft_p95_change == 0
+
+
+def test_both_sides_load_is_told():
+    assert "running a pod" in judged(2).message
+
+
+# --- the parts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("level", "freedom", "tabled"),
+    [(0.95, 4, 2.132), (0.975, 19, 2.093), (0.995, 9, 3.250), (0.9995, 10, 4.587), (0.975, 4, 2.776)],
+)
+def test_students_quantiles_are_those_of_the_tables(level, freedom, tabled):
+    assert student(level, freedom) == pytest.approx(tabled, rel=0.01)
+
+
+@pytest.mark.parametrize("spread", [0.3, 0.6, 1.0])
+def test_a_p95_read_from_vllms_buckets_is_near_the_true_one(spread):
+    law = NormalDist(math.log(0.4), spread)
+    rng = np.random.default_rng(5)
+    read = log_quantile(histogram(np.exp(law.mean + spread * rng.standard_normal(200_000)), TTFT), QUANTILE)
+    assert read == pytest.approx(law.inv_cdf(QUANTILE), abs=0.09)
+
+
+def test_an_interval_for_the_p95_covers_the_true_change_as_often_as_it_should():
+    """Limits at 2.5% each: the true change lies outside in at most 5% of runs, buckets and drifting load included."""
+    outside = 0
+    runs = 150
+    for seed in range(runs):
+        verdict = judged(seed, slow=1.3, requests=600)
+        text = next(part for part in verdict.message.split("; ") if "TTFT p95 " in part and "limit" in part)
+        low, high = (float(word.strip("(+%")) for word in text.split("(")[1].split(", limit")[0].split(" to "))
+        outside += not low <= 30 <= high
+    assert outside <= 0.1 * runs
+
+
+@given(st.lists(st.integers(0, 50), min_size=3, max_size=8), st.floats(0.01, 0.99))
+def test_quantiles_rise_with_the_share(counts, q):
+    h = Histogram(tuple(0.1 * 2**i for i in range(len(counts) - 1)), tuple(map(float, counts)), 1.0)
+    if h.count:
+        assert log_quantile(h, q / 2) <= log_quantile(h, q)
+
+
+@given(st.floats(0.5, 2.0), st.integers(100, 5000))
+def test_a_verdict_never_passes_what_it_measured_as_beyond_the_limit(slow, requests):
+    verdict = compare(steady(), steady(slow=slow, requests=requests / 20), LIMITS, *span(20), 0.025)
+    if slow > 1.12:
+        assert verdict.outcome != "Passed"
+    if slow < 1.05:
+        assert verdict.outcome != "Failed"
+
+
+def test_nothing_at_all_is_inconclusive():
+    assert compare((), (), LIMITS, NOW, NOW + SCRAPE, 0.05).outcome == "Inconclusive"
+    empty = tuple(replace(s, flows=Flows()) for s in steady())
+    assert compare(empty, empty, LIMITS, *span(20), 0.05).outcome == "Inconclusive"

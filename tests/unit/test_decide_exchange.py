@@ -1,0 +1,66 @@
+"""Two revisions change places, replica by replica."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_operator.decide.exchange import Side, exchange
+
+SIZES = st.integers(1, 6)
+
+
+def rolled(replicas: int, surge: int, floor: int, late: list[int]) -> tuple[list[tuple[int, int, int]], int]:
+    """Every state of a whole exchange as (growing, shrinking, pods that answer); `late` is when new pods answer."""
+    total = replicas + surge
+    growing, shrinking, ready = 0, replicas, 0
+    states = []
+    for turn in range(200):
+        grown, left = exchange(
+            Side(growing, ready), replicas, Side(shrinking, shrinking), total=total, floor=floor, both_serve=True
+        )
+        # The first of these two writes may be the last one that gets through.
+        states.append((max(growing, grown), shrinking, ready + shrinking))
+        growing, shrinking = grown, left
+        states.append((growing, shrinking, min(ready, growing) + shrinking))
+        if not late or late[turn % len(late)] == 0:
+            ready = growing
+        if growing == replicas and ready == replicas:
+            break
+    return states, shrinking
+
+
+@given(SIZES, st.integers(0, 1), st.integers(0, 6), st.lists(st.integers(0, 2), max_size=5))
+def test_never_more_pods_than_allowed_and_never_fewer_that_answer_than_the_floor(replicas, surge, floor, late):
+    floor = min(floor, replicas + surge - 1, replicas)
+    states, _ = rolled(replicas, surge, floor, late)
+    assert all(growing + shrinking <= replicas + surge for growing, shrinking, _ in states)
+    assert all(answering >= floor for _, _, answering in states)
+
+
+@given(SIZES, st.integers(0, 1), st.integers(0, 6))
+def test_an_exchange_ends_with_every_replica_on_the_growing_side(replicas, surge, floor):
+    states, left = rolled(replicas, surge, min(floor, replicas + surge - 1), [])
+    assert states[-1][0] == replicas
+    assert left == surge
+
+
+def test_without_spare_room_the_shrinking_side_leaves_first():
+    assert exchange(Side(0, 0), 1, Side(3, 3), total=3, floor=2, both_serve=False) == (0, 2)
+    assert exchange(Side(0, 0), 1, Side(2, 2), total=3, floor=2, both_serve=False) == (1, 2)
+
+
+def test_a_replica_that_does_not_answer_yet_holds_the_exchange():
+    assert exchange(Side(2, 1), 4, Side(3, 3), total=5, floor=1, both_serve=True) == (2, 3)
+
+
+def test_a_replica_that_stops_answering_is_not_taken_away():
+    assert exchange(Side(3, 1), 4, Side(2, 2), total=5, floor=1, both_serve=True) == (3, 2)
+
+
+def test_the_shrinking_side_stays_while_too_few_answer():
+    assert exchange(Side(1, 0), 4, Side(4, 2), total=4, floor=3, both_serve=True) == (1, 4)
+
+
+def test_fewer_replicas_asked_for_in_the_middle_come_off_the_shrinking_side():
+    assert exchange(Side(1, 1), 1, Side(5, 5), total=3, floor=1, both_serve=True) == (1, 2)

@@ -1,0 +1,93 @@
+"""What a step is expected to do to the time between two tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from kvpilot_operator.decide.latency import expected_itl_change
+from kvpilot_operator.decide.workload import Workload
+from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
+from kvpilot_operator.state.status import Experience
+from support.services import NOW, manifest, spec_of
+
+LLAMA = ModelFacts(head_dim=128, kv_heads=8, layers=32, window_layers=0, mla=False)
+SPEC = spec_of(manifest())
+# docs/benchmarks/h200-engine.md: 32 sequences of 16,384 tokens in a cache of 889,584, a step of 20.97 ms with `auto`.
+FULL = Workload("MemoryBound", usage_percent=59, pods=1, capacity_tokens=889_584, itl_seconds=0.02097)
+
+
+def expected(to="k4v4", workload=FULL, **changes):
+    given = {
+        "spec": SPEC, "workload": workload, "node": NodeFacts("NVIDIA-H200", (9, 0)), "model": LLAMA, "history": (),
+        "from_dtype": "auto", "to_dtype": to,
+    }  # fmt: skip
+    return expected_itl_change(**given | changes)
+
+
+@pytest.mark.parametrize(("dtype", "step_ms"), [("fp8", 16.75), ("k4v4", 10.25), ("k4v2", 9.98)])
+def test_the_model_gives_the_measured_steps_of_an_h200(dtype, step_ms):
+    measured = 100 * (step_ms / 20.97 - 1)
+    assert expected(dtype).percent == pytest.approx(measured, abs=3)
+
+
+@pytest.mark.parametrize("dtype", ["int8_per_token_head", "int4_per_token_head"])
+def test_vllms_own_integer_caches_are_expected_to_be_slower(dtype):
+    assert (expected(dtype).percent or 0) > 100
+
+
+def test_a_canary_that_was_measured_counts_more_than_the_model():
+    seen = Experience(
+        dtype="k4v4", from_dtype="auto", model="hf://Qwen/Qwen3-8B", image="kvpilot/runtime:1", gpu="NVIDIA-H200",
+        time=NOW, verdict="Passed", reason="CanaryPassed", itl_p95_change_percent=-12,
+    )  # fmt: skip
+    older = replace_time(seen, -3)
+    assert expected(history=(seen, older)).percent == -12
+    assert expected("fp8", history=(seen,)).percent != -12
+
+
+def replace_time(seen, days):
+    return Experience(
+        **{name: getattr(seen, name) for name in seen.__struct_fields__}
+        | {"time": NOW + timedelta(days=days), "itl_p95_change_percent": 40}
+    )
+
+
+def test_what_another_model_or_gpu_did_says_nothing():
+    seen = Experience(
+        dtype="k4v4", from_dtype="auto", model="hf://another/model", image="kvpilot/runtime:1", gpu="NVIDIA-H200",
+        time=NOW, verdict="Passed", reason="CanaryPassed", itl_p95_change_percent=-12,
+    )  # fmt: skip
+    assert expected(history=(seen,)).percent != -12
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"node": NodeFacts()}, "bandwidth of cpu"),
+        ({"node": NodeFacts("NVIDIA-H200-SHARED")}, "bandwidth of NVIDIA-H200-SHARED"),
+        ({"model": None}, "architecture"),
+        ({"model": replace(LLAMA, mla=True)}, "latent attention"),
+        ({"to_dtype": "nvfp4"}, "nvfp4 was never measured"),
+        ({"workload": replace(FULL, itl_seconds=None)}, "no token was seen"),
+    ],
+)
+def test_where_nothing_is_known_it_says_what(changes, why):
+    found = expected(**changes)
+    assert found.percent is None
+    assert why in found.message
+
+
+def test_half_the_tokens_in_each_cache_make_attention_half_as_long():
+    half = expected("auto", load=0.5).percent
+    assert half == pytest.approx(-37, abs=2)
+
+
+def test_tensor_parallel_gpus_share_the_heads():
+    parallel = spec_of(manifest(engine={"image": "i", "tensorParallelSize": 8}))
+    alone, shared = expected("k4v4").percent, expected("k4v4", spec=parallel).percent
+    assert alone is not None
+    assert shared is not None
+    assert alone < shared < 0

@@ -1,0 +1,126 @@
+"""Where a canary's GPU comes from, over a model cluster: spare places, replaced replicas, changed numbers."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from kvpilot_operator.state.status import parse_status
+from support.model_cluster import ModelCluster
+from support.services import KEY, revision_of
+from support.trials import BUSY, NEW, OLD, at_every_moment, ended, on_trial, service, stage
+
+
+def test_without_a_spare_gpu_the_canary_replaces_one_after_a_minute():
+    cluster = on_trial(cluster={"places": 3}, capacityPolicy="SurgeOrReplaceOne", min_available=2)
+    cluster.watch = at_every_moment
+    began = cluster.now
+    status = cluster.until(lambda s: s.canary is not None and s.canary.replaces_one)
+    assert cluster.now - began >= timedelta(seconds=60)
+    assert any(d.reason == "NoSpareCapacity" for d in status.decisions)
+    assert cluster.until(ended, 600).last_canary.stage == "Promoted"
+
+
+def test_where_none_can_leave_the_canary_waits_and_says_why_until_the_deadline():
+    cluster = on_trial(cluster={"places": 3}, capacityPolicy="SurgeOrReplaceOne", min_available=3)
+    status = cluster.until(lambda s: s.canary is not None and "minAvailable" in s.canary.message)
+    assert not status.canary.replaces_one
+    status = cluster.until(ended)
+    assert (status.last_canary.reason, status.last_canary.verdict) == ("ProgressDeadlineExceeded", "Error")
+
+
+def test_surge_waits_for_spare_capacity():
+    cluster = on_trial(cluster={"places": 3}, capacityPolicy="Surge")
+    for _ in range(40):
+        cluster.tick()
+    status = parse_status(cluster.status)
+    assert status.canary.stage == "Starting"
+    assert not status.canary.replaces_one
+    cluster.places = 4
+    assert cluster.until(ended).last_canary.stage == "Promoted"
+
+
+def test_replace_one_never_asks_for_a_pod_more():
+    cluster = on_trial(cluster={"places": 3}, capacityPolicy="ReplaceOne")
+    most = 0
+    while not ended(parse_status(cluster.status)):
+        cluster.tick()
+        most = max(most, sum(count for _, count in cluster.deployments.values()))
+    assert most == 3
+    assert parse_status(cluster.status).last_canary.stage == "Promoted"
+
+
+def test_replace_one_that_min_available_forbids_is_a_condition_and_starts_nothing():
+    cluster = on_trial(1, capacityPolicy="ReplaceOne", min_available=1)
+    status = cluster.settle()
+    assert status.last_canary is None
+    progressing = status.condition("Progressing")
+    assert progressing is not None
+    assert progressing.reason == "NoReplicaToReplace"
+    assert "minAvailable" in progressing.message
+
+
+def test_a_single_replica_may_be_replaced_where_the_user_needs_none_to_be_available():
+    cluster = on_trial(1, cluster={"places": 1}, capacityPolicy="ReplaceOne", min_available=0)
+    assert cluster.until(ended).last_canary.stage == "Promoted"
+
+
+def test_one_place_is_used_in_turns_by_the_borrowed_baseline_and_the_canary():
+    cluster = ModelCluster(service("k4v4", 2), start_ticks=2, requests=BUSY, places=2)
+    cluster.settle()
+    cluster.edit(service("k8v4", 2, capacityPolicy="ReplaceOne"))
+    cluster.watch = at_every_moment
+    status = cluster.until(ended, 600)
+    assert status.last_canary.stage == "Promoted"
+    assert status.accuracy.baseline is not None
+
+
+def test_a_service_that_is_scaled_during_a_trial_keeps_its_limits():
+    cluster = on_trial(4)
+    cluster.until(stage("Shifting"))
+    cluster.edit({**cluster.obj, "spec": {**cluster.obj["spec"], "replicas": 2}})
+    for _ in range(3):
+        cluster.tick()
+    cluster.watch = at_every_moment
+    assert cluster.until(ended).last_canary.stage == "Promoted"
+    assert list(cluster.deployments.values()) == [(NEW, 2)]
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_new_image_goes_through_the_same_steps_beside_a_revision_that_the_spec_no_longer_renders(slow):
+    cluster = ModelCluster(service(OLD, min_available=2), start_ticks=2, requests=BUSY)
+    cluster.settle()
+    before = dict(cluster.deployments)
+    wanted = service(OLD, min_available=2)
+    wanted["spec"]["engine"]["image"] = "kvpilot/runtime:2"
+    cluster.edit(wanted)
+    cluster.watch = at_every_moment
+    cluster.until(stage("Shifting", 1))
+    cluster.slow_revisions = frozenset({revision_of(wanted, OLD)}) if slow else frozenset()
+    status = cluster.until(ended)
+    cluster.settle()
+    assert status.last_canary.stage == ("RolledBack" if slow else "Promoted")
+    assert status.kv_cache.denied == ()
+    assert (cluster.deployments == before) is slow
+    assert [count for _, count in cluster.deployments.values()] == [3]
+
+
+def test_a_step_that_fewer_replicas_cannot_show_any_more_is_no_way_into_a_promotion():
+    cluster = on_trial(2, cluster={"requests": 1.0}, steps=[{"weightPercent": 33}])
+    cluster.until(lambda s: stage("Shifting")(s) and s.canary.step_time is not None)
+    cluster.edit(service(NEW, 1, steps=[{"weightPercent": 33}]))
+    status = cluster.until(lambda s: s.canary is not None and s.canary.reason == "NoStepLeft")
+    assert "50%" in status.canary.message
+    assert cluster.until(ended, 600).last_canary.stage == "RolledBack"
+
+
+def test_the_disruption_budget_covers_what_the_service_selects_and_goes_where_it_would_block_for_ever():
+    cluster = on_trial(3, min_available=2)
+    while not ended(parse_status(cluster.status)):
+        cluster.tick()
+        assert cluster.budget["selector"]["matchLabels"] == cluster.services[KEY.name]
+        assert cluster.budget["minAvailable"] == 2
+    cluster.edit(service(NEW, 2, min_available=2))
+    cluster.settle()
+    assert cluster.budget is None

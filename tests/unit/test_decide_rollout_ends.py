@@ -1,0 +1,125 @@
+"""Pauses, changes of mind and kills during a trial, over a model cluster."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpilot_operator.decide import shifting
+from kvpilot_operator.state.status import parse_status
+from support.trials import BUSY, NEW, OLD, ROUTE, at_every_moment, ended, on_trial, service, stage
+
+
+@pytest.mark.parametrize("where", ["Starting", "Probing", "Shifting", "Promoting"])
+def test_a_paused_trial_is_neither_promoted_nor_rolled_back_and_goes_on_later(where):
+    cluster = on_trial()
+    cluster.until(stage(where))
+    cluster.edit(service(NEW, paused=True))
+    cluster.tick()
+    before = parse_status(cluster.status).canary
+    for _ in range(300):
+        cluster.tick()
+    after = parse_status(cluster.status).canary
+    assert after is not None
+    assert after.stage == before.stage
+    cluster.edit(service(NEW))
+    assert cluster.until(ended).last_canary.stage == "Promoted"
+
+
+def test_a_failed_probe_of_a_paused_trial_is_noted_once_and_acted_on_later():
+    cluster = on_trial(cluster={"bad": frozenset({NEW})})
+    cluster.until(stage("Probing"))
+    cluster.edit(service(NEW, paused=True))
+    cluster.until(lambda s: s.canary is not None and s.canary.verdict == "Failed")
+    for _ in range(20):
+        cluster.tick()
+    status = parse_status(cluster.status)
+    assert (status.canary.stage, status.canary.failures) == ("Probing", 1)
+    assert status.kv_cache.denied == ()
+    cluster.edit(service(NEW))
+    status = cluster.until(ended)
+    assert (status.last_canary.stage, status.last_canary.reason) == ("RolledBack", "AccuracyRegressed")
+    assert [d.dtype for d in status.kv_cache.denied] == [NEW]
+
+
+def test_a_change_of_the_spec_in_the_middle_of_a_promotion_goes_back_replica_by_replica():
+    cluster = on_trial(3, min_available=2)
+    cluster.watch = at_every_moment
+    cluster.until(lambda s: stage("Promoting")(s) and (s.canary.weight_percent or 0) > 50)
+    cluster.edit(service(OLD, 3, min_available=2))
+    status = cluster.until(ended)
+    assert status.last_canary.reason == "Superseded"
+    assert status.history == ()
+    cluster.settle()
+    assert list(cluster.deployments.values()) == [(OLD, 3)]
+
+
+def test_looks_err_with_less_than_alpha_together():
+    spent = sum(shifting.ALPHA / 2 ** (n + 1) for n in range(20))
+    assert spent < shifting.ALPHA
+
+
+STORIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ratio": ({}, {"min_available": 2}),
+    "slow": ({"slow": {NEW: 1.4}}, {"min_available": 2}),
+    "route": ({"rules": ROUTE}, {"routeRef": {"name": "web"}}),
+    "slow by route": ({"rules": ROUTE, "slow": {NEW: 1.4}}, {"routeRef": {"name": "web"}}),
+    "no spare": ({"places": 3, "drain_ticks": 2}, {"capacityPolicy": "SurgeOrReplaceOne", "min_available": 2}),
+    "replace": ({"places": 3, "drain_ticks": 1}, {"capacityPolicy": "ReplaceOne", "min_available": 2, "steps": []}),
+}
+
+
+def end_of(name: str, cuts: dict[int, int]) -> tuple[Any, ...]:
+    cluster, spec = STORIES[name]
+    made = on_trial(3, cluster=cluster, **spec)
+    made.watch = at_every_moment
+    for tick in range(60):
+        made.tick(cut_after=cuts.get(tick))
+    status = made.settle(400)
+    return (
+        status.kv_cache.active_dtype,
+        sorted(made.deployments.values()),
+        made.services,
+        made.rules,
+        [d.dtype for d in status.kv_cache.denied],
+        status.canary,
+        [e.verdict for e in status.history],
+    )
+
+
+@cache
+def undisturbed(name: str) -> tuple[Any, ...]:
+    return end_of(name, {})
+
+
+@pytest.mark.parametrize("name", STORIES)
+@given(cuts=st.dictionaries(st.integers(0, 59), st.integers(0, 6), max_size=15))
+@settings(max_examples=8, deadline=None)
+def test_a_kill_between_any_two_writes_keeps_every_limit_and_ends_the_same(name, cuts):
+    assert end_of(name, cuts) == undisturbed(name)
+
+
+@given(
+    slow=st.floats(0.5, 2.0),
+    failing=st.floats(0.0, 0.3),
+    requests=st.sampled_from([0.0, 2.0, BUSY]),
+    flaps=st.sets(st.integers(0, 150), max_size=20),
+)
+@settings(max_examples=10, deadline=None)
+def test_a_promotion_always_follows_steps_that_passed(slow, failing, requests, flaps):
+    cluster = on_trial(cluster={"slow": {NEW: slow}, "failing": {NEW: failing}, "requests": requests})
+    for tick in range(400):
+        cluster.starts = tick not in flaps
+        cluster.tick()
+        status = parse_status(cluster.status)
+        if status.canary is not None and status.canary.stage == "Promoting":
+            passed = [d for d in status.decisions if d.reason == "StepPassed"]
+            assert status.canary.verdict == "Passed"
+            assert len(passed) == 2
+        if ended(status):
+            break
+    assert slow < 1.2 or status.last_canary is None or status.last_canary.stage != "Promoted"

@@ -1,0 +1,86 @@
+"""Whose number of replicas counts, and when it starts anew."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_operator.decide.arbiter import Ruling
+from kvpilot_operator.decide.scaling import kept, replicas, ruled
+from kvpilot_operator.state.status import Option, Scaling
+from support.services import NOW, manifest, spec_of
+
+LATER = NOW + timedelta(minutes=5)
+
+
+def spec(count=1, mode="Operator", **changes):
+    scaling = {"mode": mode, "minReplicas": 1, "maxReplicas": 8} | changes
+    return spec_of(manifest(replicas=count, scaling=scaling))
+
+
+def ruling(action, count):
+    option = Option(action=action, dtype="auto", replicas=count, gpus=0, outcome="Chosen", message="m")
+    return Ruling((option,), "MemoryBound", "m")
+
+
+def test_the_operator_starts_from_the_users_number():
+    scaling = kept(spec(3), Scaling(), NOW)
+    assert (scaling.desired_replicas, scaling.spec_replicas, scaling.changed_time) == (3, 3, NOW)
+
+
+def test_the_operators_number_is_kept_until_the_user_changes_his():
+    chosen = ruled(spec(3), kept(spec(3), Scaling(), NOW), ruling("ScaleOut", 5), NOW)
+    assert replicas(spec(3), kept(spec(3), chosen, LATER)) == 5
+    anew = kept(spec(2), chosen, LATER)
+    assert (replicas(spec(2), anew), anew.changed_time) == (2, LATER)
+
+
+def test_limits_hold_for_the_operators_number_too():
+    chosen = ruled(spec(3), kept(spec(3), Scaling(), NOW), ruling("ScaleOut", 7), NOW)
+    assert replicas(spec(3), kept(spec(3, maxReplicas=4), chosen, LATER)) == 4
+
+
+def test_zero_stays_zero():
+    stopped = spec(0, minReplicas=0)
+    assert replicas(stopped, kept(stopped, Scaling(), NOW)) == 0
+
+
+def test_an_autoscalers_number_is_taken_as_it_is_within_the_limits():
+    external = spec(20, mode="External")
+    scaling = ruled(external, kept(external, Scaling(), NOW), ruling("ScaleOut", 5), NOW)
+    assert scaling.desired_replicas is None
+    assert replicas(external, scaling) == 8
+
+
+def test_what_would_be_chosen_is_always_recommended():
+    external = spec(3, mode="External")
+    wanted = Option(action="ScaleOut", dtype="auto", replicas=5, gpus=2, outcome="NotOwner", message="m")
+    held = Ruling(ruling("Stay", 3).options, "NotOwner", "m", hold="h", wanted=wanted)
+    assert ruled(external, kept(external, Scaling(), NOW), held, NOW).recommended_replicas == 5
+    assert ruled(spec(3), kept(spec(3), Scaling(), NOW), ruling("Stay", 3), NOW).recommended_replicas == 3
+
+
+def test_mode_recommend_changes_nothing():
+    only = spec_of(manifest(replicas=2, kvCache={"mode": "Recommend"}))
+    scaling = ruled(only, kept(only, Scaling(), NOW), ruling("ScaleOut", 4), NOW)
+    assert (replicas(only, scaling), scaling.recommended_replicas) == (2, 4)
+
+
+def test_a_change_of_owner_starts_from_the_users_number():
+    chosen = ruled(spec(3), kept(spec(3), Scaling(), NOW), ruling("ScaleOut", 7), NOW)
+    given = kept(spec(3, mode="External"), chosen, LATER)
+    assert replicas(spec(3, mode="External"), given) == 3
+    assert replicas(spec(3), kept(spec(3), given, LATER)) == 3
+
+
+@given(
+    st.integers(0, 20), st.sampled_from(["Operator", "External"]), st.integers(0, 4), st.integers(4, 9),
+    st.none() | st.integers(0, 20), st.none() | st.integers(0, 20),
+)  # fmt: skip
+def test_the_number_is_always_within_the_limits_and_a_second_look_changes_nothing(count, mode, least, most, had, of):
+    s = spec(count, mode, minReplicas=least, maxReplicas=most)
+    once = kept(s, Scaling(desired_replicas=had, spec_replicas=of), NOW)
+    assert least <= replicas(s, once) <= most
+    assert kept(s, once, LATER) == once

@@ -1,0 +1,206 @@
+"""A canary under live traffic, over a model cluster: its steps, their verdicts, and the user's route."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from kvpilot_operator.render.names import REVISION_LABEL
+from kvpilot_operator.state.status import parse_status
+from support.model_cluster import ModelCluster
+from support.services import KEY, revision_of
+from support.trials import BUSY, NEW, OLD, ROUTE, at_every_moment, ended, on_trial, service, stage
+
+
+def test_a_good_canary_goes_through_every_step_and_is_promoted():
+    cluster = on_trial(4)
+    seen = []
+    while not ended(parse_status(cluster.status)):
+        cluster.tick()
+        canary = parse_status(cluster.status).canary
+        share = cluster.shares().get(revision_of(cluster.obj, NEW), 0.0)
+        if canary is not None and canary.stage == "Shifting" and canary.step_time is not None:
+            seen.append((canary.step, round(share, 2)))
+    assert sorted(set(seen)) == [(0, 0.2), (1, 0.4)]
+    status = parse_status(cluster.status)
+    assert status.last_canary.stage == "Promoted"
+    assert [d.reason for d in status.decisions].count("StepPassed") == 2
+    assert cluster.services[KEY.name][REVISION_LABEL] == revision_of(cluster.obj, NEW)
+    assert list(cluster.deployments) == [revision_of(cluster.obj, NEW)]
+
+
+def test_a_slow_canary_is_rolled_back_early_and_its_dtype_is_denied():
+    cluster = on_trial(cluster={"slow": {NEW: 1.4}})
+    cluster.until(stage("Shifting"))
+    began = cluster.now
+    status = cluster.until(stage("RollingBack"))
+    assert cluster.now - began < timedelta(seconds=90)
+    assert (status.canary.verdict, status.canary.reason) == ("Failed", "LatencyRegressed")
+    assert [(d.dtype, d.reason) for d in status.kv_cache.denied] == [(NEW, "LatencyRegressed")]
+    assert status.canary.itl_p95_change_percent > 10
+    status = cluster.until(ended)
+    assert status.history[0].verdict == "Failed"
+    assert status.history[0].itl_p95_change_percent > 10
+    assert status.kv_cache.active_dtype == OLD
+
+
+def test_traffic_is_back_in_the_pass_that_decides_it_and_before_any_pod_goes():
+    for rules in (None, ROUTE):
+        route_ref = {"routeRef": {"name": "web"}} if rules else {}
+        cluster = on_trial(cluster={"slow": {NEW: 1.4}, "rules": rules}, **route_ref)
+        cluster.until(stage("RollingBack"))
+        new = revision_of(cluster.obj, NEW)
+        assert new not in cluster.shares()
+        assert cluster.rules == rules
+        assert cluster.engines.ready(new) > 0
+
+
+def test_failed_requests_fail_a_canary():
+    cluster = on_trial(cluster={"failing": {NEW: 0.1}})
+    status = cluster.until(stage("RollingBack"))
+    assert (status.canary.verdict, status.canary.reason) == ("Failed", "ErrorsIncreased")
+
+
+def test_too_few_requests_pause_at_the_step_and_end_without_promotion():
+    cluster = on_trial(cluster={"requests": 1.0})
+    status = cluster.until(lambda s: stage("Shifting")(s) and s.canary.verdict == "Inconclusive")
+    assert status.canary.reason == "TooFewRequests"
+    held = status.condition("CanaryHealthy")
+    assert held is not None
+    assert held.status == "Unknown"
+    status = cluster.until(ended)
+    assert (status.last_canary.stage, status.last_canary.verdict) == ("RolledBack", "Inconclusive")
+    until = status.kv_cache.denied[0].until
+    assert until - cluster.now <= timedelta(hours=1)
+
+
+def test_the_hold_does_not_eat_the_progress_deadline():
+    steps = [{"weightPercent": 50, "holdSeconds": 1000}]
+    cluster = on_trial(steps=steps, progressDeadlineSeconds=60)
+    assert cluster.until(ended, 600).last_canary.stage == "Promoted"
+
+
+def test_a_step_is_held_at_least_for_its_seconds():
+    cluster = on_trial(steps=[{"weightPercent": 50, "holdSeconds": 300}])
+    cluster.until(lambda s: stage("Shifting")(s) and s.canary.step_time is not None)
+    began = cluster.now
+    cluster.until(stage("Promoting"))
+    assert cluster.now - began >= timedelta(seconds=300)
+
+
+def test_several_failures_are_asked_for_before_a_rollback_where_the_limit_says_so():
+    cluster = ModelCluster(service(OLD), start_ticks=2, requests=BUSY, slow={NEW: 1.4})
+    cluster.settle()
+    wanted = service(NEW)
+    wanted["spec"]["accuracy"]["failureLimit"] = 2
+    cluster.edit(wanted)
+    status = cluster.until(lambda s: stage("Shifting")(s) and s.canary.failures == 1)
+    assert status.canary.step_time == cluster.now
+    assert cluster.until(ended).last_canary.failures == 2
+
+
+def test_without_steps_that_pods_can_show_the_probes_alone_decide():
+    cluster = on_trial(1, steps=[{"weightPercent": 5}])
+    status = cluster.until(ended)
+    assert (status.last_canary.stage, status.last_canary.traffic_mode) == ("Promoted", "ProbeOnly")
+
+
+def test_a_canary_that_relieves_a_drifted_dtype_is_probed_and_goes_through_no_steps():
+    cluster = on_trial(cluster={"slow": {OLD: 1.4}})
+    cluster.until(ended)
+    spec = cluster.obj["spec"]
+    drifted = {
+        "dtype": NEW,
+        "model": spec["model"]["source"],
+        "image": spec["engine"]["image"],
+        "gpu": "cpu",
+        "reason": "AccuracyDrifted",
+        "message": "3 failed runs in a row",
+        "until": "2027-01-01T00:00:00Z",
+    }
+    cluster.status = {**cluster.status, "kvCache": {**cluster.status["kvCache"], "denied": [drifted]}}
+    stages = set()
+    while parse_status(cluster.status).kv_cache.active_dtype != OLD:
+        cluster.tick()
+        stages |= {c.stage for c in [parse_status(cluster.status).canary] if c is not None}
+        assert len(stages) < 6
+    assert stages == {"Starting", "Probing", "Promoting"}
+    last = parse_status(cluster.status).last_canary
+    assert last is not None
+    assert (last.traffic_mode, last.stage) == ("ProbeOnly", "Promoted")
+
+
+def test_a_stable_side_that_is_down_is_nothing_to_compare_with():
+    cluster = on_trial()
+    cluster.until(lambda s: s.canary is not None and s.canary.verdict == "Passed")
+    old = revision_of(cluster.obj, OLD)
+    began = cluster.now
+    while stage("Probing")(parse_status(cluster.status)):
+        cluster.deployments[old] = (OLD, 0)
+        cluster.tick()
+    assert parse_status(cluster.status).canary.stage == "Promoting"
+    assert cluster.now - began >= timedelta(seconds=60)
+
+
+def test_a_stable_side_that_is_away_for_a_moment_is_waited_for():
+    cluster = on_trial()
+    cluster.until(lambda s: s.canary is not None and s.canary.verdict == "Passed")
+    cluster.starts = False
+    cluster.tick()
+    assert parse_status(cluster.status).canary.stage == "Probing"
+    cluster.starts = True
+    cluster.until(stage("Shifting"))
+
+
+# --- the route -----------------------------------------------------------------------------------------------------
+
+
+def test_a_route_carries_each_steps_weight_and_is_the_users_again_afterwards():
+    cluster = on_trial(1, cluster={"rules": ROUTE}, routeRef={"name": "web"})
+    cluster.watch = at_every_moment
+    cluster.until(lambda s: stage("Shifting", 0)(s) and s.canary.step_time is not None)
+    assert {r["name"]: r["weight"] for r in cluster.rules[0]["backendRefs"]} == {"chat": 75, "chat-canary": 25}
+    cluster.until(lambda s: stage("Shifting", 1)(s) and s.canary.step_time is not None)
+    assert {r["name"]: r["weight"] for r in cluster.rules[0]["backendRefs"]} == {"chat": 50, "chat-canary": 50}
+    assert cluster.until(ended).last_canary.traffic_mode == "HTTPRoute"
+    cluster.settle()
+    assert cluster.rules == ROUTE
+    assert "chat-canary" not in cluster.services
+
+
+def test_a_route_that_does_not_exist_holds_the_canary_before_anything_is_started():
+    cluster = on_trial(routeRef={"name": "web"})
+    status = cluster.settle()
+    assert status.last_canary is None
+    progressing = status.condition("Progressing")
+    assert progressing is not None
+    assert (progressing.status, progressing.reason) == ("False", "RouteUnusable")
+    assert "HTTPRoute web" in progressing.message
+    assert [d.reason for d in status.decisions].count("RouteUnusable") == 1
+    cluster.edit_route(ROUTE)
+    assert cluster.settle().kv_cache.active_dtype == NEW
+
+
+def test_a_route_that_vanishes_during_a_step_stops_the_canary_there():
+    cluster = on_trial(cluster={"rules": ROUTE}, routeRef={"name": "web"})
+    cluster.until(lambda s: stage("Shifting")(s) and s.canary.step_time is not None)
+    cluster.edit_route(None)
+    status = cluster.until(ended)
+    assert status.last_canary.stage == "RolledBack"
+    assert status.kv_cache.active_dtype == OLD
+
+
+def test_a_users_edit_of_the_route_is_kept_through_the_trial():
+    cluster = on_trial(cluster={"rules": ROUTE}, routeRef={"name": "web"})
+    cluster.until(lambda s: stage("Shifting")(s) and s.canary.step_time is not None)
+    cluster.edit_route([{**cluster.rules[0], "timeouts": {"request": "5s"}}])
+    cluster.until(ended)
+    assert cluster.rules == [{**ROUTE[0], "timeouts": {"request": "5s"}}]
+
+
+def test_a_canary_that_stops_answering_gets_no_weight():
+    cluster = on_trial(cluster={"rules": ROUTE}, routeRef={"name": "web"})
+    cluster.until(lambda s: stage("Shifting")(s) and s.canary.step_time is not None)
+    cluster.starts = False
+    cluster.tick()
+    cluster.tick()
+    assert cluster.rules == ROUTE

@@ -1,0 +1,235 @@
+"""Who gets requests: which steps can be set, what the Service selects, and what happens to a user's HTTPRoute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_operator.decide import route, traffic
+from kvpilot_operator.decide.route import weighted
+from kvpilot_operator.state.snapshot import RouteView, ServerFacts
+from kvpilot_operator.state.status import Canary, Stable, Status
+from support.services import NOW, manifest, pod, snapshot, spec_of
+
+OURS = {"name": "chat", "port": 80}
+
+
+def planned(weights, replicas, *, min_available=1, rules=None, route_ref=None, served=True, **canary):
+    steps = [{"weightPercent": weight} for weight in weights]
+    asked = {"steps": steps, **({"routeRef": {"name": route_ref}} if route_ref else {})}
+    obj = manifest(canary=asked, disruption={"minAvailable": min_available})
+    view = None if rules is None else RouteView("web", "7", tuple(rules), {})
+    trial = on_trial(**canary) if canary else None
+    s = snapshot(obj, route=view, server=ServerFacts(http_routes=served))
+    return traffic.plan(s, spec_of(obj), trial, replicas)
+
+
+def on_trial(stage="Shifting", **changes):
+    base = Canary(
+        revision="new", dtype="k4v4", from_dtype="auto", stage=stage, started_time=NOW, stage_time=NOW, step=0
+    )
+    fields = {"revision": "new", "dtype": "k4v4", "from_dtype": "auto", "started_time": NOW, "stage_time": NOW}
+    return Canary(**{**fields, "stage": stage, "step": base.step, **changes})
+
+
+def splits(plan):
+    return [(step.index, step.weight_percent, step.replicas) for step in plan.steps]
+
+
+def test_without_steps_the_probes_alone_decide():
+    assert planned([], 4).mode == "ProbeOnly"
+
+
+def test_a_ratio_gives_the_canary_no_more_than_a_step_asks_for():
+    assert splits(planned([25, 50], 4)) == [(0, 20, 1), (1, 40, 2)]
+    assert splits(planned([33], 2)) == [(0, 33, 1)]
+
+
+def test_steps_below_one_pods_share_and_the_last_hundred_are_left_out_and_named():
+    plan = planned([1, 5, 50, 100], 3)
+    assert splits(plan) == [(2, 50, 2)]
+    assert "1%, 5%, 100%" in plan.message
+
+
+def test_where_no_step_can_be_shown_by_pods_the_probes_alone_decide():
+    plan = planned([5], 1)
+    assert (plan.mode, plan.steps) == ("ProbeOnly", ())
+    assert "50%" in plan.message
+    assert "routeRef" in plan.message
+
+
+def test_the_stable_side_keeps_what_min_available_needs():
+    assert splits(planned([80], 4, min_available=3)) == [(0, 40, 2)]
+    assert splits(planned([80], 4, min_available=4)) == [(0, 20, 1)]
+
+
+def test_a_canary_that_replaces_one_shares_the_replicas_there_are():
+    assert splits(planned([25, 50], 4, replaces_one=True)) == [(0, 25, 1), (1, 50, 2)]
+
+
+def test_a_route_takes_any_weight_and_the_canary_grows_with_it():
+    plan = planned([5, 50], 4, rules=[{"backendRefs": [OURS]}], route_ref="web")
+    assert plan.mode == "HTTPRoute"
+    assert splits(plan) == [(0, 5, 1), (1, 50, 2)]
+
+
+@pytest.mark.parametrize(
+    ("rules", "word"),
+    [
+        (None, "has no HTTPRoute web"),
+        ([{"backendRefs": [{"name": "other"}]}], "no rule of HTTPRoute web sends to Service chat"),
+        ([{"backendRefs": [{**OURS, "namespace": "elsewhere"}]}], "no rule of HTTPRoute web"),
+        ([{"backendRefs": [{**OURS, "weight": 20_000}]}], "weight of 20000"),
+    ],
+)
+def test_a_route_that_cannot_be_used_holds_and_says_why(rules, word):
+    plan = planned([5], 4, rules=rules, route_ref="web")
+    assert plan.held is not None
+    assert word in plan.held
+    assert plan.steps == ()
+
+
+def test_a_server_without_the_gateway_api_holds_and_says_so():
+    plan = planned([5], 4, route_ref="web", served=False)
+    assert plan.held is not None
+    assert "gateway.networking.k8s.io/v1" in plan.held
+
+
+def test_a_route_that_is_no_longer_named_holds_the_trial_that_uses_it():
+    plan = planned([5], 4, traffic_mode="HTTPRoute")
+    assert plan.held is not None
+    assert "routeRef was removed" in plan.held
+
+
+def test_a_route_that_is_named_during_a_trial_waits_for_the_next():
+    assert planned([50], 4, route_ref="web", traffic_mode="ReplicaRatio").mode == "ReplicaRatio"
+
+
+# --- the route's rules --------------------------------------------------------------------------------------------
+
+
+def split(rules, share):
+    return weighted(rules, "models", "chat", "chat-canary", share)
+
+
+def test_the_share_of_a_rule_with_one_backend_is_its_weights():
+    (rule,) = split([{"backendRefs": [OURS]}], 40)
+    assert rule["backendRefs"] == [{**OURS, "weight": 60}, {"name": "chat-canary", "port": 80, "weight": 40}]
+
+
+def test_other_backends_keep_their_part_of_the_traffic():
+    (rule,) = split([{"backendRefs": [{**OURS, "weight": 3}, {"name": "other", "port": 80}]}], 10)
+    weights = {ref["name"]: ref["weight"] for ref in rule["backendRefs"]}
+    assert weights["other"] / sum(weights.values()) == 1 / 4
+    assert weights["chat-canary"] / (weights["chat"] + weights["chat-canary"]) == 0.1
+
+
+def test_rules_of_other_services_and_filters_are_left_alone():
+    other = {"matches": [{"path": {"value": "/x"}}], "backendRefs": [{"name": "other"}]}
+    ours = {"filters": [{"type": "URLRewrite"}], "backendRefs": [{**OURS, "filters": [{"type": "X"}]}], "name": "r"}
+    changed = split([other, ours], 5)
+    assert changed[0] is other
+    assert changed[1]["filters"] == ours["filters"]
+    assert changed[1]["name"] == "r"
+    assert all(ref["filters"] == [{"type": "X"}] for ref in changed[1]["backendRefs"])
+    assert other["backendRefs"] == [{"name": "other"}]
+
+
+def test_a_backend_that_the_user_switched_off_stays_off():
+    assert split([{"backendRefs": [{**OURS, "weight": 0}]}], 50)[0]["backendRefs"] == [{**OURS, "weight": 0}]
+
+
+def test_weights_that_somebody_edits_meanwhile_are_taken_as_they_stand():
+    (during,) = split([{"backendRefs": [OURS]}], 40)
+    edited = {**during, "backendRefs": [{**during["backendRefs"][0], "weight": 7}, during["backendRefs"][1]]}
+    assert split([edited], 0)[0]["backendRefs"] == [{**OURS, "weight": 7}]
+
+
+NAMES = st.sampled_from(["chat", "other", "third"])
+WEIGHTS = st.one_of(st.none(), st.integers(0, 10_000))
+
+
+@st.composite
+def rules(draw):
+    made = []
+    for _ in range(draw(st.integers(1, 3))):
+        names = draw(st.lists(NAMES, unique=True, max_size=3))
+        refs = []
+        for name in names:
+            weight = draw(WEIGHTS)
+            refs.append({"name": name, "port": 80, **({} if weight in (None, 1) else {"weight": weight})})
+        made.append({"backendRefs": refs, "matches": [{"path": {"value": "/"}}]})
+    return made
+
+
+@given(rules(), st.lists(st.integers(1, 99), min_size=1, max_size=4))
+def test_after_any_steps_the_route_is_as_the_user_wrote_it(written, shares):
+    now = tuple(written)
+    for share in shares:
+        now = split(now, share)
+        assert split(now, share) == now
+        weights = [ref.get("weight", 1) for rule in now for ref in rule["backendRefs"]]
+        assert all(0 <= weight <= 1_000_000 for weight in weights)
+    assert split(now, 0) == tuple(written)
+
+
+def test_a_route_carries_the_canary_only_while_it_is_a_backend():
+    during = RouteView("web", "1", split([{"backendRefs": [OURS]}], 5), {})
+    assert route.carries(during, "models", "chat-canary")
+    assert not route.carries(replace(during, rules=split(during.rules, 0)), "models", "chat-canary")
+    assert not route.carries(None, "models", "chat-canary")
+
+
+# --- the Service's selector ---------------------------------------------------------------------------------------
+
+OBJ = manifest(replicas=2, canary={"steps": [{"weightPercent": 50}]}, disruption={"minAvailable": 1})
+STABLE = Stable(revision="old", dtype="auto", since=NOW - timedelta(hours=1), ever_ready=True)
+
+
+def selected(stage, pods, *, observed="old", obj=OBJ, **canary):
+    status = Status(stable=STABLE, canary=on_trial(stage, **canary))
+    return traffic.selected(snapshot(obj, pods=tuple(pods), traffic=observed), spec_of(obj), status, 2)
+
+
+def some(revision, count, **changes):
+    return [replace(pod(revision, **changes), name=f"{revision}-{i}") for i in range(count)]
+
+
+def test_before_its_probes_have_passed_a_canary_is_never_selected():
+    for stage in ("Starting", "Probing"):
+        assert selected(stage, some("old", 2) + some("new", 1)) == "old"
+
+
+def test_a_ratio_selects_both_revisions_and_a_route_leaves_the_stable_one():
+    pods = some("old", 2) + some("new", 1)
+    assert selected("Shifting", pods, traffic_mode="ReplicaRatio") == traffic.EVERY_REVISION
+    assert selected("Shifting", pods, traffic_mode="HTTPRoute") == "old"
+
+
+def test_both_are_never_selected_beside_a_borrowed_replica():
+    pods = some("old", 2) + some("new", 1) + some("borrowed", 1)
+    assert selected("Shifting", pods, traffic_mode="ReplicaRatio") == "old"
+    assert selected("Promoting", pods) == "old"
+    leaving = some("old", 2) + some("new", 1) + some("borrowed", 1, terminating=True)
+    assert selected("Promoting", leaving) == traffic.EVERY_REVISION
+
+
+def test_a_promotion_selects_the_canary_alone_once_all_of_it_answers():
+    assert selected("Promoting", some("old", 2) + some("new", 1)) == traffic.EVERY_REVISION
+    assert selected("Promoting", some("old", 1) + some("new", 2), observed=None) == "new"
+    assert selected("Promoting", some("old", 2) + some("new", 1, ready=False)) == "old"
+
+
+def test_a_rollback_selects_the_stable_revision_as_soon_as_it_can_carry_the_traffic():
+    assert selected("RollingBack", some("old", 1) + some("new", 2), observed=None) == "old"
+    assert selected("RollingBack", some("new", 2), observed=None) == traffic.EVERY_REVISION
+
+
+def test_a_paused_promotion_moves_no_traffic():
+    paused = {**OBJ, "spec": {**OBJ["spec"], "rollout": {"denySeconds": 1, "paused": True}}}
+    assert selected("Promoting", some("old", 1) + some("new", 2), obj=paused) == "old"
+    assert selected("Promoting", some("old", 1) + some("new", 2), obj=paused, observed=None) == ""

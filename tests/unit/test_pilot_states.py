@@ -1,0 +1,242 @@
+"""Bad days: random load, faults, spec edits and operator restarts, with what must hold after every single write."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvpilot_operator.api import status_faults
+from kvpilot_operator.api.schema import faults
+from kvpilot_operator.state.snapshot import ProbeFailed, ProbeResult
+from kvpilot_operator.state.status import Status, parse_status
+from support.model_cluster import STEP, ModelCluster
+from support.services import KEY, manifest
+
+DWELL = 300
+SPECS = st.fixed_dictionaries(
+    {
+        "kvCache": st.fixed_dictionaries(
+            {
+                "mode": st.sampled_from(["Auto", "Auto", "Auto", "Recommend", "Fixed"]),
+                "ladder": st.sampled_from([["k8v4", "k4v4"], ["k4v4"], ["fp8", "k8v4"]]),
+                "pressure": st.just({"sustainedSeconds": 30}),
+                "minDwellSeconds": st.just(DWELL),
+            }
+        ),
+        "replicas": st.integers(0, 3),
+        "scaling": st.fixed_dictionaries(
+            {
+                "mode": st.sampled_from(["Operator", "External"]),
+                "minReplicas": st.integers(0, 2),
+                "maxReplicas": st.integers(2, 4),
+                "scaleDownStabilizationSeconds": st.just(60),
+            }
+        ),
+        "canary": st.fixed_dictionaries(
+            {
+                "capacityPolicy": st.sampled_from(["Surge", "ReplaceOne", "SurgeOrReplaceOne"]),
+                "steps": st.sampled_from([[], [{"weightPercent": 30, "holdSeconds": 30}]]),
+                "progressDeadlineSeconds": st.just(600),
+                "warmUpSeconds": st.just(5),
+                "minRequests": st.just(20),
+            }
+        ),
+        "accuracy": st.fixed_dictionaries({"periodSeconds": st.just(60)}),
+        "rollout": st.fixed_dictionaries({"paused": st.booleans(), "denySeconds": st.sampled_from([0, 3600])}),
+        "disruption": st.fixed_dictionaries({"minAvailable": st.integers(0, 2)}),
+    }
+)
+
+
+def service(spec: dict[str, Any]) -> dict[str, Any]:
+    """A valid service: dtype goes with mode Fixed, and with it alone."""
+    spec = {**spec, "kvCache": dict(spec["kvCache"])}
+    if spec["kvCache"]["mode"] == "Fixed":
+        spec["kvCache"]["dtype"] = "k8v4"
+    made = manifest(**spec)
+    assert not faults(made)
+    return made
+
+
+class BadDays(RuleBasedStateMachine):
+    """One service in a model cluster; what the rules do to it, users, kubelets and networks do to real ones."""
+
+    @initialize(spec=SPECS)
+    def begin(self, spec: dict[str, Any]) -> None:
+        self.cluster = ModelCluster(service(spec), requests=20.0, start_ticks=2, drain_ticks=1)
+        self.cluster.watch = self._after_a_write
+        self.edited = self.cluster.now
+        self.before = self._seen()
+
+    # What happens.
+
+    @rule(ticks=st.integers(1, 60))
+    def time_passes(self, ticks: int) -> None:
+        for _ in range(ticks):
+            self._tick()
+
+    @rule(demand=st.sampled_from([0, 500, 2500, 6000, 12_000, 40_000]))
+    def demand_changes(self, demand: int) -> None:
+        self.cluster.demand = demand
+
+    @rule(writes=st.integers(0, 4))
+    def the_operator_is_killed_in_a_pass(self, writes: int) -> None:
+        self._tick(cut_after=writes)
+        self._forget()
+
+    @rule()
+    def the_operator_restarts(self) -> None:
+        self._forget()
+
+    @rule(spec=SPECS)
+    def the_user_edits_the_spec(self, spec: dict[str, Any]) -> None:
+        self.cluster.edit(service(spec))
+        self.edited = self.cluster.now
+
+    @rule(places=st.sampled_from([None, 1, 2, 3, 4]))
+    def gpus_come_and_go(self, places: int | None) -> None:
+        self.cluster.places = places
+
+    @rule(which=st.integers(0, 5))
+    def a_pod_is_evicted(self, which: int) -> None:
+        pods = self.cluster.engines.pods
+        if pods:
+            gone = pods[which % len(pods)]
+            self.cluster.engines.pods = tuple(p for p in pods if p is not gone)
+            self.before = self._seen()
+
+    @rule(dtype=st.sampled_from(["k8v4", "k4v4", "fp8"]), kind=st.sampled_from(["bad", "slow", "failing", "fine"]))
+    def a_dtype_turns(self, dtype: str, kind: str) -> None:
+        c = self.cluster
+        c.bad = c.bad - {dtype} | ({dtype} if kind == "bad" else frozenset())
+        c.slow = {**c.slow, dtype: 2.0 if kind == "slow" else 1.0}
+        c.failing = {**c.failing, dtype: 0.3 if kind == "failing" else 0.0}
+
+    @rule(usage=st.floats(0, 1), waiting=st.sampled_from([0.0, 3.0, 1e9]))
+    def one_scrape_is_noise(self, usage: float, waiting: float) -> None:
+        for series in self.cluster.samples.values():
+            if series:
+                series[-1] = replace(series[-1], usage=usage, waiting=waiting)
+
+    @rule(seconds=st.integers(30, 300))
+    def no_scrape_is_answered_for_a_while(self, seconds: int) -> None:
+        start = self.cluster.now - timedelta(seconds=seconds)
+        kept = {n: [s for s in series if s.time < start] for n, series in self.cluster.samples.items()}
+        self.cluster.samples = kept
+
+    @precondition(lambda self: self.cluster.probe is not None)
+    @rule()
+    def a_probe_times_out(self) -> None:
+        self.cluster.probe = ProbeResult(self.cluster.probe.identity, ProbeFailed("ProbeTimeout", "hangs"))
+
+    # What holds, whatever happened.
+
+    @invariant()
+    def every_decision_has_its_reason(self) -> None:
+        for entry in self._status().decisions:
+            assert entry.reason
+            assert entry.message
+            assert all(option.outcome and option.message for option in entry.options)
+
+    @invariant()
+    def the_api_server_takes_every_status(self) -> None:
+        assert not status_faults(json.loads(json.dumps(self.cluster.status)))
+
+    def teardown(self) -> None:
+        """Once input is constant the service converges, and then nothing is ever written again."""
+        if not hasattr(self, "cluster"):
+            return
+        self.cluster.places = None
+        spec = self.cluster.obj["spec"]
+        resumed = {**spec, "rollout": {**spec["rollout"], "paused": False}}
+        self.cluster.edit({**self.cluster.obj, "spec": resumed})
+        quiet, kept = 0, self._essence()
+        last: object = None
+        for _ in range(1500):
+            self._tick()
+            now = self._essence()
+            changed = [k for k in now if now[k] != kept.get(k)]
+            quiet = quiet + 1 if now == kept and "canary" not in now else 0
+            last, kept = (changed, kept, now) if changed else last, now
+            if quiet >= 150:
+                return
+        raise AssertionError(f"not settled, last: {last}")
+
+    # How it is seen.
+
+    def _tick(self, cut_after: int | None = None) -> None:
+        self.before = self._seen()
+        self.cluster.tick(cut_after)
+
+    def _essence(self) -> dict[str, Any]:
+        """The status without what the periodic probes of an unchanged service go on to say."""
+        passing = ("conditions", "accuracy")
+        return {k: v for k, v in self.cluster.status.items() if k not in passing}
+
+    def _forget(self) -> None:
+        """What a new process does not know."""
+        self.cluster.samples = {}
+        self.cluster.probe = None
+
+    def _status(self) -> Status:
+        return parse_status(self.cluster.status)
+
+    def _seen(self) -> tuple[Status, int]:
+        return self._status(), self.cluster.answering()
+
+    def _after_a_write(self, cluster: ModelCluster) -> None:
+        (was, answered), now = self.before, self._status()
+        spec = cluster.obj["spec"]
+        self.before = (now, cluster.answering())
+        enough = min(spec["disruption"]["minAvailable"], answered, self._wanted(now))
+        assert cluster.answering() >= enough, f"{answered} answered, now {cluster.answering()}"
+        self._check_canary(was, now, spec)
+        self._check_dwell(was, now, spec)
+        self._check_owners(cluster, now, spec)
+
+    def _wanted(self, now: Status) -> int:
+        scaling = self.cluster.obj["spec"]["scaling"]
+        wanted = self.cluster.obj["spec"]["replicas"]
+        if scaling["mode"] == "Operator" and now.scaling.desired_replicas is not None:
+            wanted = now.scaling.desired_replicas
+        return max(scaling["minReplicas"], min(scaling["maxReplicas"], wanted))
+
+    def _check_canary(self, was: Status, now: Status, spec: dict[str, Any]) -> None:
+        if now.canary is not None and (was.canary is None or was.canary.revision != now.canary.revision):
+            standing = [
+                d.dtype
+                for d in was.kv_cache.denied
+                if d.until > self.cluster.now and d.image == spec["engine"]["image"] and spec["rollout"]["denySeconds"]
+            ]
+            if spec["kvCache"]["mode"] == "Auto" or now.canary.dtype != spec["kvCache"].get("dtype"):
+                assert now.canary.dtype not in standing
+        for part in (now.canary, now.last_canary):
+            if part is not None and part.stage in ("Promoting", "Promoted"):
+                assert part.verdict == "Passed"
+
+    def _check_dwell(self, was: Status, now: Status, spec: dict[str, Any]) -> None:
+        """In mode Auto a canary for another dtype starts no sooner than the dwell, but away from damaged answers."""
+        if spec["kvCache"]["mode"] != "Auto" or now.canary is None or was.canary is not None:
+            return
+        changed = was.kv_cache.changed_time
+        if changed is None or now.canary.dtype == now.canary.from_dtype or now.canary.reason == "AccuracyDrifted":
+            return
+        assert self.cluster.now - changed >= timedelta(seconds=DWELL) - STEP
+
+    def _check_owners(self, cluster: ModelCluster, now: Status, spec: dict[str, Any]) -> None:
+        """One writer of replicas: with scaling mode External the operator has no number of its own."""
+        if spec["scaling"]["mode"] == "External":
+            assert now.scaling.desired_replicas is None or now.scaling == parse_status(cluster.status).scaling
+        assert cluster.services.get(KEY.name) is None or cluster.deployments
+
+
+TestBadDays = BadDays.TestCase
+TestBadDays.settings = settings(
+    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)

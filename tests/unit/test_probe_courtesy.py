@@ -1,0 +1,126 @@
+"""A probe beside users: it waits behind them, ends without a verdict when they keep coming, and never hangs on them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvpilot_operator.probes import courtesy
+from kvpilot_operator.probes.client import Engine, http_client
+from kvpilot_operator.probes.codec import Baseline, BaselinePrompt
+from kvpilot_operator.probes.courtesy import Courtesy
+from kvpilot_operator.probes.errors import EngineBusy
+from kvpilot_operator.probes.packs import Message, ProbePrompt
+from kvpilot_operator.probes.run import Settings, capture, measure
+from kvpilot_operator.probes.stats import Logprobs
+from support.probe_engine import Body, Handler, Writer, counting, engine, respond
+
+PAGE = """# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 90
+vllm:num_requests_running{engine="0"} 7
+vllm:num_requests_waiting{engine="0",model_name="a b"} %s
+vllm:num_requests_waiting{engine="1",model_name="a b"} %s
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(courtesy, "LOOK_AGAIN_SECONDS", 0.01)
+
+
+def kept(prompts: int = 3) -> Baseline:
+    answer = tuple(Logprobs(3 + i, {3 + i: -0.1, 9999: -3.0}) for i in range(8))
+    return Baseline(
+        "i", "m", "auto", tuple(BaselinePrompt(f"p{i}", "tail", "text", (1, 2, 3), answer) for i in range(prompts))
+    )
+
+
+def queueing(*lengths: float, asked: list[str] | None = None) -> Handler:
+    """An engine whose queue has these lengths, one a look, the last for ever."""
+    left = list(lengths)
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if asked is not None:
+            asked.append(path)
+        if path != "/metrics":
+            await counting(path, body, writer)
+            return
+        waiting = left.pop(0) if len(left) > 1 else left[0]
+        respond(writer, (PAGE % (waiting, 0.0)).encode())
+
+    return handler
+
+
+async def waiting(page: bytes, status: str = "200 OK") -> float:
+    async def handler(_path: str, _body: Body, writer: Writer) -> None:
+        respond(writer, page, status)
+
+    async with engine(handler) as url, http_client() as http:
+        return await Engine(url, "m", http).waiting()
+
+
+async def test_the_queue_is_the_sum_over_an_engines_ranks_and_no_other_metric() -> None:
+    assert await waiting((PAGE % (3.0, 4.0)).encode()) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("page", "status"),
+    [
+        (b"", "200 OK"),
+        (b"nothing here", "404 Not Found"),
+        (b"vllm:num_requests_waiting\n", "200 OK"),
+        (b"x" * 400_000, "200 OK"),
+    ],
+)
+async def test_an_engine_that_does_not_tell_its_queue_is_taken_for_idle(page: bytes, status: str) -> None:
+    assert await waiting(page, status) == 0.0
+
+
+async def test_an_engine_that_is_too_busy_to_tell_its_queue_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpilot_operator.probes.client.METRICS_SECONDS", 0.05)
+
+    async def handler(_path: str, _body: Body, _writer: Writer) -> None:
+        await asyncio.sleep(5)
+
+    async with engine(handler) as url, http_client() as http:
+        assert await Engine(url, "m", http).waiting() == 1.0
+
+
+async def test_a_probe_lets_queued_users_go_first() -> None:
+    asked: list[str] = []
+    async with engine(queueing(5.0, 2.0, 0.0, asked=asked)) as url:
+        found = await measure(url, "m", kept(), settings=Settings(tokens=8, concurrency=1, give_way_seconds=5))
+    assert asked[:4] == ["/metrics", "/metrics", "/metrics", "/v1/completions"]
+    assert asked.count("/metrics") == 2 + 3
+    assert found.positions == 21
+
+
+async def test_a_queue_that_does_not_end_ends_the_probe_without_a_verdict() -> None:
+    asked: list[str] = []
+    async with engine(queueing(0.0, 5.0, asked=asked)) as url:
+        with pytest.raises(EngineBusy, match="5 requests still wait after the probe has given way for 0 s"):
+            await measure(url, "m", kept(), settings=Settings(tokens=8, concurrency=1, give_way_seconds=0.1))
+    assert asked.count("/v1/completions") == 1
+
+
+async def test_a_capture_goes_on_in_the_end_because_relief_depends_on_it() -> None:
+    prompts = [ProbePrompt("p", f"n{i}", (Message("user", "hello"),)) for i in range(3)]
+    settings = Settings(tokens=8, give_way_seconds=0.05, insist=True)
+    async with engine(queueing(5.0)) as url:
+        captured = await capture(url, "m", prompts, identity="i", dtype="auto", settings=settings)
+    assert captured.positions == 24
+
+
+async def test_what_is_waited_is_bounded_over_the_whole_run() -> None:
+    looks = [v for _ in range(50) for v in (1.0, 1.0, 1.0, 0.0)]
+    async with engine(queueing(*looks)) as url:
+        with pytest.raises(EngineBusy):
+            await measure(url, "m", kept(40), settings=Settings(tokens=8, concurrency=1, give_way_seconds=0.2))
+
+
+async def test_a_budget_is_spent_and_not_overdrawn() -> None:
+    async with http_client() as http:
+        bounded = Courtesy(Engine("http://unused", "m", http), None, insist=False, token_budget=10)
+        assert [bounded.afford(n) for n in (4, 7, 6, 1)] == [True, False, True, False]
+        assert bounded.spent == 10

@@ -1,0 +1,288 @@
+"""The prober: one probe a service, kept baselines found again, a bounded number of them, nothing held by what hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvpilot_operator.control import prober as module
+from kvpilot_operator.control.baselines import MAX_KEPT
+from kvpilot_operator.control.prober import Prober, schedules_by_priority
+from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.probes import codec
+from kvpilot_operator.probes.codec import Baseline
+from kvpilot_operator.probes.stats import Measurement
+from kvpilot_operator.render.names import baseline_name
+from kvpilot_operator.render.objects import baseline_config_map
+from kvpilot_operator.state.decision import Capture, Find, Measure
+from kvpilot_operator.state.snapshot import Captured, NothingKept, ProbeFailed, ProbeResult
+from support.probe_engine import Body, Writer, counting, engine, respond
+from support.services import KEY, manifest, spec_of
+
+IDENTITY = "0123456789"
+NAME = baseline_name(KEY.name, IDENTITY)
+SPEC = spec_of(manifest(accuracy={"probeSets": ["builtin/general"]}))
+
+
+class FakeCluster:
+    """ConfigMaps by name."""
+
+    def __init__(self) -> None:
+        self.maps: dict[str, dict[str, Any]] = {}
+        self.broken = False
+
+    async def find(self, _version: str, _kind: str, _namespace: str, name: str) -> dict[str, Any] | None:
+        if self.broken:
+            raise ClusterError("GET", "/configmaps", 500, "down")
+        return self.maps.get(name)
+
+    async def list(self, _version: str, _kind: str, _namespace: str, selector: str) -> list[dict[str, Any]]:
+        label, _, value = selector.partition("=")
+        return [one for one in self.maps.values() if one["metadata"].get("labels", {}).get(label) == value]
+
+    async def delete(self, _version: str, _kind: str, _namespace: str, name: str) -> None:
+        self.maps.pop(name, None)
+
+    def keep(self, name: str, content: bytes, created: str = "2026-11-21T12:00:00Z") -> None:
+        written = baseline_config_map(KEY, "u-1", IDENTITY, content)
+        written["metadata"] |= {"name": name, "creationTimestamp": created}
+        self.maps[name] = written
+
+
+class Bench:
+    """A prober with its results."""
+
+    def __init__(self) -> None:
+        self.cluster = FakeCluster()
+        self.prober = Prober(self.cluster)  # type: ignore[arg-type]  # the three methods that it uses
+        self.done = asyncio.Event()
+        self.prober.on_result = lambda _: self.done.set()
+
+    async def ask(self, request: Find | Capture | Measure, spec: Any = SPEC) -> ProbeResult:
+        self.done.clear()
+        self.prober.ensure(KEY, spec, request)
+        await asyncio.wait_for(self.done.wait(), 20)
+        found = self.prober.result(KEY)
+        assert found is not None
+        assert found.identity == request.identity
+        return found
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    one = Bench()
+    yield one
+    await one.prober.close()
+
+
+@asynccontextmanager
+async def sound() -> AsyncIterator[tuple[str, list[str]]]:
+    """A sound engine, and the paths that it was asked for."""
+    asked: list[str] = []
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        asked.append(path)
+        await (respond_empty(writer) if path == "/metrics" else counting(path, body, writer))
+
+    async with engine(handler) as url:
+        yield url, asked
+
+
+async def respond_empty(writer: Writer) -> None:
+    respond(writer, b"")
+
+
+def capture(url: str) -> Capture:
+    return Capture("capture/x/0", url, "m", IDENTITY, NAME)
+
+
+async def captured(bench: Bench) -> Baseline:
+    async with sound() as (url, _):
+        found = await bench.ask(capture(url))
+    assert isinstance(found.outcome, Captured)
+    assert not found.outcome.adopted
+    return found.outcome.baseline
+
+
+async def test_a_captured_baseline_carries_its_control(bench: Bench) -> None:
+    baseline = await captured(bench)
+    assert baseline.control is not None
+    assert (baseline.control.prompts, baseline.control.top1_agreement_permille) == (8, 1000)
+    assert codec.decode(codec.encode(baseline)).control == baseline.control
+
+
+async def test_a_kept_baseline_is_adopted_without_asking_any_engine(bench: Bench) -> None:
+    bench.cluster.keep(NAME, codec.encode(await captured(bench)))
+    async with sound() as (url, asked):
+        again = await bench.ask(replace(capture(url), identity="capture/x/1"))
+        alone = await bench.ask(Find("find/x", IDENTITY, NAME))
+    assert asked == []
+    for found in (again, alone):
+        assert isinstance(found.outcome, Captured)
+        assert found.outcome.adopted
+        assert found.outcome.baseline.control is not None
+
+
+@pytest.mark.parametrize("why", ["missing", "damaged", "another's", "without control", "not base64", "no data"])
+async def test_what_cannot_be_adopted_is_captured_anew(bench: Bench, why: str) -> None:
+    good = await captured(bench)
+    if why == "damaged":
+        bench.cluster.keep(NAME, codec.encode(good)[:-7])
+    elif why == "another's":
+        bench.cluster.keep(NAME, codec.encode(replace(good, identity=IDENTITY[:8] + "ff")))
+    elif why == "without control":
+        bench.cluster.keep(NAME, codec.encode(replace(good, control=None)))
+    elif why == "not base64":
+        bench.cluster.maps[NAME] = {"metadata": {"name": NAME}, "binaryData": {"baseline": "%%%"}}
+    elif why == "no data":
+        bench.cluster.maps[NAME] = {"metadata": {"name": NAME}, "binaryData": None}
+    assert isinstance((await bench.ask(Find("find/x", IDENTITY, NAME))).outcome, NothingKept)
+    async with sound() as (url, asked):
+        found = await bench.ask(replace(capture(url), identity="capture/x/1"))
+    assert "/v1/completions" in asked
+    assert isinstance(found.outcome, Captured)
+    assert not found.outcome.adopted
+
+
+async def test_the_oldest_baselines_go_when_a_new_one_is_captured(bench: Bench) -> None:
+    for day in range(1, 8):
+        bench.cluster.keep(f"{baseline_name(KEY.name, '')}{day}", b"", f"2026-11-0{day}T00:00:00Z")
+    bench.cluster.keep("chat-settings", b"", "2020-01-01T00:00:00Z")
+    before = set(bench.cluster.maps)
+    await captured(bench)
+    gone = before - set(bench.cluster.maps)
+    assert len(gone) == 7 - (MAX_KEPT - 1)
+    assert {name[-1] for name in gone} == {"1", "2", "3", "4"}
+    assert "chat-settings" in bench.cluster.maps
+
+
+async def test_a_capture_is_not_thrown_away_because_old_ones_cannot_be_deleted(bench: Bench) -> None:
+    for day in range(1, 8):
+        bench.cluster.keep(f"{baseline_name(KEY.name, '')}{day}", b"", f"2026-11-0{day}T00:00:00Z")
+
+    async def refused(*_: str) -> None:
+        raise ClusterError("DELETE", "/configmaps", 403, "forbidden")
+
+    bench.cluster.delete = refused  # type: ignore[method-assign]
+    await captured(bench)
+
+
+async def test_a_serving_engine_is_measured_one_request_at_a_time(bench: Bench) -> None:
+    bench.cluster.keep(NAME, codec.encode(await captured(bench)))
+    flying = most = looks = 0
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        nonlocal flying, most, looks
+        if path == "/metrics":
+            looks += 1
+            respond(writer, b"")
+            return
+        flying += 1
+        most = max(most, flying)
+        await asyncio.sleep(0.005)
+        flying -= 1
+        await counting(path, body, writer)
+
+    async with engine(handler) as url:
+        beside_users = await bench.ask(Measure("check/x", url, "m", NAME, serving=True))
+        assert (most, looks) == (1, 8)
+        alone = await bench.ask(Measure("measure/x", url, "m", NAME))
+        assert (most, looks) == (2, 8)
+    for found in (beside_users, alone):
+        assert isinstance(found.outcome, Measurement)
+        assert found.outcome.top1_agreement_permille == 1000
+
+
+async def test_a_busy_engine_ends_a_check_under_its_own_name(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GIVE_WAY_SECONDS", 0.0)
+    bench.cluster.keep(NAME, codec.encode(await captured(bench)))
+
+    async def handler(_path: str, _body: Body, writer: Writer) -> None:
+        respond(writer, b"vllm:num_requests_waiting 3\n")
+
+    async with engine(handler) as url:
+        found = await bench.ask(Measure("check/x", url, "m", NAME, serving=True))
+    assert isinstance(found.outcome, ProbeFailed)
+    assert found.outcome.reason == "EngineBusy"
+
+
+async def test_a_lost_baseline_is_said_and_not_blamed_on_the_engine(bench: Bench) -> None:
+    found = await bench.ask(Measure("check/x", "http://127.0.0.1:9", "m", NAME, serving=True))
+    assert isinstance(found.outcome, ProbeFailed)
+    assert found.outcome.reason == "BaselineLost"
+    assert NAME in found.outcome.message
+
+
+async def test_engines_that_hang_hold_no_place_of_a_canary(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.cluster.keep(NAME, codec.encode(await captured(bench)))
+    monkeypatch.setattr(bench.prober, "_checks", asyncio.Semaphore(1))
+    hung = asyncio.Event()
+
+    async def hangs(_path: str, _body: Body, _writer: Writer) -> None:
+        hung.set()
+        await asyncio.sleep(60)
+
+    async with engine(hangs) as stuck, sound() as (url, _):
+        other = KEY._replace(name="other")
+        bench.prober.ensure(other, SPEC, Measure("check/x", stuck, "m", NAME, serving=True))
+        await asyncio.wait_for(hung.wait(), 5)
+        found = await bench.ask(Measure("measure/x", url, "m", NAME))
+        assert isinstance(found.outcome, Measurement)
+        bench.prober.ensure(other, SPEC, None)
+
+
+async def test_a_probe_that_nobody_counts_is_tried_again_later_and_later(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    bench.cluster.broken = True
+    loop = asyncio.get_running_loop()
+    real = loop.call_later
+
+    def spying(delay: float, call: Any, *rest: Any, **more: Any) -> asyncio.TimerHandle:
+        if getattr(call, "__name__", "") == "_drop":
+            waits.append(delay)
+        return real(delay, call, *rest, **more)
+
+    monkeypatch.setattr(loop, "call_later", spying)
+    for attempt in range(9):
+        found = await bench.ask(Find(f"find/{attempt}", IDENTITY, NAME))
+        assert isinstance(found.outcome, ProbeFailed)
+    assert waits == [15, 30, 60, 120, 240, 480, 900, 900, 900]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], False),
+        (["--scheduling-policy=priority"], True),
+        (["--scheduling-policy", "priority"], True),
+        (["--scheduling_policy", "priority"], True),
+        (["--scheduling-policy=fcfs"], False),
+        (["--scheduling-policy=priority", "--scheduling-policy=fcfs"], False),
+        (["--scheduling-policy"], False),
+        (["--other", "priority"], False),
+    ],
+)
+def test_low_priority_is_asked_for_only_where_the_engine_schedules_by_it(arguments: list[str], expected: bool) -> None:
+    assert schedules_by_priority(arguments) is expected
+
+
+async def test_probes_of_an_engine_with_priorities_come_after_everybody_elses(bench: Bench) -> None:
+    bench.cluster.keep(NAME, codec.encode(await captured(bench)))
+    seen: set[object] = set()
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if path == "/v1/completions":
+            seen.add(body.get("priority"))
+        await (respond_empty(writer) if path == "/metrics" else counting(path, body, writer))
+
+    spec = spec_of(manifest(engine={"extraArgs": ["--scheduling-policy=priority"]}))
+    async with engine(handler) as url:
+        await bench.ask(Measure("check/x", url, "m", NAME, serving=True), spec)
+    assert seen == {module.LOW_PRIORITY}
