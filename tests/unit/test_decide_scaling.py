@@ -31,14 +31,14 @@ def test_the_operator_starts_from_the_users_number():
 
 
 def test_the_operators_number_is_kept_until_the_user_changes_his():
-    chosen = ruled(spec(3), kept(spec(3), Scaling(), NOW), ruling("ScaleOut", 5), NOW)
+    chosen = ruled(spec(3), kept(spec(3), Scaling(), NOW), ruling("ScaleOut", 5), "auto", NOW)
     assert replicas(spec(3), kept(spec(3), chosen, LATER)) == 5
     anew = kept(spec(2), chosen, LATER)
     assert (replicas(spec(2), anew), anew.changed_time) == (2, LATER)
 
 
 def test_limits_hold_for_the_operators_number_too():
-    chosen = ruled(spec(3), kept(spec(3), Scaling(), NOW), ruling("ScaleOut", 7), NOW)
+    chosen = ruled(spec(3), kept(spec(3), Scaling(), NOW), ruling("ScaleOut", 7), "auto", NOW)
     assert replicas(spec(3), kept(spec(3, maxReplicas=4), chosen, LATER)) == 4
 
 
@@ -49,7 +49,7 @@ def test_zero_stays_zero():
 
 def test_an_autoscalers_number_is_taken_as_it_is_within_the_limits():
     external = spec(20, mode="External")
-    scaling = ruled(external, kept(external, Scaling(), NOW), ruling("ScaleOut", 5), NOW)
+    scaling = ruled(external, kept(external, Scaling(), NOW), ruling("ScaleOut", 5), "auto", NOW)
     assert scaling.desired_replicas is None
     assert replicas(external, scaling) == 8
 
@@ -58,18 +58,18 @@ def test_what_would_be_chosen_is_always_recommended():
     external = spec(3, mode="External")
     wanted = Option(action="ScaleOut", dtype="auto", replicas=5, gpus=2, outcome="NotOwner", message="m")
     held = Ruling(ruling("Stay", 3).options, "NotOwner", "m", hold="h", wanted=wanted)
-    assert ruled(external, kept(external, Scaling(), NOW), held, NOW).recommended_replicas == 5
-    assert ruled(spec(3), kept(spec(3), Scaling(), NOW), ruling("Stay", 3), NOW).recommended_replicas == 3
+    assert ruled(external, kept(external, Scaling(), NOW), held, "auto", NOW).recommended_replicas == 5
+    assert ruled(spec(3), kept(spec(3), Scaling(), NOW), ruling("Stay", 3), "auto", NOW).recommended_replicas == 3
 
 
 def test_mode_recommend_changes_nothing():
     only = spec_of(manifest(replicas=2, kvCache={"mode": "Recommend"}))
-    scaling = ruled(only, kept(only, Scaling(), NOW), ruling("ScaleOut", 4), NOW)
+    scaling = ruled(only, kept(only, Scaling(), NOW), ruling("ScaleOut", 4), "auto", NOW)
     assert (replicas(only, scaling), scaling.recommended_replicas) == (2, 4)
 
 
 def test_a_change_of_owner_starts_from_the_users_number():
-    chosen = ruled(spec(3), kept(spec(3), Scaling(), NOW), ruling("ScaleOut", 7), NOW)
+    chosen = ruled(spec(3), kept(spec(3), Scaling(), NOW), ruling("ScaleOut", 7), "auto", NOW)
     given = kept(spec(3, mode="External"), chosen, LATER)
     assert replicas(spec(3, mode="External"), given) == 3
     assert replicas(spec(3), kept(spec(3), given, LATER)) == 3

@@ -57,6 +57,24 @@ def test_requests_that_wait_for_prompts_are_prefill_bound_however_full_the_cache
     assert kind(series(flows, usage=usage, waiting=20)) == "PrefillBound"
 
 
+def reused(share, flows=RAG):
+    return replace(flows, prefix_queries=flows.prompt_tokens, prefix_hits=share * flows.prompt_tokens)
+
+
+def test_prompts_that_a_full_cache_used_to_hold_and_has_thrown_out_are_a_lack_of_memory():
+    window = samples(usage=0.97, waiting=20, seconds=900)
+    window = tuple(replace(s, flows=reused(0.9 if i < 90 else 0.1)) for i, s in enumerate(window))
+    verdict = classify(window, PRESSURE, NOW)
+    assert verdict.kind == "MemoryBound"
+    assert "held 90% before" in verdict.message
+    assert verdict.demand_tokens >= 2 * verdict.capacity_tokens
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_prompts_that_were_never_reused_more_are_no_lack_of_memory(share):
+    assert kind(series(reused(share), usage=0.97, waiting=20, seconds=900)) == "PrefillBound"
+
+
 # Sessions of 15,000 tokens whose cached prefixes the full cache has thrown out: every turn computes its prompt again.
 AGENTS = Flows(
     seconds=5, prompt_tokens=90_000, generation_tokens=1700, finished=7, prefill_seconds=5, decode_seconds=250

@@ -50,8 +50,9 @@ def _decide(draft: Draft, s: Snapshot, spec: Spec) -> Decision:
         step_tokens=step_tokens(spec, s.node),
     )
     before = scaling.kept(spec, s.status.scaling, s.now)
-    ruling = arbitrate(situation_of(s, spec, workload, before, scaling.replicas(spec, before)))
-    after = scaling.ruled(spec, before, ruling, s.now)
+    situation = situation_of(s, spec, workload, before, scaling.replicas(spec, before))
+    ruling = arbitrate(situation)
+    after = scaling.ruled(spec, before, ruling, situation.dtype, s.now)
     replicas = scaling.replicas(spec, after)
     draft.set(scaling=after)
     target = choose(s, spec, ruling)

@@ -9,6 +9,7 @@ from datetime import timedelta
 from kvpilot_operator.decide.capacity import gain, smaller
 from kvpilot_operator.decide.ladder import Rung, rungs
 from kvpilot_operator.decide.latency import Expected, expected_itl_change
+from kvpilot_operator.decide.regret import held
 from kvpilot_operator.decide.saturation import beyond
 from kvpilot_operator.decide.situation import Situation
 from kvpilot_operator.state.status import MAX_OPTIONS, Option, clip
@@ -76,9 +77,9 @@ def scale_in(s: Situation) -> Step:
     margin = (pressure.low_percent + pressure.high_percent) // 2
     itl = _itl(s, s.dtype, s.counted / left)
     crowded = beyond(s.saturations, w, s.dtype, s.dtype, left) or _too_many_prompts(s, left)
-    settles = s.replicas_changed is not None and s.now < s.replicas_changed + timedelta(
-        seconds=pressure.sustained_seconds
-    )
+    # The calm has to be seen anew with as many replicas as there are now.
+    seconds = max(pressure.sustained_seconds, scaling.scale_down_stabilization_seconds)
+    settles = s.replicas_changed is not None and s.now < s.replicas_changed + timedelta(seconds=seconds)
     outcome, why = "Possible", ""
     if s.replicas <= scaling.min_replicas or s.replicas <= 1:
         outcome, why = "AtLimit", f"scaling.minReplicas is {scaling.min_replicas}"
@@ -88,6 +89,8 @@ def scale_in(s: Situation) -> Step:
         outcome, why = "TooTight", f"the peak would fill {use}%, above the {margin}% between lowPercent and highPercent"
     elif crowded is not None:
         outcome, why = "TooTight", crowded
+    elif (regret := held(s.now, s.dtype, replicas, s.regret)) is not None:
+        outcome, why = "Regretted", regret
     elif scaling.mode == "External":
         outcome, why = "NotOwner", "scaling.mode is External: an autoscaler or a person writes /scale"
     text = f"{replicas} replicas would hold {tokens} tokens and be {use}% full at the peak; {itl.message}"

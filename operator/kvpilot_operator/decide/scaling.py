@@ -8,6 +8,7 @@ import msgspec
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.arbiter import Ruling
+from kvpilot_operator.decide.regret import remembered
 from kvpilot_operator.state.status import Scaling
 
 _STEPS = ("ScaleOut", "ScaleIn")
@@ -41,11 +42,16 @@ def replicas(spec: Spec, scaling: Scaling) -> int:
     return spec.scaling.clamp(spec.replicas) if wanted is None else wanted
 
 
-def ruled(spec: Spec, scaling: Scaling, ruling: Ruling, now: datetime) -> Scaling:
-    """What to keep up after the ruling; mode Recommend and mode External only take note of it."""
+def ruled(spec: Spec, scaling: Scaling, ruling: Ruling, dtype: str, now: datetime) -> Scaling:
+    """What to keep up after a ruling on a service of `dtype`; mode Recommend and mode External only take note of it."""
     step = ruling.chosen
     would = ruling.wanted if ruling.wanted is not None and ruling.wanted.action in _STEPS else step
     noted = msgspec.structs.replace(scaling, recommended_replicas=spec.scaling.clamp(would.replicas))
+    if spec.kv_cache.mode != "Recommend":
+        given_back, regret = remembered(
+            step.action, dtype, replicas(spec, scaling), now, scaling.scaled_in_time, scaling.regret
+        )
+        noted = msgspec.structs.replace(noted, scaled_in_time=given_back, regret=regret)
     if step.action not in _STEPS or spec.kv_cache.mode == "Recommend" or scaling.desired_replicas is None:
         return noted
     return msgspec.structs.replace(

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.workload import Workload
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
-from kvpilot_operator.state.status import Denied, Experience, Saturation
+from kvpilot_operator.state.status import Denied, Experience, Regret, Saturation
 
 # After a canary was rolled back the next dtype change waits this long, or the dwell where that is shorter: a cluster
 # that goes through its ladder in an hour helps nobody.
@@ -38,6 +38,8 @@ class Situation:
     """From the last ruling that had some."""
     dtype_changed: datetime | None = None
     replicas_changed: datetime | None = None
+    regret: Regret | None = None
+    """How many replicas were lately too few."""
     rolled_back: datetime | None = None
     """When the last canary was rolled back, whatever for but a change of the spec."""
     busy: str | None = None

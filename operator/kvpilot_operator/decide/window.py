@@ -49,6 +49,8 @@ class Sums:
     finished: float = 0.0
     prefill: float = 0.0
     decode: float = 0.0
+    queried: float = 0.0
+    hits: float = 0.0
 
     @property
     def preemptions(self) -> float:
@@ -56,11 +58,16 @@ class Sums:
         return self.preempted * 60 / self.seconds if self.seconds else 0.0
 
     @property
+    def reuse(self) -> float | None:
+        """Share of prompt tokens that the prefix cache held; None where none was looked up."""
+        return self.hits / self.queried if self.queried else None
+
+    @property
     def prompt_tokens_per_step(self) -> float | None:
-        """Prompt tokens a step: their rate times the length of a step, which is the time between two tokens."""
+        """Prompt tokens computed a step: their rate times the time between two tokens, which is the length of a step."""
         if not self.seconds or not self.generated:
             return None
-        return self.prompted / self.seconds * self.decode / self.generated
+        return max(0.0, self.prompted - self.hits) / self.seconds * self.decode / self.generated
 
     @property
     def mostly_prompts(self) -> bool:
@@ -91,7 +98,7 @@ def add_up(window: Sequence[Sample], pressure: Pressure) -> Sums:
     limit, queue = pressure.high_percent / 100, pressure.waiting_per_replica
     high = queued = count = 0
     usage = held = running = waiting = covered = 0.0
-    seconds = preempted = prompted = generated = finished = prefill = decode = 0.0
+    seconds = preempted = prompted = generated = finished = prefill = decode = queried = hits = 0.0
     before, first_waiting = None, 0.0
     pods, s = 1, window[-1]
     for s in window:
@@ -123,9 +130,11 @@ def add_up(window: Sequence[Sample], pressure: Pressure) -> Sums:
             finished += flows.finished
             prefill += flows.prefill_seconds
             decode += flows.decode_seconds
+            queried += flows.prefix_queries
+            hits += flows.prefix_hits
     ready = ready_pods(s)
     return Sums(
         count, ready, s.capacity_tokens * ready // pods, covered, high, queued,
         usage / count, held / count, running / count, waiting / count, s.waiting * ready / pods - first_waiting,
-        seconds, preempted, prompted, generated, finished, prefill, decode,
+        seconds, preempted, prompted, generated, finished, prefill, decode, queried, hits,
     )  # fmt: skip

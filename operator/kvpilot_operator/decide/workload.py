@@ -35,6 +35,8 @@ _DRAIN_SECONDS = 120.0
 # Prompts that fill this share of a full cache's steps take over 80% of their time (H200, Llama-3-8B: a step of 8,192
 # prompt tokens takes 240 ms, one that only reads a full cache 32 ms), so no capacity would bring more than 1.2x.
 _FULL_STEP = 0.6
+# Prefixes are thrown out where the prefix cache holds this much less of the prompts than it did lately.
+_LOST_REUSE = 0.2
 _TIME = attrgetter("time")
 
 
@@ -57,13 +59,17 @@ class Workload:
     """Ready replicas at the newest scrape."""
     capacity_tokens: int = 0
     demand_tokens: int = 0
-    """Tokens that running requests hold, and those would hold that must run for the queue to drain in two minutes."""
+    """Tokens that running requests hold, and those would hold that must run for the queue to drain in two minutes.
+
+    Twice the capacity at least where prefixes are thrown out: how many is not known, and what does not double the cache
+    is not worth a restart.
+    """
     prefill_share: float | None = None
     """Prefill seconds over prefill and decode seconds of requests, 0 to 1; None where no request was seen."""
     prompts_in_hand: float | None = None
     """Prompts that one replica is computing, on average."""
     prompt_tokens_per_step: float | None = None
-    """Prompt tokens, cached ones included, for each step of one replica."""
+    """Prompt tokens that are computed, cached ones left out, for each step of one replica."""
     mean_prompt: float | None = None
     """Tokens."""
     mean_generation: float | None = None
@@ -118,9 +124,10 @@ def classify(
 
     Memory-bound means all of: nearly every sample at or above `highPercent`; requests that wait (on average at least
     `waitingPerReplica` a replica) or are preempted (at least `preemptionsPerMinute` a replica); and prompts that do
-    not fill the engine's steps. A full cache that nobody waits for is a cache put to good use. Requests that
-    wait beside a cache with room wait for prompts or for the batch, which no dtype changes. A service that `was_bound`
-    stays so until its average use falls below `lowPercent` or nobody waits: one quiet moment does not end a pressure.
+    not fill the engine's steps, or fill them only since a full cache throws out prefixes that it used to hold. A full
+    cache that nobody waits for is a cache put to good use. Requests that wait beside a cache with room wait for
+    prompts or for the batch, which no dtype changes. A service that `was_bound` stays so until its average use falls
+    below `lowPercent` or nobody waits: one quiet moment does not end a pressure.
     A new replica starts the window anew: what was before it says nothing of now.
     """
     end = bisect_right(samples, now, key=_TIME)
@@ -137,14 +144,15 @@ def classify(
     start = _grown(samples, min(start, max(end - 2, 0)), end)
     window = samples[start:end]
     seen = add_up(window, pressure)
-    kind, message = _judge(seen, pressure, was_bound, step_tokens)
+    lost = _thrown_out(seen, samples[:end], pressure)
+    kind, message = _judge(seen, pressure, was_bound, step_tokens, lost)
     calm = None
     if kind in ("Idle", "Relaxed") and seen.usage * 100 < pressure.low_percent:
         start = bisect_left(samples, now - timedelta(seconds=calm_seconds), hi=end, key=_TIME)
         calm = _calm(samples[start:end], calm_seconds, pressure)
     bound = kind in ("MemoryBound", "PrefillBound", "ComputeBound")
     best = _best_rate(samples[:end], pressure.sustained_seconds) if bound else None
-    return _workload(kind, message, seen, window, calm, best)
+    return _workload(kind, message, seen, window, calm, best, lost)
 
 
 def _grown(samples: Sequence[Sample], start: int, end: int) -> int:
@@ -155,7 +163,9 @@ def _grown(samples: Sequence[Sample], start: int, end: int) -> int:
     return start + max(i for i in range(1, len(ready)) if ready[i - 1] < ready[i])
 
 
-def _judge(seen: Sums, pressure: Pressure, was_bound: bool, step_tokens: int) -> tuple[Kind, str]:
+def _judge(
+    seen: Sums, pressure: Pressure, was_bound: bool, step_tokens: int, thrown_out: str | None
+) -> tuple[Kind, str]:
     memory = (
         f"KV use {seen.usage * 100:.0f}% of {seen.capacity} tokens (limit {pressure.high_percent}%), "
         f"{seen.waiting:.1f} waiting, {seen.preemptions:.1f} preemptions a minute, over {seen.covered:.0f} s"
@@ -168,6 +178,8 @@ def _judge(seen: Sums, pressure: Pressure, was_bound: bool, step_tokens: int) ->
     if starved and (full or still):
         if not sustained:
             return "Warming", f"{memory}: not sustained for {pressure.sustained_seconds} s yet"
+        if thrown_out is not None:
+            return "MemoryBound", f"{memory}; {thrown_out}: memory binds"
         if seen.mostly_prompts or (seen.prompt_tokens_per_step or 0.0) >= _FULL_STEP * step_tokens:
             return "PrefillBound", f"{memory}; {_prompts(seen)}: more KV memory would not compute them sooner"
         return "MemoryBound", f"{memory}: memory {'binds' if full else 'still binds'}"
@@ -210,7 +222,13 @@ def _calm(window: Sequence[Sample], calm_seconds: int, pressure: Pressure) -> fl
 
 
 def _workload(
-    kind: Kind, message: str, seen: Sums, window: Sequence[Sample], calm: float | None, best: float | None
+    kind: Kind,
+    message: str,
+    seen: Sums,
+    window: Sequence[Sample],
+    calm: float | None,
+    best: float | None,
+    lost: str | None,
 ) -> Workload:
     seconds, finished, requests = seen.seconds, seen.finished, seen.prefill + seen.decode
     return Workload(
@@ -222,7 +240,7 @@ def _workload(
         preemptions_per_minute=round(seen.preemptions, 2),
         pods=seen.pods,
         capacity_tokens=seen.capacity,
-        demand_tokens=_demand(seen),
+        demand_tokens=_demand(seen) if lost is None else max(_demand(seen), 2 * seen.capacity),
         prefill_share=seen.prefill / requests if requests else None,
         prompts_in_hand=seen.prefill / seconds if seconds else None,
         prompt_tokens_per_step=seen.prompt_tokens_per_step,
@@ -237,6 +255,31 @@ def _workload(
         doubted=window[-1].doubted,
         window=window,
     )
+
+
+def _thrown_out(seen: Sums, samples: Sequence[Sample], pressure: Pressure) -> str | None:
+    """Why prompts that are computed now are a lack of memory: until lately the prefix cache held more of them."""
+    if seen.reuse is None or not (seen.waiting or seen.preempted):
+        return None
+    best = _best_reuse(samples, pressure.sustained_seconds)
+    if best - seen.reuse < _LOST_REUSE:
+        return None
+    return (
+        f"the prefix cache holds {seen.reuse * 100:.0f}% of the prompts' tokens and held {best * 100:.0f}% before: "
+        "prefixes are thrown out and computed again"
+    )
+
+
+def _best_reuse(samples: Sequence[Sample], seconds: int) -> float:
+    """The largest share of prompt tokens that the prefix cache held over any stretch as long as the window."""
+    best, hits, queried, later = 0.0, 0.0, 0.0, samples[-1].time
+    for s in reversed(samples):
+        hits += s.flows.prefix_hits
+        queried += s.flows.prefix_queries
+        if (later - s.time).total_seconds() >= _SPAN * seconds:
+            best = max(best, hits / queried) if queried else best
+            hits, queried, later = 0.0, 0.0, s.time
+    return best
 
 
 def _best_rate(samples: Sequence[Sample], seconds: int) -> float | None:

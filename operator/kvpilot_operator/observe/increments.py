@@ -46,6 +46,8 @@ def increments(before: PodMetrics, after: PodMetrics, elapsed: float, now: float
         preemptions=step(old.preemptions, new.preemptions),
         prompt_tokens=step(old.prompt_tokens, new.prompt_tokens),
         generation_tokens=step(old.generation_tokens, new.generation_tokens),
+        prefix_queries=step(old.prefix_queries, new.prefix_queries),
+        prefix_hits=step(old.prefix_hits, new.prefix_hits),
         finished=step(old.finished, new.finished) + failed - errors,
         failed=failed,
         prefill_seconds=max(0.0, new.prefill_seconds - (0.0 if reset else old.prefill_seconds)),

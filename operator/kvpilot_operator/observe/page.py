@@ -31,6 +31,8 @@ _START = "process_start_time_seconds"
 _PREEMPTIONS = "vllm:num_preemptions_total"
 _PROMPT_TOKENS = "vllm:prompt_tokens_total"
 _GENERATION_TOKENS = "vllm:generation_tokens_total"
+_PREFIX_QUERIES = "vllm:prefix_cache_queries_total"
+_PREFIX_HITS = "vllm:prefix_cache_hits_total"
 _PREFILL = "vllm:request_prefill_time_seconds_sum"
 _DECODE = "vllm:request_decode_time_seconds_sum"
 
@@ -40,7 +42,7 @@ _GENERATION_LENGTHS = "vllm:request_generation_tokens"
 
 _WANTED = frozenset(
     [*_USAGE, _RUNNING, _WAITING, _WAITING_BY_REASON, _FINISHED, _HTTP, _CONFIG, _MODEL, _START]
-    + [_PREEMPTIONS, _PROMPT_TOKENS, _GENERATION_TOKENS, _PREFILL, _DECODE]
+    + [_PREEMPTIONS, _PROMPT_TOKENS, _GENERATION_TOKENS, _PREFIX_QUERIES, _PREFIX_HITS, _PREFILL, _DECODE]
     + [f"{name}_{part}" for name in (*_ITL, _TTFT, _PROMPT_LENGTHS, _GENERATION_LENGTHS) for part in ("bucket", "sum")]
 )
 _NOTHING = Histogram()
@@ -62,6 +64,9 @@ class Totals:
     preemptions: float = 0
     prompt_tokens: float = 0
     generation_tokens: float = 0
+    prefix_queries: float = 0
+    """Prompt tokens looked up in the prefix cache, and those of them that it held."""
+    prefix_hits: float = 0
     finished: float = 0
     """Requests whose end the engine saw, errors included. Those whose client left are mostly not among them."""
     errors: float = 0
@@ -167,6 +172,8 @@ def _totals(found: Mapping[str, list[_Series]], itl_name: str) -> Totals:
         preemptions=count(_PREEMPTIONS),
         prompt_tokens=count(_PROMPT_TOKENS),
         generation_tokens=count(_GENERATION_TOKENS),
+        prefix_queries=count(_PREFIX_QUERIES),
+        prefix_hits=count(_PREFIX_HITS),
         finished=count(_FINISHED),
         errors=_count(_FINISHED, [s for s in ended if s[0].get("finished_reason") == "error"]),
         server_errors=_count(_HTTP, [s for s in answers if _is_server_error(s[0])]),

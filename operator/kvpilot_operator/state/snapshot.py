@@ -68,6 +68,10 @@ class Flows:
     preemptions: float = 0.0
     prompt_tokens: float = 0.0
     generation_tokens: float = 0.0
+    prefix_queries: float = 0.0
+    """Prompt tokens that were looked up in the prefix cache."""
+    prefix_hits: float = 0.0
+    """Of them, those that it held."""
     finished: float = 0.0
     """Requests that ended, failed ones included."""
     failed: float = 0.0

@@ -75,6 +75,14 @@ class Saturation(_Struct, frozen=True, kw_only=True):
     mean_generation: int
 
 
+class Regret(_Struct, frozen=True, kw_only=True):
+    """So many replicas of this dtype were too few: one that had been given back was soon needed again."""
+
+    dtype: str
+    replicas: int
+    time: datetime
+
+
 class Scaling(_Struct, frozen=True, kw_only=True):
     """How many replicas the operator wants (scaling mode Operator), and which spec.replicas it started from."""
 
@@ -82,6 +90,8 @@ class Scaling(_Struct, frozen=True, kw_only=True):
     recommended_replicas: int | None = None
     spec_replicas: int | None = None
     changed_time: datetime | None = None
+    scaled_in_time: datetime | None = None
+    regret: Regret | None = None
     saturations: tuple[Saturation, ...] = ()
 
 

@@ -40,9 +40,6 @@ class Engine:
         self.done: list[Request] = []
         self.preemptions = 0
         self.steps = 0
-        self.asked_tokens = 0
-        self.cached_tokens = 0
-        """Tokens of admitted requests, and those of them that a cached prefix held."""
         self._prefilling: OrderedDict[int, Request] = OrderedDict()
         self._decoding: dict[
             int, tuple[Request, int]
@@ -260,8 +257,8 @@ class Engine:
                 break
             self.waiting.popleft()
             self.blocks.reuse(self._key(request), hit)
-            self.asked_tokens += length
-            self.cached_tokens += hit * self.costs.block_size
+            self._flows["prefix_queries"] += length
+            self._flows["prefix_hits"] += hit * self.costs.block_size
             request.blocks = hit
             request.computed = hit * self.costs.block_size
             self.running[request.number] = request
@@ -313,5 +310,6 @@ class Engine:
 _ALIKE = 64
 """Most steps taken at once: within so many a step's time grows by less than a percent."""
 _COUNTS = (
-    "preemptions", "prompt_tokens", "generation_tokens", "finished", "prefill_seconds", "decode_seconds",
+    "preemptions", "prompt_tokens", "generation_tokens", "prefix_queries", "prefix_hits", "finished",
+    "prefill_seconds", "decode_seconds",
 )  # fmt: skip

@@ -19,10 +19,11 @@ from kvpilot_operator.api.spec import Spec, parse
 from kvpilot_operator.decide.arbiter import Ruling, arbitrate
 from kvpilot_operator.decide.briefing import step_tokens
 from kvpilot_operator.decide.gpus import by_product
+from kvpilot_operator.decide.regret import remembered
 from kvpilot_operator.decide.situation import Situation
 from kvpilot_operator.decide.workload import Workload, classify
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts, Sample
-from kvpilot_operator.state.status import Saturation
+from kvpilot_operator.state.status import Regret, Saturation
 from kvpilot_planning.backtest.costs import BacktestError, Profile
 
 DEFAULT: dict[str, Any] = {
@@ -80,6 +81,8 @@ class Pilot:
     dtype_changed: datetime | None = None
     replicas_changed: datetime | None = None
     saturations: tuple[Saturation, ...] = ()
+    scaled_in: datetime | None = None
+    regret: Regret | None = None
 
     def rule(
         self, samples: Sequence[Sample], now: datetime, replicas: int, ready: int, busy: str | None
@@ -94,9 +97,12 @@ class Pilot:
             Situation(
                 now=now, spec=self.spec, workload=workload, dtype=self.dtype, replicas=replicas, ready=ready,
                 node=self.node, model=self.model, saturations=self.saturations, dtype_changed=self.dtype_changed,
-                replicas_changed=self.replicas_changed, busy=busy,
+                replicas_changed=self.replicas_changed, regret=self.regret, busy=busy,
             )
         )  # fmt: skip
         self.was_bound = workload.kind == "MemoryBound"
         self.saturations = ruling.saturations
+        self.scaled_in, self.regret = remembered(
+            ruling.chosen.action, self.dtype, replicas, now, self.scaled_in, self.regret
+        )
         return ruling, workload
