@@ -1,4 +1,4 @@
-.PHONY: install demo test check unit kernels runtime cluster e2e format clean
+.PHONY: install demo test check unit kernels runtime cluster e2e long format clean
 RUN := .venv/bin/
 
 install:
@@ -18,6 +18,10 @@ check: install
 
 unit kernels cluster runtime e2e: install
 	$(RUN)pytest tests/$@
+
+# What takes longer than CI has: canaries under live load, with and without spare capacity.
+long: install
+	$(RUN)pytest -m long tests
 
 format: install
 	$(RUN)ruff format .

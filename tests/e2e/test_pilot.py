@@ -126,8 +126,9 @@ async def test_pressure_at_the_end_of_the_ladder_adds_a_replica_and_calm_takes_i
     )
     await until(world, "scaled", lambda s: condition(s, "Ready")[0] == "True")
     async with users(world, "scaled", 12) as load:
-        status = await until(world, "scaled", lambda s: at(s, "readyReplicas") == 2)
+        await until(world, "scaled", lambda s: at(s, "scaling", "desiredReplicas") == 2)
     assert load.stats.failed == 0, list(load.stats.failures)
+    status = await until(world, "scaled", lambda s: at(s, "readyReplicas") == 2)
     added = next(d for d in status["decisions"] if d["action"] == "ScaleOut")
     assert added["options"][0]["outcome"] == "Chosen"
     assert any(o["outcome"] != "Chosen" for o in added["options"])
@@ -157,6 +158,7 @@ async def test_recommend_mode_names_the_step_and_changes_nothing(world):
     await gone(world, "advised")
 
 
+@pytest.mark.long
 async def test_a_slower_canary_is_caught_under_live_load_and_a_good_one_goes_through_its_steps(world):
     """On a CPU our pages are read by plain torch, at half the speed of vLLM's own kernels: a real regression."""
     await world.cluster.create(
@@ -194,6 +196,7 @@ async def test_a_slower_canary_is_caught_under_live_load_and_a_good_one_goes_thr
     assert selector[REVISION_LABEL] == passed["stable"]["revision"]
 
 
+@pytest.mark.long
 async def test_damage_that_shows_after_promotion_brings_the_last_good_dtype_back(world):
     await patch(
         world,
@@ -207,6 +210,7 @@ async def test_damage_that_shows_after_promotion_brings_the_last_good_dtype_back
     await gone(world, "stepped")
 
 
+@pytest.mark.long
 async def test_without_a_spare_gpu_the_canary_takes_the_place_of_one_replica_and_no_request_fails(world):
     await world.cluster.create(
         service(
@@ -244,6 +248,7 @@ def answers(pod):
     return conditions.get("Ready") == "True" and not pod["metadata"].get("deletionTimestamp")
 
 
+@pytest.mark.long
 async def test_a_route_carries_the_canarys_weight_and_is_left_as_the_user_wrote_it(world):
     path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
     await asyncio.to_thread(world.rest.create, path, ROUTE_CRD)

@@ -64,7 +64,7 @@ class Sums:
 
     @property
     def prompt_tokens_per_step(self) -> float | None:
-        """Prompt tokens computed a step: their rate times the time between two tokens, which is the length of a step."""
+        """Prompt tokens computed a step: their rate times the time between two tokens, which is a step."""
         if not self.seconds or not self.generated:
             return None
         return max(0.0, self.prompted - self.hits) / self.seconds * self.decode / self.generated
