@@ -49,7 +49,7 @@ def judge(pilot: Row, other: Row) -> str:
 def verdict(rows: Sequence[Row]) -> str:
     """How the pilot did on one load against each of the others."""
     pilot = next((r for r in rows if r.policy == "pilot"), None)
-    if pilot is None:
+    if pilot is None or len(rows) == 1:
         return ""
     words = {"ahead": "ahead of", "equal": "equal to", "behind": "behind"}
     told = [f"{words[judge(pilot, r)]} {NAMES[r.policy]}" for r in rows if r is not pilot]
