@@ -126,11 +126,11 @@ def test_a_returning_session_computes_only_what_is_new() -> None:
     engine = Engine(costs(200), Limits())
     drained(engine, [Request(0, 0.0, 800, 10, session=1)])
     engine.done.clear()
-    first = engine.cached_tokens
+    first = engine.scrape().flows.prefix_hits
     engine.submit(Request(1, engine.now + 1, 900, 10, session=1))
     engine.advance(engine.now + 5)
     assert first == 0
-    assert engine.cached_tokens == 809 // BLOCK * BLOCK
+    assert engine.scrape().flows.prefix_hits == 809 // BLOCK * BLOCK
 
 
 def test_a_chunked_prompt_takes_its_budget_each_step() -> None:
