@@ -145,11 +145,11 @@ class World:
                 await asyncio.sleep(0.5)
 
     async def canary_has_traffic(self) -> bool:
-        """True where the Service selects the canary's revision."""
+        """True where the Service selects the canary's revision, alone or with others."""
         service = await self.service()
         found = await self.cluster.get("v1", "Service", NAMESPACE, self.name)
         canary = ((service or {}).get("status") or {}).get("canary") or {}
-        return bool(found["spec"]["selector"].get(REVISION_LABEL) == canary.get("revision"))
+        return found["spec"]["selector"].get(REVISION_LABEL) in (None, canary.get("revision"))
 
     async def preflight_warning(self, dtype: str) -> str:
         """What kvpilot-serve's preflight said in the log of the pod that runs `dtype`."""

@@ -16,7 +16,7 @@ from kvpilot_operator.api.schema import faults
 from kvpilot_operator.state.snapshot import ProbeFailed, ProbeResult
 from kvpilot_operator.state.status import Status, parse_status
 from support.model_cluster import STEP, ModelCluster
-from support.services import KEY, manifest
+from support.services import manifest
 
 DWELL = 300
 SPECS = st.fixed_dictionaries(
@@ -172,7 +172,8 @@ class BadDays(RuleBasedStateMachine):
 
     def _tick(self, cut_after: int | None = None) -> None:
         self.before = self._seen()
-        self.cluster.tick(cut_after)
+        if self.cluster.tick(cut_after) is not None:
+            self._check_owners()
 
     def _essence(self) -> dict[str, Any]:
         """The status without what the periodic probes of an unchanged service go on to say."""
@@ -198,7 +199,6 @@ class BadDays(RuleBasedStateMachine):
         assert cluster.answering() >= enough, f"{answered} answered, now {cluster.answering()}"
         self._check_canary(was, now, spec)
         self._check_dwell(was, now, spec)
-        self._check_owners(cluster, now, spec)
 
     def _wanted(self, now: Status) -> int:
         scaling = self.cluster.obj["spec"]["scaling"]
@@ -229,11 +229,16 @@ class BadDays(RuleBasedStateMachine):
             return
         assert self.cluster.now - changed >= timedelta(seconds=DWELL) - STEP
 
-    def _check_owners(self, cluster: ModelCluster, now: Status, spec: dict[str, Any]) -> None:
-        """One writer of replicas: with scaling mode External the operator has no number of its own."""
-        if spec["scaling"]["mode"] == "External":
-            assert now.scaling.desired_replicas is None or now.scaling == parse_status(cluster.status).scaling
-        assert cluster.services.get(KEY.name) is None or cluster.deployments
+    def _check_owners(self) -> None:
+        """One writer of replicas: after a whole pass with scaling mode External there is only the user's number."""
+        spec, status = self.cluster.obj["spec"], self._status()
+        if spec["scaling"]["mode"] != "External":
+            return
+        assert status.scaling.desired_replicas is None
+        if status.canary is None and status.stable is not None:
+            scaling = spec["scaling"]
+            theirs = max(scaling["minReplicas"], min(scaling["maxReplicas"], spec["replicas"]))
+            assert self.cluster.deployments[status.stable.revision][1] == theirs
 
 
 TestBadDays = BadDays.TestCase

@@ -10,9 +10,9 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.draft import Draft
 from kvpilot_operator.decide.target import render
 from kvpilot_operator.probes.codec import Baseline as ProbeBaseline
-from kvpilot_operator.render.names import ENGINE_PORT, baseline_name
+from kvpilot_operator.render.names import baseline_name, engine_url
 from kvpilot_operator.state.decision import Capture, Find
-from kvpilot_operator.state.snapshot import Captured, NothingKept, PodView, Snapshot
+from kvpilot_operator.state.snapshot import Captured, NothingKept, Snapshot
 from kvpilot_operator.state.status import Baseline, Canary
 
 
@@ -43,7 +43,7 @@ def wanted(draft: Draft, s: Snapshot, spec: Spec) -> Find | Capture | None:
     if pods and (trial or spec.kv_cache.mode == "Auto"):
         return Capture(
             identity=f"capture/{s.probes.identity}/{canary.errors if canary is not None else 0}",
-            url=url(pods[0]),
+            url=engine_url(pods[0].ip),
             model=spec.model.served_name,
             baseline=s.probes.identity,
             config_map=config_map,
@@ -93,12 +93,6 @@ def take(draft: Draft, s: Snapshot, spec: Spec, captured: Captured) -> ProbeBase
         f"{control.top1_agreement_permille / 10:.1f}%",
     )
     return None if captured.adopted else captured.baseline
-
-
-def url(pod: PodView) -> str:
-    """The engine's address."""
-    host = f"[{pod.ip}]" if pod.ip and ":" in pod.ip else pod.ip
-    return f"http://{host}:{ENGINE_PORT}"
 
 
 def _find_identity(s: Snapshot) -> str:

@@ -24,6 +24,7 @@ from kvpilot_operator.decide.measured import measured
 from kvpilot_operator.decide.target import render
 from kvpilot_operator.decide.verdict import judge
 from kvpilot_operator.probes.stats import Measurement
+from kvpilot_operator.render.names import engine_url
 from kvpilot_operator.state.decision import Measure
 from kvpilot_operator.state.snapshot import Captured, NothingKept, PodView, ProbeFailed, Snapshot
 from kvpilot_operator.state.status import Accuracy, Baseline, Stable, Status
@@ -59,7 +60,7 @@ def check(draft: Draft, s: Snapshot, spec: Spec) -> Measure | None:
     pod = next_pod(pods, draft.status.accuracy, stable.revision)
     return Measure(
         identity=_identity(kept, stable, pod, draft.status.accuracy),
-        url=baseline.url(pod),
+        url=engine_url(pod.ip),
         model=spec.model.served_name,
         config_map=kept.config_map,
         serving=True,

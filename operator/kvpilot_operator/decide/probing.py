@@ -12,6 +12,7 @@ from kvpilot_operator.decide.measured import measured
 from kvpilot_operator.decide.verdict import judge
 from kvpilot_operator.probes.codec import Baseline as ProbeBaseline
 from kvpilot_operator.probes.stats import Measurement
+from kvpilot_operator.render.names import engine_url
 from kvpilot_operator.state.decision import Capture, Find, Measure
 from kvpilot_operator.state.snapshot import Captured, NothingKept, ProbeFailed, Snapshot
 from kvpilot_operator.state.status import Baseline, Canary
@@ -45,7 +46,7 @@ def _next(draft: Draft, s: Snapshot, spec: Spec) -> Find | Capture | Measure | N
         return None
     return Measure(
         identity=_measure_identity(canary, kept),
-        url=baseline.url(pods[0]),
+        url=engine_url(pods[0].ip),
         model=spec.model.served_name,
         config_map=kept.config_map,
     )

@@ -27,7 +27,7 @@ from kvpilot_operator.observe.views import (
     traffic_of,
 )
 from kvpilot_operator.observe.windows import Windows, need
-from kvpilot_operator.render.names import API_VERSION, ENGINE_PORT, HTTP_ROUTE_API, KIND, SERVICE_LABEL
+from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND, SERVICE_LABEL, engine_url
 from kvpilot_operator.state.snapshot import (
     NodeFacts,
     PodView,
@@ -141,10 +141,9 @@ class Observer:
         return known[1], known[2]
 
     async def _scrape_pod(self, key: ServiceKey, pod: PodView) -> PodMetrics | None:
-        host = f"[{pod.ip}]" if pod.ip and ":" in pod.ip else pod.ip
         try:
             async with self._scrapes:
-                return await scrape(self._http, f"http://{host}:{ENGINE_PORT}")
+                return await scrape(self._http, engine_url(pod.ip))
         except ScrapeError as error:
             log.warning("scrape failed: %s", error, extra={"service": str(key), "pod": pod.name})
             return None

@@ -21,6 +21,11 @@ ENGINE_CONTAINER = "engine"
 ENGINE_PORT = 8000
 
 
+def engine_url(ip: str | None) -> str:
+    """Where an engine pod with this address answers; IPv6 goes into brackets."""
+    return f"http://[{ip}]:{ENGINE_PORT}" if ip and ":" in ip else f"http://{ip}:{ENGINE_PORT}"
+
+
 def owned_labels(service: str) -> dict[str, str]:
     """Labels on everything that belongs to a service."""
     return {
