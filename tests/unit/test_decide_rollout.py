@@ -11,6 +11,7 @@ from kvpilot_operator.decide import decide
 from kvpilot_operator.state.status import parse_status
 from support.model_cluster import ModelCluster, measurement
 from support.services import manifest, revision_of, running, snapshot
+from support.trials import at_every_moment, ended
 
 AUTO = {
     "kvCache": {
@@ -159,6 +160,20 @@ def test_a_first_revision_that_never_answered_is_replaced_without_a_canary():
     cluster.tick()
     assert "canary" not in cluster.status
     assert cluster.status["stable"]["revision"] == revision_of(cluster.obj, "auto")
+
+
+def test_a_first_revision_that_answers_while_it_is_being_replaced_stays_and_its_successor_is_a_canary():
+    cluster = ModelCluster(manifest(kvCache={"mode": "Fixed", "dtype": "auto"}), start_ticks=2)
+    cluster.tick()
+    first = cluster.status["stable"]["revision"]
+    cluster.edit(manifest(kvCache={"mode": "Fixed", "dtype": "k8v4"}))
+    cluster.tick(cut_after=1)
+    assert cluster.status["stable"]["revision"] != first
+    cluster.tick()
+    assert cluster.status["stable"]["revision"] == first
+    assert cluster.shares() == {first: 1.0}
+    cluster.watch = at_every_moment
+    assert cluster.until(ended).last_canary.stage == "Promoted"
 
 
 def test_an_invalid_spec_changes_no_object_and_says_what_is_wrong():

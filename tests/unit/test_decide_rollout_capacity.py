@@ -76,6 +76,19 @@ def test_one_place_is_used_in_turns_by_the_borrowed_baseline_and_the_canary():
     assert status.accuracy.baseline is not None
 
 
+@pytest.mark.parametrize("where", ["Probing", "Promoting"])
+def test_a_trial_whose_replicas_may_no_longer_give_way_ends_by_one_pod_more(where):
+    cluster = on_trial(2, capacityPolicy="ReplaceOne", min_available=1, steps=[])
+    cluster.until(stage(where))
+    answered = cluster.answering()
+    cluster.edit(service(NEW, 2, capacityPolicy="ReplaceOne", min_available=2, steps=[]))
+    while not ended(parse_status(cluster.status)):
+        cluster.tick()
+        assert cluster.answering() >= answered
+        answered = cluster.answering()
+    assert cluster.status["lastCanary"]["stage"] == "Promoted"
+
+
 def test_a_service_that_is_scaled_during_a_trial_keeps_its_limits():
     cluster = on_trial(4)
     cluster.until(stage("Shifting"))

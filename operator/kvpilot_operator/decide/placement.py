@@ -95,7 +95,7 @@ def _replicas(draft: Draft, s: Snapshot, spec: Spec, replicas: int) -> Mapping[s
         return {stable.revision: replicas}
     if canary.stage == "RollingBack":
         return _back(s, spec, stable, canary, replicas)
-    total, floor = traffic.total(canary, replicas), traffic.floor(spec, replicas)
+    total, floor = traffic.total(spec, canary, replicas), traffic.floor(spec, replicas)
     ours, theirs = side(s, canary.revision), side(s, stable.revision)
     reference = baseline.reference_revision(draft, s, spec) if s.traffic == stable.revision else None
     if reference is not None:
@@ -134,7 +134,7 @@ def _goal(s: Snapshot, spec: Spec, canary: Canary, replicas: int) -> int:
 
 def _back(s: Snapshot, spec: Spec, stable: Stable, canary: Canary, replicas: int) -> Mapping[str, int]:
     """Traffic first: the canary keeps its pods until nothing is sent to them, or gives them back one by one."""
-    total, floor = traffic.total(canary, replicas), traffic.floor(spec, replicas)
+    total, floor = traffic.total(spec, canary, replicas), traffic.floor(spec, replicas)
     ours, theirs = side(s, canary.revision), side(s, stable.revision)
     if s.traffic == stable.revision and not traffic.routed(s):
         # The room of pods that go now is taken in the next pass.

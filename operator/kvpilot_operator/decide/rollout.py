@@ -36,6 +36,7 @@ DOWN_SECONDS = 60
 
 def advance(draft: Draft, s: Snapshot, spec: Spec, target: Target, replicas: int) -> None:
     """Move the rollout by at most one stage."""
+    _take_back(draft, s)
     _mark_ready(draft, s)
     stable, canary = draft.status.stable, draft.status.canary
     if canary is not None:
@@ -60,7 +61,7 @@ def advance(draft: Draft, s: Snapshot, spec: Spec, target: Target, replicas: int
 
 def start_fault(s: Snapshot, spec: Spec, target: Target, replicas: int) -> EngineFailure | None:
     """Why no canary can be started for this target, with the remedy; None where one can."""
-    if spec.canary.capacity_policy == "ReplaceOne" and not _one_can_leave(spec, replicas):
+    if spec.canary.capacity_policy == "ReplaceOne" and not traffic.one_can_leave(spec, replicas):
         return EngineFailure(
             "NoReplicaToReplace",
             f"spec.canary.capacityPolicy ReplaceOne takes the place of one of {replicas} replicas, and "
@@ -76,6 +77,21 @@ def _mark_ready(draft: Draft, s: Snapshot) -> None:
     if stable is not None and not stable.ever_ready and s.ready_pods(stable.revision):
         draft.set(stable=Stable(revision=stable.revision, dtype=stable.dtype, since=stable.since, ever_ready=True))
         draft.event("EngineReady", f"revision {stable.revision} ({stable.dtype}) answers")
+
+
+def _take_back(draft: Draft, s: Snapshot) -> None:
+    """A revision that was replaced before it answered, and answers after all while requests still go to it, is stable.
+
+    Its successor then comes as a canary, as every other change does: switching to it now would leave nobody to answer.
+    """
+    stable, there = draft.status.stable, s.deployments.get(s.traffic or "")
+    if stable is None or stable.ever_ready or draft.status.canary is not None or there is None:
+        return
+    if there.revision == stable.revision or not s.ready_pods(there.revision) or s.ready_pods(stable.revision):
+        return
+    text = f"{there.revision} ({there.dtype}) answers after all, before {stable.revision} does"
+    draft.set(stable=Stable(revision=there.revision, dtype=there.dtype, since=draft.now))
+    draft.record("Serve", "TakenBack", text, from_dtype=stable.dtype, to_dtype=there.dtype)
 
 
 def _serve(draft: Draft, target: Target, reason: str, message: str) -> None:
@@ -213,10 +229,6 @@ def _note_exchange(draft: Draft, s: Snapshot, canary: Canary, replicas: int) -> 
         draft.set_canary(weight_percent=min(reached, 100), stage_time=s.now)
 
 
-def _one_can_leave(spec: Spec, replicas: int) -> bool:
-    return replicas - 1 >= traffic.floor(spec, replicas)
-
-
 def _pods_on_trial(s: Snapshot, spec: Spec, canary: Canary) -> Sequence[PodView]:
     """The canary's pods and, before its verdict, those that are borrowed for its baseline."""
     pods = s.pods_of(canary.revision)
@@ -233,7 +245,7 @@ def _replace_one(draft: Draft, s: Snapshot, spec: Spec, canary: Canary, replicas
     homeless = next((pod for pod in _pods_on_trial(s, spec, canary) if pod.unschedulable), None)
     if homeless is None or s.now < canary.stage_time + timedelta(seconds=SURGE_SECONDS):
         return False
-    if not _one_can_leave(spec, replicas):
+    if not traffic.one_can_leave(spec, replicas):
         text = (
             f"no node has room for it ({homeless.unschedulable}), and none of {replicas} replicas can give way: "
             f"spec.disruption.minAvailable is {spec.disruption.min_available}; it waits for spare capacity"

@@ -51,16 +51,26 @@ def floor(spec: Spec, replicas: int) -> int:
     return min(spec.disruption.min_available, replicas)
 
 
-def total(canary: Canary | None, replicas: int) -> int:
-    """Pods that a trial may ask for: one more than the service has, unless the canary took the place of one."""
-    return replicas if canary is not None and canary.replaces_one else replicas + 1
+def one_can_leave(spec: Spec, replicas: int) -> bool:
+    """Whether minAvailable lets one of so many replicas give way."""
+    return replicas - 1 >= floor(spec, replicas)
+
+
+def total(spec: Spec, canary: Canary | None, replicas: int) -> int:
+    """Pods that a trial may ask for: one more than the service has, unless the canary took the place of one.
+
+    Where minAvailable was raised meanwhile so that none may give way any more, sides can only change places with one
+    pod more: it waits for a GPU if it must, but the trial can still end.
+    """
+    replaces = canary is not None and canary.replaces_one and one_can_leave(spec, replicas)
+    return replicas if replaces else replicas + 1
 
 
 def plan(s: Snapshot, spec: Spec, canary: Canary | None, replicas: int) -> Plan:
     """The steps for this many replicas; a trial that is under way keeps the mode that it began with."""
     if not spec.canary.steps:
         return Plan("ProbeOnly", message="no spec.canary.steps are given: its probes alone decide")
-    pods = total(canary, replicas)
+    pods = total(spec, canary, replicas)
     most = pods - max(floor(spec, replicas), 1)
     if replicas == 0 or most < 1:
         return Plan("ProbeOnly", message=f"{replicas} replicas leave no two sides to share traffic: its probes decide")
