@@ -29,7 +29,7 @@ PATIENT = {
     "maxITLP95RegressionPercent": 1000,
     "maxThroughputRegressionPercent": 95,
     "maxErrorIncreasePercent": 20,
-    "progressDeadlineSeconds": 400,
+    "progressDeadlineSeconds": 600,
 }
 
 
@@ -171,23 +171,30 @@ async def test_a_slower_canary_is_caught_under_live_load_and_a_good_one_goes_thr
             scaling={"mode": "External", "minReplicas": 2, "maxReplicas": 2},
             canary={
                 **PATIENT,
-                "steps": [{"weightPercent": 50, "holdSeconds": 15}],
+                "steps": [{"weightPercent": 50, "holdSeconds": 25}],
                 "maxITLP95RegressionPercent": 1,
                 "capacityPolicy": "SurgeOrReplaceOne",
             },
         )
     )
     await until(world, "stepped", lambda s: at(s, "readyReplicas") == 2)
-    async with users(world, "stepped", 4) as load:
-        await patch(world, "stepped", kvCache={"dtype": "k4v4"})
-        await until(world, "stepped", lambda s: at(s, "canary", "stage") == "Shifting")
+    # Users come once the canary answers: until then they would only keep its engine from starting.
+    await patch(world, "stepped", kvCache={"dtype": "k4v4"})
+    await until(world, "stepped", lambda s: at(s, "canary", "stage") in ("Probing", "Shifting"))
+    async with users(world, "stepped", 4, prompt_tokens=50, output_tokens=8) as load:
         ended = await until(world, "stepped", lambda s: at(s, "lastCanary", "stage") == "RolledBack")
-        assert (ended["lastCanary"]["verdict"], ended["lastCanary"]["reason"]) == ("Failed", "LatencyRegressed")
-        assert ended["lastCanary"]["itlP95ChangePercent"] > 1
-        assert ended["kvCache"]["activeDtype"] == "auto"
-        assert [d["dtype"] for d in ended["kvCache"]["denied"]] == ["k4v4"]
-        assert ended["history"][0]["reason"] == "LatencyRegressed"
-        await patch(world, "stepped", canary={"maxITLP95RegressionPercent": 1000}, rollout={"denySeconds": 0})
+    assert load.stats.failed == 0, list(load.stats.failures)
+    assert (ended["lastCanary"]["verdict"], ended["lastCanary"]["reason"]) == ("Failed", "LatencyRegressed")
+    assert ended["lastCanary"]["itlP95ChangePercent"] > 1
+    assert ended["kvCache"]["activeDtype"] == "auto"
+    assert [d["dtype"] for d in ended["kvCache"]["denied"]] == ["k4v4"]
+    assert ended["history"][0]["reason"] == "LatencyRegressed"
+    await patch(world, "stepped", canary={"maxITLP95RegressionPercent": 1000}, rollout={"denySeconds": 0})
+    await until(world, "stepped", lambda s: at(s, "canary", "stage") in ("Probing", "Shifting"))
+    async with users(world, "stepped", 4, prompt_tokens=50, output_tokens=8) as load:
+        await until(world, "stepped", lambda s: at(s, "canary", "stage") == "Promoting", 700)
+    assert load.stats.failed == 0, list(load.stats.failures)
+    async with users(world, "stepped", 1) as load:
         passed = await until(world, "stepped", lambda s: at(s, "kvCache", "activeDtype") == "k4v4")
     assert load.stats.failed == 0, list(load.stats.failures)
     assert passed["lastCanary"]["trafficMode"] == "ReplicaRatio"
@@ -225,10 +232,10 @@ async def test_without_a_spare_gpu_the_canary_takes_the_place_of_one_replica_and
         )
     )
     await until(world, "packed", lambda s: at(s, "readyReplicas") == 3)
-    async with users(world, "packed", 3) as load:
+    async with users(world, "packed", 1) as load:
         await patch(world, "packed", kvCache={"dtype": "int8"})
         fewest = 3
-        async with asyncio.timeout(400):
+        async with asyncio.timeout(900):
             while True:
                 found = await world.cluster.get(API_VERSION, KIND, NAMESPACE, "packed")
                 status = found.get("status") or {}
@@ -278,18 +285,22 @@ async def test_a_route_carries_the_canarys_weight_and_is_left_as_the_user_wrote_
             kv_memory="16M",
             kvCache={"mode": "Fixed", "dtype": "auto"},
             scaling={"minReplicas": 1, "maxReplicas": 1},
-            canary={**PATIENT, "routeRef": {"name": "chat"}, "steps": [{"weightPercent": 40, "holdSeconds": 10}]},
+            canary={**PATIENT, "routeRef": {"name": "chat"}, "steps": [{"weightPercent": 40, "holdSeconds": 25}]},
         )
     )
     await until(world, "routed", lambda s: condition(s, "Ready")[0] == "True")
     gateway = Gateway(world.cluster, NAMESPACE, "chat", 80 if os.geteuid() == 0 else 20080)
-    async with gateway.serving(), users(world, "routed", 4, url=gateway.url) as load:
-        await patch(world, "routed", kvCache={"dtype": "int8"})
+    await patch(world, "routed", kvCache={"dtype": "int8"})
+    await until(world, "routed", lambda s: at(s, "canary", "stage") in ("Probing", "Shifting"))
+    async with (
+        gateway.serving(),
+        users(world, "routed", 4, url=gateway.url, prompt_tokens=50, output_tokens=8) as load,
+    ):
         await until(world, "routed", lambda s: at(s, "canary", "stage") == "Shifting")
         async with asyncio.timeout(30):
             while await gateway.weights() != {"routed": 60, "routed-canary": 40}:
                 await asyncio.sleep(0.2)
-        status = await until(world, "routed", lambda s: at(s, "kvCache", "activeDtype") == "int8")
+        status = await until(world, "routed", lambda s: at(s, "kvCache", "activeDtype") == "int8", 700)
     assert load.stats.failed == 0, list(load.stats.failures)
     assert status["lastCanary"]["trafficMode"] == "HTTPRoute"
     assert gateway.sent["routed-canary"] >= 20

@@ -19,7 +19,11 @@ API = "gateway.networking.k8s.io/v1"
 ROUTE_CRD: dict[str, Any] = {
     "apiVersion": "apiextensions.k8s.io/v1",
     "kind": "CustomResourceDefinition",
-    "metadata": {"name": "httproutes.gateway.networking.k8s.io"},
+    "metadata": {
+        "name": "httproutes.gateway.networking.k8s.io",
+        # API servers ask this of every kind in a group of the community's.
+        "annotations": {"api-approved.kubernetes.io": "unapproved, for tests only"},
+    },
     "spec": {
         "group": "gateway.networking.k8s.io",
         "scope": "Namespaced",
