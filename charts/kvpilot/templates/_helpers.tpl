@@ -1,0 +1,68 @@
+{{/* The chart's own name. */}}
+{{- define "kvpilot.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" }}
+{{- end }}
+
+{{/* The name of the Deployment and of what belongs to it. A release that is called like the chart does not say it twice. */}}
+{{- define "kvpilot.operator" -}}
+{{- $name := include "kvpilot.name" . }}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 63 | trimSuffix "-" }}
+{{- else if contains $name .Release.Name }}
+{{- printf "%s-operator" (.Release.Name | trunc 50 | trimSuffix "-") }}
+{{- else }}
+{{- printf "%s-operator" (printf "%s-%s" .Release.Name $name | trunc 50 | trimSuffix "-") }}
+{{- end }}
+{{- end }}
+
+{{/* Cluster-scoped names carry the namespace too: releases of two namespaces must not share them. */}}
+{{- define "kvpilot.clusterName" -}}
+{{- printf "%s:%s" .Release.Namespace (include "kvpilot.operator" .) }}
+{{- end }}
+
+{{- define "kvpilot.serviceAccount" -}}
+{{- default (ternary (include "kvpilot.operator" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name }}
+{{- end }}
+
+{{- define "kvpilot.selector" -}}
+app.kubernetes.io/name: {{ include "kvpilot.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: operator
+{{- end }}
+
+{{/* The chart's own labels come first: commonLabels must not break the selectors. */}}
+{{- define "kvpilot.labels" -}}
+{{- $own := dict
+  "app.kubernetes.io/version" .Chart.AppVersion
+  "app.kubernetes.io/part-of" "kvpilot"
+  "app.kubernetes.io/managed-by" .Release.Service
+  "helm.sh/chart" (printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_")
+-}}
+{{- merge (include "kvpilot.selector" . | fromYaml) $own .Values.commonLabels | toYaml }}
+{{- end }}
+
+{{/*
+The metadata of an object. Takes a dict: root, name, and as needed namespace, labels, annotations.
+Without a namespace the object is the release's; `namespace: ""` makes it cluster-scoped.
+*/}}
+{{- define "kvpilot.metadata" -}}
+{{- $root := .root }}
+{{- $namespace := ternary .namespace $root.Release.Namespace (hasKey . "namespace") }}
+{{- $labels := merge (dict) (default (dict) .labels) (include "kvpilot.labels" $root | fromYaml) }}
+{{- $annotations := merge (dict) (default (dict) .annotations) $root.Values.commonAnnotations -}}
+name: {{ .name }}
+{{- with $namespace }}
+namespace: {{ . }}
+{{- end }}
+labels:
+  {{- toYaml $labels | nindent 2 }}
+{{- with $annotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "kvpilot.image" -}}
+{{- $image := printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) }}
+{{- with .Values.image.digest }}{{ printf "%s@%s" $image . }}{{ else }}{{ $image }}{{ end }}
+{{- end }}

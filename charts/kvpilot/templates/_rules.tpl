@@ -1,0 +1,38 @@
+{{/* What the operator may do in a namespace that it looks after. tests/chart holds this list against what it does. */}}
+{{- define "kvpilot.rules" -}}
+- apiGroups: [kvpilot.io]
+  resources: [quantizedllmservices]
+  verbs: [get, list, watch]
+- apiGroups: [kvpilot.io]
+  resources: [quantizedllmservices/status]
+  verbs: [patch]
+# For owner references that block deletion, where the OwnerReferencesPermissionEnforcement admission is on (OpenShift).
+- apiGroups: [kvpilot.io]
+  resources: [quantizedllmservices/finalizers]
+  verbs: [update]
+- apiGroups: [apps]
+  resources: [deployments]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [services]
+  verbs: [get, list, watch, create, patch, delete]
+# Patch: a pod that is being probed is marked, so that no autoscaler takes its node away meanwhile.
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [list, watch, patch]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, create, patch, delete]
+# Baselines of the accuracy probes, and the probe sets that users write.
+- apiGroups: [""]
+  resources: [configmaps]
+  verbs: [get, list, create, patch, delete]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create, patch]
+{{- if .Values.rbac.httpRoutes }}
+- apiGroups: [gateway.networking.k8s.io]
+  resources: [httproutes]
+  verbs: [get, patch]
+{{- end }}
+{{- end }}

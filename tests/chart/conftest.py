@@ -1,0 +1,62 @@
+"""The chart as tests see it: its folder, its rendering with a value set of tests/chart/values, a cluster for it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from localcluster.cluster import LocalCluster
+from localcluster.images import DEFAULT_TABLE
+from toolbox.helm import render
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def chart() -> Path:
+    """The chart's folder."""
+    return ROOT / "charts" / "kvpilot"
+
+
+@pytest.fixture(scope="session")
+def rendered(chart: Path) -> Callable[[str], list[dict[str, Any]]]:
+    """Render the chart with a value set by name; each is rendered once."""
+    known: dict[str, list[dict[str, Any]]] = {}
+
+    def of(name: str) -> list[dict[str, Any]]:
+        if name not in known:
+            values = yaml.safe_load((HERE / "values" / f"{name}.yaml").read_text())
+            known[name] = render(chart, values)
+        return known[name]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Kubernetes 1.20 with one node and nothing of ours in it; the operator's image runs with its pod's own account."""
+    folder = tmp_path_factory.mktemp("chart")
+    operator = {
+        "match": ["*/kvpilot/operator:*"],
+        "entrypoint": [sys.executable, str(HERE / "operator_image.py")],
+        "path": [str(Path(sys.executable).parent)],
+        "env": {"POD_IP": "$(POD_IP)", "CLUSTER_KUBECONFIG": str(folder / "controlplane" / "admin.kubeconfig")},
+    }
+    table = yaml.safe_load(DEFAULT_TABLE.read_text())
+    table["images"].insert(0, operator)
+    (folder.parent / "images.yaml").write_text(yaml.safe_dump(table))
+    with LocalCluster(folder, backoff=1.0, table=folder.parent / "images.yaml") as running:
+        yield running
+        running.check()

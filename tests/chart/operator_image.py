@@ -1,0 +1,31 @@
+"""What a container runtime does for the operator's image: its pod's service account lies where clients look for it.
+
+The node agent runs pods as plain processes, so the account's token is in a folder of the pod's, whose path the chart's
+`extraEnv` hands over, and the pod listens on its own address. The API server's address comes from CLUSTER_KUBECONFIG,
+of which nothing else is read: the identity is the pod's own and no other.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+account = Path(os.environ["SERVICE_ACCOUNT"])
+cluster = json.loads(Path(os.environ["CLUSTER_KUBECONFIG"]).read_text())["clusters"][0]
+config = Path(os.environ["HOME"]) / "account.kubeconfig"
+config.write_text(
+    json.dumps(
+        {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "pod",
+            "clusters": [cluster],
+            "users": [{"name": "pod", "user": {"token": (account / "token").read_text()}}],
+            "contexts": [{"name": "pod", "context": {"cluster": cluster["name"], "user": "pod"}}],
+        }
+    )
+)
+environment = {name: value for name, value in os.environ.items() if name != "KUBERNETES_SERVICE_HOST"}
+program = Path(sys.executable).with_name("kvpilot-operator")
+arguments = [str(program), *sys.argv[1:], f"--http-host={os.environ['POD_IP']}"]
+os.execve(program, arguments, environment | {"KUBECONFIG": str(config)})  # noqa: S606

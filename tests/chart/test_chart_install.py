@@ -1,0 +1,338 @@
+"""The chart in a real API server: installed, tested, upgraded, removed; its roles are all that the operator has.
+
+The pods run with the token of the chart's ServiceAccount and nothing else (operator_image.py), so a verb that the
+roles lack is a refusal in the operator's log.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvpilot_demo.models import tiny_llama
+from kvpilot_operator.api.schema import faults
+from localcluster.pod import LOGS_ANNOTATION
+from localcluster.rest import ApiError, until
+from toolbox.helm import HelmRefused, render, run_helm
+from toolbox.kubectl import kubectl
+
+pytestmark = pytest.mark.timeout(900)
+
+HOME = "kvpilot-system"
+CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/quantizedllmservices.kvpilot.io"
+ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
+# What is this cluster's own: where the node agent puts the account's token (see operator_image.py).
+LOCAL = {
+    "extraEnv": [{"name": "SERVICE_ACCOUNT", "value": ACCOUNT}],
+    "scrapeSeconds": 1,
+}
+# 1.20 does not know CEL's field in definitions, which kubectl's and Helm's client-side check would stumble over.
+OLD = "--disable-openapi-validation"
+
+VERBS = {"GET": "get", "LIST": "list", "WATCH": "watch", "POST": "create", "PATCH": "patch", "PUT": "update"}
+NOT_USED_HERE = {
+    # kopf's, which counts no requests; and what a status is written with.
+    *((verb, "quantizedllmservices") for verb in ("get", "list", "watch")),
+    ("patch", "quantizedllmservices/status"),
+    # An admission plugin asks for it, where it is on.
+    ("update", "quantizedllmservices/finalizers"),
+    # This API server has neither policy/v1 nor the Gateway API.
+    *((verb, "poddisruptionbudgets") for verb in ("get", "create", "patch", "delete")),
+    *((verb, "httproutes") for verb in ("get", "patch")),
+    # What only happens later: services and baselines that are not needed any more, an event that comes again.
+    ("delete", "services"),
+    ("delete", "configmaps"),
+    ("patch", "events"),
+    # Server-side apply asks for it when it creates, under the name of a patch.
+    *(("create", kind) for kind in ("deployments", "services", "configmaps")),
+}
+
+
+class Install:
+    """One cluster and the releases in it."""
+
+    def __init__(self, cluster, chart):
+        self.rest = cluster.rest
+        self._chart = chart
+        self._where = ("--kubeconfig", cluster.kubeconfig, "--namespace", HOME)
+
+    def helm(self, *arguments, values=None):
+        return run_helm(*arguments, *self._where, values=values)
+
+    def put(self, verb, release, **values):
+        flags = ("--create-namespace", "--wait", "--timeout=180s", OLD)
+        return self.helm(verb, release, self._chart, *flags, values=LOCAL | values)
+
+    def pods(self, namespace, selector):
+        return self.rest.get(f"/api/v1/namespaces/{namespace}/pods?labelSelector={selector}")["items"]
+
+    def operators(self):
+        """The uids of operator pods that are not on their way out."""
+        pods = self.pods(HOME, "app.kubernetes.io/component=operator")
+        return {pod["metadata"]["uid"] for pod in pods if "deletionTimestamp" not in pod["metadata"]}
+
+    def operator_log(self):
+        found = []
+        for pod in self.pods(HOME, "app.kubernetes.io/component=operator"):
+            folder = Path(pod["metadata"]["annotations"][LOGS_ANNOTATION])
+            found += [log.read_text(errors="replace") for log in sorted(folder.rglob("*.log"))]
+        return "\n".join(found)
+
+    def requests(self):
+        """What the operators have asked of the API server: (HTTP method, LIST or WATCH, kind) and the status."""
+        found = set()
+        for pod in self.pods(HOME, "app.kubernetes.io/component=operator"):
+            with urllib.request.urlopen(f"http://{pod['status']['podIP']}:8080/metrics", timeout=10) as answer:
+                lines = answer.read().decode().splitlines()
+            for line in lines:
+                if line.startswith("kvpilot_api_requests_total{"):
+                    labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
+                    found.add((labels["method"], labels["kind"], labels["code"]))
+        return found
+
+    def namespace(self, name):
+        self.rest.create("/api/v1/namespaces", {"metadata": {"name": name}})
+
+    def serve(self, namespace, name="chat", image="ghcr.io/kvpilot/runtime:0.1.0"):
+        """A service with a tiny model; its engine is a real one, unless the image is one that this node has not."""
+        self.rest.create(
+            f"/apis/kvpilot.io/v1alpha1/namespaces/{namespace}/quantizedllmservices",
+            {
+                "apiVersion": "kvpilot.io/v1alpha1",
+                "kind": "QuantizedLLMService",
+                "metadata": {"name": name},
+                "spec": {
+                    "model": {"source": "file:///models/tiny-llama", "maxModelLen": 512},
+                    "engine": {
+                        "image": image,
+                        "extraArgs": ["--enforce-eager", "--max-num-seqs=4", "--kv-cache-memory-bytes=16M"],
+                        "env": [{"name": "VLLM_CPU_OMP_THREADS_BIND", "value": "nobind"}],
+                        "resources": {"requests": {"memory": "1Gi"}},
+                        "shmSizeMiB": 64,
+                    },
+                    "kvCache": {"mode": "Fixed", "dtype": "auto"},
+                    "drain": {"preStopSeconds": 1, "timeoutSeconds": 10},
+                },
+            },
+        )
+
+    def service(self, namespace, name="chat"):
+        return self.rest.get(f"/apis/kvpilot.io/v1alpha1/namespaces/{namespace}/quantizedllmservices/{name}")
+
+    def ready(self, namespace, name="chat"):
+        conditions = self.service(namespace, name).get("status", {}).get("conditions", [])
+        return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+    def may(self, user, verb, group, resource, namespace="", name=""):
+        """What the API server's own RBAC says."""
+        resource, _, subresource = resource.partition("/")
+        asked = {"verb": verb, "group": group, "resource": resource, "namespace": namespace}
+        asked |= {"subresource": subresource, "name": name}
+        review = self.rest.create(
+            "/apis/authorization.k8s.io/v1/subjectaccessreviews",
+            {"spec": {"user": user, "groups": ["system:authenticated"], "resourceAttributes": asked}},
+        )
+        return review["status"]["allowed"]
+
+
+@pytest.fixture(scope="module")
+def install(cluster, chart):
+    tiny_llama()
+    found = Install(cluster, chart)
+    found.put("install", "kvpilot")
+    found.namespace("models")
+    found.serve("models")
+    return found
+
+
+def test_two_operators_are_ready_and_one_leads(install):
+    pods = install.pods(HOME, "app.kubernetes.io/component=operator")
+    assert len(pods) == 2
+    assert all(pod["status"]["containerStatuses"][0]["ready"] for pod in pods)
+    lease = f"/apis/coordination.k8s.io/v1/namespaces/{HOME}/leases/kvpilot-operator"
+    holder = until(lambda: install.rest.get(lease)["spec"].get("holderIdentity"), "somebody leads", seconds=120)
+    assert sum(pod["metadata"]["name"] in holder for pod in pods) == 1
+
+
+def test_the_notes_say_how_to_go_on_with_an_example_that_is_valid(install):
+    notes = install.helm("get", "notes", "kvpilot")
+    example = yaml.safe_load(notes.partition("<<EOF\n")[2].partition("\nEOF\n")[0])
+    assert example["metadata"]["name"] == "chat"
+    assert faults(example) == ()
+    assert "every namespace" in notes
+    assert f"kubectl -n {HOME} rollout status deployment/kvpilot-operator" in notes
+
+
+def test_helm_test_passes(install):
+    assert "Succeeded" in install.helm("test", "kvpilot", "--timeout=60s")
+
+
+def test_a_service_becomes_ready_with_the_charts_roles_alone(install):
+    until(lambda: install.ready("models"), "the service is Ready", seconds=400, pause=0.5)
+    events = install.rest.get("/api/v1/namespaces/models/events")["items"]
+    assert any(event["involvedObject"]["kind"] == "QuantizedLLMService" for event in events)
+    assert ("PATCH", "Deployment", "200") in install.requests()
+    assert_nothing_was_refused(install)
+
+
+@pytest.mark.long
+def test_a_whole_canary_needs_all_of_the_charts_verbs_and_no_other(install, chart):
+    until(lambda: install.ready("models"), "the service is Ready", seconds=400, pause=0.5)
+    path = "/apis/kvpilot.io/v1alpha1/namespaces/models/quantizedllmservices/chat"
+    lenient = {"probeSets": ["builtin/general"], "maxExcessKLMillinats": 100000, "minTop1AgreementPercent": 0}
+    install.rest.merge(path, {"spec": {"kvCache": {"dtype": "k4v4"}, "accuracy": lenient}})
+
+    def promoted():
+        status = install.service("models")["status"]
+        return status["kvCache"].get("activeDtype") == "k4v4" and "canary" not in status
+
+    until(promoted, "the canary is promoted", seconds=400, pause=1)
+    until(lambda: len(install.pods("models", "kvpilot.io/service=chat")) == 1, "the old engine is gone", seconds=120)
+    assert_nothing_was_refused(install)
+    used = {(VERBS.get(method, method.lower()), kind.lower() + "s") for method, kind, _ in install.requests()}
+    granted = {
+        (verb, resource)
+        for role in render(chart, {})
+        if role["kind"] in ("ClusterRole", "Role") and "aggregate" not in str(role["metadata"]["labels"])
+        for rule in role["rules"]
+        for verb in rule["verbs"]
+        for resource in rule["resources"]
+    }
+    assert granted - used <= NOT_USED_HERE
+
+
+def assert_nothing_was_refused(install):
+    assert not {one for one in install.requests() if one[2] in ("401", "403")}
+    log = install.operator_log()
+    assert '"level"' in log
+    assert "forbidden" not in log.lower()
+
+
+def test_an_upgrade_replaces_the_operator_and_leaves_engines_alone(install):
+    engine = install.pods("models", "kvpilot.io/service=chat")[0]["metadata"]["uid"]
+    before = install.operators()
+    install.put("upgrade", "kvpilot", podAnnotations={"restarted": "yes"})
+    until(
+        lambda: len(install.operators() - before) == len(install.operators()) == 2,
+        "two new operators are left",
+        seconds=90,
+    )
+    assert [pod["metadata"]["uid"] for pod in install.pods("models", "kvpilot.io/service=chat")] == [engine]
+    assert install.ready("models")
+
+
+def test_people_with_the_clusters_roles_may_read_or_write_services(install):
+    for role in ("view", "edit"):
+        install.rest.create(
+            "/apis/rbac.authorization.k8s.io/v1/namespaces/models/rolebindings",
+            {
+                "metadata": {"name": role},
+                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
+                "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": f"{role}er"}],
+            },
+        )
+
+    def may(user, verb, resource="quantizedllmservices"):
+        return install.may(user, verb, "kvpilot.io", resource, "models")
+
+    until(lambda: may("viewer", "list"), "the view role has what is aggregated to it")
+    until(lambda: may("editer", "create"), "the edit role has what is aggregated to it")
+    assert may("editer", "patch", "quantizedllmservices/scale")
+    assert not may("viewer", "create")
+    assert not may("editer", "patch", "quantizedllmservices/status")
+
+
+def test_the_definition_and_its_services_outlive_the_release_and_are_taken_up_again(install):
+    engine = install.pods("models", "kvpilot.io/service=chat")[0]["metadata"]["uid"]
+    install.helm("uninstall", "kvpilot", "--wait")
+    with pytest.raises(ApiError, match="not found"):
+        install.rest.get(f"/apis/apps/v1/namespaces/{HOME}/deployments/kvpilot-operator")
+    assert install.rest.get(CRD)["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert install.ready("models")
+    install.put("install", "kvpilot")
+    assert [pod["metadata"]["uid"] for pod in install.pods("models", "kvpilot.io/service=chat")] == [engine]
+
+
+def test_another_release_does_not_take_over_the_definition(install):
+    with pytest.raises(HelmRefused, match="cannot be imported into the current release"):
+        install.put("install", "second", fullnameOverride="second")
+    install.helm("uninstall", "second", "--ignore-not-found")
+
+
+def test_without_keep_the_definition_and_all_services_go_with_the_release(install):
+    install.put("upgrade", "kvpilot", crds={"keep": False})
+    install.helm("uninstall", "kvpilot", "--wait")
+
+    def gone():
+        try:
+            install.rest.get(CRD)
+        except ApiError as error:
+            return error.status == 404
+        return False
+
+    until(gone, "the definition is deleted", seconds=90)
+    until(lambda: not install.pods("models", "kvpilot.io/service=chat"), "the engines are deleted", seconds=180)
+
+
+def test_a_namespaced_operator_serves_its_namespaces_and_may_nothing_elsewhere(install):
+    for name in ("team-a", "team-b", "others"):
+        install.namespace(name)
+    install.put("install", "teams", watchNamespaces=["team-a", "team-b"], fullnameOverride="teams")
+    for name in ("team-a", "team-b", "others"):
+        install.serve(name, image="example.com/nobody/has/this:1")
+    deployments = "/apis/apps/v1/namespaces/{}/deployments?labelSelector=kvpilot.io/service=chat"
+    for name in ("team-a", "team-b"):
+        until(lambda name=name: install.rest.get(deployments.format(name))["items"], f"{name} is served", seconds=180)
+    assert install.service("others").get("status") is None
+    assert not install.rest.get(deployments.format("others"))["items"]
+
+    def may(verb, group, resource, namespace):
+        return install.may(f"system:serviceaccount:{HOME}:teams", verb, group, resource, namespace)
+
+    assert may("patch", "kvpilot.io", "quantizedllmservices/status", "team-a")
+    assert not may("patch", "kvpilot.io", "quantizedllmservices/status", "others")
+    assert not may("list", "kvpilot.io", "quantizedllmservices", "")
+    assert not may("get", "", "pods", "others")
+    assert not may("get", "", "secrets", "team-a")
+    assert_nothing_was_refused(install)
+
+
+@pytest.mark.parametrize("verb", ["get", "list", "watch", "create", "patch", "delete"])
+def test_no_operator_may_touch_secrets(install, verb):
+    assert not install.may(f"system:serviceaccount:{HOME}:teams", verb, "", "secrets", HOME)
+
+
+def test_plain_manifests_come_up_with_an_overlay_of_ones_own(install, root, cluster, tmp_path):
+    install.helm("uninstall", "teams", "--wait", "--ignore-not-found")
+    install.rest.delete(f"/api/v1/namespaces/{HOME}")
+    until(lambda: HOME not in names(install.rest.get("/api/v1/namespaces")), "the namespace is gone", seconds=120)
+    # What a user of a cluster like this one would write: 1.20 has no policy/v1, and see LOCAL above.
+    about = {"name": "kvpilot-operator", "namespace": HOME}
+    budget = {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": about}
+    container = "/spec/template/spec/containers/0"
+    steps = [{"op": "add", "path": f"{container}/env/-", "value": one} for one in LOCAL["extraEnv"]]
+    overlay = {
+        "resources": [os.path.relpath(root / "config/base", tmp_path.resolve())],
+        "patches": [
+            {"patch": yaml.safe_dump({"$patch": "delete", **budget})},
+            {"target": {"kind": "Deployment"}, "patch": yaml.safe_dump(steps)},
+        ],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    command = [kubectl(), "--kubeconfig", cluster.kubeconfig, "apply"]
+    done = subprocess.run(
+        [*command, "--validate=false", "-k", tmp_path], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    path = f"/apis/apps/v1/namespaces/{HOME}/deployments/kvpilot-operator"
+    until(lambda: install.rest.get(path)["status"].get("readyReplicas") == 2, "both operators are ready", seconds=180)
+
+
+def names(collection):
+    return [one["metadata"]["name"] for one in collection["items"]]

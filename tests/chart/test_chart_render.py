@@ -1,0 +1,173 @@
+"""The chart renders to exactly what is on record, and what it takes from other files is what those files say.
+
+Renew the records after a change that is meant:  RENEW=1 .venv/bin/pytest tests/chart/test_chart_render.py
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from toolbox.helm import render, run_helm
+
+HERE = Path(__file__).parent
+SETS = sorted(path.stem for path in (HERE / "values").glob("*.yaml"))
+SECRET_READERS = {"secrets", "*"}
+
+
+def find(objects, kind, name=None):
+    return [one for one in objects if one["kind"] == kind and name in (None, one["metadata"]["name"])]
+
+
+def pod_specs(objects):
+    for one in objects:
+        if one["kind"] == "Pod":
+            yield one["metadata"], one["spec"]
+        elif "template" in one.get("spec", {}):
+            yield one["spec"]["template"]["metadata"], one["spec"]["template"]["spec"]
+
+
+def without_copies(objects):
+    """What is copied from another file is compared with that file, in a test of its own, and not recorded twice."""
+    objects = copy.deepcopy(objects)
+    for one in find(objects, "CustomResourceDefinition"):
+        one["spec"] = "as in crds/"
+    for one in find(objects, "PrometheusRule"):
+        one["spec"]["groups"] = "as in charts/kvpilot/files/rules"
+    for one in find(objects, "ConfigMap"):
+        one["data"] = dict.fromkeys(one["data"], "as in charts/kvpilot/files/dashboards")
+    return objects
+
+
+def test_there_are_five_value_sets_and_no_record_of_another():
+    assert len(SETS) == 5
+    assert sorted(path.stem for path in (HERE / "snapshots").glob("*.yaml")) == SETS
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_chart_renders_as_recorded(rendered, name):
+    made = yaml.safe_dump_all(without_copies(rendered(name)), sort_keys=False, width=120)
+    record = HERE / "snapshots" / f"{name}.yaml"
+    if os.environ.get("RENEW"):
+        record.write_text(made)
+    assert made == record.read_text(), "if the change is meant: RENEW=1 .venv/bin/pytest " + str(Path(__file__).name)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_chart_passes_helm_lint(chart, name):
+    run_helm("lint", "--strict", chart, "--values", HERE / "values" / f"{name}.yaml")
+
+
+def test_what_is_generated_is_up_to_date(root):
+    script = [sys.executable, root / "scripts" / "manifests.py", "--check"]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_definition_is_that_of_crds_with_labels(root, rendered):
+    (source,) = (yaml.safe_load(path.read_text()) for path in (root / "crds").glob("*.yaml"))
+    (made,) = find(rendered("default"), "CustomResourceDefinition")
+    assert made["spec"] == source["spec"]
+    assert made["metadata"]["name"] == source["metadata"]["name"]
+    assert made["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    (unkept,) = find(rendered("custom"), "CustomResourceDefinition")
+    assert "helm.sh/resource-policy" not in unkept["metadata"].get("annotations", {})
+    assert not find(rendered("namespaced"), "CustomResourceDefinition")
+
+
+def test_rules_and_dashboards_are_those_of_the_files(chart, rendered):
+    objects = rendered("monitoring")
+    (rule,) = find(objects, "PrometheusRule")
+    groups = [
+        g for path in sorted((chart / "files/rules").glob("*.yaml")) for g in yaml.safe_load(path.read_text())["groups"]
+    ]
+    assert groups
+    assert rule["spec"]["groups"] == groups
+    shown = {key: json.loads(text) for one in find(objects, "ConfigMap") for key, text in one["data"].items()}
+    files = (chart / "files/dashboards").glob("*.json")
+    assert shown == {f"kvpilot-{path.name}": json.loads(path.read_text()) for path in files}
+    assert not find(rendered("default"), "PrometheusRule")
+    assert not find(rendered("default"), "ServiceMonitor")
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_everything_carries_the_standard_labels(rendered, name):
+    for one in rendered(name):
+        labels = one["metadata"]["labels"]
+        for label in ("name", "instance", "version", "component", "part-of", "managed-by"):
+            assert labels[f"app.kubernetes.io/{label}"], (one["kind"], label)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_pod_satisfies_the_restricted_pod_security_standard(rendered, name):
+    for _, spec in pod_specs(rendered(name)):
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] == 65532
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        assert not any("hostPath" in volume for volume in spec.get("volumes", ()))
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_selector_selects_the_operators_pods_and_not_the_tests(rendered, name):
+    objects = rendered(name)
+    (deployment,) = find(objects, "Deployment")
+    wanted = deployment["spec"]["selector"]["matchLabels"].items()
+    for metadata, spec in pod_specs(objects):
+        is_operator = spec["containers"][0]["name"] == "operator"
+        assert (wanted <= metadata["labels"].items()) is is_operator
+    for kind, path in (("Service", "selector"), ("NetworkPolicy", "podSelector"), ("PodDisruptionBudget", "selector")):
+        for one in find(objects, kind):
+            selector = one["spec"][path]
+            assert selector.get("matchLabels", selector).items() == wanted
+
+
+def test_no_role_reads_secrets_or_grants_everything(rendered):
+    for name in SETS:
+        for role in find(rendered(name), "ClusterRole") + find(rendered(name), "Role"):
+            for rule in role["rules"]:
+                assert not SECRET_READERS & {resource.partition("/")[0] for resource in rule["resources"]}
+                assert "*" not in rule["verbs"]
+                assert "*" not in rule["apiGroups"]
+
+
+def test_a_namespaced_operator_gets_nothing_cluster_wide_but_nodes(rendered):
+    objects = rendered("namespaced")
+    (cluster_role,) = find(objects, "ClusterRole")
+    assert [rule["resources"] for rule in cluster_role["rules"]] == [["nodes"]]
+    watched = [one["metadata"]["namespace"] for one in find(objects, "Role", "teams")]
+    assert watched == ["team-a", "team-b"]
+    (deployment,) = find(objects, "Deployment")
+    arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert [one for one in arguments if one.startswith("--namespace")] == ["--namespace=team-a", "--namespace=team-b"]
+
+
+def test_two_releases_share_no_cluster_wide_name(chart):
+    def names(namespace):
+        cluster_wide = ("ClusterRole", "ClusterRoleBinding")
+        return {o["metadata"]["name"] for o in render(chart, {}, namespace=namespace) if o["kind"] in cluster_wide}
+
+    assert not names("one") & names("two")
+
+
+def test_the_packaged_chart_is_the_folder(chart, rendered, tmp_path):
+    run_helm("package", chart, "--destination", tmp_path)
+    (package,) = tmp_path.glob("kvpilot-*.tgz")
+    assert render(package, yaml.safe_load((HERE / "values/monitoring.yaml").read_text())) == rendered("monitoring")
+    with tarfile.open(package) as packed:
+        names = packed.getnames()
+    assert {"kvpilot/LICENSE", "kvpilot/README.md", "kvpilot/values.schema.json"} <= set(names)

@@ -1,0 +1,132 @@
+"""Values are checked before anything is rendered: a wrong one is refused by name, and every known one is documented."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+import textwrap
+import tomllib
+
+import pytest
+import yaml
+
+from kvpilot_operator.api.schema import faults
+from toolbox.helm import HelmRefused, render
+
+REFUSED = {
+    "an unknown value": ({"replicas": 3}, "replicas"),
+    "an unknown value in a section": ({"image": {"tga": "0.1.0"}}, "image: Additional property tga"),
+    "an unknown kind of monitoring": ({"monitoring": {"dashboard": {}}}, "monitoring: Additional property dashboard"),
+    "a text for a number": ({"replicaCount": "two"}, "replicaCount"),
+    "a negative number of replicas": ({"replicaCount": -1}, "replicaCount"),
+    "a number for a text": ({"image": {"tag": 1.0}}, "image.tag"),
+    "a digest that is none": ({"image": {"digest": "9f86d081"}}, "image.digest"),
+    "a digest in the repository": ({"image": {"repository": "kvpilot@sha256:1"}}, "image.repository"),
+    "a policy that is none": ({"image": {"pullPolicy": "Sometimes"}}, "image.pullPolicy"),
+    "a log level that is none": ({"logLevel": "loud"}, "logLevel"),
+    "a pause of nothing": ({"scrapeSeconds": 0}, "scrapeSeconds"),
+    "a namespace that is none": ({"watchNamespaces": ["team-a", "Team_B"]}, "watchNamespaces.1"),
+    "a namespace twice": ({"watchNamespaces": ["team-a", "team-a"]}, "watchNamespaces"),
+    "namespaces in one text": ({"watchNamespaces": "team-a,team-b"}, "watchNamespaces"),
+    "an argument that is none": ({"extraArgs": ["debug"]}, "extraArgs.0"),
+    "a variable without a name": ({"extraEnv": [{"value": "1"}]}, "extraEnv.0: name is required"),
+    "a variable that is a number": ({"extraEnv": [{"name": "A", "value": 1}]}, "extraEnv.0.value"),
+    "a label that is a number": ({"commonLabels": {"team": 7}}, "commonLabels.team"),
+    "a pull secret as a text": ({"imagePullSecrets": ["mine"]}, "imagePullSecrets.0"),
+    "a port that is none": ({"networkPolicy": {"apiServerPorts": [70000]}}, "networkPolicy.apiServerPorts.0"),
+    "an interval that is none": (
+        {"monitoring": {"serviceMonitor": {"interval": "often"}}},
+        "monitoring.serviceMonitor.interval",
+    ),
+    "resources of another kind": ({"resources": {"limit": {}}}, "resources: Additional property limit"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_value_is_refused_by_name(chart, case):
+    values, named = REFUSED[case]
+    with pytest.raises(HelmRefused) as caught:
+        render(chart, values)
+    assert named in str(caught.value)
+    assert "schema" in str(caught.value)
+
+
+def test_the_chart_may_be_part_of_another_chart(chart):
+    # Helm hands every subchart the parent's `global`, whatever is in it.
+    assert render(chart, {"global": {"anything": {"at": "all"}}})
+
+
+def test_the_schema_knows_every_value_and_no_other(chart):
+    values = yaml.safe_load((chart / "values.yaml").read_text())
+    schema = json.loads((chart / "values.schema.json").read_text())
+
+    def compare(known, described, path):
+        while "$ref" in described:
+            described = schema["definitions"][described["$ref"].rpartition("/")[2]]
+        if "properties" not in described or not isinstance(known, dict) or not known:
+            return
+        assert described["additionalProperties"] is False, path
+        # Helm's own, and two that are set only by those who need them.
+        optional = {"global", "claims"}
+        assert known.keys() == described["properties"].keys() - optional, path
+        for key, value in known.items():
+            compare(value, described["properties"][key], f"{path}.{key}")
+
+    compare(values, schema, "values")
+
+
+@pytest.fixture
+def chart_readme(root, monkeypatch):
+    monkeypatch.syspath_prepend(root / "scripts")
+    import chart_readme
+
+    yield chart_readme
+    sys.modules.pop("chart_readme")
+
+
+def test_every_value_is_documented_or_the_table_is_not_made(chart, chart_readme):
+    text = (chart / "values.yaml").read_text()
+    described = list(chart_readme.documented(text))
+    assert {one.path.partition(".")[0] for one in described} == yaml.safe_load(text).keys()
+    assert all(one.description for one in described)
+    with pytest.raises(ValueError, match=r"values\.yaml: surprise\.inner has no description"):
+        list(chart_readme.documented(text + "\nsurprise:\n  inner: 1\n"))
+
+
+def test_a_description_of_several_lines_is_one_cell(chart_readme):
+    table = chart_readme.table("# -- One\n# or | two.\nkey: [a]\n")
+    assert table.splitlines()[-1] == r'| `key` | list | `["a"]` | One or \| two. |'
+
+
+def test_the_values_of_the_chart_are_the_defaults_of_an_empty_file(chart):
+    values = yaml.safe_load((chart / "values.yaml").read_text())
+    assert render(chart, copy.deepcopy(values)) == render(chart, {})
+
+
+def test_the_chart_names_one_version_everywhere(root, chart):
+    about = yaml.safe_load((chart / "Chart.yaml").read_text())
+    version = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
+    assert about["version"] == about["appVersion"] == version
+    (image,) = yaml.safe_load(about["annotations"]["artifacthub.io/images"])
+    assert image["image"] == f"ghcr.io/kvpilot/operator:{version}"
+    (example,) = yaml.safe_load(about["annotations"]["artifacthub.io/crdsExamples"])
+    assert example["spec"]["engine"]["image"] == f"ghcr.io/kvpilot/runtime:{version}"
+    assert faults(example) == ()
+
+
+def test_every_service_in_the_install_guide_is_valid(root):
+    guide = (root / "docs/install.md").read_text()
+    heredocs = re.findall(r"<<EOF\n(.*?)\n *EOF", guide, re.DOTALL)
+    objects = [one for text in heredocs for one in yaml.safe_load_all(textwrap.dedent(text))]
+    services = [one for one in objects if one["kind"] == "QuantizedLLMService"]
+    assert services
+    assert [faults(one) for one in services] == [()] * len(services)
+
+
+@pytest.mark.parametrize("page", ["docs/install.md", "charts/kvpilot/README.md"])
+def test_every_page_that_is_linked_to_exists(root, page):
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", (root / page).read_text())
+    assert links
+    assert [link for link in links if not (root / page).parent.joinpath(link).exists()] == []
