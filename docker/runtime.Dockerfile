@@ -1,0 +1,40 @@
+# The engine: vLLM's own image, and our wheel without any of its dependencies: vLLM brings them.
+# requirements.lock pins the vLLM that `make test` runs; VLLM_IMAGE may be another of 0.28 to 0.33 (docs/serving.md).
+# A release gives the digests of both bases too (VLLM_DIGEST, PYTHON_DIGEST), which tags alone do not pin.
+ARG VLLM_IMAGE=docker.io/vllm/vllm-openai:v0.32.0
+ARG VLLM_DIGEST=
+ARG PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm
+ARG PYTHON_DIGEST=
+
+FROM ${PYTHON_IMAGE}${PYTHON_DIGEST:+@${PYTHON_DIGEST}} AS build
+ARG HATCHLING_VERSION=1.27.0
+WORKDIR /src
+COPY . .
+RUN python3 -m venv /build \
+    && /build/bin/python -m pip install --no-cache-dir "hatchling==${HATCHLING_VERSION}" \
+    && /build/bin/python -m pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /dist .
+
+FROM ${VLLM_IMAGE}${VLLM_DIGEST:+@${VLLM_DIGEST}}
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+ARG VLLM_IMAGE
+LABEL org.opencontainers.image.title="kvpilot runtime" \
+      org.opencontainers.image.description="vLLM with kvpilot's quantized KV caches" \
+      org.opencontainers.image.source="https://github.com/kvpilot/kvpilot" \
+      org.opencontainers.image.documentation="https://github.com/kvpilot/kvpilot/tree/main/docs" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.vendor="kvpilot" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.base.name="${VLLM_IMAGE}"
+COPY --from=build /dist /tmp/dist
+# The user has a name and a home, because torch and vLLM ask for both: caches go below it where no claim takes them.
+RUN python3 -m pip install --no-cache-dir --no-index --no-deps --break-system-packages /tmp/dist/*.whl \
+    && rm -r /tmp/dist \
+    && groupadd --gid 65532 kvpilot \
+    && useradd --uid 65532 --gid 65532 --create-home --home-dir /home/kvpilot --shell /usr/sbin/nologin kvpilot
+ENV HOME=/home/kvpilot
+WORKDIR /home/kvpilot
+USER 65532:65532
+EXPOSE 8000
+ENTRYPOINT ["kvpilot-serve"]

