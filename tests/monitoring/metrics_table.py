@@ -1,0 +1,43 @@
+"""The table of metrics in docs/observability.md: `python tests/monitoring/metrics_table.py` writes it anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from prometheus_client.metrics import MetricWrapperBase
+
+from kvpilot_operator.control.service_metrics import FAMILIES
+from kvpilot_operator.control.telemetry import Telemetry
+
+PAGE = Path(__file__).parents[2] / "docs" / "observability.md"
+BEGIN, END = "<!-- metrics: begin -->\n", "<!-- metrics: end -->\n"
+
+
+def table() -> str:
+    """What a registry of ours holds, without the process' own metrics."""
+    labels = {f.name: ("namespace", "name", *f.labels) for f in FAMILIES}
+    return "\n".join(["| metric | type | labels | what it is |", "|---|---|---|---|", *sorted(_rows(labels)), ""])
+
+
+def _rows(labels: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    registry = Telemetry().registry
+    owners = registry._names_to_collectors
+    for family in registry.collect():
+        if not family.name.startswith("kvpilot_"):
+            continue
+        owner = owners.get(family.name)
+        if isinstance(owner, MetricWrapperBase):
+            labels[family.name] = owner._labelnames
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        words = ", ".join(f"`{label}`" for label in labels[family.name])
+        yield f"| `{name}` | {family.type} | {words} | {family.documentation} |"
+
+
+def committed() -> str:
+    return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+
+
+if __name__ == "__main__":
+    page = PAGE.read_text()
+    PAGE.write_text(page.replace(committed(), table()) if committed() else page.replace(BEGIN, BEGIN + table()))

@@ -1,0 +1,194 @@
+"""A real operator as a pod, a real vLLM that it serves, and a real Prometheus that finds and scrapes both."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import os
+import re
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from metrics_table import PAGE
+from panels import RULES
+
+from kvpilot_demo.models import tiny_llama
+from localcluster import procs
+from localcluster.cluster import LocalCluster
+from localcluster.controlplane import free_port
+from localcluster.definitions import directly
+from localcluster.rest import until
+from toolbox.promtool import prometheus
+
+ROOT = Path(__file__).parents[2]
+OPERATOR, NAMESPACE, NAME = "kvpilot-system", "models", "chat"
+SERVICES = f"/apis/kvpilot.io/v1alpha1/namespaces/{NAMESPACE}/quantizedllmservices"
+_LABELS = {"app.kubernetes.io/name": "kvpilot", "app.kubernetes.io/component": "operator"}
+
+
+def _operator(kubeconfig: Path) -> dict[str, Any]:
+    container = {
+        "name": "operator",
+        "image": "kvpilot/operator:test",
+        "command": ["kvpilot-operator"],
+        "args": ["--http-host=$(POD_IP)", "--scrape-seconds=2"],
+        "env": [
+            {"name": "KUBECONFIG", "value": str(kubeconfig)},
+            {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        ],
+        "ports": [{"name": "http", "containerPort": 8080}],
+        "readinessProbe": {"httpGet": {"path": "/readyz", "port": "http"}, "periodSeconds": 1},
+    }
+    return {
+        "metadata": {"name": "kvpilot-operator", "labels": _LABELS},
+        "spec": {
+            "selector": {"matchLabels": _LABELS},
+            "template": {"metadata": {"labels": _LABELS}, "spec": {"containers": [container]}},
+        },
+    }
+
+
+def _service() -> dict[str, Any]:
+    made: dict[str, Any] = copy.deepcopy(yaml.safe_load((ROOT / "examples" / "smollm2.yaml").read_text()))
+    made["metadata"] = {"name": NAME, "namespace": NAMESPACE}
+    made["spec"]["model"] = {"source": "file:///models/tiny-llama", "maxModelLen": 512}
+    made["spec"]["engine"]["extraArgs"] = ["--enforce-eager", "--max-num-seqs=16", "--kv-cache-memory-bytes=2M"]
+    made["spec"]["engine"]["resources"] = {"requests": {"cpu": "50m", "memory": "1Gi"}}
+    made["spec"]["kvCache"] = {"mode": "Fixed", "dtype": "auto"}
+    # A model of random weights has no answers to keep: these limits let its canaries pass.
+    made["spec"]["accuracy"] = {
+        "probeSets": ["builtin/general"], "maxExcessKLMillinats": 100000, "minTop1AgreementPercent": 0,
+    }  # fmt: skip
+    return made
+
+
+def documented() -> dict[str, Any]:
+    """The scrape configuration that docs/observability.md tells users to write."""
+    found = re.search(r"```yaml\n(scrape_configs:.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    config: dict[str, Any] = yaml.safe_load(found[1])
+    return config
+
+
+def without_discovery(config: dict[str, Any], targets: Path) -> dict[str, Any]:
+    """The same with pods read from a file: Debian builds its Prometheus without the discovery of Kubernetes' pods."""
+    for job in config["scrape_configs"]:
+        assert job.pop("kubernetes_sd_configs") == [{"role": "pod"}]
+        job["file_sd_configs"] = [{"files": [str(targets)]}]
+    return config
+
+
+def discovered(pods: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What Prometheus' own discovery, role pod, says of these pods: a target for each port, with its labels."""
+    found = []
+    for pod in pods:
+        about, address = pod["metadata"], (pod.get("status") or {}).get("podIP")
+        labels = {"__meta_kubernetes_namespace": about["namespace"], "__meta_kubernetes_pod_name": about["name"]}
+        for name, value in (about.get("labels") or {}).items():
+            plain = re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            labels[f"__meta_kubernetes_pod_label_{plain}"] = value
+            labels[f"__meta_kubernetes_pod_labelpresent_{plain}"] = "true"
+        for port in (port for one in pod["spec"]["containers"] for port in one.get("ports", ())):
+            number = str(port["containerPort"])
+            of_port = {
+                "__meta_kubernetes_pod_container_port_name": port.get("name", ""),
+                "__meta_kubernetes_pod_container_port_number": number,
+            }
+            if address:
+                found.append({"targets": [f"{address}:{number}"], "labels": {**labels, **of_port}})
+    return found
+
+
+class Monitored:
+    """One cluster with its Prometheus; `async with Monitored.up(folder)`."""
+
+    def __init__(self, cluster: LocalCluster, url: str) -> None:
+        self.rest = cluster.rest
+        self.kubeconfig = cluster.kubeconfig
+        self.url = url
+
+    @classmethod
+    @asynccontextmanager
+    async def up(cls, folder: Path) -> AsyncIterator[Monitored]:
+        """Everything runs and the service is Ready."""
+        tiny_llama()
+        cluster = LocalCluster(folder / "cluster")
+        try:
+            await asyncio.to_thread(cluster.start)
+            monitored = cls(cluster, f"http://127.0.0.1:{free_port()}")
+            await asyncio.to_thread(monitored._install)
+            discovering = asyncio.create_task(monitored._discover(folder / "targets.json"))
+            monitored._start_prometheus(folder)
+            await monitored.until(lambda s: condition(s, "Ready") == "True", seconds=240)
+            yield monitored
+            discovering.cancel()
+        finally:
+            procs.end(folder / "prometheus.pid")
+            await asyncio.to_thread(cluster.stop)
+
+    def _install(self) -> None:
+        directly(self.rest, [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "crds").glob("*.yaml"))])
+        for name in (OPERATOR, NAMESPACE):
+            self.rest.create("/api/v1/namespaces", {"metadata": {"name": name}})
+            account = f"/api/v1/namespaces/{name}/serviceaccounts/default"
+            until(lambda path=account: self.rest.get(path).get("secrets"), "the default service account")
+        self.rest.create(f"/apis/apps/v1/namespaces/{OPERATOR}/deployments", _operator(self.kubeconfig))
+        self.rest.create(SERVICES, _service())
+
+    def _start_prometheus(self, folder: Path) -> None:
+        config = folder / "prometheus.yml"
+        times = {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "1s"}
+        whole = {"global": times, "rule_files": [str(RULES)]}
+        config.write_text(yaml.safe_dump(whole | without_discovery(documented(), folder / "targets.json")))
+        address = self.url.removeprefix("http://")
+        command = [str(prometheus()), f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}"]
+        command += [f"--web.listen-address={address}", "--log.level=warn"]
+        procs.spawn(folder / "prometheus.pid", command, log=folder / "prometheus.log", env=dict(os.environ))
+
+    async def _discover(self, targets: Path) -> None:
+        while True:
+            pods = (await asyncio.to_thread(self.rest.get, "/api/v1/pods"))["items"]
+            procs.write_atomically(targets, json.dumps(discovered(pods)))
+            await asyncio.sleep(1)
+
+    async def until(self, seen: Callable[[dict[str, Any]], bool], *, seconds: float) -> dict[str, Any]:
+        """The service's status once it looks like that."""
+        status: dict[str, Any] = {}
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    found = await asyncio.to_thread(self.rest.get, f"{SERVICES}/{NAME}")
+                    status = found.get("status") or {}
+                    if seen(status):
+                        return status
+                    await asyncio.sleep(0.5)
+        except TimeoutError:
+            raise AssertionError(f"not seen in {seconds:g} s; status: {status}") from None
+
+    async def patch(self, spec: dict[str, Any]) -> None:
+        await asyncio.to_thread(self.rest.merge, f"{SERVICES}/{NAME}", {"spec": spec})
+
+    async def engine_url(self) -> str:
+        found = await asyncio.to_thread(self.rest.get, f"/api/v1/namespaces/{NAMESPACE}/services/{NAME}")
+        return f"http://{found['spec']['clusterIP']}:{80 if os.geteuid() == 0 else 20080}"
+
+    async def ask(self, path: str, **parameters: str | float) -> Any:
+        """The `data` of one request to Prometheus' API."""
+        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+            answer = await client.get(f"{self.url}/api/v1/{path}", params=parameters)
+        found = answer.json()
+        assert found["status"] == "success", found
+        return found["data"]
+
+    async def query(self, expression: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = (await self.ask("query", query=expression))["result"]
+        return found
+
+
+def condition(status: dict[str, Any], kind: str) -> str | None:
+    return next((one["status"] for one in status.get("conditions", ()) if one["type"] == kind), None)

@@ -1,0 +1,185 @@
+"""Dashboards and alerts are valid PromQL over metrics and labels that really exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from metrics_table import committed, table
+from monitored import documented, without_discovery
+from panels import DASHBOARDS, RULES, alerts, label_names, load, metric_names, panels
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvpilot_operator.control.service_metrics import FAMILIES
+from kvpilot_operator.control.telemetry import Telemetry
+from kvpilot_operator.decide import decide
+from support.services import manifest, running, samples
+from toolbox.promtool import promtool
+
+HERE = Path(__file__).parent
+DATA = HERE.parent / "unit" / "data"
+RUNBOOKS = HERE.parents[1] / "docs" / "runbooks"
+# What Prometheus adds to a target, and the PodMonitor to an engine.
+TARGET = {"namespace", "pod", "job", "instance", "kvpilot_io_service", "kvpilot_io_revision", "kvpilot_io_dtype"}
+EXPRESSIONS = [(f"{p.dashboard}: {p.title}", p.filled("models", "chat")) for p in panels()]
+EXPRESSIONS += [(rule["alert"], rule["expr"]) for rule in alerts()]
+
+
+def page_of(text: str) -> dict[str, set[str]]:
+    """Labels by the name of each series of a page."""
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+@pytest.fixture(scope="module")
+def telemetry() -> Telemetry:
+    """After a real pass over a service."""
+    made = Telemetry()
+    observed = running(manifest(), "auto")
+    observed = running(manifest(), "auto", samples={observed.traffic: samples(usage=0.95, waiting=3)})
+    made.decided(observed, decide(observed))
+    return made
+
+
+@pytest.fixture(scope="module")
+def existing(telemetry) -> dict[str, set[str]]:
+    """Labels by name of every series: ours from a registry, with those that show only in use, vLLM's from its page."""
+    ours = page_of(generate_latest(telemetry.registry).decode())
+    for family in FAMILIES:
+        ours.setdefault(family.name, set()).update({"namespace", "name", *family.labels})
+    for name, metric in telemetry.registry._names_to_collectors.items():
+        labels = getattr(metric, "_labelnames", ())
+        if labels:
+            ours.setdefault(name, set()).update(labels)
+    for page in DATA.glob("vllm-0.32.0-*.txt"):
+        for name, labels in page_of(page.read_text()).items():
+            ours.setdefault(name, set()).update(labels)
+    return ours
+
+
+@pytest.mark.parametrize(("where", "expression"), EXPRESSIONS, ids=[where for where, _ in EXPRESSIONS])
+def test_every_metric_and_label_exists(where, expression, existing):
+    names = metric_names(expression)
+    assert names, f"{where}: no metric found in {expression}"
+    assert names <= existing.keys(), f"{where}: unknown metrics {sorted(names - existing.keys())}"
+    for metric, label, _ in label_names(expression):
+        assert label in existing[metric] | TARGET, f"{where}: {metric} has no {label}"
+
+
+def test_every_condition_that_is_asked_for_is_one_that_a_pass_sets(telemetry):
+    text = generate_latest(telemetry.registry).decode()
+    real = set(re.findall(r'kvpilot_condition\{[^}]*type="(\w+)"', text))
+    asked = {
+        value
+        for _, expression in EXPRESSIONS
+        for metric, label, value in label_names(expression)
+        if (metric, label) == ("kvpilot_condition", "type")
+    }
+    assert len(asked) >= 4
+    assert asked <= real
+
+
+def test_prometheus_itself_reads_every_expression_and_every_rule(tmp_path):
+    records = [{"record": f"panel:{number}", "expr": text} for number, (_, text) in enumerate(EXPRESSIONS)]
+    made = tmp_path / "panels.yaml"
+    made.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": records}]}))
+    for path in (made, RULES):
+        ended = subprocess.run([promtool(), "check", "rules", path], capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert "SUCCESS" in ended.stdout
+
+
+def test_what_is_no_promql_is_found_out(tmp_path):
+    made = tmp_path / "broken.yaml"
+    made.write_text(yaml.safe_dump({"groups": [{"name": "x", "rules": [{"record": "a:b", "expr": "sum(by x)"}]}]}))
+    assert subprocess.run([promtool(), "check", "rules", made], capture_output=True, check=False).returncode != 0
+    assert metric_names('sum by (name) (rate(kvpilot_nonsense_total{a="b"}[5m])) > 0') == {"kvpilot_nonsense_total"}
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_a_dashboard_is_whole(path):
+    dashboard = load(path)
+    assert dashboard["uid"] == f"kvpilot-{path.stem}"
+    assert dashboard["schemaVersion"] >= 39
+    assert dashboard["id"] is None
+    variables = [one["name"] for one in dashboard["templating"]["list"]]
+    assert variables[0] == "datasource"
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids))
+    used = set(re.findall(r"\$\{?([a-z_]\w*)", str([p.get("targets") for p in dashboard["panels"]])))
+    assert used - {"__rate_interval"} == set(variables)
+    cells: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        here = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not here & cells, f"{panel['title']} lies over another panel"
+        cells |= here
+        if panel["type"] != "row":
+            assert all(target["datasource"]["uid"] == "${datasource}" for target in panel["targets"])
+
+
+def test_each_alert_fires_when_it_should_and_only_then():
+    ended = subprocess.run(
+        [promtool(), "test", "rules", HERE / "rules_test.yaml"], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def firing() -> dict[str, list[set[str]]]:
+    """By alert, the labels that it fires with in each of its tests; an empty set where it must stay silent."""
+    found: dict[str, list[set[str]]] = {}
+    for case in yaml.safe_load((HERE / "rules_test.yaml").read_text())["tests"]:
+        fired: dict[str, set[str]] = {}
+        for check in case.get("promql_expr_test", ()):
+            name = re.search(r'alertname="(\w+)"', check["expr"])[1]
+            labels = {one for s in check.get("exp_samples", ()) for one in re.findall(r"(\w+)=", s["labels"])}
+            fired[name] = fired.get(name, set()) | labels
+        for name, labels in fired.items():
+            found.setdefault(name, []).append(labels)
+    return found
+
+
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
+def test_an_alert_is_tested_both_ways_has_a_runbook_and_names_only_labels_that_it_has(rule):
+    cases = firing()[rule["alert"]]
+    assert any(cases), "no test in which it fires"
+    assert not all(cases), "no test in which it stays silent"
+    assert rule["labels"]["severity"] in ("critical", "warning", "info")
+    words = rule["annotations"]
+    assert set(words) == {"summary", "description", "runbook_url"}
+    named = set(re.findall(r"\$labels\.(\w+)", words["summary"] + words["description"]))
+    assert all(named <= labels for labels in cases if labels), f"{named} are not all labels of the alert"
+    runbook = RUNBOOKS / f"{rule['alert']}.md"
+    assert words["runbook_url"].endswith(f"/docs/runbooks/{runbook.name}")
+    text = runbook.read_text()
+    parts = [text.index(f"\n## {title}\n") for title in ("Meaning", "Impact", "Diagnosis", "Mitigation")]
+    assert parts == sorted(parts)
+    assert "kubectl " in text
+
+
+def test_there_is_no_runbook_without_its_alert():
+    pages = {path.stem for path in RUNBOOKS.glob("*.md")} - {"README"}
+    assert pages == {rule["alert"] for rule in alerts()}
+
+
+def test_the_documented_scrape_configuration_is_one_that_prometheus_takes(tmp_path):
+    made = tmp_path / "prometheus.yml"
+    config = without_discovery(documented(), tmp_path / "targets.json")
+    (tmp_path / "targets.json").write_text("[]")
+    made.write_text(yaml.safe_dump(config))
+    ended = subprocess.run([promtool(), "check", "config", made], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    labels = {rule.get("target_label") for job in config["scrape_configs"] for rule in job["relabel_configs"]}
+    assert labels - {None} == TARGET - {"job", "instance"}
+
+
+def test_the_documented_metrics_are_those_of_the_registry():
+    assert committed() == table(), "run: python tests/monitoring/metrics_table.py"

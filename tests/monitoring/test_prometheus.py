@@ -1,0 +1,208 @@
+"""A real Prometheus over our registry and a page that a real vLLM gave: no panel and no alert is empty for good.
+
+`test_live.py` does the same over a running operator and engine, which have no rollback and no denied dtype to show.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+import yaml
+from aiohttp import web
+from monitored import discovered, documented, without_discovery
+from panels import RULES, alerts, panels
+
+from kvpilot_operator.control.http import serve_http
+from kvpilot_operator.control.telemetry import Telemetry
+from kvpilot_operator.decide import decide
+from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.render.engine import pod_template
+from kvpilot_operator.render.names import ENGINE_PORT
+from kvpilot_operator.state.decision import Decision
+from kvpilot_operator.state.status import Accuracy, Canary, Denied, Measured, Option, Status
+from localcluster import procs
+from localcluster.controlplane import free_port
+from support.services import KEY, NOW, manifest, running, samples, spec_of
+from toolbox.promtool import prometheus
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
+DATA = Path(__file__).parents[1] / "unit" / "data"
+OPERATOR_LABELS = {"app.kubernetes.io/name": "kvpilot", "app.kubernetes.io/component": "operator"}
+
+
+def address() -> str:
+    """A loopback address of our own, as pods have: their ports are the documented ones."""
+    return f"127.{random.randint(128, 254)}.{random.randint(1, 254)}.{random.randint(1, 254)}"
+
+
+def pod(namespace: str, name: str, ip: str, labels: dict[str, str], containers: list[dict]) -> dict:
+    metadata = {"namespace": namespace, "name": name, "labels": labels}
+    return {"metadata": metadata, "spec": {"containers": containers}, "status": {"podIP": ip}}
+
+
+def eventful(now: datetime) -> Status:
+    """A service of which one trial was rolled back and denied, and another one runs."""
+    trial = Canary(
+        revision="r2", dtype="k4v4", from_dtype="auto", stage="Shifting", started_time=now, stage_time=now,
+        weight_percent=25,
+    )  # fmt: skip
+    ended = Canary(
+        revision="r1", dtype="k8v4", from_dtype="auto", stage="RolledBack", started_time=now, stage_time=now,
+        verdict="Failed", reason="AccuracyRegressed",
+    )  # fmt: skip
+    probe = Measured(
+        revision="r1", dtype="k8v4", verdict="Failed", probe_time=now, prompts=8, positions=256,
+        mean_kl_micronats=52000, p99_kl_micronats=900000, excess_kl_micronats=50000, top1_agreement_permille=820,
+    )  # fmt: skip
+    denied = Denied(
+        dtype="k8v4",
+        model="m",
+        image="i",
+        gpu="g",
+        reason="AccuracyRegressed",
+        message="",
+        until=now + timedelta(days=7),
+    )
+    draft = Draft(now, Status(canary=trial, last_canary=ended, accuracy=Accuracy(last=probe, failures=1)))
+    draft.set_kv(denied=(denied,))
+    weighed = Option(
+        action="DtypeDown", dtype="k4v4", replicas=1, gpus=0, outcome="Chosen", message="", capacity_tokens=9000
+    )
+    draft.record("StartCanary", "MemoryPressured", "why", options=(weighed,))
+    return draft.status
+
+
+def passes(telemetry: Telemetry) -> None:
+    """A pass over the service as the operator's loop tells of it, with a past added to what it decided."""
+    now = datetime.now(UTC).replace(microsecond=0)
+    observed = running(manifest(), "auto")
+    scrapes = tuple(replace(one, time=one.time + (now - NOW)) for one in samples(usage=0.95, waiting=3))
+    observed = running(manifest(), "auto", now=now, samples={observed.traffic: scrapes})
+    with telemetry.timed_pass(0):
+        plain = decide(observed).status
+    draft = Draft(now, plain)
+    for name in ("canary", "last_canary", "accuracy", "decisions"):
+        draft.set(**{name: getattr(eventful(now), name)})
+    draft.set_kv(denied=eventful(now).kv_cache.denied)
+    telemetry.leads(True)
+    telemetry.decided(observed, Decision(draft.status))
+    telemetry.engine_scraped(False)
+    telemetry.scraped(0.4)
+    for method, kind, status in (("PATCH", "Deployment", 200), ("LIST", "Pod", 0), ("WATCH", "Pod", 200)):
+        telemetry.api_request(method, kind, status, 0.02)
+
+
+@asynccontextmanager
+async def engine(host: str, pages: list[str]):
+    """Serves the first page once, and then the second one."""
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text=pages.pop(0) if len(pages) > 1 else pages[0])
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, host, ENGINE_PORT).start()
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def scraping(folder: Path, pods: list[dict]):
+    """A Prometheus set up as documented; gives a function that asks it."""
+    (folder / "targets.json").write_text(json.dumps(discovered(pods)))
+    times = {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "1s"}
+    whole = {"global": times, "rule_files": [str(RULES)]}
+    config = folder / "prometheus.yml"
+    config.write_text(yaml.safe_dump(whole | without_discovery(documented(), folder / "targets.json")))
+    own = f"127.0.0.1:{free_port()}"
+    command = [str(prometheus()), f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}"]
+    procs.spawn(folder / "pid", [*command, f"--web.listen-address={own}"], log=folder / "log", env=dict(os.environ))
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{own}/api/v1", trust_env=False, timeout=30) as client:
+
+            async def ask(path: str, **parameters: str):
+                found = (await client.get(path, params=parameters)).json()
+                assert found["status"] == "success", found
+                return found["data"]
+
+            yield ask
+    finally:
+        procs.end(folder / "pid")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def ask(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prometheus")
+    telemetry, operator_ip, engine_ip = Telemetry(), address(), address()
+    template = pod_template(KEY.name, spec_of(manifest()), "auto")
+    ports = [{"name": "operator", "ports": [{"containerPort": 8080}]}]
+    pods = [
+        pod("kvpilot-system", "kvpilot-operator-1", operator_ip, OPERATOR_LABELS, ports),
+        pod(KEY.namespace, "chat-1", engine_ip, template["metadata"]["labels"], template["spec"]["containers"]),
+    ]
+    pages = [(DATA / name).read_text() for name in ("vllm-0.32.0-early.txt", "vllm-0.32.0-later.txt")]
+    operator = await serve_http(operator_ip, 8080, telemetry.registry, asyncio.Event())
+    try:
+        passes(telemetry)
+        async with engine(engine_ip, pages), scraping(folder, pods) as ask:
+            try:
+                async with asyncio.timeout(90):
+                    while not await _scraped_thrice(ask):
+                        await asyncio.sleep(0.3)
+                        telemetry.scraped(0.4)
+            except TimeoutError:
+                pytest.fail(f"no three scrapes in 90 s: {await ask('targets')}; {procs.tail(folder / 'log')}")
+            yield ask
+    finally:
+        await operator.cleanup()
+
+
+async def _scraped_thrice(ask) -> bool:
+    try:
+        found = (await ask("query", query="sum_over_time(up[1m])"))["result"]
+    except httpx.HTTPError:
+        return False
+    return len(found) == 2 and all(float(one["value"][1]) >= 3 for one in found)
+
+
+@pytest.mark.parametrize("dashboard", ["fleet", "service"])
+async def test_every_panel_has_data_of_a_service_with_a_past(ask, dashboard):
+    empty = []
+    for panel in panels():
+        if panel.dashboard == dashboard:
+            text = panel.filled(KEY.namespace, KEY.name)
+            if not (await ask("query", query=text))["result"]:
+                empty.append(f"{panel.title}: {text}")
+    assert empty == []
+
+
+async def test_panels_of_another_service_are_empty(ask):
+    shown = [p.filled(KEY.namespace, "another") for p in panels() if p.dashboard == "service"]
+    full = [text for text in shown if (await ask("query", query=text))["result"]]
+    assert full == []
+
+
+async def test_every_alert_is_evaluated_without_an_error_and_the_rollback_is_told(ask):
+    async with asyncio.timeout(20):
+        while not (found := (await ask("query", query='ALERTS{alertstate="firing"}'))["result"]):
+            await asyncio.sleep(0.3)
+    rules = [rule for group in (await ask("rules"))["groups"] for rule in group["rules"]]
+    assert {rule["name"] for rule in rules} == {rule["alert"] for rule in alerts()}
+    assert [rule for rule in rules if rule["health"] == "err"] == []
+    (one,) = [entry["metric"] for entry in found]
+    assert (one["alertname"], one["namespace"], one["name"]) == ("KvpilotCanaryRolledBack", *KEY)
+    assert (one["dtype"], one["reason"]) == ("k8v4", "AccuracyRegressed")
