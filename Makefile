@@ -1,4 +1,4 @@
-.PHONY: install demo test check unit kernels runtime cluster e2e long format clean
+.PHONY: install demo test check unit kernels chart images monitoring cluster runtime e2e faults long manifests format clean
 RUN := .venv/bin/
 
 install:
@@ -8,20 +8,24 @@ install:
 demo: install
 	$(RUN)python -m kvpilot_demo $(if $(KEEP),--keep) $(if $(PLAIN),--plain)
 
-test: check unit kernels cluster runtime e2e
+test: check unit kernels chart images monitoring cluster runtime e2e faults
 
 check: install
 	$(RUN)ruff format --check .
 	$(RUN)ruff check .
-	$(RUN)mypy operator/kvpilot_operator runtime/kvpilot_runtime kernels/kvpilot_kernels planning/kvpilot_planning demo/kvpilot_demo tests/localcluster tests/support
+	$(RUN)mypy operator/kvpilot_operator runtime/kvpilot_runtime kernels/kvpilot_kernels planning/kvpilot_planning demo/kvpilot_demo tests/localcluster tests/support tests/toolbox
 	$(RUN)lint-imports
 
-unit kernels cluster runtime e2e: install
+unit kernels chart images monitoring cluster runtime e2e faults: install
 	$(RUN)pytest tests/$@
 
 # What takes longer than CI has: canaries under live load, with and without spare capacity.
 long: install
 	$(RUN)pytest -m long tests
+
+# After a change of crds/ or charts/: the chart's copies and README, and config/.
+manifests: install
+	$(RUN)python scripts/manifests.py
 
 format: install
 	$(RUN)ruff format .

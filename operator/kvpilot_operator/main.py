@@ -4,44 +4,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
+import os
+import secrets
 import signal
+import socket
 import sys
-from datetime import UTC, datetime
+from contextlib import AsyncExitStack
+from functools import partial
 
-import kopf
-
-from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.gate import Gate
+from kvpilot_operator.cluster.lease import Timing
+from kvpilot_operator.control.election import Election, LeadershipLost
 from kvpilot_operator.control.http import serve_http
-from kvpilot_operator.control.pilot import Pilot
-from kvpilot_operator.control.prober import Prober
+from kvpilot_operator.control.leader import Leader, prepare
+from kvpilot_operator.control.logs import configure
+from kvpilot_operator.control.replica import alone, elected
 from kvpilot_operator.control.telemetry import Telemetry
-from kvpilot_operator.control.watches import registry
-from kvpilot_operator.observe.gather import Observer
-from kvpilot_operator.observe.windows import Windows
-from kvpilot_operator.render.names import HTTP_ROUTE_API
-from kvpilot_operator.state.snapshot import ServerFacts
 
-_EXTRA_FIELDS = ("service", "pod", "from_dtype", "to_dtype", "probe")
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and the service that it is about."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Render the record."""
-        line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        line |= {name: value for name in _EXTRA_FIELDS if (value := getattr(record, name, None)) is not None}
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+log = logging.getLogger(__name__)
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -54,56 +36,81 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--http-host", default="0.0.0.0", help="address of /healthz, /readyz and /metrics (all)")  # noqa: S104
     parser.add_argument("--http-port", type=int, default=8080, help="port of /healthz, /readyz and /metrics (8080)")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-    return parser.parse_args(arguments)
+    parser.add_argument(
+        "--leader-elect", action="store_true", help="act only while holding the Lease, for several replicas"
+    )
+    parser.add_argument("--lease-name", default="kvpilot-operator", help="the Lease of --leader-elect")
+    parser.add_argument(
+        "--lease-namespace", default=os.environ.get("POD_NAMESPACE", ""), help="its namespace ($POD_NAMESPACE)"
+    )
+    parser.add_argument(
+        "--lease-seconds", type=_lease_seconds, default=15, help="others take over this long after a leader died (15)"
+    )
+    options = parser.parse_args(arguments)
+    if options.leader_elect and not options.lease_namespace:
+        parser.error("--leader-elect needs --lease-namespace NAMESPACE, or POD_NAMESPACE in the environment")
+    return options
+
+
+def _lease_seconds(text: str) -> int:
+    try:
+        seconds = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of seconds") from None
+    if not 15 <= seconds <= 300:
+        raise argparse.ArgumentTypeError(f"{seconds} is not between 15 and 300 seconds")
+    return seconds
 
 
 def main() -> None:
     """Entry point of the `kvpilot-operator` command."""
     options = parse_arguments(sys.argv[1:])
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines())
-    logging.basicConfig(level=options.log_level.upper(), handlers=[handler], force=True)
-    for chatty in ("httpx", "kopf", "asyncio", "aiohttp.access"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
-    asyncio.run(run(options))
+    configure(options.log_level)
+    try:
+        asyncio.run(run(options))
+    except LeadershipLost as error:
+        log.error("stopping: %s", error)
+        sys.exit(1)
 
 
 async def run(options: argparse.Namespace) -> None:
-    """Run the operator until SIGTERM or SIGINT."""
-    stop = asyncio.Event()
+    """Run the operator until SIGTERM or SIGINT.
+
+    Raises:
+        LeadershipLost: it led and may not any more; whoever started it starts it again.
+    """
+    stop, ready = asyncio.Event(), asyncio.Event()
+    gate, telemetry = Gate(), Telemetry()
+    identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(4)}"
+    agent = f"kvpilot-operator ({identity})"
+    _obey_signals(stop)
+    prepare()
+    async with AsyncExitStack() as stack:
+        cluster = await Cluster.connect(gate, agent, telemetry.api_request)
+        stack.push_async_callback(cluster.close)
+        http = await serve_http(options.http_host, options.http_port, telemetry.registry, ready)
+        stack.push_async_callback(http.cleanup)
+        start = partial(
+            Leader.start,
+            cluster,
+            gate,
+            telemetry,
+            namespaces=options.namespace,
+            scrape_seconds=options.scrape_seconds,
+            ready=ready,
+            obey_signals=partial(_obey_signals, stop),
+        )
+        if not options.leader_elect:
+            await alone(gate, start, stop)
+            return
+        # Connections of its own: a renewal never waits behind a fleet's reads.
+        leases = await Cluster.connect(Gate.opened(), agent, telemetry.api_request)
+        stack.push_async_callback(leases.close)
+        timing = Timing(options.lease_seconds)
+        names = (options.lease_namespace, options.lease_name)
+        await elected(Election(leases, gate, identity, *names, timing, ready), start, stop)
+
+
+def _obey_signals(stop: asyncio.Event) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    cluster = await Cluster.connect()
-    server = ServerFacts(
-        pod_disruption_budgets=await cluster.serves("policy/v1"), http_routes=await cluster.serves(HTTP_ROUTE_API)
-    )
-    windows, telemetry = Windows(), Telemetry()
-    observer = Observer(cluster, windows, server, _now)
-    prober = Prober(cluster)
-    pilot = Pilot(observer, Actor(cluster), prober, windows, telemetry, options.scrape_seconds)
-    ready = asyncio.Event()
-    http = await serve_http(options.http_host, options.http_port, telemetry.registry, ready)
-    work = asyncio.create_task(pilot.run())
-    work.add_done_callback(lambda _: stop.set())
-    try:
-        await kopf.operator(
-            registry=registry(pilot),
-            clusterwide=not options.namespace,
-            namespaces=options.namespace,
-            standalone=True,
-            stop_flag=stop,
-            ready_flag=ready,
-        )
-    finally:
-        work.cancel()
-        ended = (await asyncio.gather(work, return_exceptions=True))[0]
-        await prober.close()
-        await http.cleanup()
-        await observer.close()
-        await cluster.close()
-    if isinstance(ended, Exception):
-        raise ended
-
-
-def _now() -> datetime:
-    return datetime.now(UTC)

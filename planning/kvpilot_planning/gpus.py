@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from kvpilot_operator.decide.gpus import GPUS, Gpu, by_product
+from kvpilot_operator.decide.judging.gpus import GPUS, Gpu, by_product
 from kvpilot_planning.facts import PlanError
 
 # Dense bfloat16 on tensor cores with float32 sums, in 10^12 operations a second, from NVIDIA's data sheets (the T4

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpilot_kernels import formats
-from kvpilot_operator.decide.gpus import Gpu
+from kvpilot_operator.decide.judging.gpus import Gpu
 from kvpilot_planning.facts import Model, PlanError
 
 MIB = 2**20

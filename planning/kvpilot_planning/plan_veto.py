@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvpilot_kernels import formats
-from kvpilot_operator.decide.gpus import Gpu
-from kvpilot_operator.decide.veto import hardware_veto
+from kvpilot_operator.decide.judging.gpus import Gpu
+from kvpilot_operator.decide.judging.veto import hardware_veto
 from kvpilot_operator.state.snapshot import NodeFacts
 from kvpilot_planning.facts import Model
 from kvpilot_planning.plan_capacity import kv_heads_per_gpu

@@ -40,15 +40,18 @@ class LocalCluster:
         table: Path = images.DEFAULT_TABLE,
         resources: Mapping[str, str] | None = None,
         backoff: float = 10.0,
+        audit: bool = False,
         report: build.Report | None = None,
     ) -> None:
-        """Args: see `ControlPlane` for modern_crds, `Options` for the rest, `build` for report."""
+        """Args: see `ControlPlane` for modern_crds and audit, `Options` for the rest, `build` for report."""
         self.folder = folder.absolute()
         self._table = table
         self._resources = dict(resources or {})
         self._backoff = backoff
         binaries = build.build(modern=bool(modern_crds), report=report)
-        self.plane = controlplane.ControlPlane(self.folder / "controlplane", binaries, modern_crds=modern_crds)
+        self.plane = controlplane.ControlPlane(
+            self.folder / "controlplane", binaries, modern_crds=modern_crds, audit=audit
+        )
         self.kubeconfig = self.plane.kubeconfig
         self._agent: subprocess.Popen[bytes] | None = None
 

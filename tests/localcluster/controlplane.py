@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from localcluster import certs, procs
+from localcluster import audit, certs, procs
 from localcluster.build import Binaries
 from localcluster.definitions import behind_aggregator, directly
 from localcluster.errors import StartFailed
@@ -56,11 +56,22 @@ class ControlPlane:
     Attributes:
         folder: the run folder; its content is replaced at start.
         kubeconfig: the administrator's client configuration, valid once started.
+        audit_log: what the API server wrote down of every write, if it was asked to.
     """
 
-    def __init__(self, folder: Path, binaries: Binaries, *, modern_crds: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        binaries: Binaries,
+        *,
+        modern_crds: Sequence[Mapping[str, Any]] = (),
+        audit: bool = False,
+    ) -> None:
+        """With `audit` the API server writes down every write (`localcluster.audit` reads it)."""
         self.folder = folder.absolute()
         self.kubeconfig = self.folder / "admin.kubeconfig"
+        self.audit_log = self.folder / "audit.log"
+        self._audit = audit
         self._binaries = binaries
         self._modern = list(modern_crds)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
@@ -78,6 +89,11 @@ class ControlPlane:
     def rest(self) -> Rest:
         """A blocking client of the API server as administrator."""
         return Rest.of_kubeconfig(self.kubeconfig)
+
+    def user(self, name: str) -> Path:
+        """Make one more administrator, known by this name in the audit log; returns the client configuration."""
+        certs.certificate(self.folder, name, f"/O=system:masters/CN={name}")
+        return certs.kubeconfig(self.folder, name, self.rest.server)
 
     def start(self) -> None:
         """Start everything and return when the API server is ready (5 to 10 s).
@@ -214,6 +230,7 @@ class ControlPlane:
             "--requestheader-extra-headers-prefix=X-Remote-Extra-",
             f"--proxy-client-cert-file={folder / 'admin.crt'}",
             f"--proxy-client-key-file={folder / 'admin.key'}",
+            *(audit.flags(folder / "audit-policy.json", self.audit_log) if self._audit else []),
         )
         self._wait("kube-apiserver", self.rest.ready)
 
@@ -261,6 +278,8 @@ class ControlPlane:
                 # One small cluster: the default of 20 requests a second only makes deployments slow.
                 "--kube-api-qps=200",
                 "--kube-api-burst=400",
+                # An autoscaler looks every 15 s by default, which nobody here wants to wait for.
+                "--horizontal-pod-autoscaler-sync-period=2s",
             )
         if binaries.kube_scheduler is not None:
             config = folder / "scheduler.kubeconfig"

@@ -140,6 +140,24 @@ BAD: tuple[Bad, ...] = (
     ),
     _rule("own short argument", {"spec.engine.extraArgs": ["-tp=2"]}, "spec.engine.extraArgs[0]", "remove it"),
     _rule("locked engine", {"spec.engine.extraArgs": ["--api-key=x"]}, "spec.engine.extraArgs[0]", "gateway"),
+    _rule("engine locked in short", {"spec.engine.extraArgs": ["--api_k.a=x"]}, "spec.engine.extraArgs[0]", "gateway"),
+    _rule("part of an engine", {"spec.engine.extraArgs": ["--nnodes=2"]}, "spec.engine.extraArgs[0]", "of its own"),
+    _rule(
+        "other logprobs",
+        {"spec.engine.extraArgs": ["--logprobs-mode=raw_logits"]},
+        "spec.engine.extraArgs[0]",
+        "accuracy",
+    ),
+    _rule(
+        "token in plain text", {"spec.engine.extraArgs": ["--hf-token=x"]}, "spec.engine.extraArgs[0]", "tokenSecretRef"
+    ),
+    _rule(
+        "arguments from a file",
+        {"spec.engine.extraArgs": ["--config", "x.yaml"]},
+        "spec.engine.extraArgs[0]",
+        "one by one",
+    ),
+    _rule("argument from a variable", {"spec.engine.extraArgs": ["$(OPTION)"]}, "spec.engine.extraArgs[0]", "in full"),
     _rule(
         "value and source",
         {_ENV: [{"name": "A", "value": "1", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]},
@@ -199,6 +217,24 @@ BAD: tuple[Bad, ...] = (
         {"spec.engine.tolerations": [{"key": "gpu", "effect": "NoSchedule", "tolerationSeconds": 5}]},
         "spec.engine.tolerations[0].tolerationSeconds",
         "NoExecute",
+    ),
+    _rule(
+        "node affinity In nothing",
+        {"spec.engine.nodeAffinity": [{"key": "zone", "operator": "In"}]},
+        "spec.engine.nodeAffinity[0].values",
+        "set at least one",
+    ),
+    _rule(
+        "node affinity that a label exists with a value",
+        {"spec.engine.nodeAffinity": [{"key": "zone", "operator": "Exists", "values": ["a"]}]},
+        "spec.engine.nodeAffinity[0].values",
+        "remove values",
+    ),
+    _rule(
+        "node affinity above a word",
+        {"spec.engine.nodeAffinity": [{"key": "gpus", "operator": "Gt", "values": ["many"]}]},
+        "spec.engine.nodeAffinity[0].values",
+        "whole number",
     ),
     _rule("Fixed without dtype", {"spec.kvCache.mode": "Fixed"}, "spec.kvCache.dtype", "set dtype"),
     _rule("dtype without Fixed", {"spec.kvCache.dtype": "k4v4"}, "spec.kvCache.dtype", "set mode to Fixed"),

@@ -6,7 +6,7 @@ It runs the real decide and the real order of act's writes, and can cut a pass o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -16,11 +16,12 @@ from kvpilot_operator.decide import decide
 from kvpilot_operator.probes.codec import Baseline, Control
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.render.names import DTYPE_LABEL, REVISION_LABEL
-from kvpilot_operator.state.decision import Capture, Decision, Find, Measure
+from kvpilot_operator.state.decision import Capture, Decision, Find, Measure, Objects
 from kvpilot_operator.state.snapshot import (
     Captured,
     DeploymentView,
     NothingKept,
+    PodView,
     ProbePlan,
     ProbeResult,
     RouteView,
@@ -75,6 +76,8 @@ class ModelCluster:
     budget: dict[str, Any] | None = None
     baseline: str | None = None
     samples: dict[str, list[Sample]] = field(default_factory=dict)
+    sheltered: set[str] = field(default_factory=set)
+    """Names of pods that cluster autoscalers are asked to leave where they are."""
     probe: ProbeResult | None = None
     writes: int = 0
     watch: Callable[[ModelCluster], None] = lambda _: None
@@ -105,7 +108,7 @@ class ModelCluster:
             spec=spec,
             status=parse_status(self.status),
             deployments={n: DeploymentView(n, d, c) for n, (d, c) in self.deployments.items()},
-            pods=tuple(p.view() for p in self.engines.pods),
+            pods=tuple(self._pods()),
             traffic=self.traffic,
             samples={n: tuple(s) for n, s in self.samples.items()},
             route=RouteView("web", str(self._version), tuple(self.rules), {}) if named and self.rules else None,
@@ -192,6 +195,7 @@ class ModelCluster:
         self.engines.places, self.engines.starts = self.places, self.starts
         self.engines.start_ticks, self.engines.drain_ticks = self.start_ticks, self.drain_ticks
         self.engines.reconcile({name: count for name, (_, count) in self.deployments.items()})
+        self.sheltered &= {p.view().name for p in self.engines.pods}
 
     def _scrape(self) -> None:
         shares = self.shares()
@@ -216,9 +220,13 @@ class ModelCluster:
             writes.append(lambda: setattr(self, "baseline", PROBES))
         if decision.status != s.status:
             writes.append(lambda: setattr(self, "status", dump_status(decision.status)))
-        objects = decision.objects
-        if objects is None:
-            return writes
+        if decision.objects is not None:
+            writes += self._placing(s, decision.objects)
+        writes += [lambda p=p: self._shelter(p) for p in s.pods if p.sheltered != (p.name in decision.sheltered)]
+        return writes
+
+    def _placing(self, s: Snapshot, objects: Objects) -> list[Any]:
+        writes: list[Any] = []
         more = {n: c for n, c in objects.scale.items() if n in s.deployments and c > s.deployments[n].replicas}
         fewer = {n: c for n, c in objects.scale.items() if n in s.deployments and c < s.deployments[n].replicas}
         for name, count in more.items():
@@ -255,6 +263,15 @@ class ModelCluster:
     def _scale(self, name: str, count: int) -> None:
         if name in self.deployments:
             self.deployments[name] = (self.deployments[name][0], count)
+
+    def _shelter(self, pod: PodView) -> None:
+        """The annotation lives on the pod: a pod that is gone has none, and a new one of its name has none either."""
+        if any(p.view().name == pod.name for p in self.engines.pods):
+            self.sheltered ^= {pod.name}
+
+    def _pods(self) -> list[PodView]:
+        views = [p.view() for p in self.engines.pods]
+        return [replace(view, sheltered=view.name in self.sheltered) for view in views]
 
     def _answer(self, decision: Decision) -> None:
         request = decision.probe

@@ -30,7 +30,13 @@ class ModelPod:
 
     def view(self) -> PodView:
         """As its kubelet reports it."""
-        base = replace(pod(self.revision), name=f"{self.revision}-{self.index}", ready=self.ready)
+        net = ".".join(str(byte) for byte in bytes.fromhex(self.revision[:4]))
+        base = replace(
+            pod(self.revision),
+            name=f"{self.revision}-{self.index}",
+            ip=f"10.{net}.{self.index}",
+            ready=self.ready,
+        )
         if self.leaves_in is not None:
             return replace(base, terminating=True, ready=False)
         return base if self.placed else replace(base, ip=None, node=None, unschedulable="0/1 nodes have a free GPU")

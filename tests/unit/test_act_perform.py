@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvpilot_operator.act.perform import REAPPLY_SECONDS, Actor
+from kvpilot_operator.act.perform import REAPPLY_SECONDS, Actor, NameTaken
 from kvpilot_operator.errors import Conflict
+from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.names import HTTP_ROUTE_API, REVISION_LABEL
 from kvpilot_operator.render.objects import deployment, disruption_budget, route_rules, service
@@ -45,8 +46,9 @@ class Recorder:
     async def delete(self, api_version: str, kind: str, namespace: str, name: str) -> None:
         self.writes.append(("delete", kind, name))
 
-    async def create(self, manifest: Any) -> None:
-        self.writes.append(("create", manifest["kind"], ""))
+    async def create(self, manifest: Any) -> dict[str, Any]:
+        self.writes.append(("create", manifest["kind"], manifest.get("reason", "")))
+        return {"metadata": {"name": "e1"}}
 
 
 def made(template, replicas):
@@ -61,7 +63,7 @@ def observed(**replicas: int):
 async def performed(objects: Objects, s=None, recorder: Recorder | None = None, clock=lambda: 0.0) -> Recorder:
     recorder = recorder or Recorder()
     s = s or observed(**{revision(OLD): 1})
-    await Actor(recorder, clock).perform(s, Decision(s.status, objects))
+    await Actor(recorder, Fleet(recorder, ()), clock).perform(s, Decision(s.status, objects))
     return recorder
 
 
@@ -87,7 +89,7 @@ async def test_only_the_rules_of_a_users_route_are_written_and_only_as_they_were
 
 async def test_what_must_not_be_there_is_deleted_once():
     recorder, gone = Recorder(), Objects((), {}, frozenset(), (("v1", "Service", "chat-canary"),))
-    actor, s = Actor(recorder, lambda: 0.0), observed()
+    actor, s = Actor(recorder, Fleet(recorder, ()), lambda: 0.0), observed()
     for _ in range(3):
         await actor.perform(s, Decision(s.status, gone))
     assert recorder.writes == [("delete", "Service", "chat-canary")]
@@ -104,10 +106,19 @@ async def test_what_is_not_ours_is_never_deleted():
     assert recorder.writes == []
 
 
+async def test_an_object_of_the_name_that_is_somebody_elses_is_not_taken_over():
+    recorder = Recorder()
+    recorder.owner = "somebody else"
+    objects = Objects((service(KEY, "u-1", "chat", ""),), {}, frozenset())
+    with pytest.raises(NameTaken, match="Service models/chat exists and is not kvpilot's"):
+        await performed(objects, observed(), recorder)
+    assert recorder.writes == [("create", "Event", "NameTaken")]
+
+
 async def test_an_object_that_is_as_it_should_be_is_applied_again_only_after_a_while():
     now = [0.0]
     recorder = Recorder()
-    actor, s = Actor(recorder, lambda: now[0]), replace(observed(), traffic=None)
+    actor, s = Actor(recorder, Fleet(recorder, ()), lambda: now[0]), replace(observed(), traffic=None)
     shared = Objects((service(KEY, "u-1", "chat", ""),), {}, frozenset())
     for now[0] in (0.0, 1.0, REAPPLY_SECONDS + 1):
         await actor.perform(s, Decision(s.status, shared))
@@ -116,18 +127,37 @@ async def test_an_object_that_is_as_it_should_be_is_applied_again_only_after_a_w
 
 async def test_a_selector_that_is_not_what_it_should_be_is_mended_at_once():
     recorder = Recorder()
-    actor, s = Actor(recorder, lambda: 0.0), observed()
+    actor, s = Actor(recorder, Fleet(recorder, ()), lambda: 0.0), observed()
     shared = Objects((service(KEY, "u-1", "chat", ""),), {}, frozenset())
     for _ in range(2):
         await actor.perform(s, Decision(s.status, shared))
     assert len(recorder.writes) == 2
 
 
+@pytest.mark.parametrize(("generation", "writes"), [(1, 1), (2, 2)])
+async def test_a_deployment_that_somebody_else_has_changed_is_mended_at_once(generation, writes):
+    recorder = Recorder()
+    fleet = Fleet(recorder, ())
+    actor, s = Actor(recorder, fleet, lambda: 0.0), observed(**{revision(OLD): 1})
+    mine = Objects((made(OLD, 1),), {}, frozenset({revision(OLD)}))
+    fleet.deployments.put(stored(1, 10))
+    await actor.perform(s, Decision(s.status, mine))
+    fleet.deployments.put(stored(generation, 11))
+    await actor.perform(s, Decision(s.status, mine))
+    assert len(recorder.writes) == writes
+
+
+def stored(generation: int, version: int) -> dict[str, Any]:
+    obj = made(OLD, 1)
+    obj["metadata"] |= {"generation": generation, "resourceVersion": str(version)}
+    return obj
+
+
 def test_a_service_and_its_budget_select_one_revision_or_every_one():
     for name in ("abc", ""):
         selector = service(KEY, "u-1", "chat", name)["spec"]["selector"]
         assert selector.get(REVISION_LABEL, "") == name
-        budget = disruption_budget(KEY, "u-1", name, 1)["spec"]
+        budget = disruption_budget(KEY, "u-1", name, 1, evict_unready=True)["spec"]
         assert budget["selector"]["matchLabels"] == selector
         assert budget["minAvailable"] == 1
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot_kernels import formats
-from kvpilot_operator.decide.arbiter import Ruling, Situation, arbitrate
-from kvpilot_operator.decide.capacity import projected_tokens, smaller
-from kvpilot_operator.decide.ladder import denial
-from kvpilot_operator.decide.veto import veto
-from kvpilot_operator.decide.workload import Workload, classify
+from kvpilot_operator.decide.judging.arbiter import Ruling, Situation, arbitrate
+from kvpilot_operator.decide.judging.capacity import projected_tokens, smaller
+from kvpilot_operator.decide.judging.ladder import denial
+from kvpilot_operator.decide.judging.veto import veto
+from kvpilot_operator.decide.judging.workload import Workload, classify
 from kvpilot_operator.state.snapshot import Flows, ModelFacts, NodeFacts, Sample
 from kvpilot_operator.state.status import Denied, Experience, Saturation
 from support.services import NOW, manifest, spec_of

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.comparison import compare
-from kvpilot_operator.decide.intervals import QUANTILE, log_quantile, student
+from kvpilot_operator.decide.trial.comparison import compare
+from kvpilot_operator.decide.trial.intervals import QUANTILE, log_quantile, student
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.snapshot import Flows
 from support.model_engines import flows

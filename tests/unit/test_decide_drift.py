@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.drift import due, next_pod
+from kvpilot_operator.decide.accuracy.drift import due, next_pod
 from kvpilot_operator.state.decision import Decision, Measure
 from kvpilot_operator.state.snapshot import ProbeFailed, ProbeResult
 from kvpilot_operator.state.status import Accuracy, Measured, parse_status

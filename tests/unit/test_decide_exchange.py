@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.exchange import Side, exchange
+from kvpilot_operator.decide.trial.exchange import Side, exchange
 
 SIZES = st.integers(1, 6)
 

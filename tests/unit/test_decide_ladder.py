@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvpilot_operator.decide.capacity import gain
-from kvpilot_operator.decide.ladder import rungs
-from kvpilot_operator.decide.veto import hardware_veto, veto
+from kvpilot_operator.decide.judging.capacity import gain
+from kvpilot_operator.decide.judging.ladder import rungs
+from kvpilot_operator.decide.judging.veto import hardware_veto, veto
 from kvpilot_operator.observe.views import node_facts
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from support.services import NOW, manifest, spec_of

@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import pytest
 
-from kvpilot_operator.decide.latency import expected_itl_change
-from kvpilot_operator.decide.workload import Workload
+from kvpilot_operator.decide.judging.latency import expected_itl_change
+from kvpilot_operator.decide.judging.workload import Workload
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Experience
 from support.services import NOW, manifest, spec_of

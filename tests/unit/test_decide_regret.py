@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from kvpilot_operator.decide.arbiter import Situation, arbitrate
-from kvpilot_operator.decide.regret import HOLD, SOON, held, remembered
-from kvpilot_operator.decide.workload import Workload
+from kvpilot_operator.decide.judging.arbiter import Situation, arbitrate
+from kvpilot_operator.decide.judging.regret import HOLD, SOON, held, remembered
+from kvpilot_operator.decide.judging.workload import Workload
 from kvpilot_operator.state.snapshot import NodeFacts
 from kvpilot_operator.state.status import Regret
 from support.services import NOW, manifest, spec_of

@@ -7,8 +7,8 @@ from datetime import timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.arbiter import Ruling
-from kvpilot_operator.decide.scaling import kept, replicas, ruled
+from kvpilot_operator.decide.judging.arbiter import Ruling
+from kvpilot_operator.decide.judging.scaling import kept, replicas, ruled
 from kvpilot_operator.state.status import Option, Scaling
 from support.services import NOW, manifest, spec_of
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.briefing import situation_of
-from kvpilot_operator.decide.workload import Workload
+from kvpilot_operator.decide.judging.workload import Workload
 from kvpilot_operator.state.snapshot import DeploymentView, Flows, NodeFacts
 from kvpilot_operator.state.status import Canary, Denied, KVCache, Scaling, Status
 from support.model_cluster import ModelCluster

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide import route, traffic
-from kvpilot_operator.decide.route import weighted
+from kvpilot_operator.decide.trial import route, traffic
+from kvpilot_operator.decide.trial.route import weighted
 from kvpilot_operator.state.snapshot import RouteView, ServerFacts
 from kvpilot_operator.state.status import Canary, Stable, Status
 from support.services import NOW, manifest, pod, snapshot, spec_of

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_operator.api.spec import Accuracy
-from kvpilot_operator.decide.verdict import judge
+from kvpilot_operator.decide.accuracy.verdict import judge
 from support.model_cluster import measurement
 from support.services import baseline, manifest, spec_of
 

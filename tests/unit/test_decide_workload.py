@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_operator.api.spec import Pressure
-from kvpilot_operator.decide.window import STALE_SECONDS
-from kvpilot_operator.decide.workload import classify
+from kvpilot_operator.decide.judging.window import STALE_SECONDS
+from kvpilot_operator.decide.judging.workload import classify
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.snapshot import Flows
 from support.services import NOW, samples

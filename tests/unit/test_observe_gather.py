@@ -9,14 +9,17 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from kvpilot_operator.cluster.client import path_of
-from kvpilot_operator.observe.gather import Observer
+from kvpilot_operator.errors import ScrapeError
+from kvpilot_operator.observe import gather
+from kvpilot_operator.observe.fleet import Fleet
+from kvpilot_operator.observe.gather import NODE_SECONDS, Observer
+from kvpilot_operator.observe.page import PodMetrics, parse_page
 from kvpilot_operator.observe.views import node_facts, route_view
 from kvpilot_operator.observe.windows import Windows
-from kvpilot_operator.render.names import HTTP_ROUTE_API
+from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts, ServerFacts, Snapshot
 from support.services import KEY, manifest
 
@@ -38,8 +41,10 @@ NODE = {
 def pod(name: str, ip: str, *, revision: str = "r1", owner: str | None = "chat-r1-5d9", ready: bool = True) -> Any:
     reference = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": owner, "controller": True}
     return {
+        "kind": "Pod",
         "metadata": {
             "name": name,
+            "namespace": KEY.namespace,
             "labels": {"kvpilot.io/service": KEY.name, "kvpilot.io/revision": revision},
             "ownerReferences": [reference] if owner else [],
         },
@@ -48,44 +53,61 @@ def pod(name: str, ip: str, *, revision: str = "r1", owner: str | None = "chat-r
     }
 
 
+def edited(**spec: Any) -> dict[str, Any]:
+    obj = manifest(**spec)
+    obj["metadata"] |= {"generation": 2, "resourceVersion": "2"}
+    return obj
+
+
 def route(*rules: Any) -> dict[str, Any]:
     return {"metadata": {"name": "chat-route", "resourceVersion": "7"}, "spec": {"rules": list(rules)}}
 
 
 @dataclass
 class FakeCluster:
-    """The reads of Cluster over a dict of objects by path."""
+    """The one read that an Observer asks of Cluster, over a dict of objects by path."""
 
-    service: Any
-    pods: list[Any] = field(default_factory=list)
     objects: dict[str, Any] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
 
     async def find(self, api_version: str, kind: str, namespace: str, name: str) -> Any:
         path = path_of(api_version, kind, namespace, name)
         self.asked.append(path)
-        return self.service if kind == "QuantizedLLMService" else self.objects.get(path)
-
-    async def list(self, api_version: str, kind: str, namespace: str, selector: str) -> list[Any]:
-        assert selector == f"kvpilot.io/service={KEY.name}"
-        if kind == "Pod":
-            return self.pods
-        labels = {"kvpilot.io/revision": "r1", "kvpilot.io/dtype": "auto"}
-        return [{"metadata": {"labels": labels}, "spec": {"replicas": 1}}]
+        return self.objects.get(path)
 
 
 class World:
-    """An Observer over a fake cluster and engines that answer from `pages` by address."""
+    """An Observer over a cache that is filled by hand, and engines that answer from `pages` by URL."""
 
-    def __init__(self, **facts: bool) -> None:
-        self.cluster = FakeCluster(manifest(), [pod("a", "10.0.0.1")])
-        self.cluster.objects[path_of("v1", "Node", "", "node-1")] = NODE
-        self.pages = {"10.0.0.1": REAL}
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **facts: bool) -> None:
+        self.cluster = FakeCluster({path_of("v1", "Node", "", "node-1"): NODE})
+        self.fleet = Fleet(self.cluster, ())  # type: ignore[arg-type]
+        self.put(manifest(), pod("a", "10.0.0.1"))
+        labels = {"kvpilot.io/service": KEY.name, "kvpilot.io/revision": "r1", "kvpilot.io/dtype": "auto"}
+        about = {"name": "chat-r1", "namespace": KEY.namespace, "labels": labels, "generation": 1}
+        self.put({"kind": "Deployment", "metadata": about, "spec": {"replicas": 1}})
+        self.pages = {"http://10.0.0.1:8000": REAL}
         self.asked: list[str] = []
+        self.heard: list[bool] = []
         self.now = datetime(2026, 11, 21, 12, 0, 0, 400_000, tzinfo=UTC)
         self.windows = Windows()
-        self.observer = Observer(self.cluster, self.windows, ServerFacts(**facts), lambda: self.now)  # type: ignore[arg-type]
-        self.observer._http = httpx.AsyncClient(transport=httpx.MockTransport(self._answer))
+        self.observer = Observer(
+            self.cluster,  # type: ignore[arg-type]
+            self.fleet,
+            self.windows,
+            ServerFacts(**facts),
+            lambda: self.now,
+            self.heard.append,
+        )
+        monkeypatch.setattr(gather, "scrape", self._answer)
+
+    def put(self, *objects: Any) -> None:
+        for obj in objects:
+            about = obj["metadata"]
+            self.fleet.wrote(obj["kind"], about["namespace"], about["name"], obj)
+
+    def drop(self, kind: str, name: str) -> None:
+        self.fleet.wrote(kind, KEY.namespace, name, None)
 
     async def scrape(self, times: int = 1) -> None:
         for _ in range(times):
@@ -97,15 +119,16 @@ class World:
         assert found is not None
         return found
 
-    def _answer(self, request: httpx.Request) -> httpx.Response:
-        self.asked.append(str(request.url))
-        page = self.pages.get(request.url.host)
-        return httpx.Response(404) if page is None else httpx.Response(200, text=page)
+    async def _answer(self, session: object, url: str) -> PodMetrics:
+        self.asked.append(url)
+        if url not in self.pages:
+            raise ScrapeError(f"{url}: HTTP 404")
+        return parse_page(self.pages[url])
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
-    one = World(http_routes=True)
+async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    one = World(monkeypatch, http_routes=True)
     yield one
     await one.observer.close()
 
@@ -118,7 +141,7 @@ async def test_a_snapshot_holds_what_engines_and_nodes_say(world: World) -> None
     sample = found.last_sample("r1")
     assert sample is not None
     assert (sample.pods, sample.observed_dtype, sample.flows.seconds) == (1, "k4v4", 5)
-    assert world.asked == ["http://10.0.0.1:8000/metrics"] * 2
+    assert world.asked == ["http://10.0.0.1:8000"] * 2
 
 
 async def test_no_sample_is_later_than_the_snapshot_that_holds_it(world: World) -> None:
@@ -131,7 +154,7 @@ async def test_no_sample_is_later_than_the_snapshot_that_holds_it(world: World) 
 async def test_scrapes_within_one_second_lose_no_flows(world: World) -> None:
     later = REAL.replace("vllm:prompt_tokens_total{", 'vllm:prompt_tokens_total{x="1",')
     for tokens in (2404, 2500, 2600):
-        world.pages["10.0.0.1"] = later.replace("} 2404.0", f"}} {tokens}.0")
+        world.pages["http://10.0.0.1:8000"] = later.replace("} 2404.0", f"}} {tokens}.0")
         await world.observer.scrape(KEY)
         world.now += timedelta(seconds=0.25)
     samples = (await world.snapshot()).samples["r1"]
@@ -140,29 +163,77 @@ async def test_scrapes_within_one_second_lose_no_flows(world: World) -> None:
 
 @pytest.mark.parametrize("owner", [None, "other-r1-5d9", "chat-r2-5d9"])
 async def test_a_pod_that_only_wears_our_label_is_neither_asked_nor_counted(world: World, owner: str | None) -> None:
-    world.cluster.pods.append(pod("stranger", "10.6.6.6", owner=owner))
+    world.put(pod("stranger", "10.6.6.6", owner=owner))
     await world.scrape()
-    assert world.asked == ["http://10.0.0.1:8000/metrics"]
+    assert world.asked == ["http://10.0.0.1:8000"]
     assert [view.name for view in (await world.snapshot()).pods] == ["a"]
 
 
 async def test_a_pod_that_does_not_answer_is_counted_and_one_that_is_not_ready_is_not(world: World) -> None:
-    world.cluster.pods += [pod("b", "10.0.0.2"), pod("c", "10.0.0.3", ready=False)]
+    world.put(pod("b", "10.0.0.2"), pod("c", "10.0.0.3", ready=False))
     await world.scrape()
     sample = (await world.snapshot()).last_sample("r1")
     assert sample is not None
     assert (sample.pods, sample.unanswered) == (1, 1)
+    assert sorted(world.heard) == [False, True]
+
+
+async def test_an_evicted_pod_is_neither_asked_nor_counted(world: World) -> None:
+    evicted = pod("b", "10.0.0.2")
+    evicted["status"]["phase"] = "Failed"
+    world.put(evicted)
+    await world.scrape()
+    assert len(world.asked) == 1
+    assert [view.name for view in (await world.snapshot()).pods] == ["a"]
+
+
+async def test_a_pass_that_finds_all_it_needs_in_the_cache_asks_the_server_for_nothing(world: World) -> None:
+    await world.snapshot()
+    world.cluster.asked.clear()
+    await world.snapshot()
+    assert world.cluster.asked == []
+    world.now += timedelta(seconds=NODE_SECONDS)
+    await world.snapshot()
+    assert world.cluster.asked == ["/api/v1/nodes/node-1"]
+
+
+async def test_the_packs_are_read_again_only_after_an_edit_of_what_they_depend_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[object] = []
+    real = gather.probe_plan
+    monkeypatch.setattr(gather, "probe_plan", lambda spec, maps: read.append(spec) or real(spec, maps))
+    first = (await world.snapshot()).probes
+    edits: tuple[dict[str, Any], ...] = ({"rollout": {"denySeconds": 5}}, {"model": {"revision": "v2"}})
+    for generation, spec in enumerate(edits, start=2):
+        obj = manifest(**spec)
+        obj["metadata"] |= {"generation": generation, "resourceVersion": str(generation)}
+        world.put(obj)
+        last = (await world.snapshot()).probes
+    assert len(read) == 2
+    assert last != first
+
+
+async def test_what_has_proved_to_be_old_is_read_again(world: World) -> None:
+    path = path_of(API_VERSION, KIND, *KEY)
+    world.cluster.objects[path] = edited(engine={"image": "kvpilot/runtime:2"})
+    await world.observer.refresh(KEY)
+    assert (await world.snapshot()).generation == 2
+    del world.cluster.objects[path]
+    await world.observer.refresh(KEY)
+    assert await world.observer.snapshot(KEY, None) is None
 
 
 async def test_an_address_of_version_6_is_written_in_brackets(world: World) -> None:
-    world.cluster.pods = [pod("a", "fd00::7")]
+    world.drop("Pod", "a")
+    world.put(pod("a", "fd00::7"))
     await world.scrape()
-    assert world.asked == ["http://[fd00::7]:8000/metrics"]
+    assert world.asked == ["http://[fd00::7]:8000"]
 
 
 async def test_a_liar_and_an_older_name_are_logged_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
     lie = REAL.replace('vllm:num_requests_running{engine="0",model_name="m"} 8.0', "vllm:num_requests_running 0.0")
-    world.pages["10.0.0.1"] = lie.replace("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+    world.pages["http://10.0.0.1:8000"] = lie.replace("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
     with caplog.at_level(logging.WARNING):
         await world.scrape(20)
     texts = [record.getMessage() for record in caplog.records]
@@ -172,7 +243,7 @@ async def test_a_liar_and_an_older_name_are_logged_once(world: World, caplog: py
 
 
 async def test_the_route_that_the_spec_names_is_read(world: World) -> None:
-    world.cluster.service = manifest(canary={"routeRef": {"name": "chat-route"}})
+    world.put(edited(canary={"routeRef": {"name": "chat-route"}}))
     rule = {"backendRefs": [{"name": "chat", "weight": 95}, {"name": "chat-canary", "weight": 5}, {"name": "docs"}]}
     path = path_of(HTTP_ROUTE_API, "HTTPRoute", KEY.namespace, "chat-route")
     assert path == "/apis/gateway.networking.k8s.io/v1/namespaces/models/httproutes/chat-route"
@@ -184,15 +255,16 @@ async def test_the_route_that_the_spec_names_is_read(world: World) -> None:
     assert found.weights == {"chat": 95, "chat-canary": 5}
 
 
-async def test_no_route_is_asked_for_where_the_server_knows_none() -> None:
-    world = World(http_routes=False)
-    world.cluster.service = manifest(canary={"routeRef": {"name": "chat-route"}})
+async def test_no_route_is_asked_for_where_the_server_knows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, http_routes=False)
+    world.put(edited(canary={"routeRef": {"name": "chat-route"}}))
     assert (await world.snapshot()).route is None
     assert not any("httproutes" in path for path in world.cluster.asked)
+    await world.observer.close()
 
 
 async def test_a_service_that_is_deleted_has_no_snapshot(world: World) -> None:
-    world.cluster.service = None
+    world.drop(KIND, KEY.name)
     assert await world.observer.snapshot(KEY, None) is None
 
 

@@ -13,6 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvpilot_operator.api import status_faults
 from kvpilot_operator.api.schema import faults
+from kvpilot_operator.render.names import REVISION_LABEL
+from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.snapshot import ProbeFailed, ProbeResult
 from kvpilot_operator.state.status import Status, parse_status
 from support.model_cluster import STEP, ModelCluster
@@ -165,6 +167,7 @@ class BadDays(RuleBasedStateMachine):
             quiet = quiet + 1 if now == kept and "canary" not in now else 0
             last, kept = (changed, kept, now) if changed else last, now
             if quiet >= 150:
+                self._check_budget()
                 return
         raise AssertionError(f"not settled, last: {last}")
 
@@ -172,8 +175,10 @@ class BadDays(RuleBasedStateMachine):
 
     def _tick(self, cut_after: int | None = None) -> None:
         self.before = self._seen()
-        if self.cluster.tick(cut_after) is not None:
+        decision = self.cluster.tick(cut_after)
+        if decision is not None:
             self._check_owners()
+            self._check_shelter(decision)
 
     def _essence(self) -> dict[str, Any]:
         """The status without what the periodic probes of an unchanged service go on to say."""
@@ -239,6 +244,20 @@ class BadDays(RuleBasedStateMachine):
             scaling = spec["scaling"]
             theirs = max(scaling["minReplicas"], min(scaling["maxReplicas"], spec["replicas"]))
             assert self.cluster.deployments[status.stable.revision][1] == theirs
+
+    def _check_shelter(self, decision: Decision) -> None:
+        """After a whole pass nobody is kept from being moved but who is on trial, or asked."""
+        canary = self._status().canary
+        judged = canary is not None and canary.stage in ("Starting", "Probing", "Shifting")
+        if decision.probe is None and (not judged or self.cluster.obj["spec"]["rollout"]["paused"]):
+            assert not self.cluster.sheltered
+
+    def _check_budget(self) -> None:
+        """Once all is quiet a budget lets at least one pod leave."""
+        if self.cluster.budget is not None:
+            one = self.cluster.budget["selector"]["matchLabels"].get(REVISION_LABEL)
+            asked = sum(count for name, (_, count) in self.cluster.deployments.items() if one in (None, name))
+            assert asked > self.cluster.budget["minAvailable"]
 
 
 TestBadDays = BadDays.TestCase

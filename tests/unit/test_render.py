@@ -61,3 +61,58 @@ def test_everything_owned_names_its_owner_so_that_deletion_cleans_up():
     for made in (deployment(KEY, "u-1", template, 1, 600), service(KEY, "u-1", "chat", "abc")):
         (owner,) = made["metadata"]["ownerReferences"]
         assert (owner["kind"], owner["uid"], owner["controller"]) == ("QuantizedLLMService", "u-1", True)
+
+
+def test_a_pending_pod_carries_what_a_scheduler_and_a_maker_of_nodes_go_by():
+    pod, container = engine(
+        engine={
+            "image": "i",
+            "resources": {"requests": {"cpu": "8", "memory": "48Gi"}, "limits": {"nvidia.com/gpu": 2}},
+            "nodeSelector": {"karpenter.sh/capacity-type": "on-demand"},
+            "nodeAffinity": [
+                {"key": "nvidia.com/gpu.product", "operator": "In", "values": ["NVIDIA-H100", "NVIDIA-H200"]},
+                {"key": "example.org/spare", "operator": "DoesNotExist"},
+            ],
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+            "topologySpread": [{"topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}],
+            "priorityClassName": "serving",
+            "runtimeClassName": "nvidia",
+            "shmSizeMiB": 512,
+        },
+        model={"source": "pvc://weights/llama"},
+    )
+    assert container["resources"] == {
+        "requests": {"cpu": "8", "memory": "48Gi"},
+        "limits": {"nvidia.com/gpu": "2"},
+    }
+    assert pod["nodeSelector"] == {"karpenter.sh/capacity-type": "on-demand"}
+    (term,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert term["matchExpressions"] == [
+        {"key": "nvidia.com/gpu.product", "operator": "In", "values": ["NVIDIA-H100", "NVIDIA-H200"]},
+        {"key": "example.org/spare", "operator": "DoesNotExist"},
+    ]
+    assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    (spread,) = pod["topologySpreadConstraints"]
+    assert spread == {
+        "topologyKey": "topology.kubernetes.io/zone",
+        "maxSkew": 1,
+        "whenUnsatisfiable": "DoNotSchedule",
+        "labelSelector": {"matchLabels": {"kvpilot.io/service": KEY.name}},
+    }
+    assert (pod["priorityClassName"], pod["runtimeClassName"]) == ("serving", "nvidia")
+    claims = [v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "persistentVolumeClaim" in v]
+    assert claims == ["weights"]
+
+
+def test_every_volume_of_a_pod_can_be_moved_so_that_none_keeps_an_autoscaler_from_a_node():
+    for source in ("hf://Qwen/Qwen3-8B", "pvc://weights/llama", "oci://example.org/m:1", "file:///m"):
+        pod, _ = engine(model={"source": source}, cache={"weightsClaimName": "w", "compileClaimName": "c"})
+        for volume in pod["volumes"]:
+            assert "hostPath" not in volume
+            # Cluster Autoscaler leaves a node whose pods would lose what an emptyDir on its disk holds.
+            assert volume.get("emptyDir", {}).get("medium", "Memory") == "Memory"
+
+
+def test_what_is_not_asked_for_is_not_in_the_pod():
+    pod, _ = engine()
+    assert not {"affinity", "topologySpreadConstraints", "nodeSelector", "tolerations"} & set(pod)

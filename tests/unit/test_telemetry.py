@@ -1,16 +1,35 @@
-"""The operator's own metrics: what it thinks of a service can be read off them, and ends with the service."""
+"""The operator's own metrics: what it thinks of a service is shown, ends with the service and stays bounded."""
 
 from __future__ import annotations
 
+import contextlib
+import re
+import time
 from dataclasses import replace
 from datetime import timedelta
+from importlib.metadata import version
 
+import msgspec
 import pytest
+from prometheus_client import generate_latest
 
-from kvpilot_operator.control.telemetry import Telemetry
+from kvpilot_operator.control.telemetry import MAX_REASONS, Telemetry
+from kvpilot_operator.errors import ClusterError, Conflict
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.snapshot import Sample, ServiceKey
-from kvpilot_operator.state.status import Accuracy, Canary, Condition, JournalEntry, KVCache, Option, Scaling, Status
+from kvpilot_operator.state.status import (
+    MAX_OPTIONS,
+    Accuracy,
+    Canary,
+    Condition,
+    Denied,
+    JournalEntry,
+    KVCache,
+    Measured,
+    Option,
+    Scaling,
+    Status,
+)
 from support.services import KEY, NOW, manifest, snapshot
 
 OTHER = ServiceKey("models", "other")
@@ -30,8 +49,43 @@ def condition(kind: str, word: str, reason: str) -> Condition:
     )
 
 
+def denied(dtype: str, hours: int) -> Denied:
+    until = NOW + timedelta(hours=hours)
+    return Denied(dtype=dtype, model="m", image="i", gpu="g", reason="AccuracyRegressed", message="", until=until)
+
+
+ENDED = Canary(
+    revision="r1",
+    dtype="k8v4",
+    from_dtype="auto",
+    stage="RolledBack",
+    started_time=NOW - timedelta(hours=2),
+    stage_time=NOW - timedelta(hours=1),
+    verdict="Failed",
+    reason="AccuracyRegressed",
+)
+PROBE = Measured(
+    revision="r2",
+    dtype="k4v4",
+    verdict="Passed",
+    probe_time=NOW,
+    prompts=8,
+    positions=256,
+    mean_kl_micronats=2600,
+    p99_kl_micronats=9000,
+    excess_kl_micronats=2500,
+    top1_agreement_permille=985,
+)
 STATUS = Status(
-    kv_cache=KVCache(recommended_dtype="k4v4", usage_percent=91, capacity_tokens=8000),
+    replicas=3,
+    ready_replicas=2,
+    kv_cache=KVCache(
+        active_dtype="auto",
+        recommended_dtype="k4v4",
+        usage_percent=91,
+        capacity_tokens=8000,
+        denied=(denied("k8v4", 1), denied("k8v4", 3)),
+    ),
     scaling=Scaling(desired_replicas=2, recommended_replicas=3),
     canary=Canary(
         revision="r2",
@@ -42,7 +96,8 @@ STATUS = Status(
         stage_time=NOW,
         weight_percent=25,
     ),
-    accuracy=Accuracy(failures=2),
+    last_canary=ENDED,
+    accuracy=Accuracy(failures=2, errors=1, last=PROBE),
     decisions=(
         JournalEntry(time=NOW, action="Hold", reason="Dwell", message=""),
         JournalEntry(time=NOW, action="StepDown", reason="MemoryBound", message="", options=OPTIONS),
@@ -59,25 +114,40 @@ def read(telemetry: Telemetry, name: str, key: ServiceKey = KEY, **labels: str) 
     return telemetry.registry.get_sample_value(name, {"namespace": key.namespace, "name": key.name, **labels})
 
 
+LAST_CANARY = {"stage": "RolledBack", "dtype": "k8v4", "verdict": "Failed", "reason": "AccuracyRegressed"}
+
+
 @pytest.mark.parametrize(
     ("name", "labels", "value"),
     [
-        ("kvpilot_kv_usage_percent", {}, 91),
+        ("kvpilot_service_info", {"mode": "Auto", "scaling": "Operator", "model": "chat"}, 1),
+        ("kvpilot_kv_usage_ratio", {}, 0.91),
         ("kvpilot_kv_capacity_tokens", {}, 8000),
-        ("kvpilot_workload", {"kind": "MemoryBound"}, 1),
-        ("kvpilot_workload", {"kind": "Idle"}, 0),
+        ("kvpilot_condition", {"type": "MemoryPressured", "status": "True", "reason": "MemoryBound"}, 1),
+        ("kvpilot_condition", {"type": "AccuracyVerified", "status": "False", "reason": "Drifted"}, 1),
+        ("kvpilot_condition", {"type": "AccuracyVerified", "status": "True", "reason": "Drifted"}, None),
+        ("kvpilot_active_dtype", {"dtype": "auto"}, 1),
         ("kvpilot_recommended_dtype", {"dtype": "k4v4"}, 1),
+        ("kvpilot_denied_until_timestamp_seconds", {"dtype": "k8v4"}, (NOW + timedelta(hours=3)).timestamp()),
+        ("kvpilot_replicas", {}, 3),
+        ("kvpilot_ready_replicas", {}, 2),
         ("kvpilot_recommended_replicas", {}, 3),
         ("kvpilot_desired_replicas", {}, 2),
+        ("kvpilot_max_replicas", {}, manifest()["spec"]["scaling"]["maxReplicas"]),
         ("kvpilot_option_gpus", {"action": "ScaleOut", "dtype": "auto", "outcome": "Costlier"}, 1),
         ("kvpilot_option_gpus", {"action": "StepDown", "dtype": "k4v4", "outcome": "Chosen"}, 0),
         ("kvpilot_option_capacity_tokens", {"action": "StepDown", "dtype": "k4v4", "outcome": "Chosen"}, 30_000),
         ("kvpilot_option_capacity_tokens", {"action": "ScaleOut", "dtype": "auto", "outcome": "Costlier"}, None),
-        ("kvpilot_canary_stage", {"stage": "Shifting"}, 1),
-        ("kvpilot_canary_stage", {"stage": "Probing"}, 0),
-        ("kvpilot_canary_weight_percent", {}, 25),
-        ("kvpilot_accuracy_verified", {}, 0),
-        ("kvpilot_accuracy_failures", {}, 2),
+        ("kvpilot_canary_stage", {"stage": "Shifting", "dtype": "k4v4"}, 1),
+        ("kvpilot_canary_stage", {"stage": "Probing", "dtype": "k4v4"}, None),
+        ("kvpilot_canary_weight_ratio", {}, 0.25),
+        ("kvpilot_canary_deadline_timestamp_seconds", {}, (NOW + timedelta(hours=1)).timestamp()),
+        ("kvpilot_last_canary_timestamp_seconds", LAST_CANARY, (NOW - timedelta(hours=1)).timestamp()),
+        ("kvpilot_probe_excess_kl_nats", {"dtype": "k4v4"}, 0.0025),
+        ("kvpilot_probe_top1_agreement_ratio", {"dtype": "k4v4"}, 0.985),
+        ("kvpilot_probe_failures", {}, 2),
+        ("kvpilot_probe_errors", {}, 1),
+        ("kvpilot_last_pass_timestamp_seconds", {}, NOW.timestamp()),
         ("kvpilot_decisions_total", {"action": "StepDown", "reason": "MemoryBound"}, 1),
     ],
 )
@@ -87,13 +157,14 @@ def test_what_a_pass_found_and_decided_is_shown(name: str, labels: dict[str, str
     assert read(telemetry, name, KEY, **labels) == value
 
 
-def test_the_age_of_the_newest_scrape_and_the_pods_that_lie_are_shown() -> None:
+def test_when_the_engines_were_scraped_and_the_pods_that_lie_or_are_silent_are_shown() -> None:
     telemetry = Telemetry()
-    old = Sample(NOW - timedelta(seconds=40), 1, 0.5, 1, 0, 8000, "auto", doubted=("a: why", "b: why"))
-    new = replace(old, time=NOW - timedelta(seconds=7), doubted=("c: why",))
+    old = Sample(NOW - timedelta(seconds=40), 1, 0.5, 1, 0, 8000, "auto", doubted=("a: why", "b: why"), unanswered=1)
+    new = replace(old, time=NOW - timedelta(seconds=7), doubted=("c: why",), unanswered=0)
     decided(telemetry, Status(), samples={"r1": (old,), "r2": (old, new)})
-    assert read(telemetry, "kvpilot_metrics_age_seconds") == 7
+    assert read(telemetry, "kvpilot_engine_metrics_timestamp_seconds") == NOW.timestamp() - 7
     assert read(telemetry, "kvpilot_doubted_pods") == 3
+    assert read(telemetry, "kvpilot_unanswered_pods") == 1
 
 
 def test_what_is_no_longer_so_is_no_longer_shown() -> None:
@@ -102,32 +173,138 @@ def test_what_is_no_longer_so_is_no_longer_shown() -> None:
     decided(telemetry, Status(kv_cache=KVCache(recommended_dtype="fp8")))
     assert read(telemetry, "kvpilot_recommended_dtype", dtype="k4v4") is None
     assert read(telemetry, "kvpilot_recommended_dtype", dtype="fp8") == 1
-    assert read(telemetry, "kvpilot_kv_usage_percent") is None
+    for name in ("kvpilot_kv_usage_ratio", "kvpilot_canary_weight_ratio", "kvpilot_engine_metrics_timestamp_seconds"):
+        assert read(telemetry, name) is None
     assert read(telemetry, "kvpilot_option_gpus", action="ScaleOut", dtype="auto", outcome="Costlier") is None
-    assert read(telemetry, "kvpilot_canary_stage", stage="Shifting") == 0
-    assert read(telemetry, "kvpilot_canary_weight_percent") == 0
-    assert read(telemetry, "kvpilot_accuracy_verified") is None
-    assert read(telemetry, "kvpilot_metrics_age_seconds") is None
+    assert read(telemetry, "kvpilot_canary_stage", stage="Shifting", dtype="k4v4") is None
+
+
+def test_a_service_whose_spec_is_refused_is_still_shown() -> None:
+    telemetry = Telemetry()
+    decided(telemetry, STATUS, spec=None)
+    assert read(telemetry, "kvpilot_kv_usage_ratio") == 0.91
+    assert read(telemetry, "kvpilot_max_replicas") is None
+
+
+def series(telemetry: Telemetry, key: ServiceKey) -> int:
+    samples = [s for family in telemetry.registry.collect() for s in family.samples]
+    return sum(s.labels.get("namespace") == key.namespace and s.labels.get("name") == key.name for s in samples)
 
 
 def test_every_series_of_a_service_ends_with_it_and_no_other() -> None:
     telemetry = Telemetry()
     decided(telemetry, STATUS)
     decided(telemetry, STATUS, OTHER)
-
-    def series(key: ServiceKey) -> int:
-        return sum(s.labels.get("name") == key.name for family in telemetry.registry.collect() for s in family.samples)
-
-    assert series(KEY) == series(OTHER) > 20
+    assert series(telemetry, KEY) == series(telemetry, OTHER) > 20
     telemetry.forget(KEY)
-    assert series(KEY) == 0
-    assert series(OTHER) > 20
+    assert series(telemetry, KEY) == 0
+    assert series(telemetry, OTHER) > 20
 
 
-def test_every_metric_has_a_name_of_ours_and_a_help_text() -> None:
-    for family in Telemetry().registry.collect():
+def test_who_leads_is_shown() -> None:
+    telemetry = Telemetry()
+    for leads in (False, True, False):
+        telemetry.leads(leads)
+        assert telemetry.registry.get_sample_value("kvpilot_leader") == leads
+
+
+def test_an_engine_that_makes_up_reasons_cannot_make_series_without_bound() -> None:
+    telemetry = Telemetry()
+    for number in range(3 * MAX_REASONS):
+        entry = JournalEntry(time=NOW, action="RollBack", reason=f"Excuse{number}", message="")
+        decided(telemetry, Status(decisions=(entry,)))
+    assert read(telemetry, "kvpilot_decisions_total", action="RollBack", reason="Excuse0") == 1
+    assert read(telemetry, "kvpilot_decisions_total", action="Other", reason="Other") == 2 * MAX_REASONS
+    assert series(telemetry, KEY) < MAX_REASONS + 20
+
+
+def test_a_busy_service_has_at_most_seventy_series() -> None:
+    telemetry = Telemetry()
+    kinds = ("Ready", "Available", "Progressing", "ModelCached", "MetricsAvailable", "MemoryPressured")
+    kinds += ("CanaryHealthy", "AccuracyVerified", "SpecAccepted")
+    options = tuple(
+        Option(action="StepDown", dtype=f"d{n}", replicas=1, gpus=0, outcome="No", message="", capacity_tokens=1)
+        for n in range(MAX_OPTIONS)
+    )
+    entry = JournalEntry(time=NOW, action="StepDown", reason="MemoryBound", message="", options=options)
+    busy = msgspec.structs.replace(
+        STATUS, decisions=(entry,), conditions=tuple(condition(kind, "True", "Why") for kind in kinds)
+    )
+    decided(telemetry, busy)
+    assert 50 < series(telemetry, KEY) <= 70
+
+
+@pytest.mark.parametrize(
+    ("error", "result"),
+    [
+        (None, "ok"),
+        (Conflict("PATCH", "/x", 409, "changed"), "conflict"),
+        (ClusterError("GET", "/x", 500, ""), "error"),
+    ],
+)
+def test_how_a_pass_ended_is_counted(error: Exception | None, result: str) -> None:
+    telemetry = Telemetry()
+    with contextlib.suppress(ClusterError), telemetry.timed_pass(3):
+        if error is not None:
+            raise error
+    values = {
+        one: telemetry.registry.get_sample_value("kvpilot_passes_total", {"result": one})
+        for one in ("ok", "conflict", "error")
+    }
+    assert values == {**dict.fromkeys(values, 0), result: 1}
+    assert telemetry.registry.get_sample_value("kvpilot_pass_duration_seconds_count") == 1
+    assert telemetry.registry.get_sample_value("kvpilot_queue_depth") == 3
+
+
+def test_requests_to_the_api_server_are_counted_by_what_came_of_them() -> None:
+    telemetry = Telemetry()
+    telemetry.api_request("PATCH", "Deployment", 409, 0.02)
+    telemetry.api_request("PATCH", "Deployment", 0, 15.0)
+    telemetry.api_request("WATCH", "Pod", 200, 300.0)
+    for code in ("409", "none"):
+        labels = {"method": "PATCH", "kind": "Deployment", "code": code}
+        assert telemetry.registry.get_sample_value("kvpilot_api_requests_total", labels) == 1
+    watches = {"method": "WATCH", "kind": "Pod", "code": "200"}
+    assert telemetry.registry.get_sample_value("kvpilot_api_requests_total", watches) == 1
+    assert telemetry.registry.get_sample_value("kvpilot_api_request_duration_seconds_sum", {"method": "WATCH"}) is None
+    method = {"method": "PATCH"}
+    assert telemetry.registry.get_sample_value("kvpilot_api_request_duration_seconds_sum", method) == 15.02
+
+
+def test_a_cycle_and_its_scrapes_are_shown() -> None:
+    telemetry = Telemetry()
+    assert telemetry.registry.get_sample_value("kvpilot_scrape_cycle_timestamp_seconds") == 0
+    before = time.time()
+    telemetry.engine_scraped(True)
+    telemetry.engine_scraped(False)
+    telemetry.scraped(1.5)
+    assert telemetry.registry.get_sample_value("kvpilot_scrape_cycle_duration_seconds") == 1.5
+    assert before <= telemetry.registry.get_sample_value("kvpilot_scrape_cycle_timestamp_seconds") <= time.time()
+    for result in ("ok", "error"):
+        assert telemetry.registry.get_sample_value("kvpilot_engine_scrapes_total", {"result": result}) == 1
+
+
+def test_the_version_and_the_process_are_shown() -> None:
+    registry = Telemetry().registry
+    assert registry.get_sample_value("kvpilot_build_info", {"version": version("kvpilot")}) == 1
+    assert registry.get_sample_value("process_resident_memory_bytes") > 1e6
+    names = {family.name for family in registry.collect()}
+    assert {"process_cpu_seconds", "process_open_fds", "python_info", "python_gc_collections"} <= names
+
+
+def test_every_metric_of_ours_has_a_name_by_the_rules_and_a_help_text() -> None:
+    families = [f for f in Telemetry().registry.collect() if not f.name.startswith(("process_", "python_"))]
+    assert len(families) > 30
+    for family in families:
         assert family.name.startswith("kvpilot_")
+        assert not re.search(r"percent|millis|micro|_(ms|total|count|sum)$", family.name)
         assert family.documentation.endswith(".")
+
+
+def test_counters_have_no_series_of_when_they_began() -> None:
+    telemetry = Telemetry()
+    decided(telemetry, STATUS)
+    assert b"_created" not in generate_latest(telemetry.registry)
 
 
 def test_forgetting_a_service_that_was_never_seen_is_fine() -> None:

@@ -1,20 +1,82 @@
-"""Kubernetes Events about a service."""
+"""Kubernetes Events about a service: what happened and why, for people who watch.
+
+They are core/v1 Events with `count`: `kubectl describe` and `kubectl get events` of every version show them, and the
+same words again within an hour (an API server's usual memory for events) raise the count of the first ("3m (x5 over
+12m)") instead of standing there five times. events.k8s.io/v1 has the same store and needs a `series` for the same end,
+which an older kubectl does not show.
+"""
 
 from __future__ import annotations
 
-from kvpilot_operator.cluster.client import Object
+import logging
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from kvpilot_operator.cluster.client import Cluster, Object
+from kvpilot_operator.errors import ClusterError, NotFound
 from kvpilot_operator.render.names import API_VERSION, KIND
 from kvpilot_operator.state.decision import Event
-from kvpilot_operator.state.snapshot import Snapshot
+from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
+
+log = logging.getLogger(__name__)
+
+REPORTER = "kvpilot-operator"
+# Within this time the same words are the same event.
+SAME_SECONDS = 3600
+# Events that are remembered of a service, newest last.
+MAX_REMEMBERED = 32
+
+
+@dataclass(slots=True)
+class _Posted:
+    name: str
+    count: int
+    last: datetime
+
+
+class Events:
+    """Posts events. What it remembers of them is lost with the process: then an event stands there once more."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._posted: dict[ServiceKey, dict[tuple[str, Event], _Posted]] = {}
+
+    async def post(self, s: Snapshot, event: Event) -> None:
+        """Post it, or count it again; a failure is logged and no more: the journal in the status has the decision."""
+        try:
+            await self._post(s, event)
+        except ClusterError as error:
+            log.warning("event not posted: %s", error, extra={"service": str(s.key), "reason": event.reason})
+
+    def forget(self, key: ServiceKey) -> None:
+        """Forget a deleted service."""
+        self._posted.pop(key, None)
+
+    async def _post(self, s: Snapshot, event: Event) -> None:
+        posted = self._posted.setdefault(s.key, {})
+        known = posted.pop((s.uid, event), None)
+        if known is not None and s.now - known.last < timedelta(seconds=SAME_SECONDS):
+            patch = {"count": known.count + 1, "lastTimestamp": _time(s.now)}
+            try:
+                await self._cluster.merge("v1", "Event", s.key.namespace, known.name, patch)
+            except NotFound:
+                pass  # Deleted by a person, or forgotten by the server: it stands there anew.
+            else:
+                posted[s.uid, event] = _Posted(known.name, known.count + 1, s.now)
+                return
+        made = await self._cluster.create(event_manifest(s, event))
+        posted[s.uid, event] = _Posted(made["metadata"]["name"], 1, s.now)
+        while len(posted) > MAX_REMEMBERED:
+            del posted[next(iter(posted))]
 
 
 def event_manifest(s: Snapshot, event: Event) -> Object:
     """A core/v1 Event that `kubectl describe` and `kubectl get events` show with the service."""
-    time = s.now.strftime("%Y-%m-%dT%H:%M:%SZ")
+    time = _time(s.now)
     return {
         "apiVersion": "v1",
         "kind": "Event",
-        "metadata": {"generateName": f"{s.key.name}-", "namespace": s.key.namespace},
+        "metadata": {"generateName": f"{s.key.name}.", "namespace": s.key.namespace},
         "involvedObject": {
             "apiVersion": API_VERSION,
             "kind": KIND,
@@ -25,8 +87,13 @@ def event_manifest(s: Snapshot, event: Event) -> Object:
         "type": event.type,
         "reason": event.reason,
         "message": event.message,
-        "source": {"component": "kvpilot-operator"},
+        "source": {"component": REPORTER},
+        "reportingComponent": REPORTER,
         "firstTimestamp": time,
         "lastTimestamp": time,
         "count": 1,
     }
+
+
+def _time(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")

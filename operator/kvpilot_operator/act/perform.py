@@ -1,37 +1,63 @@
-"""Carries out one Decision: what must be kept first, then the status, then objects, then events."""
+"""Carries out one Decision: what must be kept first, then the status, then objects and pods, then events."""
 
 from __future__ import annotations
 
-import json
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvpilot_operator.act.events import event_manifest
+import msgspec
+
+from kvpilot_operator.act.events import Events
+from kvpilot_operator.act.shelter import shelter
 from kvpilot_operator.cluster.client import Cluster, Object
 from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.probes import codec
 from kvpilot_operator.render.names import API_VERSION, KIND, REVISION_LABEL, deployment_name
 from kvpilot_operator.render.objects import baseline_config_map
-from kvpilot_operator.state.decision import Decision, Manifest, Objects
+from kvpilot_operator.state.decision import Decision, Event, Manifest, Objects
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
 from kvpilot_operator.state.status import dump_status
 
 log = logging.getLogger(__name__)
 
-# An object that was applied as it is is applied again after this long, to mend what others changed.
-REAPPLY_SECONDS = 60.0
-_REMOVED = ("", 0.0)
+# An object that was applied as it is is applied again after this long, or half of it, to mend what others changed: of a
+# Deployment's spec and a Service the cache tells at once, of all else (labels, a budget) nobody does.
+REAPPLY_SECONDS = 600.0
+
+
+class NameTaken(ClusterError):
+    """An object of the name that a service needs is there already, and is somebody else's."""
+
+    def __init__(self, kind: str, key: ServiceKey, name: str) -> None:
+        words = (
+            f"{kind} {key.namespace}/{name} exists and is not kvpilot's: rename the {KIND}, or delete the {kind} if "
+            "nobody needs it"
+        )
+        super().__init__("PATCH", f"{key.namespace}/{name}", 409, words)
+
+
+class _Applied(NamedTuple):
+    content: bytes
+    """A hash of the manifest."""
+    due: float
+    """When to apply it again, on the actor's clock."""
+    version: str
+    """The cache's word for what the object should be; another one means that somebody else has changed it."""
 
 
 class Actor:
     """Writes to the cluster. Every write is idempotent, so a pass that is cut off is repeated whole."""
 
-    def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, cluster: Cluster, fleet: Fleet, clock: Callable[[], float] = time.monotonic) -> None:
         self._cluster = cluster
+        self._fleet = fleet
         self._clock = clock
-        self._applied: dict[tuple[ServiceKey, str, str], tuple[str, float]] = {}
+        self._events = Events(cluster)
+        self._applied: dict[ServiceKey, dict[tuple[str, str], _Applied | None]] = {}
 
     async def perform(self, s: Snapshot, decision: Decision) -> None:
         """Raises Conflict where the service changed since it was observed; nothing but a baseline is written then."""
@@ -41,17 +67,17 @@ class Actor:
         await self._write_status(s, decision)
         if decision.objects is not None:
             await self._place(s, decision.objects)
+        await shelter(self._cluster, s, decision.sheltered)
         for event in decision.events:
-            await self._post(s, event_manifest(s, event))
+            await self._events.post(s, event)
 
     def forget(self, key: ServiceKey) -> None:
         """Forget what was applied for a deleted service."""
-        for entry in [entry for entry in self._applied if entry[0] == key]:
-            del self._applied[entry]
+        self._applied.pop(key, None)
+        self._events.forget(key)
 
     async def _write_status(self, s: Snapshot, decision: Decision) -> None:
-        status = dump_status(decision.status)
-        if status == dump_status(s.status):
+        if decision.status == s.status:
             return
         await self._cluster.apply(
             {
@@ -62,7 +88,7 @@ class Actor:
                     "namespace": s.key.namespace,
                     "resourceVersion": s.raw["metadata"]["resourceVersion"],
                 },
-                "status": status,
+                "status": dump_status(decision.status),
             },
             subresource="status",
         )
@@ -74,7 +100,7 @@ class Actor:
             if manifest["kind"] == "HTTPRoute":
                 await self._route(manifest)
             else:
-                await self._apply(s.key, manifest, missing=_is_missing(s, manifest, present))
+                await self._apply(s, manifest, missing=_is_missing(s, manifest, present))
         await self._scale(s, {r: n for r, n in objects.scale.items() if n < _replicas(s, r)})
         for revision in s.deployments:
             if revision not in objects.keep:
@@ -98,32 +124,47 @@ class Actor:
         patch = {"metadata": {"resourceVersion": about["resourceVersion"]}, "spec": manifest["spec"]}
         await self._cluster.merge(manifest["apiVersion"], manifest["kind"], about["namespace"], about["name"], patch)
 
-    async def _apply(self, key: ServiceKey, manifest: Manifest, *, missing: bool) -> None:
-        entry = (key, manifest["kind"], manifest["metadata"]["name"])
-        content = json.dumps(manifest, sort_keys=True)
-        known = self._applied.get(entry)
-        if known is not None and known[0] == content and not missing and self._clock() - known[1] < REAPPLY_SECONDS:
+    async def _apply(self, s: Snapshot, manifest: Manifest, *, missing: bool) -> None:
+        known = self._applied.setdefault(s.key, {})
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        content = hashlib.blake2b(msgspec.json.encode(manifest, order="sorted"), digest_size=16).digest()
+        last = known.get((kind, name))
+        same = not missing and last is not None and last.content == content and self._clock() < last.due
+        if last is not None and same and last.version == self._fleet.version(kind, s.key, name):
             return
+        if (kind, name) not in known:
+            await self._check_name(s, manifest)
         await self._cluster.apply(dict(manifest))
-        self._applied[entry] = (content, self._clock())
+        # What was applied together, at the operator's start, is not to be due together for ever after.
+        due = self._clock() + REAPPLY_SECONDS * (1 + content[0] / 255) / 2
+        known[kind, name] = _Applied(content, due, self._fleet.version(kind, s.key, name))
+
+    async def _check_name(self, s: Snapshot, manifest: Manifest) -> None:
+        """Raises NameTaken where an object of this name is there and is not ours, which an apply would take over."""
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        found = await self._cluster.find(manifest["apiVersion"], kind, s.key.namespace, name)
+        if found is None or _is_owned(found, s.uid):
+            return
+        error = NameTaken(kind, s.key, name)
+        owners = found["metadata"].get("ownerReferences") or ()
+        if not any((owner.get("kind"), owner.get("name")) == (KIND, s.key.name) for owner in owners):
+            # Else it is an earlier service's of this name, and about to be collected.
+            await self._events.post(s, Event("Warning", "NameTaken", error.message))
+        raise error
 
     async def _remove(self, s: Snapshot, api_version: str, kind: str, name: str) -> None:
         """Delete what is ours, once for each life of the operator and again after it was applied."""
-        entry = (s.key, kind, name)
-        if self._applied.get(entry) == _REMOVED:
+        known = self._applied.setdefault(s.key, {})
+        if (kind, name) in known and known[kind, name] is None:
             return
         found = await self._cluster.find(api_version, kind, s.key.namespace, name)
-        owners = found["metadata"].get("ownerReferences") or () if found is not None else ()
-        if any(owner.get("uid") == s.uid for owner in owners):
+        if found is not None and _is_owned(found, s.uid):
             await self._cluster.delete(api_version, kind, s.key.namespace, name)
-        self._applied[entry] = _REMOVED
+        known[kind, name] = None
 
-    async def _post(self, s: Snapshot, manifest: Object) -> None:
-        try:
-            await self._cluster.create(manifest)
-        except ClusterError as error:
-            # The journal in the status has the decision; an event is for people who watch.
-            log.warning("event not posted: %s", error, extra={"service": str(s.key)})
+
+def _is_owned(obj: Object, uid: str) -> bool:
+    return any(owner.get("uid") == uid for owner in obj["metadata"].get("ownerReferences") or ())
 
 
 def _replicas(s: Snapshot, revision: str) -> int:

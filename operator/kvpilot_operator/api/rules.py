@@ -6,9 +6,10 @@ and filter, the conditional operator, literals, and join, which is defined here 
 Rules about a change (oldSelf) are the server's alone: an object by itself cannot break them.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import celpy
@@ -27,18 +28,32 @@ def broken_rules(value: Json, schema: Mapping[str, Json]) -> Iterator[tuple[str,
     `value` is defaulted and pruned to the schema, and of the schema's type. The path is "" or dotted with a leading
     dot. A rule that cannot be evaluated counts as broken, as it does in the server.
     """
-    rules = [rule for rule in schema.get("x-kubernetes-validations", ()) if not _needs_old_self(rule["rule"])]
-    if not rules:
-        return
-    activation = {"self": _to_cel(value, schema)}
-    for rule in rules:
+    if "x-kubernetes-validations" in schema:
+        _schemas[id(schema)] = schema
+        yield from _broken(json.dumps(value, sort_keys=True), id(schema))
+
+
+# A rule costs milliseconds, and the services of a fleet share most sections of their specs.
+_schemas: dict[int, Mapping[str, Json]] = {}
+
+
+@lru_cache(maxsize=4096)
+def _broken(section: str, schema_id: int) -> tuple[tuple[str, str], ...]:
+    schema = _schemas[schema_id]
+    activation = {"self": _to_cel(json.loads(section), schema)}
+    broken: list[tuple[str, str]] = []
+    for rule in schema["x-kubernetes-validations"]:
+        if _needs_old_self(rule["rule"]):
+            continue
         try:
             holds = bool(_program(rule["rule"]).evaluate(activation))
         except CELEvalError as error:
-            yield rule.get("fieldPath", ""), f"{rule['message']} (the rule could not be evaluated: {error.args[0]})"
+            text = f"{rule['message']} (the rule could not be evaluated: {error.args[0]})"
+            broken.append((rule.get("fieldPath", ""), text))
             continue
         if not holds:
-            yield rule.get("fieldPath", ""), _message(rule, activation)
+            broken.append((rule.get("fieldPath", ""), _message(rule, activation)))
+    return tuple(broken)
 
 
 def _message(rule: Mapping[str, str], activation: Mapping[str, celtypes.Value]) -> str:

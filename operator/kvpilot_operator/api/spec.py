@@ -52,6 +52,24 @@ class Resources:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeExpression:
+    """One item of spec.engine.nodeAffinity."""
+
+    key: str
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist", "Gt", "Lt"]
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TopologySpread:
+    """One item of spec.engine.topologySpread."""
+
+    topology_key: str
+    max_skew: int
+    when_unsatisfiable: Literal["DoNotSchedule", "ScheduleAnyway"]
+
+
+@dataclass(frozen=True, slots=True)
 class Toleration:
     """One item of spec.engine.tolerations."""
 
@@ -74,6 +92,8 @@ class Engine:
     env: tuple[EnvVar, ...]
     resources: Resources
     node_selector: tuple[tuple[str, str], ...]
+    node_affinity: tuple[NodeExpression, ...]
+    topology_spread: tuple[TopologySpread, ...]
     tolerations: tuple[Toleration, ...]
     shm_size_mib: int
     runtime_class_name: str | None
@@ -287,6 +307,12 @@ def _engine(engine: Mapping[str, Json]) -> Engine:
         env=tuple(_env_var(variable) for variable in engine["env"]),
         resources=Resources(_pairs(resources.get("requests", {})), _pairs(resources.get("limits", {}))),
         node_selector=_pairs(engine["nodeSelector"]),
+        node_affinity=tuple(
+            NodeExpression(e["key"], e["operator"], tuple(e["values"])) for e in engine["nodeAffinity"]
+        ),
+        topology_spread=tuple(
+            TopologySpread(t["topologyKey"], t["maxSkew"], t["whenUnsatisfiable"]) for t in engine["topologySpread"]
+        ),
         tolerations=tuple(_toleration(toleration) for toleration in engine["tolerations"]),
         shm_size_mib=engine["shmSizeMiB"],
         runtime_class_name=engine.get("runtimeClassName"),

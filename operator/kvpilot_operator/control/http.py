@@ -18,7 +18,9 @@ async def serve_http(host: str, port: int, registry: CollectorRegistry, ready: a
         return web.Response(text="ok\n") if ready.is_set() else web.Response(status=503, text="starting\n")
 
     async def metrics(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        # A large fleet's page takes a second to write: passes go on meanwhile.
+        page = await asyncio.to_thread(generate_latest, registry)
+        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     app = web.Application()
     app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", metrics)])

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
+from kvpilot_operator.cluster.client import Throttled
 from kvpilot_operator.errors import ClusterError, Conflict
 from kvpilot_operator.state.snapshot import ServiceKey
 
@@ -15,34 +16,47 @@ log = logging.getLogger(__name__)
 WORKERS = 8
 _FIRST_RETRY_SECONDS = 0.5
 _LAST_RETRY_SECONDS = 60.0
+# A server that could not be reached is tried often: when it is back, nobody should have to wait for a minute.
+_LAST_UNREACHED_SECONDS = 5.0
+# An API server that cannot be reached (0), or that says itself that it is away: its return is to be noticed soon.
+_AWAY = (0, 502, 503, 504)
+# Of so many passes one is a look, however many services have changed.
+_LOOK_EACH = 4
 
 
 class Passes:
-    """A queue of services to look at. A service that is asked for twice waits once; one that is being looked at is
-    looked at again afterwards; one whose pass failed comes back with exponential back-off.
+    """Two queues of services, those that have changed (`ask`) and those that are merely due for a look (`look`).
+
+    The first come first, but never alone. A service waits once, however often it is asked for; one that is being looked
+    at is looked at again afterwards. One whose pass failed comes back with exponential back-off: a look does not
+    shorten it, and a change does, unless the API server itself has asked for the pause.
     """
 
     def __init__(self, run: Callable[[ServiceKey], Awaitable[float | None]]) -> None:
         self._run = run
-        self._queue: asyncio.Queue[ServiceKey] = asyncio.Queue()
-        self._queued: set[ServiceKey] = set()
+        # Dicts for their order: what was asked for first comes first.
+        self._changed: dict[ServiceKey, None] = {}
+        self._due: dict[ServiceKey, None] = {}
+        self._any = asyncio.Event()
+        self._taken = 0
         self._running: set[ServiceKey] = set()
-        self._again: set[ServiceKey] = set()
+        self._again: dict[ServiceKey, bool] = {}
         self._failures: dict[ServiceKey, int] = {}
+        self._held: dict[ServiceKey, bool] = {}
         self._timers: dict[ServiceKey, asyncio.TimerHandle] = {}
 
     @property
     def depth(self) -> int:
         """How many services wait for a pass."""
-        return len(self._queued)
+        return len(self._changed) + len(self._due)
 
     def ask(self, key: ServiceKey) -> None:
-        """Ask for a pass as soon as a worker is free."""
-        if key in self._running:
-            self._again.add(key)
-        elif key not in self._queued:
-            self._queued.add(key)
-            self._queue.put_nowait(key)
+        """Something has changed: a pass as soon as a worker is free."""
+        self._enqueue(key, changed=True)
+
+    def look(self, key: ServiceKey) -> None:
+        """Time for another look: a pass when nothing more urgent waits."""
+        self._enqueue(key, changed=False)
 
     def ask_in(self, key: ServiceKey, seconds: float) -> None:
         """Ask for a pass after a while; an earlier timer of the same service is replaced."""
@@ -51,50 +65,91 @@ class Passes:
             timer.cancel()
         self._timers[key] = asyncio.get_running_loop().call_later(seconds, self._ring, key)
 
+    def forget(self, key: ServiceKey) -> None:
+        """The service is gone."""
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+        self._held.pop(key, None)
+        self._failures.pop(key, None)
+
     async def work(self) -> None:
         """Run passes until cancelled."""
         async with asyncio.TaskGroup() as group:
             for _ in range(WORKERS):
                 group.create_task(self._worker())
 
+    def _enqueue(self, key: ServiceKey, *, changed: bool) -> None:
+        held = self._held.get(key)
+        if held is not None and (held or not changed):
+            return  # its timer runs
+        if key in self._running:
+            self._again[key] = changed or self._again.get(key, False)
+        elif changed:
+            self._due.pop(key, None)
+            self._changed.setdefault(key)
+        elif key not in self._changed:
+            self._due.setdefault(key)
+        self._any.set()
+
+    async def _next(self) -> ServiceKey:
+        while not self._changed and not self._due:
+            self._any.clear()
+            await self._any.wait()
+        self._taken += 1
+        look = not self._changed or (self._due and self._taken % _LOOK_EACH == 0)
+        queue = self._due if look else self._changed
+        key = next(iter(queue))
+        del queue[key]
+        return key
+
     def _ring(self, key: ServiceKey) -> None:
         self._timers.pop(key, None)
+        self._held.pop(key, None)
         self.ask(key)
 
     async def _worker(self) -> None:
         while True:
-            key = await self._queue.get()
-            self._queued.discard(key)
+            key = await self._next()
             self._running.add(key)
             try:
                 await self._one(key)
             finally:
                 self._running.discard(key)
-                if key in self._again:
-                    self._again.discard(key)
-                    self.ask(key)
+                changed = self._again.pop(key, None)
+                if changed is not None:
+                    self._enqueue(key, changed=changed)
 
     async def _one(self, key: ServiceKey) -> None:
         began = time.monotonic()
         try:
             again = await self._run(key)
-        except Conflict:
-            # Somebody wrote first (a user, a kubelet, our own last pass): observe again.
-            self._again.add(key)
+        except Conflict as error:
+            # Somebody wrote first (a user, an autoscaler): observe again, at once for the first time.
+            if self._failures.get(key):
+                self._retry(key, str(error))
+            else:
+                self._failures[key] = 1
+                self._again[key] = True
+        except Throttled as error:
+            self._retry(key, str(error), at_least=error.retry_after)
         except ClusterError as error:
-            self._retry(key, str(error))
+            away = error.status in _AWAY
+            self._retry(key, str(error), at_most=_LAST_UNREACHED_SECONDS if away else _LAST_RETRY_SECONDS)
         except Exception:
             log.exception("pass failed", extra={"service": str(key)})
             self._retry(key, "unexpected error")
         else:
             self._failures.pop(key, None)
+            self._held.pop(key, None)
             if again is not None:
                 self.ask_in(key, again)
             log.debug("pass took %.3f s", time.monotonic() - began, extra={"service": str(key)})
 
-    def _retry(self, key: ServiceKey, why: str) -> None:
+    def _retry(self, key: ServiceKey, why: str, *, at_least: float = 0.0, at_most: float = _LAST_RETRY_SECONDS) -> None:
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
-        wait = min(_FIRST_RETRY_SECONDS * 2**failures, _LAST_RETRY_SECONDS)
+        wait = max(at_least, min(_FIRST_RETRY_SECONDS * 2 ** min(failures, 10), at_most))
+        self._held[key] = at_least > 0
         log.warning("pass failed, again in %.1f s: %s", wait, why, extra={"service": str(key)})
         self.ask_in(key, wait)

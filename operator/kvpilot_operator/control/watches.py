@@ -1,17 +1,27 @@
-"""kopf's part: watches on services and on what they own; each event only asks the pilot for a pass."""
+"""kopf's part: the watch on services. Each event only goes into the fleet's cache, which asks for a pass."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import repeat
 from typing import Any
 
 import kopf
 
-from kvpilot_operator.control.pilot import Pilot
-from kvpilot_operator.render.names import GROUP, PLURAL, SERVICE_LABEL, VERSION
-from kvpilot_operator.state.snapshot import ServiceKey
+from kvpilot_operator.cluster.client import SILENCE_SECONDS
+from kvpilot_operator.observe.fleet import Fleet
+from kvpilot_operator.render.names import GROUP, PLURAL, VERSION
 
 
-def registry(pilot: Pilot) -> kopf.OperatorRegistry:
+class Pauses:
+    """Seconds between attempts, for ever, and anew for each request."""
+
+    def __iter__(self) -> Iterator[float]:
+        yield from (0.5, 1.0, 2.0, 4.0)
+        yield from repeat(5.0)
+
+
+def registry(fleet: Fleet) -> kopf.OperatorRegistry:
     """Handlers without state of their own: no finalizers, no annotations, nothing to be remembered by kopf."""
     handlers = kopf.OperatorRegistry()
 
@@ -21,6 +31,11 @@ def registry(pilot: Pilot) -> kopf.OperatorRegistry:
         settings.watching.server_timeout = 300
         settings.watching.client_timeout = 330
         settings.watching.connect_timeout = 10
+        settings.watching.inactivity_timeout = SILENCE_SECONDS
+        # An outage may last: kopf gives up, and ends, when it has no pause left.
+        settings.networking.error_backoffs = Pauses()
+        settings.networking.connect_timeout = 10
+        settings.networking.request_timeout = 30
         settings.posting.enabled = False
         settings.scanning.disabled = True
 
@@ -29,12 +44,10 @@ def registry(pilot: Pilot) -> kopf.OperatorRegistry:
         return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
 
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=handlers)
-    def service_changed(namespace: str | None, name: str, **_: Any) -> None:
-        pilot.seen(ServiceKey(namespace or "", name))
+    def service_changed(event: kopf.RawEvent, **_: Any) -> None:
+        if event["type"] == "DELETED":
+            fleet.services.drop(dict(event["object"]))
+        else:
+            fleet.services.put(dict(event["object"]))
 
-    def owned_changed(namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
-        pilot.passes.ask(ServiceKey(namespace or "", labels[SERVICE_LABEL]))
-
-    for resource in (("apps", "v1", "deployments"), ("", "v1", "pods"), ("", "v1", "services")):
-        kopf.on.event(*resource, labels={SERVICE_LABEL: kopf.PRESENT}, registry=handlers)(owned_changed)
     return handlers

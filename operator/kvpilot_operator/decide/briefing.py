@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide.gpus import by_product
-from kvpilot_operator.decide.rollout import start_fault
-from kvpilot_operator.decide.situation import Situation
+from kvpilot_operator.decide.judging.gpus import by_product
+from kvpilot_operator.decide.judging.situation import Situation
+from kvpilot_operator.decide.judging.workload import Workload
 from kvpilot_operator.decide.target import Target, render
-from kvpilot_operator.decide.workload import Workload
+from kvpilot_operator.decide.trial.rollout import start_fault
 from kvpilot_operator.state.snapshot import NodeFacts, Snapshot
 from kvpilot_operator.state.status import Scaling
 

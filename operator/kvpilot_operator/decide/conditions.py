@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Literal
 
 from kvpilot_operator.api.schema import Fault
-from kvpilot_operator.decide import traffic
-from kvpilot_operator.decide.baseline import known
+from kvpilot_operator.decide.accuracy.baseline import known
+from kvpilot_operator.decide.accuracy.drift import REASON as DRIFTED
+from kvpilot_operator.decide.accuracy.drift import drifted
 from kvpilot_operator.decide.draft import Draft
-from kvpilot_operator.decide.drift import REASON as DRIFTED
-from kvpilot_operator.decide.drift import drifted
-from kvpilot_operator.decide.refusal import engine_failure, pending_reason
-from kvpilot_operator.decide.rollout import start_fault
+from kvpilot_operator.decide.judging.workload import USAGE_STEP_PERCENT, Workload
 from kvpilot_operator.decide.target import Target
-from kvpilot_operator.decide.workload import USAGE_STEP_PERCENT, Workload
+from kvpilot_operator.decide.trial import traffic
+from kvpilot_operator.decide.trial.refusal import engine_failure, pending_reason
+from kvpilot_operator.decide.trial.rollout import start_fault
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Canary, Condition, clip
 

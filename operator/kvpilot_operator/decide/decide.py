@@ -5,14 +5,18 @@ from __future__ import annotations
 import msgspec
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide import journal, probing, rollout, scaling, traffic
-from kvpilot_operator.decide.arbiter import arbitrate
+from kvpilot_operator.decide import journal
+from kvpilot_operator.decide.accuracy import probing
 from kvpilot_operator.decide.briefing import situation_of, step_tokens
 from kvpilot_operator.decide.conditions import conditions, refused
 from kvpilot_operator.decide.draft import Draft
-from kvpilot_operator.decide.placement import place, traffic_revision
+from kvpilot_operator.decide.judging import scaling
+from kvpilot_operator.decide.judging.arbiter import arbitrate
+from kvpilot_operator.decide.judging.workload import USAGE_STEP_PERCENT, Workload, classify
 from kvpilot_operator.decide.target import Target, choose
-from kvpilot_operator.decide.workload import USAGE_STEP_PERCENT, Workload, classify
+from kvpilot_operator.decide.trial import rollout, traffic
+from kvpilot_operator.decide.trial.placement import place, traffic_revision
+from kvpilot_operator.decide.trial.shelter import sheltered
 from kvpilot_operator.render.names import REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.snapshot import Snapshot
@@ -70,6 +74,7 @@ def _decide(draft: Draft, s: Snapshot, spec: Spec) -> Decision:
         baseline=captured,
         probe=request,
         events=tuple(draft.events),
+        sheltered=sheltered(draft, s, spec, request),
         again_seconds=_AGAIN_SECONDS if draft.status.canary is not None else None,
     )
 
@@ -88,7 +93,7 @@ def _summarise(draft: Draft, s: Snapshot, target: Target, workload: Workload, re
     # While two revisions serve together an autoscaler has to count the pods of both.
     one = f",{REVISION_LABEL}={names[0]}" if len(names) == 1 else ""
     draft.set(
-        replicas=sum(s.deployments[name].replicas for name in names if name in s.deployments),
+        replicas=_counted(draft, s, names, replicas),
         ready_replicas=sum(len(s.ready_pods(name)) for name in names),
         selector=f"{SERVICE_LABEL}={s.key.name}{one}",
     )
@@ -99,6 +104,18 @@ def _summarise(draft: Draft, s: Snapshot, target: Target, workload: Workload, re
         capacity_tokens=sample.capacity_tokens if sample is not None else draft.status.kv_cache.capacity_tokens,
         usage_percent=usage,
     )
+
+
+def _counted(draft: Draft, s: Snapshot, serving: tuple[str, ...], replicas: int) -> int:
+    """What /scale tells an autoscaler: the replicas that are asked for, serving or on trial.
+
+    The one pod more that a trial brings, and the place that is empty while two pods change over, do not count: they are
+    no reason to change the number.
+    """
+    if draft.status.canary is None and s.status.canary is None:
+        return sum(s.deployments[name].replicas for name in serving if name in s.deployments)
+    asked = sum(view.replicas for view in s.deployments.values())
+    return min(replicas, max(asked, s.status.replicas or 0))
 
 
 def _announce_pressure(draft: Draft, s: Snapshot, workload: Workload) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide.arbiter import Ruling
 from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.decide.judging.arbiter import Ruling
 from kvpilot_operator.decide.target import Target
 from kvpilot_operator.state.snapshot import Snapshot
 

@@ -7,10 +7,10 @@ from datetime import timedelta
 from typing import Any
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide.arbiter import Ruling
-from kvpilot_operator.decide.capacity import smaller
-from kvpilot_operator.decide.ladder import ACCURACY_REASONS, denial, rungs
-from kvpilot_operator.decide.veto import veto
+from kvpilot_operator.decide.judging.arbiter import Ruling
+from kvpilot_operator.decide.judging.capacity import smaller
+from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS, denial, rungs
+from kvpilot_operator.decide.judging.veto import veto
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Denied, Stable, Status

@@ -1,4 +1,4 @@
-"""Reads one service with everything that belongs to it, and scrapes the fleet's engines."""
+"""Makes one service's Snapshot out of what is known of the fleet, and scrapes the fleet's engines."""
 
 from __future__ import annotations
 
@@ -7,27 +7,17 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
-import httpx
-
-from kvpilot_operator.api.schema import Fault, apply_defaults, faults
-from kvpilot_operator.api.spec import Spec, parse
+from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster, Object
 from kvpilot_operator.errors import ClusterError, ScrapeError
 from kvpilot_operator.observe.believe import Judged
+from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.observe.page import PodMetrics
 from kvpilot_operator.observe.probe_plan import probe_plan
-from kvpilot_operator.observe.scrape import scrape
-from kvpilot_operator.observe.views import (
-    deployment_view,
-    gpu_of,
-    is_ours,
-    node_facts,
-    pod_view,
-    route_view,
-    traffic_of,
-)
+from kvpilot_operator.observe.scrape import open_session, scrape
+from kvpilot_operator.observe.views import facts_of_node, gpu_of, node_facts, route_view
 from kvpilot_operator.observe.windows import Windows, need
-from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND, SERVICE_LABEL, engine_url
+from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND, engine_url
 from kvpilot_operator.state.snapshot import (
     NodeFacts,
     PodView,
@@ -38,76 +28,105 @@ from kvpilot_operator.state.snapshot import (
     ServiceKey,
     Snapshot,
 )
-from kvpilot_operator.state.status import parse_status
 
 log = logging.getLogger(__name__)
 
-MAX_SCRAPES_AT_ONCE = 64
+# Pods that hang hold their place for as long as a scrape may take: many places, so that the others are still asked.
+MAX_SCRAPES_AT_ONCE = 512
+# What is known of a node with GPUs is believed for so long, and of one that shows none: its labels may still come.
+NODE_SECONDS = 600.0
+BARE_NODE_SECONDS = 30.0
 
 
 class Observer:
-    """Builds Snapshots; `clock` gives the time in UTC."""
+    """Builds Snapshots from the fleet's cache; `clock` gives the time in UTC, `on_scrape` hears how a scrape went."""
 
-    def __init__(self, cluster: Cluster, windows: Windows, server: ServerFacts, clock: Callable[[], datetime]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        fleet: Fleet,
+        windows: Windows,
+        server: ServerFacts,
+        clock: Callable[[], datetime],
+        on_scrape: Callable[[bool], None],
+    ) -> None:
         self._cluster = cluster
+        self._fleet = fleet
         self._windows = windows
         self._server = server
         self._clock = clock
-        self._http = httpx.AsyncClient(timeout=5.0)
+        self._on_scrape = on_scrape
+        self._http = open_session()
         self._scrapes = asyncio.Semaphore(MAX_SCRAPES_AT_ONCE)
-        self._read: dict[ServiceKey, tuple[tuple[str, int], tuple[Fault, ...], Spec | None]] = {}
-        self._gpus: dict[str, str] = {}
+        self._plans: dict[ServiceKey, tuple[object, Mapping[str, Mapping[str, str]], ProbePlan]] = {}
+        self._nodes: dict[str, tuple[datetime, Object]] = {}
         self._told: dict[tuple[ServiceKey, str], frozenset[str]] = {}
 
     async def close(self) -> None:
         """Close the connections to engines."""
-        await self._http.aclose()
+        await self._http.close()
 
     async def snapshot(self, key: ServiceKey, probe_result: ProbeResult | None) -> Snapshot | None:
         """Everything about one service now, or None where it does not exist or is being deleted."""
-        raw = await self._cluster.find(API_VERSION, KIND, key.namespace, key.name)
-        if raw is None or raw["metadata"].get("deletionTimestamp"):
-            self._read.pop(key, None)
+        service = self._fleet.services.get(*key)
+        if service is None:
+            self._plans.pop(key, None)
             self._told = {about: told for about, told in self._told.items() if about[0] != key}
             return None
-        broken, spec = self._spec(key, raw)
-        deployments, pods, service = await self._owned(key)
-        views = tuple(pod_view(pod) for pod in pods)
-        revisions = {view.revision: view for view in map(deployment_view, deployments)}
-        self._windows.keep_only(key, set(revisions))
+        spec = service.spec
+        # Whatever has to be asked for comes first: after it, nothing of the snapshot is older than the rest.
+        route = await self._route(key, spec)
+        probes = ProbePlan() if spec is None else await self._probe_plan(key, spec)
+        node = await self._node_facts(self._fleet.pods.of(key))
+        service = self._fleet.services.get(*key)
+        if service is None or service.spec is not spec:
+            return await self.snapshot(key, probe_result)
+        revisions = {placed.view.revision: placed.view for placed in self._fleet.deployments.of(key)}
+        traffic = self._fleet.traffic.get(*key)
+        self._windows.keep_only(key, revisions.keys())
         if spec is not None:
-            self._windows.keep(key, need(spec))
+            self._windows.keep(key, need(spec, trial=service.status.canary is not None))
         return Snapshot(
             now=self._clock().replace(microsecond=0),
             key=key,
-            uid=raw["metadata"]["uid"],
-            generation=raw["metadata"].get("generation", 0),
-            raw=raw,
-            faults=broken,
+            uid=service.uid,
+            generation=service.generation,
+            raw={"metadata": {"resourceVersion": service.version}},
+            faults=service.faults,
             spec=spec,
-            status=parse_status(raw.get("status")),
+            status=service.status,
             deployments=revisions,
-            pods=views,
-            traffic=traffic_of(service),
+            pods=tuple(self._fleet.pods.of(key)),
+            traffic=traffic.view if traffic is not None else None,
             samples=self._windows.of(key),
-            node=await self._node_facts(views),
+            node=node,
             model=self._windows.model(key),
-            route=await self._route(key, spec),
+            route=route,
             server=self._server,
-            probes=ProbePlan() if spec is None else await self._probe_plan(key, spec),
+            probes=probes,
             probe_result=probe_result,
         )
+
+    async def refresh(self, key: ServiceKey) -> None:
+        """Read a service from the API server: what the cache has of it has proved to be old."""
+        found = await self._cluster.find(API_VERSION, KIND, key.namespace, key.name)
+        self._fleet.wrote(KIND, key.namespace, key.name, found)
+
+    @property
+    def engines(self) -> int:
+        """Pods of the fleet, all of which may have to be scraped."""
+        return len(self._fleet.pods)
 
     async def scrape(self, key: ServiceKey) -> None:
         """Scrape every ready engine of a service; a pod that does not answer is left out of this sample."""
         by_revision: dict[str, list[PodView]] = {}
-        for view in map(pod_view, await self._pods(key)):
+        for view in self._fleet.pods.of(key):
             if view.ready and view.ip and not view.terminating:
                 by_revision.setdefault(view.revision, []).append(view)
         for revision, views in by_revision.items():
             answers = await asyncio.gather(*(self._scrape_pod(key, view) for view in views))
             pages = {view.name: page for view, page in zip(views, answers, strict=True) if page is not None}
-            gpus = {view.name: self._gpus[view.node] for view in views if view.node in self._gpus}
+            gpus = {view.name: self._gpu(view.node) for view in views if view.node in self._nodes}
             if pages:
                 judged = self._windows.add(
                     key, revision, self._clock(), pages, unanswered=len(views) - len(pages), gpus=gpus
@@ -130,42 +149,36 @@ class Observer:
         elif told:
             del self._told[key, revision]
 
-    def _spec(self, key: ServiceKey, raw: Object) -> tuple[tuple[Fault, ...], Spec | None]:
-        """Check and parse the spec; the answer is kept until the object's generation moves."""
-        version = (raw["metadata"]["uid"], raw["metadata"].get("generation", 0))
-        known = self._read.get(key)
-        if known is None or known[0] != version:
-            broken = faults(raw)
-            known = (version, broken, None if broken else parse(apply_defaults(raw)))
-            self._read[key] = known
-        return known[1], known[2]
-
     async def _scrape_pod(self, key: ServiceKey, pod: PodView) -> PodMetrics | None:
         try:
             async with self._scrapes:
-                return await scrape(self._http, engine_url(pod.ip))
+                page = await scrape(self._http, engine_url(pod.ip))
         except ScrapeError as error:
             log.warning("scrape failed: %s", error, extra={"service": str(key), "pod": pod.name})
+            self._on_scrape(False)
             return None
-
-    async def _pods(self, key: ServiceKey) -> list[Object]:
-        pods = await self._cluster.list("v1", "Pod", key.namespace, f"{SERVICE_LABEL}={key.name}")
-        return [pod for pod in pods if is_ours(pod, key.name)]
-
-    async def _owned(self, key: ServiceKey) -> tuple[list[Object], list[Object], Object | None]:
-        deployments, pods, service = await asyncio.gather(
-            self._cluster.list("apps/v1", "Deployment", key.namespace, f"{SERVICE_LABEL}={key.name}"),
-            self._pods(key),
-            self._cluster.find("v1", "Service", key.namespace, key.name),
-        )
-        return deployments, pods, service
+        self._on_scrape(True)
+        return page
 
     async def _node_facts(self, pods: Sequence[PodView]) -> NodeFacts:
         names = sorted({pod.node for pod in pods if pod.node})
-        found = await asyncio.gather(*(self._cluster.find("v1", "Node", "", name) for name in names))
-        nodes = [node for node in found if node is not None]
-        self._gpus |= {node["metadata"]["name"]: gpu_of(node) or "cpu" for node in nodes}
-        return node_facts(nodes)
+        await asyncio.gather(*(self._read_node(name) for name in names))
+        return node_facts([self._nodes[name][1] for name in names if name in self._nodes])
+
+    async def _read_node(self, name: str) -> None:
+        """Nodes are many and their labels hardly ever change: each is read once in a while, and watched never."""
+        known, now = self._nodes.get(name), self._clock()
+        keep = NODE_SECONDS if known is not None and gpu_of(known[1]) else BARE_NODE_SECONDS
+        if known is not None and 0 <= (now - known[0]).total_seconds() < keep:
+            return
+        found = await self._cluster.find("v1", "Node", "", name)
+        if found is None:
+            self._nodes.pop(name, None)
+        else:
+            self._nodes[name] = (now, facts_of_node(found))
+
+    def _gpu(self, node: str | None) -> str:
+        return gpu_of(self._nodes[node or ""][1]) or "cpu"
 
     async def _route(self, key: ServiceKey, spec: Spec | None) -> RouteView | None:
         name = spec.canary.route_ref if spec is not None else None
@@ -179,7 +192,13 @@ class Observer:
             return None
 
     async def _probe_plan(self, key: ServiceKey, spec: Spec) -> ProbePlan:
-        return probe_plan(spec, await probe_config_maps(self._cluster, key, spec))
+        maps = await probe_config_maps(self._cluster, key, spec)
+        # All that a plan depends on; reading the packs takes some 60 ms, so not at every edit.
+        about = (spec.model, spec.kv_cache.baseline, spec.accuracy.probe_sets)
+        known = self._plans.get(key)
+        if known is None or known[0] != about or known[1] != maps:
+            known = self._plans[key] = (about, maps, probe_plan(spec, maps))
+        return known[2]
 
 
 async def probe_config_maps(cluster: Cluster, key: ServiceKey, spec: Spec) -> dict[str, Mapping[str, str]]:

@@ -49,6 +49,15 @@ _NOTHING = Histogram()
 
 # One pod holds a connection for each request; a process may open about a million files.
 MOST_REQUESTS = 1_000_000
+# Far beyond any machine and any uptime, and still exact enough to count with; a broken page may say anything.
+MOST_COUNTED = 1e18
+MOST_TOKENS = 10**12
+# vLLM's histograms have some thirty. The bounds of a page are kept, so a page must not invent more at every scrape.
+MOST_BUCKETS = 200
+_LONGEST_BOUND = 32
+# What status.kvCache.observedDtype holds.
+_LONGEST_DTYPE = 63
+_EXCERPT = 100
 
 _LINE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?[ \t]+(\S+)(?:[ \t]+-?\d+)?")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
@@ -115,7 +124,8 @@ def parse_page(text: str) -> PodMetrics:
 
     Raises:
         ScrapeError: use of the cache is missing, a line cannot be read, or a value cannot be true (negative, not a
-            number, infinite, a share above 1, buckets that fall, more requests than a process has connections).
+            number, infinite, a share above 1, buckets that fall or are too many, more requests than a process has
+            connections, more tokens than memory holds, a dtype too long to be one).
     """
     found = _read(text)
     usage_name = next((name for name in _USAGE if name in found), None)
@@ -135,9 +145,9 @@ def parse_page(text: str) -> PodMetrics:
         usage_name=usage_name,
         running=_requests(_RUNNING, found.get(_RUNNING, ())),
         waiting=_requests(_WAITING, for_room or found.get(_WAITING, ())),
-        capacity_tokens=sum(map(_capacity, config)),
-        blocks=sum(_number(labels.get("num_gpu_blocks", "")) for labels in config),
-        dtype=config[-1].get("cache_dtype", "") if config else "",
+        capacity_tokens=_tokens("the capacity", sum(map(_capacity, config))),
+        blocks=_tokens("num_gpu_blocks", sum(_number(labels.get("num_gpu_blocks", "")) for labels in config)),
+        dtype=_dtype(config[-1]) if config else "",
         itl_name=itl_name,
         process_start=_count(_START, starts) if starts else None,
         totals=_totals(found, itl_name),
@@ -158,7 +168,7 @@ def _read(text: str) -> dict[str, list[_Series]]:
                 raise ValueError("not a series and its value")
             found.setdefault(name[0], []).append((dict(_LABEL.findall(parts[2] or "")), float(parts[3])))
         except ValueError as error:
-            raise ScrapeError(f"not Prometheus text: {line[:100]!r}: {error}") from error
+            raise ScrapeError(f"not Prometheus text: {line[:_EXCERPT]!r}: {str(error)[:_EXCERPT]}") from error
     return found
 
 
@@ -197,6 +207,8 @@ def _count(name: str, series: Iterable[_Series]) -> float:
         if not (math.isfinite(value) and value >= 0):
             raise ScrapeError(f"{name} is {value}: negative or not a number")
         total += value
+    if total > MOST_COUNTED:
+        raise ScrapeError(f"{name} is {total:g}: impossible, nothing counts beyond {MOST_COUNTED:g}")
     return int(total) if total.is_integer() else total
 
 
@@ -215,6 +227,11 @@ def _histogram(name: str, found: Mapping[str, list[_Series]]) -> Histogram:
         reached[edge] = reached.get(edge, 0.0) + _count(f"{name}_bucket", [(labels, value)])
     if not reached:
         return _NOTHING
+    if len(reached) > MOST_BUCKETS or max(map(len, reached)) > _LONGEST_BOUND:
+        raise ScrapeError(
+            f"{name}_bucket: {len(reached)} bounds, the longest of {max(map(len, reached))} characters; no engine has "
+            f"more than {MOST_BUCKETS} of {_LONGEST_BOUND}"
+        )
     bounds = _bounds(name, tuple(reached))
     counts: list[float] = []
     below = 0.0
@@ -229,8 +246,8 @@ def _histogram(name: str, found: Mapping[str, list[_Series]]) -> Histogram:
 
 def _sum(name: str, series: Iterable[_Series]) -> float:
     total = sum(value for _, value in series)
-    if not math.isfinite(total):
-        raise ScrapeError(f"{name} is {total}: not a number")
+    if not abs(total) <= MOST_COUNTED:
+        raise ScrapeError(f"{name} is {total}: not a number, or beyond {MOST_COUNTED:g}")
     return total
 
 
@@ -260,6 +277,19 @@ def _model(series: Iterable[_Series]) -> ModelFacts | None:
 def _capacity(labels: Mapping[str, str]) -> int:
     tokens = _number(labels.get("kv_cache_size_tokens", ""))
     return tokens or _number(labels.get("num_gpu_blocks", "")) * _number(labels.get("block_size", ""))
+
+
+def _tokens(what: str, number: int) -> int:
+    if number > MOST_TOKENS:
+        raise ScrapeError(f"{_CONFIG}: {what} is {number}: impossible, no memory holds more than {MOST_TOKENS} tokens")
+    return number
+
+
+def _dtype(labels: Mapping[str, str]) -> str:
+    dtype = labels.get("cache_dtype", "")
+    if len(dtype) > _LONGEST_DTYPE:
+        raise ScrapeError(f"{_CONFIG}: cache_dtype has {len(dtype)} characters: no dtype's name has so many")
+    return dtype
 
 
 def _number(text: str) -> int:

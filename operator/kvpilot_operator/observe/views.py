@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvpilot_operator.render.names import DTYPE_LABEL, ENGINE_CONTAINER, REVISION_LABEL, deployment_name
+from kvpilot_operator.render.names import (
+    DTYPE_LABEL,
+    ENGINE_CONTAINER,
+    REVISION_LABEL,
+    SHELTER_ANNOTATION,
+    deployment_name,
+)
 from kvpilot_operator.state.snapshot import DeploymentView, NodeFacts, PodView, RouteView, ServiceKey
 
 Object = Mapping[str, Any]
@@ -30,6 +36,8 @@ def pod_view(pod: Object) -> PodView:
         waiting_reason=waiting.get("reason"),
         exit_message=_exit_message(container) or waiting.get("message"),
         unschedulable=unschedulable,
+        uid=pod["metadata"].get("uid", ""),
+        sheltered=SHELTER_ANNOTATION in (pod["metadata"].get("annotations") or {}),
     )
 
 
@@ -38,7 +46,10 @@ def is_ours(pod: Object, service: str) -> bool:
     labels = pod["metadata"].get("labels") or {}
     prefix = f"{deployment_name(service, labels.get(REVISION_LABEL, ''))}-"
     return any(
-        owner.get("controller") and owner.get("kind") == "ReplicaSet" and owner.get("name", "").startswith(prefix)
+        owner.get("controller")
+        and str(owner.get("apiVersion", "")).startswith("apps/")
+        and owner.get("kind") == "ReplicaSet"
+        and owner.get("name", "").startswith(prefix)
         for owner in pod["metadata"].get("ownerReferences") or ()
     )
 
@@ -69,6 +80,17 @@ def gpu_of(node: Object) -> str | None:
         return str(product)
     allocatable = (node.get("status") or {}).get("allocatable") or {}
     return "unlabelled-gpu" if allocatable.get("nvidia.com/gpu", "0") != "0" else None
+
+
+def facts_of_node(node: Object) -> dict[str, Any]:
+    """The little of a node that is of interest; a whole one has some 30 KiB."""
+    metadata = node["metadata"]
+    labels = {name: value for name, value in (metadata.get("labels") or {}).items() if name.startswith("nvidia.com/")}
+    amount = ((node.get("status") or {}).get("allocatable") or {}).get("nvidia.com/gpu", "0")
+    return {
+        "metadata": {"name": metadata["name"], "labels": labels},
+        "status": {"allocatable": {"nvidia.com/gpu": amount}},
+    }
 
 
 def node_facts(nodes: Sequence[Object]) -> NodeFacts:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from math import floor
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.observe.believe import Judged, Known, believe
 from kvpilot_operator.observe.page import PodMetrics
-from kvpilot_operator.state.snapshot import ModelFacts, Sample, ServiceKey
+from kvpilot_operator.state.snapshot import NOTHING_OBSERVED, Flows, ModelFacts, Sample, ServiceKey
+
+log = logging.getLogger(__name__)
 
 # Samples in the window of pressure: enough to say "nine in ten of them".
 _PRESSURE_CELLS = 24
@@ -31,6 +34,10 @@ class Need:
     near: float = 600.0
     far: float = 3600.0
     cell: float = 12.5
+    pressure: float = 300.0
+    """Without a trial, histograms are kept of these last seconds alone, and of lengths alone."""
+    trial: bool = True
+    """Whether a canary is compared with the stable side."""
 
     @property
     def far_cell(self) -> float:
@@ -38,14 +45,14 @@ class Need:
         return max(self.cell, self.far / _FAR_CELLS)
 
 
-def need(spec: Spec) -> Need:
+def need(spec: Spec, *, trial: bool) -> Need:
     """The windows of a spec: those that the workload is judged by, and beyond them the longest that a step may take."""
     canary, sustained = spec.canary, spec.kv_cache.pressure.sustained_seconds
     holds = [step.hold_seconds for step in canary.steps if step.hold_seconds]
     near = max(sustained, spec.scaling.scale_down_stabilization_seconds)
     far = max(near, canary.progress_deadline_seconds, *(hold + canary.warm_up_seconds for hold in holds))
     cell = min(sustained / _PRESSURE_CELLS, _LONGEST_CELL_SECONDS, *(hold / _STEP_CELLS for hold in holds))
-    return Need(near, far, max(cell, near / _MOST_CELLS))
+    return Need(near, far, max(cell, near / _MOST_CELLS), sustained, trial)
 
 
 @dataclass(slots=True)
@@ -84,13 +91,38 @@ class _Series:
     far: deque[_Cell] = field(default_factory=deque)
     near: deque[_Cell] = field(default_factory=deque)
 
+    def turned_back(self, now: datetime) -> bool:
+        """Forget what is dated later than now, and say whether anything was; the clock has been set back then."""
+        ahead = now + timedelta(seconds=1)
+        later = [pod for pod, known in self.known.items() if known.time > ahead]
+        if not later:
+            return False
+        self.known = {pod: known for pod, known in self.known.items() if pod not in later}
+        for cells in (self.near, self.far):
+            while cells and cells[-1].sample.time > now:
+                cells.pop()
+        return True
+
     def add(self, sample: Sample, need: Need) -> None:
         """Append a sample, thin what has grown older, drop what nobody looks back on."""
+        if not need.trial:
+            sample = replace(sample, flows=replace(sample.flows, ttft=NOTHING_OBSERVED, itl=NOTHING_OBSERVED))
         _append(self.near, _Cell(sample), need.cell)
+        if not need.trial:
+            self._thin(sample.time, need.pressure)
         while _age(self.near[0], sample.time) > need.near:
             _append(self.far, self.near.popleft(), need.far_cell)
         while self.far and _age(self.far[0], sample.time) > need.far:
             self.far.popleft()
+
+    def _thin(self, now: datetime, seconds: float) -> None:
+        """Drop the histograms of what is older; older still, they are gone already."""
+        for cell in reversed(self.near):
+            flows = cell.sample.flows
+            if _age(cell, now) > seconds:
+                if flows.prompt_lengths is flows.generation_lengths is NOTHING_OBSERVED:
+                    return
+                cell.sample = replace(cell.sample, flows=_scalars(flows))
 
 
 class Windows:
@@ -116,6 +148,8 @@ class Windows:
     ) -> Judged:
         """Judge what a revision's pods answered, and keep it."""
         series = self._series.setdefault(key, {}).setdefault(revision, _Series())
+        if series.turned_back(time):
+            log.warning("the clock was set back: scrapes of later than now are forgotten", extra={"service": str(key)})
         judged = believe(time, series.known, pages, unanswered=unanswered, gpus=gpus)
         series.known = judged.known
         if judged.sample.pods or judged.sample.doubted:
@@ -133,7 +167,7 @@ class Windows:
         said = Counter(pod.page.model for one in every for pod in one.known.values() if pod.page.model is not None)
         return said.most_common(1)[0][0] if said else None
 
-    def keep_only(self, key: ServiceKey, revisions: set[str]) -> None:
+    def keep_only(self, key: ServiceKey, revisions: Collection[str]) -> None:
         """Forget revisions that no longer run."""
         series = self._series.get(key, {})
         for name in [name for name in series if name not in revisions]:
@@ -143,6 +177,12 @@ class Windows:
         """Forget a deleted service."""
         self._series.pop(key, None)
         self._needs.pop(key, None)
+
+
+def _scalars(flows: Flows) -> Flows:
+    """Without histograms, most of what a sample takes."""
+    none = NOTHING_OBSERVED
+    return replace(flows, ttft=none, itl=none, prompt_lengths=none, generation_lengths=none)
 
 
 def _append(cells: deque[_Cell], cell: _Cell, width: float) -> None:

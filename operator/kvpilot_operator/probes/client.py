@@ -29,6 +29,11 @@ RETRY_PAUSE_SECONDS = 0.5
 METRICS_SECONDS = 5.0
 _MAX_JSON_BYTES = 16 * 1024 * 1024
 _MAX_LINE_BYTES = 256 * 1024
+_MAX_PAGE_BYTES = 4 * 1024 * 1024
+# One token with its logprobs takes some 2 KiB. The loop that reads serves the whole fleet: an engine that talks without
+# an end, and fast, must not have it to itself until the run's deadline.
+_MAX_STREAM_BYTES = 1024 * 1024
+_MAX_TOKEN_BYTES = 64 * 1024
 _TOOLS_AS_TEXT = "You can call these tools. To call one, answer only with a JSON object with its name and arguments."
 
 
@@ -119,7 +124,7 @@ class Engine:
         found = 0.0
         try:
             async with asyncio.timeout(METRICS_SECONDS), self.http.stream("GET", f"{self.base_url}/metrics") as page:
-                async for line in _lines(page):
+                async for line in _lines(page, _MAX_PAGE_BYTES):
                     name, _, rest = line.replace(b"{", b" {", 1).partition(b" ")
                     if name == b"vllm:num_requests_waiting":
                         found += float(rest.split()[-1])
@@ -136,7 +141,7 @@ class Engine:
             async with self.http.stream("POST", url, json=body) as response:
                 if response.status_code != 200:
                     raise EngineRefused(url, response.status_code, printable(await _read(response, 4096)))
-                async for line in _lines(response):
+                async for line in _lines(response, _MAX_STREAM_BYTES + tokens * _MAX_TOKEN_BYTES):
                     if not line.startswith(b"data:"):
                         continue
                     data = line[5:].strip()
@@ -166,9 +171,10 @@ class Engine:
 
 
 def http_client() -> httpx.AsyncClient:
-    """Return a client for engines inside the cluster: no proxies, no redirects, bounded waits."""
+    """Return a client for engines inside the cluster: no proxies, no redirects, bounded waits, nothing compressed."""
     timeout = httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS)
-    return httpx.AsyncClient(timeout=timeout, trust_env=False, follow_redirects=False)
+    plain = {"Accept-Encoding": "identity"}
+    return httpx.AsyncClient(timeout=timeout, trust_env=False, follow_redirects=False, headers=plain)
 
 
 async def _twice(url: str, ask: Callable[[], Awaitable[T]]) -> T:
@@ -185,17 +191,19 @@ async def _twice(url: str, ask: Callable[[], Awaitable[T]]) -> T:
 async def _read(response: httpx.Response, limit: int) -> bytes:
     """Return the body, cut after `limit` bytes."""
     body = b""
-    async for chunk in response.aiter_bytes(16384):
+    async for chunk in response.aiter_raw(16384):
         body += chunk
         if len(body) >= limit:
             break
     return body[:limit]
 
 
-async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the lines of a stream; httpx's own splitter would buffer a line of any length."""
+async def _lines(response: httpx.Response, limit: int) -> AsyncIterator[bytes]:
+    """Yield the lines of a stream of at most `limit` bytes; httpx's own splitter would buffer a line of any length."""
     rest = b""
-    async for chunk in response.aiter_bytes():
+    async for chunk in response.aiter_raw():
+        if response.num_bytes_downloaded > limit:
+            raise MalformedAnswer(f"{response.url}: more than {limit} bytes")
         *lines, rest = (rest + chunk).split(b"\n")
         if len(rest) > _MAX_LINE_BYTES or any(len(line) > _MAX_LINE_BYTES for line in lines):
             raise MalformedAnswer(f"{response.url}: a line of more than {_MAX_LINE_BYTES} bytes")

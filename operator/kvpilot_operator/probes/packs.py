@@ -26,6 +26,7 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
@@ -122,7 +123,9 @@ def _text(probe_set: str, config_maps: Mapping[str, Mapping[str, str]]) -> str:
     raise UnknownPack(f"spec.accuracy.probeSets: {probe_set[:80]!r} is unknown; use {known} or configmap/NAME")
 
 
-def _parse(source: str, text: str, context_tokens: int) -> list[ProbePrompt]:
+# Most services of a fleet name the same packs, and YAML is slow to read.
+@lru_cache(maxsize=64)
+def _parse(source: str, text: str, context_tokens: int) -> tuple[ProbePrompt, ...]:
     size = len(text.encode())
     if size > MAX_PACK_BYTES:
         raise PackTooLarge(f"{source}: {size} bytes of YAML; a pack holds at most {MAX_PACK_BYTES}: shorten its texts")
@@ -145,7 +148,7 @@ def _parse(source: str, text: str, context_tokens: int) -> list[ProbePrompt]:
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice is not None:
         raise MalformedPack(f"{source}: the name {twice!r} is used twice; give every prompt its own")
-    return prompts
+    return tuple(prompts)
 
 
 def _prompt(source: str, index: int, entry: object, context_tokens: int) -> ProbePrompt:

@@ -14,10 +14,13 @@ from kvpilot_operator.render.names import (
     ENGINE_CONTAINER,
     ENGINE_PORT,
     REVISION_LABEL,
+    SERVICE_LABEL,
     owned_labels,
 )
 
 STARTUP_PERIOD_SECONDS = 5
+# The user of docker/runtime.Dockerfile; its group owns what is written to claims.
+ENGINE_USER = 65532
 _WEIGHTS_PATH = "/models"
 _COMPILE_PATH = "/compile-cache"
 
@@ -26,7 +29,7 @@ def pod_template(service: str, spec: Spec, dtype: str) -> dict[str, Any]:
     """The pod template of `spec` with this KV dtype, labelled with its own revision (8 hex digits of its content)."""
     template: dict[str, Any] = {
         "metadata": {"labels": {**owned_labels(service), DTYPE_LABEL: dtype}},
-        "spec": _pod_spec(spec, dtype),
+        "spec": _pod_spec(service, spec, dtype),
     }
     content = json.dumps(template, sort_keys=True, separators=(",", ":")).encode()
     template["metadata"]["labels"][REVISION_LABEL] = hashlib.sha256(content).hexdigest()[:8]
@@ -50,7 +53,7 @@ def startup_budget_seconds(spec: Spec) -> int:
     return 600 + int(billions * 2 / 0.1)
 
 
-def _pod_spec(spec: Spec, dtype: str) -> dict[str, Any]:
+def _pod_spec(service: str, spec: Spec, dtype: str) -> dict[str, Any]:
     engine, drain = spec.engine, spec.drain
     volumes, mounts = _volumes(spec)
     container: dict[str, Any] = {
@@ -83,6 +86,7 @@ def _pod_spec(spec: Spec, dtype: str) -> dict[str, Any]:
         },
         # The pod leaves the Service first; the engine then finishes what it has (--shutdown-timeout).
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(drain.pre_stop_seconds)]}}},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
     resources = {"requests": dict(engine.resources.requests), "limits": dict(engine.resources.limits)}
     container["resources"] = {kind: amounts for kind, amounts in resources.items() if amounts}
@@ -91,19 +95,57 @@ def _pod_spec(spec: Spec, dtype: str) -> dict[str, Any]:
         "volumes": volumes,
         "terminationGracePeriodSeconds": drain.pre_stop_seconds + drain.timeout_seconds + 10,
         "enableServiceLinks": False,
+        "securityContext": _security_context(),
+        # An engine asks nothing of the API server; an account that is named stands for an identity of the cloud.
+        "automountServiceAccountToken": bool(engine.service_account_name),
     }
-    return pod | {field: value for field, value in _placement(engine).items() if value}
+    return pod | {field: value for field, value in _placement(service, engine).items() if value}
 
 
-def _placement(engine: Engine) -> dict[str, Any]:
+def _security_context() -> dict[str, Any]:
+    """What Pod Security "restricted" asks of a pod."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": ENGINE_USER,
+        "runAsGroup": ENGINE_USER,
+        "fsGroup": ENGINE_USER,
+        # The files of a claim with weights are not all visited at every start.
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def _placement(service: str, engine: Engine) -> dict[str, Any]:
+    """Where pods may run: what the scheduler, and whoever makes nodes for pending pods, goes by."""
     return {
         "nodeSelector": dict(engine.node_selector),
+        "affinity": _affinity(engine),
+        "topologySpreadConstraints": [
+            {
+                "topologyKey": spread.topology_key,
+                "maxSkew": spread.max_skew,
+                "whenUnsatisfiable": spread.when_unsatisfiable,
+                "labelSelector": {"matchLabels": {SERVICE_LABEL: service}},
+            }
+            for spread in engine.topology_spread
+        ],
         "tolerations": [_toleration(toleration) for toleration in engine.tolerations],
         "serviceAccountName": engine.service_account_name,
         "runtimeClassName": engine.runtime_class_name,
         "priorityClassName": engine.priority_class_name,
         "imagePullSecrets": [{"name": name} for name in engine.image_pull_secrets],
     }
+
+
+def _affinity(engine: Engine) -> dict[str, Any]:
+    if not engine.node_affinity:
+        return {}
+    expressions = [
+        {"key": e.key, "operator": e.operator, **({"values": list(e.values)} if e.values else {})}
+        for e in engine.node_affinity
+    ]
+    terms = {"nodeSelectorTerms": [{"matchExpressions": expressions}]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
 
 
 def _toleration(toleration: Toleration) -> dict[str, Any]:

@@ -17,6 +17,9 @@ SERVICE_LABEL = "kvpilot.io/service"
 REVISION_LABEL = "kvpilot.io/revision"
 DTYPE_LABEL = "kvpilot.io/dtype"
 
+SHELTER_ANNOTATION = "kvpilot.io/sheltered"
+"""On a pod that a cluster autoscaler is asked to leave where it is for now."""
+
 ENGINE_CONTAINER = "engine"
 ENGINE_PORT = 8000
 

@@ -12,12 +12,19 @@ from kvpilot_operator.render.names import (
     HTTP_ROUTE_API,
     REVISION_LABEL,
     SERVICE_LABEL,
+    SHELTER_ANNOTATION,
     baseline_name,
     deployment_name,
     owned_labels,
     owner_reference,
 )
-from kvpilot_operator.state.snapshot import RouteView, ServiceKey
+from kvpilot_operator.state.snapshot import PodView, RouteView, ServiceKey
+
+_SHELTER = {
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+    "karpenter.sh/do-not-disrupt": "true",
+    SHELTER_ANNOTATION: "true",
+}
 
 
 def _metadata(key: ServiceKey, uid: str, name: str, labels: dict[str, str] | None = None) -> dict[str, Any]:
@@ -62,13 +69,33 @@ def service(key: ServiceKey, uid: str, name: str, revision: str) -> dict[str, An
     }
 
 
-def disruption_budget(key: ServiceKey, uid: str, revision: str, min_available: int) -> dict[str, Any]:
-    """Keeps voluntary disruptions from taking the pods that the Service selects below `min_available`."""
+def disruption_budget(
+    key: ServiceKey, uid: str, revision: str, min_available: int, *, evict_unready: bool
+) -> dict[str, Any]:
+    """Keeps voluntary disruptions from taking the pods that the Service selects below `min_available`.
+
+    With `evict_unready` a pod that is not ready may always leave: an engine that never starts keeps no node.
+    """
+    policy = {"unhealthyPodEvictionPolicy": "AlwaysAllow"} if evict_unready else {}
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
         "metadata": _metadata(key, uid, key.name),
-        "spec": {"minAvailable": min_available, "selector": {"matchLabels": _selector(key, revision)}},
+        "spec": {"minAvailable": min_available, "selector": {"matchLabels": _selector(key, revision)}, **policy},
+    }
+
+
+def pod_shelter(key: ServiceKey, pod: PodView, sheltered: bool) -> dict[str, Any]:
+    """The annotations of ours on one pod: those that cluster autoscalers know, with a mark of ours, or none."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": pod.name,
+            "namespace": key.namespace,
+            "uid": pod.uid,
+            "annotations": dict(_SHELTER) if sheltered else {},
+        },
     }
 
 

@@ -85,5 +85,7 @@ class Decision:
     """A captured baseline to keep before the status that names it is written."""
     probe: Find | Capture | Measure | None = None
     events: tuple[Event, ...] = ()
+    sheltered: frozenset[str] = frozenset()
+    """Names of pods that cluster autoscalers are asked to leave where they are; no other pod is."""
     again_seconds: float | None = None
     """Look again after this many seconds even if nothing happens."""

@@ -42,6 +42,9 @@ class PodView:
     """What the engine's last exit left behind (kvpilot-serve's refusal, or the end of its log)."""
     unschedulable: str | None
     """The scheduler's message while no node fits."""
+    uid: str = ""
+    sheltered: bool = False
+    """Whether we have asked cluster autoscalers to leave it where it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +201,8 @@ class ServerFacts:
     """What this API server serves."""
 
     pod_disruption_budgets: bool = True
+    unhealthy_pod_eviction: bool = True
+    """Whether a budget can let pods leave that are not ready (Kubernetes 1.27 and newer)."""
     http_routes: bool = False
 
 

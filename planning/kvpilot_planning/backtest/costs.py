@@ -18,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvpilot_operator.decide.capacity import projected_tokens
+from kvpilot_operator.decide.judging.capacity import projected_tokens
 
 
 class BacktestError(ValueError):

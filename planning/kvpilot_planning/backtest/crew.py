@@ -13,10 +13,10 @@ from datetime import datetime, timedelta
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpilot_operator.decide.arbiter import Ruling
-from kvpilot_operator.decide.capacity import gain, smaller
-from kvpilot_operator.decide.saturation import _SHARE as SHARE
-from kvpilot_operator.decide.situation import CLIMB_DWELLS
+from kvpilot_operator.decide.judging.arbiter import Ruling
+from kvpilot_operator.decide.judging.capacity import gain, smaller
+from kvpilot_operator.decide.judging.saturation import _SHARE as SHARE
+from kvpilot_operator.decide.judging.situation import CLIMB_DWELLS
 from kvpilot_operator.state.snapshot import Flows, Sample
 from kvpilot_planning.backtest.engine import EPOCH
 from kvpilot_planning.backtest.interval import Minute

@@ -16,12 +16,12 @@ import yaml
 
 from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.api.spec import Spec, parse
-from kvpilot_operator.decide.arbiter import Ruling, arbitrate
 from kvpilot_operator.decide.briefing import step_tokens
-from kvpilot_operator.decide.gpus import by_product
-from kvpilot_operator.decide.regret import remembered
-from kvpilot_operator.decide.situation import Situation
-from kvpilot_operator.decide.workload import Workload, classify
+from kvpilot_operator.decide.judging.arbiter import Ruling, arbitrate
+from kvpilot_operator.decide.judging.gpus import by_product
+from kvpilot_operator.decide.judging.regret import remembered
+from kvpilot_operator.decide.judging.situation import Situation
+from kvpilot_operator.decide.judging.workload import Workload, classify
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts, Sample
 from kvpilot_operator.state.status import Regret, Saturation
 from kvpilot_planning.backtest.costs import BacktestError, Profile

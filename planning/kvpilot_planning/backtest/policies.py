@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvpilot_operator.decide.exchange import Side, exchange
+from kvpilot_operator.decide.trial.exchange import Side, exchange
 from kvpilot_operator.state.snapshot import Sample
 from kvpilot_planning.backtest.engine import EPOCH
 from kvpilot_planning.backtest.hpa import Hpa

@@ -1,0 +1,124 @@
+"""What fleet.py measures with: a process' cost, the statuses that the watch brings, percentiles, rates of counters."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from kvpilot_operator.cluster.client import Cluster, Object
+from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.render.names import API_VERSION, KIND
+
+_TICK = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class Process:
+    """A child process, and what it costs."""
+
+    def __init__(self, command: list[str], folder: Path, kubeconfig: Path) -> None:
+        self.log = folder / f"{Path(command[-1] if command[0] == sys.executable else command[0]).stem}.log"
+        env = {**os.environ, "KUBECONFIG": str(kubeconfig)}
+        with self.log.open("wb") as log:
+            self._child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
+
+    def cpu(self) -> float:
+        """Seconds of processor time so far."""
+        fields = Path(f"/proc/{self._child.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICK
+
+    def rss(self) -> float:
+        """Resident MiB."""
+        pages = Path(f"/proc/{self._child.pid}/statm").read_text().split()[1]
+        return int(pages) * _PAGE_BYTES / 2**20
+
+    def lives(self) -> bool:
+        """Whether it still runs."""
+        return self._child.poll() is None
+
+    def end(self) -> None:
+        """Ask it to end, and wait."""
+        self._child.send_signal(signal.SIGTERM)
+        try:
+            self._child.wait(30)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+
+
+class Watched:
+    """Services as their watch tells of them: who waits for a status is told when it came."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.ready: dict[tuple[str, str], int] = {}
+        self._latest: dict[tuple[str, str], tuple[float, Object]] = {}
+        self._waiting: dict[tuple[str, str], list[tuple[Any, asyncio.Future[float]]]] = defaultdict(list)
+
+    async def run(self) -> None:
+        """Follow for ever."""
+        version = ""
+        while True:
+            try:
+                if not version:
+                    async for items, listed in self._cluster.pages(API_VERSION, KIND, "", ""):
+                        version = listed
+                        for one in items:
+                            self._see(one)
+                async for _, one in self._cluster.watch(API_VERSION, KIND, "", "", version):
+                    version = one["metadata"]["resourceVersion"]
+                    if "name" in one["metadata"]:
+                        self._see(one)
+            except ClusterError as error:
+                version = "" if error.status else version
+                await asyncio.sleep(0.2)
+
+    async def until(self, key: tuple[str, str], right: Any, since: float, seconds: float = 60.0) -> float:
+        """When a status came, not before `since`, of which `right(object)` holds; infinite where none did."""
+        seen, latest = self._latest.get(key, (0.0, {}))
+        if seen >= since and right(latest):
+            return seen
+        future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._waiting[key].append((right, future))
+        try:
+            return await asyncio.wait_for(future, seconds)
+        except TimeoutError:
+            return float("inf")
+
+    def _see(self, one: Object) -> None:
+        key, now = (one["metadata"]["namespace"], one["metadata"]["name"]), time.monotonic()
+        status = one.get("status") or {}
+        self.ready[key] = status.get("readyReplicas") or 0
+        self._latest[key] = (now, {"status": {k: status.get(k) for k in ("observedGeneration", "readyReplicas")}})
+        for right, future in list(self._waiting.get(key, ())):
+            if right(one):
+                self._waiting[key].remove((right, future))
+                if not future.done():
+                    future.set_result(now)
+
+
+def total(metrics: dict[str, float], name: str, part: str = "") -> float:
+    """The sum of a metric's series, of those alone that have `part` in their labels."""
+    return sum(value for series, value in metrics.items() if series.partition("{")[0] == name and part in series)
+
+
+def rate(before: dict[str, float], after: dict[str, float], name: str, seconds: float) -> float:
+    """How much a counter grew a second."""
+    return round((total(after, name) - total(before, name)) / seconds, 1)
+
+
+def shares(values: Iterable[float]) -> dict[str, float]:
+    """Percentiles of what is finite, and how many are not."""
+    every = list(values)
+    rising = sorted(value for value in every if value != float("inf"))
+    if not rising:
+        return {"count": 0, "missed": len(every)}
+    at = {f"p{q}": round(rising[min(len(rising) - 1, int(q / 100 * len(rising)))], 3) for q in (50, 95, 99)}
+    return {"count": len(rising), "missed": len(every) - len(rising), **at, "max": round(rising[-1], 3)}

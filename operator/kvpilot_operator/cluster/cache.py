@@ -1,0 +1,120 @@
+"""What is remembered of one kind of objects: small views of them, kept current by a watch and by own writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from kvpilot_operator.cluster.client import Object
+from kvpilot_operator.state.snapshot import ServiceKey
+
+V = TypeVar("V")
+
+Name = tuple[str, str]
+"""Namespace and name."""
+
+
+class _Entry(NamedTuple):
+    version: int
+    service: ServiceKey
+    view: Any
+
+
+class Store(Generic[V]):
+    """Views of objects by name and by the service that they belong to.
+
+    An object whose view is None, or that belongs to no service, is not kept. An older version never replaces a newer
+    one, so it does not matter whether the watch or the answer to an own write comes first: resourceVersions of one
+    kind are compared as numbers, which Kubernetes has declared to be right. `changed` is called with the service
+    whenever a view becomes another one, and not when only the object around it does.
+    """
+
+    def __init__(
+        self,
+        view: Callable[[Object], V | None],
+        service: Callable[[Object], ServiceKey | None],
+        changed: Callable[[ServiceKey], None],
+    ) -> None:
+        self._view = view
+        self._service = service
+        self._changed = changed
+        self._entries: dict[Name, _Entry] = {}
+        self._names: dict[ServiceKey, dict[Name, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, namespace: str, name: str) -> V | None:
+        """One object's view."""
+        entry = self._entries.get((namespace, name))
+        return entry.view if entry is not None else None
+
+    def of(self, service: ServiceKey) -> list[V]:
+        """The views of what belongs to a service, by name."""
+        return [self._entries[name].view for name in sorted(self._names.get(service, ()))]
+
+    def put(self, obj: Object) -> None:
+        """An object as it is, or was, at its resourceVersion."""
+        name, version = _name(obj), _version(obj)
+        known = self._entries.get(name)
+        if known is not None and version and version <= known.version:
+            return
+        service = self._service(obj)
+        view = self._view(obj) if service is not None else None
+        if service is None or view is None:
+            self._remove(name)
+            return
+        if known is not None and known.service != service:
+            self._remove(name)
+            known = None
+        self._entries[name] = _Entry(version, service, view)
+        self._names.setdefault(service, {})[name] = None
+        if known is None or known.view != view:
+            self._changed(service)
+
+    def drop(self, obj: Object) -> None:
+        """An object that was deleted; a newer one of its name stays."""
+        known = self._entries.get(_name(obj))
+        version = _version(obj)
+        if known is not None and (not version or version >= known.version):
+            self._remove(_name(obj))
+
+    def forget(self, namespace: str, name: str) -> None:
+        """An object of this name that we have deleted ourselves, or that is known not to exist."""
+        self._remove((namespace, name))
+
+    def keep_only(self, namespace: str, names: Collection[Name], version: str) -> None:
+        """Drop what a list of a namespace (of all where it is empty) at this version did not hold."""
+        limit = int(version) if version.isdigit() else None
+        gone = [
+            name
+            for name, entry in self._entries.items()
+            if name not in names and namespace in ("", name[0]) and (limit is None or entry.version <= limit)
+        ]
+        for name in gone:
+            self._remove(name)
+
+    def names(self) -> Iterable[Name]:
+        """What is kept."""
+        return self._entries.keys()
+
+    def _remove(self, name: Name) -> None:
+        known = self._entries.pop(name, None)
+        if known is None:
+            return
+        names = self._names[known.service]
+        del names[name]
+        if not names:
+            del self._names[known.service]
+        self._changed(known.service)
+
+
+def _name(obj: Object) -> Name:
+    metadata = obj["metadata"]
+    return metadata.get("namespace", ""), metadata["name"]
+
+
+def _version(obj: Object) -> int:
+    """0 where there is none that can be compared."""
+    version = obj["metadata"].get("resourceVersion") or ""
+    return int(version) if version.isdigit() else 0

@@ -1,0 +1,94 @@
+"""The gate that every write passes: open for ever, open until a time, or closed.
+
+A replica may write while no other can hold its Lease. So the gate closes by the clock alone: a process that was
+stopped, starved or cut off finds it closed when it wakes, whatever its other tasks have noticed by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvpilot_operator.errors import ClusterError
+
+
+def steady_time() -> float:
+    """Seconds on a clock that nobody sets and that, where the system can, goes on while the machine sleeps."""
+    if sys.platform == "linux":
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.monotonic()
+
+
+class NotLeader(ClusterError):
+    """A write was held back: this replica does not lead, or may not lead long enough."""
+
+    def __init__(self, method: str, path: str) -> None:
+        super().__init__(method, path, 0, "not sent: this replica does not hold the Lease")
+
+
+class Gate:
+    """Closed at first. Counts the writes that are under way, and those whose outcome nobody knows."""
+
+    def __init__(self, clock: Callable[[], float] = steady_time) -> None:
+        self._clock = clock
+        self._starts_before = -math.inf
+        self._ends_before = -math.inf
+        self._under_way = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._uncertain_until = -math.inf
+
+    @classmethod
+    def opened(cls) -> Gate:
+        """A gate that is open for ever, for a process that is alone."""
+        gate = cls()
+        gate.open(math.inf, math.inf)
+        return gate
+
+    def open(self, starts_before: float, ends_before: float) -> None:
+        """Let writes start until one time, and have each of them over by another (of the gate's clock)."""
+        self._starts_before, self._ends_before = starts_before, ends_before
+
+    def close(self) -> None:
+        """Let no further write start."""
+        self.open(-math.inf, -math.inf)
+
+    @contextmanager
+    def write(self, method: str, path: str) -> Iterator[float]:
+        """Surround the sending of one write; yields the seconds after which it must be given up.
+
+        Raises:
+            NotLeader: the gate is closed; nothing may be sent.
+        """
+        now, ends_before = self._clock(), self._ends_before
+        if now >= min(self._starts_before, ends_before):
+            raise NotLeader(method, path)
+        self._under_way += 1
+        self._idle.clear()
+        try:
+            yield ends_before - now
+        except BaseException as error:
+            # Without an answer from the server the write may still arrive.
+            if not isinstance(error, ClusterError) or error.status == 0:
+                self._uncertain_until = max(self._uncertain_until, ends_before)
+            raise
+        finally:
+            self._under_way -= 1
+            if self._under_way == 0:
+                self._idle.set()
+
+    async def drained(self, seconds: float) -> bool:
+        """Wait until no write is under way; True where none can reach the server any more.
+
+        False where one was given up or cut off and its time is not over: the Lease has to run out then.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return self._clock() >= self._uncertain_until

@@ -1,0 +1,82 @@
+"""Keeps a Store like a collection of the API server: list, watch, resume, and list again where that is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import Any
+
+from kvpilot_operator.cluster.cache import Name, Store
+from kvpilot_operator.cluster.client import Cluster, Throttled
+from kvpilot_operator.errors import ClusterError
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_SECONDS = 0.2
+# A server that comes back after an outage is to be noticed soon.
+_LAST_PAUSE_SECONDS = 5.0
+
+
+class Reflector:
+    """One collection (of one namespace, or of all where it is empty) in a Store; `filled` once it was listed."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        api_version: str,
+        kind: str,
+        namespace: str,
+        selector: str,
+        store: Store[Any],
+    ) -> None:
+        self._cluster = cluster
+        self._what = (api_version, kind, namespace, selector)
+        self._store = store
+        self._version = ""
+        self.filled = asyncio.Event()
+
+    async def run(self) -> None:
+        """Follow the collection until cancelled.
+
+        Where a watch ends, the next one resumes at the last version seen; where the server knows that no more, or says
+        anything else than that it cannot be reached, the collection is listed again. What was deleted in between is
+        missing from the list and is dropped then.
+        """
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                if not self._version:
+                    await self._list()
+                async for kind, obj in self._cluster.watch(*self._what, self._version):
+                    self._take(kind, obj)
+                    pause = _FIRST_PAUSE_SECONDS
+                continue
+            except ClusterError as error:
+                if error.status:
+                    self._version = ""
+                wait = error.retry_after if isinstance(error, Throttled) else pause * random.uniform(0.8, 1.2)  # noqa: S311
+                level = logging.DEBUG if error.status in (0, 410) else logging.WARNING
+                log.log(level, "watch of %s ended, again in %.1f s: %s", self._what[1], wait, error)
+            await asyncio.sleep(wait)
+            pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+
+    async def _list(self) -> None:
+        names: set[Name] = set()
+        version = ""
+        async for items, listed in self._cluster.pages(*self._what):
+            version = listed
+            for item in items:
+                self._store.put(item)
+                names.add((item["metadata"].get("namespace", ""), item["metadata"]["name"]))
+            await asyncio.sleep(0)
+        self._store.keep_only(self._what[2], names, version)
+        self._version = version
+        self.filled.set()
+
+    def _take(self, kind: str, obj: dict[str, Any]) -> None:
+        if kind in ("ADDED", "MODIFIED"):
+            self._store.put(obj)
+        elif kind == "DELETED":
+            self._store.drop(obj)
+        self._version = obj["metadata"]["resourceVersion"]

@@ -1,0 +1,184 @@
+"""What the operator thinks of each service, as Prometheus gauges.
+
+A pass hands over the whole picture of its service, which replaces the last one: what is no longer so is no longer
+shown, and a deleted service leaves nothing behind. Words (a dtype, a stage, a reason) are labels, and only the word
+that holds now is shown, with the value 1; so a service has some 30 series, and at most 70, however many words there
+are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.decide.trial.shifting import deadline
+from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
+from kvpilot_operator.state.status import Accuracy, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A metric of a service: its name, its help text, its labels beside namespace and name."""
+
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+Row = tuple[Family, tuple[str, ...], float]
+
+INFO = Family("kvpilot_service_info", "1, with what the spec asks for.", ("mode", "scaling", "model"))
+CONDITION = Family(
+    "kvpilot_condition", "1 for the status and reason that a condition has.", ("type", "status", "reason")
+)
+LAST_PASS = Family("kvpilot_last_pass_timestamp_seconds", "When a pass over the service last succeeded.")
+
+USAGE = Family("kvpilot_kv_usage_ratio", "Share of the KV cache in use, 0 to 1.")
+CAPACITY = Family("kvpilot_kv_capacity_tokens", "KV cache capacity, in tokens, of all replicas.")
+ACTIVE = Family("kvpilot_active_dtype", "1 for the KV-cache dtype that serves.", ("dtype",))
+RECOMMENDED = Family("kvpilot_recommended_dtype", "1 for the KV-cache dtype that kvpilot would run.", ("dtype",))
+DENIED = Family("kvpilot_denied_until_timestamp_seconds", "Until when a KV-cache dtype is not tried again.", ("dtype",))
+
+REPLICAS = Family("kvpilot_replicas", "Replicas that are asked for, serving or on trial.")
+READY_REPLICAS = Family("kvpilot_ready_replicas", "Engine pods that answer.")
+DESIRED_REPLICAS = Family("kvpilot_desired_replicas", "Replicas that kvpilot sees to.")
+RECOMMENDED_REPLICAS = Family("kvpilot_recommended_replicas", "Replicas that kvpilot would run.")
+MAX_REPLICAS = Family("kvpilot_max_replicas", "Replicas that the spec allows.")
+
+METRICS_TIME = Family("kvpilot_engine_metrics_timestamp_seconds", "When the service's engines were last scraped.")
+DOUBTED = Family("kvpilot_doubted_pods", "Pods that answer and whose metrics are not believed.")
+UNANSWERED = Family("kvpilot_unanswered_pods", "Ready pods that did not answer the last scrape.")
+
+_OPTION = ("action", "dtype", "outcome")
+OPTION_GPUS = Family(
+    "kvpilot_option_gpus", "GPUs that a step weighed in the last decision takes, or frees where negative.", _OPTION
+)
+OPTION_CAPACITY = Family(
+    "kvpilot_option_capacity_tokens", "Capacity that a step weighed in the last decision leads to.", _OPTION
+)
+
+CANARY_STAGE = Family("kvpilot_canary_stage", "1 for the stage that a canary is in.", ("stage", "dtype"))
+CANARY_DEADLINE = Family(
+    "kvpilot_canary_deadline_timestamp_seconds", "When the stage or step that a canary is in is given up."
+)
+CANARY_WEIGHT = Family("kvpilot_canary_weight_ratio", "Share of the requests that a canary gets, 0 to 1.")
+LAST_CANARY = Family(
+    "kvpilot_last_canary_timestamp_seconds",
+    "When the last canary ended, and how.",
+    ("stage", "dtype", "verdict", "reason"),
+)
+
+PROBE_KL = Family(
+    "kvpilot_probe_excess_kl_nats", "Excess KL divergence of the last probe over its control.", ("dtype",)
+)
+PROBE_TOP1 = Family(
+    "kvpilot_probe_top1_agreement_ratio", "Share of tokens of the last probe that agree, 0 to 1.", ("dtype",)
+)
+PROBE_FAILURES = Family("kvpilot_probe_failures", "Periodic probes that failed in a row.")
+PROBE_ERRORS = Family("kvpilot_probe_errors", "Periodic probes that brought no verdict in a row.")
+
+FAMILIES = tuple(value for value in list(globals().values()) if isinstance(value, Family))
+
+
+class ServiceMetrics(Collector):
+    """The newest rows of every service; a collector of a Prometheus registry. Reading it from a thread is fine."""
+
+    def __init__(self) -> None:
+        self._rows: dict[ServiceKey, tuple[Row, ...]] = {}
+
+    def show(self, key: ServiceKey, rows: tuple[Row, ...]) -> None:
+        """Show these rows of the service, and no others."""
+        self._rows[key] = rows
+
+    def forget(self, key: ServiceKey) -> None:
+        """Show the service no more."""
+        self._rows.pop(key, None)
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family, those without rows included, so that its name and help are always there."""
+        metrics = {
+            family: GaugeMetricFamily(family.name, family.help, labels=("namespace", "name", *family.labels))
+            for family in FAMILIES
+        }
+        for key, rows in list(self._rows.items()):
+            for family, labels, value in rows:
+                metrics[family].add_metric((*key, *labels), value)
+        yield from metrics.values()
+
+
+def rows(s: Snapshot, status: Status) -> tuple[Row, ...]:
+    """The picture of one service after a pass: `s` as it was observed, `status` as it was decided."""
+    found = (*_plain(s, status), *_words(s, status), *_options(status), *_canary(s, status), *_probes(status.accuracy))
+    return tuple((family, labels, float(value)) for family, labels, value in found if value is not None)
+
+
+_Rows = Iterator[tuple[Family, tuple[str, ...], float | None]]
+
+
+def _plain(s: Snapshot, status: Status) -> _Rows:
+    usage = status.kv_cache.usage_percent
+    yield LAST_PASS, (), s.now.timestamp()
+    yield USAGE, (), usage / 100 if usage is not None else None
+    yield CAPACITY, (), status.kv_cache.capacity_tokens
+    yield REPLICAS, (), status.replicas
+    yield READY_REPLICAS, (), status.ready_replicas
+    yield DESIRED_REPLICAS, (), status.scaling.desired_replicas
+    yield RECOMMENDED_REPLICAS, (), status.scaling.recommended_replicas
+    newest = [series[-1] for series in s.samples.values() if series]
+    yield METRICS_TIME, (), max((sample.time.timestamp() for sample in newest), default=None)
+    yield DOUBTED, (), sum(len(sample.doubted) for sample in newest)
+    yield UNANSWERED, (), sum(sample.unanswered for sample in newest)
+
+
+def _words(s: Snapshot, status: Status) -> _Rows:
+    if s.spec is not None:
+        yield INFO, (s.spec.kv_cache.mode, s.spec.scaling.mode, s.spec.model.served_name), 1
+        yield MAX_REPLICAS, (), s.spec.scaling.max_replicas
+    for one in status.conditions:
+        yield CONDITION, (one.type, one.status, one.reason), 1
+    kv = status.kv_cache
+    for family, dtype in ((ACTIVE, kv.active_dtype), (RECOMMENDED, kv.recommended_dtype)):
+        if dtype is not None:
+            yield family, (dtype,), 1
+    denied: dict[str, float] = {}
+    for entry in kv.denied:
+        denied[entry.dtype] = max(entry.until.timestamp(), denied.get(entry.dtype, 0.0))
+    for dtype, until in denied.items():
+        yield DENIED, (dtype,), until
+
+
+def _options(status: Status) -> _Rows:
+    options = next((entry.options for entry in status.decisions if entry.options), ())
+    by_labels = {(option.action, option.dtype, option.outcome): option for option in options}
+    for labels, option in by_labels.items():
+        yield OPTION_GPUS, labels, option.gpus
+        yield OPTION_CAPACITY, labels, option.capacity_tokens
+
+
+def _canary(s: Snapshot, status: Status) -> _Rows:
+    canary, last = status.canary, status.last_canary
+    if canary is not None:
+        yield CANARY_STAGE, (canary.stage, canary.dtype), 1
+        yield CANARY_WEIGHT, (), (canary.weight_percent or 0) / 100
+        yield CANARY_DEADLINE, (), _deadline(s.spec, status)
+    if last is not None:
+        yield LAST_CANARY, (last.stage, last.dtype, last.verdict, last.reason), last.stage_time.timestamp()
+
+
+def _deadline(spec: Spec | None, status: Status) -> float | None:
+    if spec is None or status.canary is None:
+        return None
+    return deadline(spec, status.canary).timestamp()
+
+
+def _probes(accuracy: Accuracy) -> _Rows:
+    last = accuracy.last
+    if last is not None:
+        yield PROBE_KL, (last.dtype,), last.excess_kl_micronats / 1e6
+        yield PROBE_TOP1, (last.dtype,), last.top1_agreement_permille / 1000
+    yield PROBE_FAILURES, (), accuracy.failures
+    yield PROBE_ERRORS, (), accuracy.errors

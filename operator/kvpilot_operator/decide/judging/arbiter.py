@@ -1,0 +1,146 @@
+"""Which step, of all that are possible? A smaller dtype is cheaper than a GPU, and a GPU is safer than a dtype.
+
+Under pressure: the safest dtype under which the demand fits; else as many replicas as it needs; else the smallest
+dtype, which is better than nothing. Where something other than memory binds: a replica, never a dtype. When pressure
+leaves: a replica fewer first, and back up the ladder once no replica can be given back. One step at a time, and none on
+metrics that say too little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from kvpilot_operator.decide.judging import options
+from kvpilot_operator.decide.judging.options import Step
+from kvpilot_operator.decide.judging.saturation import learned
+from kvpilot_operator.decide.judging.situation import Situation
+from kvpilot_operator.state.status import Option, Saturation
+
+__all__ = ["Ruling", "Situation", "arbitrate"]
+
+_BOUND = ("MemoryBound", "PrefillBound", "ComputeBound")
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """The step to take (`chosen`, which may be Stay) and what else was weighed."""
+
+    options: tuple[Option, ...]
+    """The chosen one first; the others only where a step was called for."""
+    reason: str
+    """One CamelCase word."""
+    message: str
+    hold: str | None = None
+    """Why nothing is done although a step is called for, without figures that move."""
+    wanted: Option | None = None
+    """The step that would be taken if nothing stood in its way."""
+    saturations: tuple[Saturation, ...] = ()
+    """To be given to the next situation."""
+
+    @property
+    def chosen(self) -> Option:
+        """The step to take."""
+        return self.options[0]
+
+
+def arbitrate(s: Situation) -> Ruling:
+    """Weigh every step of one service at one moment; total."""
+    kind = s.workload.kind
+    if s.busy is not None:
+        return _stay(s, "Busy", s.busy)
+    if s.loading and kind not in ("NoMetrics", "Warming"):
+        return _stay(s, "ReplicasLoading", _answering(s))
+    if kind in _BOUND:
+        return _relieve(s)
+    if kind in ("Relaxed", "Idle") and s.workload.calm:
+        return _release(s)
+    return _stay(s, kind, s.workload.message)
+
+
+def _stay(s: Situation, reason: str, message: str, wanted: Option | None = None) -> Ruling:
+    return Ruling((options.stay(s, "Chosen", message),), reason, message, wanted=wanted, saturations=s.saturations)
+
+
+def _relieve(s: Situation) -> Ruling:
+    """Requests wait: for memory, or for something that only a replica brings."""
+    w = s.workload
+    downs, more = options.down(s), options.out(s)
+    steps = [*downs, more]
+    picked = _for_memory(downs, more) if w.kind == "MemoryBound" else _if_open(more)
+    if picked is not None:
+        return _take(s, picked, steps, w.kind if picked is more else "MemoryPressured", w.message)
+    return _held(s, downs, more, steps)
+
+
+def _for_memory(downs: list[Step], more: Step) -> Step | None:
+    """The safest rung that is enough; else replicas; else the smallest rung."""
+    enough = next((step for step in downs if step.open and step.fits), None)
+    if enough is not None:
+        return enough
+    return _if_open(more) or next((step for step in reversed(downs) if step.open), None)
+
+
+def _if_open(step: Step) -> Step | None:
+    return step if step.open else None
+
+
+def _held(s: Situation, downs: list[Step], more: Step, steps: list[Step]) -> Ruling:
+    """Nothing is open: say what would be done, and what stands in its way."""
+    waiting = [step for step in downs if step.option.outcome in ("Dwelling", "CoolingDown", "NoCanary")]
+    closed = s.canary_closed()
+    if s.workload.kind == "MemoryBound" and waiting and closed is not None:
+        wanted = next((step for step in waiting if step.fits), waiting[-1])
+        return _hold(s, steps, wanted, closed[0], f"{closed[1]}; {_no_replica(s, more)}")
+    if s.workload.kind == "MemoryBound" and s.spec.kv_cache.mode != "Fixed":
+        left = "; ".join(f"{step.option.dtype}: {step.option.outcome}" for step in downs) or "none is smaller"
+        return _hold(s, steps, more, "EndOfLadder", f"no smaller dtype is left ({left}); {_no_replica(s, more)}")
+    return _hold(s, steps, more, more.option.outcome, f"{s.workload.kind}, but {_no_replica(s, more)}")
+
+
+def _no_replica(s: Situation, more: Step) -> str:
+    return {
+        "NotOwner": "replicas are written by another (scaling.mode External)",
+        "AtLimit": f"{s.replicas} replicas are the most (scaling.maxReplicas {s.spec.scaling.max_replicas})",
+    }.get(more.option.outcome, _answering(s))
+
+
+def _answering(s: Situation) -> str:
+    return f"{s.ready} of {s.replicas} replicas answer"
+
+
+def _release(s: Situation) -> Ruling:
+    """Next to nobody waits: what can be given back?"""
+    low = s.spec.kv_cache.pressure.low_percent
+    text = f"{s.workload.message}; below lowPercent {low}% for {s.spec.scaling.scale_down_stabilization_seconds} s"
+    fewer = options.scale_in(s)
+    if fewer.open:
+        return _take(s, fewer, [fewer, *options.up(s)], "LoadLeft", text)
+    if s.canary_closed(climb=True) is None:
+        ups = options.up(s)
+        higher = next((step for step in ups if step.open), None)
+        if higher is not None:
+            return _take(s, higher, [*ups, fewer], "PressureLeft", text)
+    would = fewer.option if fewer.option.outcome == "NotOwner" else None
+    return _stay(s, s.workload.kind, s.workload.message, would)
+
+
+def _take(s: Situation, step: Step, steps: list[Step], reason: str, evidence: str) -> Ruling:
+    chosen = msgspec.structs.replace(step.option, outcome="Chosen")
+    others = [other for other in steps if other is not step]
+    nothing = Step(options.stay(s, "Passed", "nothing changes"), open=False, fits=False)
+    known = s.saturations
+    if s.workload.kind in _BOUND:
+        known = learned(known, s.workload, s.dtype)
+    return Ruling(
+        options.listed(chosen, [*others, nothing]), reason, f"{evidence}; {chosen.message}", saturations=known
+    )
+
+
+def _hold(s: Situation, steps: list[Step], wanted: Step, reason: str, why: str) -> Ruling:
+    chosen = options.stay(s, "Chosen", why)
+    message = f"{s.workload.message}; {why}"
+    return Ruling(
+        options.listed(chosen, steps), reason, message, hold=why, wanted=wanted.option, saturations=s.saturations
+    )

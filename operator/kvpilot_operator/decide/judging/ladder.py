@@ -1,0 +1,57 @@
+"""Which dtypes are there to choose from, and which of them are ruled out for this service now?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.decide.judging.veto import slow_fp8, veto
+from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
+from kvpilot_operator.state.status import Denied
+
+# Denials for these reasons say that answers are wrong: a dtype that serves all the same is left.
+ACCURACY_REASONS = ("AccuracyRegressed", "AccuracyDrifted")
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A dtype of the ladder; `outcome` is Vetoed or Denied where it is ruled out, and `message` says why."""
+
+    dtype: str
+    outcome: str | None = None
+    message: str = ""
+
+
+def rungs(
+    spec: Spec, node: NodeFacts, model: ModelFacts | None, denied: Sequence[Denied], now: datetime
+) -> tuple[Rung, ...]:
+    """The baseline and the ladder, from the safest to the smallest."""
+    found = [_rung(dtype, spec, node, model, denied, now) for dtype in (spec.kv_cache.baseline, *spec.kv_cache.ladder)]
+    ours_open = any(rung.outcome is None and not rung.dtype.startswith("fp8") for rung in found[1:])
+    for i, rung in enumerate(found):
+        slow = slow_fp8(rung.dtype, model)
+        if rung.outcome is None and slow is not None and ours_open:
+            found[i] = Rung(rung.dtype, "Vetoed", slow)
+    return tuple(found)
+
+
+def denial(dtype: str, spec: Spec, node: NodeFacts, denied: Sequence[Denied], now: datetime) -> Denied | None:
+    """The standing denial of this dtype for this model, image and GPU, if any."""
+    if spec.rollout.deny_seconds == 0:
+        return None
+    wanted = (dtype, spec.model.source, spec.engine.image, node.gpu)
+    return next((d for d in denied if (d.dtype, d.model, d.image, d.gpu) == wanted and d.until > now), None)
+
+
+def _rung(
+    dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None, denied: Sequence[Denied], now: datetime
+) -> Rung:
+    ruled_out = veto(dtype, spec, node, model)
+    if ruled_out is not None:
+        return Rung(dtype, "Vetoed", ruled_out.message)
+    standing = denial(dtype, spec, node, denied, now)
+    if standing is not None:
+        return Rung(dtype, "Denied", f"{dtype} is denied until {standing.until:%Y-%m-%dT%H:%M:%SZ} ({standing.reason})")
+    return Rung(dtype)

@@ -1,0 +1,101 @@
+"""What would a step do to the time between two tokens? The canary history first, else the bytes that attention reads.
+
+A decode step reads every token of the running requests from the cache once, which is limited by memory bandwidth:
+attention = cached bytes of one GPU / (peak bandwidth * efficiency). The rest of the step (weights, launches) does not
+depend on the cache. So with t = the observed time between two tokens and a = attention's part of it, a step to another
+dtype or another number of replicas changes t by a' - a.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.decide.judging.capacity import bits_per_element
+from kvpilot_operator.decide.judging.gpus import by_product
+from kvpilot_operator.decide.judging.workload import Workload
+from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
+from kvpilot_operator.state.status import Experience
+
+# Share of an H200's peak bandwidth (4.8 TB/s) that decode attention reaches on the bytes of its cache, 32 sequences of
+# 16K tokens of a Llama-3-8B, vLLM 0.32.0: auto, fp8, k4v4 and k4v2 from the attention column of
+# docs/benchmarks/h200-engine.md, the others of ours from the layer column of h200-decode.md. vLLM's own integer and
+# TurboQuant caches: from step times of 67.6, 78.5 (32 x 16K) and 10.3 ms (32 x 2K) of the same model, vLLM 0.25.1.
+# Another GPU is taken to reach the same share of its own peak.
+EFFICIENCY = {
+    "auto": 0.92, "bfloat16": 0.92, "float16": 0.92, "fp8": 0.63, "fp8_e4m3": 0.63,
+    "int8": 0.77, "k8v4": 0.80, "k4v4": 0.77, "k4v2": 0.63, "k2v2": 0.40,
+    "int8_per_token_head": 0.12, "int4_per_token_head": 0.052, "turboquant_4bit_nc": 0.094,
+}  # fmt: skip
+# FP8 at head_dim 256, from the same table: 0.82 times the speed of 16 bits on half the bytes.
+_FP8_HEAD_DIM_256 = 0.35
+# Attention is never taken for more than this share of the observed time: prefixes that requests share are read once
+# and counted for each.
+_MOST = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Percent by which the time between two tokens would change, None where nothing is known, and from what."""
+
+    percent: int | None
+    message: str
+
+
+def expected_itl_change(
+    *, spec: Spec, workload: Workload, node: NodeFacts, model: ModelFacts | None, history: Sequence[Experience],
+    from_dtype: str, to_dtype: str, load: float = 1.0,
+) -> Expected:  # fmt: skip
+    """Of a step from one dtype to another, with `load` times the tokens in each replica's cache."""
+    if from_dtype != to_dtype:
+        known = _measured(spec, node, history, from_dtype, to_dtype)
+        if known is not None:
+            return Expected(known, f"a canary measured {known:+d}% between two tokens")
+    now = _attention_seconds(spec, workload, node, model, from_dtype)
+    after = _attention_seconds(spec, workload, node, model, to_dtype)
+    if isinstance(now, str) or isinstance(after, str):
+        unknown = now if isinstance(now, str) else after
+        return Expected(None, f"nothing is known of the time between two tokens: {unknown}")
+    observed = workload.itl_seconds
+    if not observed:
+        return Expected(None, "nothing is known of the time between two tokens: no token was seen")
+    part = min(now, _MOST * observed)
+    percent = round(100 * (part * (after / now) * load - part) / observed) if now > 0 else 0
+    return Expected(
+        percent,
+        f"{percent:+d}% between two tokens, from {observed * 1000:.1f} ms of which attention reads the cache for "
+        f"{part * 1000:.1f} ms (efficiencies as measured on an H200)",
+    )
+
+
+def _measured(spec: Spec, node: NodeFacts, history: Sequence[Experience], from_dtype: str, to_dtype: str) -> int | None:
+    """The newest canary's figure for the same step, model, image and GPU."""
+    wanted = (to_dtype, from_dtype, spec.model.source, spec.engine.image, node.gpu)
+    for e in history:
+        if (e.dtype, e.from_dtype, e.model, e.image, e.gpu) == wanted and e.itl_p95_change_percent is not None:
+            return e.itl_p95_change_percent
+    return None
+
+
+def _attention_seconds(
+    spec: Spec, workload: Workload, node: NodeFacts, model: ModelFacts | None, dtype: str
+) -> float | str:
+    """Seconds of a step in which one GPU reads the tokens that are cached now, or what is not known."""
+    gpu = by_product(node.gpu)
+    if gpu is None:
+        return f"the bandwidth of {node.gpu} is not in the table"
+    if model is None or model.head_dim <= 0:
+        return "the engine has not told the model's architecture"
+    if model.mla:
+        return "the model has multi-head latent attention"
+    efficiency = EFFICIENCY.get(dtype)
+    if dtype.startswith("fp8") and model.head_dim >= 256 and efficiency is not None:
+        efficiency = _FP8_HEAD_DIM_256
+    if efficiency is None:
+        return f"{dtype} was never measured"
+    tokens = workload.usage_percent / 100 * workload.capacity_per_pod
+    heads = -(-model.kv_heads // spec.engine.tensor_parallel_size)
+    bits = bits_per_element(dtype, model, spec.kv_cache.skip_layers)
+    cached = tokens * model.layers * heads * 2 * model.head_dim * bits / 8
+    return cached / (gpu.bandwidth_gb_s * 1e9 * efficiency)

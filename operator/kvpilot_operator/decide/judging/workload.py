@@ -1,0 +1,316 @@
+"""What binds the service? Answered from a window of the engine's own metrics: memory, prompts, the batch, or nothing.
+
+A smaller dtype buys memory and nothing else, so this is about telling lack of memory from lack of anything else.
+Metrics that are old, full of gaps, or from too few of the pods say nothing at all.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from itertools import pairwise
+from operator import attrgetter
+from typing import Literal
+
+from kvpilot_operator.api.spec import Pressure
+from kvpilot_operator.decide.judging.window import GAP, Sums, add_up, believed
+from kvpilot_operator.state.histogram import Histogram
+from kvpilot_operator.state.snapshot import Sample
+
+Kind = Literal["NoMetrics", "Warming", "Idle", "MemoryBound", "PrefillBound", "ComputeBound", "Relaxed"]
+
+# A window counts as full when the time between its scrapes adds up to this share of it: they do not fall on its edges.
+_SPAN = 0.8
+# One scrape in ten may miss the threshold (a long request that ends frees its blocks at once).
+_SHARE = 0.9
+# Fewer running requests a replica than this, and none that wait: next to nothing runs.
+_IDLE_RUNNING = 0.1
+# A usage that moved by less than this many points is not worth a write to the API server.
+USAGE_STEP_PERCENT = 5
+# A queue is to drain in this many seconds, about as long as clients are willing to wait: what decides how many of the
+# waiting requests must run at once.
+_DRAIN_SECONDS = 120.0
+# Prompts that fill this share of a full cache's steps take over 80% of their time (H200, Llama-3-8B: a step of 8,192
+# prompt tokens takes 240 ms, one that only reads a full cache 32 ms), so no capacity would bring more than 1.2x.
+_FULL_STEP = 0.6
+# Prefixes are thrown out where the prefix cache holds this much less of the prompts than it did lately.
+_LOST_REUSE = 0.2
+_TIME = attrgetter("time")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What the window says. Requests and tokens are of all replicas together, also of those that gave no page."""
+
+    kind: Kind
+    message: str = ""
+    """The evidence, in words and numbers."""
+    usage_percent: int = 0
+    """KV blocks in use, on average."""
+    waiting: float = 0.0
+    """Requests that wait, on average."""
+    running: float = 0.0
+    """Requests that run, on average."""
+    preemptions_per_minute: float = 0.0
+    """Of one replica."""
+    pods: int = 0
+    """Ready replicas at the newest scrape."""
+    capacity_tokens: int = 0
+    demand_tokens: int = 0
+    """Tokens that running requests hold, and those would hold that must run for the queue to drain in two minutes.
+
+    Twice the capacity at least where prefixes are thrown out: how many is not known, and what does not double the cache
+    is not worth a restart.
+    """
+    prefill_share: float | None = None
+    """Prefill seconds over prefill and decode seconds of requests, 0 to 1; None where no request was seen."""
+    prompts_in_hand: float | None = None
+    """Prompts that one replica is computing, on average."""
+    prompt_tokens_per_step: float | None = None
+    """Prompt tokens that are computed, cached ones left out, for each step of one replica."""
+    mean_prompt: float | None = None
+    """Tokens."""
+    mean_generation: float | None = None
+    """Tokens."""
+    requests_per_second: float | None = None
+    """That one replica finishes."""
+    best_requests_per_second: float | None = None
+    """The most that one replica finished over any such window of the samples; only where requests wait."""
+    tokens_per_second: float | None = None
+    """Generated tokens of one replica."""
+    itl_seconds: float | None = None
+    """Mean time between two tokens of one request."""
+    calm: bool = False
+    """The last `calm_seconds` were seen whole, and next to nobody waited."""
+    peak_load: float = 0.0
+    """The most KV cache in use in that time, in replicas: 1.5 is one and a half replicas' whole cache."""
+    doubted: tuple[str, ...] = ()
+    """Pods that are not believed, and why."""
+    window: Sequence[Sample] = field(default=(), repr=False, compare=False)
+
+    @property
+    def demand_per_pod(self) -> float:
+        """Tokens of demand for each replica."""
+        return self.demand_tokens / self.pods if self.pods else 0.0
+
+    @property
+    def capacity_per_pod(self) -> float:
+        """Tokens that one replica holds."""
+        return self.capacity_tokens / self.pods if self.pods else 0.0
+
+    def prompt_lengths(self) -> Histogram:
+        """Lengths in tokens of the prompts that the window saw end."""
+        return _together([s.flows.prompt_lengths for s in self.window])
+
+    def generation_lengths(self) -> Histogram:
+        """Lengths in tokens of the answers that the window saw end."""
+        return _together([s.flows.generation_lengths for s in self.window])
+
+
+def classify(
+    samples: Sequence[Sample],
+    pressure: Pressure,
+    now: datetime,
+    *,
+    was_bound: bool = False,
+    calm_seconds: int = 600,
+    step_tokens: int = 8192,
+) -> Workload:
+    """Judge the samples (oldest first) of the last `sustainedSeconds`.
+
+    `calm` looks back over `calm_seconds`; `step_tokens` is the engine's max_num_batched_tokens.
+
+    Memory-bound means all of: nearly every sample at or above `highPercent`; requests that wait (on average at least
+    `waitingPerReplica` a replica) or are preempted (at least `preemptionsPerMinute` a replica); and prompts that do
+    not fill the engine's steps, or fill them only since a full cache throws out prefixes that it used to hold. A full
+    cache that nobody waits for is a cache put to good use. Requests that wait beside a cache with room wait for
+    prompts or for the batch, which no dtype changes. A service that `was_bound` stays so until its average use falls
+    below `lowPercent` or nobody waits: one quiet moment does not end a pressure.
+    A new replica starts the window anew: what was before it says nothing of now.
+    """
+    end = bisect_right(samples, now, key=_TIME)
+    while end and not believed(samples[end - 1]):
+        end -= 1
+    if not end or now - samples[end - 1].time > GAP:
+        doubted = samples[-1].doubted if samples else ()
+        names = ", ".join(sorted(doubt.partition(":")[0] for doubt in doubted))
+        why = f"; not believed: {names}" if names else ""
+        return Workload(
+            "NoMetrics", f"in the last minute no scrape reached enough of the engines{why}", doubted=doubted
+        )
+    start = bisect_left(samples, now - timedelta(seconds=pressure.sustained_seconds), hi=end, key=_TIME)
+    start = _grown(samples, min(start, max(end - 2, 0)), end)
+    window = samples[start:end]
+    seen = add_up(window, pressure)
+    lost = _thrown_out(seen, samples[:end], pressure)
+    kind, message = _judge(seen, pressure, was_bound, step_tokens, lost)
+    calm = None
+    if kind in ("Idle", "Relaxed") and seen.usage * 100 < pressure.low_percent:
+        start = bisect_left(samples, now - timedelta(seconds=calm_seconds), hi=end, key=_TIME)
+        calm = _calm(samples[start:end], calm_seconds, pressure)
+    bound = kind in ("MemoryBound", "PrefillBound", "ComputeBound")
+    best = _best_rate(samples[:end], pressure.sustained_seconds) if bound else None
+    return _workload(kind, message, seen, window, calm, best, lost)
+
+
+def _grown(samples: Sequence[Sample], start: int, end: int) -> int:
+    """Where the window begins that the newest replica has seen: what was before it came up says nothing of now."""
+    ready = [s.pods + s.unanswered + len(s.doubted) for s in samples[start:end]]
+    if min(ready) == ready[-1]:
+        return start
+    return start + max(i for i in range(1, len(ready)) if ready[i - 1] < ready[i])
+
+
+def _judge(
+    seen: Sums, pressure: Pressure, was_bound: bool, step_tokens: int, thrown_out: str | None
+) -> tuple[Kind, str]:
+    memory = (
+        f"KV use {seen.usage * 100:.0f}% of {seen.capacity} tokens (limit {pressure.high_percent}%), "
+        f"{seen.waiting:.1f} waiting, {seen.preemptions:.1f} preemptions a minute, over {seen.covered:.0f} s"
+    )
+    sustained = seen.covered >= _SPAN * pressure.sustained_seconds
+    queue = seen.waiting >= pressure.waiting_per_replica * seen.pods
+    starved = queue or seen.preemptions >= pressure.preemptions_per_minute
+    full = seen.high >= _SHARE * seen.count
+    still = was_bound and seen.usage * 100 >= pressure.low_percent
+    if starved and (full or still):
+        if not sustained:
+            return "Warming", f"{memory}: not sustained for {pressure.sustained_seconds} s yet"
+        if thrown_out is not None:
+            return "MemoryBound", f"{memory}; {thrown_out}: memory binds"
+        if seen.mostly_prompts or (seen.prompt_tokens_per_step or 0.0) >= _FULL_STEP * step_tokens:
+            return "PrefillBound", f"{memory}; {_prompts(seen)}: more KV memory would not compute them sooner"
+        return "MemoryBound", f"{memory}: memory {'binds' if full else 'still binds'}"
+    if full:
+        return "Relaxed", f"{memory}: the cache is full, but no request waits for it"
+    if starved and seen.usage * 100 >= pressure.high_percent:
+        return "Warming", f"{memory}: full on average, and not in nine of ten scrapes"
+    if queue and seen.queued >= _SHARE * seen.count:
+        if not sustained:
+            return "Warming", f"{memory}: a queue beside a cache with room, not sustained yet"
+        if seen.mostly_prompts or seen.always_prompts:
+            return "PrefillBound", f"{memory}; {_prompts(seen)}: prompts bind, not memory"
+        batch = f"{seen.running / seen.pods:.1f} requests run on a replica"
+        return "ComputeBound", f"{memory}; {batch}: its batch binds, not memory"
+    if max(seen.running, seen.waiting) < _IDLE_RUNNING * seen.pods:
+        return "Idle", f"{memory}: next to nothing runs"
+    return "Relaxed", f"{memory}: memory does not bind"
+
+
+def _prompts(seen: Sums) -> str:
+    mean = f" of {seen.prompted / seen.finished:.0f} tokens" if seen.finished else ""
+    return (
+        f"a replica has {seen.prefill / seen.seconds if seen.seconds else 0.0:.1f} prompts{mean} in hand and computes "
+        f"{seen.prompt_tokens_per_step or 0.0:.0f} prompt tokens a step"
+    )
+
+
+def _calm(window: Sequence[Sample], calm_seconds: int, pressure: Pressure) -> float | None:
+    """The most cache in use, in replicas; None where requests waited or replicas went unseen."""
+    whole = [s for s in window if s.pods and not s.doubted and not s.unanswered]
+    if len(whole) < _SHARE * len(window) or not whole:
+        return None
+    times = [s.time for s in whole]
+    covered = times[-1] - times[0] - sum((b - a for a, b in pairwise(times) if b - a > GAP), timedelta())
+    if covered.total_seconds() < _SPAN * calm_seconds:
+        return None
+    if sum(s.waiting / s.pods for s in whole) > 0.5 * pressure.waiting_per_replica * len(whole):
+        return None
+    return max(s.usage * s.pods for s in whole)
+
+
+def _workload(
+    kind: Kind,
+    message: str,
+    seen: Sums,
+    window: Sequence[Sample],
+    calm: float | None,
+    best: float | None,
+    lost: str | None,
+) -> Workload:
+    seconds, finished, requests = seen.seconds, seen.finished, seen.prefill + seen.decode
+    return Workload(
+        kind=kind,
+        message=message,
+        usage_percent=round(seen.usage * 100),
+        waiting=round(seen.waiting, 2),
+        running=round(seen.running, 2),
+        preemptions_per_minute=round(seen.preemptions, 2),
+        pods=seen.pods,
+        capacity_tokens=seen.capacity,
+        demand_tokens=_demand(seen) if lost is None else max(_demand(seen), 2 * seen.capacity),
+        prefill_share=seen.prefill / requests if requests else None,
+        prompts_in_hand=seen.prefill / seconds if seconds else None,
+        prompt_tokens_per_step=seen.prompt_tokens_per_step,
+        mean_prompt=seen.prompted / finished if finished else None,
+        mean_generation=seen.generated / finished if finished else None,
+        requests_per_second=finished / seconds if seconds else None,
+        best_requests_per_second=best,
+        tokens_per_second=seen.generated / seconds if seconds else None,
+        itl_seconds=seen.decode / seen.generated if seen.generated else None,
+        calm=calm is not None,
+        peak_load=calm if calm is not None else 0.0,
+        doubted=window[-1].doubted,
+        window=window,
+    )
+
+
+def _thrown_out(seen: Sums, samples: Sequence[Sample], pressure: Pressure) -> str | None:
+    """Why prompts that are computed now are a lack of memory: until lately the prefix cache held more of them."""
+    if seen.reuse is None or not (seen.waiting or seen.preempted):
+        return None
+    best = _best_reuse(samples, pressure.sustained_seconds)
+    if best - seen.reuse < _LOST_REUSE:
+        return None
+    return (
+        f"the prefix cache holds {seen.reuse * 100:.0f}% of the prompts' tokens and held {best * 100:.0f}% before: "
+        "prefixes are thrown out and computed again"
+    )
+
+
+def _best_reuse(samples: Sequence[Sample], seconds: int) -> float:
+    """The largest share of prompt tokens that the prefix cache held over any stretch as long as the window."""
+    best, hits, queried, later = 0.0, 0.0, 0.0, samples[-1].time
+    for s in reversed(samples):
+        hits += s.flows.prefix_hits
+        queried += s.flows.prefix_queries
+        if (later - s.time).total_seconds() >= _SPAN * seconds:
+            best = max(best, hits / queried) if queried else best
+            hits, queried, later = 0.0, 0.0, s.time
+    return best
+
+
+def _best_rate(samples: Sequence[Sample], seconds: int) -> float | None:
+    """An engine that has thrown out its cached prefixes does less than it did: what it could do lies before that."""
+    best, done, busy, later = None, 0.0, 0.0, samples[-1].time
+    for s in reversed(samples):
+        done += s.flows.finished
+        busy += s.flows.seconds
+        if (later - s.time).total_seconds() >= _SPAN * seconds:
+            if busy:
+                best = max(best or 0.0, done / busy)
+            done, busy, later = 0.0, 0.0, s.time
+    return best
+
+
+def _demand(seen: Sums) -> int:
+    """Tokens that running requests hold, and as many again for each that must run beside them for the queue to drain.
+
+    By Little's law a queue that grows by g a second and is to lose W requests in a time T needs (g + W / T) times the
+    time of one request more of them at once; at most all that wait. Without that time they all count.
+    """
+    if not seen.running:
+        return round(seen.held)
+    more = seen.waiting
+    if seen.finished and seen.covered:
+        each = (seen.prefill + seen.decode) / seen.finished
+        more = min(more, (max(0.0, seen.growth) / seen.covered + more / _DRAIN_SECONDS) * each)
+    return round(seen.held * (1 + more / seen.running))
+
+
+def _together(histograms: Sequence[Histogram]) -> Histogram:
+    """The sum of those with the last full one's buckets: an engine of another version may count in others."""
+    full = [h for h in histograms if h.count]
+    return sum((h for h in full if h.bounds == full[-1].bounds), Histogram())

@@ -1,0 +1,171 @@
+"""Which objects must exist? Deployments by revision, Services, the disruption budget, the share in the user's route.
+
+A trial never asks for more than one pod beyond the service's replicas (none, where the canary replaces one), counted
+over all Deployments at every moment: room is taken only when it is observed to be free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.decide.accuracy import baseline
+from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.decide.target import Target, render
+from kvpilot_operator.decide.trial import traffic
+from kvpilot_operator.decide.trial.exchange import exchange, side
+from kvpilot_operator.decide.trial.route import weighted
+from kvpilot_operator.render.engine import startup_budget_seconds
+from kvpilot_operator.render.names import canary_service
+from kvpilot_operator.render.objects import deployment, disruption_budget, route_rules, service
+from kvpilot_operator.state.decision import Manifest, Objects
+from kvpilot_operator.state.snapshot import Snapshot
+from kvpilot_operator.state.status import Canary, Stable, Status
+
+
+def place(draft: Draft, s: Snapshot, spec: Spec, target: Target, replicas: int) -> Objects:
+    """The objects of the decided status, in the order in which they go out: more engines, traffic, fewer engines."""
+    wanted = _replicas(draft, s, spec, replicas)
+    templates = _templates(draft, s, spec, target, wanted)
+    engines = [
+        deployment(s.key, s.uid, template, wanted[name], startup_budget_seconds(spec))
+        for name, template in templates.items()
+    ]
+    fewer = {name for name, count in wanted.items() if count < side(s, name).replicas}
+    shrinking = [m for name, m in zip(templates, engines, strict=True) if name in fewer]
+    growing = [m for name, m in zip(templates, engines, strict=True) if name not in fewer]
+    moved, absent = _traffic(draft.status, s, spec, replicas, wanted)
+    scale = {name: count for name, count in wanted.items() if name not in templates}
+    return Objects((*growing, *moved, *shrinking), scale, frozenset(wanted), absent)
+
+
+def traffic_revision(status: Status, s: Snapshot, replicas: int) -> str:
+    """The revision that the service's figures are told of: the one that the Service is to select, or the stable one."""
+    if s.spec is None or status.stable is None:
+        raise LookupError("a service without a stable revision has no traffic")
+    return traffic.selected(s, s.spec, status, replicas) or status.stable.revision
+
+
+def _traffic(
+    status: Status, s: Snapshot, spec: Spec, replicas: int, wanted: Mapping[str, int]
+) -> tuple[list[Manifest], tuple[tuple[str, str, str], ...]]:
+    """What moves requests, and what must not be there any more."""
+    selected = traffic.selected(s, spec, status, replicas)
+    apply: list[Manifest] = [service(s.key, s.uid, s.key.name, selected)]
+    absent: list[tuple[str, str, str]] = []
+    lent = canary_service(s.key.name)
+    share = traffic.share(s, spec, status.canary, replicas)
+    if status.canary is not None and status.canary.stage == "Shifting" and status.canary.traffic_mode == "HTTPRoute":
+        apply.append(service(s.key, s.uid, lent, status.canary.revision))
+    elif _lingers(status, s, spec):
+        # Whoever still sends to it gets what everybody gets.
+        apply.append(service(s.key, s.uid, lent, selected))
+    elif spec.canary.route_ref is not None:
+        absent.append(("v1", "Service", lent))
+    if s.route is not None:
+        rules = weighted(s.route.rules, s.key.namespace, s.key.name, lent, share)
+        if rules != tuple(s.route.rules):
+            apply.append(route_rules(s.key, s.route, rules))
+    if s.server.pod_disruption_budgets:
+        covered = sum(count for name, count in wanted.items() if selected in (traffic.EVERY_REVISION, name))
+        if _lets_go(spec, replicas, covered):
+            apply.append(
+                disruption_budget(
+                    s.key, s.uid, selected, spec.disruption.min_available,
+                    evict_unready=s.server.unhealthy_pod_eviction,
+                )
+            )  # fmt: skip
+        else:
+            absent.append(("policy/v1", "PodDisruptionBudget", s.key.name))
+    return apply, tuple(absent)
+
+
+def _lets_go(spec: Spec, replicas: int, covered: int) -> bool:
+    """Whether a budget over so many pods lets one leave at some time: one that never does keeps a node for ever.
+
+    A replica that a canary has replaced comes back when the trial ends. Only a paused trial may never end.
+    """
+    waits = min(replicas, covered) if spec.rollout.paused else replicas
+    return waits > spec.disruption.min_available
+
+
+def _lingers(status: Status, s: Snapshot, spec: Spec) -> bool:
+    """Whether a gateway may still send to the canary's Service: for preStopSeconds after it has left the route."""
+    if traffic.routed(s) or (status.canary is not None and status.canary.traffic_mode == "HTTPRoute"):
+        return True
+    last = status.last_canary
+    if last is None or last.traffic_mode != "HTTPRoute":
+        return False
+    # Without routeRef the route cannot be read: it may name the canary's Service for ever.
+    return spec.canary.route_ref is None or s.now < last.stage_time + timedelta(seconds=spec.drain.pre_stop_seconds)
+
+
+def _replicas(draft: Draft, s: Snapshot, spec: Spec, replicas: int) -> Mapping[str, int]:
+    stable, canary = draft.status.stable, draft.status.canary
+    if stable is None:
+        return {}
+    if canary is None:
+        return {stable.revision: replicas}
+    if canary.stage == "RollingBack":
+        return _back(s, spec, stable, canary, replicas)
+    total, floor = traffic.total(spec, canary, replicas), traffic.floor(spec, replicas)
+    ours, theirs = side(s, canary.revision), side(s, stable.revision)
+    reference = baseline.reference_revision(draft, s, spec) if s.traffic == stable.revision else None
+    if reference is not None:
+        # One place, taken in turns: first by the 16-bit replica whose answers the canary is measured against.
+        one, left = exchange(
+            side(s, reference), 1, theirs, total=total, floor=floor, both_serve=False, others=ours.replicas
+        )
+        return {reference: one, canary.revision: 0, stable.revision: left}
+    if _asked_for_the_baseline(draft, s, spec, stable, canary):
+        floor = max(floor, 1)
+    others = sum(
+        view.replicas for name, view in s.deployments.items() if name not in (stable.revision, canary.revision)
+    )
+    goal, both = _goal(s, spec, canary, replicas), canary.stage in ("Shifting", "Promoting")
+    if spec.rollout.paused:
+        goal = min(goal, ours.replicas)
+    grown, left = exchange(ours, goal, theirs, total=total, floor=floor, both_serve=both, others=others)
+    return {canary.revision: grown, stable.revision: min(left, replicas)}
+
+
+def _asked_for_the_baseline(draft: Draft, s: Snapshot, spec: Spec, stable: Stable, canary: Canary) -> bool:
+    """Whether the stable side must not leave whole before its answers are kept."""
+    is_reference = stable.revision == render(s, spec, spec.kv_cache.baseline)[0]
+    return baseline.on_trial(canary) and is_reference and baseline.known(draft, s) is None
+
+
+def _goal(s: Snapshot, spec: Spec, canary: Canary, replicas: int) -> int:
+    if canary.stage == "Promoting":
+        return replicas
+    if canary.stage == "Shifting":
+        steps = traffic.plan(s, spec, canary, replicas).steps
+        reached = [p.replicas for p in steps if p.index <= (canary.step or 0)]
+        return reached[-1] if reached else max(1, side(s, canary.revision).replicas)
+    return 1
+
+
+def _back(s: Snapshot, spec: Spec, stable: Stable, canary: Canary, replicas: int) -> Mapping[str, int]:
+    """Traffic first: the canary keeps its pods until nothing is sent to them, or gives them back one by one."""
+    total, floor = traffic.total(spec, canary, replicas), traffic.floor(spec, replicas)
+    ours, theirs = side(s, canary.revision), side(s, stable.revision)
+    if s.traffic == stable.revision and not traffic.routed(s):
+        # The room of pods that go now is taken in the next pass.
+        return {stable.revision: min(replicas, max(theirs.replicas, total - ours.replicas))}
+    grown, left = exchange(theirs, replicas, ours, total=total, floor=floor, both_serve=True)
+    if traffic.selected(s, spec, Status(stable=stable, canary=canary), replicas) == stable.revision:
+        left = ours.replicas
+        grown = min(replicas, max(theirs.replicas, total - left))
+    return {canary.revision: min(left, ours.replicas), stable.revision: grown}
+
+
+def _templates(
+    draft: Draft, s: Snapshot, spec: Spec, target: Target, wanted: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
+    """Templates of the wanted revisions that the current spec still renders; older ones can only be scaled."""
+    dtypes = {target.dtype, spec.kv_cache.baseline}
+    dtypes |= {part.dtype for part in (draft.status.stable, draft.status.canary) if part is not None}
+    rendered = dict(render(s, spec, dtype) for dtype in sorted(dtypes))
+    return {name: rendered[name] for name in wanted if name in rendered}

@@ -1,0 +1,148 @@
+"""All services and what they own, as the operator knows them without asking: a pass reads from here.
+
+Watches of our own bring the services and their Deployments, pods and Services (docs/decisions/0011-a-watched-cache.md);
+kopf's watch of the services, the operator's frame, is put here, too. So is, as the API server answered it, what the
+operator writes, at once: no pass sees a state from before an earlier pass's writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from kvpilot_operator.api.schema import Fault, apply_defaults, faults
+from kvpilot_operator.api.spec import Spec, parse
+from kvpilot_operator.cluster.cache import Store
+from kvpilot_operator.cluster.client import Cluster, Object
+from kvpilot_operator.cluster.watch import Reflector
+from kvpilot_operator.observe.views import deployment_view, is_ours, pod_view, traffic_of
+from kvpilot_operator.render.names import API_VERSION, KIND, SERVICE_LABEL
+from kvpilot_operator.state.snapshot import DeploymentView, PodView, ServiceKey
+from kvpilot_operator.state.status import Status, parse_status
+
+V = TypeVar("V")
+
+_WATCHED = (
+    (API_VERSION, KIND, ""),
+    ("apps/v1", "Deployment", SERVICE_LABEL),
+    ("v1", "Pod", SERVICE_LABEL),
+    ("v1", "Service", SERVICE_LABEL),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceView:
+    """One QuantizedLLMService, checked and parsed."""
+
+    uid: str
+    generation: int
+    version: str
+    """resourceVersion."""
+    faults: tuple[Fault, ...]
+    spec: Spec | None
+    """None while there are faults."""
+    status: Status
+
+
+@dataclass(frozen=True, slots=True)
+class Placed(Generic[V]):
+    """What a Deployment or a Service says, and `version`, which moves when somebody changes what it should be."""
+
+    view: V
+    version: str
+
+
+class Fleet:
+    """`on_change` is called with a service whenever something about it is not what it was."""
+
+    def __init__(self, cluster: Cluster, namespaces: Sequence[str]) -> None:
+        self.on_change: Callable[[ServiceKey], None] = lambda _: None
+        self.services: Store[ServiceView] = Store(self._service_view, _itself, self._changed)
+        self.deployments: Store[Placed[DeploymentView]] = Store(_deployment, _owner, self._changed)
+        self.pods: Store[PodView] = Store(_pod, _owner, self._changed)
+        self.traffic: Store[Placed[str | None]] = Store(_traffic, _owner, self._changed)
+        self._stores: dict[str, Store[Any]] = {
+            KIND: self.services,
+            "Deployment": self.deployments,
+            "Pod": self.pods,
+            "Service": self.traffic,
+        }
+        self._reflectors = [
+            Reflector(cluster, api_version, kind, namespace, selector, self._stores[kind])
+            for namespace in namespaces or ("",)
+            for api_version, kind, selector in _WATCHED
+        ]
+
+    async def run(self) -> None:
+        """Follow services and what they own until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for reflector in self._reflectors:
+                group.create_task(reflector.run())
+
+    async def filled(self) -> None:
+        """Wait until all of it has been read once."""
+        for reflector in self._reflectors:
+            await reflector.filled.wait()
+
+    def wrote(self, kind: str, namespace: str, name: str, obj: Object | None) -> None:
+        """One of our own writes was answered: the object as it is now, or None where it was deleted."""
+        store = self._stores.get(kind)
+        if store is None:
+            return
+        if obj is None:
+            store.forget(namespace, name)
+        else:
+            store.put(obj)
+
+    def version(self, kind: str, key: ServiceKey, name: str) -> str:
+        """The version of a Deployment or a Service that somebody should not have changed; empty for other kinds."""
+        placed: Placed[Any] | None = None
+        if kind == "Deployment":
+            placed = self.deployments.get(key.namespace, name)
+        elif kind == "Service":
+            placed = self.traffic.get(key.namespace, name)
+        return placed.version if placed is not None else ""
+
+    def _changed(self, key: ServiceKey) -> None:
+        self.on_change(key)
+
+    def _service_view(self, obj: Object) -> ServiceView | None:
+        metadata = obj["metadata"]
+        if metadata.get("deletionTimestamp"):
+            return None
+        uid, generation = metadata["uid"], metadata.get("generation", 0)
+        known = self.services.get(metadata["namespace"], metadata["name"])
+        if known is not None and (known.uid, known.generation) == (uid, generation):
+            broken, spec = known.faults, known.spec
+        else:
+            broken = faults(obj)
+            spec = None if broken else parse(apply_defaults(obj))
+        status = parse_status(obj.get("status"))
+        return ServiceView(uid, generation, metadata["resourceVersion"], broken, spec, status)
+
+
+def _itself(obj: Object) -> ServiceKey:
+    return ServiceKey(obj["metadata"]["namespace"], obj["metadata"]["name"])
+
+
+def _owner(obj: Object) -> ServiceKey | None:
+    name = (obj["metadata"].get("labels") or {}).get(SERVICE_LABEL)
+    return ServiceKey(obj["metadata"]["namespace"], name) if name else None
+
+
+def _deployment(obj: Object) -> Placed[DeploymentView]:
+    # A Deployment's generation moves with its spec, its resourceVersion also with every pod that comes or goes.
+    return Placed(deployment_view(obj), str(obj["metadata"].get("generation", "")))
+
+
+def _traffic(obj: Object) -> Placed[str | None]:
+    return Placed(traffic_of(obj), obj["metadata"].get("resourceVersion", ""))
+
+
+def _pod(obj: Object) -> PodView | None:
+    service = obj["metadata"]["labels"][SERVICE_LABEL]
+    # An evicted pod lies about for hours beside its replacement, and what it left behind is no news.
+    over = (obj.get("status") or {}).get("phase") in ("Failed", "Succeeded")
+    return pod_view(obj) if is_ours(obj, service) and not over else None

@@ -1,0 +1,245 @@
+"""A real HorizontalPodAutoscaler and the operator share a service: the examples as they are, each writes its own part.
+
+The engines are cheap ones (`support.faulty_engine`), which is fine: what is looked at is who writes what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvpilot_operator.render.names import API_VERSION, REVISION_LABEL, SERVICE_LABEL, SHELTER_ANNOTATION
+from localcluster import audit
+from localcluster.cluster import LocalCluster
+from localcluster.controlplane import free_port
+from localcluster.definitions import directly
+from localcluster.rest import until
+from support.metrics_adapter import Adapter, page, serving
+
+pytestmark = pytest.mark.timeout(280)
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+ENGINE = ROOT / "tests" / "support" / "faulty_engine.py"
+SERVICES = f"/apis/{API_VERSION}/namespaces/default/quantizedllmservices"
+AUTOSCALERS = "/apis/autoscaling/v2beta2/namespaces/default/horizontalpodautoscalers"
+OPERATOR = "kvpilot-operator"
+HANGS = {"name": "FAULTY_ENGINE", "value": json.dumps({"completions": "hang", "only_dtype": "fp8"})}
+QUICK = {
+    "cache": {},
+    "drain": {"preStopSeconds": 0, "timeoutSeconds": 5},
+    "kvCache": {"mode": "Fixed", "dtype": "auto", "pressure": {"sustainedSeconds": 10}},
+    "accuracy": {"probeSets": ["builtin/general"], "periodSeconds": 86400},
+}
+
+Json = dict[str, Any]
+
+
+class World:
+    """One cluster with an operator that has a name of its own in the audit log, and the engines' load."""
+
+    def __init__(self, cluster: LocalCluster, operator: str) -> None:
+        self.cluster, self.rest, self.operator = cluster, cluster.rest, operator
+        self.adapter = Adapter(cluster.rest, lambda: operator)
+        self.load: dict[str, Json] = {}
+        """What the engines of a service show together: requests are spread over those behind its Service."""
+        self._rounds = 0
+
+    def status(self, name: str) -> Json:
+        found: Json = self.rest.get(f"{SERVICES}/{name}").get("status") or {}
+        return found
+
+    def scale(self, name: str) -> Json:
+        found: Json = self.rest.get(f"{SERVICES}/{name}/scale")
+        return found
+
+    def deployments(self, name: str) -> dict[str, int]:
+        """Replicas by revision."""
+        path = f"/apis/apps/v1/namespaces/default/deployments?labelSelector={SERVICE_LABEL}%3D{name}"
+        items = self.rest.get(path)["items"]
+        return {d["metadata"]["labels"][REVISION_LABEL]: d["spec"]["replicas"] for d in items}
+
+    def pods(self, name: str, **labels: str) -> list[Json]:
+        selector = ",".join([f"{SERVICE_LABEL}={name}", *(f"{k}={v}" for k, v in labels.items())])
+        items: list[Json] = self.rest.get(f"/api/v1/namespaces/default/pods?labelSelector={selector}")["items"]
+        return [pod for pod in items if "deletionTimestamp" not in pod["metadata"]]
+
+    def apply_example(self, file: str, **changes: Any) -> str:
+        """Both objects of an example; the autoscaler as the v2beta2 that this server knows. Returns their name."""
+        service, autoscaler = yaml.safe_load_all((EXAMPLES / file).read_text())
+        service["spec"] |= changes
+        self.rest.create(SERVICES, service)
+        name: str = service["metadata"]["name"]
+        self.until(lambda: self.status(name).get("readyReplicas") == 1, f"{name} answers", 60)
+        autoscaler["apiVersion"] = "autoscaling/v2beta2"
+        self.rest.create(AUTOSCALERS, autoscaler)
+        return name
+
+    def until(self, question: Callable[[], Any], what: str, seconds: float = 40) -> Any:
+        """Wait, and keep the load on the engines meanwhile."""
+
+        def asked() -> Any:
+            self._spread()
+            return question()
+
+        try:
+            return until(asked, what, seconds=seconds, pause=0.25)
+        except TimeoutError as error:
+            told = {name: self.status(name).get("conditions") for name in self.load}
+            raise TimeoutError(f"{error}; {told}") from None
+
+    def _spread(self) -> None:
+        # A use that stands still while requests come and go would not be believed.
+        self._rounds += 1
+        wobble = 0.01 * (self._rounds % 2)
+        for name, figures in self.load.items():
+            service = self.rest.get(f"/api/v1/namespaces/default/services/{name}")
+            pods = [p for p in self.pods(name, **_without(service["spec"]["selector"], SERVICE_LABEL)) if _ready(p)]
+            for i, pod in enumerate(pods):
+                shares = {k: (v + len(pods) - 1 - i) // len(pods) for k, v in figures.items() if isinstance(v, int)}
+                _post(pod, {**figures, **shares, "usage": figures["usage"] + wobble})
+
+    def writes(self, path: str) -> set[tuple[str, str]]:
+        """(user, verb and rest of the path) of everything that was written below a path."""
+        found = audit.writes(self.cluster.plane.audit_log)
+        return {
+            (w.user, w.what.replace(path, ""))
+            for w in found
+            if w.what.partition(" ")[2].startswith(path) and w.status < 300
+        }
+
+
+def _without(labels: dict[str, str], name: str) -> dict[str, str]:
+    return {k: v for k, v in labels.items() if k != name}
+
+
+def _ready(pod: Json) -> bool:
+    return {c["type"]: c["status"] for c in pod["status"].get("conditions", ())}.get("Ready") == "True"
+
+
+def _post(pod: Json, faults: Json) -> None:
+    url = f"http://{pod['status']['podIP']}:8000/faults"
+    request = urllib.request.Request(url, json.dumps(faults).encode(), {"Content-Type": "application/json"})
+    with contextlib.suppress(OSError):  # it may just be leaving
+        urllib.request.urlopen(request, timeout=5).close()  # noqa: S310 (loopback)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("autoscaling")
+    serve = folder / "bin" / "kvpilot-serve"
+    serve.parent.mkdir()
+    serve.write_text(f'#!/bin/sh\nexec {sys.executable} {ENGINE} "$@"\n')
+    serve.chmod(0o755)
+    table = folder / "images.yaml"
+    image = {"match": ["ghcr.io/kvpilot/runtime:*"], "entrypoint": ["kvpilot-serve"], "path": [str(serve.parent)]}
+    table.write_text(yaml.safe_dump({"images": [image | {"env": {"KVPILOT_SERVE_HOST": "$(POD_IP)"}}]}))
+    room = {"nvidia.com/gpu": "16", "cpu": "200", "memory": "1000Gi"}
+    with LocalCluster(folder / "cluster", table=table, resources=room, backoff=1.0, audit=True) as cluster:
+        crds = [yaml.safe_load(path.read_text()) for path in (ROOT / "crds").glob("*.yaml")]
+        directly(cluster.rest, crds)
+        port = free_port()
+        world = World(cluster, f"http://127.0.0.1:{port}")
+        command = [str(Path(sys.executable).parent / "kvpilot-operator"), "--scrape-seconds=1"]
+        command += ["--http-host=127.0.0.1", f"--http-port={port}"]
+        environment = {**os.environ, "KUBECONFIG": str(cluster.plane.user(OPERATOR))}
+        with (folder / "operator.log").open("wb") as log:
+            operator = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        try:
+            with serving(world.adapter, cluster.rest, cluster.plane.folder):
+                yield world
+        finally:
+            operator.terminate()
+            operator.wait(30)
+
+
+def test_an_hpa_on_requests_in_hand_scales_the_service_up_and_down_across_a_canary(world: World) -> None:
+    engine = yaml.safe_load((EXAMPLES / "hpa-custom.yaml").read_text().split("\n---\n")[0])["spec"]["engine"]
+    name = world.apply_example("hpa-custom.yaml", **QUICK, engine={**engine, "env": [HANGS]})
+    (stable,) = world.deployments(name)
+
+    world.load[name] = {"usage": 0.3, "running": 100, "waiting": 30}
+    world.until(lambda: world.deployments(name) == {stable: 3}, "130 requests of 48 a replica need 3 replicas")
+    world.until(lambda: world.status(name).get("readyReplicas") == 3, "the Deployment has followed")
+    scale = world.scale(name)
+    assert (scale["spec"]["replicas"], scale["status"]["replicas"]) == (3, 3)
+
+    # A canary that is held in the middle of its probes. Nobody waits meanwhile: its baseline would give way to them.
+    world.load[name] = {"usage": 0.3, "running": 130, "waiting": 0}
+    world.rest.merge(f"{SERVICES}/{name}", {"spec": {"kvCache": {"dtype": "fp8"}}})
+    world.until(lambda: world.status(name).get("canary", {}).get("stage") == "Probing", "the canary is probed")
+    canary = world.status(name)["canary"]["revision"]
+    (probed,) = world.pods(name, **{REVISION_LABEL: canary})
+    world.until(lambda: _sheltered(world, name) == {probed["metadata"]["name"]}, "the canary's pod is sheltered")
+    assert world.scale(name)["status"]["replicas"] == 3
+    world.adapter.asked.clear()
+    world.load[name] = {"usage": 0.3, "running": 190, "waiting": 0}
+    world.until(lambda: world.deployments(name) == {stable: 4, canary: 1}, "the stable side grows during the trial")
+    assert world.scale(name)["spec"]["replicas"] == 4
+    (selector,) = set(world.adapter.asked["vllm_requests_in_flight"])
+    assert f"{REVISION_LABEL}={stable}" in selector
+
+    # It is let go, and takes the place of the four, while the autoscaler goes on looking.
+    _post(probed, {"completions": ""})
+    world.until(lambda: world.deployments(name) == {canary: 4}, "the canary has been promoted", 90)
+    assert world.status(name)["kvCache"]["activeDtype"] == "fp8"
+    assert _sheltered(world, name) == set()
+    assert not any(_ours(pod) for pod in world.pods(name))
+
+    world.rest.merge(f"{AUTOSCALERS}/{name}", {"spec": {"behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}}}})
+    world.load[name] = {"usage": 0.3, "running": 130, "waiting": 0}
+    world.until(lambda: world.deployments(name) == {canary: 3}, "fewer requests need fewer replicas")
+    _operator_wrote_no_number(world, name)
+
+
+def test_an_hpa_on_kvpilots_recommendation_carries_it_out(world: World) -> None:
+    quick = {**QUICK, "scaling": {"mode": "External", "maxReplicas": 6, "scaleDownStabilizationSeconds": 10}}
+    name = world.apply_example("hpa-external.yaml", **quick)
+    world.load[name] = {"usage": 0.97, "running": 30, "waiting": 20}
+    world.until(lambda: world.scale(name)["spec"]["replicas"] > 1, "memory pressure makes kvpilot recommend replicas")
+    assert world.status(name)["scaling"].get("desiredReplicas") is None
+    world.until(lambda: sum(world.deployments(name).values()) > 1, "the Deployment follows")
+    recommended = next(
+        value
+        for n, about, value in page(world.operator)
+        if n == "kvpilot_recommended_replicas" and about["name"] == name
+    )
+    assert recommended > 1
+    world.load[name] = {"usage": 0.02, "running": 1, "waiting": 0}
+    most = world.scale(name)["spec"]["replicas"]
+    world.until(lambda: world.scale(name)["spec"]["replicas"] < most, "calm makes it recommend fewer", 60)
+    assert set(world.adapter.asked["kvpilot_recommended_replicas"]) == {f"name={name}"}
+    _operator_wrote_no_number(world, name)
+
+
+def _sheltered(world: World, name: str) -> set[str]:
+    wanted = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+    found = [pod["metadata"] for pod in world.pods(name)]
+    return {about["name"] for about in found if wanted.items() <= (about.get("annotations") or {}).items()}
+
+
+def _ours(pod: Json) -> bool:
+    return any(
+        key in (pod["metadata"].get("annotations") or {}) for key in (SHELTER_ANNOTATION, "karpenter.sh/do-not-disrupt")
+    )
+
+
+def _operator_wrote_no_number(world: World, name: str) -> None:
+    """The API server's audit log and the fields' managers say so."""
+    writes = world.writes(f"{SERVICES}/{name}")
+    assert (OPERATOR, "patch /status") in writes
+    assert {what for user, what in writes if user == OPERATOR} == {"patch /status"}
+    assert ("system:serviceaccount:kube-system:horizontal-pod-autoscaler", "update /scale") in writes
+    managers = world.rest.get(f"{SERVICES}/{name}")["metadata"]["managedFields"]
+    ours = [set(entry["fieldsV1"]) for entry in managers if entry["manager"] == "kvpilot"]
+    assert ours == [{"f:status"}]

@@ -1,0 +1,40 @@
+"""One cluster of cheap engines and one operator for all tests of faults; each test leaves them healthy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from support.faulty_record import VARIABLE
+from support.faulty_world import FaultyWorld
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def whole_world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultyWorld]:
+    """A service `steady` with two engines, which users ask, and a service `dial`, whose replicas tests change.
+
+    What the tests measure lies in pytest's folder for the session, unless KVPILOT_FAULTS_RECORD names another file.
+    """
+    os.environ.setdefault(VARIABLE, str(tmp_path_factory.mktemp("measured") / "faults.jsonl"))
+    async with FaultyWorld.up(tmp_path_factory.mktemp("faults")) as world:
+        await world.create("steady", 2)
+        await world.create("dial", 0)
+        await world.until_ready("steady", 2)
+        await world.acted("dial", 0)
+        yield world
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def world(whole_world: FaultyWorld) -> AsyncIterator[FaultyWorld]:
+    """The same, without a fault of the API server at the test's start and end."""
+    yield whole_world
+    whole_world.api.storm = None
+    try:
+        whole_world.check()
+    except AssertionError:
+        # The next tests have their own say.
+        await whole_world.start_operator()
+        raise

@@ -1,0 +1,227 @@
+"""The API server restarts, goes away, is slow, drops watches or answers with errors: what users changed meanwhile is
+acted on soon afterwards, and no request to a service fails."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+
+import pytest
+
+from support.faulty_api import Storm, is_write
+from support.faulty_plane import Component
+from support.faulty_record import record
+from support.faulty_world import API_VERSION, KIND, NAMESPACE, SCRAPE_SECONDS, FaultyWorld, insist, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+STORM_SECONDS = 6
+NUMBERS = itertools.count(1)
+WHAT = "a changed replica count, a new and a deleted service are acted on"
+
+
+class Changes:
+    """One change of a known service, one new and one deleted service, as users make them in the middle of a fault."""
+
+    def __init__(self, world: FaultyWorld) -> None:
+        number = next(NUMBERS)
+        self.world, self.new, self.old, self.replicas = world, f"new-{number}", f"old-{number}", -1
+
+    @classmethod
+    async def prepared(cls, world: FaultyWorld) -> Changes:
+        """While all is well: the service that is to be deleted is there."""
+        changes = cls(world)
+        await world.create(changes.old, 0)
+        await world.acted(changes.old, 0)
+        return changes
+
+    async def make(self) -> None:
+        self.replicas = 1 - (await self.world.wanted("dial") or 0)
+        await insist(lambda: self.world.scale("dial", self.replicas))
+        await insist(lambda: self.world.create(self.new, 0))
+        await self._delete(self.old)
+
+    async def acted_on(self) -> bool:
+        return (
+            await self.world.wanted("dial") == self.replicas
+            and await self.world.wanted(self.new) == 0
+            and not await self.world.operator_knows(self.old)
+        )
+
+    async def caught_up(self, seconds: float) -> float:
+        """Wait until all are acted on; returns the seconds it took."""
+        taken = await until(self.acted_on, WHAT, seconds)
+        # What it owned is Kubernetes' to remove, which takes its time after an outage, too.
+        await until(self._gone, "the deleted service's Deployment is gone", 90)
+        await asyncio.sleep(2 * SCRAPE_SECONDS)
+        assert await self._gone(), "a deleted service has come back"
+        await self._delete(self.new)
+        return taken
+
+    async def _gone(self) -> bool:
+        return await self.world.wanted(self.old) is None
+
+    async def _delete(self, name: str) -> None:
+        await insist(lambda: self.world.cluster.delete(API_VERSION, KIND, NAMESPACE, name))
+
+
+async def answers(world: FaultyWorld) -> None:
+    async def ready() -> bool:
+        return await asyncio.to_thread(world.rest.ready)
+
+    await until(ready, "the API server answers", 60)
+
+
+async def restart(world: FaultyWorld, away_seconds: float, fault: str, within: float) -> None:
+    server = Component(world.local.plane.folder, "kube-apiserver")
+    changes = await Changes.prepared(world)
+    async with world.load("steady") as load:
+        server.kill()
+        await asyncio.sleep(away_seconds)
+        server.start()
+        await answers(world)
+        await changes.make()
+        taken = await changes.caught_up(within)
+    assert load.stats.failed == 0, load.stats.failures
+    assert load.stats.ok > 2 * away_seconds
+    assert await world.condition("steady", "Ready") == ("True", "Serving")
+    record(fault, taken, what=WHAT, answered=load.stats.ok)
+
+
+async def test_after_a_restart_of_the_api_server_changes_are_acted_on(world):
+    await restart(world, 0.5, "API server killed and started again", 20)
+
+
+@pytest.mark.long
+async def test_after_30_seconds_without_an_api_server_changes_are_acted_on(world):
+    # After 40 s without a heartbeat Kubernetes takes every node for lost, and all pods out of all Services.
+    Component(world.local.plane.folder, "kube-controller-manager").start("--node-monitor-grace-period=90s")
+    await asyncio.sleep(10)  # it ends if it cannot read the API server at its start
+    await restart(world, 30, "API server away for 30 s", 30)
+
+
+async def test_what_users_change_while_the_operator_is_cut_off_is_acted_on_afterwards(world):
+    changes = await Changes.prepared(world)
+    async with world.load("steady") as load:
+        await world.api.away()
+        await changes.make()
+        await asyncio.sleep(10)
+        assert not await changes.acted_on()
+        await world.api.back()
+        taken = await changes.caught_up(15)
+    assert load.stats.failed == 0, load.stats.failures
+    record("operator cut off from the API server for 10 s", taken, what=WHAT, answered=load.stats.ok)
+
+
+async def test_a_slow_etcd_delays_changes_and_loses_none(world):
+    store = Component(world.local.plane.folder, "etcd")
+    changes = await Changes.prepared(world)
+
+    async def pulses() -> None:
+        for _ in range(10):
+            store.pause()
+            await asyncio.sleep(0.9)
+            store.resume()
+            await asyncio.sleep(0.3)
+
+    async with world.load("steady") as load:
+        slow = asyncio.create_task(pulses())
+        try:
+            await changes.make()
+        finally:
+            await slow
+        taken = await changes.caught_up(20)
+    assert load.stats.failed == 0, load.stats.failures
+    record("etcd stands still 0.9 s of every 1.2 s, for 12 s", taken, what=WHAT, answered=load.stats.ok)
+
+
+async def test_changes_are_seen_although_every_watch_is_reset_each_second(world):
+    changes = await Changes.prepared(world)
+    dropped = 0
+    async with world.load("steady") as load:
+        for second in range(8):
+            dropped += world.api.drop_watches()
+            if second == 4:
+                await changes.make()
+            await asyncio.sleep(1)
+        taken = await changes.caught_up(20)
+    assert dropped >= 3
+    assert load.stats.failed == 0, load.stats.failures
+    record("every watch reset each second, for 8 s", taken, what=WHAT, answered=load.stats.ok)
+
+
+@pytest.mark.parametrize("code", [410, 500])
+async def test_changes_are_seen_after_every_watch_was_ended_by_an_error_event(world, code):
+    changes = await Changes.prepared(world)
+    world.api.storm = Storm(code, only="watches", event=True)
+    world.api.drop_watches()
+    await asyncio.sleep(3)
+    await changes.make()
+    await asyncio.sleep(2)
+    world.api.storm = None
+    taken = await changes.caught_up(30)
+    record(f"every watch ended by an ERROR event {code}, for 5 s", taken, what=WHAT)
+
+
+@pytest.mark.long
+async def test_over_a_minute_of_errors_ends_neither_the_operator_nor_its_watches(world):
+    changes = await Changes.prepared(world)
+    async with world.load("steady") as load:
+        world.api.storm = Storm(503)
+        await asyncio.sleep(30)
+        await changes.make()
+        await asyncio.sleep(40)
+        world.check()
+        world.api.storm = None
+        taken = await changes.caught_up(70)
+    assert load.stats.failed == 0, load.stats.failures
+    record("every request answered 503, for 70 s", taken, what=WHAT, answered=load.stats.ok)
+
+
+@pytest.mark.long
+async def test_changes_are_seen_although_watches_stay_open_and_bring_nothing(world):
+    changes = await Changes.prepared(world)
+    assert world.api.silence_watches() >= 4
+    began = time.monotonic()
+    await changes.make()
+    await changes.caught_up(180)
+    record("watches stay open and bring nothing", time.monotonic() - began, what=WHAT)
+
+
+@pytest.mark.parametrize(
+    ("storm", "most_writes_a_second", "within"),
+    [
+        (Storm(409, only="writes"), 4.0, 15),
+        (Storm(429, retry_after=3), 2.0, 10),
+        (Storm(500), 4.0, 15),
+    ],
+    ids=["409", "429", "500"],
+)
+async def test_a_storm_of_errors_is_not_answered_by_a_storm_of_requests(world, storm, most_writes_a_second, within):
+    changes = await Changes.prepared(world)
+    async with world.load("steady") as load:
+        world.api.storm = storm
+        began = time.monotonic()
+        await changes.make()
+        await asyncio.sleep(STORM_SECONDS)
+        assert not await changes.acted_on()
+        writes = world.api.count(began, is_write)
+        world.api.storm = None
+        taken = await changes.caught_up(within)
+    assert writes <= STORM_SECONDS * most_writes_a_second, f"{writes} writes"
+    assert load.stats.failed == 0, load.stats.failures
+    kind = "write" if storm.only else "request"
+    hint = f" with Retry-After {storm.retry_after}" if storm.retry_after else ""
+    record(
+        f"every {kind} answered {storm.status}{hint}, for {STORM_SECONDS} s", taken, what=WHAT, answered=load.stats.ok
+    )
+
+
+async def test_changes_are_acted_on_in_a_storm_that_fails_every_fourth_request(world):
+    changes = await Changes.prepared(world)
+    world.api.storm = Storm(500, share=0.25)
+    await changes.make()
+    taken = await changes.caught_up(60)
+    assert world.api.storm is not None
+    record("every fourth request answered 500", taken, what=f"{WHAT}, still under the fault")

@@ -1,0 +1,93 @@
+"""The operator's clock is set forward and back by an hour: nothing is decided because of it, no pressure is missed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import pytest_asyncio
+
+from support.faulty_record import record
+from support.faulty_world import until
+from toolbox.faketime import libfaketime
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+SUSTAINED = 10
+
+
+class Clock:
+    """The wall clock of one process; its monotonic clock is left alone, as it is when a machine's clock is set."""
+
+    def __init__(self, file) -> None:
+        self._file = file
+        self.set(0)
+
+    def set(self, seconds: int) -> None:
+        """Show so many seconds more than the machine."""
+        self._file.write_text(f"{seconds:+d}\n")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "LD_PRELOAD": str(libfaketime()),
+            "FAKETIME_TIMESTAMP_FILE": str(self._file),
+            "FAKETIME_CACHE_DURATION": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        }
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def clock(world, tmp_path):
+    """The operator, started anew under a clock of its own."""
+    shown = Clock(tmp_path / "clock")
+    await world.stop_operator()
+    await world.start_operator(await asyncio.to_thread(lambda: shown.environment))
+    yield shown
+    await world.stop_operator()
+    await world.start_operator()
+
+
+async def test_a_clock_that_jumps_moves_no_decision_and_blinds_no_eye(world, clock):
+    pressure = {"highPercent": 80, "sustainedSeconds": SUSTAINED}
+    await world.serving("timed", 1, kvCache={"mode": "Recommend", "ladder": ["k4v4"], "pressure": pressure})
+
+    async def calm() -> bool:
+        return await world.condition("timed", "MemoryPressured") == ("False", "Idle")
+
+    await until(calm, "a window is full and shows that nothing runs", 60)
+    before = await world.status("timed")
+    for jump, words in ((3600, "forward"), (0, "back")):
+        clock.set(jump)
+
+        async def moved(jump: int = jump) -> bool:
+            """The newest scrape is one by the new clock."""
+            return abs(await world.newest_scrape("timed") - time.time() - jump) < 60
+
+        taken = await until(moved, f"scrapes go on by a clock that went {words}", 20)
+        replicas = 1 - (await world.wanted("dial") or 0)
+        await world.scale("dial", replicas)
+        taken += await world.acted("dial", replicas, 10)
+        await until(calm, f"the window is full after the clock went {words}", 60)
+        after = await world.status("timed")
+        assert after.get("decisions") == before.get("decisions")
+        assert await world.condition("timed", "Ready") == ("True", "Serving")
+        record(
+            f"clock set {words} by an hour",
+            taken,
+            what="scrapes go on by the new clock, a changed replica count is acted on",
+        )
+    pod = (await world.pods("timed"))[0]
+    await world.make_ill(pod, usage=0.95, running=8, waiting=6)
+
+    async def pressured() -> bool:
+        return (await world.condition("timed", "MemoryPressured"))[0] == "True"
+
+    noticed = await until(pressured, "pressure is noticed although the clock went back", SUSTAINED + 30)
+    record(
+        "memory pressure after a clock was set back",
+        noticed,
+        what=f"MemoryPressured turns True (sustainedSeconds: {SUSTAINED})",
+    )
+    await world.delete("timed")

@@ -1,0 +1,106 @@
+"""Engines with broken metrics or probes: they hold up nobody, move no decision, and are read again once healthy."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from support.faulty_engine import BLOCK_TOKENS, BLOCKS
+from support.faulty_record import record
+from support.faulty_world import IMAGE, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+ONE = BLOCKS * BLOCK_TOKENS
+FAULTS = {
+    "garbage": "not Prometheus text",
+    "huge": "bytes",
+    "endless": "bytes",
+    "hang": "no whole page within",
+    "drip": "no whole page within",
+    "bomb": "encoded",
+    "error": "HTTP 500",
+}
+WORDS = {
+    "garbage": "that are garbage",
+    "huge": "of 10 MB",
+    "endless": "without an end",
+    "hang": "that hang",
+    "drip": "that come a byte a second",
+    "bomb": "that unpack to 200 MB",
+    "error": "answered 500",
+}
+
+
+def capacity(world, name, tokens):
+    async def seen() -> bool:
+        return (await world.status(name)).get("kvCache", {}).get("capacityTokens") == tokens
+
+    return seen
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_an_engine_with_broken_metrics_is_left_out_until_it_is_well(world, fault):
+    await until(capacity(world, "steady", 2 * ONE), "both engines are read", 30)
+    sick = (await world.pods("steady"))[0]
+    logged, memory = len(world.operator_log()), world.operator_memory_mib()
+    decided = (await world.status("steady")).get("decisions")
+    async with world.load("steady") as load:
+        await world.make_ill(sick, metrics=fault)
+        await until(capacity(world, "steady", ONE), "only the other engine is counted", 30)
+        replicas = 1 - (await world.wanted("dial") or 0)
+        await world.scale("dial", replicas)
+        await world.acted("dial", replicas, 10)
+        await asyncio.sleep(2)
+        await world.make_ill(sick, metrics="")
+        taken = await until(capacity(world, "steady", 2 * ONE), "both engines are read again", 20)
+    said = [line for line in world.operator_log()[logged:].splitlines() if sick["metadata"]["name"] in line]
+    assert any(FAULTS[fault] in line for line in said), said[:3]
+    assert max(map(len, said)) < 1000, "what a broken engine sends must not fill the log"
+    assert world.operator_memory_mib() < memory + 100
+    assert await world.condition("steady", "MetricsAvailable") == ("True", "Scraped")
+    assert (await world.status("steady")).get("decisions") == decided
+    assert load.stats.failed == 0, load.stats.failures
+    record(f"metrics {WORDS[fault]}", taken, what="the engine is counted again", answered=load.stats.ok)
+
+
+@pytest.mark.long
+async def test_a_canary_whose_probe_hangs_is_given_up_while_everybody_is_served(world):
+    ill = '{"completions": "hang", "only_dtype": "k4v4"}'
+    await world.serving(
+        "trial",
+        1,
+        engine={"image": IMAGE, "env": [{"name": "FAULTY_ENGINE", "value": ill}]},
+        canary={"progressDeadlineSeconds": 30},
+        accuracy={"probeSets": ["builtin/general"]},
+    )
+    async with world.load("trial") as load:
+        await world.patch("trial", {"kvCache": {"dtype": "k4v4"}})
+
+        async def probing() -> bool:
+            return ((await world.status("trial")).get("canary") or {}).get("stage") == "Probing"
+
+        await until(probing, "the canary is probed", 60)
+        began = time.monotonic()
+        replicas = 1 - (await world.wanted("dial") or 0)
+        await world.scale("dial", replicas)
+        assert await world.acted("dial", replicas, 10) < 10
+
+        async def ended() -> bool:
+            status = await world.status("trial")
+            return "canary" not in status and (status.get("lastCanary") or {}).get("stage") == "RolledBack"
+
+        await until(ended, "the canary is rolled back", 90)
+        taken = time.monotonic() - began
+    status = await world.status("trial")
+    assert status["kvCache"]["activeDtype"] == "auto"
+    assert load.stats.failed == 0, load.stats.failures
+    record(
+        "canary whose probe hangs (progressDeadlineSeconds: 30)",
+        taken,
+        what="it is rolled back; the stable side served all along",
+        answered=load.stats.ok,
+    )
+    await world.delete("trial")

@@ -1,0 +1,178 @@
+"""Pages and streams that no engine should send, read by the real scraper and prober from real sockets: each ends in a
+typed error, soon, with little memory and few words."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_operator.errors import ScrapeError
+from kvpilot_operator.observe import page, scrape
+from kvpilot_operator.observe.page import parse_page
+from kvpilot_operator.probes import packs, run
+from kvpilot_operator.probes.errors import MalformedAnswer, ProbeTimeout
+from support.faulty_engine import Engine
+from support.probe_engine import engine, respond, tokens_of
+
+FINE = "vllm:kv_cache_usage_perc 0.5\n"
+CONFIG = 'vllm:cache_config_info{{cache_dtype="{}",num_gpu_blocks="{}",block_size="{}"}} 1\n'
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
+
+
+def answering(chunk: bytes, *, first: bytes = b"", times: int = 1, pause: float = 0.0):
+    """A server that sends `first` and then the chunk so many times, whatever it is asked, and closes."""
+
+    async def handler(_path, _body, writer):
+        writer.write(first)
+        for _ in range(times):
+            writer.write(chunk)
+            await writer.drain()
+            await asyncio.sleep(pause)
+
+    return handler
+
+
+async def refusal(handler) -> str:
+    """What the scraper says of a server, and that it says it within its time."""
+    began = time.monotonic()
+    async with engine(handler) as url, scrape.open_session() as session:
+        with pytest.raises(ScrapeError) as caught:
+            await scrape.scrape(session, url)
+    assert time.monotonic() - began < scrape.TIMEOUT_SECONDS + 2
+    assert len(str(caught.value)) < 700
+    assert url in str(caught.value)
+    return str(caught.value)
+
+
+async def test_a_page_that_drips_is_given_up_after_one_deadline_for_all_of_it():
+    assert "no whole page within" in await refusal(answering(b"#", first=HEAD + b"\r\n", times=100, pause=0.5))
+
+
+async def test_headers_that_drip_are_given_up_too():
+    assert "no whole page within" in await refusal(answering(b"x", first=HEAD + b"X-Drip: ", times=100, pause=0.5))
+
+
+async def test_a_page_without_an_end_is_given_up_at_the_limit():
+    assert "bytes" in await refusal(answering(b"x" * 65536, first=HEAD + b"\r\n", times=10_000))
+
+
+async def test_a_page_that_declares_gigabytes_and_sends_none_is_an_error():
+    await refusal(answering(HEAD + b"Content-Length: 9999999999\r\n\r\n"))
+
+
+async def test_an_encoded_page_is_refused_unread():
+    assert "encoded" in await refusal(answering(HEAD + b"Content-Encoding: gzip\r\n\r\n" + b"\x1f\x8b" + b"x" * 1000))
+
+
+async def test_a_redirect_is_not_followed():
+    elsewhere = b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/metrics\r\nContent-Length: 0\r\n\r\n"
+    assert "HTTP 302" in await refusal(answering(elsewhere))
+
+
+@pytest.mark.parametrize(
+    "start",
+    [b"\x00\xff garbage \r\n\r\n", b"HTTP/1.1 banana\r\n\r\n", HEAD + b"x" * 500_000 + b"\r\n\r\n", b""],
+    ids=["binary", "status", "header of half a megabyte", "nothing"],
+)
+async def test_what_is_no_http_is_an_error_of_few_words(start):
+    await refusal(answering(start))
+
+
+def with_buckets(number: int) -> str:
+    name = "vllm:time_to_first_token_seconds_bucket"
+    return FINE + "".join(f'{name}{{le="{i}.0"}} {i}\n' for i in range(number)) + f'{name}{{le="+Inf"}} {number}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (FINE + CONFIG.format("x" * 64, 1, 16), "cache_dtype"),
+        (FINE + CONFIG.format("auto", 10**14, 10**14), "capacity"),
+        (FINE + "vllm:prompt_tokens_total 1e300\n" * 2, "vllm:prompt_tokens_total"),
+        (FINE + "vllm:request_prefill_time_seconds_sum -1e300\n", "vllm:request_prefill_time_seconds_sum"),
+        (with_buckets(page.MOST_BUCKETS + 1), "bounds"),
+        (FINE + 'vllm:time_to_first_token_seconds_bucket{le="' + "0" * 99_999 + '1"} 1\n', "characters"),
+        ("vllm:kv_cache_usage_perc " + "9" * 1_000_000 + "x\n", "not Prometheus text"),
+    ],
+    ids=["dtype", "capacity", "counter", "sum", "buckets", "bound", "number"],
+)
+def test_figures_that_no_machine_has_are_refused_in_few_words(text, named):
+    with pytest.raises(ScrapeError, match=named) as caught:
+        parse_page(text)
+    assert len(str(caught.value)) < 500
+
+
+def test_the_largest_page_is_read_in_good_time():
+    line = 'vllm:num_requests_running{engine="0",model_name="m"} 1\n'
+    text = FINE + line * ((4 * 1024 * 1024 - len(FINE)) // len(line))
+    began = time.perf_counter()
+    assert parse_page(text).running > 70_000
+    assert time.perf_counter() - began < 5
+
+
+_NAMES = st.sampled_from(sorted(page._WANTED))
+_VALUES = st.sampled_from(["0", "1", "0.5", "-1", "NaN", "+Inf", "1e308", "1_000", "", "x", "9" * 400]) | st.text()
+_LABELS = st.sampled_from(["", '{le="+Inf"}', '{le="1"}', '{le="NaN"}', '{engine="0"', '{a="\\"}', "{}"]) | st.text()
+
+
+@given(st.lists(st.tuples(_NAMES, _LABELS, _VALUES), max_size=8))
+def test_any_page_is_read_or_refused_and_nothing_else_happens(lines):
+    text = FINE + "\n".join(f"{name}{labels} {value}" for name, labels, value in lines)
+    try:
+        found = parse_page(text)
+    except ScrapeError as error:
+        assert len(str(error)) < 8000
+    else:
+        assert 0 <= found.usage <= 1
+
+
+async def probed(handler, seconds: float):
+    """Capture a baseline from this server, within so many seconds for all of it."""
+    prompt = packs.ProbePrompt(pack="p", name="n", messages=(packs.Message("user", "Say something."),))
+    settings = run.Settings(deadline_seconds=seconds)
+    async with engine(handler) as url:
+        await run.capture(url, "m", [prompt], identity="i", dtype="auto", settings=settings)
+
+
+def after_tokenize(chunk: bytes, *, times: int = 1, pause: float = 0.0):
+    talk = answering(chunk, first=HEAD + b"\r\n", times=times, pause=pause)
+
+    async def handler(path, body, writer):
+        if path == "/tokenize":
+            respond(writer, tokens_of(body))
+        else:
+            await talk(path, body, writer)
+
+    return handler
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        answering(b"", pause=30),
+        after_tokenize(b"", pause=30),
+        after_tokenize(b": still there\n\n", times=100, pause=0.2),
+    ],
+    ids=["at once", "at the first token", "but for a sign of life now and then"],
+)
+async def test_a_probe_of_an_engine_that_hangs_ends_at_its_deadline(handler):
+    began = time.monotonic()
+    with pytest.raises(ProbeTimeout):
+        await probed(handler, 1.0)
+    assert time.monotonic() - began < 3
+
+
+async def test_an_engine_that_talks_without_an_end_is_cut_off_by_size_long_before_the_deadline():
+    began = time.monotonic()
+    with pytest.raises(MalformedAnswer, match="more than"):
+        await probed(after_tokenize(b": noise\n" * 8192, times=100_000), 60.0)
+    assert time.monotonic() - began < 10
+
+
+def test_the_cheap_engine_is_honest_enough_to_be_believed():
+    found = parse_page(Engine("k4v4", "m")._page().decode())
+    assert (found.dtype, found.capacity_tokens, found.usage, found.running) == ("k4v4", 16_000, 0.0, 0)

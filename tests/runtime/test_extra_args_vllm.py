@@ -1,0 +1,96 @@
+"""Which of vLLM's arguments spec.engine.extraArgs refuses: every spelling that vLLM's own parser takes is tried."""
+
+from __future__ import annotations
+
+from argparse import Action
+from collections.abc import Iterator
+
+import pytest
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from kvpilot_operator.api.rules import broken_rules
+from kvpilot_operator.api.schema import root_schema
+
+ITEM = root_schema()["properties"]["spec"]["properties"]["engine"]["properties"]["extraArgs"]["items"]
+
+SET_BY_KVPILOT = {
+    *("model", "revision", "served_model_name", "host", "port", "uds", "kv_cache_dtype", "kv_cache_dtype_skip_layers"),
+    *("max_model_len", "tensor_parallel_size", "gpu_memory_utilization", "shutdown_timeout"),
+}
+HIDE_THE_ENGINE = {
+    *("api_key", "root_path", "middleware", "grpc", "grpc_port", "headless", "disable_log_stats"),
+    *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
+}
+PART_OF_AN_ENGINE = {
+    *("nnodes", "node_rank", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_external_lb"),
+    *("data_parallel_hybrid_lb", "data_parallel_multi_port_external_lb"),
+}
+REFUSED = SET_BY_KVPILOT | HIDE_THE_ENGINE | PART_OF_AN_ENGINE | {"logprobs_mode", "hf_token", "config"}
+
+
+@pytest.fixture(scope="module")
+def parser() -> FlexibleArgumentParser:
+    return make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+
+
+def refused(item: str) -> bool:
+    return next(broken_rules(item, ITEM), None) is not None
+
+
+def options(parser: FlexibleArgumentParser) -> dict[str, Action]:
+    """Every option by every full name. --no-x turns something off that kvpilot wants off."""
+    return {
+        name: action
+        for name, action in parser._option_string_actions.items()
+        if not name.startswith(("--no-", "--help"))
+    }
+
+
+def beginnings(parser: FlexibleArgumentParser) -> Iterator[tuple[str, str]]:
+    """Each beginning of a name that the parser takes for one option, with that option's destination."""
+    named = options(parser)
+    for name, action in named.items():
+        for length in range(3 if name.startswith("--") else 2, len(name) + 1):
+            beginning = name[:length]
+            meant = {id(found[0]) for found in parser._get_option_tuples(beginning)}
+            if beginning in named:
+                meant = {id(named[beginning])}
+            if meant == {id(action)}:
+                yield beginning, action.dest
+
+
+def test_the_table_names_only_options_that_vllm_has(parser: FlexibleArgumentParser) -> None:
+    assert {action.dest for action in options(parser).values()} >= REFUSED
+
+
+def test_every_spelling_of_a_refused_option_is_refused(parser: FlexibleArgumentParser) -> None:
+    tried = [beginning for beginning, dest in beginnings(parser) if dest in REFUSED]
+    assert {"--api-k", "--kv-cache-dtype", "--served-model", "-tp", "--device-memory-utilization"} <= set(tried)
+    slipped = []
+    for beginning in tried:
+        underscores = f"--{beginning[2:].replace('-', '_')}" if beginning.startswith("--") else beginning
+        spellings = {f"{name}{end}" for name in (beginning, underscores) for end in ("", "=1", ".key=1", ".key+=1")}
+        slipped += [spelling for spelling in sorted(spellings) if not refused(spelling)]
+    assert slipped == []
+
+
+def test_no_other_option_is_refused(parser: FlexibleArgumentParser) -> None:
+    others = [name for name, action in options(parser).items() if action.dest not in REFUSED]
+    assert len(others) > 200
+    assert [name for name in others if refused(name) or refused(f"{name}=$(VALUE)")] == []
+
+
+def test_a_beginning_of_a_name_really_sets_the_option(parser: FlexibleArgumentParser) -> None:
+    assert parser.parse_args(["--api_k=secret"]).api_key == ["secret"]
+    assert parser.parse_args(["--api-key.a=b"]).api_key == ['{"a": "b"}']
+
+
+@pytest.mark.parametrize("item", ["$(OPTION)", "--$(NAME)=1", "--chat-template$(REST)"])
+def test_an_option_that_a_variable_would_name_is_refused(item: str) -> None:
+    assert refused(item)
+
+
+@pytest.mark.parametrize("item", ["0", "-1", "{}", "priority", "--enable-lora", "--seed=$(SEED)", "--dtype=bfloat16"])
+def test_what_is_left_goes_through(item: str) -> None:
+    assert not refused(item)

@@ -1,0 +1,111 @@
+"""What happens to a control plane's processes and to nodes: killed, started again, stopped for a while."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from localcluster import procs
+from localcluster.errors import StartFailed
+from localcluster.rest import Rest, until
+
+
+class Component:
+    """One process of a running control plane, known by its record `<name>.pid` in the run folder."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._record = folder / f"{name}.pid"
+        self._command = self._running_command()
+
+    def kill(self) -> None:
+        """Kill -9."""
+        self._process().signal(signal.SIGKILL)
+
+    def start(self, *more: str) -> None:
+        """Start it again, as it was and with these flags behind, which overrule earlier ones."""
+        procs.end(self._record)
+        procs.spawn(self._record, [*self._command, *more], log=self._folder / f"{self._name}.log", cwd=self._folder)
+
+    def pause(self) -> None:
+        """Let it stand still, its connections open."""
+        self._process().signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._process().signal(signal.SIGCONT)
+
+    def _process(self) -> procs.ProcessId:
+        found = procs.read_record(self._record)
+        if found is None:
+            raise StartFailed(f"{self._name} does not run: {procs.tail(self._folder / f'{self._name}.log')}")
+        return found
+
+    def _running_command(self) -> Sequence[str]:
+        raw = Path(f"/proc/{self._process().pid}/cmdline").read_bytes()
+        return [part.decode() for part in raw.split(b"\0")[:-1]]
+
+
+class SecondNode:
+    """A node agent beside the cluster's own, which alone forwards Services."""
+
+    def __init__(self, folder: Path, kubeconfig: Path, table: Path, name: str = "second") -> None:
+        self.name = name
+        self._folder, self._kubeconfig, self._table = folder, kubeconfig, table
+        self._record = folder / "agent.pid"
+
+    def start(self, rest: Rest) -> None:
+        """Start the agent and wait until its Node takes pods."""
+        command = [sys.executable, "-m", "localcluster", "node", f"--kubeconfig={self._kubeconfig}"]
+        command += [f"--folder={self._folder / 'node'}", f"--name={self.name}", f"--images={self._table}"]
+        command += ["--no-services", "--backoff=1"]
+        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        procs.spawn(self._record, command, log=self._folder / "agent.log", env=env)
+        until(lambda: self._takes_pods(rest), f"node {self.name} is ready")
+
+    def pause(self) -> None:
+        """The agent stands still; what it runs goes on."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """The agent goes on."""
+        self._signal(signal.SIGCONT)
+
+    def vanish(self) -> None:
+        """The agent and everything that it runs are gone at once, and the API server hears nothing."""
+        self._signal(signal.SIGKILL)
+        self.kill_engines()
+
+    def kill_engines(self) -> None:
+        """Kill every process of every pod of this node."""
+        for state in (self._folder / "node" / "pods").glob("*/*/[0-9]*/state.json"):
+            # The shim first: it would report the end.
+            for record in (state.with_name("shim.json"), state):
+                if (found := procs.read_record(record)) is not None:
+                    found.signal(signal.SIGKILL, group=True)
+
+    def stop(self) -> None:
+        """End what is left of it."""
+        self._signal(signal.SIGCONT)
+        procs.end(self._record, grace=10)
+        self.kill_engines()
+
+    def _signal(self, number: int) -> None:
+        if (found := procs.read_record(self._record)) is not None:
+            found.signal(number)
+
+    def _takes_pods(self, rest: Rest) -> bool:
+        found = rest.get(f"/api/v1/nodes/{self.name}")
+        return not found["spec"].get("taints") and bool(found["status"].get("conditions"))
+
+
+def engine_process(agent_folder: Path, uid: str) -> procs.ProcessId:
+    """The engine's process of the pod with this uid, below the folder of the node agent that runs it."""
+    for state in sorted((agent_folder / "pods" / uid).glob("engine/[0-9]*/state.json"), reverse=True):
+        if (found := procs.read_record(state)) is not None:
+            return found
+    raise StartFailed(f"pod {uid} runs no engine below {agent_folder}")

@@ -1,0 +1,45 @@
+"""What tests of faults measured, one JSON object a line, in the file that KVPILOT_FAULTS_RECORD names."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "KVPILOT_FAULTS_RECORD"
+
+
+def record(fault: str, recovered_seconds: float, *, what: str, answered: int | None = None, failed: int = 0) -> None:
+    """Append one measurement; nothing where no file is named.
+
+    Args:
+        fault: the row of the table in docs/reliability.md.
+        recovered_seconds: from the fault's end (or, where it does not end, its start) until `what`.
+        what: what was waited for.
+        answered: users' requests that were answered meanwhile; None where there were no users.
+        failed: users' requests that were not.
+    """
+    seconds = round(recovered_seconds, 1)
+    _append({"fault": fault, "seconds": seconds, "what": what, "answered": answered, "failed": failed})
+
+
+def record_machine(kubernetes: str) -> None:
+    """Append what the measurements that follow were made on."""
+    versions = {name: version(name) for name in ("kvpilot", "kopf", "aiohttp")}
+    _append(
+        {
+            "date": f"{datetime.now(UTC):%Y-%m-%d}",
+            "cores": os.cpu_count(),
+            "versions": {"Kubernetes": kubernetes, **versions, "Python": platform.python_version()},
+        }
+    )
+
+
+def _append(line: dict[str, Any]) -> None:
+    if file := os.environ.get(VARIABLE):
+        with Path(file).open("a") as out:
+            out.write(json.dumps(line) + "\n")

@@ -1,0 +1,300 @@
+"""A cluster of cheap engines with the real operator in it, everything of which can be made to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from kubernetes_asyncio import config
+from kubernetes_asyncio.client import ApiClient, Configuration
+
+from kvpilot_demo.load import Load
+from kvpilot_operator.cluster.client import Cluster, Object
+from kvpilot_operator.errors import ClusterError, Conflict
+from kvpilot_operator.render.names import API_VERSION, ENGINE_PORT, KIND, SERVICE_LABEL
+from localcluster.cluster import LocalCluster
+from localcluster.controlplane import free_port
+from localcluster.definitions import directly
+from localcluster.procs import tail
+from localcluster.rest import Rest
+from support.faulty_api import FaultyApi
+from support.faulty_record import record_machine
+
+CRD = Path(__file__).parents[2] / "crds" / "kvpilot.io_quantizedllmservices.yaml"
+PROGRAM = Path(__file__).with_name("faulty_engine.py")
+IMAGE = "kvpilot/faulty-engine:dev"
+NAMESPACE = "default"
+SCRAPE_SECONDS = 1.0
+
+
+class FaultyWorld:
+    """`async with FaultyWorld.up(folder)`.
+
+    Attributes:
+        api: the proxy through which the operator sees the API server.
+        cluster: a client of ours, straight to the API server.
+    """
+
+    def __init__(self, folder: Path, local: LocalCluster, table: Path, api: FaultyApi, cluster: Cluster) -> None:
+        self.folder, self.local, self.table = folder, local, table
+        self.api, self.cluster = api, cluster
+        self._operator: subprocess.Popen[bytes] | None = None
+        self.operator_url = ""
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def up(cls, folder: Path) -> AsyncIterator[FaultyWorld]:
+        """Start everything, and take it all down at the end."""
+        table = _image_table(folder)
+        local = LocalCluster(folder / "cluster", table=table, backoff=1.0)
+        await asyncio.to_thread(local.start)
+        try:
+            await asyncio.to_thread(directly, local.rest, [yaml.safe_load(CRD.read_text())])
+            rest, configuration = local.rest, Configuration()
+            await config.load_kube_config(config_file=str(local.kubeconfig), client_configuration=configuration)
+            cluster = Cluster(ApiClient(configuration))
+            async with FaultyApi.between(rest.server, rest.context) as api:
+                world = cls(folder, local, table, api, cluster)
+                try:
+                    record_machine(rest.get("/version")["gitVersion"].removeprefix("v"))
+                    await world.start_operator()
+                    yield world
+                finally:
+                    await world.stop_operator()
+                    await cluster.close()
+        finally:
+            await asyncio.to_thread(local.stop)
+
+    @property
+    def rest(self) -> Rest:
+        """A blocking client for what the operator itself never touches."""
+        return self.local.rest
+
+    async def start_operator(self, env: Mapping[str, str] | None = None) -> None:
+        """Start the operator's process behind the proxy, and wait until it is ready."""
+        kubeconfig, port = self.folder / "operator.kubeconfig", free_port()
+        kubeconfig.write_text(_kubeconfig(self.api.url))
+        self.operator_url = f"http://127.0.0.1:{port}"
+        self._spawn_operator(kubeconfig, port, env or {})
+
+        async def ready() -> bool:
+            return (await self._ask(f"{self.operator_url}/readyz"))[0] == 200
+
+        await until(ready, "the operator is ready", 60)
+
+    def _spawn_operator(self, kubeconfig: Path, port: int, env: Mapping[str, str]) -> None:
+        command = [str(Path(sys.executable).parent / "kvpilot-operator"), f"--scrape-seconds={SCRAPE_SECONDS}"]
+        command += ["--http-host=127.0.0.1", f"--http-port={port}"]
+        with (self.folder / "operator.log").open("ab") as log:
+            self._operator = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "KUBECONFIG": str(kubeconfig), **env},
+                start_new_session=True,
+            )
+
+    async def stop_operator(self) -> None:
+        """SIGTERM, and kill -9 after half a minute."""
+        if self._operator is None or self._operator.poll() is not None:
+            return
+        self._operator.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.to_thread(self._operator.wait, 30)
+        except subprocess.TimeoutExpired:
+            self._operator.kill()
+
+    def check(self) -> None:
+        """The operator's process lives: no fault is a reason for it to end."""
+        if self._operator is None or self._operator.poll() is not None:
+            raise AssertionError(f"the operator has ended: {tail(self.folder / 'operator.log', 4000)}")
+
+    def operator_memory_mib(self) -> float:
+        """Resident memory of the operator now."""
+        if self._operator is None:
+            raise AssertionError("the operator is not started")
+        status = Path(f"/proc/{self._operator.pid}/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+    async def operator_knows(self, name: str) -> bool:
+        """Whether the operator's own metrics show a service of this name."""
+        _, text = await self._ask(f"{self.operator_url}/metrics")
+        return f'name="{name}"' in text
+
+    async def newest_scrape(self, name: str) -> float:
+        """When, by the operator's own clock (Unix time), it last scraped a service's engines; 0 if not yet."""
+        _, text = await self._ask(f"{self.operator_url}/metrics")
+        found = [line for line in text.splitlines() if line.startswith("kvpilot_engine_metrics_timestamp_seconds{")]
+        return next((float(line.rpartition(" ")[2]) for line in found if f'name="{name}"' in line), 0.0)
+
+    async def create(self, name: str, replicas: int, **spec: Any) -> None:
+        """A service of cheap engines, whose number is the user's; `spec` overrules by section."""
+        base: dict[str, Any] = {
+            "replicas": replicas,
+            "model": {"source": "file:///models/tiny-1m", "servedName": name, "maxModelLen": 4096},
+            "engine": {"image": IMAGE},
+            "kvCache": {"mode": "Fixed", "dtype": "auto"},
+            "scaling": {"mode": "External", "minReplicas": 0, "maxReplicas": 8},
+            "drain": {"preStopSeconds": 1, "timeoutSeconds": 20},
+        }
+        metadata = {"name": name, "namespace": NAMESPACE}
+        await self.cluster.create(
+            {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": {**base, **spec}}
+        )
+
+    async def serving(self, name: str, replicas: int, **spec: Any) -> None:
+        """The same, and wait until all of its engines answer."""
+        await self.create(name, replicas, **spec)
+        await self.until_ready(name, replicas)
+
+    async def until_ready(self, name: str, replicas: int, seconds: float = 60) -> None:
+        """Wait until the status says that so many engines answer, and no other is asked for."""
+
+        async def ready() -> bool:
+            status = await self.status(name)
+            return (status.get("replicas"), status.get("readyReplicas")) == (replicas, replicas)
+
+        await until(ready, f"{name} has {replicas} engines that answer", seconds)
+
+    async def delete(self, name: str) -> None:
+        """Delete a service and wait until its pods are gone."""
+        await self.cluster.delete(API_VERSION, KIND, NAMESPACE, name)
+
+        async def gone() -> bool:
+            return not await self.pods(name)
+
+        await until(gone, f"the pods of {name} are gone", 60)
+
+    def operator_log(self) -> str:
+        """What the operators of this world have logged so far."""
+        return (self.folder / "operator.log").read_text(errors="replace")
+
+    async def scale(self, name: str, replicas: int) -> None:
+        """kubectl scale qllm"""
+        await self.patch(name, {"replicas": replicas})
+
+    async def patch(self, name: str, spec: Object) -> None:
+        """kubectl patch qllm --type=merge"""
+        await self.cluster.merge(API_VERSION, KIND, NAMESPACE, name, {"spec": spec})
+
+    async def status(self, name: str) -> Object:
+        """The status of a service; empty where there is none."""
+        found = await self.cluster.find(API_VERSION, KIND, NAMESPACE, name)
+        status: Object = (found or {}).get("status") or {}
+        return status
+
+    async def condition(self, name: str, kind: str) -> tuple[str, str]:
+        """Status and reason of a condition."""
+        conditions = (await self.status(name)).get("conditions", [])
+        return next(((c["status"], c["reason"]) for c in conditions if c["type"] == kind), ("", ""))
+
+    async def wanted(self, name: str) -> int | None:
+        """The replicas that the operator has written for a service, over its Deployments; None where it has none."""
+        found = await self.cluster.list("apps/v1", "Deployment", NAMESPACE, f"{SERVICE_LABEL}={name}")
+        return sum(one["spec"]["replicas"] for one in found) if found else None
+
+    async def pods(self, name: str) -> list[Object]:
+        """Its engine pods, those that are going included."""
+        return await self.cluster.list("v1", "Pod", NAMESPACE, f"{SERVICE_LABEL}={name}")
+
+    async def make_ill(self, pod: Object, **faults: Any) -> None:
+        """Tell one engine what is wrong with it from now on."""
+        async with httpx.AsyncClient(timeout=10, trust_env=False) as http:
+            url = f"http://{pod['status']['podIP']}:{ENGINE_PORT}/faults"
+            (await http.post(url, json=faults)).raise_for_status()
+
+    async def service_url(self, name: str) -> str:
+        """The Service's own address."""
+        found = await self.cluster.get("v1", "Service", NAMESPACE, name)
+        address: str = found["spec"]["clusterIP"]
+        return f"http://{address}" if os.geteuid() == 0 else f"http://{address}:20080"
+
+    @contextlib.asynccontextmanager
+    async def load(self, name: str, users: int = 2) -> AsyncIterator[Load]:
+        """Users of a service, each asking again as soon as it is answered, until the block ends."""
+        load = Load(await self.service_url(name), name, users=users, prompt_tokens=64, output_tokens=32)
+        await load.start()
+        try:
+            yield load
+        finally:
+            await load.stop()
+
+    async def acted(self, name: str, replicas: int, seconds: float = 60) -> float:
+        """Wait until the operator has written so many replicas for a service; returns the seconds it took."""
+
+        async def done() -> bool:
+            return await self.wanted(name) == replicas
+
+        return await until(done, f"{replicas} replicas are written for {name}", seconds)
+
+    async def _ask(self, url: str) -> tuple[int, str]:
+        async with httpx.AsyncClient(timeout=5, trust_env=False) as http:
+            answer = await http.get(url)
+        return answer.status_code, answer.text
+
+
+async def until(question: Callable[[], Awaitable[bool]], what: str, seconds: float, pause: float = 0.1) -> float:
+    """Ask until the answer is yes; returns how many seconds that took. An API server that does not answer says no."""
+    began = time.monotonic()
+    last = ""
+    while time.monotonic() - began < seconds:
+        try:
+            if await question():
+                return time.monotonic() - began
+        except (ClusterError, httpx.HTTPError) as error:
+            last = f"; last: {error}"
+        await asyncio.sleep(pause)
+    raise TimeoutError(f"not within {seconds:g} s: {what}{last}")
+
+
+async def insist(write: Callable[[], Awaitable[object]]) -> None:
+    """Write to an API server that comes and goes, until it has taken it; what is written before is fine."""
+
+    async def taken() -> bool:
+        with contextlib.suppress(Conflict):
+            await write()
+        return True
+
+    await until(taken, "the API server takes a change", 60)
+
+
+def _image_table(folder: Path) -> Path:
+    """An image table whose one image is the cheap engine under the name of the real one's program."""
+    programs = folder / "bin"
+    programs.mkdir(parents=True)
+    serve = programs / "kvpilot-serve"
+    serve.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {PROGRAM} "$@"\n')
+    serve.chmod(0o755)
+    entry = {
+        "match": [IMAGE],
+        "entrypoint": ["kvpilot-serve"],
+        "path": [str(programs)],
+        "env": {"KVPILOT_SERVE_HOST": "$(POD_IP)"},
+    }
+    table = folder / "images.yaml"
+    table.write_text(yaml.safe_dump({"images": [entry]}))
+    return table
+
+
+def _kubeconfig(server: str) -> str:
+    return json.dumps(
+        {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "faulty",
+            "clusters": [{"name": "faulty", "cluster": {"server": server}}],
+            "users": [{"name": "faulty", "user": {}}],
+            "contexts": [{"name": "faulty", "context": {"cluster": "faulty", "user": "faulty"}}],
+        }
+    )

@@ -1,0 +1,172 @@
+"""Two operator processes beside one API server, each behind a cable of its own, and what the audit log says of them."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+from datetime import datetime
+from pathlib import Path
+
+from localcluster import procs
+from localcluster.audit import Term, Write, misplaced, terms, writes
+from localcluster.controlplane import ControlPlane, free_port
+from localcluster.rest import until
+
+SYSTEM = "kvpilot-system"
+_COMMAND = str(Path(sys.executable).parent / "kvpilot-operator")
+_LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/kvpilot-operator"
+
+
+def identity(write: Write) -> str | None:
+    """Which replica wrote: the user is the place that it runs in, the user agent says which life; None for others."""
+    if not write.user.startswith("operator-"):
+        return None
+    found = re.fullmatch(r"kvpilot-operator \((.+)\)", write.agent)
+    return found[1] if found else f"{write.user} as {write.agent}"
+
+
+class Cable:
+    """The way from one operator to the API server. Unplugged, nothing passes and nothing is refused."""
+
+    def __init__(self, server: str) -> None:
+        host, port = server.removeprefix("https://").split(":")
+        self._server = (host, int(port))
+        self._plugged = True
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._open: list[socket.socket] = []
+        self.url = f"https://127.0.0.1:{self._listening.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def unplug(self) -> None:
+        """From now on whatever is sent is lost."""
+        self._plugged = False
+
+    def plug(self) -> None:
+        """What was lost stays lost: connections that saw it are over."""
+        for one in self._open:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        self._open.clear()
+        self._plugged = True
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._listening.accept()
+            far = socket.create_connection(self._server)
+            self._open += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if self._plugged:
+                    sink.sendall(data)
+            if self._plugged:
+                sink.shutdown(socket.SHUT_WR)
+
+
+class Operator:
+    """One operator process; its place in the cluster (a, b or c) outlives it."""
+
+    def __init__(self, place: str, folder: Path, kubeconfig: Path, *flags: str) -> None:
+        self.place = place
+        self.log = folder / f"operator-{place}.log"
+        self._port = free_port()
+        command = [_COMMAND, "--scrape-seconds=2", "--http-host=127.0.0.1", f"--http-port={self._port}", *flags]
+        env = {**os.environ, "KUBECONFIG": str(kubeconfig), "POD_NAME": f"operator-{place}", "POD_NAMESPACE": SYSTEM}
+        self.process = procs.spawn(folder / f"operator-{place}.pid", command, log=self.log, env=env)
+
+    def ask(self, path: str) -> tuple[int, str]:
+        """Status and text of one page of the operator's own HTTP server."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    @property
+    def ready(self) -> bool:
+        """What the kubelet would find."""
+        return self.ask("/readyz")[0] == 200
+
+    @property
+    def leads(self) -> bool:
+        """What Prometheus would find."""
+        return "\nkvpilot_leader 1.0" in self.ask("/metrics")[1]
+
+
+class Pair:
+    """Two places for operators, and what the API server knows of them."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self.plane, self.rest = plane, plane.rest
+        self.cables = {place: Cable(plane.rest.server) for place in "abc"}
+        self.operators: dict[str, Operator] = {}
+        self._users = {place: self._user(place) for place in "abc"}
+
+    def start(self, place: str, *flags: str) -> Operator:
+        """Start an operator in a place where none runs."""
+        self.operators[place] = Operator(place, self.plane.folder, self._users[place], *flags)
+        return self.operators[place]
+
+    def settle(self) -> tuple[Operator, Operator]:
+        """Both places run, one of them leads: (leader, standby)."""
+
+        def ready() -> bool:
+            for place in "ab":
+                if place not in self.operators or self.operators[place].process.poll() is not None:
+                    self.start(place, "--leader-elect")
+            return all(self.operators[place].ready for place in "ab")
+
+        until(ready, "both operators are ready", seconds=60)
+        pair = [self.operators[place] for place in "ab"]
+        until(lambda: any(one.leads for one in pair), "one of them leads", seconds=60)
+        leader, standby = sorted(pair, key=lambda one: not one.leads)
+        until(lambda: self.holder().startswith(f"operator-{leader.place}_"), "the leader holds the Lease")
+        return leader, standby
+
+    def holder(self) -> str:
+        """Who holds the Lease; empty where nobody does."""
+        return str(self.rest.get(_LEASE)["spec"]["holderIdentity"])
+
+    def successor(self, holder: str, seconds: float = 30) -> str:
+        """Wait until somebody else holds the Lease, and say who."""
+        until(lambda: self.holder() not in ("", holder), "another replica takes the Lease", seconds=seconds)
+        return self.holder()
+
+    def log(self) -> list[Write]:
+        """Everything that anybody wrote."""
+        return writes(self.plane.audit_log)
+
+    def faults(self) -> list[str]:
+        """What operators wrote without holding the Lease."""
+        return misplaced(self.log(), f"{SYSTEM}/kvpilot-operator", identity)
+
+    def term(self, holder: str) -> Term:
+        """The time that this replica held the Lease."""
+        return next(term for term in terms(self.log(), f"{SYSTEM}/kvpilot-operator") if term.holder == holder)
+
+    def wrote(self, holder: str) -> list[datetime]:
+        """When this replica wrote anything but the Lease."""
+        return [write.received for write in self.log() if identity(write) == holder and write.lease is None]
+
+    def stop(self) -> None:
+        """Kill what still runs."""
+        for one in self.operators.values():
+            if one.process.poll() is None:
+                one.process.send_signal(signal.SIGKILL)
+                one.process.wait()
+
+    def _user(self, place: str) -> Path:
+        kubeconfig = self.plane.user(f"operator-{place}")
+        kubeconfig.write_text(kubeconfig.read_text().replace(self.rest.server, self.cables[place].url))
+        return kubeconfig

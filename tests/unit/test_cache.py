@@ -1,0 +1,179 @@
+"""The cache is never older than what it was told, whoever told it first, and forgets what a list does not hold."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_operator.cluster.cache import Store
+from kvpilot_operator.cluster.watch import Reflector
+from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.observe.fleet import Fleet
+from kvpilot_operator.render.names import KIND
+from kvpilot_operator.state.snapshot import ServiceKey
+from support.services import KEY, manifest
+
+CHAT = ServiceKey("a", "chat")
+
+
+def thing(version: int, value: int = 0, name: str = "x", service: str = "chat", namespace: str = "a") -> dict[str, Any]:
+    return {
+        "metadata": {"namespace": namespace, "name": name, "resourceVersion": str(version)},
+        "service": service,
+        "value": value,
+    }
+
+
+class Seen:
+    """A store of the things' values, and who was said to have changed."""
+
+    def __init__(self) -> None:
+        self.changed: list[ServiceKey] = []
+        self.store: Store[int] = Store(lambda obj: obj["value"], self._service, self.changed.append)
+
+    def _service(self, obj: dict[str, Any]) -> ServiceKey | None:
+        return ServiceKey(obj["metadata"]["namespace"], obj["service"]) if obj["service"] else None
+
+
+def test_only_what_differs_is_told() -> None:
+    seen = Seen()
+    for version, value in ((1, 5), (2, 5), (3, 6)):
+        seen.store.put(thing(version, value))
+    assert seen.changed == [CHAT, CHAT]
+    assert seen.store.of(CHAT) == [6]
+
+
+def test_an_object_that_changes_hands_is_told_to_both() -> None:
+    seen = Seen()
+    seen.store.put(thing(1))
+    seen.store.put(thing(2, service="other"))
+    assert seen.changed == [CHAT, CHAT, ServiceKey("a", "other")]
+    seen.store.put(thing(3, service=""))
+    assert len(seen.store) == 0
+
+
+@given(st.permutations(range(1, 7)), st.integers(1, 6))
+def test_the_newest_wins_in_whatever_order_watch_and_answers_come(order: Sequence[int], deleted: int) -> None:
+    seen = Seen()
+    for version in order:
+        if version == deleted:
+            seen.store.drop(thing(version))
+        else:
+            seen.store.put(thing(version, version))
+    late = [v for v in order[order.index(deleted) + 1 :] if v < deleted]
+    newest = [v for v in order if v > deleted]
+    assert seen.store.get("a", "x") == max(newest or late, default=None)
+
+
+def test_a_list_drops_what_it_does_not_hold_and_spares_what_is_newer_and_elsewhere() -> None:
+    seen = Seen()
+    seen.store.put(thing(5, name="gone"))
+    seen.store.put(thing(6, name="kept"))
+    seen.store.put(thing(9, name="written meanwhile"))
+    seen.store.put(thing(5, name="gone", namespace="b"))
+    seen.store.keep_only("a", {("a", "kept")}, "7")
+    assert sorted(seen.store.names()) == [("a", "kept"), ("a", "written meanwhile"), ("b", "gone")]
+
+
+def test_an_own_write_is_seen_at_once_and_an_older_event_does_not_take_it_back() -> None:
+    fleet = Fleet(None, ())  # type: ignore[arg-type]  # nothing is watched
+    changed: list[ServiceKey] = []
+    fleet.on_change = changed.append
+    first = manifest()
+    fleet.services.put(first)
+    written = {**first, "metadata": {**first["metadata"], "resourceVersion": "7"}, "status": {"replicas": 3}}
+    fleet.wrote(KIND, *KEY, written)
+    fleet.services.put({**first, "metadata": {**first["metadata"], "resourceVersion": "4"}})
+    found = fleet.services.get(*KEY)
+    assert found is not None
+    assert (found.status.replicas, found.version) == (3, "7")
+    assert changed == [KEY, KEY]
+    fleet.wrote(KIND, *KEY, None)
+    assert fleet.services.get(*KEY) is None
+
+
+def test_a_service_that_is_being_deleted_is_gone() -> None:
+    fleet = Fleet(None, ())  # type: ignore[arg-type]
+    fleet.services.put(manifest())
+    going = manifest()
+    going["metadata"] |= {"resourceVersion": "2", "deletionTimestamp": "2026-11-21T12:00:00Z"}
+    fleet.services.put(going)
+    assert fleet.services.get(*KEY) is None
+
+
+class Server:
+    """Lists `now` at `version`; each watch plays the next script of events, or fails with the script's error."""
+
+    def __init__(self, now: list[Any], version: int, *scripts: Any) -> None:
+        self.now, self.version, self.scripts = now, version, list(scripts)
+        self.lists = 0
+        self.since: list[str] = []
+
+    async def pages(self, *what: str) -> AsyncIterator[tuple[Sequence[Any], str]]:
+        self.lists += 1
+        for item in self.now:
+            yield [item], str(self.version)
+        if not self.now:
+            yield [], str(self.version)
+
+    async def watch(self, *what: str) -> AsyncIterator[tuple[str, Any]]:
+        self.since.append(what[-1])
+        for step in self.scripts.pop(0) if self.scripts else [("WAIT", None)]:
+            if isinstance(step, Exception):
+                raise step
+            if step[0] == "WAIT":
+                await asyncio.Event().wait()
+            yield step
+
+
+async def reflected(server: Server, seen: Seen) -> None:
+    """Run until the server's scripts are played."""
+    task = asyncio.create_task(Reflector(server, "v1", "Thing", "", "", seen.store).run())  # type: ignore[arg-type]
+    watches = len(server.scripts) + 1
+    async with asyncio.timeout(5):
+        while len(server.since) < watches:
+            await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_watch_resumes_where_it_ended() -> None:
+    server = Server(
+        [thing(3)],
+        10,
+        [("MODIFIED", thing(12, 7)), ("BOOKMARK", {"metadata": {"resourceVersion": "15"}})],
+        [ClusterError("WATCH", "/things", 0, "connection lost")],
+    )
+    seen = Seen()
+    await reflected(server, seen)
+    assert server.since == ["10", "15", "15"]
+    assert server.lists == 1
+    assert seen.store.of(CHAT) == [7]
+
+
+@pytest.mark.parametrize("status", [410, 500])
+async def test_what_was_deleted_while_the_watch_was_lost_is_missing_after_the_next_list(status: int) -> None:
+    server = Server([thing(3), thing(4, name="y")], 10, [ClusterError("WATCH", "/things", status, "too old")])
+    seen = Seen()
+    task = asyncio.create_task(Reflector(server, "v1", "Thing", "", "", seen.store).run())  # type: ignore[arg-type]
+    await asyncio.sleep(0.05)
+    server.now = [thing(4, name="y")]
+    server.version = 20
+    async with asyncio.timeout(5):
+        while len(server.since) < 2:
+            await asyncio.sleep(0.01)
+    task.cancel()
+    assert server.since == ["10", "20"]
+    assert list(seen.store.names()) == [("a", "y")]
+
+
+async def test_a_deleted_object_is_dropped() -> None:
+    server = Server([thing(3)], 10, [("DELETED", thing(11))])
+    seen = Seen()
+    await reflected(server, seen)
+    assert len(seen.store) == 0

@@ -1,0 +1,132 @@
+"""Cluster autoscalers are asked to leave a pod alone while it is judged, and not a moment longer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvpilot_operator.act.shelter import shelter
+from kvpilot_operator.decide import decide
+from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.decide.trial.shelter import sheltered
+from kvpilot_operator.errors import Conflict
+from kvpilot_operator.render.names import SHELTER_ANNOTATION
+from kvpilot_operator.state.decision import Find, Measure
+from kvpilot_operator.state.status import parse_status
+from support.model_cluster import ModelCluster
+from support.services import manifest, pod, revision_of, running, spec_of
+from support.trials import NEW, OLD, ended, on_trial, service, stage
+
+
+def names(cluster: ModelCluster, dtype: str) -> set[str]:
+    revision = revision_of(cluster.obj, dtype)
+    return {p.view().name for p in cluster.engines.pods if p.revision == revision}
+
+
+def test_the_pods_of_a_canary_are_sheltered_until_its_verdict_and_nobody_afterwards():
+    cluster = on_trial(3)
+    for where in ("Starting", "Shifting"):
+        cluster.until(stage(where))
+        cluster.tick()
+        assert cluster.sheltered == names(cluster, NEW) != set()
+    cluster.until(stage("Promoting"))
+    assert cluster.sheltered == set()
+    cluster.until(ended)
+    assert cluster.sheltered == set()
+
+
+def test_a_probe_shelters_the_replica_that_it_asks():
+    cluster = ModelCluster(manifest(replicas=3, kvCache={"mode": "Auto"}, scaling={"mode": "External"}))
+    asked: set[str] = set()
+    for _ in range(20):
+        cluster.tick()
+        asked |= cluster.sheltered
+        assert len(cluster.sheltered) <= 1
+    assert len(asked) == 1
+    assert cluster.sheltered == set()
+
+
+def test_a_borrowed_replica_is_sheltered_with_the_canary_that_needs_it():
+    cluster = on_trial(1, cluster={"start_ticks": 4}, steps=[])
+    cluster.settle()
+    cluster.edit(service("k4v4", 1, steps=[]))
+    cluster.baseline, cluster.status["accuracy"] = None, {}
+    for _ in range(60):
+        cluster.tick()
+        if names(cluster, OLD):
+            break
+    cluster.tick()
+    assert cluster.sheltered >= names(cluster, OLD) != set()
+    cluster.settle()
+    assert cluster.sheltered == set()
+
+
+def test_a_paused_trial_keeps_no_node_alive():
+    cluster = on_trial(3)
+    cluster.until(stage("Shifting"))
+    cluster.edit(service(NEW, 3, paused=True))
+    cluster.tick()
+    assert parse_status(cluster.status).canary is not None
+    assert cluster.sheltered == set()
+
+
+def test_an_invalid_spec_keeps_no_node_alive():
+    cluster = on_trial(3)
+    cluster.until(stage("Shifting"))
+    cluster.edit(manifest(scaling={"minReplicas": 5, "maxReplicas": 2}))
+    cluster.tick()
+    assert cluster.sheltered == set()
+
+
+def test_what_a_killed_operator_left_behind_is_taken_off_by_the_next():
+    cluster = on_trial(3)
+    cluster.until(stage("Shifting"))
+    ghost = next(iter(names(cluster, OLD)))
+    cluster.sheltered.add(ghost)
+    cluster.tick()
+    assert ghost not in cluster.sheltered
+
+
+def test_pods_on_their_way_out_and_searches_shelter_nobody():
+    obj = manifest()
+    s = running(obj, "auto")
+    leaving = replace(pod(revision_of(obj, "auto")), terminating=True)
+    url = "http://10.0.0.1:8000"
+    for request in (None, Find("i", "b", "c")):
+        assert sheltered(Draft(s.now, s.status), s, spec_of(obj), request) == frozenset()
+    ask = Measure("i", url, "m", "c")
+    assert sheltered(Draft(s.now, s.status), s, spec_of(obj), ask) == {s.pods[0].name}
+    gone = replace(s, pods=(leaving,))
+    assert sheltered(Draft(s.now, s.status), gone, spec_of(obj), ask) == frozenset()
+
+
+class Server:
+    """Notes what is applied to which pod; one of them has just gone."""
+
+    def __init__(self, gone: str) -> None:
+        self.gone = gone
+        self.applied: dict[str, dict[str, str]] = {}
+
+    async def apply(self, pod):
+        about = pod["metadata"]
+        if about["name"] == self.gone:
+            raise Conflict("PATCH", about["name"], 409, "uid mismatch")
+        assert about["uid"]
+        self.applied[about["name"]] = about["annotations"]
+
+
+async def test_only_pods_whose_annotations_are_not_what_they_should_be_are_written_and_one_that_is_gone_stops_nobody():
+    s = running(manifest(), "auto")
+    pods = tuple(replace(pod("r"), name=n, uid=n, sheltered=n in ("b", "c")) for n in ("gone", "a", "b", "c", "d"))
+    server = Server("gone")
+    await shelter(server, replace(s, pods=pods), frozenset({"gone", "a", "b"}))
+    assert set(server.applied) == {"a", "c"}
+    assert server.applied["c"] == {}
+    assert server.applied["a"] == {
+        "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+        "karpenter.sh/do-not-disrupt": "true",
+        SHELTER_ANNOTATION: "true",
+    }
+
+
+def test_a_quiet_service_writes_to_no_pod():
+    assert decide(running(manifest(kvCache={"mode": "Fixed", "dtype": "auto"}), "auto")).sheltered == frozenset()

@@ -1,0 +1,82 @@
+"""The check on the audit log: which writes lie outside their writer's time as the leader."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from localcluster.audit import misplaced, terms, writes
+
+LEASE = "system/kvpilot-operator"
+
+
+def event(user, at, *, until=None, holder=None, version=0, code=200, verb="patch"):
+    found = {
+        "stage": "ResponseComplete",
+        "verb": verb,
+        "requestURI": "/apis/apps/v1/namespaces/a/deployments/b?fieldManager=kvpilot",
+        "user": {"username": user},
+        "objectRef": {"resource": "deployments", "namespace": "a", "name": "b"},
+        "requestReceivedTimestamp": f"2026-11-21T12:00:{at:09.6f}Z",
+        "stageTimestamp": f"2026-11-21T12:00:{until or at + 0.01:09.6f}Z",
+        "responseStatus": {"code": code},
+    }
+    if holder is not None:
+        found["objectRef"] = {"resource": "leases", "namespace": "system", "name": "kvpilot-operator"}
+        found["responseObject"] = {"metadata": {"resourceVersion": str(version)}, "spec": {"holderIdentity": holder}}
+    return found
+
+
+def lease(holder, at, version, **more):
+    return event(holder or "a", at, holder=holder, version=version, **more)
+
+
+# a leads from 1, renews, lets go at 10; b leads from 12 and is followed by c at 30 without letting go.
+TERMS = [lease("a", 1, 8), lease("a", 3, 9), lease("", 10, 10), lease("b", 12, 11), lease("c", 30, 12)]
+
+
+def faults(tmp_path, *events):
+    log = tmp_path / "audit.log"
+    log.write_text("".join(json.dumps(one) + "\n" for one in [*TERMS, *events]) + '{"stage": "Resp')
+    return misplaced(writes(log), LEASE, lambda write: write.user)
+
+
+def test_terms_follow_the_resource_versions(tmp_path):
+    log = tmp_path / "audit.log"
+    refused = lease("z", 5, 3, code=409)
+    log.write_text("".join(json.dumps(one) + "\n" for one in [*reversed(TERMS), refused]))
+    found = terms(writes(log), LEASE)
+    assert [term.holder for term in found] == ["a", "b", "c"]
+    assert [term.claimed.second for term in found] == [1, 12, 30]
+    assert [term.released and term.released.second for term in found] == [10, None, None]
+    assert [term.followed and term.followed.second for term in found] == [12, 30, None]
+
+
+@pytest.mark.parametrize(("user", "at"), [("a", 1.5), ("a", 9.9), ("b", 12.5), ("b", 29.5), ("c", 31)])
+def test_a_write_within_its_term_is_in_place(tmp_path, user, at):
+    assert faults(tmp_path, event(user, at)) == []
+
+
+@pytest.mark.parametrize(("user", "at"), [("a", 0.5), ("a", 10.5), ("a", 13), ("b", 11), ("b", 30.5), ("d", 20)])
+def test_a_write_outside_its_term_is_found(tmp_path, user, at):
+    (fault,) = faults(tmp_path, event(user, at))
+    assert fault.endswith(f"{user}: patch /apis/apps/v1/namespaces/a/deployments/b: 200")
+
+
+def test_a_write_that_ends_after_the_next_claim_is_found(tmp_path):
+    assert faults(tmp_path, event("b", 29, until=30.5))
+
+
+def test_an_answer_that_is_written_down_after_the_own_release_is_in_place(tmp_path):
+    assert faults(tmp_path, event("a", 9.999, until=10.001)) == []
+
+
+def test_a_refused_write_counts_too(tmp_path):
+    assert faults(tmp_path, event("b", 1.5, code=409))
+
+
+def test_without_any_lease_every_write_is_out_of_place(tmp_path):
+    log = tmp_path / "audit.log"
+    log.write_text(json.dumps(event("a", 1)) + "\n")
+    assert misplaced(writes(log), LEASE, lambda write: write.user)

@@ -1,0 +1,96 @@
+"""The examples of autoscaling by others are what Kubernetes takes, and fit the service that they scale."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes_asyncio.client import models
+
+from kvpilot_operator.api import apply_defaults, parse
+from kvpilot_operator.control.service_metrics import FAMILIES
+from kvpilot_operator.render.names import API_VERSION, KIND
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+VLLM = (Path(__file__).parent / "data" / "vllm-0.32.0-later.txt").read_text()
+SCALED = ["hpa-external", "hpa-custom", "keda-scaledobject"]
+
+
+def documents(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The service of an example and what scales it."""
+    service, scaler = yaml.safe_load_all((EXAMPLES / f"{name}.yaml").read_text())
+    assert service["kind"] == KIND
+    return service, scaler
+
+
+def unknown(kind: str, value: Any, path: str) -> list[str]:
+    """Paths in a JSON value that Kubernetes' own description of a type (kubernetes-asyncio's) does not have or type."""
+    if (inner := re.fullmatch(r"list\[(.*)\]", kind)) is not None:
+        return [f for i, item in enumerate(value) for f in unknown(inner[1], item, f"{path}[{i}]")]
+    if (inner := re.fullmatch(r"dict\(\w+, (.*)\)", kind)) is not None:
+        return [f for name, item in value.items() for f in unknown(inner[1], item, f"{path}.{name}")]
+    if kind in ("str", "int", "bool", "object"):
+        return [] if kind == "object" or type(value).__name__ == kind else [f"{path} is not of type {kind}"]
+    model = getattr(models, kind)
+    fields = {json: model.openapi_types[name] for name, json in model.attribute_map.items()}
+    missing = [f"{path}.{name} is unknown" for name in value if name not in fields]
+    return missing + [f for n, v in value.items() if n in fields for f in unknown(fields[n], v, f"{path}.{n}")]
+
+
+@pytest.mark.parametrize("name", ["hpa-external", "hpa-custom"])
+def test_an_autoscaler_has_only_fields_that_autoscaling_v2_has(name):
+    scaler = documents(name)[1]
+    assert (scaler["apiVersion"], scaler["kind"]) == ("autoscaling/v2", "HorizontalPodAutoscaler")
+    assert unknown("V2HorizontalPodAutoscaler", scaler, name) == []
+    scaler["spec"]["metrics"][0]["typo"] = scaler["spec"]["maxReplica"] = "6"
+    assert len(unknown("V2HorizontalPodAutoscaler", scaler, name)) == 2
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_an_autoscaler_names_its_service_which_leaves_the_number_to_it(name):
+    service, scaler = documents(name)
+    assert scaler["spec"]["scaleTargetRef"] == {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": service["metadata"]["name"],
+    }
+    assert "replicas" not in service["spec"]
+    assert parse(apply_defaults(service)).scaling.mode == "External"
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_an_autoscaler_has_the_bounds_of_its_service(name):
+    service, scaler = documents(name)
+    spec, theirs = parse(apply_defaults(service)), scaler["spec"]
+    least = theirs.get("minReplicas", theirs.get("minReplicaCount"))
+    most = theirs.get("maxReplicas", theirs.get("maxReplicaCount"))
+    assert (spec.scaling.min_replicas, spec.scaling.max_replicas) == (least, most)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_an_example_speaks_of_metrics_that_vllm_and_the_operator_have(name):
+    text = (EXAMPLES / f"{name}.yaml").read_text()
+    ours = set(re.findall(r"\bkvpilot_[a-z_]+", text))
+    theirs = set(re.findall(r"\bvllm:[a-z_]+", text))
+    assert ours | theirs
+    assert ours <= {family.name for family in FAMILIES}
+    assert all(f"\n{metric}{{" in VLLM for metric in theirs)
+
+
+def test_a_metric_of_an_hpa_is_one_that_the_rule_beside_it_makes():
+    for name in ("hpa-external", "hpa-custom"):
+        text = (EXAMPLES / f"{name}.yaml").read_text()
+        rules = yaml.safe_load("\n".join(line[4:] for line in re.findall(r"^#   .*", text, re.M)))
+        rule = next(iter(rules.values()))[0]
+        made = rule.get("name", {}).get("as") or rule["seriesQuery"].partition("{")[0]
+        (metric,) = documents(name)[1]["spec"]["metrics"]
+        assert next(iter({k: v for k, v in metric.items() if k != "type"}.values()))["metric"]["name"] == made
+
+
+def test_keda_takes_missing_metrics_for_an_error_and_not_for_calm():
+    spec = documents("keda-scaledobject")[1]["spec"]
+    assert {trigger["metadata"]["ignoreNullValues"] for trigger in spec["triggers"]} == {"false"}
+    assert spec["fallback"]["behavior"] == "currentReplicasIfHigher"

@@ -1,0 +1,62 @@
+"""Log lines are JSON with the service that they are about, whatever they hold."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+
+from kvpilot_operator.control.logs import JsonLines
+
+
+def line(message: object, *arguments: object, **extra: object) -> dict[str, object]:
+    record = logging.LogRecord("kvpilot_operator.control.pilot", logging.WARNING, "", 0, message, arguments, None)
+    record.__dict__ |= extra
+    text = JsonLines().format(record)
+    assert "\n" not in text
+    found: dict[str, object] = json.loads(text)
+    return found
+
+
+def test_a_line_says_when_how_grave_where_what_and_about_which_service():
+    found = line("pass failed: %s", "HTTP 500", service="models/chat", action="Hold", reason="Dwelling")
+    assert found.pop("time").endswith("+00:00")
+    assert found == {
+        "level": "warning",
+        "logger": "kvpilot_operator.control.pilot",
+        "message": "pass failed: HTTP 500",
+        "service": "models/chat",
+        "action": "Hold",
+        "reason": "Dwelling",
+    }
+
+
+def test_what_is_not_on_the_list_of_fields_stays_out_of_the_line():
+    assert "secret" not in json.dumps(line("x", token="secret", kubeconfig="secret"))
+
+
+def test_line_breaks_quotes_and_odd_characters_stay_in_one_line():
+    assert line('one\ntwo "three" \u2028 \ud83d\ude80')["message"] == 'one\ntwo "three" \u2028 \ud83d\ude80'
+
+
+def test_the_words_that_end_the_process_are_a_line_too_with_their_traceback():
+    program = "from kvpilot_operator.control.logs import configure; configure('info'); raise OSError('no kubeconfig')"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    (last,) = map(json.loads, ended.stderr.splitlines())
+    assert (last["level"], last["message"]) == ("critical", "OSError: no kubeconfig")
+    assert "Traceback" in last["exception"]
+
+
+def test_warnings_of_python_and_debug_of_chatty_libraries_keep_to_the_form():
+    program = (
+        "from kvpilot_operator.control.logs import configure; configure('debug'); import logging, warnings;"
+        "warnings.warn('old'); logging.getLogger('httpx').info('GET'); logging.getLogger('kvpilot_operator').debug('d')"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    lines = [json.loads(text) for text in ended.stderr.splitlines()]
+    assert [(one["logger"], one["level"]) for one in lines] == [
+        ("py.warnings", "warning"),
+        ("kvpilot_operator", "debug"),
+    ]

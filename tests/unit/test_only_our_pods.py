@@ -1,0 +1,114 @@
+"""Scrapes and probes go to the pods that a service's own Deployments made, and nowhere from there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from kvpilot_operator.cluster.client import path_of
+from kvpilot_operator.errors import ScrapeError
+from kvpilot_operator.observe.scrape import open_session, scrape
+from kvpilot_operator.observe.views import is_ours
+from kvpilot_operator.probes.client import Engine, http_client
+from kvpilot_operator.probes.errors import EngineRefused
+
+LABELS = {"kvpilot.io/service": "chat", "kvpilot.io/revision": "0a1b2c3d"}
+OWNER = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "chat-0a1b2c3d-5d9f", "controller": True}
+
+
+def pod(*owners: dict[str, Any], labels: dict[str, str] = LABELS) -> dict[str, Any]:
+    return {"metadata": {"name": "pod", "labels": labels, "ownerReferences": list(owners)}}
+
+
+def test_a_pod_of_a_replica_set_of_our_deployment_is_ours() -> None:
+    assert is_ours(pod(OWNER), "chat")
+    assert is_ours(pod({"kind": "Node", "name": "local"}, OWNER), "chat")
+
+
+@pytest.mark.parametrize(
+    ("stranger", "why"),
+    [
+        (pod(), "made by hand with copied labels"),
+        (pod(OWNER | {"name": "chat-0a1b2c3d"}), "an owner named like the Deployment itself"),
+        (pod(OWNER | {"name": "chat-ffffffff-5d9f"}), "another revision's"),
+        (pod(OWNER | {"name": "chatter-0a1b2c3d-5d9f"}), "another service's"),
+        (pod(OWNER | {"kind": "StatefulSet"}), "a StatefulSet's of the same name"),
+        (pod(OWNER | {"apiVersion": "example.org/v1"}), "a custom resource's that is called ReplicaSet"),
+        (pod(OWNER | {"controller": False}), "not controlled by its owner"),
+        (pod(OWNER, labels={"kvpilot.io/service": "chat"}), "without a revision"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_pod_with_our_labels_and_another_owner_is_not(stranger: dict[str, Any], why: str) -> None:
+    assert not is_ours(stranger, "chat")
+
+
+@dataclass
+class Listener:
+    """A server on loopback that notes what it is asked, and sends everyone to `elsewhere` where there is one."""
+
+    elsewhere: str = ""
+    url: str = ""
+    asked: list[str] = field(default_factory=list)
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.asked.append(f"{request.method} {request.path}")
+        if self.elsewhere:
+            return web.Response(status=307, headers={"Location": f"{self.elsewhere}{request.path}"})
+        return web.Response(text="# nothing here\n")
+
+
+@asynccontextmanager
+async def listening(elsewhere: str = "") -> AsyncIterator[Listener]:
+    listener = Listener(elsewhere)
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", listener.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    listener.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield listener
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_pod_cannot_send_a_scrape_elsewhere() -> None:
+    async with listening() as other, listening(other.url) as engine, open_session() as session:
+        with pytest.raises(ScrapeError, match="307"):
+            await scrape(session, engine.url)
+    assert (engine.asked, other.asked) == (["GET /metrics"], [])
+
+
+async def test_a_pod_cannot_send_a_probe_elsewhere() -> None:
+    async with listening() as other, listening(other.url) as pod_of_ours, http_client() as http:
+        engine = Engine(pod_of_ours.url, "chat", http)
+        with pytest.raises(EngineRefused):
+            async for _ in engine.decode([1, 2, 3], 1, 1):
+                pass
+    assert (pod_of_ours.asked, other.asked) == (["POST /v1/completions"], [])
+
+
+async def test_no_proxy_of_the_environment_sees_a_scrape_or_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with listening() as proxy, listening() as engine:
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, proxy.url)
+        monkeypatch.setenv("NO_PROXY", "")
+        async with open_session() as session:
+            with pytest.raises(ScrapeError):
+                await scrape(session, engine.url)
+        async with http_client() as http:
+            async for _ in Engine(engine.url, "chat", http).decode([1, 2, 3], 1, 1):
+                pass
+    assert proxy.asked == []
+    assert engine.asked == ["GET /metrics", "POST /v1/completions"]
+
+
+def test_the_operators_client_knows_no_way_to_a_secret() -> None:
+    with pytest.raises(KeyError):
+        path_of("v1", "Secret", "team", "hf")

@@ -1,0 +1,114 @@
+"""The loop over the fleet: every service's turn comes, whatever the others do; a cache that proved old is read anew."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvpilot_operator.control import pilot as module
+from kvpilot_operator.control.pilot import Pilot
+from kvpilot_operator.control.telemetry import Telemetry
+from kvpilot_operator.errors import Conflict, NotFound
+from kvpilot_operator.observe.fleet import Fleet
+from kvpilot_operator.observe.windows import Windows
+from kvpilot_operator.state.snapshot import ServiceKey
+from support.services import manifest, snapshot
+
+
+class World:
+    """A pilot over a cache that is filled by hand; scrapes hang, break or are counted, and so are writes."""
+
+    def __init__(self, services: int, scrape_seconds: float = 0.1) -> None:
+        self.engines = 3 * services
+        self.scraped: Counter[str] = Counter()
+        self.times: list[float] = []
+        self.hanging: set[str] = set()
+        self.broken: set[str] = set()
+        self.refreshed: list[ServiceKey] = []
+        self.errors: list[Exception] = []
+        self.performed = 0
+        self.fleet = Fleet(None, ())  # type: ignore[arg-type]  # nothing is watched
+        self.fleet.run = self._nothing  # type: ignore[method-assign]
+        self.fleet.filled = self._at_once  # type: ignore[method-assign]
+        self.on_result: Any = None
+        self.pilot = Pilot(self.fleet, self, self, self, Windows(), Telemetry(), scrape_seconds)  # type: ignore[arg-type]
+        for i in range(services):
+            obj = manifest()
+            obj["metadata"] |= {"name": f"s{i}", "uid": f"u{i}"}
+            self.fleet.services.put(obj)
+
+    async def run(self, enough: Callable[[], bool]) -> None:
+        self.began = asyncio.get_running_loop().time()
+        task = asyncio.create_task(self.pilot.run())
+        async with asyncio.timeout(30):
+            while not enough():
+                await asyncio.sleep(0.01)
+                assert not task.done(), task.exception()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def _nothing(self) -> None:
+        await asyncio.Event().wait()
+
+    async def _at_once(self) -> None:
+        pass
+
+    async def scrape(self, key: ServiceKey) -> None:
+        self.scraped[key.name] += 1
+        self.times.append(asyncio.get_running_loop().time() - self.began)
+        if key.name in self.broken:
+            raise ZeroDivisionError
+        if key.name in self.hanging:
+            await asyncio.sleep(60)
+
+    async def snapshot(self, key: ServiceKey, result: Any) -> Any:
+        return snapshot(manifest(), key=key)
+
+    async def refresh(self, key: ServiceKey) -> None:
+        self.refreshed.append(key)
+
+    async def perform(self, s: Any, decision: Any) -> None:
+        self.performed += 1
+        if self.errors:
+            raise self.errors.pop()
+
+    def result(self, key: ServiceKey) -> None:
+        return None
+
+    def ensure(self, *_: Any) -> None:
+        pass
+
+
+async def test_engines_that_hang_or_lie_keep_nobody_else_from_being_scraped() -> None:
+    world = World(10)
+    world.hanging, world.broken = {"s0", "s1"}, {"s2"}
+    await world.run(lambda: all(world.scraped[f"s{i}"] >= 4 for i in range(2, 10)))
+    assert world.scraped["s0"] == world.scraped["s1"] == 1
+
+
+@pytest.mark.parametrize(("scrape_seconds", "pages_per_second"), [(1.0, 1000.0), (0.05, 60.0)])
+async def test_scrapes_are_spread_over_a_cycle_that_is_as_long_as_the_fleet_needs(
+    scrape_seconds: float, pages_per_second: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PAGES_PER_SECOND", pages_per_second)
+    world = World(20, scrape_seconds)  # 60 pods: a second, by the one limit or by the other
+    await world.run(lambda: len(world.times) >= 20)
+    assert all(time >= i / 20 - 0.01 for i, time in enumerate(world.times))
+
+
+async def test_every_service_is_looked_at_after_its_scrape() -> None:
+    world = World(5)
+    await world.run(lambda: world.performed >= 5 + 15)  # as something new, and in each of three cycles
+    assert min(world.scraped.values()) >= 2
+
+
+@pytest.mark.parametrize("error", [Conflict("PATCH", "/x", 409, "changed"), NotFound("PATCH", "/x", 404, "gone")])
+async def test_a_write_that_shows_the_cache_to_be_old_makes_it_read_anew(error: Exception) -> None:
+    world = World(1, scrape_seconds=10)
+    world.errors = [error]
+    await world.run(lambda: bool(world.refreshed) and world.performed >= 2)
+    assert [key.name for key in world.refreshed] == ["s0"]

@@ -1,0 +1,126 @@
+"""What an HPA or KEDA reads at /scale and what becomes of what it writes there, down to zero and back."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from kvpilot_operator.render.names import REVISION_LABEL, SERVICE_LABEL
+from kvpilot_operator.state.status import parse_status
+from support.model_cluster import ModelCluster
+from support.services import KEY, revision_of
+from support.trials import BUSY, NEW, OLD, ended, on_trial, service, stage
+
+
+def scale(cluster: ModelCluster) -> tuple[int, str]:
+    """status.replicas and status.selector, as /scale shows them."""
+    status = parse_status(cluster.status)
+    return status.replicas, status.selector
+
+
+def selected(cluster: ModelCluster) -> Counter[str]:
+    """Ready pods by revision that an autoscaler would average over."""
+    wanted = dict(pair.split("=") for pair in scale(cluster)[1].split(","))
+    assert wanted[SERVICE_LABEL] == KEY.name
+    one = wanted.get(REVISION_LABEL)
+    pods = [p for p in cluster.engines.pods if p.leaves_in is None and p.ready]
+    return Counter(p.revision for p in pods if one in (None, p.revision))
+
+
+@pytest.mark.parametrize(("bad", "end"), [((), "Promoted"), ((NEW,), "RolledBack")])
+@pytest.mark.parametrize("policy", ["Surge", "ReplaceOne"])
+@pytest.mark.parametrize("replicas", [2, 10])
+def test_a_trial_is_no_reason_for_an_autoscaler_to_change_the_number(replicas, policy, bad, end):
+    cluster = on_trial(replicas, capacityPolicy=policy, cluster={"bad": frozenset(bad)})
+    seen: Counter[int] = Counter()
+    for _ in range(300):
+        cluster.tick()
+        seen[scale(cluster)[0]] += 1
+        if ended(parse_status(cluster.status)):
+            break
+    assert cluster.status["lastCanary"]["stage"] == end
+    for _ in range(5):
+        cluster.tick()
+        seen[scale(cluster)[0]] += 1
+    assert set(seen) == {replicas}
+
+
+def test_an_autoscaler_averages_over_the_pods_that_get_requests_and_no_others():
+    cluster = on_trial(3)
+    old, new = revision_of(cluster.obj, OLD), revision_of(cluster.obj, NEW)
+    cluster.until(stage("Probing"))
+    assert selected(cluster) == {old: 3}
+    cluster.until(lambda s: s.canary is not None and s.canary.step_time is not None)
+    cluster.tick()
+    assert set(selected(cluster)) == {old, new} == set(cluster.shares())
+    cluster.until(ended)
+    cluster.settle()
+    assert selected(cluster) == {new: 3}
+
+
+def test_replicas_that_have_still_to_come_up_count_as_replicas():
+    cluster = ModelCluster(service(OLD, 1), start_ticks=10)
+    cluster.settle()
+    cluster.edit(service(OLD, 4))
+    cluster.tick()
+    cluster.tick()
+    assert scale(cluster)[0] == 4
+    assert cluster.answering() == 1
+
+
+def test_zero_takes_every_engine_away_and_a_number_brings_them_back_on_the_same_revision():
+    cluster = ModelCluster(service(OLD, 2))
+    cluster.settle()
+    before = parse_status(cluster.status).stable
+    cluster.edit(service(OLD, 0))
+    cluster.settle()
+    status = parse_status(cluster.status)
+    assert (cluster.engines.pods, status.replicas, cluster.budget) == ((), 0, None)
+    assert status.condition("Available").reason == "ScaledToZero"
+    assert status.canary is None
+    assert cluster.services[KEY.name][REVISION_LABEL] == before.revision
+    cluster.edit(service(OLD, 2))
+    status = cluster.settle()
+    assert (cluster.answering(), status.stable, status.replicas) == (2, before, 2)
+    assert status.last_canary is None
+
+
+@pytest.mark.parametrize("where", ["Starting", "Probing", "Shifting", "Promoting"])
+def test_scaling_to_zero_in_the_middle_of_a_trial_leaves_no_pod_and_holds_nothing_against_the_dtype(where):
+    cluster = on_trial(3)
+    cluster.until(stage(where))
+    cluster.edit(service(NEW, 0))
+    for _ in range(10):
+        cluster.tick()
+    assert cluster.status.get("canary") is None
+    assert cluster.engines.pods == ()
+    assert cluster.sheltered == set()
+    assert "denied" not in cluster.status["kvCache"]
+    cluster.edit(service(NEW, 3))
+    cluster.settle()
+    assert set(cluster.shares()) == {revision_of(cluster.obj, NEW)}
+
+
+def test_a_change_at_zero_waits_for_replicas_and_then_comes_as_a_canary():
+    cluster = ModelCluster(service(OLD, 2), requests=BUSY)
+    cluster.settle()
+    cluster.edit(service(OLD, 0))
+    cluster.settle()
+    cluster.edit(service(NEW, 0))
+    status = cluster.settle()
+    assert (status.canary, cluster.engines.pods) == (None, ())
+    assert status.condition("Progressing").reason == "ScaledToZero"
+    cluster.edit(service(NEW, 2))
+    cluster.until(stage("Probing"))
+    assert set(cluster.shares()) == {revision_of(cluster.obj, OLD)}
+    cluster.settle()
+    assert set(cluster.shares()) == {revision_of(cluster.obj, NEW)}
+    assert cluster.answering() == 2
+
+
+def test_a_stopped_service_is_recommended_to_stay_so_and_the_last_replica_to_stay():
+    cluster = ModelCluster(service(OLD, 1))
+    assert cluster.settle().scaling.recommended_replicas == 1
+    cluster.edit(service(OLD, 0))
+    assert cluster.settle().scaling.recommended_replicas == 0
