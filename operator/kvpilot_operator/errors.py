@@ -4,6 +4,10 @@
     +-- ClusterError           the Kubernetes API said no
     |   +-- Conflict           somebody else wrote first: observe again
     |   +-- NotFound
+    |   +-- Throttled          it asks for a pause
+    |   +-- NameTaken          an object of that name is somebody else's
+    |   +-- NotLeader          this replica may not write
+    +-- LeadershipLost         another replica leads
     +-- ScrapeError            a pod's /metrics could not be read
 
 Errors of the accuracy probes live with the probes (`kvpilot_operator.probes.errors`).
@@ -29,6 +33,36 @@ class Conflict(ClusterError):
 
 class NotFound(ClusterError):
     """The object, or the API that it belongs to, does not exist (HTTP 404)."""
+
+
+class Throttled(ClusterError):
+    """The API server asks to be left alone for `retry_after` seconds (HTTP 429 or 503 with Retry-After)."""
+
+    def __init__(self, method: str, path: str, status: int, message: str, retry_after: float) -> None:
+        super().__init__(method, path, status, message)
+        self.retry_after = retry_after
+
+
+class NameTaken(ClusterError):
+    """An object of the name that a service needs is there already, and is somebody else's."""
+
+    def __init__(self, kind: str, namespace: str, name: str) -> None:
+        words = (
+            f"{kind} {namespace}/{name} exists and is not kvpilot's: rename the QuantizedLLMService, or delete "
+            f"the {kind} if nobody needs it"
+        )
+        super().__init__("PATCH", f"{namespace}/{name}", 409, words)
+
+
+class NotLeader(ClusterError):
+    """A write was held back: this replica does not lead, or may not lead long enough."""
+
+    def __init__(self, method: str, path: str) -> None:
+        super().__init__(method, path, 0, "not sent: this replica does not hold the Lease")
+
+
+class LeadershipLost(KvpilotError):
+    """This replica may not act any more: another one leads, or the Lease could not be renewed in time."""
 
 
 class ScrapeError(KvpilotError):

@@ -16,12 +16,13 @@ from functools import partial
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.gate import Gate
 from kvpilot_operator.cluster.lease import Timing
-from kvpilot_operator.control.election import Election, LeadershipLost
+from kvpilot_operator.control.election import Election
 from kvpilot_operator.control.http import serve_http
 from kvpilot_operator.control.leader import Leader, prepare
 from kvpilot_operator.control.logs import configure
 from kvpilot_operator.control.replica import alone, elected
 from kvpilot_operator.control.telemetry import Telemetry
+from kvpilot_operator.errors import LeadershipLost
 
 log = logging.getLogger(__name__)
 

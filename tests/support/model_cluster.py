@@ -103,7 +103,7 @@ class ModelCluster:
             key=KEY,
             uid="u-1",
             generation=self.obj["metadata"]["generation"],
-            raw=self.obj,
+            resource_version=str(self.writes),
             faults=broken,
             spec=spec,
             status=parse_status(self.status),

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvpilot_operator.act.perform import REAPPLY_SECONDS, Actor, NameTaken
-from kvpilot_operator.errors import Conflict
+from kvpilot_operator.act.perform import REAPPLY_SECONDS, Actor
+from kvpilot_operator.errors import Conflict, NameTaken
 from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.names import HTTP_ROUTE_API, REVISION_LABEL

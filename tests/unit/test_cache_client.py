@@ -13,9 +13,9 @@ from kubernetes_asyncio.client import ApiClient, Configuration
 
 from kvpilot_operator.cluster import client as module
 from kvpilot_operator.cluster.cache import Store
-from kvpilot_operator.cluster.client import Cluster, Throttled, path_of
+from kvpilot_operator.cluster.client import Cluster, path_of
 from kvpilot_operator.cluster.watch import Reflector
-from kvpilot_operator.errors import ClusterError, Conflict, NotFound
+from kvpilot_operator.errors import ClusterError, Conflict, NotFound, Throttled
 from kvpilot_operator.state.snapshot import ServiceKey
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]

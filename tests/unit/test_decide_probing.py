@@ -232,13 +232,15 @@ def test_a_replica_is_borrowed_only_after_the_search_has_found_nothing():
     assert borrowed(s) is None
     request = decide(s).probe
     assert isinstance(request, Find)
-    assert borrowed(replace(s, probe_result=ProbeResult(request.identity, NothingKept()))) == revision_of(s.raw, "auto")
+    assert borrowed(replace(s, probe_result=ProbeResult(request.identity, NothingKept()))) == revision_of(
+        fixed("k4v4"), "auto"
+    )
     assert borrowed(replace(s, probe_result=ProbeResult("find/another", NothingKept()))) is None
 
 
 def test_a_borrowed_replica_stays_while_it_is_captured_and_goes_afterwards():
     s = on_trial()
-    name = revision_of(s.raw, "auto")
+    name = revision_of(fixed("k4v4"), "auto")
     there = replace(s, deployments={**s.deployments, name: DeploymentView(name, "auto", 1)})
     assert borrowed(there) == name
     ready = replace(there, pods=(*there.pods, pod(name, ip="10.0.0.3")))

@@ -204,7 +204,7 @@ def test_no_dtype_steps_beside_another_change_of_the_spec():
     obj = auto()
     edited = auto(engine={"image": "kvpilot/runtime:2"})
     s = serving(obj)
-    s = replace(s, raw=edited, spec=serving(edited).spec)
+    s = replace(s, spec=serving(edited).spec)
     assert s.spec is not None
     situation = situation_of(s, s.spec, Workload("MemoryBound"), Scaling(), 1)
     assert situation.no_canary == "the change of the spec is rolled out first"

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from kvpilot_operator.cluster.gate import Gate, NotLeader
-from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.cluster.gate import Gate
+from kvpilot_operator.errors import ClusterError, NotLeader
 
 
 class Clock:

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from kvpilot_operator.cluster.gate import Gate
 from kvpilot_operator.cluster.lease import Timing
-from kvpilot_operator.control.election import Election, LeadershipLost
+from kvpilot_operator.control.election import Election
 from kvpilot_operator.control.replica import elected
-from kvpilot_operator.errors import ClusterError, Conflict
+from kvpilot_operator.errors import ClusterError, Conflict, LeadershipLost
 
 REPLICAS = 3
 LEADER = None

@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpilot_operator.cluster.client import Throttled
 from kvpilot_operator.control import passes as module
 from kvpilot_operator.control.passes import WORKERS, Passes
-from kvpilot_operator.errors import ClusterError, Conflict
+from kvpilot_operator.errors import ClusterError, Conflict, Throttled
 from kvpilot_operator.state.snapshot import ServiceKey
 
 REFUSED = ClusterError("PATCH", "/x", 500, "no")

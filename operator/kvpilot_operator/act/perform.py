@@ -13,7 +13,7 @@ import msgspec
 from kvpilot_operator.act.events import Events
 from kvpilot_operator.act.shelter import shelter
 from kvpilot_operator.cluster.client import Cluster, Object
-from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.errors import NameTaken
 from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.probes import codec
 from kvpilot_operator.render.names import API_VERSION, KIND, REVISION_LABEL, deployment_name
@@ -27,17 +27,6 @@ log = logging.getLogger(__name__)
 # An object that was applied as it is is applied again after this long, or half of it, to mend what others changed: of a
 # Deployment's spec and a Service the cache tells at once, of all else (labels, a budget) nobody does.
 REAPPLY_SECONDS = 600.0
-
-
-class NameTaken(ClusterError):
-    """An object of the name that a service needs is there already, and is somebody else's."""
-
-    def __init__(self, kind: str, key: ServiceKey, name: str) -> None:
-        words = (
-            f"{kind} {key.namespace}/{name} exists and is not kvpilot's: rename the {KIND}, or delete the {kind} if "
-            "nobody needs it"
-        )
-        super().__init__("PATCH", f"{key.namespace}/{name}", 409, words)
 
 
 class _Applied(NamedTuple):
@@ -86,7 +75,7 @@ class Actor:
                 "metadata": {
                     "name": s.key.name,
                     "namespace": s.key.namespace,
-                    "resourceVersion": s.raw["metadata"]["resourceVersion"],
+                    "resourceVersion": s.resource_version,
                 },
                 "status": dump_status(decision.status),
             },
@@ -145,7 +134,7 @@ class Actor:
         found = await self._cluster.find(manifest["apiVersion"], kind, s.key.namespace, name)
         if found is None or _is_owned(found, s.uid):
             return
-        error = NameTaken(kind, s.key, name)
+        error = NameTaken(kind, s.key.namespace, name)
         owners = found["metadata"].get("ownerReferences") or ()
         if not any((owner.get("kind"), owner.get("name")) == (KIND, s.key.name) for owner in owners):
             # Else it is an earlier service's of this name, and about to be collected.

@@ -18,7 +18,7 @@ from kubernetes_asyncio.client import ApiClient, ApiException, Configuration
 
 from kvpilot_operator.cluster.gate import Gate
 from kvpilot_operator.cluster.sockets import give_up_early
-from kvpilot_operator.errors import ClusterError, Conflict, NotFound
+from kvpilot_operator.errors import ClusterError, Conflict, NotFound, Throttled
 from kvpilot_operator.render.names import FIELD_MANAGER
 
 TIMEOUT_SECONDS = 15.0
@@ -61,14 +61,6 @@ def path_of(api_version: str, kind: str, namespace: str = "", name: str = "") ->
         collection = collection.replace("/namespaces/{namespace}", "")
     collection = collection.format(namespace=quote(namespace))
     return f"{collection}/{quote(name)}" if name else collection
-
-
-class Throttled(ClusterError):
-    """The API server asks to be left alone for `retry_after` seconds (HTTP 429 or 503 with Retry-After)."""
-
-    def __init__(self, method: str, path: str, status: int, message: str, retry_after: float) -> None:
-        super().__init__(method, path, status, message)
-        self.retry_after = retry_after
 
 
 class Cluster:

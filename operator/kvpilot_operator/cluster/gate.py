@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.errors import ClusterError, NotLeader
 
 
 def steady_time() -> float:
@@ -21,13 +21,6 @@ def steady_time() -> float:
     if sys.platform == "linux":
         return time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.monotonic()
-
-
-class NotLeader(ClusterError):
-    """A write was held back: this replica does not lead, or may not lead long enough."""
-
-    def __init__(self, method: str, path: str) -> None:
-        super().__init__(method, path, 0, "not sent: this replica does not hold the Lease")
 
 
 class Gate:

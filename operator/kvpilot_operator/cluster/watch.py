@@ -8,8 +8,8 @@ import random
 from typing import Any
 
 from kvpilot_operator.cluster.cache import Name, Store
-from kvpilot_operator.cluster.client import Cluster, Throttled
-from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.errors import ClusterError, Throttled
 
 log = logging.getLogger(__name__)
 

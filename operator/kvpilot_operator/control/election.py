@@ -10,13 +10,9 @@ from datetime import UTC, datetime
 from kvpilot_operator.cluster import lease
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.gate import Gate, steady_time
-from kvpilot_operator.errors import ClusterError, Conflict, KvpilotError
+from kvpilot_operator.errors import ClusterError, Conflict, LeadershipLost
 
 log = logging.getLogger(__name__)
-
-
-class LeadershipLost(KvpilotError):
-    """This replica may not act any more: another one leads, or the Lease could not be renewed in time."""
 
 
 class Election:

@@ -7,8 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from kvpilot_operator.cluster.client import Throttled
-from kvpilot_operator.errors import ClusterError, Conflict
+from kvpilot_operator.errors import ClusterError, Conflict, Throttled
 from kvpilot_operator.state.snapshot import ServiceKey
 
 log = logging.getLogger(__name__)

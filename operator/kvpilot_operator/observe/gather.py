@@ -91,7 +91,7 @@ class Observer:
             key=key,
             uid=service.uid,
             generation=service.generation,
-            raw={"metadata": {"resourceVersion": service.version}},
+            resource_version=service.version,
             faults=service.faults,
             spec=spec,
             status=service.status,

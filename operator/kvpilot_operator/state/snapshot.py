@@ -214,8 +214,8 @@ class Snapshot:
     key: ServiceKey
     uid: str
     generation: int
-    raw: Mapping[str, Any]
-    """The object as the API server returned it, defaults applied."""
+    resource_version: str
+    """Of the object that was judged: its status is written only while it is still this one."""
     faults: tuple[Fault, ...]
     spec: Spec | None
     """None while there are faults."""
