@@ -201,20 +201,23 @@ async def test_a_slower_canary_is_caught_under_live_load_and_a_good_one_goes_thr
     assert passed["history"][0]["verdict"] == "Passed"
     selector = (await world.cluster.get("v1", "Service", NAMESPACE, "stepped"))["spec"]["selector"]
     assert selector[REVISION_LABEL] == passed["stable"]["revision"]
+    await gone(world, "stepped")
 
 
 @pytest.mark.long
 async def test_damage_that_shows_after_promotion_brings_the_last_good_dtype_back(world):
-    await patch(
-        world,
-        "stepped",
-        accuracy={"maxExcessKLMillinats": 0, "minTop1AgreementPercent": 100, "periodSeconds": 60},
-        rollout={"denySeconds": 3600},
-    )
-    status = await until(world, "stepped", lambda s: at(s, "kvCache", "activeDtype") == "auto")
+    one = {"mode": "External", "minReplicas": 1, "maxReplicas": 1}
+    fixed = {"mode": "Fixed", "dtype": "auto"}
+    await world.cluster.create(service(world, "drifting", kv_memory="16M", replicas=1, kvCache=fixed, scaling=one))
+    await until(world, "drifting", lambda s: at(s, "readyReplicas") == 1)
+    await patch(world, "drifting", kvCache={"dtype": "k4v4"})
+    await until(world, "drifting", lambda s: at(s, "kvCache", "activeDtype") == "k4v4")
+    strict = {"maxExcessKLMillinats": 0, "minTop1AgreementPercent": 100, "periodSeconds": 60}
+    await patch(world, "drifting", accuracy=strict)
+    status = await until(world, "drifting", lambda s: at(s, "kvCache", "activeDtype") == "auto")
     assert [(d["dtype"], d["reason"]) for d in status["kvCache"]["denied"]] == [("k4v4", "AccuracyDrifted")]
     assert any(d["action"] == "RollBack" and d["reason"] == "AccuracyDrifted" for d in status["decisions"])
-    await gone(world, "stepped")
+    await gone(world, "drifting")
 
 
 @pytest.mark.long

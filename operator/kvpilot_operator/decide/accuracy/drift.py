@@ -20,7 +20,7 @@ from kvpilot_operator.decide.accuracy import baseline
 from kvpilot_operator.decide.accuracy.measured import measured
 from kvpilot_operator.decide.accuracy.verdict import judge
 from kvpilot_operator.decide.draft import Draft
-from kvpilot_operator.decide.judging.ladder import denial
+from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS, denial
 from kvpilot_operator.decide.target import render
 from kvpilot_operator.decide.trial.denial import deny
 from kvpilot_operator.probes.stats import Measurement
@@ -150,7 +150,9 @@ def _act_on_drift(draft: Draft, s: Snapshot, spec: Spec, dtype: str, text: str, 
     """Hand over to the choice of the target: it leaves a dtype that is denied for its accuracy, though it serves."""
     seconds = spec.rollout.deny_seconds
     if spec.accuracy.on_failure == "Rollback" and seconds > 0:
-        if denial(dtype, spec, s.node, draft.status.kv_cache.denied, s.now) is None:
+        # A denial for another reason, such as its latency, keeps a dtype from being tried and does not end its service.
+        standing = denial(dtype, spec, s.node, draft.status.kv_cache.denied, s.now)
+        if standing is None or standing.reason not in ACCURACY_REASONS:
             draft.record("RollBack", REASON, f"{text}; {dtype} gives way", from_dtype=dtype, warning=True)
             deny(draft, s, spec, dtype, REASON, text, seconds)
     elif new:
