@@ -8,6 +8,7 @@ from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from kvpilot_operator.decide.accuracy.drift import due, next_pod
 from kvpilot_operator.state.decision import Decision, Measure
 from kvpilot_operator.state.snapshot import ProbeFailed, ProbeResult
-from kvpilot_operator.state.status import Accuracy, Measured, parse_status
+from kvpilot_operator.state.status import Accuracy, Denied, Measured, dump_status, parse_status
 from support.model_cluster import ModelCluster, measurement
 from support.services import NOW, manifest, pod, revision_of, snapshot, spec_of
 
@@ -142,6 +143,22 @@ def test_a_drift_is_said_once_denied_for_its_accuracy_and_written_to_the_journal
     verified = status.condition("AccuracyVerified")
     assert verified is not None
     assert (verified.status, verified.reason) == ("False", "AccuracyDrifted")
+
+
+def test_a_drift_counts_beside_an_older_denial_for_latency():
+    cluster = serving()
+    spec = cluster.snapshot().spec
+    assert spec is not None
+    older = Denied(
+        dtype="k8v4", model=spec.model.source, image=spec.engine.image, gpu="cpu", reason="LatencyRegressed",
+        message="slow", until=cluster.now + timedelta(days=7),
+    )  # fmt: skip
+    status = parse_status(cluster.status)
+    kept = msgspec.structs.replace(status.kv_cache, denied=(older,))
+    cluster.status = dump_status(msgspec.structs.replace(status, kv_cache=kept))
+    cluster.bad_pods = frozenset("0")
+    decision = cluster.run_on(1)
+    assert [d.reason for d in decision.status.kv_cache.denied] == ["AccuracyDrifted"]
 
 
 def test_report_moves_nothing_and_warns_once():
