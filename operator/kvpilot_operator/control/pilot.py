@@ -19,8 +19,8 @@ from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
 
 log = logging.getLogger(__name__)
 
-# Pages that are fetched in a second at most: a page with its part of a pass takes up to 2 ms of a core. A larger fleet is
-# scraped less often, 6,000 pods every 12 s.
+# Pages that are fetched in a second at most: a page with its part of a pass takes up to 2 ms of a core. A larger
+# fleet is scraped less often, 6,000 pods every 12 s.
 PAGES_PER_SECOND = 500.0
 
 
