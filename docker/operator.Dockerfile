@@ -34,11 +34,9 @@ LABEL org.opencontainers.image.title="kvpilot operator" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.base.name="${PYTHON_IMAGE}"
 COPY --from=build /opt/kvpilot /opt/kvpilot
-# A name for whatever number it runs as: kopf asks who it is, and 65532 stands in no passwd.
 ENV PATH=/opt/kvpilot/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
-    PYTHONUNBUFFERED=1 \
-    USER=kvpilot
+    PYTHONUNBUFFERED=1
 # A number, so that a kubelet can tell that it is not root. It owns no file of the image.
 USER 65532:65532
 EXPOSE 8080

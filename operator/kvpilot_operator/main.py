@@ -84,7 +84,8 @@ async def run(options: argparse.Namespace) -> None:
     gate, telemetry = Gate(), Telemetry()
     identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(4)}"
     agent = f"kvpilot-operator ({identity})"
-    _obey_signals(stop)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     prepare()
     async with AsyncExitStack() as stack:
         cluster = await Cluster.connect(gate, agent, telemetry.api_request)
@@ -99,7 +100,6 @@ async def run(options: argparse.Namespace) -> None:
             namespaces=options.namespace,
             scrape_seconds=options.scrape_seconds,
             ready=ready,
-            obey_signals=partial(_obey_signals, stop),
         )
         if not options.leader_elect:
             await alone(gate, start, stop)
@@ -110,8 +110,3 @@ async def run(options: argparse.Namespace) -> None:
         timing = Timing(options.lease_seconds)
         names = (options.lease_namespace, options.lease_name)
         await elected(Election(leases, gate, identity, *names, timing, ready), start, stop)
-
-
-def _obey_signals(stop: asyncio.Event) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)

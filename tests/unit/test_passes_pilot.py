@@ -43,7 +43,7 @@ class World:
 
     async def run(self, enough: Callable[[], bool]) -> None:
         self.began = asyncio.get_running_loop().time()
-        task = asyncio.create_task(self.pilot.run())
+        task = asyncio.create_task(self.pilot.run(asyncio.Event()))
         async with asyncio.timeout(30):
             while not enough():
                 await asyncio.sleep(0.01)
