@@ -62,6 +62,13 @@ def test_a_5000_character_name_is_one_clear_fault() -> None:
     assert len(fault.message) < 500
 
 
+@pytest.mark.parametrize("option", ["--api-key", "--hf-token", "--model", "--nnodes", "--logprobs-mode", "$(OPTION)"])
+def test_what_a_refused_argument_was_set_to_is_not_repeated(option: str) -> None:
+    (fault,) = faults({**GOOD, "spec": {**GOOD["spec"], "engine": {"image": "i", "extraArgs": [f"{option}=s3cr=t"]}}})
+    assert option in fault.message
+    assert "s3cr" not in fault.message
+
+
 def test_null_counts_as_absent_as_in_the_server() -> None:
     manifest = {**GOOD, "spec": {**GOOD["spec"], "replicas": None, "cache": None, "kvCache": {"dtype": None}}}
     assert faults(manifest) == ()

@@ -195,6 +195,9 @@ def _shown(value: Json) -> str:
         return "a list"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, str) and "=" in value:
+        # An option with its value, which may be a key or a token: messages go into the status, events and logs.
+        value = value.partition("=")[0] + "=..."
     text = repr(value)
     return text if len(text) <= 100 else text[:97] + "..."
 
@@ -234,7 +237,7 @@ def _broken(value: Json, schema: Mapping[str, Json], path: str) -> Iterator[Faul
     """The rules that `value` or anything in it breaks."""
     for relative, message in broken_rules(value, schema):
         at_fault = _at(value, relative)
-        if isinstance(at_fault, (str, int)) and str(at_fault) not in message:
+        if isinstance(at_fault, (str, int)) and str(at_fault).partition("=")[0] not in message:
             message = f"is {_shown(at_fault)}: {message}"
         yield Fault(f"{path}{relative}".lstrip("."), at_fault, message)
     for item, child, at in _children(value, schema, path):
