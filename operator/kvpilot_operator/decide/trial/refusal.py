@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from kvpilot_operator.state.status import clip
 
 # An engine may be killed once or twice by a busy node; the third time is no accident.
 MAX_RESTARTS = 3
+# What a condition's reason may be; the words come from a container, which may say anything.
+_REASON = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError")
 
 
@@ -32,7 +35,9 @@ def refusal(exit_message: str | None) -> EngineFailure | None:
         except ValueError:
             continue
         if isinstance(record, dict) and record.get("kvpilot") == "refused":
-            return EngineFailure(str(record.get("reason", "EngineRefused")), clip(str(record.get("message", ""))))
+            reason = record.get("reason")
+            named = reason if isinstance(reason, str) and _REASON.fullmatch(reason) else "EngineRefused"
+            return EngineFailure(named, clip(str(record.get("message", ""))))
     return None
 
 

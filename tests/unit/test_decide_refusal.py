@@ -1,0 +1,50 @@
+"""Why an engine does not start: what its container said last is read, and not believed to be well-formed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_operator.decide.trial.refusal import MAX_RESTARTS, EngineFailure, engine_failure
+from kvpilot_operator.state.snapshot import PodView
+
+
+def pod(exit_message: str | None, *, ready: bool = False, restarts: int = 1) -> PodView:
+    return PodView(
+        name="a", revision="r1", ip="10.0.0.1", node="n", ready=ready, terminating=False, restarts=restarts,
+        waiting_reason=None, exit_message=exit_message, unschedulable=None, uid="u", sheltered=False,
+    )  # fmt: skip
+
+
+def refused(**said: object) -> str:
+    return "loading\n" + json.dumps({"kvpilot": "refused", **said}) + "\n"
+
+
+def test_the_preflights_refusal_is_told_in_its_own_words() -> None:
+    said = refused(reason="DoesNotFit", message="weights need 14,904 MiB")
+    assert engine_failure([pod(said)]) == EngineFailure("DoesNotFit", "weights need 14,904 MiB")
+
+
+def test_an_engine_that_answers_has_not_failed_whatever_it_once_said() -> None:
+    assert engine_failure([pod(refused(reason="DoesNotFit"), ready=True)]) is None
+
+
+def test_an_engine_that_ends_again_and_again_without_a_word_has_crashed() -> None:
+    assert engine_failure([pod("Killed", restarts=MAX_RESTARTS - 1)]) is None
+    failure = engine_failure([pod("Killed", restarts=MAX_RESTARTS)])
+    assert failure is not None
+    assert failure.reason == "EngineCrashed"
+
+
+@pytest.mark.parametrize("reason", ["", "does not fit", "9Lives", "A" * 65, None, {"a": 1}, "Bad\nLine"])
+def test_a_reason_that_no_condition_may_have_becomes_one_that_it_may(reason: object) -> None:
+    failure = engine_failure([pod(refused(reason=reason, message="why"))])
+    assert failure == EngineFailure("EngineRefused", "why")
+
+
+@given(st.text())
+def test_any_last_words_get_an_answer(words: str) -> None:
+    engine_failure([pod(words, restarts=MAX_RESTARTS)])
