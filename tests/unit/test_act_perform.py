@@ -9,7 +9,6 @@ import pytest
 
 from kvpilot_operator.act.perform import REAPPLY_SECONDS, Actor
 from kvpilot_operator.errors import Conflict, NameTaken
-from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.names import HTTP_ROUTE_API, REVISION_LABEL
 from kvpilot_operator.render.objects import deployment, disruption_budget, route_rules, service
@@ -31,8 +30,9 @@ class Recorder:
         self.route_version = "41"
         self.owner = "u-1"
 
-    async def apply(self, manifest: Any, *, subresource: str = "") -> None:
+    async def apply(self, manifest: Any, *, subresource: str = "") -> dict[str, Any]:
         self.writes.append(("apply", manifest["kind"], manifest["metadata"]["name"]))
+        return {"metadata": {"generation": 1, "resourceVersion": "10"}}
 
     async def merge(self, api_version: str, kind: str, namespace: str, name: str, patch: Any) -> None:
         if kind == "HTTPRoute" and patch["metadata"]["resourceVersion"] != self.route_version:
@@ -63,7 +63,7 @@ def observed(**replicas: int):
 async def performed(objects: Objects, s=None, recorder: Recorder | None = None, clock=lambda: 0.0) -> Recorder:
     recorder = recorder or Recorder()
     s = s or observed(**{revision(OLD): 1})
-    await Actor(recorder, Fleet(recorder, ()), clock).perform(s, Decision(s.status, objects))
+    await Actor(recorder, clock).perform(s, Decision(s.status, objects))
     return recorder
 
 
@@ -89,7 +89,7 @@ async def test_only_the_rules_of_a_users_route_are_written_and_only_as_they_were
 
 async def test_what_must_not_be_there_is_deleted_once():
     recorder, gone = Recorder(), Objects((), {}, frozenset(), (("v1", "Service", "chat-canary"),))
-    actor, s = Actor(recorder, Fleet(recorder, ()), lambda: 0.0), observed()
+    actor, s = Actor(recorder, lambda: 0.0), observed()
     for _ in range(3):
         await actor.perform(s, Decision(s.status, gone))
     assert recorder.writes == [("delete", "Service", "chat-canary")]
@@ -118,8 +118,9 @@ async def test_an_object_of_the_name_that_is_somebody_elses_is_not_taken_over():
 async def test_an_object_that_is_as_it_should_be_is_applied_again_only_after_a_while():
     now = [0.0]
     recorder = Recorder()
-    actor, s = Actor(recorder, Fleet(recorder, ()), lambda: now[0]), replace(observed(), traffic=None)
+    actor, s = Actor(recorder, lambda: now[0]), replace(observed(), traffic=None)
     shared = Objects((service(KEY, "u-1", "chat", ""),), {}, frozenset())
+    s = replace(s, versions={("Service", "chat"): "10"})
     for now[0] in (0.0, 1.0, REAPPLY_SECONDS + 1):
         await actor.perform(s, Decision(s.status, shared))
     assert len(recorder.writes) == 2
@@ -127,7 +128,7 @@ async def test_an_object_that_is_as_it_should_be_is_applied_again_only_after_a_w
 
 async def test_a_selector_that_is_not_what_it_should_be_is_mended_at_once():
     recorder = Recorder()
-    actor, s = Actor(recorder, Fleet(recorder, ()), lambda: 0.0), observed()
+    actor, s = Actor(recorder, lambda: 0.0), observed()
     shared = Objects((service(KEY, "u-1", "chat", ""),), {}, frozenset())
     for _ in range(2):
         await actor.perform(s, Decision(s.status, shared))
@@ -137,20 +138,12 @@ async def test_a_selector_that_is_not_what_it_should_be_is_mended_at_once():
 @pytest.mark.parametrize(("generation", "writes"), [(1, 1), (2, 2)])
 async def test_a_deployment_that_somebody_else_has_changed_is_mended_at_once(generation, writes):
     recorder = Recorder()
-    fleet = Fleet(recorder, ())
-    actor, s = Actor(recorder, fleet, lambda: 0.0), observed(**{revision(OLD): 1})
+    actor, s = Actor(recorder, lambda: 0.0), observed(**{revision(OLD): 1})
     mine = Objects((made(OLD, 1),), {}, frozenset({revision(OLD)}))
-    fleet.deployments.put(stored(1, 10))
     await actor.perform(s, Decision(s.status, mine))
-    fleet.deployments.put(stored(generation, 11))
-    await actor.perform(s, Decision(s.status, mine))
+    name = made(OLD, 1)["metadata"]["name"]
+    await actor.perform(replace(s, versions={("Deployment", name): str(generation)}), Decision(s.status, mine))
     assert len(recorder.writes) == writes
-
-
-def stored(generation: int, version: int) -> dict[str, Any]:
-    obj = made(OLD, 1)
-    obj["metadata"] |= {"generation": generation, "resourceVersion": str(version)}
-    return obj
 
 
 def test_a_service_and_its_budget_select_one_revision_or_every_one():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot_operator.decide import decide
-from kvpilot_operator.decide.accuracy.baseline import reference_revision
+from kvpilot_operator.decide.baseline import reference_revision
 from kvpilot_operator.decide.draft import Draft
 from kvpilot_operator.probes.codec import Baseline, Control
 from kvpilot_operator.state.decision import Capture, Decision, Find, Measure

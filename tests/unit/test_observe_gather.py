@@ -144,6 +144,16 @@ async def test_a_snapshot_holds_what_engines_and_nodes_say(world: World) -> None
     assert world.asked == ["http://10.0.0.1:8000"] * 2
 
 
+async def test_versions_move_with_what_a_deployment_should_be_and_not_with_its_pods(world: World) -> None:
+    about = {"name": "chat-r1", "namespace": KEY.namespace, "labels": {"kvpilot.io/service": KEY.name}}
+    told = []
+    for generation, resource_version in ((1, "10"), (1, "11"), (2, "12")):
+        about |= {"generation": generation, "resourceVersion": resource_version}
+        world.put({"kind": "Deployment", "metadata": dict(about), "spec": {"replicas": 1}})
+        told.append((await world.snapshot()).versions["Deployment", "chat-r1"])
+    assert told == ["1", "1", "2"]
+
+
 async def test_no_sample_is_later_than_the_snapshot_that_holds_it(world: World) -> None:
     await world.observer.scrape(KEY)
     found = await world.snapshot()

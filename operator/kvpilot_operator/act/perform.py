@@ -13,8 +13,8 @@ import msgspec
 from kvpilot_operator.act.events import Events
 from kvpilot_operator.act.shelter import shelter
 from kvpilot_operator.cluster.client import Cluster, Object
+from kvpilot_operator.cluster.versions import version_of
 from kvpilot_operator.errors import NameTaken
-from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.probes import codec
 from kvpilot_operator.render.names import API_VERSION, KIND, REVISION_LABEL, deployment_name
 from kvpilot_operator.render.objects import baseline_config_map
@@ -35,15 +35,14 @@ class _Applied(NamedTuple):
     due: float
     """When to apply it again, on the actor's clock."""
     version: str
-    """The cache's word for what the object should be; another one means that somebody else has changed it."""
+    """That of the object as it was answered; another one means that somebody else has changed what it should be."""
 
 
 class Actor:
     """Writes to the cluster. Every write is idempotent, so a pass that is cut off is repeated whole."""
 
-    def __init__(self, cluster: Cluster, fleet: Fleet, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
         self._cluster = cluster
-        self._fleet = fleet
         self._clock = clock
         self._events = Events(cluster)
         self._applied: dict[ServiceKey, dict[tuple[str, str], _Applied | None]] = {}
@@ -119,14 +118,14 @@ class Actor:
         content = hashlib.blake2b(msgspec.json.encode(manifest, order="sorted"), digest_size=16).digest()
         last = known.get((kind, name))
         same = not missing and last is not None and last.content == content and self._clock() < last.due
-        if last is not None and same and last.version == self._fleet.version(kind, s.key, name):
+        if last is not None and same and last.version == s.versions.get((kind, name), ""):
             return
         if (kind, name) not in known:
             await self._check_name(s, manifest)
-        await self._cluster.apply(dict(manifest))
+        answer = await self._cluster.apply(dict(manifest))
         # What was applied together, at the operator's start, is not to be due together for ever after.
         due = self._clock() + REAPPLY_SECONDS * (1 + content[0] / 255) / 2
-        known[kind, name] = _Applied(content, due, self._fleet.version(kind, s.key, name))
+        known[kind, name] = _Applied(content, due, version_of(kind, answer))
 
     async def _check_name(self, s: Snapshot, manifest: Manifest) -> None:
         """Raises NameTaken where an object of this name is there and is not ours, which an apply would take over."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from kvpilot_operator.api.schema import Fault
-from kvpilot_operator.decide.accuracy.baseline import known
 from kvpilot_operator.decide.accuracy.drift import REASON as DRIFTED
 from kvpilot_operator.decide.accuracy.drift import drifted
+from kvpilot_operator.decide.baseline import known
 from kvpilot_operator.decide.draft import Draft
 from kvpilot_operator.decide.judging.workload import USAGE_STEP_PERCENT, Workload
 from kvpilot_operator.decide.target import Target

@@ -1,8 +1,8 @@
 """All services and what they own, as the operator knows them without asking: a pass reads from here.
 
-Watches of our own bring the services and their Deployments, pods and Services (docs/decisions/0011-a-watched-cache.md);
-kopf's watch of the services, the operator's frame, is put here, too. So is, as the API server answered it, what the
-operator writes, at once: no pass sees a state from before an earlier pass's writes.
+Watches bring the services and their Deployments, pods and Services (docs/decisions/0011-a-watched-cache.md). What the
+operator writes is put here at once, as the API server answered it: no pass sees a state from before an earlier pass's
+writes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvpilot_operator.api.schema import Fault, apply_defaults, faults
 from kvpilot_operator.api.spec import Spec, parse
 from kvpilot_operator.cluster.cache import Store
 from kvpilot_operator.cluster.client import Cluster, Object
+from kvpilot_operator.cluster.versions import version_of
 from kvpilot_operator.cluster.watch import Reflector
 from kvpilot_operator.observe.views import deployment_view, is_ours, pod_view, traffic_of
 from kvpilot_operator.render.names import API_VERSION, KIND, SERVICE_LABEL
@@ -48,10 +49,13 @@ class ServiceView:
 
 @dataclass(frozen=True, slots=True)
 class Placed(Generic[V]):
-    """What a Deployment or a Service says, and `version`, which moves when somebody changes what it should be."""
+    """What a Deployment or a Service says, and which one it is."""
 
     view: V
+    kind: str
+    name: str
     version: str
+    """Moves when somebody changes what it should be."""
 
 
 class Fleet:
@@ -96,14 +100,10 @@ class Fleet:
         else:
             store.put(obj)
 
-    def version(self, kind: str, key: ServiceKey, name: str) -> str:
-        """The version of a Deployment or a Service that somebody should not have changed; empty for other kinds."""
-        placed: Placed[Any] | None = None
-        if kind == "Deployment":
-            placed = self.deployments.get(key.namespace, name)
-        elif kind == "Service":
-            placed = self.traffic.get(key.namespace, name)
-        return placed.version if placed is not None else ""
+    def versions(self, key: ServiceKey) -> dict[tuple[str, str], str]:
+        """By kind and name, the versions of a service's Deployments and Services (`version_of`)."""
+        placed: list[Placed[Any]] = [*self.deployments.of(key), *self.traffic.of(key)]
+        return {(one.kind, one.name): one.version for one in placed}
 
     def _changed(self, key: ServiceKey) -> None:
         self.on_change(key)
@@ -133,12 +133,15 @@ def _owner(obj: Object) -> ServiceKey | None:
 
 
 def _deployment(obj: Object) -> Placed[DeploymentView]:
-    # A Deployment's generation moves with its spec, its resourceVersion also with every pod that comes or goes.
-    return Placed(deployment_view(obj), str(obj["metadata"].get("generation", "")))
+    return _placed("Deployment", obj, deployment_view(obj))
 
 
 def _traffic(obj: Object) -> Placed[str | None]:
-    return Placed(traffic_of(obj), obj["metadata"].get("resourceVersion", ""))
+    return _placed("Service", obj, traffic_of(obj))
+
+
+def _placed(kind: str, obj: Object, view: V) -> Placed[V]:
+    return Placed(view, kind, obj["metadata"]["name"], version_of(kind, obj))
 
 
 def _pod(obj: Object) -> PodView | None:

@@ -98,6 +98,7 @@ class Observer:
             deployments=revisions,
             pods=tuple(self._fleet.pods.of(key)),
             traffic=traffic.view if traffic is not None else None,
+            versions=self._fleet.versions(key),
             samples=self._windows.of(key),
             node=node,
             model=self._windows.model(key),

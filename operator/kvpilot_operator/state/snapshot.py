@@ -224,6 +224,8 @@ class Snapshot:
     pods: tuple[PodView, ...] = ()
     traffic: str | None = None
     """The revision that the Service selects now; None while there is no Service."""
+    versions: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """Of the Deployments and Services, by kind and name: they move when somebody changes what an object should be."""
     samples: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
     """Scrapes by revision, oldest first."""
     node: NodeFacts = NodeFacts()

@@ -1,1 +1,1 @@
-"""Probes: when one is due, what it is measured against, what its result means."""
+"""Probes: when one is due, and what its result means."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide.accuracy import baseline
+from kvpilot_operator.decide import baseline
 from kvpilot_operator.decide.accuracy.measured import measured
 from kvpilot_operator.decide.accuracy.verdict import judge
 from kvpilot_operator.decide.draft import Draft

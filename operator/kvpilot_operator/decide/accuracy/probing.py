@@ -5,7 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide.accuracy import baseline, drift
+from kvpilot_operator.decide import baseline
+from kvpilot_operator.decide.accuracy import drift
 from kvpilot_operator.decide.accuracy.measured import measured
 from kvpilot_operator.decide.accuracy.verdict import judge
 from kvpilot_operator.decide.draft import Draft

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide.accuracy import baseline
+from kvpilot_operator.decide import baseline
 from kvpilot_operator.decide.draft import Draft
 from kvpilot_operator.decide.target import Target, render
 from kvpilot_operator.decide.trial import traffic

@@ -8,7 +8,7 @@ it is derived anew in every pass, ends with the trial's verdict, and a trial tha
 from __future__ import annotations
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide.accuracy import baseline
+from kvpilot_operator.decide import baseline
 from kvpilot_operator.decide.draft import Draft
 from kvpilot_operator.render.names import engine_url
 from kvpilot_operator.state.decision import Capture, Find, Measure
