@@ -1,4 +1,4 @@
-.PHONY: install demo test check unit kernels chart images monitoring cluster runtime e2e faults long manifests format clean
+.PHONY: install demo test check unit kernels chart images monitoring cluster scale runtime e2e faults long manifests format clean
 RUN := .venv/bin/
 
 install:
@@ -8,7 +8,7 @@ install:
 demo: install
 	$(RUN)python -m kvpilot_demo $(if $(KEEP),--keep) $(if $(PLAIN),--plain)
 
-test: check unit kernels chart images monitoring cluster runtime e2e faults
+test: check unit kernels chart images monitoring cluster scale runtime e2e faults
 
 check: install
 	$(RUN)ruff format --check .
@@ -16,7 +16,7 @@ check: install
 	$(RUN)mypy operator/kvpilot_operator runtime/kvpilot_runtime kernels/kvpilot_kernels planning/kvpilot_planning demo/kvpilot_demo tests/localcluster tests/support tests/toolbox
 	$(RUN)lint-imports
 
-unit kernels chart images monitoring cluster runtime e2e faults: install
+unit kernels chart images monitoring cluster scale runtime e2e faults: install
 	$(RUN)pytest tests/$@
 
 # What takes longer than CI has: canaries under live load, with and without spare capacity.

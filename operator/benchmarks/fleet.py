@@ -63,6 +63,8 @@ class Fleet:
         self._port = port
         self.watched = Watched(cluster)
         self.keys: list[tuple[str, str]] = []
+        # One for all measurements: values that a spec has already are no edits.
+        self._random = random.Random(1)  # noqa: S311
 
     async def grow(self, size: int) -> float:
         """Create services up to this number; seconds until all of them have their replicas."""
@@ -91,12 +93,15 @@ class Fleet:
         edits: list[asyncio.Task[float]] = []
         flips: list[asyncio.Task[float]] = []
         memory: list[tuple[float, float]] = []
-        rng = random.Random(len(self.keys))  # noqa: S311
         while (now := time.monotonic() - began) < seconds:
             if len(edits) < now * EDITS_PER_SECOND:
-                edits.append(asyncio.create_task(self._edit(rng.choice(self.keys), rng.randint(1000, 900_000))))
+                edits.append(
+                    asyncio.create_task(self._edit(self._random.choice(self.keys), self._random.randint(1000, 900_000)))
+                )
             if len(flips) < now * FLIPS_PER_SECOND:
-                flips.append(asyncio.create_task(self._flip(rng.choice(self.keys), rng.randrange(REPLICAS))))
+                flips.append(
+                    asyncio.create_task(self._flip(self._random.choice(self.keys), self._random.randrange(REPLICAS)))
+                )
             if not memory or now - memory[-1][0] >= 10:
                 memory.append((round(now, 1), round(self.operator.rss(), 1)))
             await asyncio.sleep(0.05)

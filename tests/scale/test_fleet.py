@@ -1,0 +1,44 @@
+"""The fleet's benchmark, small: what must hold at any size. At 2,000 services: docs/benchmarks/fleet.md."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SIZES = (20, 60)
+CHANGES_PER_SECOND = 3
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    out = tmp_path_factory.mktemp("fleet") / "fleet.json"
+    command = [sys.executable, ROOT / "operator/benchmarks/fleet.py", "--sizes", *map(str, SIZES)]
+    done = subprocess.run(
+        [*command, "--seconds", "15", "--settle", "8", "--out", out], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text())["sizes"]
+
+
+def test_every_edit_and_every_pod_that_changes_reaches_the_status(measured):
+    assert [one["services"] for one in measured] == list(SIZES)
+    for one in measured:
+        for what in ("edit_to_status", "pod_to_status"):
+            assert one[what]["count"] > 0
+            assert one[what]["missed"] == 0
+
+
+def test_no_pass_and_no_scrape_fails(measured):
+    for one in measured:
+        assert (one["passes_failed"], one["scrapes_failed"]) == (0, 0)
+        assert one["scrape_gap"]["count"] >= one["pods"]
+
+
+def test_services_that_do_not_change_cost_no_requests(measured):
+    # A change costs a status, an object or two, and a watch now and then, however large the fleet is.
+    for one in measured:
+        assert one["api_requests_per_second"] < 4 * CHANGES_PER_SECOND
+        assert one["passes_per_second"] > one["services"] / 5 / 2
