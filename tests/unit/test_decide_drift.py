@@ -1,128 +1,21 @@
-"""What happens after promotion: the serving replicas are probed one by one, and a drift is acted on once."""
+"""A drift after promotion is acted on once; what was no drift, or did not repeat, is never held against the dtype."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import pairwise
-from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.accuracy.drift import due, next_pod
-from kvpilot_operator.state.decision import Decision, Measure
-from kvpilot_operator.state.snapshot import ProbeFailed, ProbeResult
-from kvpilot_operator.state.status import Accuracy, Denied, Measured, dump_status, parse_status
-from support.model_cluster import ModelCluster, measurement
-from support.services import NOW, manifest, pod, revision_of, snapshot, spec_of
+from kvpilot_operator.state.snapshot import ProbeFailed
+from kvpilot_operator.state.status import Denied, dump_status, parse_status
+from support.model_cluster import measurement
+from support.services import revision_of
+from support.serving_fleet import GARBAGE, PERIOD, SOUND, fixed, serving
 
-PERIOD = 60
-GARBAGE = measurement(9_000_000, 10)
-SOUND = measurement()
 FEW = measurement(1_000, 1000, positions=40)
-
-
-@dataclass
-class Fleet(ModelCluster):
-    """Notes each run of the serving replicas and answers it from `answers` (pod index, run number) -> outcome."""
-
-    runs: list[str] = field(default_factory=list)
-    outcomes: dict[int, Any] = field(default_factory=dict)
-    """By the number of the run, from 0."""
-    bad_pods: frozenset[str] = frozenset()
-    """By the last character of their names."""
-    answered: int = 0
-    waiting: str = ""
-
-    def _answer(self, decision: Decision) -> None:
-        request = decision.probe
-        if not isinstance(request, Measure) or not request.serving:
-            self.waiting = ""
-            super()._answer(decision)
-            return
-        if request.identity != self.waiting:
-            # As an engine would take its time: the answer is there for the pass after the next.
-            self.waiting, self.probe = request.identity, None
-            return
-        if self.probe is None:
-            self.runs.append(request.identity.split("/")[3])
-            outcome = GARBAGE if self.runs[-1][-1] in self.bad_pods else SOUND
-            self.probe = ProbeResult(request.identity, self.outcomes.get(self.answered, outcome))
-            self.answered += 1
-
-    def until(self, seen: Any, ticks: int = 400) -> Decision:
-        """Tick until a decision fulfils `seen`."""
-        for _ in range(ticks):
-            decision = self.tick()
-            if decision is not None and seen(decision):
-                return decision
-        raise AssertionError(f"not seen in {ticks} ticks; runs: {self.runs}, status: {self.status.get('accuracy')}")
-
-    def run_on(self, count: int) -> Decision:
-        """Tick until `count` more runs are counted."""
-        for _ in range(count):
-            before = self.accuracy.checked_time
-            decision = self.until(lambda d, before=before: d.status.accuracy.checked_time != before)
-        return decision
-
-    @property
-    def accuracy(self) -> Accuracy:
-        return parse_status(self.status).accuracy
-
-
-def fixed(dtype: str, **spec: Any) -> dict[str, Any]:
-    accuracy = {"periodSeconds": PERIOD, **spec.pop("accuracy", {})}
-    return manifest(kvCache={"mode": "Fixed", "dtype": dtype}, accuracy=accuracy, **spec)
-
-
-def serving(dtype: str = "k8v4", replicas: int = 1, **spec: Any) -> Fleet:
-    """A service that was promoted to this dtype."""
-    size = {"replicas": replicas, "scaling": {"mode": "External", "minReplicas": 1, "maxReplicas": 8}}
-    cluster = Fleet(fixed("auto", **size, **spec))
-    cluster.settle()
-    cluster.edit(fixed(dtype, **size, **spec))
-    cluster.until(lambda d: d.status.kv_cache.active_dtype == dtype and d.status.canary is None)
-    assert cluster.accuracy.baseline is not None
-    return cluster
-
-
-def test_a_promoted_dtype_is_probed_once_a_period_for_as_long_as_it_serves():
-    cluster = serving()
-    for _ in range(12 * PERIOD // 5):
-        cluster.tick()
-    assert 11 <= len(cluster.runs) <= 13
-    assert cluster.accuracy.failures == cluster.accuracy.errors == 0
-    assert cluster.accuracy.last is not None
-    assert cluster.accuracy.last.pod == cluster.runs[-1]
-    verified = parse_status(cluster.status).condition("AccuracyVerified")
-    assert verified is not None
-    assert (verified.status, verified.reason) == ("True", "ProbePassed")
-    assert cluster.runs[-1] in verified.message
-
-
-def test_the_baseline_dtype_itself_is_not_probed():
-    cluster = Fleet(fixed("auto"))
-    cluster.settle()
-    for _ in range(60):
-        decision = cluster.tick()
-        assert decision is not None
-        assert decision.probe is None
-    assert cluster.status["conditions"]
-
-
-def test_passes_between_two_runs_write_nothing():
-    cluster = serving(accuracy={"periodSeconds": 3600})
-    cluster.run_on(1)
-    for _ in range(20):
-        cluster.tick()
-    before = dict(cluster.status)
-    for _ in range(300):
-        cluster.tick()
-    assert cluster.status == before
 
 
 def test_a_drift_is_said_once_denied_for_its_accuracy_and_written_to_the_journal():
@@ -244,49 +137,6 @@ def test_an_engine_that_was_busy_with_users_is_no_warning():
     assert decision.status.accuracy.errors == 1
 
 
-def test_every_replica_gets_its_turn_and_the_bad_one_is_named():
-    cluster = serving(replicas=3, accuracy={"onFailure": "Report", "failureLimit": 2})
-    cluster.bad_pods = frozenset("1")
-    decision = cluster.until(lambda d: any(e.reason == "AccuracyDrifted" for e in d.events))
-    (event,) = [e for e in decision.events if e.reason == "AccuracyDrifted"]
-    assert cluster.runs[-1][-1] == cluster.runs[-2][-1] == "1"
-    assert cluster.runs[-1] in event.message
-    assert len(cluster.runs) <= 3 + 1
-
-
-def test_nothing_is_probed_while_the_spec_asks_for_another_revision_than_serves():
-    """The kept answers may be another model's."""
-    cluster = serving()
-    changed = fixed("k8v4", rollout={"paused": True}, model={"source": "hf://Qwen/Qwen3-4B"})
-    cluster.edit(changed)
-    cluster.tick()
-    before = len(cluster.runs)
-    for _ in range(5 * PERIOD // 5):
-        cluster.tick()
-    assert len(cluster.runs) == before
-
-
-def test_probes_go_on_while_the_rollout_is_paused():
-    cluster = serving()
-    cluster.edit(fixed("k8v4", rollout={"paused": True}))
-    cluster.run_on(2)
-
-
-def test_a_canary_has_the_prober_to_itself():
-    cluster = serving()
-    cluster.run_on(1)
-    cluster.edit(fixed("k4v4"))
-    during = []
-    while True:
-        decision = cluster.tick()
-        assert decision is not None
-        if decision.status.canary is not None and decision.probe is not None:
-            during.append(decision.probe.identity.split("/")[0])
-        if decision.status.kv_cache.active_dtype == "k4v4" and decision.status.canary is None:
-            break
-    assert set(during) == {"measure"}
-
-
 def test_a_new_dtype_starts_with_counts_of_its_own():
     cluster = serving(accuracy={"onFailure": "Report"})
     cluster.bad_pods = frozenset("0")
@@ -347,87 +197,6 @@ def test_restarts_neither_lose_a_count_nor_count_a_run_twice(cuts, bad):
     # A lost run is made up for within its period: of ten periods at most the last one is open.
     assert before.checked_time is not None
     assert cluster.now - before.checked_time < timedelta(seconds=3 * PERIOD)
-
-
-@given(uid=st.text(min_size=1, max_size=36), start=st.integers(0, 10**6), period=st.integers(60, 86_400))
-def test_a_run_is_due_exactly_once_in_each_period(uid, start, period):
-    obj = manifest(accuracy={"periodSeconds": period})
-    spec = spec_of(obj)
-    began = NOW + timedelta(seconds=start)
-    accuracy = Accuracy(checked_time=began)
-    runs = []
-    for step in range(40):
-        s = snapshot(obj, uid=uid, now=began + timedelta(seconds=step * period / 8))
-        if due(s, spec, accuracy):
-            runs.append(s.now)
-            accuracy = Accuracy(checked_time=s.now)
-    assert 4 <= len(runs) <= 5
-    gaps = [(b - a).total_seconds() for a, b in pairwise(runs)]
-    assert all(abs(gap - period) <= period / 8 for gap in gaps)
-
-
-def test_a_fleet_that_was_promoted_at_one_moment_does_not_probe_at_one_moment():
-    obj = manifest(accuracy={"periodSeconds": 900})
-    spec, accuracy = spec_of(obj), Accuracy(checked_time=NOW)
-    first: Counter[int] = Counter()
-    for service in range(1000):
-        uid = f"4f1c-{service}"
-        for minute in range(16):
-            if due(snapshot(obj, uid=uid, now=NOW + timedelta(minutes=minute)), spec, accuracy):
-                first[minute] += 1
-                break
-    assert sum(first.values()) == 1000
-    assert max(first.values()) < 110
-
-
-@given(count=st.integers(1, 12), start=st.integers(0, 11), errors=st.integers(0, 30))
-def test_healthy_replicas_are_all_visited_before_any_comes_again(count, start, errors):
-    pods = [pod("r", name=f"pod-{i:02d}") for i in range(count)]
-    accuracy = Accuracy(last=_last(f"pod-{start:02d}"), errors=errors)
-    visited = []
-    for _ in range(count):
-        chosen = next_pod(pods, accuracy, "r").name
-        visited.append(chosen)
-        accuracy = Accuracy(last=_last(chosen))
-    assert len(set(visited)) == count
-
-
-@given(count=st.integers(1, 12), failures=st.integers(0, 3))
-def test_replicas_whose_runs_bring_no_verdict_do_not_keep_the_others_from_their_turn(count, failures):
-    pods = [pod("r", name=f"pod-{i:02d}") for i in range(count)]
-    visited = {
-        next_pod(pods, Accuracy(last=_last("pod-00"), errors=errors, failures=failures), "r").name
-        for errors in range(1, count + 1)
-    }
-    assert len(visited) == count
-
-
-def _last(name: str) -> Measured:
-    return Measured(
-        revision="r",
-        dtype="k8v4",
-        pod=name,
-        verdict="Passed",
-        probe_time=NOW,
-        prompts=8,
-        positions=256,
-        mean_kl_micronats=0,
-        p99_kl_micronats=0,
-        excess_kl_micronats=0,
-        top1_agreement_permille=1000,
-    )
-
-
-def test_the_replica_that_failed_is_asked_again_unless_it_is_gone():
-    pods = [pod("r", name=name) for name in ("a", "b", "c")]
-    failed = Accuracy(last=replace_verdict(_last("b")), failures=1)
-    assert next_pod(pods, failed, "r").name == "b"
-    assert next_pod([pods[0], pods[2]], failed, "r").name == "c"
-    assert next_pod(pods, failed, "another revision").name == "a"
-
-
-def replace_verdict(last: Measured) -> Measured:
-    return Measured(**{name: getattr(last, name) for name in last.__struct_fields__} | {"verdict": "Failed"})
 
 
 def test_a_drift_leads_back_to_the_baseline_which_then_stays():

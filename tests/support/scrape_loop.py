@@ -1,0 +1,43 @@
+"""Pages of a revision's pods, and the scrape loop that hands them to believe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+from kvpilot_operator.observe.believe import Judged, Known, believe
+from kvpilot_operator.observe.page import PodMetrics
+from kvpilot_operator.state.histogram import Histogram
+
+T0 = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+START = T0.timestamp() - 3600
+IDLE = PodMetrics(0.0, "vllm:kv_cache_usage_perc", 0, 0, 16_000, 1000, "auto", process_start=START)
+BUSY = replace(IDLE, usage=0.6, running=8)
+
+
+def at(seconds: float) -> datetime:
+    """So long after the first scrape."""
+    return T0 + timedelta(seconds=seconds)
+
+
+class Fleet:
+    """Calls believe as a scrape loop does."""
+
+    def __init__(self) -> None:
+        self.known: Mapping[str, Known] = {}
+
+    def scrape(self, seconds: float, pages: Mapping[str, PodMetrics], **more: object) -> Judged:
+        """One scrape at this second."""
+        judged = believe(at(seconds), self.known, pages, **more)  # type: ignore[arg-type]
+        self.known = judged.known
+        return judged
+
+    def watch(self, pages: Callable[[int], Mapping[str, PodMetrics]], count: int) -> list[Judged]:
+        """`count` scrapes every five seconds; `pages` gets the scrape's number."""
+        return [self.scrape(5 * i, pages(i)) for i in range(count)]
+
+
+def counted(page: PodMetrics, **totals: float | Histogram) -> PodMetrics:
+    """The page with these totals."""
+    return replace(page, totals=replace(page.totals, **totals))  # type: ignore[arg-type]

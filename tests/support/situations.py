@@ -1,0 +1,62 @@
+"""Situations for tests of the arbiter: one replica whose memory is full, and what a test changes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.decide.judging.arbiter import Ruling, Situation
+from kvpilot_operator.decide.judging.workload import Kind, Workload
+from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
+from kvpilot_operator.state.status import Denied
+from support.services import NOW, manifest, spec_of
+
+H200 = NodeFacts("NVIDIA-H200", (9, 0), 143_771)
+A100 = NodeFacts("NVIDIA-A100-SXM4-80GB", (8, 0), 81_920)
+LLAMA = ModelFacts(head_dim=128, kv_heads=8, layers=32, window_layers=0, mla=False)
+DWELL = 21_600
+
+
+def spec(**changes: Any) -> Spec:
+    """The service, whose dtype and replicas the operator may both change."""
+    return spec_of(
+        manifest(
+            **{"kvCache": {"mode": "Auto", "ladder": ["fp8", "k8v4", "k4v4"]}, "scaling": {"maxReplicas": 4}} | changes
+        )
+    )
+
+
+def workload(
+    kind: Kind = "MemoryBound", *, demand: int = 1000, capacity: int = 1000, pods: int = 1, **changes: Any
+) -> Workload:
+    """Tokens: `demand` of all replicas together, `capacity` of each."""
+    base = Workload(
+        kind, "evidence", usage_percent=97, waiting=4.0, running=8.0, pods=pods, capacity_tokens=capacity * pods,
+        demand_tokens=demand,
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
+def situation(w: Workload | None = None, **changes: Any) -> Situation:
+    """All replicas of the workload serve with dtype auto, on H200."""
+    w = w or workload()
+    base = Situation(NOW, spec(), w, "auto", w.pods, w.pods, H200)
+    return replace(base, **changes)
+
+
+def denied(dtype: str, reason: str = "AccuracyRegressed", **changes: Any) -> Denied:
+    """For the service, on H200, for another hour."""
+    fields: dict[str, Any] = {
+        "dtype": dtype,
+        "model": "hf://Qwen/Qwen3-8B",
+        "image": "kvpilot/runtime:1",
+        "gpu": "NVIDIA-H200",
+    }
+    return Denied(**fields | changes, reason=reason, message="why", until=NOW + timedelta(hours=1))
+
+
+def step(ruling: Ruling) -> tuple[str, str, int]:
+    """Action, dtype and replicas of what was chosen."""
+    return ruling.chosen.action, ruling.chosen.dtype, ruling.chosen.replicas

@@ -1,0 +1,87 @@
+"""One test's namespace of the local cluster: its pods, what they say, and how long to wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localcluster.cluster import LocalCluster
+from localcluster.pod import LOGS_ANNOTATION
+from localcluster.rest import ApiError, until
+
+Json = dict[str, Any]
+
+
+def field(path: str) -> Json:
+    """A variable's value from a field of its pod."""
+    return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def container(**more: Any) -> Json:
+    """The container that a tenant waits for and reads the log of."""
+    return {"name": "main", "image": "python:3.11", **more}
+
+
+class Tenant:
+    """One namespace of the cluster."""
+
+    def __init__(self, cluster: LocalCluster, namespace: str) -> None:
+        self.cluster = cluster
+        self.core = f"/api/v1/namespaces/{namespace}"
+        self.apps = f"/apis/apps/v1/namespaces/{namespace}"
+
+    def run(self, name: str, *containers: Json, labels: Json | None = None, **spec: Any) -> None:
+        spec.setdefault("volumes", [{"name": "state", "emptyDir": {}}])
+        body = {"metadata": {"name": name, "labels": labels or {}}, "spec": {"containers": list(containers), **spec}}
+        path = f"{self.core}/pods"
+        until(lambda: self.cluster.rest.get(f"{self.core}/serviceaccounts/default").get("secrets"), "service account")
+        self.cluster.rest.create(path, body)
+
+    def pod(self, name: str) -> Json:
+        found: Json = self.cluster.rest.get(f"{self.core}/pods/{name}")
+        return found
+
+    def status(self, name: str) -> Json:
+        found: Json = (self.pod(name)["status"].get("containerStatuses") or [{}])[0]
+        return found
+
+    def wait(self, name: str, question: Callable[[Json], Any], what: str, seconds: float = 20) -> Json:
+        """Wait for something to be true of the first container's status."""
+        return dict(until(lambda: question(s := self.status(name)) and s, f"{name}: {what}", seconds=seconds))
+
+    def wait_ready(self, *names: str) -> None:
+        for name in names:
+            self.wait(name, lambda status: status.get("ready"), "ready")
+
+    def log(self, name: str, run: int = 0) -> str:
+        folder = self.pod(name)["metadata"]["annotations"][LOGS_ANNOTATION]
+        return (Path(folder) / "main" / f"{run}.log").read_text()
+
+    def delete(self, name: str, **more: Any) -> None:
+        self.cluster.rest.delete(f"{self.core}/pods/{name}", **more)
+
+    def until_gone(self, name: str, seconds: float = 20) -> None:
+        def gone() -> bool:
+            try:
+                self.pod(name)
+            except ApiError as error:
+                return error.status == 404
+            return False
+
+        until(gone, f"{name} is gone", seconds=seconds)
+
+    def serve(self, name: str, selector: Json) -> str:
+        body = {
+            "metadata": {"name": name},
+            "spec": {"selector": selector, "ports": [{"port": 80, "targetPort": "http"}]},
+        }
+        return str(self.cluster.rest.create(f"{self.core}/services", body)["spec"]["clusterIP"])
+
+
+@pytest.fixture
+def tenant(cluster: LocalCluster, namespace: str) -> Tenant:
+    """For modules of tests/cluster: `tenant = tenants.tenant`."""
+    return Tenant(cluster, namespace)

@@ -1,0 +1,88 @@
+"""Does the arbiter come to rest under a load that does not change?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpilot_operator.decide.judging.arbiter import Situation, arbitrate
+from kvpilot_operator.decide.judging.capacity import projected_tokens
+from kvpilot_operator.decide.judging.workload import Workload, classify
+from kvpilot_operator.state.snapshot import Flows, Sample
+from support.services import NOW
+from support.situations import H200, LLAMA, spec
+
+
+@dataclass
+class Fluid:
+    """A service under a constant load as a fluid: what its metrics settle at. Seconds and tokens."""
+
+    rate: float
+    prompt: float
+    answer: float
+    base: float
+    per_token: float
+    prefill: float
+    """Seconds for a prompt token."""
+    capacity: int
+    """Tokens of a replica with dtype auto."""
+
+    def sample(self, time, dtype, pods) -> Sample:
+        capacity = projected_tokens(self.capacity, "auto", dtype)
+        rate, each = self.rate / pods, self.prompt + self.answer / 2
+        busy = min(rate * self.prompt * self.prefill, 0.999)
+        # held = rate * residence * each, residence = answer * step, step = (base + per_token * held) / (1 - busy)
+        flow = rate * self.answer * each / (1 - busy)
+        held = flow * self.base / (1 - flow * self.per_token) if flow * self.per_token < 1 else float("inf")
+        most = min(capacity, 1024 * each)
+        waits = held > most or busy >= 0.999
+        held = min(held, most)
+        running = held / each
+        step = (self.base + self.per_token * held) / (1 - busy)
+        done = min(rate, running / (self.answer * step), 1 / (self.prompt * self.prefill)) * 5 * pods
+        flows = Flows(
+            seconds=5.0 * pods, prompt_tokens=done * self.prompt, generation_tokens=done * self.answer,
+            finished=done, prefill_seconds=min(5.0 * pods, done * self.prompt * self.prefill),
+            decode_seconds=done * self.answer * step,
+        )  # fmt: skip
+        waiting = rate * 60 * pods if waits else 0.0
+        return Sample(time, pods, min(1.0, held / capacity), running * pods, waiting, capacity * pods, dtype, flows)
+
+    def window(self, now, dtype, pods):
+        return tuple(self.sample(now - timedelta(seconds=back), dtype, pods) for back in range(600, -1, -30))
+
+
+FLUIDS = st.builds(
+    Fluid, rate=st.floats(0.01, 60), prompt=st.floats(10, 30_000), answer=st.floats(2, 2000),
+    base=st.floats(0.003, 0.1), per_token=st.floats(1e-9, 1e-6), prefill=st.floats(1e-5, 1e-3),
+    capacity=st.integers(40_000, 2_000_000),
+)  # fmt: skip
+
+
+@given(FLUIDS, st.integers(1, 4), st.integers(4, 12), st.sampled_from(["auto", "fp8", "k4v4"]), st.booleans())
+@settings(max_examples=60)
+def test_a_constant_load_comes_to_rest_and_stays_there(load, least, most, dtype, known):
+    limits = spec(scaling={"minReplicas": least, "maxReplicas": most})
+    s = Situation(NOW, limits, Workload("NoMetrics"), dtype, least, least, H200, LLAMA if known else None)
+    taken, bound, seen = [], False, {}
+    for quarter in range(480):
+        now = NOW + timedelta(minutes=15 * quarter)
+        key = (s.dtype, s.replicas, bound)
+        if key not in seen:
+            window = load.window(now, s.dtype, s.replicas)
+            seen[key] = classify(window, limits.kv_cache.pressure, now, was_bound=bound)
+        bound = seen[key].kind == "MemoryBound"
+        ruling = arbitrate(replace(s, now=now, workload=seen[key]))
+        chosen = ruling.chosen
+        if chosen.action != "Stay":
+            taken.append((quarter, chosen.action, chosen.dtype, chosen.replicas))
+        s = replace(
+            s, dtype=chosen.dtype, replicas=chosen.replicas, ready=chosen.replicas, saturations=ruling.saturations,
+            dtype_changed=now if chosen.dtype != s.dtype else s.dtype_changed,
+            replicas_changed=now if chosen.replicas != s.replicas else s.replicas_changed,
+        )  # fmt: skip
+    assert not [t for t in taken if t[0] > 360], taken
+    assert len([t for t in taken if t[1].startswith("Dtype")]) <= 4, taken

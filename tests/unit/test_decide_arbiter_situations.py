@@ -1,0 +1,157 @@
+"""Which step does the arbiter never take, whatever the situation?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpilot_kernels import formats
+from kvpilot_operator.decide.judging.arbiter import Situation, arbitrate
+from kvpilot_operator.decide.judging.capacity import smaller
+from kvpilot_operator.decide.judging.ladder import denial
+from kvpilot_operator.decide.judging.veto import veto
+from kvpilot_operator.decide.judging.workload import Workload
+from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
+from kvpilot_operator.state.status import Saturation
+from support.services import NOW, manifest, spec_of
+from support.situations import A100, H200, denied
+
+LADDERS = st.lists(st.sampled_from(formats.names()[3:]), min_size=1, max_size=6, unique=True).map(
+    lambda dtypes: _descending(dtypes)
+)
+
+
+def _descending(dtypes):
+    kept: list[str] = []
+    for dtype in sorted(dtypes, key=lambda d: -formats.parse(d).bits_per_element()):
+        if not kept or smaller(dtype, kept[-1]):
+            kept.append(dtype)
+    return kept
+
+
+TIMES = st.one_of(st.none(), st.integers(-200_000, 0).map(lambda s: NOW + timedelta(seconds=s)))
+WORKLOADS = st.builds(
+    Workload,
+    st.sampled_from(["NoMetrics", "Warming", "Idle", "MemoryBound", "PrefillBound", "ComputeBound", "Relaxed"]),
+    st.just("evidence"),
+    usage_percent=st.integers(0, 100),
+    waiting=st.floats(0, 1e6),
+    running=st.floats(0, 1e6),
+    pods=st.integers(0, 20),
+    capacity_tokens=st.integers(0, 10**9),
+    demand_tokens=st.integers(0, 10**12),
+    requests_per_second=st.none() | st.floats(0, 1e6),
+    mean_prompt=st.none() | st.floats(0, 1e6),
+    mean_generation=st.none() | st.floats(0, 1e6),
+    itl_seconds=st.none() | st.floats(0, 10),
+    prompts_in_hand=st.none() | st.floats(0, 100),
+    calm=st.booleans(),
+    peak_load=st.floats(0, 20),
+)
+MODELS = st.none() | st.builds(
+    ModelFacts, st.sampled_from([0, 64, 80, 96, 128, 256]), st.integers(0, 16), st.integers(0, 100),
+    st.integers(0, 100), st.booleans(),
+)  # fmt: skip
+NODES = st.sampled_from([H200, A100, NodeFacts(), NodeFacts("unlabelled-gpu"), NodeFacts("Tesla-T4", (7, 5))])
+
+
+@st.composite
+def situations(draw, kinds=WORKLOADS):
+    ladder = draw(LADDERS)
+    least = draw(st.integers(0, 3))
+    given = {
+        "kvCache": {
+            "mode": draw(st.sampled_from(["Auto", "Recommend"])), "ladder": ladder,
+            "minDwellSeconds": draw(st.integers(0, 100_000)),
+        },
+        "scaling": {
+            "mode": draw(st.sampled_from(["Operator", "External"])), "minReplicas": least,
+            "maxReplicas": draw(st.integers(max(1, least), 10)),
+        },
+        "engine": {"image": "kvpilot/runtime:1", "tensorParallelSize": draw(st.integers(1, 8))},
+    }  # fmt: skip
+    node = draw(NODES)
+    dtypes = ["auto", *ladder]
+    return Situation(
+        NOW, spec_of(manifest(**given)), draw(kinds), draw(st.sampled_from([*dtypes, "k4v4", "fp8"])),
+        draw(st.integers(0, 10)), draw(st.integers(0, 10)), node, draw(MODELS),
+        denied=tuple(denied(d, gpu=node.gpu) for d in draw(st.lists(st.sampled_from(dtypes), max_size=3, unique=True))),
+        saturations=tuple(
+            Saturation(dtype=d, requests_per_hour=draw(st.integers(0, 10**6)), mean_prompt=100, mean_generation=100)
+            for d in draw(st.lists(st.sampled_from(dtypes), max_size=2, unique=True))
+        ),
+        dtype_changed=draw(TIMES), replicas_changed=draw(TIMES), rolled_back=draw(TIMES),
+        busy=draw(st.sampled_from([None, None, "busy"])), no_canary=draw(st.sampled_from([None, None, "paused"])),
+    )  # fmt: skip
+
+
+@given(situations())
+@settings(max_examples=200)
+def test_every_situation_has_a_ruling_with_its_reason(s):
+    ruling = arbitrate(s)
+    assert ruling.reason
+    assert ruling.message
+    assert all(o.message for o in ruling.options)
+    assert ruling.chosen.outcome == "Chosen"
+    assert sum(o.outcome == "Chosen" for o in ruling.options) == 1
+    assert (ruling.chosen.action == "Stay") == ((ruling.chosen.dtype, ruling.chosen.replicas) == (s.dtype, s.replicas))
+
+
+@given(situations())
+@settings(max_examples=200)
+def test_a_denied_or_vetoed_dtype_is_never_chosen(s):
+    chosen = arbitrate(s).chosen
+    if chosen.action.startswith("Dtype"):
+        assert denial(chosen.dtype, s.spec, s.node, s.denied, s.now) is None
+        assert veto(chosen.dtype, s.spec, s.node, s.model) is None
+
+
+@given(situations())
+@settings(max_examples=200)
+def test_no_dtype_changes_inside_the_dwell_while_paused_or_beside_another_step(s):
+    if arbitrate(s).chosen.action.startswith("Dtype"):
+        assert s.busy is None
+        assert s.no_canary is None
+        assert not s.loading
+        dwell = timedelta(seconds=s.spec.kv_cache.min_dwell_seconds)
+        assert s.dtype_changed is None or s.now >= s.dtype_changed + dwell
+
+
+@given(situations())
+@settings(max_examples=200)
+def test_replicas_are_only_ever_chosen_by_their_owner_and_within_the_limits(s):
+    chosen, scaling = arbitrate(s).chosen, s.spec.scaling
+    if chosen.action == "ScaleOut":
+        assert scaling.mode == "Operator"
+        assert s.replicas < chosen.replicas <= scaling.max_replicas
+        assert s.ready >= s.replicas
+    if chosen.action == "ScaleIn":
+        assert scaling.mode == "Operator"
+        assert chosen.replicas == s.replicas - 1
+        assert chosen.replicas >= max(1, scaling.min_replicas)
+
+
+@given(situations())
+@settings(max_examples=200)
+def test_a_smaller_dtype_is_for_memory_alone_and_less_of_anything_for_calm_alone(s):
+    chosen, w = arbitrate(s).chosen, s.workload
+    if chosen.action == "DtypeDown":
+        assert w.kind == "MemoryBound"
+        assert smaller(chosen.dtype, s.dtype)
+    if chosen.action in ("ScaleIn", "DtypeUp"):
+        assert w.calm
+        assert w.kind in ("Relaxed", "Idle")
+    if chosen.action == "ScaleOut":
+        assert w.kind in ("MemoryBound", "PrefillBound", "ComputeBound")
+
+
+@given(situations(), st.floats(1, 50))
+@settings(max_examples=200)
+def test_more_demand_never_chooses_less_capacity(s, times):
+    s = replace(s, workload=replace(s.workload, kind="MemoryBound"))
+    more = replace(s, workload=replace(s.workload, demand_tokens=int(s.workload.demand_tokens * times)))
+    before, after = arbitrate(s).chosen, arbitrate(more).chosen
+    assert not smaller(before.dtype, after.dtype) or after.replicas > before.replicas
