@@ -18,7 +18,8 @@ from kubernetes_asyncio import config
 from kubernetes_asyncio.client import ApiClient
 
 from kvpilot_demo.models import cache_folder, smollm2_135m
-from kvpilot_operator.cluster.client import Cluster, Object
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.render.names import (
     API_VERSION,

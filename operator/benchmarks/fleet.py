@@ -32,7 +32,8 @@ from fleet_kubelets import NODES, set_ready
 from kubernetes_asyncio import config
 from kubernetes_asyncio.client import ApiClient, Configuration
 
-from kvpilot_operator.cluster.client import Cluster, Object
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.control.pilot import PAGES_PER_SECOND
 from kvpilot_operator.render.names import API_VERSION, KIND, SERVICE_LABEL
 from localcluster import build

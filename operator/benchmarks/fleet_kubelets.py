@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from kvpilot_operator.cluster.client import Cluster, Object
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.render.names import SERVICE_LABEL
 

@@ -20,7 +20,8 @@ from kubernetes_asyncio import config
 from kubernetes_asyncio.client import ApiClient, Configuration
 
 from kvpilot_demo.load import Load
-from kvpilot_operator.cluster.client import Cluster, Object
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError, Conflict
 from kvpilot_operator.render.names import API_VERSION, ENGINE_PORT, KIND, SERVICE_LABEL
 from localcluster.cluster import LocalCluster

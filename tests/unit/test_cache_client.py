@@ -11,9 +11,10 @@ import pytest
 from aiohttp import web
 from kubernetes_asyncio.client import ApiClient, Configuration
 
-from kvpilot_operator.cluster import client as module
+from kvpilot_operator.cluster import transport as module
 from kvpilot_operator.cluster.cache import Store
-from kvpilot_operator.cluster.client import Cluster, path_of
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.cluster.watch import Reflector
 from kvpilot_operator.errors import ClusterError, Conflict, NotFound, Throttled
 from kvpilot_operator.state.snapshot import ServiceKey
@@ -42,8 +43,7 @@ class Server:
         self.cluster = Cluster(
             ApiClient(configuration),
             on_request=lambda method, kind, status, seconds: self.told.append((method, kind, status)),
-            on_write=lambda *wrote: self.wrote.append(wrote),
-        )
+        ).telling(lambda *wrote: self.wrote.append(wrote))
         return self.cluster
 
     async def stop(self) -> None:

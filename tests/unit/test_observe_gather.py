@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvpilot_operator.cluster.client import path_of
+from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe import gather
 from kvpilot_operator.observe.fleet import Fleet

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvpilot_operator.cluster.client import path_of
+from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.scrape import open_session, scrape
 from kvpilot_operator.observe.views import is_ours

@@ -12,8 +12,8 @@ import msgspec
 
 from kvpilot_operator.act.events import Events
 from kvpilot_operator.act.shelter import shelter
-from kvpilot_operator.cluster.client import Cluster, Object
-from kvpilot_operator.cluster.versions import version_of
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Object, version_of
 from kvpilot_operator.errors import NameTaken
 from kvpilot_operator.probes import codec
 from kvpilot_operator.render.names import API_VERSION, KIND, REVISION_LABEL, deployment_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from kvpilot_operator.cluster.client import Object
+from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.state.snapshot import ServiceKey
 
 V = TypeVar("V")

@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 from kvpilot_operator.api.schema import Fault, apply_defaults, faults
 from kvpilot_operator.api.spec import Spec, parse
 from kvpilot_operator.cluster.cache import Store
-from kvpilot_operator.cluster.client import Cluster, Object
-from kvpilot_operator.cluster.versions import version_of
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Object, version_of
 from kvpilot_operator.cluster.watch import Reflector
 from kvpilot_operator.observe.views import deployment_view, is_ours, pod_view, traffic_of
 from kvpilot_operator.render.names import API_VERSION, KIND, SERVICE_LABEL

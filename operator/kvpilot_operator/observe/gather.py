@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.cluster.client import Cluster, Object
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError, ScrapeError
 from kvpilot_operator.observe.believe import Judged
 from kvpilot_operator.observe.fleet import Fleet

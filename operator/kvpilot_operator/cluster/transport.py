@@ -1,0 +1,155 @@
+"""Requests to the API server over kubernetes-asyncio's connections and credentials: through the gate, timed, typed."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+from kubernetes_asyncio.client import ApiClient, ApiException
+
+from kvpilot_operator.cluster.gate import Gate
+from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.errors import ClusterError, Conflict, NotFound, Throttled
+
+TIMEOUT_SECONDS = 15.0
+# An API server ends a watch after this long by itself; meanwhile it sends a bookmark about every minute, so one that
+# says nothing for longer than `SILENCE_SECONDS` is dead.
+WATCH_SECONDS = 300
+SILENCE_SECONDS = 75.0
+
+# Called after every request: method (LIST and WATCH are told from GET), kind, HTTP status (0: not reached), seconds.
+OnRequest = Callable[[str, str, int, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request, and the kind that it is about."""
+
+    method: str
+    kind: str
+    path: str
+    query: Mapping[str, str] = field(default_factory=dict)
+    body: Object | None = None
+    content_type: str = "application/json"
+
+
+class Transport:
+    """Sends requests; every failure is a ClusterError, and every request is told to `on_request`."""
+
+    def __init__(self, api: ApiClient, gate: Gate, on_request: OnRequest) -> None:
+        self._api = api
+        self._gate = gate
+        self._on_request = on_request
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._api.close()
+
+    async def send(self, request: Request, *, verb: str = "") -> Object:
+        """The answer, an object. A write waits for nothing: it goes through the gate now, or NotLeader is raised."""
+        status, began = 0, time.perf_counter()
+        try:
+            if request.method == "GET":
+                answer = await self._object(request, {}, TIMEOUT_SECONDS)
+            else:
+                with self._gate.write(request.method, request.path) as left:
+                    seconds = min(TIMEOUT_SECONDS, left)
+                    # The server, too, gives up when we do: no write of ours lands later.
+                    answer = await self._object(request, {"timeout": f"{seconds * 1000:.0f}ms"}, seconds)
+            status = 200
+        except ClusterError as error:
+            status = error.status
+            raise
+        finally:
+            self._on_request(verb or request.method, request.kind, status, time.perf_counter() - began)
+        return answer
+
+    async def watch(self, request: Request) -> AsyncIterator[tuple[str, Object]]:
+        """The events of a watch, each with its object, until the server has had enough."""
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=SILENCE_SECONDS)
+        more = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_SECONDS)}
+        status, began = 0, time.perf_counter()
+        try:
+            answer: aiohttp.ClientResponse = await self._call(request, more, limits, stream=True)
+            async with answer:
+                status = answer.status
+                if status != 200:
+                    raise _typed("WATCH", request.path, status, await answer.text(), answer.headers)
+                async for kind_of_event, found in _events(answer):
+                    if kind_of_event == "ERROR":
+                        status = int(found.get("code") or 500)
+                        raise ClusterError("WATCH", request.path, status, str(found.get("message")))
+                    yield kind_of_event, found
+        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+            raise ClusterError("WATCH", request.path, 0, f"{type(error).__name__}: {error}") from error
+        finally:
+            self._on_request("WATCH", request.kind, status, time.perf_counter() - began)
+
+    async def _object(self, request: Request, more: Mapping[str, str], seconds: float) -> Object:
+        about = (request.method, request.path)
+        # For the whole request; without the second argument it would be rounded up to a full second.
+        limit = aiohttp.ClientTimeout(total=seconds, ceil_threshold=math.inf)
+        try:
+            answer = await self._call(request, more, limit)
+        except ApiException as error:
+            raise _typed(*about, int(error.status or 0), error.body or error.reason, error.headers) from None
+        except (aiohttp.ClientError, OSError, TimeoutError, UnicodeDecodeError) as error:
+            raise ClusterError(*about, 0, f"{type(error).__name__}: {error}") from error
+        if not isinstance(answer, dict):
+            raise ClusterError(*about, 200, f"the answer is no JSON object but {str(answer)[:100]!r}")
+        return answer
+
+    async def _call(
+        self, request: Request, more: Mapping[str, str], limit: aiohttp.ClientTimeout, *, stream: bool = False
+    ) -> Any:
+        return await self._api.call_api(
+            request.path,
+            request.method,
+            query_params=[*request.query.items(), *more.items()],
+            header_params={"Accept": "application/json", "Content-Type": request.content_type},
+            body=request.body,
+            auth_settings=["BearerToken"],
+            response_types_map=dict.fromkeys((200, 201, 202), "object"),
+            _return_http_data_only=True,
+            _preload_content=not stream,
+            _request_timeout=limit,
+        )
+
+
+async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, Object]]:
+    """One JSON object a line; lines are put together here since a large object exceeds aiohttp's own limit."""
+    begun = bytearray()
+    async for chunk in answer.content.iter_any():
+        *lines, rest = chunk.split(b"\n")
+        for line in lines:
+            whole = bytes(begun) + line
+            begun.clear()
+            if whole.strip():
+                event = msgspec.json.decode(whole)
+                yield event["type"], event["object"]
+        begun += rest
+
+
+def _typed(method: str, path: str, status: int, body: Any, headers: Mapping[str, str] | None) -> ClusterError:
+    try:
+        details = json.loads(body or "{}")
+    except ValueError:
+        details = {}
+    message = str((details.get("message") if isinstance(details, dict) else None) or body or "no message")
+    if len(message) > 1000:
+        # A refused value may be long itself: what is wrong with it stands at the end.
+        message = f"{message[:300]} … {message[-600:]}"
+    if status == 409:
+        return Conflict(method, path, status, message)
+    if status == 404:
+        return NotFound(method, path, status, message)
+    wait = (headers or {}).get("Retry-After", "")
+    if status in (429, 503) and wait.isdigit():
+        return Throttled(method, path, status, message, float(wait))
+    return ClusterError(method, path, status, message)
