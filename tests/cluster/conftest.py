@@ -12,6 +12,7 @@ import yaml
 
 from localcluster.cluster import LocalCluster
 from localcluster.definitions import directly
+from support.tenants import Tenant
 
 CRDS = Path(__file__).parents[2] / "crds"
 _NUMBERS = itertools.count(1)
@@ -48,3 +49,9 @@ def namespace(cluster: LocalCluster) -> Iterator[str]:
     yield name
     # Removing pods can take their grace period: nobody waits for it.
     cluster.rest.delete(f"/api/v1/namespaces/{name}")
+
+
+@pytest.fixture
+def tenant(cluster: LocalCluster, namespace: str) -> Tenant:
+    """That namespace, with what tests do in it."""
+    return Tenant(cluster, namespace)

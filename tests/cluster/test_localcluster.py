@@ -14,11 +14,7 @@ from localcluster import controlplane, procs
 from localcluster.cluster import LocalCluster
 from localcluster.pod import LOGS_ANNOTATION
 from localcluster.rest import until
-from support import tenants
 from support.tenants import Json, Tenant, container
-
-# Found by pytest under this name.
-tenant = tenants.tenant
 
 
 def running_processes(mark: str) -> list[int]:

@@ -7,11 +7,7 @@ import json
 import pytest
 
 from localcluster.rest import ApiError, until
-from support import tenants
 from support.tenants import Tenant, container, field
-
-# Found by pytest under this name.
-tenant = tenants.tenant
 
 
 def test_an_unknown_image_waits_with_a_reason(tenant: Tenant) -> None:

@@ -11,13 +11,9 @@ from typing import Any
 import pytest
 
 from localcluster.rest import until
-from support import tenants
 from support.tenants import Json, Tenant, container, field
 
-# Found by pytest under this name.
-tenant = tenants.tenant
-
-# Answers every request with its own name; healthy while the file HEALTHY does not say otherwise.
+# Answers every request with its own name; healthy while there is no file /state/sick.
 SERVER = """
 import http.server, os, pathlib, signal, sys, threading
 class Handler(http.server.BaseHTTPRequestHandler):

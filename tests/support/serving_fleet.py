@@ -18,7 +18,7 @@ SOUND = measurement()
 
 @dataclass
 class Fleet(ModelCluster):
-    """Notes each run of the serving replicas and answers it from `answers` (pod index, run number) -> outcome."""
+    """Notes each run of the serving replicas and answers it from `outcomes`, else by `bad_pods`."""
 
     runs: list[str] = field(default_factory=list)
     outcomes: dict[int, Any] = field(default_factory=dict)

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from localcluster.cluster import LocalCluster
 from localcluster.pod import LOGS_ANNOTATION
 from localcluster.rest import ApiError, until
@@ -79,9 +77,3 @@ class Tenant:
             "spec": {"selector": selector, "ports": [{"port": 80, "targetPort": "http"}]},
         }
         return str(self.cluster.rest.create(f"{self.core}/services", body)["spec"]["clusterIP"])
-
-
-@pytest.fixture
-def tenant(cluster: LocalCluster, namespace: str) -> Tenant:
-    """For modules of tests/cluster: `tenant = tenants.tenant`."""
-    return Tenant(cluster, namespace)
