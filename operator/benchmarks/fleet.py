@@ -5,7 +5,8 @@
 It starts etcd and the API server of tests/localcluster, one process that makes the Deployments' pods
 (fleet_kubelets.py), one that answers /metrics of all of them (fleet_engines.py) and `kvpilot-operator`. At each size it
 waits until every service has its three ready replicas; then for `--seconds` it edits two specs and changes one pod a
-second, and measures. At the largest size it goes on for `--soak` seconds. `fleet_page.py` makes the page and the plot.
+second, reads the operator's own metrics as a Prometheus would, and measures. At the largest size it goes on for
+`--soak` seconds. `fleet_page.py` makes the page and the plot.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ NAMESPACES = 20
 REPLICAS = 3
 EDITS_PER_SECOND = 2.0
 FLIPS_PER_SECOND = 1.0
+PROMETHEUS_SECONDS = 30.0
 
 
 class ApiServer(ControlPlane):
@@ -93,6 +95,7 @@ class Fleet:
         before, cpu, began = await self._metrics(), self.operator.cpu(), time.monotonic()
         edits: list[asyncio.Task[float]] = []
         flips: list[asyncio.Task[float]] = []
+        pages: list[asyncio.Task[tuple[float, int]]] = []
         memory: list[tuple[float, float]] = []
         while (now := time.monotonic() - began) < seconds:
             if len(edits) < now * EDITS_PER_SECOND:
@@ -103,6 +106,8 @@ class Fleet:
                 flips.append(
                     asyncio.create_task(self._flip(self._random.choice(self.keys), self._random.randrange(REPLICAS)))
                 )
+            if len(pages) * PROMETHEUS_SECONDS < now:
+                pages.append(asyncio.create_task(self._page()))
             if not memory or now - memory[-1][0] >= 10:
                 memory.append((round(now, 1), round(self.operator.rss(), 1)))
             await asyncio.sleep(0.05)
@@ -122,6 +127,8 @@ class Fleet:
             "passes_failed": total(after, "kvpilot_passes_total", "error")
             - total(before, "kvpilot_passes_total", "error"),
             "api_requests_per_second": round(requests / wall, 2),
+            "own_page_seconds": shares([took for took, _ in await asyncio.gather(*pages)]),
+            "own_page_kib": round(max(size for _, size in await asyncio.gather(*pages)) / 1024, 1),
             "cores": round(spent / wall, 3),
             "rss_mib": memory,
         }
@@ -148,6 +155,13 @@ class Fleet:
         )
         await set_ready(self.cluster, key[0], name, True)
         return max(0.0, done - answered)
+
+    async def _page(self) -> tuple[float, int]:
+        """Seconds that the operator's own metrics take, and their bytes."""
+        began = time.monotonic()
+        async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{self._port}/metrics") as answer:
+            size = len(await answer.read())
+        return time.monotonic() - began, size
 
     async def _metrics(self) -> dict[str, float]:
         async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{self._port}/metrics") as answer:

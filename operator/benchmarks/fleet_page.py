@@ -28,17 +28,18 @@ of the benchmark: one makes the Deployments' pods (real objects that are Running
 them), one answers `/metrics` of all of them on their own addresses, with a page of a real vLLM 0.32 (19 KiB) whose counters
 go on. **All of it shares {cores} cores**, so the operator waits for the API server's processor time as much as for its own.
 Services are in mode `Recommend`, with canary steps, three replicas each. At each size two specs are edited and one pod is
-made unready a second.
+made unready a second, and every 30 s the operator's own metrics are read.
 
 - *edit*: from the API server's answer to the edit, to the watch event of the status that has its generation.
 - *pod*: from the answer to a pod's change, to the watch event of the status that counts it.
 - *gap*: between two scrapes of one pod, as the pods saw it. The fleet is scraped every 5 s, or as seldom as it takes to
   fetch at most {pages:.0f} pages a second.
 - *cores*: processor seconds of the operator's process in a second. *requests*: to the API server, watches included.
+- *own page*: KiB of the operator's own `/metrics`, and how long the slowest one took.
 - *up*: from the first new service's creation until all new ones have their three ready replicas.
 
-| services | pods | up s | edit p50/p95/p99 ms | pod p50/p95/p99 ms | gap p50/p99 s | passes/s | requests/s | cores | RSS MiB |
-|---|---|---|---|---|---|---|---|---|---|
+| services | pods | up s | edit p50/p95/p99 ms | pod p50/p95/p99 ms | gap p50/p99 s | passes/s | requests/s | own page KiB, s | cores | RSS MiB |
+|---|---|---|---|---|---|---|---|---|---|---|
 """  # noqa: E501
 
 
@@ -58,6 +59,7 @@ def row(one: dict[str, Any]) -> str:
         f"{gap['p50']:.1f} / {gap['p99']:.1f}",
         f"{one['passes_per_second']:.0f}",
         f"{one['api_requests_per_second']:.1f}",
+        f"{one['own_page_kib']:.0f}, {one['own_page_seconds']['max']:.1f}",
         f"{one['cores']:.2f}",
         f"{one['rss_mib'][-1][1]:.0f}",
     )
