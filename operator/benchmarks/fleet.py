@@ -18,6 +18,7 @@ import json
 import os
 import random
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -272,6 +273,8 @@ def main() -> None:
     parser.add_argument("--soak", type=float, default=0.0, help="seconds of measuring more at the largest size (0)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "fleet.json")
     parser.add_argument("--keep-log", type=Path, help="where to keep the operator's log")
+    # Else a SIGTERM would leave all the processes behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     asyncio.run(run(parser.parse_args()))
 
 
