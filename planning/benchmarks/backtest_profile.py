@@ -1,7 +1,7 @@
 """Fit the built-in profile to the H200 benchmark: `python planning/benchmarks/backtest_profile.py`.
 
-Reads docs/benchmarks/h200-engine.json (real vLLM) and, for the time that k8v4 takes to read the cache, h200-decode.json
-(kernels alone). Writes the profile into the package and prints the error of every measured point.
+Reads docs/benchmarks/h200-engine.json (real vLLM), writes the profile into the package and prints the error of every
+measured point.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from kvpilot_kernels import formats
 from kvpilot_planning.backtest.costs import Costs, Profile, dump_profile
 
 BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
 PACKAGE = Path(__file__).parents[1] / "kvpilot_planning" / "backtest" / "h200-llama3-8b.json"
 MODEL = {"head_dim": 128, "kv_heads": 8, "layers": 32, "window_layers": 0}
-DERIVED, SOURCE = "k8v4", "k4v4"
 
 
 def points(run: dict[str, Any]) -> list[tuple[str, tuple[float, ...], float]]:
@@ -54,22 +52,6 @@ def fit(run: dict[str, Any]) -> tuple[Costs, dict[str, float]]:
     return costs, {name: round(float(e), 1) for (name, _, _), e in zip(measured, errors, strict=True)}
 
 
-def derived(costs: dict[str, Costs], decode: Any) -> Costs:
-    """k8v4: the engine's costs of k4v4, its cache read slower as the kernels alone were, its capacity by bits."""
-    ratio = layer_time(decode, DERIVED) / layer_time(decode, SOURCE)
-    base, bits = costs[SOURCE], [formats.parse(d).bits_per_element() for d in (SOURCE, DERIVED)]
-    return Costs(
-        base.base, base.per_sequence, float(f"{base.per_kv_token * ratio:.4g}"), base.per_prefill_token,
-        base.per_prefill_pair, int(base.kv_tokens * bits[0] / bits[1]), base.block_size,
-    )  # fmt: skip
-
-
-def layer_time(decode: Any, dtype: str) -> float:
-    """Time of one layer's decode at Llama-3-8B's 32 x 16,384."""
-    case = decode["rows"][0]["case"]
-    return float(next(row["layer"] for row in decode["rows"] if row["case"] == case and row["name"] == dtype))
-
-
 def main() -> None:
     """Fit, write, print."""
     runs = [
@@ -77,13 +59,10 @@ def main() -> None:
         for r in json.loads((BENCHMARKS / "h200-engine.json").read_text())
         if r["shape"] == "llama3-8b" and r["tp"] == 1
     ]
-    decode = json.loads((BENCHMARKS / "h200-decode.json").read_text())
     costs: dict[str, Costs] = {}
     for run in runs:
         costs[run["dtype"]], errors = fit(run)
         print(run["dtype"], costs[run["dtype"]], f"largest error {max(map(abs, errors.values()))}%", errors)
-    costs[DERIVED] = derived(costs, decode)
-    print(DERIVED, costs[DERIVED], "(derived)")
     profile = Profile("llama3-8b", "NVIDIA-H200", MODEL, 1, costs)
     PACKAGE.write_text(json.dumps(dump_profile(profile), indent=1) + "\n")
 
