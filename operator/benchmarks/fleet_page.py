@@ -20,7 +20,7 @@ mpl.rcParams["svg.hashsalt"] = "kvpilot"
 
 _HEAD = """# The operator with a fleet
 
-    python operator/benchmarks/fleet.py
+    python operator/benchmarks/fleet.py{options}
     python operator/benchmarks/fleet_page.py docs/benchmarks/fleet.json
 
 {date}. The real API server and etcd (Kubernetes 1.20, `tests/localcluster`), the real operator process, and two processes
@@ -73,6 +73,23 @@ def slope(memory: list[list[float]]) -> float:
     return 3600 * sum((x - t) * (y - m) for x, y in memory) / sum((x - t) ** 2 for x, _ in memory)
 
 
+def bars(result: dict[str, Any]) -> str:
+    """What was asked for, at the largest size and over the long run, and what was measured."""
+    every = [result["sizes"][-1], *([result["soak"]] if "soak" in result else [])]
+    edge = max(one[what]["p99"] for one in every for what in ("edit_to_status", "pod_to_status"))
+    cycle = max(one["scrape_cycle_seconds"] for one in every)
+    cores = max(one["cores"] for one in every)
+    memory = max(mib for one in every for _, mib in one["rss_mib"])
+    lines = [
+        ("from edge to written status, p99", "under 2 s", f"{edge:.2f} s", edge < 2),
+        ("scrape cycle", "under 15 s", f"{cycle:.1f} s", cycle < 15),
+        ("operator's cores", "under 1", f"{cores:.2f}", cores < 1),
+        ("operator's memory", "under 512 MiB", f"{memory:.0f} MiB", memory < 512),
+    ]
+    told = [f"| {what} | {bar} | {found} | {'pass' if passed else '**fail**'} |" for what, bar, found, passed in lines]
+    return "\n".join(["", "| what | bar | measured | |", "|---|---|---|---|", *told, ""])
+
+
 def soak(one: dict[str, Any]) -> str:
     """What the long run says."""
     memory, edit = one["rss_mib"], one["edit_to_status"]
@@ -115,8 +132,10 @@ def main() -> None:
     """Command line."""
     source = Path(sys.argv[1])
     result = json.loads(source.read_text())
-    text = _HEAD.format(date=result["date"], cores=result["cores"], pages=result["pages_per_second"])
+    options = f" --soak {result['soak']['seconds']:.0f}" if "soak" in result else ""
+    text = _HEAD.format(date=result["date"], cores=result["cores"], pages=result["pages_per_second"], options=options)
     text += "\n".join(row(one) for one in result["sizes"]) + "\n"
+    text += bars(result)
     if "soak" in result:
         text += soak(result["soak"])
     text += (

@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from kvpilot_operator.act import baselines
 from kvpilot_operator.act.events import Events
 from kvpilot_operator.act.shelter import shelter
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object, version_of
 from kvpilot_operator.errors import NameTaken
-from kvpilot_operator.probes import codec
 from kvpilot_operator.render.names import API_VERSION, KIND, REVISION_LABEL, deployment_name
-from kvpilot_operator.render.objects import baseline_config_map
 from kvpilot_operator.state.decision import Decision, Event, Manifest, Objects
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
 from kvpilot_operator.state.status import dump_status
@@ -50,8 +49,7 @@ class Actor:
     async def perform(self, s: Snapshot, decision: Decision) -> None:
         """Raises Conflict where the service changed since it was observed; nothing but a baseline is written then."""
         if decision.baseline is not None:
-            content = codec.encode(decision.baseline)
-            await self._cluster.apply(baseline_config_map(s.key, s.uid, decision.baseline.identity, content))
+            await baselines.keep(self._cluster, s, decision.baseline)
         await self._write_status(s, decision)
         if decision.objects is not None:
             await self._place(s, decision.objects)

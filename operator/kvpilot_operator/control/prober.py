@@ -11,8 +11,8 @@ from itertools import pairwise
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.control import baselines
 from kvpilot_operator.errors import KvpilotError
+from kvpilot_operator.observe import baselines
 from kvpilot_operator.observe.gather import probe_config_maps
 from kvpilot_operator.observe.probe_plan import probe_prompts
 from kvpilot_operator.probes import run
@@ -153,7 +153,6 @@ class Prober:
             p99_kl_micronats=noise.p99_kl_micronats,
             top1_agreement_permille=noise.top1_agreement_permille,
         )
-        await baselines.prune(self._cluster, key, request.config_map)
         return Captured(replace(baseline, control=control))
 
 

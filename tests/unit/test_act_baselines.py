@@ -1,0 +1,69 @@
+"""A captured baseline is kept, and few of them are, whatever the API server says about the old ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpilot_operator.act.baselines import MAX_KEPT, keep
+from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.probes.codec import Baseline
+from kvpilot_operator.render.names import SERVICE_LABEL, baseline_name
+from support.services import KEY, manifest, snapshot
+
+BASELINE = Baseline("0123456789", "org/model", "auto", ())
+NAME = baseline_name(KEY.name, BASELINE.identity)
+
+
+class FakeCluster:
+    """ConfigMaps by name."""
+
+    def __init__(self) -> None:
+        self.maps: dict[str, dict[str, Any]] = {}
+        self.refuses = False
+        for day in range(1, 8):
+            self.put(f"{baseline_name(KEY.name, '')}{day}", f"2026-11-0{day}T00:00:00Z")
+        self.put("chat-settings", "2020-01-01T00:00:00Z")
+
+    def put(self, name: str, created: str) -> None:
+        labels = {SERVICE_LABEL: KEY.name}
+        self.maps[name] = {"metadata": {"name": name, "labels": labels, "creationTimestamp": created}}
+
+    async def list(self, _version: str, _kind: str, _namespace: str, selector: str) -> list[dict[str, Any]]:
+        label, _, value = selector.partition("=")
+        return [one for one in self.maps.values() if one["metadata"]["labels"][label] == value]
+
+    async def delete(self, _version: str, _kind: str, _namespace: str, name: str) -> None:
+        if self.refuses:
+            raise ClusterError("DELETE", "/configmaps", 403, "forbidden")
+        del self.maps[name]
+
+    async def apply(self, written: dict[str, Any]) -> dict[str, Any]:
+        self.maps[written["metadata"]["name"]] = written
+        return written
+
+
+async def test_the_oldest_baselines_go_when_a_new_one_is_kept() -> None:
+    cluster = FakeCluster()
+    await keep(cluster, snapshot(manifest()), BASELINE)  # type: ignore[arg-type]
+    left = {name for name in cluster.maps if name.startswith(baseline_name(KEY.name, ""))}
+    assert left == {NAME, *(f"{baseline_name(KEY.name, '')}{day}" for day in (5, 6, 7))}
+    assert len(left) == MAX_KEPT
+    assert "chat-settings" in cluster.maps
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_baseline_that_is_written_again_costs_no_other_its_place(times: int) -> None:
+    cluster = FakeCluster()
+    for _ in range(times):
+        await keep(cluster, snapshot(manifest()), BASELINE)  # type: ignore[arg-type]
+        cluster.put(NAME, "2026-11-01T00:00:00Z")
+    assert sum(name.startswith(baseline_name(KEY.name, "")) for name in cluster.maps) == MAX_KEPT
+
+
+async def test_a_baseline_is_kept_although_old_ones_cannot_be_deleted() -> None:
+    cluster = FakeCluster()
+    cluster.refuses = True
+    await keep(cluster, snapshot(manifest()), BASELINE)  # type: ignore[arg-type]
+    assert NAME in cluster.maps
