@@ -30,7 +30,7 @@ CRDS = Path(__file__).parents[2] / "crds"
 MODELS = "models"
 SERVICES = f"/apis/kvpilot.io/v1alpha1/namespaces/{MODELS}/quantizedllmservices"
 NAMES = [f"chat-{number}" for number in range(6)]
-# From the end of one leader to the first write of the next: 18 s on quiet cores, and crowded ones prove nothing.
+# From the end of one leader to the first write of the next: 17 s on quiet cores, and crowded ones prove nothing.
 PATIENCE = 60
 COUNTER = itertools.count()
 

@@ -172,6 +172,15 @@ async def test_what_was_deleted_while_the_watch_was_lost_is_missing_after_the_ne
     assert list(seen.store.names()) == [("a", "y")]
 
 
+@pytest.mark.parametrize(("status", "remedy"), [(403, "let the operator's role"), (404, "kubectl apply -f crds/")])
+async def test_what_keeps_a_collection_from_being_read_is_told_with_its_remedy(
+    status: int, remedy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Server([], 10, [ClusterError("WATCH", "/things", status, "no")])
+    await reflected(server, Seen())
+    assert remedy in caplog.text
+
+
 async def test_a_deleted_object_is_dropped() -> None:
     server = Server([thing(3)], 10, [("DELETED", thing(11))])
     seen = Seen()

@@ -16,6 +16,11 @@ log = logging.getLogger(__name__)
 _FIRST_PAUSE_SECONDS = 0.2
 # A server that comes back after an outage is to be noticed soon.
 _LAST_PAUSE_SECONDS = 5.0
+# What somebody can do about an answer that does not change by itself.
+_REMEDIES = {
+    403: " (let the operator's role list and watch it)",
+    404: " (install its CustomResourceDefinition: kubectl apply -f crds/)",
+}
 
 
 class Reflector:
@@ -57,7 +62,8 @@ class Reflector:
                     self._version = ""
                 wait = error.retry_after if isinstance(error, Throttled) else pause * random.uniform(0.8, 1.2)  # noqa: S311
                 level = logging.DEBUG if error.status in (0, 410) else logging.WARNING
-                log.log(level, "watch of %s ended, again in %.1f s: %s", self._what[1], wait, error)
+                remedy = _REMEDIES.get(error.status, "")
+                log.log(level, "watch of %s ended, again in %.1f s: %s%s", self._what[1], wait, error, remedy)
             await asyncio.sleep(wait)
             pause = min(2 * pause, _LAST_PAUSE_SECONDS)
 
