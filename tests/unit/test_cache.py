@@ -156,6 +156,23 @@ async def test_a_watch_resumes_where_it_ended() -> None:
     assert seen.store.of(CHAT) == [7]
 
 
+async def test_watches_that_end_at_once_are_opened_ever_more_seldom() -> None:
+    server = Server([thing(3)], 10, *[[] for _ in range(1000)])
+    task = asyncio.create_task(Reflector(server, "v1", "Thing", "", "", Seen().store).run())  # type: ignore[arg-type]
+    await asyncio.sleep(0.7)
+    task.cancel()
+    assert len(server.since) == 3  # at once, after 0.2 s and after 0.6 s
+
+
+async def test_an_object_that_nobody_expected_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server([thing(3)], 10, [("ADDED", {"metadata": {"resourceVersion": "11"}})], [("MODIFIED", thing(12, 7))])
+    seen = Seen()
+    await reflected(server, seen)
+    assert seen.store.of(CHAT) == [7]
+    assert server.lists == 2
+    assert "watch of Thing failed" in caplog.text
+
+
 @pytest.mark.parametrize("status", [410, 500])
 async def test_what_was_deleted_while_the_watch_was_lost_is_missing_after_the_next_list(status: int) -> None:
     server = Server([thing(3), thing(4, name="y")], 10, [ClusterError("WATCH", "/things", status, "too old")])

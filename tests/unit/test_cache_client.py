@@ -160,6 +160,17 @@ async def test_whoever_asks_for_it_is_told_of_every_write(server: Server) -> Non
     assert all(request.query["timeout"] == "15000ms" for request in server.asked)
 
 
+@pytest.mark.parametrize("answered", [{}, {"metadata": None}, {"kind": "Status", "metadata": {}}])
+async def test_a_write_that_is_not_answered_with_an_object_is_an_error(server: Server, answered: Any) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.json_response(answered)
+
+    server.answer = answer
+    with pytest.raises(ClusterError, match="the answer is no Pod"):
+        await server.cluster.merge("v1", "Pod", "a", "p", {})
+    assert server.wrote == []
+
+
 def lines(*events: Any, end: bool = True) -> Answer:
     """A watch that says these, in pieces that do not care for lines."""
 
@@ -200,6 +211,23 @@ async def test_a_version_that_is_too_old_is_told_as_410(server: Server, answer: 
     with pytest.raises(ClusterError) as caught:
         await heard(server)
     assert caught.value.status == 410
+
+
+@pytest.mark.parametrize("line", ["{}", "[]", "no json", '{"type": "ERROR", "object": null}', '{"type": "ADDED"}'])
+async def test_a_line_that_is_no_event_is_an_error(server: Server, line: str) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(text=line + "\n")
+
+    server.answer = answer
+    with pytest.raises(ClusterError):
+        await heard(server)
+
+
+@pytest.mark.parametrize("obj", [{}, {"metadata": None}, {"metadata": {"name": "p"}}])
+async def test_an_object_of_no_version_is_an_error(server: Server, obj: Any) -> None:
+    server.answer = lines(("ADDED", obj))
+    with pytest.raises(ClusterError, match="no resourceVersion"):
+        await heard(server)
 
 
 async def test_a_watch_that_falls_silent_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,13 @@ def test_a_reason_that_no_condition_may_have_becomes_one_that_it_may(reason: obj
     assert failure == EngineFailure("EngineRefused", "why")
 
 
-@given(st.text())
+def test_half_a_surrogate_pair_is_told_as_a_status_can_hold_it() -> None:
+    failure = engine_failure([pod('{"kvpilot": "refused", "reason": "DoesNotFit", "message": "a\\ud800b"}')])
+    assert failure == EngineFailure("DoesNotFit", "a?b")
+
+
+@given(st.text() | st.sampled_from(["[" * 3000, "{" * 3000, '"refused"', '"refused", "message": null}']))
 def test_any_last_words_get_an_answer(words: str) -> None:
-    engine_failure([pod(words, restarts=MAX_RESTARTS)])
+    failure = engine_failure([pod('{"kvpilot": ' + words, restarts=MAX_RESTARTS)])
+    assert failure is not None
+    failure.message.encode()

@@ -1,1 +1,1 @@
-"""The thin edge to the Kubernetes API, shared by observe (reads) and act (writes)."""
+"""The thin edge to the Kubernetes API, through which observe reads, act writes and control elects its leader."""

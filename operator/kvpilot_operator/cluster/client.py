@@ -14,7 +14,7 @@ from kvpilot_operator.cluster.gate import Gate
 from kvpilot_operator.cluster.objects import Object, path_of
 from kvpilot_operator.cluster.sockets import give_up_early
 from kvpilot_operator.cluster.transport import OnRequest, Request, Transport
-from kvpilot_operator.errors import NotFound
+from kvpilot_operator.errors import ClusterError, NotFound
 from kvpilot_operator.render.names import FIELD_MANAGER
 
 _PAGE = "500"
@@ -145,7 +145,10 @@ class Cluster:
 
     async def _write(self, request: Request) -> Object:
         answer = await self._transport.send(request)
-        about = answer["metadata"]
+        about = answer.get("metadata") or {}
+        if not (about.get("name") and about.get("resourceVersion")):
+            what = f"the answer is no {request.kind} but {str(answer)[:100]}"
+            raise ClusterError(request.method, request.path, 200, what)
         self._on_write(request.kind, about.get("namespace", ""), about["name"], answer)
         return answer
 

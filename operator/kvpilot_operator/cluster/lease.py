@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-Object = dict[str, Any]
+from kvpilot_operator.cluster.objects import Object
 
 API_VERSION = "coordination.k8s.io/v1"
 KIND = "Lease"

@@ -81,11 +81,13 @@ class Transport:
                 status = answer.status
                 if status != 200:
                     raise _typed("WATCH", request.path, status, await answer.text(), answer.headers)
-                async for kind_of_event, found in _events(answer):
-                    if kind_of_event == "ERROR":
-                        status = int(found.get("code") or 500)
-                        raise ClusterError("WATCH", request.path, status, str(found.get("message")))
-                    yield kind_of_event, found
+                async for event in _events(answer):
+                    if event.type == "ERROR":
+                        status = _code(event.object)
+                        raise ClusterError("WATCH", request.path, status, str(event.object.get("message")))
+                    if not isinstance((event.object.get("metadata") or {}).get("resourceVersion"), str):
+                        raise ClusterError("WATCH", request.path, status, "an event's object has no resourceVersion")
+                    yield event.type, event.object
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
             raise ClusterError("WATCH", request.path, 0, f"{type(error).__name__}: {error}") from error
         finally:
@@ -122,7 +124,12 @@ class Transport:
         )
 
 
-async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, Object]]:
+class _Event(msgspec.Struct):
+    type: str
+    object: Object
+
+
+async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[_Event]:
     """One JSON object a line; lines are put together here since a large object exceeds aiohttp's own limit."""
     begun = bytearray()
     async for chunk in answer.content.iter_any():
@@ -131,9 +138,13 @@ async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, Ob
             whole = bytes(begun) + line
             begun.clear()
             if whole.strip():
-                event = msgspec.json.decode(whole)
-                yield event["type"], event["object"]
+                yield msgspec.json.decode(whole, type=_Event)
         begun += rest
+
+
+def _code(status: Object) -> int:
+    code = status.get("code")
+    return code if isinstance(code, int) and code else 500
 
 
 def _typed(method: str, path: str, status: int, body: Any, headers: Mapping[str, str] | None) -> ClusterError:

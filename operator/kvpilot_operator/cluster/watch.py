@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from typing import Any
 
 from kvpilot_operator.cluster.cache import Name, Store
 from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError, Throttled
 
 log = logging.getLogger(__name__)
@@ -16,6 +18,8 @@ log = logging.getLogger(__name__)
 _FIRST_PAUSE_SECONDS = 0.2
 # A server that comes back after an outage is to be noticed soon.
 _LAST_PAUSE_SECONDS = 5.0
+# A server, or a proxy, that ends every watch at once must not be asked a thousand times a second.
+_SHORT_WATCH_SECONDS = 1.0
 # What somebody can do about an answer that does not change by itself.
 _REMEDIES = {
     403: " (let the operator's role list and watch it)",
@@ -53,10 +57,13 @@ class Reflector:
             try:
                 if not self._version:
                     await self._list()
-                async for kind, obj in self._cluster.watch(*self._what, self._version):
-                    self._take(kind, obj)
+                began = time.monotonic()
+                async for event, obj in self._cluster.watch(*self._what, self._version):
+                    self._take(event, obj)
                     pause = _FIRST_PAUSE_SECONDS
-                continue
+                if time.monotonic() - began > _SHORT_WATCH_SECONDS:
+                    continue
+                wait = pause
             except ClusterError as error:
                 if error.status:
                     self._version = ""
@@ -64,6 +71,10 @@ class Reflector:
                 level = logging.DEBUG if error.status in (0, 410) else logging.WARNING
                 remedy = _REMEDIES.get(error.status, "")
                 log.log(level, "watch of %s ended, again in %.1f s: %s%s", self._what[1], wait, error, remedy)
+            except Exception:
+                # Whatever a server says of one collection must not stop the fleet.
+                log.exception("watch of %s failed, again in %.1f s", self._what[1], pause)
+                self._version, wait = "", pause
             await asyncio.sleep(wait)
             pause = min(2 * pause, _LAST_PAUSE_SECONDS)
 
@@ -80,9 +91,9 @@ class Reflector:
         self._version = version
         self.filled.set()
 
-    def _take(self, kind: str, obj: dict[str, Any]) -> None:
-        if kind in ("ADDED", "MODIFIED"):
+    def _take(self, event: str, obj: Object) -> None:
+        if event in ("ADDED", "MODIFIED"):
             self._store.put(obj)
-        elif kind == "DELETED":
+        elif event == "DELETED":
             self._store.drop(obj)
         self._version = obj["metadata"]["resourceVersion"]

@@ -58,7 +58,7 @@ class Leader:
         scrape_seconds: float,
         ready: asyncio.Event,
     ) -> Leader:
-        """Begin to lead; `ready` is set once all that is watched has been read."""
+        """Begin to lead; `ready` is set, at the latest, once all that is watched has been read."""
         server = ServerFacts(
             pod_disruption_budgets=await cluster.serves("policy/v1"),
             http_routes=await cluster.serves(HTTP_ROUTE_API),
@@ -76,12 +76,13 @@ class Leader:
         self._telemetry.leads(False)
         drained = await self._gate.drained(seconds)
         self._work.cancel()
+        # A pass that ends only now must not start a probe after the prober is closed.
+        await asyncio.gather(self._work, return_exceptions=True)
         await self._prober.close()
         return drained
 
     async def close(self) -> None:
-        """Wait for the end of all work and close the connections; after `quiet`."""
-        await asyncio.gather(self._work, return_exceptions=True)
+        """Close the connections to engines; after `quiet`."""
         await self._observer.close()
 
 

@@ -32,13 +32,20 @@ def refusal(exit_message: str | None) -> EngineFailure | None:
             continue
         try:
             record = json.loads(line[line.index("{") :])
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and record.get("kvpilot") == "refused":
-            reason = record.get("reason")
-            named = reason if isinstance(reason, str) and _REASON.fullmatch(reason) else "EngineRefused"
-            return EngineFailure(named, clip(str(record.get("message", ""))))
+            return EngineFailure(_reason(record.get("reason"), "EngineRefused"), clip(_text(record.get("message"))))
     return None
+
+
+def _reason(said: object, otherwise: str) -> str:
+    return said if isinstance(said, str) and _REASON.fullmatch(said) else otherwise
+
+
+def _text(said: object) -> str:
+    """JSON can escape half a surrogate pair, which no status can hold."""
+    return said.encode("utf-8", "replace").decode() if isinstance(said, str) else ""
 
 
 def engine_failure(pods: Sequence[PodView]) -> EngineFailure | None:
@@ -63,5 +70,5 @@ def pending_reason(pods: Sequence[PodView]) -> EngineFailure | None:
         if pod.waiting_reason in _IMAGE_REASONS:
             return EngineFailure("ImageUnavailable", clip(f"{pod.waiting_reason}: {pod.exit_message or ''}"))
         if pod.waiting_reason:
-            return EngineFailure(pod.waiting_reason, clip((pod.exit_message or "").strip()[-600:]))
+            return EngineFailure(_reason(pod.waiting_reason, "Waiting"), clip((pod.exit_message or "").strip()[-600:]))
     return None
