@@ -225,9 +225,10 @@ async def world(folder: Path) -> AsyncIterator[Fleet]:
                 [sys.executable, str(HERE / "fleet_kubelets.py")],
                 [operator, "--http-host=127.0.0.1", f"--http-port={port}"],
             ]
-            children = [Process(command, folder, plane.kubeconfig) for command in commands]
-            for child in children:
-                stack.callback(child.end)
+            children = []
+            for command in commands:
+                children.append(Process(command, folder, plane.kubeconfig))
+                stack.callback(children[-1].end)
             fleet = Fleet(cluster, children[-1], port)
             follow = asyncio.create_task(fleet.watched.run())
             stack.callback(follow.cancel)

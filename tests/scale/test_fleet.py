@@ -16,10 +16,18 @@ CHANGES_PER_SECOND = 3
 def measured(tmp_path_factory):
     out = tmp_path_factory.mktemp("fleet") / "fleet.json"
     command = [sys.executable, ROOT / "operator/benchmarks/fleet.py", "--sizes", *map(str, SIZES)]
-    done = subprocess.run(
-        [*command, "--seconds", "15", "--settle", "8", "--out", out], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    log = out.with_suffix(".log")
+    with log.open("wb") as words:
+        child = subprocess.Popen(
+            [*command, "--seconds", "15", "--settle", "8", "--out", out], stdout=words, stderr=subprocess.STDOUT
+        )
+        try:
+            status = child.wait(240)
+        finally:
+            # It ends what it has started; a SIGKILL would leave it running.
+            child.terminate()
+            child.wait(60)
+    assert status == 0, log.read_text()
     return json.loads(out.read_text())["sizes"]
 
 

@@ -2,7 +2,7 @@
 
 The server runs them with cel-go and Kubernetes's extension libraries, this module with celpy. A rule that both are to
 read alike keeps to: has, size, string, int, matches, startsWith, contains, in, the macros all, exists, exists_one, map
-and filter, the conditional operator, literals, and join and split, which are defined here as Kubernetes's libraries do.
+and filter, the conditional operator, literals, and join and find, which are defined here as Kubernetes's libraries do.
 Rules about a change (oldSelf) are the server's alone: an object by itself cannot break them.
 """
 
@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import celpy
+import re2  # type: ignore[import-untyped]
 from celpy import celtypes
 from celpy.evaluation import CELEvalError
 
@@ -75,15 +76,16 @@ def _needs_old_self(rule: str) -> bool:
 @cache
 def _program(expression: str) -> celpy.Runner:
     environment = celpy.Environment()
-    return environment.program(environment.compile(expression), functions={"join": _join, "split": _split})
+    return environment.program(environment.compile(expression), functions={"join": _join, "find": _find})
 
 
 def _join(items: celtypes.ListType, separator: celtypes.StringType) -> celtypes.StringType:
     return celtypes.StringType(str(separator).join(str(item) for item in items))
 
 
-def _split(text: celtypes.StringType, separator: celtypes.StringType) -> celtypes.ListType:
-    return celtypes.ListType([celtypes.StringType(part) for part in str(text).split(str(separator))])
+def _find(text: celtypes.StringType, pattern: celtypes.StringType) -> celtypes.StringType:
+    found = re2.search(str(pattern), str(text))
+    return celtypes.StringType(found[0] if found else "")
 
 
 def _to_cel(value: Json, schema: Mapping[str, Json]) -> celtypes.Value:

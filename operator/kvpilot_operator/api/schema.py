@@ -7,6 +7,7 @@ schema and list types, and then, unless a value has the wrong shape, the rules.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,6 +28,11 @@ CRD_FILE = "kvpilot.io_quantizedllmservices.yaml"
 
 _SHAPE_KEYWORDS = frozenset({"type", "required", "enum", "anyOf", "maxLength", "maxItems", "maxProperties"})
 """Faults that keep the server from evaluating rules: a rule may rely on these."""
+
+_PRIVATE = re.compile(r"\bengine\.(extraArgs|env\[\d+\]\.value)\b")
+"""Fields whose values may be keys and tokens. Messages go into the status, events and logs, and do without them."""
+
+_OPTION = re.compile(r"-[^=:\s]*")
 
 _REMEMBERED = 4096
 """Verdicts kept: a pass over an unchanged service must not pay tens of milliseconds for its rules again."""
@@ -171,7 +177,7 @@ def _explain(error: Json, path: str) -> Fault:
     if keyword == "required":
         missing = error.message.split("'")[1]
         return Fault(f"{field}.{missing}".lstrip("."), None, f"is missing: set {missing}")
-    shown = _shown(value)
+    shown = _shown(value, field)
     text = {
         "type": f"is {shown}: use a value of type {limit}",
         "anyOf": f"is {shown}: use an integer or a string",
@@ -188,18 +194,24 @@ def _explain(error: Json, path: str) -> Fault:
     return Fault(field.lstrip("."), value, text)
 
 
-def _shown(value: Json) -> str:
+def _shown(value: Json, field: str) -> str:
+    """A value in words: of a private one the option's name at most, of an address not what is asked of it."""
+    if _PRIVATE.search(field):
+        option = _OPTION.match(value) if isinstance(value, str) else None
+        return f"'{option[0]}...'" if option else "a value that is not shown"
     if isinstance(value, Mapping):
         return "an object"
     if isinstance(value, list):
         return "a list"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, str) and "=" in value:
-        # An option with its value, which may be a key or a token: messages go into the status, events and logs.
-        value = value.partition("=")[0] + "=..."
-    text = repr(value)
+    text = repr(_address(value))
     return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _address(value: Json) -> Json:
+    """What comes before a query, which may be a signature."""
+    return value.partition("?")[0] if isinstance(value, str) else value
 
 
 def _length(value: Json) -> int:
@@ -226,7 +238,7 @@ def _duplicates(value: Json, schema: Mapping[str, Json], path: str) -> Iterator[
         for index, item in enumerate(value):
             identity = [item.get(key) for key in keys] if kind == "map" and isinstance(item, Mapping) else [item]
             if identity in seen:
-                shown = ", ".join(map(_shown, identity))
+                shown = ", ".join(_shown(part, path) for part in identity)
                 yield Fault(f"{path}[{index}]", item, f"is a duplicate of {shown}: remove one of them")
             seen.append(identity)
     for item, child, at in _children(value, schema, path):
@@ -237,9 +249,10 @@ def _broken(value: Json, schema: Mapping[str, Json], path: str) -> Iterator[Faul
     """The rules that `value` or anything in it breaks."""
     for relative, message in broken_rules(value, schema):
         at_fault = _at(value, relative)
-        if isinstance(at_fault, (str, int)) and str(at_fault).partition("=")[0] not in message:
-            message = f"is {_shown(at_fault)}: {message}"
-        yield Fault(f"{path}{relative}".lstrip("."), at_fault, message)
+        field = f"{path}{relative}"
+        if isinstance(at_fault, (str, int)) and not _PRIVATE.search(field) and str(_address(at_fault)) not in message:
+            message = f"is {_shown(at_fault, field)}: {message}"
+        yield Fault(field.lstrip("."), at_fault, message)
     for item, child, at in _children(value, schema, path):
         yield from _broken(item, child, at)
 
