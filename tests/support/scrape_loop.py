@@ -21,7 +21,7 @@ def at(seconds: float) -> datetime:
     return T0 + timedelta(seconds=seconds)
 
 
-class Fleet:
+class ScrapeLoop:
     """Calls believe as a scrape loop does."""
 
     def __init__(self) -> None:

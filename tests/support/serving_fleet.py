@@ -17,7 +17,7 @@ SOUND = measurement()
 
 
 @dataclass
-class Fleet(ModelCluster):
+class ServingFleet(ModelCluster):
     """Notes each run of the serving replicas and answers it from `outcomes`, else by `bad_pods`."""
 
     runs: list[str] = field(default_factory=list)
@@ -70,10 +70,10 @@ def fixed(dtype: str, **spec: Any) -> dict[str, Any]:
     return manifest(kvCache={"mode": "Fixed", "dtype": dtype}, accuracy=accuracy, **spec)
 
 
-def serving(dtype: str = "k8v4", replicas: int = 1, **spec: Any) -> Fleet:
+def serving(dtype: str = "k8v4", replicas: int = 1, **spec: Any) -> ServingFleet:
     """A service that was promoted to this dtype."""
     size = {"replicas": replicas, "scaling": {"mode": "External", "minReplicas": 1, "maxReplicas": 8}}
-    cluster = Fleet(fixed("auto", **size, **spec))
+    cluster = ServingFleet(fixed("auto", **size, **spec))
     cluster.settle()
     cluster.edit(fixed(dtype, **size, **spec))
     cluster.until(lambda d: d.status.kv_cache.active_dtype == dtype and d.status.canary is None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvpilot_operator.decide.accuracy.drift import due, next_pod
 from kvpilot_operator.state.status import Accuracy, Measured, parse_status
 from support.services import NOW, manifest, pod, snapshot, spec_of
-from support.serving_fleet import PERIOD, Fleet, fixed, serving
+from support.serving_fleet import PERIOD, ServingFleet, fixed, serving
 
 
 def test_a_promoted_dtype_is_probed_once_a_period_for_as_long_as_it_serves():
@@ -30,7 +30,7 @@ def test_a_promoted_dtype_is_probed_once_a_period_for_as_long_as_it_serves():
 
 
 def test_the_baseline_dtype_itself_is_not_probed():
-    cluster = Fleet(fixed("auto"))
+    cluster = ServingFleet(fixed("auto"))
     cluster.settle()
     for _ in range(60):
         decision = cluster.tick()

@@ -14,7 +14,7 @@ from kvpilot_operator.observe.believe import LASTING_PAGES
 from kvpilot_operator.observe.page import PodMetrics
 from kvpilot_operator.state.snapshot import Flows
 from support.engine_model import EngineModel
-from support.scrape_loop import BUSY, IDLE, START, Fleet, at, counted
+from support.scrape_loop import BUSY, IDLE, START, ScrapeLoop, at, counted
 
 
 def engines(rng: random.Random, count: int) -> list[EngineModel]:
@@ -32,7 +32,7 @@ def test_honest_engines_are_never_doubted_and_all_of_their_work_is_counted(
     seed: int, pods: int, load: float, shared: float
 ) -> None:
     rng = random.Random(seed)
-    fleet, models = Fleet(), engines(rng, pods)
+    fleet, models = ScrapeLoop(), engines(rng, pods)
     prompt, output = rng.choice([(20, 200), (400, 40), (3000, 4)])
     quiet_from = rng.randrange(40)
     seen, before = Flows(), [model.totals for model in models]
@@ -116,7 +116,7 @@ def too_fast(i: int) -> PodMetrics:
     ],
 )
 def test_a_pod_that_lies_is_named_and_left_out(lie: Callable[[int], PodMetrics], word: str) -> None:
-    last = Fleet().watch(lambda i: {"honest": BUSY, "liar": lie(i)}, 12)[-1].sample
+    last = ScrapeLoop().watch(lambda i: {"honest": BUSY, "liar": lie(i)}, 12)[-1].sample
     assert (last.pods, last.usage, last.running, last.waiting) == (1, 0.6, 8, 0)
     [doubt] = last.doubted
     assert doubt.startswith("liar: ")
@@ -127,7 +127,7 @@ def test_a_pod_that_lies_is_named_and_left_out(lie: Callable[[int], PodMetrics],
 def test_a_page_that_contradicts_itself_never_counts_even_before_its_pod_is_named(
     lie: Callable[[int], PodMetrics],
 ) -> None:
-    judged = Fleet().watch(lambda i: {"honest": BUSY, "liar": lie(i) if i > 1 else BUSY}, 12)
+    judged = ScrapeLoop().watch(lambda i: {"honest": BUSY, "liar": lie(i) if i > 1 else BUSY}, 12)
     named = [bool(one.sample.doubted) for one in judged]
     assert named == [False] * (1 + LASTING_PAGES) + [True] * (12 - 1 - LASTING_PAGES)
     assert {one.sample.usage for one in judged} == {0.6}
@@ -136,19 +136,19 @@ def test_a_page_that_contradicts_itself_never_counts_even_before_its_pod_is_name
 
 
 def test_one_odd_page_is_nothing_to_name_a_pod_for() -> None:
-    judged = Fleet().watch(lambda i: {"a": held(i) if i % 4 == 3 else BUSY}, 40)
+    judged = ScrapeLoop().watch(lambda i: {"a": held(i) if i % 4 == 3 else BUSY}, 40)
     assert all(one.sample.doubted == () for one in judged)
 
 
 def test_a_few_odd_pages_far_apart_are_nothing_to_name_a_pod_for() -> None:
-    fleet = Fleet()
+    fleet = ScrapeLoop()
     named = [bool(fleet.scrape(30 * i, {"a": held(i)}).sample.doubted) for i in range(LASTING_PAGES)]
     assert named == [False] * (LASTING_PAGES - 1) + [True]
 
 
 def test_use_may_stand_still_while_as_many_requests_run() -> None:
     """Windows and state-space layers take the same room at any length."""
-    judged = Fleet().watch(lambda i: {"a": counted(replace(BUSY, usage=0.95), generation_tokens=50_000 * i)}, 40)
+    judged = ScrapeLoop().watch(lambda i: {"a": counted(replace(BUSY, usage=0.95), generation_tokens=50_000 * i)}, 40)
     assert all(one.sample.pods == 1 for one in judged)
 
 
@@ -156,17 +156,17 @@ def test_a_pod_that_tells_of_a_new_process_at_every_scrape_is_doubted_no_later()
     def reborn(i: int) -> dict[str, PodMetrics]:
         return {"a": replace(held(i), process_start=at(5 * i - 1).timestamp())}
 
-    assert Fleet().watch(reborn, 12)[-1].sample.doubted
+    assert ScrapeLoop().watch(reborn, 12)[-1].sample.doubted
 
 
 def test_a_pod_that_tells_the_truth_again_is_believed_again() -> None:
-    fleet = Fleet()
+    fleet = ScrapeLoop()
     fleet.watch(lambda i: {"a": held(i)}, 12)
     assert fleet.scrape(60, {"a": BUSY}).sample.pods == 1
 
 
 def test_where_nobody_is_believed_there_is_no_pod() -> None:
-    last = Fleet().watch(lambda i: {"a": held(i), "b": held(i)}, 12)[-1].sample
+    last = ScrapeLoop().watch(lambda i: {"a": held(i), "b": held(i)}, 12)[-1].sample
     assert (last.pods, last.usage, last.waiting, last.capacity_tokens) == (0, 0, 0, 0)
     assert len(last.doubted) == 2
 
@@ -174,7 +174,7 @@ def test_where_nobody_is_believed_there_is_no_pod() -> None:
 def test_capacity_that_is_far_from_the_others_is_not_believed() -> None:
     for capacity, word in ((40_000, "40000"), (7_000, "7000")):
         pages = {"a": BUSY, "b": BUSY, "liar": replace(BUSY, capacity_tokens=capacity)}
-        sample = Fleet().scrape(0, pages).sample
+        sample = ScrapeLoop().scrape(0, pages).sample
         assert (sample.pods, sample.capacity_tokens) == (2, 32_000)
         assert word in sample.doubted[0]
 
@@ -182,15 +182,17 @@ def test_capacity_that_is_far_from_the_others_is_not_believed() -> None:
 def test_pods_on_other_gpus_may_have_another_capacity() -> None:
     pages = {"a": BUSY, "b": BUSY, "c": replace(BUSY, capacity_tokens=50_000)}
     gpus = {"a": "H100", "b": "H100", "c": "H200"}
-    assert Fleet().scrape(0, pages, gpus=gpus).sample.pods == 3
+    assert ScrapeLoop().scrape(0, pages, gpus=gpus).sample.pods == 3
 
 
 def test_of_two_pods_nobody_can_say_whose_capacity_is_wrong() -> None:
-    assert Fleet().scrape(0, {"a": BUSY, "b": replace(BUSY, capacity_tokens=50_000)}).sample.doubted == ()
+    assert ScrapeLoop().scrape(0, {"a": BUSY, "b": replace(BUSY, capacity_tokens=50_000)}).sample.doubted == ()
 
 
 def test_the_dtype_is_what_most_pods_say() -> None:
-    assert Fleet().scrape(0, {"a": replace(BUSY, dtype="fp8"), "b": BUSY, "c": BUSY}).sample.observed_dtype == "auto"
+    assert (
+        ScrapeLoop().scrape(0, {"a": replace(BUSY, dtype="fp8"), "b": BUSY, "c": BUSY}).sample.observed_dtype == "auto"
+    )
 
 
 @given(
@@ -200,7 +202,7 @@ def test_the_dtype_is_what_most_pods_say() -> None:
 )
 def test_of_three_pods_one_alone_cannot_put_memory_under_pressure(others: list[int], lie: int, preempted: int) -> None:
     pages = {str(i): replace(BUSY, waiting=waiting) for i, waiting in enumerate(others)} | {"liar": BUSY}
-    fleet = Fleet()
+    fleet = ScrapeLoop()
     fleet.scrape(0, pages)
     pages |= {str(i): counted(pages[str(i)], preemptions=waiting) for i, waiting in enumerate(others)}
     pages["liar"] = counted(replace(BUSY, waiting=lie), preemptions=preempted)

@@ -13,20 +13,20 @@ from kvpilot_operator.observe.increments import LONGEST_GAP_SECONDS
 from kvpilot_operator.observe.page import Totals, parse_page
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.snapshot import Flows
-from support.scrape_loop import BUSY, START, Fleet, at, counted
+from support.scrape_loop import BUSY, START, ScrapeLoop, at, counted
 
 DATA = Path(__file__).parent / "data"
 
 
 def test_the_first_page_of_a_pod_tells_gauges_and_no_flows() -> None:
-    sample = Fleet().scrape(0, {"a": counted(BUSY, preemptions=1e4, generation_tokens=1e9)}).sample
+    sample = ScrapeLoop().scrape(0, {"a": counted(BUSY, preemptions=1e4, generation_tokens=1e9)}).sample
     assert (sample.pods, sample.usage, sample.running) == (1, 0.6, 8)
     assert sample.flows == Flows()
 
 
 def test_two_pages_of_a_real_engine() -> None:
     early, later = (parse_page((DATA / f"vllm-0.32.0-{name}.txt").read_text()) for name in ("early", "later"))
-    fleet = Fleet()
+    fleet = ScrapeLoop()
     fleet.scrape(0, {"a": early})
     judged = fleet.scrape(5, {"a": later})
     flows = judged.sample.flows
@@ -40,7 +40,7 @@ def test_two_pages_of_a_real_engine() -> None:
 
 
 def test_the_flows_of_pods_add_up() -> None:
-    fleet = Fleet()
+    fleet = ScrapeLoop()
     fleet.scrape(0, {"a": BUSY, "b": BUSY})
     pages = {"a": counted(BUSY, prompt_tokens=100), "b": counted(BUSY, prompt_tokens=20), "c": BUSY}
     flows = fleet.scrape(5, pages).sample.flows
@@ -48,7 +48,7 @@ def test_the_flows_of_pods_add_up() -> None:
 
 
 def test_missed_scrapes_are_made_up_for_by_the_next_page() -> None:
-    fleet = Fleet()
+    fleet = ScrapeLoop()
     fleet.scrape(0, {"a": BUSY, "b": BUSY})
     fleet.scrape(5, {"b": BUSY})
     flows = fleet.scrape(65, {"a": counted(BUSY, prompt_tokens=100), "b": BUSY}).sample.flows
@@ -56,7 +56,7 @@ def test_missed_scrapes_are_made_up_for_by_the_next_page() -> None:
 
 
 def test_after_a_gap_that_is_too_long_a_page_counts_as_the_first() -> None:
-    fleet = Fleet()
+    fleet = ScrapeLoop()
     fleet.scrape(0, {"a": BUSY})
     late = LONGEST_GAP_SECONDS + 1
     assert fleet.scrape(late, {"a": counted(BUSY, preemptions=1000)}).sample.flows == Flows()
@@ -64,7 +64,7 @@ def test_after_a_gap_that_is_too_long_a_page_counts_as_the_first() -> None:
 
 
 def test_a_restarted_engine_counts_from_zero() -> None:
-    fleet = Fleet()
+    fleet = ScrapeLoop()
     fleet.scrape(0, {"a": counted(BUSY, preemptions=7, prompt_tokens=1000, prefill_seconds=50.0)})
     new = counted(BUSY, preemptions=9, prompt_tokens=300, prefill_seconds=2.0)
     flows = fleet.scrape(60, {"a": replace(new, process_start=at(40).timestamp())}).sample.flows
@@ -74,35 +74,35 @@ def test_a_restarted_engine_counts_from_zero() -> None:
 
 def test_a_counter_that_fell_counts_from_zero_and_the_others_go_on() -> None:
     page = replace(BUSY, process_start=None)
-    fleet = Fleet()
+    fleet = ScrapeLoop()
     fleet.scrape(0, {"a": counted(page, preemptions=7, prompt_tokens=1000, generation_tokens=500)})
     flows = fleet.scrape(5, {"a": counted(page, preemptions=2, prompt_tokens=1100, generation_tokens=0)}).sample.flows
     assert (flows.preemptions, flows.prompt_tokens, flows.generation_tokens, flows.seconds) == (2, 100, 0, 5)
 
 
 def test_a_clock_that_is_set_is_no_restart() -> None:
-    fleet = Fleet()
+    fleet = ScrapeLoop()
     fleet.scrape(0, {"a": counted(BUSY, preemptions=1000)})
     moved = replace(counted(BUSY, preemptions=1001), process_start=START + 1.5)
     assert fleet.scrape(5, {"a": moved}).sample.flows.preemptions == 1
 
 
 def test_a_histogram_of_other_buckets_counts_from_zero() -> None:
-    fleet = Fleet()
+    fleet = ScrapeLoop()
     fleet.scrape(0, {"a": counted(BUSY, ttft=Histogram((1.0,), (5, 5), 10.0))})
     other = Histogram((2.0,), (3, 1), 4.0)
     assert fleet.scrape(5, {"a": counted(BUSY, ttft=other)}).sample.flows.ttft == other
 
 
 def test_a_histogram_of_which_one_bucket_fell_counts_from_zero() -> None:
-    fleet = Fleet()
+    fleet = ScrapeLoop()
     fleet.scrape(0, {"a": counted(BUSY, ttft=Histogram((1.0,), (5, 5), 10.0))})
     new = Histogram((1.0,), (9, 4), 8.0)
     assert fleet.scrape(5, {"a": counted(BUSY, ttft=new)}).sample.flows.ttft == new
 
 
 def test_request_seconds_that_fall_are_no_restart() -> None:
-    fleet = Fleet()
+    fleet = ScrapeLoop()
     fleet.scrape(0, {"a": counted(BUSY, finished=100, prefill_seconds=500.0, decode_seconds=900.0)})
     failed = counted(BUSY, finished=101, errors=1, prefill_seconds=-4e5, decode_seconds=901.0)
     flows = fleet.scrape(5, {"a": failed}).sample.flows
@@ -110,20 +110,20 @@ def test_request_seconds_that_fall_are_no_restart() -> None:
 
 
 def test_an_error_that_is_an_http_500_too_fails_one_request() -> None:
-    fleet = Fleet()
+    fleet = ScrapeLoop()
     fleet.scrape(0, {"a": BUSY})
     flows = fleet.scrape(5, {"a": counted(BUSY, finished=10, errors=2, server_errors=3)}).sample.flows
     assert (flows.failed, flows.finished) == (3, 11)
 
 
 def test_pods_that_gave_no_page_are_counted_and_gauges_are_of_the_others() -> None:
-    sample = Fleet().scrape(0, {"a": BUSY}, unanswered=2).sample
+    sample = ScrapeLoop().scrape(0, {"a": BUSY}, unanswered=2).sample
     assert (sample.pods, sample.unanswered) == (1, 2)
 
 
 def test_use_is_weighted_by_capacity_and_counts_add_up() -> None:
     small = replace(BUSY, usage=0.2, capacity_tokens=8_000, waiting=3)
-    sample = Fleet().scrape(0, {"a": replace(BUSY, waiting=3), "b": small}).sample
+    sample = ScrapeLoop().scrape(0, {"a": replace(BUSY, waiting=3), "b": small}).sample
     assert sample.usage == pytest.approx((0.6 * 2 + 0.2) / 3)
     assert (sample.capacity_tokens, sample.running, sample.waiting) == (24_000, 16, 6)
 
@@ -136,7 +136,7 @@ def test_what_is_seen_of_a_counter_is_what_happened_less_what_restarts_hid(
     steps: list[tuple[str, int]], tells_start: bool
 ) -> None:
     """Exactly all of it without restarts; with them never more, and a restart hides nothing that came after it."""
-    fleet, now, total, happened, seen = Fleet(), 0.0, 0.0, 0.0, 0.0
+    fleet, now, total, happened, seen = ScrapeLoop(), 0.0, 0.0, 0.0, 0.0
     start = START if tells_start else None
     after_restart, hidden = 0.0, False
     fleet.scrape(now, {"a": replace(BUSY, process_start=start)})
