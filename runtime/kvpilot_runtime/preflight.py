@@ -1,4 +1,7 @@
-"""Whether an engine can start as asked, decided in well under a second and before vLLM or a GPU is touched."""
+"""Whether an engine can start as asked, decided before vLLM or a GPU is touched.
+
+It takes well under a second for a model in a folder, and for one on the hub as long as fetching its config.json does.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvpilot_kernels import formats
-from kvpilot_runtime import engines, machine
+from kvpilot_runtime import engines, hub, machine
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.modelconfig import ModelConfig, read_config, weight_bytes
 
@@ -52,6 +55,7 @@ class Request:
     kv_bytes: int | None = None
     skip_layers: tuple[str, ...] | None = None
     calibration: str | None = None
+    revision: str | None = None
     others: tuple[str, ...] = ()
 
 
@@ -60,10 +64,12 @@ class Findings:
     """What a preflight that passed has to say.
 
     Attributes:
+        config: what the model says of itself; None where it could not be had.
         skip_layers: the layers that are to stay in 16 bits.
         warnings: as (reason, message).
     """
 
+    config: ModelConfig | None = None
     skip_layers: tuple[str, ...] = ()
     warnings: list[tuple[str, str]] = field(default_factory=list)
 
@@ -78,24 +84,32 @@ def check(request: Request) -> Findings:
     platform = machine.platform()
     fmt = _dtype(request.dtype)
     folder = model_folder(request.model)
-    if folder is None:
-        findings.warnings.append(
-            ("ModelNotChecked", f"model {request.model!r} is a hub id: its architecture and size are checked by vLLM")
-        )
-        _platform_dtype(fmt, platform, request, findings)
-        if fmt.ours:
-            _our_options(fmt, request)
-            if request.skip_layers is None:
-                findings.skip_layers = (SLIDING,)  # of no effect on a model without such layers
-        return findings
-    config = read_config(folder)
-    _architecture(config, request.model, findings)
+    if folder is not None:
+        findings.config = read_config(folder)
+        _architecture(findings.config, request.model, findings)
     _platform_dtype(fmt, platform, request, findings)
     if fmt.ours:
         _our_options(fmt, request)
-        _our_dtype(fmt, config, request, findings, platform)
-    _memory(fmt, config, weight_bytes(folder), request, platform)
+    if folder is None:
+        _ask_hub(request, findings)
+    if fmt.ours and findings.config is not None:
+        _our_dtype(fmt, findings.config, request, findings, platform)
+    elif fmt.ours and request.skip_layers is None:
+        findings.skip_layers = (SLIDING,)  # of no effect on a model without such layers
+    if folder is not None and findings.config is not None:
+        _memory(fmt, findings.config, weight_bytes(folder), request, platform)
     return findings
+
+
+def _ask_hub(request: Request, findings: Findings) -> None:
+    file = hub.config_file(request.model, request.revision)
+    unchecked = "its architecture and size are" if file is None else "whether its weights fit is"
+    findings.warnings.append(
+        ("ModelNotChecked", f"model {request.model!r} is on the hub: {unchecked} for vLLM to find out")
+    )
+    if file is not None:
+        findings.config = read_config(file)
+        _architecture(findings.config, request.model, findings)
 
 
 def model_folder(model: str) -> Path | None:

@@ -19,7 +19,6 @@ from typing import NoReturn
 
 from kvpilot_runtime import machine, model_info, preflight
 from kvpilot_runtime.errors import PreflightError
-from kvpilot_runtime.modelconfig import read_config
 
 REFUSED = 78
 CALIBRATION = "KVPILOT_CALIBRATION"
@@ -61,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="kvpilot-serve", allow_abbrev=False, description="Check, then serve with vLLM. Any further "
                      "argument goes to `vllm serve` as it is.")  # fmt: skip
     parser.add_argument("--model", required=True, help="folder or hub id")
+    parser.add_argument("--revision", help="of a model on the hub")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--kv-cache-dtype-skip-layers", help="comma-separated: sliding_window, layer numbers; our "
                         "dtypes skip sliding_window unless told otherwise")  # fmt: skip
@@ -90,7 +90,8 @@ def parse(argv: Sequence[str]) -> tuple[preflight.Request, list[str]]:
         kv_bytes = preflight.cpu_kv_bytes()
     request = preflight.Request(
         known.model, known.kv_cache_dtype, known.dtype, known.max_model_len, known.tensor_parallel_size,
-        known.gpu_memory_utilization, kv_bytes, skip, known.calibration, tuple(others),
+        known.gpu_memory_utilization, kv_bytes, skip, known.calibration, known.revision,
+        tuple(others),
     )  # fmt: skip
     arguments = [
         known.model,
@@ -100,6 +101,8 @@ def parse(argv: Sequence[str]) -> tuple[preflight.Request, list[str]]:
         f"--gpu-memory-utilization={known.gpu_memory_utilization}",
         f"--host={os.environ.get('KVPILOT_SERVE_HOST', '0.0.0.0')}",  # noqa: S104 - a pod serves all of its addresses
     ]
+    if known.revision:
+        arguments.append(f"--revision={known.revision}")
     if known.max_model_len:
         arguments.append(f"--max-model-len={known.max_model_len}")
     if known.kv_cache_memory_bytes:
@@ -122,9 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ}
     if request.calibration:
         environment[CALIBRATION] = request.calibration
-    folder = preflight.model_folder(request.model)
-    if folder is not None:
-        environment[model_info.VARIABLE] = model_info.encode(read_config(folder))
+    if findings.config is not None:
+        environment[model_info.VARIABLE] = model_info.encode(findings.config)
+    if preflight.model_folder(request.model) is not None:
         environment.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder: no start waits for the hub
     return _become_vllm(arguments, environment)
 

@@ -1,0 +1,82 @@
+"""A model on the hub is judged by its config.json, which is in the hub client's cache or fetched into it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpilot_demo.models import tiny_llama
+from kvpilot_runtime import model_info, preflight
+from kvpilot_runtime.modelconfig import read_config
+
+MODEL, COMMIT = "some-team/some-model", "0123456789abcdef0123456789abcdef01234567"
+# In a process of its own, for the client reads its environment once; what it would become is printed instead.
+BECOME = """
+import json, os, sys
+from kvpilot_runtime import serve
+os.execve = lambda _, command, environment: (print(json.dumps([command, dict(environment)])), sys.exit(0))
+sys.exit(serve.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """The client's cache with MODEL's config.json, for the branch main and the tag v2."""
+    put(tmp_path, "main", COMMIT)
+    put(tmp_path, "v2", COMMIT[::-1], head_dim=48)
+    return tmp_path
+
+
+def put(cache: Path, revision: str, commit: str, **changes: Any) -> None:
+    config = json.loads((tiny_llama() / "config.json").read_text())
+    repository = cache / f"models--{MODEL.replace('/', '--')}"
+    for file, text in (
+        (repository / "refs" / revision, commit),
+        (repository / "snapshots" / commit / "config.json", json.dumps({**config, **changes})),
+    ):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+def serve(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", BECOME, f"--model={MODEL}", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_its_architecture_is_told_to_the_engine(cache: Path) -> None:
+    done = serve(cache, "--kv-cache-dtype=auto")
+    command, environment = json.loads(done.stdout)
+    assert environment[model_info.VARIABLE] == model_info.encode(read_config(tiny_llama()))
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    assert MODEL in command
+    assert "whether its weights fit is for vLLM to find out" in done.stderr
+
+
+def test_the_revision_that_was_asked_for_is_judged_and_served(cache: Path) -> None:
+    refused = serve(cache, "--kv-cache-dtype=k4v4", "--revision=v2")
+    assert refused.returncode == 78
+    assert "head_dim 48" in json.loads(refused.stderr.strip().splitlines()[-1])["message"]
+    assert "--revision=v2" in json.loads(serve(cache, "--revision=v2").stdout)[0]
+    assert serve(cache, "--kv-cache-dtype=k4v4").returncode == 0
+
+
+def test_without_its_config_vllm_is_left_to_judge(cache: Path) -> None:
+    done = serve(cache, "--revision=v3", "--kv-cache-dtype=k4v4")
+    _, environment = json.loads(done.stdout)
+    assert model_info.VARIABLE not in environment
+    assert "its architecture and size are for vLLM to find out" in done.stderr
+
+
+def test_a_dtype_that_no_model_could_have_is_refused_before_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(preflight.hub, "config_file", lambda model, _: asked.append(model))
+    with pytest.raises(preflight.PreflightError, match="calibration"):
+        preflight.check(preflight.Request(MODEL, "k2v2"))
+    assert asked == []
