@@ -6,6 +6,7 @@ has something to write.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import signal
@@ -21,7 +22,8 @@ import yaml
 from localcluster import build
 from localcluster.controlplane import ControlPlane
 from localcluster.definitions import directly
-from localcluster.rest import until
+from localcluster.rest import ApiError, until
+from support.faulty_plane import Component
 from support.operator_pair import SYSTEM, Pair, identity
 
 pytestmark = pytest.mark.timeout(300)
@@ -63,7 +65,8 @@ class Editor(threading.Thread):
                 return
             name = NAMES[1 + number % (len(NAMES) - 1)]
             replicas = 1 + number // len(NAMES) % 3
-            self._rest.merge(f"{SERVICES}/{name}", {"spec": {"scaling": {"minReplicas": replicas}}})
+            with contextlib.suppress(OSError, ApiError):
+                self._rest.merge(f"{SERVICES}/{name}", {"spec": {"scaling": {"minReplicas": replicas}}})
 
     def stop(self):
         self._done.set()
@@ -82,7 +85,6 @@ def plane(tmp_path_factory):
         editor.start()
         yield running
         editor.stop()
-        running.check()
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +196,47 @@ def test_a_leader_that_is_cut_off_ends_before_the_other_takes_over(pair):
     report(f"cut off: ended after {seconds(since, ended):.2f} s, first write {seconds(since, first):.2f} s")
     assert ended < pair.term(holder).followed
     assert seconds(since, first) < PATIENCE
+    assert pair.faults() == []
+
+
+def away(pair, length):
+    """Kill the API server and start it again after so many seconds; the moment when it answers again."""
+    server = Component(pair.plane.folder, "kube-apiserver")
+    server.kill()
+    time.sleep(length)
+    server.start()
+
+    def answers():
+        try:
+            return pair.rest.get("/readyz") or True
+        except (OSError, ApiError, ValueError):
+            return False
+
+    until(answers, "the API server answers again", seconds=60, pause=0.1)
+    return now()
+
+
+def test_an_api_server_that_restarts_costs_nobody_the_leadership(pair):
+    leader, _ = pair.settle()
+    holder = pair.holder()
+    back = away(pair, 1)
+    acted_upon(pair)
+    report(f"API server restarted: a change is acted upon {seconds(back, now()):.2f} s after it answers")
+    assert leader.process.poll() is None
+    assert pair.holder() == holder
+    assert pair.faults() == []
+
+
+@pytest.mark.long
+def test_after_half_a_minute_without_api_server_one_of_them_leads(pair):
+    leader, _ = pair.settle()
+    holder = pair.holder()
+    back = away(pair, 30)
+    assert leader.process.wait(15) == 1
+    successor = pair.successor(holder, 30)
+    acted_upon(pair)
+    first = pair.wrote(successor)[0]
+    report(f"API server away for 30 s: first write {seconds(back, first):.2f} s after it answers")
     assert pair.faults() == []
 
 

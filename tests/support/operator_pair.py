@@ -58,7 +58,11 @@ class Cable:
     def _accept(self) -> None:
         while True:
             near, _ = self._listening.accept()
-            far = socket.create_connection(self._server)
+            try:
+                far = socket.create_connection(self._server)
+            except OSError:
+                near.close()
+                continue
             self._open += [near, far]
             for source, sink in ((near, far), (far, near)):
                 threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()

@@ -244,7 +244,7 @@ def test_a_busy_service_has_at_most_seventy_series() -> None:
 )
 def test_how_a_pass_ended_is_counted(error: Exception | None, result: str) -> None:
     telemetry = Telemetry()
-    with contextlib.suppress(ClusterError), telemetry.timed_pass(3):
+    with contextlib.suppress(ClusterError), telemetry.timed_pass():
         if error is not None:
             raise error
     values = {
@@ -253,7 +253,14 @@ def test_how_a_pass_ended_is_counted(error: Exception | None, result: str) -> No
     }
     assert values == {**dict.fromkeys(values, 0), result: 1}
     assert telemetry.registry.get_sample_value("kvpilot_pass_duration_seconds_count") == 1
-    assert telemetry.registry.get_sample_value("kvpilot_queue_depth") == 3
+
+
+def test_the_queue_is_as_long_as_it_is_when_it_is_read() -> None:
+    telemetry, waiting = Telemetry(), ["a", "b"]
+    telemetry.queue(lambda: len(waiting))
+    for _ in range(3):
+        assert telemetry.registry.get_sample_value("kvpilot_queue_depth") == len(waiting)
+        waiting.append("c")
 
 
 def test_requests_to_the_api_server_are_counted_by_what_came_of_them() -> None:

@@ -46,6 +46,7 @@ class Pilot:
         self._scrape_seconds = scrape_seconds
         self._scraping: set[ServiceKey] = set()
         self.passes = Passes(self._pass)
+        telemetry.queue(lambda: self.passes.depth)
         fleet.on_change = self.passes.ask
         prober.on_result = self.passes.ask
 
@@ -59,7 +60,7 @@ class Pilot:
             group.create_task(self._scrape_for_ever(group))
 
     async def _pass(self, key: ServiceKey) -> float | None:
-        with self._telemetry.timed_pass(self.passes.depth):
+        with self._telemetry.timed_pass():
             snapshot = await self._observer.snapshot(key, self._prober.result(key))
             if snapshot is None:
                 self._forget(key)

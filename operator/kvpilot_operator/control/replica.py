@@ -10,8 +10,11 @@ from collections.abc import Awaitable, Callable
 from kvpilot_operator.cluster.gate import Gate
 from kvpilot_operator.control.election import Election
 from kvpilot_operator.control.leader import DRAIN_SECONDS, Leader
+from kvpilot_operator.errors import ClusterError
 
 log = logging.getLogger(__name__)
+
+PAUSE_SECONDS = 1.0
 
 Start = Callable[[], Awaitable[Leader]]
 
@@ -59,7 +62,13 @@ async def elected(election: Election, start: Start, stop: asyncio.Event) -> None
 
 
 async def _lead(start: Start, begun: list[Leader]) -> None:
-    begun.append(await start())
+    while not begun:
+        try:
+            begun.append(await start())
+        except ClusterError as error:
+            # An API server that has just come back refuses some requests: no reason to give the Lease away.
+            log.warning("not leading yet, again in %g s: %s", PAUSE_SECONDS, error)
+            await asyncio.sleep(PAUSE_SECONDS)
     await begun[0].ended()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 
@@ -85,10 +85,13 @@ class Telemetry:
         self._services = ServiceMetrics()
         registry.register(self._services)
 
+    def queue(self, depth: Callable[[], int]) -> None:
+        """Where to ask how many services wait, whenever the metrics are read."""
+        self._queue.set_function(depth)
+
     @contextmanager
-    def timed_pass(self, depth: int) -> Iterator[None]:
+    def timed_pass(self) -> Iterator[None]:
         """Time one pass and count how it ended. A conflict is no error: somebody wrote first, the pass is repeated."""
-        self._queue.set(depth)
         began = time.perf_counter()
         try:
             yield

@@ -1,0 +1,82 @@
+"""A replica leads as soon as the API server lets it, and hands over in order."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from kvpilot_operator.cluster.gate import Gate
+from kvpilot_operator.control import replica
+from kvpilot_operator.errors import ClusterError, NotLeader
+
+
+class FakeLeader:
+    """Leads until it is made quiet."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self.told: list[str] = []
+
+    async def ended(self) -> None:
+        self.told.append("leads")
+        await asyncio.Event().wait()
+
+    async def quiet(self, seconds: float = 0.0) -> bool:
+        self._gate.close()
+        self.told.append("quiet")
+        return True
+
+    async def close(self) -> None:
+        self.told.append("closed")
+
+
+async def led(gate: Gate, failures: list[Exception]) -> FakeLeader:
+    leader, stop = FakeLeader(gate), asyncio.Event()
+
+    async def start() -> Any:
+        if failures:
+            raise failures.pop(0)
+        return leader
+
+    async def stop_soon() -> None:
+        while not leader.told:
+            await asyncio.sleep(0.01)
+        stop.set()
+
+    async with asyncio.timeout(5):
+        await asyncio.gather(replica.alone(gate, start, stop), stop_soon())
+    return leader
+
+
+async def test_an_api_server_that_refuses_at_first_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "PAUSE_SECONDS", 0.05)
+    began = time.monotonic()
+    leader = await led(Gate(), [ClusterError("GET", "/version", code, "starting") for code in (500, 429, 0)])
+    assert leader.told == ["leads", "quiet", "closed"]
+    assert time.monotonic() - began >= 0.15
+
+
+async def test_one_that_is_told_to_stop_before_it_leads_stops() -> None:
+    stop = asyncio.Event()
+
+    async def refused() -> Any:
+        stop.set()
+        raise ClusterError("GET", "/version", 503, "starting")
+
+    async with asyncio.timeout(5):
+        await replica.alone(Gate(), refused, stop)
+
+
+async def test_after_it_was_told_to_stop_it_may_not_write() -> None:
+    gate = Gate()
+    await led(gate, [])
+    with pytest.raises(NotLeader), gate.write("PATCH", "/x"):
+        pass
+
+
+async def test_what_is_no_answer_of_the_api_server_ends_it() -> None:
+    with pytest.raises(KeyError):
+        await led(Gate(), [KeyError("a defect")])
