@@ -138,6 +138,8 @@ def main() -> None:
     text += bars(result)
     if "soak" in result:
         text += soak(result["soak"])
+    if "note" in result:
+        text += f"\n{result['note']}\n"
     text += (
         f"\n![growth from {result['sizes'][0]['services']} to {result['sizes'][-1]['services']} services](fleet.svg)\n"
     )
