@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import subprocess
@@ -139,7 +140,11 @@ async def test_a_trial_shows_in_every_panel_that_is_about_trials(monitored, tmp_
 
     watching = asyncio.create_task(watch())
     await monitored.until(promoted, seconds=400)
-    await asyncio.sleep(5)
+    # What is left of a trial has to be scraped first.
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(60):
+            while seen != TRIAL:
+                await asyncio.sleep(0.5)
     watching.cancel()
     assert seen == TRIAL
     latencies = "Inter-token latency, p95"
