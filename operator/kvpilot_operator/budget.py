@@ -54,9 +54,12 @@ KEPT_BYTES = 16 * _MIB
 # pages a second (control/pilot.py) then take 5 places, and the rest are for engines that are slow.
 METRICS = Door("a page of metrics", 1 * _MIB, 192 * _KIB, quick=64, slow=192, share=8, patience_seconds=0.5)
 METRICS_SOCKET_BYTES = 64 * _KIB
-# The longest line of a vLLM 0.32 (its cache_config_info) has 1.1 KiB and 37 labels.
+# The longest line of a vLLM 0.32 (its cache_config_info) has 1.1 KiB. A rank has some 300 lines.
 METRICS_LINE_BYTES = 16 * _KIB
-METRICS_LABELS = 128
+METRICS_LINES = 16_384
+# Reading one chunk takes up to 2 ms of the event loop. One is read at a time, and services take turns.
+METRICS_CHUNK_BYTES = 32 * _KIB
+METRICS_TURN = Door("a chunk of a page", METRICS_CHUNK_BYTES, 0, quick=1, slow=0, share=1, patience_seconds=60.0)
 
 # A pack has 32 KiB at most (probes/packs.py). The API server sends whole objects, of up to 1.5 MiB: a ConfigMap with
 # more beside the pack than this is refused before it is parsed.

@@ -15,7 +15,7 @@ from kvpilot_operator.observe.believe import Judged
 from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.observe.page import PodMetrics
 from kvpilot_operator.observe.probe_plan import probe_plan
-from kvpilot_operator.observe.scrape import open_session, scrape
+from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.observe.views import facts_of_node, gpu_of, node_facts, route_view
 from kvpilot_operator.observe.windows import Windows, need
 from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND, engine_url
@@ -32,8 +32,6 @@ from kvpilot_operator.state.snapshot import (
 
 log = logging.getLogger(__name__)
 
-# Pods that hang hold their place for as long as a scrape may take: many places, so that the others are still asked.
-MAX_SCRAPES_AT_ONCE = 512
 # What is known of a node with GPUs is believed for so long, and of one that shows none: its labels may still come.
 NODE_SECONDS = 600.0
 BARE_NODE_SECONDS = 30.0
@@ -57,15 +55,14 @@ class Observer:
         self._server = server
         self._clock = clock
         self._on_scrape = on_scrape
-        self._http = open_session()
-        self._scrapes = asyncio.Semaphore(MAX_SCRAPES_AT_ONCE)
+        self._scraper = Scraper()
         self._plans: dict[ServiceKey, tuple[object, Mapping[str, Mapping[str, str]], ProbePlan]] = {}
         self._nodes: dict[str, tuple[datetime, Object]] = {}
         self._told: dict[tuple[ServiceKey, str], frozenset[str]] = {}
 
     async def close(self) -> None:
         """Close the connections to engines."""
-        await self._http.close()
+        await self._scraper.close()
 
     async def snapshot(self, key: ServiceKey, probe_result: ProbeResult | None) -> Snapshot | None:
         """Everything about one service now, or None where it does not exist or is being deleted."""
@@ -153,8 +150,7 @@ class Observer:
 
     async def _scrape_pod(self, key: ServiceKey, pod: PodView) -> PodMetrics | None:
         try:
-            async with self._scrapes:
-                page = await scrape(self._http, engine_url(pod.ip))
+            page = await self._scraper.scrape(key, engine_url(pod.ip))
         except ScrapeError as error:
             log.warning("scrape failed: %s", error, extra={"service": str(key), "pod": pod.name})
             self._on_scrape(False)

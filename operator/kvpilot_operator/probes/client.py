@@ -16,6 +16,9 @@ from typing import Any, TypeVar
 
 import httpx
 
+from kvpilot_operator.budget import METRICS_CHUNK_BYTES
+from kvpilot_operator.errors import ScrapeError
+from kvpilot_operator.observe.page import PageReader
 from kvpilot_operator.probes.answers import Step, Tokenized, printable, read_object, read_steps, read_tokens
 from kvpilot_operator.probes.errors import EngineRefused, EngineUnreachable, MalformedAnswer
 from kvpilot_operator.probes.packs import Message
@@ -29,7 +32,6 @@ RETRY_PAUSE_SECONDS = 0.5
 METRICS_SECONDS = 5.0
 _MAX_JSON_BYTES = 16 * 1024 * 1024
 _MAX_LINE_BYTES = 256 * 1024
-_MAX_PAGE_BYTES = 4 * 1024 * 1024
 # One token with its logprobs takes some 2 KiB. The loop that reads serves the whole fleet: an engine that talks without
 # an end, and fast, must not have it to itself until the run's deadline.
 _MAX_STREAM_BYTES = 1024 * 1024
@@ -120,19 +122,17 @@ class Engine:
                 await asyncio.sleep(RETRY_PAUSE_SECONDS)
 
     async def waiting(self) -> float:
-        """Requests that wait in the engine's queue; 0 where it does not say, 1 where it is too busy to say."""
-        found = 0.0
+        """Requests that wait for room in the engine; 0 where it does not say, 1 where it is too busy to say."""
+        reader = PageReader()
         try:
             async with asyncio.timeout(METRICS_SECONDS), self.http.stream("GET", f"{self.base_url}/metrics") as page:
-                async for line in _lines(page, _MAX_PAGE_BYTES):
-                    name, _, rest = line.replace(b"{", b" {", 1).partition(b" ")
-                    if name == b"vllm:num_requests_waiting":
-                        found += float(rest.split()[-1])
+                async for chunk in page.aiter_raw(METRICS_CHUNK_BYTES):
+                    reader.feed(chunk)
+            return reader.close().waiting
         except (TimeoutError, httpx.TimeoutException):
             return 1.0
-        except (httpx.HTTPError, MalformedAnswer, ValueError, IndexError):
+        except (httpx.HTTPError, ScrapeError):
             return 0.0
-        return found
 
     async def _stream(self, body: Mapping[str, object], tokens: int) -> AsyncGenerator[Step, None]:
         url = f"{self.base_url}/v1/completions"
