@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -13,11 +15,13 @@ from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError, ScrapeError
 from kvpilot_operator.observe.believe import Judged
 from kvpilot_operator.observe.fleet import Fleet
+from kvpilot_operator.observe.pack_texts import PackTexts
 from kvpilot_operator.observe.page import PodMetrics
 from kvpilot_operator.observe.probe_plan import probe_plan
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.observe.views import facts_of_node, gpu_of, node_facts, route_view
 from kvpilot_operator.observe.windows import Windows, need
+from kvpilot_operator.probes.errors import PackError
 from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND, engine_url
 from kvpilot_operator.state.snapshot import (
     NodeFacts,
@@ -56,7 +60,8 @@ class Observer:
         self._clock = clock
         self._on_scrape = on_scrape
         self._scraper = Scraper()
-        self._plans: dict[ServiceKey, tuple[object, Mapping[str, Mapping[str, str]], ProbePlan]] = {}
+        self._texts = PackTexts(cluster)
+        self._plans: dict[ServiceKey, tuple[object, ProbePlan]] = {}
         self._nodes: dict[str, tuple[datetime, Object]] = {}
         self._told: dict[tuple[ServiceKey, str], frozenset[str]] = {}
 
@@ -190,17 +195,16 @@ class Observer:
             return None
 
     async def _probe_plan(self, key: ServiceKey, spec: Spec) -> ProbePlan:
-        maps = await probe_config_maps(self._cluster, key, spec)
-        # All that a plan depends on; reading the packs takes some 60 ms, so not at every edit.
-        about = (spec.model, spec.kv_cache.baseline, spec.accuracy.probe_sets)
+        try:
+            texts = await self._texts.of(key, spec)
+        except PackError as error:
+            self._plans.pop(key, None)
+            return ProbePlan(fault=str(error))
+        # All that a plan depends on; reading the packs takes some 60 ms, so not at every edit. Of texts the digest is
+        # kept: they are a tenant's, and of any number.
+        digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()
+        about = (spec.model, spec.kv_cache.baseline, spec.accuracy.probe_sets, digest)
         known = self._plans.get(key)
-        if known is None or known[0] != about or known[1] != maps:
-            known = self._plans[key] = (about, maps, probe_plan(spec, maps))
-        return known[2]
-
-
-async def probe_config_maps(cluster: Cluster, key: ServiceKey, spec: Spec) -> dict[str, Mapping[str, str]]:
-    """The data of the ConfigMaps that `spec.accuracy.probeSets` names; one that does not exist is left out."""
-    names = [name.partition("/")[2] for name in spec.accuracy.probe_sets if name.startswith("configmap/")]
-    found = await asyncio.gather(*(cluster.find("v1", "ConfigMap", key.namespace, name) for name in names))
-    return {name: one.get("data") or {} for name, one in zip(names, found, strict=True) if one is not None}
+        if known is None or known[0] != about:
+            known = self._plans[key] = (about, probe_plan(spec, texts))
+        return known[1]

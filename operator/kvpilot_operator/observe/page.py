@@ -43,10 +43,10 @@ _PROMPT_LENGTHS = "vllm:request_prompt_tokens"
 _GENERATION_LENGTHS = "vllm:request_generation_tokens"
 
 _HISTOGRAMS = (*_ITL, _TTFT, _PROMPT_LENGTHS, _GENERATION_LENGTHS)
-_COUNTERS = frozenset(
-    [_RUNNING, _WAITING, _PREEMPTIONS, _PROMPT_TOKENS, _GENERATION_TOKENS, _PREFIX_QUERIES, _PREFIX_HITS]
-    + [_FINISHED, _HTTP, _WAITING_BY_REASON, _START]
-)
+_SINGLE = (_RUNNING, _WAITING, _PREEMPTIONS, _PROMPT_TOKENS, _GENERATION_TOKENS, _PREFIX_QUERIES, _PREFIX_HITS, _START)
+# Of these a part is counted by itself, told by a label.
+_PARTED = (_WAITING_BY_REASON, _FINISHED, _HTTP)
+_COUNTERS = frozenset((*_SINGLE, *_PARTED))
 # Seconds and lengths, which a request that failed may lower.
 _SUMS = frozenset([_PREFILL, _DECODE, *(f"{name}_sum" for name in _HISTOGRAMS)])
 _BUCKETS = {f"{name}_bucket": name for name in _HISTOGRAMS}
@@ -177,7 +177,7 @@ class PageReader:
         """One series more."""
         if name in _COUNTERS:
             self._sums[name] = self._sums.get(name, 0.0) + _counted(name, value)
-            if name in (_WAITING_BY_REASON, _FINISHED, _HTTP):
+            if name in _PARTED:
                 self._add_part(name, labels_of(labels), value)
         elif name in _BUCKETS:
             self._add_bucket(name, labels_of(labels).get("le", ""), _counted(name, value))
