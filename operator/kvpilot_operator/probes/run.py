@@ -114,22 +114,30 @@ async def capture(
     async with _probing(base_url, model, settings) as engine:
         courtesy = _courtesy(engine, settings)
 
+        kept = 0
+
         async def tokenized(prompt: ProbePrompt) -> Tokenized:
-            return await engine.tokenize(prompt.messages, prompt.tools)
+            nonlocal kept
+            found = await engine.tokenize(prompt.messages, prompt.tools)
+            if len(found.tokens) + settings.tokens > found.max_model_len:
+                return found._replace(tokens=())
+            kept += len(found.tokens)
+            check_limits(kept, 0)
+            return found
 
         async def answered(item: tuple[ProbePrompt, Tokenized]) -> BaselinePrompt:
             await courtesy.turn()
             return await _answer(engine, item[0], item[1].tokens, settings)
 
         rendered = list(zip(prompts, await _bounded(prompts, tokenized, settings.concurrency), strict=True))
-        fitting = [(p, t) for p, t in rendered if len(t.tokens) + settings.tokens <= t.max_model_len]
-        left_out = tuple(f"{p.pack}/{p.name}" for p, t in rendered if len(t.tokens) + settings.tokens > t.max_model_len)
+        fitting = [(p, t) for p, t in rendered if t.tokens]
+        left_out = tuple(f"{p.pack}/{p.name}" for p, t in rendered if not t.tokens)
         if not fitting:
             raise NothingFits(
                 f"spec.accuracy.probeSets: none of {len(rendered)} prompts and {settings.tokens} tokens fits the "
                 f"model's context ({rendered[0][1].max_model_len if rendered else 0} tokens); name shorter ones"
             )
-        check_limits(sum(len(t.tokens) for _, t in fitting), len(fitting) * settings.tokens)
+        check_limits(kept, len(fitting) * settings.tokens)
         answers = await _bounded(fitting, answered, settings.concurrency)
     return Baseline(identity=identity, model=model, dtype=dtype, prompts=tuple(answers), left_out=left_out)
 
