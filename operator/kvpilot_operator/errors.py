@@ -9,6 +9,8 @@
     |   +-- NotLeader          this replica may not write
     +-- LeadershipLost         another replica leads
     +-- ScrapeError            a pod's /metrics could not be read
+    +-- OverBudget             somebody sent more than one service may cost (kvpilot_operator.budget)
+    +-- PlaceLost              others waited for the place that was held for too long
 
 Errors of the accuracy probes live with the probes (`kvpilot_operator.probes.errors`).
 """
@@ -67,3 +69,11 @@ class LeadershipLost(KvpilotError):
 
 class ScrapeError(KvpilotError):
     """A pod's metrics could not be read or made no sense."""
+
+
+class OverBudget(KvpilotError):
+    """Somebody sent more than one service may cost; the limits are in `kvpilot_operator.budget`."""
+
+
+class PlaceLost(KvpilotError):
+    """The work was stopped: it was silent for too long while others waited for its place."""
