@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from kvpilot_operator.probes import run
 from kvpilot_operator.probes.codec import Baseline, BaselinePrompt
 from kvpilot_operator.probes.errors import (
     BaselineTooLarge,
@@ -231,6 +232,21 @@ async def test_an_engine_that_hangs_ends_at_the_deadline() -> None:
         with pytest.raises(ProbeTimeout, match="within 1 s"):
             await measure(url, "m", baseline(), settings=Settings(tokens=8, deadline_seconds=1))
         assert time.monotonic() - began < 5
+
+
+async def test_a_run_has_as_long_as_its_tokens_need_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "START_SECONDS", 1.0)
+    monkeypatch.setattr(run, "DECODE_TOKENS_PER_SECOND", 8)
+
+    async def handler(_path: str, _body: Body, _writer: Writer) -> None:
+        await asyncio.sleep(60)
+
+    async with engine(handler) as url:
+        for prompts, seconds in ((1, 2), (2, 3)):
+            with pytest.raises(ProbeTimeout, match=f"within {seconds} s"):
+                await measure(url, "m", baseline(8, prompts=prompts), settings=Settings(tokens=8))
+        with pytest.raises(ProbeTimeout, match="within 1 s"):
+            await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=Settings(tokens=8))
 
 
 async def test_no_more_requests_are_in_flight_than_allowed() -> None:

@@ -28,6 +28,8 @@ from kvpilot_operator.probes.answers import (
 from kvpilot_operator.probes.errors import EngineRefused, EngineUnreachable, MalformedAnswer
 from kvpilot_operator.probes.packs import Message
 
+Progress = Callable[[], None]
+
 T = TypeVar("T")
 
 CONNECT_SECONDS = 5.0
@@ -48,13 +50,21 @@ _BROKEN = (aiohttp.ClientError, OSError)
 _TOOLS_AS_TEXT = "You can call these tools. To call one, answer only with a JSON object with its name and arguments."
 
 
+def untold() -> None:
+    """Nobody wants to know how an engine gets on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An engine's address (`http://host:port`) and the model's served name; `http` is shared by all requests."""
+    """An engine's address (`http://host:port`) and the model's served name; `http` is shared by all requests.
+
+    `progress` is called whenever the engine has answered a question, or a token of one.
+    """
 
     base_url: str
     model: str
     http: aiohttp.ClientSession
+    progress: Progress = untold
 
     async def tokenize(self, messages: Sequence[Message], tools: str = "") -> Tokenized:
         """Return the chat rendered by the engine's own template, ready for an answer.
@@ -95,7 +105,9 @@ class Engine:
         async def ask() -> Tokenized:
             async with self.http.post(url, json=body, allow_redirects=False) as response:
                 await _check(url, response)
-                return read_tokens(url, await _read(url, response, MAX_TOKENIZED_BYTES))
+                found = read_tokens(url, await _read(url, response, MAX_TOKENIZED_BYTES))
+            self.progress()
+            return found
 
         return await _twice(url, ask)
 
@@ -167,6 +179,7 @@ class Engine:
                         count += 1
                         if count > tokens:
                             raise MalformedAnswer(f"{url}: more than the {tokens} tokens asked for")
+                        self.progress()
                         yield step
         except _BROKEN as error:
             raise _unreachable(url, error) from error
