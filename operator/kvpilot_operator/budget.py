@@ -6,17 +6,18 @@ get `ALL_DOORS_BYTES`, and what is kept of specs and packs `KEPT_BYTES`; the res
 
 A door bounds three things. Bytes: an answer that exceeds `read_bytes` is refused while it is read, and reading one
 takes at most `held_bytes` of memory (docs/benchmarks/operator-doors.md has what they take). Work: parsers are linear in
-what they read, and what they read is bounded; no timer is needed. Places: a service holds at most `share` of them, and
-who holds one for longer than `patience_seconds` gives way to those who wait (`Places`).
+what they read, and what they read is bounded; no timer is needed. Places: a service holds at most `share` of them,
+tenants (namespaces) take turns, and who holds one for longer than `patience_seconds` gives way to those who wait
+(`Places`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Hashable
+import contextlib
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from types import TracebackType
 
 from kvpilot_operator.errors import OverBudget, PlaceLost
@@ -95,11 +96,13 @@ async def read_body(chunks: AsyncIterator[bytes], most: int, where: str) -> byte
 
 
 class Place:
-    """One place of a pool: `async with places.of(service) as place`."""
+    """One place of a pool: `async with places.of(service, tenant) as place`."""
 
-    def __init__(self, pool: Places, service: Hashable) -> None:
+    def __init__(self, pool: Places, service: Hashable, tenant: Hashable, patience: float) -> None:
         self._pool = pool
         self.service = service
+        self.tenant = tenant
+        self._patience = patience
         self.since = self.moved = 0.0
         """When it was taken, and when its holder last got on (the loop's clock)."""
         self._task: asyncio.Task[object] | None = None
@@ -109,6 +112,11 @@ class Place:
     def progress(self) -> None:
         """Tell that the work goes on: of those that hold a slow place, the one that is silent for longest loses it."""
         self.moved = asyncio.get_running_loop().time()
+
+    @property
+    def silent_until(self) -> float:
+        """Until when its holder may say nothing before it may lose the place."""
+        return self.moved + self._patience
 
     def lose(self) -> None:
         """Cancel what the place is held for; its `async with` raises PlaceLost."""
@@ -139,10 +147,13 @@ class Place:
 class Places:
     """The places of a door, shared out fairly.
 
-    Services take turns, whatever number of requests each of them has waiting. A holder gives its quick place to those
-    who wait once it has had it for the door's patience, and goes on in a slow one. Where these are all taken, the place
-    that has been silent for longest is lost, if it was silent for longer than the patience. So however many engines
-    hang, who waits gets a place after `patience_seconds * (1 + services that wait / quick)`.
+    The next place is the tenant's that holds the fewest, and of its services each has its turn, whatever number of
+    requests they have waiting. A holder gives its quick place to those who wait once it has had it for the door's
+    patience, and goes on in a slow one. Where these are all taken, a tenant with more places than the one that waits
+    loses its most silent one; among tenants with as many, the place that has been silent for longest is lost, if that
+    was for longer than its patience. So however many engines of one tenant hang, another tenant gets a place after
+    `patience_seconds`; and among themselves who waits gets one after
+    `patience_seconds * (1 + services that wait / quick)`.
     """
 
     def __init__(self, door: Door) -> None:
@@ -150,15 +161,20 @@ class Places:
         self._quick: dict[Place, None] = {}
         """In the order in which they were taken."""
         self._slow: dict[Place, None] = {}
-        self._held: dict[Hashable, int] = {}
+        self._held: Counter[Hashable] = Counter()
+        self._tenants: Counter[Hashable] = Counter()
+        """Places that services, and that tenants hold."""
         self._waiting: dict[Hashable, deque[tuple[Place, asyncio.Future[None]]]] = {}
-        self._turns: dict[Hashable, None] = {}
-        """Services that wait and hold less than their share, in the order of their turns."""
+        self._turns: dict[Hashable, dict[Hashable, None]] = {}
+        """By tenant, in the order of their turns, services that wait and hold less than their share, in theirs."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def of(self, service: Hashable) -> Place:
-        """A place for one piece of work of this service; it is waited for in `async with`."""
-        return Place(self, service)
+    def of(self, service: Hashable, tenant: Hashable, patience_seconds: float | None = None) -> Place:
+        """A place for one piece of work of a tenant's service; it is waited for in `async with`.
+
+        Work that lost its place and begins anew may be given more patience than the door's, or it might never end.
+        """
+        return Place(self, service, tenant, patience_seconds or self.door.patience_seconds)
 
     @property
     def taken(self) -> int:
@@ -170,7 +186,7 @@ class Places:
         asked = asyncio.get_running_loop().create_future()
         queue = self._waiting.setdefault(place.service, deque())
         queue.append((place, asked))
-        self._queue_up(place.service)
+        self._queue_up(place)
         self._share_out()
         try:
             await asked
@@ -178,8 +194,9 @@ class Places:
             if place in self._quick or place in self._slow:
                 self.leave(place)
             else:
-                queue.remove((place, asked))
-                self._queue_up(place.service)
+                with contextlib.suppress(ValueError):  # its turn may have come when it was cancelled already
+                    queue.remove((place, asked))
+                self._queue_up(place)
             raise
 
     def leave(self, place: Place) -> None:
@@ -187,59 +204,79 @@ class Places:
         if self._drop(place):
             self._share_out()
 
+    def _take(self, place: Place, now: float) -> None:
+        place.since = place.moved = now
+        self._quick[place] = None
+        self._held[place.service] += 1
+        self._tenants[place.tenant] += 1
+
     def _drop(self, place: Place) -> bool:
         lane = self._quick if place in self._quick else self._slow
         if place not in lane:
             return False
         del lane[place]
-        held = self._held[place.service] - 1
-        if held:
-            self._held[place.service] = held
-        else:
-            del self._held[place.service]
-        self._queue_up(place.service)
+        for held, who in ((self._held, place.service), (self._tenants, place.tenant)):
+            held[who] -= 1
+            if not held[who]:
+                del held[who]
+        self._queue_up(place)
         return True
 
-    def _queue_up(self, service: Hashable) -> None:
-        """Keep `_turns` true for this service."""
+    def _queue_up(self, place: Place) -> None:
+        """Keep `_turns` true for the service of this place."""
+        service, turns = place.service, self._turns.get(place.tenant, {})
         if not self._waiting.get(service):
             self._waiting.pop(service, None)
-            self._turns.pop(service, None)
-        elif self._held.get(service, 0) < self.door.share:
-            self._turns.setdefault(service)
-        else:
-            self._turns.pop(service, None)
+        if service in self._waiting and self._held[service] < self.door.share:
+            self._turns.setdefault(place.tenant, turns).setdefault(service)
+        elif service in turns:
+            del turns[service]
+            if not turns:
+                del self._turns[place.tenant]
 
     def _share_out(self) -> None:
         now = asyncio.get_running_loop().time()
-        while self._turns and (len(self._quick) < self.door.quick or self._make_room(now)):
-            service = next(iter(self._turns))
-            del self._turns[service]
+        while self._turns:
+            tenant = min(self._turns, key=self._tenants.__getitem__)
+            if len(self._quick) >= self.door.quick and not self._make_room(tenant, now):
+                break
+            service = next(iter(self._turns[tenant]))
             place, asked = self._waiting[service].popleft()
             if not asked.done():
-                place.since = place.moved = now
-                self._quick[place] = None
-                self._held[service] = self._held.get(service, 0) + 1
+                self._take(place, now)
                 asked.set_result(None)
-            self._queue_up(service)
+            # Both go to the end of their line.
+            turns = self._turns.pop(tenant)
+            del turns[service]
+            if turns:
+                self._turns[tenant] = turns
+            self._queue_up(place)
         self._arm(now)
 
-    def _make_room(self, now: float) -> bool:
+    def _make_room(self, tenant: Hashable, now: float) -> bool:
         """Free a quick place: its oldest holder moves on, if its time is over and a slow place is or becomes free."""
         oldest = next(iter(self._quick))
         if now < oldest.since + self.door.patience_seconds:
             return False
         if len(self._slow) >= self.door.slow:
-            silent = min(chain(self._slow, [oldest]), key=lambda place: place.moved)
-            if now < silent.moved + self.door.patience_seconds:
+            loser = self._loser(tenant, [*self._slow, oldest], now)
+            if loser is None:
                 return False
-            self._drop(silent)
-            silent.lose()
-            if silent is oldest:
+            self._drop(loser)
+            loser.lose()
+            if loser is oldest:
                 return True
         del self._quick[oldest]
         self._slow[oldest] = None
         return True
+
+    def _loser(self, tenant: Hashable, holders: Sequence[Place], now: float) -> Place | None:
+        """Whose place this tenant gets: one of a tenant with at least two more, or else one that is silent too long."""
+        most = max(self._tenants[place.tenant] for place in holders)
+        if most >= self._tenants[tenant] + 2:
+            return min((p for p in holders if self._tenants[p.tenant] == most), key=lambda place: place.moved)
+        silent = min(holders, key=lambda place: place.silent_until)
+        return silent if now >= silent.silent_until else None
 
     def _arm(self, now: float) -> None:
         """Look again when the oldest quick place has been held for long enough, if somebody waits for it."""

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from kvpilot_operator.probes import run
 from kvpilot_operator.probes.codec import Baseline, BaselinePrompt
 from kvpilot_operator.probes.errors import (
     BaselineTooLarge,
@@ -91,7 +92,7 @@ async def test_a_baseline_is_never_made_of_logprobs_that_are_no_numbers() -> Non
 
 
 async def test_infinite_and_absurd_logprobs_are_bounded() -> None:
-    top = {"token_id:3": 10**400, "token_id:4": -(10**400), "token_id:5": -9999.0}
+    top = {"token_id:3": 1e300, "token_id:4": -1e300, "token_id:5": -9999.0}
     async with engine(completing(event("token_id:3", top))) as url:
         found = await measure(url, "m", baseline(1), settings=SETTINGS)
     assert found.mean_kl_micronats <= MAX_KL * 1_000_000
@@ -110,6 +111,11 @@ async def test_infinite_and_absurd_logprobs_are_bounded() -> None:
         event("token_id:1", {"hello": -1.0}),
         event("token_id:1", [1, 2]),
         event("token_id:1", {f"token_id:{i}": -1.0 for i in range(1000)}),
+        event("token_id:1", {"token_id:1": 10**400}),
+        event("token_id:1", {"token_id:1": True}),
+        event("token_id:1", {}).replace(b'"text": "x"', b'"text": "\\ud800"'),
+        event("token_id:1", {}).replace(b'"text": "x"', b'"text": "' + b'\\"' * 60_000),
+        b'data: {"choices": [' + b"{}," * 60_000 + b"{}]}\n\n",
         b"data: " + b"x" * 400_000,
         b"data: " + b"[" * 100_000 + b"\n\n",
         b"",
@@ -228,6 +234,21 @@ async def test_an_engine_that_hangs_ends_at_the_deadline() -> None:
         assert time.monotonic() - began < 5
 
 
+async def test_a_run_has_as_long_as_its_tokens_need_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "START_SECONDS", 1.0)
+    monkeypatch.setattr(run, "DECODE_TOKENS_PER_SECOND", 8)
+
+    async def handler(_path: str, _body: Body, _writer: Writer) -> None:
+        await asyncio.sleep(60)
+
+    async with engine(handler) as url:
+        for prompts, seconds in ((1, 2), (2, 3)):
+            with pytest.raises(ProbeTimeout, match=f"within {seconds} s"):
+                await measure(url, "m", baseline(8, prompts=prompts), settings=Settings(tokens=8))
+        with pytest.raises(ProbeTimeout, match="within 1 s"):
+            await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=Settings(tokens=8))
+
+
 async def test_no_more_requests_are_in_flight_than_allowed() -> None:
     flying = most = 0
 
@@ -281,7 +302,7 @@ async def test_a_baseline_that_could_not_be_kept_is_refused_before_anything_is_d
         respond(writer, json.dumps({"tokens": [1] * 30_000, "max_model_len": 131_072}).encode())
 
     async with engine(handler) as url:
-        with pytest.raises(BaselineTooLarge, match="120000 prompt tokens"):
+        with pytest.raises(BaselineTooLarge, match="90000 prompt tokens"):
             await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)
 
 
@@ -295,11 +316,11 @@ def test_settings_out_of_bounds_are_refused_by_name_and_value(wrong: dict[str, i
 
 
 async def test_text_that_a_terminal_or_an_object_would_choke_on_is_made_readable() -> None:
-    nasty = b'data: {"choices": [{"text": "a\\u001b[31m\\ud800b", "logprobs": {"tokens": ["token_id:3"], '
+    nasty = b'data: {"choices": [{"text": "a\\u001b[31m\\u0000b", "logprobs": {"tokens": ["token_id:3"], '
     nasty += b'"token_logprobs": [-0.1], "top_logprobs": [{"token_id:3": -0.1}]}}]}\n\n'
     async with engine(completing(nasty)) as url:
         kept = await capture(url, "m", PROMPTS[:1], identity="i", dtype="auto", settings=SETTINGS)
-    assert kept.prompts[0].text == "a [31m?b"
+    assert kept.prompts[0].text == "a [31m b"
 
 
 async def test_a_prompt_is_prefilled_onto_cached_pages_as_the_next_turn_of_a_chat_is() -> None:

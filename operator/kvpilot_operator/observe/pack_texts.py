@@ -42,7 +42,7 @@ class PackTexts:
         found: dict[str, Mapping[str, str]] = {}
         left = PACKS_BYTES
         for name in (one.partition("/")[2] for one in spec.accuracy.probe_sets if one.startswith("configmap/")):
-            async with self._places.of(key):
+            async with self._places.of(key, key.namespace):
                 data = await self._data(key, name)
             if data is None:
                 continue

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Hashable
 
 import aiohttp
 
 from kvpilot_operator.budget import METRICS, METRICS_CHUNK_BYTES, METRICS_SOCKET_BYTES, METRICS_TURN, Places
 from kvpilot_operator.errors import PlaceLost, ScrapeError
 from kvpilot_operator.observe.page import PageReader, PodMetrics
+from kvpilot_operator.state.snapshot import ServiceKey
 
 # For all of it: a server that drips a byte a second must not hold a scrape.
 TIMEOUT_SECONDS = 5.0
@@ -41,11 +41,11 @@ class Scraper:
         """Close the connections."""
         await self._http.close()
 
-    async def scrape(self, service: Hashable, url: str) -> PodMetrics:
+    async def scrape(self, service: ServiceKey, url: str) -> PodMetrics:
         """Fetch and read the page of one pod of a service; every failure is a ScrapeError that names the address."""
         address = f"{url}/metrics"
         try:
-            async with self._places.of(service):
+            async with self._places.of(service, service.namespace):
                 return await self._fetch(service, address)
         except (ScrapeError, PlaceLost) as error:
             raise ScrapeError(f"{address}: {error}") from error
@@ -55,7 +55,7 @@ class Scraper:
             # What the server sent may be part of the text.
             raise ScrapeError(f"{address}: {type(error).__name__}: {str(error)[:_EXCERPT]}") from error
 
-    async def _fetch(self, service: Hashable, address: str) -> PodMetrics:
+    async def _fetch(self, service: ServiceKey, address: str) -> PodMetrics:
         page = PageReader()
         async with asyncio.timeout(TIMEOUT_SECONDS), self._http.get(address, allow_redirects=False) as answer:
             if answer.status != 200:
@@ -64,7 +64,7 @@ class Scraper:
             if encoding != "identity":
                 raise ScrapeError(f"the page is encoded ({encoding[:_EXCERPT]}), though plain text was asked for")
             async for chunk in answer.content.iter_chunked(METRICS_CHUNK_BYTES):
-                async with self._turns.of(service):
+                async with self._turns.of(service, service.namespace):
                     page.feed(chunk)
                     # Whatever else is ready comes before the next chunk, whoever's it is.
                     await asyncio.sleep(0)

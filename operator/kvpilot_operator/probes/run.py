@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from kvpilot_operator.probes.answers import Tokenized
-from kvpilot_operator.probes.client import Engine, http_client
+from kvpilot_operator.probes.client import Engine, Progress, http_client, untold
 from kvpilot_operator.probes.codec import MAX_PROMPT_TOKENS, MAX_TEXT, Baseline, BaselinePrompt, check_limits
 from kvpilot_operator.probes.courtesy import Courtesy
 from kvpilot_operator.probes.errors import MalformedAnswer, NothingFits, ProbeError, ProbeTimeout
@@ -43,7 +43,17 @@ from kvpilot_operator.probes.stats import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-__all__ = ["DEFAULT_TOKENS", "TOP_K", "Baseline", "Measurement", "Settings", "capture", "control", "measure"]
+__all__ = [
+    "DEFAULT_TOKENS",
+    "TOP_K",
+    "Baseline",
+    "Measurement",
+    "Progress",
+    "Settings",
+    "capture",
+    "control",
+    "measure",
+]
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -60,6 +70,11 @@ TOP_K = 20
 MAX_RESUMES = 12
 # vLLM's pages hold 16 tokens or more: a shorter half of a prompt fills none.
 MIN_HALF_TOKENS = 16
+# What an engine must manage to be probed at all, about a third of what two CPU cores do with a small model beside other
+# work (docs/accuracy.md): a run's deadline is what its prompts and answers take at this pace, and this long to begin.
+START_SECONDS = 60.0
+PREFILL_TOKENS_PER_SECOND = 100
+DECODE_TOKENS_PER_SECOND = 2
 # Four times what the largest baseline holds, which is what a quantized dtype with its resumes asks of it.
 TOKEN_BUDGET = 4 * MAX_PROMPT_TOKENS
 
@@ -67,6 +82,9 @@ TOKEN_BUDGET = 4 * MAX_PROMPT_TOKENS
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How deep and how gently to probe: `concurrency` requests in flight, `deadline_seconds` for the whole run.
+
+    Without `deadline_seconds` a run has as long as its prompts and answers need at the slowest pace that is worth
+    probing, and the time that it gives way.
 
     `give_way_seconds` is how long in all the run waits while users' requests are queued (None: it does not look); with
     `insist` it then goes on, else it ends as `EngineBusy`. `token_budget` bounds the tokens of all requests together,
@@ -77,7 +95,7 @@ class Settings:
     tokens: int = DEFAULT_TOKENS
     top_k: int = TOP_K
     concurrency: int = 2
-    deadline_seconds: float = 600.0
+    deadline_seconds: float | None = None
     max_resumes: int = MAX_RESUMES
     give_way_seconds: float | None = None
     insist: bool = False
@@ -104,42 +122,65 @@ async def capture(
     identity: str,
     dtype: str,
     settings: Settings | None = None,
+    progress: Progress = untold,
 ) -> Baseline:
-    """Return what the 16-bit engine at `base_url` answers to `prompts`.
+    """Return what the 16-bit engine at `base_url` answers to `prompts`; `progress` is called at each of its answers.
 
     Prompts that do not fit the model's context are named in the result's `left_out`. Raises a `ProbeError`: among them
     `NothingFits` when no prompt is left, `BaselineTooLarge` before anything is decoded.
     """
     settings = settings or Settings()
-    async with _probing(base_url, model, settings) as engine:
+    async with _probing(base_url, model, settings, progress) as (engine, deadline):
         courtesy = _courtesy(engine, settings)
+        kept = 0
 
         async def tokenized(prompt: ProbePrompt) -> Tokenized:
-            return await engine.tokenize(prompt.messages, prompt.tools)
+            nonlocal kept
+            found = await engine.tokenize(prompt.messages, prompt.tools)
+            if len(found.tokens) + settings.tokens > found.max_model_len:
+                return found._replace(tokens=())
+            kept += len(found.tokens)
+            check_limits(kept, 0)
+            return found
 
         async def answered(item: tuple[ProbePrompt, Tokenized]) -> BaselinePrompt:
             await courtesy.turn()
             return await _answer(engine, item[0], item[1].tokens, settings)
 
         rendered = list(zip(prompts, await _bounded(prompts, tokenized, settings.concurrency), strict=True))
-        fitting = [(p, t) for p, t in rendered if len(t.tokens) + settings.tokens <= t.max_model_len]
-        left_out = tuple(f"{p.pack}/{p.name}" for p, t in rendered if len(t.tokens) + settings.tokens > t.max_model_len)
+        fitting = [(p, t) for p, t in rendered if t.tokens]
+        left_out = tuple(f"{p.pack}/{p.name}" for p, t in rendered if not t.tokens)
         if not fitting:
             raise NothingFits(
                 f"spec.accuracy.probeSets: none of {len(rendered)} prompts and {settings.tokens} tokens fits the "
                 f"model's context ({rendered[0][1].max_model_len if rendered else 0} tokens); name shorter ones"
             )
-        check_limits(sum(len(t.tokens) for _, t in fitting), len(fitting) * settings.tokens)
+        check_limits(kept, len(fitting) * settings.tokens)
+        _allow(deadline, settings, kept, len(fitting) * settings.tokens)
         answers = await _bounded(fitting, answered, settings.concurrency)
     return Baseline(identity=identity, model=model, dtype=dtype, prompts=tuple(answers), left_out=left_out)
 
 
-async def measure(base_url: str, model: str, baseline: Baseline, *, settings: Settings | None = None) -> Measurement:
+async def measure(
+    base_url: str,
+    model: str,
+    baseline: Baseline,
+    *,
+    settings: Settings | None = None,
+    progress: Progress = untold,
+) -> Measurement:
     """Return the damage of the engine at `base_url` against `baseline`; raises a `ProbeError` if it cannot."""
-    return await _measure(base_url, model, baseline, range(len(baseline.prompts)), settings or Settings())
+    return await _measure(base_url, model, baseline, range(len(baseline.prompts)), settings or Settings(), progress)
 
 
-async def control(base_url: str, model: str, baseline: Baseline, *, settings: Settings | None = None) -> Measurement:
+async def control(
+    base_url: str,
+    model: str,
+    baseline: Baseline,
+    *,
+    settings: Settings | None = None,
+    progress: Progress = untold,
+) -> Measurement:
     """Return the 16-bit engine's damage against its own baseline: the noise that a candidate's damage must exceed.
 
     The batches are composed differently: twice the concurrency, the prompts in reverse order, resumes and a warm prefix
@@ -148,13 +189,16 @@ async def control(base_url: str, model: str, baseline: Baseline, *, settings: Se
     settings = settings or Settings()
     order = range(len(baseline.prompts))[::-1]
     twice = replace(settings, concurrency=min(2 * settings.concurrency, 64))
-    return await _measure(base_url, model, baseline, order, twice)
+    return await _measure(base_url, model, baseline, order, twice, progress)
 
 
-async def _measure(base_url: str, model: str, baseline: Baseline, order: range, settings: Settings) -> Measurement:
+async def _measure(
+    base_url: str, model: str, baseline: Baseline, order: range, settings: Settings, progress: Progress
+) -> Measurement:
     began = time.monotonic()
-    async with _probing(base_url, model, settings) as engine:
+    async with _probing(base_url, model, settings, progress) as (engine, deadline):
         courtesy = _courtesy(engine, settings)
+        _allow(deadline, settings, sum(len(p.tokens) for p in baseline.prompts), baseline.positions)
 
         async def followed(index: int) -> _Followed:
             await courtesy.turn()
@@ -280,15 +324,27 @@ def _readable(text: str) -> str:
 
 
 @asynccontextmanager
-async def _probing(base_url: str, model: str, settings: Settings) -> AsyncIterator[Engine]:
+async def _probing(
+    base_url: str, model: str, settings: Settings, progress: Progress
+) -> AsyncIterator[tuple[Engine, asyncio.Timeout]]:
+    began = asyncio.get_running_loop().time()
+    deadline = asyncio.timeout(settings.deadline_seconds or START_SECONDS)
     try:
-        async with asyncio.timeout(settings.deadline_seconds), http_client() as http:
-            yield Engine(base_url.rstrip("/"), model, http)
+        async with deadline, http_client() as http:
+            yield Engine(base_url.rstrip("/"), model, http, progress), deadline
     except TimeoutError as error:
         raise ProbeTimeout(
-            f"{base_url}: not probed within {settings.deadline_seconds:.0f} s; the engine is overloaded or hangs: name "
-            "fewer probe packs or give it more time"
+            f"{base_url}: not probed within {(deadline.when() or began) - began:.0f} s; the engine is overloaded or "
+            "hangs: name fewer probe packs or give it more time"
         ) from error
+
+
+def _allow(deadline: asyncio.Timeout, settings: Settings, prompt_tokens: int, answer_tokens: int) -> None:
+    """Give a run the time from now on that this many tokens take, unless its settings say how long it has."""
+    if settings.deadline_seconds is None:
+        needed = prompt_tokens / PREFILL_TOKENS_PER_SECOND + answer_tokens / DECODE_TOKENS_PER_SECOND
+        waits = settings.give_way_seconds or 0.0
+        deadline.reschedule(asyncio.get_running_loop().time() + START_SECONDS + needed + waits)
 
 
 async def _bounded(items: Sequence[A], work: Callable[[A], Awaitable[B]], concurrency: int) -> list[B]:
