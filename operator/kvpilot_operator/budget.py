@@ -54,7 +54,7 @@ KEPT_BYTES = 16 * _MIB
 # and never held: what is held are the socket's buffers, a chunk and a line. A healthy engine answers within 10 ms; 450
 # pages a second (control/pilot.py) then take 5 places, and the rest are for engines that are slow.
 METRICS = Door("a page of metrics", 1 * _MIB, 192 * _KIB, quick=64, slow=192, share=8, patience_seconds=0.5)
-METRICS_SOCKET_BYTES = 64 * _KIB
+METRICS_SOCKET_BYTES = 32 * _KIB
 # The longest line of a vLLM 0.32 (its cache_config_info) has 1.1 KiB. A rank has some 300 lines.
 METRICS_LINE_BYTES = 16 * _KIB
 METRICS_LINES = 16_384
