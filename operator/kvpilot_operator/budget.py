@@ -55,13 +55,19 @@ KEPT_BYTES = 16 * _MIB
 # pages a second (control/pilot.py) then take 5 places, and the rest are for engines that are slow.
 METRICS = Door("a page of metrics", 1 * _MIB, 192 * _KIB, quick=64, slow=192, share=8, patience_seconds=0.5)
 METRICS_SOCKET_BYTES = 64 * _KIB
-# The longest line of a vLLM 0.32 (its cache_config_info) has 1.1 KiB and 37 labels.
+# The longest line of a vLLM 0.32 (its cache_config_info) has 1.1 KiB. A rank has some 300 lines.
 METRICS_LINE_BYTES = 16 * _KIB
-METRICS_LABELS = 128
+METRICS_LINES = 16_384
+# Reading one chunk takes up to 2 ms of the event loop. One is read at a time, and services take turns.
+METRICS_CHUNK_BYTES = 32 * _KIB
+METRICS_TURN = Door("a chunk of a page", METRICS_CHUNK_BYTES, 0, quick=1, slow=0, share=1, patience_seconds=60.0)
 
 # A pack has 32 KiB at most (probes/packs.py). The API server sends whole objects, of up to 1.5 MiB: a ConfigMap with
 # more beside the pack than this is refused before it is parsed.
-CONFIG_MAP = Door("a ConfigMap", 256 * _KIB, 1 * _MIB, quick=8, slow=0, share=2, patience_seconds=15.0)
+CONFIG_MAP = Door("a ConfigMap", 256 * _KIB, 1 * _MIB, quick=4, slow=0, share=1, patience_seconds=15.0)
+
+# All packs of one service that it brings itself.
+PACKS_BYTES = 128 * _KIB
 
 # The answers of a probe, one at a time: 8,192 tokens of a filled prompt are 64 KiB of JSON. A run takes some seconds on
 # a GPU and half a minute on a CPU; the patience is what a good service waits at most behind engines that hang.
@@ -69,7 +75,8 @@ CANARY_PROBE = Door("a probe of a canary", 512 * _KIB, 512 * _KIB, quick=16, slo
 # Those of replicas that serve have places of their own: a canary never waits behind a thousand of them.
 CHECK = Door("a check of a replica", 512 * _KIB, 512 * _KIB, quick=16, slow=32, share=1, patience_seconds=5.0)
 
-DOORS = (METRICS, CONFIG_MAP, CANARY_PROBE, CHECK)
+# Passes and captures read ConfigMaps each by themselves.
+DOORS = (METRICS, CONFIG_MAP, CONFIG_MAP, CANARY_PROBE, CHECK)
 
 # Kept over the fleet, in caches that count bytes: verdicts over specs, and packs that were read.
 SPEC_CACHE_BYTES = 8 * _MIB

@@ -99,7 +99,7 @@ class World:
             lambda: self.now,
             self.heard.append,
         )
-        monkeypatch.setattr(gather, "scrape", self._answer)
+        monkeypatch.setattr(self.observer._scraper, "scrape", self._answer)
 
     def put(self, *objects: Any) -> None:
         for obj in objects:
@@ -119,7 +119,7 @@ class World:
         assert found is not None
         return found
 
-    async def _answer(self, session: object, url: str) -> PodMetrics:
+    async def _answer(self, service: object, url: str) -> PodMetrics:
         self.asked.append(url)
         if url not in self.pages:
             raise ScrapeError(f"{url}: HTTP 404")

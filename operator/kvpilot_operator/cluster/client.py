@@ -73,6 +73,13 @@ class Cluster:
         except NotFound:
             return None
 
+    async def find_json(self, api_version: str, kind: str, namespace: str, name: str, *, most: int) -> bytes | None:
+        """One object's JSON, unparsed, or None; OverBudget where it has more than `most` bytes."""
+        try:
+            return await self._transport.read(Request("GET", kind, path_of(api_version, kind, namespace, name)), most)
+        except NotFound:
+            return None
+
     async def list(self, api_version: str, kind: str, namespace: str, selector: str) -> list[Object]:
         """The objects with these labels."""
         return [item async for items, _ in self.pages(api_version, kind, namespace, selector) for item in items]

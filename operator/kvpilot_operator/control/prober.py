@@ -14,7 +14,7 @@ from kvpilot_operator.budget import CANARY_PROBE, CHECK, Places
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.errors import KvpilotError, PlaceLost
 from kvpilot_operator.observe import baselines
-from kvpilot_operator.observe.gather import probe_config_maps
+from kvpilot_operator.observe.pack_texts import PackTexts
 from kvpilot_operator.observe.probe_plan import probe_prompts
 from kvpilot_operator.probes import run
 from kvpilot_operator.probes.codec import Control
@@ -45,6 +45,7 @@ class Prober:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        self._texts = PackTexts(cluster)
         self._running: dict[ServiceKey, tuple[str, asyncio.Task[None]]] = {}
         self._results: dict[ServiceKey, ProbeResult] = {}
         self._failures: dict[ServiceKey, int] = {}
@@ -146,7 +147,7 @@ class Prober:
 
     async def _capture(self, key: ServiceKey, spec: Spec, request: Capture, progress: run.Progress) -> Captured:
         settings = _settings(spec, request)
-        prompts = probe_prompts(spec, await probe_config_maps(self._cluster, key, spec))
+        prompts = probe_prompts(spec, await self._texts.of(key, spec))
         baseline = await run.capture(
             request.url,
             request.model,

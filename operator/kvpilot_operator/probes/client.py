@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -17,6 +16,9 @@ from typing import TypeVar
 
 import aiohttp
 
+from kvpilot_operator.budget import METRICS_CHUNK_BYTES
+from kvpilot_operator.errors import ScrapeError
+from kvpilot_operator.observe.page import PageReader
 from kvpilot_operator.probes.answers import (
     MAX_TOKENIZED_BYTES,
     Step,
@@ -38,13 +40,11 @@ READ_SECONDS = 120.0
 RETRY_PAUSE_SECONDS = 0.5
 METRICS_SECONDS = 5.0
 _MAX_LINE_BYTES = 256 * 1024
-_MAX_PAGE_BYTES = 4 * 1024 * 1024
 # One token with its logprobs takes some 2 KiB. The loop that reads serves the whole fleet: an engine that talks without
 # an end, and fast, must not have it to itself until the run's deadline.
 _MAX_STREAM_BYTES = 1024 * 1024
 _MAX_TOKEN_BYTES = 64 * 1024
 _MAX_ERROR_BYTES = 4096
-_WAITING = re.compile(rb"^vllm:num_requests_waiting(?:\{[^\n]*\})?[ \t]+([^\s]{1,32})", re.MULTILINE)
 # What a connection can fail of; a connection's own timeout is a ClientError too.
 _BROKEN = (aiohttp.ClientError, OSError)
 _TOOLS_AS_TEXT = "You can call these tools. To call one, answer only with a JSON object with its name and arguments."
@@ -152,15 +152,17 @@ class Engine:
                 await asyncio.sleep(RETRY_PAUSE_SECONDS)
 
     async def waiting(self) -> float:
-        """Requests that wait in the engine's queue; 0 where it does not say, 1 where it is too busy to say."""
-        url = f"{self.base_url}/metrics"
+        """Requests that wait for room in the engine; 0 where it does not say, 1 where it is too busy to say."""
+        reader = PageReader()
         try:
+            url = f"{self.base_url}/metrics"
             async with asyncio.timeout(METRICS_SECONDS), self.http.get(url, allow_redirects=False) as response:
-                page = await _read(url, response, _MAX_PAGE_BYTES)
-            return sum(float(found[1]) for found in _WAITING.finditer(page))
+                async for chunk in response.content.iter_chunked(METRICS_CHUNK_BYTES):
+                    reader.feed(chunk)
+            return reader.close().waiting
         except TimeoutError:
             return 1.0
-        except (*_BROKEN, MalformedAnswer, ValueError):
+        except (*_BROKEN, ScrapeError):
             return 0.0
 
     async def _stream(self, body: Mapping[str, object], tokens: int) -> AsyncGenerator[Step, None]:
