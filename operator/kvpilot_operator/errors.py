@@ -6,6 +6,7 @@
     |   +-- NotFound
     |   +-- Throttled          it asks for a pause
     |   +-- NameTaken          an object of that name is somebody else's
+    |   +-- BadName            no object can have that name: not asked for
     |   +-- NotLeader          this replica may not write
     +-- LeadershipLost         another replica leads
     +-- ScrapeError            a pod's /metrics could not be read
@@ -54,6 +55,14 @@ class NameTaken(ClusterError):
             f"the {kind} if nobody needs it"
         )
         super().__init__("PATCH", f"{namespace}/{name}", 409, words)
+
+
+class BadName(ClusterError):
+    """What was to be asked for is no name of an object; nothing was sent."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        words = f"not sent: {name[:80]!r} is no name of a {kind}: use lower-case letters, digits, '-' and '.'"
+        super().__init__("GET", kind, 0, words)
 
 
 class NotLeader(ClusterError):
