@@ -1,6 +1,7 @@
-"""One process that answers for every engine of hostile.py's fleet, good and hostile: port 8000 of all of 127.0.0.0/8.
+"""The engines of hostile.py's fleet: a process for the good ones, and one for all others.
 
-    python operator/benchmarks/hostile_engines.py
+    python operator/benchmarks/hostile_engines.py good
+    python operator/benchmarks/hostile_engines.py hostile
 
 The address says what an engine does: 127.(100 + kind).x.y, with x from 128 where it serves a quantized dtype. A good
 one (kind 0) answers as vLLM does. /stats tells how often each address was asked for its page.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import resource
 import sys
 from collections import Counter
 
@@ -19,6 +21,8 @@ from fleet_kubelets import KINDS
 from support.faulty_engine import END, Engine
 
 PORT = 8000
+# Pods of one kind over the whole run.
+ADDRESSES = 150
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nConnection: close\r\n\r\n"
 USAGE = b"vllm:kv_cache_usage_perc"
 PAGES = {
@@ -72,9 +76,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     _, kind, number, _ = address.split(".")
     engine = ENGINES.get(address)
     if engine is None:
-        engine = ENGINES[address] = HostileEngine(
-            KINDS[int(kind) - 100] if int(kind) >= 100 else "good", "k8v4" if int(number) >= 128 else "auto"
-        )
+        engine = ENGINES[address] = HostileEngine(KINDS[int(kind) - 100], "k8v4" if int(number) >= 128 else "auto")
     with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
         head = await reader.readuntil(END)
         path = head.split(b" ", 2)[1].decode()
@@ -94,12 +96,15 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     writer.close()
 
 
-async def main() -> None:
-    """Answer for ever."""
-    anywhere = "0.0.0.0"  # noqa: S104 - every address of loopback
-    async with await asyncio.start_server(serve, anywhere, PORT, backlog=4096) as server:
+async def main(side: str) -> None:
+    """Answer for ever, at addresses of their own: nobody else's engines are in the way."""
+    kinds = [0] if side == "good" else range(1, len(KINDS))
+    hosts = [f"127.{100 + kind}.{half}.{i}" for kind in kinds for half in (0, 128) for i in range(1, ADDRESSES)]
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 16_384), hard))
+    async with await asyncio.start_server(serve, hosts, PORT, backlog=1024) as server:
         await server.serve_forever()
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main()))
+    sys.exit(asyncio.run(main(sys.argv[1])))

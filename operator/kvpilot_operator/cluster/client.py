@@ -117,9 +117,11 @@ class Cluster:
             Request("PATCH", manifest["kind"], path, query, manifest, "application/apply-patch+yaml")
         )
 
-    async def merge(self, api_version: str, kind: str, namespace: str, name: str, patch: Object) -> Object:
-        """JSON merge patch."""
-        path = path_of(api_version, kind, namespace, name)
+    async def merge(
+        self, api_version: str, kind: str, namespace: str, name: str, patch: Object, *, subresource: str = ""
+    ) -> Object:
+        """JSON merge patch of an object, or of its subresource."""
+        path = path_of(api_version, kind, namespace, name) + (f"/{subresource}" if subresource else "")
         return await self._write(Request("PATCH", kind, path, _FIELD_MANAGER, patch, "application/merge-patch+json"))
 
     async def create(self, manifest: Object) -> Object:
