@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from kvpilot_operator.probes.errors import MalformedAnswer, NothingFits, ProbeEr
 from kvpilot_operator.probes.packs import ProbePrompt
 from kvpilot_operator.probes.stats import (
     MAX_SAMPLE_CHARACTERS,
+    Answers,
     Compared,
     Logprobs,
     Measurement,
@@ -238,8 +240,8 @@ async def _answer(engine: Engine, prompt: ProbePrompt, tokens: Sequence[int], se
         name=f"{prompt.pack}/{prompt.name}",
         tail=_readable(prompt.messages[-1].content)[-MAX_TEXT:],
         text=_readable(text)[:MAX_TEXT],
-        tokens=tuple(tokens),
-        answer=tuple(answer),
+        tokens=array("I", tokens),
+        answer=Answers(answer),
     )
 
 
@@ -256,13 +258,13 @@ async def _follow(
 ) -> _Followed:
     """Decode along the baseline's answer, with a new request after every position where the candidate parts from it."""
     answer = prompt.answer
-    forced = [a.token for a in answer]
+    forced = array("I", (a.token for a in answer))
     compared: list[Compared] = []
     requests = await _ask_half(engine, courtesy, prompt, settings)
     start, resumes = 0, -1
     while start < len(answer) and resumes < settings.max_resumes:
         reached = start
-        context = [*prompt.tokens, *forced[:start]]
+        context = array("I", prompt.tokens) + forced[:start]
         wanted = len(answer) - start
         if not courtesy.afford(len(context) + wanted):
             break
