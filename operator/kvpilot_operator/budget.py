@@ -53,7 +53,7 @@ ALL_DOORS_BYTES = 128 * _MIB
 # and never held: what is held are the socket's buffers, a chunk and a line. A healthy engine answers within 10 ms; 450
 # pages a second (control/pilot.py) then take 5 places, and the rest are for engines that are slow.
 METRICS = Door("a page of metrics", 1 * _MIB, 192 * _KIB, quick=64, slow=192, share=8, patience_seconds=0.5)
-METRICS_SOCKET_BYTES = 64 * _KIB
+METRICS_SOCKET_BYTES = 32 * _KIB
 # The longest line of a vLLM 0.32 (its cache_config_info) has 1.1 KiB. A rank has some 300 lines.
 METRICS_LINE_BYTES = 16 * _KIB
 METRICS_LINES = 16_384
@@ -70,7 +70,8 @@ PACKS_BYTES = 128 * _KIB
 
 # A run holds its prompts (0.5 MiB of text, or a baseline of 1.1 MiB), the question that is asked and a line of the
 # answer or the tokens of a prompt; with the built-in packs some 0.5 MiB. It takes some seconds on a GPU and half a
-# minute on a CPU; the patience is what a good service waits at most behind engines that hang.
+# minute on a CPU; the patience is what a good service waits at most behind engines that hang. No prompt has more than
+# the 65,536 tokens that a baseline keeps, of 10 bytes each.
 CANARY_PROBE = Door("a probe of a canary", 640 * _KIB, 2 * _MIB, quick=8, slow=8, share=1, patience_seconds=5.0)
 # Those of replicas that serve have places of their own: a canary never waits behind a thousand of them.
 CHECK = Door("a check of a replica", 640 * _KIB, 2 * _MIB, quick=8, slow=8, share=1, patience_seconds=5.0)

@@ -63,13 +63,16 @@ class PackTexts:
             raise PackTooLarge(
                 f"configmap/{name}: the ConfigMap has more than {most} bytes; give the pack one of its own"
             ) from error
-        if answer is None:
-            return None
-        try:
-            data = msgspec.json.decode(answer, type=_ConfigMap).data or {}
-            text = data.get(CONFIG_MAP_KEY)
-            if text is None:
-                return dict.fromkeys(sorted(data)[:_OTHER_KEYS], "")
-            return {CONFIG_MAP_KEY: msgspec.json.decode(text, type=str)}
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ClusterError("GET", f"ConfigMap {name}", 200, f"the answer is no ConfigMap: {error}") from error
+        return None if answer is None else texts_of(answer)
+
+
+def texts_of(answer: bytes) -> dict[str, str]:
+    """The pack in a ConfigMap's JSON, or some of the other keys, without texts; ClusterError where it is none."""
+    try:
+        data = msgspec.json.decode(answer, type=_ConfigMap).data or {}
+        text = data.get(CONFIG_MAP_KEY)
+        if text is None:
+            return dict.fromkeys(sorted(data)[:_OTHER_KEYS], "")
+        return {CONFIG_MAP_KEY: msgspec.json.decode(text, type=str)}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ClusterError("GET", "a ConfigMap", 200, f"the answer is none: {str(error)[:300]}") from error

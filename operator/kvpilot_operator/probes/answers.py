@@ -15,14 +15,13 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvpilot_operator.probes.codec import MAX_PROMPT_TOKENS, MAX_TEXT, MAX_TOKEN_ID, MAX_TOP
+from kvpilot_operator.probes.codec import MAX_TEXT, MAX_TOKEN_ID, MAX_TOP
 from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer
 from kvpilot_operator.probes.stats import MIN_LOGPROB, Logprobs
 
 MAX_EXCERPT = 300
-# A token id with its comma and space; as many tokens as a baseline keeps at most, and the rest of the answer.
+# A token id with its comma and space.
 BYTES_A_TOKEN = 10
-MAX_TOKENIZED_BYTES = BYTES_A_TOKEN * MAX_PROMPT_TOKENS + 4096
 _TOKEN_PREFIX = "token_id:"  # noqa: S105 - vLLM's spelling of a token id, nothing secret
 # Strings are taken whole, a last one even without its end, so that no text costs more than its length.
 _NOT_FINITE = re.compile(rb'("(?:[^"\\]++|\\.?)*+"?)|-?(?:NaN|Infinity)', re.DOTALL)

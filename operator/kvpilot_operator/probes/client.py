@@ -17,12 +17,11 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from kvpilot_operator.budget import METRICS_CHUNK_BYTES
+from kvpilot_operator.budget import CANARY_PROBE, METRICS_CHUNK_BYTES
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.page import PageReader
 from kvpilot_operator.probes.answers import (
     BYTES_A_TOKEN,
-    MAX_TOKENIZED_BYTES,
     Step,
     Tokenized,
     printable,
@@ -107,7 +106,7 @@ class Engine:
         url = f"{self.base_url}/tokenize"
         asked = msgspec.json.encode(body)
         # A token is a byte of text or more, and what the template adds has its own room.
-        limit = min(BYTES_A_TOKEN * len(asked) + _TEMPLATE_BYTES, MAX_TOKENIZED_BYTES)
+        limit = min(BYTES_A_TOKEN * len(asked) + _TEMPLATE_BYTES, CANARY_PROBE.read_bytes)
 
         async def ask() -> Tokenized:
             async with self.http.post(url, data=asked, headers=_JSON, allow_redirects=False) as response:
