@@ -78,7 +78,14 @@ def read_tokens(url: str, data: bytes | bytearray) -> Tokenized:
 
 def read_steps(url: str, data: bytes) -> list[Step]:
     """Return a streamed chunk's tokens; an engine that fails in the middle of a stream says so in `error`."""
-    chunk = _decoded(url, data, _Chunk)
+    try:
+        chunk = _decoded(url, data, _Chunk)
+    except MalformedAnswer:
+        # An engine with broken logits may send NaN and Infinity, which are no JSON: they count as null.
+        finite = _NOT_FINITE.sub(lambda found: found[1] or b"null", data)
+        if finite == data:
+            raise
+        chunk = _decoded(url, finite, _Chunk)
     if chunk.error is not msgspec.UNSET:
         raise EngineRefused(url, _code(chunk.error), printable(bytes(chunk.error)))
     if chunk.choices is msgspec.UNSET:
@@ -100,14 +107,7 @@ def read_steps(url: str, data: bytes) -> list[Step]:
 
 def _decoded(url: str, data: bytes | bytearray, kind: type[T]) -> T:
     try:
-        try:
-            return msgspec.json.decode(data, type=kind)
-        except msgspec.DecodeError:
-            # An engine with broken logits may send NaN and Infinity, which are no JSON: they count as null.
-            finite = _NOT_FINITE.sub(lambda found: found[1] or b"null", data)
-            if finite == data:
-                raise
-            return msgspec.json.decode(finite, type=kind)
+        return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise MalformedAnswer(f"{url}: {str(error)[:MAX_EXCERPT]}, in {printable(data) or 'nothing'}") from error
 
