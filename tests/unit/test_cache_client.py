@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from kubernetes_asyncio.client import ApiClient, Configuration
+from kubernetes.aio.client import ApiClient, Configuration
 
 from kvpilot_operator.cluster import transport as module
 from kvpilot_operator.cluster.cache import Store

@@ -7,8 +7,8 @@ import copy
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from kubernetes_asyncio import config
-from kubernetes_asyncio.client import ApiClient, Configuration
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, Configuration
 
 from kvpilot_operator.cluster.gate import Gate
 from kvpilot_operator.cluster.objects import Object, path_of
@@ -40,10 +40,7 @@ class Cluster:
             config.load_incluster_config()
         except config.ConfigException:
             await config.load_kube_config()
-        configuration = Configuration.get_default_copy()
-        # Watches hold a connection each, as many as namespaces are watched: a write must never wait for one of them.
-        configuration.connection_pool_maxsize = 0
-        api = ApiClient(configuration)
+        api = ApiClient(Configuration.get_default_copy())
         api.user_agent = agent
         give_up_early(api)
         return cls(api, gate, on_request)

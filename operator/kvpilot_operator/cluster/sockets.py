@@ -10,17 +10,24 @@ import socket
 from typing import Any
 
 import aiohttp
-from kubernetes_asyncio.client import ApiClient
+from kubernetes.aio.client import ApiClient
+from kubernetes.aio.client.rest import RESTClientObject
 
 # The shortest time between the last moment that a write may start and the moment that it must be over.
 UNACKNOWLEDGED_MILLISECONDS = 4000
 
 
+class _Rest(RESTClientObject):  # type: ignore[misc]  # the official client has no types for us
+    def _create_connector(self) -> aiohttp.TCPConnector:
+        # Watches hold a connection each, as many as namespaces are watched: a write must never wait for one of them.
+        return aiohttp.TCPConnector(limit=0, ssl=self.ssl_context, socket_factory=_socket)
+
+
 def give_up_early(api: ApiClient) -> None:
     """Have every connection of this client, all of them still to be made, dropped when it hears nothing for 4 s."""
-    connector: aiohttp.TCPConnector = api.rest_client.pool_manager.connector
-    # The client makes its connector itself, and aiohttp takes a maker of sockets at no later time.
-    connector._socket_factory = _socket
+    # Neither a proxy nor credentials for it, or for anybody else, from the environment.
+    api.configuration.client_session_kwargs = {"trust_env": False}
+    api.rest_client = _Rest(api.configuration)
 
 
 def _socket(address: tuple[Any, ...]) -> socket.socket:

@@ -1,17 +1,15 @@
-"""Requests to the API server over kubernetes-asyncio's connections and credentials: through the gate, timed, typed."""
+"""Requests to the API server over the official client's connections and credentials: through the gate, timed, typed."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
 import msgspec
-from kubernetes_asyncio.client import ApiClient, ApiException
+from kubernetes.aio.client import ApiClient
 
 from kvpilot_operator.cluster.gate import Gate
 from kvpilot_operator.cluster.objects import Object
@@ -76,11 +74,10 @@ class Transport:
         more = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_SECONDS)}
         status, began = 0, time.perf_counter()
         try:
-            answer: aiohttp.ClientResponse = await self._call(request, more, limits, stream=True)
-            async with answer:
+            async with await self._call(request, more, limits) as answer:
                 status = answer.status
                 if status != 200:
-                    raise _typed("WATCH", request.path, status, await answer.text(), answer.headers)
+                    raise _typed("WATCH", request.path, status, await answer.read(), answer.headers)
                 async for event in _events(answer):
                     if event.type == "ERROR":
                         status = _code(event.object)
@@ -98,30 +95,31 @@ class Transport:
         # For the whole request; without the second argument it would be rounded up to a full second.
         limit = aiohttp.ClientTimeout(total=seconds, ceil_threshold=math.inf)
         try:
-            answer = await self._call(request, more, limit)
-        except ApiException as error:
-            raise _typed(*about, int(error.status or 0), error.body or error.reason, error.headers) from None
-        except (aiohttp.ClientError, OSError, TimeoutError, UnicodeDecodeError) as error:
+            async with await self._call(request, more, limit) as response:
+                body = await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ClusterError(*about, 0, f"{type(error).__name__}: {error}") from error
-        if not isinstance(answer, dict):
-            raise ClusterError(*about, 200, f"the answer is no JSON object but {str(answer)[:100]!r}")
-        return answer
+        if not 200 <= response.status < 300:
+            raise _typed(*about, response.status, body, response.headers)
+        try:
+            return msgspec.json.decode(body, type=Object)
+        except msgspec.DecodeError:
+            raise ClusterError(*about, 200, f"the answer is no JSON object but {body[:100]!r}") from None
 
     async def _call(
-        self, request: Request, more: Mapping[str, str], limit: aiohttp.ClientTimeout, *, stream: bool = False
-    ) -> Any:
-        return await self._api.call_api(
-            request.path,
+        self, request: Request, more: Mapping[str, str], limit: aiohttp.ClientTimeout
+    ) -> aiohttp.ClientResponse:
+        method, url, headers, body, _ = await self._api.param_serialize(
             request.method,
+            request.path,
             query_params=[*request.query.items(), *more.items()],
             header_params={"Accept": "application/json", "Content-Type": request.content_type},
             body=request.body,
             auth_settings=["BearerToken"],
-            response_types_map=dict.fromkeys((200, 201, 202), "object"),
-            _return_http_data_only=True,
-            _preload_content=not stream,
-            _request_timeout=limit,
         )
+        answer = await self._api.call_api(method, url, headers, body, _request_timeout=limit)
+        response: aiohttp.ClientResponse = answer.response
+        return response
 
 
 class _Event(msgspec.Struct):
@@ -147,12 +145,12 @@ def _code(status: Object) -> int:
     return code if isinstance(code, int) and code else 500
 
 
-def _typed(method: str, path: str, status: int, body: Any, headers: Mapping[str, str] | None) -> ClusterError:
+def _typed(method: str, path: str, status: int, body: bytes, headers: Mapping[str, str]) -> ClusterError:
     try:
-        details = json.loads(body or "{}")
-    except ValueError:
-        details = {}
-    message = str((details.get("message") if isinstance(details, dict) else None) or body or "no message")
+        message = str(msgspec.json.decode(body, type=Object).get("message") or "")
+    except msgspec.DecodeError:
+        message = ""
+    message = message or body.decode(errors="replace") or "no message"
     if len(message) > 1000:
         # A refused value may be long itself: what is wrong with it stands at the end.
         message = f"{message[:300]} … {message[-600:]}"
@@ -160,7 +158,7 @@ def _typed(method: str, path: str, status: int, body: Any, headers: Mapping[str,
         return Conflict(method, path, status, message)
     if status == 404:
         return NotFound(method, path, status, message)
-    wait = (headers or {}).get("Retry-After", "")
+    wait = headers.get("Retry-After", "")
     if status in (429, 503) and wait.isdigit():
         return Throttled(method, path, status, message, float(wait))
     return ClusterError(method, path, status, message)
