@@ -7,6 +7,7 @@ was closed or its process killed, and arrives when the network is back and anoth
 from __future__ import annotations
 
 import socket
+import ssl
 from typing import Any
 
 import aiohttp
@@ -17,10 +18,14 @@ from kubernetes.aio.client.rest import RESTClientObject
 UNACKNOWLEDGED_MILLISECONDS = 4000
 
 
+def connector(tls: ssl.SSLContext) -> aiohttp.TCPConnector:
+    """Makes connections that give up early; any number, for watches hold one each and a write must not wait for one."""
+    return aiohttp.TCPConnector(limit=0, ssl=tls, socket_factory=_socket)
+
+
 class _Rest(RESTClientObject):  # type: ignore[misc]  # the official client has no types for us
     def _create_connector(self) -> aiohttp.TCPConnector:
-        # Watches hold a connection each, as many as namespaces are watched: a write must never wait for one of them.
-        return aiohttp.TCPConnector(limit=0, ssl=self.ssl_context, socket_factory=_socket)
+        return connector(self.ssl_context)
 
 
 def give_up_early(api: ApiClient) -> None:

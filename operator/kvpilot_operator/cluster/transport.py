@@ -35,19 +35,20 @@ class Request:
     query: Mapping[str, str] = field(default_factory=dict)
     body: Object | None = None
     content_type: str = "application/json"
+    accept: str = "application/json"
 
 
 class Transport:
     """Sends requests; every failure is a ClusterError, and every request is told to `on_request`."""
 
     def __init__(self, api: ApiClient, gate: Gate, on_request: OnRequest) -> None:
-        self._api = api
-        self._gate = gate
-        self._on_request = on_request
+        self.api = api
+        self.gate = gate
+        self.on_request = on_request
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._api.close()
+        await self.api.close()
 
     async def send(self, request: Request, *, verb: str = "") -> Object:
         """The answer, an object. A write waits for nothing: it goes through the gate now, or NotLeader is raised."""
@@ -56,7 +57,7 @@ class Transport:
             if request.method == "GET":
                 answer = await self._object(request, {}, TIMEOUT_SECONDS)
             else:
-                with self._gate.write(request.method, request.path) as left:
+                with self.gate.write(request.method, request.path) as left:
                     seconds = min(TIMEOUT_SECONDS, left)
                     # The server, too, gives up when we do: no write of ours lands later.
                     answer = await self._object(request, {"timeout": f"{seconds * 1000:.0f}ms"}, seconds)
@@ -65,7 +66,7 @@ class Transport:
             status = error.status
             raise
         finally:
-            self._on_request(verb or request.method, request.kind, status, time.perf_counter() - began)
+            self.on_request(verb or request.method, request.kind, status, time.perf_counter() - began)
         return answer
 
     async def watch(self, request: Request) -> AsyncIterator[tuple[str, Object]]:
@@ -88,7 +89,7 @@ class Transport:
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
             raise ClusterError("WATCH", request.path, 0, f"{type(error).__name__}: {error}") from error
         finally:
-            self._on_request("WATCH", request.kind, status, time.perf_counter() - began)
+            self.on_request("WATCH", request.kind, status, time.perf_counter() - began)
 
     async def _object(self, request: Request, more: Mapping[str, str], seconds: float) -> Object:
         about = (request.method, request.path)
@@ -109,15 +110,15 @@ class Transport:
     async def _call(
         self, request: Request, more: Mapping[str, str], limit: aiohttp.ClientTimeout
     ) -> aiohttp.ClientResponse:
-        method, url, headers, body, _ = await self._api.param_serialize(
+        method, url, headers, body, _ = await self.api.param_serialize(
             request.method,
             request.path,
             query_params=[*request.query.items(), *more.items()],
-            header_params={"Accept": "application/json", "Content-Type": request.content_type},
+            header_params={"Accept": request.accept, "Content-Type": request.content_type},
             body=request.body,
             auth_settings=["BearerToken"],
         )
-        answer = await self._api.call_api(method, url, headers, body, _request_timeout=limit)
+        answer = await self.api.call_api(method, url, headers, body, _request_timeout=limit)
         response: aiohttp.ClientResponse = answer.response
         return response
 
@@ -128,15 +129,20 @@ class _Event(msgspec.Struct):
 
 
 async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[_Event]:
-    """One JSON object a line; lines are put together here since a large object exceeds aiohttp's own limit."""
+    async for line in whole_lines(answer.content.iter_any()):
+        yield msgspec.json.decode(line, type=_Event)
+
+
+async def whole_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The lines of a stream that are not empty, put together here since a large object exceeds aiohttp's own limit."""
     begun = bytearray()
-    async for chunk in answer.content.iter_any():
+    async for chunk in chunks:
         *lines, rest = chunk.split(b"\n")
         for line in lines:
             whole = bytes(begun) + line
             begun.clear()
             if whole.strip():
-                yield msgspec.json.decode(whole, type=_Event)
+                yield whole
         begun += rest
 
 
