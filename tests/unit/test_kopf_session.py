@@ -182,12 +182,13 @@ async def watching(server: Server) -> AsyncIterator[Watched]:
             yield known
             assert not at_work.done(), "kopf has ended"
     finally:
-        stop.set()
-        server.streams.clear()  # else kopf waits five seconds for its end
-        await asyncio.gather(at_work, return_exceptions=True)
         feeding.cancel()
         await asyncio.gather(feeding, return_exceptions=True)
+        # kopf waits five seconds for all tasks that began after it: the server's, of connections that are open, too.
+        server.streams.clear()
         await cluster.close()
+        stop.set()
+        await asyncio.gather(at_work, return_exceptions=True)
         await runner.cleanup()
 
 
