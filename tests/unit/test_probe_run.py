@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.probes import run
+from kvpilot_operator.probes import session
 from kvpilot_operator.probes.answers import read_steps, read_tokens
 from kvpilot_operator.probes.codec import MAX_TOKEN_ID, Baseline, BaselinePrompt
 from kvpilot_operator.probes.errors import (
@@ -241,8 +241,8 @@ async def test_an_engine_that_hangs_ends_at_the_deadline() -> None:
 
 
 async def test_a_run_has_as_long_as_its_tokens_need_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "START_SECONDS", 1.0)
-    monkeypatch.setattr(run, "DECODE_TOKENS_PER_SECOND", 8)
+    monkeypatch.setattr(session, "START_SECONDS", 1.0)
+    monkeypatch.setattr(session, "DECODE_TOKENS_PER_SECOND", 8)
 
     async def handler(_path: str, _body: Body, _writer: Writer) -> None:
         await asyncio.sleep(60)
