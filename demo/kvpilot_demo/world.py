@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from kubernetes_asyncio import config
-from kubernetes_asyncio.client import ApiClient
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient
 
 from kvpilot_demo.models import cache_folder, smollm2_135m
 from kvpilot_operator.cluster.client import Cluster

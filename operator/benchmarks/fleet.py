@@ -31,8 +31,8 @@ import aiohttp
 import yaml
 from fleet_gauges import Process, Watched, rate, shares, total
 from fleet_kubelets import NODES, set_ready
-from kubernetes_asyncio import config
-from kubernetes_asyncio.client import ApiClient, Configuration
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, Configuration
 
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object

@@ -2,7 +2,7 @@
 
 The operator's container has 512 MiB. A fleet of 2,000 services and 6,000 pods takes up to 368 of them
 (docs/benchmarks/fleet.md), so that all doors together, with every place taken and every answer as large as it may be,
-get `ALL_DOORS_BYTES`, and what is kept of specs and packs `KEPT_BYTES`; the rest is the allocator's.
+get `ALL_DOORS_BYTES`; the rest is the allocator's.
 
 A door bounds three things. Bytes: an answer that exceeds `read_bytes` is refused while it is read, and reading one
 takes at most `held_bytes` of memory (docs/benchmarks/operator-doors.md has what they take). Work: parsers are linear in
@@ -47,8 +47,7 @@ class Door:
         return self.held_bytes * (self.quick + self.slow)
 
 
-ALL_DOORS_BYTES = 112 * _MIB
-KEPT_BYTES = 16 * _MIB
+ALL_DOORS_BYTES = 128 * _MIB
 
 # A page of vLLM is some 50 KiB for each data parallel rank, so 20 ranks behind one server. It is read chunk by chunk
 # and never held: what is held are the socket's buffers, a chunk and a line. A healthy engine answers within 10 ms; 450
@@ -69,20 +68,16 @@ CONFIG_MAP = Door("a ConfigMap", 256 * _KIB, 1 * _MIB, quick=4, slow=0, share=1,
 # All packs of one service that it brings itself.
 PACKS_BYTES = 128 * _KIB
 
-# The answers of a probe, one at a time: 8,192 tokens of a filled prompt are 64 KiB of JSON. A run takes some seconds on
-# a GPU and half a minute on a CPU; the patience is what a good service waits at most behind engines that hang.
-CANARY_PROBE = Door("a probe of a canary", 512 * _KIB, 512 * _KIB, quick=16, slow=32, share=1, patience_seconds=5.0)
+# A run holds its prompts (0.5 MiB of text, or a baseline of 1.1 MiB), the question that is asked and a line of the
+# answer or the tokens of a prompt; with the built-in packs some 0.5 MiB. It takes some seconds on a GPU and half a
+# minute on a CPU; the patience is what a good service waits at most behind engines that hang. No prompt has more than
+# the 65,536 tokens that a baseline keeps, of 10 bytes each.
+CANARY_PROBE = Door("a probe of a canary", 640 * _KIB, 2 * _MIB, quick=8, slow=8, share=1, patience_seconds=5.0)
 # Those of replicas that serve have places of their own: a canary never waits behind a thousand of them.
-CHECK = Door("a check of a replica", 512 * _KIB, 512 * _KIB, quick=16, slow=32, share=1, patience_seconds=5.0)
+CHECK = Door("a check of a replica", 640 * _KIB, 2 * _MIB, quick=8, slow=8, share=1, patience_seconds=5.0)
 
 # Passes and captures read ConfigMaps each by themselves.
 DOORS = (METRICS, CONFIG_MAP, CONFIG_MAP, CANARY_PROBE, CHECK)
-
-# Kept over the fleet, in caches that count bytes: verdicts over specs, and packs that were read.
-SPEC_CACHE_BYTES = 8 * _MIB
-PACK_CACHE_BYTES = 4 * _MIB
-# One spec that is larger is judged each time, and not kept.
-SPEC_CACHE_ITEM_BYTES = 64 * _KIB
 
 
 async def read_body(chunks: AsyncIterator[bytes], most: int, where: str) -> bytes:

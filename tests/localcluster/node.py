@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from kubernetes_asyncio.client import ApiException
+from kubernetes.aio.client import ApiException
 
 from localcluster import images
 from localcluster.addresses import Addresses

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from kubernetes_asyncio.client import ApiException
+from kubernetes.aio.client import ApiException
 
 from localcluster import images, volumes
 from localcluster.backoff import Backoff

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from kubernetes_asyncio.client import ApiException
+from kubernetes.aio.client import ApiException
 
 from localcluster.kube import Json, Kube
 

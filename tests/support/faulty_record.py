@@ -29,7 +29,7 @@ def record(fault: str, recovered_seconds: float, *, what: str, answered: int | N
 
 def record_machine(kubernetes: str) -> None:
     """Append what the measurements that follow were made on."""
-    versions = {name: version(name) for name in ("kvpilot", "kubernetes-asyncio", "aiohttp")}
+    versions = {name: version(name) for name in ("kvpilot", "kubernetes", "aiohttp")}
     _append(
         {
             "date": f"{datetime.now(UTC):%Y-%m-%d}",

@@ -16,8 +16,8 @@ from typing import Any
 
 import httpx
 import yaml
-from kubernetes_asyncio import config
-from kubernetes_asyncio.client import ApiClient, Configuration
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, Configuration
 
 from kvpilot_demo.load import Load
 from kvpilot_operator.cluster.client import Cluster

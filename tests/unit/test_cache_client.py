@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from kubernetes_asyncio.client import ApiClient, Configuration
+from kubernetes.aio.client import ApiClient, Configuration
 from yarl import URL
 
 from kvpilot_operator.cluster import transport as module

@@ -57,9 +57,10 @@ def test_a_replica_stays_where_the_others_would_have_too_many_prompts_in_hand():
     assert step(arbitrate(situation(calm(load=0.1, prompts_in_hand=0.25))))[0] == "ScaleIn"
 
 
-def test_a_calm_replica_that_does_more_than_it_could_refutes_what_was_learned():
+def test_a_calm_replica_that_does_clearly_more_than_it_could_refutes_what_was_learned():
     learned = (Saturation(dtype="auto", requests_per_hour=3600, mean_prompt=100, mean_generation=100),)
-    assert step(arbitrate(situation(calm(load=0.1, rate=1.1), saturations=learned)))[0] == "ScaleIn"
+    assert step(arbitrate(situation(calm(load=0.1, rate=1.1), saturations=learned)))[0] == "Stay"
+    assert step(arbitrate(situation(calm(load=0.1, rate=1.5), saturations=learned)))[0] == "ScaleIn"
 
 
 def test_what_a_replica_could_do_counts_for_similar_requests_only():

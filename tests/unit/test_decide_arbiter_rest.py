@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvpilot_operator.decide.judging.arbiter import Situation, arbitrate
@@ -63,6 +63,7 @@ FLUIDS = st.builds(
 
 
 @given(FLUIDS, st.integers(1, 4), st.integers(4, 12), st.sampled_from(["auto", "fp8", "k4v4"]), st.booleans())
+@example(Fluid(1.25, 310.0, 1131.0, 2**-6, 9.864041631626275e-07, 0.0008409811499457773, 40_000), 1, 4, "auto", False)
 @settings(max_examples=60)
 def test_a_constant_load_comes_to_rest_and_stays_there(load, least, most, dtype, known):
     limits = spec(scaling={"minReplicas": least, "maxReplicas": most})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from kubernetes_asyncio.client import V1PodDisruptionBudgetSpec
+from kubernetes.aio.client import V1PodDisruptionBudgetSpec
 
 from kvpilot_operator.decide import decide
 from kvpilot_operator.render.names import REVISION_LABEL

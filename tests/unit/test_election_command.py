@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpilot_operator.main import parse_arguments
+from kvpilot_operator.options import parse_arguments
 
 
 def refused(capsys, *arguments):

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from aiohttp import web
-from kubernetes_asyncio.client import ApiClient, Configuration
+from kubernetes.aio.client import ApiClient, Configuration
 
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.sockets import UNACKNOWLEDGED_MILLISECONDS, give_up_early
@@ -19,7 +19,7 @@ from kvpilot_operator.cluster.sockets import UNACKNOWLEDGED_MILLISECONDS, give_u
 _SCENE = """
 import asyncio, fcntl, json, socket, struct, sys
 from aiohttp import web
-from kubernetes_asyncio.client import ApiClient, Configuration
+from kubernetes.aio.client import ApiClient, Configuration
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.sockets import give_up_early
 from kvpilot_operator.errors import ClusterError

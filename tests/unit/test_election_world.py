@@ -1,7 +1,7 @@
 """Three replicas and one API server in virtual time: whatever is cut, slow, killed or told to stop, no write of a
 replica lands while another one holds the Lease, and once the trouble is over there is a leader again.
 
-Replicas run the operator's own loop (`Election`, `elected`, `Gate`); the server is a model of what a real one does with
+Replicas run the operator's own loop (`Election`, `Replica`, `Gate`); the server is a model of what a real one does with
 resource versions and time limits. A write that is under way may land at any moment until its time is over, answered or
 not; a request that is not lost arrives within a second.
 """
@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from kvpilot_operator.cluster.gate import Gate
 from kvpilot_operator.cluster.lease import Timing
 from kvpilot_operator.control.election import Election
-from kvpilot_operator.control.replica import elected
+from kvpilot_operator.control.replica import Replica as Leading
+from kvpilot_operator.control.replica import first_of
 from kvpilot_operator.errors import ClusterError, Conflict, LeadershipLost
 
 REPLICAS = 3
@@ -215,10 +216,18 @@ class Replica:
             async def start(identity=identity, gate=gate, link=link):
                 return Writer(identity, gate, link, self._dice)
 
+            leading = Leading(gate, start, election)
             with contextlib.suppress(LeadershipLost):
-                await elected(election, start, self._stop)
+                try:
+                    await first_of(self._stop.wait(), self._lead(leading))
+                finally:
+                    await leading.end()
             await asyncio.sleep(self._dice.random() * 5)
             self._begin()
+
+    async def _lead(self, leading):
+        await leading.lead()
+        await leading.ended()
 
 
 KINDS = ("kill", "terminate", "cut", "cut the Lease alone", "slow", "slow writes", "reset", "mend", "delete the Lease")

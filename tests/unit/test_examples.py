@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kubernetes_asyncio.client import models
+from kubernetes.aio.client import models
 
 from kvpilot_operator.api import apply_defaults, parse
 from kvpilot_operator.control.service_metrics import FAMILIES
@@ -27,10 +27,10 @@ def documents(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def unknown(kind: str, value: Any, path: str) -> list[str]:
-    """Paths in a JSON value that Kubernetes' own description of a type (kubernetes-asyncio's) does not have or type."""
-    if (inner := re.fullmatch(r"list\[(.*)\]", kind)) is not None:
+    """Paths in a JSON value that the official client's description of a type does not have or type."""
+    if (inner := re.fullmatch(r"List\[(.*)\]", kind)) is not None:
         return [f for i, item in enumerate(value) for f in unknown(inner[1], item, f"{path}[{i}]")]
-    if (inner := re.fullmatch(r"dict\(\w+, (.*)\)", kind)) is not None:
+    if (inner := re.fullmatch(r"Dict\[\w+, (.*)\]", kind)) is not None:
         return [f for name, item in value.items() for f in unknown(inner[1], item, f"{path}.{name}")]
     if kind in ("str", "int", "bool", "object"):
         return [] if kind == "object" or type(value).__name__ == kind else [f"{path} is not of type {kind}"]

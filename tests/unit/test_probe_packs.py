@@ -145,6 +145,11 @@ def test_a_pack_that_would_cost_too_much_is_refused_with_the_limit() -> None:
         load_text(short_prompts(MAX_PROMPTS + 1))
     with pytest.raises(PackTooLarge, match=str(MAX_PACK_BYTES)):
         load_text("#" * (MAX_PACK_BYTES + 1))
+    filled = "".join(
+        needle(90).replace("prompts: [", "- ").replace("name: n", f"name: n{i}")[:-1] + "\n" for i in range(25)
+    )
+    with pytest.raises(PackTooLarge, match="fill fewer prompts"):
+        load_text("prompts:\n" + filled, 8192)
     fifty = short_prompts(50)
     with pytest.raises(PackTooLarge, match="100 prompts"):
         load([USER, "configmap/other"], {"mine": {"prompts.yaml": fifty}, "other": {"prompts.yaml": fifty}})

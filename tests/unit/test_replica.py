@@ -47,8 +47,22 @@ async def led(gate: Gate, failures: list[Exception]) -> FakeLeader:
         stop.set()
 
     async with asyncio.timeout(5):
-        await asyncio.gather(replica.alone(gate, start, stop), stop_soon())
+        await asyncio.gather(life(gate, start, stop), stop_soon())
     return leader
+
+
+async def life(gate: Gate, start: replica.Start, stop: asyncio.Event) -> None:
+    """Lead until told to stop, then hand over: what the operator's process does."""
+    one = replica.Replica(gate, start)
+
+    async def lead() -> None:
+        await one.lead()
+        await one.ended()
+
+    try:
+        await replica.first_of(stop.wait(), lead())
+    finally:
+        await one.end()
 
 
 async def test_an_api_server_that_refuses_at_first_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +81,7 @@ async def test_one_that_is_told_to_stop_before_it_leads_stops() -> None:
         raise ClusterError("GET", "/version", 503, "starting")
 
     async with asyncio.timeout(5):
-        await replica.alone(Gate(), refused, stop)
+        await life(Gate(), refused, stop)
 
 
 async def test_after_it_was_told_to_stop_it_may_not_write() -> None:

@@ -7,10 +7,11 @@ import copy
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from kubernetes_asyncio import config
-from kubernetes_asyncio.client import ApiClient, Configuration
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, Configuration
 
 from kvpilot_operator.cluster.gate import Gate
+from kvpilot_operator.cluster.kopf_session import KopfSession
 from kvpilot_operator.cluster.objects import Object, name_of, path_of
 from kvpilot_operator.cluster.sockets import give_up_early
 from kvpilot_operator.cluster.transport import OnRequest, Request, Transport
@@ -18,6 +19,7 @@ from kvpilot_operator.errors import ClusterError, NotFound
 from kvpilot_operator.render.names import FIELD_MANAGER
 
 _PAGE = "500"
+_METADATA_ALONE = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _FIELD_MANAGER = {"fieldManager": FIELD_MANAGER}
 
 # Called after every write: kind, namespace, name, and the object as it is now, or None where it was deleted.
@@ -40,10 +42,7 @@ class Cluster:
             config.load_incluster_config()
         except config.ConfigException:
             await config.load_kube_config()
-        configuration = Configuration.get_default_copy()
-        # Watches hold a connection each, as many as namespaces are watched: a write must never wait for one of them.
-        configuration.connection_pool_maxsize = 0
-        api = ApiClient(configuration)
+        api = ApiClient(Configuration.get_default_copy())
         api.user_agent = agent
         give_up_early(api)
         return cls(api, gate, on_request)
@@ -53,6 +52,10 @@ class Cluster:
         other = copy.copy(self)
         other._on_write = on_write
         return other
+
+    def session_for_kopf(self, namespaces: Sequence[str], listed: Callable[[str], None]) -> KopfSession:
+        """Connections of kopf's own to the same server, with the same credentials, gate and counts."""
+        return KopfSession(self._transport.api, self._transport.gate, self._transport.on_request, namespaces, listed)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -85,18 +88,27 @@ class Cluster:
         return [item async for items, _ in self.pages(api_version, kind, namespace, selector) for item in items]
 
     async def pages(
-        self, api_version: str, kind: str, namespace: str, selector: str
+        self, api_version: str, kind: str, namespace: str, selector: str, *, accept: str = "application/json"
     ) -> AsyncIterator[tuple[Sequence[Object], str]]:
         """The objects with these labels, some hundred at a time, each time with the list's resourceVersion."""
         query = {"labelSelector": selector, "limit": _PAGE}
         while True:
-            request = Request("GET", kind, path_of(api_version, kind, namespace), query)
+            request = Request("GET", kind, path_of(api_version, kind, namespace), query, accept=accept)
             found = await self._transport.send(request, verb="LIST")
             metadata = found.get("metadata") or {}
             yield found.get("items") or [], str(metadata.get("resourceVersion", ""))
             if not metadata.get("continue"):
                 return
             query["continue"] = metadata["continue"]
+
+    async def names(self, api_version: str, kind: str, namespace: str) -> tuple[set[tuple[str, str]], str]:
+        """Namespace and name of all objects of a collection, and the list's resourceVersion; nothing else is sent."""
+        names: set[tuple[str, str]] = set()
+        version = ""
+        async for items, listed in self.pages(api_version, kind, namespace, "", accept=_METADATA_ALONE):
+            version = listed
+            names.update((item["metadata"].get("namespace", ""), item["metadata"]["name"]) for item in items)
+        return names, version
 
     def watch(
         self, api_version: str, kind: str, namespace: str, selector: str, version: str

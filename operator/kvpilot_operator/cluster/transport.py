@@ -1,17 +1,15 @@
-"""Requests to the API server over kubernetes-asyncio's connections and credentials: through the gate, timed, typed."""
+"""Requests to the API server over the official client's connections and credentials: through the gate, timed, typed."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
 import msgspec
-from kubernetes_asyncio.client import ApiClient, ApiException
+from kubernetes.aio.client import ApiClient
 
 from kvpilot_operator.budget import read_body
 from kvpilot_operator.cluster.gate import Gate
@@ -38,19 +36,20 @@ class Request:
     query: Mapping[str, str] = field(default_factory=dict)
     body: Object | None = None
     content_type: str = "application/json"
+    accept: str = "application/json"
 
 
 class Transport:
     """Sends requests; every failure is a ClusterError, and every request is told to `on_request`."""
 
     def __init__(self, api: ApiClient, gate: Gate, on_request: OnRequest) -> None:
-        self._api = api
-        self._gate = gate
-        self._on_request = on_request
+        self.api = api
+        self.gate = gate
+        self.on_request = on_request
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._api.close()
+        await self.api.close()
 
     async def send(self, request: Request, *, verb: str = "") -> Object:
         """The answer, an object. A write waits for nothing: it goes through the gate now, or NotLeader is raised."""
@@ -59,7 +58,7 @@ class Transport:
             if request.method == "GET":
                 answer = await self._object(request, {}, TIMEOUT_SECONDS)
             else:
-                with self._gate.write(request.method, request.path) as left:
+                with self.gate.write(request.method, request.path) as left:
                     seconds = min(TIMEOUT_SECONDS, left)
                     # The server, too, gives up when we do: no write of ours lands later.
                     answer = await self._object(request, {"timeout": f"{seconds * 1000:.0f}ms"}, seconds)
@@ -68,7 +67,7 @@ class Transport:
             status = error.status
             raise
         finally:
-            self._on_request(verb or request.method, request.kind, status, time.perf_counter() - began)
+            self.on_request(verb or request.method, request.kind, status, time.perf_counter() - began)
         return answer
 
     async def read(self, request: Request, most: int) -> bytes:
@@ -77,8 +76,7 @@ class Transport:
         limit = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS, ceil_threshold=math.inf)
         status, began = 0, time.perf_counter()
         try:
-            answer: aiohttp.ClientResponse = await self._call(request, {}, limit, stream=True)
-            async with answer:
+            async with await self._call(request, {}, limit) as answer:
                 status = answer.status
                 if (answer.content_length or 0) > most:
                     raise OverBudget(f"{request.path}: {answer.content_length} bytes, more than {most}")
@@ -86,9 +84,9 @@ class Transport:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ClusterError(*about, 0, f"{type(error).__name__}: {error}") from error
         finally:
-            self._on_request(request.method, request.kind, status, time.perf_counter() - began)
+            self.on_request(request.method, request.kind, status, time.perf_counter() - began)
         if status != 200:
-            raise _typed(*about, status, body.decode(errors="replace"), answer.headers)
+            raise _typed(*about, status, body, answer.headers)
         return body
 
     async def watch(self, request: Request) -> AsyncIterator[tuple[str, Object]]:
@@ -97,11 +95,10 @@ class Transport:
         more = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_SECONDS)}
         status, began = 0, time.perf_counter()
         try:
-            answer: aiohttp.ClientResponse = await self._call(request, more, limits, stream=True)
-            async with answer:
+            async with await self._call(request, more, limits) as answer:
                 status = answer.status
                 if status != 200:
-                    raise _typed("WATCH", request.path, status, await answer.text(), answer.headers)
+                    raise _typed("WATCH", request.path, status, await answer.read(), answer.headers)
                 async for event in _events(answer):
                     if event.type == "ERROR":
                         status = _code(event.object)
@@ -112,37 +109,38 @@ class Transport:
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
             raise ClusterError("WATCH", request.path, 0, f"{type(error).__name__}: {error}") from error
         finally:
-            self._on_request("WATCH", request.kind, status, time.perf_counter() - began)
+            self.on_request("WATCH", request.kind, status, time.perf_counter() - began)
 
     async def _object(self, request: Request, more: Mapping[str, str], seconds: float) -> Object:
         about = (request.method, request.path)
         # For the whole request; without the second argument it would be rounded up to a full second.
         limit = aiohttp.ClientTimeout(total=seconds, ceil_threshold=math.inf)
         try:
-            answer = await self._call(request, more, limit)
-        except ApiException as error:
-            raise _typed(*about, int(error.status or 0), error.body or error.reason, error.headers) from None
-        except (aiohttp.ClientError, OSError, TimeoutError, UnicodeDecodeError) as error:
+            async with await self._call(request, more, limit) as response:
+                body = await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ClusterError(*about, 0, f"{type(error).__name__}: {error}") from error
-        if not isinstance(answer, dict):
-            raise ClusterError(*about, 200, f"the answer is no JSON object but {str(answer)[:100]!r}")
-        return answer
+        if not 200 <= response.status < 300:
+            raise _typed(*about, response.status, body, response.headers)
+        try:
+            return msgspec.json.decode(body, type=Object)
+        except msgspec.DecodeError:
+            raise ClusterError(*about, 200, f"the answer is no JSON object but {body[:100]!r}") from None
 
     async def _call(
-        self, request: Request, more: Mapping[str, str], limit: aiohttp.ClientTimeout, *, stream: bool = False
-    ) -> Any:
-        return await self._api.call_api(
-            request.path,
+        self, request: Request, more: Mapping[str, str], limit: aiohttp.ClientTimeout
+    ) -> aiohttp.ClientResponse:
+        method, url, headers, body, _ = await self.api.param_serialize(
             request.method,
+            request.path,
             query_params=[*request.query.items(), *more.items()],
-            header_params={"Accept": "application/json", "Content-Type": request.content_type},
+            header_params={"Accept": request.accept, "Content-Type": request.content_type},
             body=request.body,
             auth_settings=["BearerToken"],
-            response_types_map=dict.fromkeys((200, 201, 202), "object"),
-            _return_http_data_only=True,
-            _preload_content=not stream,
-            _request_timeout=limit,
         )
+        answer = await self.api.call_api(method, url, headers, body, _request_timeout=limit)
+        response: aiohttp.ClientResponse = answer.response
+        return response
 
 
 class _Event(msgspec.Struct):
@@ -151,15 +149,20 @@ class _Event(msgspec.Struct):
 
 
 async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[_Event]:
-    """One JSON object a line; lines are put together here since a large object exceeds aiohttp's own limit."""
+    async for line in whole_lines(answer.content.iter_any()):
+        yield msgspec.json.decode(line, type=_Event)
+
+
+async def whole_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The lines of a stream that are not empty, put together here since a large object exceeds aiohttp's own limit."""
     begun = bytearray()
-    async for chunk in answer.content.iter_any():
+    async for chunk in chunks:
         *lines, rest = chunk.split(b"\n")
         for line in lines:
             whole = bytes(begun) + line
             begun.clear()
             if whole.strip():
-                yield msgspec.json.decode(whole, type=_Event)
+                yield whole
         begun += rest
 
 
@@ -168,12 +171,12 @@ def _code(status: Object) -> int:
     return code if isinstance(code, int) and code else 500
 
 
-def _typed(method: str, path: str, status: int, body: Any, headers: Mapping[str, str] | None) -> ClusterError:
+def _typed(method: str, path: str, status: int, body: bytes, headers: Mapping[str, str]) -> ClusterError:
     try:
-        details = json.loads(body or "{}")
-    except ValueError:
-        details = {}
-    message = str((details.get("message") if isinstance(details, dict) else None) or body or "no message")
+        message = str(msgspec.json.decode(body, type=Object).get("message") or "")
+    except msgspec.DecodeError:
+        message = ""
+    message = message or body.decode(errors="replace") or "no message"
     if len(message) > 1000:
         # A refused value may be long itself: what is wrong with it stands at the end.
         message = f"{message[:300]} … {message[-600:]}"
@@ -181,7 +184,7 @@ def _typed(method: str, path: str, status: int, body: Any, headers: Mapping[str,
         return Conflict(method, path, status, message)
     if status == 404:
         return NotFound(method, path, status, message)
-    wait = (headers or {}).get("Retry-After", "")
+    wait = headers.get("Retry-After", "")
     if status in (429, 503) and wait.isdigit():
         return Throttled(method, path, status, message, float(wait))
     return ClusterError(method, path, status, message)

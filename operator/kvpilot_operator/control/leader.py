@@ -40,6 +40,7 @@ class Leader:
         self._telemetry = telemetry
         windows = Windows()
         fleet = Fleet(cluster, namespaces)
+        self.services = fleet.feed
         self._observer = Observer(cluster, fleet, windows, server, _now, telemetry.engine_scraped)
         self._prober = Prober(cluster)
         actor = Actor(cluster.telling(fleet.wrote))

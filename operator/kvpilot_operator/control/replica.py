@@ -19,57 +19,72 @@ PAUSE_SECONDS = 1.0
 Start = Callable[[], Awaitable[Leader]]
 
 
-async def alone(gate: Gate, start: Start, stop: asyncio.Event) -> None:
-    """Lead until `stop` is set, without asking anybody."""
-    gate.open(math.inf, math.inf)
-    begun: list[Leader] = []
-    try:
-        await first_of(stop.wait(), _lead(start, begun))
-    finally:
-        for leader in begun:
-            await leader.quiet()
-            await leader.close()
+class Replica:
+    """`lead` returns once this replica leads, `ended` when it may or can no longer, and `end` hands over in order.
 
-
-async def elected(election: Election, start: Start, stop: asyncio.Event) -> None:
-    """Stand by, then lead, until `stop` is set; the Lease is let go as soon as the last write has its answer.
-
-    Raises:
-        LeadershipLost: it led and may not any more.
+    Without an election it leads at once, and for ever.
     """
-    await first_of(stop.wait(), election.stand_by())
-    if stop.is_set():
-        # The claim may have come through in the same moment.
-        await election.release()
-        return
-    hold = asyncio.create_task(election.hold())
-    begun: list[Leader] = []
-    try:
-        await first_of(stop.wait(), _lead(start, begun), asyncio.shield(hold))
-    finally:
-        lost = hold.done()
-        # First of all: a renewal would open the gate again.
-        hold.cancel()
-        await asyncio.gather(hold, return_exceptions=True)
+
+    def __init__(self, gate: Gate, start: Start, election: Election | None = None) -> None:
+        self._gate = gate
+        self._start = start
+        self._election = election
+        self._hold: asyncio.Task[None] | None = None
+        self.leader: Leader | None = None
+
+    async def lead(self) -> Leader:
+        """Stand by, then begin to lead.
+
+        Raises:
+            LeadershipLost: it led and may not any more.
+        """
+        if self._election is None:
+            self._gate.open(math.inf, math.inf)
+            return await self._begin()
+        await self._election.stand_by()
+        self._hold = asyncio.create_task(self._election.hold())
+        await first_of(self._begin(), asyncio.shield(self._hold))
+        assert self.leader is not None  # noqa: S101 - a hold that is over has raised
+        return self.leader
+
+    async def ended(self) -> None:
+        """Wait until the work or the Lease has ended, and raise why.
+
+        Raises:
+            LeadershipLost: it led and may not any more.
+        """
+        assert self.leader is not None  # noqa: S101 - `lead` has returned
+        holding = [asyncio.shield(self._hold)] if self._hold is not None else []
+        await first_of(self.leader.ended(), *holding)
+
+    async def end(self) -> None:
+        """Stop working; the Lease is let go as soon as the last write has its answer."""
+        lost = self._hold is not None and self._hold.done()
+        if self._hold is not None:
+            # First of all: a renewal would open the gate again.
+            self._hold.cancel()
+            await asyncio.gather(self._hold, return_exceptions=True)
         # Who has lost the Lease has nothing to hand over, and ends at once.
-        quiet = all([await leader.quiet(0 if lost else DRAIN_SECONDS) for leader in begun])
-        if quiet and not lost:
-            await election.release()
-        elif not lost:
-            log.warning("the Lease has to run out: a write that got no answer may still arrive")
-        for leader in begun:
-            await leader.close()
+        quiet = self.leader is None or await self.leader.quiet(0 if lost else DRAIN_SECONDS)
+        self._gate.close()
+        if self._election is not None and not lost:
+            if quiet:
+                # Also one that stood by: its claim may have come through in the moment that it was told to stop.
+                await self._election.release()
+            else:
+                log.warning("the Lease has to run out: a write that got no answer may still arrive")
+        if self.leader is not None:
+            await self.leader.close()
 
-
-async def _lead(start: Start, begun: list[Leader]) -> None:
-    while not begun:
-        try:
-            begun.append(await start())
-        except ClusterError as error:
-            # An API server that has just come back refuses some requests: no reason to give the Lease away.
-            log.warning("not leading yet, again in %g s: %s", PAUSE_SECONDS, error)
-            await asyncio.sleep(PAUSE_SECONDS)
-    await begun[0].ended()
+    async def _begin(self) -> Leader:
+        while self.leader is None:
+            try:
+                self.leader = await self._start()
+            except ClusterError as error:
+                # An API server that has just come back refuses some requests: no reason to give the Lease away.
+                log.warning("not leading yet, again in %g s: %s", PAUSE_SECONDS, error)
+                await asyncio.sleep(PAUSE_SECONDS)
+        return self.leader
 
 
 async def first_of(*ends: Awaitable[object]) -> None:

@@ -1,8 +1,8 @@
 """All services and what they own, as the operator knows them without asking: a pass reads from here.
 
-Watches bring the services and their Deployments, pods and Services (docs/decisions/0011-a-watched-cache.md). What the
-operator writes is put here at once, as the API server answered it: no pass sees a state from before an earlier pass's
-writes.
+kopf's watch brings the services, watches of our own their Deployments, pods and Services
+(docs/decisions/0012-kopf-and-the-official-client.md). What the operator writes is put here at once, as the API server
+answered it: no pass sees a state from before an earlier pass's writes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from kvpilot_operator.cluster.cache import Store
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object, version_of
 from kvpilot_operator.cluster.watch import Reflector
+from kvpilot_operator.observe.services import ServiceFeed
 from kvpilot_operator.observe.views import deployment_view, is_ours, pod_view, traffic_of
-from kvpilot_operator.render.names import API_VERSION, KIND, SERVICE_LABEL
+from kvpilot_operator.render.names import KIND, SERVICE_LABEL
 from kvpilot_operator.state.snapshot import DeploymentView, PodView, ServiceKey
 from kvpilot_operator.state.status import Status, parse_status
 
 V = TypeVar("V")
 
-_WATCHED = (
-    (API_VERSION, KIND, ""),
+_CHILDREN = (
     ("apps/v1", "Deployment", SERVICE_LABEL),
     ("v1", "Pod", SERVICE_LABEL),
     ("v1", "Service", SERVICE_LABEL),
@@ -76,17 +76,20 @@ class Fleet:
         self._reflectors = [
             Reflector(cluster, api_version, kind, namespace, selector, self._stores[kind])
             for namespace in namespaces or ("",)
-            for api_version, kind, selector in _WATCHED
+            for api_version, kind, selector in _CHILDREN
         ]
+        self.feed = ServiceFeed(cluster, self.services, namespaces or ("",))
 
     async def run(self) -> None:
         """Follow services and what they own until cancelled."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self.feed.run())
             for reflector in self._reflectors:
                 group.create_task(reflector.run())
 
     async def filled(self) -> None:
         """Wait until all of it has been read once."""
+        await self.feed.filled.wait()
         for reflector in self._reflectors:
             await reflector.filled.wait()
 

@@ -8,19 +8,20 @@ anything that is not the API is a `MalformedAnswer` that names the address and s
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from kvpilot_operator.probes.codec import MAX_PROMPT_TOKENS, MAX_TEXT, MAX_TOKEN_ID, MAX_TOP
+from kvpilot_operator.probes.codec import MAX_TEXT, MAX_TOKEN_ID, MAX_TOP
 from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer
 from kvpilot_operator.probes.stats import MIN_LOGPROB, Logprobs
 
 MAX_EXCERPT = 300
-# A token id with its comma and space, for as many tokens as a baseline keeps at most, and the rest of the answer.
-MAX_TOKENIZED_BYTES = 10 * MAX_PROMPT_TOKENS + 4096
+# A token id with its comma and space.
+BYTES_A_TOKEN = 10
 _TOKEN_PREFIX = "token_id:"  # noqa: S105 - vLLM's spelling of a token id, nothing secret
 # Strings are taken whole, a last one even without its end, so that no text costs more than its length.
 _NOT_FINITE = re.compile(rb'("(?:[^"\\]++|\\.?)*+"?)|-?(?:NaN|Infinity)', re.DOTALL)
@@ -31,7 +32,7 @@ T = TypeVar("T")
 class Tokenized(NamedTuple):
     """A prompt's token ids and the engine's context length in tokens."""
 
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     max_model_len: int
 
 
@@ -69,15 +70,22 @@ class _Error(msgspec.Struct):
     code: Annotated[int, Meta(ge=100, le=599)] = 500
 
 
-def read_tokens(url: str, data: bytes) -> Tokenized:
+def read_tokens(url: str, data: bytes | bytearray) -> Tokenized:
     """Return what /tokenize said; raises `MalformedAnswer`."""
     answer = _decoded(url, data, _Tokenized)
-    return Tokenized(tuple(answer.tokens), answer.max_model_len)
+    return Tokenized(array("I", answer.tokens), answer.max_model_len)
 
 
 def read_steps(url: str, data: bytes) -> list[Step]:
     """Return a streamed chunk's tokens; an engine that fails in the middle of a stream says so in `error`."""
-    chunk = _decoded(url, data, _Chunk)
+    try:
+        chunk = _decoded(url, data, _Chunk)
+    except MalformedAnswer:
+        # An engine with broken logits may send NaN and Infinity, which are no JSON: they count as null.
+        finite = _NOT_FINITE.sub(lambda found: found[1] or b"null", data)
+        if finite == data:
+            raise
+        chunk = _decoded(url, finite, _Chunk)
     if chunk.error is not msgspec.UNSET:
         raise EngineRefused(url, _code(chunk.error), printable(bytes(chunk.error)))
     if chunk.choices is msgspec.UNSET:
@@ -97,16 +105,9 @@ def read_steps(url: str, data: bytes) -> list[Step]:
     return steps
 
 
-def _decoded(url: str, data: bytes, kind: type[T]) -> T:
+def _decoded(url: str, data: bytes | bytearray, kind: type[T]) -> T:
     try:
-        try:
-            return msgspec.json.decode(data, type=kind)
-        except msgspec.DecodeError:
-            # An engine with broken logits may send NaN and Infinity, which are no JSON: they count as null.
-            finite = _NOT_FINITE.sub(lambda found: found[1] or b"null", data)
-            if finite == data:
-                raise
-            return msgspec.json.decode(finite, type=kind)
+        return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise MalformedAnswer(f"{url}: {str(error)[:MAX_EXCERPT]}, in {printable(data) or 'nothing'}") from error
 
@@ -139,6 +140,6 @@ def _token(url: str, name: str) -> int:
     return int(digits)
 
 
-def printable(data: bytes) -> str:
+def printable(data: bytes | bytearray) -> str:
     """Return the start of a body on one line, for a message."""
     return " ".join(data[: 4 * MAX_EXCERPT].decode("utf-8", "replace").split())[:MAX_EXCERPT]

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import aiohttp
+import msgspec
 
-from kvpilot_operator.budget import METRICS_CHUNK_BYTES
+from kvpilot_operator.budget import CANARY_PROBE, METRICS_CHUNK_BYTES
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.page import PageReader
 from kvpilot_operator.probes.answers import (
-    MAX_TOKENIZED_BYTES,
+    BYTES_A_TOKEN,
     Step,
     Tokenized,
     printable,
@@ -39,11 +40,13 @@ CONNECT_SECONDS = 5.0
 READ_SECONDS = 120.0
 RETRY_PAUSE_SECONDS = 0.5
 METRICS_SECONDS = 5.0
-_MAX_LINE_BYTES = 256 * 1024
+_MAX_LINE_BYTES = 128 * 1024
 # One token with its logprobs takes some 2 KiB. The loop that reads serves the whole fleet: an engine that talks without
 # an end, and fast, must not have it to itself until the run's deadline.
 _MAX_STREAM_BYTES = 1024 * 1024
 _MAX_TOKEN_BYTES = 64 * 1024
+_TEMPLATE_BYTES = 64 * 1024
+_JSON = {"Content-Type": "application/json"}
 _MAX_ERROR_BYTES = 4096
 # What a connection can fail of; a connection's own timeout is a ClientError too.
 _BROKEN = (aiohttp.ClientError, OSError)
@@ -101,11 +104,14 @@ class Engine:
 
     async def _tokens(self, body: Mapping[str, object]) -> Tokenized:
         url = f"{self.base_url}/tokenize"
+        asked = msgspec.json.encode(body)
+        # A token is a byte of text or more, and what the template adds has its own room.
+        limit = min(BYTES_A_TOKEN * len(asked) + _TEMPLATE_BYTES, CANARY_PROBE.read_bytes)
 
         async def ask() -> Tokenized:
-            async with self.http.post(url, json=body, allow_redirects=False) as response:
+            async with self.http.post(url, data=asked, headers=_JSON, allow_redirects=False) as response:
                 await _check(url, response)
-                found = read_tokens(url, await _read(url, response, MAX_TOKENIZED_BYTES))
+                found = read_tokens(url, await _read(url, response, limit))
             self.progress()
             return found
 
@@ -138,10 +144,13 @@ class Engine:
         }
         if priority is not None:
             body["priority"] = priority
+        asked = msgspec.json.encode(body)
+        # A list of numbers takes four times what it says.
+        del body
         for last_try in (False, True):
             started = False
             try:
-                async with aclosing(self._stream(body, tokens)) as steps:
+                async with aclosing(self._stream(asked, tokens)) as steps:
                     async for step in steps:
                         started = True
                         yield step
@@ -165,11 +174,11 @@ class Engine:
         except (*_BROKEN, ScrapeError):
             return 0.0
 
-    async def _stream(self, body: Mapping[str, object], tokens: int) -> AsyncGenerator[Step, None]:
+    async def _stream(self, asked: bytes, tokens: int) -> AsyncGenerator[Step, None]:
         url = f"{self.base_url}/v1/completions"
         count = 0
         try:
-            async with self.http.post(url, json=body, allow_redirects=False) as response:
+            async with self.http.post(url, data=asked, headers=_JSON, allow_redirects=False) as response:
                 await _check(url, response)
                 async for line in _lines(url, response, _MAX_STREAM_BYTES + tokens * _MAX_TOKEN_BYTES):
                     if not line.startswith(b"data:"):
@@ -229,13 +238,13 @@ async def _check(url: str, response: aiohttp.ClientResponse) -> None:
     raise EngineRefused(url, response.status, printable(bytes(said)))
 
 
-async def _read(url: str, response: aiohttp.ClientResponse, limit: int) -> bytes:
+async def _read(url: str, response: aiohttp.ClientResponse, limit: int) -> bytearray:
     body = bytearray()
     async for chunk in response.content.iter_any():
         body += chunk
         if len(body) > limit:
             raise MalformedAnswer(f"{url}: more than {limit} bytes")
-    return bytes(body)
+    return body
 
 
 async def _lines(url: str, response: aiohttp.ClientResponse, limit: int) -> AsyncIterator[bytes]:

@@ -17,9 +17,11 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Annotated
 
 import msgspec
@@ -27,7 +29,7 @@ from msgspec import Meta
 
 from kvpilot_operator.probes.errors import BaselineTooLarge, MalformedBaseline
 from kvpilot_operator.probes.packs import MAX_PROMPTS, ProbePrompt
-from kvpilot_operator.probes.stats import MIN_LOGPROB, Logprobs
+from kvpilot_operator.probes.stats import MIN_LOGPROB, Answers, Logprobs
 
 VERSION = 2
 _READABLE = (1, 2)
@@ -87,8 +89,8 @@ class BaselinePrompt:
     name: str
     tail: str
     text: str
-    tokens: tuple[int, ...]
-    answer: tuple[Logprobs, ...]
+    tokens: Sequence[int]
+    answer: Sequence[Logprobs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,12 +212,9 @@ def _read(raw: bytes) -> Baseline:
     logprobs = iter(-int.from_bytes(steps[i : i + 2], "little") / _STEPS_PER_NAT for i in range(0, len(steps), 2))
     prompts = []
     for kept in header.prompts:
-        prompt = tuple(next(tokens) for _ in range(kept.tokens))
-        answer = []
-        for n in kept.tops:
-            top = {next(top_ids): next(logprobs) for _ in range(n)}
-            answer.append(Logprobs(next(iter(top)), top))
-        prompts.append(BaselinePrompt(kept.name, kept.tail, kept.text, prompt, tuple(answer)))
+        prompt = array("I", islice(tokens, kept.tokens))
+        answer = Answers(_position(zip(islice(top_ids, n), islice(logprobs, n), strict=True)) for n in kept.tops)
+        prompts.append(BaselinePrompt(kept.name, kept.tail, kept.text, prompt, answer))
     return Baseline(
         identity=header.identity,
         model=header.model,
@@ -224,6 +223,11 @@ def _read(raw: bytes) -> Baseline:
         left_out=tuple(header.left_out),
         control=None if header.control is None else _control(header.control),
     )
+
+
+def _position(top: Iterable[tuple[int, float]]) -> Logprobs:
+    found = dict(top)
+    return Logprobs(next(iter(found)), found)
 
 
 def _kept(control: Control) -> _Control:

@@ -37,6 +37,8 @@ CONFIG_MAP_KEY = "prompts.yaml"
 MAX_PROMPTS = 64
 MAX_PACK_BYTES = 32 * 1024
 MAX_MESSAGES = 16
+# In all prompts together, once they are filled: more tokens than a baseline keeps (65,536) have more characters.
+MAX_CHARACTERS = 512 * 1024
 MAX_TOOLS = 16
 MAX_NAME = 40
 # Contexts longer than this are probed as if they were this long: a probe must not hog the engine with prefills.
@@ -93,6 +95,12 @@ def load(
                 f"{MAX_PROMPTS} in all keep a probe cheap: name fewer sets or shorten your own"
             )
         prompts.extend(_prompts(probe_set, entries, context_tokens))
+        size = sum(len(message.content) for prompt in prompts for message in prompt.messages)
+        if size > MAX_CHARACTERS:
+            raise PackTooLarge(
+                f"spec.accuracy.probeSets: {size} characters in the prompts up to {probe_set}; at most "
+                f"{MAX_CHARACTERS} in all keep a probe cheap: name fewer sets, or fill fewer prompts with less"
+            )
     if not prompts:
         raise EmptyPack("spec.accuracy.probeSets: no probe set named; name at least one, such as builtin/general")
     return tuple(prompts)

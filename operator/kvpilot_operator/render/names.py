@@ -8,6 +8,7 @@ GROUP = "kvpilot.io"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "QuantizedLLMService"
+PLURAL = "quantizedllmservices"
 FIELD_MANAGER = "kvpilot"
 
 HTTP_ROUTE_API = "gateway.networking.k8s.io/v1"

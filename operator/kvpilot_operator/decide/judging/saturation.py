@@ -37,13 +37,13 @@ def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Satur
 def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, replicas: int) -> str | None:
     """Why so many replicas of this dtype would have too much to do again, or None.
 
-    A calm replica that does more than that shows that something else was in the way then.
+    A calm replica that clearly does more than that shows that something else was in the way then.
     """
     limit = next((k for k in known if k.dtype == dtype), None)
     if limit is None or w.requests_per_second is None or not _alike(limit, w):
         return None
     each = w.requests_per_second * 3600 * w.pods / max(1, replicas)
-    refuted = dtype == serving and w.requests_per_second * 3600 > limit.requests_per_hour
+    refuted = dtype == serving and _SHARE * w.requests_per_second * 3600 > limit.requests_per_hour
     if refuted or each <= _SHARE * limit.requests_per_hour:
         return None
     return (

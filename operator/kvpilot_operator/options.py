@@ -1,0 +1,44 @@
+"""The command line of `kvpilot-operator`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+PURPOSE = "Gives every QuantizedLLMService the smallest KV cache that it can afford, and proves it."
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="kvpilot-operator", description=PURPOSE)
+    parser.add_argument(
+        "--namespace", action="append", default=[], help="watch this namespace only (may be repeated; default: all)"
+    )
+    parser.add_argument("--scrape-seconds", type=float, default=5.0, help="how often every engine is read (5)")
+    parser.add_argument("--http-host", default="0.0.0.0", help="address of /healthz, /readyz and /metrics (all)")  # noqa: S104
+    parser.add_argument("--http-port", type=int, default=8080, help="port of /healthz, /readyz and /metrics (8080)")
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    parser.add_argument(
+        "--leader-elect", action="store_true", help="act only while holding the Lease, for several replicas"
+    )
+    parser.add_argument("--lease-name", default="kvpilot-operator", help="the Lease of --leader-elect")
+    parser.add_argument(
+        "--lease-namespace", default=os.environ.get("POD_NAMESPACE", ""), help="its namespace ($POD_NAMESPACE)"
+    )
+    parser.add_argument(
+        "--lease-seconds", type=_lease_seconds, default=15, help="others take over this long after a leader died (15)"
+    )
+    options = parser.parse_args(arguments)
+    if options.leader_elect and not options.lease_namespace:
+        parser.error("--leader-elect needs --lease-namespace NAMESPACE, or POD_NAMESPACE in the environment")
+    return options
+
+
+def _lease_seconds(text: str) -> int:
+    try:
+        seconds = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of seconds") from None
+    if not 15 <= seconds <= 300:
+        raise argparse.ArgumentTypeError(f"{seconds} is not between 15 and 300 seconds")
+    return seconds

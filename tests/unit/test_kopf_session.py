@@ -1,0 +1,336 @@
+"""kopf's watch of the services, through our session, against a server on loopback: nothing that a server says ends it,
+and what was deleted while it was away is dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import kopf
+import pytest
+from aiohttp import web
+from kubernetes.aio.client import ApiClient, Configuration
+
+from kvpilot_operator.cluster import kopf_session as module
+from kvpilot_operator.cluster.cache import Store
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.gate import Gate
+from kvpilot_operator.cluster.objects import path_of
+from kvpilot_operator.cluster.sockets import give_up_early
+from kvpilot_operator.errors import NotLeader
+from kvpilot_operator.main import configure_kopf
+from kvpilot_operator.observe.services import ServiceFeed
+from kvpilot_operator.render.names import API_VERSION, GROUP, KIND, PLURAL, VERSION
+from kvpilot_operator.state.snapshot import ServiceKey
+
+SERVICES = path_of(API_VERSION, KIND)
+HANG_SECONDS = 60.0
+"""Against hanging: what is waited for takes well under six seconds, pauses included."""
+
+
+def service(name: str, version: int) -> dict[str, Any]:
+    metadata = {"namespace": "a", "name": name, "uid": f"uid-{name}", "resourceVersion": str(version)}
+    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata}
+
+
+def event(kind: str, obj: object) -> bytes:
+    return json.dumps({"type": kind, "object": obj}, separators=(",", ":")).encode() + b"\n"
+
+
+class Server:
+    """A collection of services. `lists` and `watches` are what the next requests get instead of the truth."""
+
+    def __init__(self) -> None:
+        self.services: dict[str, int] = {}
+        self.version = 1
+        self.lists: list[web.Response] = []
+        self.watches: list[web.Response | bytes] = []
+        self.asked: list[str] = []
+        self.streams: set[web.StreamResponse] = set()
+
+    def put(self, name: str) -> None:
+        """Silently: as if the watch were away."""
+        self.version += 1
+        self.services[name] = self.version
+
+    async def tell(self, kind: str, name: str) -> None:
+        """A change that open watches hear of."""
+        self.version += 1
+        if kind == "DELETED":
+            del self.services[name]
+        else:
+            self.services[name] = self.version
+        for stream in self.streams:
+            await stream.write(event(kind, service(name, self.version)))
+
+    async def watched(self) -> None:
+        """Wait until a watch hangs on."""
+        while not self.streams:
+            await asyncio.sleep(0.01)
+
+    async def break_watches(self, last_words: bytes = b"") -> None:
+        for stream in set(self.streams):
+            await stream.write(last_words) if last_words else None
+            self.streams.discard(stream)
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        if request.path != SERVICES:
+            return web.json_response(self._discovery(request.path))
+        if "watch" in request.query:
+            return await self._watch(request)
+        alone = "PartialObjectMetadata" in request.headers["Accept"]
+        self.asked.append("names" if alone else "list")
+        if self.lists and not alone:
+            return self.lists.pop(0)
+        items = [service(name, version) for name, version in self.services.items()]
+        return web.json_response({"metadata": {"resourceVersion": str(self.version)}, "items": items})
+
+    async def _watch(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append("watch")
+        said = self.watches.pop(0) if self.watches else None
+        if isinstance(said, web.Response):
+            return said
+        stream = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await stream.prepare(request)
+        if said is not None:
+            await stream.write(said)
+            return stream
+        self.streams.add(stream)
+        while stream in self.streams:
+            await asyncio.sleep(0.01)
+        return stream
+
+    @staticmethod
+    def _discovery(path: str) -> dict[str, Any]:
+        """What kopf asks for before it watches anything."""
+        groups = {GROUP: (VERSION, PLURAL, KIND), "apiextensions.k8s.io": ("v1", "customresourcedefinitions", "C")}
+        if path == "/api":
+            return {"versions": ["v1"]}
+        if path == "/api/v1":
+            return {"resources": [_resource("namespaces", "Namespace")]}
+        if path == "/apis":
+            versions = {name: {"version": version} for name, (version, *_) in groups.items()}
+            return {"groups": [{"name": n, "versions": [one], "preferredVersion": one} for n, one in versions.items()]}
+        _, plural, kind = groups[path.split("/")[2]]
+        return {"resources": [_resource(plural, kind)]}
+
+
+def _resource(plural: str, kind: str) -> dict[str, Any]:
+    verbs = ["list", "watch", "patch"]
+    return {"name": plural, "singularName": "", "kind": kind, "namespaced": kind == KIND, "verbs": verbs}
+
+
+class Watched:
+    """What the operator knows: a Store fed by kopf."""
+
+    def __init__(self, server: Server, cluster: Cluster) -> None:
+        self.server = server
+        self.store: Store[str] = Store(
+            lambda obj: obj["metadata"]["resourceVersion"],
+            lambda obj: ServiceKey(obj["metadata"]["namespace"], obj["metadata"]["name"]),
+            lambda _: None,
+        )
+        self.feed = ServiceFeed(cluster, self.store, [""])
+
+    def names(self) -> set[str]:
+        return {name for _, name in self.store.names()}
+
+    async def like_the_server(self) -> None:
+        """Wait until the store holds what the server holds."""
+        while self.names() != set(self.server.services):
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def watching(server: Server) -> AsyncIterator[Watched]:
+    """kopf at work, with the operator's own settings, until the block is left; kopf's end by itself is a failure."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", server.answer)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    api = ApiClient(Configuration(host=f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"))  # type: ignore[union-attr]
+    give_up_early(api)
+    cluster = Cluster(api)
+    known = Watched(server, cluster)
+    registry = kopf.OperatorRegistry()
+
+    @kopf.on.startup(registry=registry)
+    async def begin(settings: kopf.OperatorSettings, **_: Any) -> None:
+        configure_kopf(settings)
+
+    @kopf.on.login(registry=registry)
+    async def login(**_: Any) -> kopf.AiohttpSession:
+        return cluster.session_for_kopf([""], known.feed.listed).login()
+
+    @kopf.on.event(API_VERSION, PLURAL, registry=registry)
+    async def take(event: kopf.RawEvent, **_: Any) -> None:
+        known.feed.take(event["type"], event["object"])
+
+    feeding = asyncio.create_task(known.feed.run())
+    stop = asyncio.Event()
+    at_work = asyncio.create_task(
+        kopf.operator(registry=registry, standalone=True, clusterwide=True, stop_flag=stop, memo=kopf.Memo())
+    )
+    try:
+        async with asyncio.timeout(HANG_SECONDS):
+            yield known
+            assert not at_work.done(), "kopf has ended"
+    finally:
+        feeding.cancel()
+        await asyncio.gather(feeding, return_exceptions=True)
+        # kopf waits five seconds for all tasks that began after it: the server's, of connections that are open, too.
+        server.streams.clear()
+        await cluster.close()
+        stop.set()
+        await asyncio.gather(at_work, return_exceptions=True)
+        await runner.cleanup()
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_SHORTEST_WATCH_SECONDS", 0.2)
+
+
+async def test_services_are_known_once_all_of_them_were_told() -> None:
+    server = Server()
+    for number in range(20):
+        server.put(f"s{number}")
+    async with watching(server) as known:
+        await known.feed.filled.wait()
+        assert known.names() == set(server.services)
+
+
+async def test_where_there_is_none_that_is_known_too() -> None:
+    async with watching(Server()) as known:
+        await known.feed.filled.wait()
+        assert known.names() == set()
+
+
+async def test_what_comes_changes_and_goes_is_followed() -> None:
+    server = Server()
+    async with watching(server) as known:
+        await server.watched()
+        await server.tell("ADDED", "x")
+        await known.like_the_server()
+        await server.tell("DELETED", "x")
+        await known.like_the_server()
+
+
+GONE = event("ERROR", {"kind": "Status", "code": 410, "message": "too old"})
+
+
+@pytest.mark.parametrize("left", [{"y"}, set()], ids=["one is left", "none is left"])
+async def test_what_was_deleted_while_the_watch_was_away_is_dropped_after_410(left: set[str]) -> None:
+    server = Server()
+    for name in ("x", "y"):
+        server.put(name)
+    async with watching(server) as known:
+        await known.feed.filled.wait()
+        await server.watched()
+        server.version += 10
+        server.services = {name: server.services[name] for name in left}
+        server.watches = [GONE]
+        await server.break_watches()
+        await known.like_the_server()
+        assert known.names() == left
+
+
+ODD_EVENTS = [
+    event("ERROR", {"code": 500, "message": "etcd: leader changed"}),
+    b"<html>bad gateway</html>\n",
+    b"[1, 2]\n",
+    event("ADDED", {"metadata": {}}),
+    event("MODIFIED", {"metadata": {"name": "x", "namespace": "a", "resourceVersion": 7}}),
+]
+
+
+def refused(code: int) -> web.Response:
+    return web.json_response({"kind": "Status", "message": "no"}, status=code)
+
+
+@pytest.mark.parametrize("code", [401, 403, 404, 410, 429, 500, 503])
+@pytest.mark.parametrize("what", ["list", "watch"])
+async def test_a_refusal_that_passes_is_outlived(what: str, code: int) -> None:
+    server = Server()
+    server.put("x")
+    if what == "list":
+        server.lists = [refused(code)]
+    else:
+        server.watches = [refused(code)]
+    async with watching(server) as known:
+        await known.feed.filled.wait()
+        await server.watched()
+        await server.tell("ADDED", "y")
+        await known.like_the_server()
+
+
+@pytest.mark.parametrize("said", ODD_EVENTS)
+async def test_an_odd_event_breaks_the_watch_and_nothing_else(said: bytes) -> None:
+    server = Server()
+    server.put("x")
+    server.watches = [said]
+    async with watching(server) as known:
+        await server.watched()
+        await server.tell("ADDED", "y")
+        await known.like_the_server()
+
+
+@pytest.mark.parametrize("body", ["<html>bad gateway</html>", "[]", '{"items": 3}', '{"items": [{"metadata": {}}]}'])
+async def test_a_list_that_is_none_is_asked_for_again(body: str) -> None:
+    server = Server()
+    server.put("x")
+    server.lists = [web.Response(text=body, content_type="application/json")]
+    async with watching(server) as known:
+        await known.like_the_server()
+
+
+async def test_a_server_that_ends_every_watch_at_once_is_asked_for_the_next_one_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pause = 0.5
+    monkeypatch.setattr(module, "_SHORTEST_WATCH_SECONDS", pause)
+    server = Server()
+    server.watches = [b""] * 4
+    began = time.monotonic()
+    async with watching(server):
+        await server.watched()
+    # Each of the five watches begins at least a pause after the one before.
+    assert time.monotonic() - began >= 4 * pause
+
+
+async def test_nothing_of_kopfs_is_written_while_the_gate_is_closed() -> None:
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.method)
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    api = ApiClient(Configuration(host=f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"))  # type: ignore[union-attr]
+    give_up_early(api)
+    gate = Gate()
+    cluster = Cluster(api, gate)
+    login = cluster.session_for_kopf([""], lambda _: None).login()
+    session = login.aiohttp_session
+    with pytest.raises(NotLeader):
+        await session.patch(f"{login.server}{SERVICES}/x", json={})
+    assert asked == []
+    gate.open(float("inf"), float("inf"))
+    async with session.patch(f"{login.server}{SERVICES}/x", json={}) as patched:
+        assert patched.status == 200
+    assert asked == ["PATCH"]
+    await session.close()
+    await cluster.close()
+    await runner.cleanup()
