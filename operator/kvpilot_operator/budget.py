@@ -57,7 +57,7 @@ METRICS_SOCKET_BYTES = 32 * _KIB
 # The longest line of a vLLM 0.32 (its cache_config_info) has 1.1 KiB. A rank has some 300 lines.
 METRICS_LINE_BYTES = 16 * _KIB
 METRICS_LINES = 16_384
-# Reading one chunk takes up to 2 ms of the event loop. One is read at a time, and services take turns.
+# Reading one chunk takes up to 3 ms of the event loop. One is read at a time, and services take turns.
 METRICS_CHUNK_BYTES = 32 * _KIB
 METRICS_TURN = Door("a chunk of a page", METRICS_CHUNK_BYTES, 0, quick=1, slow=0, share=1, patience_seconds=60.0)
 
