@@ -23,7 +23,7 @@ def measured(tmp_path_factory):
     with log.open("wb") as words:
         child = subprocess.Popen([*command, "--seconds", "12", "--out", out], stdout=words, stderr=subprocess.STDOUT)
         try:
-            status = child.wait(400)
+            status = child.wait(600)
         finally:
             # It ends what it has started; a SIGKILL would leave it running.
             child.terminate()
@@ -47,7 +47,7 @@ def test_the_operator_stays_in_its_container(measured):
 def test_no_good_engine_waits_for_more_than_two_cycles(measured):
     for phase in ("quiet", "hostile"):
         one = measured[phase]
-        assert one["cycles"] > 1
+        assert one["cycles"] >= 4
         # The first and the last cycle of a phase are not whole.
         assert one["scrapes_of_a_good_pod"]["least"] >= one["cycles"] / 2 - 1
 
