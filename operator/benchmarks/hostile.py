@@ -210,7 +210,7 @@ class HostileFleet:
             await self._try(self.cluster.merge(API_VERSION, KIND, *key, {"spec": {"kvCache": {"dtype": "k8v4"}}}))
         specs = [key for key in self.hostile if key[0] == "team-spec"]
         for number in itertools.count():
-            # No faster: what is measured is the operator beside them, and not an API server that has a megabyte to judge.
+            # No faster: what is measured is the operator, and not an API server that has megabytes to judge.
             await asyncio.sleep(1)
             if specs:
                 env = [{"name": f"V{i}", "value": f"{number:04d}" + CHARACTER * 4000} for i in range(64)]
