@@ -73,7 +73,7 @@ def mangled(draw: st.DrawFn, texts: dict[str, Make]) -> bytes:
     """Pieces of one to three hostile texts, some of them changed in places."""
     pieces = []
     for kind in draw(st.lists(st.sampled_from(sorted(texts)), min_size=1, max_size=3)):
-        text = bytearray(texts[kind](draw(st.integers(30, 2000))))
+        text = bytearray(texts[kind](draw(st.integers(60, 2000))))
         for at, byte in draw(st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=8)):
             text[at % len(text)] = byte
         pieces.append(bytes(text[draw(st.integers(0, 20)) : draw(st.integers(1, 4000))]))
