@@ -6,9 +6,13 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.numbers import whole
 from kvpilot_operator.state.snapshot import ServiceKey
 
 V = TypeVar("V")
+
+# resourceVersions are numbers of 64 bits.
+_MAX_VERSION = 2**64 - 1
 
 Name = tuple[str, str]
 """Namespace and name."""
@@ -85,7 +89,7 @@ class Store(Generic[V]):
 
     def keep_only(self, namespace: str, names: Collection[Name], version: str) -> None:
         """Drop what a list of a namespace (of all where it is empty) at this version did not hold."""
-        limit = int(version) if version.isdigit() else None
+        limit = whole(version, _MAX_VERSION)
         gone = [
             name
             for name, entry in self._entries.items()
@@ -116,5 +120,4 @@ def _name(obj: Object) -> Name:
 
 def _version(obj: Object) -> int:
     """0 where there is none that can be compared."""
-    version = obj["metadata"].get("resourceVersion") or ""
-    return int(version) if version.isdigit() else 0
+    return whole(obj["metadata"].get("resourceVersion"), _MAX_VERSION) or 0

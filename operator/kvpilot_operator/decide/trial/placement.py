@@ -17,9 +17,9 @@ from kvpilot_operator.decide.target import Target, render
 from kvpilot_operator.decide.trial import traffic
 from kvpilot_operator.decide.trial.exchange import exchange, side
 from kvpilot_operator.decide.trial.route import weighted
-from kvpilot_operator.render.engine import startup_budget_seconds
 from kvpilot_operator.render.names import canary_service
 from kvpilot_operator.render.objects import deployment, disruption_budget, route_rules, service
+from kvpilot_operator.render.startup import startup_budget_seconds
 from kvpilot_operator.state.decision import Manifest, Objects
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Canary, Stable, Status
