@@ -13,7 +13,7 @@ from kvpilot_operator.observe.views import node_facts
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from support.services import manifest, spec_of
 
-DIGITS = "0123456789²³٣४９½Ⅷ+-_. \n"
+DIGITS = "0123456789²³٣४½Ⅷ+-_. \n"
 
 
 @given(st.text(DIGITS, max_size=30) | st.text(max_size=10), st.integers(0, 10**12))
