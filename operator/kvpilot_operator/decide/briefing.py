@@ -34,7 +34,7 @@ def situation_of(s: Snapshot, spec: Spec, workload: Workload, scaling: Scaling, 
         now=s.now,
         spec=spec,
         workload=workload,
-        dtype=stable.dtype if stable is not None else spec.kv_cache.baseline,
+        dtype=serving_dtype(s, spec),
         replicas=replicas,
         ready=len(s.ready_pods(serving)),
         node=s.node,
@@ -49,6 +49,11 @@ def situation_of(s: Snapshot, spec: Spec, workload: Workload, scaling: Scaling, 
         busy=_busy(s, serving),
         no_canary=_no_canary(s, spec, replicas),
     )
+
+
+def serving_dtype(s: Snapshot, spec: Spec) -> str:
+    """The dtype that serves, or the one that a service starts with."""
+    return s.status.stable.dtype if s.status.stable is not None else spec.kv_cache.baseline
 
 
 def step_tokens(spec: Spec, node: NodeFacts) -> int:

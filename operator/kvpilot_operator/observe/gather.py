@@ -10,15 +10,17 @@ from datetime import datetime
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
-from kvpilot_operator.errors import ClusterError, ScrapeError
+from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.believe import Judged
 from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.observe.page import PodMetrics
 from kvpilot_operator.observe.probe_plan import probe_plan
+from kvpilot_operator.observe.questions import observed
 from kvpilot_operator.observe.scrape import open_session, scrape
 from kvpilot_operator.observe.views import facts_of_node, gpu_of, node_facts, route_view
 from kvpilot_operator.observe.windows import Windows, need
 from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND, engine_url
+from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.snapshot import (
     NodeFacts,
     PodView,
@@ -76,9 +78,10 @@ class Observer:
             return None
         spec = service.spec
         # Whatever has to be asked for comes first: after it, nothing of the snapshot is older than the rest.
-        route = await self._route(key, spec)
-        probes = ProbePlan() if spec is None else await self._probe_plan(key, spec)
-        node = await self._node_facts(self._fleet.pods.of(key))
+        failed: list[Unanswered] = []
+        route = await observed(Question.ROUTE, self._route(key, spec), None, failed)
+        probes = await observed(Question.PROBE_SETS, self._probe_plan(key, spec), ProbePlan(), failed)
+        node = await observed(Question.NODE, self._node_facts(self._fleet.pods.of(key)), NodeFacts(), failed)
         service = self._fleet.services.get(*key)
         if service is None or service.spec is not spec:
             return await self.snapshot(key, probe_result)
@@ -107,6 +110,7 @@ class Observer:
             server=self._server,
             probes=probes,
             probe_result=probe_result,
+            unanswered=tuple(failed),
         )
 
     async def refresh(self, key: ServiceKey) -> None:
@@ -186,14 +190,11 @@ class Observer:
         name = spec.canary.route_ref if spec is not None else None
         if name is None or not self._server.http_routes:
             return None
-        try:
-            return route_view(await self._cluster.find(HTTP_ROUTE_API, "HTTPRoute", key.namespace, name), key)
-        except ClusterError as error:
-            # A route that may not be read keeps a canary from its steps, and nothing else from being served.
-            log.warning("route not read: %s", error, extra={"service": str(key)})
-            return None
+        return route_view(await self._cluster.find(HTTP_ROUTE_API, "HTTPRoute", key.namespace, name), key)
 
-    async def _probe_plan(self, key: ServiceKey, spec: Spec) -> ProbePlan:
+    async def _probe_plan(self, key: ServiceKey, spec: Spec | None) -> ProbePlan:
+        if spec is None:
+            return ProbePlan()
         maps = await probe_config_maps(self._cluster, key, spec)
         # All that a plan depends on; reading the packs takes some 60 ms, so not at every edit.
         about = (spec.model, spec.kv_cache.baseline, spec.accuracy.probe_sets)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvpilot_operator.probes.codec import Baseline
+from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.status import Status
 
 Manifest = Mapping[str, Any]
@@ -87,5 +88,12 @@ class Decision:
     events: tuple[Event, ...] = ()
     sheltered: frozenset[str] = frozenset()
     """Names of pods that cluster autoscalers are asked to leave where they are; no other pod is."""
+    unanswered: tuple[Unanswered, ...] = ()
+    """The questions that had no answer; what they decide is left as it is."""
     again_seconds: float | None = None
     """Look again after this many seconds even if nothing happens."""
+
+    @property
+    def keeps_probe(self) -> bool:
+        """Whether a probe that runs goes on: what is to be asked had no answer, so `probe` says nothing."""
+        return any(one.question in (Question.PROBE_SETS, Question.ACCURACY) for one in self.unanswered)

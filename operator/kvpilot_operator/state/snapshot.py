@@ -12,6 +12,7 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.state.histogram import Histogram
+from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.status import Status
 
 
@@ -236,6 +237,12 @@ class Snapshot:
     server: ServerFacts = ServerFacts()
     probes: ProbePlan = ProbePlan()
     probe_result: ProbeResult | None = None
+    unanswered: tuple[Unanswered, ...] = ()
+    """What could not be observed this time: its field holds nothing then, which says nothing."""
+
+    def unread(self, question: Question) -> Unanswered | None:
+        """Why this could not be observed; None where it was."""
+        return next((one for one in self.unanswered if one.question == question), None)
 
     def pods_of(self, revision: str) -> tuple[PodView, ...]:
         """The revision's pods that are not on their way out."""

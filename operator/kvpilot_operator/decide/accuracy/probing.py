@@ -21,9 +21,12 @@ from kvpilot_operator.state.status import Baseline, Canary
 # After a probe that ended in an error the next waits this long, times the errors so far.
 ERROR_BACKOFF_SECONDS = 10
 
+Asked = tuple[Find | Capture | Measure | None, ProbeBaseline | None]
+"""The next request, and a baseline to keep."""
 
-def probe(draft: Draft, s: Snapshot, spec: Spec) -> tuple[Find | Capture | Measure | None, ProbeBaseline | None]:
-    """Take in the finished probe and name the next one: (request, baseline to keep)."""
+
+def probe(draft: Draft, s: Snapshot, spec: Spec) -> Asked:
+    """Take in the finished probe and name the next one."""
     drift.begin(draft, spec)
     if s.probes.fault is not None:
         _refuse_canary(draft, s, spec, s.probes.fault)

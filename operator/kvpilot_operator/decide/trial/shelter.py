@@ -24,6 +24,11 @@ def sheltered(draft: Draft, s: Snapshot, spec: Spec, request: Find | Capture | M
     return frozenset(p.name for p in s.pods if not p.terminating and (p.revision in trial or _asked(p, url)))
 
 
+def already_sheltered(s: Snapshot) -> frozenset[str]:
+    """Names of the pods that are sheltered now."""
+    return frozenset(p.name for p in s.pods if p.sheltered and not p.terminating)
+
+
 def _on_trial(draft: Draft, s: Snapshot, spec: Spec) -> tuple[str, ...]:
     canary = draft.status.canary
     if canary is None or canary.stage not in _JUDGED or spec.rollout.paused:
