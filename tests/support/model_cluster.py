@@ -300,11 +300,11 @@ class ModelCluster:
             kept = Baseline(request.baseline, "m", "auto", (), control=Control(NOW, 8, 256, 100, 1000, 1000))
             there = self.baseline == request.baseline
             found = isinstance(request, Capture) or there
-            self.probe = ProbeResult(request.identity, Captured(kept, adopted=there) if found else NothingKept())
+            self.probe = ProbeResult(request, Captured(kept, adopted=there) if found else NothingKept())
         elif isinstance(request, Measure):
             revision = request.identity.split("/")[2]
             dtype = self.deployments[revision][0]
             outcome = measurement(9_000_000, 10) if dtype in self.bad else self.measured
-            self.probe = ProbeResult(request.identity, outcome)
+            self.probe = ProbeResult(request, outcome)
         else:
             self.probe = None

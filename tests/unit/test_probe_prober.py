@@ -59,7 +59,7 @@ class Bench:
         await asyncio.wait_for(self.done.wait(), 20)
         found = self.prober.result(KEY)
         assert found is not None
-        assert found.identity == request.identity
+        assert found.request == request
         return found
 
 
@@ -88,7 +88,7 @@ async def respond_empty(writer: Writer) -> None:
 
 
 def capture(url: str) -> Capture:
-    return Capture("capture/x/0", url, "m", IDENTITY, NAME)
+    return Capture("capture/x/0", "p", url, "m", IDENTITY, NAME)
 
 
 async def captured(bench: Bench) -> Baseline:
@@ -156,9 +156,9 @@ async def test_a_serving_engine_is_measured_one_request_at_a_time(bench: Bench) 
         await counting(path, body, writer)
 
     async with engine(handler) as url:
-        beside_users = await bench.ask(Measure("check/x", url, "m", NAME, serving=True))
+        beside_users = await bench.ask(Measure("check/x", "p", url, "m", NAME, serving=True))
         assert (most, looks) == (1, 8)
-        alone = await bench.ask(Measure("measure/x", url, "m", NAME))
+        alone = await bench.ask(Measure("measure/x", "p", url, "m", NAME))
         assert (most, looks) == (2, 8)
     for found in (beside_users, alone):
         assert isinstance(found.outcome, Measurement)
@@ -173,16 +173,24 @@ async def test_a_busy_engine_ends_a_check_under_its_own_name(bench: Bench, monke
         respond(writer, b"vllm:num_requests_waiting 3\n")
 
     async with engine(handler) as url:
-        found = await bench.ask(Measure("check/x", url, "m", NAME, serving=True))
+        found = await bench.ask(Measure("check/x", "p", url, "m", NAME, serving=True))
     assert isinstance(found.outcome, ProbeFailed)
     assert found.outcome.reason == "EngineBusy"
 
 
 async def test_a_lost_baseline_is_said_and_not_blamed_on_the_engine(bench: Bench) -> None:
-    found = await bench.ask(Measure("check/x", "http://127.0.0.1:9", "m", NAME, serving=True))
+    found = await bench.ask(Measure("check/x", "p", "http://127.0.0.1:9", "m", NAME, serving=True))
     assert isinstance(found.outcome, ProbeFailed)
     assert found.outcome.reason == "BaselineLost"
     assert NAME in found.outcome.message
+
+
+async def test_what_is_asked_is_told_while_it_is_asked(bench: Bench) -> None:
+    request = Find("find/x", IDENTITY, NAME)
+    bench.prober.ensure(KEY, SPEC, request)
+    assert bench.prober.result(KEY) == ProbeResult(request, None)
+    bench.prober.ensure(KEY, SPEC, None)
+    assert bench.prober.result(KEY) is None
 
 
 async def test_engines_that_hang_hold_no_place_of_a_canary(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,9 +204,9 @@ async def test_engines_that_hang_hold_no_place_of_a_canary(bench: Bench, monkeyp
 
     async with engine(hangs) as stuck, sound() as (url, _):
         other = KEY._replace(name="other")
-        bench.prober.ensure(other, SPEC, Measure("check/x", stuck, "m", NAME, serving=True))
+        bench.prober.ensure(other, SPEC, Measure("check/x", "p", stuck, "m", NAME, serving=True))
         await asyncio.wait_for(hung.wait(), 5)
-        found = await bench.ask(Measure("measure/x", url, "m", NAME))
+        found = await bench.ask(Measure("measure/x", "p", url, "m", NAME))
         assert isinstance(found.outcome, Measurement)
         bench.prober.ensure(other, SPEC, None)
 
@@ -251,5 +259,5 @@ async def test_probes_of_an_engine_with_priorities_come_after_everybody_elses(be
 
     spec = spec_of(manifest(engine={"extraArgs": ["--scheduling-policy=priority"]}))
     async with engine(handler) as url:
-        await bench.ask(Measure("check/x", url, "m", NAME, serving=True), spec)
+        await bench.ask(Measure("check/x", "p", url, "m", NAME, serving=True), spec)
     assert seen == {module.LOW_PRIORITY}
