@@ -222,6 +222,8 @@ class ModelCluster:
         shares = self.shares()
         for name, (dtype, _) in self.deployments.items():
             pods = self.engines.ready(name)
+            # As observe/windows.py does after the clock was set back.
+            self.samples[name] = [one for one in self.samples.get(name, ()) if one.time < self.now]
             if not pods:
                 continue
             capacity = CAPACITY.get(dtype, 3000) * pods
