@@ -339,3 +339,15 @@ async def test_an_api_server_that_is_away_is_no_fault_of_one_question(
     world.cluster.broken = {kind: ClusterError("GET", "/x", status, "away")}
     with pytest.raises(ClusterError):
         await world.snapshot()
+
+
+async def test_a_node_that_was_read_before_is_still_known_when_it_cannot_be_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    before = await world.snapshot()
+    world.cluster.broken = {"Node": ClusterError("GET", "/x", 403, "forbidden")}
+    world.now += timedelta(seconds=NODE_SECONDS + 1)
+    after = await world.snapshot()
+    assert [one.question for one in after.unanswered] == ["Node"]
+    assert after.node == before.node != NodeFacts()

@@ -81,7 +81,8 @@ class Observer:
         failed: list[Unanswered] = []
         route = await observed(Question.ROUTE, self._route(key, spec), None, failed)
         probes = await observed(Question.PROBE_SETS, self._probe_plan(key, spec), ProbePlan(), failed)
-        node = await observed(Question.NODE, self._node_facts(self._fleet.pods.of(key)), NodeFacts(), failed)
+        pods = self._fleet.pods.of(key)
+        node = await observed(Question.NODE, self._node_facts(pods), self._known_facts(pods), failed)
         service = self._fleet.services.get(*key)
         if service is None or service.spec is not spec:
             return await self.snapshot(key, probe_result)
@@ -167,9 +168,11 @@ class Observer:
         return page
 
     async def _node_facts(self, pods: Sequence[PodView]) -> NodeFacts:
-        names = sorted({pod.node for pod in pods if pod.node})
-        await asyncio.gather(*(self._read_node(name) for name in names))
-        return node_facts([self._nodes[name][1] for name in names if name in self._nodes])
+        await asyncio.gather(*(self._read_node(name) for name in _nodes_of(pods)))
+        return self._known_facts(pods)
+
+    def _known_facts(self, pods: Sequence[PodView]) -> NodeFacts:
+        return node_facts([self._nodes[name][1] for name in _nodes_of(pods) if name in self._nodes])
 
     async def _read_node(self, name: str) -> None:
         """Nodes are many and their labels hardly ever change: each is read once in a while, and watched never."""
@@ -202,6 +205,10 @@ class Observer:
         if known is None or known[0] != about or known[1] != maps:
             known = self._plans[key] = (about, maps, probe_plan(spec, maps))
         return known[2]
+
+
+def _nodes_of(pods: Sequence[PodView]) -> list[str]:
+    return sorted({pod.node for pod in pods if pod.node})
 
 
 async def probe_config_maps(cluster: Cluster, key: ServiceKey, spec: Spec) -> dict[str, Mapping[str, str]]:
