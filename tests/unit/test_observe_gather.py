@@ -13,7 +13,7 @@ import pytest
 
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ClusterError, ScrapeError
-from kvpilot_operator.observe import gather
+from kvpilot_operator.observe import fleet, gather
 from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.observe.gather import NODE_SECONDS, Observer
 from kvpilot_operator.observe.page import PodMetrics, parse_page
@@ -351,3 +351,21 @@ async def test_a_node_that_was_read_before_is_still_known_when_it_cannot_be_read
     after = await world.snapshot()
     assert [one.question for one in after.unanswered] == ["Node"]
     assert after.node == before.node != NodeFacts()
+
+
+async def test_a_spec_that_cannot_be_read_for_an_unforeseen_error_is_refused_aloud(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def odd(_: Any) -> Any:
+        raise RecursionError("hunter2")
+
+    world = World(monkeypatch)
+    monkeypatch.setattr(fleet, "parse", odd)
+    world.put(edited(replicas=3))
+    found = await world.snapshot()
+    assert found.spec is None
+    (fault,) = found.faults
+    assert fault.field == "spec"
+    assert "RecursionError in fleet.py:" in fault.message
+    assert "hunter2" not in fault.message
+    assert found.deployments  # what runs is left as it is

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.numbers import whole
+from kvpilot_operator.state.questions import places
 from kvpilot_operator.state.snapshot import ServiceKey
 
 V = TypeVar("V")
+
+log = logging.getLogger(__name__)
 
 # resourceVersions are numbers of 64 bits.
 _MAX_VERSION = 2**64 - 1
@@ -30,7 +34,8 @@ class Store(Generic[V]):
     An object whose view is None, or that belongs to no service, is not kept. An older version never replaces a newer
     one, so it does not matter whether the watch or the answer to an own write comes first: resourceVersions of one
     kind are compared as numbers, which Kubernetes has declared to be right. `changed` is called with the service
-    whenever a view becomes another one, and not when only the object around it does.
+    whenever a view becomes another one, and not when only the object around it does. An object whose view cannot be
+    made is left as it was known.
     """
 
     def __init__(
@@ -63,8 +68,14 @@ class Store(Generic[V]):
         known = self._entries.get(name)
         if known is not None and version and version <= known.version:
             return
-        service = self._service(obj)
-        view = self._view(obj) if service is not None else None
+        try:
+            service = self._service(obj)
+            view = self._view(obj) if service is not None else None
+        except Exception as error:
+            # One object that nobody can make sense of must not keep the others of its kind from being seen.
+            where = " > ".join(places(error))
+            log.error("%s %s/%s is left as it was: %s in %s", obj.get("kind", ""), *name, type(error).__name__, where)
+            return
         if service is None or view is None:
             self._remove(name)
             return

@@ -67,8 +67,12 @@ class Unanswered:
 
 def unanswered(question: Question, error: Exception) -> Unanswered:
     """What is kept of an error: its type, of one of the API server's the HTTP status, and the places in our code."""
-    frames = [PurePath(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)]
-    where = tuple(f"{file.name}:{line}" for file, line in zip(frames, lines, strict=True) if _PACKAGE in file.parts)
     status = f" HTTP {error.status}" if isinstance(error, ClusterError) else ""
-    return Unanswered(question, f"{type(error).__name__}{status}", where)
+    return Unanswered(question, f"{type(error).__name__}{status}", places(error))
+
+
+def places(error: Exception) -> tuple[str, ...]:
+    """Where in the operator's own code an error was raised: FILE:LINE, outermost first."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = ((PurePath(frame.filename), frame.lineno) for frame in frames)
+    return tuple(f"{file.name}:{line}" for file, line in ours if _PACKAGE in file.parts)
