@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvpilot_operator.api import apply_defaults, faults
 from localcluster.cluster import LocalCluster
 from localcluster.rest import ApiError
-from support.bad_manifests import BAD, GOOD, Bad
+from support.bad_manifests import BAD, GOOD, GOOD_GPU_LIMITS, Bad, with_gpus
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SERVICES = "/apis/kvpilot.io/v1alpha1/namespaces/default/quantizedllmservices"
@@ -64,6 +64,14 @@ def test_every_example_is_accepted_and_defaulted_as_the_operator_does(modern_clu
             assert answer["spec"] == apply_defaults(document)["spec"]
 
 
+@pytest.mark.parametrize(("size", "limit"), GOOD_GPU_LIMITS)
+def test_a_limit_that_is_enough_is_accepted_in_every_spelling(
+    modern_cluster: LocalCluster, size: int, limit: int | str
+) -> None:
+    status, answer = create(modern_cluster, with_gpus(size, limit))
+    assert status == 201, answer
+
+
 def test_a_misspelt_field_is_refused_by_name(modern_cluster: LocalCluster) -> None:
     status, answer = create(modern_cluster, {**GOOD, "spec": {**GOOD["spec"], "kvcache": {"mode": "Auto"}}})
     assert status == 400
@@ -90,7 +98,7 @@ def section(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any
 
 REF = st.fixed_dictionaries({"name": st.sampled_from(["a", "A"]), "key": st.just("k")})
 ENV = st.fixed_dictionaries(
-    {"name": st.sampled_from(["A", "B", "HF_TOKEN", "VLLM_API_KEY"])},
+    {"name": st.sampled_from(["A", "B", "HF_TOKEN", "HF_HOME", "VLLM_CACHE_ROOT", "VLLM_API_KEY"])},
     optional={
         "value": st.sampled_from(["", "x"]),
         "valueFrom": section(secretKeyRef=REF, configMapKeyRef=REF, fieldRef=st.just({"fieldPath": "status.podIP"})),
@@ -114,7 +122,9 @@ SPECS = st.fixed_dictionaries(
                 "resources": section(
                     limits=st.dictionaries(
                         st.sampled_from(["nvidia.com/gpu", "cpu"]),
-                        st.sampled_from([1, "1", "4", "1.5", "1Gi", "x", True, 2.5, -1]),
+                        st.sampled_from(
+                            [1, "1", "4", "1.5", "1Gi", "x", True, 2.5, -1, "8000m", "1500m", "0k", "2.0", "0m"]
+                        ),
                     )
                 ),
                 "tolerations": st.lists(

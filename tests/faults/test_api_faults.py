@@ -10,7 +10,7 @@ import time
 import pytest
 
 from support.faulty_api import Storm, is_write
-from support.faulty_plane import Component
+from support.faulty_plane import Component, compact
 from support.faulty_record import record
 from support.faulty_world import API_VERSION, KIND, NAMESPACE, SCRAPE_SECONDS, FaultyWorld, insist, until
 
@@ -136,6 +136,27 @@ async def test_a_slow_etcd_delays_changes_and_loses_none(world):
     record("etcd stands still 0.9 s of every 1.2 s, for 12 s", taken, what=WHAT, answered=load.stats.ok)
 
 
+async def test_what_changed_before_etcd_was_compacted_is_seen_by_watches_that_were_away(world):
+    """Nothing of what happened meanwhile is left to be told: only a list shows it."""
+    folder = world.local.plane.folder
+    server, store = Component(folder, "kube-apiserver"), Component(folder, "etcd")
+    changes = await Changes.prepared(world)
+    async with world.load("steady") as load:
+        await world.api.away()
+        await changes.make()
+        await asyncio.to_thread(compact, store)
+        server.kill()  # its own memory of what was
+        server.start()
+        await answers(world)
+        began = time.monotonic()
+        await world.api.back()
+        taken = await changes.caught_up(30)
+    listed = world.api.count(began, lambda one: one.path.endswith("/quantizedllmservices") and not one.watch)
+    assert listed, "a watch went on from a revision that etcd has forgotten"
+    assert load.stats.failed == 0, load.stats.failures
+    record("etcd compacted while every watch was away", taken, what=WHAT, answered=load.stats.ok)
+
+
 async def test_changes_are_seen_although_every_watch_is_reset_each_second(world):
     changes = await Changes.prepared(world)
     dropped = 0
@@ -151,17 +172,17 @@ async def test_changes_are_seen_although_every_watch_is_reset_each_second(world)
     record("every watch reset each second, for 8 s", taken, what=WHAT, answered=load.stats.ok)
 
 
-@pytest.mark.parametrize("code", [410, 500])
-async def test_changes_are_seen_after_every_watch_was_ended_by_an_error_event(world, code):
+@pytest.mark.parametrize(("code", "event"), [(410, True), (500, True), (410, False), (429, False)])
+async def test_changes_are_seen_after_every_watch_was_ended_by_an_error(world, code, event):
     changes = await Changes.prepared(world)
-    world.api.storm = Storm(code, only="watches", event=True)
+    world.api.storm = Storm(code, only="watches", event=event)
     world.api.drop_watches()
     await asyncio.sleep(3)
     await changes.make()
     await asyncio.sleep(2)
     world.api.storm = None
     taken = await changes.caught_up(30)
-    record(f"every watch ended by an ERROR event {code}, for 5 s", taken, what=WHAT)
+    record(f"every watch {'ended by an ERROR event' if event else 'answered'} {code}, for 5 s", taken, what=WHAT)
 
 
 @pytest.mark.long
@@ -194,9 +215,11 @@ async def test_changes_are_seen_although_watches_stay_open_and_bring_nothing(wor
     [
         (Storm(409, only="writes"), 4.0, 15),
         (Storm(429, retry_after=3), 2.0, 10),
+        (Storm(429), 4.0, 15),
+        (Storm(410), 4.0, 15),
         (Storm(500), 4.0, 15),
     ],
-    ids=["409", "429", "500"],
+    ids=["409", "429 with Retry-After", "429", "410", "500"],
 )
 async def test_a_storm_of_errors_is_not_answered_by_a_storm_of_requests(world, storm, most_writes_a_second, within):
     changes = await Changes.prepared(world)

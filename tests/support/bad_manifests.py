@@ -247,6 +247,18 @@ BAD: tuple[Bad, ...] = (
         "remove one",
     ),
     _rule(
+        "two homes of the hub's cache",
+        {"spec.cache.weightsClaimName": "models", _ENV: [{"name": "HF_HOME", "value": "/x"}]},
+        _ENV,
+        "remove one",
+    ),
+    _rule(
+        "two homes of compiled code",
+        {"spec.cache.compileClaimName": "compiled", _ENV: [{"name": "VLLM_CACHE_ROOT", "value": "/x"}]},
+        _ENV,
+        "remove one",
+    ),
+    _rule(
         "more GPUs than the limit",
         {"spec.engine.tensorParallelSize": 4, "spec.engine.resources": {"limits": {"nvidia.com/gpu": 2}}},
         "spec.engine.tensorParallelSize",
@@ -257,6 +269,33 @@ BAD: tuple[Bad, ...] = (
         {"spec.engine.tensorParallelSize": 4, "spec.engine.resources": {"limits": {"nvidia.com/gpu": "2"}}},
         "spec.engine.tensorParallelSize",
         "raise the limit",
+    ),
+    *(
+        _rule(
+            f"more GPUs than the limit of {limit}",
+            {"spec.engine.tensorParallelSize": size, "spec.engine.resources": {"limits": {"nvidia.com/gpu": limit}}},
+            "spec.engine.tensorParallelSize",
+            "raise the limit",
+        )
+        for size, limit in (
+            (4, "2000m"),
+            (4, "3.0"),
+            (1, 0),
+            (1, "0k"),
+            (1, "0m"),
+            (1, "0Gi"),
+            (64, "63000m"),
+            (8, "0007"),
+        )
+    ),
+    *(
+        _rule(
+            f"a limit of {limit} GPUs",
+            {"spec.engine.resources": {"limits": {"nvidia.com/gpu": limit}}},
+            "spec.engine.resources.limits",
+            "whole number",
+        )
+        for limit in ("0.5", "1.5", "1.5k", "1500m", "1m", "100m", -1)
     ),
     _rule(
         "toleration of any value with a value",
@@ -335,3 +374,20 @@ BAD: tuple[Bad, ...] = (
         "lower disruption.minAvailable",
     ),
 )
+
+
+def with_gpus(size: int, limit: int | str) -> dict[str, Any]:
+    """GOOD with this tensorParallelSize and this limit of nvidia.com/gpu."""
+    resources = {"limits": {"nvidia.com/gpu": limit}}
+    return {
+        **GOOD,
+        "spec": {**GOOD["spec"], "engine": {"image": "a/b:1", "tensorParallelSize": size, "resources": resources}},
+    }
+
+
+GOOD_GPU_LIMITS: tuple[tuple[int, int | str], ...] = (
+    (4, 4), (4, "4"), (4, "4.0"), (4, "4000m"), (64, "64000m"), (4, "0004"), (4, "0004000m"), (64, "1k"), (64, "1.0k"),
+    (64, "1Ki"), (64, "1E"), (64, 100), (64, "100000m"), (1, "1"), (1, "9" * 32),
+    (1, "9" * 31 + "G"), (1, "9" * 28 + "000m"),
+)  # fmt: skip
+"""tensorParallelSize, and spellings of limits of nvidia.com/gpu that are enough for it."""

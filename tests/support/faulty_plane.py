@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import httpx
 
 from localcluster import procs
 from localcluster.errors import StartFailed
@@ -38,6 +42,10 @@ class Component:
         """Let it go on."""
         self._process().signal(signal.SIGCONT)
 
+    def flag(self, name: str) -> str:
+        """The value of one of its flags, written as NAME=VALUE."""
+        return next(part.partition("=")[2] for part in self._command if part.startswith(f"{name}="))
+
     def _process(self) -> procs.ProcessId:
         found = procs.read_record(self._record)
         if found is None:
@@ -47,6 +55,21 @@ class Component:
     def _running_command(self) -> Sequence[str]:
         raw = Path(f"/proc/{self._process().pid}/cmdline").read_bytes()
         return [part.decode() for part in raw.split(b"\0")[:-1]]
+
+
+def compact(store: Component) -> int:
+    """Make etcd forget every revision but the newest; returns that."""
+    url = store.flag("--listen-client-urls")
+    key = base64.b64encode(b"/").decode()
+    revision = int(_etcd(url, "range", {"key": key})["header"]["revision"])
+    _etcd(url, "compaction", {"revision": str(revision), "physical": True})
+    return revision
+
+
+def _etcd(url: str, verb: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer = httpx.post(f"{url}/v3/kv/{verb}", json=body, timeout=30, trust_env=False)
+    found: dict[str, Any] = answer.raise_for_status().json()
+    return found
 
 
 class SecondNode:

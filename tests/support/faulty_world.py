@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,20 +82,20 @@ class FaultyWorld:
         """A blocking client for what the operator itself never touches."""
         return self.local.rest
 
-    async def start_operator(self, env: Mapping[str, str] | None = None) -> None:
-        """Start the operator's process behind the proxy, and wait until it is ready."""
+    async def start_operator(self, env: Mapping[str, str] | None = None, *, wrap: Sequence[str] = ()) -> None:
+        """Start the operator's process behind the proxy, and wait until it is ready; `wrap` ends in its command."""
         kubeconfig, port = self.folder / "operator.kubeconfig", free_port()
         kubeconfig.write_text(_kubeconfig(self.api.url))
         self.operator_url = f"http://127.0.0.1:{port}"
-        self._spawn_operator(kubeconfig, port, env or {})
+        self._spawn_operator(kubeconfig, port, env or {}, wrap)
 
         async def ready() -> bool:
             return (await self._ask(f"{self.operator_url}/readyz"))[0] == 200
 
         await until(ready, "the operator is ready", 60)
 
-    def _spawn_operator(self, kubeconfig: Path, port: int, env: Mapping[str, str]) -> None:
-        command = [str(Path(sys.executable).parent / "kvpilot-operator"), f"--scrape-seconds={SCRAPE_SECONDS}"]
+    def _spawn_operator(self, kubeconfig: Path, port: int, env: Mapping[str, str], wrap: Sequence[str]) -> None:
+        command = [*wrap, str(Path(sys.executable).parent / "kvpilot-operator"), f"--scrape-seconds={SCRAPE_SECONDS}"]
         command += ["--http-host=127.0.0.1", f"--http-port={port}"]
         with (self.folder / "operator.log").open("ab") as log:
             self._operator = subprocess.Popen(
@@ -121,11 +121,16 @@ class FaultyWorld:
         if self._operator is None or self._operator.poll() is not None:
             raise AssertionError(f"the operator has ended: {tail(self.folder / 'operator.log', 4000)}")
 
-    def operator_memory_mib(self) -> float:
-        """Resident memory of the operator now."""
+    @property
+    def operator_pid(self) -> int:
+        """The operator's process."""
         if self._operator is None:
             raise AssertionError("the operator is not started")
-        status = Path(f"/proc/{self._operator.pid}/status").read_text()
+        return self._operator.pid
+
+    def operator_memory_mib(self) -> float:
+        """Resident memory of the operator now."""
+        status = Path(f"/proc/{self.operator_pid}/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
     async def operator_knows(self, name: str) -> bool:

@@ -17,6 +17,7 @@ from kvpilot_operator.probes.codec import Baseline, Control
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.render.names import DTYPE_LABEL, REVISION_LABEL
 from kvpilot_operator.state.decision import Capture, Decision, Find, Measure, Objects
+from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.snapshot import (
     Captured,
     DeploymentView,
@@ -80,6 +81,10 @@ class ModelCluster:
     """Names of pods that cluster autoscalers are asked to leave where they are."""
     probe: ProbeResult | None = None
     writes: int = 0
+    unread: tuple[Unanswered, ...] = ()
+    """What cannot be observed now."""
+    unanswered: tuple[Question, ...] = ()
+    """Questions that are made to fail; any other that does is a fault of decide."""
     watch: Callable[[ModelCluster], None] = lambda _: None
     """Called after every write: for what must hold at every moment."""
     engines: ModelEngines = field(default_factory=ModelEngines)
@@ -97,6 +102,7 @@ class ModelCluster:
             broken = faults(self.obj)
             self._read = (self.obj, broken, None if broken else parse(self.obj))
         _, broken, spec = self._read
+        unread = {one.question for one in self.unread}
         named = spec is not None and spec.canary.route_ref == "web"
         return Snapshot(
             now=self.now,
@@ -111,9 +117,12 @@ class ModelCluster:
             pods=tuple(self._pods()),
             traffic=self.traffic,
             samples={n: tuple(s) for n, s in self.samples.items()},
-            route=RouteView("web", str(self._version), tuple(self.rules), {}) if named and self.rules else None,
+            route=self._route() if named and Question.ROUTE not in unread else None,
             server=ServerFacts(http_routes=True),
-            probes=ProbePlan(identity=PROBES, fault=self.probe_fault),
+            probes=ProbePlan(identity=PROBES, fault=self.probe_fault)
+            if Question.PROBE_SETS not in unread
+            else ProbePlan(),
+            unanswered=self.unread,
             probe_result=self.probe,
         )
 
@@ -125,6 +134,10 @@ class ModelCluster:
         self._scrape()
         before = self.snapshot()
         decision = decide(before)
+        faults_of_decide = [
+            one for one in decision.unanswered[len(self.unread) :] if one.question not in self.unanswered
+        ]
+        assert not faults_of_decide, faults_of_decide
         writes = self._writes(before, decision)
         for done, write in enumerate(writes):
             if cut_after is not None and done >= cut_after:
@@ -134,8 +147,13 @@ class ModelCluster:
             self.writes += 1
             self._controllers()
             self.watch(self)
-        self._answer(decision)
+        if not decision.keeps_probe:
+            self._answer(decision)
         return decision
+
+    def parsed(self) -> Status:
+        """The status as it is now."""
+        return parse_status(self.status)
 
     def settle(self, ticks: int = 200) -> Status:
         """Tick until nothing is in flight and nothing has changed for a while."""
@@ -185,6 +203,9 @@ class ModelCluster:
         """Pods that requests can reach and that answer."""
         return sum(self.engines.ready(name) for name in self.shares())
 
+    def _route(self) -> RouteView | None:
+        return RouteView("web", str(self._version), tuple(self.rules), {}) if self.rules else None
+
     def _behind(self, selector: dict[str, str]) -> dict[str, float]:
         one = selector.get(REVISION_LABEL)
         names = [n for n in {p.revision for p in self.engines.pods} if selector and one in (None, n)]
@@ -201,6 +222,8 @@ class ModelCluster:
         shares = self.shares()
         for name, (dtype, _) in self.deployments.items():
             pods = self.engines.ready(name)
+            # As observe/windows.py does after the clock was set back.
+            self.samples[name] = [one for one in self.samples.get(name, ()) if one.time < self.now]
             if not pods:
                 continue
             capacity = CAPACITY.get(dtype, 3000) * pods
@@ -279,11 +302,11 @@ class ModelCluster:
             kept = Baseline(request.baseline, "m", "auto", (), control=Control(NOW, 8, 256, 100, 1000, 1000))
             there = self.baseline == request.baseline
             found = isinstance(request, Capture) or there
-            self.probe = ProbeResult(request.identity, Captured(kept, adopted=there) if found else NothingKept())
+            self.probe = ProbeResult(request, Captured(kept, adopted=there) if found else NothingKept())
         elif isinstance(request, Measure):
             revision = request.identity.split("/")[2]
             dtype = self.deployments[revision][0]
             outcome = measurement(9_000_000, 10) if dtype in self.bad else self.measured
-            self.probe = ProbeResult(request.identity, outcome)
+            self.probe = ProbeResult(request, outcome)
         else:
             self.probe = None

@@ -51,6 +51,8 @@ class ModelEngines:
     drain_ticks: int = 0
     starts: bool = True
     pods: tuple[ModelPod, ...] = ()
+    evicted: frozenset[tuple[str, int]] = frozenset()
+    """Revision and index of pods that were: no other pod ever has that name."""
 
     def tick(self) -> None:
         """Pods that go leave, pods that start get nearer."""
@@ -68,10 +70,19 @@ class ModelEngines:
                 gone = () if not p.placed or not self.drain_ticks else (replace(p, leaves_in=self.drain_ticks),)
                 self.pods = (*(q for q in self.pods if q is not p), *gone)
             taken = {p.index for p in self.pods if p.revision == revision}
+            taken |= {index for name, index in self.evicted if name == revision}
             free = (i for i in range(10_000) if i not in taken)
             fresh = [ModelPod(revision, next(free), starts_in=self.start_ticks) for _ in range(max(0, -surplus))]
             self.pods = (*self.pods, *fresh)
         self._place()
+
+    def evict(self, revision: str) -> None:
+        """The first pod of the revision that is not leaving yet goes; its controller will make another."""
+        mine = [p for p in self.pods if p.revision == revision and p.leaves_in is None]
+        for one in mine[:1]:
+            self.evicted |= {(one.revision, one.index)}
+            gone = (replace(one, leaves_in=self.drain_ticks),) if one.placed and self.drain_ticks else ()
+            self.pods = (*(p for p in self.pods if p is not one), *gone)
 
     def ready(self, revision: str) -> int:
         """Pods of the revision that answer."""

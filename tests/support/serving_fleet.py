@@ -36,12 +36,12 @@ class ServingFleet(ModelCluster):
             return
         if request.identity != self.waiting:
             # As an engine would take its time: the answer is there for the pass after the next.
-            self.waiting, self.probe = request.identity, None
+            self.waiting, self.probe = request.identity, ProbeResult(request, None)
             return
-        if self.probe is None:
+        if self.probe is None or self.probe.outcome is None:
             self.runs.append(request.identity.split("/")[3])
             outcome = GARBAGE if self.runs[-1][-1] in self.bad_pods else SOUND
-            self.probe = ProbeResult(request.identity, self.outcomes.get(self.answered, outcome))
+            self.probe = ProbeResult(request, self.outcomes.get(self.answered, outcome))
             self.answered += 1
 
     def until(self, seen: Any, ticks: int = 400) -> Decision:  # type: ignore[override]

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from kvpilot_operator.api import apply_defaults, faults, parse, status_faults
 from kvpilot_operator.api.schema import MAX_FAULTS, MAX_SPEC_BYTES, root_schema
-from support.bad_manifests import BAD, GOOD, Bad
+from localcluster import quantity
+from support.bad_manifests import BAD, GOOD, GOOD_GPU_LIMITS, Bad, with_gpus
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -32,6 +33,22 @@ def test_a_wrong_manifest_is_faulted_at_its_field_with_a_remedy(bad: Bad) -> Non
 
 def test_a_good_manifest_has_no_fault() -> None:
     assert faults(GOOD) == ()
+
+
+@pytest.mark.parametrize(("size", "limit"), GOOD_GPU_LIMITS)
+def test_a_limit_of_gpus_that_is_enough_has_no_fault_in_any_spelling(size: int, limit: int | str) -> None:
+    assert faults(with_gpus(size, limit)) == ()
+
+
+@given(
+    st.integers(1, 64), st.from_regex(r"[0-9]{1,6}([.][0-9]{1,3})?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?", fullmatch=True)
+)
+def test_a_limit_of_gpus_is_judged_by_what_kubernetes_reads_in_it(size: int, limit: str) -> None:
+    gpus = quantity.parse(limit)
+    enough = gpus == int(gpus) and gpus >= size
+    accepted = faults(with_gpus(size, limit)) == ()
+    # Fractions of a thousand or more, such as 1.5k, may be whole: nobody counts GPUs so, and they are refused.
+    assert accepted == enough or (not accepted and "." in limit)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)

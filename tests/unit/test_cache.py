@@ -48,6 +48,22 @@ def test_only_what_differs_is_told() -> None:
     assert seen.store.of(CHAT) == [6]
 
 
+def test_an_object_that_nobody_can_make_sense_of_is_left_as_it_was_and_the_others_are_seen(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store: Store[int] = Store(lambda obj: int(obj["value"]), lambda _: CHAT, lambda _: None)
+    store.put(thing(1, 5, "x"))
+    for version, odd in enumerate(("hunter2", None, "9" * 10_000), start=2):
+        store.put({**thing(version, name="x"), "value": odd})
+    store.put(thing(3, 7, "y"))
+    assert store.of(CHAT) == [5, 7]
+    assert [record.levelname for record in caplog.records] == ["ERROR"] * 3
+    assert "hunter2" not in caplog.text
+    assert "a/x is left as it was: ValueError in cache.py:" in caplog.text
+    store.put(thing(9, 6, "x"))
+    assert store.of(CHAT) == [6, 7]
+
+
 def test_an_object_that_changes_hands_is_told_to_both() -> None:
     seen = Seen()
     seen.store.put(thing(1))

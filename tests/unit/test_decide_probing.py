@@ -66,12 +66,12 @@ class Archive(ModelCluster):
             return
         there = request.baseline in self.kept
         if isinstance(request, Find) and not there:
-            self.probe = ProbeResult(request.identity, NothingKept())
+            self.probe = ProbeResult(request, NothingKept())
             return
         if isinstance(request, Capture) and not there:
             self.captures.append((request.baseline, self.traffic or ""))
         found = Baseline(request.baseline, "m", "auto", (), control=CONTROL)
-        self.probe = ProbeResult(request.identity, Captured(found, adopted=there))
+        self.probe = ProbeResult(request, Captured(found, adopted=there))
 
 
 def fixed(dtype: str, **spec: Any) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def test_a_small_dtype_that_serves_without_a_baseline_looks_for_a_kept_one_only(
     s = running(fixed("k8v4"), "k8v4")
     first = decide(s)
     assert isinstance(first.probe, Find)
-    after = decide(replace(s, status=first.status, probe_result=ProbeResult(first.probe.identity, NothingKept())))
+    after = decide(replace(s, status=first.status, probe_result=ProbeResult(first.probe, NothingKept())))
     assert after.probe == first.probe
     assert after.status == first.status
     assert after.status.accuracy.baseline is None
@@ -232,10 +232,10 @@ def test_a_replica_is_borrowed_only_after_the_search_has_found_nothing():
     assert borrowed(s) is None
     request = decide(s).probe
     assert isinstance(request, Find)
-    assert borrowed(replace(s, probe_result=ProbeResult(request.identity, NothingKept()))) == revision_of(
-        fixed("k4v4"), "auto"
+    assert borrowed(replace(s, probe_result=ProbeResult(request, NothingKept()))) == revision_of(fixed("k4v4"), "auto")
+    assert (
+        borrowed(replace(s, probe_result=ProbeResult(replace(request, identity="find/another"), NothingKept()))) is None
     )
-    assert borrowed(replace(s, probe_result=ProbeResult("find/another", NothingKept()))) is None
 
 
 def test_a_borrowed_replica_stays_while_it_is_captured_and_goes_afterwards():
@@ -265,7 +265,7 @@ def test_an_answer_to_another_question_is_not_taken():
     stray = Captured(Baseline("another", "m", "auto", (), control=CONTROL))
     for identity in ("capture/another/0", f"find/{PROBES}", "measure/x/y/0"):
         for outcome in (stray, measurement(), ProbeFailed("EngineUnreachable", "gone")):
-            decision = decide(replace(s, probe_result=ProbeResult(identity, outcome)))
+            decision = decide(replace(s, probe_result=ProbeResult(Find(identity, PROBES, "c"), outcome)))
             assert decision.baseline is None
             assert decision.status.accuracy.baseline == s.status.accuracy.baseline
             assert decision.status.accuracy.last is None

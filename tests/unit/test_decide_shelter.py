@@ -93,7 +93,7 @@ def test_pods_on_their_way_out_and_searches_shelter_nobody():
     url = "http://10.0.0.1:8000"
     for request in (None, Find("i", "b", "c")):
         assert sheltered(Draft(s.now, s.status), s, spec_of(obj), request) == frozenset()
-    ask = Measure("i", url, "m", "c")
+    ask = Measure("i", s.pods[0].name, url, "m", "c")
     assert sheltered(Draft(s.now, s.status), s, spec_of(obj), ask) == {s.pods[0].name}
     gone = replace(s, pods=(leaving,))
     assert sheltered(Draft(s.now, s.status), gone, spec_of(obj), ask) == frozenset()

@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvpilot_operator.api.spec import Pressure
@@ -232,6 +232,8 @@ GAUGES = st.floats(0, 1e9)
     st.booleans(),
     st.integers(0, 200),
 )
+@example([(1, 0, 0, 1.0, 5e-324, 1.0, 1)], False, 0)
+@example([(1, 0, 0, 0.0, 5e-324, 1.0, 0)], False, 0)
 def test_every_series_has_a_verdict(rows, was_bound, spacing):
     window = [
         replace(

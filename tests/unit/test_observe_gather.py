@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 from kvpilot_operator.cluster.objects import path_of
-from kvpilot_operator.errors import ScrapeError
-from kvpilot_operator.observe import gather
+from kvpilot_operator.errors import ClusterError, ScrapeError
+from kvpilot_operator.observe import fleet, gather
 from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.observe.gather import NODE_SECONDS, Observer
 from kvpilot_operator.observe.page import PodMetrics, parse_page
 from kvpilot_operator.observe.views import node_facts, route_view
 from kvpilot_operator.observe.windows import Windows
 from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND
-from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts, ServerFacts, Snapshot
+from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts, ProbePlan, ServerFacts, Snapshot
 from support.services import KEY, manifest
 
 REAL = (Path(__file__).parent / "data" / "vllm-0.32.0-later.txt").read_text()
@@ -72,10 +72,14 @@ class FakeCluster:
 
     objects: dict[str, Any] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
+    broken: dict[str, Exception] = field(default_factory=dict)
+    """By kind: what reading it raises."""
 
     async def find(self, api_version: str, kind: str, namespace: str, name: str) -> Any:
         path = path_of(api_version, kind, namespace, name)
         self.asked.append(path)
+        if kind in self.broken:
+            raise self.broken[kind]
         return self.objects.get(path)
 
     async def find_json(self, api_version: str, kind: str, namespace: str, name: str, *, most: int) -> bytes | None:
@@ -336,3 +340,72 @@ def test_a_node_without_labels_of_its_gpu_says_so() -> None:
     bare = {"metadata": {"name": "n"}, "status": {"allocatable": {"nvidia.com/gpu": "1"}}}
     assert node_facts([{"metadata": {"name": "cpu-only"}}, bare]) == NodeFacts("unlabelled-gpu")
     assert node_facts([{"metadata": {"name": "cpu-only"}}]) == NodeFacts()
+
+
+ODD_READS = [
+    ClusterError("GET", "/x", 403, "forbidden"),
+    ClusterError("GET", "/x", 500, "conversion webhook failed"),
+    KeyError("rules"),
+    RecursionError("too deep"),
+]
+
+
+@pytest.mark.parametrize("error", ODD_READS, ids=repr)
+@pytest.mark.parametrize("kind", ["HTTPRoute", "ConfigMap", "Node"])
+async def test_one_object_that_cannot_be_read_is_one_question_less(
+    kind: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch, http_routes=True)
+    world.put(edited(canary={"routeRef": {"name": "chat-route"}}, accuracy={"probeSets": ["configmap/mine"]}))
+    world.cluster.objects[path_of(HTTP_ROUTE_API, "HTTPRoute", KEY.namespace, "chat-route")] = route()
+    world.cluster.broken = {kind: error}
+    found = await world.snapshot()
+    (one,) = found.unanswered
+    assert one.question == {"HTTPRoute": "Route", "ConfigMap": "ProbeSets", "Node": "Node"}[kind]
+    assert one.error.startswith(type(error).__name__)
+    assert (found.route is None) == (kind == "HTTPRoute")
+    assert (found.probes == ProbePlan()) == (kind == "ConfigMap")
+    assert (found.node == NodeFacts()) == (kind == "Node")
+    assert len(found.pods) == 1
+
+
+@pytest.mark.parametrize("status", [0, 429, 502, 503, 504])
+@pytest.mark.parametrize("kind", ["HTTPRoute", "ConfigMap", "Node"])
+async def test_an_api_server_that_is_away_is_no_fault_of_one_question(
+    kind: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch, http_routes=True)
+    world.put(edited(canary={"routeRef": {"name": "chat-route"}}, accuracy={"probeSets": ["configmap/mine"]}))
+    world.cluster.broken = {kind: ClusterError("GET", "/x", status, "away")}
+    with pytest.raises(ClusterError):
+        await world.snapshot()
+
+
+async def test_a_node_that_was_read_before_is_still_known_when_it_cannot_be_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    before = await world.snapshot()
+    world.cluster.broken = {"Node": ClusterError("GET", "/x", 403, "forbidden")}
+    world.now += timedelta(seconds=NODE_SECONDS + 1)
+    after = await world.snapshot()
+    assert [one.question for one in after.unanswered] == ["Node"]
+    assert after.node == before.node != NodeFacts()
+
+
+async def test_a_spec_that_cannot_be_read_for_an_unforeseen_error_is_refused_aloud(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def odd(_: Any) -> Any:
+        raise RecursionError("hunter2")
+
+    world = World(monkeypatch)
+    monkeypatch.setattr(fleet, "parse", odd)
+    world.put(edited(replicas=3))
+    found = await world.snapshot()
+    assert found.spec is None
+    (fault,) = found.faults
+    assert fault.field == "spec"
+    assert "RecursionError in fleet.py:" in fault.message
+    assert "hunter2" not in fault.message
+    assert found.deployments  # what runs is left as it is

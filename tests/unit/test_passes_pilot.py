@@ -15,7 +15,10 @@ from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import Conflict, NotFound
 from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.observe.windows import Windows
+from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import ServiceKey
+from kvpilot_operator.state.status import Status
+from support.failing_questions import SECRET, failing
 from support.services import manifest, snapshot
 
 
@@ -30,12 +33,14 @@ class World:
         self.broken: set[str] = set()
         self.refreshed: list[ServiceKey] = []
         self.errors: list[Exception] = []
-        self.performed = 0
+        self.performed = self.probes_asked = 0
+        self.kept = Status()
         self.fleet = Fleet(None, ())  # type: ignore[arg-type]  # nothing is watched
         self.fleet.run = self._nothing  # type: ignore[method-assign]
         self.fleet.filled = self._at_once  # type: ignore[method-assign]
         self.on_result: Any = None
-        self.pilot = Pilot(self.fleet, self, self, self, Windows(), Telemetry(), scrape_seconds)  # type: ignore[arg-type]
+        self.telemetry = Telemetry()
+        self.pilot = Pilot(self.fleet, self, self, self, Windows(), self.telemetry, scrape_seconds)  # type: ignore[arg-type]
         for i in range(services):
             obj = manifest()
             obj["metadata"] |= {"name": f"s{i}", "uid": f"u{i}"}
@@ -66,12 +71,13 @@ class World:
             await asyncio.sleep(60)
 
     async def snapshot(self, key: ServiceKey, result: Any) -> Any:
-        return snapshot(manifest(), key=key)
+        return snapshot(manifest(), key=key, status=self.kept)
 
     async def refresh(self, key: ServiceKey) -> None:
         self.refreshed.append(key)
 
     async def perform(self, s: Any, decision: Any) -> None:
+        self.kept = decision.status
         self.performed += 1
         if self.errors:
             raise self.errors.pop()
@@ -80,7 +86,7 @@ class World:
         return None
 
     def ensure(self, *_: Any) -> None:
-        pass
+        self.probes_asked += 1
 
 
 async def test_engines_that_hang_or_lie_keep_nobody_else_from_being_scraped() -> None:
@@ -112,3 +118,24 @@ async def test_a_write_that_shows_the_cache_to_be_old_makes_it_read_anew(error: 
     world.errors = [error]
     await world.run(lambda: bool(world.refreshed) and world.performed >= 2)
     assert [key.name for key in world.refreshed] == ["s0"]
+
+
+async def test_a_question_that_fails_is_counted_and_logged_with_its_service_once_and_ends_no_pass(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World(1, scrape_seconds=0.05)
+    with failing([Question.ACCURACY]):
+        await world.run(lambda: world.performed >= 3)
+    assert world.probes_asked == 0  # a probe that runs goes on
+    labels = {"namespace": "models", "name": "s0", "question": "Accuracy"}
+    count = world.telemetry.registry.get_sample_value("kvpilot_unanswered_questions_total", labels)
+    assert count is not None
+    assert count >= 3
+    lines = [record for record in caplog.records if "not answered" in record.message]
+    assert {(line.service, line.reason) for line in lines} == {("models/s0", "AccuracyUnanswered")}
+    assert all(SECRET not in line.getMessage() and not line.exc_info for line in lines)
+    assert len(lines) == 1
+    assert "questions.py:" in lines[0].getMessage()
+    assert world.telemetry.registry.get_sample_value("kvpilot_passes_total", {"result": "error"}) == 0
+    world.telemetry.forget(ServiceKey("models", "s0"))
+    assert world.telemetry.registry.get_sample_value("kvpilot_unanswered_questions_total", labels) is None

@@ -135,7 +135,7 @@ class BadDays(RuleBasedStateMachine):
     @precondition(lambda self: self.cluster.probe is not None)
     @rule()
     def a_probe_times_out(self) -> None:
-        self.cluster.probe = ProbeResult(self.cluster.probe.identity, ProbeFailed("ProbeTimeout", "hangs"))
+        self.cluster.probe = ProbeResult(self.cluster.probe.request, ProbeFailed("ProbeTimeout", "hangs"))
 
     # What holds, whatever happened.
 

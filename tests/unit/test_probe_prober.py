@@ -60,7 +60,7 @@ class Bench:
         await asyncio.wait_for(self.done.wait(), 30)
         found = self.prober.result(key)
         assert found is not None
-        assert found.identity == request.identity
+        assert found.request == request
         return found
 
 
@@ -97,7 +97,7 @@ async def respond_empty(writer: Writer) -> None:
 
 
 def capture(url: str) -> Capture:
-    return Capture("capture/x/0", url, "m", IDENTITY, NAME)
+    return Capture("capture/x/0", "p", url, "m", IDENTITY, NAME)
 
 
 async def captured(bench: Bench) -> Baseline:
@@ -165,9 +165,9 @@ async def test_a_serving_engine_is_measured_one_request_at_a_time(bench: Bench) 
         await counting(path, body, writer)
 
     async with engine(handler) as url:
-        beside_users = await bench.ask(Measure("check/x", url, "m", NAME, serving=True))
+        beside_users = await bench.ask(Measure("check/x", "p", url, "m", NAME, serving=True))
         assert (most, looks) == (1, 8)
-        alone = await bench.ask(Measure("measure/x", url, "m", NAME))
+        alone = await bench.ask(Measure("measure/x", "p", url, "m", NAME))
         assert (most, looks) == (2, 8)
     for found in (beside_users, alone):
         assert isinstance(found.outcome, Measurement)
@@ -182,16 +182,24 @@ async def test_a_busy_engine_ends_a_check_under_its_own_name(bench: Bench, monke
         respond(writer, b"vllm:kv_cache_usage_perc 0.5\nvllm:num_requests_waiting 3\n")
 
     async with engine(handler) as url:
-        found = await bench.ask(Measure("check/x", url, "m", NAME, serving=True))
+        found = await bench.ask(Measure("check/x", "p", url, "m", NAME, serving=True))
     assert isinstance(found.outcome, ProbeFailed)
     assert found.outcome.reason == "EngineBusy"
 
 
 async def test_a_lost_baseline_is_said_and_not_blamed_on_the_engine(bench: Bench) -> None:
-    found = await bench.ask(Measure("check/x", "http://127.0.0.1:9", "m", NAME, serving=True))
+    found = await bench.ask(Measure("check/x", "p", "http://127.0.0.1:9", "m", NAME, serving=True))
     assert isinstance(found.outcome, ProbeFailed)
     assert found.outcome.reason == "BaselineLost"
     assert NAME in found.outcome.message
+
+
+async def test_what_is_asked_is_told_while_it_is_asked(bench: Bench) -> None:
+    request = Find("find/x", IDENTITY, NAME)
+    bench.prober.ensure(KEY, SPEC, request)
+    assert bench.prober.result(KEY) == ProbeResult(request, None)
+    bench.prober.ensure(KEY, SPEC, None)
+    assert bench.prober.result(KEY) is None
 
 
 async def hangs(_path: str, _body: Body, _writer: Writer) -> None:
@@ -203,8 +211,8 @@ async def test_checks_that_hang_hold_no_place_of_a_canary(monkeypatch: pytest.Mo
     async with opened() as bench, engine(hangs) as stuck, sound() as (url, _):
         bench.cluster.keep(NAME, codec.encode(await captured(bench)))
         other = KEY._replace(name="other")
-        bench.prober.ensure(other, SPEC, Measure("check/x", stuck, "m", NAME, serving=True))
-        found = await bench.ask(Measure("measure/x", url, "m", NAME))
+        bench.prober.ensure(other, SPEC, Measure("check/x", "p", stuck, "m", NAME, serving=True))
+        found = await bench.ask(Measure("measure/x", "p", url, "m", NAME))
         assert isinstance(found.outcome, Measurement)
 
 
@@ -220,9 +228,9 @@ async def test_however_many_engines_hang_a_good_one_is_probed(
         bench.cluster.keep(NAME, codec.encode(await captured(bench)))
         for i in range(20):
             hostile = ServiceKey("hostile", f"hangs-{i}")
-            bench.prober.ensure(hostile, SPEC, Measure(f"hangs/{i}", stuck, "m", NAME, serving=serving))
+            bench.prober.ensure(hostile, SPEC, Measure(f"hangs/{i}", "p", stuck, "m", NAME, serving=serving))
         await asyncio.sleep(0)
-        request = Measure("measure/x", url, "m", NAME, serving=serving)
+        request = Measure("measure/x", "p", url, "m", NAME, serving=serving)
         found = await bench.ask(request, key=ServiceKey(namespace, "good"))
         assert isinstance(found.outcome, Measurement)
         assert all(bench.prober.result(ServiceKey("hostile", f"hangs-{i}")) is None for i in range(20))
@@ -245,8 +253,8 @@ async def test_an_engine_that_is_slow_to_begin_is_probed_in_the_end_although_oth
         bench.cluster.keep(NAME, codec.encode(await captured(bench)))
         for i in range(4):
             key = ServiceKey("hostile", f"hangs-{i}")
-            bench.prober.ensure(key, SPEC, Measure(f"hangs/{i}", stuck, "m", NAME))
-        found = await bench.ask(Measure("measure/x", url, "m", NAME), key=KEY._replace(namespace="hostile"))
+            bench.prober.ensure(key, SPEC, Measure(f"hangs/{i}", "p", stuck, "m", NAME))
+        found = await bench.ask(Measure("measure/x", "p", url, "m", NAME), key=KEY._replace(namespace="hostile"))
     assert isinstance(found.outcome, Measurement)
 
 
@@ -298,5 +306,5 @@ async def test_probes_of_an_engine_with_priorities_come_after_everybody_elses(be
 
     spec = spec_of(manifest(engine={"extraArgs": ["--scheduling-policy=priority"]}))
     async with engine(handler) as url:
-        await bench.ask(Measure("check/x", url, "m", NAME, serving=True), spec)
+        await bench.ask(Measure("check/x", "p", url, "m", NAME, serving=True), spec)
     assert seen == {module.LOW_PRIORITY}

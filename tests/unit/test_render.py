@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kvpilot_operator.render.engine import pod_template, revision, startup_budget_seconds
+from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.objects import deployment, service
+from kvpilot_operator.render.startup import startup_budget_seconds
 from support.services import KEY, manifest, spec_of
 
 

@@ -221,7 +221,7 @@ def test_an_engine_that_makes_up_reasons_cannot_make_series_without_bound() -> N
 def test_a_busy_service_has_at_most_seventy_series() -> None:
     telemetry = Telemetry()
     kinds = ("Ready", "Available", "Progressing", "ModelCached", "MetricsAvailable", "MemoryPressured")
-    kinds += ("CanaryHealthy", "AccuracyVerified", "SpecAccepted")
+    kinds += ("CanaryHealthy", "AccuracyVerified", "SpecAccepted", "ReconcileSucceeded")
     options = tuple(
         Option(action="StepDown", dtype=f"d{n}", replicas=1, gpus=0, outcome="No", message="", capacity_tokens=1)
         for n in range(MAX_OPTIONS)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.numbers import whole
+from kvpilot_operator.state.questions import places
 from kvpilot_operator.state.snapshot import ServiceKey
 
 V = TypeVar("V")
+
+log = logging.getLogger(__name__)
+
+# resourceVersions are numbers of 64 bits.
+_MAX_VERSION = 2**64 - 1
 
 Name = tuple[str, str]
 """Namespace and name."""
@@ -26,7 +34,8 @@ class Store(Generic[V]):
     An object whose view is None, or that belongs to no service, is not kept. An older version never replaces a newer
     one, so it does not matter whether the watch or the answer to an own write comes first: resourceVersions of one
     kind are compared as numbers, which Kubernetes has declared to be right. `changed` is called with the service
-    whenever a view becomes another one, and not when only the object around it does.
+    whenever a view becomes another one, and not when only the object around it does. An object whose view cannot be
+    made is left as it was known.
     """
 
     def __init__(
@@ -59,8 +68,14 @@ class Store(Generic[V]):
         known = self._entries.get(name)
         if known is not None and version and version <= known.version:
             return
-        service = self._service(obj)
-        view = self._view(obj) if service is not None else None
+        try:
+            service = self._service(obj)
+            view = self._view(obj) if service is not None else None
+        except Exception as error:
+            # One object that nobody can make sense of must not keep the others of its kind from being seen.
+            where = " > ".join(places(error))
+            log.error("%s %s/%s is left as it was: %s in %s", obj.get("kind", ""), *name, type(error).__name__, where)
+            return
         if service is None or view is None:
             self._remove(name)
             return
@@ -85,7 +100,7 @@ class Store(Generic[V]):
 
     def keep_only(self, namespace: str, names: Collection[Name], version: str) -> None:
         """Drop what a list of a namespace (of all where it is empty) at this version did not hold."""
-        limit = int(version) if version.isdigit() else None
+        limit = whole(version, _MAX_VERSION)
         gone = [
             name
             for name, entry in self._entries.items()
@@ -116,5 +131,4 @@ def _name(obj: Object) -> Name:
 
 def _version(obj: Object) -> int:
     """0 where there is none that can be compared."""
-    version = obj["metadata"].get("resourceVersion") or ""
-    return int(version) if version.isdigit() else 0
+    return whole(obj["metadata"].get("resourceVersion"), _MAX_VERSION) or 0

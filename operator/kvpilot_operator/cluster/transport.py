@@ -15,12 +15,15 @@ from kvpilot_operator.budget import read_body
 from kvpilot_operator.cluster.gate import Gate
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError, Conflict, NotFound, OverBudget, Throttled
+from kvpilot_operator.numbers import whole
 
 TIMEOUT_SECONDS = 15.0
 # An API server ends a watch after this long by itself; meanwhile it sends a bookmark about every minute, so one that
 # says nothing for longer than `SILENCE_SECONDS` is dead.
 WATCH_SECONDS = 300
 SILENCE_SECONDS = 75.0
+# An API server that asks for a longer pause than a day is asked again as after any other error.
+_MAX_WAIT_SECONDS = 86_400
 
 # Called after every request: method (LIST and WATCH are told from GET), kind, HTTP status (0: not reached), seconds.
 OnRequest = Callable[[str, str, int, float], None]
@@ -184,7 +187,7 @@ def _typed(method: str, path: str, status: int, body: bytes, headers: Mapping[st
         return Conflict(method, path, status, message)
     if status == 404:
         return NotFound(method, path, status, message)
-    wait = headers.get("Retry-After", "")
-    if status in (429, 503) and wait.isdigit():
+    wait = whole(headers.get("Retry-After"), _MAX_WAIT_SECONDS)
+    if status in (429, 503) and wait is not None:
         return Throttled(method, path, status, message, float(wait))
     return ClusterError(method, path, status, message)

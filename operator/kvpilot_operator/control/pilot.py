@@ -10,6 +10,7 @@ from kvpilot_operator.control.passes import Passes
 from kvpilot_operator.control.prober import Prober
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.decide import decide
+from kvpilot_operator.decide.questions import CONDITION
 from kvpilot_operator.errors import Conflict, NotFound
 from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.observe.gather import Observer
@@ -71,7 +72,7 @@ class Pilot:
             except (Conflict, NotFound):
                 await self._observer.refresh(key)
                 raise
-            if snapshot.spec is not None:
+            if snapshot.spec is not None and not decision.keeps_probe:
                 self._prober.ensure(key, snapshot.spec, decision.probe)
         self._telemetry.decided(snapshot, decision)
         _tell(snapshot, decision)
@@ -112,6 +113,13 @@ class Pilot:
 
 
 def _tell(s: Snapshot, decision: Decision) -> None:
+    before, after = s.status.condition(CONDITION), decision.status.condition(CONDITION)
+    if decision.unanswered and (before is None or after is None or before.message != after.message):
+        for one in decision.unanswered:
+            log.error(
+                "%s: not answered: %s in %s", one.question, one.error, " > ".join(one.where) or "another's code",
+                extra={"service": str(s.key), "reason": f"{one.question}Unanswered"},
+            )  # fmt: skip
     for entry in decision.status.decisions:
         if entry.time == s.now and entry not in s.status.decisions:
             log.info(

@@ -19,7 +19,7 @@ from kvpilot_operator.observe.probe_plan import probe_prompts
 from kvpilot_operator.probes import run
 from kvpilot_operator.probes.codec import Control
 from kvpilot_operator.probes.errors import MalformedBaseline
-from kvpilot_operator.state.decision import Capture, Find, Measure
+from kvpilot_operator.state.decision import Capture, Find, Measure, Request
 from kvpilot_operator.state.snapshot import Captured, NothingKept, ProbeFailed, ProbeResult, ServiceKey
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,6 @@ GIVE_WAY_SECONDS = 120.0
 # Served after everybody else's requests (their default is 0) by an engine that schedules by priority.
 LOW_PRIORITY = 1_000_000
 
-Request = Find | Capture | Measure
 Outcome = Captured | NothingKept | run.Measurement | ProbeFailed
 
 
@@ -46,7 +45,7 @@ class Prober:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._texts = PackTexts(cluster)
-        self._running: dict[ServiceKey, tuple[str, asyncio.Task[None]]] = {}
+        self._running: dict[ServiceKey, tuple[Request, asyncio.Task[None]]] = {}
         self._results: dict[ServiceKey, ProbeResult] = {}
         self._failures: dict[ServiceKey, int] = {}
         self._probes = Places(CANARY_PROBE)
@@ -54,24 +53,25 @@ class Prober:
         self.on_result: Callable[[ServiceKey], None] = lambda _: None
 
     def result(self, key: ServiceKey) -> ProbeResult | None:
-        """The service's last finished probe, if it is still of interest."""
-        return self._results.get(key)
+        """The service's probe: one that is done and still of interest, or the one that runs."""
+        running = self._running.get(key)
+        return self._results.get(key) or (ProbeResult(running[0], None) if running is not None else None)
 
     def ensure(self, key: ServiceKey, spec: Spec, request: Request | None) -> None:
         """Make `request` the service's only probe: start it unless it runs or is done, cancel what is not asked for."""
         running = self._running.get(key)
         wanted = request.identity if request is not None else None
-        if running is not None and running[0] != wanted:
+        if running is not None and running[0].identity != wanted:
             running[1].cancel()
             del self._running[key]
             running = None
         done = self._results.get(key)
-        if done is not None and done.identity != wanted:
+        if done is not None and done.request.identity != wanted:
             del self._results[key]
             done = None
         if request is not None and running is None and done is None:
             task = asyncio.create_task(self._probe(key, spec, request))
-            self._running[key] = (request.identity, task)
+            self._running[key] = (request, task)
 
     def forget(self, key: ServiceKey) -> None:
         """Stop probing a deleted service."""
@@ -102,7 +102,7 @@ class Prober:
         else:
             log.info("probe is done", extra=extra)
         self._running.pop(key, None)
-        self._results[key] = ProbeResult(request.identity, outcome)
+        self._results[key] = ProbeResult(request, outcome)
         self.on_result(key)
         if isinstance(outcome, ProbeFailed):
             failures = self._failures.get(key, 0)
@@ -126,7 +126,7 @@ class Prober:
 
     def _drop(self, key: ServiceKey, identity: str) -> None:
         kept = self._results.get(key)
-        if kept is not None and kept.identity == identity:
+        if kept is not None and kept.request.identity == identity:
             del self._results[key]
             self.on_result(key)
 

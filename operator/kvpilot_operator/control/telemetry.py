@@ -81,6 +81,12 @@ class Telemetry:
             ("namespace", "name", "action", "reason"),
             registry=registry,
         )
+        self._unanswered = Counter(
+            "kvpilot_unanswered_questions",
+            "Questions of passes that had no answer for an unexpected error; the others of the pass were answered.",
+            ("namespace", "name", "question"),
+            registry=registry,
+        )
         self._reasons: dict[ServiceKey, set[tuple[str, str]]] = {}
         self._services = ServiceMetrics()
         registry.register(self._services)
@@ -130,13 +136,16 @@ class Telemetry:
         for entry in decision.status.decisions:
             if entry.time == s.now and entry not in s.status.decisions:
                 self._decisions.labels(*s.key, *self._bounded(s.key, (entry.action, entry.reason))).inc()
+        for question in {one.question for one in decision.unanswered}:
+            self._unanswered.labels(*s.key, question).inc()
         self._services.show(s.key, rows(s, decision.status))
 
     def forget(self, key: ServiceKey) -> None:
         """Drop the series of a deleted service."""
         self._services.forget(key)
         self._reasons.pop(key, None)
-        self._decisions.remove_by_labels({"namespace": key.namespace, "name": key.name})
+        for counter in (self._decisions, self._unanswered):
+            counter.remove_by_labels({"namespace": key.namespace, "name": key.name})
 
     def _bounded(self, key: ServiceKey, words: tuple[str, str]) -> tuple[str, str]:
         known = self._reasons.setdefault(key, set())

@@ -41,9 +41,11 @@ def wanted(draft: Draft, s: Snapshot, spec: Spec) -> Find | Capture | None:
     pods = s.ready_pods(reference)
     config_map = baseline_name(s.key.name, s.probes.identity)
     if pods and (trial or spec.kv_cache.mode == "Auto"):
+        pod = s.pod_to_ask(pods)
         return Capture(
-            identity=f"capture/{s.probes.identity}/{canary.errors if canary is not None else 0}",
-            url=engine_url(pods[0].ip),
+            identity=f"capture/{s.probes.identity}/{canary.errors if canary is not None else 0}/{pod.name}",
+            pod=pod.name,
+            url=engine_url(pod.ip),
             model=spec.model.served_name,
             baseline=s.probes.identity,
             config_map=config_map,
@@ -101,4 +103,6 @@ def _find_identity(s: Snapshot) -> str:
 
 def _nothing_kept(s: Snapshot) -> bool:
     result = s.probe_result
-    return result is not None and result.identity == _find_identity(s) and isinstance(result.outcome, NothingKept)
+    return (
+        result is not None and result.request.identity == _find_identity(s) and isinstance(result.outcome, NothingKept)
+    )

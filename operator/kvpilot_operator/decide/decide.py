@@ -2,50 +2,106 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide import journal
 from kvpilot_operator.decide.accuracy import probing
-from kvpilot_operator.decide.briefing import situation_of, step_tokens
-from kvpilot_operator.decide.conditions import conditions, refused
+from kvpilot_operator.decide.briefing import serving_dtype, situation_of, step_tokens
+from kvpilot_operator.decide.conditions import conditions, refused, stamped
 from kvpilot_operator.decide.draft import Draft
 from kvpilot_operator.decide.judging import scaling
-from kvpilot_operator.decide.judging.arbiter import arbitrate
+from kvpilot_operator.decide.judging.arbiter import Ruling, arbitrate, nothing_weighed
 from kvpilot_operator.decide.judging.workload import USAGE_STEP_PERCENT, Workload, classify
-from kvpilot_operator.decide.target import Target, choose
+from kvpilot_operator.decide.questions import CONDITION, Questions, line
+from kvpilot_operator.decide.target import Target, choose, unchanged
 from kvpilot_operator.decide.trial import rollout, traffic
 from kvpilot_operator.decide.trial.placement import place, traffic_revision
-from kvpilot_operator.decide.trial.shelter import sheltered
+from kvpilot_operator.decide.trial.shelter import already_sheltered, sheltered
 from kvpilot_operator.render.names import REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.state.decision import Decision
+from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 
 _AGAIN_SECONDS = 10.0
 
 
 def decide(s: Snapshot) -> Decision:
-    """Snapshot in, Decision out; total: every snapshot has a decision."""
+    """Snapshot in, Decision out; total: every snapshot has a decision, and each question that fails is named in it."""
     draft = Draft(s.now, s.status)
     draft.set(observed_generation=s.generation)
+    ask = Questions(draft, s.unanswered)
     if s.spec is None:
-        return _refuse(draft, s)
-    return _decide(draft, s, s.spec)
+        return _refuse(ask, draft, s)
+    return _decide(ask, draft, s, s.spec)
 
 
-def _refuse(draft: Draft, s: Snapshot) -> Decision:
+def _refuse(ask: Questions, draft: Draft, s: Snapshot) -> Decision:
     before = s.status.condition("SpecAccepted")
-    draft.set(conditions=refused(s, s.faults))
+    ask.ask(Question.CONDITIONS, lambda: draft.set(conditions=refused(s, s.faults)), None)
     after = draft.status.condition("SpecAccepted")
     if after is not None and (before is None or before.message != after.message):
         draft.event("SpecInvalid", after.message, warning=True)
-    return Decision(draft.status, events=tuple(draft.events))
+    _report(ask, draft, s)
+    return Decision(draft.status, events=tuple(draft.events), unanswered=ask.unanswered)
 
 
-def _decide(draft: Draft, s: Snapshot, spec: Spec) -> Decision:
+def _decide(ask: Questions, draft: Draft, s: Snapshot, spec: Spec) -> Decision:
+    workload = ask.ask(
+        Question.WORKLOAD, lambda: _workload(s, spec), Workload("NoMetrics", "the metrics were not judged")
+    )
+    before = ask.ask(Question.REPLICAS, lambda: scaling.kept(spec, s.status.scaling, s.now), s.status.scaling)
+    replicas, dtype = scaling.replicas(spec, before), serving_dtype(s, spec)
+    ruling = ask.ask(
+        Question.STEP,
+        lambda: arbitrate(situation_of(s, spec, workload, before, replicas)),
+        nothing_weighed(dtype, replicas, before.saturations),
+    )
+    after = ask.ask(Question.REPLICAS, lambda: scaling.ruled(spec, before, ruling, dtype, s.now), before)
+    replicas = scaling.replicas(spec, after)
+    draft.set(scaling=after)
+    target = ask.ask(Question.TARGET, lambda: choose(s, spec, ruling), unchanged(s, spec))
+    ask.ask(Question.TRIAL, lambda: _trial(draft, s, spec, target, replicas, ruling), None)
+    nothing: probing.Asked = (None, None)
+    readable = s.unread(Question.PROBE_SETS) is None
+    asked = ask.ask(Question.ACCURACY, lambda: probing.probe(draft, s, spec), nothing) if readable else nothing
+    request, captured = asked
+    ask.ask(Question.SUMMARY, lambda: _summarise(draft, s, target, workload, replicas), None)
+    # Without a revision there is nothing to place, and what runs is not to be deleted for want of one.
+    objects = place(ask, draft, s, spec, target, replicas) if draft.status.stable is not None else None
+    shelter = ask.ask(Question.SHELTER, lambda: sheltered(draft, s, spec, request), already_sheltered(s))
+    ask.ask(Question.JOURNAL, lambda: journal.ruled(draft, s, spec, ruling, target), None)
+    ask.ask(Question.CONDITIONS, lambda: draft.set(conditions=conditions(draft, s, target, workload, replicas)), None)
+    _report(ask, draft, s)
+    decision = Decision(
+        status=draft.status,
+        objects=objects,
+        baseline=captured,
+        probe=request,
+        events=tuple(draft.events),
+        sheltered=shelter,
+        unanswered=ask.unanswered,
+        again_seconds=_AGAIN_SECONDS if draft.status.canary is not None else None,
+    )
+    return replace(decision, sheltered=shelter | already_sheltered(s)) if decision.keeps_probe else decision
+
+
+def _report(ask: Questions, draft: Draft, s: Snapshot) -> None:
+    """Say in the conditions which questions had no answer; what a running probe has found so far stays said."""
+    found = {one.type: one for one in draft.status.conditions if one.type != CONDITION}
+    if s.unread(Question.PROBE_SETS) is not None or ask.failed(Question.ACCURACY):
+        known = s.status.condition("AccuracyVerified")
+        found |= {known.type: known} if known is not None else {}
+    word, reason, message = line(ask.unanswered)
+    draft.set(conditions=(*found.values(), *stamped(s, [(CONDITION, word, reason, message)])))
+
+
+def _workload(s: Snapshot, spec: Spec) -> Workload:
     stable = s.status.stable
     serving = s.traffic or (stable.revision if stable is not None else "")
-    workload = classify(
+    return classify(
         s.samples.get(serving, ()),
         spec.kv_cache.pressure,
         s.now,
@@ -53,33 +109,16 @@ def _decide(draft: Draft, s: Snapshot, spec: Spec) -> Decision:
         calm_seconds=spec.scaling.scale_down_stabilization_seconds,
         step_tokens=step_tokens(spec, s.node),
     )
-    before = scaling.kept(spec, s.status.scaling, s.now)
-    situation = situation_of(s, spec, workload, before, scaling.replicas(spec, before))
-    ruling = arbitrate(situation)
-    after = scaling.ruled(spec, before, ruling, situation.dtype, s.now)
-    replicas = scaling.replicas(spec, after)
-    draft.set(scaling=after)
-    target = choose(s, spec, ruling)
+
+
+def _trial(draft: Draft, s: Snapshot, spec: Spec, target: Target, replicas: int, ruling: Ruling) -> None:
     rollout.advance(draft, s, spec, target, replicas)
     if s.status.canary is None and draft.status.canary is not None:
-        draft.set(scaling=msgspec.structs.replace(after, saturations=ruling.saturations))
-    request, captured = probing.probe(draft, s, spec)
-    _summarise(draft, s, target, workload, replicas)
-    _announce_pressure(draft, s, workload)
-    draft.set(conditions=conditions(draft, s, target, workload, replicas))
-    journal.ruled(draft, s, spec, ruling, target)
-    return Decision(
-        status=draft.status,
-        objects=place(draft, s, spec, target, replicas),
-        baseline=captured,
-        probe=request,
-        events=tuple(draft.events),
-        sheltered=sheltered(draft, s, spec, request),
-        again_seconds=_AGAIN_SECONDS if draft.status.canary is not None else None,
-    )
+        draft.set(scaling=msgspec.structs.replace(draft.status.scaling, saturations=ruling.saturations))
 
 
 def _summarise(draft: Draft, s: Snapshot, target: Target, workload: Workload, replicas: int) -> None:
+    _announce_pressure(draft, s, workload)
     stable = draft.status.stable
     if stable is None:
         return

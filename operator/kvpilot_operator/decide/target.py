@@ -43,6 +43,14 @@ def choose(s: Snapshot, spec: Spec, ruling: Ruling) -> Target:
     return _laddered(s, spec, ruling)
 
 
+def unchanged(s: Snapshot, spec: Spec) -> Target:
+    """What is under way, where no target could be chosen: nothing new is started."""
+    part = s.status.canary or s.status.stable
+    dtype, name = (part.dtype, part.revision) if part is not None else (spec.kv_cache.baseline, "")
+    held = "no target could be chosen: what serves stays as it is"
+    return Target(dtype, name, None, "NotChosen", held, held, s.status.kv_cache.recommended_dtype)
+
+
 def render(s: Snapshot, spec: Spec, dtype: str) -> tuple[str, dict[str, Any]]:
     """Revision and pod template of the current spec with this dtype."""
     template = pod_template(s.key.name, spec, dtype)

@@ -21,6 +21,7 @@ from kvpilot_operator.cluster.watch import Reflector
 from kvpilot_operator.observe.services import ServiceFeed
 from kvpilot_operator.observe.views import deployment_view, is_ours, pod_view, traffic_of
 from kvpilot_operator.render.names import KIND, SERVICE_LABEL
+from kvpilot_operator.state.questions import places
 from kvpilot_operator.state.snapshot import DeploymentView, PodView, ServiceKey
 from kvpilot_operator.state.status import Status, parse_status
 
@@ -120,10 +121,22 @@ class Fleet:
         if known is not None and (known.uid, known.generation) == (uid, generation):
             broken, spec = known.faults, known.spec
         else:
-            broken = faults(obj)
-            spec = None if broken else parse(apply_defaults(obj))
+            broken, spec = _judged(obj)
         status = parse_status(obj.get("status"))
         return ServiceView(uid, generation, metadata["resourceVersion"], broken, spec, status)
+
+
+def _judged(obj: Object) -> tuple[tuple[Fault, ...], Spec | None]:
+    """The spec, or what is wrong with it: that nobody foresaw it is no reason to say nothing."""
+    try:
+        broken = faults(obj)
+        return broken, None if broken else parse(apply_defaults(obj))
+    except Exception as error:
+        where = "".join(f" in {place}" for place in places(error)[-1:])
+        text = (
+            f"cannot be read by this operator ({type(error).__name__}{where}): go back to the last one, and report this"
+        )
+        return (Fault("spec", text),), None
 
 
 def _itself(obj: Object) -> ServiceKey:

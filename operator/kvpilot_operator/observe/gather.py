@@ -12,17 +12,19 @@ from datetime import datetime
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
-from kvpilot_operator.errors import ClusterError, ScrapeError
+from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.believe import Judged
 from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.observe.pack_texts import PackTexts
 from kvpilot_operator.observe.page import PodMetrics
 from kvpilot_operator.observe.probe_plan import probe_plan
+from kvpilot_operator.observe.questions import observed
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.observe.views import facts_of_node, gpu_of, node_facts, route_view
 from kvpilot_operator.observe.windows import Windows, need
 from kvpilot_operator.probes.errors import PackError
 from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND, engine_url
+from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.snapshot import (
     NodeFacts,
     PodView,
@@ -78,9 +80,11 @@ class Observer:
             return None
         spec = service.spec
         # Whatever has to be asked for comes first: after it, nothing of the snapshot is older than the rest.
-        route = await self._route(key, spec)
-        probes = ProbePlan() if spec is None else await self._probe_plan(key, spec)
-        node = await self._node_facts(self._fleet.pods.of(key))
+        failed: list[Unanswered] = []
+        route = await observed(Question.ROUTE, self._route(key, spec), None, failed)
+        probes = await observed(Question.PROBE_SETS, self._probe_plan(key, spec), ProbePlan(), failed)
+        pods = self._fleet.pods.of(key)
+        node = await observed(Question.NODE, self._node_facts(pods), self._known_facts(pods), failed)
         service = self._fleet.services.get(*key)
         if service is None or service.spec is not spec:
             return await self.snapshot(key, probe_result)
@@ -109,6 +113,7 @@ class Observer:
             server=self._server,
             probes=probes,
             probe_result=probe_result,
+            unanswered=tuple(failed),
         )
 
     async def refresh(self, key: ServiceKey) -> None:
@@ -164,9 +169,11 @@ class Observer:
         return page
 
     async def _node_facts(self, pods: Sequence[PodView]) -> NodeFacts:
-        names = sorted({pod.node for pod in pods if pod.node})
-        await asyncio.gather(*(self._read_node(name) for name in names))
-        return node_facts([self._nodes[name][1] for name in names if name in self._nodes])
+        await asyncio.gather(*(self._read_node(name) for name in _nodes_of(pods)))
+        return self._known_facts(pods)
+
+    def _known_facts(self, pods: Sequence[PodView]) -> NodeFacts:
+        return node_facts([self._nodes[name][1] for name in _nodes_of(pods) if name in self._nodes])
 
     async def _read_node(self, name: str) -> None:
         """Nodes are many and their labels hardly ever change: each is read once in a while, and watched never."""
@@ -187,14 +194,11 @@ class Observer:
         name = spec.canary.route_ref if spec is not None else None
         if name is None or not self._server.http_routes:
             return None
-        try:
-            return route_view(await self._cluster.find(HTTP_ROUTE_API, "HTTPRoute", key.namespace, name), key)
-        except ClusterError as error:
-            # A route that may not be read keeps a canary from its steps, and nothing else from being served.
-            log.warning("route not read: %s", error, extra={"service": str(key)})
-            return None
+        return route_view(await self._cluster.find(HTTP_ROUTE_API, "HTTPRoute", key.namespace, name), key)
 
-    async def _probe_plan(self, key: ServiceKey, spec: Spec) -> ProbePlan:
+    async def _probe_plan(self, key: ServiceKey, spec: Spec | None) -> ProbePlan:
+        if spec is None:
+            return ProbePlan()
         try:
             texts = await self._texts.of(key, spec)
         except PackError as error:
@@ -208,3 +212,7 @@ class Observer:
         if known is None or known[0] != about:
             known = self._plans[key] = (about, probe_plan(spec, texts))
         return known[1]
+
+
+def _nodes_of(pods: Sequence[PodView]) -> list[str]:
+    return sorted({pod.node for pod in pods if pod.node})

@@ -40,15 +40,18 @@ class ServiceFeed:
 
     def take(self, event: str | None, obj: Object) -> None:
         """One event: ADDED, MODIFIED, DELETED, or None for an object of a list."""
-        if event == "DELETED":
-            self._store.drop(obj)
-        else:
-            self._store.put(obj)
-        if not self.filled.is_set():
-            name = (obj["metadata"]["namespace"], obj["metadata"]["name"])
-            self._told.add(name)
-            self._awaited.discard(name)
-            self._fill()
+        try:
+            if event == "DELETED":
+                self._store.drop(obj)
+            else:
+                self._store.put(obj)
+        finally:
+            # One that nobody can make sense of is told, too.
+            if not self.filled.is_set():
+                name = (obj["metadata"]["namespace"], obj["metadata"]["name"])
+                self._told.add(name)
+                self._awaited.discard(name)
+                self._fill()
 
     def listed(self, namespace: str) -> None:
         """kopf has listed the services anew, and tells of each of them now."""

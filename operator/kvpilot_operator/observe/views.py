@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvpilot_operator.numbers import whole
 from kvpilot_operator.render.names import (
     DTYPE_LABEL,
     ENGINE_CONTAINER,
@@ -15,6 +16,9 @@ from kvpilot_operator.render.names import (
 from kvpilot_operator.state.snapshot import DeploymentView, NodeFacts, PodView, RouteView, ServiceKey
 
 Object = Mapping[str, Any]
+
+# Of one GPU: a petabyte.
+_MAX_MIB = 2**30
 
 
 def pod_view(pod: Object) -> PodView:
@@ -100,13 +104,11 @@ def node_facts(nodes: Sequence[Object]) -> NodeFacts:
         if gpu is None:
             continue
         labels = node["metadata"].get("labels") or {}
-        major, minor = labels.get("nvidia.com/gpu.compute.major", ""), labels.get("nvidia.com/gpu.compute.minor", "")
-        known = major.isdigit() and minor.isdigit()
-        memory = labels.get("nvidia.com/gpu.memory", "")
+        major, minor = (whole(labels.get(f"nvidia.com/gpu.compute.{part}"), 99) for part in ("major", "minor"))
         return NodeFacts(
             gpu=gpu,
-            compute_capability=(int(major), int(minor)) if known else None,
-            memory_mib=int(memory) if memory.isdigit() else None,
+            compute_capability=(major, minor) if major is not None and minor is not None else None,
+            memory_mib=whole(labels.get("nvidia.com/gpu.memory"), _MAX_MIB),
         )
     return NodeFacts()
 

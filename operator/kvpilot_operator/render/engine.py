@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from typing import Any
 
 from kvpilot_kernels import formats
@@ -17,6 +16,7 @@ from kvpilot_operator.render.names import (
     SERVICE_LABEL,
     owned_labels,
 )
+from kvpilot_operator.render.startup import startup_budget_seconds
 
 STARTUP_PERIOD_SECONDS = 5
 # The user of docker/runtime.Dockerfile; its group owns what is written to claims.
@@ -40,17 +40,6 @@ def revision(template: dict[str, Any]) -> str:
     """The revision that a pod template is labelled with."""
     label: str = template["metadata"]["labels"][REVISION_LABEL]
     return label
-
-
-def startup_budget_seconds(spec: Spec) -> int:
-    """How long an engine may take to answer before its kubelet gives up on it.
-
-    Ten minutes for the start itself (imports, compilation, CUDA graphs), and the weights at 0.1 GB/s, the rate of a
-    slow shared volume; their size is read from the model's name (8B = 16 GB at 16 bits), 70B where it does not tell.
-    """
-    found = re.search(r"(\d+(?:\.\d+)?)\s*([bm])(?![a-z0-9])", spec.model.source.lower())
-    billions = 70.0 if found is None else float(found[1]) * (1.0 if found[2] == "b" else 1e-3)
-    return 600 + int(billions * 2 / 0.1)
 
 
 def _pod_spec(service: str, spec: Spec, dtype: str) -> dict[str, Any]:

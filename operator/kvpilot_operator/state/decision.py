@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvpilot_operator.probes.codec import Baseline
+from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.status import Status
 
 Manifest = Mapping[str, Any]
@@ -27,6 +28,8 @@ class Capture:
     """Ask the 16-bit pod at `url` for the baseline and its control, unless the ConfigMap holds them already."""
 
     identity: str
+    pod: str
+    """Name of the pod that is asked."""
     url: str
     model: str
     baseline: str
@@ -41,11 +44,16 @@ class Measure:
     """Compare the pod at `url` with the baseline kept in the ConfigMap."""
 
     identity: str
+    pod: str
+    """Name of the pod that is asked: what is found is said of it alone."""
     url: str
     model: str
     config_map: str
     serving: bool = False
     """Whether users' requests go to that pod: the probe gives way to them, or ends without a verdict."""
+
+
+Request = Find | Capture | Measure
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +91,16 @@ class Decision:
     """None leaves every object as it is."""
     baseline: Baseline | None = None
     """A captured baseline to keep before the status that names it is written."""
-    probe: Find | Capture | Measure | None = None
+    probe: Request | None = None
     events: tuple[Event, ...] = ()
     sheltered: frozenset[str] = frozenset()
     """Names of pods that cluster autoscalers are asked to leave where they are; no other pod is."""
+    unanswered: tuple[Unanswered, ...] = ()
+    """The questions that had no answer; what they decide is left as it is."""
     again_seconds: float | None = None
     """Look again after this many seconds even if nothing happens."""
+
+    @property
+    def keeps_probe(self) -> bool:
+        """Whether a probe that runs goes on: what is to be asked had no answer, so `probe` says nothing."""
+        return any(one.question in (Question.PROBE_SETS, Question.ACCURACY) for one in self.unanswered)

@@ -11,7 +11,9 @@ from kvpilot_operator.api.schema import Fault
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.probes.stats import Measurement
+from kvpilot_operator.state.decision import Find, Request
 from kvpilot_operator.state.histogram import Histogram
+from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.status import Status
 
 
@@ -182,10 +184,11 @@ class ProbeFailed:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a probe found; `identity` is the request's."""
+    """What was asked, and what was found."""
 
-    identity: str
-    outcome: Captured | NothingKept | Measurement | ProbeFailed
+    request: Request
+    outcome: Captured | NothingKept | Measurement | ProbeFailed | None
+    """None while the probe runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,10 +239,22 @@ class Snapshot:
     server: ServerFacts = ServerFacts()
     probes: ProbePlan = ProbePlan()
     probe_result: ProbeResult | None = None
+    unanswered: tuple[Unanswered, ...] = ()
+    """What could not be observed this time: its field holds nothing then, which says nothing."""
+
+    def unread(self, question: Question) -> Unanswered | None:
+        """Why this could not be observed; None where it was."""
+        return next((one for one in self.unanswered if one.question == question), None)
 
     def pods_of(self, revision: str) -> tuple[PodView, ...]:
         """The revision's pods that are not on their way out."""
         return tuple(p for p in self.pods if p.revision == revision and not p.terminating)
+
+    def pod_to_ask(self, pods: tuple[PodView, ...]) -> PodView:
+        """Of these the one that is being asked, so that a new pod does not end a probe; else the first by name."""
+        request = self.probe_result.request if self.probe_result is not None else None
+        asked = None if request is None or isinstance(request, Find) else request.pod
+        return next((pod for pod in pods if pod.name == asked), pods[0])
 
     def ready_pods(self, revision: str) -> tuple[PodView, ...]:
         """The revision's pods that answer."""

@@ -26,7 +26,7 @@ from kvpilot_operator.decide.trial.denial import deny
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.render.names import engine_url
 from kvpilot_operator.state.decision import Measure
-from kvpilot_operator.state.snapshot import Captured, NothingKept, PodView, ProbeFailed, Snapshot
+from kvpilot_operator.state.snapshot import PodView, ProbeFailed, Snapshot
 from kvpilot_operator.state.status import Accuracy, Baseline, Stable, Status
 
 REASON = "AccuracyDrifted"
@@ -57,9 +57,14 @@ def check(draft: Draft, s: Snapshot, spec: Spec) -> Measure | None:
     if watched is None or not due(s, spec, draft.status.accuracy):
         return None
     stable, kept, pods = watched
-    pod = next_pod(pods, draft.status.accuracy, stable.revision)
+    accuracy, running = draft.status.accuracy, s.probe_result
+    # Replicas that come and go meanwhile do not end a run of one that stays.
+    pod = s.pod_to_ask(pods)
+    if running is None or running.request.identity != _identity(kept, stable, pod, accuracy):
+        pod = next_pod(pods, accuracy, stable.revision)
     return Measure(
-        identity=_identity(kept, stable, pod, draft.status.accuracy),
+        identity=_identity(kept, stable, pod, accuracy),
+        pod=pod.name,
         url=engine_url(pod.ip),
         model=spec.model.served_name,
         config_map=kept.config_map,
@@ -67,17 +72,16 @@ def check(draft: Draft, s: Snapshot, spec: Spec) -> Measure | None:
     )
 
 
-def take(draft: Draft, s: Snapshot, spec: Spec, outcome: Measurement | ProbeFailed | Captured | NothingKept) -> None:
+def take(draft: Draft, s: Snapshot, spec: Spec, asked: Measure, outcome: Measurement | ProbeFailed) -> None:
     """Count the run that `check` asked for."""
     watched = _watched(draft, s, spec)
     if watched is None:
         return
-    stable, kept, pods = watched
-    pod = next_pod(pods, draft.status.accuracy, stable.revision)
+    stable, kept, _ = watched
     if isinstance(outcome, ProbeFailed):
-        _count_error(draft, spec, pod, outcome)
-    elif isinstance(outcome, Measurement):
-        _count_verdict(draft, s, spec, stable, kept, pod, outcome)
+        _count_error(draft, spec, asked.pod, outcome)
+    else:
+        _count_verdict(draft, s, spec, stable, kept, asked.pod, outcome)
 
 
 def due(s: Snapshot, spec: Spec, accuracy: Accuracy) -> bool:
@@ -104,7 +108,7 @@ def next_pod(pods: Sequence[PodView], accuracy: Accuracy, revision: str) -> PodV
     return ordered[(done + accuracy.errors) % len(ordered)]
 
 
-def _watched(draft: Draft, s: Snapshot, spec: Spec) -> tuple[Stable, Baseline, Sequence[PodView]] | None:
+def _watched(draft: Draft, s: Snapshot, spec: Spec) -> tuple[Stable, Baseline, tuple[PodView, ...]] | None:
     stable, kept = draft.status.stable, baseline.known(draft, s)
     if stable is None or kept is None or stable.dtype == spec.kv_cache.baseline:
         return None
@@ -114,14 +118,14 @@ def _watched(draft: Draft, s: Snapshot, spec: Spec) -> tuple[Stable, Baseline, S
     return (stable, kept, pods) if pods else None
 
 
-def _count_error(draft: Draft, spec: Spec, pod: PodView, failed: ProbeFailed) -> None:
+def _count_error(draft: Draft, spec: Spec, pod: str, failed: ProbeFailed) -> None:
     if failed.reason == "BaselineLost":
         draft.set_accuracy(baseline=None)
         draft.event("BaselineLost", failed.message, warning=True)
         return
     errors, limit = draft.status.accuracy.errors + 1, spec.accuracy.consecutive_error_limit
     draft.set_accuracy(checked_time=draft.now, errors=errors)
-    text = f"pod {pod.name}: {failed.reason}: {failed.message} ({errors} runs in a row without a verdict)"
+    text = f"pod {pod}: {failed.reason}: {failed.message} ({errors} runs in a row without a verdict)"
     if errors == limit:
         draft.event("AccuracyUnknown", text, warning=True)
     elif errors < limit and failed.reason != BUSY:
@@ -129,7 +133,7 @@ def _count_error(draft: Draft, spec: Spec, pod: PodView, failed: ProbeFailed) ->
 
 
 def _count_verdict(
-    draft: Draft, s: Snapshot, spec: Spec, stable: Stable, kept: Baseline, pod: PodView, found: Measurement
+    draft: Draft, s: Snapshot, spec: Spec, stable: Stable, kept: Baseline, pod: str, found: Measurement
 ) -> None:
     judgement = judge(found, kept, spec.accuracy)
     if judgement.verdict == "Inconclusive":
@@ -137,13 +141,13 @@ def _count_verdict(
         return
     before = drifted(draft.status, spec)
     failures = draft.status.accuracy.failures + 1 if judgement.verdict == "Failed" else 0
-    last = measured(s, found, judgement, revision=stable.revision, dtype=stable.dtype, pod=pod.name)
+    last = measured(s, found, judgement, revision=stable.revision, dtype=stable.dtype, pod=pod)
     draft.set_accuracy(checked_time=s.now, failures=failures, errors=0, last=last)
     if drifted(draft.status, spec):
-        text = f"{stable.dtype} on pod {pod.name}: {judgement.message}; {failures} failed runs in a row"
+        text = f"{stable.dtype} on pod {pod}: {judgement.message}; {failures} failed runs in a row"
         _act_on_drift(draft, s, spec, stable.dtype, text, new=not before)
     elif before:
-        draft.event("AccuracyRecovered", f"{stable.dtype} on pod {pod.name}: {judgement.message}")
+        draft.event("AccuracyRecovered", f"{stable.dtype} on pod {pod}: {judgement.message}")
 
 
 def _act_on_drift(draft: Draft, s: Snapshot, spec: Spec, dtype: str, text: str, *, new: bool) -> None:

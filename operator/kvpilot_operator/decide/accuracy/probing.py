@@ -14,16 +14,19 @@ from kvpilot_operator.decide.trial.ending import roll_back
 from kvpilot_operator.probes.codec import Baseline as ProbeBaseline
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.render.names import engine_url
-from kvpilot_operator.state.decision import Capture, Find, Measure
+from kvpilot_operator.state.decision import Find, Measure, Request
 from kvpilot_operator.state.snapshot import Captured, NothingKept, ProbeFailed, Snapshot
 from kvpilot_operator.state.status import Baseline, Canary
 
 # After a probe that ended in an error the next waits this long, times the errors so far.
 ERROR_BACKOFF_SECONDS = 10
 
+Asked = tuple[Request | None, ProbeBaseline | None]
+"""The next request, and a baseline to keep."""
 
-def probe(draft: Draft, s: Snapshot, spec: Spec) -> tuple[Find | Capture | Measure | None, ProbeBaseline | None]:
-    """Take in the finished probe and name the next one: (request, baseline to keep)."""
+
+def probe(draft: Draft, s: Snapshot, spec: Spec) -> Asked:
+    """Take in the finished probe and name the next one."""
     drift.begin(draft, spec)
     if s.probes.fault is not None:
         _refuse_canary(draft, s, spec, s.probes.fault)
@@ -32,7 +35,7 @@ def probe(draft: Draft, s: Snapshot, spec: Spec) -> tuple[Find | Capture | Measu
     return _next(draft, s, spec), captured
 
 
-def _next(draft: Draft, s: Snapshot, spec: Spec) -> Find | Capture | Measure | None:
+def _next(draft: Draft, s: Snapshot, spec: Spec) -> Request | None:
     canary = draft.status.canary
     if canary is not None and (_backing_off(s, canary) or _waits_for_pause_to_end(spec, canary)):
         return None
@@ -45,9 +48,11 @@ def _next(draft: Draft, s: Snapshot, spec: Spec) -> Find | Capture | Measure | N
     pods = s.ready_pods(canary.revision)
     if kept is None or not pods or canary.stage != "Probing" or canary.verdict != "Pending":
         return None
+    pod = s.pod_to_ask(pods)
     return Measure(
-        identity=_measure_identity(canary, kept),
-        url=engine_url(pods[0].ip),
+        identity=f"{_measure_identity(canary, kept)}/{pod.name}",
+        pod=pod.name,
+        url=engine_url(pod.ip),
         model=spec.model.served_name,
         config_map=kept.config_map,
     )
@@ -55,17 +60,17 @@ def _next(draft: Draft, s: Snapshot, spec: Spec) -> Find | Capture | Measure | N
 
 def _take_result(draft: Draft, s: Snapshot, spec: Spec) -> ProbeBaseline | None:
     result, canary = s.probe_result, draft.status.canary
-    if result is None:
+    if result is None or result.outcome is None:
         return None
     outcome = result.outcome
     asked = _next(draft, s, spec)
-    if asked is None or asked.identity != result.identity or isinstance(outcome, NothingKept):
+    if asked is None or asked.identity != result.request.identity or isinstance(outcome, NothingKept):
         return None
     if isinstance(outcome, Captured):
         return baseline.take(draft, s, spec, outcome)
     if canary is None:
         if isinstance(asked, Measure):
-            drift.take(draft, s, spec, outcome)
+            drift.take(draft, s, spec, asked, outcome)
         return None
     if canary.stage != "Probing" or canary.verdict != "Pending" or isinstance(asked, Find):
         return None
@@ -73,16 +78,13 @@ def _take_result(draft: Draft, s: Snapshot, spec: Spec) -> ProbeBaseline | None:
     if isinstance(outcome, ProbeFailed):
         _count_error(draft, s, spec, canary, outcome)
     elif kept is not None:
-        _judge(draft, s, spec, canary, outcome, kept)
+        _judge(draft, s, spec, canary, asked.pod, outcome, kept)
     return None
 
 
-def _judge(draft: Draft, s: Snapshot, spec: Spec, canary: Canary, found: Measurement, kept: Baseline) -> None:
+def _judge(draft: Draft, s: Snapshot, spec: Spec, canary: Canary, pod: str, found: Measurement, kept: Baseline) -> None:
     judgement = judge(found, kept, spec.accuracy)
-    pods = s.ready_pods(canary.revision)
-    draft.set_accuracy(
-        last=measured(s, found, judgement, revision=canary.revision, dtype=canary.dtype, pod=pods[0].name)
-    )
+    draft.set_accuracy(last=measured(s, found, judgement, revision=canary.revision, dtype=canary.dtype, pod=pod))
     if judgement.verdict == "Inconclusive":
         _count_error(draft, s, spec, canary, ProbeFailed(judgement.reason, judgement.message), inconclusive=True)
         return

@@ -18,7 +18,7 @@ from kvpilot_operator.decide.judging.saturation import learned
 from kvpilot_operator.decide.judging.situation import Situation
 from kvpilot_operator.state.status import Option, Saturation
 
-__all__ = ["Ruling", "Situation", "arbitrate"]
+__all__ = ["Ruling", "Situation", "arbitrate", "nothing_weighed"]
 
 _BOUND = ("MemoryBound", "PrefillBound", "ComputeBound")
 
@@ -57,6 +57,13 @@ def arbitrate(s: Situation) -> Ruling:
     if kind in ("Relaxed", "Idle") and s.workload.calm:
         return _release(s)
     return _stay(s, kind, s.workload.message)
+
+
+def nothing_weighed(dtype: str, replicas: int, saturations: tuple[Saturation, ...]) -> Ruling:
+    """Stay, where no step could be weighed."""
+    message = "no step could be weighed"
+    option = Option(action="Stay", dtype=dtype, replicas=replicas, gpus=0, outcome="Chosen", message=message)
+    return Ruling((option,), "NotWeighed", message, saturations=saturations)
 
 
 def _stay(s: Situation, reason: str, message: str, wanted: Option | None = None) -> Ruling:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from kvpilot_kernels import formats
+from kvpilot_operator.numbers import whole
 from kvpilot_operator.state.snapshot import ModelFacts
 
 _KEPT_BITS = 16.0
@@ -45,5 +46,6 @@ def bits_per_element(dtype: str, model: ModelFacts | None = None, skip_layers: S
 
 def kept_layers(model: ModelFacts, skip_layers: Sequence[str]) -> int:
     """How many layers stay in 16 bits: those with a sliding window where it is skipped, and those named by number."""
-    named = sum(1 for layer in skip_layers if layer.isdigit() and int(layer) < model.layers)
+    numbers = [whole(layer, model.layers - 1) for layer in skip_layers]
+    named = sum(number is not None for number in numbers)
     return min(model.layers, named + (model.window_layers if "sliding_window" in skip_layers else 0))

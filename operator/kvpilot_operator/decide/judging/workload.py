@@ -27,6 +27,8 @@ _SPAN = 0.8
 _SHARE = 0.9
 # Fewer running requests a replica than this, and none that wait: next to nothing runs.
 _IDLE_RUNNING = 0.1
+# Less than a request in a thousand scrapes: none ran, whatever a page says (5e-324 is a number, too).
+_LEAST_RUNNING = 1e-3
 # A usage that moved by less than this many points is not worth a write to the API server.
 USAGE_STEP_PERCENT = 5
 # A queue is to drain in this many seconds, about as long as clients are willing to wait: what decides how many of the
@@ -301,7 +303,7 @@ def _demand(seen: Sums) -> int:
     By Little's law a queue that grows by g a second and is to lose W requests in a time T needs (g + W / T) times the
     time of one request more of them at once; at most all that wait. Without that time they all count.
     """
-    if not seen.running:
+    if seen.running < _LEAST_RUNNING:
         return round(seen.held)
     more = seen.waiting
     if seen.finished and seen.covered:

@@ -6,39 +6,47 @@ over all Deployments at every moment: room is taken only when it is observed to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide import baseline
 from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.decide.questions import Questions
 from kvpilot_operator.decide.target import Target, render
 from kvpilot_operator.decide.trial import traffic
 from kvpilot_operator.decide.trial.exchange import exchange, side
 from kvpilot_operator.decide.trial.route import weighted
-from kvpilot_operator.render.engine import startup_budget_seconds
 from kvpilot_operator.render.names import canary_service
 from kvpilot_operator.render.objects import deployment, disruption_budget, route_rules, service
+from kvpilot_operator.render.startup import startup_budget_seconds
 from kvpilot_operator.state.decision import Manifest, Objects
+from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Canary, Stable, Status
 
+_Placed = tuple[Sequence[Manifest], Sequence[tuple[str, str, str]]]
+"""What is to be applied, and (apiVersion, kind, name) of what must not be there."""
 
-def place(draft: Draft, s: Snapshot, spec: Spec, target: Target, replicas: int) -> Objects:
-    """The objects of the decided status, in the order in which they go out: more engines, traffic, fewer engines."""
-    wanted = _replicas(draft, s, spec, replicas)
-    templates = _templates(draft, s, spec, target, wanted)
-    engines = [
-        deployment(s.key, s.uid, template, wanted[name], startup_budget_seconds(spec))
-        for name, template in templates.items()
-    ]
+_NOTHING: _Placed = ((), ())
+
+
+def place(ask: Questions, draft: Draft, s: Snapshot, spec: Spec, target: Target, replicas: int) -> Objects:
+    """The objects of the decided status, in the order in which they go out: more engines, traffic, fewer engines.
+
+    Where Deployments cannot be rendered, those that are there are still scaled.
+    """
+    status = draft.status
+    wanted = ask.ask(Question.ENGINES, lambda: _replicas(draft, s, spec, replicas), _as_they_are(status, s, replicas))
+    none: dict[str, Manifest] = {}
+    engines = ask.ask(Question.TEMPLATES, lambda: _engines(draft, s, spec, target, wanted), none)
     fewer = {name for name, count in wanted.items() if count < side(s, name).replicas}
-    shrinking = [m for name, m in zip(templates, engines, strict=True) if name in fewer]
-    growing = [m for name, m in zip(templates, engines, strict=True) if name not in fewer]
-    moved, absent = _traffic(draft.status, s, spec, replicas, wanted)
-    scale = {name: count for name, count in wanted.items() if name not in templates}
-    return Objects((*growing, *moved, *shrinking), scale, frozenset(wanted), absent)
+    shrinking = [manifest for name, manifest in engines.items() if name in fewer]
+    growing = [manifest for name, manifest in engines.items() if name not in fewer]
+    moved, absent = ask.ask(Question.TRAFFIC, lambda: _traffic(status, s, spec, replicas, wanted), _NOTHING)
+    shared, unshared = ask.ask(Question.SHARE, lambda: _share(status, s, spec, replicas), _NOTHING)
+    scale = {name: count for name, count in wanted.items() if name not in engines}
+    return Objects((*growing, *moved, *shared, *shrinking), scale, frozenset(wanted), (*absent, *unshared))
 
 
 def traffic_revision(status: Status, s: Snapshot, replicas: int) -> str:
@@ -48,26 +56,11 @@ def traffic_revision(status: Status, s: Snapshot, replicas: int) -> str:
     return traffic.selected(s, s.spec, status, replicas) or status.stable.revision
 
 
-def _traffic(
-    status: Status, s: Snapshot, spec: Spec, replicas: int, wanted: Mapping[str, int]
-) -> tuple[list[Manifest], tuple[tuple[str, str, str], ...]]:
-    """What moves requests, and what must not be there any more."""
+def _traffic(status: Status, s: Snapshot, spec: Spec, replicas: int, wanted: Mapping[str, int]) -> _Placed:
+    """The Service and its disruption budget."""
     selected = traffic.selected(s, spec, status, replicas)
     apply: list[Manifest] = [service(s.key, s.uid, s.key.name, selected)]
     absent: list[tuple[str, str, str]] = []
-    lent = canary_service(s.key.name)
-    share = traffic.share(s, spec, status.canary, replicas)
-    if status.canary is not None and status.canary.stage == "Shifting" and status.canary.traffic_mode == "HTTPRoute":
-        apply.append(service(s.key, s.uid, lent, status.canary.revision))
-    elif _lingers(status, s, spec):
-        # Whoever still sends to it gets what everybody gets.
-        apply.append(service(s.key, s.uid, lent, selected))
-    elif spec.canary.route_ref is not None:
-        absent.append(("v1", "Service", lent))
-    if s.route is not None:
-        rules = weighted(s.route.rules, s.key.namespace, s.key.name, lent, share)
-        if rules != tuple(s.route.rules):
-            apply.append(route_rules(s.key, s.route, rules))
     if s.server.pod_disruption_budgets:
         covered = sum(count for name, count in wanted.items() if selected in (traffic.EVERY_REVISION, name))
         if _lets_go(spec, replicas, covered):
@@ -79,7 +72,28 @@ def _traffic(
             )  # fmt: skip
         else:
             absent.append(("policy/v1", "PodDisruptionBudget", s.key.name))
-    return apply, tuple(absent)
+    return apply, absent
+
+
+def _share(status: Status, s: Snapshot, spec: Spec, replicas: int) -> _Placed:
+    """The canary's Service and its share in the user's route."""
+    selected = traffic.selected(s, spec, status, replicas)
+    apply: list[Manifest] = []
+    absent: list[tuple[str, str, str]] = []
+    lent = canary_service(s.key.name)
+    share = traffic.share(s, spec, status.canary, replicas)
+    if status.canary is not None and status.canary.stage == "Shifting" and status.canary.traffic_mode == "HTTPRoute":
+        apply.append(service(s.key, s.uid, lent, status.canary.revision))
+    elif _lingers(status, s, spec):
+        # Whoever still sends to it gets what everybody gets.
+        apply.append(service(s.key, s.uid, lent, selected))
+    elif spec.canary.route_ref is not None and s.unread(Question.ROUTE) is None:
+        absent.append(("v1", "Service", lent))
+    if s.route is not None:
+        rules = weighted(s.route.rules, s.key.namespace, s.key.name, lent, share)
+        if rules != tuple(s.route.rules):
+            apply.append(route_rules(s.key, s.route, rules))
+    return apply, absent
 
 
 def _lets_go(spec: Spec, replicas: int, covered: int) -> bool:
@@ -93,13 +107,24 @@ def _lets_go(spec: Spec, replicas: int, covered: int) -> bool:
 
 def _lingers(status: Status, s: Snapshot, spec: Spec) -> bool:
     """Whether a gateway may still send to the canary's Service: for preStopSeconds after it has left the route."""
-    if traffic.routed(s) or (status.canary is not None and status.canary.traffic_mode == "HTTPRoute"):
+    read = s.unread(Question.ROUTE) is None
+    if (read and traffic.routed(s)) or (status.canary is not None and status.canary.traffic_mode == "HTTPRoute"):
         return True
     last = status.last_canary
     if last is None or last.traffic_mode != "HTTPRoute":
         return False
     # Without routeRef the route cannot be read: it may name the canary's Service for ever.
     return spec.canary.route_ref is None or s.now < last.stage_time + timedelta(seconds=spec.drain.pre_stop_seconds)
+
+
+def _as_they_are(status: Status, s: Snapshot, replicas: int) -> Mapping[str, int]:
+    """What stands there now; without a trial the stable side still gets what it is asked for."""
+    there = {name: view.replicas for name, view in s.deployments.items()}
+    stable = status.stable
+    if stable is None:
+        return there
+    kept = there.get(stable.revision, replicas) if status.canary is not None else replicas
+    return {**there, stable.revision: kept}
 
 
 def _replicas(draft: Draft, s: Snapshot, spec: Spec, replicas: int) -> Mapping[str, int]:
@@ -161,11 +186,12 @@ def _back(s: Snapshot, spec: Spec, stable: Stable, canary: Canary, replicas: int
     return {canary.revision: min(left, ours.replicas), stable.revision: grown}
 
 
-def _templates(
-    draft: Draft, s: Snapshot, spec: Spec, target: Target, wanted: Mapping[str, int]
-) -> dict[str, dict[str, Any]]:
-    """Templates of the wanted revisions that the current spec still renders; older ones can only be scaled."""
+def _engines(draft: Draft, s: Snapshot, spec: Spec, target: Target, wanted: Mapping[str, int]) -> dict[str, Manifest]:
+    """Deployments of the wanted revisions that the current spec still renders; older ones can only be scaled."""
     dtypes = {target.dtype, spec.kv_cache.baseline}
     dtypes |= {part.dtype for part in (draft.status.stable, draft.status.canary) if part is not None}
     rendered = dict(render(s, spec, dtype) for dtype in sorted(dtypes))
-    return {name: rendered[name] for name in wanted if name in rendered}
+    seconds = startup_budget_seconds(spec)
+    return {
+        name: deployment(s.key, s.uid, rendered[name], wanted[name], seconds) for name in wanted if name in rendered
+    }

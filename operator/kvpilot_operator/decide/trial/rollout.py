@@ -21,6 +21,7 @@ from kvpilot_operator.decide.trial import shifting, traffic
 from kvpilot_operator.decide.trial.ending import SUPERSEDED, finish_promotion, finish_rollback, roll_back
 from kvpilot_operator.decide.trial.exchange import side
 from kvpilot_operator.decide.trial.refusal import EngineFailure, engine_failure
+from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import PodView, Snapshot
 from kvpilot_operator.state.status import Canary, Stable, clip
 
@@ -41,9 +42,11 @@ def advance(draft: Draft, s: Snapshot, spec: Spec, target: Target, replicas: int
     stable, canary = draft.status.stable, draft.status.canary
     if canary is not None:
         _advance_canary(draft, s, spec, target, canary, replicas)
+    elif target.template is None:
+        return
     elif stable is None:
         _serve(draft, target, "Started", f"first revision with {target.dtype}: {target.message}")
-    elif target.revision == stable.revision or target.template is None:
+    elif target.revision == stable.revision:
         return
     elif not stable.ever_ready:
         _serve(draft, target, "Replaced", f"{stable.revision} never became ready; {target.revision} takes its place")
@@ -61,6 +64,9 @@ def advance(draft: Draft, s: Snapshot, spec: Spec, target: Target, replicas: int
 
 def start_fault(s: Snapshot, spec: Spec, target: Target, replicas: int) -> EngineFailure | None:
     """Why no canary can be started for this target, with the remedy; None where one can."""
+    unread = s.unread(Question.PROBE_SETS) or s.unread(Question.NODE)
+    if unread is not None:
+        return EngineFailure("NotObserved", f"no canary is started while it is not known what it needs: {unread}")
     if replicas == 0:
         return EngineFailure(
             "ScaledToZero", f"spec.replicas is 0: a canary for {target.dtype} starts once there are replicas again"

@@ -101,7 +101,8 @@ def _refs(rule: Rule) -> Sequence[Rule]:
 
 
 def _weight(ref: Rule) -> int:
-    return int(ref.get("weight", 1))
+    weight = ref.get("weight")
+    return weight if isinstance(weight, int) else 1
 
 
 def _is(ref: Rule, namespace: str, service: str) -> bool:

@@ -10,18 +10,22 @@ from __future__ import annotations
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide import baseline
 from kvpilot_operator.decide.draft import Draft
-from kvpilot_operator.render.names import engine_url
-from kvpilot_operator.state.decision import Capture, Find, Measure
-from kvpilot_operator.state.snapshot import PodView, Snapshot
+from kvpilot_operator.state.decision import Find, Request
+from kvpilot_operator.state.snapshot import Snapshot
 
 _JUDGED = ("Starting", "Probing", "Shifting")
 
 
-def sheltered(draft: Draft, s: Snapshot, spec: Spec, request: Find | Capture | Measure | None) -> frozenset[str]:
+def sheltered(draft: Draft, s: Snapshot, spec: Spec, request: Request | None) -> frozenset[str]:
     """Names of the pods of a canary until its verdict, of those borrowed for its baseline, and of the one probed."""
-    url = None if request is None or isinstance(request, Find) else request.url
+    asked = None if request is None or isinstance(request, Find) else request.pod
     trial = _on_trial(draft, s, spec)
-    return frozenset(p.name for p in s.pods if not p.terminating and (p.revision in trial or _asked(p, url)))
+    return frozenset(p.name for p in s.pods if not p.terminating and (p.revision in trial or p.name == asked))
+
+
+def already_sheltered(s: Snapshot) -> frozenset[str]:
+    """Names of the pods that are sheltered now."""
+    return frozenset(p.name for p in s.pods if p.sheltered and not p.terminating)
 
 
 def _on_trial(draft: Draft, s: Snapshot, spec: Spec) -> tuple[str, ...]:
@@ -30,7 +34,3 @@ def _on_trial(draft: Draft, s: Snapshot, spec: Spec) -> tuple[str, ...]:
         return ()
     borrowed = baseline.reference_revision(draft, s, spec)
     return (canary.revision,) if borrowed is None else (canary.revision, borrowed)
-
-
-def _asked(pod: PodView, url: str | None) -> bool:
-    return pod.ip is not None and engine_url(pod.ip) == url

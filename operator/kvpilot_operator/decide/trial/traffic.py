@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.trial import route
 from kvpilot_operator.render.names import HTTP_ROUTE_API, canary_service
+from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Canary, Status, TrafficMode
 
@@ -117,8 +118,8 @@ def serving(s: Snapshot, status: Status) -> tuple[str, ...]:
 
 
 def routed(s: Snapshot) -> bool:
-    """Whether the route has the canary's Service among its backends."""
-    return route.carries(s.route, s.key.namespace, canary_service(s.key.name))
+    """Whether the route has the canary's Service among its backends, or may have: it could not be read."""
+    return s.unread(Question.ROUTE) is not None or route.carries(s.route, s.key.namespace, canary_service(s.key.name))
 
 
 def share(s: Snapshot, spec: Spec, canary: Canary | None, replicas: int) -> int:
@@ -164,6 +165,9 @@ def _by_route(s: Snapshot, spec: Spec, pods: int, most: int) -> Plan:
             held=f"spec.canary.routeRef: this API server does not serve {HTTP_ROUTE_API}; install the Gateway API and "
             "restart the operator, or remove routeRef",
         )
+    unread = s.unread(Question.ROUTE)
+    if unread is not None:
+        return Plan("HTTPRoute", held=f"spec.canary.routeRef: HTTPRoute {name} could not be read: {unread}")
     fault = route.fault(s.route, name, s.key.namespace, s.key.name)
     if fault is not None:
         return Plan("HTTPRoute", held=fault)

@@ -1,0 +1,17 @@
+"""Whole numbers in text that others wrote: an argument, a label, an annotation, a header, a metric's label."""
+
+from __future__ import annotations
+
+
+def whole(text: object, most: int) -> int | None:
+    """The number from 0 to `most` that `text` writes in ASCII digits; None for anything else, larger numbers included.
+
+    `str.isdigit` accepts digits that `int` does not ("²") and digits of every script, and `int` refuses more than 4,300
+    of them: text that somebody else wrote is read by this function.
+    """
+    if not isinstance(text, str) or not (text.isascii() and text.isdigit()):
+        return None
+    digits = text.lstrip("0") or "0"
+    if len(digits) > len(str(most)) or int(digits) > most:
+        return None
+    return int(digits)

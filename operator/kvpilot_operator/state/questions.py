@@ -1,0 +1,78 @@
+"""The questions of one reconcile, and those that had no answer. What goes wrong in one spoils none of the others."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import PurePath
+
+from kvpilot_operator.errors import ClusterError
+
+_PACKAGE = "kvpilot_operator"
+
+
+class Question(StrEnum):
+    """What a reconcile of one service asks, in the order in which it does."""
+
+    ROUTE = "Route"
+    """Observed: what the user's HTTPRoute says."""
+    PROBE_SETS = "ProbeSets"
+    """Observed: which prompts accuracy is measured on."""
+    NODE = "Node"
+    """Observed: which GPU the engines run on."""
+    WORKLOAD = "Workload"
+    """What binds?"""
+    REPLICAS = "Replicas"
+    """How many replicas?"""
+    STEP = "Step"
+    """What to weigh, and which step to take?"""
+    TARGET = "Target"
+    """Which revision should serve?"""
+    TRIAL = "Trial"
+    """How does the trial go on?"""
+    ACCURACY = "Accuracy"
+    """What did the probes find, and what is asked next?"""
+    SUMMARY = "Summary"
+    """What do the status' figures say?"""
+    ENGINES = "Engines"
+    """How many replicas of each revision?"""
+    TEMPLATES = "Templates"
+    """What do their Deployments look like?"""
+    TRAFFIC = "Traffic"
+    """What does the Service select, and how many pods may be disrupted?"""
+    SHARE = "Share"
+    """What share of the requests does the user's HTTPRoute give to the canary?"""
+    SHELTER = "Shelter"
+    """Which pods should stay where they are?"""
+    JOURNAL = "Journal"
+    """What is written down?"""
+    CONDITIONS = "Conditions"
+    """What do the conditions say?"""
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """A question that had no answer: the error's type, and where it was raised. No value, which may be a secret."""
+
+    question: Question
+    error: str
+    where: tuple[str, ...] = ()
+    """FILE:LINE in the operator's own code, outermost first."""
+
+    def __str__(self) -> str:
+        at = f" at {self.where[-1]}" if self.where else ""
+        return f"{self.question} ({self.error}{at})"
+
+
+def unanswered(question: Question, error: Exception) -> Unanswered:
+    """What is kept of an error: its type, of one of the API server's the HTTP status, and the places in our code."""
+    status = f" HTTP {error.status}" if isinstance(error, ClusterError) else ""
+    return Unanswered(question, f"{type(error).__name__}{status}", places(error))
+
+
+def places(error: Exception) -> tuple[str, ...]:
+    """Where in the operator's own code an error was raised: FILE:LINE, outermost first."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = ((PurePath(frame.filename), frame.lineno) for frame in frames)
+    return tuple(f"{file.name}:{line}" for file, line in ours if _PACKAGE in file.parts)

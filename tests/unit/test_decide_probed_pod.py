@@ -1,0 +1,86 @@
+"""A probe says something of the pod that was asked, and of no other, however pods come and go meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from kvpilot_operator.decide import decide
+from kvpilot_operator.render.names import engine_url
+from kvpilot_operator.state.decision import Capture, Decision, Measure
+from kvpilot_operator.state.snapshot import ProbeFailed, ProbeResult
+from kvpilot_operator.state.status import Accuracy, Status
+from support.model_cluster import ModelCluster, measurement
+from support.services import NOW, baseline, manifest, running
+from support.trials import on_trial
+
+
+def asked_by(cluster: ModelCluster, decision: Decision) -> set[str]:
+    """Name of the pod whose address is asked."""
+    url = decision.probe.url if isinstance(decision.probe, Measure | Capture) else None
+    return {p.name for p in cluster.snapshot().pods if p.ip and engine_url(p.ip) == url}
+
+
+@pytest.mark.parametrize("drain_ticks", [0, 3])
+def test_a_canary_whose_pod_was_replaced_in_mid_probe_passes_only_for_a_pod_that_was_asked(drain_ticks):
+    cluster = on_trial(2, cluster={"start_ticks": 0, "drain_ticks": drain_ticks}, steps=[])
+    asked: set[str] = set()
+    for _ in range(40):
+        decision = cluster.tick()
+        if isinstance(decision.probe, Measure):
+            asked |= asked_by(cluster, decision)
+        if len(asked) == 1 and not cluster.engines.evicted:
+            cluster.engines.evict(cluster.parsed().canary.revision)  # its answer has not been taken in yet
+        if cluster.parsed().accuracy.last is not None:
+            break
+    last = cluster.parsed().accuracy.last
+    assert len(cluster.engines.evicted) == 1
+    assert len(asked) == 2
+    assert last.verdict == "Passed"
+    assert last.pod in asked
+    assert (last.revision, int(last.pod.rpartition("-")[2])) not in cluster.engines.evicted
+
+
+def test_a_capture_goes_on_at_its_pod_although_a_replica_comes_whose_name_is_first():
+    s = running(manifest(), "auto")
+    (first,) = s.pods
+    request = decide(s).probe
+    assert isinstance(request, Capture)
+    assert request.pod == first.name
+    newer = replace(first, name="a-newer-pod", ip="10.0.0.9")
+    later = replace(s, pods=(newer, first), probe_result=ProbeResult(request, None))
+    assert decide(later).probe == request
+    assert decide(replace(later, pods=(newer,))).probe.pod == newer.name
+
+
+def test_a_check_goes_on_at_its_replica_although_another_comes_whose_turn_would_be_first():
+    obj = manifest(kvCache={"mode": "Fixed", "dtype": "k8v4"})
+    accuracy = Accuracy(baseline=baseline(), checked_time=NOW - timedelta(days=1))
+    s = running(obj, "k8v4", status=Status(accuracy=accuracy))
+    (first,) = s.pods
+    request = decide(s).probe
+    assert isinstance(request, Measure)
+    newer = replace(first, name="a-newer-pod", ip="10.0.0.9")
+    for outcome in (None, measurement()):
+        later = decide(replace(s, pods=(newer, first), probe_result=ProbeResult(request, outcome)))
+        if outcome is None:
+            assert later.probe == request
+        else:
+            assert later.status.accuracy.last.pod == first.name
+    gone = decide(replace(s, pods=(newer,), probe_result=ProbeResult(request, measurement())))
+    assert gone.status.accuracy.last is None
+    assert gone.probe.pod == newer.name
+
+
+def test_an_error_of_a_pod_that_was_evicted_in_mid_probe_is_no_error_of_its_successor():
+    cluster = on_trial(2, cluster={"start_ticks": 0}, steps=[])
+    for _ in range(40):
+        decision = cluster.tick()
+        if isinstance(decision.probe, Measure):
+            break
+    cluster.engines.evict(cluster.parsed().canary.revision)
+    cluster.probe = ProbeResult(decision.probe, ProbeFailed("EngineUnreachable", "connection refused"))
+    cluster.tick()
+    assert cluster.parsed().canary.errors == 0

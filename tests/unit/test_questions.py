@@ -1,0 +1,249 @@
+"""Whatever goes wrong in one question of a reconcile is said on that service, and the others are answered."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpilot_operator.decide import decide
+from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.state.decision import Decision
+from kvpilot_operator.state.questions import Question, Unanswered, unanswered
+from kvpilot_operator.state.snapshot import ProbePlan, Snapshot
+from kvpilot_operator.state.status import parse_status
+from support.failing_questions import SECRET, failing
+from support.model_cluster import ModelCluster
+from support.services import manifest, running, samples
+from support.trials import NEW, OLD, ROUTE, ended, on_trial, service, stage
+
+OBSERVED = (Question.ROUTE, Question.PROBE_SETS, Question.NODE)
+DECIDED = tuple(question for question in Question if question not in OBSERVED)
+
+
+def said(decision: Decision) -> tuple[str, str, str]:
+    condition = decision.status.condition("ReconcileSucceeded")
+    assert condition is not None
+    return condition.status, condition.reason, condition.message
+
+
+def test_a_reconcile_in_which_every_question_is_answered_says_so():
+    decision = decide(running(manifest(), OLD))
+    assert said(decision)[:2] == ("True", "AllAnswered")
+    assert decision.unanswered == ()
+
+
+def test_every_question_of_a_decision_goes_through_the_one_place():
+    asked: set[Question] = set()
+    with failing((), asked):
+        decide(running(manifest(), OLD))
+    assert asked == set(DECIDED)
+
+
+@pytest.mark.parametrize("question", DECIDED)
+def test_the_question_and_the_type_of_its_error_are_said_and_no_value(question):
+    with failing([question]):
+        decision = decide(running(manifest(), OLD, samples={}))
+    status, reason, message = said(decision)
+    assert (status, reason) == ("False", f"{question}Unanswered")
+    assert f"{question} (ValueError at " in message
+    assert SECRET not in message
+    assert SECRET not in repr(decision.unanswered)
+    assert {one.question for one in decision.unanswered} == {question}
+
+
+@pytest.mark.parametrize("question", DECIDED)
+def test_what_serves_is_repaired_and_scaled_whatever_question_fails(question):
+    cluster = ModelCluster(service(OLD, 2), unanswered=(question,))
+    with failing(()):
+        cluster.settle()
+    (stable,) = cluster.deployments
+    cluster.edit(service(OLD, 4))
+    cluster.services.clear()
+    with failing([question]):
+        for _ in range(3):
+            cluster.tick()
+    assert cluster.deployments[stable][1] == 4
+    assert (cluster.traffic == stable) == (question != Question.TRAFFIC)
+    cluster.tick()
+    assert cluster.deployments[stable][1] == 4
+    assert cluster.traffic == stable
+    assert parse_status(cluster.status).condition("ReconcileSucceeded").status == "True"
+
+
+@pytest.mark.parametrize("question", DECIDED)
+@pytest.mark.parametrize("where", ["Starting", "Probing", "Shifting", "Promoting", "RollingBack"])
+def test_a_trial_goes_on_to_its_end_after_a_question_could_not_be_answered_for_a_while(question, where):
+    cluster = on_trial(3, cluster={"bad": frozenset([NEW])} if where == "RollingBack" else {}, min_available=2)
+    cluster.unanswered = (question,)
+    cluster.until(stage(where))
+    before = set(cluster.deployments)
+    with failing([question]):
+        for _ in range(5):
+            cluster.tick()
+            assert cluster.answering() >= 2
+    assert set(cluster.deployments) <= before
+    status = cluster.until(ended)
+    assert status.last_canary.stage == ("RolledBack" if where == "RollingBack" else "Promoted")
+
+
+def test_a_new_service_whose_first_questions_fail_starts_when_they_do_not():
+    for question in DECIDED:
+        cluster = ModelCluster(service(OLD, 2), unanswered=(question,))
+        with failing([question]):
+            cluster.tick()
+        cluster.settle()
+        assert parse_status(cluster.status).condition("Ready").status == "True", question
+
+
+def test_nothing_that_runs_is_deleted_although_a_lost_status_cannot_be_made_anew():
+    cluster = ModelCluster(service(OLD, 2), unanswered=(Question.TRIAL,))
+    cluster.settle()
+    before = dict(cluster.deployments)
+    cluster.status = {}
+    with failing([Question.TRIAL]):
+        for _ in range(3):
+            cluster.tick()
+    assert cluster.deployments == before
+    cluster.settle()
+    assert cluster.deployments == before
+
+
+# What each part of a decision is made of.
+_FIRST = {Question.WORKLOAD, Question.REPLICAS, Question.STEP, Question.TARGET, Question.TRIAL}
+_BEFORE_OBJECTS = _FIRST | {Question.ACCURACY}
+PARTS = {
+    "scaling": (lambda d: d.status.scaling, {Question.WORKLOAD, Question.REPLICAS, Question.STEP, Question.TRIAL}),
+    "trial": (lambda d: (d.status.stable, d.status.canary, d.status.last_canary), _BEFORE_OBJECTS),
+    "accuracy": (lambda d: (d.status.accuracy, d.probe, d.baseline), _BEFORE_OBJECTS),
+    "replicas": (lambda d: replicas_of(d), _BEFORE_OBJECTS | {Question.ENGINES}),
+    "templates": (lambda d: applied(d, "Deployment"), _BEFORE_OBJECTS | {Question.ENGINES, Question.TEMPLATES}),
+    "service": (lambda d: applied(d, "Service")[:1], _BEFORE_OBJECTS | {Question.TRAFFIC}),
+    "route": (lambda d: applied(d, "HTTPRoute"), _BEFORE_OBJECTS | {Question.SHARE}),
+    "sheltered": (lambda d: d.sheltered, _BEFORE_OBJECTS | {Question.SHELTER}),
+    "figures": (lambda d: (d.status.replicas, d.status.selector), _BEFORE_OBJECTS | {Question.SUMMARY}),
+    "conditions": (
+        lambda d: [c for c in d.status.conditions if c.type != "ReconcileSucceeded"],
+        _BEFORE_OBJECTS | {Question.SUMMARY, Question.CONDITIONS, Question.JOURNAL},
+    ),
+}
+
+
+def applied(decision: Decision, kind: str) -> list[object]:
+    return [manifest for manifest in decision.objects.apply if manifest["kind"] == kind] if decision.objects else []
+
+
+def replicas_of(decision: Decision) -> dict[str, int]:
+    rendered = {m["metadata"]["name"][-8:]: m["spec"]["replicas"] for m in applied(decision, "Deployment")}
+    return rendered | dict(decision.objects.scale if decision.objects else {})
+
+
+@cache
+def moments() -> tuple[Snapshot, ...]:
+    """Snapshots of services in all stages of trials that end well and badly."""
+    seen: list[Snapshot] = []
+    for bad, spec in itertools.product((frozenset(), frozenset([NEW])), ({}, {"routeRef": {"name": "web"}})):
+        cluster = on_trial(3, cluster={"bad": bad, "rules": ROUTE if spec else None}, min_available=2, **spec)
+        for _ in range(100):
+            seen.append(cluster.snapshot())
+            if ended(cluster.parsed()):
+                break
+            cluster.tick()
+    return tuple(seen)
+
+
+@given(st.data(), st.sets(st.sampled_from(DECIDED), min_size=1, max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_for_random_failing_questions_the_answers_of_the_others_are_as_without_the_failure(data, failed):
+    moment = data.draw(st.integers(0, len(moments()) - 1))
+    s = moments()[moment]
+    undisturbed = decide(s)
+    with failing(failed):
+        disturbed = decide(s)
+    assert undisturbed.unanswered == ()
+    assert {one.question for one in disturbed.unanswered} == failed
+    for name, (part, made_of) in PARTS.items():
+        if not made_of & failed:
+            assert part(disturbed) == part(undisturbed), name
+    if Question.TRIAL in failed and Question.ACCURACY in failed:
+        assert disturbed.status.canary == s.status.canary
+    if Question.ACCURACY in failed:
+        assert disturbed.keeps_probe
+        assert disturbed.sheltered >= {p.name for p in s.pods if p.sheltered and not p.terminating}
+
+
+def unread(question: Question, s: Snapshot) -> Snapshot:
+    error = ClusterError("GET", "/x", 403, f"forbidden: {SECRET}")
+    gone = {"route": None} if question == Question.ROUTE else {}
+    gone |= {"probes": ProbePlan()} if question == Question.PROBE_SETS else {}
+    return replace(s, unanswered=(unanswered(question, error),), **gone)
+
+
+@pytest.mark.parametrize("question", OBSERVED)
+def test_what_cannot_be_read_is_said_and_starts_no_canary(question):
+    spec = {"routeRef": {"name": "web"}} if question == Question.ROUTE else {}
+    cluster = on_trial(2, cluster={"rules": ROUTE if spec else None}, **spec)
+    s = cluster.snapshot()
+    assert decide(s).status.canary is not None
+    decision = decide(unread(question, s))
+    assert said(decision)[:2] == ("False", f"{question}Unanswered")
+    assert f"{question} (ClusterError HTTP 403" in said(decision)[2]
+    assert SECRET not in repr(decision.status)
+    assert decision.status.canary is None
+    assert "HTTP 403" in decision.status.condition("Progressing").message
+    assert replicas_of(decision) == {s.status.stable.revision: 2}
+
+
+@pytest.mark.parametrize("question", OBSERVED)
+@pytest.mark.parametrize("where", ["Starting", "Probing", "Shifting", "Promoting", "RollingBack"])
+def test_a_trial_under_way_is_neither_ended_nor_spoilt_by_what_cannot_be_read_for_a_while(question, where):
+    cluster = on_trial(
+        3, cluster={"bad": frozenset([NEW]) if where == "RollingBack" else frozenset(), "rules": ROUTE},
+        min_available=2, routeRef={"name": "web"},
+    )  # fmt: skip
+    cluster.until(stage(where))
+    canary = cluster.parsed().canary
+    cluster.watch = lambda c: at_no_moment_without_engines(c)
+    cluster.unread = (Unanswered(question, "ClusterError HTTP 403"),)
+    for _ in range(5):
+        cluster.tick()
+        now = cluster.parsed().canary
+        assert now is None or now.revision == canary.revision
+        assert not cluster.parsed().kv_cache.denied or where == "RollingBack"
+    cluster.unread = ()
+    status = cluster.until(ended)
+    assert status.last_canary.stage == ("RolledBack" if where == "RollingBack" else "Promoted")
+
+
+def at_no_moment_without_engines(cluster: ModelCluster) -> None:
+    assert cluster.answering() >= 2
+
+
+def test_an_unread_route_in_a_rollback_keeps_the_pods_that_it_may_still_send_to():
+    cluster = on_trial(3, cluster={"rules": ROUTE, "slow": {NEW: 3.0}}, min_available=2, routeRef={"name": "web"})
+    cluster.until(stage("Shifting", 0))
+    cluster.until(lambda s: s.canary is not None and s.canary.step_time is not None)
+    canary = cluster.parsed().canary.revision
+    weighted = cluster.rules
+    assert any(ref["name"].endswith("-canary") for ref in weighted[0]["backendRefs"])
+    cluster.unread = (Unanswered(Question.ROUTE, "ClusterError HTTP 403"),)
+    cluster.edit(service(OLD, 3, min_available=2, routeRef={"name": "web"}))
+    for _ in range(10):
+        cluster.tick()
+        assert cluster.deployments[canary][1] >= 1
+        assert cluster.parsed().canary.stage == "RollingBack"
+    cluster.unread = ()
+    assert cluster.until(ended).last_canary.reason == "Superseded"
+    assert not any(ref["name"].endswith("-canary") for ref in cluster.rules[0]["backendRefs"])
+
+
+def test_probe_sets_that_cannot_be_read_cancel_no_probe_and_say_nothing_new_of_accuracy():
+    s = running(manifest(), OLD, samples={"x": samples(usage=0.1, waiting=0)})
+    known = decide(s)
+    decision = decide(unread(Question.PROBE_SETS, replace(s, status=known.status)))
+    assert decision.keeps_probe
+    assert decision.status.condition("AccuracyVerified") == known.status.condition("AccuracyVerified")
