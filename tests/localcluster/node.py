@@ -31,10 +31,10 @@ from typing import Any
 import aiohttp
 from kubernetes.aio.client import ApiException
 
-from localcluster import images
+from localcluster import images, procs
 from localcluster.addresses import Addresses
 from localcluster.backoff import Backoff
-from localcluster.container import Process
+from localcluster.container import MARK, Process
 from localcluster.kube import MERGE, STRATEGIC, Json, Kube
 from localcluster.kubelet_api import LogServer
 from localcluster.pod import Node, PodWorker
@@ -93,6 +93,8 @@ class Agent:
         )
         self._addresses = Addresses(options.folder)
         self._pods: dict[str, PodWorker] = {}
+        # Pods whose end this agent has seen to, until the watch has told of it, too: what it tells until then is old.
+        self._ended: set[str] = set()
         self._port = 0
         self._forwarder = Forwarder(kube, self._node.services)
 
@@ -192,6 +194,7 @@ class Agent:
             elif kind == "SYNCED":
                 for uid in set(self._pods) - set(listed):
                     self._pods[uid].vanished()
+                self._ended &= set(listed)
                 if not synced:
                     await self._clean(listed)
                     synced = True
@@ -200,6 +203,7 @@ class Agent:
                     self._observe(one)
                 listed = {}
             elif kind == "DELETED":
+                self._ended.discard(pod["metadata"]["uid"])
                 if (worker := self._pods.get(pod["metadata"]["uid"])) is not None:
                     worker.vanished()
             else:
@@ -209,6 +213,8 @@ class Agent:
         uid = pod["metadata"]["uid"]
         if (worker := self._pods.get(uid)) is not None:
             worker.observe(pod)
+            return
+        if uid in self._ended:
             return
         phase = pod.get("status", {}).get("phase")
         if (
@@ -221,6 +227,7 @@ class Agent:
 
         def forget() -> None:
             self._pods.pop(uid, None)
+            self._ended.add(uid)
             self._addresses.release(address)
 
         self._pods[uid] = PodWorker(self._node, pod, address, forget)
@@ -240,16 +247,16 @@ class Agent:
 
 async def end_folder(folder: Path, grace: float) -> None:
     """End every process that a pod's folder records, and remove the folder."""
-    for run in list(folder.glob("[!.]*/[0-9]*")):  # noqa: ASYNC240 (a local folder of a few entries)
-        process = Process(run, run / "unknown.log")
-        if process.identity is not None:
-            await process.end(grace)
+    runs = [Process(run, run / "unknown.log") for run in folder.glob("[!.]*/[0-9]*")]  # noqa: ASYNC240 (a local folder of a few entries)
+    await asyncio.gather(*(run.end(grace) for run in runs if run.shim is not None))
+    procs.kill_marked(MARK, folder)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 async def sweep(folder: Path, grace: float = 5.0) -> None:
-    """End what a killed agent left running below its folder."""
+    """End what a killed agent left running below its folder, recorded or not."""
     await asyncio.gather(*(end_folder(pod, grace) for pod in (folder / "pods").glob("*")))
+    procs.kill_marked(MARK, folder)
 
 
 async def serve(options: Options) -> None:

@@ -48,7 +48,7 @@ def start_time(pid: int) -> int | None:
     """The start time of a running process in ticks since boot; None if there is none or it is a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     # The second field is the command in parentheses and may itself hold spaces and parentheses.
     fields = stat[stat.rindex(")") + 2 :].split()
@@ -73,20 +73,52 @@ def read_record(path: Path) -> ProcessId | None:
     try:
         record = json.loads(path.read_text())
         found = ProcessId(int(record["pid"]), int(record["start"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     return found if found.alive else None
 
 
+def kill_marked(variable: str, folder: Path) -> list[int]:
+    """Kill -9 every process of ours whose environment names a path in or below `folder`; returns their pids.
+
+    It finds what no record and no parent tells of any more, but no process that has overwritten its environment.
+    """
+    found: list[int] = []
+    while fresh := [pid for pid in _marked(f"{variable}={folder}".encode()) if pid not in found]:
+        # What they started meanwhile bears the mark, too: look again until there is nothing new.
+        for pid in fresh:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        found += fresh
+    return found
+
+
+def _marked(mark: bytes) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        # Another user's process is not ours to read, and one may end while we look.
+        with contextlib.suppress(OSError):
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            if any(one == mark or one.startswith(mark + b"/") for one in variables):
+                found.append(int(entry.name))
+    return found
+
+
 def spawn(
-    record: Path, command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    record: Path,
+    command: Sequence[str],
+    *,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stdin: int = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
     """Start a process in its own session, its output in `log` (appended), its identity in `record`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         child = subprocess.Popen(
             list(command),
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
