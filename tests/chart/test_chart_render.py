@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -83,19 +84,48 @@ def test_the_definition_is_that_of_crds_with_labels(root, rendered):
     assert not find(rendered("namespaced"), "CustomResourceDefinition")
 
 
-def test_rules_and_dashboards_are_those_of_the_files(chart, rendered):
-    objects = rendered("monitoring")
+@pytest.mark.parametrize("namespace", ["kvpilot-system", "elsewhere"])
+@pytest.mark.parametrize("name", ["kvpilot-operator", "another"])
+def test_rules_and_dashboards_are_those_of_the_files_for_this_release(chart, name, namespace):
+    values = yaml.safe_load((HERE / "values/monitoring.yaml").read_text()) | {"fullnameOverride": name}
+    objects = render(chart, values, namespace=namespace)
+
+    def read(path):
+        text = path.read_text()
+        for quote in ('"', '\\"'):
+            text = text.replace(f"{quote}kvpilot-operator{quote}", f"{quote}{name}{quote}")
+            text = text.replace(f"{quote}kvpilot-system{quote}", f"{quote}{namespace}{quote}")
+        return text
+
     (rule,) = find(objects, "PrometheusRule")
     groups = [
-        g for path in sorted((chart / "files/rules").glob("*.yaml")) for g in yaml.safe_load(path.read_text())["groups"]
+        g for path in sorted((chart / "files/rules").glob("*.yaml")) for g in yaml.safe_load(read(path))["groups"]
     ]
     assert groups
     assert rule["spec"]["groups"] == groups
     shown = {key: json.loads(text) for one in find(objects, "ConfigMap") for key, text in one["data"].items()}
     files = (chart / "files/dashboards").glob("*.json")
-    assert shown == {f"kvpilot-{path.name}": json.loads(path.read_text()) for path in files}
+    assert shown == {f"kvpilot-{path.name}": json.loads(read(path)) for path in files}
+    # A ServiceMonitor's job is the Service's name.
+    (service,) = find(objects, "Service")
+    assert service["metadata"]["name"] == name
+    assert f'job="{name}", namespace="{namespace}"' in str(groups)
+
+
+def test_without_monitoring_there_is_nothing_for_prometheus(rendered):
     assert not find(rendered("default"), "PrometheusRule")
     assert not find(rendered("default"), "ServiceMonitor")
+
+
+def test_the_engines_monitor_drops_what_the_documented_scrape_configuration_drops(root, rendered):
+    guide = re.search(r"```yaml\n(scrape_configs:.*?)```", (root / "docs/observability.md").read_text(), re.DOTALL)
+    (engines,) = (one for one in yaml.safe_load(guide[1])["scrape_configs"] if one["job_name"] == "kvpilot-engines")
+    camel = {"source_labels": "sourceLabels", "target_label": "targetLabel"}
+    documented = [{camel.get(k, k): v for k, v in rule.items()} for rule in engines["metric_relabel_configs"]]
+    (monitor,) = find(rendered("monitoring"), "PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["metricRelabelings"] == documented
+    assert endpoint["honorLabels"] is False
 
 
 @pytest.mark.parametrize("name", SETS)
