@@ -169,7 +169,7 @@ def test_every_selector_selects_the_operators_pods_and_not_the_tests(rendered, n
 def test_no_role_reads_secrets_or_grants_everything(rendered):
     for name in SETS:
         for role in find(rendered(name), "ClusterRole") + find(rendered(name), "Role"):
-            for rule in role["rules"]:
+            for rule in (one for one in role["rules"] if "resources" in one):
                 assert not SECRET_READERS & {resource.partition("/")[0] for resource in rule["resources"]}
                 assert "*" not in rule["verbs"]
                 assert "*" not in rule["apiGroups"]
@@ -179,19 +179,55 @@ def test_a_namespaced_operator_gets_nothing_cluster_wide_but_nodes(rendered):
     objects = rendered("namespaced")
     (cluster_role,) = find(objects, "ClusterRole")
     assert [rule["resources"] for rule in cluster_role["rules"]] == [["nodes"]]
-    watched = [one["metadata"]["namespace"] for one in find(objects, "Role", "teams")]
+    watched = [one["metadata"]["namespace"] for one in find(objects, "Role", "kvpilot.io:operator")]
     assert watched == ["team-a", "team-b"]
     (deployment,) = find(objects, "Deployment")
     arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     assert [one for one in arguments if one.startswith("--namespace")] == ["--namespace=team-a", "--namespace=team-b"]
 
 
-def test_two_releases_share_no_cluster_wide_name(chart):
-    def names(namespace):
-        cluster_wide = ("ClusterRole", "ClusterRoleBinding")
-        return {o["metadata"]["name"] for o in render(chart, {}, namespace=namespace) if o["kind"] in cluster_wide}
+def test_nothing_reaches_the_operator_but_what_is_named(chart, rendered):
+    def peers(objects):
+        (policy,) = find(objects, "NetworkPolicy")
+        assert "Ingress" in policy["spec"]["policyTypes"]
+        (rule,) = policy["spec"]["ingress"]
+        assert rule["ports"] == [{"port": "http", "protocol": "TCP"}]
+        return rule["from"]
 
-    assert not names("one") & names("two")
+    test = {
+        "podSelector": {"matchLabels": {"app.kubernetes.io/instance": "kvpilot", "app.kubernetes.io/component": "test"}}
+    }
+    assert peers(rendered("default")) == [{"namespaceSelector": {"matchLabels": {"metrics": "enabled"}}}, test]
+    # A rule without peers would admit everybody.
+    assert peers(render(chart, {"networkPolicy": {"ingressFrom": []}})) == [test]
+
+
+def test_the_operator_may_review_tokens_only_where_metrics_ask_for_them(rendered):
+    for name in SETS:
+        bindings = find(rendered(name), "ClusterRoleBinding")
+        delegates = [one for one in bindings if one["roleRef"]["name"] == "system:auth-delegator"]
+        (deployment,) = find(rendered(name), "Deployment")
+        asks = "--metrics-authentication" in deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+        assert len(delegates) == asks == (name == "hardened")
+
+
+def rights(objects):
+    """Kind and namespace of what the rights on services are bound by."""
+    bindings = find(objects, "ClusterRoleBinding", "kvpilot.io:operator")
+    bindings += find(objects, "RoleBinding", "kvpilot.io:operator")
+    return {(one["kind"], one["metadata"].get("namespace")) for one in bindings}
+
+
+def test_releases_share_the_name_of_the_rights_on_what_they_look_after_and_no_other(chart):
+    def cluster_wide(objects):
+        return {o["metadata"]["name"] for o in objects if o["kind"] in ("ClusterRole", "ClusterRoleBinding")}
+
+    one, two = render(chart, {}, namespace="one"), render(chart, {}, namespace="two")
+    assert cluster_wide(one) & cluster_wide(two) == {"kvpilot.io:operator"}
+    assert rights(one) == rights(two) == {("ClusterRoleBinding", None)}
+    one, two = (render(chart, {"watchNamespaces": [f"team-{name}"]}, namespace=name) for name in ("a", "b"))
+    assert not cluster_wide(one) & cluster_wide(two)
+    assert (rights(one), rights(two)) == ({("RoleBinding", "team-a")}, {("RoleBinding", "team-b")})
 
 
 def test_the_packaged_chart_is_the_folder(chart, rendered, tmp_path):

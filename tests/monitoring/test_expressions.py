@@ -150,8 +150,8 @@ def test_every_series_of_the_operator_is_asked_for_by_its_job_and_namespace(wher
 def hostile(existing: dict[str, set[str]]) -> list[dict[str, str]]:
     """Series as a page in the namespace of the tests' service gives them, for every selector of every alert.
 
-    Low, high and growing. An engine's come by the chart's PodMonitor, those about the operator also by a Service that is
-    called like the operator's and is scraped in the tenant's own namespace.
+    Low, high and growing. An engine's come by the chart's PodMonitor, those about the operator also by a Service that
+    is called like the operator's and is scraped in the tenant's own namespace.
     """
     made = {}
     for rule in alerts():

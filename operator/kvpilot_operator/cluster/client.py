@@ -162,6 +162,12 @@ class Cluster:
             await self._transport.send(Request("DELETE", kind, path, body=options))
         self._on_write(kind, namespace, name, None)
 
+    async def review(self, api_version: str, kind: str, spec: Object) -> Object:
+        """The API server's verdict, as a TokenReview or a SubjectAccessReview has it in its status; nothing is kept."""
+        body = {"apiVersion": api_version, "kind": kind, "spec": spec}
+        answer = await self._transport.send(Request("POST", kind, path_of(api_version, kind), body=body))
+        return answer.get("status") or {}
+
     async def serves(self, api_version: str) -> bool:
         """True where the server knows this API version."""
         try:
