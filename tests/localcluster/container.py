@@ -25,8 +25,6 @@ from localcluster import procs
 from localcluster.podstatus import Run
 
 SHIM = Path(__file__).with_name("shim.py")
-MARK = "LOCALCLUSTER_RUN"
-"""A variable of every process of a container, probes and hooks too: the folder of its run."""
 _LOG_BYTES, _LOG_LINES, _FILE_BYTES = 2048, 80, 4096
 
 
@@ -67,7 +65,7 @@ class Process:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.message_file.touch()
-        spec = {**asdict(command), "env": {**command.env, MARK: str(self.folder)}, "log": str(self.log)}
+        spec = {**asdict(command), "env": {**command.env, procs.MARK: str(self.folder)}, "log": str(self.log)}
         file = self.folder / "spec.json"
         # Variables may hold secrets.
         file.touch(mode=0o600)
@@ -139,7 +137,7 @@ class Process:
 
     def _lost(self) -> Run:
         """The shim is gone without a word: end what it has left, for nobody watches that any more; the record of it."""
-        procs.kill_marked(MARK, self.folder)
+        procs.kill_all_of(self.folder, self.log)
         state = self._record("state.json")
         now = time.time()
         reason = "somebody killed the shim of this process" if state else "the process was not started"

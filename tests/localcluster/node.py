@@ -34,7 +34,7 @@ from kubernetes.aio.client import ApiException
 from localcluster import images, procs
 from localcluster.addresses import Addresses
 from localcluster.backoff import Backoff
-from localcluster.container import MARK, Process
+from localcluster.container import Process
 from localcluster.kube import MERGE, STRATEGIC, Json, Kube
 from localcluster.kubelet_api import LogServer
 from localcluster.pod import Node, PodWorker
@@ -249,14 +249,14 @@ async def end_folder(folder: Path, grace: float) -> None:
     """End every process that a pod's folder records, and remove the folder."""
     runs = [Process(run, run / "unknown.log") for run in folder.glob("[!.]*/[0-9]*")]  # noqa: ASYNC240 (a local folder of a few entries)
     await asyncio.gather(*(run.end(grace) for run in runs if run.shim is not None))
-    procs.kill_marked(MARK, folder)
+    procs.kill_all_of(folder, *folder.parents[1].glob(f"logs/*_{folder.name}"))
     shutil.rmtree(folder, ignore_errors=True)
 
 
 async def sweep(folder: Path, grace: float = 5.0) -> None:
     """End what a killed agent left running below its folder, recorded or not."""
     await asyncio.gather(*(end_folder(pod, grace) for pod in (folder / "pods").glob("*")))
-    procs.kill_marked(MARK, folder)
+    procs.kill_all_of(folder)
 
 
 async def serve(options: Options) -> None:

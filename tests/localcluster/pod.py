@@ -18,7 +18,7 @@ from kubernetes.aio.client import ApiException
 
 from localcluster import images, procs, volumes
 from localcluster.backoff import Backoff
-from localcluster.container import MARK, Command
+from localcluster.container import Command
 from localcluster.errors import InvalidPod, UnknownImage
 from localcluster.expand import environment, expand, service_variables
 from localcluster.kube import MERGE, STRATEGIC, Json, Kube
@@ -282,7 +282,7 @@ class PodWorker:
                 await asyncio.sleep(0.5)
             except (aiohttp.ClientError, TimeoutError):
                 await asyncio.sleep(0.5)
-        procs.kill_marked(MARK, self._folder)
+        procs.kill_all_of(self._folder, self.logs)
         shutil.rmtree(self._folder, ignore_errors=True)
         self._forget()
 

@@ -13,9 +13,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+MARK = "LOCALCLUSTER_RUN"
+"""A variable of every process of a container, probes and hooks too: the folder of its run."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +81,15 @@ def read_record(path: Path) -> ProcessId | None:
     return found if found.alive else None
 
 
-def kill_marked(variable: str, folder: Path) -> list[int]:
-    """Kill -9 every process of ours whose environment names a path in or below `folder`; returns their pids.
+def kill_all_of(*places: Path) -> list[int]:
+    """Kill -9 every process of ours that belongs to one of these folders or files; returns their pids.
 
-    It finds what no record and no parent tells of any more, but no process that has overwritten its environment.
+    It finds what no record and no parent tells of any more: by the variable `MARK`, or by where its output goes, for a
+    process may overwrite its environment, as one does that sets its title.
     """
     found: list[int] = []
-    while fresh := [pid for pid in _marked(f"{variable}={folder}".encode()) if pid not in found]:
-        # What they started meanwhile bears the mark, too: look again until there is nothing new.
+    while fresh := [pid for pid in _all_of([os.fsencode(place) for place in places]) if pid not in found]:
+        # What they started meanwhile belongs there, too: look again until there is nothing new.
         for pid in fresh:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -93,15 +97,25 @@ def kill_marked(variable: str, folder: Path) -> list[int]:
     return found
 
 
-def _marked(mark: bytes) -> list[int]:
+def _all_of(places: Sequence[bytes]) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
-        # Another user's process is not ours to read, and one may end while we look.
-        with contextlib.suppress(OSError):
-            variables = (entry / "environ").read_bytes().split(b"\0")
-            if any(one == mark or one.startswith(mark + b"/") for one in variables):
-                found.append(int(entry.name))
+        if any(told == place or told.startswith(place + b"/") for told in _told(entry) for place in places):
+            found.append(int(entry.name))
     return found
+
+
+def _told(entry: Path) -> Iterator[bytes]:
+    """Paths that tell whose a process is."""
+    mark = MARK.encode() + b"="
+    # Another user's process is not ours to read, and one may end while we look.
+    with contextlib.suppress(OSError):
+        for variable in (entry / "environ").read_bytes().split(b"\0"):
+            if variable.startswith(mark):
+                yield variable.removeprefix(mark)
+    for number in ("1", "2"):
+        with contextlib.suppress(OSError):
+            yield os.fsencode((entry / "fd" / number).readlink())
 
 
 def spawn(

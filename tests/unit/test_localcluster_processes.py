@@ -121,7 +121,7 @@ async def test_a_shim_whose_agent_was_killed_before_it_wrote_its_record_starts_n
     assert (await process.wait()).reason == "StartError"
 
 
-@pytest.mark.parametrize("apart", ["", "setsid "])
+@pytest.mark.parametrize("apart", ["", "setsid ", "env -i setsid "])
 async def test_a_process_whose_shim_was_killed_is_ended_and_told(tmp_path: Path, apart: str) -> None:
     process = Process(tmp_path / "uid/c/0", tmp_path / "log")
     wait = f"tail -f /dev/null {tmp_path}/none"
