@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +67,24 @@ def test_a_stopped_cluster_leaves_no_process(own: Tenant, tmp_path: Path) -> Non
     own.wait_ready("one")
     own.cluster.stop()
     assert running(str(tmp_path)) == []
+
+
+def test_a_cluster_whose_starter_is_killed_ends(tmp_path: Path) -> None:
+    # Its own folder is in the command lines of all its processes, and nobody uses that folder again.
+    script = (
+        "import sys, time\nfrom pathlib import Path\nfrom localcluster.cluster import LocalCluster\n"
+        "LocalCluster(Path(sys.argv[1])).start()\nprint('up', flush=True)\ntime.sleep(600)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", script, str(tmp_path / "own")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as starter:
+        try:
+            assert starter.stdout is not None
+            assert starter.stdout.readline() == "up\n"
+            assert len(running(str(tmp_path))) >= 5
+        finally:
+            starter.kill()
+    until(lambda: running(str(tmp_path)) == [], "all has ended", seconds=100)
 
 
 def test_a_cluster_with_a_killed_agent_leaves_no_process(own: Tenant, tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ class Process:
     async def wait(self) -> Run:
         """Wait until the process and all that it started have ended; works for an adopted process too."""
         while (shim := self.shim) is not None:
-            await _exited(shim.pid)
+            await exited(shim.pid)
         found = self.run()
         return found if found is not None and found.finished is not None else self._lost()
 
@@ -169,7 +169,7 @@ class Process:
         return await self.wait()
 
 
-async def _exited(pid: int) -> None:
+async def exited(pid: int) -> None:
     """Wait for the end of any process, child or not."""
     try:
         descriptor = os.pidfd_open(pid)

@@ -16,7 +16,6 @@ Secret volumes once, at the pod's start. It is for tests and for the demo, and n
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -31,15 +30,16 @@ from typing import Any
 import aiohttp
 from kubernetes.aio.client import ApiException
 
-from localcluster import images, procs
+from localcluster import controlplane, images, procs
 from localcluster.addresses import Addresses
 from localcluster.backoff import Backoff
-from localcluster.container import Process
+from localcluster.container import Process, exited
 from localcluster.kube import MERGE, STRATEGIC, Json, Kube
 from localcluster.kubelet_api import LogServer
 from localcluster.pod import Node, PodWorker
 from localcluster.podstatus import timestamp
 from localcluster.services import Forwarder
+from localcluster.tasks import cancelled
 
 log = logging.getLogger("localcluster.node")
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
@@ -61,6 +61,8 @@ class Options:
         backoff: of container restarts.
         services: whether to forward Services too.
         stop_grace: seconds that processes get when the agent itself is told to stop.
+        starter: the process that started the cluster; when it has ended, however, the agent ends the cluster.
+        control_plane: the control plane's run folder, for that end.
     """
 
     kubeconfig: Path
@@ -72,6 +74,8 @@ class Options:
     backoff: Backoff = field(default_factory=Backoff)
     services: bool = True
     stop_grace: float = 5.0
+    starter: int | None = None
+    control_plane: Path | None = None
 
 
 def machine_resources() -> dict[str, str]:
@@ -260,17 +264,21 @@ async def sweep(folder: Path, grace: float = 5.0) -> None:
 
 
 async def serve(options: Options) -> None:
-    """Run an agent until SIGTERM or SIGINT."""
+    """Run an agent until SIGTERM or SIGINT, or until the one who started the cluster has ended and left it behind."""
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     async with Kube(options.kubeconfig) as kube:
         work = asyncio.create_task(Agent(kube, options).run())
-        stop: asyncio.Task[Any] = asyncio.create_task(stopped.wait())
-        await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+        ends: list[asyncio.Task[Any]] = [asyncio.create_task(stopped.wait())]
+        if options.starter is not None:
+            ends.append(asyncio.create_task(exited(options.starter)))
+        await asyncio.wait({work, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        left_behind = ends[-1].done() and not stopped.is_set()
         if work.done():
-            stop.cancel()
+            await cancelled(*ends)
             work.result()
-        work.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await work
+        await cancelled(work, *ends)
+    if left_behind and options.control_plane is not None:
+        log.warning("the process that started this cluster has ended: the cluster ends, too")
+        controlplane.sweep(options.control_plane)

@@ -81,20 +81,22 @@ def read_record(path: Path) -> ProcessId | None:
     return found if found.alive else None
 
 
-def kill_all_of(*places: Path) -> list[int]:
-    """Kill -9 every process of ours that belongs to one of these folders or files; returns their pids.
+def kill_all_of(*places: Path) -> set[int]:
+    """Kill -9 every process of ours that belongs to one of these folders or files, and wait for it; returns their pids.
 
     It finds what no record and no parent tells of any more: by the variable `MARK`, or by where its output goes, for a
     process may overwrite its environment, as one does that sets its title.
     """
-    found: list[int] = []
-    while fresh := [pid for pid in _all_of([os.fsencode(place) for place in places]) if pid not in found]:
-        # What they started meanwhile belongs there, too: look again until there is nothing new.
-        for pid in fresh:
+    killed: set[int] = set()
+    deadline = time.monotonic() + 10
+    # Again until there is none: what they started meanwhile belongs there, too, and a killed process takes a moment.
+    while (found := _all_of([os.fsencode(place) for place in places])) and time.monotonic() < deadline:
+        for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        found += fresh
-    return found
+        killed.update(found)
+        time.sleep(0.005)
+    return killed
 
 
 def _all_of(places: Sequence[bytes]) -> list[int]:

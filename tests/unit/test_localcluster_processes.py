@@ -8,7 +8,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -79,11 +78,17 @@ def running(mark: Path) -> list[int]:
     return found
 
 
+async def until_running(mark: Path, number: int) -> None:
+    """A process that has just begun may have no arguments for a moment."""
+    async with asyncio.timeout(30):
+        while len(running(mark)) != number:
+            await asyncio.sleep(0.01)
+
+
 async def test_what_a_killed_agent_left_is_swept_away(tmp_path: Path) -> None:
     process = Process(tmp_path / "pods/uid/c/0", tmp_path / "log")
     process.start(shell(f"exec tail -f /dev/null {tmp_path}/none"))
-    await process.started()
-    assert len(running(tmp_path)) == 2
+    await until_running(tmp_path, 2)
     await sweep(tmp_path, grace=1)
     assert running(tmp_path) == []
     assert list((tmp_path / "pods").iterdir()) == []
@@ -126,18 +131,13 @@ async def test_a_process_whose_shim_was_killed_is_ended_and_told(tmp_path: Path,
     process = Process(tmp_path / "uid/c/0", tmp_path / "log")
     wait = f"tail -f /dev/null {tmp_path}/none"
     process.start(shell(f"{apart}{wait} & exec {wait}"))
-    await process.started()
+    await until_running(tmp_path, 3)
     shim = process.shim
     assert shim is not None
-    while len(running(tmp_path)) < 3:
-        await asyncio.sleep(0.01)
     shim.signal(signal.SIGKILL)
     run = await process.wait()
     assert (run.exit_code, run.message) == (137, "somebody killed the shim of this process")
-    deadline = time.monotonic() + 20
-    while running(tmp_path) and time.monotonic() < deadline:
-        await asyncio.sleep(0.01)
-    assert running(tmp_path) == []
+    await until_running(tmp_path, 0)
 
 
 async def test_the_processes_of_an_exec_probe_end_with_it(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ async def test_the_processes_of_an_exec_probe_end_with_it(tmp_path: Path) -> Non
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
             await act(handler, Target("127.0.0.1", {}, command))
-    assert running(tmp_path) == []
+    await until_running(tmp_path, 0)
 
 
 async def test_whoever_waits_for_a_cancelled_task_can_itself_be_cancelled() -> None:
