@@ -23,6 +23,7 @@ MAPS = f"/api/v1/namespaces/{KEY.namespace}/configmaps"
 @pytest.fixture(scope="module")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     with ControlPlane(tmp_path_factory.mktemp("baselines"), build.build()) as plane:
+        plane.rest.create("/api/v1/namespaces", {"metadata": {"name": KEY.namespace}})
         yield plane
 
 
