@@ -9,10 +9,12 @@ import pytest_asyncio
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
-from kvpilot_operator.act.baselines import MAX_KEPT, MAX_SEEN, keep
+from kvpilot_operator.act.baselines import MAX_KEPT, MAX_SEEN
+from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.names import SERVICE_LABEL
+from kvpilot_operator.state.decision import Decision
 from localcluster import build
 from localcluster.controlplane import ControlPlane
 from support.services import KEY, manifest, snapshot
@@ -51,7 +53,8 @@ async def test_old_baselines_go_and_a_tenants_many_large_config_maps_stay_unread
     assert all("data" not in one and one["name"].startswith("zzz-") for one in listed)
     observed = snapshot(manifest())
     for number in range(2 * MAX_KEPT):
-        await keep(cluster, observed, Baseline(f"identity{number}", "org/model", "auto", ()))
+        baseline = Baseline(f"identity{number}", "org/model", "auto", ())
+        await Actor(cluster).perform(observed, Decision(observed.status, baseline=baseline))
     names = {
         one["metadata"]["name"] for one in plane.rest.get(f"{MAPS}?labelSelector={SERVICE_LABEL}={KEY.name}")["items"]
     }
