@@ -15,9 +15,10 @@ from kvpilot_operator.errors import ClusterError
 log = logging.getLogger(__name__)
 
 PATH = "/metrics"
-# How long a verdict holds: a scrape in 15 s then costs two requests to the API server a minute.
+# How long a right holds: a scrape in 15 s then costs two requests to the API server a minute.
 KEPT_SECONDS = 60.0
-# Somebody who tries tokens must not keep the API server busy, nor take the place of one who is known.
+# Somebody without it, who may have any number of tokens, must not keep the API server busy, nor take a reader's place:
+# refusals are not kept, and a reader that was known once is asked about at any time.
 MAX_KEPT = 256
 MAX_ASKED_AT_ONCE = 4
 
@@ -66,7 +67,7 @@ class MetricsAccess:
         finally:
             self._asked -= 1
         self._kept.pop(key, None)
-        if verdict != _NOBODY:
+        if verdict.status == 200:
             self._kept[key] = (self._clock() + KEPT_SECONDS, verdict)
             if len(self._kept) > MAX_KEPT:
                 self._kept.pop(next(iter(self._kept)))
