@@ -1,18 +1,19 @@
-# The operator: our wheel with its `operator` extra in the versions of requirements.lock. No torch, no vLLM, no compiler.
-# A release gives the base's digest too (PYTHON_DIGEST=sha256:...), which the tag alone does not pin.
+# The operator: our wheel with its `operator` extra, the very files whose hashes are in operator.lock. No torch, no vLLM,
+# no compiler. A tag alone pins no base: a release is refused while PYTHON_DIGEST is empty (docs/releasing.md).
 ARG PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm
 ARG PYTHON_DIGEST=
 
 FROM ${PYTHON_IMAGE}${PYTHON_DIGEST:+@${PYTHON_DIGEST}} AS build
-ARG HATCHLING_VERSION=1.27.0
 WORKDIR /src
 COPY . .
 RUN python3 -m venv /build \
-    && /build/bin/python -m pip install --no-cache-dir "hatchling==${HATCHLING_VERSION}" \
+    && /build/bin/python -m pip install --no-cache-dir --only-binary :all: --require-hashes --requirement docker/build.lock \
     && /build/bin/python -m pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /dist . \
     && python3 -m venv --without-pip /opt/kvpilot \
-    && /build/bin/python -m pip --python /opt/kvpilot/bin/python install --no-cache-dir --only-binary :all: \
-        --constraint requirements.lock "kvpilot[operator] @ file://$(echo /dist/*.whl)"
+    && /build/bin/python -m pip --python /opt/kvpilot/bin/python install --no-cache-dir --only-binary :all: --no-deps \
+        --require-hashes --requirement docker/operator.lock \
+    && /build/bin/python -m pip --python /opt/kvpilot/bin/python install --no-cache-dir --no-index --no-deps /dist/*.whl \
+    && /build/bin/python -m pip --python /opt/kvpilot/bin/python check
 # Of the Kubernetes client the operator uses connections and credentials. The generated classes of the API, 74 MB without
 # their bytecode, are loaded on demand, and nothing demands them.
 RUN client=$(echo /opt/kvpilot/lib/python3.*/site-packages/kubernetes) \

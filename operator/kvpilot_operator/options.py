@@ -17,6 +17,11 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--scrape-seconds", type=float, default=5.0, help="how often every engine is read (5)")
     parser.add_argument("--http-host", default="0.0.0.0", help="address of /healthz, /readyz and /metrics (all)")  # noqa: S104
     parser.add_argument("--http-port", type=int, default=8080, help="port of /healthz, /readyz and /metrics (8080)")
+    parser.add_argument(
+        "--metrics-authentication",
+        action="store_true",
+        help="answer /metrics only to bearer tokens that the API server knows and lets get that path",
+    )
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument(
         "--leader-elect", action="store_true", help="act only while holding the Lease, for several replicas"

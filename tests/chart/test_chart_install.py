@@ -6,6 +6,7 @@ roles lack is a refusal in the operator's log.
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import subprocess
@@ -219,7 +220,7 @@ def assert_nothing_was_refused(install):
 def test_an_upgrade_replaces_the_operator_and_leaves_engines_alone(install):
     engine = install.pods("models", "kvpilot.io/service=chat")[0]["metadata"]["uid"]
     before = install.operators()
-    install.put("upgrade", "kvpilot", podAnnotations={"restarted": "yes"})
+    install.put("upgrade", "kvpilot", metrics={"authentication": True})
     until(
         lambda: len(install.operators() - before) == len(install.operators()) == 2,
         "two new operators are left",
@@ -227,6 +228,34 @@ def test_an_upgrade_replaces_the_operator_and_leaves_engines_alone(install):
     )
     assert [pod["metadata"]["uid"] for pod in install.pods("models", "kvpilot.io/service=chat")] == [engine]
     assert install.ready("models")
+
+
+def test_metrics_that_ask_for_a_token_are_read_with_the_right_one_only(install):
+    account = f"/api/v1/namespaces/{HOME}/serviceaccounts/default/token"
+    token = install.rest.create(account, {"spec": {}})["status"]["token"]
+    pods = install.pods(HOME, "app.kubernetes.io/component=operator")
+    pods = [pod for pod in pods if pod["metadata"]["uid"] in install.operators()]
+
+    def statuses(*headers):
+        found = set()
+        for pod in pods:
+            connection = http.client.HTTPConnection(pod["status"]["podIP"], 8080, timeout=10)
+            connection.request("GET", "/metrics", headers=dict(headers))
+            found.add(connection.getresponse().status)
+        return found
+
+    # The replica that stands by asks the API server, too.
+    assert len(pods) == 2
+    assert statuses() == {401}
+    assert statuses(("Authorization", f"Bearer {token}")) == {403}
+    subject = {"kind": "ServiceAccount", "name": "default", "namespace": HOME}
+    role = f"{HOME}:kvpilot-operator:metrics-reader"
+    ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role}
+    bindings = "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings"
+    install.rest.create(bindings, {"metadata": {"name": "reads-metrics"}, "roleRef": ref, "subjects": [subject]})
+    until(lambda: statuses(("Authorization", f"Bearer {token}")) == {200}, "it may read them", seconds=100)
+    assert "Succeeded" in install.helm("test", "kvpilot", "--timeout=60s")
+    assert "kubectl create clusterrolebinding" in install.helm("get", "notes", "kvpilot")
 
 
 def test_people_with_the_clusters_roles_may_read_or_write_services(install):
@@ -263,7 +292,7 @@ def test_the_definition_and_its_services_outlive_the_release_and_are_taken_up_ag
 
 def test_another_release_does_not_take_over_the_definition(install):
     with pytest.raises(HelmRefused, match="cannot be imported into the current release"):
-        install.put("install", "second", fullnameOverride="second")
+        install.put("install", "second", fullnameOverride="second", rbac={"create": False})
     install.helm("uninstall", "second", "--ignore-not-found")
 
 

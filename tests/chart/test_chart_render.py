@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -83,19 +84,48 @@ def test_the_definition_is_that_of_crds_with_labels(root, rendered):
     assert not find(rendered("namespaced"), "CustomResourceDefinition")
 
 
-def test_rules_and_dashboards_are_those_of_the_files(chart, rendered):
-    objects = rendered("monitoring")
+@pytest.mark.parametrize("namespace", ["kvpilot-system", "elsewhere"])
+@pytest.mark.parametrize("name", ["kvpilot-operator", "another"])
+def test_rules_and_dashboards_are_those_of_the_files_for_this_release(chart, name, namespace):
+    values = yaml.safe_load((HERE / "values/monitoring.yaml").read_text()) | {"fullnameOverride": name}
+    objects = render(chart, values, namespace=namespace)
+
+    def read(path):
+        text = path.read_text()
+        for quote in ('"', '\\"'):
+            text = text.replace(f"{quote}kvpilot-operator{quote}", f"{quote}{name}{quote}")
+            text = text.replace(f"{quote}kvpilot-system{quote}", f"{quote}{namespace}{quote}")
+        return text
+
     (rule,) = find(objects, "PrometheusRule")
     groups = [
-        g for path in sorted((chart / "files/rules").glob("*.yaml")) for g in yaml.safe_load(path.read_text())["groups"]
+        g for path in sorted((chart / "files/rules").glob("*.yaml")) for g in yaml.safe_load(read(path))["groups"]
     ]
     assert groups
     assert rule["spec"]["groups"] == groups
     shown = {key: json.loads(text) for one in find(objects, "ConfigMap") for key, text in one["data"].items()}
     files = (chart / "files/dashboards").glob("*.json")
-    assert shown == {f"kvpilot-{path.name}": json.loads(path.read_text()) for path in files}
+    assert shown == {f"kvpilot-{path.name}": json.loads(read(path)) for path in files}
+    # A ServiceMonitor's job is the Service's name.
+    (service,) = find(objects, "Service")
+    assert service["metadata"]["name"] == name
+    assert f'job="{name}", namespace="{namespace}"' in str(groups)
+
+
+def test_without_monitoring_there_is_nothing_for_prometheus(rendered):
     assert not find(rendered("default"), "PrometheusRule")
     assert not find(rendered("default"), "ServiceMonitor")
+
+
+def test_the_engines_monitor_drops_what_the_documented_scrape_configuration_drops(root, rendered):
+    guide = re.search(r"```yaml\n(scrape_configs:.*?)```", (root / "docs/observability.md").read_text(), re.DOTALL)
+    (engines,) = (one for one in yaml.safe_load(guide[1])["scrape_configs"] if one["job_name"] == "kvpilot-engines")
+    camel = {"source_labels": "sourceLabels", "target_label": "targetLabel"}
+    documented = [{camel.get(k, k): v for k, v in rule.items()} for rule in engines["metric_relabel_configs"]]
+    (monitor,) = find(rendered("monitoring"), "PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["metricRelabelings"] == documented
+    assert endpoint["honorLabels"] is False
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -139,7 +169,7 @@ def test_every_selector_selects_the_operators_pods_and_not_the_tests(rendered, n
 def test_no_role_reads_secrets_or_grants_everything(rendered):
     for name in SETS:
         for role in find(rendered(name), "ClusterRole") + find(rendered(name), "Role"):
-            for rule in role["rules"]:
+            for rule in (one for one in role["rules"] if "resources" in one):
                 assert not SECRET_READERS & {resource.partition("/")[0] for resource in rule["resources"]}
                 assert "*" not in rule["verbs"]
                 assert "*" not in rule["apiGroups"]
@@ -149,19 +179,55 @@ def test_a_namespaced_operator_gets_nothing_cluster_wide_but_nodes(rendered):
     objects = rendered("namespaced")
     (cluster_role,) = find(objects, "ClusterRole")
     assert [rule["resources"] for rule in cluster_role["rules"]] == [["nodes"]]
-    watched = [one["metadata"]["namespace"] for one in find(objects, "Role", "teams")]
+    watched = [one["metadata"]["namespace"] for one in find(objects, "Role", "kvpilot.io:operator")]
     assert watched == ["team-a", "team-b"]
     (deployment,) = find(objects, "Deployment")
     arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     assert [one for one in arguments if one.startswith("--namespace")] == ["--namespace=team-a", "--namespace=team-b"]
 
 
-def test_two_releases_share_no_cluster_wide_name(chart):
-    def names(namespace):
-        cluster_wide = ("ClusterRole", "ClusterRoleBinding")
-        return {o["metadata"]["name"] for o in render(chart, {}, namespace=namespace) if o["kind"] in cluster_wide}
+def test_nothing_reaches_the_operator_but_what_is_named(chart, rendered):
+    def peers(objects):
+        (policy,) = find(objects, "NetworkPolicy")
+        assert "Ingress" in policy["spec"]["policyTypes"]
+        (rule,) = policy["spec"]["ingress"]
+        assert rule["ports"] == [{"port": "http", "protocol": "TCP"}]
+        return rule["from"]
 
-    assert not names("one") & names("two")
+    test = {
+        "podSelector": {"matchLabels": {"app.kubernetes.io/instance": "kvpilot", "app.kubernetes.io/component": "test"}}
+    }
+    assert peers(rendered("default")) == [{"namespaceSelector": {"matchLabels": {"metrics": "enabled"}}}, test]
+    # A rule without peers would admit everybody.
+    assert peers(render(chart, {"networkPolicy": {"ingressFrom": []}})) == [test]
+
+
+def test_the_operator_may_review_tokens_only_where_metrics_ask_for_them(rendered):
+    for name in SETS:
+        bindings = find(rendered(name), "ClusterRoleBinding")
+        delegates = [one for one in bindings if one["roleRef"]["name"] == "system:auth-delegator"]
+        (deployment,) = find(rendered(name), "Deployment")
+        asks = "--metrics-authentication" in deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+        assert len(delegates) == asks == (name == "hardened")
+
+
+def rights(objects):
+    """Kind and namespace of what the rights on services are bound by."""
+    bindings = find(objects, "ClusterRoleBinding", "kvpilot.io:operator")
+    bindings += find(objects, "RoleBinding", "kvpilot.io:operator")
+    return {(one["kind"], one["metadata"].get("namespace")) for one in bindings}
+
+
+def test_releases_share_the_name_of_the_rights_on_what_they_look_after_and_no_other(chart):
+    def cluster_wide(objects):
+        return {o["metadata"]["name"] for o in objects if o["kind"] in ("ClusterRole", "ClusterRoleBinding")}
+
+    one, two = render(chart, {}, namespace="one"), render(chart, {}, namespace="two")
+    assert cluster_wide(one) & cluster_wide(two) == {"kvpilot.io:operator"}
+    assert rights(one) == rights(two) == {("ClusterRoleBinding", None)}
+    one, two = (render(chart, {"watchNamespaces": [f"team-{name}"]}, namespace=name) for name in ("a", "b"))
+    assert not cluster_wide(one) & cluster_wide(two)
+    assert (rights(one), rights(two)) == ({("RoleBinding", "team-a")}, {("RoleBinding", "team-b")})
 
 
 def test_the_packaged_chart_is_the_folder(chart, rendered, tmp_path):

@@ -29,8 +29,10 @@ def test_the_queries_count_the_requests_of_this_services_engines_and_read_its_re
         series("vllm:num_requests_waiting", 0, pod=f"{POD}b"),
         series("vllm:num_requests_running", 99, pod="other-0f1e2d3c-6b5d9c7f4-a"),
         series("vllm:num_requests_running", 99, pod=f"{POD}a", namespace="another"),
-        series("kvpilot_recommended_replicas", 3, name="qwen3-8b-keda"),
-        series("kvpilot_recommended_replicas", 7, name="other"),
+        series("kvpilot_recommended_replicas", 3, name="qwen3-8b-keda", job="kvpilot-operator"),
+        series("kvpilot_recommended_replicas", 7, name="other", job="kvpilot-operator"),
+        # What an engine's own page says.
+        series("kvpilot_recommended_replicas", 9, name="qwen3-8b-keda", job="kvpilot-engines"),
     ]
     asked: list[dict[str, Any]] = [
         {"expr": query, "eval_time": "4m", "exp_samples": [{"labels": "{}", "value": value}]}

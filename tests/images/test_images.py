@@ -54,14 +54,17 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
 @pytest.fixture(scope="module")
 def operator(builder: Builder) -> str:
     builder.build(
-        ROOT / "docker/operator.Dockerfile", ROOT, "localhost/operator", {"PYTHON_IMAGE": BASE, "REVISION": "abc"}
+        ROOT / "docker/operator.Dockerfile",
+        ROOT,
+        "localhost/operator",
+        {"PYTHON_IMAGE": BASE, "PYTHON_DIGEST": "", "REVISION": "abc"},
     )
     return "localhost/operator"
 
 
 @pytest.fixture(scope="module")
 def runtime(builder: Builder) -> str:
-    bases = {"PYTHON_IMAGE": BASE, "VLLM_IMAGE": BASE}
+    bases = {"PYTHON_IMAGE": BASE, "PYTHON_DIGEST": "", "VLLM_IMAGE": BASE, "VLLM_DIGEST": ""}
     builder.build(ROOT / "docker/runtime.Dockerfile", ROOT, "localhost/runtime", bases)
     return "localhost/runtime"
 

@@ -82,6 +82,26 @@ def test_no_checkout_leaves_its_token_behind(workflow: Path) -> None:
             assert step["with"]["persist-credentials"] is False
 
 
+@pytest.mark.parametrize("digest", ["", "sha256:0", "latest", "sha256:" + "0" * 64])
+def test_a_release_is_refused_unless_every_base_is_pinned_by_its_digest(tmp_path: Path, digest: str) -> None:
+    release = next(path for path in WORKFLOWS if path.stem == "release")
+    (script,) = (
+        step["run"] for step in steps(release) if step.get("name") == "Every base must be pinned by its digest"
+    )
+    (tmp_path / "docker").mkdir()
+    pinned = 0
+    for path in (ROOT / "docker").glob("*.Dockerfile"):
+        # All but the last base are pinned, which must not be enough.
+        text, found = re.subn(r"(?m)^(ARG \w+_DIGEST=).*$", rf"\g<1>sha256:{'1' * 64}", path.read_text())
+        pinned += found
+        (tmp_path / "docker" / path.name).write_text(text)
+    assert pinned == 3
+    last = tmp_path / "docker/runtime.Dockerfile"
+    last.write_text(re.sub(r"(?m)^(ARG VLLM_DIGEST=).*$", rf"\g<1>{digest}", last.read_text()))
+    done = subprocess.run(["bash", "-eo", "pipefail", "-c", script], cwd=tmp_path, capture_output=True, check=False)
+    assert (done.returncode == 0) is (digest == "sha256:" + "0" * 64)
+
+
 def test_only_the_jobs_that_sign_may_ask_for_an_identity() -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/release.yaml").read_text())["jobs"]
     signing = {name for name, job in jobs.items() if "cosign sign" in str(job.get("steps"))}

@@ -47,6 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--resource", action="append", default=[], metavar="NAME=N", help="e.g. nvidia.com/gpu=4")
     one.add_argument("--label", action="append", default=[], metavar="NAME=VALUE")
     one.add_argument("--backoff", type=float, default=Backoff.initial, help="seconds before the second restart")
+    one.add_argument("--starter", type=int, metavar="PID", help="end the cluster when this process has ended")
+    one.add_argument("--control-plane", type=Path, help="the control plane's run folder, for that end")
     one.add_argument("--no-services", action="store_true", help="do not forward Services")
     one = commands.add_parser("logs", help="print a container's log")
     one.add_argument("--kubeconfig", type=Path, required=True)
@@ -92,6 +94,8 @@ def _node(args: argparse.Namespace) -> None:
         labels=_pairs(args.label),
         backoff=Backoff(initial=args.backoff),
         services=not args.no_services,
+        starter=args.starter,
+        control_plane=args.control_plane,
     )
     asyncio.run(serve(options))
 

@@ -98,6 +98,7 @@ class LocalCluster:
         """Start the node agent, for the first time or after its end."""
         command = [sys.executable, "-m", "localcluster", "node", f"--kubeconfig={self.kubeconfig}"]
         command += [f"--folder={self.folder / 'node'}", f"--images={self._table}", f"--backoff={self._backoff}"]
+        command += [f"--starter={os.getpid()}", f"--control-plane={self.folder / 'controlplane'}"]
         command += [f"--resource={name}={value}" for name, value in self._resources.items()]
         paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

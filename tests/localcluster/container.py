@@ -1,8 +1,9 @@
 """One run of a container's process: start, adopt, wait, end. Its whole state lies in a folder.
 
 The folder of a run holds what shim.py reads and writes. An agent that starts after a kill -9 of the one before finds
-there either an exit record, or the identity of a process that still runs and is watched on, or neither: then the
-process was never started.
+there either an exit record, or a shim that runs and is watched on, or neither: then the process was never started, or
+somebody killed its shim. What a shim was told to end has ended with all that it started when the shim is gone; only
+then may the folder go.
 """
 
 from __future__ import annotations
@@ -60,22 +61,29 @@ class Process:
         return self.folder / "termination-log"
 
     def start(self, command: Command) -> None:
-        """Start the process; returns before it runs."""
+        """Start the process; returns before it runs. Once this has returned, `end` ends it, whether it runs or not."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.message_file.touch()
-        spec = {**asdict(command), "log": str(self.log)}
+        spec = {**asdict(command), "env": {**command.env, procs.MARK: str(self.folder)}, "log": str(self.log)}
         file = self.folder / "spec.json"
         # Variables may hold secrets.
         file.touch(mode=0o600)
         file.write_text(json.dumps(spec))
         own = [sys.executable, "-I", "-S", str(SHIM), str(self.folder)]
-        self._shim = procs.spawn(self.folder / "shim.json", own, log=self.folder / "shim.log", env={})
+        listen, tell = os.pipe()
+        try:
+            self._shim = procs.spawn(self.folder / "shim.json", own, log=self.folder / "shim.log", env={}, stdin=listen)
+            # Now that it is written down it may start the process.
+            os.write(tell, b"1")
+        finally:
+            os.close(listen)
+            os.close(tell)
 
     def _record(self, name: str) -> dict[str, Any] | None:
         try:
             found: dict[str, Any] = json.loads((self.folder / name).read_text())
-        except (OSError, ValueError):
+        except FileNotFoundError:
             return None
         return found
 
@@ -86,13 +94,11 @@ class Process:
         return Command(spec["argv"], spec["env"], spec["cwd"], spec["folders"])
 
     @property
-    def identity(self) -> procs.ProcessId | None:
-        """The process, if it runs."""
-        state = self._record("state.json")
-        if state is None or self._record("exit.json") is not None:
-            return None
-        found = procs.ProcessId(state["pid"], state["start"])
-        return found if found.alive else None
+    def shim(self) -> procs.ProcessId | None:
+        """The process's shim, if it runs: then the process will run, runs, or has not ended with all it started."""
+        if self._shim is not None:
+            self._shim.poll()
+        return procs.read_record(self.folder / "shim.json")
 
     def run(self) -> Run | None:
         """What is known of this run; None before the process has started."""
@@ -117,53 +123,41 @@ class Process:
     async def started(self) -> Run:
         """Wait until the process runs or could not be started; the record of it."""
         while (found := self.run()) is None:
-            if self._shim_gone() and self.run() is None:
-                self._give_up("the shim ended before it started the process: " + procs.tail(self.folder / "shim.log"))
+            if self.shim is None and self.run() is None:
+                return self._lost()
             await asyncio.sleep(0.01)
         return found
 
     async def wait(self) -> Run:
-        """Wait until the process has ended; works for an adopted process too."""
-        await self.started()
-        while self._record("exit.json") is None:
-            shim = procs.read_record(self.folder / "shim.json")
-            if shim is None:
-                if self._record("exit.json") is None:
-                    # Someone killed the shim: nobody can tell the exit code, and the process must not go on unwatched.
-                    self.kill()
-                    self._give_up("the process was lost")
-                break
-            await _exited(shim.pid)
-            self._reap()
-        self._reap()
+        """Wait until the process and all that it started have ended; works for an adopted process too."""
+        while (shim := self.shim) is not None:
+            await exited(shim.pid)
+        found = self.run()
+        return found if found is not None and found.finished is not None else self._lost()
+
+    def _lost(self) -> Run:
+        """The shim is gone without a word: end what it has left, for nobody watches that any more; the record of it."""
+        procs.kill_all_of(self.folder, self.log)
+        state = self._record("state.json")
+        now = time.time()
+        reason = "somebody killed the shim of this process" if state else "the process was not started"
+        record = {"startedAt": (state or {}).get("startedAt", now), "finishedAt": now, "signal": 0, "exitCode": 137}
+        record["startError"] = " ".join(filter(None, [reason, procs.tail(self.folder / "shim.log")]))
+        procs.write_atomically(self.folder / "exit.json", json.dumps(record))
         found = self.run()
         if found is None:
-            raise AssertionError("a run that has ended has a record")
+            raise AssertionError("a run with an exit record is known")
         return found
-
-    def _shim_gone(self) -> bool:
-        self._reap()
-        return procs.read_record(self.folder / "shim.json") is None
-
-    def _reap(self) -> None:
-        if self._shim is not None:
-            self._shim.poll()
-
-    def _give_up(self, reason: str) -> None:
-        state = self._record("state.json") or {}
-        now = time.time()
-        record = {"startedAt": state.get("startedAt", now), "finishedAt": now, "signal": 0, "exitCode": 137}
-        procs.write_atomically(self.folder / "exit.json", json.dumps({**record, "startError": reason}))
 
     def terminate(self) -> None:
         """Ask the process to end."""
-        if (found := self.identity) is not None:
+        if (found := self.shim) is not None:
             found.signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the process and its group at once."""
-        if (found := self.identity) is not None:
-            found.signal(signal.SIGKILL, group=True)
+        """End the process and all that it started, at once."""
+        if (found := self.shim) is not None:
+            found.signal(signal.SIGUSR1)
 
     async def end(self, grace: float) -> Run:
         """SIGTERM, then SIGKILL when `grace` seconds are over; the record of the run."""
@@ -175,7 +169,7 @@ class Process:
         return await self.wait()
 
 
-async def _exited(pid: int) -> None:
+async def exited(pid: int) -> None:
     """Wait for the end of any process, child or not."""
     try:
         descriptor = os.pidfd_open(pid)

@@ -16,7 +16,6 @@ Secret volumes once, at the pod's start. It is for tests and for the demo, and n
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -31,15 +30,16 @@ from typing import Any
 import aiohttp
 from kubernetes.aio.client import ApiException
 
-from localcluster import images
+from localcluster import controlplane, images, procs
 from localcluster.addresses import Addresses
 from localcluster.backoff import Backoff
-from localcluster.container import Process
+from localcluster.container import Process, exited
 from localcluster.kube import MERGE, STRATEGIC, Json, Kube
 from localcluster.kubelet_api import LogServer
 from localcluster.pod import Node, PodWorker
 from localcluster.podstatus import timestamp
 from localcluster.services import Forwarder
+from localcluster.tasks import cancelled
 
 log = logging.getLogger("localcluster.node")
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
@@ -61,6 +61,8 @@ class Options:
         backoff: of container restarts.
         services: whether to forward Services too.
         stop_grace: seconds that processes get when the agent itself is told to stop.
+        starter: the process that started the cluster; when it has ended, however, the agent ends the cluster.
+        control_plane: the control plane's run folder, for that end.
     """
 
     kubeconfig: Path
@@ -72,6 +74,8 @@ class Options:
     backoff: Backoff = field(default_factory=Backoff)
     services: bool = True
     stop_grace: float = 5.0
+    starter: int | None = None
+    control_plane: Path | None = None
 
 
 def machine_resources() -> dict[str, str]:
@@ -93,6 +97,8 @@ class Agent:
         )
         self._addresses = Addresses(options.folder)
         self._pods: dict[str, PodWorker] = {}
+        # Pods whose end this agent has seen to, until the watch has told of it, too: what it tells until then is old.
+        self._ended: set[str] = set()
         self._port = 0
         self._forwarder = Forwarder(kube, self._node.services)
 
@@ -192,6 +198,7 @@ class Agent:
             elif kind == "SYNCED":
                 for uid in set(self._pods) - set(listed):
                     self._pods[uid].vanished()
+                self._ended &= set(listed)
                 if not synced:
                     await self._clean(listed)
                     synced = True
@@ -200,6 +207,7 @@ class Agent:
                     self._observe(one)
                 listed = {}
             elif kind == "DELETED":
+                self._ended.discard(pod["metadata"]["uid"])
                 if (worker := self._pods.get(pod["metadata"]["uid"])) is not None:
                     worker.vanished()
             else:
@@ -209,6 +217,8 @@ class Agent:
         uid = pod["metadata"]["uid"]
         if (worker := self._pods.get(uid)) is not None:
             worker.observe(pod)
+            return
+        if uid in self._ended:
             return
         phase = pod.get("status", {}).get("phase")
         if (
@@ -221,6 +231,7 @@ class Agent:
 
         def forget() -> None:
             self._pods.pop(uid, None)
+            self._ended.add(uid)
             self._addresses.release(address)
 
         self._pods[uid] = PodWorker(self._node, pod, address, forget)
@@ -240,30 +251,34 @@ class Agent:
 
 async def end_folder(folder: Path, grace: float) -> None:
     """End every process that a pod's folder records, and remove the folder."""
-    for run in list(folder.glob("[!.]*/[0-9]*")):  # noqa: ASYNC240 (a local folder of a few entries)
-        process = Process(run, run / "unknown.log")
-        if process.identity is not None:
-            await process.end(grace)
+    runs = [Process(run, run / "unknown.log") for run in folder.glob("[!.]*/[0-9]*")]  # noqa: ASYNC240 (a local folder of a few entries)
+    await asyncio.gather(*(run.end(grace) for run in runs if run.shim is not None))
+    procs.kill_all_of(folder, *folder.parents[1].glob(f"logs/*_{folder.name}"))
     shutil.rmtree(folder, ignore_errors=True)
 
 
 async def sweep(folder: Path, grace: float = 5.0) -> None:
-    """End what a killed agent left running below its folder."""
+    """End what a killed agent left running below its folder, recorded or not."""
     await asyncio.gather(*(end_folder(pod, grace) for pod in (folder / "pods").glob("*")))
+    procs.kill_all_of(folder)
 
 
 async def serve(options: Options) -> None:
-    """Run an agent until SIGTERM or SIGINT."""
+    """Run an agent until SIGTERM or SIGINT, or until the one who started the cluster has ended and left it behind."""
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     async with Kube(options.kubeconfig) as kube:
         work = asyncio.create_task(Agent(kube, options).run())
-        stop: asyncio.Task[Any] = asyncio.create_task(stopped.wait())
-        await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+        ends: list[asyncio.Task[Any]] = [asyncio.create_task(stopped.wait())]
+        if options.starter is not None:
+            ends.append(asyncio.create_task(exited(options.starter)))
+        await asyncio.wait({work, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        left_behind = ends[-1].done() and not stopped.is_set()
         if work.done():
-            stop.cancel()
+            await cancelled(*ends)
             work.result()
-        work.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await work
+        await cancelled(work, *ends)
+    if left_behind and options.control_plane is not None:
+        log.warning("the process that started this cluster has ended: the cluster ends, too")
+        controlplane.sweep(options.control_plane)

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 from kubernetes.aio.client import ApiException
 
-from localcluster import images, volumes
+from localcluster import images, procs, volumes
 from localcluster.backoff import Backoff
 from localcluster.container import Command
 from localcluster.errors import InvalidPod, UnknownImage
@@ -24,7 +24,7 @@ from localcluster.expand import environment, expand, service_variables
 from localcluster.kube import MERGE, STRATEGIC, Json, Kube
 from localcluster.paths import rewrite
 from localcluster.podstatus import pod_status
-from localcluster.procs import write_atomically
+from localcluster.tasks import cancelled
 from localcluster.worker import ContainerWorker
 
 log = logging.getLogger("localcluster.node")
@@ -112,7 +112,7 @@ class PodWorker:
         now = time.time()
         metadata = self._pod["metadata"]
         names = {"namespace": metadata["namespace"], "name": metadata["name"]}
-        write_atomically(file, json.dumps({"started": now, "address": self._address, **names}))
+        procs.write_atomically(file, json.dumps({"started": now, "address": self._address, **names}))
         return now
 
     def _worker(self, spec: Mapping[str, Any], policy: str, *, init: bool = False) -> ContainerWorker:
@@ -266,13 +266,9 @@ class PodWorker:
     async def _end(self) -> None:
         # Out of every Service first: traffic must stop before the process does.
         self._dirty.set()
-        self._running.cancel()
-        with contextlib.suppress(asyncio.CancelledError, ExceptionGroup):
-            await self._running
+        await cancelled(self._running)
         await asyncio.gather(*(worker.end(self._left) for worker in self._mains + self._inits))
-        self._publishing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._publishing
+        await cancelled(self._publishing)
         uid = self._pod["metadata"]["uid"]
         while True:
             try:
@@ -286,12 +282,11 @@ class PodWorker:
                 await asyncio.sleep(0.5)
             except (aiohttp.ClientError, TimeoutError):
                 await asyncio.sleep(0.5)
+        procs.kill_all_of(self._folder, self.logs)
         shutil.rmtree(self._folder, ignore_errors=True)
         self._forget()
 
     async def abandon(self, grace: float) -> None:
         """End the pod's processes because the node goes down; the API server hears nothing."""
-        for task in (self._running, self._publishing, self._ending):
-            if task is not None:
-                task.cancel()
+        await cancelled(self._running, self._publishing, *filter(None, [self._ending]))
         await asyncio.gather(*(worker.kill(grace) for worker in self._mains + self._inits))

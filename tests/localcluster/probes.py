@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -101,7 +103,7 @@ async def _exec(command: list[str], target: Target) -> str:
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     return "" if process.returncode == 0 else said.decode(errors="replace")[-1024:] or f"exit code {process.returncode}"
 

@@ -13,9 +13,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+MARK = "LOCALCLUSTER_RUN"
+"""A variable of every process of a container, probes and hooks too: the folder of its run."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ def start_time(pid: int) -> int | None:
     """The start time of a running process in ticks since boot; None if there is none or it is a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     # The second field is the command in parentheses and may itself hold spaces and parentheses.
     fields = stat[stat.rindex(")") + 2 :].split()
@@ -73,20 +76,65 @@ def read_record(path: Path) -> ProcessId | None:
     try:
         record = json.loads(path.read_text())
         found = ProcessId(int(record["pid"]), int(record["start"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     return found if found.alive else None
 
 
+def kill_all_of(*places: Path) -> set[int]:
+    """Kill -9 every process of ours that belongs to one of these folders or files, and wait for it; returns their pids.
+
+    It finds what no record and no parent tells of any more: by the variable `MARK`, or by where its output goes, for a
+    process may overwrite its environment, as one does that sets its title.
+    """
+    killed: set[int] = set()
+    deadline = time.monotonic() + 10
+    # Again until there is none: what they started meanwhile belongs there, too, and a killed process takes a moment.
+    while (found := _all_of([os.fsencode(place) for place in places])) and time.monotonic() < deadline:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed.update(found)
+        time.sleep(0.005)
+    return killed
+
+
+def _all_of(places: Sequence[bytes]) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        if any(told == place or told.startswith(place + b"/") for told in _told(entry) for place in places):
+            found.append(int(entry.name))
+    return found
+
+
+def _told(entry: Path) -> Iterator[bytes]:
+    """Paths that tell whose a process is."""
+    mark = MARK.encode() + b"="
+    # Another user's process is not ours to read, and one may end while we look.
+    with contextlib.suppress(OSError):
+        for variable in (entry / "environ").read_bytes().split(b"\0"):
+            if variable.startswith(mark):
+                yield variable.removeprefix(mark)
+    for number in ("1", "2"):
+        with contextlib.suppress(OSError):
+            yield os.fsencode((entry / "fd" / number).readlink())
+
+
 def spawn(
-    record: Path, command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    record: Path,
+    command: Sequence[str],
+    *,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stdin: int = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
     """Start a process in its own session, its output in `log` (appended), its identity in `record`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         child = subprocess.Popen(
             list(command),
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,

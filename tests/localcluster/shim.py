@@ -1,11 +1,16 @@
 """Stands between the node agent and one container process, so that the process survives the agent and its end is told.
 
-Run as a script with a folder as its only argument, which holds spec.json: argv, env, cwd, log. It writes state.json
-(pid and start time of the process) once it runs, and exit.json (exit code, times) when it has ended; both by rename. It
-is the reaper of everything that the process starts: when the process ends, its descendants end too, as in a container.
+Run as a script with a folder as its only argument, which holds spec.json: argv, env, cwd, log. It starts the process
+only when a byte comes on standard input, which the agent sends once it has written down who the shim is: a shim that
+nobody knows of starts nothing. It writes state.json (pid and start time of the process) when the process runs and
+exit.json (exit code, times) as its own last act; both by rename.
+
+The shim is the one that ends the process: SIGTERM it passes on, and at SIGUSR1 it kills. As the reaper of everything
+that the process starts it does not end before all of that has ended, whatever session or group it went to, as in a
+container. Signals that come before the process runs are not lost. If the shim itself is killed, the kernel kills the
+process.
 """
 
-import contextlib
 import ctypes
 import json
 import os
@@ -15,7 +20,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_KILL = signal.SIGUSR1
+_HEARD = {signal.SIGCHLD, signal.SIGTERM, _KILL}
+_libc = ctypes.CDLL(None)
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
@@ -29,17 +38,21 @@ def _start_ticks(pid: int) -> int:
     return int(stat[stat.rindex(")") + 2 :].split()[19])
 
 
-def _become(spec: dict[str, Any], complaint: int) -> None:
+def _become(spec: dict[str, Any], complaint: int, shim: int) -> None:
     """In the child: turn into the container's process, or tell why not through the pipe."""
     try:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != shim:
+            return
         os.setsid()
         log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
         os.chdir(spec["cwd"])
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
         os.execvpe(spec["argv"][0], spec["argv"], spec["env"])  # noqa: S606
     except OSError as error:
         os.write(complaint, f"{spec['argv'][0]}: {error.strerror}".encode())
@@ -47,13 +60,10 @@ def _become(spec: dict[str, Any], complaint: int) -> None:
         os._exit(127)
 
 
-def _end_descendants(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    # Those that had left the group have become our children, for we are their reaper.
+def _end_descendants() -> None:
+    # Whatever has lost its parent has become our child, for we are its reaper.
     while True:
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        for child in children:
+        for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
             os.kill(int(child), signal.SIGKILL)
         try:
             os.wait()
@@ -61,32 +71,57 @@ def _end_descendants(pid: int) -> None:
             return
 
 
-def main(folder: Path) -> None:
-    """Run the process of spec.json to its end."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+def _reap(pid: int) -> int | None:
+    """Reap whatever has ended; the wait status of the process if it is among them."""
+    while True:
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended in (0, pid):
+            return status if ended else None
+
+
+def _accompany(pid: int) -> int:
+    """Pass signals on until the process has ended; its wait status."""
+    while True:
+        number = signal.sigwait(_HEARD)
+        if number == signal.SIGTERM:
+            os.kill(pid, signal.SIGTERM)
+        elif number == _KILL:
+            os.kill(pid, signal.SIGKILL)
+        if (status := _reap(pid)) is not None:
+            return status
+
+
+def _run(folder: Path) -> dict[str, Any]:
     spec = json.loads((folder / "spec.json").read_text())
     listen, complain = os.pipe()
-    started = time.time()
+    started, shim = time.time(), os.getpid()
     pid = os.fork()
     if pid == 0:
-        _become(spec, complain)
+        _become(spec, complain, shim)
     os.close(complain)
     _write(folder / "state.json", {"pid": pid, "start": _start_ticks(pid), "startedAt": started})
     complaint = os.read(listen, 4096).decode(errors="replace")
-    status = 0
-    while True:
-        ended, status = os.wait()
-        if ended == pid:
-            break
-    _end_descendants(pid)
-    code = os.waitstatus_to_exitcode(status)
+    code = os.waitstatus_to_exitcode(_accompany(pid))
     record: dict[str, Any] = {"startedAt": started, "finishedAt": time.time(), "signal": 0, "exitCode": code}
     if code < 0:
         record |= {"signal": -code, "exitCode": 128 - code}
     if complaint:
         record |= {"exitCode": 128, "startError": complaint}
+    return record
+
+
+def main(folder: Path) -> None:
+    """Run the process of spec.json to its end."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if not os.read(0, 1):
+        return
+    try:
+        record = _run(folder)
+    finally:
+        _end_descendants()
     _write(folder / "exit.json", record)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -15,6 +14,7 @@ from localcluster.container import Command, Process
 from localcluster.errors import InvalidPod, UnknownImage
 from localcluster.podstatus import ContainerView, Run
 from localcluster.probes import Target, act, probe
+from localcluster.tasks import cancelled
 
 # A kubelet leaves a process this long after a preStop hook that has used up the whole grace period.
 _LEAST_GRACE = 2.0
@@ -141,9 +141,7 @@ class ContainerWorker:
         try:
             return await process.wait()
         finally:
-            nurse.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await nurse
+            await cancelled(nurse)
 
     async def _probe(self, process: Process) -> None:
         target, spec = self._target(process), self._spec
@@ -190,7 +188,7 @@ class ContainerWorker:
             grace: seconds left of the grace period, asked again and again, for it may be shortened.
         """
         processes = self._processes()
-        if not processes or processes[-1].identity is None:
+        if not processes or processes[-1].shim is None:
             return
         ended = await self.end_process(processes[-1], grace)
         self._set(waiting=None, run=ended, ready=False, started=False)
@@ -209,9 +207,7 @@ class ContainerWorker:
             stopping = asyncio.ensure_future(act(hook, self._target(process)))
             while not stopping.done() and not gone.done() and left() > 0:
                 await asyncio.wait({stopping, gone}, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await stopping
+            await cancelled(stopping)
         process.terminate()
         least = time.monotonic() + (_LEAST_GRACE if hook is not None and first > 0 else 0.0)
         while not gone.done() and (left() > 0 or time.monotonic() < least):
@@ -222,5 +218,5 @@ class ContainerWorker:
     async def kill(self, grace: float) -> None:
         """End whatever runs, without hooks; for a node that is going down."""
         for process in self._processes():
-            if process.identity is not None:
+            if process.shim is not None:
                 await process.end(grace)

@@ -42,6 +42,7 @@ class Panel:
     def filled(self, namespace: str, name: str) -> str:
         """The expression as Grafana sends it with these variables."""
         text = self.expression.replace("$__rate_interval", "1m").replace("$namespace", namespace)
+        text = text.replace("$job", "kvpilot-operator").replace("$operator_namespace", "kvpilot-system")
         return text.replace("$name", name)
 
 

@@ -37,6 +37,13 @@ from toolbox.promtool import prometheus
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 DATA = Path(__file__).parents[1] / "unit" / "data"
+# What an engine's page may say in whose image its author had a hand.
+HOSTILE = """
+kvpilot_build_info{version="1"} 1
+kvpilot_leader 2
+kvpilot_condition{namespace="default",name="chat",type="Ready",status="False",reason="Wrong"} 1
+kvpilot_model_info{head_dim="64",kv_heads="2",layers="2",window_layers="0",mla="0"} 1
+"""
 OPERATOR_LABELS = {"app.kubernetes.io/name": "kvpilot", "app.kubernetes.io/component": "operator"}
 
 
@@ -153,8 +160,9 @@ async def ask(tmp_path_factory):
     pods = [
         pod("kvpilot-system", "kvpilot-operator-1", operator_ip, OPERATOR_LABELS, ports),
         pod(KEY.namespace, "chat-1", engine_ip, template["metadata"]["labels"], template["spec"]["containers"]),
+        pod(KEY.namespace, "disguised", address(), OPERATOR_LABELS, ports),
     ]
-    pages = [(DATA / name).read_text() for name in ("vllm-0.32.0-early.txt", "vllm-0.32.0-later.txt")]
+    pages = [(DATA / name).read_text() + HOSTILE for name in ("vllm-0.32.0-early.txt", "vllm-0.32.0-later.txt")]
     operator = await serve_http(operator_ip, 8080, telemetry.registry, asyncio.Event())
     try:
         passes(telemetry)
@@ -194,6 +202,18 @@ async def test_panels_of_another_service_are_empty(ask):
     shown = [p.filled(KEY.namespace, "another") for p in panels() if p.dashboard == "service"]
     full = [text for text in shown if (await ask("query", query=text))["result"]]
     assert full == []
+
+
+async def test_an_engines_page_gives_no_series_of_the_operator(ask):
+    found = (await ask("query", query='{__name__=~"kvpilot_.*", job!="kvpilot-operator"}'))["result"]
+    assert {one["metric"]["__name__"] for one in found} == {"kvpilot_model_info"}
+    assert not any(label.startswith("__tmp") for one in found for label in one["metric"])
+
+
+async def test_a_pod_in_another_namespace_is_no_operator_whatever_its_labels(ask):
+    targets = (await ask("targets"))["activeTargets"]
+    operators = [one["labels"]["namespace"] for one in targets if one["labels"]["job"] == "kvpilot-operator"]
+    assert operators == ["kvpilot-system"]
 
 
 async def test_every_alert_is_evaluated_without_an_error_and_the_rollback_is_told(ask):

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from localcluster import build, debian, procs, recipes
-from localcluster.container import Command, Process
+from localcluster import build, debian, recipes
 from localcluster.errors import BuildFailed, MissingTool
-from localcluster.node import sweep
 from localcluster.recipes import Recipe, Step
 from localcluster.services import ready_endpoints
 
@@ -154,78 +147,3 @@ def test_ready_endpoints_of_the_right_service_and_port_are_chosen() -> None:
     assert ready_endpoints(service(), {"port": 80}, slices) == [("127.0.1.1", 8000), ("127.0.1.3", 8000)]
     assert ready_endpoints(service(), {"port": 80, "name": "metrics"}, slices) == [("127.0.1.5", 8000)]
     assert ready_endpoints(service(namespace="m"), {"port": 80}, slices) == []
-
-
-def test_a_process_id_is_not_mistaken_for_another_with_the_same_number() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        found = procs.identify(child.pid)
-        assert found is not None
-        assert found.alive
-        assert not procs.ProcessId(child.pid, found.start - 1).alive
-        assert not procs.ProcessId(child.pid, found.start - 1).signal(signal.SIGKILL)
-        assert child.poll() is None
-    finally:
-        child.kill()
-        child.wait()
-    assert not found.alive
-
-
-def shell(script: str) -> Command:
-    return Command(["bash", "-c", script], {"PATH": "/usr/bin:/bin"}, "/", {})
-
-
-async def test_a_run_tells_its_exit_code_and_its_last_words(tmp_path: Path) -> None:
-    process = Process(tmp_path / "uid/c/0", tmp_path / "log", "FallbackToLogsOnError")
-    process.start(shell("echo out; echo err >&2; exit 5"))
-    run = await process.wait()
-    assert (run.exit_code, run.message) == (5, "out\nerr\n")
-
-
-async def test_a_signal_is_an_exit_code_over_128(tmp_path: Path) -> None:
-    process = Process(tmp_path / "uid/c/0", tmp_path / "log")
-    process.start(shell("kill -9 $$"))
-    run = await process.wait()
-    assert (run.exit_code, run.signal) == (137, 9)
-
-
-async def test_everything_that_a_process_started_ends_with_it(tmp_path: Path) -> None:
-    process = Process(tmp_path / "uid/c/0", tmp_path / "log")
-    process.start(shell("setsid sleep 600 & echo $!; sleep 600 & echo $!; exec sleep 0.2"))
-    await process.wait()
-    pids = [int(line) for line in (tmp_path / "log").read_text().split()]
-    assert len(pids) == 2
-    assert [procs.start_time(pid) for pid in pids] == [None, None]
-
-
-async def test_a_second_agent_sees_the_process_and_its_end(tmp_path: Path) -> None:
-    Process(tmp_path / "uid/c/0", tmp_path / "log").start(shell("sleep 0.5; exit 4"))
-    adopted = Process(tmp_path / "uid/c/0", tmp_path / "log")
-    assert (await adopted.started()).finished is None
-    assert (await adopted.wait()).exit_code == 4
-
-
-async def test_what_a_killed_agent_left_is_swept_away(tmp_path: Path) -> None:
-    process = Process(tmp_path / "pods/uid/c/0", tmp_path / "log")
-    process.start(shell("exec sleep 600"))
-    await process.started()
-    found = process.identity
-    assert found is not None
-    await sweep(tmp_path, grace=1)
-    assert not found.alive
-    assert list((tmp_path / "pods").iterdir()) == []
-
-
-async def test_a_process_whose_shim_was_killed_is_ended_and_told(tmp_path: Path) -> None:
-    process = Process(tmp_path / "uid/c/0", tmp_path / "log")
-    process.start(shell("exec sleep 600"))
-    await process.started()
-    found, shim = process.identity, json.loads((tmp_path / "uid/c/0/shim.json").read_text())
-    assert found is not None
-    procs.ProcessId(shim["pid"], shim["start"]).signal(signal.SIGKILL)
-    run = await process.wait()
-    assert run.exit_code == 137
-    deadline = time.monotonic() + 2
-    while found.alive and time.monotonic() < deadline:
-        time.sleep(0.02)  # noqa: ASYNC251 (nothing else runs here)
-    assert not found.alive

@@ -18,7 +18,9 @@ from kvpilot_operator.cluster.transport import OnRequest, Request, Transport
 from kvpilot_operator.errors import ClusterError, NotFound
 from kvpilot_operator.render.names import FIELD_MANAGER
 
-_PAGE = "500"
+_PAGE = 500
+# Of each object, its metadata alone may have more than a mebibyte.
+_METADATA_PAGE = 4
 _METADATA_ALONE = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _FIELD_MANAGER = {"fieldManager": FIELD_MANAGER}
 
@@ -88,10 +90,17 @@ class Cluster:
         return [item async for items, _ in self.pages(api_version, kind, namespace, selector) for item in items]
 
     async def pages(
-        self, api_version: str, kind: str, namespace: str, selector: str, *, accept: str = "application/json"
+        self,
+        api_version: str,
+        kind: str,
+        namespace: str,
+        selector: str,
+        *,
+        accept: str = "application/json",
+        limit: int = _PAGE,
     ) -> AsyncIterator[tuple[Sequence[Object], str]]:
-        """The objects with these labels, some hundred at a time, each time with the list's resourceVersion."""
-        query = {"labelSelector": selector, "limit": _PAGE}
+        """The objects with these labels, `limit` at a time, each time with the list's resourceVersion."""
+        query = {"labelSelector": selector, "limit": str(limit)}
         while True:
             request = Request("GET", kind, path_of(api_version, kind, namespace), query, accept=accept)
             found = await self._transport.send(request, verb="LIST")
@@ -109,6 +118,19 @@ class Cluster:
             version = listed
             names.update((item["metadata"].get("namespace", ""), item["metadata"]["name"]) for item in items)
         return names, version
+
+    async def metadata(
+        self, api_version: str, kind: str, namespace: str, selector: str, *, most: int
+    ) -> AsyncIterator[Object]:
+        """The metadata of some `most` objects with these labels, a few at a time: their content is not sent."""
+        seen = 0
+        pages = self.pages(api_version, kind, namespace, selector, accept=_METADATA_ALONE, limit=_METADATA_PAGE)
+        async for items, _ in pages:
+            for item in items:
+                yield item["metadata"]
+            seen += len(items)
+            if seen >= most:
+                return
 
     def watch(
         self, api_version: str, kind: str, namespace: str, selector: str, version: str
@@ -152,6 +174,12 @@ class Cluster:
             path = path_of(api_version, kind, namespace, name)
             await self._transport.send(Request("DELETE", kind, path, body=options))
         self._on_write(kind, namespace, name, None)
+
+    async def review(self, api_version: str, kind: str, spec: Object) -> Object:
+        """The API server's verdict, as a TokenReview or a SubjectAccessReview has it in its status; nothing is kept."""
+        body = {"apiVersion": api_version, "kind": kind, "spec": spec}
+        answer = await self._transport.send(Request("POST", kind, path_of(api_version, kind), body=body))
+        return answer.get("status") or {}
 
     async def serves(self, api_version: str) -> bool:
         """True where the server knows this API version."""

@@ -19,6 +19,8 @@ _COLLECTIONS = {
     ("v1", "ConfigMap"): "/api/v1/namespaces/{namespace}/configmaps",
     ("v1", "Event"): "/api/v1/namespaces/{namespace}/events",
     ("v1", "Node"): "/api/v1/nodes",
+    ("authentication.k8s.io/v1", "TokenReview"): "/apis/authentication.k8s.io/v1/tokenreviews",
+    ("authorization.k8s.io/v1", "SubjectAccessReview"): "/apis/authorization.k8s.io/v1/subjectaccessreviews",
     ("coordination.k8s.io/v1", "Lease"): "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases",
     ("apps/v1", "Deployment"): "/apis/apps/v1/namespaces/{namespace}/deployments",
     ("policy/v1", "PodDisruptionBudget"): "/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets",

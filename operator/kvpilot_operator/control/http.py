@@ -7,9 +7,19 @@ import asyncio
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from kvpilot_operator.control.access import MetricsAccess
 
-async def serve_http(host: str, port: int, registry: CollectorRegistry, ready: asyncio.Event) -> web.AppRunner:
-    """Serve until the returned runner is cleaned up. `ready` turns /readyz to 200."""
+_REFUSED = {401: {"WWW-Authenticate": "Bearer"}}
+
+
+async def serve_http(
+    host: str, port: int, registry: CollectorRegistry, ready: asyncio.Event, access: MetricsAccess | None = None
+) -> web.AppRunner:
+    """Serve until the returned runner is cleaned up.
+
+    `ready` turns /readyz to 200; `access` judges who may read /metrics, everybody without it. The kubelet, which has no
+    token, reads the other two.
+    """
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -17,7 +27,11 @@ async def serve_http(host: str, port: int, registry: CollectorRegistry, ready: a
     async def readyz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n") if ready.is_set() else web.Response(status=503, text="starting\n")
 
-    async def metrics(_: web.Request) -> web.Response:
+    async def metrics(request: web.Request) -> web.Response:
+        if access is not None:
+            verdict = await access.verdict(request.headers.get("Authorization", ""))
+            if verdict.status != 200:
+                return web.Response(status=verdict.status, text=verdict.text, headers=_REFUSED.get(verdict.status))
         # A large fleet's page takes a second to write: passes go on meanwhile.
         page = await asyncio.to_thread(generate_latest, registry)
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})

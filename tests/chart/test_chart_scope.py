@@ -1,0 +1,110 @@
+"""Two operators never look after the same services: Helm refuses the second, and rights are never with both.
+
+A real API server and Helm; the releases have no pods.
+"""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+import yaml
+
+from localcluster import build
+from localcluster.controlplane import ControlPlane
+from localcluster.rest import until
+from toolbox.helm import HelmRefused, render, run_helm
+from toolbox.kubectl import kubectl
+
+QUIET = {"replicaCount": 0, "crds": {"enabled": False}, "rbac": {"aggregate": False}}
+
+
+class Releases:
+    """What is installed in one API server."""
+
+    def __init__(self, plane, chart):
+        self._rest = plane.rest
+        self._kubeconfig = plane.kubeconfig
+        self._chart = chart
+        for name in ("models", "team-a", "team-b"):
+            self._rest.create("/api/v1/namespaces", {"metadata": {"name": name}})
+
+    def put(self, namespace, *watched, verb="install"):
+        """Install or upgrade the release `kvpilot` of a namespace."""
+        where = ("--kubeconfig", self._kubeconfig, "--namespace", namespace)
+        flags = ("--create-namespace", "--disable-openapi-validation")
+        return run_helm(verb, "kvpilot", self._chart, *where, *flags, values=QUIET | {"watchNamespaces": list(watched)})
+
+    def remove(self, *namespaces):
+        for namespace in namespaces:
+            run_helm("uninstall", "kvpilot", "--kubeconfig", self._kubeconfig, "--namespace", namespace, "--wait")
+
+    def apply(self, namespace):
+        """What somebody does who renders the chart and applies it without Helm."""
+        # 1.20 has no policy/v1.
+        values = QUIET | {"podDisruptionBudget": {"enabled": False}}
+        manifests = yaml.safe_dump_all(render(self._chart, values, "--skip-tests", namespace=namespace))
+        command = [kubectl(), "--kubeconfig", self._kubeconfig, "apply", "--validate=false", "-f", "-"]
+        done = subprocess.run(command, input=manifests, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    def may_write(self, namespace, where):
+        """Whether a release's operator may write services' Deployments there, as the API server says."""
+        asked = {"verb": "patch", "group": "apps", "resource": "deployments", "namespace": where}
+        user = f"system:serviceaccount:{namespace}:kvpilot-operator"
+        body = {"spec": {"user": user, "groups": ["system:authenticated"], "resourceAttributes": asked}}
+        return self._rest.create("/apis/authorization.k8s.io/v1/subjectaccessreviews", body)["status"]["allowed"]
+
+
+@pytest.fixture(scope="module")
+def releases(tmp_path_factory, chart):
+    with ControlPlane(tmp_path_factory.mktemp("scope"), build.build()) as plane:
+        yield Releases(plane, chart)
+
+
+def test_a_second_operator_of_the_whole_cluster_is_refused_with_the_name_of_the_first(releases):
+    releases.put("one")
+    with pytest.raises(
+        HelmRefused, match=r"release one/kvpilot looks after every namespace already .* watchNamespaces"
+    ):
+        releases.put("two")
+    releases.put("one", verb="upgrade")
+    releases.remove("one")
+    releases.put("two")
+    releases.remove("two")
+
+
+def test_an_operator_of_a_namespace_is_refused_beside_one_of_the_whole_cluster_and_the_other_way_round(releases):
+    releases.put("one")
+    with pytest.raises(HelmRefused, match="release one/kvpilot looks after every namespace already"):
+        releases.put("two", "team-a")
+    releases.remove("one")
+    releases.put("two", "team-a")
+    with pytest.raises(HelmRefused, match="release two/kvpilot looks after namespace team-a already"):
+        releases.put("one")
+    releases.remove("two")
+
+
+def test_operators_of_different_namespaces_live_side_by_side_and_may_not_share_one(releases):
+    releases.put("one", "team-a")
+    releases.put("two", "team-b")
+    with pytest.raises(HelmRefused, match="release one/kvpilot looks after namespace team-a already"):
+        releases.put("two", "team-b", "team-a", verb="upgrade")
+    assert [releases.may_write("one", where) for where in ("team-a", "team-b", "models")] == [True, False, False]
+    assert [releases.may_write("two", where) for where in ("team-a", "team-b", "models")] == [False, True, False]
+    releases.remove("one", "two")
+
+
+def test_without_helms_refusal_the_rights_pass_to_the_last_and_are_never_with_two(releases):
+    releases.put("one")
+    assert releases.may_write("one", "models")
+    releases.apply("team-a")
+    until(lambda: releases.may_write("team-a", "models"), "the rights have passed")
+    assert not releases.may_write("one", "models")
+    releases.remove("one")
+
+
+def test_an_operator_that_helm_did_not_install_is_seen_too(releases):
+    releases.apply("team-b")
+    with pytest.raises(HelmRefused, match="an operator that Helm did not install looks after every namespace already"):
+        releases.put("two")

@@ -1,0 +1,63 @@
+"""Baselines in a real API server: they stay few, and nothing else that bears their label is read or deleted."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import pytest_asyncio
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, Configuration
+
+from kvpilot_operator.act.baselines import MAX_KEPT, MAX_SEEN
+from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.probes.codec import Baseline
+from kvpilot_operator.render.names import SERVICE_LABEL
+from kvpilot_operator.state.decision import Decision
+from localcluster import build
+from localcluster.controlplane import ControlPlane
+from support.services import KEY, manifest, snapshot
+
+MAPS = f"/api/v1/namespaces/{KEY.namespace}/configmaps"
+
+
+@pytest.fixture(scope="module")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    with ControlPlane(tmp_path_factory.mktemp("baselines"), build.build()) as plane:
+        plane.rest.create("/api/v1/namespaces", {"metadata": {"name": KEY.namespace}})
+        yield plane
+
+
+@pytest_asyncio.fixture
+async def cluster(plane: ControlPlane) -> AsyncIterator[Cluster]:
+    configuration = Configuration()
+    await config.load_kube_config(config_file=str(plane.kubeconfig), client_configuration=configuration)
+    cluster = Cluster(ApiClient(configuration))
+    yield cluster
+    await cluster.close()
+
+
+async def test_old_baselines_go_and_a_tenants_many_large_config_maps_stay_unread(
+    plane: ControlPlane, cluster: Cluster
+) -> None:
+    # They come after the baselines in a list, and before them by age.
+    large = {"filler": "x" * 500_000}
+    for number in range(2 * MAX_SEEN):
+        about = {"name": f"zzz-{number}", "labels": {SERVICE_LABEL: KEY.name}}
+        plane.rest.create(MAPS, {"metadata": about, "data": large})
+    listed = [
+        one async for one in cluster.metadata("v1", "ConfigMap", KEY.namespace, f"{SERVICE_LABEL}={KEY.name}", most=8)
+    ]
+    assert len(listed) == 8
+    assert all("data" not in one and one["name"].startswith("zzz-") for one in listed)
+    observed = snapshot(manifest())
+    for number in range(2 * MAX_KEPT):
+        baseline = Baseline(f"identity{number}", "org/model", "auto", ())
+        await Actor(cluster).perform(observed, Decision(observed.status, baseline=baseline))
+    names = {
+        one["metadata"]["name"] for one in plane.rest.get(f"{MAPS}?labelSelector={SERVICE_LABEL}={KEY.name}")["items"]
+    }
+    kept = {name for name in names if not name.startswith("zzz-")}
+    assert len(kept) == MAX_KEPT
+    assert len(names) == MAX_KEPT + 2 * MAX_SEEN

@@ -1,0 +1,117 @@
+"""/metrics behind TokenReview and SubjectAccessReview of a real API server, with the operator's own rights."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import yaml
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, Configuration
+from prometheus_client import CollectorRegistry, Gauge
+
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.control.access import MetricsAccess
+from kvpilot_operator.control.http import serve_http
+from localcluster import build
+from localcluster.controlplane import ControlPlane, free_port
+from localcluster.rest import until
+from toolbox.helm import render
+
+CHART = Path(__file__).parents[2] / "charts" / "kvpilot"
+CORE = "/api/v1/namespaces/default"
+RBAC = "/apis/rbac.authorization.k8s.io/v1"
+READER = "default:kvpilot-operator:metrics-reader"
+
+
+def token(plane: ControlPlane, account: str) -> str:
+    """A new token of a ServiceAccount."""
+    body = {"spec": {"audiences": ["https://kubernetes.default.svc"]}}
+    answer = plane.rest.create(f"{CORE}/serviceaccounts/{account}/token", body)
+    return str(answer["status"]["token"])
+
+
+def bind(plane: ControlPlane, name: str, role: str, account: str) -> None:
+    subject = {"kind": "ServiceAccount", "name": account, "namespace": "default"}
+    ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role}
+    body = {"metadata": {"name": name}, "roleRef": ref, "subjects": [subject]}
+    plane.rest.create(f"{RBAC}/clusterrolebindings", body)
+
+
+@pytest.fixture(scope="module")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """With the chart's roles, and accounts of a Prometheus that may read metrics and of a tenant that may not."""
+    with ControlPlane(tmp_path_factory.mktemp("access"), build.build()) as plane:
+        until(lambda: plane.rest.get(f"{CORE}/serviceaccounts/default"), "the default account")
+        for name in ("kvpilot-operator", "prometheus", "tenant"):
+            plane.rest.create(f"{CORE}/serviceaccounts", {"metadata": {"name": name}})
+        values = {"metrics": {"authentication": True}, "crds": {"enabled": False}}
+        for one in render(CHART, values, "--skip-tests", namespace="default"):
+            if one["kind"] in ("ClusterRole", "ClusterRoleBinding"):
+                plane.rest.create(f"{RBAC}/{one['kind'].lower()}s", one)
+        bind(plane, "prometheus", READER, "prometheus")
+        yield plane
+
+
+@pytest_asyncio.fixture
+async def port(plane: ControlPlane, tmp_path: Path) -> AsyncIterator[int]:
+    """The operator's endpoints, which ask the API server as the operator's own ServiceAccount."""
+    known = yaml.safe_load(plane.kubeconfig.read_text())
+    known["users"] = [{"name": "operator", "user": {"token": token(plane, "kvpilot-operator")}}]
+    known["contexts"][0]["context"]["user"] = "operator"
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(known))
+    configuration = Configuration()
+    await config.load_kube_config(config_file=str(tmp_path / "kubeconfig"), client_configuration=configuration)
+    cluster = Cluster(ApiClient(configuration))
+    registry = CollectorRegistry()
+    Gauge("kvpilot_leader", "-", registry=registry).set(1)
+    number = free_port()
+    runner = await serve_http("127.0.0.1", number, registry, asyncio.Event(), MetricsAccess(cluster))
+    yield number
+    await runner.cleanup()
+    await cluster.close()
+
+
+async def get(port: int, path: str, authorization: str | None = None) -> tuple[int, str]:
+    def ask() -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request("GET", path, headers={} if authorization is None else {"Authorization": authorization})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+    return await asyncio.to_thread(ask)
+
+
+async def test_an_account_with_the_right_reads_metrics(plane: ControlPlane, port: int) -> None:
+    status, page = await get(port, "/metrics", f"Bearer {token(plane, 'prometheus')}")
+    assert (status, "kvpilot_leader 1.0" in page) == (200, True)
+
+
+async def test_an_account_without_the_right_is_told_which_one_it_lacks(plane: ControlPlane, port: int) -> None:
+    status, text = await get(port, "/metrics", f"Bearer {token(plane, 'tenant')}")
+    assert status == 403
+    assert "system:serviceaccount:default:tenant may not get /metrics" in text
+    assert "kvpilot_leader" not in text
+
+
+@pytest.mark.parametrize("header", [None, "Bearer made-up", "Basic cHJvbWV0aGV1czp4"])
+async def test_nobody_else_reads_metrics(port: int, header: str | None) -> None:
+    status, text = await get(port, "/metrics", header)
+    assert (status, "kvpilot_leader" in text) == (401, False)
+
+
+async def test_a_token_of_a_deleted_account_is_worth_nothing(plane: ControlPlane, port: int) -> None:
+    plane.rest.create(f"{CORE}/serviceaccounts", {"metadata": {"name": "gone"}})
+    bind(plane, "gone", READER, "gone")
+    kept = token(plane, "gone")
+    plane.rest.delete(f"{CORE}/serviceaccounts/gone")
+    assert (await get(port, "/metrics", f"Bearer {kept}"))[0] == 401
+
+
+async def test_the_kubelets_probes_need_no_token(port: int) -> None:
+    assert (await get(port, "/healthz"))[0] == 200
+    assert (await get(port, "/readyz"))[0] == 503

@@ -1,0 +1,108 @@
+"""/metrics with authentication: verdicts are asked for once a minute, and who tries tokens keeps nobody out."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvpilot_operator.control.access import KEPT_SECONDS, MAX_ASKED_AT_ONCE, MAX_KEPT, MetricsAccess
+from kvpilot_operator.errors import ClusterError
+
+
+class FakeCluster:
+    """Knows tokens that begin with `good` or `other`, and lets the first read metrics."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.away = False
+
+    async def review(self, _version: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(kind)
+        await self.answers.wait()
+        if self.away:
+            raise ClusterError("POST", "/tokenreviews", 0, "no answer")
+        if kind == "TokenReview":
+            known = spec["token"].startswith(("good", "other"))
+            return {"authenticated": known, "user": {"username": spec["token"], "groups": ["g"]}} if known else {}
+        assert spec["nonResourceAttributes"] == {"path": "/metrics", "verb": "get"}
+        return {"allowed": spec["user"].startswith("good")}
+
+
+@pytest.fixture
+def cluster() -> FakeCluster:
+    return FakeCluster()
+
+
+@pytest.fixture
+def access(cluster: FakeCluster) -> MetricsAccess:
+    access_time[0] = 0.0
+    return MetricsAccess(cluster, lambda: access_time[0])  # type: ignore[arg-type]
+
+
+access_time = [0.0]
+
+
+async def status(access: MetricsAccess, header: str) -> int:
+    return (await access.verdict(header)).status
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer  ", "Basic Z29vZA==", "good", "Bearerx good"])
+async def test_what_is_no_bearer_token_is_refused_without_asking_anybody(
+    access: MetricsAccess, cluster: FakeCluster, header: str
+) -> None:
+    assert await status(access, header) == 401
+    assert cluster.asked == []
+
+
+async def test_a_right_holds_for_a_minute_and_a_refusal_not_at_all(access: MetricsAccess, cluster: FakeCluster) -> None:
+    for seconds in (0.0, KEPT_SECONDS - 1):
+        access_time[0] = seconds
+        assert await status(access, "Bearer good") == 200
+    assert len(cluster.asked) == 2
+    for _ in range(2):
+        assert await status(access, "bearer other") == 403
+    assert len(cluster.asked) == 6
+    access_time[0] = KEPT_SECONDS + 1
+    assert await status(access, "Bearer good") == 200
+    assert len(cluster.asked) == 8
+
+
+async def test_a_verdict_that_could_not_be_had_is_no_right_and_is_not_kept(
+    access: MetricsAccess, cluster: FakeCluster
+) -> None:
+    cluster.away = True
+    assert await status(access, "Bearer good") == 503
+    cluster.away = False
+    assert await status(access, "Bearer good") == 200
+
+
+async def test_tokens_without_the_right_take_no_place_and_ask_for_few_reviews_at_once(
+    access: MetricsAccess, cluster: FakeCluster
+) -> None:
+    assert await status(access, "Bearer good") == 200
+    for number in range(2 * MAX_KEPT):
+        assert await status(access, f"Bearer bad-{number}") == 401
+        assert await status(access, f"Bearer other-{number}") == 403
+    asked = len(cluster.asked)
+    cluster.answers.clear()
+    flood = [asyncio.create_task(status(access, f"Bearer worse-{number}")) for number in range(50)]
+    await asyncio.sleep(0)
+    assert len(cluster.asked) - asked == MAX_ASKED_AT_ONCE
+    # Whoever is known passes, and is asked about again when the time has come.
+    assert await status(access, "Bearer good") == 200
+    access_time[0] += KEPT_SECONDS + 1
+    again = asyncio.create_task(status(access, "Bearer good"))
+    await asyncio.sleep(0)
+    cluster.answers.set()
+    assert await again == 200
+    assert sorted(await asyncio.gather(*flood)) == [401] * MAX_ASKED_AT_ONCE + [503] * (50 - MAX_ASKED_AT_ONCE)
+
+
+async def test_the_memory_of_verdicts_is_bounded(access: MetricsAccess) -> None:
+    for number in range(2 * MAX_KEPT):
+        assert await status(access, f"Bearer good-{number}") == 200
+    assert len(access._kept) == MAX_KEPT
