@@ -1,0 +1,167 @@
+"""Run parts of the tests side by side, go on where one fails, and sum all of them up at the end.
+
+    python scripts/run_tests.py                         # every part
+    python scripts/run_tests.py --jobs 1 unit kernels   # these, one after the other
+
+A part is a folder of tests/, or `check` (format, lint, types, import contracts). What a part says is shown as it comes,
+behind its name. The last line is `N passed, N failed`; the exit code is 0 only where every part ended well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+# The longest first, so that no long one is left to run alone at the end.
+PARTS = ("e2e", "runtime", "faults", "kernels", "check", "unit", "cluster", "chart", "monitoring", "scale", "images")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one part came to; `failures` are the names of the tests that failed, and why a part ended without a test's
+    failing.
+    """
+
+    part: str
+    passed: int
+    skipped: int
+    failures: tuple[str, ...]
+    seconds: float
+
+
+def command(part: str, report: Path) -> list[str]:
+    """How a part is run; tests write what they found to `report`."""
+    if part == "check":
+        return ["make", "--no-print-directory", "check"]
+    # One file's report is enough: durations show what a later slow run was slow at.
+    return [sys.executable, "-m", "pytest", f"tests/{part}", f"--junitxml={report}", "--durations=5"]
+
+
+def outcome(part: str, status: int, report: Path, seconds: float) -> Outcome:
+    """Read a part's report. A part that left none, or that failed without a failed test, is a failure itself."""
+    cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []  # noqa: S314 (pytest's own)
+    failed = [one for one in cases if one.find("failure") is not None or one.find("error") is not None]
+    skipped = sum(one.find("skipped") is not None for one in cases)
+    passed = len(cases) - len(failed) - skipped
+    failures = [f"{one.get('classname', '').replace('.', '/')}.py::{one.get('name')}" for one in failed]
+    if part == "check":
+        passed = int(status == 0)
+    if status and not failures:
+        failures = [f"{part} ended with exit code {status}"]
+    if not status and not passed:
+        failures = [f"{part} ran no test"]
+    return Outcome(part, passed, skipped, tuple(failures), seconds)
+
+
+class Run:
+    """Parts that wait, those that run, and what came of the others."""
+
+    def __init__(self, parts: list[str], folder: Path) -> None:
+        self.outcomes: list[Outcome] = []
+        self._folder = folder
+        self._waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._running: dict[str, subprocess.Popen[str]] = {}
+        self._printing = threading.Lock()
+        self._ended = False
+        for part in parts:
+            self._waiting.put(part)
+
+    def work(self) -> None:
+        """Take parts and run them until none is left."""
+        while not self._ended:
+            try:
+                part = self._waiting.get_nowait()
+            except queue.Empty:
+                return
+            self._run(part)
+
+    def _run(self, part: str) -> None:
+        report, began = self._folder / f"{part}.xml", time.monotonic()
+        self._say(part, "started")
+        with subprocess.Popen(
+            command(part, report),
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process:
+            self._running[part] = process
+            for line in process.stdout or ():
+                self._say(part, line.rstrip())
+        del self._running[part]
+        seconds = time.monotonic() - began
+        self._say(part, f"ended with exit code {process.returncode} after {seconds:.0f} s")
+        self.outcomes.append(outcome(part, process.returncode, report, seconds))
+
+    def _say(self, part: str, words: str) -> None:
+        with self._printing:
+            print(f"{part:<10} | {words}", flush=True)
+
+    def end(self) -> None:
+        """Let what runs clean up and end, and start nothing more."""
+        self._ended = True
+        for process in list(self._running.values()):
+            process.send_signal(signal.SIGINT)
+
+
+def summary(parts: list[str], outcomes: list[Outcome], seconds: float) -> str:
+    """The names of all failures, a table of parts, and one line with the sums."""
+    of = {one.part: one for one in outcomes}
+    lines = [f"FAILED {name}" for part in parts if part in of for name in of[part].failures]
+    lines += [f"FAILED {part} did not run to its end" for part in parts if part not in of]
+    failed = len(lines)
+    lines += ["", f"{'part':<12}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}"]
+    for part in parts:
+        if part in of:
+            one = of[part]
+            lines.append(f"{part:<12}{one.passed:>8}{len(one.failures):>8}{one.skipped:>9}{one.seconds:>9.0f}")
+    passed, skipped = sum(one.passed for one in outcomes), sum(one.skipped for one in outcomes)
+    lines.append(f"{'together':<12}{passed:>8}{failed:>8}{skipped:>9}{seconds:>9.0f}")
+    return "\n".join([*lines, "", f"{passed} passed, {failed} failed"])
+
+
+def main() -> int:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all of them if none is named")
+    parser.add_argument("--jobs", type=int, default=2, help="how many parts run at a time (%(default)s)")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: at least one part must run at a time")
+    parts = [part for part in PARTS if part in (options.parts or PARTS)]
+    began = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="kvpilot-tests-") as folder:
+        run = Run(parts, Path(folder))
+        workers = [threading.Thread(target=run.work) for _ in range(options.jobs)]
+        for worker in workers:
+            worker.start()
+        try:
+            for worker in workers:
+                worker.join()
+        except KeyboardInterrupt:
+            run.end()
+            for worker in workers:
+                worker.join()
+    print(f"\n{summary(parts, run.outcomes, time.monotonic() - began)}", flush=True)
+    return int(any(one.failures for one in run.outcomes) or len(run.outcomes) < len(parts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
