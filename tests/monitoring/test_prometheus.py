@@ -32,10 +32,11 @@ from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.status import Accuracy, Canary, Denied, Measured, Option, Status
 from localcluster import procs
 from localcluster.controlplane import free_port
+from localcluster.rest import HANGS
 from support.services import KEY, NOW, manifest, running, samples, spec_of
 from toolbox.promtool import prometheus
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 DATA = Path(__file__).parents[1] / "unit" / "data"
 OPERATOR_LABELS = {"app.kubernetes.io/name": "kvpilot", "app.kubernetes.io/component": "operator"}
 
@@ -160,12 +161,12 @@ async def ask(tmp_path_factory):
         passes(telemetry)
         async with engine(engine_ip, pages), scraping(folder, pods) as ask:
             try:
-                async with asyncio.timeout(90):
+                async with asyncio.timeout(HANGS):
                     while not await _scraped_thrice(ask):
                         await asyncio.sleep(0.3)
                         telemetry.scraped(0.4)
             except TimeoutError:
-                pytest.fail(f"no three scrapes in 90 s: {await ask('targets')}; {procs.tail(folder / 'log')}")
+                pytest.fail(f"no three scrapes: {await ask('targets')}; {procs.tail(folder / 'log')}")
             yield ask
     finally:
         await operator.cleanup()
@@ -197,7 +198,7 @@ async def test_panels_of_another_service_are_empty(ask):
 
 
 async def test_every_alert_is_evaluated_without_an_error_and_the_rollback_is_told(ask):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANGS):
         while not (found := (await ask("query", query='ALERTS{alertstate="firing"}'))["result"]):
             await asyncio.sleep(0.3)
     rules = [rule for group in (await ask("rules"))["groups"] for rule in group["rules"]]

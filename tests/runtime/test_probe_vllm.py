@@ -20,7 +20,7 @@ MODEL = "m"
 SETTINGS = Settings(deadline_seconds=240)
 KV_MEMORY = "--kv-cache-memory-bytes=256M"
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")
