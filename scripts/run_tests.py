@@ -73,12 +73,24 @@ class Run:
         self._waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._running: dict[str, subprocess.Popen[str]] = {}
         self._printing = threading.Lock()
+        self._workers: list[threading.Thread] = []
         self._ended = False
         for part in parts:
             self._waiting.put(part)
 
-    def work(self) -> None:
-        """Take parts and run them until none is left."""
+    def wait(self, jobs: int) -> None:
+        """Run all parts, so many at a time."""
+        self._workers = [threading.Thread(target=self._work) for _ in range(jobs)]
+        for worker in self._workers:
+            worker.start()
+        self._join()
+
+    def _join(self) -> None:
+        # Thread.join() takes a thread for ended once a signal has interrupted it.
+        while any(worker.is_alive() for worker in self._workers):
+            time.sleep(0.1)
+
+    def _work(self) -> None:
         while not self._ended:
             try:
                 part = self._waiting.get_nowait()
@@ -93,6 +105,8 @@ class Run:
             command(part, report),
             cwd=ROOT,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            # Ctrl-C is for this process, which then lets each part clean up once.
+            start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -116,6 +130,7 @@ class Run:
         self._ended = True
         for process in list(self._running.values()):
             process.send_signal(signal.SIGINT)
+        self._join()
 
 
 def summary(parts: list[str], outcomes: list[Outcome], seconds: float) -> str:
@@ -146,19 +161,15 @@ def main() -> int:
         parser.error(f"--jobs {options.jobs}: at least one part must run at a time")
     parts = [part for part in PARTS if part in (options.parts or PARTS)]
     began = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # What is handled here is not ignored by the parts, even where the shell started this with Ctrl-C ignored.
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="kvpilot-tests-") as folder:
         run = Run(parts, Path(folder))
-        workers = [threading.Thread(target=run.work) for _ in range(options.jobs)]
-        for worker in workers:
-            worker.start()
         try:
-            for worker in workers:
-                worker.join()
+            run.wait(options.jobs)
         except KeyboardInterrupt:
             run.end()
-            for worker in workers:
-                worker.join()
     print(f"\n{summary(parts, run.outcomes, time.monotonic() - began)}", flush=True)
     return int(any(one.failures for one in run.outcomes) or len(run.outcomes) < len(parts))
 
