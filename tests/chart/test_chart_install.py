@@ -172,7 +172,7 @@ def test_the_notes_say_how_to_go_on_with_an_example_that_is_valid(install):
 
 
 def test_helm_test_passes(install):
-    assert "Succeeded" in install.helm("test", "kvpilot", "--timeout=60s")
+    assert "Succeeded" in install.helm("test", "kvpilot", "--timeout=600s")
 
 
 def test_a_service_becomes_ready_with_the_charts_roles_alone(install):
@@ -328,7 +328,7 @@ def test_plain_manifests_come_up_with_an_overlay_of_ones_own(install, root, clus
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
     command = [kubectl(), "--kubeconfig", cluster.kubeconfig, "apply"]
     done = subprocess.run(
-        [*command, "--validate=false", "-k", tmp_path], capture_output=True, text=True, check=False, timeout=60
+        [*command, "--validate=false", "-k", tmp_path], capture_output=True, text=True, check=False, timeout=900
     )
     assert done.returncode == 0, done.stderr
     path = f"/apis/apps/v1/namespaces/{HOME}/deployments/kvpilot-operator"

@@ -14,7 +14,7 @@ from support.engine import SERVE
 
 def refused(*arguments: str) -> tuple[str, str]:
     command = [sys.executable, "-X", "importtime", SERVE, *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     lines = ended.stderr.splitlines()
     imports = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
     assert "kvpilot_runtime.preflight" in imports
