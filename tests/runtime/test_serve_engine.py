@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -29,37 +30,39 @@ def capacity(model: Path, dtype: str, folder: Path, *arguments: str) -> int:
         return int(labels["kv_cache_size_tokens"])
 
 
-def test_the_same_memory_holds_at_least_3_7_times_the_tokens(tmp_path: Path) -> None:
-    ours, stock = (capacity(tiny_llama(), d, tmp_path, "--kv-cache-memory-bytes=64M") for d in ("k4v4", "auto"))
-    assert ours >= 3.7 * stock
+@dataclass(frozen=True)
+class Life:
+    """One engine with our dtype, from its start to its end by SIGTERM while it answers."""
+
+    capacity: int
+    page: PodMetrics
+    """Its metrics while it answered."""
+    in_flight: bool
+    """Whether the request still ran after the signal was sent."""
+    answer: list[int]
+    url: str
 
 
-def test_16_bit_windows_share_the_pool_and_leave_most_of_the_gain(tmp_path: Path) -> None:
-    ours = capacity(tiny_gemma3(), "k4v4", tmp_path, *LONG)
-    assert ours >= 2.5 * capacity(tiny_gemma3(), "auto", tmp_path, *LONG)
-    # Nobody named the layers to skip: kvpilot-serve did.
-    [log] = tmp_path.glob("k4v4-*.log")
-    assert "'kv_cache_dtype_skip_layers': ['sliding_window']" in log.read_text()
+# Its tokens take seconds: what happens between two looks takes milliseconds.
+ANSWER_TOKENS = 4000
+SAME = ("--kv-cache-memory-bytes=64M", "--max-model-len=4096")
 
 
-def test_a_request_in_flight_is_finished_after_sigterm(tmp_path: Path) -> None:
-    # Its tokens take seconds: what happens between two looks takes milliseconds.
-    tokens = 4000
-    arguments = ("--kv-cache-memory-bytes=64M", "--max-model-len=4096", f"--shutdown-timeout={HANGS}")
-    with engine(tiny_llama(), "k4v4", tmp_path, *arguments) as running, ThreadPoolExecutor(1) as user:
-        answer = user.submit(running.tokens, [7] * 8, tokens)
+@pytest.fixture(scope="module")
+def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
+    arguments = (*SAME, f"--shutdown-timeout={HANGS}")
+    with (
+        engine(tiny_llama(), "k4v4", tmp_path_factory.mktemp("life"), *arguments) as running,
+        ThreadPoolExecutor(1) as user,
+    ):
+        tokens = int(running.cache_config()["kv_cache_size_tokens"])
+        answer = user.submit(running.tokens, [7] * 8, ANSWER_TOKENS)
         page = running_page(running, answer)
-        assert page.model == ModelFacts(head_dim=64, kv_heads=2, layers=2, window_layers=0, mla=False)
-        assert (page.dtype, page.running, page.older_names) == ("k4v4", 1, ())
-        assert page.process_start is not None
-        assert page.totals.ttft.bounds
-        assert page.totals.itl.bounds
         os.kill(running.process.pid, signal.SIGTERM)
-        assert not answer.done(), "the request ended before it could be in flight: ask for more tokens"
-        assert len(answer.result(HANGS)) == tokens
+        in_flight = not answer.done()
+        answered = answer.result(HANGS)
         running.process.wait(HANGS)
-    with pytest.raises(httpx.HTTPError):
-        httpx.get(f"{running.url}/health", timeout=2)
+    return Life(tokens, page, in_flight, answered, running.url)
 
 
 def running_page(running: Engine, answer: Future[list[int]]) -> PodMetrics:
@@ -69,3 +72,30 @@ def running_page(running: Engine, answer: Future[list[int]]) -> PodMetrics:
         if page.running:
             return page
     raise AssertionError(f"the request ended before a page showed it: {answer.result()[:8]}")
+
+
+def test_a_request_in_flight_is_finished_after_sigterm(life: Life) -> None:
+    assert life.in_flight, "the request ended before the signal: ask for more tokens"
+    assert len(life.answer) == ANSWER_TOKENS
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"{life.url}/health", timeout=2)
+
+
+def test_the_operator_reads_the_engines_metrics_while_it_answers(life: Life) -> None:
+    assert life.page.model == ModelFacts(head_dim=64, kv_heads=2, layers=2, window_layers=0, mla=False)
+    assert (life.page.dtype, life.page.running, life.page.older_names) == ("k4v4", 1, ())
+    assert life.page.process_start is not None
+    assert life.page.totals.ttft.bounds
+    assert life.page.totals.itl.bounds
+
+
+def test_the_same_memory_holds_at_least_3_7_times_the_tokens(life: Life, tmp_path: Path) -> None:
+    assert life.capacity >= 3.7 * capacity(tiny_llama(), "auto", tmp_path, *SAME)
+
+
+def test_16_bit_windows_share_the_pool_and_leave_most_of_the_gain(tmp_path: Path) -> None:
+    ours = capacity(tiny_gemma3(), "k4v4", tmp_path, *LONG)
+    assert ours >= 2.5 * capacity(tiny_gemma3(), "auto", tmp_path, *LONG)
+    # Nobody named the layers to skip: kvpilot-serve did.
+    [log] = tmp_path.glob("k4v4-*.log")
+    assert "'kv_cache_dtype_skip_layers': ['sliding_window']" in log.read_text()
