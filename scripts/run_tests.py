@@ -44,8 +44,8 @@ def command(part: str, report: Path) -> list[str]:
     """How a part is run; tests write what they found to `report`."""
     if part == "check":
         return ["make", "--no-print-directory", "check"]
-    # One file's report is enough: durations show what a later slow run was slow at.
-    return [sys.executable, "-m", "pytest", f"tests/{part}", f"--junitxml={report}", "--durations=5"]
+    # Durations tell where a slow run was slow.
+    return [sys.executable, "-m", "pytest", f"tests/{part}", f"--junitxml={report}", "--durations=10"]
 
 
 def outcome(part: str, status: int, report: Path, seconds: float) -> Outcome:
