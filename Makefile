@@ -28,7 +28,7 @@ unit kernels chart images monitoring cluster scale runtime e2e faults: install
 
 # What takes longer than CI has: canaries under live load, with and without spare capacity.
 long: install
-	$(RUN)pytest -m long tests
+	$(RUN)python scripts/run_tests.py --jobs 1 --long
 
 # After a change of crds/ or charts/: the chart's copies and README, and config/.
 manifests: install

@@ -28,7 +28,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.setitem(sys.modules, "run_tests", module)
     spec.loader.exec_module(module)
 
-    def command(part: str, report: Path) -> list[str]:
+    def command(part: str, report: Path, _marked: str) -> list[str]:
         if part == "check":
             return [sys.executable, "-c", "print('all is well')"]
         if part == "scale":
@@ -100,6 +100,7 @@ def test_a_part_that_there_is_not_is_refused_before_any_runs(
     assert "no such part: carts; there are e2e" in capfd.readouterr().err
 
 
-def test_every_folder_of_tests_is_a_part(script: ModuleType) -> None:
-    folders = {path.parent.name for path in (SCRIPT.parents[1] / "tests").glob("*/test_*.py")}
-    assert {*folders, "check"} == set(script.PARTS)
+def test_every_folder_of_tests_is_a_part_and_those_with_long_tests_are_named(script: ModuleType) -> None:
+    files = list((SCRIPT.parents[1] / "tests").glob("*/test_*.py"))
+    assert {*(file.parent.name for file in files), "check"} == set(script.PARTS)
+    assert {file.parent.name for file in files if "mark.long" in file.read_text()} - {"unit"} == set(script.LONG)
