@@ -31,13 +31,6 @@ class Engine:
         self.log = log
         self._client = httpx.Client(base_url=url, timeout=HANGS)
 
-    def complete(self, prompt: str | list[int], tokens: int, **more: object) -> str:
-        """The greedy continuation of a prompt."""
-        body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, **more}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=HANGS).raise_for_status()
-        text: str = answer.json()["choices"][0]["text"]
-        return text
-
     def tokens(self, prompt: list[int], tokens: int) -> list[int]:
         """The greedy continuation of a prompt, exactly this many tokens."""
         body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
