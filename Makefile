@@ -1,4 +1,4 @@
-.PHONY: install demo test check unit kernels chart images monitoring cluster scale runtime e2e faults long manifests format clean
+.PHONY: install demo test quick check unit kernels chart images monitoring cluster scale runtime e2e faults long manifests format clean
 RUN := .venv/bin/
 
 install:
@@ -8,7 +8,14 @@ install:
 demo: install
 	$(RUN)python -m kvpilot_demo $(if $(KEEP),--keep) $(if $(PLAIN),--plain)
 
-test: check unit kernels chart images monitoring cluster scale runtime e2e faults
+# Every part, JOBS at a time, whichever fail; the summary comes last.
+JOBS ?= 2
+test: install
+	$(RUN)python scripts/run_tests.py --jobs $(JOBS)
+
+# What one runs while editing: it needs no engine and no cluster.
+quick: install
+	$(RUN)python scripts/run_tests.py --jobs $(JOBS) check unit
 
 check: install
 	$(RUN)ruff format --check .
@@ -21,7 +28,7 @@ unit kernels chart images monitoring cluster scale runtime e2e faults: install
 
 # What takes longer than CI has: canaries under live load, with and without spare capacity.
 long: install
-	$(RUN)pytest -m long tests
+	$(RUN)python scripts/run_tests.py --jobs 1 --long
 
 # After a change of crds/ or charts/: the chart's copies and README, and config/.
 manifests: install

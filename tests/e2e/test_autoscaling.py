@@ -26,8 +26,6 @@ from localcluster.definitions import directly
 from localcluster.rest import until
 from support.metrics_adapter import Adapter, page, serving
 
-pytestmark = pytest.mark.timeout(280)
-
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 ENGINE = ROOT / "tests" / "support" / "faulty_engine.py"
@@ -80,12 +78,12 @@ class World:
         service["spec"] |= changes
         self.rest.create(SERVICES, service)
         name: str = service["metadata"]["name"]
-        self.until(lambda: self.status(name).get("readyReplicas") == 1, f"{name} answers", 60)
+        self.until(lambda: self.status(name).get("readyReplicas") == 1, f"{name} answers")
         autoscaler["apiVersion"] = "autoscaling/v2beta2"
         self.rest.create(AUTOSCALERS, autoscaler)
         return name
 
-    def until(self, question: Callable[[], Any], what: str, seconds: float = 40) -> Any:
+    def until(self, question: Callable[[], Any], what: str) -> Any:
         """Wait, and keep the load on the engines meanwhile."""
 
         def asked() -> Any:
@@ -93,7 +91,7 @@ class World:
             return question()
 
         try:
-            return until(asked, what, seconds=seconds, pause=0.25)
+            return until(asked, what, pause=0.25)
         except TimeoutError as error:
             told = {name: self.status(name).get("conditions") for name in self.load}
             raise TimeoutError(f"{error}; {told}") from None
@@ -191,7 +189,7 @@ def test_an_hpa_on_requests_in_hand_scales_the_service_up_and_down_across_a_cana
 
     # It is let go, and takes the place of the four, while the autoscaler goes on looking.
     _post(probed, {"completions": ""})
-    world.until(lambda: world.deployments(name) == {canary: 4}, "the canary has been promoted", 90)
+    world.until(lambda: world.deployments(name) == {canary: 4}, "the canary has been promoted")
     assert world.status(name)["kvCache"]["activeDtype"] == "fp8"
     assert _sheltered(world, name) == set()
     assert not any(_ours(pod) for pod in world.pods(name))
@@ -217,7 +215,7 @@ def test_an_hpa_on_kvpilots_recommendation_carries_it_out(world: World) -> None:
     assert recommended > 1
     world.load[name] = {"usage": 0.02, "running": 1, "waiting": 0}
     most = world.scale(name)["spec"]["replicas"]
-    world.until(lambda: world.scale(name)["spec"]["replicas"] < most, "calm makes it recommend fewer", 60)
+    world.until(lambda: world.scale(name)["spec"]["replicas"] < most, "calm makes it recommend fewer")
     assert set(world.adapter.asked["kvpilot_recommended_replicas"]) == {f"name={name}"}
     _operator_wrote_no_number(world, name)
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = pytest.mark.timeout(2700)
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def record(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     path = folder / "record.json"
     command = [sys.executable, "-m", "kvpilot_demo", "--plain", f"--record={path}"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=1700, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=2600, check=False)
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
     return json.loads(path.read_text())
 

@@ -12,7 +12,7 @@ from kvpilot_demo.story import BAD, GOOD, Story
 from kvpilot_demo.world import World
 from kvpilot_operator.errors import ClusterError
 
-pytestmark = pytest.mark.timeout(2400)
+pytestmark = pytest.mark.timeout(3600)
 
 
 def at(status, *path):

@@ -17,9 +17,11 @@ from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.render.names import API_VERSION, KIND, REVISION_LABEL
 from support.gateway import API, ROUTE_CRD, Gateway
 
-pytestmark = [pytest.mark.timeout(1500), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.asyncio(loop_scope="module")]
 NAMESPACE = "default"
 SLOT = "kvpilot.test/slot"
+# Whatever is waited for takes at most two minutes on quiet cores, an engine's start and the filling of its cache.
+HANGS = 1200
 # A model of random weights has no answers to keep: these limits let its canaries pass, and zero ones let none.
 LENIENT = {"probeSets": ["builtin/general"], "maxExcessKLMillinats": 100000, "minTop1AgreementPercent": 0}
 PATIENT = {
@@ -68,10 +70,10 @@ def condition(status, kind):
     return found.get("status"), found.get("reason"), found.get("message", "")
 
 
-async def until(world, name, seen, seconds=400):
+async def until(world, name, seen):
     status = {}
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(HANGS):
             while True:
                 found = await world.cluster.find(API_VERSION, KIND, NAMESPACE, name)
                 status = (found or {}).get("status") or {}
@@ -80,7 +82,7 @@ async def until(world, name, seen, seconds=400):
                 await asyncio.sleep(0.5)
     except TimeoutError:
         lines = [f"{d['action']} {d.get('reason')}: {d.get('message')}" for d in status.get("decisions", [])]
-        pytest.fail(f"not seen in {seconds} s; {status.get('conditions')}; {lines}")
+        pytest.fail(f"not seen in {HANGS} s; {status.get('conditions')}; {lines}")
 
 
 async def patch(world, name, **spec):
@@ -106,7 +108,7 @@ async def users(world, name, count, *, url=None, prompt_tokens=300, output_token
 
 async def gone(world, name):
     await world.cluster.delete(API_VERSION, KIND, NAMESPACE, name)
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(HANGS):
         while await world.cluster.list("v1", "Pod", NAMESPACE, f"kvpilot.io/service={name}"):
             await asyncio.sleep(0.5)
 
@@ -192,7 +194,7 @@ async def test_a_slower_canary_is_caught_under_live_load_and_a_good_one_goes_thr
     await patch(world, "stepped", canary={"maxITLP95RegressionPercent": 1000}, rollout={"denySeconds": 0})
     await until(world, "stepped", lambda s: at(s, "canary", "stage") in ("Probing", "Shifting"))
     async with users(world, "stepped", 4, prompt_tokens=50, output_tokens=8) as load:
-        await until(world, "stepped", lambda s: at(s, "canary", "stage") == "Promoting", 700)
+        await until(world, "stepped", lambda s: at(s, "canary", "stage") == "Promoting")
     assert load.stats.failed == 0, list(load.stats.failures)
     async with users(world, "stepped", 1) as load:
         passed = await until(world, "stepped", lambda s: at(s, "kvCache", "activeDtype") == "k4v4")
@@ -238,7 +240,7 @@ async def test_without_a_spare_gpu_the_canary_takes_the_place_of_one_replica_and
     async with users(world, "packed", 1) as load:
         await patch(world, "packed", kvCache={"dtype": "int8"})
         fewest = 3
-        async with asyncio.timeout(900):
+        async with asyncio.timeout(3 * HANGS):
             while True:
                 found = await world.cluster.get(API_VERSION, KIND, NAMESPACE, "packed")
                 status = found.get("status") or {}
@@ -262,7 +264,7 @@ def answers(pod):
 async def test_a_route_carries_the_canarys_weight_and_is_left_as_the_user_wrote_it(world):
     path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
     await asyncio.to_thread(world.rest.create, path, ROUTE_CRD)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANGS):
         while not await world.cluster.serves(API):
             await asyncio.sleep(0.2)
     world.kill_operator()
@@ -274,7 +276,7 @@ async def test_a_route_carries_the_canarys_weight_and_is_left_as_the_user_wrote_
         "metadata": {"name": "chat", "namespace": NAMESPACE},
         "spec": {"parentRefs": [{"name": "gateway"}], "rules": rules},
     }
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANGS):
         while True:
             try:
                 await world.cluster.create(route)
@@ -300,16 +302,16 @@ async def test_a_route_carries_the_canarys_weight_and_is_left_as_the_user_wrote_
         users(world, "routed", 4, url=gateway.url, prompt_tokens=50, output_tokens=8) as load,
     ):
         await until(world, "routed", lambda s: at(s, "canary", "stage") == "Shifting")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANGS):
             while await gateway.weights() != {"routed": 60, "routed-canary": 40}:
                 await asyncio.sleep(0.2)
-        status = await until(world, "routed", lambda s: at(s, "kvCache", "activeDtype") == "int8", 700)
+        status = await until(world, "routed", lambda s: at(s, "kvCache", "activeDtype") == "int8")
     assert load.stats.failed == 0, list(load.stats.failures)
     assert status["lastCanary"]["trafficMode"] == "HTTPRoute"
     assert gateway.sent["routed-canary"] >= 20
     kept = await world.cluster.get(API, "HTTPRoute", NAMESPACE, "chat")
     assert kept["spec"]["rules"] == rules
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANGS):
         while await world.cluster.find("v1", "Service", NAMESPACE, "routed-canary") is not None:
             await asyncio.sleep(0.5)
     await gone(world, "routed")

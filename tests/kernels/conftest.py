@@ -10,9 +10,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
 if "triton" in sys.modules and "TRITON_INTERPRET" not in os.environ:
     raise pytest.UsageError("triton is already there to compile: run tests/kernels in a process of its own")
+
+# Small tensors: threads would wait for each other more than they compute, and sum in an order of the machine's own.
+torch.set_num_threads(1)
 
 before = os.environ.get("TRITON_INTERPRET")
 os.environ["TRITON_INTERPRET"] = "1"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import random
 import shutil
 import socket
 import subprocess
@@ -39,10 +40,16 @@ _CLIENTS = {
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port that nothing listens on right now."""
-    with socket.socket() as sock:
-        sock.bind((address, 0))
-        return int(sock.getsockname()[1])
+    """A TCP port that nothing listens on right now, below those that the kernel gives to outgoing connections.
+
+    One of theirs could be taken by any client of this machine before its new owner listens, an engine after a minute.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(lowest // 2, lowest), min(100, lowest // 2)):
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind((address, port))
+            return port
+    raise StartFailed(f"no free port among 100 of {lowest // 2} to {lowest - 1} on {address}: end what listens there")
 
 
 def sweep(folder: Path) -> list[str]:
@@ -152,13 +159,13 @@ class ControlPlane:
             self.folder / f"{name}.pid", command, log=self.folder / f"{name}.log", cwd=self.folder
         )
 
-    def _wait(self, name: str, question: Any, seconds: float = 60) -> None:
+    def _wait(self, name: str, question: Any) -> None:
         def alive_and_ready() -> bool:
             self.check()
             return bool(question())
 
         try:
-            until(alive_and_ready, f"{name} is ready", seconds=seconds)
+            until(alive_and_ready, f"{name} is ready", seconds=300)
         except TimeoutError as error:
             log = procs.tail(self.folder / f"{name}.log")
             raise StartFailed(f"{error}; the end of its log:\n{log}") from None

@@ -14,6 +14,9 @@ from typing import Any
 
 import yaml
 
+HANGS = 900.0
+"""Seconds after which what is waited for counts as hanging; the slowest takes a minute and a half on quiet cores."""
+
 
 class ApiError(Exception):
     """The server refused a request.
@@ -112,7 +115,7 @@ class Rest:
             return False
 
 
-def until(question: Callable[[], Any], what: str, *, seconds: float = 30.0, pause: float = 0.05) -> Any:
+def until(question: Callable[[], Any], what: str, *, seconds: float = HANGS, pause: float = 0.05) -> Any:
     """Ask until the answer is true and return it; 404 and unreachable count as not yet.
 
     Raises:

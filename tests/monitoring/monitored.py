@@ -22,7 +22,7 @@ from localcluster import procs
 from localcluster.cluster import LocalCluster
 from localcluster.controlplane import free_port
 from localcluster.definitions import directly
-from localcluster.rest import until
+from localcluster.rest import HANGS, until
 from toolbox.promtool import prometheus
 
 ROOT = Path(__file__).parents[2]
@@ -124,7 +124,7 @@ class Monitored:
             await asyncio.to_thread(monitored._install)
             discovering = asyncio.create_task(monitored._discover(folder / "targets.json"))
             monitored._start_prometheus(folder)
-            await monitored.until(lambda s: condition(s, "Ready") == "True", seconds=240)
+            await monitored.until(lambda s: condition(s, "Ready") == "True")
             yield monitored
             discovering.cancel()
         finally:
@@ -156,7 +156,7 @@ class Monitored:
             procs.write_atomically(targets, json.dumps(discovered(pods)))
             await asyncio.sleep(1)
 
-    async def until(self, seen: Callable[[dict[str, Any]], bool], *, seconds: float) -> dict[str, Any]:
+    async def until(self, seen: Callable[[dict[str, Any]], bool], *, seconds: float = HANGS) -> dict[str, Any]:
         """The service's status once it looks like that."""
         status: dict[str, Any] = {}
         try:

@@ -17,9 +17,10 @@ from monitored import NAME, NAMESPACE, OPERATOR, Monitored
 from panels import alerts, panels
 
 from kvpilot_demo.load import Load
+from localcluster.rest import HANGS
 from toolbox.kubectl import kubectl
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600), pytest.mark.asyncio(loop_scope="module")]
 RUNBOOKS = sorted((Path(__file__).parents[2] / "docs" / "runbooks").glob("Kvpilot*.md"))
 # These have something to show only while or after a trial, ...
 TRIAL = {
@@ -139,10 +140,10 @@ async def test_a_trial_shows_in_every_panel_that_is_about_trials(monitored, tmp_
             await asyncio.sleep(0.5)
 
     watching = asyncio.create_task(watch())
-    await monitored.until(promoted, seconds=400)
+    await monitored.until(promoted)
     # What is left of a trial has to be scraped first.
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANGS):
             while seen != TRIAL:
                 await asyncio.sleep(0.5)
     watching.cancel()

@@ -32,10 +32,11 @@ from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.status import Accuracy, Canary, Denied, Measured, Option, Status
 from localcluster import procs
 from localcluster.controlplane import free_port
+from localcluster.rest import HANGS
 from support.services import KEY, NOW, manifest, running, samples, spec_of
 from toolbox.promtool import prometheus
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 DATA = Path(__file__).parents[1] / "unit" / "data"
 # What an engine's page may say in whose image its author had a hand.
 HOSTILE = """
@@ -168,12 +169,12 @@ async def ask(tmp_path_factory):
         passes(telemetry)
         async with engine(engine_ip, pages), scraping(folder, pods) as ask:
             try:
-                async with asyncio.timeout(90):
+                async with asyncio.timeout(HANGS):
                     while not await _scraped_thrice(ask):
                         await asyncio.sleep(0.3)
                         telemetry.scraped(0.4)
             except TimeoutError:
-                pytest.fail(f"no three scrapes in 90 s: {await ask('targets')}; {procs.tail(folder / 'log')}")
+                pytest.fail(f"no three scrapes: {await ask('targets')}; {procs.tail(folder / 'log')}")
             yield ask
     finally:
         await operator.cleanup()
@@ -217,7 +218,7 @@ async def test_a_pod_in_another_namespace_is_no_operator_whatever_its_labels(ask
 
 
 async def test_every_alert_is_evaluated_without_an_error_and_the_rollback_is_told(ask):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANGS):
         while not (found := (await ask("query", query='ALERTS{alertstate="firing"}'))["result"]):
             await asyncio.sleep(0.3)
     rules = [rule for group in (await ask("rules"))["groups"] for rule in group["rules"]]

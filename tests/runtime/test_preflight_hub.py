@@ -47,7 +47,7 @@ def put(cache: Path, revision: str, commit: str, **changes: Any) -> None:
 def serve(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", BECOME, f"--model={MODEL}", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
 
 
 def test_its_architecture_is_told_to_the_engine(cache: Path) -> None:

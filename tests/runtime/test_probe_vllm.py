@@ -14,13 +14,13 @@ from kvpilot_operator.probes.client import Engine, http_client
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.probes.errors import EngineBusy
 from kvpilot_operator.probes.run import Measurement, Settings, capture, control, measure
-from support.engine import engine
+from support.engine import HANGS, engine
 
 MODEL = "m"
-SETTINGS = Settings(deadline_seconds=240)
+SETTINGS = Settings(deadline_seconds=1200)
 KV_MEMORY = "--kv-cache-memory-bytes=256M"
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(3600)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_a_probe_gives_way_to_queued_users_and_comes_after_them_by_priority(tmp_
         kept = await capture(url, MODEL, prompts, identity="test", dtype="auto", settings=beside_users)
         async with http_client() as http:
             users = [asyncio.create_task(http.post(f"{url}/v1/completions", json=load)) for _ in range(3)]
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(HANGS):
                 while (queued := await Engine(url, MODEL, http).waiting()) < 2:
                     await asyncio.sleep(0.05)
             with pytest.raises(EngineBusy):

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
-from kvpilot_operator.observe.page import parse_page
+from kvpilot_operator.observe.page import PodMetrics, parse_page
 from kvpilot_operator.state.snapshot import ModelFacts
-from support.engine import engine
+from support.engine import HANGS, Engine, engine
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 # Window and chunk are small, so that what a long request needs is its full layer's share.
 LONG = ("--kv-cache-memory-bytes=64M", "--max-model-len=4096", "--max-num-batched-tokens=64", "--max-num-seqs=8")
@@ -29,9 +30,67 @@ def capacity(model: Path, dtype: str, folder: Path, *arguments: str) -> int:
         return int(labels["kv_cache_size_tokens"])
 
 
-def test_the_same_memory_holds_at_least_3_7_times_the_tokens(tmp_path: Path) -> None:
-    ours, stock = (capacity(tiny_llama(), d, tmp_path, "--kv-cache-memory-bytes=64M") for d in ("k4v4", "auto"))
-    assert ours >= 3.7 * stock
+@dataclass(frozen=True)
+class Life:
+    """One engine with our dtype, from its start to its end by SIGTERM while it answers."""
+
+    capacity: int
+    page: PodMetrics
+    """Its metrics while it answered."""
+    in_flight: bool
+    """Whether the request still ran after the signal was sent."""
+    answer: list[int]
+    url: str
+
+
+# Its tokens take seconds: what happens between two looks takes milliseconds.
+ANSWER_TOKENS = 2000
+SAME = ("--kv-cache-memory-bytes=64M",)
+
+
+@pytest.fixture(scope="module")
+def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
+    arguments = (*SAME, f"--shutdown-timeout={HANGS}")
+    with (
+        engine(tiny_llama(), "k4v4", tmp_path_factory.mktemp("life"), *arguments) as running,
+        ThreadPoolExecutor(1) as user,
+    ):
+        tokens = int(running.cache_config()["kv_cache_size_tokens"])
+        answer = user.submit(running.tokens, [7] * 8, ANSWER_TOKENS)
+        page = running_page(running, answer)
+        os.kill(running.process.pid, signal.SIGTERM)
+        in_flight = not answer.done()
+        answered = answer.result(HANGS)
+        running.process.wait(HANGS)
+    return Life(tokens, page, in_flight, answered, running.url)
+
+
+def running_page(running: Engine, answer: Future[list[int]]) -> PodMetrics:
+    """The first page of the engine that shows the request running: whatever is asserted is asserted of this one."""
+    while not answer.done():
+        page = parse_page(httpx.get(f"{running.url}/metrics", timeout=HANGS).text)
+        if page.running:
+            return page
+    raise AssertionError(f"the request ended before a page showed it: {answer.result()[:8]}")
+
+
+def test_a_request_in_flight_is_finished_after_sigterm(life: Life) -> None:
+    assert life.in_flight, "the request ended before the signal: ask for more tokens"
+    assert len(life.answer) == ANSWER_TOKENS
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"{life.url}/health", timeout=2)
+
+
+def test_the_operator_reads_the_engines_metrics_while_it_answers(life: Life) -> None:
+    assert life.page.model == ModelFacts(head_dim=64, kv_heads=2, layers=2, window_layers=0, mla=False)
+    assert (life.page.dtype, life.page.running, life.page.older_names) == ("k4v4", 1, ())
+    assert life.page.process_start is not None
+    assert life.page.totals.ttft.bounds
+    assert life.page.totals.itl.bounds
+
+
+def test_the_same_memory_holds_at_least_3_7_times_the_tokens(life: Life, tmp_path: Path) -> None:
+    assert life.capacity >= 3.7 * capacity(tiny_llama(), "auto", tmp_path, *SAME)
 
 
 def test_16_bit_windows_share_the_pool_and_leave_most_of_the_gain(tmp_path: Path) -> None:
@@ -40,26 +99,3 @@ def test_16_bit_windows_share_the_pool_and_leave_most_of_the_gain(tmp_path: Path
     # Nobody named the layers to skip: kvpilot-serve did.
     [log] = tmp_path.glob("k4v4-*.log")
     assert "'kv_cache_dtype_skip_layers': ['sliding_window']" in log.read_text()
-
-
-def test_a_request_in_flight_is_finished_after_sigterm(tmp_path: Path) -> None:
-    arguments = ("--kv-cache-memory-bytes=64M", "--shutdown-timeout=60")
-    with engine(tiny_llama(), "k4v4", tmp_path, *arguments) as running:
-        answers: list[str] = []
-        asked = threading.Thread(target=lambda: answers.append(running.complete("Once", 1500, ignore_eos=True)))
-        asked.start()
-        while running.metric("vllm:num_requests_running") < 1:
-            pass
-        page = parse_page(httpx.get(f"{running.url}/metrics", timeout=10).text)
-        assert page.model == ModelFacts(head_dim=64, kv_heads=2, layers=2, window_layers=0, mla=False)
-        assert (page.dtype, page.running, page.older_names) == ("k4v4", 1, ())
-        assert page.process_start is not None
-        assert page.totals.ttft.bounds
-        assert page.totals.itl.bounds
-        os.kill(running.process.pid, signal.SIGTERM)
-        asked.join(120)
-        assert len(answers) == 1
-        assert answers[0]
-        running.process.wait(60)
-    with pytest.raises(httpx.HTTPError):
-        httpx.get(f"{running.url}/health", timeout=2)

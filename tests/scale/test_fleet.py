@@ -22,7 +22,7 @@ def measured(tmp_path_factory):
             [*command, "--seconds", "15", "--settle", "8", "--out", out], stdout=words, stderr=subprocess.STDOUT
         )
         try:
-            status = child.wait(240)
+            status = child.wait(900)
         finally:
             # It ends what it has started; a SIGKILL would leave it running.
             child.terminate()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,10 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-START_SECONDS = 300
+from localcluster.controlplane import free_port
+
+HANGS = 900
+"""Seconds after which an engine's start, answer or end counts as hanging: each takes at most 90 s on quiet cores."""
 _VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 SERVE = str(Path(sys.executable).parent / "kvpilot-serve")
 
@@ -27,14 +29,7 @@ class Engine:
         self.url = url
         self.process = process
         self.log = log
-        self._client = httpx.Client(base_url=url, timeout=300)
-
-    def complete(self, prompt: str | list[int], tokens: int, **more: object) -> str:
-        """The greedy continuation of a prompt."""
-        body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, **more}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=120).raise_for_status()
-        text: str = answer.json()["choices"][0]["text"]
-        return text
+        self._client = httpx.Client(base_url=url, timeout=HANGS)
 
     def tokens(self, prompt: list[int], tokens: int) -> list[int]:
         """The greedy continuation of a prompt, exactly this many tokens."""
@@ -53,7 +48,7 @@ class Engine:
         return labels
 
     def _samples(self, name: str) -> list:  # type: ignore[type-arg]  # the parser's samples have no public type
-        page = httpx.get(f"{self.url}/metrics", timeout=10).text
+        page = httpx.get(f"{self.url}/metrics", timeout=HANGS).text
         return [s for family in text_string_to_metric_families(page) for s in family.samples if s.name == name]
 
 
@@ -62,9 +57,7 @@ def engine(
     model: Path, dtype: str, folder: Path, *arguments: str, env: Mapping[str, str] | None = None
 ) -> Iterator[Engine]:
     """Run kvpilot-serve with this KV-cache dtype on a free port until the block ends."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = folder / f"{dtype}-{port}.log"
     command = [SERVE, f"--model={model}", "--served-model-name=m", f"--kv-cache-dtype={dtype}", f"--port={port}"]
     command += ["--max-model-len=2048", "--enforce-eager", *arguments]
@@ -85,7 +78,7 @@ def engine(
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
             try:
-                process.wait(20)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -102,7 +95,7 @@ def refused_by_vllm(model: Path, folder: Path, *arguments: str) -> str:
             stdout=out,
             stderr=subprocess.STDOUT,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **_VARIABLES},
-            timeout=2 * START_SECONDS,
+            timeout=HANGS,
             check=False,
         )
     if ended.returncode == 0:
@@ -111,7 +104,7 @@ def refused_by_vllm(model: Path, folder: Path, *arguments: str) -> str:
 
 
 def _wait(running: Engine) -> None:
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + HANGS
     while True:
         try:
             if httpx.get(f"{running.url}/health", timeout=2).status_code == 200:
@@ -122,5 +115,5 @@ def _wait(running: Engine) -> None:
         if running.process.poll() is not None:
             raise RuntimeError(f"the engine ended with {running.process.returncode}: {end}")
         if time.monotonic() > deadline:
-            raise RuntimeError(f"the engine did not start in {START_SECONDS} s: {end}")
+            raise RuntimeError(f"the engine did not start in {HANGS} s: {end}")
         time.sleep(0.5)

@@ -131,9 +131,9 @@ class Pair:
                     self.start(place, "--leader-elect")
             return all(self.operators[place].ready for place in "ab")
 
-        until(ready, "both operators are ready", seconds=60)
+        until(ready, "both operators are ready")
         pair = [self.operators[place] for place in "ab"]
-        until(lambda: any(one.leads for one in pair), "one of them leads", seconds=60)
+        until(lambda: any(one.leads for one in pair), "one of them leads")
         leader, standby = sorted(pair, key=lambda one: not one.leads)
         until(lambda: self.holder().startswith(f"operator-{leader.place}_"), "the leader holds the Lease")
         return leader, standby

@@ -46,9 +46,9 @@ class Tenant:
         found: Json = (self.pod(name)["status"].get("containerStatuses") or [{}])[0]
         return found
 
-    def wait(self, name: str, question: Callable[[Json], Any], what: str, seconds: float = 20) -> Json:
+    def wait(self, name: str, question: Callable[[Json], Any], what: str) -> Json:
         """Wait for something to be true of the first container's status."""
-        return dict(until(lambda: question(s := self.status(name)) and s, f"{name}: {what}", seconds=seconds))
+        return dict(until(lambda: question(s := self.status(name)) and s, f"{name}: {what}"))
 
     def wait_ready(self, *names: str) -> None:
         for name in names:
@@ -61,7 +61,7 @@ class Tenant:
     def delete(self, name: str, **more: Any) -> None:
         self.cluster.rest.delete(f"{self.core}/pods/{name}", **more)
 
-    def until_gone(self, name: str, seconds: float = 20) -> None:
+    def until_gone(self, name: str) -> None:
         def gone() -> bool:
             try:
                 self.pod(name)
@@ -69,7 +69,7 @@ class Tenant:
                 return error.status == 404
             return False
 
-        until(gone, f"{name} is gone", seconds=seconds)
+        until(gone, f"{name} is gone")
 
     def serve(self, name: str, selector: Json) -> str:
         body = {

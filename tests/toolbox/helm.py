@@ -23,7 +23,7 @@ def helm() -> Path:
     return tool("helm", "3.17.2", partial(unpack, "helm"))
 
 
-def run_helm(*arguments: str | Path, values: Mapping[str, Any] | None = None, timeout: float = 240) -> str:
+def run_helm(*arguments: str | Path, values: Mapping[str, Any] | None = None, timeout: float = 900) -> str:
     """Run helm with these values and return what it says.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -129,6 +130,8 @@ class Server:
         self.now, self.version, self.scripts = now, version, list(scripts)
         self.lists = 0
         self.since: list[str] = []
+        self.after_a_watch: tuple[list[Any], int] | None = None
+        """What it lists, and at which version, once it was watched."""
 
     async def pages(self, *what: str) -> AsyncIterator[tuple[Sequence[Any], str]]:
         self.lists += 1
@@ -139,6 +142,8 @@ class Server:
 
     async def watch(self, *what: str) -> AsyncIterator[tuple[str, Any]]:
         self.since.append(what[-1])
+        if self.after_a_watch is not None:
+            self.now, self.version = self.after_a_watch
         for step in self.scripts.pop(0) if self.scripts else [("WAIT", None)]:
             if isinstance(step, Exception):
                 raise step
@@ -175,9 +180,12 @@ async def test_a_watch_resumes_where_it_ended() -> None:
 async def test_watches_that_end_at_once_are_opened_ever_more_seldom() -> None:
     server = Server([thing(3)], 10, *[[] for _ in range(1000)])
     task = asyncio.create_task(Reflector(server, "v1", "Thing", "", "", Seen().store).run())  # type: ignore[arg-type]
-    await asyncio.sleep(0.7)
+    began = time.monotonic()
+    async with asyncio.timeout(30):
+        while len(server.since) < 4:
+            await asyncio.sleep(0.01)
     task.cancel()
-    assert 1 < len(server.since) < 6  # at once, after 0.2 s, after 0.6 s
+    assert time.monotonic() - began >= 0.2 + 0.4 + 0.8
 
 
 async def test_an_object_that_nobody_expected_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -192,12 +200,10 @@ async def test_an_object_that_nobody_expected_stops_nothing(caplog: pytest.LogCa
 @pytest.mark.parametrize("status", [410, 500])
 async def test_what_was_deleted_while_the_watch_was_lost_is_missing_after_the_next_list(status: int) -> None:
     server = Server([thing(3), thing(4, name="y")], 10, [ClusterError("WATCH", "/things", status, "too old")])
+    server.after_a_watch = ([thing(4, name="y")], 20)
     seen = Seen()
     task = asyncio.create_task(Reflector(server, "v1", "Thing", "", "", seen.store).run())  # type: ignore[arg-type]
-    await asyncio.sleep(0.05)
-    server.now = [thing(4, name="y")]
-    server.version = 20
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while len(server.since) < 2:
             await asyncio.sleep(0.01)
     task.cancel()

@@ -62,11 +62,18 @@ async def sound(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     respond(writer, events(body["max_tokens"], body["max_tokens"]) + b"data: [DONE]\n\n")
 
 
-async def drive(handler: Handler, users: int = 2, seconds: float = 0.3) -> tuple[Load, list[int]]:
+async def until(seen: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not seen():
+            await asyncio.sleep(0.01)
+
+
+async def drive(handler: Handler, answers: int = 2) -> tuple[Load, list[int]]:
+    """Two users, until so many of their requests have ended, one way or the other."""
     async with engine(handler) as (url, per_connection):
-        load = Load(url, "m", users=users, prompt_tokens=10, output_tokens=TOKENS)
+        load = Load(url, "m", users=2, prompt_tokens=10, output_tokens=TOKENS)
         await load.start()
-        await asyncio.sleep(seconds)
+        await until(lambda: load.stats.ok + load.stats.failed >= answers)
         await load.stop()
     return load, per_connection
 
@@ -78,7 +85,7 @@ async def test_each_request_opens_its_own_connection_and_is_counted() -> None:
         asked.append(body["max_tokens"])
         await sound(body, writer)
 
-    load, per_connection = await drive(handler)
+    load, per_connection = await drive(handler, 4)
     assert load.stats.ok >= 4
     assert load.stats.failed == 0
     assert max(per_connection) == 1
@@ -96,7 +103,7 @@ async def test_prompts_are_as_long_as_asked_and_all_begin_differently() -> None:
         prompts.append(body["prompt"])
         await sound(body, writer)
 
-    await drive(handler)
+    await drive(handler, 10)
     assert all(len(p) == 10 for p in prompts)
     assert len({p[0] for p in prompts}) == len(prompts)
 
@@ -136,19 +143,29 @@ async def test_a_connection_cut_in_the_middle_is_a_failure() -> None:
 
 
 async def test_stopping_lets_requests_in_flight_finish_and_counts_those_it_cuts() -> None:
+    flying = 0
+    answer = asyncio.Event()
+
     async def slow(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(0.5)
+        nonlocal flying
+        flying += 1
+        await answer.wait()
         await sound(body, writer)
 
     async with engine(slow) as (url, _):
         patient = Load(url, "m", users=3, prompt_tokens=10, output_tokens=TOKENS)
         await patient.start()
-        await asyncio.sleep(0.2)
-        await patient.stop()
+        await until(lambda: flying == 3)
+        stopping = asyncio.create_task(patient.stop())
+        await asyncio.sleep(0)
+        answer.set()
+        await stopping
+        answer.clear()
         hasty = Load(url, "m", users=3, prompt_tokens=10, output_tokens=TOKENS)
         await hasty.start()
-        await asyncio.sleep(0.2)
+        await until(lambda: flying == 6)
         await hasty.stop(patience_seconds=0.05)
+        answer.set()
     assert (patient.stats.ok, patient.stats.failed) == (3, 0)
     assert (hasty.stats.ok, hasty.stats.failed) == (0, 3)
     assert "stopped" in hasty.stats.failures[0]
@@ -159,11 +176,9 @@ async def test_users_come_and_go_while_it_runs() -> None:
         load = Load(url, "m", users=1, prompt_tokens=10, output_tokens=TOKENS)
         await load.start()
         load.set_users(5)
-        await asyncio.sleep(0.1)
         assert load.summary().startswith("5 users")
         load.set_users(2)
-        await asyncio.sleep(0.1)
-        assert load.summary().startswith("2 users")
+        await until(lambda: load.summary().startswith("2 users"))
         await load.stop()
     assert load.summary().startswith("0 users")
 

@@ -77,7 +77,7 @@ def test_a_write_that_was_given_up_does_not_arrive_later_and_without_our_sockets
     }
     said = {}
     for kind, process in scenes.items():
-        out, errors = process.communicate(timeout=120)
+        out, errors = process.communicate(timeout=900)
         if "unshare" in errors:
             pytest.skip(f"no network namespace can be made here: {errors.strip()}")
         assert process.returncode == 0, errors

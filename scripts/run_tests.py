@@ -1,0 +1,186 @@
+"""Run parts of the tests side by side, go on where one fails, and sum all of them up at the end.
+
+    python scripts/run_tests.py                         # every part
+    python scripts/run_tests.py --jobs 1 unit kernels   # these, one after the other
+    python scripts/run_tests.py --long e2e              # what is marked `long`, and nothing else
+
+A part is a folder of tests/, or `check` (format, lint, types, import contracts). What a part says is shown as it comes,
+behind its name. The last line is `N passed, N failed`; the exit code is 0 only where every part ended well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+# The longest first, so that no long one is left to run alone at the end.
+PARTS = ("e2e", "runtime", "faults", "kernels", "check", "unit", "cluster", "chart", "monitoring", "scale", "images")
+LONG = ("e2e", "faults", "chart", "monitoring", "images", "runtime")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one part came to; `failures` are the names of the tests that failed, and why a part ended without a test's
+    failing.
+    """
+
+    part: str
+    passed: int
+    skipped: int
+    failures: tuple[str, ...]
+    seconds: float
+
+
+def command(part: str, report: Path, marked: str) -> list[str]:
+    """How a part's tests with this mark are run; they write what they found to `report`."""
+    if part == "check":
+        return ["make", "--no-print-directory", "check"]
+    # Durations tell where a slow run was slow.
+    return [sys.executable, "-m", "pytest", f"tests/{part}", f"-m={marked}", f"--junitxml={report}", "--durations=10"]
+
+
+def outcome(part: str, status: int, report: Path, seconds: float) -> Outcome:
+    """Read a part's report. A part that left none, or that failed without a failed test, is a failure itself."""
+    try:
+        cases = list(ElementTree.parse(report).iter("testcase"))  # noqa: S314 (pytest's own)
+    except (OSError, ElementTree.ParseError):
+        cases = []  # it was killed before it wrote one, or while it did
+    failed = [one for one in cases if one.find("failure") is not None or one.find("error") is not None]
+    skipped = sum(one.find("skipped") is not None for one in cases)
+    passed = len(cases) - len(failed) - skipped
+    failures = [f"{one.get('classname', '').replace('.', '/')}.py::{one.get('name')}" for one in failed]
+    if part == "check":
+        passed = int(status == 0)
+    if status and not failures:
+        failures = [f"{part} ended with exit code {status}"]
+    if not status and not passed:
+        failures = [f"{part} ran no test"]
+    return Outcome(part, passed, skipped, tuple(failures), seconds)
+
+
+class Run:
+    """Parts that wait, those that run, and what came of the others."""
+
+    def __init__(self, parts: list[str], marked: str, folder: Path) -> None:
+        self.outcomes: list[Outcome] = []
+        self._marked = marked
+        self._folder = folder
+        self._waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._running: dict[str, subprocess.Popen[str]] = {}
+        self._printing = threading.Lock()
+        self._workers: list[threading.Thread] = []
+        self._ended = False
+        for part in parts:
+            self._waiting.put(part)
+
+    def wait(self, jobs: int) -> None:
+        """Run all parts, so many at a time."""
+        self._workers = [threading.Thread(target=self._work) for _ in range(jobs)]
+        for worker in self._workers:
+            worker.start()
+        self._join()
+
+    def _join(self) -> None:
+        # Thread.join() takes a thread for ended once a signal has interrupted it.
+        while any(worker.is_alive() for worker in self._workers):
+            time.sleep(0.1)
+
+    def _work(self) -> None:
+        while not self._ended:
+            try:
+                part = self._waiting.get_nowait()
+            except queue.Empty:
+                return
+            self._run(part)
+
+    def _run(self, part: str) -> None:
+        report, began = self._folder / f"{part}.xml", time.monotonic()
+        self._say(part, "started")
+        with subprocess.Popen(
+            command(part, report, self._marked),
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            # Ctrl-C is for this process, which then lets each part clean up once.
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process:
+            self._running[part] = process
+            for line in process.stdout or ():
+                self._say(part, line.rstrip())
+        del self._running[part]
+        seconds = time.monotonic() - began
+        self._say(part, f"ended with exit code {process.returncode} after {seconds:.0f} s")
+        self.outcomes.append(outcome(part, process.returncode, report, seconds))
+
+    def _say(self, part: str, words: str) -> None:
+        with self._printing:
+            print(f"{part:<10} | {words}", flush=True)
+
+    def end(self) -> None:
+        """Let what runs clean up and end, and start nothing more."""
+        self._ended = True
+        for process in list(self._running.values()):
+            process.send_signal(signal.SIGINT)
+        self._join()
+
+
+def summary(parts: list[str], outcomes: list[Outcome], seconds: float) -> str:
+    """The names of all failures, a table of parts, and one line with the sums."""
+    of = {one.part: one for one in outcomes}
+    lines = [f"FAILED {name}" for part in parts if part in of for name in of[part].failures]
+    lines += [f"FAILED {part} did not run to its end" for part in parts if part not in of]
+    failed = len(lines)
+    lines += ["", f"{'part':<12}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}"]
+    for part in parts:
+        if part in of:
+            one = of[part]
+            lines.append(f"{part:<12}{one.passed:>8}{len(one.failures):>8}{one.skipped:>9}{one.seconds:>9.0f}")
+    passed, skipped = sum(one.passed for one in outcomes), sum(one.skipped for one in outcomes)
+    lines.append(f"{'together':<12}{passed:>8}{failed:>8}{skipped:>9}{seconds:>9.0f}")
+    return "\n".join([*lines, "", f"{passed} passed, {failed} failed"])
+
+
+def main() -> int:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all of them if none is named")
+    parser.add_argument("--jobs", type=int, default=2, help="how many parts run at a time (%(default)s)")
+    parser.add_argument("--long", action="store_true", help="run what is marked `long` instead of all else")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: at least one part must run at a time")
+    wanted = options.parts or (LONG if options.long else PARTS)
+    parts = [part for part in PARTS if part in wanted]
+    began = time.monotonic()
+    # What is handled here is not ignored by the parts, even where the shell started this with Ctrl-C ignored.
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="kvpilot-tests-") as folder:
+        run = Run(parts, "long" if options.long else "not long", Path(folder))
+        try:
+            run.wait(options.jobs)
+        except KeyboardInterrupt:
+            run.end()
+    print(f"\n{summary(parts, run.outcomes, time.monotonic() - began)}", flush=True)
+    return int(any(one.failures for one in run.outcomes) or len(run.outcomes) < len(parts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
