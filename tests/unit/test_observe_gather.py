@@ -38,6 +38,9 @@ NODE = {
 }
 
 
+OURS = {"uid": "d-1", "ownerReferences": [{"uid": "u-1"}]}
+
+
 def pod(name: str, ip: str, *, revision: str = "r1", owner: str | None = "chat-r1-5d9", ready: bool = True) -> Any:
     reference = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": owner, "controller": True}
     return {
@@ -84,7 +87,7 @@ class World:
         self.fleet = Fleet(self.cluster, ())  # type: ignore[arg-type]
         self.put(manifest(), pod("a", "10.0.0.1"))
         labels = {"kvpilot.io/service": KEY.name, "kvpilot.io/revision": "r1", "kvpilot.io/dtype": "auto"}
-        about = {"name": "chat-r1", "namespace": KEY.namespace, "labels": labels, "generation": 1}
+        about = {"name": "chat-r1", "namespace": KEY.namespace, "labels": labels, "generation": 1, **OURS}
         self.put({"kind": "Deployment", "metadata": about, "spec": {"replicas": 1}})
         self.pages = {"http://10.0.0.1:8000": REAL}
         self.asked: list[str] = []
@@ -150,7 +153,7 @@ async def test_versions_move_with_what_a_deployment_should_be_and_not_with_its_p
     for generation, resource_version in ((1, "10"), (1, "11"), (2, "12")):
         about |= {"generation": generation, "resourceVersion": resource_version}
         world.put({"kind": "Deployment", "metadata": dict(about), "spec": {"replicas": 1}})
-        told.append((await world.snapshot()).versions["Deployment", "chat-r1"])
+        told.append((await world.snapshot()).objects["Deployment", "chat-r1"].version)
     assert told == ["1", "1", "2"]
 
 

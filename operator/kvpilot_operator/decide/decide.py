@@ -67,6 +67,7 @@ def _decide(draft: Draft, s: Snapshot, spec: Spec) -> Decision:
     _summarise(draft, s, target, workload, replicas)
     _announce_pressure(draft, s, workload)
     draft.set(conditions=conditions(draft, s, target, workload, replicas))
+    _announce_refusal(draft, s)
     journal.ruled(draft, s, spec, ruling, target)
     return Decision(
         status=draft.status,
@@ -116,6 +117,12 @@ def _counted(draft: Draft, s: Snapshot, serving: tuple[str, ...], replicas: int)
         return sum(s.deployments[name].replicas for name in serving if name in s.deployments)
     asked = sum(view.replicas for view in s.deployments.values())
     return min(replicas, max(asked, s.status.replicas or 0))
+
+
+def _announce_refusal(draft: Draft, s: Snapshot) -> None:
+    before, after = s.status.condition("ObjectsAccepted"), draft.status.condition("ObjectsAccepted")
+    if after is not None and after.status == "False" and (before is None or before.message != after.message):
+        draft.event(after.reason, after.message, warning=True)
 
 
 def _announce_pressure(draft: Draft, s: Snapshot, workload: Workload) -> None:

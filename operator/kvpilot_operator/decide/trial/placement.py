@@ -18,7 +18,7 @@ from kvpilot_operator.decide.trial import traffic
 from kvpilot_operator.decide.trial.exchange import exchange, side
 from kvpilot_operator.decide.trial.route import weighted
 from kvpilot_operator.render.engine import startup_budget_seconds
-from kvpilot_operator.render.names import canary_service
+from kvpilot_operator.render.names import canary_service, deployment_name
 from kvpilot_operator.render.objects import deployment, disruption_budget, route_rules, service
 from kvpilot_operator.state.decision import Manifest, Objects
 from kvpilot_operator.state.snapshot import Snapshot
@@ -26,7 +26,11 @@ from kvpilot_operator.state.status import Canary, Stable, Status
 
 
 def place(draft: Draft, s: Snapshot, spec: Spec, target: Target, replicas: int) -> Objects:
-    """The objects of the decided status, in the order in which they go out: more engines, traffic, fewer engines."""
+    """The objects of the decided status, in the order in which they go out.
+
+    First what serves (its engines, Service, budget), then what is on trial with its share of the traffic: nothing that
+    befalls a trial's writes keeps the others from being mended. Last the engines that give way.
+    """
     wanted = _replicas(draft, s, spec, replicas)
     templates = _templates(draft, s, spec, target, wanted)
     engines = [
@@ -35,10 +39,13 @@ def place(draft: Draft, s: Snapshot, spec: Spec, target: Target, replicas: int) 
     ]
     fewer = {name for name, count in wanted.items() if count < side(s, name).replicas}
     shrinking = [m for name, m in zip(templates, engines, strict=True) if name in fewer]
-    growing = [m for name, m in zip(templates, engines, strict=True) if name not in fewer]
-    moved, absent = _traffic(draft.status, s, spec, replicas, wanted)
+    growing = {name: m for name, m in zip(templates, engines, strict=True) if name not in fewer}
+    serving = {*traffic.serving(s, draft.status), draft.status.stable.revision if draft.status.stable else ""}
+    kept = [m for name, m in growing.items() if name in serving]
+    tried = [m for name, m in growing.items() if name not in serving]
+    own, lent, absent = _traffic(draft.status, s, spec, replicas, wanted)
     scale = {name: count for name, count in wanted.items() if name not in templates}
-    return Objects((*growing, *moved, *shrinking), scale, frozenset(wanted), absent)
+    return Objects((*kept, *own, *tried, *lent, *shrinking), scale, frozenset(wanted), absent)
 
 
 def traffic_revision(status: Status, s: Snapshot, replicas: int) -> str:
@@ -50,10 +57,11 @@ def traffic_revision(status: Status, s: Snapshot, replicas: int) -> str:
 
 def _traffic(
     status: Status, s: Snapshot, spec: Spec, replicas: int, wanted: Mapping[str, int]
-) -> tuple[list[Manifest], tuple[tuple[str, str, str], ...]]:
-    """What moves requests, and what must not be there any more."""
+) -> tuple[list[Manifest], list[Manifest], tuple[tuple[str, str, str], ...]]:
+    """What moves requests to the service, and to its canary beside it, and what must not be there any more."""
     selected = traffic.selected(s, spec, status, replicas)
-    apply: list[Manifest] = [service(s.key, s.uid, s.key.name, selected)]
+    own: list[Manifest] = [service(s.key, s.uid, s.key.name, selected)]
+    apply: list[Manifest] = []
     absent: list[tuple[str, str, str]] = []
     lent = canary_service(s.key.name)
     share = traffic.share(s, spec, status.canary, replicas)
@@ -71,7 +79,7 @@ def _traffic(
     if s.server.pod_disruption_budgets:
         covered = sum(count for name, count in wanted.items() if selected in (traffic.EVERY_REVISION, name))
         if _lets_go(spec, replicas, covered):
-            apply.append(
+            own.append(
                 disruption_budget(
                     s.key, s.uid, selected, spec.disruption.min_available,
                     evict_unready=s.server.unhealthy_pod_eviction,
@@ -79,7 +87,7 @@ def _traffic(
             )  # fmt: skip
         else:
             absent.append(("policy/v1", "PodDisruptionBudget", s.key.name))
-    return apply, tuple(absent)
+    return own, apply, tuple(absent)
 
 
 def _lets_go(spec: Spec, replicas: int, covered: int) -> bool:
@@ -112,7 +120,18 @@ def _replicas(draft: Draft, s: Snapshot, spec: Spec, replicas: int) -> Mapping[s
         return _back(s, spec, stable, canary, replicas)
     total, floor = traffic.total(spec, canary, replicas), traffic.floor(spec, replicas)
     ours, theirs = side(s, canary.revision), side(s, stable.revision)
+    others = sum(
+        view.replicas for name, view in s.deployments.items() if name not in (stable.revision, canary.revision)
+    )
     reference = baseline.reference_revision(draft, s, spec) if s.traffic == stable.revision else None
+    waits = [name for name in (reference, canary.revision) if name is not None and _is_refused(s, name)]
+    if waits:
+        # No place is given up for engines that the API server will not have; it is asked for them again and again.
+        return {
+            **dict.fromkeys(waits, 0),
+            canary.revision: ours.replicas,
+            stable.revision: min(replicas, total - others),
+        }
     if reference is not None:
         # One place, taken in turns: first by the 16-bit replica whose answers the canary is measured against.
         one, left = exchange(
@@ -121,14 +140,17 @@ def _replicas(draft: Draft, s: Snapshot, spec: Spec, replicas: int) -> Mapping[s
         return {reference: one, canary.revision: 0, stable.revision: left}
     if _asked_for_the_baseline(draft, s, spec, stable, canary):
         floor = max(floor, 1)
-    others = sum(
-        view.replicas for name, view in s.deployments.items() if name not in (stable.revision, canary.revision)
-    )
     goal, both = _goal(s, spec, canary, replicas), canary.stage in ("Shifting", "Promoting")
     if spec.rollout.paused:
         goal = min(goal, ours.replicas)
     grown, left = exchange(ours, goal, theirs, total=total, floor=floor, both_serve=both, others=others)
     return {canary.revision: grown, stable.revision: min(left, replicas)}
+
+
+def _is_refused(s: Snapshot, revision: str) -> bool:
+    """Whether a revision has no Deployment because the API server will not have it."""
+    name = deployment_name(s.key.name, revision)
+    return revision not in s.deployments and s.rejection("Deployment", name) is not None
 
 
 def _asked_for_the_baseline(draft: Draft, s: Snapshot, spec: Spec, stable: Stable, canary: Canary) -> bool:
