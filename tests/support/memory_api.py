@@ -12,7 +12,7 @@ from typing import Any
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.decide import decide
-from kvpilot_operator.errors import Conflict, NotFound, Rejected
+from kvpilot_operator.errors import ClusterError, Conflict, NotFound
 from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.observe.gather import Observer
 from kvpilot_operator.observe.windows import Windows
@@ -36,7 +36,7 @@ class MemoryApi:
     def __init__(self) -> None:
         self.objects: dict[What, Object] = {}
         self.asked: list[tuple[str, str, str]] = []
-        self.refuses: Callable[[Object], Rejected | None] = lambda _: None
+        self.refuses: Callable[[Object], ClusterError | None] = lambda _: None
         self.before_write: Callable[[str, What], None] = lambda *_: None
         self.on_change: Callable[[Object | What], None] = lambda _: None
         self._numbers = itertools.count(100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.act.rejections import LAST_RETRY_SECONDS
 from kvpilot_operator.cluster.objects import Object
-from kvpilot_operator.errors import Rejected
+from kvpilot_operator.errors import ClusterError, Rejected
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.state.decision import Decision, Objects
 from support.memory_api import MemoryApi, Operator
@@ -122,25 +123,32 @@ async def test_what_nobody_asks_for_any_more_is_not_told_any_more(operator: Oper
     assert operator.condition("ObjectsAccepted").status == "True"
 
 
-async def test_what_serves_is_mended_while_a_refused_update_waits(operator: Operator) -> None:
+@pytest.mark.parametrize(
+    "error", [Rejected("PATCH", "/x", 422, QUOTA, "Invalid"), ClusterError("PATCH", "/x", 500, "")]
+)
+async def test_what_serves_is_mended_whatever_befalls_the_writes_of_a_trial(
+    operator: Operator, error: ClusterError
+) -> None:
     for _ in range(2):
         await operator.reconcile()
         operator.run_engines()
     await operator.reconcile()
     serving = f"chat-{revision_of(OBJ, 'auto')}"
 
-    def refuses(written: Object) -> Rejected | None:
+    def refuses(written: Object) -> ClusterError | None:
         new = written.get("kind") == "Deployment" and written["metadata"]["name"] != serving
-        return Rejected("PATCH", "/x", 422, QUOTA, "Invalid") if new else None
+        return error if new else None
 
     operator.api.refuses = refuses
     operator.edit(NEWER)
     for _ in range(3):
-        await operator.reconcile()
+        with suppress(ClusterError):
+            await operator.reconcile()
     operator.api.drop("Service", "chat")
     deployment = operator.api.objects["Deployment", serving]
     operator.api.put({**deployment, "spec": {**deployment["spec"], "replicas": 0}})
-    await operator.reconcile()
+    with suppress(ClusterError):
+        await operator.reconcile()
     assert operator.api.objects["Service", "chat"]["spec"]["selector"]["kvpilot.io/revision"]
     assert operator.api.objects["Deployment", serving]["spec"]["replicas"] == 1
 
