@@ -9,11 +9,13 @@ import pytest
 
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.errors import Conflict
+from kvpilot_operator.render.engine import pod_template
 from kvpilot_operator.render.names import KIND, REVISION_LABEL, SERVICE_LABEL
+from kvpilot_operator.render.objects import deployment
 from kvpilot_operator.state.decision import Decision, Objects
 from kvpilot_operator.state.snapshot import DeploymentView, ObjectView
 from support.memory_api import MemoryApi, Operator
-from support.services import manifest, revision_of, snapshot
+from support.services import KEY, manifest, revision_of, snapshot, spec_of
 
 OBJ = manifest(kvCache={"mode": "Fixed", "dtype": "auto"})
 REVISION = revision_of(OBJ, "auto")
@@ -131,19 +133,25 @@ async def test_one_who_is_quicker_between_the_look_and_the_write_keeps_the_name(
     assert operator.condition("ObjectsAccepted").reason == "NameTaken"
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-async def test_a_delete_or_a_scale_is_meant_for_the_object_that_was_seen_and_for_no_other(scaled: bool) -> None:
-    api, name = MemoryApi(), f"chat-{REVISION}"
-    theirs = api.put(users("Deployment", name))
+DELETED = Objects((), {}, frozenset())
+SCALED = Objects((), {REVISION: 2}, frozenset({REVISION}))
+APPLIED = Objects(
+    (deployment(KEY, "u-1", pod_template(KEY.name, spec_of(OBJ), "auto"), 2, 600),), {}, frozenset({REVISION})
+)
+
+
+@pytest.mark.parametrize("objects", [DELETED, SCALED, APPLIED], ids=["delete", "scale", "apply"])
+async def test_a_write_is_meant_for_the_object_that_was_seen_and_for_no_other(objects: Objects) -> None:
+    api = MemoryApi()
+    theirs = api.put(users("Deployment", DEPLOYMENT))
     s = snapshot(
         OBJ,
         deployments={REVISION: DeploymentView(REVISION, "auto", 1)},
-        objects={("Deployment", name): ObjectView("the one that was seen", True, "1")},
+        objects={("Deployment", DEPLOYMENT): ObjectView("the one that was seen", True, "1")},
     )
-    objects = Objects((), {REVISION: 2}, frozenset({REVISION})) if scaled else Objects((), {}, frozenset())
     with pytest.raises(Conflict):
         await Actor(api).perform(s, Decision(s.status, objects))  # type: ignore[arg-type]
-    assert api.objects["Deployment", name] == theirs
+    assert api.objects["Deployment", DEPLOYMENT] == theirs
 
 
 async def test_labels_that_somebody_adds_to_our_selector_are_taken_away(operator: Operator) -> None:

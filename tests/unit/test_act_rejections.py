@@ -92,6 +92,16 @@ async def test_a_changed_spec_is_tried_at_once_and_an_accepted_write_clears_the_
     assert operator.condition("Ready").status == "True"
 
 
+async def test_an_object_that_is_asked_for_otherwise_is_tried_at_once(operator: Operator) -> None:
+    operator.api.refuses = refusing("Deployment")
+    for _ in range(60):
+        await operator.reconcile()
+    asked = len(operator.api.asked)
+    operator.edit({**OBJ, "spec": {**OBJ["spec"], "replicas": 3}})
+    await operator.reconcile(0)
+    assert "Deployment" in [kind for _, kind, _ in operator.api.asked[asked:]]
+
+
 async def test_a_restart_of_the_operator_takes_no_refusal_out_of_the_status(operator: Operator) -> None:
     operator.api.refuses = refusing("Deployment")
     for _ in range(3):
