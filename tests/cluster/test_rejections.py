@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,10 +10,14 @@ from typing import Any
 
 import pytest
 
+from kvpilot_operator.render.engine import pod_template
+from kvpilot_operator.render.objects import deployment
+from kvpilot_operator.state.snapshot import ServiceKey
 from localcluster import procs
 from localcluster.cluster import LocalCluster
 from localcluster.rest import ApiError, Rest, until
 from support.operator_pair import Operator
+from support.services import manifest, spec_of
 
 Json = dict[str, Any]
 
@@ -242,6 +247,24 @@ def test_a_label_that_somebody_adds_to_our_selector_is_taken_away(rest: Rest, na
     selector = rest.get(path)["spec"]["selector"]
     rest.merge(path, {"spec": {"selector": {"app": "shop"}}})
     until(lambda: rest.get(path)["spec"].get("selector") == selector, "it selects our engines again", seconds=60)
+
+
+def test_the_server_itself_refuses_to_merge_our_deployment_into_another_one(rest: Rest, namespace: str) -> None:
+    """What lets a new Deployment do without a claim of its name."""
+    key, spec = ServiceKey(namespace, "chat"), spec_of(manifest())
+    ours = deployment(key, "u-1", pod_template("chat", spec, "auto"), 1, 600)
+    about = {"name": ours["metadata"]["name"], "namespace": namespace}
+    labels = {"app": "shop"}
+    template = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "main", "image": "python:3.11"}]}}
+    path = f"/apis/apps/v1/namespaces/{namespace}/deployments"
+    theirs = {"replicas": 0, "selector": {"matchLabels": labels}, "template": template}
+    rest.create(path, {"metadata": about, "spec": theirs})
+    query = "fieldManager=kvpilot&force=true"
+    with pytest.raises(ApiError) as caught:
+        rest.call("PATCH", f"{path}/{about['name']}?{query}", ours, content="application/apply-patch+yaml")
+    assert caught.value.status == 422
+    causes = json.loads(caught.value.body)["details"]["causes"]
+    assert "spec.selector" in [cause["field"] for cause in causes]
 
 
 def exists(rest: Rest, path: str) -> bool:

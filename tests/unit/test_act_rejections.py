@@ -174,6 +174,29 @@ async def test_a_baseline_that_is_refused_writes_no_status_that_names_it() -> No
     assert [one[:2] for one in api.writes()] == [("create", "ConfigMap")]
 
 
+async def test_a_baseline_that_is_refused_is_tried_ever_later_and_what_else_is_decided_in_between() -> None:
+    api, s, now = MemoryApi(), snapshot(OBJ), [0.0]
+    api.refuses = refusing("ConfigMap")
+    actor = Actor(api, lambda: now[0])  # type: ignore[arg-type]
+    tried = []
+    for now[0] in map(float, range(400)):
+        asked = len(api.asked)
+        refused = actor.rejections(s.key)
+        # As decide does: it takes a capture only while its ConfigMap is not refused.
+        baseline = None if refused else Baseline("0123456789", "m", "auto", ())
+        await actor.perform(s, Decision(s.status, Objects((), {}, frozenset()), baseline))
+        if ("create", "ConfigMap", "chat-baseline-01234567") in api.asked[asked:]:
+            tried.append(now[0])
+    waits = [later - earlier for earlier, later in itertools.pairwise(tried)]
+    assert waits == sorted(waits)
+    assert (waits[0], waits[-1]) == (5, LAST_RETRY_SECONDS)
+    api.refuses = nothing
+    now[0] += LAST_RETRY_SECONDS
+    await actor.perform(s, Decision(s.status, None, Baseline("0123456789", "m", "auto", ())))
+    assert actor.rejections(s.key) == ()
+    assert ("ConfigMap", "chat-baseline-01234567") in api.objects
+
+
 async def test_a_deleted_service_is_forgotten(operator: Operator) -> None:
     operator.api.refuses = refusing("Deployment")
     await operator.reconcile()

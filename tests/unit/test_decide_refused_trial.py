@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from kvpilot_operator.state.status import parse_status
 from support.model_cluster import ModelCluster
-from support.services import revision_of
-from support.trials import NEW, OLD, at_every_moment, ended, on_trial, service
+from support.services import KEY, revision_of
+from support.trials import NEW, OLD, ROUTE, at_every_moment, ended, on_trial, service, stage
 
+TAKEN = "Service models/chat-canary exists and is not kvpilot's"
 QUOTA = "exceeded quota: team, requested: count/deployments.apps=1, used: x=1, limited: x=1"
 
 
@@ -64,6 +65,21 @@ def test_a_refused_trial_ends_at_its_deadline_and_says_for_what_it_waited() -> N
     assert last.reason == "ProgressDeadlineExceeded"
     assert "raise ResourceQuota team" in last.message
     assert list(cluster.deployments.values()) == [(OLD, 3)]
+
+
+def test_no_request_goes_to_a_canarys_service_that_is_not_ours() -> None:
+    cluster = on_trial(3, cluster={"rules": ROUTE}, routeRef={"name": "web"})
+    cluster.refuses = lambda manifest: TAKEN if manifest["metadata"]["name"] == f"{KEY.name}-canary" else None
+    cluster.watch = at_every_moment
+    cluster.until(stage("Shifting"))
+    for _ in range(10):
+        cluster.tick()
+        assert cluster.rules == ROUTE
+    told = parse_status(cluster.status).condition("ObjectsAccepted")
+    assert told is not None
+    assert told.reason == "NameTaken"
+    cluster.refuses = lambda _: None
+    assert cluster.until(ended).kv_cache.active_dtype == NEW
 
 
 @given(

@@ -34,9 +34,15 @@ class Rejections:
         self._held: dict[ServiceKey, dict[What, _Held]] = {}
 
     def of(self, key: ServiceKey) -> tuple[Rejection, ...] | None:
-        """What is refused of a service now; None where nothing was written yet."""
+        """What is refused of a service now; None where nothing was written yet.
+
+        A baseline is written once, after a capture: it is refused until it may be tried again, and then decided upon.
+        """
         held = self._held.get(key)
-        return None if held is None else tuple(one.rejection for one in held.values())
+        if held is None:
+            return None
+        now = self._clock()
+        return tuple(one.rejection for one in held.values() if one.rejection.kind != "ConfigMap" or now < one.due)
 
     def waits(self, key: ServiceKey, what: What, content: bytes) -> bool:
         """Whether this very content was refused, and it is too early to ask again."""
@@ -58,14 +64,9 @@ class Rejections:
         self._held.setdefault(key, {}).pop(what, None)
 
     def keep(self, key: ServiceKey, asked: Collection[What]) -> None:
-        """Drop what nobody asks for any more.
-
-        A baseline is written once, after a capture: it stays until a capture may try again.
-        """
-        held = self._held.setdefault(key, {})
-        for what in [what for what in held if what not in asked]:
-            if what[0] != "ConfigMap" or self._clock() >= held[what].due:
-                del held[what]
+        """Drop what nobody asks for any more, baselines excepted."""
+        held = self._held.get(key, {})
+        self._held[key] = {what: one for what, one in held.items() if what in asked or what[0] == "ConfigMap"}
 
     def forget(self, key: ServiceKey) -> None:
         """Forget a deleted service."""
