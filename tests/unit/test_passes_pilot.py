@@ -82,6 +82,9 @@ class World:
         if self.errors:
             raise self.errors.pop()
 
+    def rejections(self, key: ServiceKey) -> None:
+        return None
+
     def result(self, key: ServiceKey) -> None:
         return None
 

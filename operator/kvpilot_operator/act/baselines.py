@@ -1,16 +1,18 @@
-"""Keeps a captured baseline in the cluster, and the number of those that a service has small."""
+"""The ConfigMap that keeps a captured baseline, and the number of those that a service has small."""
 
 from __future__ import annotations
 
 import logging
 
+from kvpilot_operator.act.ownership import is_owned
 from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.probes import codec
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.names import SERVICE_LABEL, baseline_name
 from kvpilot_operator.render.objects import baseline_config_map
-from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
+from kvpilot_operator.state.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -18,25 +20,31 @@ log = logging.getLogger(__name__)
 MAX_KEPT = 4
 
 
-async def keep(cluster: Cluster, s: Snapshot, baseline: Baseline) -> None:
-    """Write a baseline, and delete the oldest others beyond `MAX_KEPT`.
+def manifest(s: Snapshot, baseline: Baseline) -> Object:
+    """The ConfigMap of a baseline."""
+    return baseline_config_map(s.key, s.uid, baseline.identity, codec.encode(baseline))
+
+
+async def prune(cluster: Cluster, s: Snapshot, but: Baseline) -> None:
+    """Delete the service's oldest baselines, other than this one, beyond `MAX_KEPT` with it.
 
     Where the API server refuses to delete, one too many is kept: no reason to throw away a capture.
     """
     try:
-        await _prune(cluster, s.key, baseline_name(s.key.name, baseline.identity))
+        await _prune(cluster, s, baseline_name(s.key.name, but.identity))
     except ClusterError as error:
         log.warning("old baselines are not deleted: %s", error, extra={"service": str(s.key)})
-    await cluster.apply(baseline_config_map(s.key, s.uid, baseline.identity, codec.encode(baseline)))
 
 
-async def _prune(cluster: Cluster, key: ServiceKey, but: str) -> None:
-    labelled = await cluster.list("v1", "ConfigMap", key.namespace, f"{SERVICE_LABEL}={key.name}")
+async def _prune(cluster: Cluster, s: Snapshot, but: str) -> None:
+    labelled = await cluster.list("v1", "ConfigMap", s.key.namespace, f"{SERVICE_LABEL}={s.key.name}")
     ours = [
         one["metadata"]
         for one in labelled
-        if one["metadata"]["name"].startswith(baseline_name(key.name, "")) and one["metadata"]["name"] != but
+        if one["metadata"]["name"].startswith(baseline_name(s.key.name, ""))
+        and one["metadata"]["name"] != but
+        and is_owned(one, s.uid)
     ]
     ours.sort(key=lambda metadata: (metadata.get("creationTimestamp") or "", metadata["name"]), reverse=True)
     for metadata in ours[MAX_KEPT - 1 :]:
-        await cluster.delete("v1", "ConfigMap", key.namespace, metadata["name"])
+        await cluster.delete("v1", "ConfigMap", s.key.namespace, metadata["name"], uid=metadata["uid"])
