@@ -15,7 +15,7 @@ from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import Conflict, NotFound
 from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.observe.windows import Windows
-from kvpilot_operator.state.snapshot import ServiceKey
+from kvpilot_operator.state.snapshot import Rejection, ServiceKey
 from support.services import manifest, snapshot
 
 
@@ -31,6 +31,8 @@ class World:
         self.refreshed: list[ServiceKey] = []
         self.errors: list[Exception] = []
         self.performed = 0
+        self.refused: tuple[Rejection, ...] = ()
+        self.decided: list[Any] = []
         self.fleet = Fleet(None, ())  # type: ignore[arg-type]  # nothing is watched
         self.fleet.run = self._nothing  # type: ignore[method-assign]
         self.fleet.filled = self._at_once  # type: ignore[method-assign]
@@ -73,11 +75,12 @@ class World:
 
     async def perform(self, s: Any, decision: Any) -> None:
         self.performed += 1
+        self.decided.append(decision)
         if self.errors:
             raise self.errors.pop()
 
-    def rejections(self, key: ServiceKey) -> None:
-        return None
+    def rejections(self, key: ServiceKey) -> tuple[Rejection, ...] | None:
+        return self.refused if self.performed else None
 
     def result(self, key: ServiceKey) -> None:
         return None
@@ -115,3 +118,12 @@ async def test_a_write_that_shows_the_cache_to_be_old_makes_it_read_anew(error: 
     world.errors = [error]
     await world.run(lambda: bool(world.refreshed) and world.performed >= 2)
     assert [key.name for key in world.refreshed] == ["s0"]
+
+
+async def test_what_is_refused_is_decided_upon_at_once_and_then_no_more() -> None:
+    world = World(1, scrape_seconds=60)
+    world.refused = (Rejection("Deployment", "s0-1", "Forbidden", "exceeded quota: team"),)
+    await world.run(lambda: world.performed >= 2 and bool(world.scraped))
+    told = [decision.status.condition("ObjectsAccepted").status for decision in world.decided]
+    assert told[:2] == ["Unknown", "False"]
+    assert world.performed <= 3  # the third is the look after the one scrape
