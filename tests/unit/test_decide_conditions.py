@@ -59,6 +59,13 @@ def test_an_engine_that_fails_is_told_before_pods_that_cannot_be_created() -> No
     assert told(running(OBJ, "auto", deployments=views, pods=(broken,)), "Ready").reason == "ImageUnavailable"
 
 
+def test_what_keeps_no_engine_from_answering_is_no_reason_for_not_being_ready() -> None:
+    budget = Rejection("PodDisruptionBudget", "chat", "Forbidden", "exceeded quota: team")
+    s = running(OBJ, "auto", pods=(pod(NAME, ready=False),), rejections=(budget,))
+    assert told(s, "Ready").reason == "EnginesStarting"
+    assert told(s, "ObjectsAccepted").reason == "QuotaExceeded"
+
+
 def test_before_anything_is_written_the_last_word_on_refusals_stands() -> None:
     before = Condition(
         type="ObjectsAccepted", status="False", reason="QuotaExceeded", message="m", last_transition_time=NOW,

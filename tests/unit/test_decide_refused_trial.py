@@ -82,6 +82,21 @@ def test_no_request_goes_to_a_canarys_service_that_is_not_ours() -> None:
     assert cluster.until(ended).kv_cache.active_dtype == NEW
 
 
+def test_a_baseline_that_cannot_be_kept_ends_the_trial_and_keeps_nothing_else_waiting() -> None:
+    cluster = on_trial(3)
+    cluster.refuses = lambda manifest: QUOTA if manifest["kind"] == "ConfigMap" else None
+    cluster.until(lambda s: s.canary is not None and s.canary.errors > 0)
+    cluster.services.clear()
+    cluster.until(lambda s: s.canary is not None and s.canary.errors > 1)
+    assert cluster.traffic == revision_of(service(OLD), OLD)
+    status = cluster.until(ended)
+    assert status.accuracy.baseline is None
+    assert status.last_canary is not None
+    assert status.last_canary.reason == "BaselineNotKept"
+    assert "raise ResourceQuota team" in status.last_canary.message
+    assert list(cluster.deployments.values()) == [(OLD, 3)]
+
+
 @given(
     cuts=st.dictionaries(st.integers(0, 60), st.integers(0, 4), max_size=12),
     refused=st.sets(st.integers(0, 60), max_size=40),

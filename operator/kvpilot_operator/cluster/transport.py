@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -182,7 +181,7 @@ def _typed(method: str, path: str, status: int, body: bytes, headers: Mapping[st
     return ClusterError(method, path, status, message)
 
 
-def _causes(details: Any) -> tuple[tuple[str, str], ...]:
+def _causes(details: object) -> tuple[tuple[str, str], ...]:
     """`details.causes` of a Status: field and message of each that has both."""
     causes = details.get("causes") if isinstance(details, dict) else None
     found = [one for one in causes or () if isinstance(one, dict) and one.get("field") and one.get("message")]

@@ -16,6 +16,7 @@ from kvpilot_operator.decide.target import Target
 from kvpilot_operator.decide.trial import traffic
 from kvpilot_operator.decide.trial.refusal import engine_failure, pending_reason
 from kvpilot_operator.decide.trial.rollout import start_fault
+from kvpilot_operator.render.names import deployment_name
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Canary, Condition, clip
 
@@ -126,7 +127,12 @@ def _available(draft: Draft, s: Snapshot, replicas: int, objects: _Line) -> _Lin
     why = engine_failure(pods) or pending_reason(pods)
     if why is not None:
         return ("Available", "False", why.reason, why.message)
-    if objects[1] == "False":
+    names = [("Service", s.key.name), *(("Deployment", deployment_name(s.key.name, one)) for one in serving)]
+    blocking = [one for one in rejected(s) if (one.kind, one.name) in names]
+    if blocking:
+        found = finding(blocking)
+        return ("Available", "False", found.reason, found.message)
+    if s.rejections is None and objects[1] == "False":
         return ("Available", "False", objects[2], objects[3])
     return ("Available", "False", "EnginesStarting", f"0 of {replicas} replicas answer yet")
 
