@@ -151,8 +151,8 @@ async def test_what_changed_before_etcd_was_compacted_is_seen_by_watches_that_we
         began = time.monotonic()
         await world.api.back()
         taken = await changes.caught_up(30)
-    for kind in ("quantizedllmservices", "deployments", "pods", "services"):
-        assert world.api.count(began, lambda one, kind=kind: one.path.endswith(f"/{kind}") and not one.watch), kind
+    listed = world.api.count(began, lambda one: one.path.endswith("/quantizedllmservices") and not one.watch)
+    assert listed, "a watch went on from a revision that etcd has forgotten"
     assert load.stats.failed == 0, load.stats.failures
     record("etcd compacted while every watch was away", taken, what=WHAT, answered=load.stats.ok)
 
