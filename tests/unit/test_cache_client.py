@@ -123,6 +123,7 @@ def refusal(code: int, **said: Any) -> Answer:
 
 
 CAUSES = [{"reason": "FieldValueInvalid", "field": "spec.x", "message": "Invalid value: 7"}, {"message": "no field"}, 3]
+MANY = [{"field": f"spec.x[{i}]", "message": "m"} for i in range(1000)]
 OTHER_UID = [{"field": "metadata.uid", "message": 'Invalid value: "u": field is immutable'}] * 2
 
 
@@ -137,6 +138,7 @@ OTHER_UID = [{"field": "metadata.uid", "message": 'Invalid value: "u": field is 
             (("spec.x", "Invalid value: 7"),),
         ),
         (refusal(422, message="m", details="no object"), "", ()),
+        (refusal(422, message="m", details={"causes": MANY}), "", tuple((f"spec.x[{i}]", "m") for i in range(8))),
         (refusal(500, message="failed to create typed patch object: .spec.x: field not declared in schema"), "", ()),
         (refusal(500, reason="InternalError", message='failed calling webhook "w": refused'), "InternalError", ()),
     ],

@@ -27,6 +27,9 @@ _MAX_WAIT_SECONDS = 86_400
 # Answers 500 that are about the object, and stay: a field that this server does not know, a webhook without an answer.
 _LASTING = ("failed to create typed patch object", "failed calling webhook")
 
+# More than a status can hold anyway.
+_MAX_CAUSES = 8
+
 # Called after every request: method (LIST and WATCH are told from GET), kind, HTTP status (0: not reached), seconds.
 OnRequest = Callable[[str, str, int, float], None]
 
@@ -185,4 +188,4 @@ def _causes(details: object) -> tuple[tuple[str, str], ...]:
     """`details.causes` of a Status: field and message of each that has both."""
     causes = details.get("causes") if isinstance(details, dict) else None
     found = [one for one in causes or () if isinstance(one, dict) and one.get("field") and one.get("message")]
-    return tuple(dict.fromkeys((str(one["field"]), str(one["message"])[-600:]) for one in found))
+    return tuple(dict.fromkeys((str(one["field"])[:300], str(one["message"])[-600:]) for one in found))[:_MAX_CAUSES]
