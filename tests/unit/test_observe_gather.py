@@ -360,7 +360,12 @@ def test_a_node_without_labels_of_its_gpu_says_so() -> None:
     assert node_facts([{"metadata": {"name": "cpu-only"}}]) == NodeFacts()
 
 
+class NotSent(ClusterError):
+    """What cannot be asked for, whoever is asked."""
+
+
 ODD_READS = [
+    NotSent("GET", "/x", 0, "no name of an object"),
     ClusterError("GET", "/x", 403, "forbidden"),
     ClusterError("GET", "/x", 500, "conversion webhook failed"),
     KeyError("rules"),
