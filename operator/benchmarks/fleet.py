@@ -22,7 +22,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -192,33 +192,45 @@ def service(key: tuple[str, str]) -> Object:
     }
 
 
-@contextlib.asynccontextmanager
-async def world(folder: Path) -> AsyncIterator[Fleet]:
-    """Everything started, and ended afterwards."""
-    binaries = await asyncio.to_thread(build.build)
-    with ApiServer(folder / "plane", binaries) as plane:
+@contextlib.contextmanager
+def plane_of(folder: Path, namespaces: Sequence[str]) -> Iterator[ControlPlane]:
+    """An API server that knows our API, with these namespaces and nodes with GPUs."""
+    with ApiServer(folder / "plane", build.build()) as plane:
         crd = yaml.safe_load((ROOT / "crds" / "kvpilot.io_quantizedllmservices.yaml").read_text())
         plane.rest.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd)
-        for i in range(NAMESPACES):
-            plane.rest.create("/api/v1/namespaces", {"metadata": {"name": f"team-{i}"}})
+        for name in namespaces:
+            plane.rest.create("/api/v1/namespaces", {"metadata": {"name": name}})
             account = {"metadata": {"name": "default"}, "automountServiceAccountToken": False}
-            plane.rest.create(f"/api/v1/namespaces/team-{i}/serviceaccounts", account)
+            plane.rest.create(f"/api/v1/namespaces/{name}/serviceaccounts", account)
         for i in range(NODES):
             labels = {
                 "nvidia.com/gpu.product": "NVIDIA-H200", "nvidia.com/gpu.memory": "143771",
                 "nvidia.com/gpu.compute.major": "9", "nvidia.com/gpu.compute.minor": "0",
             }  # fmt: skip
             plane.rest.create("/api/v1/nodes", {"metadata": {"name": f"gpu-{i}", "labels": labels}})
-        await config.load_kube_config(config_file=str(plane.kubeconfig))
-        configuration = Configuration.get_default_copy()
-        configuration.connection_pool_maxsize = 0
-        cluster = Cluster(ApiClient(configuration))
+        yield plane
+
+
+async def connected(plane: ControlPlane) -> Cluster:
+    """A client of this API server, which knows our API by now; whoever asks for it closes it."""
+    await config.load_kube_config(config_file=str(plane.kubeconfig))
+    configuration = Configuration.get_default_copy()
+    configuration.connection_pool_maxsize = 0
+    cluster = Cluster(ApiClient(configuration))
+    while not await cluster.serves(API_VERSION):
+        await asyncio.sleep(0.1)
+    return cluster
+
+
+@contextlib.asynccontextmanager
+async def world(folder: Path) -> AsyncIterator[Fleet]:
+    """Everything started, and ended afterwards."""
+    with plane_of(folder, [f"team-{i}" for i in range(NAMESPACES)]) as plane:
+        cluster = await connected(plane)
         port = free_port()
         pages = [str(DATA / f"vllm-0.32.0-{when}.txt") for when in ("early", "later")]
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(cluster.close)
-            while not await cluster.serves(API_VERSION):
-                await asyncio.sleep(0.1)
             operator = str(Path(sys.executable).parent / "kvpilot-operator")
             commands = [
                 [sys.executable, str(HERE / "fleet_engines.py"), *pages],

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,13 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class Process:
     """A child process, and what it costs."""
 
-    def __init__(self, command: list[str], folder: Path, kubeconfig: Path) -> None:
+    def __init__(
+        self, command: list[str], folder: Path, kubeconfig: Path, start: Callable[[], None] | None = None
+    ) -> None:
         self.log = folder / f"{Path(command[-1] if command[0] == sys.executable else command[0]).stem}.log"
         env = {**os.environ, "KUBECONFIG": str(kubeconfig)}
         with self.log.open("wb") as log:
-            self._child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
+            self._child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, preexec_fn=start)
 
     def cpu(self) -> float:
         """Seconds of processor time so far."""

@@ -10,28 +10,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.render.names import SERVICE_LABEL
+from kvpilot_operator.render.names import DTYPE_LABEL, SERVICE_LABEL
 
 NODES = 100
 AT_ONCE = 12
 
 
-def address(number: int) -> str:
-    """The pod's address: 127.100.0.1 and up."""
-    return f"127.100.{number // 250}.{number % 250 + 1}"
+KINDS = (
+    "good", "label", "quoted", "large", "lines", "hang", "drip",
+    "objects", "probe-hang", "maps", "yaml", "spec", "route",
+)  # fmt: skip
+"""What the engines of hostile.py's services do; of others all are good."""
+
+
+def kind_of(deployment: Object) -> int:
+    """The index of its engines' kind."""
+    return next((i for i, kind in enumerate(KINDS) if deployment["metadata"]["name"].startswith(f"{kind}-0")), 0)
+
+
+def address(number: int, deployment: Object) -> str:
+    """The pod's address: 127.(100 + kind).0.1 and up, or 127.(100 + kind).128.1 where it serves another dtype."""
+    half = 0 if deployment["metadata"]["labels"].get(DTYPE_LABEL, "auto") == "auto" else 128
+    return f"127.{100 + kind_of(deployment)}.{half + number // 250}.{number % 250 + 1}"
 
 
 class Kubelets:
-    """Pods for every Deployment; numbers are never used twice."""
+    """Pods for every Deployment; of one kind, numbers are never used twice."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._made: dict[tuple[str, str], int] = {}
-        self._number = 0
+        self._numbers: Counter[int] = Counter()
         self._places = asyncio.Semaphore(AT_ONCE)
 
     async def run(self) -> None:
@@ -60,8 +74,9 @@ class Kubelets:
         have = self._made.get(key, 0)
         wanted = deployment["spec"].get("replicas", 1)
         for i in range(have, wanted):
-            self._number += 1
-            group.create_task(self._start(deployment, i, self._number))
+            kind = kind_of(deployment)
+            self._numbers[kind] += 1
+            group.create_task(self._start(deployment, i, self._numbers[kind]))
         self._made[key] = max(have, wanted)
 
     async def _start(self, deployment: Object, i: int, number: int) -> None:
@@ -81,7 +96,9 @@ class Kubelets:
         async with self._places:
             with contextlib.suppress(ClusterError):
                 await self._cluster.create(pod)
-            await set_ready(self._cluster, about["namespace"], pod["metadata"]["name"], True, address(number))
+            await set_ready(
+                self._cluster, about["namespace"], pod["metadata"]["name"], True, address(number, deployment)
+            )
 
 
 async def set_ready(cluster: Cluster, namespace: str, name: str, ready: bool, ip: str | None = None) -> Object:
@@ -104,7 +121,7 @@ async def set_ready(cluster: Cluster, namespace: str, name: str, ready: bool, ip
     if ip is not None:
         status |= {"podIP": ip, "podIPs": [{"ip": ip}], "hostIP": "127.0.0.1"}
     patch = {"status": status}
-    return await cluster.merge("v1", "Pod", namespace, f"{name}/status", patch)
+    return await cluster.merge("v1", "Pod", namespace, name, patch, subresource="status")
 
 
 async def main() -> None:

@@ -7,9 +7,12 @@
     |   +-- Throttled          it asks for a pause
     |   +-- Rejected           it has read the object and will not have it
     |   |   +-- NameTaken      an object of that name is somebody else's
+    |   +-- BadName            no object can have that name: not asked for
     |   +-- NotLeader          this replica may not write
     +-- LeadershipLost         another replica leads
     +-- ScrapeError            a pod's /metrics could not be read
+    +-- OverBudget             somebody sent more than one service may cost (kvpilot_operator.budget)
+    +-- PlaceLost              others waited for the place that was held for too long
 
 Errors of the accuracy probes live with the probes (`kvpilot_operator.probes.errors`).
 """
@@ -74,6 +77,14 @@ class NameTaken(Rejected):
         super().__init__("PATCH", f"{namespace}/{name}", 409, words, "NameTaken")
 
 
+class BadName(ClusterError):
+    """What was to be asked for is no name of an object; nothing was sent."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        words = f"not sent: {name[:80]!r} is no name of a {kind}: use lower-case letters, digits, '-' and '.'"
+        super().__init__("GET", kind, 0, words)
+
+
 class NotLeader(ClusterError):
     """A write was held back: this replica does not lead, or may not lead long enough."""
 
@@ -87,3 +98,11 @@ class LeadershipLost(KvpilotError):
 
 class ScrapeError(KvpilotError):
     """A pod's metrics could not be read or made no sense."""
+
+
+class OverBudget(KvpilotError):
+    """Somebody sent more than one service may cost; the limits are in `kvpilot_operator.budget`."""
+
+
+class PlaceLost(KvpilotError):
+    """The work was stopped: it was silent for too long while others waited for its place."""

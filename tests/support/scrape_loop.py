@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from kvpilot_operator.observe.believe import Judged, Known, believe
 from kvpilot_operator.observe.page import PodMetrics
+from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.state.histogram import Histogram
 
 T0 = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
@@ -41,3 +43,13 @@ class ScrapeLoop:
 def counted(page: PodMetrics, **totals: float | Histogram) -> PodMetrics:
     """The page with these totals."""
     return replace(page, totals=replace(page.totals, **totals))  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def scraping() -> AsyncIterator[Scraper]:
+    """A Scraper that is closed in the end."""
+    scraper = Scraper()
+    try:
+        yield scraper
+    finally:
+        await scraper.close()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot_operator.api import apply_defaults, faults, parse, status_faults
+from kvpilot_operator.api.schema import MAX_FAULTS, MAX_SPEC_BYTES, root_schema
 from localcluster import quantity
 from support.bad_manifests import BAD, GOOD, GOOD_GPU_LIMITS, Bad, with_gpus
 
@@ -143,6 +147,115 @@ def test_any_json_value_gets_an_answer(value: Any) -> None:
 def test_any_json_in_a_spec_gets_an_answer(spec: Any) -> None:
     faults({"metadata": {"name": "a"}, "spec": spec})
     apply_defaults({"metadata": {"name": "a"}, "spec": spec})
+
+
+# Values of all sizes: long texts, long lists, maps with many and with long keys, of the right and of the wrong shape.
+hostile = st.recursive(
+    st.sampled_from(
+        [None, True, 2**70, 1e300, "x", "x" * 5000, "\ud800", "a\n", "..", "--model", "$(A)", "hf://a/b", "é" * 300]
+    ),
+    lambda inner: (
+        st.builds(lambda item, n: [item] * n, inner, st.sampled_from([1, 3, 130, 3000]))
+        | st.builds(
+            lambda item, n, k: {f"{k}{i}": item for i in range(n)}, inner, st.sampled_from([1, 20, 500]), st.just("k")
+        )
+        | st.dictionaries(
+            st.sampled_from(["name", "key", "value", "values", "operator", "x" * 2000]), inner, max_size=4
+        )
+    ),
+    max_leaves=4,
+)
+FIELDS = [(part, field) for part, schema in root_schema()["properties"]["spec"]["properties"].items()
+          for field in schema.get("properties", {"": 0})]  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.sampled_from(FIELDS), hostile), min_size=1, max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_whatever_a_tenant_writes_gets_few_and_short_faults(values: list[tuple[tuple[str, str], Any]]) -> None:
+    spec: dict[str, Any] = {"model": {"source": "hf://a/b"}, "engine": {"image": "i"}}
+    for (part, field), value in values:
+        if field and isinstance(spec.setdefault(part, {}), dict):
+            spec[part][field] = value
+        else:
+            spec[part] = value
+    found = faults({"metadata": {"name": "a"}, "spec": spec})
+    assert len(found) <= MAX_FAULTS
+    assert (
+        sum(len(fault.message.encode()) + len(fault.field.encode("utf-8", "replace")) for fault in found) < 256 * 1024
+    )
+
+
+def test_a_spec_is_refused_where_all_together_is_too_much() -> None:
+    env = [{"name": f"A{i}", "value": "x" * 4096} for i in range(32)]
+    assert faults(of_engine(env=env[:28])) == ()
+    (fault,) = faults(of_engine(env=env))
+    assert fault.field == "spec"
+    assert f"use at most {MAX_SPEC_BYTES}" in fault.message
+
+
+def test_a_list_without_end_costs_no_more_than_one_that_is_one_too_long() -> None:
+    looked_at = 0
+
+    class Counted(dict[str, Any]):
+        def get(self, *about: Any) -> Any:
+            nonlocal looked_at
+            looked_at += 1
+            return super().get(*about)
+
+    work = []
+    for count in (33, 100_000):
+        looked_at = 0
+        found = faults(of_engine(tolerations=[Counted(key=5) for _ in range(count)]))
+        assert found[0].message == "has more than 32 items: use at most 32"
+        work.append(looked_at)
+    assert work[0] == work[1]
+
+
+def test_every_text_list_and_map_of_the_crd_is_bounded() -> None:
+    def unbounded(schema: Any, path: str) -> Iterator[str]:
+        kind = schema.get("type")
+        bounds = {"array": "maxItems", "string": "maxLength"}
+        if kind in bounds and bounds[kind] not in schema and "enum" not in schema and "format" not in schema:
+            yield path
+        if "additionalProperties" in schema and "maxProperties" not in schema:
+            yield path
+        if schema.get("x-kubernetes-int-or-string") and "maxLength" not in schema:
+            yield path
+        for name, field in schema.get("properties", {}).items():
+            yield from unbounded(field, f"{path}.{name}")
+        for below in ("items", "additionalProperties"):
+            if below in schema:
+                yield from unbounded(schema[below], f"{path}.{below}")
+
+    for part in ("spec", "status"):
+        assert list(unbounded(root_schema()["properties"][part], part)) == []
+
+
+GROWTH = """
+import gc, sys
+from kvpilot_operator.observe.fleet import Fleet
+def put(i, engine):
+    about = {"namespace": "a", "name": "big", "uid": "u", "generation": i, "resourceVersion": str(i)}
+    spec = {"model": {"source": "hf://a/b"}, "engine": {"image": "i", **engine}}
+    fleet.services.put({"metadata": about, "spec": spec})
+def resident():
+    gc.collect()
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 // 2**20
+fleet = Fleet(None, ())
+put(1, {})
+before = resident()
+for i in range(2, 32):
+    put(i, {"nodeSelector": {"a" * 10**6 + str(i): "x"}})
+for i in range(32, 62):
+    put(i, {"env": [{"name": f"A{n}", "value": f"{i}" * 2000} for n in range(28)]})
+assert fleet.services.get("a", "big").spec is not None
+print(resident() - before)
+"""
+
+
+def test_edits_of_a_large_spec_do_not_grow_the_process() -> None:
+    ended = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True)
+    assert int(ended.stdout) < 30  # MiB; the specs that were put have 33 MB
 
 
 def test_json_nested_beyond_the_stack_gets_an_answer() -> None:

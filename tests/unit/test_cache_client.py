@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import posixpath
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 from kubernetes.aio.client import ApiClient, Configuration
+from yarl import URL
 
 from kvpilot_operator.cluster import transport as module
 from kvpilot_operator.cluster.cache import Store
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.cluster.watch import Reflector
-from kvpilot_operator.errors import ClusterError, Conflict, NotFound, Rejected, Throttled
+from kvpilot_operator.errors import BadName, ClusterError, Conflict, NotFound, Rejected, Throttled
 from kvpilot_operator.state.snapshot import ServiceKey
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -194,6 +198,52 @@ async def test_an_answer_that_is_no_object_is_an_error(server: Server, answer: A
     server.answer = answer
     with pytest.raises(ClusterError):
         await server.cluster.get("v1", "Pod", "a", "p")
+
+
+@pytest.mark.parametrize(
+    "answered",
+    [
+        {"kind": "PodList", "metadata": {"resourceVersion": "7"}, "items": []},
+        {"kind": "Pod", "metadata": {"name": "another"}},
+        {"kind": "Pod", "metadata": ["p"]},
+        {},
+    ],
+)
+async def test_a_list_or_another_object_where_one_was_asked_for_is_an_error(server: Server, answered: Any) -> None:
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.json_response(answered)
+
+    server.answer = answer
+    with pytest.raises(ClusterError, match="the answer is no Pod of this name"):
+        await server.cluster.find("v1", "Pod", "a", "p")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["..", ".", "../../../../../../api/v1/configmaps", "a/b", "a?b=c", "a#b", "%2e%2e", "A", "a..b", "a\n", "ä", ""],
+)
+async def test_what_is_no_name_is_not_asked_for(server: Server, name: str) -> None:
+    with pytest.raises(BadName, match="is no name of a Pod"):
+        await server.cluster.find("v1", "Pod", "a", name)
+    with pytest.raises(BadName):
+        await server.cluster.delete("v1", "Pod", "a", name)
+    manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "a", "name": name}}
+    with pytest.raises(BadName):
+        await server.cluster.apply(manifest)
+    assert server.asked == []
+
+
+@given(st.text(max_size=40) | st.text("a.-/%A", max_size=12))
+def test_a_path_leads_to_one_object_of_its_collection_whatever_its_name(name: str) -> None:
+    collection = path_of("v1", "ConfigMap", "a")
+    try:
+        path = path_of("v1", "ConfigMap", "a", name)
+    except BadName as error:
+        assert len(str(error)) < 500
+        return
+    assert posixpath.normpath(path) == path
+    assert posixpath.dirname(path) == collection
+    assert URL(f"http://host{path}").path == path
 
 
 async def test_whoever_asks_for_it_is_told_of_every_write(server: Server) -> None:

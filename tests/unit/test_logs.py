@@ -52,7 +52,7 @@ def test_the_words_that_end_the_process_are_a_line_too_with_their_traceback():
 def test_warnings_of_python_and_debug_of_chatty_libraries_keep_to_the_form():
     program = (
         "from kvpilot_operator.control.logs import configure; configure('debug'); import logging, warnings;"
-        "warnings.warn('old'); logging.getLogger('httpx').info('GET'); logging.getLogger('kvpilot_operator').debug('d')"
+        "warnings.warn('old'); logging.getLogger('asyncio').info('x'); logging.getLogger('kvpilot_operator').debug('d')"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     lines = [json.loads(text) for text in ended.stderr.splitlines()]

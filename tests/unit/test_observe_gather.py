@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import logging
+import tracemalloc
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -82,6 +85,10 @@ class FakeCluster:
             raise self.broken[kind]
         return self.objects.get(path)
 
+    async def find_json(self, api_version: str, kind: str, namespace: str, name: str, *, most: int) -> bytes | None:
+        found = await self.find(api_version, kind, namespace, name)
+        return None if found is None else json.dumps(found).encode()
+
 
 class World:
     """An Observer over a cache that is filled by hand, and engines that answer from `pages` by URL."""
@@ -106,7 +113,7 @@ class World:
             lambda: self.now,
             self.heard.append,
         )
-        monkeypatch.setattr(gather, "scrape", self._answer)
+        monkeypatch.setattr(self.observer._scraper, "scrape", self._answer)
 
     def put(self, *objects: Any) -> None:
         for obj in objects:
@@ -126,7 +133,7 @@ class World:
         assert found is not None
         return found
 
-    async def _answer(self, session: object, url: str) -> PodMetrics:
+    async def _answer(self, service: object, url: str) -> PodMetrics:
         self.asked.append(url)
         if url not in self.pages:
             raise ScrapeError(f"{url}: HTTP 404")
@@ -284,6 +291,39 @@ async def test_the_packs_are_read_again_only_after_an_edit_of_what_they_depend_o
         last = (await world.snapshot()).probes
     assert len(read) == 2
     assert last != first
+
+
+async def test_a_pack_that_is_edited_makes_another_plan_and_only_then_is_it_read(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[object] = []
+    real = gather.probe_plan
+    monkeypatch.setattr(gather, "probe_plan", lambda spec, maps: read.append(spec) or real(spec, maps))
+    path = path_of("v1", "ConfigMap", KEY.namespace, "mine")
+    world.put(edited(accuracy={"probeSets": ["configmap/mine"]}))
+    text = "prompts: [{name: a, messages: [{role: user, content: %s}]}]"
+    plans = []
+    for word in ("one", "one", "two", "two"):
+        world.cluster.objects[path] = {"data": {"prompts.yaml": text % word, "more": "x" * 1000}}
+        plans.append((await world.snapshot()).probes)
+    assert (len(read), plans[0], plans[2]) == (2, plans[1], plans[3])
+    assert plans[0].identity != plans[2].identity
+
+
+async def test_nothing_of_a_pack_is_kept_but_what_its_plan_needs(world: World) -> None:
+    names = [f"m{i}" for i in range(16)]
+    world.put(edited(accuracy={"probeSets": [f"configmap/{name}" for name in names]}))
+    for i, name in enumerate(names):
+        data = {"prompts.yaml": f"{i}: [", "more": "x" * 100_000}
+        world.cluster.objects[path_of("v1", "ConfigMap", KEY.namespace, name)] = {"data": data}
+    tracemalloc.start()
+    plan = (await world.snapshot()).probes
+    gc.collect()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "configmap/m0" in str(plan.fault)
+    # The ConfigMaps have 1.6 MB; what is read for the first time in a process (schemas, patterns) is kept, too.
+    assert kept < 600_000
 
 
 async def test_what_has_proved_to_be_old_is_read_again(world: World) -> None:

@@ -12,10 +12,11 @@ from aiohttp import web
 
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ScrapeError
-from kvpilot_operator.observe.scrape import open_session, scrape
 from kvpilot_operator.observe.views import is_ours
 from kvpilot_operator.probes.client import Engine, http_client
 from kvpilot_operator.probes.errors import EngineRefused
+from support.scrape_loop import scraping
+from support.services import KEY
 
 LABELS = {"kvpilot.io/service": "chat", "kvpilot.io/revision": "0a1b2c3d"}
 OWNER = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "chat-0a1b2c3d-5d9f", "controller": True}
@@ -79,9 +80,9 @@ async def listening(elsewhere: str = "") -> AsyncIterator[Listener]:
 
 
 async def test_a_pod_cannot_send_a_scrape_elsewhere() -> None:
-    async with listening() as other, listening(other.url) as engine, open_session() as session:
+    async with listening() as other, listening(other.url) as engine, scraping() as scraper:
         with pytest.raises(ScrapeError, match="307"):
-            await scrape(session, engine.url)
+            await scraper.scrape(KEY, engine.url)
     assert (engine.asked, other.asked) == (["GET /metrics"], [])
 
 
@@ -99,9 +100,9 @@ async def test_no_proxy_of_the_environment_sees_a_scrape_or_a_probe(monkeypatch:
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
             monkeypatch.setenv(name, proxy.url)
         monkeypatch.setenv("NO_PROXY", "")
-        async with open_session() as session:
+        async with scraping() as scraper:
             with pytest.raises(ScrapeError):
-                await scrape(session, engine.url)
+                await scraper.scrape(KEY, engine.url)
         async with http_client() as http:
             async for _ in Engine(engine.url, "chat", http).decode([1, 2, 3], 1, 1):
                 pass

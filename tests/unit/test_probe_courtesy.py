@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from kvpilot_operator.observe.page import parse_page
 from kvpilot_operator.probes import courtesy
 from kvpilot_operator.probes.client import Engine, http_client
 from kvpilot_operator.probes.codec import Baseline, BaselinePrompt
@@ -17,7 +18,8 @@ from kvpilot_operator.probes.stats import Logprobs
 from support.probe_engine import Body, Handler, Writer, counting, engine, respond
 
 PAGE = """# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
-vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 90
+vllm:kv_cache_usage_perc{engine="0"} 0.5
+vllm:num_requests_waiting_by_reason{engine="0",reason="deferred"} 90
 vllm:num_requests_running{engine="0"} 7
 vllm:num_requests_waiting{engine="0",model_name="a b"} %s
 vllm:num_requests_waiting{engine="1",model_name="a b"} %s
@@ -62,6 +64,11 @@ async def waiting(page: bytes, status: str = "200 OK") -> float:
 
 async def test_the_queue_is_the_sum_over_an_engines_ranks_and_no_other_metric() -> None:
     assert await waiting((PAGE % (3.0, 4.0)).encode()) == 7.0
+
+
+async def test_a_probe_and_the_scraper_read_one_queue() -> None:
+    page = (PAGE % (3.0, 4.0)).replace("deferred", "capacity")
+    assert await waiting(page.encode()) == parse_page(page).waiting == 90.0
 
 
 @pytest.mark.parametrize(

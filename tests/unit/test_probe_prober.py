@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvpilot_operator.budget import CANARY_PROBE, CHECK
 from kvpilot_operator.control import prober as module
 from kvpilot_operator.control.prober import Prober, schedules_by_priority
 from kvpilot_operator.errors import ClusterError
@@ -19,7 +20,7 @@ from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.render.names import baseline_name
 from kvpilot_operator.render.objects import baseline_config_map
 from kvpilot_operator.state.decision import Capture, Find, Measure
-from kvpilot_operator.state.snapshot import Captured, NothingKept, ProbeFailed, ProbeResult
+from kvpilot_operator.state.snapshot import Captured, NothingKept, ProbeFailed, ProbeResult, ServiceKey
 from support.probe_engine import Body, Writer, counting, engine, respond
 from support.services import KEY, manifest, spec_of
 
@@ -53,21 +54,29 @@ class Bench:
         self.done = asyncio.Event()
         self.prober.on_result = lambda _: self.done.set()
 
-    async def ask(self, request: Find | Capture | Measure, spec: Any = SPEC) -> ProbeResult:
+    async def ask(self, request: Find | Capture | Measure, spec: Any = SPEC, key: ServiceKey = KEY) -> ProbeResult:
         self.done.clear()
-        self.prober.ensure(KEY, spec, request)
-        await asyncio.wait_for(self.done.wait(), 20)
-        found = self.prober.result(KEY)
+        self.prober.ensure(key, spec, request)
+        await asyncio.wait_for(self.done.wait(), 30)
+        found = self.prober.result(key)
         assert found is not None
         assert found.request == request
         return found
 
 
+@asynccontextmanager
+async def opened() -> AsyncIterator[Bench]:
+    one = Bench()
+    try:
+        yield one
+    finally:
+        await one.prober.close()
+
+
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    one = Bench()
-    yield one
-    await one.prober.close()
+    async with opened() as one:
+        yield one
 
 
 @asynccontextmanager
@@ -170,7 +179,7 @@ async def test_a_busy_engine_ends_a_check_under_its_own_name(bench: Bench, monke
     bench.cluster.keep(NAME, codec.encode(await captured(bench)))
 
     async def handler(_path: str, _body: Body, writer: Writer) -> None:
-        respond(writer, b"vllm:num_requests_waiting 3\n")
+        respond(writer, b"vllm:kv_cache_usage_perc 0.5\nvllm:num_requests_waiting 3\n")
 
     async with engine(handler) as url:
         found = await bench.ask(Measure("check/x", "p", url, "m", NAME, serving=True))
@@ -193,22 +202,60 @@ async def test_what_is_asked_is_told_while_it_is_asked(bench: Bench) -> None:
     assert bench.prober.result(KEY) is None
 
 
-async def test_engines_that_hang_hold_no_place_of_a_canary(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.cluster.keep(NAME, codec.encode(await captured(bench)))
-    monkeypatch.setattr(bench.prober, "_checks", asyncio.Semaphore(1))
-    hung = asyncio.Event()
+async def hangs(_path: str, _body: Body, _writer: Writer) -> None:
+    await asyncio.sleep(60)
 
-    async def hangs(_path: str, _body: Body, _writer: Writer) -> None:
-        hung.set()
-        await asyncio.sleep(60)
 
-    async with engine(hangs) as stuck, sound() as (url, _):
+async def test_checks_that_hang_hold_no_place_of_a_canary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHECK", replace(CHECK, quick=1, slow=0))
+    async with opened() as bench, engine(hangs) as stuck, sound() as (url, _):
+        bench.cluster.keep(NAME, codec.encode(await captured(bench)))
         other = KEY._replace(name="other")
         bench.prober.ensure(other, SPEC, Measure("check/x", "p", stuck, "m", NAME, serving=True))
-        await asyncio.wait_for(hung.wait(), 5)
         found = await bench.ask(Measure("measure/x", "p", url, "m", NAME))
         assert isinstance(found.outcome, Measurement)
-        bench.prober.ensure(other, SPEC, None)
+
+
+@pytest.mark.parametrize("serving", [False, True])
+@pytest.mark.parametrize("namespace", ["good", "hostile"])
+async def test_however_many_engines_hang_a_good_one_is_probed(
+    monkeypatch: pytest.MonkeyPatch, serving: bool, namespace: str
+) -> None:
+    door = replace(CANARY_PROBE, quick=2, slow=2, patience_seconds=0.1)
+    monkeypatch.setattr(module, "CANARY_PROBE", door)
+    monkeypatch.setattr(module, "CHECK", door)
+    async with opened() as bench, engine(hangs) as stuck, sound() as (url, _):
+        bench.cluster.keep(NAME, codec.encode(await captured(bench)))
+        for i in range(20):
+            hostile = ServiceKey("hostile", f"hangs-{i}")
+            bench.prober.ensure(hostile, SPEC, Measure(f"hangs/{i}", "p", stuck, "m", NAME, serving=serving))
+        await asyncio.sleep(0)
+        request = Measure("measure/x", "p", url, "m", NAME, serving=serving)
+        found = await bench.ask(request, key=ServiceKey(namespace, "good"))
+        assert isinstance(found.outcome, Measurement)
+        assert all(bench.prober.result(ServiceKey("hostile", f"hangs-{i}")).outcome is None for i in range(20))
+
+
+async def test_an_engine_that_is_slow_to_begin_is_probed_in_the_end_although_others_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It loses its place, which is no failure, and comes again with more patience."""
+    monkeypatch.setattr(module, "CANARY_PROBE", replace(CANARY_PROBE, quick=1, slow=1, patience_seconds=0.1))
+    asked = 0
+
+    async def slow(path: str, body: Body, writer: Writer) -> None:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(1.0 if asked <= 2 else 0)
+        await counting(path, body, writer)
+
+    async with opened() as bench, engine(hangs) as stuck, engine(slow) as url:
+        bench.cluster.keep(NAME, codec.encode(await captured(bench)))
+        for i in range(4):
+            key = ServiceKey("hostile", f"hangs-{i}")
+            bench.prober.ensure(key, SPEC, Measure(f"hangs/{i}", "p", stuck, "m", NAME))
+        found = await bench.ask(Measure("measure/x", "p", url, "m", NAME), key=KEY._replace(namespace="hostile"))
+    assert isinstance(found.outcome, Measurement)
 
 
 async def test_a_probe_that_nobody_counts_is_tried_again_later_and_later(

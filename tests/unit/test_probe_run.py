@@ -3,10 +3,16 @@
 import asyncio
 import json
 import time
+import tracemalloc
+from contextlib import suppress
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvpilot_operator.probes.codec import Baseline, BaselinePrompt
+from kvpilot_operator.probes import session
+from kvpilot_operator.probes.answers import read_steps, read_tokens
+from kvpilot_operator.probes.codec import MAX_TOKEN_ID, Baseline, BaselinePrompt
 from kvpilot_operator.probes.errors import (
     BaselineTooLarge,
     EngineRefused,
@@ -22,6 +28,7 @@ from support.probe_engine import Body, Handler, Writer, completing, counting, en
 
 PROMPTS = tuple(ProbePrompt("builtin/general", f"p{i}", (Message("user", f"question {i}"),)) for i in range(4))
 SETTINGS = Settings(tokens=8, deadline_seconds=20)
+KEYS = ["tokens", "max_model_len", "choices", "error", "code", "text", "logprobs", "token_logprobs", "top_logprobs"]
 
 
 def baseline(positions: int = 8, prompts: int = 2) -> Baseline:
@@ -91,7 +98,7 @@ async def test_a_baseline_is_never_made_of_logprobs_that_are_no_numbers() -> Non
 
 
 async def test_infinite_and_absurd_logprobs_are_bounded() -> None:
-    top = {"token_id:3": 10**400, "token_id:4": -(10**400), "token_id:5": -9999.0}
+    top = {"token_id:3": 1e300, "token_id:4": -1e300, "token_id:5": -9999.0}
     async with engine(completing(event("token_id:3", top))) as url:
         found = await measure(url, "m", baseline(1), settings=SETTINGS)
     assert found.mean_kl_micronats <= MAX_KL * 1_000_000
@@ -110,6 +117,11 @@ async def test_infinite_and_absurd_logprobs_are_bounded() -> None:
         event("token_id:1", {"hello": -1.0}),
         event("token_id:1", [1, 2]),
         event("token_id:1", {f"token_id:{i}": -1.0 for i in range(1000)}),
+        event("token_id:1", {"token_id:1": 10**400}),
+        event("token_id:1", {"token_id:1": True}),
+        event("token_id:1", {}).replace(b'"text": "x"', b'"text": "\\ud800"'),
+        event("token_id:1", {}).replace(b'"text": "x"', b'"text": "' + b'\\"' * 60_000),
+        b'data: {"choices": [' + b"{}," * 60_000 + b"{}]}\n\n",
         b"data: " + b"x" * 400_000,
         b"data: " + b"[" * 100_000 + b"\n\n",
         b"",
@@ -228,6 +240,21 @@ async def test_an_engine_that_hangs_ends_at_the_deadline() -> None:
         assert time.monotonic() - began < 5
 
 
+async def test_a_run_has_as_long_as_its_tokens_need_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "START_SECONDS", 1.0)
+    monkeypatch.setattr(session, "DECODE_TOKENS_PER_SECOND", 8)
+
+    async def handler(_path: str, _body: Body, _writer: Writer) -> None:
+        await asyncio.sleep(60)
+
+    async with engine(handler) as url:
+        for prompts, seconds in ((1, 2), (2, 3)):
+            with pytest.raises(ProbeTimeout, match=f"within {seconds} s"):
+                await measure(url, "m", baseline(8, prompts=prompts), settings=Settings(tokens=8))
+        with pytest.raises(ProbeTimeout, match="within 1 s"):
+            await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=Settings(tokens=8))
+
+
 async def test_no_more_requests_are_in_flight_than_allowed() -> None:
     flying = most = 0
 
@@ -280,9 +307,63 @@ async def test_a_baseline_that_could_not_be_kept_is_refused_before_anything_is_d
         assert path == "/tokenize"
         respond(writer, json.dumps({"tokens": [1] * 30_000, "max_model_len": 131_072}).encode())
 
+    long = [ProbePrompt("p", f"{i}", (Message("user", "x" * 30_000),)) for i in range(4)]
     async with engine(handler) as url:
-        with pytest.raises(BaselineTooLarge, match="120000 prompt tokens"):
-            await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)
+        with pytest.raises(BaselineTooLarge, match="90000 prompt tokens"):
+            await capture(url, "m", long, identity="i", dtype="auto", settings=SETTINGS)
+
+
+async def test_more_tokens_than_a_prompt_can_have_are_not_read() -> None:
+    """16 MiB of {} for tokens took 474 MiB."""
+
+    async def handler(_path: str, _body: Body, writer: Writer) -> None:
+        respond(writer, b'{"tokens": [')
+        for _ in range(256):
+            writer.write(b"{}," * 21_845)
+            await writer.drain()
+
+    async with engine(handler) as url:
+        tracemalloc.start()
+        try:
+            with pytest.raises(MalformedAnswer, match="more than 66186 bytes"):
+                await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)
+            assert tracemalloc.get_traced_memory()[1] < 8 * 1024 * 1024
+        finally:
+            tracemalloc.stop()
+
+
+@given(
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.floats()
+        | st.integers()
+        | st.sampled_from(["token_id:1", "token_id:", "x", "NaN"]),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(KEYS), inner, max_size=6)
+            | inner.map(lambda one: {"choices": [one]})
+            | inner.map(lambda one: {"text": "x", "logprobs": one})
+            | inner.map(
+                lambda one: {"tokens": ["token_id:1"], "token_logprobs": [one], "top_logprobs": [{"token_id:1": one}]}
+            )
+        ),
+        max_leaves=8,
+    ).map(lambda value: json.dumps(value).encode())
+    | st.binary(max_size=60)
+)
+def test_whatever_an_engine_answers_is_read_or_a_typed_error(data: bytes) -> None:
+    with suppress(MalformedAnswer, EngineRefused):
+        for step in read_steps("url", data):
+            assert all(-30 <= value <= 0 for value in step.logprobs.top.values())
+    with suppress(MalformedAnswer):
+        assert all(0 <= token <= MAX_TOKEN_ID for token in read_tokens("url", data).tokens)
+
+
+def test_quotes_and_signs_without_an_end_are_a_typed_error() -> None:
+    for data in (b'"\\' * 40_000, b"-" * 80_000, b'"' * 80_000, b"-Infinit" * 10_000):
+        with pytest.raises(MalformedAnswer):
+            read_steps("url", data)
 
 
 @pytest.mark.parametrize(
@@ -295,11 +376,11 @@ def test_settings_out_of_bounds_are_refused_by_name_and_value(wrong: dict[str, i
 
 
 async def test_text_that_a_terminal_or_an_object_would_choke_on_is_made_readable() -> None:
-    nasty = b'data: {"choices": [{"text": "a\\u001b[31m\\ud800b", "logprobs": {"tokens": ["token_id:3"], '
+    nasty = b'data: {"choices": [{"text": "a\\u001b[31m\\u0000b", "logprobs": {"tokens": ["token_id:3"], '
     nasty += b'"token_logprobs": [-0.1], "top_logprobs": [{"token_id:3": -0.1}]}}]}\n\n'
     async with engine(completing(nasty)) as url:
         kept = await capture(url, "m", PROMPTS[:1], identity="i", dtype="auto", settings=SETTINGS)
-    assert kept.prompts[0].text == "a [31m?b"
+    assert kept.prompts[0].text == "a [31m b"
 
 
 async def test_a_prompt_is_prefilled_onto_cached_pages_as_the_next_turn_of_a_chat_is() -> None:
@@ -347,7 +428,7 @@ CALL = ProbePrompt("builtin/structured", "call", (Message("user", "2 + 2?"),), T
 async def _rendered(handler: Handler) -> str:
     async with engine(handler) as url:
         kept = await capture(url, "m", [CALL], identity="i", dtype="auto", settings=SETTINGS)
-    return bytes(kept.prompts[0].tokens).decode()
+    return bytes(list(kept.prompts[0].tokens)).decode()
 
 
 async def test_tools_go_through_the_chat_template_that_knows_them() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvpilot_operator.probes.stats import (
     BUCKET_EDGES,
     MAX_KL,
+    Answers,
     Compared,
     Logprobs,
     buckets,
@@ -161,3 +162,19 @@ def test_nothing_measured_is_no_position_and_no_claim() -> None:
 def test_the_worst_prompt_is_the_one_with_the_largest_mean_not_the_largest_sum() -> None:
     items = [Compared(0, i, 1.0, True) for i in range(10)] + [Compared(1, 0, 3.0, False)]
     assert worst_prompt(items) == 1
+
+
+@given(
+    st.lists(
+        st.dictionaries(st.integers(0, 2**24 - 1), st.floats(-30, 0, width=32), min_size=1, max_size=21).flatmap(
+            lambda top: st.sampled_from(sorted(top)).map(lambda token: Logprobs(token, top))
+        ),
+        max_size=6,
+    )
+)
+def test_packed_answers_are_what_they_were_packed_of(positions: list[Logprobs]) -> None:
+    packed = Answers(positions)
+    assert list(packed) == positions
+    assert [packed[-i] for i in range(1, len(packed) + 1)] == positions[::-1]
+    with pytest.raises(IndexError):
+        packed[len(positions)]

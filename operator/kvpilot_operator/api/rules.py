@@ -6,10 +6,12 @@ and filter, the conditional operator, literals, and join and find, which are def
 Rules about a change (oldSelf) are the server's alone: an object by itself cannot break them.
 """
 
+import hashlib
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import celpy
@@ -29,19 +31,32 @@ def broken_rules(value: Json, schema: Mapping[str, Json]) -> Iterator[tuple[str,
     `value` is defaulted and pruned to the schema, and of the schema's type. The path is "" or dotted with a leading
     dot. A rule that cannot be evaluated counts as broken, as it does in the server.
     """
-    if "x-kubernetes-validations" in schema:
+    if "x-kubernetes-validations" not in schema:
+        return
+    section = json.dumps(value, sort_keys=True)
+    about = (id(schema), hashlib.blake2b(section.encode(), digest_size=16).digest())
+    if about in _held:
+        _held.move_to_end(about)
+        return
+    broken = _broken(json.loads(section), schema)
+    if not broken:
         _schemas[id(schema)] = schema
-        yield from _broken(json.dumps(value, sort_keys=True), id(schema))
+        _held[about] = None
+        if len(_held) > _MAX_HELD:
+            _held.popitem(last=False)
+    yield from broken
 
 
-# A rule costs milliseconds, and the services of a fleet share most sections of their specs.
+_MAX_HELD = 4096
+# A rule costs milliseconds, and the services of a fleet share most sections of their specs: those that break nothing
+# are known by their digests, some 200 bytes each, whatever size they have.
+_held: OrderedDict[tuple[int, bytes], None] = OrderedDict()
+# Kept, so that an id stays one schema's.
 _schemas: dict[int, Mapping[str, Json]] = {}
 
 
-@lru_cache(maxsize=4096)
-def _broken(section: str, schema_id: int) -> tuple[tuple[str, str], ...]:
-    schema = _schemas[schema_id]
-    activation = {"self": _to_cel(json.loads(section), schema)}
+def _broken(value: Json, schema: Mapping[str, Json]) -> list[tuple[str, str]]:
+    activation = {"self": _to_cel(value, schema)}
     broken: list[tuple[str, str]] = []
     for rule in schema["x-kubernetes-validations"]:
         if _needs_old_self(rule["rule"]):
@@ -54,7 +69,7 @@ def _broken(section: str, schema_id: int) -> tuple[tuple[str, str], ...]:
             continue
         if not holds:
             broken.append((rule.get("fieldPath", ""), _message(rule, activation)))
-    return tuple(broken)
+    return broken
 
 
 def _message(rule: Mapping[str, str], activation: Mapping[str, celtypes.Value]) -> str:

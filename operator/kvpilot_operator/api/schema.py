@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,19 @@ _PRIVATE = re.compile(r"\bengine\.(extraArgs|env\[\d+\]\.value)\b")
 
 _OPTION = re.compile(r"-[^=:\s]*")
 
-_REMEMBERED = 4096
-"""Verdicts kept: a pass over an unchanged service must not pay tens of milliseconds for its rules again."""
+MAX_SPEC_BYTES = 128 * 1024
+"""The largest spec, as JSON, that is judged and kept: real ones have some KiB. Any field alone may be as long as the
+CRD says, all together may not, for the operator keeps every spec of the fleet in memory."""
+
+MAX_FAULTS = 100
+"""Faults that are listed of one object."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is wrong with an object: where (spec.a.b[0]), the value there, and what to do about it."""
+    """One thing that is wrong with an object: where (spec.a.b[0]), and what to do about it."""
 
     field: str
-    value: Json
     message: str
 
 
@@ -83,24 +87,25 @@ def minimal_object() -> dict[str, Json]:
 
 
 def faults(obj: Json) -> tuple[Fault, ...]:
-    """Everything that the API server would refuse about metadata.name and spec, in the schema's order; () if nothing.
+    """What the API server would refuse about metadata.name and spec, in the schema's order; () if nothing.
 
-    `obj` is the whole object, defaulted or not. Takes any JSON value and never raises. status is not looked at.
+    The first MAX_FAULTS, or one alone for a spec of more than MAX_SPEC_BYTES. `obj` is the whole object, defaulted or
+    not. Takes any JSON value and never raises. status is not looked at. What it costs is bounded: of a list or map only
+    as many items are looked at as the schema allows, and one more.
     """
     if not isinstance(obj, Mapping):
-        return (Fault("", None, "the object is not a JSON object: use a QuantizedLLMService manifest"),)
+        return (Fault("", "the object is not a JSON object: use a QuantizedLLMService manifest"),)
     metadata = obj.get("metadata")
     name = metadata.get("name") if isinstance(metadata, Mapping) else None
     subject = {"metadata": {"name": _text(name) if isinstance(name, str) else ""}}
     if obj.get("spec") is not None:
         subject["spec"] = _structural(obj["spec"], root_schema()["properties"]["spec"])
-    return _remembered_faults(json.dumps(subject))
-
-
-@lru_cache(maxsize=_REMEMBERED)
-def _remembered_faults(subject: str) -> tuple[Fault, ...]:
-    """The faults of a structural object, by its JSON text: they depend on nothing else."""
-    return _faults(json.loads(subject), root_schema(), "")
+    size = len(json.dumps(subject, ensure_ascii=False).encode())
+    if size > MAX_SPEC_BYTES:
+        return (
+            Fault("spec", f"is {size} bytes of JSON: use at most {MAX_SPEC_BYTES}, shorten engine.env most of all"),
+        )
+    return _faults(subject, root_schema(), "")
 
 
 def status_faults(status: Json) -> tuple[Fault, ...]:
@@ -111,21 +116,26 @@ def status_faults(status: Json) -> tuple[Fault, ...]:
 
 def _faults(value: Json, schema: Mapping[str, Json], path: str) -> tuple[Fault, ...]:
     errors = list(_validator_class()(schema).iter_errors(value))
-    found = [_explain(error, path) for error in errors]
+    found = [_explain(error, path) for error in errors[:MAX_FAULTS]]
     found.extend(_duplicates(value, schema, path))
     if not any(error.validator in _SHAPE_KEYWORDS for error in errors):
         found.extend(_broken(value, schema, path))
-    return tuple(found)
+    return tuple(found[:MAX_FAULTS])
 
 
 def _structural(value: Json, schema: Mapping[str, Json]) -> Json:
-    """A pruned, defaulted copy, no deeper than the schema: what has the wrong shape is kept as an empty one."""
+    """A pruned, defaulted copy, no deeper than the schema: what has the wrong shape is kept as an empty one.
+
+    Of a list or map with more items than the schema allows one too many is kept: enough to be refused.
+    """
     if isinstance(value, Mapping):
         if schema.get("type") != "object":
             return {}
         return _structural_object(value, schema)
     if isinstance(value, list):
-        return [_structural(item, schema["items"]) for item in value] if schema.get("type") == "array" else []
+        if schema.get("type") != "array":
+            return []
+        return [_structural(item, schema["items"]) for item in value[: schema["maxItems"] + 1]]
     return _text(value) if isinstance(value, str) else value
 
 
@@ -134,8 +144,7 @@ def _structural_object(value: Mapping[str, Json], schema: Mapping[str, Json]) ->
     if "additionalProperties" in schema:
         return {
             _text(key): _structural(item, schema["additionalProperties"])
-            for key, item in value.items()
-            if item is not None
+            for key, item in islice(((k, v) for k, v in value.items() if v is not None), schema["maxProperties"] + 1)
         }
     for name, field in schema.get("properties", {}).items():
         given = value.get(name)
@@ -176,7 +185,7 @@ def _explain(error: Json, path: str) -> Fault:
     value, limit, keyword = error.instance, error.validator_value, error.validator
     if keyword == "required":
         missing = error.message.split("'")[1]
-        return Fault(f"{field}.{missing}".lstrip("."), None, f"is missing: set {missing}")
+        return Fault(f"{field}.{missing}".lstrip("."), f"is missing: set {missing}")
     shown = _shown(value, field)
     text = {
         "type": f"is {shown}: use a value of type {limit}",
@@ -187,11 +196,11 @@ def _explain(error: Json, path: str) -> Fault:
         "minLength": f"is {shown}: use at least {limit} characters",
         "maxLength": f"is {shown} of {_length(value)} characters: use at most {limit}",
         "minItems": f"has {_length(value)} items: use at least {limit}",
-        "maxItems": f"has {_length(value)} items: use at most {limit}",
-        "maxProperties": f"has {_length(value)} entries: use at most {limit}",
+        "maxItems": f"has more than {limit} items: use at most {limit}",
+        "maxProperties": f"has more than {limit} entries: use at most {limit}",
         "pattern": f"is {shown}: use a value that matches {limit}",
     }[keyword]
-    return Fault(field.lstrip("."), value, text)
+    return Fault(field.lstrip("."), text)
 
 
 def _shown(value: Json, field: str) -> str:
@@ -239,7 +248,7 @@ def _duplicates(value: Json, schema: Mapping[str, Json], path: str) -> Iterator[
             identity = [item.get(key) for key in keys] if kind == "map" and isinstance(item, Mapping) else [item]
             if identity in seen:
                 shown = ", ".join(_shown(part, path) for part in identity)
-                yield Fault(f"{path}[{index}]", item, f"is a duplicate of {shown}: remove one of them")
+                yield Fault(f"{path}[{index}]", f"is a duplicate of {shown}: remove one of them")
             seen.append(identity)
     for item, child, at in _children(value, schema, path):
         yield from _duplicates(item, child, at)
@@ -252,7 +261,7 @@ def _broken(value: Json, schema: Mapping[str, Json], path: str) -> Iterator[Faul
         field = f"{path}{relative}"
         if isinstance(at_fault, (str, int)) and not _PRIVATE.search(field) and str(_address(at_fault)) not in message:
             message = f"is {_shown(at_fault, field)}: {message}"
-        yield Fault(field.lstrip("."), at_fault, message)
+        yield Fault(field.lstrip("."), message)
     for item, child, at in _children(value, schema, path):
         yield from _broken(item, child, at)
 

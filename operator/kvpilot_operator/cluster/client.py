@@ -12,7 +12,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 
 from kvpilot_operator.cluster.gate import Gate
 from kvpilot_operator.cluster.kopf_session import KopfSession
-from kvpilot_operator.cluster.objects import Object, path_of
+from kvpilot_operator.cluster.objects import Object, name_of, path_of
 from kvpilot_operator.cluster.sockets import give_up_early
 from kvpilot_operator.cluster.transport import OnRequest, Request, Transport
 from kvpilot_operator.errors import ClusterError, NotFound
@@ -63,12 +63,23 @@ class Cluster:
 
     async def get(self, api_version: str, kind: str, namespace: str, name: str) -> Object:
         """One object; NotFound where there is none."""
-        return await self._transport.send(Request("GET", kind, path_of(api_version, kind, namespace, name)))
+        path = path_of(api_version, kind, namespace, name)
+        answer = await self._transport.send(Request("GET", kind, path))
+        if name_of(answer) != name:
+            raise _not_what_was_asked("GET", path, kind, answer)
+        return answer
 
     async def find(self, api_version: str, kind: str, namespace: str, name: str) -> Object | None:
         """One object or None."""
         try:
             return await self.get(api_version, kind, namespace, name)
+        except NotFound:
+            return None
+
+    async def find_json(self, api_version: str, kind: str, namespace: str, name: str, *, most: int) -> bytes | None:
+        """One object's JSON, unparsed, or None; OverBudget where it has more than `most` bytes."""
+        try:
+            return await self._transport.read(Request("GET", kind, path_of(api_version, kind, namespace, name)), most)
         except NotFound:
             return None
 
@@ -118,9 +129,11 @@ class Cluster:
             Request("PATCH", manifest["kind"], path, query, manifest, "application/apply-patch+yaml")
         )
 
-    async def merge(self, api_version: str, kind: str, namespace: str, name: str, patch: Object) -> Object:
-        """JSON merge patch."""
-        path = path_of(api_version, kind, namespace, name)
+    async def merge(
+        self, api_version: str, kind: str, namespace: str, name: str, patch: Object, *, subresource: str = ""
+    ) -> Object:
+        """JSON merge patch of an object, or of its subresource."""
+        path = path_of(api_version, kind, namespace, name) + (f"/{subresource}" if subresource else "")
         return await self._write(Request("PATCH", kind, path, _FIELD_MANAGER, patch, "application/merge-patch+json"))
 
     async def create(self, manifest: Object) -> Object:
@@ -162,12 +175,16 @@ class Cluster:
 
     async def _write(self, request: Request) -> Object:
         answer = await self._transport.send(request)
-        about = answer.get("metadata") or {}
-        if not (about.get("name") and about.get("resourceVersion")):
-            what = f"the answer is no {request.kind} but {str(answer)[:100]}"
-            raise ClusterError(request.method, request.path, 200, what)
-        self._on_write(request.kind, about.get("namespace", ""), about["name"], answer)
+        name = name_of(answer)
+        if not (name and answer["metadata"].get("resourceVersion")):
+            raise _not_what_was_asked(request.method, request.path, request.kind, answer)
+        self._on_write(request.kind, answer["metadata"].get("namespace", ""), name, answer)
         return answer
+
+
+def _not_what_was_asked(method: str, path: str, kind: str, answer: Object) -> ClusterError:
+    what = f"{str(answer.get('kind'))[:60]} {name_of(answer)[:60]}".strip()
+    return ClusterError(method, path, 200, f"the answer is no {kind} of this name but {what!r}")
 
 
 def _path(manifest: Object) -> str:

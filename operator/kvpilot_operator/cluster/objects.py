@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from urllib.parse import quote
 
+from kvpilot_operator.errors import BadName
+
 Object = dict[str, Any]
 
+# A DNS-1123 subdomain, which the names of all these kinds are; the CRD's `pattern: *name` is the same.
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_MAX_NAME = 253
 _COLLECTIONS = {
     ("v1", "Pod"): "/api/v1/namespaces/{namespace}/pods",
     ("v1", "Service"): "/api/v1/namespaces/{namespace}/services",
@@ -25,13 +31,29 @@ _COLLECTIONS = {
 }
 
 
-def path_of(api_version: str, kind: str, namespace: str = "", name: str = "") -> str:
-    """The REST path of a collection, of all namespaces where none is named, or of one object in it."""
+def path_of(api_version: str, kind: str, namespace: str = "", name: str | None = None) -> str:
+    """The REST path of a collection, of all namespaces where none is named, or of one object in it.
+
+    Names may be a tenant's: one that no object can have would lead elsewhere (`..`), and is a BadName.
+    """
     collection = _COLLECTIONS[(api_version, kind)]
     if not namespace:
         collection = collection.replace("/namespaces/{namespace}", "")
-    collection = collection.format(namespace=quote(namespace))
-    return f"{collection}/{quote(name)}" if name else collection
+    collection = collection.format(namespace=_segment(kind, namespace)) if namespace else collection
+    return f"{collection}/{_segment(kind, name)}" if name is not None else collection
+
+
+def _segment(kind: str, name: str) -> str:
+    if len(name) > _MAX_NAME or _NAME.fullmatch(name) is None:
+        raise BadName(kind, name)
+    return quote(name, safe="")
+
+
+def name_of(answer: Object) -> str:
+    """The name of the object that an answer is; empty for a list, or anything else that is no object."""
+    metadata = answer.get("metadata")
+    name = metadata.get("name") if isinstance(metadata, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def version_of(kind: str, obj: Object) -> str:

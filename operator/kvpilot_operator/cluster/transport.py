@@ -11,9 +11,10 @@ import aiohttp
 import msgspec
 from kubernetes.aio.client import ApiClient
 
+from kvpilot_operator.budget import read_body
 from kvpilot_operator.cluster.gate import Gate
 from kvpilot_operator.cluster.objects import Object
-from kvpilot_operator.errors import ClusterError, Conflict, NotFound, Rejected, Throttled
+from kvpilot_operator.errors import ClusterError, Conflict, NotFound, OverBudget, Rejected, Throttled
 from kvpilot_operator.numbers import whole
 
 TIMEOUT_SECONDS = 15.0
@@ -77,6 +78,25 @@ class Transport:
         finally:
             self.on_request(verb or request.method, request.kind, status, time.perf_counter() - began)
         return answer
+
+    async def read(self, request: Request, most: int) -> bytes:
+        """The answer to a GET as the server sent it; OverBudget where it has more than `most` bytes."""
+        about = (request.method, request.path)
+        limit = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS, ceil_threshold=math.inf)
+        status, began = 0, time.perf_counter()
+        try:
+            async with await self._call(request, {}, limit) as answer:
+                status = answer.status
+                if (answer.content_length or 0) > most:
+                    raise OverBudget(f"{request.path}: {answer.content_length} bytes, more than {most}")
+                body = await read_body(answer.content.iter_any(), most, request.path)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ClusterError(*about, 0, f"{type(error).__name__}: {error}") from error
+        finally:
+            self.on_request(request.method, request.kind, status, time.perf_counter() - began)
+        if status != 200:
+            raise _typed(*about, status, body, answer.headers)
+        return body
 
     async def watch(self, request: Request) -> AsyncIterator[tuple[str, Object]]:
         """The events of a watch, each with its object, until the server has had enough."""

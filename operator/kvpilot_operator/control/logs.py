@@ -10,7 +10,7 @@ from types import TracebackType
 
 # A list, so that nothing gets into a log line because somebody happened to have it at hand.
 FIELDS = ("service", "pod", "action", "reason", "from_dtype", "to_dtype", "probe")
-_CHATTY = ("httpx", "asyncio", "aiohttp.access")
+_CHATTY = ("asyncio", "aiohttp.access")
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,11 @@ from datetime import UTC, datetime
 from itertools import pairwise
 
 from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.budget import CANARY_PROBE, CHECK, Places
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.errors import KvpilotError
+from kvpilot_operator.errors import KvpilotError, PlaceLost
 from kvpilot_operator.observe import baselines
-from kvpilot_operator.observe.gather import probe_config_maps
+from kvpilot_operator.observe.pack_texts import PackTexts
 from kvpilot_operator.observe.probe_plan import probe_prompts
 from kvpilot_operator.probes import run
 from kvpilot_operator.probes.codec import Control
@@ -23,10 +24,9 @@ from kvpilot_operator.state.snapshot import Captured, NothingKept, ProbeFailed, 
 
 log = logging.getLogger(__name__)
 
-# Probes of the whole fleet at once. Those of replicas that serve have places of their own: a canary never waits behind
-# a thousand of them, nor behind engines that hang.
-MAX_PROBES = 16
-MAX_CHECKS = 32
+# A probe that lost its place to others, because its engine said nothing for longer than the door's patience, begins
+# anew with twice the patience: an engine that is only slow gets through in the end.
+MAX_PATIENCE_SECONDS = 80.0
 # A probe that failed and that nobody counts (a baseline captured ahead of need) is tried again after this long, twice
 # as long each time it fails again.
 RETRY_SECONDS = 15.0
@@ -36,17 +36,20 @@ GIVE_WAY_SECONDS = 120.0
 # Served after everybody else's requests (their default is 0) by an engine that schedules by priority.
 LOW_PRIORITY = 1_000_000
 
+Outcome = Captured | NothingKept | run.Measurement | ProbeFailed
+
 
 class Prober:
     """`ensure` starts what a decision asks for; `on_result` is called with the service when something was found."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        self._texts = PackTexts(cluster)
         self._running: dict[ServiceKey, tuple[Request, asyncio.Task[None]]] = {}
         self._results: dict[ServiceKey, ProbeResult] = {}
         self._failures: dict[ServiceKey, int] = {}
-        self._probes = asyncio.Semaphore(MAX_PROBES)
-        self._checks = asyncio.Semaphore(MAX_CHECKS)
+        self._probes = Places(CANARY_PROBE)
+        self._checks = Places(CHECK)
         self.on_result: Callable[[ServiceKey], None] = lambda _: None
 
     def result(self, key: ServiceKey) -> ProbeResult | None:
@@ -89,8 +92,7 @@ class Prober:
         extra = {"service": str(key), "probe": request.identity}
         log.info("probe starts", extra=extra)
         try:
-            async with self._checks if isinstance(request, Measure) and request.serving else self._probes:
-                outcome = await self._run(key, spec, request)
+            outcome = await self._placed(key, spec, request)
         except KvpilotError as error:
             outcome = ProbeFailed(_reason(error), str(error))
             log.warning("probe failed: %s", error, extra=extra)
@@ -110,31 +112,42 @@ class Prober:
         else:
             self._failures.pop(key, None)
 
+    async def _placed(self, key: ServiceKey, spec: Spec, request: Request) -> Outcome:
+        """Wait for a place, and again where it was lost, and probe."""
+        places = self._checks if isinstance(request, Measure) and request.serving else self._probes
+        patience = places.door.patience_seconds
+        while True:
+            try:
+                async with places.of(key, key.namespace, patience) as place:
+                    return await self._run(key, spec, request, place.progress)
+            except PlaceLost as lost:
+                log.info("probe begins anew: %s", lost, extra={"service": str(key), "probe": request.identity})
+                patience = min(2 * patience, MAX_PATIENCE_SECONDS)
+
     def _drop(self, key: ServiceKey, identity: str) -> None:
         kept = self._results.get(key)
         if kept is not None and kept.request.identity == identity:
             del self._results[key]
             self.on_result(key)
 
-    async def _run(
-        self, key: ServiceKey, spec: Spec, request: Request
-    ) -> Captured | NothingKept | run.Measurement | ProbeFailed:
+    async def _run(self, key: ServiceKey, spec: Spec, request: Request, progress: run.Progress) -> Outcome:
         if isinstance(request, Measure):
             try:
                 baseline = await baselines.read(self._cluster, key, request.config_map)
             except MalformedBaseline as error:
                 return ProbeFailed("BaselineLost", str(error))
-            return await run.measure(request.url, request.model, baseline, settings=_settings(spec, request))
+            settings = _settings(spec, request)
+            return await run.measure(request.url, request.model, baseline, settings=settings, progress=progress)
         kept = await baselines.find(self._cluster, key, request.config_map, request.baseline)
         if kept is not None:
             return Captured(kept, adopted=True)
         if isinstance(request, Find):
             return NothingKept()
-        return await self._capture(key, spec, request)
+        return await self._capture(key, spec, request, progress)
 
-    async def _capture(self, key: ServiceKey, spec: Spec, request: Capture) -> Captured:
+    async def _capture(self, key: ServiceKey, spec: Spec, request: Capture, progress: run.Progress) -> Captured:
         settings = _settings(spec, request)
-        prompts = probe_prompts(spec, await probe_config_maps(self._cluster, key, spec))
+        prompts = probe_prompts(spec, await self._texts.of(key, spec))
         baseline = await run.capture(
             request.url,
             request.model,
@@ -142,8 +155,9 @@ class Prober:
             identity=request.baseline,
             dtype=spec.kv_cache.baseline,
             settings=settings,
+            progress=progress,
         )
-        noise = await run.control(request.url, request.model, baseline, settings=settings)
+        noise = await run.control(request.url, request.model, baseline, settings=settings, progress=progress)
         control = Control(
             captured=datetime.now(UTC).replace(microsecond=0),
             prompts=noise.prompts,

@@ -139,7 +139,7 @@ def _judged(obj: Object) -> tuple[tuple[Fault, ...], Spec | None]:
         text = (
             f"cannot be read by this operator ({type(error).__name__}{where}): go back to the last one, and report this"
         )
-        return (Fault("spec", None, text),), None
+        return (Fault("spec", text),), None
 
 
 def _itself(obj: Object) -> ServiceKey:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -13,12 +15,14 @@ from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.believe import Judged
 from kvpilot_operator.observe.fleet import Fleet
+from kvpilot_operator.observe.pack_texts import PackTexts
 from kvpilot_operator.observe.page import PodMetrics
 from kvpilot_operator.observe.probe_plan import probe_plan
 from kvpilot_operator.observe.questions import observed
-from kvpilot_operator.observe.scrape import open_session, scrape
+from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.observe.views import facts_of_node, gpu_of, node_facts, route_view
 from kvpilot_operator.observe.windows import Windows, need
+from kvpilot_operator.probes.errors import PackError
 from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND, deployment_name, engine_url
 from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.snapshot import (
@@ -34,8 +38,6 @@ from kvpilot_operator.state.snapshot import (
 
 log = logging.getLogger(__name__)
 
-# Pods that hang hold their place for as long as a scrape may take: many places, so that the others are still asked.
-MAX_SCRAPES_AT_ONCE = 512
 # What is known of a node with GPUs is believed for so long, and of one that shows none: its labels may still come.
 NODE_SECONDS = 600.0
 BARE_NODE_SECONDS = 30.0
@@ -59,15 +61,15 @@ class Observer:
         self._server = server
         self._clock = clock
         self._on_scrape = on_scrape
-        self._http = open_session()
-        self._scrapes = asyncio.Semaphore(MAX_SCRAPES_AT_ONCE)
-        self._plans: dict[ServiceKey, tuple[object, Mapping[str, Mapping[str, str]], ProbePlan]] = {}
+        self._scraper = Scraper()
+        self._texts = PackTexts(cluster)
+        self._plans: dict[ServiceKey, tuple[object, ProbePlan]] = {}
         self._nodes: dict[str, tuple[datetime, Object]] = {}
         self._told: dict[tuple[ServiceKey, str], frozenset[str]] = {}
 
     async def close(self) -> None:
         """Close the connections to engines."""
-        await self._http.close()
+        await self._scraper.close()
 
     async def snapshot(self, key: ServiceKey, probe_result: ProbeResult | None) -> Snapshot | None:
         """Everything about one service now, or None where it does not exist or is being deleted."""
@@ -164,8 +166,7 @@ class Observer:
 
     async def _scrape_pod(self, key: ServiceKey, pod: PodView) -> PodMetrics | None:
         try:
-            async with self._scrapes:
-                page = await scrape(self._http, engine_url(pod.ip))
+            page = await self._scraper.scrape(key, engine_url(pod.ip))
         except ScrapeError as error:
             log.warning("scrape failed: %s", error, extra={"service": str(key), "pod": pod.name})
             self._on_scrape(False)
@@ -204,21 +205,20 @@ class Observer:
     async def _probe_plan(self, key: ServiceKey, spec: Spec | None) -> ProbePlan:
         if spec is None:
             return ProbePlan()
-        maps = await probe_config_maps(self._cluster, key, spec)
-        # All that a plan depends on; reading the packs takes some 60 ms, so not at every edit.
-        about = (spec.model, spec.kv_cache.baseline, spec.accuracy.probe_sets)
+        try:
+            texts = await self._texts.of(key, spec)
+        except PackError as error:
+            self._plans.pop(key, None)
+            return ProbePlan(fault=str(error))
+        # All that a plan depends on; reading the packs takes some 60 ms, so not at every edit. Of texts the digest is
+        # kept: they are a tenant's, and of any number.
+        digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()
+        about = (spec.model, spec.kv_cache.baseline, spec.accuracy.probe_sets, digest)
         known = self._plans.get(key)
-        if known is None or known[0] != about or known[1] != maps:
-            known = self._plans[key] = (about, maps, probe_plan(spec, maps))
-        return known[2]
+        if known is None or known[0] != about:
+            known = self._plans[key] = (about, probe_plan(spec, texts))
+        return known[1]
 
 
 def _nodes_of(pods: Sequence[PodView]) -> list[str]:
     return sorted({pod.node for pod in pods if pod.node})
-
-
-async def probe_config_maps(cluster: Cluster, key: ServiceKey, spec: Spec) -> dict[str, Mapping[str, str]]:
-    """The data of the ConfigMaps that `spec.accuracy.probeSets` names; one that does not exist is left out."""
-    names = [name.partition("/")[2] for name in spec.accuracy.probe_sets if name.startswith("configmap/")]
-    found = await asyncio.gather(*(cluster.find("v1", "ConfigMap", key.namespace, name) for name in names))
-    return {name: one.get("data") or {} for name, one in zip(names, found, strict=True) if one is not None}

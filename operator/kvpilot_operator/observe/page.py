@@ -1,5 +1,7 @@
 """vLLM's page of metrics: from the text of /metrics to the numbers that decisions need.
 
+A page is read chunk by chunk (`series.py`) and added up at once: what is held is the same for a page of any size.
+
 Read against the sources of vLLM 0.28, 0.30 and 0.32, which agree on every name. Two are accepted in their older
 spelling too: a page that has both says the same twice, and the newer one is read.
 """
@@ -7,12 +9,12 @@ spelling too: a page that has both says the same twice, and the newer one is rea
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from kvpilot_operator.errors import ScrapeError
+from kvpilot_operator.observe.series import SeriesReader, labels_of
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.snapshot import ModelFacts
 
@@ -40,11 +42,16 @@ _TTFT = "vllm:time_to_first_token_seconds"
 _PROMPT_LENGTHS = "vllm:request_prompt_tokens"
 _GENERATION_LENGTHS = "vllm:request_generation_tokens"
 
-_WANTED = frozenset(
-    [*_USAGE, _RUNNING, _WAITING, _WAITING_BY_REASON, _FINISHED, _HTTP, _CONFIG, _MODEL, _START]
-    + [_PREEMPTIONS, _PROMPT_TOKENS, _GENERATION_TOKENS, _PREFIX_QUERIES, _PREFIX_HITS, _PREFILL, _DECODE]
-    + [f"{name}_{part}" for name in (*_ITL, _TTFT, _PROMPT_LENGTHS, _GENERATION_LENGTHS) for part in ("bucket", "sum")]
-)
+_HISTOGRAMS = (*_ITL, _TTFT, _PROMPT_LENGTHS, _GENERATION_LENGTHS)
+_SINGLE = (_RUNNING, _WAITING, _PREEMPTIONS, _PROMPT_TOKENS, _GENERATION_TOKENS, _PREFIX_QUERIES, _PREFIX_HITS, _START)
+# Of these a part is counted by itself, told by a label.
+_PARTED = (_WAITING_BY_REASON, _FINISHED, _HTTP)
+_COUNTERS = frozenset((*_SINGLE, *_PARTED))
+# Seconds and lengths, which a request that failed may lower.
+_SUMS = frozenset([_PREFILL, _DECODE, *(f"{name}_sum" for name in _HISTOGRAMS)])
+_BUCKETS = {f"{name}_bucket": name for name in _HISTOGRAMS}
+WANTED = frozenset(name.encode() for name in (*_USAGE, *_COUNTERS, *_SUMS, *_BUCKETS, _CONFIG, _MODEL))
+"""The names of the series that are read."""
 _NOTHING = Histogram()
 
 # One pod holds a connection for each request; a process may open about a million files.
@@ -57,13 +64,6 @@ MOST_BUCKETS = 200
 _LONGEST_BOUND = 32
 # What status.kvCache.observedDtype holds.
 _LONGEST_DTYPE = 63
-_EXCERPT = 100
-
-_LINE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?[ \t]+(\S+)(?:[ \t]+-?\d+)?")
-_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
-_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
-
-_Series = tuple[Mapping[str, str], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,135 +120,170 @@ class PodMetrics:
 
 
 def parse_page(text: str) -> PodMetrics:
-    """Read a page of Prometheus text.
+    """Read a whole page; raises ScrapeError, as `PageReader` does."""
+    reader = PageReader()
+    reader.feed(text.encode("utf-8", errors="replace"))
+    return reader.close()
 
-    Raises:
-        ScrapeError: use of the cache is missing, a line cannot be read, or a value cannot be true (negative, not a
-            number, infinite, a share above 1, buckets that fall or are too many, more requests than a process has
-            connections, more tokens than memory holds, a dtype too long to be one).
+
+class PageReader:
+    """Takes one page of Prometheus text in chunks.
+
+    `feed` and `close` raise ScrapeError: the page is larger than one may be, use of the cache is missing, a line cannot
+    be read, or a value cannot be true (negative, not a number, infinite, a share above 1, buckets that fall or are too
+    many, more requests than a process has connections, more tokens than memory holds, a dtype too long to be one).
     """
-    found = _read(text)
-    usage_name = next((name for name in _USAGE if name in found), None)
-    if usage_name is None:
-        raise ScrapeError(f"none of {', '.join(_USAGE)} is on the page: is this a vLLM server?")
-    # One series an engine (data parallel ranks): shares are averaged, all else adds up.
-    shares = [value for _, value in found[usage_name]]
-    for share in shares:
-        if not 0.0 <= share <= 1.0:
-            raise ScrapeError(f"{usage_name} is {share}, not a share between 0 and 1")
-    for_room = [s for s in found.get(_WAITING_BY_REASON, ()) if s[0].get("reason") == "capacity"]
-    itl_name = next((name for name in _ITL if f"{name}_bucket" in found), "")
-    config = [labels for labels, _ in found.get(_CONFIG, ())]
-    starts = found.get(_START)
-    return PodMetrics(
-        usage=sum(shares) / len(shares),
-        usage_name=usage_name,
-        running=_requests(_RUNNING, found.get(_RUNNING, ())),
-        waiting=_requests(_WAITING, for_room or found.get(_WAITING, ())),
-        capacity_tokens=_tokens("the capacity", sum(map(_capacity, config))),
-        blocks=_tokens("num_gpu_blocks", sum(_number(labels.get("num_gpu_blocks", "")) for labels in config)),
-        dtype=_dtype(config[-1]) if config else "",
-        itl_name=itl_name,
-        process_start=_count(_START, starts) if starts else None,
-        totals=_totals(found, itl_name),
-        model=_model(found.get(_MODEL, ())),
-    )
+
+    def __init__(self) -> None:
+        self._series = SeriesReader(WANTED, self._add)
+        # One series an engine (data parallel ranks): shares are averaged, all else adds up.
+        self._shares: dict[str, tuple[float, int]] = {}
+        self._sums: dict[str, float] = {}
+        self._buckets: dict[str, dict[str, float]] = {}
+        self._for_room: float | None = None
+        self._errors = self._server_errors = 0.0
+        self._capacity = self._blocks = 0
+        self._dtype = ""
+        self._model: ModelFacts | None = None
+
+    def feed(self, chunk: bytes) -> None:
+        """Read the next bytes of the page."""
+        self._series.feed(chunk)
+
+    def close(self) -> PodMetrics:
+        """What the page said; it is over."""
+        self._series.close()
+        usage_name = next((name for name in _USAGE if name in self._shares), None)
+        if usage_name is None:
+            raise ScrapeError(f"none of {', '.join(_USAGE)} is on the page: is this a vLLM server?")
+        total, ranks = self._shares[usage_name]
+        itl_name = next((name for name in _ITL if name in self._buckets), "")
+        waiting = self._for_room if self._for_room is not None else self._sums.get(_WAITING, 0.0)
+        return PodMetrics(
+            usage=total / ranks,
+            usage_name=usage_name,
+            running=_requests(_RUNNING, self._sums.get(_RUNNING, 0.0)),
+            waiting=_requests(_WAITING, waiting),
+            capacity_tokens=_tokens("the capacity", self._capacity),
+            blocks=_tokens("num_gpu_blocks", self._blocks),
+            dtype=self._dtype,
+            itl_name=itl_name,
+            process_start=self._count(_START) if _START in self._sums else None,
+            totals=self._totals(itl_name),
+            model=self._model,
+        )
+
+    def _add(self, name: str, labels: str, value: float) -> None:
+        """One series more."""
+        if name in _COUNTERS:
+            self._sums[name] = self._sums.get(name, 0.0) + _counted(name, value)
+            if name in _PARTED:
+                self._add_part(name, labels_of(labels), value)
+        elif name in _BUCKETS:
+            self._add_bucket(name, labels_of(labels).get("le", ""), _counted(name, value))
+        elif name in _SUMS:
+            self._sums[name] = self._sums.get(name, 0.0) + value
+        elif name in _USAGE:
+            if not 0.0 <= value <= 1.0:
+                raise ScrapeError(f"{name} is {value}, not a share between 0 and 1")
+            total, ranks = self._shares.get(name, (0.0, 0))
+            self._shares[name] = (total + value, ranks + 1)
+        elif name == _CONFIG:
+            self._add_config(labels_of(labels))
+        elif self._model is None:
+            self._model = _model(labels_of(labels))
+
+    def _add_part(self, name: str, labels: Mapping[str, str], value: float) -> None:
+        if name == _WAITING_BY_REASON and labels.get("reason") == "capacity":
+            self._for_room = (self._for_room or 0.0) + value
+        elif name == _FINISHED and labels.get("finished_reason") == "error":
+            self._errors += value
+        elif (
+            name == _HTTP and labels.get("status", "").startswith("5") and labels.get("handler", "").startswith("/v1/")
+        ):
+            self._server_errors += value
+
+    def _add_bucket(self, name: str, edge: str, value: float) -> None:
+        reached = self._buckets.setdefault(_BUCKETS[name], {})
+        reached[edge] = reached.get(edge, 0.0) + value
+        if len(reached) > MOST_BUCKETS or len(edge) > _LONGEST_BOUND:
+            raise ScrapeError(
+                f"{name}: {len(reached)} bounds, one of {len(edge)} characters; no engine has more than "
+                f"{MOST_BUCKETS} of {_LONGEST_BOUND}"
+            )
+
+    def _add_config(self, labels: Mapping[str, str]) -> None:
+        blocks, dtype = _number(labels.get("num_gpu_blocks", "")), labels.get("cache_dtype", "")
+        if len(dtype) > _LONGEST_DTYPE:
+            raise ScrapeError(f"{_CONFIG}: cache_dtype has {len(dtype)} characters: no dtype's name has so many")
+        self._blocks += blocks
+        self._capacity += _number(labels.get("kv_cache_size_tokens", "")) or blocks * _number(
+            labels.get("block_size", "")
+        )
+        self._dtype = dtype
+
+    def _totals(self, itl_name: str) -> Totals:
+        return Totals(
+            preemptions=self._count(_PREEMPTIONS),
+            prompt_tokens=self._count(_PROMPT_TOKENS),
+            generation_tokens=self._count(_GENERATION_TOKENS),
+            prefix_queries=self._count(_PREFIX_QUERIES),
+            prefix_hits=self._count(_PREFIX_HITS),
+            finished=self._count(_FINISHED),
+            errors=_whole(_FINISHED, self._errors),
+            server_errors=_whole(_HTTP, self._server_errors),
+            prefill_seconds=self._sum(_PREFILL),
+            decode_seconds=self._sum(_DECODE),
+            ttft=self._histogram(_TTFT),
+            itl=self._histogram(itl_name),
+            prompt_lengths=self._histogram(_PROMPT_LENGTHS),
+            generation_lengths=self._histogram(_GENERATION_LENGTHS),
+        )
+
+    def _count(self, name: str) -> float:
+        return _whole(name, self._sums.get(name, 0.0))
+
+    def _sum(self, name: str) -> float:
+        total = self._sums.get(name, 0.0)
+        if not abs(total) <= MOST_COUNTED:
+            raise ScrapeError(f"{name} is {total}: not a number, or beyond {MOST_COUNTED:g}")
+        return total
+
+    def _histogram(self, name: str) -> Histogram:
+        """The histogram over all of its series; an empty one where the page has none."""
+        reached = self._buckets.get(name)
+        if not reached:
+            return _NOTHING
+        bounds = _bounds(name, tuple(reached))
+        counts: list[float] = []
+        below = 0.0
+        for edge in sorted(reached, key=float):
+            upto = _whole(f"{name}_bucket", reached[edge])
+            if upto < below:
+                raise ScrapeError(f"{name}_bucket: {upto:g} up to {edge} and {below:g} up to the bound before it")
+            counts.append(int(upto - below))
+            below = upto
+        return Histogram(bounds, tuple(counts), self._sum(f"{name}_sum"))
 
 
-def _read(text: str) -> dict[str, list[_Series]]:
-    """The wanted series by name. Most of a page is of no interest, so its lines are told apart by their name first."""
-    found: dict[str, list[_Series]] = {}
-    for line in text.split("\n"):  # a label may hold what else Python takes for the end of a line
-        name = _NAME.match(line)
-        if name is None or name[0] not in _WANTED:
-            continue
-        parts = _LINE.fullmatch(line.rstrip())
-        try:
-            if parts is None:
-                raise ValueError("not a series and its value")
-            found.setdefault(name[0], []).append((dict(_LABEL.findall(parts[2] or "")), float(parts[3])))
-        except ValueError as error:
-            raise ScrapeError(f"not Prometheus text: {line[:_EXCERPT]!r}: {str(error)[:_EXCERPT]}") from error
-    return found
+def _counted(name: str, value: float) -> float:
+    if not (math.isfinite(value) and value >= 0):
+        raise ScrapeError(f"{name} is {value}: negative or not a number")
+    return value
 
 
-def _totals(found: Mapping[str, list[_Series]], itl_name: str) -> Totals:
-    ended, answers = found.get(_FINISHED, ()), found.get(_HTTP, ())
-
-    def count(name: str) -> float:
-        return _count(name, found.get(name, ()))
-
-    return Totals(
-        preemptions=count(_PREEMPTIONS),
-        prompt_tokens=count(_PROMPT_TOKENS),
-        generation_tokens=count(_GENERATION_TOKENS),
-        prefix_queries=count(_PREFIX_QUERIES),
-        prefix_hits=count(_PREFIX_HITS),
-        finished=count(_FINISHED),
-        errors=_count(_FINISHED, [s for s in ended if s[0].get("finished_reason") == "error"]),
-        server_errors=_count(_HTTP, [s for s in answers if _is_server_error(s[0])]),
-        prefill_seconds=_sum(_PREFILL, found.get(_PREFILL, ())),
-        decode_seconds=_sum(_DECODE, found.get(_DECODE, ())),
-        ttft=_histogram(_TTFT, found),
-        itl=_histogram(itl_name, found),
-        prompt_lengths=_histogram(_PROMPT_LENGTHS, found),
-        generation_lengths=_histogram(_GENERATION_LENGTHS, found),
-    )
-
-
-def _is_server_error(labels: Mapping[str, str]) -> bool:
-    return labels.get("status", "").startswith("5") and labels.get("handler", "").startswith("/v1/")
-
-
-def _count(name: str, series: Iterable[_Series]) -> float:
+def _whole(name: str, total: float) -> float:
     """The sum of a counter's series, as an int where it is whole: small ints cost no memory."""
-    total = 0.0
-    for _, value in series:
-        if not (math.isfinite(value) and value >= 0):
-            raise ScrapeError(f"{name} is {value}: negative or not a number")
-        total += value
     if total > MOST_COUNTED:
         raise ScrapeError(f"{name} is {total:g}: impossible, nothing counts beyond {MOST_COUNTED:g}")
     return int(total) if total.is_integer() else total
 
 
-def _requests(name: str, series: Iterable[_Series]) -> float:
-    number = _count(name, series)
+def _requests(name: str, total: float) -> float:
+    number = _whole(name, total)
     if number > MOST_REQUESTS:
         raise ScrapeError(f"{name} is {number:g}: impossible, no process serves more than {MOST_REQUESTS} at once")
     return number
-
-
-def _histogram(name: str, found: Mapping[str, list[_Series]]) -> Histogram:
-    """The histogram over all of its series; an empty one where the page has none."""
-    reached: dict[str, float] = {}
-    for labels, value in found.get(f"{name}_bucket", ()):
-        edge = labels.get("le", "")
-        reached[edge] = reached.get(edge, 0.0) + _count(f"{name}_bucket", [(labels, value)])
-    if not reached:
-        return _NOTHING
-    if len(reached) > MOST_BUCKETS or max(map(len, reached)) > _LONGEST_BOUND:
-        raise ScrapeError(
-            f"{name}_bucket: {len(reached)} bounds, the longest of {max(map(len, reached))} characters; no engine has "
-            f"more than {MOST_BUCKETS} of {_LONGEST_BOUND}"
-        )
-    bounds = _bounds(name, tuple(reached))
-    counts: list[float] = []
-    below = 0.0
-    for edge in sorted(reached, key=float):
-        upto = reached[edge]
-        if upto < below:
-            raise ScrapeError(f"{name}_bucket: {upto:g} up to {edge} and {below:g} up to the bound before it")
-        counts.append(int(upto - below))
-        below = upto
-    return Histogram(bounds, tuple(counts), _sum(f"{name}_sum", found.get(f"{name}_sum", ())))
-
-
-def _sum(name: str, series: Iterable[_Series]) -> float:
-    total = sum(value for _, value in series)
-    if not abs(total) <= MOST_COUNTED:
-        raise ScrapeError(f"{name} is {total}: not a number, or beyond {MOST_COUNTED:g}")
-    return total
 
 
 @lru_cache(maxsize=256)
@@ -265,31 +300,18 @@ def _bounds(name: str, edges: tuple[str, ...]) -> tuple[float, ...]:
     return tuple(rising[:-1])
 
 
-def _model(series: Iterable[_Series]) -> ModelFacts | None:
-    for labels, _ in series:
-        sizes = {f.name: labels.get(f.name, "") for f in fields(ModelFacts)}
-        mla = sizes.pop("mla")
-        if all(_number(size) or size == "0" for size in sizes.values()) and mla in ("true", "false"):
-            return ModelFacts(**{name: int(size) for name, size in sizes.items()}, mla=mla == "true")
+def _model(labels: Mapping[str, str]) -> ModelFacts | None:
+    sizes = {f.name: labels.get(f.name, "") for f in fields(ModelFacts)}
+    mla = sizes.pop("mla")
+    if all(_number(size) or size == "0" for size in sizes.values()) and mla in ("true", "false"):
+        return ModelFacts(**{name: int(size) for name, size in sizes.items()}, mla=mla == "true")
     return None
-
-
-def _capacity(labels: Mapping[str, str]) -> int:
-    tokens = _number(labels.get("kv_cache_size_tokens", ""))
-    return tokens or _number(labels.get("num_gpu_blocks", "")) * _number(labels.get("block_size", ""))
 
 
 def _tokens(what: str, number: int) -> int:
     if number > MOST_TOKENS:
         raise ScrapeError(f"{_CONFIG}: {what} is {number}: impossible, no memory holds more than {MOST_TOKENS} tokens")
     return number
-
-
-def _dtype(labels: Mapping[str, str]) -> str:
-    dtype = labels.get("cache_dtype", "")
-    if len(dtype) > _LONGEST_DTYPE:
-        raise ScrapeError(f"{_CONFIG}: cache_dtype has {len(dtype)} characters: no dtype's name has so many")
-    return dtype
 
 
 def _number(text: str) -> int:

@@ -1,66 +1,79 @@
-"""Fetches one engine's /metrics, within limits on time and size."""
+"""Fetches the engines' pages of metrics, within limits on time, size, memory and places."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import aiohttp
 
-from kvpilot_operator.errors import ScrapeError
-from kvpilot_operator.observe.page import PodMetrics, parse_page
+from kvpilot_operator.budget import METRICS, METRICS_CHUNK_BYTES, METRICS_SOCKET_BYTES, METRICS_TURN, Places
+from kvpilot_operator.errors import PlaceLost, ScrapeError
+from kvpilot_operator.observe.page import PageReader, PodMetrics
+from kvpilot_operator.state.snapshot import ServiceKey
 
-# A healthy engine's page is some 50 KiB for each data parallel rank; a pod that sends more than this is not believed.
-MAX_PAGE_BYTES = 4 * 1024 * 1024
 # For all of it: a server that drips a byte a second must not hold a scrape.
 TIMEOUT_SECONDS = 5.0
-# Reading a page of this size takes about 5 ms; a larger one is read in a thread, so that nobody waits for it.
-_LARGE = 256 * 1024
 _EXCERPT = 200
 
 
-def open_session() -> aiohttp.ClientSession:
-    """A session for `scrape`; whoever opens it closes it.
+class Scraper:
+    """Fetches pages; whoever opens one closes it.
 
     No proxy from the environment, no cookies, and plain bytes only: a few KiB of a compressed page may be gigabytes. A
     connection for each scrape: engines close idle ones after 5 s, sooner than a large fleet comes back to them.
     """
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, force_close=True),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        headers={"Accept-Encoding": "identity"},
-        auto_decompress=False,
-        trust_env=False,
-        timeout=aiohttp.ClientTimeout(total=None),
-    )
+
+    def __init__(self) -> None:
+        self._places = Places(METRICS)
+        self._turns = Places(METRICS_TURN)
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_socket),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"Accept-Encoding": "identity"},
+            auto_decompress=False,
+            trust_env=False,
+            timeout=aiohttp.ClientTimeout(total=None),
+            read_bufsize=METRICS_CHUNK_BYTES,
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.close()
+
+    async def scrape(self, service: ServiceKey, url: str) -> PodMetrics:
+        """Fetch and read the page of one pod of a service; every failure is a ScrapeError that names the address."""
+        address = f"{url}/metrics"
+        try:
+            async with self._places.of(service, service.namespace):
+                return await self._fetch(service, address)
+        except (ScrapeError, PlaceLost) as error:
+            raise ScrapeError(f"{address}: {error}") from error
+        except TimeoutError as error:
+            raise ScrapeError(f"{address}: no whole page within {TIMEOUT_SECONDS:g} s") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            # What the server sent may be part of the text.
+            raise ScrapeError(f"{address}: {type(error).__name__}: {str(error)[:_EXCERPT]}") from error
+
+    async def _fetch(self, service: ServiceKey, address: str) -> PodMetrics:
+        page = PageReader()
+        async with asyncio.timeout(TIMEOUT_SECONDS), self._http.get(address, allow_redirects=False) as answer:
+            if answer.status != 200:
+                raise ScrapeError(f"HTTP {answer.status}")
+            encoding = answer.headers.get("Content-Encoding", "identity")
+            if encoding != "identity":
+                raise ScrapeError(f"the page is encoded ({encoding[:_EXCERPT]}), though plain text was asked for")
+            async for chunk in answer.content.iter_chunked(METRICS_CHUNK_BYTES):
+                async with self._turns.of(service, service.namespace):
+                    page.feed(chunk)
+                    # Whatever else is ready comes before the next chunk, whoever's it is.
+                    await asyncio.sleep(0)
+        return page.close()
 
 
-async def scrape(session: aiohttp.ClientSession, url: str) -> PodMetrics:
-    """Fetch and read one pod's page; every failure is a ScrapeError that names the address."""
-    address = f"{url}/metrics"
-    try:
-        async with asyncio.timeout(TIMEOUT_SECONDS), session.get(address, allow_redirects=False) as answer:
-            page = await _body(address, answer)
-    except TimeoutError as error:
-        raise ScrapeError(f"{address}: no whole page within {TIMEOUT_SECONDS:g} s") from error
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        # What the server sent may be part of the text.
-        raise ScrapeError(f"{address}: {type(error).__name__}: {str(error)[:_EXCERPT]}") from error
-    text = page.decode("utf-8", errors="replace")
-    try:
-        return parse_page(text) if len(page) < _LARGE else await asyncio.to_thread(parse_page, text)
-    except ScrapeError as error:
-        raise ScrapeError(f"{address}: {error}") from error
-
-
-async def _body(address: str, answer: aiohttp.ClientResponse) -> bytearray:
-    if answer.status != 200:
-        raise ScrapeError(f"{address}: HTTP {answer.status}")
-    encoding = answer.headers.get("Content-Encoding", "identity")
-    if encoding != "identity":
-        raise ScrapeError(f"{address}: the page is encoded ({encoding[:_EXCERPT]}), though plain text was asked for")
-    page = bytearray()
-    async for chunk in answer.content.iter_any():
-        page += chunk
-        if len(page) > MAX_PAGE_BYTES:
-            raise ScrapeError(f"{address}: more than {MAX_PAGE_BYTES} bytes")
-    return page
+def _socket(address: aiohttp.connector.AddrInfoType) -> socket.socket:
+    """A socket for this address whose buffer is bounded: the kernel's memory counts as the container's, too."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, METRICS_SOCKET_BYTES)
+    return made

@@ -1,28 +1,38 @@
 """From an engine's JSON to tokens and logprobs, with nothing taken on trust. Pure.
 
-A missing or non-finite logprob becomes an empty position, which is maximal damage; anything that is not the API is a
-`MalformedAnswer` that names the address and shows the start of what came.
+Answers are decoded into their types at once: what was not asked for is passed over and never made, and the first value
+that is not the API's ends it. A missing or non-finite logprob becomes an empty position, which is maximal damage;
+anything that is not the API is a `MalformedAnswer` that names the address and shows the start of what came.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import re
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Annotated, NamedTuple, TypeVar
 
-from kvpilot_operator.probes.codec import MAX_TOKEN_ID
+import msgspec
+from msgspec import Meta
+
+from kvpilot_operator.probes.codec import MAX_TEXT, MAX_TOKEN_ID, MAX_TOP
 from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer
 from kvpilot_operator.probes.stats import MIN_LOGPROB, Logprobs
 
 MAX_EXCERPT = 300
-MAX_TOP = 64
+# A token id with its comma and space.
+BYTES_A_TOKEN = 10
 _TOKEN_PREFIX = "token_id:"  # noqa: S105 - vLLM's spelling of a token id, nothing secret
+# Strings are taken whole, a last one even without its end, so that no text costs more than its length.
+_NOT_FINITE = re.compile(rb'("(?:[^"\\]++|\\.?)*+"?)|-?(?:NaN|Infinity)', re.DOTALL)
+
+T = TypeVar("T")
 
 
 class Tokenized(NamedTuple):
     """A prompt's token ids and the engine's context length in tokens."""
 
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     max_model_len: int
 
 
@@ -34,96 +44,102 @@ class Step(NamedTuple):
     stopped: bool
 
 
-def read_object(url: str, data: bytes) -> Mapping[str, Any]:
-    """Return the JSON object in `data`; raises `MalformedAnswer`."""
-    try:
-        # json reads NaN and Infinity, which an engine with broken logits may send; they become None.
-        answer = json.loads(data, parse_constant=lambda _: None)
-    except (ValueError, RecursionError) as error:
-        raise MalformedAnswer(f"{url}: not JSON: {printable(data)}") from error
-    if not isinstance(answer, dict):
-        raise MalformedAnswer(f"{url}: {_excerpt(answer)}; expected an object")
-    return answer
+class _Tokenized(msgspec.Struct):
+    tokens: Annotated[list[Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]], Meta(min_length=1)]
+    max_model_len: Annotated[int, Meta(ge=1)]
 
 
-def read_tokens(url: str, answer: Mapping[str, Any]) -> Tokenized:
+class _Logprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float | str | None]
+    top_logprobs: list[dict[str, float | str | None] | None]
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: Annotated[list[_Choice], Meta(max_length=1)] | msgspec.UnsetType = msgspec.UNSET
+    error: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Error(msgspec.Struct):
+    code: Annotated[int, Meta(ge=100, le=599)] = 500
+
+
+def read_tokens(url: str, data: bytes | bytearray) -> Tokenized:
     """Return what /tokenize said; raises `MalformedAnswer`."""
-    tokens, length = answer.get("tokens"), answer.get("max_model_len")
-    if not isinstance(tokens, list) or not tokens or not all(_is_token(t) for t in tokens):
-        raise MalformedAnswer(f"{url}: tokens is {_excerpt(tokens)}; expected a list of token ids")
-    if not isinstance(length, int) or length < 1:
-        raise MalformedAnswer(f"{url}: max_model_len is {_excerpt(length)}; expected a length")
-    return Tokenized(tuple(tokens), length)
+    answer = _decoded(url, data, _Tokenized)
+    return Tokenized(array("I", answer.tokens), answer.max_model_len)
 
 
-def read_steps(url: str, chunk: Mapping[str, Any]) -> list[Step]:
+def read_steps(url: str, data: bytes) -> list[Step]:
     """Return a streamed chunk's tokens; an engine that fails in the middle of a stream says so in `error`."""
-    if "error" in chunk:
-        error = chunk["error"]
-        code = error.get("code") if isinstance(error, dict) else None
-        raise EngineRefused(url, code if isinstance(code, int) else 500, _excerpt(error))
-    choices = chunk.get("choices")
-    if not isinstance(choices, list) or len(choices) > 1 or (choices and not isinstance(choices[0], dict)):
-        raise MalformedAnswer(f"{url}: choices is {_excerpt(choices)}; expected one choice")
-    if not choices or choices[0].get("logprobs") is None:
+    try:
+        chunk = _decoded(url, data, _Chunk)
+    except MalformedAnswer:
+        # An engine with broken logits may send NaN and Infinity, which are no JSON: they count as null.
+        finite = _NOT_FINITE.sub(lambda found: found[1] or b"null", data)
+        if finite == data:
+            raise
+        chunk = _decoded(url, finite, _Chunk)
+    if chunk.error is not msgspec.UNSET:
+        raise EngineRefused(url, _code(chunk.error), printable(bytes(chunk.error)))
+    if chunk.choices is msgspec.UNSET:
+        raise MalformedAnswer(f"{url}: no choices in {printable(data)}")
+    if not chunk.choices or chunk.choices[0].logprobs is None:
         return []
-    choice, logprobs = choices[0], choices[0]["logprobs"]
-    text = choice.get("text")
-    lists = [
-        logprobs.get(key) if isinstance(logprobs, dict) else None
-        for key in ("tokens", "token_logprobs", "top_logprobs")
-    ]
-    if (
-        not isinstance(text, str)
-        or not all(isinstance(x, list) for x in lists)
-        or len({len(x or []) for x in lists}) != 1
-    ):
-        raise MalformedAnswer(
-            f"{url}: logprobs is {_excerpt(logprobs)}; expected tokens, token_logprobs and top_logprobs"
-        )
-    tokens, chosen, tops = (x or [] for x in lists)
-    stopped = choice.get("finish_reason") == "stop"
+    choice, logprobs = chunk.choices[0], chunk.choices[0].logprobs
+    if not len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs):
+        raise MalformedAnswer(f"{url}: tokens, token_logprobs and top_logprobs differ in length: {printable(data)}")
     steps = []
-    for i, (token, logprob, top) in enumerate(zip(tokens, chosen, tops, strict=True)):
+    for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         ident = _token(url, token)
-        last = i == len(tokens) - 1
-        steps.append(Step(Logprobs(ident, _top(url, ident, logprob, top)), text if last else "", stopped and last))
+        steps.append(Step(Logprobs(ident, _top(url, ident, logprob, top)), "", False))
+    if steps:
+        # People read the first MAX_TEXT characters of all steps together.
+        steps[-1] = steps[-1]._replace(text=choice.text[:MAX_TEXT], stopped=choice.finish_reason == "stop")
     return steps
 
 
-def _top(url: str, token: int, logprob: object, top: object) -> dict[int, float]:
+def _decoded(url: str, data: bytes | bytearray, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise MalformedAnswer(f"{url}: {str(error)[:MAX_EXCERPT]}, in {printable(data) or 'nothing'}") from error
+
+
+def _code(error: msgspec.Raw) -> int:
+    try:
+        return msgspec.json.decode(error, type=_Error).code
+    except (msgspec.DecodeError, RecursionError):
+        return 500
+
+
+def _top(
+    url: str, token: int, logprob: float | str | None, top: Mapping[str, float | str | None] | None
+) -> dict[int, float]:
     """Return the position's finite logprobs, or nothing at all when one of them is no number."""
     if top is None or logprob is None:
         return {}
-    if not isinstance(top, dict) or len(top) > MAX_TOP:
-        raise MalformedAnswer(f"{url}: top_logprobs is {_excerpt(top)}; expected at most {MAX_TOP} tokens")
     values = {token: logprob, **{_token(url, key): value for key, value in top.items()}}
-    bounded: dict[int, float] = {}
-    for key, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-            return {}
-        bounded[key] = float(min(max(value, MIN_LOGPROB), 0.0))
-    return bounded
+    if len(values) > MAX_TOP:
+        raise MalformedAnswer(f"{url}: top_logprobs of {len(values)} tokens; expected at most {MAX_TOP}")
+    if not all(isinstance(value, float) for value in values.values()):
+        return {}
+    return {key: min(max(float(value), MIN_LOGPROB), 0.0) for key, value in values.items() if value is not None}
 
 
-def _token(url: str, name: object) -> int:
-    digits = name.removeprefix(_TOKEN_PREFIX) if isinstance(name, str) and name.startswith(_TOKEN_PREFIX) else ""
+def _token(url: str, name: str) -> int:
+    digits = name.removeprefix(_TOKEN_PREFIX) if name.startswith(_TOKEN_PREFIX) else ""
     if not (digits.isascii() and digits.isdigit() and len(digits) <= 8 and int(digits) <= MAX_TOKEN_ID):
-        raise MalformedAnswer(
-            f"{url}: token {_excerpt(name)}; expected {_TOKEN_PREFIX} and a number up to {MAX_TOKEN_ID}"
-        )
+        raise MalformedAnswer(f"{url}: token {name[:60]!r}; expected {_TOKEN_PREFIX} and a number up to {MAX_TOKEN_ID}")
     return int(digits)
 
 
-def _is_token(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKEN_ID
-
-
-def printable(data: bytes) -> str:
+def printable(data: bytes | bytearray) -> str:
     """Return the start of a body on one line, for a message."""
-    return " ".join(data.decode("utf-8", "replace").split())[:MAX_EXCERPT]
-
-
-def _excerpt(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_EXCERPT else f"{text[: MAX_EXCERPT - 3]}..."
+    return " ".join(data[: 4 * MAX_EXCERPT].decode("utf-8", "replace").split())[:MAX_EXCERPT]

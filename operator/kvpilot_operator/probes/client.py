@@ -1,4 +1,4 @@
-"""The one place that talks to an engine: vLLM's OpenAI-compatible API over httpx, with nothing taken on trust.
+"""The one place that talks to an engine: vLLM's OpenAI-compatible API over HTTP, with nothing taken on trust.
 
 Used: POST /tokenize (chat messages to token ids, by the engine's own template), POST /v1/completions as a stream with
 token ids in and token ids with logprobs out, and GET /metrics for the length of the queue. Every size is bounded, and a
@@ -12,13 +12,26 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import httpx
+import aiohttp
+import msgspec
 
-from kvpilot_operator.probes.answers import Step, Tokenized, printable, read_object, read_steps, read_tokens
+from kvpilot_operator.budget import CANARY_PROBE, METRICS_CHUNK_BYTES
+from kvpilot_operator.errors import ScrapeError
+from kvpilot_operator.observe.page import PageReader
+from kvpilot_operator.probes.answers import (
+    BYTES_A_TOKEN,
+    Step,
+    Tokenized,
+    printable,
+    read_steps,
+    read_tokens,
+)
 from kvpilot_operator.probes.errors import EngineRefused, EngineUnreachable, MalformedAnswer
 from kvpilot_operator.probes.packs import Message
+
+Progress = Callable[[], None]
 
 T = TypeVar("T")
 
@@ -27,23 +40,34 @@ CONNECT_SECONDS = 5.0
 READ_SECONDS = 120.0
 RETRY_PAUSE_SECONDS = 0.5
 METRICS_SECONDS = 5.0
-_MAX_JSON_BYTES = 16 * 1024 * 1024
-_MAX_LINE_BYTES = 256 * 1024
-_MAX_PAGE_BYTES = 4 * 1024 * 1024
+_MAX_LINE_BYTES = 128 * 1024
 # One token with its logprobs takes some 2 KiB. The loop that reads serves the whole fleet: an engine that talks without
 # an end, and fast, must not have it to itself until the run's deadline.
 _MAX_STREAM_BYTES = 1024 * 1024
 _MAX_TOKEN_BYTES = 64 * 1024
+_TEMPLATE_BYTES = 64 * 1024
+_JSON = {"Content-Type": "application/json"}
+_MAX_ERROR_BYTES = 4096
+# What a connection can fail of; a connection's own timeout is a ClientError too.
+_BROKEN = (aiohttp.ClientError, OSError)
 _TOOLS_AS_TEXT = "You can call these tools. To call one, answer only with a JSON object with its name and arguments."
+
+
+def untold() -> None:
+    """Nobody wants to know how an engine gets on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An engine's address (`http://host:port`) and the model's served name; `http` is shared by all requests."""
+    """An engine's address (`http://host:port`) and the model's served name; `http` is shared by all requests.
+
+    `progress` is called whenever the engine has answered a question, or a token of one.
+    """
 
     base_url: str
     model: str
-    http: httpx.AsyncClient
+    http: aiohttp.ClientSession
+    progress: Progress = untold
 
     async def tokenize(self, messages: Sequence[Message], tools: str = "") -> Tokenized:
         """Return the chat rendered by the engine's own template, ready for an answer.
@@ -56,7 +80,7 @@ class Engine:
             return await self._rendered(chat)
         functions = [{"type": "function", "function": function} for function in json.loads(tools)]
         try:
-            with_tools = self._tokens(await self._tokenized(chat, tools=functions))
+            with_tools = await self._tokenized(chat, tools=functions)
             if with_tools != await self._rendered(chat):
                 return with_tools
         except EngineRefused as refusal:
@@ -68,16 +92,30 @@ class Engine:
 
     async def _rendered(self, chat: Sequence[Mapping[str, str]]) -> Tokenized:
         try:
-            answer = await self._tokenized(chat)
+            return await self._tokenized(chat)
         except EngineRefused as refusal:
             if refusal.status != 400:
                 raise
-            text = "\n".join(f"{m['role']}: {m['content']}" for m in chat) + "\nassistant:"
-            answer = await self._post("/tokenize", {"model": self.model, "prompt": text})
-        return self._tokens(answer)
+        text = "\n".join(f"{m['role']}: {m['content']}" for m in chat) + "\nassistant:"
+        return await self._tokens({"model": self.model, "prompt": text})
 
-    async def _tokenized(self, chat: Sequence[Mapping[str, str]], **more: object) -> Mapping[str, Any]:
-        return await self._post("/tokenize", {"model": self.model, "messages": chat, **more})
+    async def _tokenized(self, chat: Sequence[Mapping[str, str]], **more: object) -> Tokenized:
+        return await self._tokens({"model": self.model, "messages": chat, **more})
+
+    async def _tokens(self, body: Mapping[str, object]) -> Tokenized:
+        url = f"{self.base_url}/tokenize"
+        asked = msgspec.json.encode(body)
+        # A token is a byte of text or more, and what the template adds has its own room.
+        limit = min(BYTES_A_TOKEN * len(asked) + _TEMPLATE_BYTES, CANARY_PROBE.read_bytes)
+
+        async def ask() -> Tokenized:
+            async with self.http.post(url, data=asked, headers=_JSON, allow_redirects=False) as response:
+                await _check(url, response)
+                found = read_tokens(url, await _read(url, response, limit))
+            self.progress()
+            return found
+
+        return await _twice(url, ask)
 
     async def decode(
         self,
@@ -106,10 +144,13 @@ class Engine:
         }
         if priority is not None:
             body["priority"] = priority
+        asked = msgspec.json.encode(body)
+        # A list of numbers takes four times what it says.
+        del body
         for last_try in (False, True):
             started = False
             try:
-                async with aclosing(self._stream(body, tokens)) as steps:
+                async with aclosing(self._stream(asked, tokens)) as steps:
                     async for step in steps:
                         started = True
                         yield step
@@ -120,94 +161,107 @@ class Engine:
                 await asyncio.sleep(RETRY_PAUSE_SECONDS)
 
     async def waiting(self) -> float:
-        """Requests that wait in the engine's queue; 0 where it does not say, 1 where it is too busy to say."""
-        found = 0.0
+        """Requests that wait for room in the engine; 0 where it does not say, 1 where it is too busy to say."""
+        reader = PageReader()
         try:
-            async with asyncio.timeout(METRICS_SECONDS), self.http.stream("GET", f"{self.base_url}/metrics") as page:
-                async for line in _lines(page, _MAX_PAGE_BYTES):
-                    name, _, rest = line.replace(b"{", b" {", 1).partition(b" ")
-                    if name == b"vllm:num_requests_waiting":
-                        found += float(rest.split()[-1])
-        except (TimeoutError, httpx.TimeoutException):
+            url = f"{self.base_url}/metrics"
+            async with asyncio.timeout(METRICS_SECONDS), self.http.get(url, allow_redirects=False) as response:
+                async for chunk in response.content.iter_chunked(METRICS_CHUNK_BYTES):
+                    reader.feed(chunk)
+            return reader.close().waiting
+        except TimeoutError:
             return 1.0
-        except (httpx.HTTPError, MalformedAnswer, ValueError, IndexError):
+        except (*_BROKEN, ScrapeError):
             return 0.0
-        return found
 
-    async def _stream(self, body: Mapping[str, object], tokens: int) -> AsyncGenerator[Step, None]:
+    async def _stream(self, asked: bytes, tokens: int) -> AsyncGenerator[Step, None]:
         url = f"{self.base_url}/v1/completions"
         count = 0
         try:
-            async with self.http.stream("POST", url, json=body) as response:
-                if response.status_code != 200:
-                    raise EngineRefused(url, response.status_code, printable(await _read(response, 4096)))
-                async for line in _lines(response, _MAX_STREAM_BYTES + tokens * _MAX_TOKEN_BYTES):
+            async with self.http.post(url, data=asked, headers=_JSON, allow_redirects=False) as response:
+                await _check(url, response)
+                async for line in _lines(url, response, _MAX_STREAM_BYTES + tokens * _MAX_TOKEN_BYTES):
                     if not line.startswith(b"data:"):
                         continue
                     data = line[5:].strip()
                     if data == b"[DONE]":
                         return
-                    for step in read_steps(url, read_object(url, data)):
+                    for step in read_steps(url, data):
                         count += 1
                         if count > tokens:
                             raise MalformedAnswer(f"{url}: more than the {tokens} tokens asked for")
+                        self.progress()
                         yield step
-        except httpx.HTTPError as error:
-            raise EngineUnreachable(f"{url}: {type(error).__name__}: {error}; is the engine running?") from error
-
-    def _tokens(self, answer: Mapping[str, Any]) -> Tokenized:
-        return read_tokens(f"{self.base_url}/tokenize", answer)
-
-    async def _post(self, path: str, body: Mapping[str, object]) -> Mapping[str, Any]:
-        url = f"{self.base_url}{path}"
-
-        async def ask() -> Mapping[str, Any]:
-            async with self.http.stream("POST", url, json=body) as response:
-                if response.status_code != 200:
-                    raise EngineRefused(url, response.status_code, printable(await _read(response, 4096)))
-                return read_object(url, await _read(response, _MAX_JSON_BYTES))
-
-        return await _twice(url, ask)
+        except _BROKEN as error:
+            raise _unreachable(url, error) from error
 
 
-def http_client() -> httpx.AsyncClient:
-    """Return a client for engines inside the cluster: no proxies, no redirects, bounded waits, nothing compressed."""
-    timeout = httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS)
-    plain = {"Accept-Encoding": "identity"}
-    return httpx.AsyncClient(timeout=timeout, trust_env=False, follow_redirects=False, headers=plain)
+def http_client() -> aiohttp.ClientSession:
+    """Return a client for engines inside the cluster: no proxies, no cookies, bounded waits, nothing compressed.
+
+    A connection for each request: engines close idle ones within seconds.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(force_close=True),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers={"Accept-Encoding": "identity"},
+        auto_decompress=False,
+        trust_env=False,
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS),
+    )
 
 
 async def _twice(url: str, ask: Callable[[], Awaitable[T]]) -> T:
     try:
         return await ask()
-    except httpx.HTTPError:
+    except _BROKEN:
         await asyncio.sleep(RETRY_PAUSE_SECONDS)
     try:
         return await ask()
-    except httpx.HTTPError as error:
-        raise EngineUnreachable(f"{url}: {type(error).__name__}: {error}; is the engine running?") from error
+    except _BROKEN as error:
+        raise _unreachable(url, error) from error
 
 
-async def _read(response: httpx.Response, limit: int) -> bytes:
-    """Return the body, cut after `limit` bytes."""
-    body = b""
-    async for chunk in response.aiter_raw(16384):
-        body += chunk
-        if len(body) >= limit:
+def _unreachable(url: str, error: Exception) -> EngineUnreachable:
+    # What the server sent may be part of the text.
+    return EngineUnreachable(f"{url}: {type(error).__name__}: {str(error)[:200]}; is the engine running?")
+
+
+async def _check(url: str, response: aiohttp.ClientResponse) -> None:
+    if response.status == 200:
+        return
+    said = bytearray()
+    async for chunk in response.content.iter_any():
+        said += chunk
+        if len(said) >= _MAX_ERROR_BYTES:
             break
-    return body[:limit]
+    raise EngineRefused(url, response.status, printable(bytes(said)))
 
 
-async def _lines(response: httpx.Response, limit: int) -> AsyncIterator[bytes]:
-    """Yield the lines of a stream of at most `limit` bytes; httpx's own splitter would buffer a line of any length."""
-    rest = b""
-    async for chunk in response.aiter_raw():
-        if response.num_bytes_downloaded > limit:
-            raise MalformedAnswer(f"{response.url}: more than {limit} bytes")
-        *lines, rest = (rest + chunk).split(b"\n")
-        if len(rest) > _MAX_LINE_BYTES or any(len(line) > _MAX_LINE_BYTES for line in lines):
-            raise MalformedAnswer(f"{response.url}: a line of more than {_MAX_LINE_BYTES} bytes")
+async def _read(url: str, response: aiohttp.ClientResponse, limit: int) -> bytearray:
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > limit:
+            raise MalformedAnswer(f"{url}: more than {limit} bytes")
+    return body
+
+
+async def _lines(url: str, response: aiohttp.ClientResponse, limit: int) -> AsyncIterator[bytes]:
+    """Yield the lines of a stream of at most `limit` bytes."""
+    rest = bytearray()
+    async for chunk in response.content.iter_any():
+        limit -= len(chunk)
+        if limit < 0:
+            raise MalformedAnswer(f"{url}: more bytes than its tokens can take")
+        first, *lines = chunk.split(b"\n")
+        rest += first
+        if max(len(rest), max(map(len, lines), default=0)) > _MAX_LINE_BYTES:
+            raise MalformedAnswer(f"{url}: a line of more than {_MAX_LINE_BYTES} bytes")
+        if lines:
+            yield bytes(rest)
+            rest = bytearray(lines.pop())
         for line in lines:
             yield line
     if rest:
-        yield rest
+        yield bytes(rest)

@@ -17,14 +17,19 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from itertools import islice
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from kvpilot_operator.probes.errors import BaselineTooLarge, MalformedBaseline
-from kvpilot_operator.probes.packs import ProbePrompt
-from kvpilot_operator.probes.stats import MIN_LOGPROB, Logprobs
+from kvpilot_operator.probes.packs import MAX_PROMPTS, ProbePrompt
+from kvpilot_operator.probes.stats import MIN_LOGPROB, Answers, Logprobs
 
 VERSION = 2
 _READABLE = (1, 2)
@@ -37,12 +42,40 @@ MAX_PROMPT_TOKENS = 65_536
 MAX_POSITIONS = 4096
 MAX_TOKEN_ID = 2**24 - 1
 MAX_TEXT = 600
-# What a stream may unpack to: the arrays' limits and a header with room to spare; more is not ours.
-_MAX_RAW = 8 * 1024 * 1024
+# Tokens with a logprob at one position: vLLM's default --max-logprobs, and the chosen one.
+MAX_TOP = 21
+# What a stream may unpack to: 0.6 MiB of arrays, and a header of 64 names and twice 64 texts of 4 bytes a character,
+# with room to spare; more is not ours.
+_MAX_RAW = 2 * 1024 * 1024
 _STEPS_PER_NAT = 2048
-_CONTROL_FIGURES = ("prompts", "positions", "mean_kl_micronats", "p99_kl_micronats", "top1_agreement_permille")
 # Seconds up to the year 2106; every figure is far below.
-_MAX_FIGURE = 2**32 - 1
+_Figure = Annotated[int, Meta(ge=0, lt=2**32)]
+
+
+class _Control(msgspec.Struct, frozen=True):
+    captured: _Figure
+    prompts: _Figure
+    positions: _Figure
+    mean_kl_micronats: _Figure
+    p99_kl_micronats: _Figure
+    top1_agreement_permille: _Figure
+
+
+class _Prompt(msgspec.Struct, frozen=True):
+    name: str
+    tail: str
+    text: str
+    tokens: Annotated[int, Meta(ge=0, le=MAX_PROMPT_TOKENS)]
+    tops: list[Annotated[int, Meta(ge=1, le=MAX_TOP)]]
+
+
+class _Header(msgspec.Struct, frozen=True):
+    identity: str
+    model: str
+    dtype: str
+    prompts: Annotated[list[_Prompt], Meta(max_length=MAX_PROMPTS)]
+    left_out: list[str] = msgspec.field(name="leftOut")
+    control: _Control | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +89,8 @@ class BaselinePrompt:
     name: str
     tail: str
     text: str
-    tokens: tuple[int, ...]
-    answer: tuple[Logprobs, ...]
+    tokens: Sequence[int]
+    answer: Sequence[Logprobs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,25 +144,19 @@ def encode(baseline: Baseline) -> bytes:
     prompt_tokens = [t for p in baseline.prompts for t in p.tokens]
     positions = [a for p in baseline.prompts for a in p.answer]
     check_limits(len(prompt_tokens), len(positions))
-    header = {
-        "identity": baseline.identity,
-        "model": baseline.model,
-        "dtype": baseline.dtype,
-        "leftOut": list(baseline.left_out),
-        "control": None if baseline.control is None else _control_header(baseline.control),
-        "prompts": [
-            {
-                "name": p.name,
-                "tail": p.tail[-MAX_TEXT:],
-                "text": p.text[:MAX_TEXT],
-                "tokens": len(p.tokens),
-                "tops": [len(a.top) for a in p.answer],
-            }
+    header = _Header(
+        identity=baseline.identity,
+        model=baseline.model,
+        dtype=baseline.dtype,
+        left_out=list(baseline.left_out),
+        control=None if baseline.control is None else _kept(baseline.control),
+        prompts=[
+            _Prompt(p.name, p.tail[-MAX_TEXT:], p.text[:MAX_TEXT], len(p.tokens), [len(a.top) for a in p.answer])
             for p in baseline.prompts
         ],
-    }
+    )
     tops = [_sorted_top(a) for a in positions]
-    head = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    head = msgspec.json.encode(header)
     raw = b"".join(
         (
             len(head).to_bytes(4, "little"),
@@ -164,7 +191,7 @@ def decode(data: bytes) -> Baseline:
         if not unpack.eof:
             raise ValueError(f"the stream is cut or unpacks to more than {_MAX_RAW} bytes")
         return _read(raw)
-    except (zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (zlib.error, ValueError, RecursionError, BaselineTooLarge) as error:
         raise MalformedBaseline(
             f"baseline: {type(error).__name__}: {error}; delete the ConfigMap to re-capture"
         ) from error
@@ -172,11 +199,10 @@ def decode(data: bytes) -> Baseline:
 
 def _read(raw: bytes) -> Baseline:
     length = int.from_bytes(raw[:4], "little")
-    header: dict[str, Any] = json.loads(raw[4 : 4 + length])
-    entries = header["prompts"]
-    n_tokens = sum(_count(e["tokens"]) for e in entries)
-    n_top = sum(_count(n) for e in entries for n in e["tops"])
-    check_limits(n_tokens, sum(len(e["tops"]) for e in entries))
+    header = msgspec.json.decode(raw[4 : 4 + length], type=_Header)
+    n_tokens = sum(p.tokens for p in header.prompts)
+    n_top = sum(sum(p.tops) for p in header.prompts)
+    check_limits(n_tokens, sum(len(p.tops) for p in header.prompts))
     ids = raw[4 + length :]
     if len(ids) != 3 * n_tokens + 5 * n_top:
         raise ValueError(f"{len(ids)} bytes of arrays, {3 * n_tokens + 5 * n_top} announced")
@@ -185,41 +211,45 @@ def _read(raw: bytes) -> Baseline:
     steps = ids[3 * (n_tokens + n_top) :]
     logprobs = iter(-int.from_bytes(steps[i : i + 2], "little") / _STEPS_PER_NAT for i in range(0, len(steps), 2))
     prompts = []
-    for entry in entries:
-        prompt = tuple(next(tokens) for _ in range(entry["tokens"]))
-        answer = []
-        for n in entry["tops"]:
-            if n < 1:
-                raise ValueError("a position without tokens")
-            top = {next(top_ids): next(logprobs) for _ in range(n)}
-            answer.append(Logprobs(next(iter(top)), top))
-        prompts.append(
-            BaselinePrompt(str(entry["name"]), str(entry["tail"]), str(entry["text"]), prompt, tuple(answer))
-        )
-    left_out = tuple(str(n) for n in header["leftOut"])
-    control = header.get("control")
+    for kept in header.prompts:
+        prompt = array("I", islice(tokens, kept.tokens))
+        answer = Answers(_position(zip(islice(top_ids, n), islice(logprobs, n), strict=True)) for n in kept.tops)
+        prompts.append(BaselinePrompt(kept.name, kept.tail, kept.text, prompt, answer))
     return Baseline(
-        identity=str(header["identity"]),
-        model=str(header["model"]),
-        dtype=str(header["dtype"]),
+        identity=header.identity,
+        model=header.model,
+        dtype=header.dtype,
         prompts=tuple(prompts),
-        left_out=left_out,
-        control=None if control is None else _control(control),
+        left_out=tuple(header.left_out),
+        control=None if header.control is None else _control(header.control),
     )
 
 
-def _control_header(control: Control) -> dict[str, Any]:
-    return {
-        "captured": int(control.captured.timestamp()),
-        **{name: getattr(control, name) for name in _CONTROL_FIGURES},
-    }
+def _position(top: Iterable[tuple[int, float]]) -> Logprobs:
+    found = dict(top)
+    return Logprobs(next(iter(found)), found)
 
 
-def _control(entry: dict[str, Any]) -> Control:
-    figures = {name: entry[name] for name in ("captured", *_CONTROL_FIGURES)}
-    if any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v <= _MAX_FIGURE for v in figures.values()):
-        raise ValueError(f"control {figures!r}: whole numbers from 0 to {_MAX_FIGURE} are expected")
-    return Control(captured=datetime.fromtimestamp(figures.pop("captured"), UTC), **figures)
+def _kept(control: Control) -> _Control:
+    return _Control(
+        int(control.captured.timestamp()),
+        control.prompts,
+        control.positions,
+        control.mean_kl_micronats,
+        control.p99_kl_micronats,
+        control.top1_agreement_permille,
+    )
+
+
+def _control(kept: _Control) -> Control:
+    return Control(
+        datetime.fromtimestamp(kept.captured, UTC),
+        kept.prompts,
+        kept.positions,
+        kept.mean_kl_micronats,
+        kept.p99_kl_micronats,
+        kept.top1_agreement_permille,
+    )
 
 
 def check_limits(prompt_tokens: int, positions: int) -> None:
@@ -235,12 +265,6 @@ def check_limits(prompt_tokens: int, positions: int) -> None:
 def _sorted_top(answer: Logprobs) -> list[tuple[int, float]]:
     """The greedy token first, so that it can be told after reading even among equals; then by falling kept logprob."""
     return sorted(answer.top.items(), key=lambda item: (item[0] != answer.token, _steps(item[1]), item[0]))
-
-
-def _count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_PROMPT_TOKENS:
-        raise ValueError(f"count {value!r}")
-    return value
 
 
 def _id_bytes(token: int) -> bytes:

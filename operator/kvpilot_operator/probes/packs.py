@@ -15,23 +15,21 @@ A prompt may hold the word `{{filler}}` once in one of its messages: a text made
 prompt's `fact` inside it, `fillPercent` of the room that the model's context leaves and the fact `depthPercent` into
 it. That is how `builtin/long-context` follows a model's context without storing long texts.
 
-Bounds keep a probe cheap wherever it runs: at most 64 prompts over all packs, 32 KiB of YAML text and 16 messages a
-prompt. On two CPU cores a small model decodes 10 to 25 tokens a second, so 8 prompts of 32 tokens take 10 to 25 s.
+The YAML is plain (`probes/plain_yaml.py`): no tags, anchors, aliases or merge keys. Bounds keep a probe cheap wherever
+it runs: at most 64 prompts over all packs, 32 KiB of YAML text a pack and 16 messages a prompt. On two CPU cores a
+small model decodes 10 to 25 tokens a second, so 8 prompts of 32 tokens take 10 to 25 s.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from importlib.resources import files
-from typing import Any
 
-import yaml
-
+from kvpilot_operator.probes import plain_yaml
 from kvpilot_operator.probes.errors import EmptyPack, MalformedPack, PackTooLarge, UnknownPack
 
 BUILTIN = ("general", "multi-turn", "long-context", "structured")
@@ -39,10 +37,9 @@ CONFIG_MAP_KEY = "prompts.yaml"
 MAX_PROMPTS = 64
 MAX_PACK_BYTES = 32 * 1024
 MAX_MESSAGES = 16
+# In all prompts together, once they are filled: more tokens than a baseline keeps (65,536) have more characters.
+MAX_CHARACTERS = 512 * 1024
 MAX_TOOLS = 16
-# Values in all tools of a prompt together: aliases could make a small text grow without end.
-MAX_TOOL_VALUES = 1000
-MAX_TOOL_DEPTH = 16
 MAX_NAME = 40
 # Contexts longer than this are probed as if they were this long: a probe must not hog the engine with prefills.
 MAX_FILL_TOKENS = 8192
@@ -91,21 +88,38 @@ def load(
     """
     prompts: list[ProbePrompt] = []
     for probe_set in dict.fromkeys(probe_sets):
-        prompts.extend(_parse(probe_set, _text(probe_set, config_maps or {}), context_tokens))
+        entries = _entries(probe_set, config_maps or {})
+        if len(prompts) + len(entries) > MAX_PROMPTS:
+            raise PackTooLarge(
+                f"spec.accuracy.probeSets: {len(prompts) + len(entries)} prompts up to {probe_set}; at most "
+                f"{MAX_PROMPTS} in all keep a probe cheap: name fewer sets or shorten your own"
+            )
+        prompts.extend(_prompts(probe_set, entries, context_tokens))
+        size = sum(len(message.content) for prompt in prompts for message in prompt.messages)
+        if size > MAX_CHARACTERS:
+            raise PackTooLarge(
+                f"spec.accuracy.probeSets: {size} characters in the prompts up to {probe_set}; at most "
+                f"{MAX_CHARACTERS} in all keep a probe cheap: name fewer sets, or fill fewer prompts with less"
+            )
     if not prompts:
         raise EmptyPack("spec.accuracy.probeSets: no probe set named; name at least one, such as builtin/general")
-    if len(prompts) > MAX_PROMPTS:
-        raise PackTooLarge(
-            f"spec.accuracy.probeSets: {len(prompts)} prompts in all; at most {MAX_PROMPTS} keep a probe cheap: "
-            "name fewer sets or shorten your own"
-        )
     return tuple(prompts)
+
+
+def _entries(probe_set: str, config_maps: Mapping[str, Mapping[str, str]]) -> Sequence[object]:
+    kind, _, name = probe_set.partition("/")
+    if kind == "builtin" and name in BUILTIN:
+        return _builtin(name)
+    return _parse(probe_set, _text(probe_set, config_maps))
+
+
+@cache
+def _builtin(name: str) -> Sequence[object]:
+    return _parse(f"builtin/{name}", (files(__package__) / "data" / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def _text(probe_set: str, config_maps: Mapping[str, Mapping[str, str]]) -> str:
     kind, _, name = probe_set.partition("/")
-    if kind == "builtin" and name in BUILTIN:
-        return (files(__package__) / "data" / f"{name}.yaml").read_text(encoding="utf-8")
     if kind == "configmap" and name:
         data = config_maps.get(name)
         if data is None:
@@ -123,32 +137,31 @@ def _text(probe_set: str, config_maps: Mapping[str, Mapping[str, str]]) -> str:
     raise UnknownPack(f"spec.accuracy.probeSets: {probe_set[:80]!r} is unknown; use {known} or configmap/NAME")
 
 
-# Most services of a fleet name the same packs, and YAML is slow to read.
-@lru_cache(maxsize=64)
-def _parse(source: str, text: str, context_tokens: int) -> tuple[ProbePrompt, ...]:
-    size = len(text.encode())
+def _parse(source: str, text: str) -> Sequence[object]:
+    size = len(text.encode("utf-8", "replace"))
     if size > MAX_PACK_BYTES:
         raise PackTooLarge(f"{source}: {size} bytes of YAML; a pack holds at most {MAX_PACK_BYTES}: shorten its texts")
     try:
-        # safe_load expands aliases by reference, so a small text cannot grow; no tag builds an object.
-        loaded = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise MalformedPack(f"{source}: not YAML: {str(error)[:300]}; see docs/accuracy.md for the form") from error
+        loaded = plain_yaml.read(text)
+    except plain_yaml.NotPlainYaml as error:
+        raise MalformedPack(f"{source}: {error}; see docs/accuracy.md for the form") from error
     if loaded is None:
         raise EmptyPack(f"{source}: the pack is empty; add at least one entry under prompts")
     if not isinstance(loaded, dict) or set(loaded) != {"prompts"} or not isinstance(loaded["prompts"], list | None):
         raise MalformedPack(f"{source}: found {_show(loaded)}; a pack is one mapping with the key prompts, a list")
-    entries = loaded["prompts"]
+    entries: Sequence[object] = loaded["prompts"] or ()
     if not entries:
         raise EmptyPack(f"{source}: prompts is empty; add at least one entry")
-    if len(entries) > MAX_PROMPTS:
-        raise PackTooLarge(f"{source}: {len(entries)} prompts; at most {MAX_PROMPTS}: remove some")
+    return entries
+
+
+def _prompts(source: str, entries: Sequence[object], context_tokens: int) -> list[ProbePrompt]:
     prompts = [_prompt(source, i, entry, context_tokens) for i, entry in enumerate(entries)]
     names = [p.name for p in prompts]
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice is not None:
         raise MalformedPack(f"{source}: the name {twice!r} is used twice; give every prompt its own")
-    return tuple(prompts)
+    return prompts
 
 
 def _prompt(source: str, index: int, entry: object, context_tokens: int) -> ProbePrompt:
@@ -184,8 +197,7 @@ def _tools(where: str, given: object) -> str:
         raise MalformedPack(
             f"{where}.tools: found {_show(given)}; give a list of 1 to {MAX_TOOLS} tools, or no such key"
         )
-    tools = _Plain(f"{where}.tools").copy(given)
-    for i, tool in enumerate(tools):
+    for i, tool in enumerate(given):
         if not isinstance(tool, dict) or set(tool) != _TOOL_KEYS:
             raise MalformedPack(f"{where}.tools[{i}]: found {_show(tool)}; a tool has {', '.join(sorted(_TOOL_KEYS))}")
         for key in ("name", "description"):
@@ -193,31 +205,7 @@ def _tools(where: str, given: object) -> str:
                 raise MalformedPack(f"{where}.tools[{i}].{key}: {_show(tool[key])}; give a text")
         if not isinstance(tool["parameters"], dict):
             raise MalformedPack(f"{where}.tools[{i}].parameters: {_show(tool['parameters'])}; give a JSON schema")
-    return json.dumps(tools, ensure_ascii=False, separators=(",", ":"))
-
-
-class _Plain:
-    """Copies what JSON can say out of what YAML has read, up to a number of values and a depth."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._left = MAX_TOOL_VALUES
-
-    def copy(self, value: object, depth: int = 0) -> Any:
-        """The value as plain JSON; raises `MalformedPack` or `PackTooLarge`."""
-        self._left -= 1
-        if self._left < 0 or depth > MAX_TOOL_DEPTH:
-            raise PackTooLarge(
-                f"{self._where}: more than {MAX_TOOL_VALUES} values or {MAX_TOOL_DEPTH} levels; describe fewer or "
-                "simpler tools"
-            )
-        if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
-            return value
-        if isinstance(value, list):
-            return [self.copy(item, depth + 1) for item in value]
-        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-            return {key: self.copy(item, depth + 1) for key, item in value.items()}
-        raise MalformedPack(f"{self._where}: found {_show(value)}; use texts, numbers, lists and mappings of texts")
+    return json.dumps(given, ensure_ascii=False, separators=(",", ":"))
 
 
 def _filled(where: str, entry: dict[str, object], messages: tuple[Message, ...], context: int) -> tuple[Message, ...]:
@@ -269,5 +257,5 @@ def _filler(words: int, fact: str, depth_percent: int) -> str:
 
 
 def _show(value: object) -> str:
-    # Not repr: aliases make a value that is small in memory and endless in print.
+    # Not repr: a value may have 32 KiB, and a message shows its beginning.
     return _SHORT.repr(value)[:120]

@@ -18,19 +18,30 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from kvpilot_operator.probes.answers import Tokenized
-from kvpilot_operator.probes.client import Engine, http_client
-from kvpilot_operator.probes.codec import MAX_PROMPT_TOKENS, MAX_TEXT, Baseline, BaselinePrompt, check_limits
+from kvpilot_operator.probes.client import Engine, Progress, untold
+from kvpilot_operator.probes.codec import MAX_TEXT, Baseline, BaselinePrompt, check_limits
 from kvpilot_operator.probes.courtesy import Courtesy
-from kvpilot_operator.probes.errors import MalformedAnswer, NothingFits, ProbeError, ProbeTimeout
+from kvpilot_operator.probes.errors import MalformedAnswer, NothingFits, ProbeError
 from kvpilot_operator.probes.packs import ProbePrompt
+from kvpilot_operator.probes.session import (
+    DEFAULT_TOKENS,
+    TOKEN_BUDGET,
+    TOP_K,
+    Settings,
+    allow,
+    courtesy_of,
+    probing,
+)
 from kvpilot_operator.probes.stats import (
     MAX_SAMPLE_CHARACTERS,
+    Answers,
     Compared,
     Logprobs,
     Measurement,
@@ -40,60 +51,24 @@ from kvpilot_operator.probes.stats import (
     worst_prompt,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-__all__ = ["DEFAULT_TOKENS", "TOP_K", "Baseline", "Measurement", "Settings", "capture", "control", "measure"]
+__all__ = [
+    "DEFAULT_TOKENS",
+    "TOKEN_BUDGET",
+    "TOP_K",
+    "Baseline",
+    "Measurement",
+    "Progress",
+    "Settings",
+    "capture",
+    "control",
+    "measure",
+]
 
 A = TypeVar("A")
 B = TypeVar("B")
 
-# 32 decoded tokens reach past the first sentence, where a damaged cache starts to show, and cost about two seconds a
-# prompt on a CPU. Fewer than 8 would be mostly the prefill's token and its neighbours.
-DEFAULT_TOKENS = 32
-MIN_TOKENS = 8
-MAX_TOKENS = 128
-# vLLM's default --max-logprobs.
-TOP_K = 20
-# A 4-bit cache parts from bf16 about every tenth token: three or four resumes in 32 tokens. Twelve leave room for a bad
-# day and bound what garbage costs.
-MAX_RESUMES = 12
 # vLLM's pages hold 16 tokens or more: a shorter half of a prompt fills none.
 MIN_HALF_TOKENS = 16
-# Four times what the largest baseline holds, which is what a quantized dtype with its resumes asks of it.
-TOKEN_BUDGET = 4 * MAX_PROMPT_TOKENS
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How deep and how gently to probe: `concurrency` requests in flight, `deadline_seconds` for the whole run.
-
-    `give_way_seconds` is how long in all the run waits while users' requests are queued (None: it does not look); with
-    `insist` it then goes on, else it ends as `EngineBusy`. `token_budget` bounds the tokens of all requests together,
-    prompts included; what it does not cover stays unmeasured. `priority` goes with each request, for an engine that
-    schedules by priority: a larger one is served later.
-    """
-
-    tokens: int = DEFAULT_TOKENS
-    top_k: int = TOP_K
-    concurrency: int = 2
-    deadline_seconds: float = 600.0
-    max_resumes: int = MAX_RESUMES
-    give_way_seconds: float | None = None
-    insist: bool = False
-    token_budget: int | None = None
-    priority: int | None = None
-
-    def __post_init__(self) -> None:
-        bounds = (
-            ("tokens", self.tokens, MIN_TOKENS, MAX_TOKENS),
-            ("top_k", self.top_k, 1, TOP_K),
-            ("concurrency", self.concurrency, 1, 64),
-            ("max_resumes", self.max_resumes, 0, MAX_TOKENS),
-        )
-        for name, value, low, high in bounds:
-            if not low <= value <= high:
-                raise ValueError(f"{name}: {value}; give {low} to {high}")
 
 
 async def capture(
@@ -104,42 +79,65 @@ async def capture(
     identity: str,
     dtype: str,
     settings: Settings | None = None,
+    progress: Progress = untold,
 ) -> Baseline:
-    """Return what the 16-bit engine at `base_url` answers to `prompts`.
+    """Return what the 16-bit engine at `base_url` answers to `prompts`; `progress` is called at each of its answers.
 
     Prompts that do not fit the model's context are named in the result's `left_out`. Raises a `ProbeError`: among them
     `NothingFits` when no prompt is left, `BaselineTooLarge` before anything is decoded.
     """
     settings = settings or Settings()
-    async with _probing(base_url, model, settings) as engine:
-        courtesy = _courtesy(engine, settings)
+    async with probing(base_url, model, settings, progress) as (engine, deadline):
+        courtesy = courtesy_of(engine, settings)
+        kept = 0
 
         async def tokenized(prompt: ProbePrompt) -> Tokenized:
-            return await engine.tokenize(prompt.messages, prompt.tools)
+            nonlocal kept
+            found = await engine.tokenize(prompt.messages, prompt.tools)
+            if len(found.tokens) + settings.tokens > found.max_model_len:
+                return found._replace(tokens=())
+            kept += len(found.tokens)
+            check_limits(kept, 0)
+            return found
 
         async def answered(item: tuple[ProbePrompt, Tokenized]) -> BaselinePrompt:
             await courtesy.turn()
             return await _answer(engine, item[0], item[1].tokens, settings)
 
         rendered = list(zip(prompts, await _bounded(prompts, tokenized, settings.concurrency), strict=True))
-        fitting = [(p, t) for p, t in rendered if len(t.tokens) + settings.tokens <= t.max_model_len]
-        left_out = tuple(f"{p.pack}/{p.name}" for p, t in rendered if len(t.tokens) + settings.tokens > t.max_model_len)
+        fitting = [(p, t) for p, t in rendered if t.tokens]
+        left_out = tuple(f"{p.pack}/{p.name}" for p, t in rendered if not t.tokens)
         if not fitting:
             raise NothingFits(
                 f"spec.accuracy.probeSets: none of {len(rendered)} prompts and {settings.tokens} tokens fits the "
                 f"model's context ({rendered[0][1].max_model_len if rendered else 0} tokens); name shorter ones"
             )
-        check_limits(sum(len(t.tokens) for _, t in fitting), len(fitting) * settings.tokens)
+        check_limits(kept, len(fitting) * settings.tokens)
+        allow(deadline, settings, kept, len(fitting) * settings.tokens)
         answers = await _bounded(fitting, answered, settings.concurrency)
     return Baseline(identity=identity, model=model, dtype=dtype, prompts=tuple(answers), left_out=left_out)
 
 
-async def measure(base_url: str, model: str, baseline: Baseline, *, settings: Settings | None = None) -> Measurement:
+async def measure(
+    base_url: str,
+    model: str,
+    baseline: Baseline,
+    *,
+    settings: Settings | None = None,
+    progress: Progress = untold,
+) -> Measurement:
     """Return the damage of the engine at `base_url` against `baseline`; raises a `ProbeError` if it cannot."""
-    return await _measure(base_url, model, baseline, range(len(baseline.prompts)), settings or Settings())
+    return await _measure(base_url, model, baseline, range(len(baseline.prompts)), settings or Settings(), progress)
 
 
-async def control(base_url: str, model: str, baseline: Baseline, *, settings: Settings | None = None) -> Measurement:
+async def control(
+    base_url: str,
+    model: str,
+    baseline: Baseline,
+    *,
+    settings: Settings | None = None,
+    progress: Progress = untold,
+) -> Measurement:
     """Return the 16-bit engine's damage against its own baseline: the noise that a candidate's damage must exceed.
 
     The batches are composed differently: twice the concurrency, the prompts in reverse order, resumes and a warm prefix
@@ -148,13 +146,16 @@ async def control(base_url: str, model: str, baseline: Baseline, *, settings: Se
     settings = settings or Settings()
     order = range(len(baseline.prompts))[::-1]
     twice = replace(settings, concurrency=min(2 * settings.concurrency, 64))
-    return await _measure(base_url, model, baseline, order, twice)
+    return await _measure(base_url, model, baseline, order, twice, progress)
 
 
-async def _measure(base_url: str, model: str, baseline: Baseline, order: range, settings: Settings) -> Measurement:
+async def _measure(
+    base_url: str, model: str, baseline: Baseline, order: range, settings: Settings, progress: Progress
+) -> Measurement:
     began = time.monotonic()
-    async with _probing(base_url, model, settings) as engine:
-        courtesy = _courtesy(engine, settings)
+    async with probing(base_url, model, settings, progress) as (engine, deadline):
+        courtesy = courtesy_of(engine, settings)
+        allow(deadline, settings, sum(len(p.tokens) for p in baseline.prompts), baseline.positions)
 
         async def followed(index: int) -> _Followed:
             await courtesy.turn()
@@ -194,8 +195,8 @@ async def _answer(engine: Engine, prompt: ProbePrompt, tokens: Sequence[int], se
         name=f"{prompt.pack}/{prompt.name}",
         tail=_readable(prompt.messages[-1].content)[-MAX_TEXT:],
         text=_readable(text)[:MAX_TEXT],
-        tokens=tuple(tokens),
-        answer=tuple(answer),
+        tokens=array("I", tokens),
+        answer=Answers(answer),
     )
 
 
@@ -212,13 +213,13 @@ async def _follow(
 ) -> _Followed:
     """Decode along the baseline's answer, with a new request after every position where the candidate parts from it."""
     answer = prompt.answer
-    forced = [a.token for a in answer]
+    forced = array("I", (a.token for a in answer))
     compared: list[Compared] = []
     requests = await _ask_half(engine, courtesy, prompt, settings)
     start, resumes = 0, -1
     while start < len(answer) and resumes < settings.max_resumes:
         reached = start
-        context = [*prompt.tokens, *forced[:start]]
+        context = array("I", prompt.tokens) + forced[:start]
         wanted = len(answer) - start
         if not courtesy.afford(len(context) + wanted):
             break
@@ -269,26 +270,10 @@ async def _sample(engine: Engine, courtesy: Courtesy, prompt: BaselinePrompt, se
     return Sample(prompt=prompt.tail[-size:], stable=prompt.text[:size], canary=_readable(text)[:size])
 
 
-def _courtesy(engine: Engine, settings: Settings) -> Courtesy:
-    return Courtesy(engine, settings.give_way_seconds, settings.insist, settings.token_budget)
-
-
 def _readable(text: str) -> str:
     """Return text that any UTF-8 writer accepts and a terminal survives: no lone surrogates, no control characters."""
     clean = text.encode("utf-8", "replace").decode()
     return "".join(c if c.isprintable() or c == "\n" else " " for c in clean)
-
-
-@asynccontextmanager
-async def _probing(base_url: str, model: str, settings: Settings) -> AsyncIterator[Engine]:
-    try:
-        async with asyncio.timeout(settings.deadline_seconds), http_client() as http:
-            yield Engine(base_url.rstrip("/"), model, http)
-    except TimeoutError as error:
-        raise ProbeTimeout(
-            f"{base_url}: not probed within {settings.deadline_seconds:.0f} s; the engine is overloaded or hangs: name "
-            "fewer probe packs or give it more time"
-        ) from error
 
 
 async def _bounded(items: Sequence[A], work: Callable[[A], Awaitable[B]], concurrency: int) -> list[B]:

@@ -1,0 +1,73 @@
+"""A limit on a process' memory: a control group where one can be made, of version 1 or 2, or else a limit
+on what it allocates (RLIMIT_DATA: RLIMIT_AS would count libraries and what threads reserve and never touch).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+
+
+class MemoryGroup:
+    """Room for one process and what it starts. `joins` is called in the child before it becomes the program."""
+
+    def __init__(self, mebibytes: int) -> None:
+        self._bytes = mebibytes * 1024 * 1024
+        self._folder = self._made()
+        self.how = "RLIMIT_DATA" if self._folder is None else f"cgroup v{1 if self._v1 else 2}"
+
+    @property
+    def _v1(self) -> bool:
+        return self._folder is not None and (self._folder / "memory.limit_in_bytes").exists()
+
+    def joins(self) -> None:
+        """Put the calling process under the limit."""
+        if self._folder is not None:
+            (self._folder / "cgroup.procs").write_text(str(os.getpid()))
+        else:
+            resource.setrlimit(resource.RLIMIT_DATA, (self._bytes, self._bytes))
+
+    def most_mib(self) -> float | None:
+        """The most that was in use so far, in MiB; None where nothing counts it."""
+        return self._read("memory.max_usage_in_bytes", "memory.peak")
+
+    def kills(self) -> int:
+        """How often the kernel has ended a process of the group."""
+        if self._folder is None:
+            return 0
+        words = (self._folder / ("memory.oom_control" if self._v1 else "memory.events")).read_text().split()
+        return int(words[words.index("oom_kill") + 1])
+
+    def close(self) -> None:
+        """Remove the group; its process has ended."""
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                self._folder.rmdir()
+
+    def _read(self, *names: str) -> float | None:
+        for name in names:
+            file = (self._folder or _ROOT / "none") / name
+            if file.exists():
+                return round(int(file.read_text()) / 2**20, 1)
+        return None
+
+    def _made(self) -> Path | None:
+        for parent, limit in ((_ROOT / "memory", "memory.limit_in_bytes"), (_ROOT, "memory.max")):
+            folder = parent / f"kvpilot-{os.getpid()}"
+            try:
+                folder.mkdir()
+            except OSError:
+                continue
+            try:
+                if not (folder / limit).exists():
+                    raise FileNotFoundError(f"{folder} is no control group of memory")
+                (folder / limit).write_text(str(self._bytes))
+            except OSError:
+                folder.rmdir()
+                continue
+            return folder
+        return None

@@ -1,0 +1,78 @@
+"""The texts of a service's own probe packs, out of the ConfigMaps that it names, within the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.budget import CONFIG_MAP, PACKS_BYTES, Places
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.errors import ClusterError, OverBudget
+from kvpilot_operator.probes.errors import PackTooLarge
+from kvpilot_operator.probes.packs import CONFIG_MAP_KEY
+from kvpilot_operator.state.snapshot import ServiceKey
+
+# Of a ConfigMap without the key so many others are named to the user.
+_OTHER_KEYS = 8
+
+
+class _ConfigMap(msgspec.Struct):
+    # Values stay the bytes that they are, until one is wanted.
+    data: dict[str, msgspec.Raw] | None = None
+
+
+class PackTexts:
+    """Reads ConfigMaps one at a time for each service, and a few for the whole fleet."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._places = Places(CONFIG_MAP)
+
+    async def of(self, key: ServiceKey, spec: Spec) -> dict[str, Mapping[str, str]]:
+        """By ConfigMap that `spec.accuracy.probeSets` names, the text under `prompts.yaml`.
+
+        A ConfigMap that does not exist is left out; of one without that key, some of its keys are there, without texts.
+
+        Raises:
+            PackTooLarge: a ConfigMap, or all texts together, exceed the budget.
+            ClusterError: the API server did not answer.
+        """
+        found: dict[str, Mapping[str, str]] = {}
+        left = PACKS_BYTES
+        for name in (one.partition("/")[2] for one in spec.accuracy.probe_sets if one.startswith("configmap/")):
+            async with self._places.of(key, key.namespace):
+                data = await self._data(key, name)
+            if data is None:
+                continue
+            found[name] = data
+            left -= sum(len(text.encode()) for text in data.values())
+            if left < 0:
+                raise PackTooLarge(
+                    f"spec.accuracy.probeSets: the packs up to configmap/{name} have more than {PACKS_BYTES} bytes in "
+                    "all: shorten their texts or name fewer"
+                )
+        return found
+
+    async def _data(self, key: ServiceKey, name: str) -> Mapping[str, str] | None:
+        try:
+            most = CONFIG_MAP.read_bytes
+            answer = await self._cluster.find_json("v1", "ConfigMap", key.namespace, name, most=most)
+        except OverBudget as error:
+            raise PackTooLarge(
+                f"configmap/{name}: the ConfigMap has more than {most} bytes; give the pack one of its own"
+            ) from error
+        return None if answer is None else texts_of(answer)
+
+
+def texts_of(answer: bytes) -> dict[str, str]:
+    """The pack in a ConfigMap's JSON, or some of the other keys, without texts; ClusterError where it is none."""
+    try:
+        data = msgspec.json.decode(answer, type=_ConfigMap).data or {}
+        text = data.get(CONFIG_MAP_KEY)
+        if text is None:
+            return dict.fromkeys(sorted(data)[:_OTHER_KEYS], "")
+        return {CONFIG_MAP_KEY: msgspec.json.decode(text, type=str)}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ClusterError("GET", "a ConfigMap", 200, f"the answer is none: {str(error)[:300]}") from error

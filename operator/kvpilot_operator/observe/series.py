@@ -1,0 +1,99 @@
+"""The lines of a page in Prometheus' text format: from chunks of bytes to the series that are wanted, one by one.
+
+Linear in the bytes of the page, whatever they are: lines are found by one search, and told apart by the name that they
+begin with; what is read further is at most `METRICS_LINE_BYTES` long, and the expressions that read it cannot go back
+(possessive quantifiers). Nothing of a page is kept but the line that a chunk ends in.
+docs/decisions/0013-our-own-reader-of-pages.md has the figures beside prometheus_client's parser.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Set
+
+from kvpilot_operator.budget import METRICS, METRICS_LINE_BYTES, METRICS_LINES
+from kvpilot_operator.errors import ScrapeError
+
+# Called for each wanted series: its name, the text between the braces, and the value.
+OnSeries = Callable[[str, str, float], None]
+
+EXCERPT = 100
+
+_NAME = re.compile(rb"[a-zA-Z_:][a-zA-Z0-9_:]*+")
+_LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*+[ \t]*+=[ \t]*+"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_LINE = re.compile(
+    rf"[a-zA-Z_:][a-zA-Z0-9_:]*+(?:[ \t]*+\{{[ \t]*+((?:{_LABEL}[ \t]*+(?:,[ \t]*+|(?=\}})))*+)\}})?+"
+    r"[ \t]++(\S++)(?:[ \t]++-?\d++)?+",
+    re.DOTALL,
+)
+_PAIR = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*+)[ \t]*+=[ \t]*+"([^"\\]*+(?:\\.[^"\\]*+)*+)"', re.DOTALL)
+
+
+class SeriesReader:
+    """Takes a page in chunks, and calls `on_series` for the series whose names are `wanted`."""
+
+    def __init__(self, wanted: Set[bytes], on_series: OnSeries) -> None:
+        self._wanted = wanted
+        self._on_series = on_series
+        self._rest = bytearray()
+        """The line that the last chunk ended in."""
+        self._skipping = False
+        """Within a line of no interest that is longer than a line may be."""
+        self._bytes = 0
+        self._lines = 0
+
+    def feed(self, chunk: bytes) -> None:
+        """Read the next bytes.
+
+        Raises:
+            ScrapeError: more bytes or lines than a page may have, or a wanted line that is too long or cannot be read.
+        """
+        self._bytes += len(chunk)
+        if self._bytes > METRICS.read_bytes:
+            raise ScrapeError(f"more than {METRICS.read_bytes} bytes")
+        self._lines += chunk.count(b"\n")
+        if self._lines > METRICS_LINES:
+            raise ScrapeError(f"more than {METRICS_LINES} lines")
+        *lines, rest = chunk.split(b"\n")
+        if lines:
+            lines[0] = bytes(self._rest) + lines[0]
+            for line in lines[1:] if self._skipping else lines:
+                self._read(line)
+            self._skipping = False
+            self._rest.clear()
+        if not self._skipping:
+            self._rest += rest
+        if len(self._rest) > METRICS_LINE_BYTES:
+            self._read(bytes(self._rest))
+            self._skipping = True
+            self._rest.clear()
+
+    def close(self) -> None:
+        """The page is over: read its last line. Raises ScrapeError, as `feed` does."""
+        if not self._skipping:
+            self._read(bytes(self._rest))
+
+    def _read(self, line: bytes) -> None:
+        name = _NAME.match(line)
+        if name is None or name[0] not in self._wanted:
+            return
+        if len(line) > METRICS_LINE_BYTES:
+            raise ScrapeError(f"a line of more than {METRICS_LINE_BYTES} bytes: {_excerpt(line)}")
+        text = line.decode("utf-8", errors="replace").rstrip()
+        parts = _LINE.fullmatch(text)
+        try:
+            if parts is None:
+                raise ValueError("not a series and its value")
+            value = float(parts[2])
+        except ValueError as error:
+            raise ScrapeError(f"not Prometheus text: {_excerpt(line)}: {str(error)[:EXCERPT]}") from error
+        self._on_series(name[0].decode(), parts[1] or "", value)
+
+
+def labels_of(text: str) -> dict[str, str]:
+    """The labels of a series, from the text between its braces; escapes are left as they are."""
+    return dict(_PAIR.findall(text))
+
+
+def _excerpt(line: bytes) -> str:
+    return repr(line[:EXCERPT].decode("utf-8", errors="replace"))

@@ -1,0 +1,96 @@
+"""One run's time with an engine: how deep and how gently it asks, and the deadline that follows from it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from kvpilot_operator.probes.client import Engine, Progress, http_client
+from kvpilot_operator.probes.codec import MAX_PROMPT_TOKENS
+from kvpilot_operator.probes.courtesy import Courtesy
+from kvpilot_operator.probes.errors import ProbeTimeout
+
+# 32 decoded tokens reach past the first sentence, where a damaged cache starts to show, and cost about two seconds a
+# prompt on a CPU. Fewer than 8 would be mostly the prefill's token and its neighbours.
+DEFAULT_TOKENS = 32
+MIN_TOKENS = 8
+MAX_TOKENS = 128
+# vLLM's default --max-logprobs.
+TOP_K = 20
+# A 4-bit cache parts from bf16 about every tenth token: three or four resumes in 32 tokens. Twelve leave room for a bad
+# day and bound what garbage costs.
+MAX_RESUMES = 12
+# What an engine must manage to be probed at all, about a third of what two CPU cores do with a small model beside other
+# work (docs/accuracy.md): a run's deadline is what its prompts and answers take at this pace, and this long to begin.
+START_SECONDS = 60.0
+PREFILL_TOKENS_PER_SECOND = 100
+DECODE_TOKENS_PER_SECOND = 2
+# Four times what the largest baseline holds, which is what a quantized dtype with its resumes asks of it.
+TOKEN_BUDGET = 4 * MAX_PROMPT_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How deep and how gently to probe: `concurrency` requests in flight, `deadline_seconds` for the whole run.
+
+    Without `deadline_seconds` a run has as long as its prompts and answers need at the slowest pace that is worth
+    probing, and the time that it gives way.
+
+    `give_way_seconds` is how long in all the run waits while users' requests are queued (None: it does not look); with
+    `insist` it then goes on, else it ends as `EngineBusy`. `token_budget` bounds the tokens of all requests together,
+    prompts included; what it does not cover stays unmeasured. `priority` goes with each request, for an engine that
+    schedules by priority: a larger one is served later.
+    """
+
+    tokens: int = DEFAULT_TOKENS
+    top_k: int = TOP_K
+    concurrency: int = 2
+    deadline_seconds: float | None = None
+    max_resumes: int = MAX_RESUMES
+    give_way_seconds: float | None = None
+    insist: bool = False
+    token_budget: int | None = None
+    priority: int | None = None
+
+    def __post_init__(self) -> None:
+        bounds = (
+            ("tokens", self.tokens, MIN_TOKENS, MAX_TOKENS),
+            ("top_k", self.top_k, 1, TOP_K),
+            ("concurrency", self.concurrency, 1, 64),
+            ("max_resumes", self.max_resumes, 0, MAX_TOKENS),
+        )
+        for name, value, low, high in bounds:
+            if not low <= value <= high:
+                raise ValueError(f"{name}: {value}; give {low} to {high}")
+
+
+@asynccontextmanager
+async def probing(
+    base_url: str, model: str, settings: Settings, progress: Progress
+) -> AsyncIterator[tuple[Engine, asyncio.Timeout]]:
+    """The engine, and the deadline of all that is done with it, after which a `ProbeTimeout` is raised."""
+    began = asyncio.get_running_loop().time()
+    deadline = asyncio.timeout(settings.deadline_seconds or START_SECONDS)
+    try:
+        async with deadline, http_client() as http:
+            yield Engine(base_url.rstrip("/"), model, http, progress), deadline
+    except TimeoutError as error:
+        raise ProbeTimeout(
+            f"{base_url}: not probed within {(deadline.when() or began) - began:.0f} s; the engine is overloaded or "
+            "hangs: name fewer probe packs or give it more time"
+        ) from error
+
+
+def allow(deadline: asyncio.Timeout, settings: Settings, prompt_tokens: int, answer_tokens: int) -> None:
+    """Give a run the time from now on that this many tokens take, unless its settings say how long it has."""
+    if settings.deadline_seconds is None:
+        needed = prompt_tokens / PREFILL_TOKENS_PER_SECOND + answer_tokens / DECODE_TOKENS_PER_SECOND
+        waits = settings.give_way_seconds or 0.0
+        deadline.reschedule(asyncio.get_running_loop().time() + START_SECONDS + needed + waits)
+
+
+def courtesy_of(engine: Engine, settings: Settings) -> Courtesy:
+    """How a run with these settings treats the engine's users."""
+    return Courtesy(engine, settings.give_way_seconds, settings.insist, settings.token_budget)

@@ -1,0 +1,65 @@
+"""Fifty hostile services of every kind beside fifty good ones: operator/benchmarks/hostile.py, and what must hold.
+
+How long good services wait is counted and not timed, since the machine is anybody's: in cycles of the scrape loop, in
+edits whose status came, in probes that were done. docs/benchmarks/operator-doors.md has seconds.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SERVICES = 50
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    out = tmp_path_factory.mktemp("hostile") / "hostile.json"
+    command = [sys.executable, ROOT / "operator/benchmarks/hostile.py", "--services", str(SERVICES)]
+    log = out.with_suffix(".log")
+    with log.open("wb") as words:
+        child = subprocess.Popen([*command, "--seconds", "12", "--out", out], stdout=words, stderr=subprocess.STDOUT)
+        try:
+            status = child.wait(600)
+        finally:
+            # It ends what it has started; a SIGKILL would leave it running.
+            child.terminate()
+            child.wait(60)
+    assert status == 0, log.read_text()
+    return json.loads(out.read_text())
+
+
+def test_engines_of_every_hostile_kind_were_asked(measured):
+    # The one whose route's name climbs is refused, by the API server or by the operator.
+    kinds = {"label", "quoted", "large", "lines", "hang", "drip", "objects", "probe-hang", "maps", "yaml", "spec"}
+    assert measured["engines"].keys() >= kinds
+
+
+def test_the_operator_stays_in_its_container(measured):
+    assert measured["killed"] == 0
+    for phase in ("quiet", "hostile"):
+        assert max(measured[phase]["rss_mib"], measured[phase]["most_mib"] or 0) < measured["limit_mib"]
+
+
+def test_no_good_engine_waits_for_more_than_two_cycles(measured):
+    for phase in ("quiet", "hostile"):
+        one = measured[phase]
+        assert one["cycles"] >= 4
+        # The first and the last cycle of a phase are not whole.
+        assert one["scrapes_of_a_good_pod"]["least"] >= one["cycles"] / 2 - 1
+
+
+def test_every_edit_of_a_good_service_reaches_its_status_and_every_probe_of_one_is_done(measured):
+    for phase in ("quiet", "hostile"):
+        for what in ("edit_to_status", "probe"):
+            assert measured[phase][what]["count"] > 0
+            assert measured[phase][what]["missed"] == 0
+
+
+def test_the_operator_answers_the_kubelet_all_the_time(measured):
+    for phase in ("quiet", "hostile"):
+        # A livenessProbe of the chart gives up after some seconds; it asks about four times a second here.
+        assert measured[phase]["healthz"]["count"] > measured[phase]["seconds"]

@@ -1,0 +1,108 @@
+"""Every door through which a tenant's bytes come in: whatever is sent, it is read or refused by the door's own error.
+
+The texts are those whose cost operator/benchmarks/doors.py measures, cut, put together and changed at random.
+"""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpilot_operator.api.schema import faults
+from kvpilot_operator.budget import CANARY_PROBE, CONFIG_MAP, METRICS, METRICS_CHUNK_BYTES
+from kvpilot_operator.errors import ClusterError, ScrapeError
+from kvpilot_operator.observe.pack_texts import texts_of
+from kvpilot_operator.observe.page import PageReader
+from kvpilot_operator.probes.answers import read_steps, read_tokens
+from kvpilot_operator.probes.codec import decode
+from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer, MalformedBaseline
+from kvpilot_operator.probes.plain_yaml import NotPlainYaml, read
+from support.hostile_texts import BASELINES, CONFIG_MAPS, PAGES, SPECS, TOKENS, YAML, Make
+
+
+@dataclass(frozen=True)
+class DoorTest:
+    """How a door reads, what it may raise, and how many bytes it is given at most."""
+
+    read: Callable[[bytes], object]
+    refuses: tuple[type[Exception], ...]
+    texts: dict[str, Make]
+    most: int
+
+
+def read_page(text: bytes) -> None:
+    reader = PageReader()
+    for start in range(0, len(text), METRICS_CHUNK_BYTES):
+        reader.feed(text[start : start + METRICS_CHUNK_BYTES])
+    reader.close()
+
+
+def read_yaml(text: bytes) -> None:
+    # As the API server sends it: a ConfigMap's text is UTF-8.
+    read(text.decode(errors="replace"))
+
+
+def read_spec(text: bytes) -> None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return  # the API server stores objects only
+    faults(found)
+
+
+DOORS = {
+    "page": DoorTest(read_page, (ScrapeError,), PAGES, METRICS.read_bytes),
+    "yaml": DoorTest(read_yaml, (NotPlainYaml,), YAML, 32 * 1024),
+    "tokenize": DoorTest(lambda t: read_tokens("here", t), (MalformedAnswer,), TOKENS, CANARY_PROBE.read_bytes),
+    "stream": DoorTest(lambda t: read_steps("here", t), (MalformedAnswer, EngineRefused), TOKENS, 256 * 1024),
+    "baseline": DoorTest(decode, (MalformedBaseline,), BASELINES, 900 * 1024),
+    "config map": DoorTest(texts_of, (ClusterError,), CONFIG_MAPS, CONFIG_MAP.read_bytes),
+    "spec": DoorTest(read_spec, (), SPECS, 64 * 1024),
+}
+EVERY = [(door, kind) for door, one in DOORS.items() for kind in one.texts]
+
+
+@st.composite
+def mangled(draw: st.DrawFn, texts: dict[str, Make]) -> bytes:
+    """Pieces of one to three hostile texts, some of them changed in places."""
+    pieces = []
+    for kind in draw(st.lists(st.sampled_from(sorted(texts)), min_size=1, max_size=3)):
+        text = bytearray(texts[kind](draw(st.integers(60, 2000))))
+        for at, byte in draw(st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=8)):
+            text[at % len(text)] = byte
+        pieces.append(bytes(text[draw(st.integers(0, 20)) : draw(st.integers(1, 4000))]))
+    return draw(st.sampled_from([b"", b"\n", b",", b"\\", b'"', b"\xff"])).join(pieces)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@settings(max_examples=150)
+@given(data=st.data())
+def test_whatever_is_sent_is_read_or_refused_by_the_doors_own_error(door: str, data: st.DataObject) -> None:
+    one = DOORS[door]
+    text = data.draw(st.binary(max_size=300) | mangled(one.texts))
+    try:
+        one.read(text)
+    except one.refuses as error:
+        assert len(str(error)) < 8000
+
+
+@pytest.mark.parametrize(("door", "kind"), EVERY)
+def test_the_largest_text_of_every_hostile_kind_takes_little_memory(door: str, kind: str) -> None:
+    one = DOORS[door]
+    text = one.texts[kind](one.most)
+    tracemalloc.start()
+    try:
+        one.read(text)
+    except one.refuses:
+        pass
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    # One is read at a time; a page leaves a door with nothing of it held, the others are copied, or made, once.
+    assert peak < 24 * 1024 * 1024

@@ -1,0 +1,106 @@
+"""The packs that a service brings itself: only their texts are read, and only so much of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_operator.api.schema import apply_defaults
+from kvpilot_operator.api.spec import Spec, parse
+from kvpilot_operator.budget import CONFIG_MAP, PACKS_BYTES
+from kvpilot_operator.errors import ClusterError, OverBudget
+from kvpilot_operator.observe.pack_texts import PackTexts
+from kvpilot_operator.probes.errors import PackTooLarge
+from support.services import KEY, manifest
+
+
+@dataclass
+class FakeCluster:
+    """ConfigMaps by name, and how many were read at once."""
+
+    maps: dict[str, bytes] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+
+    async def find_json(self, _version: str, _kind: str, _namespace: str, name: str, *, most: int) -> bytes | None:
+        self.asked.append(name)
+        found = self.maps.get(name)
+        if found is not None and len(found) > most:
+            raise OverBudget(f"{name}: more than {most} bytes")
+        return found
+
+
+def naming(*names: str) -> Spec:
+    return parse(apply_defaults(manifest(accuracy={"probeSets": [f"configmap/{name}" for name in names]})))
+
+
+def config_map(**data: Any) -> bytes:
+    return json.dumps({"metadata": {"name": "x", "labels": {"a": "b"}}, "data": data}).encode()
+
+
+async def read(cluster: FakeCluster, *names: str) -> Any:
+    return await PackTexts(cluster).of(KEY, naming(*names))  # type: ignore[arg-type]
+
+
+async def test_only_the_pack_is_taken_out_of_a_config_map() -> None:
+    cluster = FakeCluster({"a": config_map(**{"prompts.yaml": "prompts: []", "more": "x" * 9999})})
+    assert await read(cluster, "a", "missing") == {"a": {"prompts.yaml": "prompts: []"}}
+    assert cluster.asked == ["a", "missing"]
+
+
+async def test_of_a_config_map_without_a_pack_a_few_keys_are_named() -> None:
+    cluster = FakeCluster({"a": config_map(**{f"key-{i:04}": "x" * 50 for i in range(2000)}), "b": b'{"kind": "x"}'})
+    assert await read(cluster, "a", "b") == {"a": {f"key-{i:04}": "" for i in range(8)}, "b": {}}
+
+
+async def test_a_config_map_beyond_the_budget_is_refused_and_those_after_it_are_not_read() -> None:
+    cluster = FakeCluster({"large": config_map(more="x" * CONFIG_MAP.read_bytes), "b": config_map()})
+    with pytest.raises(PackTooLarge, match=r"configmap/large: the ConfigMap has more than \d+ bytes; give the pack"):
+        await read(cluster, "large", "b")
+    assert cluster.asked == ["large"]
+
+
+async def test_all_packs_of_a_service_together_are_bounded() -> None:
+    texts = {f"m{i}": config_map(**{"prompts.yaml": "x" * (PACKS_BYTES // 4)}) for i in range(6)}
+    with pytest.raises(PackTooLarge, match=r"up to configmap/m4 have more than"):
+        await read(FakeCluster(texts), *texts)
+
+
+@given(
+    st.binary(max_size=200)
+    | st.text().map(str.encode)
+    | st.recursive(
+        st.none() | st.booleans() | st.floats() | st.text(),
+        lambda inner: (
+            st.lists(inner) | st.dictionaries(st.sampled_from(["data", "prompts.yaml", "metadata"]) | st.text(), inner)
+        ),
+        max_leaves=20,
+    ).map(lambda value: json.dumps(value).encode())
+)
+async def test_any_answer_is_read_or_refused_by_a_typed_error(answer: bytes) -> None:
+    try:
+        found = await read(FakeCluster({"a": answer}), "a")
+    except ClusterError as error:
+        assert len(str(error)) < 1000
+    else:
+        assert all(isinstance(text, str) for text in found["a"].values())
+        assert json.dumps(found).encode()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"[" * 100_000,
+        b'{"data":' * 30_000,
+        b'{"data":{"prompts.yaml":"\\ud800"}}',
+        b'{"data":{"prompts.yaml":"\xff"}}',
+    ],
+    ids=["lists", "mappings", "half a surrogate", "no UTF-8"],
+)
+async def test_nesting_and_broken_text_are_refused_by_a_typed_error(answer: bytes) -> None:
+    with pytest.raises(ClusterError):
+        await read(FakeCluster({"a": answer}), "a")

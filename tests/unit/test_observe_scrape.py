@@ -1,0 +1,119 @@
+"""Many engines are scraped at once, some of which hang, drip or send what is large: the others never wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvpilot_operator.budget import METRICS
+from kvpilot_operator.errors import ScrapeError
+from kvpilot_operator.observe.scrape import Scraper
+from kvpilot_operator.state.snapshot import ServiceKey
+from support.hostile_texts import REAL
+from support.scrape_loop import scraping
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nConnection: close\r\n\r\n"
+LINE = b"vllm:num_requests_running 1\n"
+GOOD = ServiceKey("good", "good")
+
+
+class Engines:
+    """A server whose paths say what it does; `asked` counts them, `open` is how many hang now."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.open = self.most_open = 0
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode().split("/")[1]
+        self.asked[path] += 1
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        try:
+            if path == "hang":
+                await reader.read()
+            writer.write(HEAD)
+            if path == "large":
+                for _ in range(64):
+                    writer.write(LINE * (65536 // len(LINE)))
+                    await writer.drain()
+            writer.write(REAL)
+            await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            self.open -= 1
+            writer.close()
+
+
+@asynccontextmanager
+async def engines() -> AsyncIterator[Engines]:
+    one = Engines()
+    server = await asyncio.start_server(one.serve, "127.0.0.1", 0, backlog=4096)
+    one.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield one
+    finally:
+        server.close()
+
+
+async def failed(scraper: Scraper, service: ServiceKey, url: str) -> str:
+    with pytest.raises(ScrapeError) as caught:
+        await scraper.scrape(service, url)
+    return str(caught.value)
+
+
+async def test_a_page_is_read_whole_over_a_small_buffer() -> None:
+    async with engines() as served, scraping() as scraper:
+        page = await scraper.scrape(GOOD, f"{served.url}/good")
+    assert (page.running, page.dtype) == (8, "k4v4")
+
+
+@pytest.mark.parametrize("namespaces", [1, 40])
+async def test_a_good_service_is_scraped_while_all_of_forty_others_hang(namespaces: int) -> None:
+    async with engines() as served, scraping() as scraper:
+        bad = [ServiceKey(f"bad-{i % namespaces}", f"bad-{i}") for i in range(40)]
+        hanging = [asyncio.create_task(failed(scraper, key, f"{served.url}/hang")) for key in bad for _ in range(10)]
+        while served.open < METRICS.quick:
+            await asyncio.sleep(0.01)
+        page = await scraper.scrape(GOOD, f"{served.url}/good")
+        # It had its turn long before the others' end.
+        assert page.running == 8
+        assert served.asked["hang"] < 400
+        assert served.most_open <= METRICS.quick + METRICS.slow + 1
+        for task in hanging:
+            task.cancel()
+        await asyncio.gather(*hanging, return_exceptions=True)
+
+
+async def test_a_service_asks_few_of_its_engines_at_a_time() -> None:
+    async with engines() as served, scraping() as scraper:
+        hanging = [asyncio.create_task(failed(scraper, GOOD, f"{served.url}/hang")) for _ in range(50)]
+        while served.open < METRICS.share:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert served.most_open == METRICS.share
+        for task in hanging:
+            task.cancel()
+        await asyncio.gather(*hanging, return_exceptions=True)
+
+
+async def test_large_pages_of_many_pods_at_once_take_little_memory() -> None:
+    async with engines() as served, scraping() as scraper:
+        await scraper.scrape(GOOD, f"{served.url}/good")
+        tracemalloc.start()
+        refused = await asyncio.gather(
+            *(failed(scraper, ServiceKey("bad", f"bad-{i % 8}"), f"{served.url}/large") for i in range(64))
+        )
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert all("more than" in words or "no whole page" in words for words in refused)
+    print("peak", peak)
+    # Both ends are in this process; 64 pages of 4 MiB were 256 MiB and their copies.
+    assert peak < 64 * 512 * 1024
