@@ -5,7 +5,8 @@
     |   +-- Conflict           somebody else wrote first: observe again
     |   +-- NotFound
     |   +-- Throttled          it asks for a pause
-    |   +-- NameTaken          an object of that name is somebody else's
+    |   +-- Rejected           it has read the object and will not have it
+    |   |   +-- NameTaken      an object of that name is somebody else's
     |   +-- BadName            no object can have that name: not asked for
     |   +-- NotLeader          this replica may not write
     +-- LeadershipLost         another replica leads
@@ -46,15 +47,34 @@ class Throttled(ClusterError):
         self.retry_after = retry_after
 
 
-class NameTaken(ClusterError):
-    """An object of the name that a service needs is there already, and is somebody else's."""
+class Rejected(ClusterError):
+    """The API server, or a webhook of it, will not have an object as it is (HTTP 400, 403, 422, some 500).
+
+    Attributes:
+        reason: of the server's Status (Invalid, Forbidden, ...); may be empty.
+        causes: each field of the object that is at fault with what is wrong with it, as far as the server names them.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        status: int,
+        message: str,
+        reason: str = "",
+        causes: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(method, path, status, message)
+        self.reason = reason
+        self.causes = causes
+
+
+class NameTaken(Rejected):
+    """An object of the name that a service needs is there already, and is somebody else's: nothing was sent."""
 
     def __init__(self, kind: str, namespace: str, name: str) -> None:
-        words = (
-            f"{kind} {namespace}/{name} exists and is not kvpilot's: rename the QuantizedLLMService, or delete "
-            f"the {kind} if nobody needs it"
-        )
-        super().__init__("PATCH", f"{namespace}/{name}", 409, words)
+        words = f"{kind} {namespace}/{name} exists and is not kvpilot's"
+        super().__init__("PATCH", f"{namespace}/{name}", 409, words, "NameTaken")
 
 
 class BadName(ClusterError):

@@ -1,6 +1,7 @@
 """A model of the cluster for properties of decide: objects as act would write them, engines that come up by themselves.
 
-It runs the real decide and the real order of act's writes, and can cut a pass off after any write, as kill -9 would.
+It runs the real decide and the real Actor, and can kill the operator at any write, as kill -9 would: what it remembered
+is lost then.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
+from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.api.schema import Fault, faults
 from kvpilot_operator.api.spec import Spec, parse
 from kvpilot_operator.decide import decide
 from kvpilot_operator.probes.codec import Baseline, Control
 from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.render.names import DTYPE_LABEL, REVISION_LABEL
-from kvpilot_operator.state.decision import Capture, Decision, Find, Measure, Objects
+from kvpilot_operator.render.names import REVISION_LABEL
+from kvpilot_operator.state.decision import Capture, Decision, Find, Measure
 from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.snapshot import (
     Captured,
@@ -30,7 +32,8 @@ from kvpilot_operator.state.snapshot import (
     ServerFacts,
     Snapshot,
 )
-from kvpilot_operator.state.status import Status, dump_status, parse_status
+from kvpilot_operator.state.status import Status, parse_status
+from support.model_api import Killed, ModelApi, run_to_end
 from support.model_engines import ModelEngines, flows
 from support.services import KEY, NOW, PROBES
 
@@ -88,13 +91,28 @@ class ModelCluster:
     watch: Callable[[ModelCluster], None] = lambda _: None
     """Called after every write: for what must hold at every moment."""
     engines: ModelEngines = field(default_factory=ModelEngines)
+    refuses: Callable[[dict[str, Any]], str | None] = lambda _: None
+    """Why the API server will not have a manifest; None where it takes it."""
     _version: int = 0
     _read: tuple[dict[str, Any], tuple[Fault, ...], Spec | None] | None = None
 
+    def __post_init__(self) -> None:
+        self._api = ModelApi(self)
+        self._start_operator()
+
+    def _start_operator(self) -> None:
+        self._actor = Actor(self._api, lambda: (self.now - NOW).total_seconds())  # type: ignore[arg-type]
+
     @property
     def traffic(self) -> str | None:
-        """The one revision that the Service selects, as observe reads it."""
-        return self.services.get(KEY.name, {}).get(REVISION_LABEL)
+        """The one revision that the Service selects, or "" for every one, as observe reads it."""
+        selector = self.services.get(KEY.name)
+        return selector.get(REVISION_LABEL, "") if selector else None
+
+    @property
+    def route_version(self) -> str:
+        """The route's resourceVersion."""
+        return str(self._version)
 
     def snapshot(self) -> Snapshot:
         """What observe would gather now."""
@@ -116,6 +134,8 @@ class ModelCluster:
             deployments={n: DeploymentView(n, d, c) for n, (d, c) in self.deployments.items()},
             pods=tuple(self._pods()),
             traffic=self.traffic,
+            objects=self._api.views(),
+            rejections=self._actor.rejections(KEY),
             samples={n: tuple(s) for n, s in self.samples.items()},
             route=self._route() if named and Question.ROUTE not in unread else None,
             server=ServerFacts(http_routes=True),
@@ -134,19 +154,15 @@ class ModelCluster:
         self._scrape()
         before = self.snapshot()
         decision = decide(before)
-        faults_of_decide = [
-            one for one in decision.unanswered[len(self.unread) :] if one.question not in self.unanswered
-        ]
-        assert not faults_of_decide, faults_of_decide
-        writes = self._writes(before, decision)
-        for done, write in enumerate(writes):
-            if cut_after is not None and done >= cut_after:
-                self.probe = None
-                return None
-            write()
-            self.writes += 1
-            self._controllers()
-            self.watch(self)
+        broken = [one for one in decision.unanswered[len(self.unread) :] if one.question not in self.unanswered]
+        assert not broken, broken
+        self._api.left = cut_after
+        try:
+            run_to_end(self._actor.perform(before, decision))
+        except Killed:
+            self.probe = None
+            self._start_operator()
+            return None
         if not decision.keeps_probe:
             self._answer(decision)
         return decision
@@ -154,6 +170,12 @@ class ModelCluster:
     def parsed(self) -> Status:
         """The status as it is now."""
         return parse_status(self.status)
+
+    def happened(self) -> None:
+        """A write has gone through: controllers act on it, and what must hold is looked at."""
+        self.writes += 1
+        self._controllers()
+        self.watch(self)
 
     def settle(self, ticks: int = 200) -> Status:
         """Tick until nothing is in flight and nothing has changed for a while."""
@@ -204,7 +226,7 @@ class ModelCluster:
         return sum(self.engines.ready(name) for name in self.shares())
 
     def _route(self) -> RouteView | None:
-        return RouteView("web", str(self._version), tuple(self.rules), {}) if self.rules else None
+        return RouteView("web", self.route_version, tuple(self.rules), {}) if self.rules else None
 
     def _behind(self, selector: dict[str, str]) -> dict[str, float]:
         one = selector.get(REVISION_LABEL)
@@ -216,7 +238,7 @@ class ModelCluster:
         self.engines.places, self.engines.starts = self.places, self.starts
         self.engines.start_ticks, self.engines.drain_ticks = self.start_ticks, self.drain_ticks
         self.engines.reconcile({name: count for name, (_, count) in self.deployments.items()})
-        self.sheltered &= {p.view().name for p in self.engines.pods}
+        self.sheltered &= self.pod_names()
 
     def _scrape(self) -> None:
         shares = self.shares()
@@ -237,60 +259,17 @@ class ModelCluster:
                 Sample(self.now, pods, usage, running, waiting, capacity, dtype, seen)
             )
 
-    def _writes(self, s: Snapshot, decision: Decision) -> list[Any]:
-        writes: list[Any] = []
-        if decision.baseline is not None:
-            writes.append(lambda: setattr(self, "baseline", PROBES))
-        if decision.status != s.status:
-            writes.append(lambda: setattr(self, "status", dump_status(decision.status)))
-        if decision.objects is not None:
-            writes += self._placing(s, decision.objects)
-        writes += [lambda p=p: self._shelter(p) for p in s.pods if p.sheltered != (p.name in decision.sheltered)]
-        return writes
+    def keep(self, config_map: str) -> None:
+        """A baseline was written to this ConfigMap."""
+        self.baseline = PROBES
 
-    def _placing(self, s: Snapshot, objects: Objects) -> list[Any]:
-        writes: list[Any] = []
-        more = {n: c for n, c in objects.scale.items() if n in s.deployments and c > s.deployments[n].replicas}
-        fewer = {n: c for n, c in objects.scale.items() if n in s.deployments and c < s.deployments[n].replicas}
-        for name, count in more.items():
-            writes.append(lambda n=name, c=count: self._scale(n, c))
-        for manifest in objects.apply:
-            writes.append(lambda m=manifest: self._apply(m))
-        for name, count in fewer.items():
-            writes.append(lambda n=name, c=count: self._scale(n, c))
-        for name in s.deployments:
-            if name not in objects.keep:
-                writes.append(lambda n=name: self.deployments.pop(n, None))
-        for _, kind, name in objects.absent:
-            writes.append(lambda k=kind, n=name: self._remove(k, n))
-        return writes
+    def keeps(self, config_map: str) -> bool:
+        """Whether this ConfigMap holds a baseline."""
+        return self.baseline is not None
 
-    def _apply(self, manifest: Any) -> None:
-        kind, about = manifest["kind"], manifest["metadata"]
-        if kind == "Deployment":
-            name = about["labels"][REVISION_LABEL]
-            self.deployments[name] = (about["labels"][DTYPE_LABEL], manifest["spec"]["replicas"])
-        elif kind == "Service":
-            self.services[about["name"]] = manifest["spec"]["selector"]
-        elif kind == "PodDisruptionBudget":
-            self.budget = manifest["spec"]
-        elif kind == "HTTPRoute" and about["resourceVersion"] == str(self._version):
-            self.edit_route(manifest["spec"]["rules"])
-
-    def _remove(self, kind: str, name: str) -> None:
-        if kind == "Service":
-            self.services.pop(name, None)
-        elif kind == "PodDisruptionBudget":
-            self.budget = None
-
-    def _scale(self, name: str, count: int) -> None:
-        if name in self.deployments:
-            self.deployments[name] = (self.deployments[name][0], count)
-
-    def _shelter(self, pod: PodView) -> None:
-        """The annotation lives on the pod: a pod that is gone has none, and a new one of its name has none either."""
-        if any(p.view().name == pod.name for p in self.engines.pods):
-            self.sheltered ^= {pod.name}
+    def pod_names(self) -> set[str]:
+        """Of the pods that are there."""
+        return {p.view().name for p in self.engines.pods}
 
     def _pods(self) -> list[PodView]:
         views = [p.view() for p in self.engines.pods]

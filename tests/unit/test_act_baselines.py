@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from kvpilot_operator.act.baselines import MAX_KEPT, MAX_SEEN, keep
+from kvpilot_operator.act.baselines import MAX_KEPT, MAX_SEEN
+from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.names import SERVICE_LABEL, baseline_name
+from kvpilot_operator.state.decision import Decision
 from support.services import KEY, manifest, snapshot
 
 BASELINE = Baseline("0123456789", "org/model", "auto", ())
@@ -27,8 +29,9 @@ class FakeCluster:
         self.put("chat-settings", "2020-01-01T00:00:00Z")
 
     def put(self, name: str, created: str, owner: str = "u-1") -> None:
-        metadata = {"name": name, "labels": {SERVICE_LABEL: KEY.name}, "creationTimestamp": created}
-        self.maps[name] = {"metadata": {**metadata, "ownerReferences": [{"uid": owner}]}}
+        labels, owners = {SERVICE_LABEL: KEY.name}, [{"uid": owner}]
+        about = {"name": name, "uid": name, "labels": labels, "ownerReferences": owners, "creationTimestamp": created}
+        self.maps[name] = {"metadata": about}
 
     async def metadata(
         self, _version: str, _kind: str, _namespace: str, selector: str, *, most: int
@@ -39,19 +42,31 @@ class FakeCluster:
             self.seen += 1
             yield one
 
-    async def delete(self, _version: str, _kind: str, _namespace: str, name: str) -> None:
+    async def delete(self, _version: str, _kind: str, _namespace: str, name: str, *, uid: str) -> None:
         if self.refuses:
             raise ClusterError("DELETE", "/configmaps", 403, "forbidden")
-        del self.maps[name]
+        assert self.maps.pop(name)["metadata"]["uid"] == uid
+
+    async def find(self, _version: str, _kind: str, _namespace: str, name: str) -> dict[str, Any] | None:
+        return self.maps.get(name)
+
+    async def create(self, written: dict[str, Any]) -> dict[str, Any]:
+        self.put(written["metadata"]["name"], "2026-11-09T00:00:00Z")
+        return self.maps[written["metadata"]["name"]]
 
     async def apply(self, written: dict[str, Any]) -> dict[str, Any]:
-        self.maps[written["metadata"]["name"]] = written
+        self.maps[written["metadata"]["name"]].update(binaryData=written["binaryData"])
         return written
+
+
+async def keep(cluster: FakeCluster) -> None:
+    s = snapshot(manifest())
+    await Actor(cluster).perform(s, Decision(s.status, baseline=BASELINE))  # type: ignore[arg-type]
 
 
 async def test_the_oldest_baselines_go_when_a_new_one_is_kept() -> None:
     cluster = FakeCluster()
-    await keep(cluster, snapshot(manifest()), BASELINE)  # type: ignore[arg-type]
+    await keep(cluster)
     left = {name for name in cluster.maps if name.startswith(baseline_name(KEY.name, ""))}
     assert left == {NAME, *(f"{baseline_name(KEY.name, '')}{day}" for day in (5, 6, 7))}
     assert len(left) == MAX_KEPT
@@ -61,31 +76,30 @@ async def test_the_oldest_baselines_go_when_a_new_one_is_kept() -> None:
 async def test_a_baseline_that_is_written_again_costs_no_other_its_place() -> None:
     cluster = FakeCluster()
     for _ in range(2):
-        await keep(cluster, snapshot(manifest()), BASELINE)  # type: ignore[arg-type]
-        cluster.put(NAME, "2026-11-09T00:00:00Z")
+        await keep(cluster)
     assert sum(name.startswith(baseline_name(KEY.name, "")) for name in cluster.maps) == MAX_KEPT
 
 
 async def test_a_baseline_is_kept_although_old_ones_cannot_be_deleted() -> None:
     cluster = FakeCluster()
     cluster.refuses = True
-    await keep(cluster, snapshot(manifest()), BASELINE)  # type: ignore[arg-type]
-    assert NAME in cluster.maps
+    await keep(cluster)
+    assert cluster.maps[NAME]["binaryData"]["baseline"]
 
 
-async def test_of_what_bears_our_label_and_name_only_what_the_service_owns_is_deleted() -> None:
+async def test_what_is_named_like_a_baseline_and_is_somebody_elses_is_neither_deleted_nor_written() -> None:
     cluster = FakeCluster()
-    theirs = {f"{baseline_name(KEY.name, '')}0{number}" for number in range(10)}
-    for name in theirs:
-        cluster.put(name, "2020-01-01T00:00:00Z", owner="somebody-else")
-    await keep(cluster, snapshot(manifest()), BASELINE)  # type: ignore[arg-type]
-    assert theirs <= cluster.maps.keys()
+    others = dict.fromkeys((f"{baseline_name(KEY.name, '')}0", NAME), "2020-01-01T00:00:00Z")
+    for name, created in others.items():
+        cluster.put(name, created, owner="somebody else")
+    await keep(cluster)
+    assert all("binaryData" not in cluster.maps[name] for name in others)
 
 
 async def test_however_many_bear_our_label_a_baseline_is_kept_and_few_are_looked_at() -> None:
     cluster = FakeCluster()
     for number in range(10 * MAX_SEEN):
         cluster.put(f"filler-{number}", "2020-01-01T00:00:00Z")
-    await keep(cluster, snapshot(manifest()), BASELINE)  # type: ignore[arg-type]
+    await keep(cluster)
     assert cluster.seen <= MAX_SEEN
     assert NAME in cluster.maps

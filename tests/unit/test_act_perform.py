@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from kvpilot_operator.act.perform import REAPPLY_SECONDS, Actor
-from kvpilot_operator.errors import Conflict, NameTaken
+from kvpilot_operator.errors import Conflict
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.names import HTTP_ROUTE_API, REVISION_LABEL
 from kvpilot_operator.render.objects import deployment, disruption_budget, route_rules, service
 from kvpilot_operator.state.decision import Decision, Objects
-from kvpilot_operator.state.snapshot import DeploymentView, RouteView
+from kvpilot_operator.state.snapshot import DeploymentView, ObjectView, RouteView
 from support.services import KEY, manifest, snapshot, spec_of
 
 OBJ = manifest()
@@ -22,17 +22,18 @@ ROUTE = RouteView("web", "41", ({"backendRefs": [{"name": "chat"}]},), {})
 
 
 class Recorder:
-    """Notes every write."""
+    """Notes every write; what was written or is put in `there` is found again."""
 
     def __init__(self) -> None:
         self.writes: list[tuple[str, ...]] = []
         self.patches: list[dict[str, Any]] = []
         self.route_version = "41"
-        self.owner = "u-1"
+        self.there: set[tuple[str, str]] = set()
 
     async def apply(self, manifest: Any, *, subresource: str = "") -> dict[str, Any]:
         self.writes.append(("apply", manifest["kind"], manifest["metadata"]["name"]))
-        return {"metadata": {"generation": 1, "resourceVersion": "10"}}
+        self.there.add((manifest["kind"], manifest["metadata"]["name"]))
+        return {"metadata": {"uid": "o-1", "generation": 1, "resourceVersion": "10"}}
 
     async def merge(self, api_version: str, kind: str, namespace: str, name: str, patch: Any) -> None:
         if kind == "HTTPRoute" and patch["metadata"]["resourceVersion"] != self.route_version:
@@ -40,15 +41,17 @@ class Recorder:
         self.writes.append(("merge", kind, name))
         self.patches.append(patch)
 
-    async def find(self, api_version: str, kind: str, namespace: str, name: str) -> dict[str, Any]:
-        return {"metadata": {"name": name, "ownerReferences": [{"uid": self.owner}]}}
+    async def find(self, api_version: str, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
+        ours = {"metadata": {"name": name, "uid": "o-1", "ownerReferences": [{"uid": "u-1"}]}}
+        return ours if (kind, name) in self.there else None
 
-    async def delete(self, api_version: str, kind: str, namespace: str, name: str) -> None:
+    async def delete(self, api_version: str, kind: str, namespace: str, name: str, *, uid: str = "") -> None:
         self.writes.append(("delete", kind, name))
+        self.there.discard((kind, name))
 
     async def create(self, manifest: Any) -> dict[str, Any]:
-        self.writes.append(("create", manifest["kind"], manifest.get("reason", "")))
-        return {"metadata": {"name": "e1"}}
+        self.writes.append(("create", manifest["kind"], manifest["metadata"].get("name", "")))
+        return {"metadata": {"name": "e1", "uid": "o-1"}}
 
 
 def made(template, replicas):
@@ -57,7 +60,9 @@ def made(template, replicas):
 
 def observed(**replicas: int):
     views = {name: DeploymentView(name, "auto", count) for name, count in replicas.items()}
-    return snapshot(OBJ, deployments=views, traffic=revision(OLD), route=ROUTE)
+    objects = {("Deployment", f"chat-{name}"): ObjectView(f"d-{name}", True, "1") for name in replicas}
+    objects["Service", "chat"] = ObjectView("s-1", True, "10", revision(OLD))
+    return snapshot(OBJ, deployments=views, objects=objects, traffic=revision(OLD), route=ROUTE)
 
 
 async def performed(objects: Objects, s=None, recorder: Recorder | None = None, clock=lambda: 0.0) -> Recorder:
@@ -88,51 +93,37 @@ async def test_only_the_rules_of_a_users_route_are_written_and_only_as_they_were
 
 
 async def test_what_must_not_be_there_is_deleted_once():
-    recorder, gone = Recorder(), Objects((), {}, frozenset(), (("v1", "Service", "chat-canary"),))
+    recorder, budget = Recorder(), ("PodDisruptionBudget", "chat")
+    recorder.there.add(budget)
+    gone = Objects((), {}, frozenset(), (("policy/v1", *budget),))
     actor, s = Actor(recorder, lambda: 0.0), observed()
     for _ in range(3):
         await actor.perform(s, Decision(s.status, gone))
-    assert recorder.writes == [("delete", "Service", "chat-canary")]
-    there = Objects((service(KEY, "u-1", "chat-canary", "x"),), {}, frozenset())
+    assert recorder.writes == [("delete", *budget)]
+    there = Objects((disruption_budget(KEY, "u-1", "x", 1, evict_unready=True),), {}, frozenset())
     await actor.perform(s, Decision(s.status, there))
     await actor.perform(s, Decision(s.status, gone))
-    assert recorder.writes[1:] == [("apply", "Service", "chat-canary"), ("delete", "Service", "chat-canary")]
-
-
-async def test_what_is_not_ours_is_never_deleted():
-    recorder = Recorder()
-    recorder.owner = "somebody else"
-    await performed(Objects((), {}, frozenset(), (("v1", "Service", "chat-canary"),)), observed(), recorder)
-    assert recorder.writes == []
-
-
-async def test_an_object_of_the_name_that_is_somebody_elses_is_not_taken_over():
-    recorder = Recorder()
-    recorder.owner = "somebody else"
-    objects = Objects((service(KEY, "u-1", "chat", ""),), {}, frozenset())
-    with pytest.raises(NameTaken, match="Service models/chat exists and is not kvpilot's"):
-        await performed(objects, observed(), recorder)
-    assert recorder.writes == [("create", "Event", "NameTaken")]
+    assert recorder.writes[1:] == [("create", *budget), ("apply", *budget), ("delete", *budget)]
 
 
 async def test_an_object_that_is_as_it_should_be_is_applied_again_only_after_a_while():
     now = [0.0]
     recorder = Recorder()
-    actor, s = Actor(recorder, lambda: now[0]), replace(observed(), traffic=None)
-    shared = Objects((service(KEY, "u-1", "chat", ""),), {}, frozenset())
-    s = replace(s, versions={("Service", "chat"): "10"})
+    actor, s = Actor(recorder, lambda: now[0]), observed()
+    shared = Objects((service(KEY, "u-1", "chat", revision(OLD)),), {}, frozenset())
     for now[0] in (0.0, 1.0, REAPPLY_SECONDS + 1):
         await actor.perform(s, Decision(s.status, shared))
     assert len(recorder.writes) == 2
 
 
-async def test_a_selector_that_is_not_what_it_should_be_is_mended_at_once():
+async def test_a_service_that_somebody_else_has_changed_is_mended_at_once():
     recorder = Recorder()
     actor, s = Actor(recorder, lambda: 0.0), observed()
-    shared = Objects((service(KEY, "u-1", "chat", ""),), {}, frozenset())
-    for _ in range(2):
-        await actor.perform(s, Decision(s.status, shared))
-    assert len(recorder.writes) == 2
+    mine = Decision(s.status, Objects((service(KEY, "u-1", "chat", revision(OLD)),), {}, frozenset()))
+    await actor.perform(s, mine)
+    changed = {**s.objects, ("Service", "chat"): ObjectView("s-1", True, "11", "other")}
+    await actor.perform(replace(s, objects=changed), mine)
+    assert recorder.writes == [("apply", "Service", "chat")] * 2
 
 
 @pytest.mark.parametrize(("generation", "writes"), [(1, 1), (2, 2)])
@@ -142,7 +133,8 @@ async def test_a_deployment_that_somebody_else_has_changed_is_mended_at_once(gen
     mine = Objects((made(OLD, 1),), {}, frozenset({revision(OLD)}))
     await actor.perform(s, Decision(s.status, mine))
     name = made(OLD, 1)["metadata"]["name"]
-    await actor.perform(replace(s, versions={("Deployment", name): str(generation)}), Decision(s.status, mine))
+    changed = {**s.objects, ("Deployment", name): ObjectView("d", True, str(generation))}
+    await actor.perform(replace(s, objects=changed), Decision(s.status, mine))
     assert len(recorder.writes) == writes
 
 

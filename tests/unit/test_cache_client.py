@@ -20,7 +20,7 @@ from kvpilot_operator.cluster.cache import Store
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.cluster.watch import Reflector
-from kvpilot_operator.errors import BadName, ClusterError, Conflict, NotFound, Throttled
+from kvpilot_operator.errors import BadName, ClusterError, Conflict, NotFound, Rejected, Throttled
 from kvpilot_operator.state.snapshot import ServiceKey
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -117,6 +117,63 @@ async def test_what_the_server_refuses_is_typed(
     assert server.told == [("GET", "Pod", code)]
     if isinstance(caught.value, Throttled):
         assert caught.value.retry_after == 3
+
+
+def refusal(code: int, **said: Any) -> Answer:
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"kind": "Status", "code": code, **said}, status=code)
+
+    return answer
+
+
+CAUSES = [{"reason": "FieldValueInvalid", "field": "spec.x", "message": "Invalid value: 7"}, {"message": "no field"}, 3]
+MANY = [{"field": f"spec.x[{i}]", "message": "m"} for i in range(1000)]
+OTHER_UID = [{"field": "metadata.uid", "message": 'Invalid value: "u": field is immutable'}] * 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "causes"),
+    [
+        (refusal(400, reason="BadRequest", message="bad"), "BadRequest", ()),
+        (refusal(403, reason="Forbidden", message="exceeded quota: team"), "Forbidden", ()),
+        (
+            refusal(422, reason="Invalid", message="m", details={"causes": CAUSES}),
+            "Invalid",
+            (("spec.x", "Invalid value: 7"),),
+        ),
+        (refusal(422, message="m", details="no object"), "", ()),
+        (refusal(422, message="m", details={"causes": MANY}), "", tuple((f"spec.x[{i}]", "m") for i in range(8))),
+        (refusal(500, message="failed to create typed patch object: .spec.x: field not declared in schema"), "", ()),
+        (refusal(500, reason="InternalError", message='failed calling webhook "w": refused'), "InternalError", ()),
+    ],
+)
+async def test_a_write_that_is_refused_says_for_what(
+    server: Server, answer: Answer, reason: str, causes: tuple[tuple[str, str], ...]
+) -> None:
+    server.answer = answer
+    with pytest.raises(Rejected) as caught:
+        await server.cluster.merge("v1", "Service", "a", "s", {})
+    assert (caught.value.reason, caught.value.causes) == (reason, causes)
+    assert server.wrote == []
+
+
+async def test_a_write_that_is_meant_for_another_object_of_the_name_is_a_conflict(server: Server) -> None:
+    server.answer = refusal(422, reason="Invalid", message="m", details={"causes": OTHER_UID})
+    with pytest.raises(Conflict):
+        await server.cluster.merge("v1", "Service", "a", "s", {"metadata": {"uid": "u"}})
+
+
+async def test_a_delete_carries_the_uid_that_it_is_meant_for(server: Server) -> None:
+    bodies: list[Any] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        bodies.append(await request.json())
+        return web.json_response({})
+
+    server.answer = answer
+    await server.cluster.delete("v1", "Service", "a", "s", uid="u-1")
+    await server.cluster.delete("v1", "Service", "a", "s")
+    assert [body.get("preconditions") for body in bodies] == [{"uid": "u-1"}, None]
 
 
 async def _cut(request: web.Request) -> web.StreamResponse:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.baseline import reference_revision
 from kvpilot_operator.decide.draft import Draft
 from kvpilot_operator.probes.codec import Baseline, Control
+from kvpilot_operator.render.names import baseline_name
 from kvpilot_operator.state.decision import Capture, Decision, Find, Measure
 from kvpilot_operator.state.snapshot import (
     Captured,
@@ -25,7 +25,7 @@ from kvpilot_operator.state.snapshot import (
 )
 from kvpilot_operator.state.status import Accuracy, Canary, Status, parse_status
 from support.model_cluster import ModelCluster, measurement
-from support.services import NOW, PROBES, baseline, manifest, pod, revision_of, running
+from support.services import KEY, NOW, PROBES, baseline, manifest, pod, revision_of, running
 
 AUTO = manifest()
 CONTROL = Control(NOW, 8, 256, 100, 1000, 1000)
@@ -49,14 +49,13 @@ class Archive(ModelCluster):
         spec = self.obj["spec"]
         return f"{spec['model']['source'][-4:]}-{len(spec['accuracy']['probeSets'])}"
 
-    def _writes(self, s: Snapshot, decision: Decision) -> list[Any]:
-        made = decision.baseline
-        first: list[Callable[[], None]] = [] if made is None else [lambda: self._keep(made.identity)]
-        return [*first, *super()._writes(s, decision)[len(first) :]]
-
-    def _keep(self, identity: str) -> None:
+    def keep(self, config_map: str) -> None:
+        identity = config_map.removeprefix(baseline_name(KEY.name, ""))
         self.kept.add(identity)
         self.written.append(identity)
+
+    def keeps(self, config_map: str) -> bool:
+        return config_map.removeprefix(baseline_name(KEY.name, "")) in self.kept
 
     def _answer(self, decision: Decision) -> None:
         request = decision.probe

@@ -41,6 +41,9 @@ NODE = {
 }
 
 
+OURS = {"uid": "d-1", "ownerReferences": [{"uid": "u-1"}]}
+
+
 def pod(name: str, ip: str, *, revision: str = "r1", owner: str | None = "chat-r1-5d9", ready: bool = True) -> Any:
     reference = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": owner, "controller": True}
     return {
@@ -95,7 +98,7 @@ class World:
         self.fleet = Fleet(self.cluster, ())  # type: ignore[arg-type]
         self.put(manifest(), pod("a", "10.0.0.1"))
         labels = {"kvpilot.io/service": KEY.name, "kvpilot.io/revision": "r1", "kvpilot.io/dtype": "auto"}
-        about = {"name": "chat-r1", "namespace": KEY.namespace, "labels": labels, "generation": 1}
+        about = {"name": "chat-r1", "namespace": KEY.namespace, "labels": labels, "generation": 1, **OURS}
         self.put({"kind": "Deployment", "metadata": about, "spec": {"replicas": 1}})
         self.pages = {"http://10.0.0.1:8000": REAL}
         self.asked: list[str] = []
@@ -161,8 +164,63 @@ async def test_versions_move_with_what_a_deployment_should_be_and_not_with_its_p
     for generation, resource_version in ((1, "10"), (1, "11"), (2, "12")):
         about |= {"generation": generation, "resourceVersion": resource_version}
         world.put({"kind": "Deployment", "metadata": dict(about), "spec": {"replicas": 1}})
-        told.append((await world.snapshot()).versions["Deployment", "chat-r1"])
+        told.append((await world.snapshot()).objects["Deployment", "chat-r1"].version)
     assert told == ["1", "1", "2"]
+
+
+def deployment(**more: Any) -> dict[str, Any]:
+    labels = {"kvpilot.io/service": KEY.name, "kvpilot.io/revision": "r1", "kvpilot.io/dtype": "auto"}
+    about = {"name": "chat-r1", "namespace": KEY.namespace, "labels": labels, "resourceVersion": "9", **OURS}
+    return {"kind": "Deployment", "metadata": {**about, **more.pop("metadata", {})}, "spec": {"replicas": 1}, **more}
+
+
+def service(selector: dict[str, str], **more: Any) -> dict[str, Any]:
+    labels = {"kvpilot.io/service": KEY.name}
+    about = {"name": KEY.name, "namespace": KEY.namespace, "labels": labels, **OURS, **more}
+    return {"kind": "Service", "metadata": about, "spec": {"selector": selector}}
+
+
+@pytest.mark.parametrize(
+    "metadata", [{"ownerReferences": []}, {"ownerReferences": [{"uid": "u-0"}]}, {"name": "chat-other"}]
+)
+async def test_a_deployment_that_only_wears_our_labels_is_none_of_ours(world: World, metadata: Any) -> None:
+    world.drop("Deployment", "chat-r1")
+    world.put(deployment(metadata=metadata))
+    assert (await world.snapshot()).deployments == {}
+
+
+OWN = {"kvpilot.io/service": KEY.name}
+
+
+@pytest.mark.parametrize(
+    ("selector", "owner", "traffic"),
+    [
+        (OWN | {"kvpilot.io/revision": "r1"}, "u-1", "r1"),
+        (OWN, "u-1", ""),
+        (OWN | {"app": "shop"}, "u-1", None),
+        ({"kvpilot.io/service": "other"}, "u-1", None),
+        ({}, "u-1", None),
+        (OWN | {"kvpilot.io/revision": "r1"}, "somebody else", None),
+    ],
+)
+async def test_only_a_service_of_ours_that_selects_our_pods_alone_brings_them_traffic(
+    world: World, selector: dict[str, str], owner: str, traffic: str | None
+) -> None:
+    world.put(service(selector, ownerReferences=[{"uid": owner}]))
+    assert (await world.snapshot()).traffic == traffic
+
+
+async def test_why_pods_cannot_be_created_is_told_without_the_name_that_each_attempt_has(world: World) -> None:
+    told = set()
+    for version, name in (("10", "chat-r1-5d9-vtgc2"), ("11", "chat-r1-5d9-89qxh")):
+        message = f'pods "{name}" is forbidden: exceeded quota: team'
+        failed = [{"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": message}]
+        world.put(deployment(metadata={"resourceVersion": version}, status={"conditions": failed}))
+        told.add((await world.snapshot()).deployments["r1"].failure)
+    assert told == {"exceeded quota: team"}
+    over = [{"type": "ReplicaFailure", "status": "False"}]
+    world.put(deployment(metadata={"resourceVersion": "12"}, status={"conditions": over}))
+    assert (await world.snapshot()).deployments["r1"].failure is None
 
 
 async def test_no_sample_is_later_than_the_snapshot_that_holds_it(world: World) -> None:
@@ -342,7 +400,12 @@ def test_a_node_without_labels_of_its_gpu_says_so() -> None:
     assert node_facts([{"metadata": {"name": "cpu-only"}}]) == NodeFacts()
 
 
+class NotSent(ClusterError):
+    """What cannot be asked for, whoever is asked."""
+
+
 ODD_READS = [
+    NotSent("GET", "/x", 0, "no name of an object"),
     ClusterError("GET", "/x", 403, "forbidden"),
     ClusterError("GET", "/x", 500, "conversion webhook failed"),
     KeyError("rules"),

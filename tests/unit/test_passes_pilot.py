@@ -16,7 +16,7 @@ from kvpilot_operator.errors import Conflict, NotFound
 from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.observe.windows import Windows
 from kvpilot_operator.state.questions import Question
-from kvpilot_operator.state.snapshot import ServiceKey
+from kvpilot_operator.state.snapshot import Rejection, ServiceKey
 from kvpilot_operator.state.status import Status
 from support.failing_questions import SECRET, failing
 from support.services import manifest, snapshot
@@ -35,6 +35,8 @@ class World:
         self.errors: list[Exception] = []
         self.performed = self.probes_asked = 0
         self.kept = Status()
+        self.refused: tuple[Rejection, ...] = ()
+        self.decided: list[Any] = []
         self.fleet = Fleet(None, ())  # type: ignore[arg-type]  # nothing is watched
         self.fleet.run = self._nothing  # type: ignore[method-assign]
         self.fleet.filled = self._at_once  # type: ignore[method-assign]
@@ -79,8 +81,12 @@ class World:
     async def perform(self, s: Any, decision: Any) -> None:
         self.kept = decision.status
         self.performed += 1
+        self.decided.append(decision)
         if self.errors:
             raise self.errors.pop()
+
+    def rejections(self, key: ServiceKey) -> tuple[Rejection, ...] | None:
+        return self.refused if self.performed else None
 
     def result(self, key: ServiceKey) -> None:
         return None
@@ -139,3 +145,12 @@ async def test_a_question_that_fails_is_counted_and_logged_with_its_service_once
     assert world.telemetry.registry.get_sample_value("kvpilot_passes_total", {"result": "error"}) == 0
     world.telemetry.forget(ServiceKey("models", "s0"))
     assert world.telemetry.registry.get_sample_value("kvpilot_unanswered_questions_total", labels) is None
+
+
+async def test_what_is_refused_is_decided_upon_at_once_and_then_no_more() -> None:
+    world = World(1, scrape_seconds=60)
+    world.refused = (Rejection("Deployment", "s0-1", "Forbidden", "exceeded quota: team"),)
+    await world.run(lambda: world.performed >= 2 and bool(world.scraped))
+    told = [decision.status.condition("ObjectsAccepted").status for decision in world.decided]
+    assert told[:2] == ["Unknown", "False"]
+    assert world.performed <= 3  # the third is the look after the one scrape

@@ -1,16 +1,18 @@
-"""Keeps a captured baseline in the cluster, and the number of those that a service has small."""
+"""The ConfigMap that keeps a captured baseline, and the number of those that a service has small."""
 
 from __future__ import annotations
 
 import logging
 
+from kvpilot_operator.act.ownership import is_owned
 from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.probes import codec
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.names import SERVICE_LABEL, baseline_name
 from kvpilot_operator.render.objects import baseline_config_map
-from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
+from kvpilot_operator.state.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -20,25 +22,29 @@ MAX_KEPT = 4
 MAX_SEEN = 64
 
 
-async def keep(cluster: Cluster, s: Snapshot, baseline: Baseline) -> None:
-    """Write a baseline, and delete the service's oldest others beyond `MAX_KEPT`.
+def manifest(s: Snapshot, baseline: Baseline) -> Object:
+    """The ConfigMap of a baseline."""
+    return baseline_config_map(s.key, s.uid, baseline.identity, codec.encode(baseline))
+
+
+async def prune(cluster: Cluster, s: Snapshot, but: Baseline) -> None:
+    """Delete the service's oldest baselines, other than this one, beyond `MAX_KEPT` with it.
 
     Where the API server refuses to delete, one too many is kept: no reason to throw away a capture.
     """
     try:
-        await _prune(cluster, s.key, s.uid, baseline_name(s.key.name, baseline.identity))
+        await _prune(cluster, s, baseline_name(s.key.name, but.identity))
     except ClusterError as error:
         log.warning("old baselines are not deleted: %s", error, extra={"service": str(s.key)})
-    await cluster.apply(baseline_config_map(s.key, s.uid, baseline.identity, codec.encode(baseline)))
 
 
-async def _prune(cluster: Cluster, key: ServiceKey, uid: str, but: str) -> None:
-    selector, beginning = f"{SERVICE_LABEL}={key.name}", baseline_name(key.name, "")
-    ours: list[tuple[str, str]] = []
-    async for metadata in cluster.metadata("v1", "ConfigMap", key.namespace, selector, most=MAX_SEEN):
-        owners = metadata.get("ownerReferences") or ()
+async def _prune(cluster: Cluster, s: Snapshot, but: str) -> None:
+    selector, beginning = f"{SERVICE_LABEL}={s.key.name}", baseline_name(s.key.name, "")
+    ours: list[Object] = []
+    async for metadata in cluster.metadata("v1", "ConfigMap", s.key.namespace, selector, most=MAX_SEEN):
         name = metadata["name"]
-        if name.startswith(beginning) and name != but and any(owner.get("uid") == uid for owner in owners):
-            ours.append((metadata.get("creationTimestamp") or "", name))
-    for _, name in sorted(ours, reverse=True)[MAX_KEPT - 1 :]:
-        await cluster.delete("v1", "ConfigMap", key.namespace, name)
+        if name.startswith(beginning) and name != but and is_owned({"metadata": metadata}, s.uid):
+            ours.append(metadata)
+    ours.sort(key=lambda metadata: (metadata.get("creationTimestamp") or "", metadata["name"]), reverse=True)
+    for metadata in ours[MAX_KEPT - 1 :]:
+        await cluster.delete("v1", "ConfigMap", s.key.namespace, metadata["name"], uid=metadata["uid"])

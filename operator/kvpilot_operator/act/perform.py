@@ -1,24 +1,33 @@
-"""Carries out one Decision: what must be kept first, then the status, then objects and pods, then events."""
+"""Carries out one Decision: what must be kept first, then the status, then objects and pods, then events.
+
+What the API server will not have (a quota, a webhook, a field) is data: it is noted with the service, the other
+objects are written all the same, and the next decision is made from it. Only what passes by itself (a conflict, a
+server that is away) is raised, and ends the pass.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
 from kvpilot_operator.act import baselines
 from kvpilot_operator.act.events import Events
+from kvpilot_operator.act.ownership import claim, is_owned, own
+from kvpilot_operator.act.rejections import Rejections
 from kvpilot_operator.act.shelter import shelter
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.objects import Object, version_of
-from kvpilot_operator.errors import NameTaken
+from kvpilot_operator.cluster.objects import version_of
+from kvpilot_operator.errors import Conflict, Rejected
+from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.names import API_VERSION, KIND, REVISION_LABEL, deployment_name
-from kvpilot_operator.state.decision import Decision, Event, Manifest, Objects
-from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
+from kvpilot_operator.state.decision import Decision, Manifest, Objects
+from kvpilot_operator.state.snapshot import Rejection, ServiceKey, Snapshot
 from kvpilot_operator.state.status import dump_status
 
 log = logging.getLogger(__name__)
@@ -26,6 +35,8 @@ log = logging.getLogger(__name__)
 # An object that was applied as it is is applied again after this long, or half of it, to mend what others changed: of a
 # Deployment's spec and a Service the cache tells at once, of all else (labels, a budget) nobody does.
 REAPPLY_SECONDS = 600.0
+# Of these kinds the snapshot has all that carry the service's label.
+_WATCHED = ("Deployment", "Service")
 
 
 class _Applied(NamedTuple):
@@ -33,6 +44,7 @@ class _Applied(NamedTuple):
     """A hash of the manifest."""
     due: float
     """When to apply it again, on the actor's clock."""
+    uid: str
     version: str
     """That of the object as it was answered; another one means that somebody else has changed what it should be."""
 
@@ -44,12 +56,16 @@ class Actor:
         self._cluster = cluster
         self._clock = clock
         self._events = Events(cluster)
+        self._rejections = Rejections(clock)
         self._applied: dict[ServiceKey, dict[tuple[str, str], _Applied | None]] = {}
 
     async def perform(self, s: Snapshot, decision: Decision) -> None:
-        """Raises Conflict where the service changed since it was observed; nothing but a baseline is written then."""
-        if decision.baseline is not None:
-            await baselines.keep(self._cluster, s, decision.baseline)
+        """Raises Conflict where the service changed since it was observed; nothing but a baseline is written then.
+
+        A baseline that is refused ends the pass, too: the status of this decision would name it.
+        """
+        if decision.baseline is not None and not await self._keep(s, decision.baseline):
+            return
         await self._write_status(s, decision)
         if decision.objects is not None:
             await self._place(s, decision.objects)
@@ -57,10 +73,25 @@ class Actor:
         for event in decision.events:
             await self._events.post(s, event)
 
+    def rejections(self, key: ServiceKey) -> tuple[Rejection, ...] | None:
+        """What the API server would not have of a service when it was last asked; None before anything was written."""
+        return self._rejections.of(key)
+
     def forget(self, key: ServiceKey) -> None:
         """Forget what was applied for a deleted service."""
         self._applied.pop(key, None)
+        self._rejections.forget(key)
         self._events.forget(key)
+
+    async def _keep(self, s: Snapshot, baseline: Baseline) -> bool:
+        """Write a captured baseline; False where it is refused."""
+        await baselines.prune(self._cluster, s, baseline)
+        manifest = baselines.manifest(s, baseline)
+        about = ("ConfigMap", manifest["metadata"]["name"])
+        content = _hash(manifest)
+        # It was captured since none is kept: whatever was written once is gone.
+        self._applied.setdefault(s.key, {}).pop(about, None)
+        return await self._attempt(s, about, content, partial(self._apply, s, manifest, content))
 
     async def _write_status(self, s: Snapshot, decision: Decision) -> None:
         if decision.status == s.status:
@@ -80,29 +111,63 @@ class Actor:
         )
 
     async def _place(self, s: Snapshot, objects: Objects) -> None:
-        present = {deployment_name(s.key.name, revision) for revision in s.deployments}
+        asked = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in objects.apply}
+        asked |= {
+            ("Deployment", deployment_name(s.key.name, revision)) for revision in (*objects.scale, *s.deployments)
+        }
+        asked |= {(kind, name) for _, kind, name in objects.absent}
+        self._rejections.keep(s.key, asked)
         await self._scale(s, {r: n for r, n in objects.scale.items() if n > _replicas(s, r)})
+        fewer = [manifest for manifest in objects.apply if _shrinks(s, manifest)]
         for manifest in objects.apply:
-            if manifest["kind"] == "HTTPRoute":
-                await self._route(manifest)
-            else:
-                await self._apply(s, manifest, missing=_is_missing(s, manifest, present))
+            if manifest not in fewer:
+                await self._write(s, manifest)
+        if any(s.rejection(one.kind, one.name) is None for one in self._rejections.of(s.key) or ()):
+            # What gives way was decided for what has just been refused: it is decided anew, with this known.
+            return
+        for manifest in fewer:
+            await self._write(s, manifest)
         await self._scale(s, {r: n for r, n in objects.scale.items() if n < _replicas(s, r)})
         for revision in s.deployments:
             if revision not in objects.keep:
-                await self._cluster.delete(
-                    "apps/v1", "Deployment", s.key.namespace, deployment_name(s.key.name, revision)
-                )
+                await self._remove(s, "apps/v1", "Deployment", deployment_name(s.key.name, revision))
         for api_version, kind, name in objects.absent:
             await self._remove(s, api_version, kind, name)
+
+    async def _attempt(
+        self, s: Snapshot, what: tuple[str, str], content: bytes, write: Callable[[], Awaitable[object]]
+    ) -> bool:
+        """One write; False where it is refused, now or not long ago."""
+        if self._rejections.waits(s.key, what, content):
+            return False
+        try:
+            await write()
+        except Rejected as error:
+            if self._rejections.note(s.key, what, content, error):
+                log.warning("refused: %s", error, extra={"service": str(s.key)})
+            return False
+        except Conflict:
+            # It is not the object that it was: whose it is has to be looked up anew.
+            self._applied.get(s.key, {}).pop(what, None)
+            raise
+        self._rejections.accepted(s.key, what)
+        return True
+
+    async def _write(self, s: Snapshot, manifest: Manifest) -> None:
+        what, content = (manifest["kind"], manifest["metadata"]["name"]), _hash(manifest)
+        if manifest["kind"] == "HTTPRoute":
+            await self._attempt(s, what, content, partial(self._route, manifest))
+        else:
+            await self._attempt(s, what, content, partial(self._apply, s, manifest, content))
 
     async def _scale(self, s: Snapshot, wanted: Mapping[str, int]) -> None:
         for revision, replicas in wanted.items():
             if revision in s.deployments:
-                name = deployment_name(s.key.name, revision)
-                await self._cluster.merge(
-                    "apps/v1", "Deployment", s.key.namespace, name, {"spec": {"replicas": replicas}}
-                )
+                what = ("Deployment", deployment_name(s.key.name, revision))
+                seen = s.objects.get(what)
+                patch = {"metadata": {"uid": seen.uid} if seen is not None else {}, "spec": {"replicas": replicas}}
+                write = partial(self._cluster.merge, "apps/v1", what[0], s.key.namespace, what[1], patch)
+                await self._attempt(s, what, _hash(patch), write)
 
     async def _route(self, manifest: Manifest) -> None:
         """Conflict where the route has changed since it was observed: the next pass reads it again."""
@@ -110,47 +175,63 @@ class Actor:
         patch = {"metadata": {"resourceVersion": about["resourceVersion"]}, "spec": manifest["spec"]}
         await self._cluster.merge(manifest["apiVersion"], manifest["kind"], about["namespace"], about["name"], patch)
 
-    async def _apply(self, s: Snapshot, manifest: Manifest, *, missing: bool) -> None:
+    async def _apply(self, s: Snapshot, manifest: Manifest, content: bytes) -> None:
+        """Server-side apply, unless the object is as it was when this was last applied."""
         known = self._applied.setdefault(s.key, {})
-        kind, name = manifest["kind"], manifest["metadata"]["name"]
-        content = hashlib.blake2b(msgspec.json.encode(manifest, order="sorted"), digest_size=16).digest()
-        last = known.get((kind, name))
-        same = not missing and last is not None and last.content == content and self._clock() < last.due
-        if last is not None and same and last.version == s.versions.get((kind, name), ""):
+        kind, name = what = manifest["kind"], manifest["metadata"]["name"]
+        seen, last = s.objects.get(what), known.get(what)
+        there = kind not in _WATCHED or (seen is not None and seen.owned)
+        same = last is not None and last.content == content and self._clock() < last.due
+        if there and last is not None and same and last.version == (seen.version if seen is not None else ""):
             return
-        if (kind, name) not in known:
-            await self._check_name(s, manifest)
-        answer = await self._cluster.apply(dict(manifest))
+        uid = await self._uid(s, manifest)
+        if kind == "Service" and seen is not None and seen.owned and seen.selects is None:
+            # Another manager's labels in a selector outlive an apply (before Kubernetes 1.21): none of it stays.
+            empty = {"metadata": {"uid": uid}, "spec": {"selector": None}}
+            await self._cluster.merge(manifest["apiVersion"], kind, s.key.namespace, name, empty)
+        pinned = {**manifest, "metadata": {**manifest["metadata"], **({"uid": uid} if uid else {})}}
+        answer = await self._cluster.apply(pinned)
         # What was applied together, at the operator's start, is not to be due together for ever after.
         due = self._clock() + REAPPLY_SECONDS * (1 + content[0] / 255) / 2
-        known[kind, name] = _Applied(content, due, version_of(kind, answer))
+        known[what] = _Applied(content, due, answer["metadata"]["uid"], version_of(kind, answer))
 
-    async def _check_name(self, s: Snapshot, manifest: Manifest) -> None:
-        """Raises NameTaken where an object of this name is there and is not ours, which an apply would take over."""
-        kind, name = manifest["kind"], manifest["metadata"]["name"]
+    async def _uid(self, s: Snapshot, manifest: Manifest) -> str:
+        """The uid of the service's own object of this name, which is made where there is none; "" for a new Deployment.
+
+        Raises:
+            NameTaken: the object of this name is somebody else's.
+        """
+        kind, name = what = manifest["kind"], manifest["metadata"]["name"]
+        seen, last = s.objects.get(what), self._applied.get(s.key, {}).get(what)
+        if seen is not None and seen.owned:
+            return seen.uid
+        if kind not in _WATCHED and last is not None:
+            return last.uid
         found = await self._cluster.find(manifest["apiVersion"], kind, s.key.namespace, name)
-        if found is None or _is_owned(found, s.uid):
-            return
-        error = NameTaken(kind, s.key.namespace, name)
-        owners = found["metadata"].get("ownerReferences") or ()
-        if not any((owner.get("kind"), owner.get("name")) == (KIND, s.key.name) for owner in owners):
-            # Else it is an earlier service's of this name, and about to be collected.
-            await self._events.post(s, Event("Warning", "NameTaken", error.message))
-        raise error
+        if found is not None:
+            return own(s, kind, found)
+        claimed = claim(manifest)
+        return "" if claimed is None else str((await self._cluster.create(claimed))["metadata"]["uid"])
 
     async def _remove(self, s: Snapshot, api_version: str, kind: str, name: str) -> None:
-        """Delete what is ours, once for each life of the operator and again after it was applied."""
+        """Delete what is ours; what is not watched is looked for once in a life of the operator, or after an apply."""
         known = self._applied.setdefault(s.key, {})
-        if (kind, name) in known and known[kind, name] is None:
+        what = (kind, name)
+        if kind in _WATCHED:
+            seen = s.objects.get(what)
+            uid = seen.uid if seen is not None and seen.owned else ""
+        elif what in known and known[what] is None:
             return
-        found = await self._cluster.find(api_version, kind, s.key.namespace, name)
-        if found is not None and _is_owned(found, s.uid):
-            await self._cluster.delete(api_version, kind, s.key.namespace, name)
-        known[kind, name] = None
+        else:
+            found = await self._cluster.find(api_version, kind, s.key.namespace, name)
+            uid = found["metadata"]["uid"] if found is not None and is_owned(found, s.uid) else ""
+        delete = partial(self._cluster.delete, api_version, kind, s.key.namespace, name, uid=uid)
+        if not uid or await self._attempt(s, what, b"", delete):
+            known[what] = None
 
 
-def _is_owned(obj: Object, uid: str) -> bool:
-    return any(owner.get("uid") == uid for owner in obj["metadata"].get("ownerReferences") or ())
+def _hash(manifest: Manifest) -> bytes:
+    return hashlib.blake2b(msgspec.json.encode(manifest, order="sorted"), digest_size=16).digest()
 
 
 def _replicas(s: Snapshot, revision: str) -> int:
@@ -158,11 +239,8 @@ def _replicas(s: Snapshot, revision: str) -> int:
     return view.replicas if view is not None else 0
 
 
-def _is_missing(s: Snapshot, manifest: Manifest, deployments: set[str]) -> bool:
-    kind, name = manifest["kind"], manifest["metadata"]["name"]
-    if kind == "Deployment":
-        return name not in deployments
-    if kind == "Service" and name == s.key.name:
-        selector: dict[str, Any] = manifest["spec"]["selector"]
-        return (s.traffic or None) != selector.get(REVISION_LABEL)
-    return False
+def _shrinks(s: Snapshot, manifest: Manifest) -> bool:
+    if manifest["kind"] != "Deployment":
+        return False
+    replicas: int = manifest["spec"]["replicas"]
+    return replicas < _replicas(s, manifest["metadata"]["labels"][REVISION_LABEL])

@@ -167,9 +167,14 @@ class Cluster:
         """Write a whole object; Conflict where its resourceVersion has moved on."""
         return await self._write(Request("PUT", manifest["kind"], _path(manifest), _FIELD_MANAGER, manifest))
 
-    async def delete(self, api_version: str, kind: str, namespace: str, name: str) -> None:
-        """Delete an object and, in the background, what it owns; fine if it is gone already."""
-        options = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+    async def delete(self, api_version: str, kind: str, namespace: str, name: str, *, uid: str = "") -> None:
+        """Delete an object and, in the background, what it owns; fine if it is gone already.
+
+        Conflict where the object of that name is not the one with this uid.
+        """
+        options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        if uid:
+            options["preconditions"] = {"uid": uid}
         with contextlib.suppress(NotFound):
             path = path_of(api_version, kind, namespace, name)
             await self._transport.send(Request("DELETE", kind, path, body=options))

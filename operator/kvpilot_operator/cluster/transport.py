@@ -14,7 +14,7 @@ from kubernetes.aio.client import ApiClient
 from kvpilot_operator.budget import read_body
 from kvpilot_operator.cluster.gate import Gate
 from kvpilot_operator.cluster.objects import Object
-from kvpilot_operator.errors import ClusterError, Conflict, NotFound, OverBudget, Throttled
+from kvpilot_operator.errors import ClusterError, Conflict, NotFound, OverBudget, Rejected, Throttled
 from kvpilot_operator.numbers import whole
 
 TIMEOUT_SECONDS = 15.0
@@ -24,6 +24,12 @@ WATCH_SECONDS = 300
 SILENCE_SECONDS = 75.0
 # An API server that asks for a longer pause than a day is asked again as after any other error.
 _MAX_WAIT_SECONDS = 86_400
+
+# Answers 500 that are about the object, and stay: a field that this server does not know, a webhook without an answer.
+_LASTING = ("failed to create typed patch object", "failed calling webhook")
+
+# More than a status can hold anyway.
+_MAX_CAUSES = 8
 
 # Called after every request: method (LIST and WATCH are told from GET), kind, HTTP status (0: not reached), seconds.
 OnRequest = Callable[[str, str, int, float], None]
@@ -176,18 +182,30 @@ def _code(status: Object) -> int:
 
 def _typed(method: str, path: str, status: int, body: bytes, headers: Mapping[str, str]) -> ClusterError:
     try:
-        message = str(msgspec.json.decode(body, type=Object).get("message") or "")
+        said = msgspec.json.decode(body, type=Object)
     except msgspec.DecodeError:
-        message = ""
-    message = message or body.decode(errors="replace") or "no message"
+        said = {}
+    message = str(said.get("message") or "") or body.decode(errors="replace") or "no message"
+    causes = _causes(said.get("details"))
+    lasting = status == 500 and any(words in message for words in _LASTING)
     if len(message) > 1000:
         # A refused value may be long itself: what is wrong with it stands at the end.
         message = f"{message[:300]} … {message[-600:]}"
-    if status == 409:
+    if status == 409 or (status == 422 and causes and all(field == "metadata.uid" for field, _ in causes)):
+        # A write names the object that it is meant for by its uid: another one has taken its place.
         return Conflict(method, path, status, message)
     if status == 404:
         return NotFound(method, path, status, message)
+    if status in (400, 403, 422) or lasting:
+        return Rejected(method, path, status, message, str(said.get("reason") or ""), causes)
     wait = whole(headers.get("Retry-After"), _MAX_WAIT_SECONDS)
     if status in (429, 503) and wait is not None:
         return Throttled(method, path, status, message, float(wait))
     return ClusterError(method, path, status, message)
+
+
+def _causes(details: object) -> tuple[tuple[str, str], ...]:
+    """`details.causes` of a Status: field and message of each that has both."""
+    causes = details.get("causes") if isinstance(details, dict) else None
+    found = [one for one in causes or () if isinstance(one, dict) and one.get("field") and one.get("message")]
+    return tuple(dict.fromkeys((str(one["field"])[:300], str(one["message"])[-600:]) for one in found))[:_MAX_CAUSES]

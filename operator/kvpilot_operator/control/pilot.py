@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.control.passes import Passes
@@ -66,6 +67,7 @@ class Pilot:
             if snapshot is None:
                 self._forget(key)
                 return None
+            snapshot = replace(snapshot, rejections=self._actor.rejections(key))
             decision = decide(snapshot)
             try:
                 await self._actor.perform(snapshot, decision)
@@ -76,7 +78,9 @@ class Pilot:
                 self._prober.ensure(key, snapshot.spec, decision.probe)
         self._telemetry.decided(snapshot, decision)
         _tell(snapshot, decision)
-        return decision.again_seconds
+        # What has just been refused, or is so no more, is decided upon at once.
+        anew = (self._actor.rejections(key) or ()) != (snapshot.rejections or ())
+        return 0.0 if anew else decision.again_seconds
 
     def _forget(self, key: ServiceKey) -> None:
         self.passes.forget(key)

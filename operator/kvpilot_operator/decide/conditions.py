@@ -11,10 +11,12 @@ from kvpilot_operator.decide.accuracy.drift import drifted
 from kvpilot_operator.decide.baseline import known
 from kvpilot_operator.decide.draft import Draft
 from kvpilot_operator.decide.judging.workload import USAGE_STEP_PERCENT, Workload
+from kvpilot_operator.decide.rejections import finding, rejected
 from kvpilot_operator.decide.target import Target
 from kvpilot_operator.decide.trial import traffic
 from kvpilot_operator.decide.trial.refusal import engine_failure, pending_reason
 from kvpilot_operator.decide.trial.rollout import start_fault
+from kvpilot_operator.render.names import deployment_name
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Canary, Condition, clip
 
@@ -24,18 +26,20 @@ _Line = tuple[str, _Word, str, str]
 
 def conditions(draft: Draft, s: Snapshot, target: Target, workload: Workload, replicas: int) -> tuple[Condition, ...]:
     """All conditions of a service whose spec is accepted."""
-    available = _available(draft, s, replicas)
+    objects = _objects_accepted(s)
+    available = _available(draft, s, replicas, objects)
     lines = [
         available,
-        _progressing(draft, s, target, replicas),
+        _progressing(draft, s, target, replicas, objects),
         _model_cached(draft, s),
         _metrics(workload),
         _memory_pressured(s, workload),
         _canary_healthy(draft),
         _accuracy(draft, s, target),
-        _spec_accepted(s),
+        _spec_accepted(s, objects),
+        objects,
     ]
-    return stamped(s, [_ready(available, draft), *lines])
+    return stamped(s, [_ready(available, draft, objects), *lines])
 
 
 def refused(s: Snapshot, faults: Sequence[Fault]) -> tuple[Condition, ...]:
@@ -70,29 +74,52 @@ def stamped(s: Snapshot, lines: Sequence[_Line]) -> tuple[Condition, ...]:
     return tuple(result)
 
 
-def _ready(available: _Line, draft: Draft) -> _Line:
+def _objects_accepted(s: Snapshot) -> _Line:
+    """What of the service's objects and pods the API server will not have, with the spec's field and the remedy."""
+    refused = rejected(s)
+    if refused:
+        found = finding(refused)
+        return ("ObjectsAccepted", "False", found.reason, found.message)
+    before = s.status.condition("ObjectsAccepted")
+    if s.rejections is None and before is not None:
+        # Nothing was written yet in this life of the operator: what was refused before most likely still is.
+        return ("ObjectsAccepted", before.status, before.reason, before.message)
+    if s.rejections is None:
+        return ("ObjectsAccepted", "Unknown", "NotWrittenYet", "no object has been written yet")
+    return ("ObjectsAccepted", "True", "Written", "the API server has taken every object")
+
+
+def _ready(available: _Line, draft: Draft, objects: _Line) -> _Line:
     _, word, reason, message = available
     stable = draft.status.stable
     if word != "True" or stable is None:
         return ("Ready", "False", reason, message)
     canary = draft.status.canary
+    but = "; not all is as the spec asks, see ObjectsAccepted" if objects[1] == "False" else ""
     if canary is not None:
         return (
             "Ready",
             "True",
             f"Canary{canary.stage}",
-            f"{stable.dtype} serves; {canary.dtype} is on trial{_share(canary)}",
+            f"{stable.dtype} serves; {canary.dtype} is on trial{_share(canary)}{but}",
         )
-    return ("Ready", "True", "Serving", f"{stable.dtype} serves")
+    return ("Ready", "True", "Serving", f"{stable.dtype} serves{but}")
 
 
-def _available(draft: Draft, s: Snapshot, replicas: int) -> _Line:
+def _available(draft: Draft, s: Snapshot, replicas: int, objects: _Line) -> _Line:
+    """Whether engines answer, behind a Service of ours that selects them.
+
+    Their endpoints follow from that and are not watched: each EndpointSlice is written again whenever a pod becomes
+    ready or not, which the pods tell already.
+    """
     stable = draft.status.stable
     if stable is None:
         return ("Available", "False", "NoRevision", "nothing serves yet")
     serving = traffic.serving(s, draft.status)
     pods = [pod for revision in serving for pod in s.pods_of(revision)]
     ready = sum(len(s.ready_pods(revision)) for revision in serving)
+    if ready and ready >= min(replicas, 1) and s.traffic is None:
+        return _unserved(s, ready)
     if ready and ready >= min(replicas, 1):
         return ("Available", "True", "EnginesReady", f"{ready} of {max(replicas, len(pods))} replicas answer")
     if replicas == 0:
@@ -100,10 +127,27 @@ def _available(draft: Draft, s: Snapshot, replicas: int) -> _Line:
     why = engine_failure(pods) or pending_reason(pods)
     if why is not None:
         return ("Available", "False", why.reason, why.message)
+    names = [("Service", s.key.name), *(("Deployment", deployment_name(s.key.name, one)) for one in serving)]
+    blocking = [one for one in rejected(s) if (one.kind, one.name) in names]
+    if blocking:
+        found = finding(blocking)
+        return ("Available", "False", found.reason, found.message)
+    if s.rejections is None and objects[1] == "False":
+        return ("Available", "False", objects[2], objects[3])
     return ("Available", "False", "EnginesStarting", f"0 of {replicas} replicas answer yet")
 
 
-def _progressing(draft: Draft, s: Snapshot, target: Target, replicas: int) -> _Line:
+def _unserved(s: Snapshot, ready: int) -> _Line:
+    """Engines answer, and no Service of ours sends them anything."""
+    refused = s.rejection("Service", s.key.name)
+    if refused is not None:
+        found = finding([refused])
+        return ("Available", "False", found.reason, found.message)
+    text = f"{ready} replicas answer, and no Service {s.key.name} of kvpilot's selects them: it is written now"
+    return ("Available", "False", "NoService", text)
+
+
+def _progressing(draft: Draft, s: Snapshot, target: Target, replicas: int, objects: _Line) -> _Line:
     canary, stable = draft.status.canary, draft.status.stable
     if canary is not None:
         stopped = s.spec is not None and s.spec.rollout.paused and canary.stage != "RollingBack"
@@ -122,6 +166,8 @@ def _progressing(draft: Draft, s: Snapshot, target: Target, replicas: int) -> _L
         if s.spec.rollout.paused:
             text = f"spec.rollout.paused is true: no canary for {target.dtype} is started ({target.message})"
             return ("Progressing", "False", "RolloutPaused", text)
+    if objects[1] == "False":
+        return ("Progressing", "False", objects[2], objects[3])
     if stable is not None and not stable.ever_ready:
         return ("Progressing", "True", "EnginesStarting", f"revision {stable.revision} ({stable.dtype}) is starting")
     return ("Progressing", "False", "Settled", target.message)
@@ -212,7 +258,10 @@ def _accuracy(draft: Draft, s: Snapshot, target: Target) -> _Line:
     return ("AccuracyVerified", word, f"Probe{last.verdict}", found)
 
 
-def _spec_accepted(s: Snapshot) -> _Line:
+def _spec_accepted(s: Snapshot, objects: _Line) -> _Line:
+    if objects[1] == "False":
+        note = "the spec is valid, and not all that it asks for could be written: see ObjectsAccepted"
+        return ("SpecAccepted", "True", "PartlyActedOn", note)
     if not s.server.pod_disruption_budgets:
         note = "this API server does not serve policy/v1: no PodDisruptionBudget is kept"
         return ("SpecAccepted", "True", "PartlyActedOn", note)

@@ -73,7 +73,7 @@ def _decide(ask: Questions, draft: Draft, s: Snapshot, spec: Spec) -> Decision:
     objects = place(ask, draft, s, spec, target, replicas) if draft.status.stable is not None else None
     shelter = ask.ask(Question.SHELTER, lambda: sheltered(draft, s, spec, request), already_sheltered(s))
     ask.ask(Question.JOURNAL, lambda: journal.ruled(draft, s, spec, ruling, target), None)
-    ask.ask(Question.CONDITIONS, lambda: draft.set(conditions=conditions(draft, s, target, workload, replicas)), None)
+    ask.ask(Question.CONDITIONS, lambda: _tell(draft, s, target, workload, replicas), None)
     _report(ask, draft, s)
     decision = Decision(
         status=draft.status,
@@ -155,6 +155,17 @@ def _counted(draft: Draft, s: Snapshot, serving: tuple[str, ...], replicas: int)
         return sum(s.deployments[name].replicas for name in serving if name in s.deployments)
     asked = sum(view.replicas for view in s.deployments.values())
     return min(replicas, max(asked, s.status.replicas or 0))
+
+
+def _tell(draft: Draft, s: Snapshot, target: Target, workload: Workload, replicas: int) -> None:
+    draft.set(conditions=conditions(draft, s, target, workload, replicas))
+    _announce_refusal(draft, s)
+
+
+def _announce_refusal(draft: Draft, s: Snapshot) -> None:
+    before, after = s.status.condition("ObjectsAccepted"), draft.status.condition("ObjectsAccepted")
+    if after is not None and after.status == "False" and (before is None or before.message != after.message):
+        draft.event(after.reason, after.message, warning=True)
 
 
 def _announce_pressure(draft: Draft, s: Snapshot, workload: Workload) -> None:

@@ -22,7 +22,7 @@ from kvpilot_operator.observe.services import ServiceFeed
 from kvpilot_operator.observe.views import deployment_view, is_ours, pod_view, traffic_of
 from kvpilot_operator.render.names import KIND, SERVICE_LABEL
 from kvpilot_operator.state.questions import places
-from kvpilot_operator.state.snapshot import DeploymentView, PodView, ServiceKey
+from kvpilot_operator.state.snapshot import DeploymentView, ObjectView, PodView, ServiceKey
 from kvpilot_operator.state.status import Status, parse_status
 
 V = TypeVar("V")
@@ -55,6 +55,9 @@ class Placed(Generic[V]):
     view: V
     kind: str
     name: str
+    uid: str
+    owners: frozenset[str]
+    """The uids of its owner references."""
     version: str
     """Moves when somebody changes what it should be."""
 
@@ -104,10 +107,10 @@ class Fleet:
         else:
             store.put(obj)
 
-    def versions(self, key: ServiceKey) -> dict[tuple[str, str], str]:
-        """By kind and name, the versions of a service's Deployments and Services (`version_of`)."""
-        placed: list[Placed[Any]] = [*self.deployments.of(key), *self.traffic.of(key)]
-        return {(one.kind, one.name): one.version for one in placed}
+    def objects(self, key: ServiceKey, uid: str) -> dict[tuple[str, str], ObjectView]:
+        """By kind and name, the Deployments and Services that carry a service's label; `uid` is the service's."""
+        found = {(one.kind, one.name): _object(one, uid, None) for one in self.deployments.of(key)}
+        return found | {(one.kind, one.name): _object(one, uid, one.view) for one in self.traffic.of(key)}
 
     def _changed(self, key: ServiceKey) -> None:
         self.on_change(key)
@@ -157,7 +160,13 @@ def _traffic(obj: Object) -> Placed[str | None]:
 
 
 def _placed(kind: str, obj: Object, view: V) -> Placed[V]:
-    return Placed(view, kind, obj["metadata"]["name"], version_of(kind, obj))
+    metadata = obj["metadata"]
+    owners = frozenset(str(owner.get("uid")) for owner in metadata.get("ownerReferences") or ())
+    return Placed(view, kind, metadata["name"], metadata.get("uid", ""), owners, version_of(kind, obj))
+
+
+def _object(one: Placed[Any], uid: str, selects: str | None) -> ObjectView:
+    return ObjectView(one.uid, uid in one.owners, one.version, selects)
 
 
 def _pod(obj: Object) -> PodView | None:

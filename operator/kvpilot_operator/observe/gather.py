@@ -23,7 +23,7 @@ from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.observe.views import facts_of_node, gpu_of, node_facts, route_view
 from kvpilot_operator.observe.windows import Windows, need
 from kvpilot_operator.probes.errors import PackError
-from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND, engine_url
+from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND, deployment_name, engine_url
 from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.snapshot import (
     NodeFacts,
@@ -88,8 +88,14 @@ class Observer:
         service = self._fleet.services.get(*key)
         if service is None or service.spec is not spec:
             return await self.snapshot(key, probe_result)
-        revisions = {placed.view.revision: placed.view for placed in self._fleet.deployments.of(key)}
-        traffic = self._fleet.traffic.get(*key)
+        objects = self._fleet.objects(key, service.uid)
+        revisions = {
+            placed.view.revision: placed.view
+            for placed in self._fleet.deployments.of(key)
+            if objects["Deployment", placed.name].owned
+            and placed.name == deployment_name(key.name, placed.view.revision)
+        }
+        traffic = objects.get(("Service", key.name))
         self._windows.keep_only(key, revisions.keys())
         if spec is not None:
             self._windows.keep(key, need(spec, trial=service.status.canary is not None))
@@ -104,8 +110,8 @@ class Observer:
             status=service.status,
             deployments=revisions,
             pods=tuple(self._fleet.pods.of(key)),
-            traffic=traffic.view if traffic is not None else None,
-            versions=self._fleet.versions(key),
+            traffic=traffic.selects if traffic is not None and traffic.owned else None,
+            objects=objects,
             samples=self._windows.of(key),
             node=node,
             model=self._windows.model(key),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.errors import ClusterError, Throttled
 from kvpilot_operator.state.questions import Question, Unanswered, unanswered
 
 T = TypeVar("T")
@@ -23,7 +23,8 @@ async def observed(question: Question, reading: Awaitable[T], otherwise: T, fail
     try:
         return await reading
     except Exception as error:
-        if isinstance(error, ClusterError) and error.status in _AWAY:
+        # An error with a type of its own is about what was asked for, not about who was asked.
+        if isinstance(error, Throttled) or (type(error) is ClusterError and error.status in _AWAY):
             raise
         failed.append(unanswered(question, error))
         return otherwise

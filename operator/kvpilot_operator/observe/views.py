@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from kvpilot_operator.render.names import (
     DTYPE_LABEL,
     ENGINE_CONTAINER,
     REVISION_LABEL,
+    SERVICE_LABEL,
     SHELTER_ANNOTATION,
     deployment_name,
 )
@@ -19,6 +21,7 @@ Object = Mapping[str, Any]
 
 # Of one GPU: a petabyte.
 _MAX_MIB = 2**30
+_POD_NAME = re.compile(r'^(?:pods|Pod) "[^"]*" is (?:forbidden|invalid): ')
 
 
 def pod_view(pod: Object) -> PodView:
@@ -65,16 +68,25 @@ def deployment_view(deployment: Object) -> DeploymentView:
         revision=labels.get(REVISION_LABEL, ""),
         dtype=labels.get(DTYPE_LABEL, ""),
         replicas=int((deployment.get("spec") or {}).get("replicas", 1)),
+        failure=_replica_failure(deployment.get("status") or {}),
     )
 
 
-def traffic_of(service: Object | None) -> str | None:
-    """The revision that a Service selects."""
-    if service is None:
-        return None
+def _replica_failure(status: Object) -> str | None:
+    """The condition ReplicaFailure, without the name of the pod that was not created: each attempt has another one."""
+    for condition in status.get("conditions") or ():
+        if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
+            return _POD_NAME.sub("", str(condition.get("message") or condition.get("reason") or "FailedCreate"))[:1000]
+    return None
+
+
+def traffic_of(service: Object) -> str | None:
+    """The revision that a Service of ours sends requests to, "" for every one; None where its selector is not ours."""
     selector = (service.get("spec") or {}).get("selector") or {}
-    revision = selector.get(REVISION_LABEL)
-    return str(revision) if revision else None
+    owner = (service["metadata"].get("labels") or {}).get(SERVICE_LABEL)
+    if selector.get(SERVICE_LABEL) != owner or selector.keys() - {SERVICE_LABEL, REVISION_LABEL}:
+        return None
+    return str(selector.get(REVISION_LABEL, ""))
 
 
 def gpu_of(node: Object) -> str | None:

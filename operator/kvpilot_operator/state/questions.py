@@ -67,7 +67,7 @@ class Unanswered:
 
 def unanswered(question: Question, error: Exception) -> Unanswered:
     """What is kept of an error: its type, of one of the API server's the HTTP status, and the places in our code."""
-    status = f" HTTP {error.status}" if isinstance(error, ClusterError) else ""
+    status = f" HTTP {error.status}" if isinstance(error, ClusterError) and error.status else ""
     return Unanswered(question, f"{type(error).__name__}{status}", places(error))
 
 

@@ -56,6 +56,34 @@ class DeploymentView:
     revision: str
     dtype: str
     replicas: int
+    failure: str | None = None
+    """Why pods that it lacks cannot be created, in the API server's words (the condition ReplicaFailure)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectView:
+    """An object that carries the service's label: which one it is, and whether it is the service's own."""
+
+    uid: str
+    owned: bool
+    """By an owner reference with the service's uid: a label is easily copied."""
+    version: str
+    """Moves when somebody changes what the object should be."""
+    selects: str | None = None
+    """Of a Service: the revision that it sends requests to, "" for every one, None where its selector is not ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """An object that the API server would not have, in its own words."""
+
+    kind: str
+    name: str
+    reason: str
+    """Of the server's Status: Invalid, Forbidden, ...; may be empty."""
+    message: str
+    causes: tuple[tuple[str, str], ...] = ()
+    """Field and message, where it names them."""
 
 
 NOTHING_OBSERVED = Histogram()
@@ -226,9 +254,11 @@ class Snapshot:
     deployments: Mapping[str, DeploymentView] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
     traffic: str | None = None
-    """The revision that the Service selects now; None while there is no Service."""
-    versions: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    """Of the Deployments and Services, by kind and name: they move when somebody changes what an object should be."""
+    """The revision that the Service selects now, "" for every one; None while no Service of ours selects any."""
+    objects: Mapping[tuple[str, str], ObjectView] = field(default_factory=dict)
+    """Deployments and Services with the service's label, by kind and name."""
+    rejections: tuple[Rejection, ...] | None = None
+    """What the API server would not have when it was last written; None before anything was."""
     samples: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
     """Scrapes by revision, oldest first."""
     node: NodeFacts = NodeFacts()
@@ -259,6 +289,10 @@ class Snapshot:
     def ready_pods(self, revision: str) -> tuple[PodView, ...]:
         """The revision's pods that answer."""
         return tuple(p for p in self.pods_of(revision) if p.ready and p.ip)
+
+    def rejection(self, kind: str, name: str) -> Rejection | None:
+        """Why the API server would not have this object, if it would not."""
+        return next((one for one in self.rejections or () if (one.kind, one.name) == (kind, name)), None)
 
     def last_sample(self, revision: str) -> Sample | None:
         """The revision's newest scrape in which at least one pod was believed."""

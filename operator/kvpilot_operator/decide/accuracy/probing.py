@@ -10,6 +10,7 @@ from kvpilot_operator.decide.accuracy import drift
 from kvpilot_operator.decide.accuracy.measured import measured
 from kvpilot_operator.decide.accuracy.verdict import judge
 from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.decide.rejections import finding
 from kvpilot_operator.decide.trial.ending import roll_back
 from kvpilot_operator.probes.codec import Baseline as ProbeBaseline
 from kvpilot_operator.probes.stats import Measurement
@@ -66,6 +67,9 @@ def _take_result(draft: Draft, s: Snapshot, spec: Spec) -> ProbeBaseline | None:
     asked = _next(draft, s, spec)
     if asked is None or asked.identity != result.request.identity or isinstance(outcome, NothingKept):
         return None
+    refused = None if isinstance(asked, Measure) else s.rejection("ConfigMap", asked.config_map)
+    if isinstance(outcome, Captured) and refused is not None and not outcome.adopted:
+        outcome = ProbeFailed("BaselineNotKept", finding([refused]).message)
     if isinstance(outcome, Captured):
         return baseline.take(draft, s, spec, outcome)
     if canary is None:

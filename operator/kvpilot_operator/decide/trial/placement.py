@@ -17,7 +17,7 @@ from kvpilot_operator.decide.target import Target, render
 from kvpilot_operator.decide.trial import traffic
 from kvpilot_operator.decide.trial.exchange import exchange, side
 from kvpilot_operator.decide.trial.route import weighted
-from kvpilot_operator.render.names import canary_service
+from kvpilot_operator.render.names import canary_service, deployment_name
 from kvpilot_operator.render.objects import deployment, disruption_budget, route_rules, service
 from kvpilot_operator.render.startup import startup_budget_seconds
 from kvpilot_operator.state.decision import Manifest, Objects
@@ -32,21 +32,26 @@ _NOTHING: _Placed = ((), ())
 
 
 def place(ask: Questions, draft: Draft, s: Snapshot, spec: Spec, target: Target, replicas: int) -> Objects:
-    """The objects of the decided status, in the order in which they go out: more engines, traffic, fewer engines.
+    """The objects of the decided status, in the order in which they go out.
 
-    Where Deployments cannot be rendered, those that are there are still scaled.
+    First what serves (its engines, Service, budget), then what is on trial with its share of the traffic: nothing that
+    befalls a trial's writes keeps the others from being mended. Last the engines that give way. Where Deployments
+    cannot be rendered, those that are there are still scaled.
     """
     status = draft.status
     wanted = ask.ask(Question.ENGINES, lambda: _replicas(draft, s, spec, replicas), _as_they_are(status, s, replicas))
     none: dict[str, Manifest] = {}
     engines = ask.ask(Question.TEMPLATES, lambda: _engines(draft, s, spec, target, wanted), none)
     fewer = {name for name, count in wanted.items() if count < side(s, name).replicas}
+    serving = {*traffic.serving(s, status), status.stable.revision if status.stable is not None else ""}
     shrinking = [manifest for name, manifest in engines.items() if name in fewer]
-    growing = [manifest for name, manifest in engines.items() if name not in fewer]
-    moved, absent = ask.ask(Question.TRAFFIC, lambda: _traffic(status, s, spec, replicas, wanted), _NOTHING)
-    shared, unshared = ask.ask(Question.SHARE, lambda: _share(status, s, spec, replicas), _NOTHING)
+    growing = {name: manifest for name, manifest in engines.items() if name not in fewer}
+    kept = [manifest for name, manifest in growing.items() if name in serving]
+    tried = [manifest for name, manifest in growing.items() if name not in serving]
+    own, absent = ask.ask(Question.TRAFFIC, lambda: _traffic(status, s, spec, replicas, wanted), _NOTHING)
+    lent, unlent = ask.ask(Question.SHARE, lambda: _share(status, s, spec, replicas), _NOTHING)
     scale = {name: count for name, count in wanted.items() if name not in engines}
-    return Objects((*growing, *moved, *shared, *shrinking), scale, frozenset(wanted), (*absent, *unshared))
+    return Objects((*kept, *own, *tried, *lent, *shrinking), scale, frozenset(wanted), (*absent, *unlent))
 
 
 def traffic_revision(status: Status, s: Snapshot, replicas: int) -> str:
@@ -59,12 +64,12 @@ def traffic_revision(status: Status, s: Snapshot, replicas: int) -> str:
 def _traffic(status: Status, s: Snapshot, spec: Spec, replicas: int, wanted: Mapping[str, int]) -> _Placed:
     """The Service and its disruption budget."""
     selected = traffic.selected(s, spec, status, replicas)
-    apply: list[Manifest] = [service(s.key, s.uid, s.key.name, selected)]
+    own: list[Manifest] = [service(s.key, s.uid, s.key.name, selected)]
     absent: list[tuple[str, str, str]] = []
     if s.server.pod_disruption_budgets:
         covered = sum(count for name, count in wanted.items() if selected in (traffic.EVERY_REVISION, name))
         if _lets_go(spec, replicas, covered):
-            apply.append(
+            own.append(
                 disruption_budget(
                     s.key, s.uid, selected, spec.disruption.min_available,
                     evict_unready=s.server.unhealthy_pod_eviction,
@@ -72,7 +77,7 @@ def _traffic(status: Status, s: Snapshot, spec: Spec, replicas: int, wanted: Map
             )  # fmt: skip
         else:
             absent.append(("policy/v1", "PodDisruptionBudget", s.key.name))
-    return apply, absent
+    return own, absent
 
 
 def _share(status: Status, s: Snapshot, spec: Spec, replicas: int) -> _Placed:
@@ -137,7 +142,18 @@ def _replicas(draft: Draft, s: Snapshot, spec: Spec, replicas: int) -> Mapping[s
         return _back(s, spec, stable, canary, replicas)
     total, floor = traffic.total(spec, canary, replicas), traffic.floor(spec, replicas)
     ours, theirs = side(s, canary.revision), side(s, stable.revision)
+    others = sum(
+        view.replicas for name, view in s.deployments.items() if name not in (stable.revision, canary.revision)
+    )
     reference = baseline.reference_revision(draft, s, spec) if s.traffic == stable.revision else None
+    waits = [name for name in (reference, canary.revision) if name is not None and _is_refused(s, name)]
+    if waits:
+        # No place is given up for engines that the API server will not have; it is asked for them again and again.
+        return {
+            **dict.fromkeys(waits, 0),
+            canary.revision: ours.replicas,
+            stable.revision: min(replicas, total - others),
+        }
     if reference is not None:
         # One place, taken in turns: first by the 16-bit replica whose answers the canary is measured against.
         one, left = exchange(
@@ -146,14 +162,17 @@ def _replicas(draft: Draft, s: Snapshot, spec: Spec, replicas: int) -> Mapping[s
         return {reference: one, canary.revision: 0, stable.revision: left}
     if _asked_for_the_baseline(draft, s, spec, stable, canary):
         floor = max(floor, 1)
-    others = sum(
-        view.replicas for name, view in s.deployments.items() if name not in (stable.revision, canary.revision)
-    )
     goal, both = _goal(s, spec, canary, replicas), canary.stage in ("Shifting", "Promoting")
     if spec.rollout.paused:
         goal = min(goal, ours.replicas)
     grown, left = exchange(ours, goal, theirs, total=total, floor=floor, both_serve=both, others=others)
     return {canary.revision: grown, stable.revision: min(left, replicas)}
+
+
+def _is_refused(s: Snapshot, revision: str) -> bool:
+    """Whether a revision has no Deployment because the API server will not have it."""
+    name = deployment_name(s.key.name, revision)
+    return revision not in s.deployments and s.rejection("Deployment", name) is not None
 
 
 def _asked_for_the_baseline(draft: Draft, s: Snapshot, spec: Spec, stable: Stable, canary: Canary) -> bool:

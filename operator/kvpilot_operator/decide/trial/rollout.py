@@ -16,11 +16,13 @@ from datetime import timedelta
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.decide.rejections import finding, rejected
 from kvpilot_operator.decide.target import Target, render
 from kvpilot_operator.decide.trial import shifting, traffic
 from kvpilot_operator.decide.trial.ending import SUPERSEDED, finish_promotion, finish_rollback, roll_back
 from kvpilot_operator.decide.trial.exchange import side
 from kvpilot_operator.decide.trial.refusal import EngineFailure, engine_failure
+from kvpilot_operator.render.names import deployment_name
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import PodView, Snapshot
 from kvpilot_operator.state.status import Canary, Stable, clip
@@ -296,6 +298,10 @@ def _note_capacity(draft: Draft, s: Snapshot, canary: Canary) -> None:
 
 
 def _why_waiting(s: Snapshot, spec: Spec, canary: Canary) -> str:
+    name = deployment_name(s.key.name, canary.revision)
+    refused = [one for one in rejected(s) if (one.kind, one.name) == ("Deployment", name)]
+    if refused:
+        return f": {finding(refused).message}"
     for pod in _pods_on_trial(s, spec, canary):
         reason = pod.unschedulable or pod.waiting_reason
         if reason:

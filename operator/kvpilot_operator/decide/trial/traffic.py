@@ -126,6 +126,9 @@ def share(s: Snapshot, spec: Spec, canary: Canary | None, replicas: int) -> int:
     """The canary's percentage in the route now: of the furthest step that it has the ready replicas for."""
     if canary is None or canary.stage != "Shifting" or canary.traffic_mode != "HTTPRoute" or canary.step is None:
         return 0
+    lent = s.objects.get(("Service", canary_service(s.key.name)))
+    if lent is None or not lent.owned or lent.selects != canary.revision:
+        return 0  # Whoever has that name would get our users' requests.
     ready = len(s.ready_pods(canary.revision))
     reached = [p for p in plan(s, spec, canary, replicas).steps if p.index <= canary.step and p.replicas <= ready]
     return reached[-1].weight_percent if reached else 0

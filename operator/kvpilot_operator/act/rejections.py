@@ -1,0 +1,73 @@
+"""What the API server would not have of each service, and when it is asked again.
+
+It lives with the process: after a restart everything is written anew, and what is refused then is known again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from kvpilot_operator.errors import Rejected
+from kvpilot_operator.state.snapshot import Rejection, ServiceKey
+
+# A quota may be raised or a webhook mended at any time; nobody tells, so what was refused is written again in a while.
+FIRST_RETRY_SECONDS = 5.0
+LAST_RETRY_SECONDS = 60.0
+
+What = tuple[str, str]
+"""Kind and name."""
+
+
+class _Held(NamedTuple):
+    rejection: Rejection
+    content: bytes
+    wait: float
+    due: float
+
+
+class Rejections:
+    """By service, as far as anything was written of it; `clock` counts seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._held: dict[ServiceKey, dict[What, _Held]] = {}
+
+    def of(self, key: ServiceKey) -> tuple[Rejection, ...] | None:
+        """What is refused of a service now; None where nothing was written yet.
+
+        A baseline is written once, after a capture: it is refused until it may be tried again, and then decided upon.
+        """
+        held = self._held.get(key)
+        if held is None:
+            return None
+        now = self._clock()
+        return tuple(one.rejection for one in held.values() if one.rejection.kind != "ConfigMap" or now < one.due)
+
+    def waits(self, key: ServiceKey, what: What, content: bytes) -> bool:
+        """Whether this very content was refused, and it is too early to ask again."""
+        one = self._held.get(key, {}).get(what)
+        return one is not None and one.content == content and self._clock() < one.due
+
+    def note(self, key: ServiceKey, what: What, content: bytes, error: Rejected) -> bool:
+        """A write was refused; True where it was not known already."""
+        held = self._held.setdefault(key, {})
+        before = held.get(what)
+        rejection = Rejection(*what, error.reason, error.message, error.causes)
+        again = before is not None and before.content == content
+        wait = min(2 * before.wait, LAST_RETRY_SECONDS) if before is not None and again else FIRST_RETRY_SECONDS
+        held[what] = _Held(rejection, content, wait, self._clock() + wait)
+        return before is None or before.rejection != rejection
+
+    def accepted(self, key: ServiceKey, what: What) -> None:
+        """A write went through."""
+        self._held.setdefault(key, {}).pop(what, None)
+
+    def keep(self, key: ServiceKey, asked: Collection[What]) -> None:
+        """Drop what nobody asks for any more, baselines excepted."""
+        held = self._held.get(key, {})
+        self._held[key] = {what: one for what, one in held.items() if what in asked or what[0] == "ConfigMap"}
+
+    def forget(self, key: ServiceKey) -> None:
+        """Forget a deleted service."""
+        self._held.pop(key, None)

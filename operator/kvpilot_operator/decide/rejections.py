@@ -1,0 +1,227 @@
+"""What did the API server refuse, in which field of the spec, and what helps? From its words to the user's.
+
+Its words are of the objects that we render and differ a little between versions; what is not in the tables is told as
+the server said it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvpilot_operator.render.names import deployment_name
+from kvpilot_operator.state.snapshot import Rejection, Snapshot
+
+_REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
+# A path in front of what is wrong with it, in the words of a validation.
+_FIELD = re.compile(r"(?P<field>(?:spec|metadata)(?:\.\w+|\[[^\]]*\])+): (?P<words>.*)", re.DOTALL)
+_ABOUT = re.compile(r'^[\w.-]+ "[^"]*" is (?:forbidden|invalid): ')
+_GO = re.compile(r"^Invalid value: (?:resource|core|v1)\.\w+\{.*\}: ", re.DOTALL)
+
+_POD = r"^spec\.(?:template\.spec\.)?"
+_FIELDS = tuple(
+    (re.compile(pattern), field)
+    for pattern, field in (
+        (_POD + r"containers\[\d+\]\.resources", "spec.engine.resources"),
+        (_POD + r"containers\[\d+\]\.env(?:\[\d+\])?", "spec.engine.env"),
+        (_POD + r"containers\[\d+\]\.image", "spec.engine.image"),
+        (_POD + r"containers\[\d+\]\.args", "spec.engine.extraArgs"),
+        (_POD + r"nodeSelector", "spec.engine.nodeSelector"),
+        (_POD + r"tolerations", "spec.engine.tolerations"),
+        (
+            _POD + r"affinity\.nodeAffinity\.\w+\.nodeSelectorTerms\[0\]\.matchExpressions",
+            "spec.engine.nodeAffinity",
+        ),
+        (_POD + r"topologySpreadConstraints", "spec.engine.topologySpread"),
+        (_POD + r"imagePullSecrets", "spec.engine.imagePullSecrets"),
+        (_POD + r"serviceAccountName", "spec.engine.serviceAccountName"),
+        (_POD + r"runtimeClassName", "spec.engine.runtimeClassName"),
+        (_POD + r"priorityClassName", "spec.engine.priorityClassName"),
+        (_POD + r"volumes\[\d+\]\.emptyDir.*", "spec.engine.shmSizeMiB"),
+        (_POD + r"volumes\[\d+\]\.image.*", "spec.model.source"),
+        (_POD + r"volumes\[\d+\]\.persistentVolumeClaim.*", "spec.cache"),
+        (_POD + r"terminationGracePeriodSeconds", "spec.drain"),
+        (r"^spec\.minAvailable", "spec.disruption.minAvailable"),
+        (r"^metadata\.name$", "metadata.name"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kind of refusal: `words` as the server says it, and what the user is told; both texts may use its groups."""
+
+    words: re.Pattern[str]
+    reason: str
+    field: str
+    """Of the spec; "" where the server's own field says it, or none is at fault."""
+    remedy: str
+
+
+def _row(words: str, reason: str, field: str, remedy: str) -> Row:
+    return Row(re.compile(words, re.DOTALL), reason, field, remedy)
+
+
+TABLE = (
+    _row(
+        r"must be less than or equal to (?P<what>\S+) limit", "RequestAboveLimit",
+        "spec.engine.resources.requests.{what}",
+        "lower it, or raise spec.engine.resources.limits.{what} (a LimitRange of the namespace sets one where none is)",
+    ),
+    _row(
+        r"must be equal to (?P<what>\S+) limit", "RequestNotLimit", "spec.engine.resources.requests.{what}",
+        "set requests and limits of {what} to the same number, or the limit alone",
+    ),
+    _row(
+        r"Limit must be set for non overcommit", "LimitMissing", "spec.engine.resources.limits",
+        "set a limit for every extended resource that is requested, such as nvidia.com/gpu",
+    ),
+    _row(r"must be an integer", "NotAWholeNumber", "", "ask for a whole number: GPUs and the like are not shared"),
+    _row(
+        r"must be a standard resource", "UnknownResource", "",
+        "write cpu, memory or ephemeral-storage, or the whole name of an extended resource, such as nvidia.com/gpu",
+    ),
+    _row(
+        r"no PriorityClass with name (?P<name>\S+) was found", "PriorityClassMissing", "spec.engine.priorityClassName",
+        "create the PriorityClass {name}, or name another one",
+    ),
+    _row(
+        r'serviceaccount "(?P<name>[^"]+)" not found', "ServiceAccountMissing", "spec.engine.serviceAccountName",
+        "create the ServiceAccount {name} in the namespace, or name another one",
+    ),
+    _row(
+        r'RuntimeClass "(?P<name>[^"]+)" not found', "RuntimeClassMissing", "spec.engine.runtimeClassName",
+        "create the RuntimeClass {name}, or name another one",
+    ),
+    _row(
+        r"exceeded quota: (?P<name>[^,]+), requested: (?:count/)?pods=\d+, used", "QuotaExceeded", "spec.replicas",
+        "raise ResourceQuota {name} of the namespace, or run fewer replicas there",
+    ),
+    _row(
+        r"exceeded quota: (?P<name>[^,]+), requested: (?:count/|services)", "QuotaExceeded", "",
+        "raise ResourceQuota {name} of the namespace, or remove what is not needed there",
+    ),
+    _row(
+        r"exceeded quota: (?P<name>[^,]+)", "QuotaExceeded", "spec.engine.resources",
+        "raise ResourceQuota {name} of the namespace, ask for less, or run fewer replicas",
+    ),
+    _row(
+        r"failed quota: (?P<name>[^:]+): must specify (?P<what>[\w./-]+)", "QuotaNeedsResources",
+        "spec.engine.resources.{what}", "set it: ResourceQuota {name} of the namespace asks for it of every pod",
+    ),
+    _row(
+        r"(?:maximum|minimum) (?P<what>\S+) usage per (?:Container|Pod) is \S+, but (?P<which>limit|request)",
+        "LimitRangeViolated", "spec.engine.resources.{which}s.{what}",
+        "keep to the bounds of the namespace's LimitRange, or change it",
+    ),
+    _row(
+        r"(?:maximum|minimum) (?P<what>\S+) usage per (?:Container|Pod) is|(?:\S+) max limit to request ratio",
+        "LimitRangeViolated", "spec.engine.resources", "keep to the bounds of the namespace's LimitRange, or change it",
+    ),
+    _row(
+        r'volumes\[name="model"\]\.image: field not declared', "ImageVolumesUnsupported", "spec.model.source",
+        "this Kubernetes has no image volumes, which oci:// needs (1.31 and newer, feature gate ImageVolume): copy the "
+        "model to a claim and write pvc://CLAIM/PATH, or take it from hf://",
+    ),
+    _row(
+        r"duplicate entries for key \[name=\"(?P<name>[^\"]+)\"\]", "DuplicateVariable", "spec.engine.env",
+        "set {name} once",
+    ),
+    _row(
+        r"violates PodSecurity", "PodSecurityViolated", "spec.engine",
+        "loosen the namespace's label pod-security.kubernetes.io/enforce, or change what it names",
+    ),
+    _row(
+        r'admission webhook "(?P<name>[^"]+)" denied the request', "DeniedByWebhook", "",
+        "change what it names through spec.engine, or make an exception for it in that policy",
+    ),
+    _row(
+        r'failed calling webhook "(?P<name>[^"]+)"', "WebhookUnavailable", "",
+        "no change of the spec helps: the cluster's administrator mends that webhook or takes it away",
+    ),
+    _row(
+        r"unable to create new content in namespace", "NamespaceTerminating", "",
+        "create the service in another namespace",
+    ),
+    _row(
+        r'User "[^"]+" cannot (?P<verb>\S+) resource', "OperatorForbidden", "",
+        "no change of the spec helps: give the operator the role of its own version (upgrade the chart, or config/)",
+    ),
+    _row(
+        r"exists and is not kvpilot's", "NameTaken", "metadata.name",
+        "rename the QuantizedLLMService, or delete the other object if nobody needs it",
+    ),
+    _row(
+        r"(?:name part|prefix part|a valid label|a qualified name) must", "InvalidLabel", "",
+        "write a label's key and value: letters, digits, '-', '_' and '.', at most 63, beginning and ending with a "
+        "letter or digit",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A CamelCase reason, and words that name field, fault, remedy and object."""
+
+    reason: str
+    message: str
+
+
+def rejected(s: Snapshot) -> tuple[Rejection, ...]:
+    """What the API server would not have, pods that a Deployment cannot create included."""
+    pods = [
+        Rejection("Deployment", deployment_name(s.key.name, view.revision), "FailedCreate", view.failure)
+        for view in s.deployments.values()
+        if view.failure is not None
+    ]
+    return (*(s.rejections or ()), *pods)
+
+
+def finding(rejections: Sequence[Rejection]) -> Finding:
+    """All of it (at least one) in one message, with the reason of the first."""
+    told = [(rejection, _told(rejection)) for rejection in rejections]
+    message = "; ".join(
+        f"{', '.join(dict.fromkeys(words for _, words in pieces))} ({rejection.kind} {rejection.name})"
+        for rejection, pieces in told
+    )
+    return Finding(told[0][1][0][0], message)
+
+
+def _told(rejection: Rejection) -> list[tuple[str, str]]:
+    """Reason and words of each fault."""
+    return [_piece(rejection, field, words) for field, words in _faults(rejection)]
+
+
+def _faults(rejection: Rejection) -> Iterator[tuple[str, str]]:
+    """Field ("" where there is none) and words, by the server's own list or else out of its message."""
+    if rejection.causes:
+        yield from rejection.causes
+        return
+    message = _ABOUT.sub("", rejection.message)
+    for part in re.split(r", (?=(?:spec|metadata)\.)", message.strip("[]") if message.startswith("[") else message):
+        found = _FIELD.fullmatch(part)
+        yield (found["field"], found["words"]) if found is not None else ("", part)
+
+
+def _piece(rejection: Rejection, field: str, words: str) -> tuple[str, str]:
+    if rejection.kind == "Deployment" and field == "spec.selector":
+        words = f"a Deployment of this name exists and is not kvpilot's ({words})"
+    shown, own = _GO.sub("", words), _field(field)
+    for row in TABLE:
+        found = row.words.search(words)
+        if found is not None:
+            groups = {name: value or "" for name, value in found.groupdict().items()}
+            own = row.field.format(**groups) or own
+            return row.reason, f"{own + ': ' if own else ''}{shown}: {row.remedy.format(**groups)}"
+    reason = rejection.reason if _REASON.fullmatch(rejection.reason) else "Rejected"
+    return reason, f"{own}: {shown}" if own else shown
+
+
+def _field(field: str) -> str:
+    """The spec's field for one of an object; the object's own where no field of the spec is rendered into it alone."""
+    for pattern, own in _FIELDS:
+        replaced, count = pattern.subn(own, field)
+        if count:
+            return replaced
+    return field

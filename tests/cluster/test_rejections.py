@@ -1,0 +1,277 @@
+"""What a real API server (Kubernetes 1.20, its admission plugins) refuses reaches the status with field and remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpilot_operator.render.engine import pod_template
+from kvpilot_operator.render.objects import deployment
+from kvpilot_operator.state.snapshot import ServiceKey
+from localcluster import procs
+from localcluster.cluster import LocalCluster
+from localcluster.rest import ApiError, Rest, until
+from support.operator_pair import Operator
+from support.services import manifest, spec_of
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A service that cannot be, and what the status has to say; `before` is in the namespace first."""
+
+    name: str
+    reason: str
+    field: str
+    remedy: str
+    spec: Json = field(default_factory=dict)
+    before: tuple[tuple[str, Json], ...] = ()
+
+
+def quota(what: str, amount: str) -> tuple[tuple[str, Json], ...]:
+    return (("resourcequotas", {"metadata": {"name": "team"}, "spec": {"hard": {what: amount}}}),)
+
+
+def limit_range(**limits: Json) -> tuple[tuple[str, Json], ...]:
+    spec = {"limits": [{"type": "Container", **limits}]}
+    return (("limitranges", {"metadata": {"name": "team"}, "spec": spec}),)
+
+
+def engine(**more: Any) -> Json:
+    return {"engine": {"image": "kvpilot/runtime:1", **more}}
+
+
+CASES = [
+    Case(
+        "requests-above-limits", "RequestAboveLimit", "spec.engine.resources.requests.memory", "raise spec.engine",
+        engine(resources={"requests": {"memory": "2Gi"}, "limits": {"memory": "1Gi"}}),
+    ),
+    Case(
+        "half-a-gpu", "NotAWholeNumber", "spec.engine.resources.limits[nvidia.com/gpu]", "a whole number",
+        engine(resources={"limits": {"nvidia.com/gpu": "0.5"}}),
+    ),
+    Case("selector", "InvalidLabel", "spec.engine.nodeSelector", "letters", engine(nodeSelector={"a b": "x"})),
+    Case(
+        "toleration", "InvalidLabel", "spec.engine.tolerations[0].key", "letters",
+        engine(tolerations=[{"key": "a b", "operator": "Exists"}]),
+    ),
+    Case(
+        "priority-class", "PriorityClassMissing", "spec.engine.priorityClassName", "create the PriorityClass nope",
+        engine(priorityClassName="nope"),
+    ),
+    Case(
+        "service-account", "ServiceAccountMissing", "spec.engine.serviceAccountName", "create the ServiceAccount nope",
+        engine(serviceAccountName="nope"),
+    ),
+    Case(
+        "runtime-class", "RuntimeClassMissing", "spec.engine.runtimeClassName", "create the RuntimeClass nope",
+        engine(runtimeClassName="nope"),
+    ),
+    Case(
+        "oci", "ImageVolumesUnsupported", "spec.model.source", "pvc://", {"model": {"source": "oci://example.org/m:1"}},
+    ),
+    Case(
+        "quota-of-gpus", "QuotaExceeded", "spec.engine.resources", "raise ResourceQuota team",
+        engine(resources={"limits": {"nvidia.com/gpu": "1"}}), quota("requests.nvidia.com/gpu", "0"),
+    ),
+    Case("quota-of-pods", "QuotaExceeded", "spec.replicas", "raise ResourceQuota team", {}, quota("pods", "0")),
+    Case(
+        "quota-wants-requests", "QuotaNeedsResources", "spec.engine.resources.requests.cpu", "set it", {},
+        quota("requests.cpu", "1"),
+    ),
+    Case("quota-of-services", "QuotaExceeded", "", "raise ResourceQuota team", {}, quota("services", "0")),
+    Case(
+        "limit-range", "LimitRangeViolated", "spec.engine.resources.limits.memory", "LimitRange",
+        engine(resources={"limits": {"cpu": "1", "memory": "4Gi"}}), limit_range(max={"memory": "1Gi"}),
+    ),
+    Case(
+        "limit-range-by-default", "RequestAboveLimit", "spec.engine.resources.requests.cpu", "LimitRange",
+        engine(resources={"requests": {"cpu": "2"}}), limit_range(default={"cpu": "1"}),
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def operator(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
+    """The operator's process before that cluster."""
+    folder: Path = tmp_path_factory.mktemp("operator")
+    one = Operator("a", folder, cluster.kubeconfig)
+    try:
+        until(lambda: answers(one), "the operator is ready", seconds=60)
+        yield one
+    finally:
+        procs.end(folder / "operator-a.pid", grace=10)
+
+
+def answers(operator: Operator) -> bool:
+    try:
+        return operator.ready
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def rest(cluster: LocalCluster, operator: Operator) -> Rest:
+    return cluster.rest
+
+
+def services(namespace: str) -> str:
+    return f"/apis/kvpilot.io/v1alpha1/namespaces/{namespace}/quantizedllmservices"
+
+
+def create(rest: Rest, namespace: str, **spec: Any) -> None:
+    base = {"model": {"source": "hf://Qwen/Qwen3-8B"}, "kvCache": {"mode": "Fixed", "dtype": "auto"}, **engine()}
+    body = {
+        "apiVersion": "kvpilot.io/v1alpha1",
+        "kind": "QuantizedLLMService",
+        "metadata": {"name": "chat", "namespace": namespace},
+        "spec": {**base, **spec},
+    }
+    rest.create(services(namespace), body)
+
+
+def condition(rest: Rest, namespace: str, kind: str) -> Json:
+    status = rest.get(f"{services(namespace)}/chat").get("status") or {}
+    return next((one for one in status.get("conditions", ()) if one["type"] == kind), {})
+
+
+def told(rest: Rest, namespace: str, kind: str, reason: str) -> Json:
+    found: list[Json] = []
+
+    def seen() -> bool:
+        found[:] = [condition(rest, namespace, kind)]
+        return found[0].get("reason") == reason
+
+    try:
+        until(seen, f"{kind} has reason {reason}", seconds=60)
+    except TimeoutError as error:
+        raise AssertionError(f"{error}: {found}") from None
+    return found[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_is_refused_is_told_with_field_and_remedy(rest: Rest, namespace: str, case: Case) -> None:
+    for collection, body in case.before:
+        rest.create(f"/api/v1/namespaces/{namespace}/{collection}", body)
+        if collection == "resourcequotas":
+            path = f"/api/v1/namespaces/{namespace}/{collection}/team"
+            until(lambda path=path: rest.get(path)["status"].get("hard"), "the quota counts", seconds=60)
+    create(rest, namespace, **case.spec)
+    found = told(rest, namespace, "ObjectsAccepted", case.reason)
+    assert found["status"] == "False"
+    assert found["message"].startswith(f"{case.field}: " if case.field else "exceeded quota")
+    assert case.remedy in found["message"]
+    if "(Deployment " in found["message"]:
+        # No engine is there to have a reason of its own.
+        ready = told(rest, namespace, "Ready", case.reason)
+        assert ready["status"] == "False"
+        assert case.remedy in ready["message"]
+
+
+def missing_class(rest: Rest, namespace: str) -> None:
+    rest.create(
+        "/apis/scheduling.k8s.io/v1/priorityclasses", {"metadata": {"name": f"late-{namespace}"}, "value": 1}
+    )  # fmt: skip
+
+
+def raised_quota(rest: Rest, namespace: str) -> None:
+    rest.merge(f"/api/v1/namespaces/{namespace}/resourcequotas/team", {"spec": {"hard": {"services": "5"}}})
+
+
+@pytest.mark.parametrize("late", [missing_class, raised_quota])
+def test_what_appears_later_clears_the_condition(rest: Rest, namespace: str, late: Callable[[Rest, str], None]) -> None:
+    if late is raised_quota:
+        rest.create(
+            f"/api/v1/namespaces/{namespace}/resourcequotas",
+            {"metadata": {"name": "team"}, "spec": {"hard": {"services": "0"}}},
+        )
+        path = f"/api/v1/namespaces/{namespace}/resourcequotas/team"
+        until(lambda: rest.get(path)["status"].get("hard"), "the quota counts", seconds=60)
+    create(rest, namespace, **engine(priorityClassName=f"late-{namespace}") if late is missing_class else {})
+    until(lambda: condition(rest, namespace, "ObjectsAccepted").get("status") == "False", "refused", seconds=60)
+    late(rest, namespace)
+    until(lambda: condition(rest, namespace, "ObjectsAccepted").get("status") == "True", "accepted", seconds=600)
+
+
+def users_service(rest: Rest, namespace: str) -> Json:
+    spec = {"selector": {"app": "shop"}, "ports": [{"port": 8080}]}
+    made: Json = rest.create(f"/api/v1/namespaces/{namespace}/services", {"metadata": {"name": "chat"}, "spec": spec})
+    return made
+
+
+def test_a_users_service_of_the_name_stays_as_it_is_whoever_came_first(rest: Rest, namespace: str) -> None:
+    path = f"/api/v1/namespaces/{namespace}/services/chat"
+    theirs = users_service(rest, namespace)
+    create(rest, namespace)
+    assert "rename the QuantizedLLMService" in told(rest, namespace, "ObjectsAccepted", "NameTaken")["message"]
+    assert rest.get(path)["spec"] == theirs["spec"]
+    rest.delete(path)
+    until(lambda: exists(rest, path), "our Service takes the name", seconds=600)
+    until(lambda: rest.get(path)["spec"].get("selector"), "it selects our engines")
+    rest.delete(path)
+    theirs = replaced(rest, namespace, path)
+    told(rest, namespace, "ObjectsAccepted", "NameTaken")
+    rest.delete(f"{services(namespace)}/chat")
+    until(lambda: not exists(rest, f"{services(namespace)}/chat"), "the service is gone")
+    found = rest.get(path)
+    assert found["spec"] == theirs["spec"]
+    assert not found["metadata"].get("labels")
+    assert not found["metadata"].get("ownerReferences")
+
+
+def replaced(rest: Rest, namespace: str, path: str) -> Json:
+    """The user's Service, as soon as the operator's is away for long enough: it makes its own again at once."""
+    made: list[Json] = []
+
+    def ours_is_away() -> bool:
+        try:
+            made.append(users_service(rest, namespace))
+        except ApiError as error:
+            assert error.status == 409
+            rest.delete(path)
+            return False
+        return True
+
+    until(ours_is_away, "the user is quicker than the operator", seconds=60)
+    return made[0]
+
+
+def test_a_label_that_somebody_adds_to_our_selector_is_taken_away(rest: Rest, namespace: str) -> None:
+    path = f"/api/v1/namespaces/{namespace}/services/chat"
+    create(rest, namespace)
+    until(lambda: exists(rest, path) and rest.get(path)["spec"].get("selector"), "our Service is there", seconds=60)
+    selector = rest.get(path)["spec"]["selector"]
+    rest.merge(path, {"spec": {"selector": {"app": "shop"}}})
+    until(lambda: rest.get(path)["spec"].get("selector") == selector, "it selects our engines again", seconds=60)
+
+
+def test_the_server_itself_refuses_to_merge_our_deployment_into_another_one(rest: Rest, namespace: str) -> None:
+    """What lets a new Deployment do without a claim of its name."""
+    key, spec = ServiceKey(namespace, "chat"), spec_of(manifest())
+    ours = deployment(key, "u-1", pod_template("chat", spec, "auto"), 1, 600)
+    about = {"name": ours["metadata"]["name"], "namespace": namespace}
+    labels = {"app": "shop"}
+    template = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "main", "image": "python:3.11"}]}}
+    path = f"/apis/apps/v1/namespaces/{namespace}/deployments"
+    theirs = {"replicas": 0, "selector": {"matchLabels": labels}, "template": template}
+    rest.create(path, {"metadata": about, "spec": theirs})
+    query = "fieldManager=kvpilot&force=true"
+    with pytest.raises(ApiError) as caught:
+        rest.call("PATCH", f"{path}/{about['name']}?{query}", ours, content="application/apply-patch+yaml")
+    assert caught.value.status == 422
+    causes = json.loads(caught.value.body)["details"]["causes"]
+    assert "spec.selector" in [cause["field"] for cause in causes]
+
+
+def exists(rest: Rest, path: str) -> bool:
+    try:
+        rest.get(path)
+    except ApiError as error:
+        return error.status != 404
+    return True

@@ -1,0 +1,180 @@
+"""An API server in memory, as far as it concerns whose an object is, with the operator's cache, decide and Actor."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.decide import decide
+from kvpilot_operator.errors import ClusterError, Conflict, NotFound
+from kvpilot_operator.observe.fleet import Fleet
+from kvpilot_operator.observe.gather import Observer
+from kvpilot_operator.observe.windows import Windows
+from kvpilot_operator.render.names import KIND, REVISION_LABEL, SERVICE_LABEL
+from kvpilot_operator.state.decision import Decision
+from kvpilot_operator.state.snapshot import ServerFacts
+from kvpilot_operator.state.status import Condition, parse_status
+from support.services import KEY, NOW
+
+What = tuple[str, str]
+
+
+class MemoryApi:
+    """Objects by kind and name. Uids are checked as a server does, and `refuses` may have a word on each write.
+
+    Attributes:
+        asked: method, kind and name of each request.
+        on_change: called with an object that was written, or with (kind, name) of one that was deleted.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[What, Object] = {}
+        self.asked: list[tuple[str, str, str]] = []
+        self.refuses: Callable[[Object], ClusterError | None] = lambda _: None
+        self.before_write: Callable[[str, What], None] = lambda *_: None
+        self.on_change: Callable[[Object | What], None] = lambda _: None
+        self._numbers = itertools.count(100)
+
+    def writes(self) -> list[tuple[str, str, str]]:
+        """The requests that were no reads."""
+        return [one for one in self.asked if one[0] not in ("find", "list")]
+
+    def put(self, obj: Object) -> Object:
+        """Somebody creates or replaces an object."""
+        what = (obj["kind"], obj["metadata"]["name"])
+        number = str(next(self._numbers))
+        about = {"namespace": KEY.namespace, "uid": f"uid-{number}", **obj["metadata"], "resourceVersion": number}
+        known = self.objects.get(what)
+        changed = known is not None and known.get("spec") != obj.get("spec")
+        about["generation"] = (known["metadata"].get("generation", 1) if known else 1) + changed
+        self.objects[what] = {**obj, "metadata": about}
+        self.on_change(copy.deepcopy(self.objects[what]))
+        return copy.deepcopy(self.objects[what])
+
+    def drop(self, *what: str) -> None:
+        """Somebody deletes an object."""
+        del self.objects[what[0], what[1]]
+        self.on_change((what[0], what[1]))
+
+    async def find(self, api_version: str, kind: str, namespace: str, name: str) -> Object | None:
+        self.asked.append(("find", kind, name))
+        return copy.deepcopy(self.objects.get((kind, name)))
+
+    async def list(self, api_version: str, kind: str, namespace: str, selector: str) -> list[Object]:
+        return []
+
+    async def create(self, manifest: Object) -> Object:
+        if manifest["kind"] == "Event":
+            return {"metadata": {"name": "event"}}
+        what = self._begin("create", manifest["kind"], manifest["metadata"]["name"], manifest)
+        if what in self.objects:
+            raise Conflict("POST", what[1], 409, "already exists")
+        return self.put(copy.deepcopy(manifest))
+
+    async def apply(self, manifest: Object, *, subresource: str = "") -> Object:
+        what = self._begin(f"apply {subresource}".strip(), manifest["kind"], manifest["metadata"]["name"], manifest)
+        known = self.objects.get(what)
+        self._same(known, manifest["metadata"].get("uid"))
+        return self.put(_merged(known or {}, manifest))
+
+    async def merge(self, api_version: str, kind: str, namespace: str, name: str, patch: Object) -> Object:
+        what = self._begin("merge", kind, name, patch)
+        known = self.objects.get(what)
+        if known is None:
+            raise NotFound("PATCH", name, 404, "not found")
+        self._same(known, patch["metadata"].get("uid"))
+        return self.put(_merged(known, patch))
+
+    async def delete(self, api_version: str, kind: str, namespace: str, name: str, *, uid: str = "") -> None:
+        what = self._begin("delete", kind, name, {})
+        if what in self.objects:
+            self._same(self.objects[what], uid)
+            self.drop(*what)
+
+    def _begin(self, method: str, kind: str, name: str, written: Object) -> What:
+        self.asked.append((method, kind, name))
+        self.before_write(method, (kind, name))
+        refused = self.refuses(written)
+        if refused is not None:
+            raise refused
+        return kind, name
+
+    @staticmethod
+    def _same(known: Object | None, uid: str | None) -> None:
+        if uid and (known is None or known["metadata"]["uid"] != uid):
+            raise Conflict("PATCH", "", 409, "uid mismatch")
+
+
+class Operator:
+    """The operator's cache, decide and Actor before a MemoryApi; `reconcile` is one pass over the one service."""
+
+    def __init__(self, api: MemoryApi, obj: Object) -> None:
+        self.api = api
+        self.now = NOW
+        self.fleet = Fleet(None, ())  # type: ignore[arg-type]  # nothing is watched
+        server = ServerFacts(http_routes=True)
+        self._observer = Observer(api, self.fleet, Windows(), server, lambda: self.now, lambda _: None)  # type: ignore[arg-type]
+        api.on_change = self._seen
+        self.restart()
+        api.put(obj)
+
+    def restart(self) -> None:
+        """Its process ends, and another one begins."""
+        self.actor = Actor(self.api, lambda: (self.now - NOW).total_seconds())  # type: ignore[arg-type]
+
+    async def close(self) -> None:
+        await self._observer.close()
+
+    async def reconcile(self, seconds: float = 5) -> Decision:
+        """One pass, some seconds after the last."""
+        self.now += timedelta(seconds=seconds)
+        observed = await self._observer.snapshot(KEY, None)
+        assert observed is not None
+        snapshot = replace(observed, rejections=self.actor.rejections(KEY))
+        decision = decide(snapshot)
+        await self.actor.perform(snapshot, decision)
+        return decision
+
+    def edit(self, obj: Object) -> None:
+        """The user changes the spec."""
+        known = self.api.objects[KIND, KEY.name]
+        self.api.put({**known, "spec": obj["spec"]})
+
+    def condition(self, kind: str) -> Condition:
+        found = parse_status(self.api.objects[KIND, KEY.name]["status"]).condition(kind)
+        assert found is not None
+        return found
+
+    def run_engines(self) -> None:
+        """Every Deployment has the pods that it asks for, and they answer."""
+        for (kind, name), obj in list(self.api.objects.items()):
+            for n in range(obj["spec"]["replicas"] if kind == "Deployment" else 0):
+                self.api.put(_pod(name, obj["spec"]["selector"]["matchLabels"], n))
+
+    def _seen(self, change: Object | What) -> None:
+        """The watches hear only of what carries the service's label; deletions of anything else are nothing to them."""
+        if isinstance(change, tuple):
+            self.fleet.wrote(change[0], KEY.namespace, change[1], None)
+        elif change["kind"] == KIND or SERVICE_LABEL in change["metadata"].get("labels", {}):
+            self.fleet.wrote(change["kind"], KEY.namespace, change["metadata"]["name"], change)
+
+
+def _merged(known: Any, new: Any) -> Any:
+    if not isinstance(known, dict) or not isinstance(new, dict):
+        return copy.deepcopy(new)
+    merged = {**known, **{key: _merged(known.get(key), value) for key, value in new.items()}}
+    return {key: value for key, value in merged.items() if value is not None}
+
+
+def _pod(deployment: str, labels: dict[str, str], n: int) -> Object:
+    owner = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": f"{deployment}-5d9", "controller": True}
+    about = {"name": f"{deployment}-{n}", "labels": labels, "ownerReferences": [owner]}
+    assert REVISION_LABEL in labels
+    status = {"podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
+    return {"kind": "Pod", "metadata": about, "spec": {}, "status": status}

@@ -1,0 +1,151 @@
+"""The API server of a model cluster: the real Actor writes through it, and can be killed at any of its writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from kvpilot_operator.errors import Conflict, NotFound, Rejected
+from kvpilot_operator.render.names import DTYPE_LABEL, REVISION_LABEL, SHELTER_ANNOTATION
+from kvpilot_operator.state.snapshot import ObjectView
+from support.services import KEY
+
+if TYPE_CHECKING:
+    from support.model_cluster import ModelCluster
+
+Json = dict[str, Any]
+
+
+class Killed(BaseException):
+    """The operator's process has ended before this write."""
+
+
+def run_to_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run what never waits for anything."""
+    try:
+        work.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("it waits for something")
+
+
+class ModelApi:
+    """What `act` asks of a Cluster. Objects lie in the model; their uids follow from their names."""
+
+    def __init__(self, model: ModelCluster) -> None:
+        self._model = model
+        self.left: int | None = None
+        """Writes until the operator is killed; None is any number."""
+
+    def views(self) -> dict[tuple[str, str], ObjectView]:
+        """The Deployments and Services as observe would show them."""
+        found = {
+            ("Deployment", f"{KEY.name}-{name}"): ObjectView(_uid("Deployment", f"{KEY.name}-{name}"), True, str(one))
+            for name, one in self._model.deployments.items()
+        }
+        for name, selector in self._model.services.items():
+            selects = selector.get(REVISION_LABEL, "") if selector else None
+            found["Service", name] = ObjectView(_uid("Service", name), True, _version(selector), selects)
+        return found
+
+    async def find(self, api_version: str, kind: str, namespace: str, name: str) -> Json | None:
+        there = {
+            "Deployment": name.removeprefix(f"{KEY.name}-") in self._model.deployments,
+            "Service": name in self._model.services,
+            "PodDisruptionBudget": self._model.budget is not None,
+            "ConfigMap": self._model.keeps(name),
+        }[kind]
+        return {"metadata": _metadata(kind, name)} if there else None
+
+    async def list(self, api_version: str, kind: str, namespace: str, selector: str) -> list[Json]:
+        return []
+
+    async def create(self, manifest: Json) -> Json:
+        """A name is claimed: it is there, and does nothing yet."""
+        kind, name = manifest["kind"], manifest["metadata"].get("name", "event")
+        if kind == "Service":
+            self._write(lambda: self._model.services.update({name: {}}))
+        elif kind == "PodDisruptionBudget":
+            self._write(lambda: setattr(self._model, "budget", {"minAvailable": 0, "selector": {"matchLabels": {}}}))
+        return {"metadata": _metadata(kind, name)}
+
+    async def apply(self, manifest: Json, *, subresource: str = "") -> Json:
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        refused = self._model.refuses(manifest)
+        if refused is not None:
+            raise Rejected("PATCH", name, 422, refused, "Invalid")
+        if subresource:
+            self._write(lambda: setattr(self._model, "status", manifest["status"]))
+        else:
+            self._write(lambda: self._put(kind, name, manifest))
+        return {"metadata": self._answer(kind, name)}
+
+    async def merge(self, api_version: str, kind: str, namespace: str, name: str, patch: Json) -> Json:
+        model, revision = self._model, name.removeprefix(f"{KEY.name}-")
+        if kind == "HTTPRoute":
+            if patch["metadata"]["resourceVersion"] != model.route_version:
+                raise Conflict("PATCH", name, 409, "changed")
+            self._write(lambda: model.edit_route(patch["spec"]["rules"]))
+        elif kind == "Deployment":
+            if revision not in model.deployments:
+                raise NotFound("PATCH", name, 404, "gone")
+            scaled = (model.deployments[revision][0], patch["spec"]["replicas"])
+            self._write(lambda: model.deployments.update({revision: scaled}))
+        elif kind == "Service":
+            self._write(lambda: model.services.update({name: {}}))
+        return {"metadata": self._answer(kind, name)}
+
+    async def delete(self, api_version: str, kind: str, namespace: str, name: str, *, uid: str = "") -> None:
+        assert uid == _uid(kind, name)
+        if kind == "Deployment":
+            self._write(lambda: self._model.deployments.pop(name.removeprefix(f"{KEY.name}-"), None))
+        elif kind == "Service":
+            self._write(lambda: self._model.services.pop(name, None))
+        elif kind == "PodDisruptionBudget":
+            self._write(lambda: setattr(self._model, "budget", None))
+
+    def _write(self, change: Callable[[], object]) -> None:
+        if self.left is not None:
+            if self.left <= 0:
+                raise Killed
+            self.left -= 1
+        change()
+        self._model.happened()
+
+    def _put(self, kind: str, name: str, manifest: Json) -> None:
+        model, about = self._model, manifest["metadata"]
+        if kind == "Deployment":
+            labels = about["labels"]
+            model.deployments[labels[REVISION_LABEL]] = (labels[DTYPE_LABEL], manifest["spec"]["replicas"])
+        elif kind == "Service":
+            model.services[name] = manifest["spec"]["selector"]
+        elif kind == "PodDisruptionBudget":
+            model.budget = manifest["spec"]
+        elif kind == "ConfigMap":
+            model.keep(name)
+        elif kind == "Pod":
+            # The annotation lives on the pod: a pod that is gone has none, nor has a new one of its name.
+            sheltered = SHELTER_ANNOTATION in about["annotations"] and name in model.pod_names()
+            model.sheltered = model.sheltered | {name} if sheltered else model.sheltered - {name}
+
+    def _answer(self, kind: str, name: str) -> Json:
+        """Metadata with what tells that an object has changed."""
+        about = _metadata(kind, name)
+        if kind == "Deployment":
+            about["generation"] = str(self._model.deployments[name.removeprefix(f"{KEY.name}-")])
+        elif kind == "Service":
+            about["resourceVersion"] = _version(self._model.services[name])
+        return about
+
+
+def _uid(kind: str, name: str) -> str:
+    return f"{kind}/{name}"
+
+
+def _metadata(kind: str, name: str) -> Json:
+    return {"name": name, "uid": _uid(kind, name), "ownerReferences": [{"uid": "u-1"}]}
+
+
+def _version(selector: Json) -> str:
+    return json.dumps(selector, sort_keys=True)

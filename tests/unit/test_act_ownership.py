@@ -1,0 +1,183 @@
+"""What is not the service's own is never written to and never deleted, whoever was there first and whenever it came."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.errors import Conflict, Rejected
+from kvpilot_operator.render.engine import pod_template
+from kvpilot_operator.render.names import KIND, REVISION_LABEL, SERVICE_LABEL
+from kvpilot_operator.render.objects import deployment
+from kvpilot_operator.state.decision import Decision, Objects
+from kvpilot_operator.state.snapshot import DeploymentView, ObjectView
+from support.memory_api import MemoryApi, Operator
+from support.services import KEY, manifest, revision_of, snapshot, spec_of
+
+OBJ = manifest(kvCache={"mode": "Fixed", "dtype": "auto"})
+REVISION = revision_of(OBJ, "auto")
+DEPLOYMENT = f"chat-{REVISION}"
+CANARY = "chat-canary"
+
+
+@pytest.fixture
+async def operator() -> AsyncIterator[Operator]:
+    one = Operator(MemoryApi(), OBJ)
+    yield one
+    await one.close()
+
+
+async def served(operator: Operator) -> None:
+    for _ in range(3):
+        await operator.reconcile()
+        operator.run_engines()
+    await operator.reconcile()
+    assert operator.condition("Ready").status == "True"
+
+
+def users(kind: str, name: str, **labels: str) -> dict[str, Any]:
+    """A user's own object, which may have our label."""
+    spec = {"selector": {"app": "shop"}, "ports": [{"port": 8080}]}
+    return {"kind": kind, "metadata": {"name": name, "labels": labels}, "spec": spec}
+
+
+async def test_everything_is_made_with_the_services_uid_as_its_owner_and_ready_follows(operator: Operator) -> None:
+    await served(operator)
+    made = {what: obj for what, obj in operator.api.objects.items() if what[0] not in ("Pod", KIND)}
+    assert set(made) == {("Deployment", DEPLOYMENT), ("Service", "chat")}
+    assert all([owner["uid"] for owner in obj["metadata"]["ownerReferences"]] == ["u-1"] for obj in made.values())
+    assert made["Service", "chat"]["spec"]["selector"] == {SERVICE_LABEL: "chat", REVISION_LABEL: REVISION}
+
+
+async def test_a_pass_in_which_nothing_changes_asks_the_server_for_nothing(operator: Operator) -> None:
+    await served(operator)
+    await operator.reconcile()
+    operator.api.asked.clear()
+    for _ in range(20):
+        await operator.reconcile()
+    assert operator.api.asked == []
+
+
+@pytest.mark.parametrize("labels", [{}, {SERVICE_LABEL: "chat"}], ids=["seen by no watch", "with our label"])
+@pytest.mark.parametrize(("kind", "name"), [("Service", "chat"), ("Deployment", DEPLOYMENT)])
+async def test_an_object_that_was_there_first_is_left_alone_and_ready_says_why(
+    operator: Operator, kind: str, name: str, labels: dict[str, str]
+) -> None:
+    before = operator.api.put(users(kind, name, **labels))
+    for _ in range(4):
+        await operator.reconcile()
+        if kind == "Service":
+            operator.run_engines()
+    assert operator.api.objects[kind, name] == before
+    for condition in map(operator.condition, ("Ready", "Available", "ObjectsAccepted")):
+        assert (condition.status, condition.reason) == ("False", "NameTaken")
+        assert f"{kind} models/{name} exists" in condition.message
+        assert "rename the QuantizedLLMService" in condition.message
+
+
+async def test_a_service_that_is_deleted_and_made_again_by_somebody_else_keeps_its_own_selector(
+    operator: Operator,
+) -> None:
+    await served(operator)
+    operator.api.drop("Service", "chat")
+    theirs = operator.api.put(users("Service", "chat"))
+    for _ in range(4):
+        await operator.reconcile()
+    assert operator.api.objects["Service", "chat"] == theirs
+    assert operator.condition("Ready").reason == "NameTaken"
+    operator.api.drop("Service", "chat")
+    for _ in range(30):
+        await operator.reconcile()
+    assert operator.condition("Ready").status == "True"
+    assert operator.condition("ObjectsAccepted").status == "True"
+
+
+async def test_a_users_canary_service_is_neither_taken_over_nor_deleted(operator: Operator) -> None:
+    await served(operator)
+    theirs = operator.api.put(users("Service", CANARY, **{SERVICE_LABEL: "chat"}))
+    edited = manifest(kvCache={"mode": "Fixed", "dtype": "auto"}, canary={"routeRef": {"name": "web"}})
+    operator.edit(edited)
+    rules = [{"backendRefs": [{"name": "chat", "weight": 95}, {"name": CANARY, "weight": 5}]}]
+    for route in ({"kind": "HTTPRoute", "metadata": {"name": "web"}, "spec": {"rules": rules}}, None):
+        if route is None:
+            operator.api.drop("HTTPRoute", "web")
+        else:
+            operator.api.put(route)
+        for _ in range(3):
+            await operator.reconcile()
+        assert operator.api.objects["Service", CANARY] == theirs
+
+
+@pytest.mark.parametrize("kind", ["Service", "Deployment"])
+async def test_one_who_is_quicker_between_the_look_and_the_write_keeps_the_name(operator: Operator, kind: str) -> None:
+    """Of a Deployment the server itself refuses the merge: its selector is immutable."""
+    name = {"Service": "chat", "Deployment": DEPLOYMENT}[kind]
+    theirs: list[Any] = []
+
+    def quicker(method: str, what: tuple[str, str]) -> None:
+        if what == (kind, name) and not theirs:
+            theirs.append(operator.api.put(users(*what)))
+            if kind == "Deployment":
+                immutable = (("spec.selector", "Invalid value: {}: field is immutable"),)
+                raise Rejected("PATCH", name, 422, "invalid", "Invalid", immutable)
+
+    operator.api.before_write = quicker
+    with pytest.raises(Conflict) if kind == "Service" else nullcontext():
+        for _ in range(2):
+            await operator.reconcile()
+    for _ in range(3):
+        await operator.reconcile()
+    assert operator.api.objects[kind, name] == theirs[0]
+    assert operator.condition("ObjectsAccepted").reason == "NameTaken"
+
+
+DELETED = Objects((), {}, frozenset())
+SCALED = Objects((), {REVISION: 2}, frozenset({REVISION}))
+APPLIED = Objects(
+    (deployment(KEY, "u-1", pod_template(KEY.name, spec_of(OBJ), "auto"), 2, 600),), {}, frozenset({REVISION})
+)
+
+
+@pytest.mark.parametrize("objects", [DELETED, SCALED, APPLIED], ids=["delete", "scale", "apply"])
+async def test_a_write_is_meant_for_the_object_that_was_seen_and_for_no_other(objects: Objects) -> None:
+    api = MemoryApi()
+    theirs = api.put(users("Deployment", DEPLOYMENT))
+    s = snapshot(
+        OBJ,
+        deployments={REVISION: DeploymentView(REVISION, "auto", 1)},
+        objects={("Deployment", DEPLOYMENT): ObjectView("the one that was seen", True, "1")},
+    )
+    with pytest.raises(Conflict):
+        await Actor(api).perform(s, Decision(s.status, objects))  # type: ignore[arg-type]
+    assert api.objects["Deployment", DEPLOYMENT] == theirs
+
+
+async def test_labels_that_somebody_adds_to_our_selector_are_taken_away(operator: Operator) -> None:
+    """Before Kubernetes 1.21 an apply leaves them there, and the Service selects nothing."""
+    await served(operator)
+    mixed = operator.api.objects["Service", "chat"]
+    operator.api.put({**mixed, "spec": {**mixed["spec"], "selector": {**mixed["spec"]["selector"], "app": "shop"}}})
+    decision = await operator.reconcile()
+    available = decision.status.condition("Available")
+    assert available is not None
+    assert (available.status, available.reason) == ("False", "NoService")
+    assert operator.api.objects["Service", "chat"]["spec"]["selector"] == {
+        SERVICE_LABEL: "chat",
+        REVISION_LABEL: REVISION,
+    }
+    await operator.reconcile()
+    assert operator.condition("Ready").status == "True"
+
+
+async def test_the_objects_of_an_earlier_service_of_this_name_are_waited_for(operator: Operator) -> None:
+    earlier = users("Service", "chat", **{SERVICE_LABEL: "chat"})
+    earlier["metadata"]["ownerReferences"] = [{"kind": KIND, "name": "chat", "uid": "u-0"}]
+    operator.api.put(earlier)
+    with pytest.raises(Conflict, match="an earlier service's"):
+        await operator.reconcile()
+    operator.api.drop("Service", "chat")
+    await served(operator)

@@ -1,0 +1,206 @@
+"""What the API server refuses is told within one reconcile, keeps nothing else waiting, and is asked for again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.act.rejections import LAST_RETRY_SECONDS
+from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.errors import ClusterError, Rejected
+from kvpilot_operator.probes.codec import Baseline
+from kvpilot_operator.state.decision import Decision, Objects
+from support.memory_api import MemoryApi, Operator
+from support.services import manifest, revision_of, snapshot
+
+OBJ = manifest(kvCache={"mode": "Fixed", "dtype": "auto"}, scaling={"mode": "External"})
+NEWER = manifest(
+    kvCache={"mode": "Fixed", "dtype": "auto"}, scaling={"mode": "External"}, engine={"image": "kvpilot/runtime:2"}
+)
+QUOTA = "exceeded quota: team, requested: count/deployments.apps=1, used: x=0, limited: x=0"
+FIELD = "spec.template.spec.containers[0].resources.requests"
+WORDS = 'Invalid value: "2Gi": must be less than or equal to memory limit'
+
+
+@pytest.fixture
+async def operator() -> AsyncIterator[Operator]:
+    one = Operator(MemoryApi(), OBJ)
+    yield one
+    await one.close()
+
+
+def refusing(kind: str, message: str = QUOTA, **more: Any) -> Callable[[Object], Rejected | None]:
+    def refuses(written: Object) -> Rejected | None:
+        return Rejected("PATCH", "/x", 403, message, "Forbidden", **more) if written.get("kind") == kind else None
+
+    return refuses
+
+
+def nothing(_: Object) -> None:
+    return None
+
+
+async def test_a_refusal_stands_in_the_conditions_with_field_and_remedy_after_the_next_pass(operator: Operator) -> None:
+    operator.api.refuses = refusing("Deployment", f"{FIELD}: {WORDS}", causes=((FIELD, WORDS),))
+    await operator.reconcile()
+    await operator.reconcile(0)
+    for condition in map(operator.condition, ("ObjectsAccepted", "Ready", "Available", "Progressing")):
+        assert (condition.status, condition.reason) == ("False", "RequestAboveLimit")
+        assert condition.message.startswith("spec.engine.resources.requests.memory: ")
+        assert "raise spec.engine.resources.limits.memory" in condition.message
+    accepted = operator.condition("SpecAccepted")
+    assert (accepted.status, accepted.reason) == ("True", "PartlyActedOn")
+
+
+async def test_other_objects_are_written_all_the_same(operator: Operator) -> None:
+    operator.api.refuses = refusing("Deployment")
+    await operator.reconcile()
+    assert ("Service", "chat") in operator.api.objects
+
+
+async def test_what_is_refused_is_asked_for_again_ever_later_but_within_a_minute(operator: Operator) -> None:
+    operator.api.refuses = refusing("Deployment")
+    times: list[float] = []
+    for _ in range(200):
+        before = len(operator.api.asked)
+        await operator.reconcile(5)
+        if any(one[1] == "Deployment" and one[0] == "apply" for one in operator.api.asked[before:]):
+            times.append(operator.now.timestamp())
+    waits = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert waits == sorted(waits)
+    assert waits[0] <= 10
+    assert waits[-1] == LAST_RETRY_SECONDS
+
+
+async def test_a_changed_spec_is_tried_at_once_and_an_accepted_write_clears_the_condition(operator: Operator) -> None:
+    operator.api.refuses = refusing("Deployment")
+    for _ in range(60):
+        await operator.reconcile()
+    operator.api.refuses = nothing
+    operator.edit(NEWER)
+    await operator.reconcile(0)
+    assert ("Deployment", f"chat-{revision_of(NEWER, 'auto')}") in operator.api.objects
+    await operator.reconcile()
+    assert operator.condition("ObjectsAccepted").status == "True"
+    operator.run_engines()
+    await operator.reconcile()
+    assert operator.condition("Ready").status == "True"
+
+
+async def test_an_object_that_is_asked_for_otherwise_is_tried_at_once(operator: Operator) -> None:
+    operator.api.refuses = refusing("Deployment")
+    for _ in range(60):
+        await operator.reconcile()
+    asked = len(operator.api.asked)
+    operator.edit({**OBJ, "spec": {**OBJ["spec"], "replicas": 3}})
+    await operator.reconcile(0)
+    assert "Deployment" in [kind for _, kind, _ in operator.api.asked[asked:]]
+
+
+async def test_a_restart_of_the_operator_takes_no_refusal_out_of_the_status(operator: Operator) -> None:
+    operator.api.refuses = refusing("Deployment")
+    for _ in range(3):
+        await operator.reconcile()
+    told = operator.condition("ObjectsAccepted")
+    assert told.reason == "QuotaExceeded"
+    operator.restart()
+    for _ in range(3):
+        await operator.reconcile()
+        assert operator.condition("ObjectsAccepted") == told
+        assert operator.condition("Ready").reason == "QuotaExceeded"
+
+
+async def test_what_nobody_asks_for_any_more_is_not_told_any_more(operator: Operator) -> None:
+    for _ in range(2):
+        await operator.reconcile()
+        operator.run_engines()
+    await operator.reconcile()
+    operator.api.refuses = refusing("Deployment")
+    operator.edit(NEWER)
+    for _ in range(3):
+        await operator.reconcile()
+    assert operator.condition("ObjectsAccepted").reason == "QuotaExceeded"
+    assert operator.condition("Ready").status == "True"
+    assert "see ObjectsAccepted" in operator.condition("Ready").message
+    operator.edit(OBJ)
+    for _ in range(3):
+        await operator.reconcile()
+    assert operator.condition("ObjectsAccepted").status == "True"
+
+
+@pytest.mark.parametrize(
+    "error", [Rejected("PATCH", "/x", 422, QUOTA, "Invalid"), ClusterError("PATCH", "/x", 500, "")]
+)
+async def test_what_serves_is_mended_whatever_befalls_the_writes_of_a_trial(
+    operator: Operator, error: ClusterError
+) -> None:
+    for _ in range(2):
+        await operator.reconcile()
+        operator.run_engines()
+    await operator.reconcile()
+    serving = f"chat-{revision_of(OBJ, 'auto')}"
+
+    def refuses(written: Object) -> ClusterError | None:
+        new = written.get("kind") == "Deployment" and written["metadata"]["name"] != serving
+        return error if new else None
+
+    operator.api.refuses = refuses
+    operator.edit(NEWER)
+    for _ in range(3):
+        with suppress(ClusterError):
+            await operator.reconcile()
+    operator.api.drop("Service", "chat")
+    deployment = operator.api.objects["Deployment", serving]
+    operator.api.put({**deployment, "spec": {**deployment["spec"], "replicas": 0}})
+    with suppress(ClusterError):
+        await operator.reconcile()
+    assert operator.api.objects["Service", "chat"]["spec"]["selector"]["kvpilot.io/revision"]
+    assert operator.api.objects["Deployment", serving]["spec"]["replicas"] == 1
+
+
+async def test_a_baseline_that_is_refused_writes_no_status_that_names_it() -> None:
+    api, s = MemoryApi(), snapshot(OBJ)
+    api.refuses = refusing("ConfigMap")
+    actor = Actor(api)  # type: ignore[arg-type]
+    await actor.perform(s, Decision(s.status, Objects((), {}, frozenset()), Baseline("0123456789", "m", "auto", ())))
+    refused = actor.rejections(s.key)
+    assert refused is not None
+    assert [(one.kind, one.name) for one in refused] == [("ConfigMap", "chat-baseline-01234567")]
+    assert [one[:2] for one in api.writes()] == [("create", "ConfigMap")]
+
+
+async def test_a_baseline_that_is_refused_is_tried_ever_later_and_what_else_is_decided_in_between() -> None:
+    api, s, now = MemoryApi(), snapshot(OBJ), [0.0]
+    api.refuses = refusing("ConfigMap")
+    actor = Actor(api, lambda: now[0])  # type: ignore[arg-type]
+    tried = []
+    for now[0] in map(float, range(400)):
+        asked = len(api.asked)
+        refused = actor.rejections(s.key)
+        # As decide does: it takes a capture only while its ConfigMap is not refused.
+        baseline = None if refused else Baseline("0123456789", "m", "auto", ())
+        await actor.perform(s, Decision(s.status, Objects((), {}, frozenset()), baseline))
+        if ("create", "ConfigMap", "chat-baseline-01234567") in api.asked[asked:]:
+            tried.append(now[0])
+    waits = [later - earlier for earlier, later in itertools.pairwise(tried)]
+    assert waits == sorted(waits)
+    assert (waits[0], waits[-1]) == (5, LAST_RETRY_SECONDS)
+    api.refuses = nothing
+    now[0] += LAST_RETRY_SECONDS
+    await actor.perform(s, Decision(s.status, None, Baseline("0123456789", "m", "auto", ())))
+    assert actor.rejections(s.key) == ()
+    assert ("ConfigMap", "chat-baseline-01234567") in api.objects
+
+
+async def test_a_deleted_service_is_forgotten(operator: Operator) -> None:
+    operator.api.refuses = refusing("Deployment")
+    await operator.reconcile()
+    key = snapshot(OBJ).key
+    assert operator.actor.rejections(key)
+    operator.actor.forget(key)
+    assert operator.actor.rejections(key) is None

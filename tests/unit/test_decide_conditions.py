@@ -1,0 +1,85 @@
+"""Ready says the truth: engines answer, behind a Service of ours, and what was refused is told until it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpilot_operator.decide import decide
+from kvpilot_operator.state.snapshot import DeploymentView, Rejection, Snapshot
+from kvpilot_operator.state.status import Condition, Status
+from support.services import NOW, manifest, pod, revision_of, running, snapshot
+
+OBJ = manifest(kvCache={"mode": "Fixed", "dtype": "auto"}, scaling={"mode": "External"})
+NAME = revision_of(OBJ, "auto")
+TAKEN = Rejection("Service", "chat", "NameTaken", "Service models/chat exists and is not kvpilot's")
+QUOTA = "exceeded quota: team, requested: pods=1, used: pods=1, limited: pods=1"
+
+
+def told(s: Snapshot, kind: str) -> Condition:
+    found = decide(s).status.condition(kind)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("kind", ["Ready", "Available"])
+def test_engines_that_no_service_of_ours_selects_are_not_ready(kind: str) -> None:
+    found = told(running(OBJ, "auto", traffic=None, rejections=()), kind)
+    assert (found.status, found.reason) == ("False", "NoService")
+    found = told(running(OBJ, "auto", traffic=None, rejections=(TAKEN,)), kind)
+    assert (found.status, found.reason) == ("False", "NameTaken")
+    assert "rename the QuantizedLLMService" in found.message
+
+
+@pytest.mark.parametrize("traffic", [NAME, ""])
+def test_engines_behind_a_service_of_ours_are_ready(traffic: str) -> None:
+    assert told(running(OBJ, "auto", traffic=traffic, rejections=()), "Ready").status == "True"
+
+
+def test_a_service_that_selects_a_revision_without_ready_pods_is_not_ready() -> None:
+    s = running(OBJ, "auto", pods=(pod(NAME, ready=False),), rejections=())
+    assert told(s, "Ready").status == "False"
+
+
+def test_pods_that_cannot_be_created_are_told_while_the_others_serve() -> None:
+    two = {**OBJ, "spec": {**OBJ["spec"], "replicas": 2}}
+    views = {NAME: DeploymentView(NAME, "auto", 2, QUOTA)}
+    s = running(two, "auto", deployments=views, rejections=())
+    assert told(s, "Ready").status == "True"
+    assert "see ObjectsAccepted" in told(s, "Ready").message
+    for kind in ("ObjectsAccepted", "Progressing"):
+        assert (told(s, kind).status, told(s, kind).reason) == ("False", "QuotaExceeded")
+        assert told(s, kind).message.startswith("spec.replicas: ")
+
+
+def test_an_engine_that_fails_is_told_before_pods_that_cannot_be_created() -> None:
+    broken = pod(NAME, ready=False, waiting_reason="ErrImagePull", exit_message="no such image")
+    views = {NAME: DeploymentView(NAME, "auto", 2, QUOTA)}
+    assert told(running(OBJ, "auto", deployments=views, pods=(broken,)), "Ready").reason == "ImageUnavailable"
+
+
+def test_what_keeps_no_engine_from_answering_is_no_reason_for_not_being_ready() -> None:
+    budget = Rejection("PodDisruptionBudget", "chat", "Forbidden", "exceeded quota: team")
+    s = running(OBJ, "auto", pods=(pod(NAME, ready=False),), rejections=(budget,))
+    assert told(s, "Ready").reason == "EnginesStarting"
+    assert told(s, "ObjectsAccepted").reason == "QuotaExceeded"
+
+
+def test_before_anything_is_written_the_last_word_on_refusals_stands() -> None:
+    before = Condition(
+        type="ObjectsAccepted", status="False", reason="QuotaExceeded", message="m", last_transition_time=NOW,
+        observed_generation=1,
+    )  # fmt: skip
+    assert told(snapshot(OBJ), "ObjectsAccepted").status == "Unknown"
+    assert told(snapshot(OBJ, status=Status(conditions=(before,))), "ObjectsAccepted") == before
+    again = snapshot(OBJ, status=Status(conditions=(before,)), rejections=())
+    assert told(again, "ObjectsAccepted").status == "True"
+
+
+def test_a_refusal_is_one_event_and_not_one_each_pass() -> None:
+    s: Any = snapshot(OBJ, rejections=(TAKEN,))
+    first = decide(s)
+    assert [event.reason for event in first.events if event.type == "Warning"] == ["NameTaken"]
+    again = decide(snapshot(OBJ, status=first.status, rejections=(TAKEN,)))
+    assert again.events == ()

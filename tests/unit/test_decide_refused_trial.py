@@ -1,0 +1,119 @@
+"""A trial whose engines the API server will not have takes nothing from what serves, and goes on once it has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpilot_operator.state.status import parse_status
+from support.model_cluster import ModelCluster
+from support.services import KEY, revision_of
+from support.trials import NEW, OLD, ROUTE, at_every_moment, ended, on_trial, service, stage
+
+TAKEN = "Service models/chat-canary exists and is not kvpilot's"
+QUOTA = "exceeded quota: team, requested: count/deployments.apps=1, used: x=1, limited: x=1"
+
+
+def refusing(cluster: ModelCluster, dtype: str = NEW) -> None:
+    """The API server will not have the Deployment of this dtype."""
+    revision = revision_of(cluster.obj, dtype)
+
+    def refuses(manifest: dict[str, Any]) -> str | None:
+        return QUOTA if manifest["kind"] == "Deployment" and manifest["metadata"]["name"].endswith(revision) else None
+
+    cluster.refuses = refuses
+
+
+@pytest.mark.parametrize("policy", ["Surge", "ReplaceOne", "SurgeOrReplaceOne"])
+def test_no_replica_gives_way_to_a_canary_that_is_refused(policy: str) -> None:
+    cluster = on_trial(3, capacityPolicy=policy)
+    refusing(cluster)
+    cluster.watch = at_every_moment
+    for _ in range(40):
+        cluster.tick()
+        assert [count for _, count in cluster.deployments.values()] == [3]
+        assert cluster.answering() == 3
+    status = parse_status(cluster.status)
+    assert status.canary is not None
+    told = status.condition("ObjectsAccepted")
+    assert told is not None
+    assert (told.status, told.reason) == ("False", "QuotaExceeded")
+    cluster.refuses = lambda _: None
+    assert cluster.until(ended).kv_cache.active_dtype == NEW
+
+
+def test_a_service_is_scaled_while_its_trial_is_refused() -> None:
+    cluster = on_trial(3)
+    refusing(cluster)
+    for _ in range(5):
+        cluster.tick()
+    for replicas in (2, 4):
+        cluster.edit(service(NEW, replicas))
+        for _ in range(5):
+            cluster.tick()
+        assert [count for _, count in cluster.deployments.values()] == [replicas]
+
+
+def test_a_refused_trial_ends_at_its_deadline_and_says_for_what_it_waited() -> None:
+    cluster = on_trial(3)
+    refusing(cluster)
+    last = cluster.until(ended).last_canary
+    assert last is not None
+    assert last.reason == "ProgressDeadlineExceeded"
+    assert "raise ResourceQuota team" in last.message
+    assert list(cluster.deployments.values()) == [(OLD, 3)]
+
+
+def test_no_request_goes_to_a_canarys_service_that_is_not_ours() -> None:
+    cluster = on_trial(3, cluster={"rules": ROUTE}, routeRef={"name": "web"})
+    cluster.refuses = lambda manifest: TAKEN if manifest["metadata"]["name"] == f"{KEY.name}-canary" else None
+    cluster.watch = at_every_moment
+    cluster.until(stage("Shifting"))
+    for _ in range(10):
+        cluster.tick()
+        assert cluster.rules == ROUTE
+    told = parse_status(cluster.status).condition("ObjectsAccepted")
+    assert told is not None
+    assert told.reason == "NameTaken"
+    cluster.refuses = lambda _: None
+    assert cluster.until(ended).kv_cache.active_dtype == NEW
+
+
+def test_a_baseline_that_cannot_be_kept_ends_the_trial_and_keeps_nothing_else_waiting() -> None:
+    cluster = on_trial(3)
+    cluster.refuses = lambda manifest: QUOTA if manifest["kind"] == "ConfigMap" else None
+    cluster.until(lambda s: s.canary is not None and s.canary.errors > 0)
+    cluster.services.clear()
+    cluster.until(lambda s: s.canary is not None and s.canary.errors > 1)
+    assert cluster.traffic == revision_of(service(OLD), OLD)
+    status = cluster.until(ended)
+    assert status.accuracy.baseline is None
+    assert status.last_canary is not None
+    assert status.last_canary.reason == "BaselineNotKept"
+    assert "raise ResourceQuota team" in status.last_canary.message
+    assert list(cluster.deployments.values()) == [(OLD, 3)]
+
+
+@given(
+    cuts=st.dictionaries(st.integers(0, 60), st.integers(0, 4), max_size=12),
+    refused=st.sets(st.integers(0, 60), max_size=40),
+    policy=st.sampled_from(["Surge", "ReplaceOne"]),
+)
+@settings(max_examples=20, deadline=None)
+def test_killed_and_refused_at_any_moment_a_trial_ends_as_ever(
+    cuts: dict[int, int], refused: set[int], policy: str
+) -> None:
+    cluster = on_trial(3, capacityPolicy=policy)
+    cluster.watch = at_every_moment
+    for tick in range(60):
+        cluster.refuses = lambda _: None
+        if tick in refused:
+            refusing(cluster)
+        cluster.tick(cut_after=cuts.get(tick))
+    cluster.refuses = lambda _: None
+    status = cluster.until(lambda s: s.canary is None and s.kv_cache.active_dtype == NEW)
+    assert status.condition("ObjectsAccepted") is not None
+    assert list(cluster.deployments.values()) == [(NEW, 3)]
