@@ -142,6 +142,7 @@ class HostileFleet:
         """Edit and probe good services, and hostile ones where there are any, for at least so long."""
         own = {key: await self._addresses(key) for key in self.good}
         before, began, cpu = await self.asked(), time.monotonic(), self.operator.cpu()
+        failed = self._failed_scrapes()
         hostile = asyncio.create_task(self._provoke())
         health = asyncio.create_task(self._ask_health())
         cycles = asyncio.create_task(self._count_cycles())
@@ -166,6 +167,7 @@ class HostileFleet:
             "seconds": round(wall, 1),
             "scrapes_of_a_good_pod": {"least": min(scrapes), "median": statistics.median(scrapes)},
             "cycles": cycled,
+            "failed_scrapes_of_good_pods": self._failed_scrapes() - failed,
             "scrapes_a_second": round(statistics.median(scrapes) / wall, 3),
             "least_scrapes_a_second": round(min(scrapes) / wall, 3),
             "edit_to_status": shares(found),
@@ -175,6 +177,10 @@ class HostileFleet:
             "rss_mib": round(self.operator.rss(), 1),
             "most_mib": self.group.most_mib(),
         }
+
+    def _failed_scrapes(self) -> int:
+        lines = self.operator.log.read_text(errors="replace").splitlines()
+        return sum("scrape failed" in line and '"team-good/' in line for line in lines)
 
     def _to_probe(self) -> list[tuple[str, str]]:
         chosen = self.good[self._probed : self._probed + PROBES]

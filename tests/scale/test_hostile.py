@@ -1,7 +1,7 @@
 """Fifty hostile services of every kind beside fifty good ones: operator/benchmarks/hostile.py, and what must hold.
 
 How long good services wait is counted and not timed, since the machine is anybody's: in cycles of the scrape loop, in
-edits whose status came, in probes that were done. docs/benchmarks/operator-doors.md has seconds.
+edits whose status came, in probes that were done. docs/benchmarks/operator-hostile.md has seconds.
 """
 
 import json

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import tracemalloc
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -102,6 +103,20 @@ async def test_a_service_asks_few_of_its_engines_at_a_time() -> None:
         for task in hanging:
             task.cancel()
         await asyncio.gather(*hanging, return_exceptions=True)
+
+
+async def test_a_busy_loop_lets_no_scrape_fail() -> None:
+    async def busy() -> None:
+        while True:
+            time.sleep(0.01)  # noqa: ASYNC251 - as passes over other services do
+            await asyncio.sleep(0)
+
+    async with engines() as served, scraping() as scraper:
+        other = asyncio.create_task(busy())
+        keys = [ServiceKey(f"team-{i % 10}", f"model-{i}") for i in range(100)]
+        pages = await asyncio.gather(*(scraper.scrape(key, f"{served.url}/good") for key in keys for _ in range(3)))
+        other.cancel()
+    assert {page.running for page in pages} == {8}
 
 
 async def test_large_pages_of_many_pods_at_once_take_little_memory() -> None:

@@ -12,7 +12,7 @@ from kvpilot_operator.errors import PlaceLost, ScrapeError
 from kvpilot_operator.observe.page import PageReader, PodMetrics
 from kvpilot_operator.state.snapshot import ServiceKey
 
-# For all of it: a server that drips a byte a second must not hold a scrape.
+# For all that an engine sends: a server that drips a byte a second must not hold a scrape.
 TIMEOUT_SECONDS = 5.0
 _EXCERPT = 200
 
@@ -56,18 +56,23 @@ class Scraper:
             raise ScrapeError(f"{address}: {type(error).__name__}: {str(error)[:_EXCERPT]}") from error
 
     async def _fetch(self, service: ServiceKey, address: str) -> PodMetrics:
-        page = PageReader()
-        async with asyncio.timeout(TIMEOUT_SECONDS), self._http.get(address, allow_redirects=False) as answer:
+        page, clock = PageReader(), asyncio.get_running_loop().time
+        limit = asyncio.timeout(TIMEOUT_SECONDS)
+        async with limit, self._http.get(address, allow_redirects=False) as answer:
             if answer.status != 200:
                 raise ScrapeError(f"HTTP {answer.status}")
             encoding = answer.headers.get("Content-Encoding", "identity")
             if encoding != "identity":
                 raise ScrapeError(f"the page is encoded ({encoding[:_EXCERPT]}), though plain text was asked for")
             async for chunk in answer.content.iter_chunked(METRICS_CHUNK_BYTES):
+                # The engine is not to blame for what it waits here.
+                came, until = clock(), limit.when() or 0.0
+                limit.reschedule(None)
                 async with self._turns.of(service, service.namespace):
                     page.feed(chunk)
-                    # Whatever else is ready comes before the next chunk, whoever's it is.
+                    # Whatever else is ready comes before the next chunks, whoever's they are.
                     await asyncio.sleep(0)
+                limit.reschedule(until + clock() - came)
         return page.close()
 
 
