@@ -53,7 +53,7 @@ async def test_old_baselines_go_and_a_tenants_many_large_config_maps_stay_unread
     assert all("data" not in one and one["name"].startswith("zzz-") for one in listed)
     observed = snapshot(manifest())
     for number in range(2 * MAX_KEPT):
-        baseline = Baseline(f"identity{number}", "org/model", "auto", ())
+        baseline = Baseline(f"{number:08d}", "org/model", "auto", ())
         await Actor(cluster).perform(observed, Decision(observed.status, baseline=baseline))
     names = {
         one["metadata"]["name"] for one in plane.rest.get(f"{MAPS}?labelSelector={SERVICE_LABEL}={KEY.name}")["items"]
