@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -66,8 +66,11 @@ class MemoryApi:
         self.asked.append(("find", kind, name))
         return copy.deepcopy(self.objects.get((kind, name)))
 
-    async def list(self, api_version: str, kind: str, namespace: str, selector: str) -> list[Object]:
-        return []
+    async def metadata(
+        self, api_version: str, kind: str, namespace: str, selector: str, *, most: int
+    ) -> AsyncIterator[Object]:
+        for obj in [obj for (known, _), obj in self.objects.items() if known == kind][:most]:
+            yield copy.deepcopy(obj["metadata"])
 
     async def create(self, manifest: Object) -> Object:
         if manifest["kind"] == "Event":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from kvpilot_operator.errors import Conflict, NotFound, Rejected
@@ -58,8 +58,13 @@ class ModelApi:
         }[kind]
         return {"metadata": _metadata(kind, name)} if there else None
 
-    async def list(self, api_version: str, kind: str, namespace: str, selector: str) -> list[Json]:
-        return []
+    async def metadata(
+        self, api_version: str, kind: str, namespace: str, selector: str, *, most: int
+    ) -> AsyncIterator[Json]:
+        """Old baselines are no part of the model."""
+        baselines: list[Json] = []
+        for one in baselines:
+            yield one
 
     async def create(self, manifest: Json) -> Json:
         """A name is claimed: it is there, and does nothing yet."""
