@@ -17,7 +17,7 @@ ONE = BLOCKS * BLOCK_TOKENS
 FAULTS = {
     "garbage": "not Prometheus text",
     "huge": "bytes",
-    "endless": "bytes",
+    "endless": "lines",
     "hang": "no whole page within",
     "drip": "no whole page within",
     "bomb": "encoded",
