@@ -54,7 +54,7 @@ def test_pods_that_are_deleted_while_they_start_leave_no_process(tenant: Tenant,
     for name in names[-4:]:
         tenant.delete(name, grace=0)
     for name in names:
-        tenant.until_gone(name, seconds=200)
+        tenant.until_gone(name)
     folder = tenant.cluster.folder / "node/pods"
     pods = {pod["metadata"]["uid"] for pod in tenant.cluster.rest.get("/api/v1/pods")["items"]}
     until(lambda: {entry.name for entry in folder.iterdir()} <= pods, "their folders are gone", seconds=200)

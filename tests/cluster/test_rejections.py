@@ -53,8 +53,8 @@ CASES = [
         engine(resources={"requests": {"memory": "2Gi"}, "limits": {"memory": "1Gi"}}),
     ),
     Case(
-        "half-a-gpu", "NotAWholeNumber", "spec.engine.resources.limits[nvidia.com/gpu]", "a whole number",
-        engine(resources={"limits": {"nvidia.com/gpu": "0.5"}}),
+        "half-a-gpu", "NotAWholeNumber", "spec.engine.resources.limits[amd.com/gpu]", "a whole number",
+        engine(resources={"limits": {"amd.com/gpu": "0.5"}}),
     ),
     Case("selector", "InvalidLabel", "spec.engine.nodeSelector", "letters", engine(nodeSelector={"a b": "x"})),
     Case(
