@@ -14,6 +14,7 @@ from kvpilot_kernels import check
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.formats import Format
 from kvpilot_kernels.gpu import tuning
+from kvpilot_kernels.gpu.codec import side_layouts
 from kvpilot_kernels.gpu.decode import decode_kernel
 from kvpilot_kernels.gpu.gather import gather_kernel
 from kvpilot_kernels.gpu.plan import most_items, plan_kernel
@@ -49,17 +50,16 @@ class Shape:
         self.fmt, self.head_dim, self.kv_heads, self.ratio = fmt, head_dim, kv_heads, ratio
         self.block_size, self.device, self.window, self.softcap = block_size, device, window, softcap
         self.queries = 8 if ratio <= 8 else 16
-        self.layout = fmt.page_layout(head_dim, block_size)
-        bits = fmt.key.bits, fmt.value.bits
+        self.key, self.value = side_layouts(fmt, head_dim, block_size, 0)
         self.choice = tuning.choose(head_dim, self.queries, block_size)
         self.wave = max(1, tuning.multiprocessors(device) * self.choice.programs // kv_heads)
         self.codec: dict[str, Any] = {
-            "KV_HEADS": kv_heads, "KB": bits[0], "VB": bits[1], "D": head_dim, "WIDE": slots(head_dim),
+            "KV_HEADS": kv_heads, "KEY": self.key, "VALUE": self.value, "D": head_dim, "WIDE": slots(head_dim),
             "PAGE": block_size,
         }  # fmt: skip
         self.codec_warps = 4 if head_dim <= 128 else 8
         self.can_overlap = tuning.overlaps(device)
-        self.key_turn, self.value_turn = (packing_turn(head_dim, b, device) for b in bits)
+        self.key_turn, self.value_turn = (packing_turn(head_dim, b, device) for b in (fmt.key.bits, fmt.value.bits))
         self.turn = plain_turn(head_dim, device)
 
 
@@ -137,10 +137,10 @@ class GpuPages:
             return
         heads = s.kv_heads * (2 + (s.ratio if decodes else 0))
         store_kernel[(triton.cdiv(tokens, STORE_TOKENS), heads)](
-            query, key, value, slot_mapping, self.cache, plan.turned, s.key_turn, s.value_turn, s.turn,
-            f.key_mean, f.key_scale, f.value_mean, f.value_scale, tokens, decodes, query.stride(0), key.stride(0),
-            value.stride(0), self.cache.stride(0), self.cache.stride(1), scale * LOG2_E, RATIO=s.ratio,
-            TOKENS=STORE_TOKENS, OVERLAP=plan.overlap, **s.codec,
+            query, key, value, slot_mapping, self.cache, slot_mapping, self.cache, plan.turned, s.key_turn,
+            s.value_turn, s.turn, f.key_mean, f.key_scale, f.value_mean, f.value_scale, tokens, decodes, query.stride(0), key.stride(0),
+            value.stride(0), self.cache.stride(0), self.cache.stride(1), 0, 0, scale * LOG2_E, RATIO=s.ratio,
+            RING=0, TOKENS=STORE_TOKENS, OVERLAP=plan.overlap, **s.codec,
             num_warps=s.codec_warps,
         )  # fmt: skip
 
@@ -170,7 +170,7 @@ class GpuPages:
         s = self.shape
         decode_kernel[(s.kv_heads, most_items(seq_lens.shape[0], s.wave))](
             plan.turned, self.cache, block_table, plan.items, seq_lens, plan.partial, plan.lse, self.cache.stride(0),
-            self.cache.stride(1), block_table.stride(0), s.softcap, KB=s.codec["KB"], VB=s.codec["VB"], D=s.head_dim,
+            self.cache.stride(1), block_table.stride(0), s.softcap, KEY=s.key, VALUE=s.value, D=s.head_dim,
             GROUP=s.fmt.group_size(s.head_dim), RATIO=s.ratio, N=s.queries, TILE=s.choice.tile, PAGE=s.block_size,
             STAGES=s.choice.stages, SOFTCAP=s.softcap > 0, WINDOW=s.window, OVERLAP=plan.overlap, num_warps=1,
             **plan.launch,
