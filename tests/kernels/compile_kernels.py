@@ -19,9 +19,10 @@ from kvpilot_kernels.gpu.codec import side_layouts
 
 POINTERS = {
     "query_ptr": "*bf16", "key_ptr": "*bf16", "value_ptr": "*bf16", "out_ptr": "*bf16", "key_out_ptr": "*bf16",
-    "value_out_ptr": "*bf16", "cache_ptr": "*u8", "turned_ptr": "*fp16", "slots_ptr": "*i64",
-    "ring_slots_ptr": "*i64", "ring_ptr": "*u8", "table_ptr": "*i32", "items_ptr": "*i32", "lens_ptr": "*i32", "spans_ptr": "*i32", "rows_ptr": "*i32", "turn_ptr": "*bf16",
-    "key_turn_ptr": "*bf16", "value_turn_ptr": "*bf16", "query_turn_ptr": "*bf16",
+    "value_out_ptr": "*bf16", "cache_ptr": "*u8", "ring_ptr": "*u8", "turned_ptr": "*fp16", "slots_ptr": "*i64",
+    "ring_slots_ptr": "*i64", "table_ptr": "*i32", "ring_table_ptr": "*i32", "items_ptr": "*i32", "lens_ptr": "*i32",
+    "spans_ptr": "*i32", "rows_ptr": "*i32", "turn_ptr": "*bf16", "key_turn_ptr": "*bf16", "value_turn_ptr": "*bf16",
+    "query_turn_ptr": "*bf16",
 }  # fmt: skip
 
 
@@ -53,9 +54,10 @@ def compile_for(capability: int, kernel: Any, warps: int, source: type = ASTSour
 def main(capability: int) -> None:
     """Each kernel for Llama-3-8B's attention in k4v2, decode for a hard shape too."""
     overlap = capability >= 90
-    key, value = side_layouts(formats.parse("k4v2"), 128, 64, 0)
+    key, value = side_layouts(formats.parse("k4v2"), 128, 64, 64)
     codec = {"KV_HEADS": 8, "KEY": key, "VALUE": value, "D": 128, "WIDE": 128, "PAGE": 64}
-    compile_for(capability, store.store_kernel, 4, RATIO=4, RING=0, TOKENS=16, OVERLAP=overlap, **codec)
+    for ring in (0, 39):
+        compile_for(capability, store.store_kernel, 4, RATIO=4, RING=ring, TOKENS=16, OVERLAP=overlap, **codec)
     compile_for(capability, gather.gather_kernel, 4, TOKENS=64, **codec)
     compile_for(capability, plan.plan_kernel, 8, TILE=64, WINDOW=0, SEQUENCES=64, ITEMS=128)
     for take in (1, 4):
@@ -63,11 +65,16 @@ def main(capability: int) -> None:
             capability, reduce.reduce_kernel, 4, KV_HEADS=8, RATIO=4, TAKE=take, D=128, WIDE=128, ROWS=take,
             STEP=32 // take, OVERLAP=overlap,
         )  # fmt: skip
-    for name, dim, group, ratio, tile, stages in (("k4v4", 128, 64, 4, 64, 2), ("k8v4", 96, 48, 16, 32, 3)):
-        key, value = side_layouts(formats.parse(name), dim, 64, 0)
+    for name, dim, group, ratio, tile, stages, recent in (
+        ("k4v4", 128, 64, 4, 64, 2, 0), ("k8v4", 96, 48, 16, 32, 3, 0), ("k4v4", 128, 64, 4, 64, 2, 64),
+        ("k2v2", 96, 48, 16, 32, 3, 64),
+    ):  # fmt: skip
+        fmt = formats.parse(name)
+        key, value = side_layouts(fmt, dim, 64, recent)
         compile_for(
             capability, decode.decode_kernel, 1, GluonASTSource, KEY=key, VALUE=value, D=dim, GROUP=group, RATIO=ratio,
-            N=8 if ratio <= 8 else 16, TILE=tile, PAGE=64, STAGES=stages, SOFTCAP=False, WINDOW=0, OVERLAP=overlap,
+            N=8 if ratio <= 8 else 16, TILE=tile, PAGE=64, STAGES=stages, SOFTCAP=False, WINDOW=0, RECENT=recent,
+            RING=fmt.ring_layout(dim, 64).tokens, RING_BLOCKS=fmt.ring_blocks(recent, dim, 64), OVERLAP=overlap,
         )  # fmt: skip
 
 

@@ -197,6 +197,99 @@ def load_query(query_ptr, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.constexp
     return scaled, sums
 
 
+@gluon.constexpr_function
+def multiplier(j):
+    """The multiplier m_j of a ring's checksum."""
+    a = (j + 1) * 0x9E3779B1 % 2**32
+    return (a ^ a >> 15) | 1
+
+
+@gluon.jit
+def fetch_digits(buffer, ring_ptr, ring_table_ptr, t, ring_page_stride, SIDE: gl.constexpr, D: gl.constexpr,
+                 GROUP: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr):  # fmt: skip
+    """Start copying the digits that the ring may have for the tile of tokens [t, t + TILE)."""
+    WORDS: gl.constexpr = chunk_words(SIDE.bits, D, GROUP)
+    WIDE: gl.constexpr = padded(WORDS)
+    COUNT: gl.constexpr = chunks(SIDE.bits, D, GROUP)
+    DIGITS: gl.constexpr = SIDE.digits
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [1, 1], [1, 0])
+    word = gl.arange(0, WIDE, gl.SliceLayout(0, layout))
+    place = (t + gl.arange(0, TILE, gl.SliceLayout(1, layout))) % (RING * RING_BLOCKS)
+    block = gl.maximum(gl.load(ring_table_ptr + place // RING), 0)
+    rows = (ring_ptr + SIDE.digit_codes).to(gl.pointer_type(gl.uint16))
+    # In words, of which a row has a multiple of 4 and a page of 8: copies go by 8 bytes at least.
+    row = block.to(gl.int64) * (ring_page_stride // 16 * 8) + (place % RING) * (SIDE.row // 2)
+    for i in gl.static_range(DIGITS):
+        for c in gl.static_range(COUNT):
+            to = row[:, None] + (word[None, :] + (i * RING * (SIDE.row // 2) + c * WORDS))
+            copy_to_shared(buffer.index(i * COUNT + c), rows + to)
+
+
+@gluon.jit
+def checksum(buffer, stage, words, SIDE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
+             TILE: gl.constexpr):  # fmt: skip
+    """Checksums, uint32 [TILE], of a side's rows: codes in `buffer`, and `words` of metadata by group [TILE]."""
+    WORDS: gl.constexpr = chunk_words(SIDE.bits, D, GROUP)
+    COUNT: gl.constexpr = chunks(SIDE.bits, D, GROUP)
+    word = gl.arange(0, padded(WORDS), gl.SliceLayout(0, LEFT))
+    total = gl.full([TILE], 0, gl.uint32, ROWS)
+    for c in gl.static_range(COUNT):
+        a = (word + (c * WORDS + 1)).to(gl.uint32) * 0x9E3779B1
+        by = gl.where(word < WORDS, (a ^ (a >> 15)) | 1, 0)
+        codes = buffer.index(stage * COUNT + c).load(LEFT).to(gl.uint32)
+        total += gl.convert_layout(gl.sum(codes * by[None, :], 1).to(gl.uint32), ROWS)
+    for g in gl.static_range(D // GROUP):
+        total += words[g].to(gl.uint32) * multiplier(D * SIDE.bits // 16 + g)
+    return total
+
+
+@gluon.jit
+def load_ring_words(ring_ptr, ring_table_ptr, place, ring_page_stride, SIDE: gl.constexpr, GROUPS: gl.constexpr,
+                    RING: gl.constexpr):  # fmt: skip
+    """The ring's words of tokens at `place` [TILE] in it, by group, uint32 [TILE]; 0 where there is no block."""
+    block = gl.load(ring_table_ptr + place // RING)
+    page = (ring_ptr + SIDE.words).to(gl.pointer_type(gl.uint16))
+    at = block.to(gl.int64) * (ring_page_stride // 2) + place % RING
+    words = ()
+    for g in gl.static_range(GROUPS):
+        words = words + (gl.load(page + (at + g * RING), mask=block >= 0, other=0).to(gl.uint32),)
+    return words, block >= 0
+
+
+@gluon.jit
+def fine_steps(meta, words, right, SIDE: gl.constexpr, first: gl.constexpr, GROUPS: gl.constexpr,
+               TILE: gl.constexpr):  # fmt: skip
+    """The steps of residuals by group, float32 [TILE]: those of the page, times 2^e / n where the ring is `right`."""
+    fine = ()
+    for g in gl.static_range(GROUPS):
+        step, zero = step_and_zero(gl.where(right, meta.slice((first + g) * TILE, TILE).load(ROWS), 0))
+        e = words[g] & 3
+        factor = gl.where(e == 0, 1.0, gl.where(e == 1, 2.0, 4.0))
+        fine = fine + (step * (factor * (0.5 ** (8 - SIDE.bits))),)
+    return fine
+
+
+@gluon.jit
+def refine(keys, values, meta, stage, key_words, value_words, right, KEY: gl.constexpr, VALUE: gl.constexpr,
+           D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):  # fmt: skip
+    """The steps of a tile's residuals, of keys and of values: 0 where the ring's words are not of the page's row."""
+    GROUPS: gl.constexpr = D // GROUP
+    key_meta = ()
+    value_meta = ()
+    for g in gl.static_range(GROUPS):
+        key_meta = key_meta + (meta.slice(g * TILE, TILE).load(ROWS),)
+        value_meta = value_meta + (meta.slice((GROUPS + g) * TILE, TILE).load(ROWS),)
+    key_sum = checksum(keys, stage, key_meta, KEY, D, GROUP, TILE)
+    value_sum = checksum(values, stage, value_meta, VALUE, D, GROUP, TILE)
+    right = right & (key_words[0] >> 2 == key_sum >> 18) & (value_words[0] >> 2 == value_sum >> 18)
+    if GROUPS > 1:
+        right = right & (key_words[1] >> 2 == ((key_sum >> 4) & 0x3FFF))
+        right = right & (value_words[1] >> 2 == ((value_sum >> 4) & 0x3FFF))
+    key_fine = fine_steps(meta, key_words, right, KEY, 0, GROUPS, TILE)
+    value_fine = fine_steps(meta, value_words, right, VALUE, GROUPS, GROUPS, TILE)
+    return key_fine, value_fine
+
+
 @gluon.jit
 def dot(words, query, start, g: gl.constexpr, BITS: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr):
     """`start` [TILE, N] + the product of a group's codes with the queries."""
@@ -216,6 +309,7 @@ def score(keys, meta, stage, live, query, sums, digits, fine, softcap, KEY: gl.c
     With RECENT, what `digits` add: `fine` is by group the step of each token's residual, float32 [TILE].
     """
     COUNT: gl.constexpr = chunks(KEY.bits, D, GROUP)
+    DIGITS: gl.constexpr = KEY.digits if RECENT else 0
     nothing = gl.full([TILE, N], 0.0, gl.float32, MMA)
     words = load_words(keys, stage, COUNT, False)
     score = nothing
@@ -224,11 +318,11 @@ def score(keys, meta, stage, live, query, sums, digits, fine, softcap, KEY: gl.c
         step, zero = step_and_zero(gl.where(live, meta.slice(g * TILE, TILE).load(ROWS), 0))
         product = dot(words, query, nothing, g, KEY.bits, D, GROUP)
         score += step[:, None] * (product - zero[:, None] * sums[g][None, :])
-    if RECENT and KEY.digits > 0:
+    if DIGITS > 0:
         products = ()
         for g in gl.static_range(D // GROUP):
             products = products + (nothing,)
-        for i in gl.static_range(KEY.digits):
+        for i in gl.static_range(DIGITS):
             words = load_words(digits, i, COUNT, False)
             new = ()
             for g in gl.static_range(D // GROUP):
@@ -255,7 +349,7 @@ def accumulate(score, values, meta, stage, live, m, total, zeros, acc, digits, f
     PLANES: gl.constexpr = planes(VALUE.bits, D, GROUP)
     COUNT: gl.constexpr = chunks(VALUE.bits, D, GROUP)
     GROUPS: gl.constexpr = D // GROUP
-    REFINED: gl.constexpr = RECENT and VALUE.digits > 0
+    DIGITS: gl.constexpr = VALUE.digits if RECENT else 0
     m_new = gl.maximum(m, gl.max(score, 0) * (1 / UNIT) - HEADROOM)
     alpha = gl.exp2(m - m_new)[None, :]
     p = gl.exp2(score * (1 / UNIT) - m_new[None, :])
@@ -268,7 +362,7 @@ def accumulate(score, values, meta, stage, live, m, total, zeros, acc, digits, f
         w = to_half(p * step[:, None])
         zeros_g = zeros[g] * alpha + w.to(gl.float32) * zero[:, None]
         weights = weights + (gl.convert_layout(w, RIGHT),)
-        if REFINED:
+        if DIGITS > 0:
             w = to_half(p * fine[g][:, None])
             zeros_g += w.to(gl.float32) * (middle(VALUE.bits) / zero_unit(VALUE.bits))
             fine_weights = fine_weights + (gl.convert_layout(w, RIGHT),)
@@ -280,13 +374,13 @@ def accumulate(score, values, meta, stage, live, m, total, zeros, acc, digits, f
         codes = plane(words[2 * PLANES[i][0] + PLANES[i][2]], VALUE.bits, PLANES[i][1])
         new = new + (mma_v2(codes, weights[PLANES[i][3]], acc[i] * alpha),)
     acc = new
-    if REFINED:
-        for j in gl.static_range(VALUE.digits):
+    if DIGITS > 0:
+        for j in gl.static_range(DIGITS):
             words = load_words(digits, j, COUNT, True)
             new = ()
             for i in gl.static_range(len(PLANES)):
                 codes = plane(words[2 * PLANES[i][0] + PLANES[i][2]], VALUE.bits, PLANES[i][1])
-                w = (fine_weights[PLANES[i][3]] * (1 << VALUE.bits * (VALUE.digits - 1 - j))).to(gl.float16)
+                w = (fine_weights[PLANES[i][3]] * (1 << VALUE.bits * (DIGITS - 1 - j))).to(gl.float16)
                 new = new + (mma_v2(codes, w, acc[i]),)
             acc = new
     return m_new, total, zeros, acc
@@ -311,16 +405,19 @@ def epilogue(out_ptr, lse_ptr, m, total, zeros, acc, VALUE: gl.constexpr, D: gl.
 
 @gluon.jit
 def decode_kernel(
-    query_ptr, cache_ptr, table_ptr, items_ptr, lens_ptr, out_ptr, lse_ptr, page_stride, head_stride, table_stride,
-    softcap, KEY: gl.constexpr, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr,
-    N: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
-    WINDOW: gl.constexpr, OVERLAP: gl.constexpr,
+    query_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr, items_ptr, lens_ptr, out_ptr, lse_ptr, page_stride,
+    head_stride, ring_page_stride, ring_head_stride, table_stride, ring_table_stride, softcap, KEY: gl.constexpr,
+    VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr, N: gl.constexpr,
+    TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
+    RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Partial attention of one item of the plan and one KV head; grid (kv_heads, items), one warp.
 
     query: float16 [sequences, kv_heads * RATIO, D], rotated, scaled by softmax scale * log2(e).
     cache: packed pages; table: int32 [sequences, blocks]; items: int32 [items, 4] as (sequence, start, end, -), a
     sequence of -1 is no work; lens: int32 [sequences]; KEY, VALUE: a `codec.SideLayout`.
+    ring: pages of the last RECENT tokens' residuals, RING tokens in each of RING_BLOCKS; ring_table: int32 [sequences,
+    RING_BLOCKS], negative for none. Unread where RECENT is 0.
     out: float32 [items, kv_heads, RATIO, D], normalised, rotated; lse: float32 [items, kv_heads, RATIO] in log2.
     """
     GROUPS: gl.constexpr = D // GROUP
@@ -356,6 +453,30 @@ def decode_kernel(
             )  # fmt: skip
         if OVERLAP:
             gdc_wait()
+        plain = end
+        if RECENT > 0:
+            length = gl.load(lens_ptr + sequence)
+            # The first tile with a token of the window.
+            plain = gl.minimum(gl.maximum(gl.maximum(length - RECENT, 0) // TILE * TILE, start), end)
+            ring_ptr += head.to(gl.int64) * ring_head_stride
+            ring_table_ptr += sequence.to(gl.int64) * ring_table_stride
+            key_digits = gl.allocate_shared_memory(
+                gl.uint16, [max(1, KEY.digits * KEY_CHUNKS), TILE, KEY_WIDE],
+                gl.SwizzledSharedLayout(8, 64 // KEY_WIDE, KEY_WIDE // 8, [1, 0]),
+            )  # fmt: skip
+            value_digits = gl.allocate_shared_memory(
+                gl.uint16, [max(1, VALUE.digits * VALUE_CHUNKS), TILE, VALUE_WIDE],
+                gl.SwizzledSharedLayout(8, 64 // VALUE_WIDE, VALUE_WIDE // 8, [1, 0]),
+            )  # fmt: skip
+            if plain < end:
+                fetch_digits(
+                    key_digits, ring_ptr, ring_table_ptr, plain, ring_page_stride, KEY, D, GROUP, TILE, RING,
+                    RING_BLOCKS,
+                )  # fmt: skip
+                fetch_digits(
+                    value_digits, ring_ptr, ring_table_ptr, plain, ring_page_stride, VALUE, D, GROUP, TILE, RING,
+                    RING_BLOCKS,
+                )  # fmt: skip
         for i in gl.static_range(STAGES - 1):
             t = start + i * TILE
             if t >= settled:
@@ -380,7 +501,7 @@ def decode_kernel(
         if WINDOW > 0:
             first = gl.load(lens_ptr + sequence) - WINDOW
         stage = 0
-        for t in range(start, end, TILE):
+        for t in range(start, plain, TILE):
             ahead = stage + STAGES - 1
             ahead = gl.where(ahead >= STAGES, ahead - STAGES, ahead)
             fetch(
@@ -401,6 +522,48 @@ def decode_kernel(
                 TILE, False,
             )  # fmt: skip
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        if RECENT > 0:
+            for t in range(plain, end, TILE):
+                ahead = stage + STAGES - 1
+                ahead = gl.where(ahead >= STAGES, ahead - STAGES, ahead)
+                fetch(
+                    keys, values, meta, ahead, base, table_ptr, t + (STAGES - 1) * TILE, end, page_stride, KEY, VALUE,
+                    D, GROUP, TILE, PAGE,
+                )  # fmt: skip
+                async_copy.commit_group()
+                place = (t + token) % (RING * RING_BLOCKS)
+                key_words, right = load_ring_words(
+                    ring_ptr, ring_table_ptr, place, ring_page_stride, KEY, GROUPS, RING
+                )  # fmt: skip
+                value_words, right = load_ring_words(
+                    ring_ptr, ring_table_ptr, place, ring_page_stride, VALUE, GROUPS, RING
+                )  # fmt: skip
+                async_copy.wait_group(0)
+                live = t + token < end
+                right = right & live & (t + token >= length - RECENT)
+                if WINDOW > 0:
+                    live = live & (t + token >= first)
+                key_fine, value_fine = refine(
+                    keys, values, meta.index(stage), stage, key_words, value_words, right, KEY, VALUE, D, GROUP, TILE
+                )  # fmt: skip
+                scores = score(
+                    keys, meta.index(stage), stage, live, query, sums, key_digits, key_fine, softcap, KEY, D, GROUP,
+                    TILE, N, SOFTCAP, True,
+                )  # fmt: skip
+                m, total, zeros, acc = accumulate(
+                    scores, values, meta.index(stage), stage, live, m, total, zeros, acc, value_digits, value_fine,
+                    VALUE, D, GROUP, TILE, True,
+                )  # fmt: skip
+                stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+                if t + TILE < end:
+                    fetch_digits(
+                        key_digits, ring_ptr, ring_table_ptr, t + TILE, ring_page_stride, KEY, D, GROUP, TILE, RING,
+                        RING_BLOCKS,
+                    )  # fmt: skip
+                    fetch_digits(
+                        value_digits, ring_ptr, ring_table_ptr, t + TILE, ring_page_stride, VALUE, D, GROUP, TILE,
+                        RING, RING_BLOCKS,
+                    )  # fmt: skip
         async_copy.wait_group(0)
         if OVERLAP:
             gdc_launch_dependents()

@@ -111,12 +111,13 @@ def store_ring(y, codes, word, packed, ring_ptr, place, live, SIDE: tl.constexpr
                TOKENS: tl.constexpr, RING: tl.constexpr):  # fmt: skip
     """Write rows of a side at `place` [TOKENS] of the ring's pages [TOKENS]; the rest is what `store_side` has."""
     BITS: tl.constexpr = SIDE.bits
+    DIGITS: tl.constexpr = SIDE.digits
     exponent = tl.zeros_like(word)
-    if SIDE.digits > 0:
+    if DIGITS > 0:
         r, exponent = residual(y, codes, word, BITS, D, WIDE)
         r = tl.reshape(r, [TOKENS, WIDE])
-        for i in tl.static_range(SIDE.digits):
-            digit = (r >> (BITS * (SIDE.digits - 1 - i))) & ((1 << BITS) - 1)
+        for i in tl.static_range(DIGITS):
+            digit = (r >> (BITS * (DIGITS - 1 - i))) & ((1 << BITS) - 1)
             row = ring_ptr + (SIDE.digit_codes + (i * RING + place) * SIDE.row)
             write_codes(row, pack_codes(digit, BITS, WIDE, TOKENS), live, BITS, D, WIDE)
     group = tl.arange(0, WIDE // 64)
