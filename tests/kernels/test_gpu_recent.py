@@ -103,6 +103,7 @@ def test_sliding_windows_and_soft_caps_go_with_it() -> None:
     lens = torch.tensor(s.lengths)
     wanted = s.cpu.decode(query, s.table, lens, s.scale, 5.0, ring_table=s.ring_table)
     assert ((out - wanted).norm(dim=-1) < CLOSE * wanted.norm(dim=-1)).all()
+    query = s.queries()
     for window in (20, 60):
         out = attend(s, gpu(s, window=window), query)
         for i in range(2):

@@ -226,6 +226,19 @@ def fetch_digits(buffer, ring_ptr, ring_table_ptr, t, ring_page_stride, SIDE: gl
 
 
 @gluon.jit
+def fetch_ring(key_digits, value_digits, ring_ptr, ring_table_ptr, t, ring_page_stride, KEY: gl.constexpr,
+               VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr,
+               RING_BLOCKS: gl.constexpr):  # fmt: skip
+    """Start copying both sides' digits of the tile of tokens [t, t + TILE)."""
+    fetch_digits(
+        key_digits, ring_ptr, ring_table_ptr, t, ring_page_stride, KEY, D, GROUP, TILE, RING, RING_BLOCKS
+    )  # fmt: skip
+    fetch_digits(
+        value_digits, ring_ptr, ring_table_ptr, t, ring_page_stride, VALUE, D, GROUP, TILE, RING, RING_BLOCKS
+    )  # fmt: skip
+
+
+@gluon.jit
 def checksum(buffer, stage, words, SIDE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
              TILE: gl.constexpr):  # fmt: skip
     """Checksums, uint32 [TILE], of a side's rows: codes in `buffer`, and `words` of metadata by group [TILE]."""
@@ -404,6 +417,75 @@ def epilogue(out_ptr, lse_ptr, m, total, zeros, acc, VALUE: gl.constexpr, D: gl.
 
 
 @gluon.jit
+def attend(query_ptr, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, meta, key_digits, value_digits, start,
+           end, length, out_ptr, lse_ptr, page_stride, ring_page_stride, softcap, KEY: gl.constexpr,
+           VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr, N: gl.constexpr,
+           TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
+           RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+    """Tokens [start, end) of one sequence and KV head, whose first STAGES - 1 tiles are on their way; RECENT: with the
+    ring, whose digits for the first tile are on their way, too."""
+    GROUPS: gl.constexpr = D // GROUP
+    query, sums = load_query(query_ptr, KEY, D, GROUP, RATIO, N)
+    m = gl.full([N], -1e30, gl.float32, COLS)
+    total = gl.full([TILE, N], 0.0, gl.float32, MMA)
+    zeros = ()
+    for g in gl.static_range(GROUPS):
+        zeros = zeros + (total,)
+    acc = ()
+    for i in gl.static_range(len(planes(VALUE.bits, D, GROUP))):
+        acc = acc + (gl.full([padded(chunk_words(VALUE.bits, D, GROUP)), N], 0.0, gl.float32, MMA),)
+    token = gl.arange(0, TILE, ROWS)
+    stage = 0
+    for t in range(start, end, TILE):
+        ahead = stage + STAGES - 1
+        ahead = gl.where(ahead >= STAGES, ahead - STAGES, ahead)
+        fetch(
+            keys, values, meta, ahead, base, table_ptr, t + (STAGES - 1) * TILE, end, page_stride, KEY, VALUE, D,
+            GROUP, TILE, PAGE,
+        )  # fmt: skip
+        async_copy.commit_group()
+        live = t + token < end
+        if RECENT > 0:
+            place = (t + token) % (RING * RING_BLOCKS)
+            key_words, there = load_ring_words(
+                ring_ptr, ring_table_ptr, place, ring_page_stride, KEY, GROUPS, RING
+            )  # fmt: skip
+            value_words, there = load_ring_words(
+                ring_ptr, ring_table_ptr, place, ring_page_stride, VALUE, GROUPS, RING
+            )  # fmt: skip
+            async_copy.wait_group(0)
+            key_fine, value_fine = refine(
+                keys, values, meta.index(stage), stage, key_words, value_words,
+                there & live & (t + token >= length - RECENT), KEY, VALUE, D, GROUP, TILE,
+            )  # fmt: skip
+        else:
+            key_fine = ()
+            value_fine = ()
+            async_copy.wait_group(STAGES - 1)
+        if WINDOW > 0:
+            live = live & (t + token >= length - WINDOW)
+        scores = score(
+            keys, meta.index(stage), stage, live, query, sums, key_digits, key_fine, softcap, KEY, D, GROUP, TILE, N,
+            SOFTCAP, RECENT > 0,
+        )  # fmt: skip
+        m, total, zeros, acc = accumulate(
+            scores, values, meta.index(stage), stage, live, m, total, zeros, acc, value_digits, value_fine, VALUE, D,
+            GROUP, TILE, RECENT > 0,
+        )  # fmt: skip
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        if RECENT > 0:
+            if t + TILE < end:
+                fetch_ring(
+                    key_digits, value_digits, ring_ptr, ring_table_ptr, t + TILE, ring_page_stride, KEY, VALUE, D,
+                    GROUP, TILE, RING, RING_BLOCKS,
+                )  # fmt: skip
+    async_copy.wait_group(0)
+    if OVERLAP:
+        gdc_launch_dependents()
+    epilogue(out_ptr, lse_ptr, m, total, zeros, acc, VALUE, D, GROUP, RATIO, N)
+
+
+@gluon.jit
 def decode_kernel(
     query_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr, items_ptr, lens_ptr, out_ptr, lse_ptr, page_stride,
     head_stride, ring_page_stride, ring_head_stride, table_stride, ring_table_stride, softcap, KEY: gl.constexpr,
@@ -414,17 +496,18 @@ def decode_kernel(
     """Partial attention of one item of the plan and one KV head; grid (kv_heads, items), one warp.
 
     query: float16 [sequences, kv_heads * RATIO, D], rotated, scaled by softmax scale * log2(e).
-    cache: packed pages; table: int32 [sequences, blocks]; items: int32 [items, 4] as (sequence, start, end, -), a
+    cache: packed pages; table: int32 [sequences, blocks]; items: int32 [items, 4] as (sequence, start, end, recent), a
     sequence of -1 is no work; lens: int32 [sequences]; KEY, VALUE: a `codec.SideLayout`.
     ring: pages of the last RECENT tokens' residuals, RING tokens in each of RING_BLOCKS; ring_table: int32 [sequences,
     RING_BLOCKS], negative for none. Unread where RECENT is 0.
     out: float32 [items, kv_heads, RATIO, D], normalised, rotated; lse: float32 [items, kv_heads, RATIO] in log2.
     """
-    GROUPS: gl.constexpr = D // GROUP
     KEY_CHUNKS: gl.constexpr = chunks(KEY.bits, D, GROUP)
     KEY_WIDE: gl.constexpr = padded(chunk_words(KEY.bits, D, GROUP))
     VALUE_CHUNKS: gl.constexpr = chunks(VALUE.bits, D, GROUP)
     VALUE_WIDE: gl.constexpr = padded(chunk_words(VALUE.bits, D, GROUP))
+    KEY_SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // KEY_WIDE, KEY_WIDE // 8, [1, 0])
+    VALUE_SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // VALUE_WIDE, VALUE_WIDE // 8, [1, 0])
     head = gl.program_id(0)
     heads = gl.num_programs(0)
     item = gl.program_id(1)
@@ -434,15 +517,11 @@ def decode_kernel(
         end = gl.load(items_ptr + 4 * item + 2)
         base = cache_ptr + head.to(gl.int64) * head_stride
         table_ptr += sequence.to(gl.int64) * table_stride
-        keys = gl.allocate_shared_memory(
-            gl.uint16, [STAGES * KEY_CHUNKS, TILE, KEY_WIDE],
-            gl.SwizzledSharedLayout(8, 64 // KEY_WIDE, KEY_WIDE // 8, [1, 0]),
+        keys = gl.allocate_shared_memory(gl.uint16, [STAGES * KEY_CHUNKS, TILE, KEY_WIDE], KEY_SHARED)
+        values = gl.allocate_shared_memory(gl.uint16, [STAGES * VALUE_CHUNKS, TILE, VALUE_WIDE], VALUE_SHARED)
+        meta = gl.allocate_shared_memory(
+            gl.uint16, [STAGES, 2 * (D // GROUP) * TILE], gl.SwizzledSharedLayout(1, 1, 1, [0])
         )  # fmt: skip
-        values = gl.allocate_shared_memory(
-            gl.uint16, [STAGES * VALUE_CHUNKS, TILE, VALUE_WIDE],
-            gl.SwizzledSharedLayout(8, 64 // VALUE_WIDE, VALUE_WIDE // 8, [1, 0]),
-        )  # fmt: skip
-        meta = gl.allocate_shared_memory(gl.uint16, [STAGES, 2 * GROUPS * TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         # What this step stores is at the end of a sequence: its own token, and before it perhaps one of a sequence that
         # it shares a block with. Tiles before these two tokens do not wait for `store`.
         settled = end - 1 - TILE
@@ -453,30 +532,6 @@ def decode_kernel(
             )  # fmt: skip
         if OVERLAP:
             gdc_wait()
-        plain = end
-        if RECENT > 0:
-            length = gl.load(lens_ptr + sequence)
-            # The first tile with a token of the window.
-            plain = gl.minimum(gl.maximum(gl.maximum(length - RECENT, 0) // TILE * TILE, start), end)
-            ring_ptr += head.to(gl.int64) * ring_head_stride
-            ring_table_ptr += sequence.to(gl.int64) * ring_table_stride
-            key_digits = gl.allocate_shared_memory(
-                gl.uint16, [max(1, KEY.digits * KEY_CHUNKS), TILE, KEY_WIDE],
-                gl.SwizzledSharedLayout(8, 64 // KEY_WIDE, KEY_WIDE // 8, [1, 0]),
-            )  # fmt: skip
-            value_digits = gl.allocate_shared_memory(
-                gl.uint16, [max(1, VALUE.digits * VALUE_CHUNKS), TILE, VALUE_WIDE],
-                gl.SwizzledSharedLayout(8, 64 // VALUE_WIDE, VALUE_WIDE // 8, [1, 0]),
-            )  # fmt: skip
-            if plain < end:
-                fetch_digits(
-                    key_digits, ring_ptr, ring_table_ptr, plain, ring_page_stride, KEY, D, GROUP, TILE, RING,
-                    RING_BLOCKS,
-                )  # fmt: skip
-                fetch_digits(
-                    value_digits, ring_ptr, ring_table_ptr, plain, ring_page_stride, VALUE, D, GROUP, TILE, RING,
-                    RING_BLOCKS,
-                )  # fmt: skip
         for i in gl.static_range(STAGES - 1):
             t = start + i * TILE
             if t >= settled:
@@ -484,90 +539,37 @@ def decode_kernel(
                     keys, values, meta, i, base, table_ptr, t, end, page_stride, KEY, VALUE, D, GROUP, TILE, PAGE
                 )  # fmt: skip
             async_copy.commit_group()
-
-        query, sums = load_query(
-            query_ptr + (sequence * heads + head).to(gl.int64) * (RATIO * D), KEY, D, GROUP, RATIO, N
-        )  # fmt: skip
-        m = gl.full([N], -1e30, gl.float32, COLS)
-        total = gl.full([TILE, N], 0.0, gl.float32, MMA)
-        zeros = ()
-        for g in gl.static_range(GROUPS):
-            zeros = zeros + (total,)
-        acc = ()
-        for i in gl.static_range(len(planes(VALUE.bits, D, GROUP))):
-            acc = acc + (gl.full([VALUE_WIDE, N], 0.0, gl.float32, MMA),)
-        token = gl.arange(0, TILE, ROWS)
-        first = 0
-        if WINDOW > 0:
-            first = gl.load(lens_ptr + sequence) - WINDOW
-        stage = 0
-        for t in range(start, plain, TILE):
-            ahead = stage + STAGES - 1
-            ahead = gl.where(ahead >= STAGES, ahead - STAGES, ahead)
-            fetch(
-                keys, values, meta, ahead, base, table_ptr, t + (STAGES - 1) * TILE, end, page_stride, KEY, VALUE, D,
-                GROUP, TILE, PAGE,
-            )  # fmt: skip
-            async_copy.commit_group()
-            async_copy.wait_group(STAGES - 1)
-            live = t + token < end
-            if WINDOW > 0:
-                live = live & (t + token >= first)
-            scores = score(
-                keys, meta.index(stage), stage, live, query, sums, keys, (), softcap, KEY, D, GROUP, TILE, N, SOFTCAP,
-                False,
-            )  # fmt: skip
-            m, total, zeros, acc = accumulate(
-                scores, values, meta.index(stage), stage, live, m, total, zeros, acc, values, (), VALUE, D, GROUP,
-                TILE, False,
-            )  # fmt: skip
-            stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-        if RECENT > 0:
-            for t in range(plain, end, TILE):
-                ahead = stage + STAGES - 1
-                ahead = gl.where(ahead >= STAGES, ahead - STAGES, ahead)
-                fetch(
-                    keys, values, meta, ahead, base, table_ptr, t + (STAGES - 1) * TILE, end, page_stride, KEY, VALUE,
-                    D, GROUP, TILE, PAGE,
-                )  # fmt: skip
-                async_copy.commit_group()
-                place = (t + token) % (RING * RING_BLOCKS)
-                key_words, right = load_ring_words(
-                    ring_ptr, ring_table_ptr, place, ring_page_stride, KEY, GROUPS, RING
-                )  # fmt: skip
-                value_words, right = load_ring_words(
-                    ring_ptr, ring_table_ptr, place, ring_page_stride, VALUE, GROUPS, RING
-                )  # fmt: skip
-                async_copy.wait_group(0)
-                live = t + token < end
-                right = right & live & (t + token >= length - RECENT)
-                if WINDOW > 0:
-                    live = live & (t + token >= first)
-                key_fine, value_fine = refine(
-                    keys, values, meta.index(stage), stage, key_words, value_words, right, KEY, VALUE, D, GROUP, TILE
-                )  # fmt: skip
-                scores = score(
-                    keys, meta.index(stage), stage, live, query, sums, key_digits, key_fine, softcap, KEY, D, GROUP,
-                    TILE, N, SOFTCAP, True,
-                )  # fmt: skip
-                m, total, zeros, acc = accumulate(
-                    scores, values, meta.index(stage), stage, live, m, total, zeros, acc, value_digits, value_fine,
-                    VALUE, D, GROUP, TILE, True,
-                )  # fmt: skip
-                stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-                if t + TILE < end:
-                    fetch_digits(
-                        key_digits, ring_ptr, ring_table_ptr, t + TILE, ring_page_stride, KEY, D, GROUP, TILE, RING,
-                        RING_BLOCKS,
-                    )  # fmt: skip
-                    fetch_digits(
-                        value_digits, ring_ptr, ring_table_ptr, t + TILE, ring_page_stride, VALUE, D, GROUP, TILE,
-                        RING, RING_BLOCKS,
-                    )  # fmt: skip
-        async_copy.wait_group(0)
-        if OVERLAP:
-            gdc_launch_dependents()
+        length = gl.load(lens_ptr + sequence)
+        query_ptr += (sequence * heads + head).to(gl.int64) * (RATIO * D)
         at = (item * heads + head).to(gl.int64) * RATIO
-        epilogue(out_ptr + at * D, lse_ptr + at, m, total, zeros, acc, VALUE, D, GROUP, RATIO, N)
+        out_ptr += at * D
+        lse_ptr += at
+        recent = 0
+        if RECENT > 0:
+            recent = gl.load(items_ptr + 4 * item + 3)
+        if recent == 0:
+            attend(
+                query_ptr, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, meta, keys, values, start, end,
+                length, out_ptr, lse_ptr, page_stride, ring_page_stride, softcap, KEY, VALUE, D, GROUP, RATIO, N, TILE,
+                PAGE, STAGES, SOFTCAP, WINDOW, 0, RING, RING_BLOCKS, OVERLAP,
+            )  # fmt: skip
+        elif RECENT > 0:
+            key_digits = gl.allocate_shared_memory(
+                gl.uint16, [(8 // KEY.bits - 1) * KEY_CHUNKS + (KEY.bits // 8), TILE, KEY_WIDE], KEY_SHARED
+            )
+            value_digits = gl.allocate_shared_memory(
+                gl.uint16, [(8 // VALUE.bits - 1) * VALUE_CHUNKS + (VALUE.bits // 8), TILE, VALUE_WIDE], VALUE_SHARED
+            )
+            ring_ptr += head.to(gl.int64) * ring_head_stride
+            ring_table_ptr += sequence.to(gl.int64) * ring_table_stride
+            fetch_ring(
+                key_digits, value_digits, ring_ptr, ring_table_ptr, start, ring_page_stride, KEY, VALUE, D, GROUP,
+                TILE, RING, RING_BLOCKS,
+            )  # fmt: skip
+            attend(
+                query_ptr, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, meta, key_digits, value_digits,
+                start, end, length, out_ptr, lse_ptr, page_stride, ring_page_stride, softcap, KEY, VALUE, D, GROUP,
+                RATIO, N, TILE, PAGE, STAGES, SOFTCAP, WINDOW, RECENT, RING, RING_BLOCKS, OVERLAP,
+            )  # fmt: skip
     elif OVERLAP:
         gdc_wait()
