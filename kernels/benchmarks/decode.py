@@ -4,7 +4,8 @@ One layer's decode over random pages of random block tables, in a CUDA graph of 
 layers' caches, so that no cache is in L2; the median of ten replays. `decode` is the split kernel alone, `merged` with
 the merge of its parts (what FlashAttention and FlashInfer do too), `layer` with the store of the step's token. The
 yardstick is a device-to-device copy in the same run. FlashAttention comes with vLLM, FlashInfer by itself; what is not
-installed is left out. Writes OUT/decode.json; `--page FILE...` makes docs/benchmarks/h200-decode.md of such files.
+installed is left out. Our formats are measured with each window of `--recent`, whose tokens all have their row in the
+ring. Writes OUT/decode.json; `--page FILE...` makes docs/benchmarks/h200-decode.md of such files.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import triton
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.ring import ring_slots
 
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 LAUNCHES = 32
@@ -97,14 +99,39 @@ def random_pages(fmt: formats.Format, case: Case, block: int, device: torch.devi
     return cache
 
 
-def ours(name: str, case: Case, device: torch.device, block: int = 64) -> dict[str, Any]:
+def fill_ring(
+    pages: GpuPages, table: torch.Tensor, rings: torch.Tensor, context: int, of: torch.Tensor
+) -> torch.Tensor | None:
+    """Give every sequence's last tokens true rows in pages and ring; returns the last ones' slots in the ring."""
+    shape = pages.shape
+    if not shape.recent:
+        return None
+    plan, last, count = Plan(shape, 1), min(shape.recent, context), len(table)
+    at = torch.arange(context - last, context, device=table.device).repeat(count)
+    owner = torch.arange(count, device=table.device).repeat_interleave(last)
+    slots = table.long()[owner, at // shape.block_size] * shape.block_size + at % shape.block_size
+    places = ring_slots(at, torch.full_like(at, context), rings[owner], shape.recent, shape.ring_tokens)
+    key, value = torch.randn(2, len(at), *of.shape[1:], device=of.device, dtype=of.dtype)
+    query = torch.zeros(len(at), shape.kv_heads * shape.ratio, shape.head_dim, device=of.device, dtype=of.dtype)
+    pages.store(query, key, value, slots, plan, 0, 1.0, places)
+    return places.view(count, last)[:, -1].contiguous()
+
+
+def ours(name: str, case: Case, device: torch.device, recent: int = 0, block: int = 64) -> dict[str, Any]:
     """Times of our kernels in one format."""
     fmt = formats.parse(name)
-    shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, block, device)
+    recent = recent if fmt.has_ring else 0
+    shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, block, device, recent=recent)
     size = case.batch * case.context * case.kv_heads * fmt.row_bytes(case.dim)
     factors = Factors.identity(case.kv_heads, case.dim, device)
     caches = [random_pages(fmt, case, block, device) for _ in range(layers_for(size))]
-    pages = [GpuPages(cache, shape, factors) for cache in caches]
+    count = case.batch * shape.ring_blocks
+    own_ring = (max(1, count), case.kv_heads, block, fmt.row_bytes(case.dim))
+    rings = torch.randperm(count, device=device).view(case.batch, -1).int() if recent else None
+    pages = [
+        GpuPages(cache, shape, factors, torch.zeros(own_ring, dtype=torch.uint8, device=device) if recent else None)
+        for cache in caches
+    ]
     plan, turn = Plan(shape, case.batch), iter(range(10**9))
     per = -(-case.context // block)
     table = (1 + torch.randperm(per * case.batch, device=device)).view(case.batch, per).int()
@@ -113,22 +140,26 @@ def ours(name: str, case: Case, device: torch.device, block: int = 64) -> dict[s
     key, value = torch.randn(2, case.batch, case.kv_heads, case.dim, device=device, dtype=torch.bfloat16)
     slots = table[:, -1].long() * block + (case.context - 1) % block
     out = torch.empty_like(query)
+    ring = None
+    for at in pages:
+        ring = fill_ring(at, table, rings, case.context, key) if rings is not None else None
     plan.update(lens, overlap=True)
 
     def store() -> GpuPages:
         at = pages[next(turn) % len(pages)]
-        at.store(query, key, value, slots, plan, case.batch, case.dim**-0.5)
+        at.store(query, key, value, slots, plan, case.batch, case.dim**-0.5, ring)
         return at
 
     def layer() -> None:
-        store().decode(table, lens, plan, out)
+        store().decode(table, lens, plan, out, rings)
 
     store()
     return {
-        "decode": microseconds(lambda: pages[next(turn) % len(pages)].attend(table, lens, plan)),
-        "merged": microseconds(lambda: pages[next(turn) % len(pages)].decode(table, lens, plan, out)),
+        "decode": microseconds(lambda: pages[next(turn) % len(pages)].attend(table, lens, plan, rings)),
+        "merged": microseconds(lambda: pages[next(turn) % len(pages)].decode(table, lens, plan, out, rings)),
         "layer": microseconds(layer),
         "bytes": size,
+        "recent": recent,
     }
 
 
@@ -140,23 +171,26 @@ def copy_rate(device: torch.device) -> float:
     return 2 * source.numel() / milliseconds * 1000
 
 
-def measure(out: Path) -> None:
+def measure(out: Path, windows: list[int], cases: list[Case], names: list[str]) -> None:
     """Run everything that is installed and write the figures."""
     device = torch.device("cuda", torch.cuda.current_device())
     packages = {name: _version(name) for name in ("torch", "triton", "vllm", "flashinfer-python")}
     facts: dict[str, Any] = {
-        "command": "python kernels/benchmarks/decode.py",
+        "command": " ".join(["python kernels/benchmarks/decode.py", *sys.argv[1:]]),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "gpu": torch.cuda.get_device_name(device),
         "versions": {name: number for name, number in packages.items() if number},
         "copy_bytes_per_s": copy_rate(device),
         "rows": [],
     }
-    for case in CASES:
-        for name, run in {
-            **decode_rivals.installed(),
-            **{f: (lambda c, d, f=f: ours(f, c, d)) for f in formats.own_names()},
-        }.items():
+    own = {
+        f"{f}, last {w} finer" if w else f: (lambda c, d, f=f, w=w: ours(f, c, d, w))
+        for f in names
+        for w in windows
+        if not w or formats.parse(f).has_ring
+    }
+    for case in cases:
+        for name, run in {**decode_rivals.installed(), **own}.items():
             try:
                 row = run(case, device)
             except Exception as error:  # a rival that does not take a shape is part of the result
@@ -219,6 +253,9 @@ def main() -> int:
     """Measure, or make the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--recent", type=int, nargs="+", default=[0, 64], help="windows of our formats")
+    parser.add_argument("--formats", nargs="+", default=list(formats.own_names()))
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="names of attention shapes")
     parser.add_argument("--page", type=Path, help="a decode.json, to make the page of")
     options = parser.parse_args()
     if options.page:
@@ -227,7 +264,7 @@ def main() -> int:
             (DOCS / "h200-decode.json").write_text(options.page.read_text())
         (DOCS / "h200-decode.md").write_text(page(options.page))
     else:
-        measure(options.out)
+        measure(options.out, options.recent, [c for c in CASES if c.shape in options.shapes], options.formats)
     return 0
 
 

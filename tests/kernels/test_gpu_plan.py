@@ -11,9 +11,7 @@ from kvpilot_kernels.gpu.plan import LONGEST, most_items, plan_kernel
 ITEMS = 128
 
 
-def cut(
-    lengths: list[int], tile: int, wave: int, window: int, recent: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cut(lengths: list[int], tile: int, wave: int, window: int, recent: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Items [count, 4] and spans [sequences, 2]; both full of 77 before."""
     sequences = len(lengths)
     count = most_items(sequences, wave, recent)

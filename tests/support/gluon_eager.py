@@ -234,8 +234,8 @@ def language(program: tuple[int, ...], grid: tuple[int, ...]) -> SimpleNamespace
         arange=lambda start, end, layout: block(np.arange(start, end, dtype=np.int32)),
         full=lambda shape, value, dtype, layout: block(np.full(shape, value, dtype)),
         where=where, convert_layout=lambda x, layout: x,
-        sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.max(axis), maximum=np.maximum, minimum=np.minimum, exp2=np.exp2,
-        log2=np.log2,
+        sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.max(axis), maximum=np.maximum, minimum=np.minimum,
+        exp2=np.exp2, log2=np.log2,
     )  # fmt: skip
 
 

@@ -275,7 +275,7 @@ def fine_steps(meta, words, right, SIDE: gl.constexpr, first: gl.constexpr, GROU
     """The steps of residuals by group, float32 [TILE]: those of the page, times 2^e / n where the ring is `right`."""
     fine = ()
     for g in gl.static_range(GROUPS):
-        step, zero = step_and_zero(gl.where(right, meta.slice((first + g) * TILE, TILE).load(ROWS), 0))
+        step, _ = step_and_zero(gl.where(right, meta.slice((first + g) * TILE, TILE).load(ROWS), 0))
         e = words[g] & 3
         factor = gl.where(e == 0, 1.0, gl.where(e == 1, 2.0, 4.0))
         fine = fine + (step * (factor * (0.5 ** (8 - SIDE.bits))),)
@@ -473,7 +473,7 @@ def attend(query_ptr, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, m
             GROUP, TILE, RECENT > 0,
         )  # fmt: skip
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-        if RECENT > 0:
+        if RECENT > 0:  # noqa: SIM102  a constant, and what is only known in a launch
             if t + TILE < end:
                 fetch_ring(
                     key_digits, value_digits, ring_ptr, ring_table_ptr, t + TILE, ring_page_stride, KEY, VALUE, D,

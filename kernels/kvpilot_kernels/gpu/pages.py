@@ -79,7 +79,11 @@ class Plan:
     def __init__(self, shape: Shape, sequences: int) -> None:
         self.shape, self.sequences = shape, sequences
         self.overlap, self.launch = False, dict[str, Any]()
-        count, heads, dim = most_items(sequences, shape.wave, shape.recent), (shape.kv_heads, shape.ratio), shape.head_dim
+        count, heads, dim = (
+            most_items(sequences, shape.wave, shape.recent),
+            (shape.kv_heads, shape.ratio),
+            shape.head_dim,
+        )
         make = {"device": shape.device}
         self.items = torch.full((count, 4), -1, dtype=torch.int32, **make)  # type: ignore[call-overload]
         self.spans = torch.zeros(sequences, 2, dtype=torch.int32, **make)  # type: ignore[call-overload]
@@ -99,7 +103,8 @@ class Plan:
         count = most_items(sequences, self.shape.wave, self.shape.recent)
         plan_kernel[(triton.cdiv(count, 128),)](
             seq_lens, self.items, self.spans, sequences, count, self.shape.wave, TILE=self.shape.choice.tile,
-            WINDOW=self.shape.window, RECENT=self.shape.recent, SEQUENCES=triton.next_power_of_2(max(sequences, 16)), ITEMS=128, num_warps=8,
+            WINDOW=self.shape.window, RECENT=self.shape.recent,
+            SEQUENCES=triton.next_power_of_2(max(sequences, 16)), ITEMS=128, num_warps=8,
         )  # fmt: skip
 
 

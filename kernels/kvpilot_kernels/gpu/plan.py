@@ -29,8 +29,8 @@ def plan_kernel(lens_ptr, items_ptr, spans_ptr, sequences, count, wave, TILE: tl
     """Grid (cdiv(count, ITEMS),).
 
     lens: int32 [sequences], 0 for a row of padding; items: int32 [count, 4] as (sequence or -1, start, end, recent) in
-    tokens, start a multiple of TILE, recent 1 for tiles with tokens of the last RECENT; spans: int32 [sequences, 2], the
-    first item of a sequence and how many it has.
+    tokens, start a multiple of TILE, recent 1 for tiles with tokens of the last RECENT; spans: int32 [sequences, 2],
+    the first item of a sequence and how many it has.
     """
     PARTS: tl.constexpr = 2 if RECENT > 0 else 1
     part = tl.arange(0, SEQUENCES * PARTS)
