@@ -24,9 +24,9 @@ from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.ring import ring_slots
 
-LIMIT, READ_LIMIT = 2e-3, 4e-3
-"""Of a head's norm: queries and probabilities are float16 on their way into the tensor cores; what `gather` reads back is
-rounded to bfloat16."""
+LIMIT, READ_LIMIT = 2e-3, 6e-3
+"""Of a head's norm: queries and probabilities are float16 on their way into the tensor cores, and what `gather` reads
+back is rounded to bfloat16."""
 LENGTHS, HIT, BLOCK, KV_HEADS = [1, 63, 64, 65, 300, 1000, 2500], 40, 64, 2
 CASES = [
     *(("k4v4", dim, 4, recent) for dim in formats.HEAD_DIMS for recent in (0, 64)),
