@@ -5,7 +5,8 @@ layers' caches, so that no cache is in L2; the median of ten replays. `decode` i
 the merge of its parts (what FlashAttention and FlashInfer do too), `layer` with the store of the step's token. The
 yardstick is a device-to-device copy in the same run. FlashAttention comes with vLLM, FlashInfer by itself; what is not
 installed is left out. Our formats are measured with each window of `--recent`, whose tokens all have their row in the
-ring. Writes OUT/decode.json; `--page FILE...` makes docs/benchmarks/h200-decode.md of such files.
+ring. Writes OUT/decode.json; `--page` makes docs/benchmarks/h200-decode.md of two such files that lie there,
+h200-decode.json (all shapes without a window) and h200-decode-recent.json (with windows).
 """
 
 from __future__ import annotations
@@ -209,31 +210,31 @@ def _version(package: str) -> str | None:
         return None
 
 
-def page(source: Path) -> str:
-    """The Markdown page of one run."""
+def page(source: Path, title: str) -> str:
+    """A run as Markdown, under this title."""
     facts = json.loads(source.read_text())
     copy = facts["copy_bytes_per_s"]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     lines = [
-        f"# Decode attention on one {facts['gpu']}",
+        title,
         "",
-        f"`{facts['command']}`, {facts['date']}, {versions}. Microseconds of one layer; the copy rate of the same",
-        f"run is {copy / 1e12:.2f} TB/s. `of copy` is the cache's bytes over the time of the split kernel (of `merged`",
-        "for the others), over that rate. Raw: [h200-decode.json](h200-decode.json).",
+        f"`{facts['command']}`, {facts['date']}, {facts['gpu']}, {versions}. Microseconds of one layer; the copy rate of",
+        f"this run is {copy / 1e12:.2f} TB/s. `of copy` is the cache's bytes over the time of the split kernel (of `merged`",
+        f"for the others), over that rate. Raw: [{source.name}]({source.name}).",
     ]
-    title = None
+    last = None
     for row in facts["rows"]:
         case = row["case"]
         here = (
             f"{case['shape']} ({case['heads']}/{case['kv_heads']}/{case['dim']}), {case['batch']} x {case['context']:,}"
         )
-        if here != title:
-            title = here
+        if here != last:
+            last = here
             rows = [r for r in facts["rows"] if r["case"] == case]
             base = next((r["merged"] for r in rows if r["name"] == "FlashAttention 3 bf16" and "merged" in r), None)
             lines += [
                 "",
-                f"## {here}",
+                f"### {here}",
                 "",
                 "| | decode | merged | layer | of copy | over bf16 |",
                 "|---|---|---|---|---|---|",
@@ -256,13 +257,12 @@ def main() -> int:
     parser.add_argument("--recent", type=int, nargs="+", default=[0, 64], help="windows of our formats")
     parser.add_argument("--formats", nargs="+", default=list(formats.own_names()))
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="names of attention shapes")
-    parser.add_argument("--page", type=Path, help="a decode.json, to make the page of")
+    parser.add_argument("--page", action="store_true", help="make the page in docs/ of the raw files there")
     options = parser.parse_args()
     if options.page:
-        DOCS.mkdir(parents=True, exist_ok=True)
-        if options.page.resolve() != (DOCS / "h200-decode.json").resolve():
-            (DOCS / "h200-decode.json").write_text(options.page.read_text())
-        (DOCS / "h200-decode.md").write_text(page(options.page))
+        runs = (("h200-decode.json", "## Without a window"), ("h200-decode-recent.json", "## The recent window"))
+        parts = [page(DOCS / name, title) for name, title in runs]
+        (DOCS / "h200-decode.md").write_text("\n".join(["# Decode attention on one NVIDIA H200\n", *parts]))
     else:
         measure(options.out, options.recent, [c for c in CASES if c.shape in options.shapes], options.formats)
     return 0

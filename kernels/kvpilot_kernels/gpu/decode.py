@@ -554,12 +554,16 @@ def decode_kernel(
                 PAGE, STAGES, SOFTCAP, WINDOW, 0, RING, RING_BLOCKS, OVERLAP,
             )  # fmt: skip
         elif RECENT > 0:
-            key_digits = gl.allocate_shared_memory(
-                gl.uint16, [(8 // KEY.bits - 1) * KEY_CHUNKS + (KEY.bits // 8), TILE, KEY_WIDE], KEY_SHARED
-            )
-            value_digits = gl.allocate_shared_memory(
-                gl.uint16, [(8 // VALUE.bits - 1) * VALUE_CHUNKS + (VALUE.bits // 8), TILE, VALUE_WIDE], VALUE_SHARED
-            )
+            key_digits = keys
+            value_digits = values
+            if KEY.bits < 8:
+                key_digits = gl.allocate_shared_memory(
+                    gl.uint16, [(8 // KEY.bits - 1) * KEY_CHUNKS, TILE, KEY_WIDE], KEY_SHARED
+                )
+            if VALUE.bits < 8:
+                value_digits = gl.allocate_shared_memory(
+                    gl.uint16, [(8 // VALUE.bits - 1) * VALUE_CHUNKS, TILE, VALUE_WIDE], VALUE_SHARED
+                )
             ring_ptr += head.to(gl.int64) * ring_head_stride
             ring_table_ptr += sequence.to(gl.int64) * ring_table_stride
             fetch_ring(
