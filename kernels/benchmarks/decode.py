@@ -218,9 +218,9 @@ def page(source: Path, title: str) -> str:
     lines = [
         title,
         "",
-        f"`{facts['command']}`, {facts['date']}, {facts['gpu']}, {versions}. Microseconds of one layer; the copy rate of",
-        f"this run is {copy / 1e12:.2f} TB/s. `of copy` is the cache's bytes over the time of the split kernel (of `merged`",
-        f"for the others), over that rate. Raw: [{source.name}]({source.name}).",
+        f"`{facts['command']}`, {facts['date']}, {facts['gpu']}, {versions}. Microseconds of one layer. The copy rate",
+        f"of this run is {copy / 1e12:.2f} TB/s; `of copy` is the cache's bytes over the time of the split kernel, or of",
+        f"`merged` for the others, over that rate. Raw: [{source.name}]({source.name}).",
     ]
     last = None
     for row in facts["rows"]:

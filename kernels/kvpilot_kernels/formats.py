@@ -39,6 +39,37 @@ r, of 8 - b bits, to each code of b bits (n = 2^(8 - b); nothing where b is 8)::
     x is read back as step * (code - z) + step * 2^e / n * (r - (n - 1) / 2)        e in 0..2 for a token's group
 
 r is stored in digits of b bits, the highest first, each digit of all elements packed as a row of codes: one digit
+where b is 4, three where b is 2. Each group i of each side has a word of e and a tag of the token's row in the page::
+
+    word = (h >> 18) << 2 | e        h = (0x9E3779B1 * u + 0x85EBCA77 * w) mod 2^32
+    w: the group's word of scale metadata        u: 16 bits of the side's packed codes, from byte i * row bytes / G on
+
+A row is used if the tags of groups 0 and 1 of both sides (of group 0 where a side has one) are those of the token's row
+in the page; else the token is read with b bits. So a ring needs no clearing: the row of another token passes one time
+in 2^56 (2^28 at D = 64), and would then move an element by at most 2 steps. Regions, m = 8 / b - 1 digits of a side:
+
+===============  =========================  ================
+region         offset in bytes                        shape, row-major           element
+=============  =====================================  =========================  ================
+`key_codes`    0                                      [T, D * kb / 8]            packed codes, u8
+`value_codes`  T * D * kb / 8                         [T, D * vb / 8]            packed codes, u8
+`key_meta`     T * D * (kb + vb) / 8                  [G, T]                     words, u16
+`value_meta`   T * D * (kb + vb) / 8 + T * 2 * G      [G, T]                     words, u16
+(end)          T * `row_bytes(D)`
+=============  =====================================  =========================  ================
+
+D is a multiple of 32 and T of 16, so every region starts at a multiple of 16 bytes. The words of a group lie side by
+side over the tokens: a kernel loads the steps of a tile as one vector.
+
+Ring layout (the recent window: what the last tokens of a sequence lack of 8 bits)
+----------------------------------------------------------------------------------
+A ring is a fixed number of pages of a sequence, each of the bytes of a page above, so that one pool holds both. The
+token at position p has row p mod (pages * C), C tokens a page. Pages stay complete without it; a ring row only adds
+r, of 8 - b bits, to each code of b bits (n = 2^(8 - b); nothing where b is 8)::
+
+    x is read back as step * (code - z) + step * 2^e / n * (r - (n - 1) / 2)        e in 0..2 for a token's group
+
+r is stored in digits of b bits, the highest first, each digit of all elements packed as a row of codes: one digit
 where b is 4, three where b is 2. Each group of each side has a word of e and a part of a checksum of the page's row::
 
     word = (h >> (18 if i is even else 4) & 0x3FFF) << 2 | e              i = 0.. over the groups of the side
@@ -118,8 +149,8 @@ CUT_BITS = 4
 SHRINK: dict[int, tuple[float, ...]] = {8: (1.0,), 4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.75, 0.65, 0.55)}
 """Factors that the encoder tries on a group's range, per code width."""
 
-RING_EXPONENTS = 3
-"""Residual steps that the encoder tries for a group: step / n times 1, 2 and 4. What clipping left out needs them."""
+RING_REACH = 0.6
+"""A group whose largest residual is at most RING_REACH * 2^e steps has the exponent e; clipped tails need 1 or 2."""
 
 
 class FormatError(ValueError):

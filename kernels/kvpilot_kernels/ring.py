@@ -10,13 +10,13 @@ from kvpilot_kernels import check
 from kvpilot_kernels.formats import Format, Region
 from kvpilot_kernels.reference.quantize import split
 from kvpilot_kernels.reference.residual import (
-    checksum,
     encode_residual,
     fine_steps,
     half,
     pack_digits,
     ring_words,
     split_ring_words,
+    tags,
     unpack_digits,
 )
 
@@ -100,7 +100,7 @@ class RingPages:
         if digits is not None:
             r, exponents = encode_residual(x, codes, words, bits)
             digits[block, :, :, place] = pack_digits(r, bits)
-        words_at[block, :, :, place] = ring_words(checksum(packed, words), exponents)
+        words_at[block, :, :, place] = ring_words(tags(packed, words), exponents)
 
     def fine_rows(
         self, positions: torch.Tensor, ring_table: torch.Tensor, pages: list[tuple[torch.Tensor, torch.Tensor]]
@@ -119,7 +119,7 @@ class RingPages:
         at = (block.clamp(min=0), slice(None), slice(None), place % self.tokens)
         exponents = []
         for (_, _, words_at), (packed, words) in zip(self.sides, pages, strict=True):
-            found, same = split_ring_words(words_at[at], checksum(packed, words))
+            found, same = split_ring_words(words_at[at], tags(packed, words))
             exponents.append(found)
             right = right & same  # [sequences, recent, kv_heads]
         rows: list[FineRows | None] = []

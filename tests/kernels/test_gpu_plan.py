@@ -11,16 +11,16 @@ from kvpilot_kernels.gpu.plan import LONGEST, most_items, plan_kernel
 ITEMS = 128
 
 
-def cut(lengths: list[int], tile: int, wave: int, window: int, recent: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def cut(lengths: list[int], tile: int, wave: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Items [count, 4] and spans [sequences, 2]; both full of 77 before."""
     sequences = len(lengths)
-    count = most_items(sequences, wave, recent)
+    count = most_items(sequences, wave)
     # One row more than asked for, to see that nobody writes there.
     items = torch.full((count + 1, 4), 77, dtype=torch.int32)
     spans = torch.full((sequences + 1, 2), 77, dtype=torch.int32)
     plan_kernel[(triton.cdiv(count, ITEMS),)](
         torch.tensor(lengths, dtype=torch.int32), items, spans, sequences, count, wave, TILE=tile, WINDOW=window,
-        RECENT=recent, SEQUENCES=triton.next_power_of_2(max(sequences, 16)), ITEMS=ITEMS,
+        SEQUENCES=triton.next_power_of_2(max(sequences, 16)), ITEMS=ITEMS,
     )  # fmt: skip
     assert (items[-1] == 77).all()
     assert (spans[-1] == 77).all()
@@ -28,34 +28,30 @@ def cut(lengths: list[int], tile: int, wave: int, window: int, recent: int = 0) 
 
 
 # Two sequences of 1 and 4095 tiles, one of no token, many of one: what a step may look like.
-@example([16, 16 * 4095, 0, 1], 16, 2, 0, 0)
-@example([1] * 40, 64, 1, 0, 64)
-@example([10**6], 64, 1056, 0, 64)
-@example([100, 4000, 7], 32, 3, 33, 50)
+@example([16, 16 * 4095, 0, 1], 16, 2, 0)
+@example([1] * 40, 64, 1, 0)
+@example([10**6], 64, 1056, 0)
+@example([100, 4000, 7], 32, 3, 33)
 @settings(max_examples=60)
 @given(
     st.lists(st.one_of(st.integers(0, 300), st.integers(0, 20000)), min_size=1, max_size=20),
     st.sampled_from([16, 32, 64]), st.integers(1, 300), st.one_of(st.just(0), st.integers(1, 500)),
-    st.one_of(st.just(0), st.integers(1, 600)),
 )  # fmt: skip
 def test_items_cover_every_tile_that_is_seen_once_and_in_order(
-    lengths: list[int], tile: int, wave: int, window: int, recent: int
+    lengths: list[int], tile: int, wave: int, window: int
 ) -> None:
-    items, spans = cut(lengths, tile, wave, window, recent)
+    items, spans = cut(lengths, tile, wave, window)
     used = 0
     for sequence, length in enumerate(lengths):
         first, number = spans[sequence].tolist()
         assert first == used
         used += number
         assert (number == 0) == (length == 0)
-        mine = items[first:used].tolist()
+        mine = items[first:used, :3].tolist()
         seen = max(length - window, 0) if window else 0
         at = seen // tile * tile
-        for owner, start, end, with_ring in mine:
+        for owner, start, end in mine:
             assert (owner, start) == (sequence, at)
-            # An item has the ring's tokens in its first tile, or none of them.
-            assert with_ring == (recent > 0 and start + tile > length - recent)
-            assert with_ring or end <= max(length - recent, 0) or not recent
             assert start % tile == 0
             assert end > start
             at = end

@@ -132,17 +132,16 @@ def step_and_zero(word, BITS: tl.constexpr):
 
 
 @triton.jit
-def multiplier(j):
-    """Multipliers m_j of a ring's checksum, uint32."""
-    a = (j.to(tl.uint32) + 1) * 0x9E3779B1
-    return (a ^ (a >> 15)) | 1
-
-
-@triton.jit
-def checksum(packed, word, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Checksums, uint32 [TOKENS], of rows: packed bytes [TOKENS, WIDE * BITS / 8] and words [TOKENS, groups]."""
+def tags(packed, word, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr):
+    """The 14 bits by which a ring knows rows, int32 [TOKENS, groups], of packed bytes and words [TOKENS, groups]."""
+    GROUPS: tl.constexpr = WIDE // 64
     at, real = byte_of(tl.arange(0, WIDE * BITS // 8), BITS, D, WIDE)
-    by = tl.where(real, multiplier(at // 2) << (8 * (at % 2)).to(tl.uint32), 0)
-    group = tl.arange(0, WIDE // 64)
-    codes = tl.sum(packed.to(tl.uint32) * by[None, :], 1)
-    return codes + tl.sum((word & 0xFFFF).to(tl.uint32) * multiplier(D * BITS // 16 + group)[None, :], 1)
+    group = tl.arange(0, GROUPS)
+    u = tl.zeros([TOKENS, GROUPS], tl.int32)
+    for g in tl.static_range(GROUPS):
+        first: tl.constexpr = g * (D * BITS // 8 // GROUPS)
+        by = tl.where(at == first, 1, tl.where(at == first + 1, 256, 0))
+        part = tl.sum(tl.where(real, by, 0)[None, :] * packed, 1)
+        u = tl.where((group == g)[None, :], part[:, None], u)
+    h = u.to(tl.uint32) * 0x9E3779B1 + (word & 0xFFFF).to(tl.uint32) * 0x85EBCA77
+    return (h >> 18).to(tl.int32)

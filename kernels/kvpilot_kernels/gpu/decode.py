@@ -197,13 +197,6 @@ def load_query(query_ptr, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.constexp
     return scaled, sums
 
 
-@gluon.constexpr_function
-def multiplier(j):
-    """The multiplier m_j of a ring's checksum."""
-    a = (j + 1) * 0x9E3779B1 % 2**32
-    return (a ^ a >> 15) | 1
-
-
 @gluon.jit
 def fetch_digits(buffer, ring_ptr, ring_table_ptr, t, ring_page_stride, SIDE: gl.constexpr, D: gl.constexpr,
                  GROUP: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr):  # fmt: skip
@@ -238,69 +231,74 @@ def fetch_ring(key_digits, value_digits, ring_ptr, ring_table_ptr, t, ring_page_
     )  # fmt: skip
 
 
-@gluon.jit
-def checksum(buffer, stage, words, SIDE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
-             TILE: gl.constexpr):  # fmt: skip
-    """Checksums, uint32 [TILE], of a side's rows: codes in `buffer`, and `words` of metadata by group [TILE]."""
-    WORDS: gl.constexpr = chunk_words(SIDE.bits, D, GROUP)
-    COUNT: gl.constexpr = chunks(SIDE.bits, D, GROUP)
-    word = gl.arange(0, padded(WORDS), gl.SliceLayout(0, LEFT))
-    total = gl.full([TILE], 0, gl.uint32, ROWS)
-    for c in gl.static_range(COUNT):
-        a = (word + (c * WORDS + 1)).to(gl.uint32) * 0x9E3779B1
-        by = gl.where(word < WORDS, (a ^ (a >> 15)) | 1, 0)
-        codes = buffer.index(stage * COUNT + c).load(LEFT).to(gl.uint32)
-        total += gl.convert_layout(gl.sum(codes * by[None, :], 1).to(gl.uint32), ROWS)
-    for g in gl.static_range(D // GROUP):
-        total += words[g].to(gl.uint32) * multiplier(D * SIDE.bits // 16 + g)
-    return total
+@gluon.constexpr_function
+def over_lanes(tile):
+    """A tile's tokens over the lanes of a warp."""
+    return gl.BlockedLayout([max(1, tile // 32)], [32], [1], [0])
 
 
 @gluon.jit
-def load_ring_words(ring_ptr, ring_table_ptr, place, ring_page_stride, SIDE: gl.constexpr, GROUPS: gl.constexpr,
-                    RING: gl.constexpr):  # fmt: skip
-    """The ring's words of tokens at `place` [TILE] in it, by group, uint32 [TILE]; 0 where there is no block."""
-    block = gl.load(ring_table_ptr + place // RING)
-    page = (ring_ptr + SIDE.words).to(gl.pointer_type(gl.uint16))
-    at = block.to(gl.int64) * (ring_page_stride // 2) + place % RING
+def load_recent(page, ring_ptr, ring_table_ptr, t, place, ring_page_stride, KEY: gl.constexpr, VALUE: gl.constexpr,
+                D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr,
+                RING_BLOCKS: gl.constexpr):  # fmt: skip
+    """What tells whether the ring has the tokens from t on, whose rows begin at `place` of their page.
+
+    By group, keys before values: the ring's words, uint32 [TILE], and of the first two groups of a side the codes that
+    are in its tag, uint32 [TILE]. Then whether there is a ring, [TILE] or one for all.
+    """
+    GROUPS: gl.constexpr = D // GROUP
+    token = gl.arange(0, TILE, over_lanes(TILE))
+    at = (t + token) % (RING * RING_BLOCKS)
+    if RING_BLOCKS == 1:
+        block = gl.load(ring_table_ptr)
+    else:
+        block = gl.load(ring_table_ptr + at // RING)
+        at = at % RING
+    rows = (ring_ptr + KEY.words).to(gl.pointer_type(gl.uint16))
+    rows = rows + (gl.maximum(block, 0).to(gl.int64) * (ring_page_stride // 2) + at)
+    key_codes = (page + KEY.codes).to(gl.pointer_type(gl.uint16)) + (place + token) * (KEY.row // 2)
+    value_codes = (page + VALUE.codes).to(gl.pointer_type(gl.uint16)) + (place + token) * (VALUE.row // 2)
     words = ()
-    for g in gl.static_range(GROUPS):
-        words = words + (gl.load(page + (at + g * RING), mask=block >= 0, other=0).to(gl.uint32),)
-    return words, block >= 0
+    for g in gl.static_range(2 * GROUPS):
+        words = words + (gl.load(rows + g * RING).to(gl.uint32),)
+    codes = ()
+    for g in gl.static_range(min(GROUPS, 2)):
+        codes = codes + (gl.load(key_codes + g * (KEY.row // 2 // GROUPS)).to(gl.uint32),)
+    for g in gl.static_range(min(GROUPS, 2)):
+        codes = codes + (gl.load(value_codes + g * (VALUE.row // 2 // GROUPS)).to(gl.uint32),)
+    return words, codes, block >= 0
 
 
 @gluon.jit
-def fine_steps(meta, words, right, SIDE: gl.constexpr, first: gl.constexpr, GROUPS: gl.constexpr,
-               TILE: gl.constexpr):  # fmt: skip
-    """The steps of residuals by group, float32 [TILE]: those of the page, times 2^e / n where the ring is `right`."""
+def same_tag(meta, word, codes, at: gl.constexpr, TILE: gl.constexpr):
+    """Whether a ring's word has the tag of group `at` of the page, keys' groups before values'."""
+    scale = meta.slice(at * TILE, TILE).load(over_lanes(TILE)).to(gl.uint32)
+    return word >> 2 == (codes * 0x9E3779B1 + scale * 0x85EBCA77) >> 18
+
+
+@gluon.jit
+def fine_step(word, right, BITS: gl.constexpr):
+    """A residual's step in steps of its codes, float32 [TILE]: 2^e / n, 0 where not `right`."""
+    e = word & 3
+    factor = gl.where(e == 0, 0.5 ** (8 - BITS), gl.where(e == 1, 0.5 ** (7 - BITS), 0.5 ** (6 - BITS)))
+    return gl.convert_layout(gl.where(right, factor, 0.0), ROWS)
+
+
+@gluon.jit
+def refine(meta, words, codes, right, KEY: gl.constexpr, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
+           TILE: gl.constexpr):  # fmt: skip
+    """`fine_step` by group, keys before values, of what `load_recent` loaded; 0 where the ring has another token."""
+    GROUPS: gl.constexpr = D // GROUP
+    TAGGED: gl.constexpr = min(GROUPS, 2)
+    for g in gl.static_range(TAGGED):
+        right = right & same_tag(meta, words[g], codes[g], g, TILE)
+        right = right & same_tag(meta, words[GROUPS + g], codes[TAGGED + g], GROUPS + g, TILE)
     fine = ()
     for g in gl.static_range(GROUPS):
-        step, _ = step_and_zero(gl.where(right, meta.slice((first + g) * TILE, TILE).load(ROWS), 0))
-        e = words[g] & 3
-        factor = gl.where(e == 0, 1.0, gl.where(e == 1, 2.0, 4.0))
-        fine = fine + (step * (factor * (0.5 ** (8 - SIDE.bits))),)
-    return fine
-
-
-@gluon.jit
-def refine(keys, values, meta, stage, key_words, value_words, right, KEY: gl.constexpr, VALUE: gl.constexpr,
-           D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):  # fmt: skip
-    """The steps of a tile's residuals, of keys and of values: 0 where the ring's words are not of the page's row."""
-    GROUPS: gl.constexpr = D // GROUP
-    key_meta = ()
-    value_meta = ()
+        fine = fine + (fine_step(words[g], right, KEY.bits),)
     for g in gl.static_range(GROUPS):
-        key_meta = key_meta + (meta.slice(g * TILE, TILE).load(ROWS),)
-        value_meta = value_meta + (meta.slice((GROUPS + g) * TILE, TILE).load(ROWS),)
-    key_sum = checksum(keys, stage, key_meta, KEY, D, GROUP, TILE)
-    value_sum = checksum(values, stage, value_meta, VALUE, D, GROUP, TILE)
-    right = right & (key_words[0] >> 2 == key_sum >> 18) & (value_words[0] >> 2 == value_sum >> 18)
-    if GROUPS > 1:
-        right = right & (key_words[1] >> 2 == ((key_sum >> 4) & 0x3FFF))
-        right = right & (value_words[1] >> 2 == ((value_sum >> 4) & 0x3FFF))
-    key_fine = fine_steps(meta, key_words, right, KEY, 0, GROUPS, TILE)
-    value_fine = fine_steps(meta, value_words, right, VALUE, GROUPS, GROUPS, TILE)
-    return key_fine, value_fine
+        fine = fine + (fine_step(words[GROUPS + g], right, VALUE.bits),)
+    return fine
 
 
 @gluon.jit
@@ -319,18 +317,21 @@ def score(keys, meta, stage, live, query, sums, digits, fine, softcap, KEY: gl.c
           RECENT: gl.constexpr):  # fmt: skip
     """A tile's scores times UNIT, float32 [TILE, N]; -1e30 where not `live` [TILE].
 
-    With RECENT, what `digits` add: `fine` is by group the step of each token's residual, float32 [TILE].
+    With RECENT, with what `digits` add: `fine` as `refine` has it.
     """
     COUNT: gl.constexpr = chunks(KEY.bits, D, GROUP)
     DIGITS: gl.constexpr = KEY.digits if RECENT else 0
     nothing = gl.full([TILE, N], 0.0, gl.float32, MMA)
     words = load_words(keys, stage, COUNT, False)
     score = nothing
+    steps = ()
     for g in gl.static_range(D // GROUP):
         # A word past the end may be anything, NaN among it, and 0 * NaN is not 0.
         step, zero = step_and_zero(gl.where(live, meta.slice(g * TILE, TILE).load(ROWS), 0))
         product = dot(words, query, nothing, g, KEY.bits, D, GROUP)
         score += step[:, None] * (product - zero[:, None] * sums[g][None, :])
+        if DIGITS > 0:
+            steps = steps + (step * fine[g],)
     if DIGITS > 0:
         products = ()
         for g in gl.static_range(D // GROUP):
@@ -343,7 +344,7 @@ def score(keys, meta, stage, live, query, sums, digits, fine, softcap, KEY: gl.c
             products = new
         for g in gl.static_range(D // GROUP):
             half = sums[g] * (middle(KEY.bits) / zero_unit(KEY.bits))
-            score += fine[g][:, None] * (products[g] - half[None, :])
+            score += steps[g][:, None] * (products[g] - half[None, :])
     if SOFTCAP:
         power = gl.exp2(score * (2.0 / UNIT / softcap))
         score = (1.0 - 2.0 / (power + 1.0)) * (softcap * 1.4426950408889634 * UNIT)
@@ -376,7 +377,7 @@ def accumulate(score, values, meta, stage, live, m, total, zeros, acc, digits, f
         zeros_g = zeros[g] * alpha + w.to(gl.float32) * zero[:, None]
         weights = weights + (gl.convert_layout(w, RIGHT),)
         if DIGITS > 0:
-            w = to_half(p * fine[g][:, None])
+            w = to_half(p * (step * fine[GROUPS + g])[:, None])
             zeros_g += w.to(gl.float32) * (middle(VALUE.bits) / zero_unit(VALUE.bits))
             fine_weights = fine_weights + (gl.convert_layout(w, RIGHT),)
         new = new + (zeros_g,)
@@ -417,26 +418,17 @@ def epilogue(out_ptr, lse_ptr, m, total, zeros, acc, VALUE: gl.constexpr, D: gl.
 
 
 @gluon.jit
-def attend(query_ptr, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, meta, key_digits, value_digits, start,
-           end, length, out_ptr, lse_ptr, page_stride, ring_page_stride, softcap, KEY: gl.constexpr,
-           VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr, N: gl.constexpr,
+def attend(query, sums, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, meta,
+           key_digits, value_digits, begin, stop, end, length, page_stride, ring_page_stride, softcap,
+           KEY: gl.constexpr, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, N: gl.constexpr,
            TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
-           RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
-    """Tokens [start, end) of one sequence and KV head, whose first STAGES - 1 tiles are on their way; RECENT: with the
-    ring, whose digits for the first tile are on their way, too."""
-    GROUPS: gl.constexpr = D // GROUP
-    query, sums = load_query(query_ptr, KEY, D, GROUP, RATIO, N)
-    m = gl.full([N], -1e30, gl.float32, COLS)
-    total = gl.full([TILE, N], 0.0, gl.float32, MMA)
-    zeros = ()
-    for g in gl.static_range(GROUPS):
-        zeros = zeros + (total,)
-    acc = ()
-    for i in gl.static_range(len(planes(VALUE.bits, D, GROUP))):
-        acc = acc + (gl.full([padded(chunk_words(VALUE.bits, D, GROUP)), N], 0.0, gl.float32, MMA),)
+           RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr):  # fmt: skip
+    """Take tokens [begin, stop) of the item's, which ends at `end`, into the running softmax of `accumulate`.
+
+    STAGES - 1 tiles are on their way; with RECENT the digits of the first tile, too.
+    """
     token = gl.arange(0, TILE, ROWS)
-    stage = 0
-    for t in range(start, end, TILE):
+    for t in range(begin, stop, TILE):
         ahead = stage + STAGES - 1
         ahead = gl.where(ahead >= STAGES, ahead - STAGES, ahead)
         fetch(
@@ -446,43 +438,36 @@ def attend(query_ptr, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, m
         async_copy.commit_group()
         live = t + token < end
         if RECENT > 0:
-            place = (t + token) % (RING * RING_BLOCKS)
-            key_words, there = load_ring_words(
-                ring_ptr, ring_table_ptr, place, ring_page_stride, KEY, GROUPS, RING
-            )  # fmt: skip
-            value_words, there = load_ring_words(
-                ring_ptr, ring_table_ptr, place, ring_page_stride, VALUE, GROUPS, RING
+            page = base + gl.load(table_ptr + t // PAGE).to(gl.int64) * page_stride
+            words, codes, there = load_recent(
+                page, ring_ptr, ring_table_ptr, t, t % PAGE, ring_page_stride, KEY, VALUE, D, GROUP, TILE, RING,
+                RING_BLOCKS,
             )  # fmt: skip
             async_copy.wait_group(0)
-            key_fine, value_fine = refine(
-                keys, values, meta.index(stage), stage, key_words, value_words,
-                there & live & (t + token >= length - RECENT), KEY, VALUE, D, GROUP, TILE,
-            )  # fmt: skip
+            at = t + gl.arange(0, TILE, over_lanes(TILE))
+            right = there & (at < end) & (at >= length - RECENT)
+            fine = refine(meta.index(stage), words, codes, right, KEY, VALUE, D, GROUP, TILE)
         else:
-            key_fine = ()
-            value_fine = ()
             async_copy.wait_group(STAGES - 1)
+            fine = ()
         if WINDOW > 0:
             live = live & (t + token >= length - WINDOW)
         scores = score(
-            keys, meta.index(stage), stage, live, query, sums, key_digits, key_fine, softcap, KEY, D, GROUP, TILE, N,
+            keys, meta.index(stage), stage, live, query, sums, key_digits, fine, softcap, KEY, D, GROUP, TILE, N,
             SOFTCAP, RECENT > 0,
         )  # fmt: skip
         m, total, zeros, acc = accumulate(
-            scores, values, meta.index(stage), stage, live, m, total, zeros, acc, value_digits, value_fine, VALUE, D,
-            GROUP, TILE, RECENT > 0,
+            scores, values, meta.index(stage), stage, live, m, total, zeros, acc, value_digits, fine, VALUE, D, GROUP,
+            TILE, RECENT > 0,
         )  # fmt: skip
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         if RECENT > 0:  # noqa: SIM102  a constant, and what is only known in a launch
-            if t + TILE < end:
+            if t + TILE < stop:
                 fetch_ring(
                     key_digits, value_digits, ring_ptr, ring_table_ptr, t + TILE, ring_page_stride, KEY, VALUE, D,
                     GROUP, TILE, RING, RING_BLOCKS,
                 )  # fmt: skip
-    async_copy.wait_group(0)
-    if OVERLAP:
-        gdc_launch_dependents()
-    epilogue(out_ptr, lse_ptr, m, total, zeros, acc, VALUE, D, GROUP, RATIO, N)
+    return stage, m, total, zeros, acc
 
 
 @gluon.jit
@@ -496,7 +481,7 @@ def decode_kernel(
     """Partial attention of one item of the plan and one KV head; grid (kv_heads, items), one warp.
 
     query: float16 [sequences, kv_heads * RATIO, D], rotated, scaled by softmax scale * log2(e).
-    cache: packed pages; table: int32 [sequences, blocks]; items: int32 [items, 4] as (sequence, start, end, recent), a
+    cache: packed pages; table: int32 [sequences, blocks]; items: int32 [items, 4] as (sequence, start, end, -), a
     sequence of -1 is no work; lens: int32 [sequences]; KEY, VALUE: a `codec.SideLayout`.
     ring: pages of the last RECENT tokens' residuals, RING tokens in each of RING_BLOCKS; ring_table: int32 [sequences,
     RING_BLOCKS], negative for none. Unread where RECENT is 0.
@@ -539,23 +524,15 @@ def decode_kernel(
                     keys, values, meta, i, base, table_ptr, t, end, page_stride, KEY, VALUE, D, GROUP, TILE, PAGE
                 )  # fmt: skip
             async_copy.commit_group()
-        length = gl.load(lens_ptr + sequence)
-        query_ptr += (sequence * heads + head).to(gl.int64) * (RATIO * D)
-        at = (item * heads + head).to(gl.int64) * RATIO
-        out_ptr += at * D
-        lse_ptr += at
-        recent = 0
+        length = end
+        if RECENT + WINDOW > 0:
+            length = gl.load(lens_ptr + sequence)
+        # The first tile with a token of the recent window.
+        plain = end
+        key_digits = keys
+        value_digits = values
         if RECENT > 0:
-            recent = gl.load(items_ptr + 4 * item + 3)
-        if recent == 0:
-            attend(
-                query_ptr, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, meta, keys, values, start, end,
-                length, out_ptr, lse_ptr, page_stride, ring_page_stride, softcap, KEY, VALUE, D, GROUP, RATIO, N, TILE,
-                PAGE, STAGES, SOFTCAP, WINDOW, 0, RING, RING_BLOCKS, OVERLAP,
-            )  # fmt: skip
-        elif RECENT > 0:
-            key_digits = keys
-            value_digits = values
+            plain = gl.minimum(gl.maximum(gl.maximum(length - RECENT, 0) // TILE * TILE, start), end)
             if KEY.bits < 8:
                 key_digits = gl.allocate_shared_memory(
                     gl.uint16, [(8 // KEY.bits - 1) * KEY_CHUNKS, TILE, KEY_WIDE], KEY_SHARED
@@ -566,14 +543,44 @@ def decode_kernel(
                 )
             ring_ptr += head.to(gl.int64) * ring_head_stride
             ring_table_ptr += sequence.to(gl.int64) * ring_table_stride
-            fetch_ring(
-                key_digits, value_digits, ring_ptr, ring_table_ptr, start, ring_page_stride, KEY, VALUE, D, GROUP,
-                TILE, RING, RING_BLOCKS,
+            if plain == start:
+                fetch_ring(
+                    key_digits, value_digits, ring_ptr, ring_table_ptr, start, ring_page_stride, KEY, VALUE, D, GROUP,
+                    TILE, RING, RING_BLOCKS,
+                )  # fmt: skip
+
+        query, sums = load_query(
+            query_ptr + (sequence * heads + head).to(gl.int64) * (RATIO * D), KEY, D, GROUP, RATIO, N
+        )  # fmt: skip
+        stage = 0
+        m = gl.full([N], -1e30, gl.float32, COLS)
+        total = gl.full([TILE, N], 0.0, gl.float32, MMA)
+        zeros = ()
+        for g in gl.static_range(D // GROUP):
+            zeros = zeros + (total,)
+        acc = ()
+        for i in gl.static_range(len(planes(VALUE.bits, D, GROUP))):
+            acc = acc + (gl.full([VALUE_WIDE, N], 0.0, gl.float32, MMA),)
+        stage, m, total, zeros, acc = attend(
+            query, sums, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, meta,
+            keys, values, start, plain, end, length, page_stride, ring_page_stride, softcap, KEY, VALUE, D, GROUP, N,
+            TILE, PAGE, STAGES, SOFTCAP, WINDOW, 0, RING, RING_BLOCKS,
+        )  # fmt: skip
+        if RECENT > 0:
+            if (start < plain) & (plain < end):
+                fetch_ring(
+                    key_digits, value_digits, ring_ptr, ring_table_ptr, plain, ring_page_stride, KEY, VALUE, D, GROUP,
+                    TILE, RING, RING_BLOCKS,
+                )  # fmt: skip
+            stage, m, total, zeros, acc = attend(
+                query, sums, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, ring_table_ptr, keys, values,
+                meta, key_digits, value_digits, plain, end, end, length, page_stride, ring_page_stride, softcap, KEY,
+                VALUE, D, GROUP, N, TILE, PAGE, STAGES, SOFTCAP, WINDOW, RECENT, RING, RING_BLOCKS,
             )  # fmt: skip
-            attend(
-                query_ptr, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, meta, key_digits, value_digits,
-                start, end, length, out_ptr, lse_ptr, page_stride, ring_page_stride, softcap, KEY, VALUE, D, GROUP,
-                RATIO, N, TILE, PAGE, STAGES, SOFTCAP, WINDOW, RECENT, RING, RING_BLOCKS, OVERLAP,
-            )  # fmt: skip
+        async_copy.wait_group(0)
+        if OVERLAP:
+            gdc_launch_dependents()
+        at = (item * heads + head).to(gl.int64) * RATIO
+        epilogue(out_ptr + at * D, lse_ptr + at, m, total, zeros, acc, VALUE, D, GROUP, RATIO, N)
     elif OVERLAP:
         gdc_wait()

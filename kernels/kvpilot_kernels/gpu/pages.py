@@ -80,7 +80,7 @@ class Plan:
         self.shape, self.sequences = shape, sequences
         self.overlap, self.launch = False, dict[str, Any]()
         count, heads, dim = (
-            most_items(sequences, shape.wave, shape.recent),
+            most_items(sequences, shape.wave),
             (shape.kv_heads, shape.ratio),
             shape.head_dim,
         )
@@ -100,11 +100,10 @@ class Plan:
         self.overlap = overlap and self.shape.can_overlap
         self.launch = {"launch_pdl": True} if self.overlap else {}
         sequences = seq_lens.shape[0]
-        count = most_items(sequences, self.shape.wave, self.shape.recent)
+        count = most_items(sequences, self.shape.wave)
         plan_kernel[(triton.cdiv(count, 128),)](
             seq_lens, self.items, self.spans, sequences, count, self.shape.wave, TILE=self.shape.choice.tile,
-            WINDOW=self.shape.window, RECENT=self.shape.recent,
-            SEQUENCES=triton.next_power_of_2(max(sequences, 16)), ITEMS=128, num_warps=8,
+            WINDOW=self.shape.window, SEQUENCES=triton.next_power_of_2(max(sequences, 16)), ITEMS=128, num_warps=8,
         )  # fmt: skip
 
 
@@ -192,7 +191,7 @@ class GpuPages:
                ring_table: torch.Tensor | None = None) -> None:  # fmt: skip
         """The first half of `decode`: partial results of every item, into the plan."""
         s, rings = self.shape, block_table if ring_table is None else ring_table
-        decode_kernel[(s.kv_heads, most_items(seq_lens.shape[0], s.wave, s.recent))](
+        decode_kernel[(s.kv_heads, most_items(seq_lens.shape[0], s.wave))](
             plan.turned, self.cache, block_table, self.ring, rings, plan.items, seq_lens, plan.partial, plan.lse,
             self.cache.stride(0), self.cache.stride(1), self.ring.stride(0), self.ring.stride(1),
             block_table.stride(0), rings.stride(0), s.softcap, KEY=s.key, VALUE=s.value, D=s.head_dim,

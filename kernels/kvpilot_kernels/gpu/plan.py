@@ -5,9 +5,8 @@ while items stay short; longer work is cut into several waves, so that a straggl
 
     one = ceil(tiles / wave)        c = max(SHORTEST, min(one, max(LONGEST, ceil(tiles / (WAVES * wave)))))
 
-with `wave` the programs that fit the GPU at once, divided by the KV heads. Tiles with tokens of the recent window are
-items of their own, as a sequence after their sequence. Never more than WAVES * wave + sequences items come out of it,
-or 2 * sequences with a window.
+with `wave` the programs that fit the GPU at once, divided by the KV heads. Never more than WAVES * wave + sequences
+items come out of it.
 """
 
 import triton
@@ -18,33 +17,25 @@ LONGEST = tl.constexpr(8)
 WAVES = tl.constexpr(2)
 
 
-def most_items(sequences: int, wave: int, recent: int = 0) -> int:
+def most_items(sequences: int, wave: int) -> int:
     """Rows of an item list that holds any plan."""
-    return int(WAVES.value) * wave + (2 if recent else 1) * sequences
+    return int(WAVES.value) * wave + sequences
 
 
 @triton.jit(do_not_specialize=["sequences", "count", "wave"])
 def plan_kernel(lens_ptr, items_ptr, spans_ptr, sequences, count, wave, TILE: tl.constexpr, WINDOW: tl.constexpr,
-                RECENT: tl.constexpr, SEQUENCES: tl.constexpr, ITEMS: tl.constexpr):  # fmt: skip
+                SEQUENCES: tl.constexpr, ITEMS: tl.constexpr):  # fmt: skip
     """Grid (cdiv(count, ITEMS),).
 
-    lens: int32 [sequences], 0 for a row of padding; items: int32 [count, 4] as (sequence or -1, start, end, recent) in
-    tokens, start a multiple of TILE, recent 1 for tiles with tokens of the last RECENT; spans: int32 [sequences, 2],
-    the first item of a sequence and how many it has.
+    lens: int32 [sequences], 0 for a row of padding; items: int32 [count, 4] as (sequence or -1, start, end, 0) in
+    tokens, start a multiple of TILE; spans: int32 [sequences, 2], the first item of a sequence and how many it has.
     """
-    PARTS: tl.constexpr = 2 if RECENT > 0 else 1
-    part = tl.arange(0, SEQUENCES * PARTS)
-    s = part // PARTS
+    s = tl.arange(0, SEQUENCES)
     lens = tl.load(lens_ptr + s, mask=s < sequences, other=0)
-    begin = tl.zeros([SEQUENCES * PARTS], tl.int32)
+    begin = tl.zeros([SEQUENCES], tl.int32)
     if WINDOW > 0:
         begin = tl.maximum(lens - WINDOW, 0) // TILE
-    stop = (lens + TILE - 1) // TILE
-    if RECENT > 0:
-        middle = tl.maximum(tl.maximum(lens - RECENT, 0) // TILE, begin)
-        stop = tl.where(part % 2 == 0, middle, stop)
-        begin = tl.where(part % 2 == 0, begin, middle)
-    tiles = tl.maximum(stop - begin, 0)
+    tiles = tl.maximum((lens + TILE - 1) // TILE - begin, 0)
     total = tl.sum(tiles, 0)
     one = (total + wave - 1) // wave
     several = (total + WAVES * wave - 1) // (WAVES * wave)
@@ -54,20 +45,16 @@ def plan_kernel(lens_ptr, items_ptr, spans_ptr, sequences, count, wave, TILE: tl
     number = (tiles + each - 1) // each
     first = tl.cumsum(number, 0) - number
     if tl.program_id(0) == 0:
-        row = tl.arange(0, SEQUENCES)
-        to = spans_ptr + 2 * row
-        tl.store(to, tl.min(tl.reshape(first, [SEQUENCES, PARTS]), 1), mask=row < sequences)
-        tl.store(to + 1, tl.sum(tl.reshape(number, [SEQUENCES, PARTS]), 1), mask=row < sequences)
+        tl.store(spans_ptr + 2 * s, first, mask=s < sequences)
+        tl.store(spans_ptr + 2 * s + 1, number, mask=s < sequences)
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     mine = (item[:, None] >= first[None, :]) & (item[:, None] < (first + number)[None, :])
     sequence = tl.max(tl.where(mine, s[None, :], -1), 1)
     place = item - tl.sum(tl.where(mine, first[None, :], 0), 1)
     length = tl.sum(tl.where(mine, each[None, :], 0), 1)
     start = (tl.sum(tl.where(mine, begin[None, :], 0), 1) + place * length) * TILE
-    last = tl.sum(tl.where(mine, tl.minimum(stop * TILE, lens)[None, :], 0), 1)
-    recent = tl.sum(tl.where(mine, (part % PARTS)[None, :], 0), 1)
+    end = tl.minimum(start + length * TILE, tl.sum(tl.where(mine, lens[None, :], 0), 1))
     to = items_ptr + 4 * item
     tl.store(to, sequence, mask=item < count)
     tl.store(to + 1, start, mask=item < count)
-    tl.store(to + 2, tl.minimum(start + length * TILE, last), mask=item < count)
-    tl.store(to + 3, recent, mask=item < count)
+    tl.store(to + 2, end, mask=item < count)

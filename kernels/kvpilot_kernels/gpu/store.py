@@ -19,18 +19,18 @@ from kvpilot_kernels.gpu.codec import (
     ZERO_BITS,
     ZERO_STEPS,
     byte_of,
-    checksum,
     make_word,
     pack_codes,
     step_and_zero,
     step_bits,
     step_of,
+    tags,
     write_codes,
     zero_of,
 )
 from kvpilot_kernels.gpu.turn import rotate
 
-EXPONENTS = tl.constexpr(formats.RING_EXPONENTS)
+REACH = tl.constexpr(formats.RING_REACH)
 
 
 @triton.jit
@@ -91,19 +91,11 @@ def residual(y, codes, word, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.const
     off = tl.where((step > 0)[:, :, None], off, 0.0)
     if D != WIDE:
         off = tl.where(real_slots(BITS, D, WIDE)[None, :, :], off, 0.0)
-    best = tl.minimum(tl.maximum(nearest(off * COUNT + HALF), 0.0), COUNT - 1)
-    least = off - (best - HALF) * (1.0 / COUNT)
-    least = tl.sum(least * least, 2)
-    exponent = tl.zeros_like(word)
-    for e in tl.static_range(1, EXPONENTS):
-        r = tl.minimum(tl.maximum(nearest(off * (COUNT / 2**e) + HALF), 0.0), COUNT - 1)
-        miss = off - (r - HALF) * (2**e / COUNT)
-        error = tl.sum(miss * miss, 2)
-        better = error < least
-        best = tl.where(better[:, :, None], r, best)
-        exponent = tl.where(better, e, exponent)
-        least = tl.minimum(error, least)
-    return best.to(tl.int32), exponent
+    largest = tl.max(tl.abs(off), 2)
+    exponent = (largest > REACH).to(tl.int32) + (largest > 2 * REACH).to(tl.int32)
+    scale = tl.where(exponent == 0, COUNT * 1.0, tl.where(exponent == 1, COUNT * 0.5, COUNT * 0.25))
+    r = tl.minimum(tl.maximum(nearest(off * scale[:, :, None] + HALF), 0.0), COUNT - 1)
+    return r.to(tl.int32), exponent
 
 
 @triton.jit
@@ -121,8 +113,7 @@ def store_ring(y, codes, word, packed, ring_ptr, place, live, SIDE: tl.constexpr
             row = ring_ptr + (SIDE.digit_codes + (i * RING + place) * SIDE.row)
             write_codes(row, pack_codes(digit, BITS, WIDE, TOKENS), live, BITS, D, WIDE)
     group = tl.arange(0, WIDE // 64)
-    part = checksum(packed, word, BITS, D, WIDE)[:, None] >> tl.where(group % 2 == 0, 18, 4).to(tl.uint32)[None, :]
-    words = ((part & 0x3FFF) << 2).to(tl.int32) | exponent
+    words = (tags(packed, word, BITS, D, WIDE, TOKENS) << 2) | exponent
     to = (ring_ptr + SIDE.words).to(tl.pointer_type(tl.int16))[:, None] + (group[None, :] * RING + place[:, None])
     tl.store(to, words.to(tl.int16), mask=live[:, None])
 

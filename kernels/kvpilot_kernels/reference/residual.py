@@ -1,18 +1,18 @@
-"""What a ring's row holds, in plain torch: the residual of a token's codes, and the checksum of its row in the page.
+"""What a ring's row holds, in plain torch: the residual of a token's codes, and the tags of its row in the page.
 
 With n = 2^(8 - b), the codes c, steps s and zero points z of a row x (`quantize`), and h = (n - 1) / 2::
 
     r = clamp(round((x / s + z - c) * n / 2^e + h), 0, n - 1)        x' = s * (c - z) + s * 2^e / n * (r - h)
 
-with e in 0..2 for each group, whichever gives the smallest squared error: the larger ones are for groups whose tails
-were clipped. Everything here is the layout of `kvpilot_kernels.formats`.
+with e in 0..2 for each group, by the largest |x / s + z - c|: the larger ones are for groups whose tails were clipped.
+Everything here is the layout of `kvpilot_kernels.formats`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kvpilot_kernels.formats import RING_EXPONENTS
+from kvpilot_kernels.formats import RING_REACH
 from kvpilot_kernels.reference.quantize import pack, scale_and_zero, split, unpack
 
 _MASK = 0xFFFFFFFF
@@ -42,13 +42,10 @@ def encode_residual(
     groups = words.shape[-1]
     off = split(x.float(), groups) * inverse + zero.unsqueeze(-1) - split(codes.float(), groups)
     off = torch.where(step > 0, off, 0.0).nan_to_num_(0.0)
-    tried = []
-    for e in range(RING_EXPONENTS):
-        r = (off * (count / 2**e) + half(bits)).round().clamp_(0, count - 1)
-        tried.append((r, (off - (r - half(bits)) * (2**e / count)).square().sum(-1)))
-    exponents = torch.stack([error for _, error in tried]).argmin(0)
-    chosen = torch.stack([r for r, _ in tried]).gather(0, exponents[None, ..., None].expand(1, *off.shape))[0]
-    return chosen.to(torch.uint8).flatten(-2), exponents.int()
+    largest = off.abs().amax(-1)
+    exponents = (largest > RING_REACH).int() + (largest > 2 * RING_REACH)
+    r = (off * (count / exponents.float().exp2().unsqueeze(-1)) + half(bits)).round().clamp_(0, count - 1)
+    return r.to(torch.uint8).flatten(-2), exponents
 
 
 def decode_residual(r: torch.Tensor, exponents: torch.Tensor, words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -78,27 +75,26 @@ def unpack_digits(digits: torch.Tensor, bits: int) -> torch.Tensor:
     return r
 
 
-def checksum(packed: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """h of a side's row: packed codes, uint8 [..., bytes], and words, int16 [..., groups]; int64 [...] below 2^32."""
-    codes = split(packed.long(), packed.shape[-1] // 2)
-    values = torch.cat([codes[..., 0] | codes[..., 1] << 8, words.long() & 0xFFFF], dim=-1)
-    a = (torch.arange(values.shape[-1], device=values.device) + 1) * 0x9E3779B1 & _MASK
-    return (values * ((a ^ a >> 15) | 1) & _MASK).sum(-1) & _MASK
+def tags(packed: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """The 14 bits by which a ring knows a side's row, by group.
+
+    Args:
+        packed: codes, uint8 [..., bytes]. words: int16 [..., groups].
+
+    Returns:
+        int64 [..., groups].
+    """
+    u = split(packed, words.shape[-1])[..., :2].long()
+    u = u[..., 0] | u[..., 1] << 8
+    return (u * 0x9E3779B1 + (words.long() & 0xFFFF) * 0x85EBCA77 & _MASK) >> 18
 
 
-def ring_words(h: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """A row's words in the ring, int16 [..., groups], of checksums [...] and exponents [..., groups]."""
-    return ((_parts(h, exponents.shape[-1]) << 2 | exponents.long()) & 0xFFFF).to(torch.int16)
+def ring_words(tags: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """A row's words in the ring, int16 [..., groups], of tags and exponents [..., groups]."""
+    return (tags << 2 | exponents.long()).to(torch.int16)
 
 
-def split_ring_words(words: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exponents, int64 [..., groups], and whether the words are of the row with checksum h, bool [...]."""
+def split_ring_words(words: torch.Tensor, tags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exponents, int64 [..., groups], and whether the words are of the row with these tags, bool [...]."""
     wide = words.long() & 0xFFFF
-    same = (wide >> 2 == _parts(h, words.shape[-1]))[..., :2].all(-1)
-    return (wide & 3), same
-
-
-def _parts(h: torch.Tensor, groups: int) -> torch.Tensor:
-    """The 14 bits of a checksum that each group's word takes, int64 [..., groups]."""
-    shift = torch.where(torch.arange(groups, device=h.device) % 2 == 0, 18, 4)
-    return h.unsqueeze(-1) >> shift & 0x3FFF
+    return wide & 3, (wide >> 2 == tags)[..., :2].all(-1)
