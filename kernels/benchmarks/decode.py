@@ -218,8 +218,8 @@ def page(source: Path, title: str) -> str:
     lines = [
         title,
         "",
-        f"`{facts['command']}`, {facts['date']}, {facts['gpu']}, {versions}. Microseconds of one layer. The copy rate",
-        f"of this run is {copy / 1e12:.2f} TB/s; `of copy` is the cache's bytes over the time of the split kernel, or of",
+        f"`{facts['command']}`, {facts['date']}, {facts['gpu']}, {versions}. Microseconds of one layer. This run's",
+        f"copy rate is {copy / 1e12:.2f} TB/s; `of copy` is the cache's bytes over the time of the split kernel, or of",
         f"`merged` for the others, over that rate. Raw: [{source.name}]({source.name}).",
     ]
     last = None

@@ -139,7 +139,7 @@ def tags(packed, word, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, 
     group = tl.arange(0, GROUPS)
     u = tl.zeros([TOKENS, GROUPS], tl.int32)
     for g in tl.static_range(GROUPS):
-        first: tl.constexpr = g * (D * BITS // 8 // GROUPS)
+        first = g * (D * BITS // 8 // GROUPS)
         by = tl.where(at == first, 1, tl.where(at == first + 1, 256, 0))
         part = tl.sum(tl.where(real, by, 0)[None, :] * packed, 1)
         u = tl.where((group == g)[None, :], part[:, None], u)

@@ -61,7 +61,7 @@ class Shape:
             "KV_HEADS": kv_heads, "KEY": self.key, "VALUE": self.value, "D": head_dim, "WIDE": slots(head_dim),
             "PAGE": block_size,
         }  # fmt: skip
-        self.codec_warps = 4 if head_dim <= 128 else 8
+        self.store_warps, self.gather_warps = tuning.store_warps(head_dim, recent), 4 if head_dim <= 128 else 8
         self.can_overlap = tuning.overlaps(device)
         self.key_turn, self.value_turn = (packing_turn(head_dim, b, device) for b in (fmt.key.bits, fmt.value.bits))
         self.turn = plain_turn(head_dim, device)
@@ -158,7 +158,7 @@ class GpuPages:
             tokens, decodes, query.stride(0), key.stride(0), value.stride(0), self.cache.stride(0),
             self.cache.stride(1), self.ring.stride(0), self.ring.stride(1), scale * LOG2_E, RATIO=s.ratio,
             RING=s.ring_tokens, TOKENS=STORE_TOKENS, OVERLAP=plan.overlap, **s.codec,
-            num_warps=s.codec_warps,
+            num_warps=s.store_warps,
         )  # fmt: skip
 
     def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, out: torch.Tensor,
@@ -227,5 +227,5 @@ class GpuPages:
         gather_kernel[(triton.cdiv(longest, GATHER_TOKENS), s.kv_heads, rows.shape[0] - 1)](
             self.cache, block_table, rows, key_out, value_out, s.key_turn, s.value_turn, f.key_mean, f.key_scale,
             f.value_mean, f.value_scale, begin, self.cache.stride(0), self.cache.stride(1), block_table.stride(0),
-            TOKENS=GATHER_TOKENS, **s.codec, num_warps=s.codec_warps,
+            TOKENS=GATHER_TOKENS, **s.codec, num_warps=s.gather_warps,
         )  # fmt: skip
