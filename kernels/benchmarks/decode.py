@@ -172,12 +172,13 @@ def copy_rate(device: torch.device) -> float:
     return 2 * source.numel() / milliseconds * 1000
 
 
-def measure(out: Path, windows: list[int], cases: list[Case], names: list[str]) -> None:
+def measure(out: Path, windows: list[int], shapes: list[str], names: list[str]) -> None:
     """Run everything that is installed and write the figures."""
     device = torch.device("cuda", torch.cuda.current_device())
     packages = {name: _version(name) for name in ("torch", "triton", "vllm", "flashinfer-python")}
     facts: dict[str, Any] = {
-        "command": " ".join(["python kernels/benchmarks/decode.py", *sys.argv[1:]]),
+        "command": f"python kernels/benchmarks/decode.py --shapes {' '.join(shapes)} --formats {' '.join(names)} "
+        f"--recent {' '.join(map(str, windows))}",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "gpu": torch.cuda.get_device_name(device),
         "versions": {name: number for name, number in packages.items() if number},
@@ -190,7 +191,7 @@ def measure(out: Path, windows: list[int], cases: list[Case], names: list[str]) 
         for w in windows
         if not w or formats.parse(f).has_ring
     }
-    for case in cases:
+    for case in (c for c in CASES if c.shape in shapes):
         for name, run in {**decode_rivals.installed(), **own}.items():
             try:
                 row = run(case, device)
@@ -264,7 +265,7 @@ def main() -> int:
         parts = [page(DOCS / name, title) for name, title in runs]
         (DOCS / "h200-decode.md").write_text("\n".join(["# Decode attention on one NVIDIA H200\n", *parts]))
     else:
-        measure(options.out, options.recent, [c for c in CASES if c.shape in options.shapes], options.formats)
+        measure(options.out, options.recent, options.shapes, options.formats)
     return 0
 
 
