@@ -9,7 +9,7 @@ import torch
 from kvpilot_kernels import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.reference.attention import decode_reference
+from kvpilot_kernels.reference.attention import attend, round_trip
 from kvpilot_kernels.ring import ring_slots
 from support.gpu_batch import generator, poisoned, some_factors
 
@@ -22,6 +22,7 @@ class Sequences:
         cache: pages and rings, blocks of one pool; every byte that nobody wrote is 0xFF.
         table: int32 [sequences, blocks]. ring_table: int32 [sequences, ring_blocks].
         keys, values: of each sequence, [length, kv_heads, dim]. fine: of each, bool [length], what the ring was given.
+        plain, refined: of each, float64 [2, length, kv_heads, dim], what its keys and values are read back as.
     """
 
     name: str
@@ -49,6 +50,9 @@ class Sequences:
             [torch.randn(n, self.kv_heads, self.dim, generator=self.rng) for n in self.lengths] for _ in "kv"
         )
         self.fine = [torch.zeros(n, dtype=torch.bool) for n in self.lengths]
+        self.plain, self.refined = (
+            [torch.full((2, *key.shape), torch.nan, dtype=torch.float64) for key in self.keys] for _ in "pr"
+        )
         self.ring_tokens = self.fmt.ring_layout(self.dim, self.block_size).tokens
         self.cpu = PackedPages(self.cache, self.fmt, self.dim, self.factors, ring=self.cache, recent=self.recent)
 
@@ -73,6 +77,10 @@ class Sequences:
             self.keys[sequence][new], self.values[sequence][new], self.slots(sequence, begin, end), ring_slots
         )
         self.fine[sequence][new] = ring_slots >= 0
+        # As the same batch: sums in another order would move a code now and then.
+        for side, (name, x) in enumerate((("key", self.keys), ("value", self.values))):
+            for kept, recent in ((self.plain, False), (self.refined, True)):
+                kept[sequence][side, new] = round_trip(x[sequence][new], self.fmt, name, self.factors, recent)
 
     def poison_rings(self) -> None:
         """Fill every ring with whole rows of tokens that are in no page."""
@@ -96,11 +104,12 @@ class Sequences:
         lens = torch.tensor(self.lengths)
         return self.cpu.decode(query, self.table, lens, self.scale, ring_table=self.ring_table)
 
-    def wanted(self, query: torch.Tensor, sequence: int, length: int) -> torch.Tensor:
-        """The reference's answer, float64 [heads, dim]."""
+    def wanted(self, query: torch.Tensor, sequence: int, length: int, window: int = 0) -> torch.Tensor:
+        """The reference's answer, float64 [heads, dim], of a query that sees the last `window` tokens, 0 for all."""
         fine = self.fine[sequence][:length] & (torch.arange(length) >= length - self.recent)
-        key, value = self.keys[sequence][:length], self.values[sequence][:length]
-        return decode_reference(query, key, value, self.fmt, self.scale, self.factors, fine)
+        plain, refined = self.plain[sequence][:, :length], self.refined[sequence][:, :length]
+        key, value = torch.where(fine[:, None, None], refined, plain)[:, -window:]
+        return attend(query[None], key, value, self.scale)[0]
 
     def assert_decode_equals_the_reference(
         self, order: list[int] | None = None, lengths: list[int] | None = None

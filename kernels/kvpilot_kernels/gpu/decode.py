@@ -13,8 +13,8 @@ so the matrix products run on codes alone. What makes it fast on NVIDIA GPUs fro
 - keys and values are the left operand (tokens, or elements, along M), queries of one KV head the right (N = 8 or 16);
 - a program is one warp: no barrier, no exchange between warps, and eight or more of them hide each other's latency.
 
-The recent window (`formats`: ring layout) is read by a second loop over a sequence's last tiles: one more product, on the
-digits that codes lack of 8 bits, times the step of a token's residual, which is 0 where the ring's row is not the token's.
+The recent window (`formats`: ring layout) is read by a second loop over a sequence's last tiles: one more product, on
+the digits that codes lack of 8 bits, times the step of a token's residual: 0 where the ring has another token's row.
 
 Gluon, because Triton's own layouts take packed values through shared memory unpacked, which halves the speed.
 """

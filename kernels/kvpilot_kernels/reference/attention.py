@@ -68,7 +68,7 @@ def decode_reference(
             round_trip(value, fmt, "value", factors, recent=True),
         )
         stored = [torch.where(fine[:, None, None], x, y) for x, y in zip(refined, stored, strict=True)]
-    return _attend(query[None], *stored, scale)[0]
+    return attend(query[None], *stored, scale)[0]
 
 
 def prefill_reference(
@@ -93,11 +93,11 @@ def prefill_reference(
         torch.cat([round_trip(x[:context], fmt, side, factors), x[context:].double()])
         for x, side in ((key, "key"), (value, "value"))
     )
-    return _attend(query, key, value, scale)
+    return attend(query, key, value, scale)
 
 
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention aligned to the end of the keys, in float64."""
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention aligned to the end of the keys, in float64; key and value as they are read back."""
     tokens, heads, _ = query.shape
     repeat = heads // key.shape[1]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
