@@ -80,12 +80,17 @@ class RingPages:
         words = view(layout.words).view(torch.int16)
         groups = words.shape[2] // 2
         self.sides = [
-            (side.bits, view(digits).unflatten(2, (side.digits, self.tokens)) if side.digits else None, part)
+            (side.bits, self._by_digit(view(digits), side.digits) if side.digits else None, part)
             for side, digits, part in (
                 (fmt.key, layout.key_digits, words[:, :, :groups]),
                 (fmt.value, layout.value_digits, words[:, :, groups:]),
             )
         ]
+
+    def _by_digit(self, rows: torch.Tensor, digits: int) -> torch.Tensor:
+        """Digits as a view [blocks, kv_heads, digits, tokens, bytes] of rows [digits * tokens] one after another."""
+        blocks, heads, _, size = rows.shape
+        return rows.view(blocks, heads, digits, self.tokens, size)
 
     def store(
         self, side: int, x: torch.Tensor, codes: torch.Tensor, packed: torch.Tensor, words: torch.Tensor,

@@ -68,7 +68,7 @@ def decode_reference(
             round_trip(value, fmt, "value", factors, recent=True),
         )
         stored = [torch.where(fine[:, None, None], x, y) for x, y in zip(refined, stored, strict=True)]
-    return attend(query[None], *stored, scale)[0]
+    return attend(query[None], stored[0], stored[1], scale)[0]
 
 
 def prefill_reference(
