@@ -4,7 +4,9 @@ One layer's decode over random pages of random block tables, in a CUDA graph of 
 layers' caches, so that no cache is in L2; the median of ten replays. `decode` is the split kernel alone, `merged` with
 the merge of its parts (what FlashAttention and FlashInfer do too), `layer` with the store of the step's token. The
 yardstick is a device-to-device copy in the same run. FlashAttention comes with vLLM, FlashInfer by itself; what is not
-installed is left out. Writes OUT/decode.json; `--page FILE...` makes docs/benchmarks/h200-decode.md of such files.
+installed is left out. Our formats are measured with each window of `--recent`, whose tokens all have their row in the
+ring. Writes OUT/decode.json; `--page` makes docs/benchmarks/h200-decode.md of two such files that lie there,
+h200-decode.json (all shapes without a window) and h200-decode-recent.json (with windows).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import triton
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.ring import ring_slots
 
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 LAUNCHES = 32
@@ -97,14 +100,39 @@ def random_pages(fmt: formats.Format, case: Case, block: int, device: torch.devi
     return cache
 
 
-def ours(name: str, case: Case, device: torch.device, block: int = 64) -> dict[str, Any]:
+def fill_ring(
+    pages: GpuPages, table: torch.Tensor, rings: torch.Tensor, context: int, of: torch.Tensor
+) -> torch.Tensor | None:
+    """Give every sequence's last tokens true rows in pages and ring; returns the last ones' slots in the ring."""
+    shape = pages.shape
+    if not shape.recent:
+        return None
+    plan, last, count = Plan(shape, 1), min(shape.recent, context), len(table)
+    at = torch.arange(context - last, context, device=table.device).repeat(count)
+    owner = torch.arange(count, device=table.device).repeat_interleave(last)
+    slots = table.long()[owner, at // shape.block_size] * shape.block_size + at % shape.block_size
+    places = ring_slots(at, torch.full_like(at, context), rings[owner], shape.recent, shape.ring_tokens)
+    key, value = torch.randn(2, len(at), *of.shape[1:], device=of.device, dtype=of.dtype)
+    query = torch.zeros(len(at), shape.kv_heads * shape.ratio, shape.head_dim, device=of.device, dtype=of.dtype)
+    pages.store(query, key, value, slots, plan, 0, 1.0, places)
+    return places.view(count, last)[:, -1].contiguous()
+
+
+def ours(name: str, case: Case, device: torch.device, recent: int = 0, block: int = 64) -> dict[str, Any]:
     """Times of our kernels in one format."""
     fmt = formats.parse(name)
-    shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, block, device)
+    recent = recent if fmt.has_ring else 0
+    shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, block, device, recent=recent)
     size = case.batch * case.context * case.kv_heads * fmt.row_bytes(case.dim)
     factors = Factors.identity(case.kv_heads, case.dim, device)
     caches = [random_pages(fmt, case, block, device) for _ in range(layers_for(size))]
-    pages = [GpuPages(cache, shape, factors) for cache in caches]
+    count = case.batch * shape.ring_blocks
+    own_ring = (max(1, count), case.kv_heads, block, fmt.row_bytes(case.dim))
+    rings = torch.randperm(count, device=device).view(case.batch, -1).int() if recent else None
+    pages = [
+        GpuPages(cache, shape, factors, torch.zeros(own_ring, dtype=torch.uint8, device=device) if recent else None)
+        for cache in caches
+    ]
     plan, turn = Plan(shape, case.batch), iter(range(10**9))
     per = -(-case.context // block)
     table = (1 + torch.randperm(per * case.batch, device=device)).view(case.batch, per).int()
@@ -113,22 +141,26 @@ def ours(name: str, case: Case, device: torch.device, block: int = 64) -> dict[s
     key, value = torch.randn(2, case.batch, case.kv_heads, case.dim, device=device, dtype=torch.bfloat16)
     slots = table[:, -1].long() * block + (case.context - 1) % block
     out = torch.empty_like(query)
+    ring = None
+    for at in pages:
+        ring = fill_ring(at, table, rings, case.context, key) if rings is not None else None
     plan.update(lens, overlap=True)
 
     def store() -> GpuPages:
         at = pages[next(turn) % len(pages)]
-        at.store(query, key, value, slots, plan, case.batch, case.dim**-0.5)
+        at.store(query, key, value, slots, plan, case.batch, case.dim**-0.5, ring)
         return at
 
     def layer() -> None:
-        store().decode(table, lens, plan, out)
+        store().decode(table, lens, plan, out, rings)
 
     store()
     return {
-        "decode": microseconds(lambda: pages[next(turn) % len(pages)].attend(table, lens, plan)),
-        "merged": microseconds(lambda: pages[next(turn) % len(pages)].decode(table, lens, plan, out)),
+        "decode": microseconds(lambda: pages[next(turn) % len(pages)].attend(table, lens, plan, rings)),
+        "merged": microseconds(lambda: pages[next(turn) % len(pages)].decode(table, lens, plan, out, rings)),
         "layer": microseconds(layer),
         "bytes": size,
+        "recent": recent,
     }
 
 
@@ -140,23 +172,27 @@ def copy_rate(device: torch.device) -> float:
     return 2 * source.numel() / milliseconds * 1000
 
 
-def measure(out: Path) -> None:
+def measure(out: Path, windows: list[int], shapes: list[str], names: list[str]) -> None:
     """Run everything that is installed and write the figures."""
     device = torch.device("cuda", torch.cuda.current_device())
     packages = {name: _version(name) for name in ("torch", "triton", "vllm", "flashinfer-python")}
     facts: dict[str, Any] = {
-        "command": "python kernels/benchmarks/decode.py",
+        "command": f"python kernels/benchmarks/decode.py --shapes {' '.join(shapes)} --formats {' '.join(names)} "
+        f"--recent {' '.join(map(str, windows))}",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "gpu": torch.cuda.get_device_name(device),
         "versions": {name: number for name, number in packages.items() if number},
         "copy_bytes_per_s": copy_rate(device),
         "rows": [],
     }
-    for case in CASES:
-        for name, run in {
-            **decode_rivals.installed(),
-            **{f: (lambda c, d, f=f: ours(f, c, d)) for f in formats.own_names()},
-        }.items():
+    own = {
+        f"{f}, last {w} finer" if w else f: (lambda c, d, f=f, w=w: ours(f, c, d, w))
+        for f in names
+        for w in windows
+        if not w or formats.parse(f).has_ring
+    }
+    for case in (c for c in CASES if c.shape in shapes):
+        for name, run in {**decode_rivals.installed(), **own}.items():
             try:
                 row = run(case, device)
             except Exception as error:  # a rival that does not take a shape is part of the result
@@ -175,31 +211,31 @@ def _version(package: str) -> str | None:
         return None
 
 
-def page(source: Path) -> str:
-    """The Markdown page of one run."""
+def page(source: Path, title: str) -> str:
+    """A run as Markdown, under this title."""
     facts = json.loads(source.read_text())
     copy = facts["copy_bytes_per_s"]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     lines = [
-        f"# Decode attention on one {facts['gpu']}",
+        title,
         "",
-        f"`{facts['command']}`, {facts['date']}, {versions}. Microseconds of one layer; the copy rate of the same",
-        f"run is {copy / 1e12:.2f} TB/s. `of copy` is the cache's bytes over the time of the split kernel (of `merged`",
-        "for the others), over that rate. Raw: [h200-decode.json](h200-decode.json).",
+        f"`{facts['command']}`, {facts['date']}, {facts['gpu']}, {versions}. Microseconds of one layer. This run's",
+        f"copy rate is {copy / 1e12:.2f} TB/s; `of copy` is the cache's bytes over the time of the split kernel, or of",
+        f"`merged` for the others, over that rate. Raw: [{source.name}]({source.name}).",
     ]
-    title = None
+    last = None
     for row in facts["rows"]:
         case = row["case"]
         here = (
             f"{case['shape']} ({case['heads']}/{case['kv_heads']}/{case['dim']}), {case['batch']} x {case['context']:,}"
         )
-        if here != title:
-            title = here
+        if here != last:
+            last = here
             rows = [r for r in facts["rows"] if r["case"] == case]
             base = next((r["merged"] for r in rows if r["name"] == "FlashAttention 3 bf16" and "merged" in r), None)
             lines += [
                 "",
-                f"## {here}",
+                f"### {here}",
                 "",
                 "| | decode | merged | layer | of copy | over bf16 |",
                 "|---|---|---|---|---|---|",
@@ -219,15 +255,17 @@ def main() -> int:
     """Measure, or make the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
-    parser.add_argument("--page", type=Path, help="a decode.json, to make the page of")
+    parser.add_argument("--recent", type=int, nargs="+", default=[0, 64], help="windows of our formats")
+    parser.add_argument("--formats", nargs="+", default=list(formats.own_names()))
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="names of attention shapes")
+    parser.add_argument("--page", action="store_true", help="make the page in docs/ of the raw files there")
     options = parser.parse_args()
     if options.page:
-        DOCS.mkdir(parents=True, exist_ok=True)
-        if options.page.resolve() != (DOCS / "h200-decode.json").resolve():
-            (DOCS / "h200-decode.json").write_text(options.page.read_text())
-        (DOCS / "h200-decode.md").write_text(page(options.page))
+        runs = (("h200-decode.json", "## Without a window"), ("h200-decode-recent.json", "## The recent window"))
+        parts = [page(DOCS / name, title) for name, title in runs]
+        (DOCS / "h200-decode.md").write_text("\n".join(["# Decode attention on one NVIDIA H200\n", *parts]))
     else:
-        measure(options.out)
+        measure(options.out, options.recent, options.shapes, options.formats)
     return 0
 
 

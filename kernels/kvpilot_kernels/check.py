@@ -23,7 +23,7 @@ class BadInputError(ValueError):
         super().__init__(f"{field} {holds}; {remedy}")
 
 
-def page_cache(cache: torch.Tensor, fmt: Format, head_dim: int) -> None:
+def page_cache(cache: torch.Tensor, fmt: Format, head_dim: int, field: str = "cache") -> None:
     """A layer's cache: uint8 [blocks, kv_heads, block_size, row_bytes], every (block, head) one contiguous page.
 
     Raises:
@@ -34,7 +34,7 @@ def page_cache(cache: torch.Tensor, fmt: Format, head_dim: int) -> None:
     right = cache.dtype == torch.uint8 and cache.dim() == 4 and cache.shape[3] == row
     if not right or cache.stride()[2:] != (row, 1) or cache.shape[2] % 16 or cache.shape[2] == 0:
         raise BadInputError(
-            "cache",
+            field,
             f"is {cache.dtype} {tuple(cache.shape)} with strides {cache.stride()}",
             f"{fmt.name} at head_dim {head_dim} takes uint8 [blocks, kv_heads, block_size, {row}] with contiguous "
             "pages and a block_size that is a multiple of 16",
@@ -43,11 +43,11 @@ def page_cache(cache: torch.Tensor, fmt: Format, head_dim: int) -> None:
     apart = (cache.shape[1] < 2 or cache.stride(1) >= page) and (cache.shape[0] < 2 or cache.stride(0) >= page)
     if not apart:
         raise BadInputError(
-            "cache", f"has strides {cache.stride()}", f"its pages of {page} bytes must not lie over one another"
+            field, f"has strides {cache.stride()}", f"its pages of {page} bytes must not lie over one another"
         )
     if cache.data_ptr() % 16 or cache.stride(0) % 16 or cache.stride(1) % 16:
         raise BadInputError(
-            "cache",
+            field,
             f"starts at byte {cache.data_ptr() % 16} of 16 with strides {cache.stride()}",
             "pages start at multiples of 16 bytes: allocate and pad them so",
         )
@@ -76,6 +76,67 @@ def tokens(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, k
         )
 
 
+def ring(ring: torch.Tensor | None, cache: torch.Tensor, recent: int) -> None:
+    """The ring's pages: of the same bytes as the layer's, and there exactly where the window has tokens.
+
+    Raises:
+        BadInputError: one of both is missing, or the pages differ.
+    """
+    if recent < 0 or (ring is not None) != (recent > 0):
+        raise BadInputError(
+            "recent",
+            f"is {recent} {'without' if ring is None else 'with'} a ring",
+            "give a ring and the tokens that it keeps, or neither",
+        )
+    if ring is not None and ring.shape[1:] != cache.shape[1:]:
+        raise BadInputError("ring", f"is {tuple(ring.shape)}", f"its pages are the layer's: {tuple(cache.shape)}")
+
+
+def ring_slots(ring_slots: torch.Tensor | None, slot_mapping: torch.Tensor, recent: int) -> None:
+    """Places in the ring: one int64 for each of `slot_mapping` where there is a window, None where there is none.
+
+    Raises:
+        BadInputError: another type or shape, or one without the other.
+    """
+    if (ring_slots is not None) != (recent > 0):
+        raise BadInputError(
+            "ring_slots",
+            "are missing" if recent else "are given",
+            f"these pages were made with recent={recent}: give them exactly where there is a recent window",
+        )
+    if ring_slots is None:
+        return
+    if ring_slots.dtype != torch.int64 or ring_slots.shape != slot_mapping.shape:
+        raise BadInputError(
+            "ring_slots",
+            f"are {ring_slots.dtype} {tuple(ring_slots.shape)}",
+            f"give one int64 for each of the {slot_mapping.shape[0]} slots, -1 for a token that has none",
+        )
+
+
+def ring_table(ring_table: torch.Tensor | None, sequences: int, ring_blocks: int) -> None:
+    """Rings of sequences: integers [sequences or more, ring_blocks]; None where there is no window.
+
+    Raises:
+        BadInputError: another type or shape, or one without the other.
+    """
+    if (ring_table is not None) != (ring_blocks > 0):
+        raise BadInputError(
+            "ring_table",
+            "is missing" if ring_blocks else "is given",
+            f"a sequence has {ring_blocks} ring blocks here: give the table exactly where there is a recent window",
+        )
+    if ring_table is None:
+        return
+    right = ring_table.dtype in _INTEGERS and ring_table.dim() == 2
+    if not right or ring_table.shape[0] < sequences or ring_table.shape[1] != ring_blocks:
+        raise BadInputError(
+            "ring_table",
+            f"is {ring_table.dtype} {tuple(ring_table.shape)}",
+            f"give integers [{sequences}, {ring_blocks}], a negative one where a sequence has no block",
+        )
+
+
 def queries(query: torch.Tensor, kv_heads: int, head_dim: int) -> None:
     """Queries: floats [rows, heads, head_dim], heads a multiple of kv_heads.
 
@@ -91,7 +152,7 @@ def queries(query: torch.Tensor, kv_heads: int, head_dim: int) -> None:
         )
 
 
-def slots(slot_mapping: torch.Tensor, blocks: int, block_size: int) -> None:
+def slots(slot_mapping: torch.Tensor, blocks: int, block_size: int, field: str = "slots") -> None:
     """Places to write to: below blocks * block_size; a negative one is padding.
 
     Raises:
@@ -99,7 +160,7 @@ def slots(slot_mapping: torch.Tensor, blocks: int, block_size: int) -> None:
     """
     if slot_mapping.numel() and int(slot_mapping.max()) >= blocks * block_size:
         raise BadInputError(
-            "slots",
+            field,
             f"name slot {int(slot_mapping.max())}",
             f"{blocks} blocks of {block_size} tokens end at slot {blocks * block_size - 1}: nothing was written",
         )
@@ -148,3 +209,15 @@ def int32(**given: torch.Tensor) -> None:
     for name, x in given.items():
         if x.dtype != torch.int32:
             raise BadInputError(name, f"is {x.dtype}", "give int32")
+
+
+def blocks(table: torch.Tensor, blocks: int, field: str) -> None:
+    """Blocks of a table whose negative entries are none.
+
+    Raises:
+        BadInputError: a block beyond the cache.
+    """
+    if table.numel() and int(table.max()) >= blocks:
+        raise BadInputError(
+            field, f"names block {int(table.max())}", f"the cache has blocks 0 to {blocks - 1}; give -1 for none"
+        )

@@ -18,6 +18,7 @@ from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.formats import Format, Region
 from kvpilot_kernels.reference.hadamard import hadamard
 from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, split, unpack
+from kvpilot_kernels.ring import FineRows, RingPages
 
 
 class PackedPages:
@@ -28,14 +29,25 @@ class PackedPages:
         fmt: one of kvpilot's own formats.
         head_dim: elements of a key and of a value.
         factors: the layer's calibration, [kv_heads, head_dim] each; None for a model without.
+        ring: pages of the recent window's ring, in the shape of `cache` and perhaps the same tensor; None without.
+        recent: tokens of the window, 0 without a ring.
 
     Raises:
-        BadInputError: the cache is not laid out as `fmt` says.
+        BadInputError: the cache or the ring is not laid out as `fmt` says, or one of `ring` and `recent` is missing.
         ValueError: the factors are of another shape. Both messages name the right one.
     """
 
-    def __init__(self, cache: torch.Tensor, fmt: Format, head_dim: int, factors: Factors | None = None) -> None:
+    def __init__(
+        self,
+        cache: torch.Tensor,
+        fmt: Format,
+        head_dim: int,
+        factors: Factors | None = None,
+        ring: torch.Tensor | None = None,
+        recent: int = 0,
+    ) -> None:
         check.page_cache(cache, fmt, head_dim)
+        check.ring(ring, cache, recent)
         if factors is not None and factors.key_mean.shape != (cache.shape[1], head_dim):
             raise ValueError(
                 f"factors of {tuple(factors.key_mean.shape)} do not fit a cache of [kv_heads, head_dim] = "
@@ -54,22 +66,32 @@ class PackedPages:
         self.key_meta = view(layout.key_meta).view(torch.int16).transpose(2, 3)
         self.value_meta = view(layout.value_meta).view(torch.int16).transpose(2, 3)
 
-    def store(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        self.ring = RingPages(ring, fmt, head_dim, recent) if ring is not None else None
+        self.recent = recent
+
+    def store(
+        self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, ring_slots: torch.Tensor | None = None
+    ) -> None:
         """Rotate, quantize and write tokens.
 
         Args:
             key, value: [tokens, kv_heads, head_dim], any float dtype.
             slots: int64 [tokens], block * block_size + place in the block; a negative slot is padding.
+            ring_slots: int64 [tokens], as `ring.ring_slots` makes them, negative for none; None without a ring.
 
         Raises:
             BadInputError: another type or shape, or a slot beyond the cache; nothing is written.
         """
         check.tokens(key, value, slots, self.key_codes.shape[1], self.head_dim)
         check.slots(slots, self.key_codes.shape[0], self.block_size)
+        check.ring_slots(ring_slots, slots, self.recent)
+        if self.ring is not None and ring_slots is not None:
+            check.slots(ring_slots, self.ring.blocks, self.ring.tokens, "ring_slots")
         key, value = key[: slots.shape[0]], value[: slots.shape[0]]
         if slots.numel() and int(slots.min()) < 0:
             kept = slots >= 0
             key, value, slots = key[kept], value[kept], slots[kept]
+            ring_slots = ring_slots[kept] if ring_slots is not None else None
         block = slots.div(self.block_size, rounding_mode="floor")
         place = slots - block * self.block_size
         turn = hadamard(self.head_dim)
@@ -82,9 +104,13 @@ class PackedPages:
             if self.factors is not None:
                 mean, scale = self.factors.of(side)
                 x = (x - mean) * scale
-            codes, words = encode(x @ turn, bits, group)
-            codes_at[block, :, place] = pack(codes, bits)
+            x = x @ turn
+            codes, words = encode(x, bits, group)
+            packed = pack(codes, bits)
+            codes_at[block, :, place] = packed
             meta_at[block, :, place] = words
+            if self.ring is not None and ring_slots is not None:
+                self.ring.store(int(side == "value"), x, codes, packed, words, ring_slots)
 
     def decode(
         self,
@@ -93,14 +119,18 @@ class PackedPages:
         seq_lens: torch.Tensor,
         scale: float,
         softcap: float = 0.0,
+        ring_table: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of one query token per sequence over all of its stored tokens, itself among them.
+
+        The last `recent` tokens are read with what the ring adds to them, where it has their rows.
 
         Args:
             query: [sequences, heads, head_dim]; heads is a multiple of kv_heads.
             block_table: int [sequences, blocks]; entries past a sequence's length are not read.
             seq_lens: int [sequences], tokens stored, at least 1.
             scale: factor on the scores. softcap: 0 for none, else scores become cap * tanh(score / cap).
+            ring_table: int [sequences, ring_blocks], negative for none; None without a ring.
 
         Returns:
             float32 [sequences, heads, head_dim].
@@ -110,6 +140,9 @@ class PackedPages:
         """
         check.queries(query, self.key_codes.shape[1], self.head_dim)
         check.tables(block_table, seq_lens, self.key_codes.shape[0], self.block_size)
+        check.ring_table(ring_table, len(seq_lens), self.ring.per_sequence if self.ring else 0)
+        if self.ring is not None and ring_table is not None:
+            check.blocks(ring_table, self.ring.blocks, "ring_table")
         blocks = -(-int(seq_lens.max()) // self.block_size)
         table = block_table[:, :blocks]
         length = blocks * self.block_size
@@ -128,6 +161,13 @@ class PackedPages:
         codes = self._codes(self.key_codes, table, self.fmt.key.bits)  # [S, H, groups, L, g]
         scores = torch.matmul(q, codes.transpose(-1, -2))
         scores = scores.sub_(zero * q.sum(-1, keepdim=True)).mul_(step).sum(2)  # [S, H, queries, L]
+        at, fine_key, fine_value = None, None, None
+        if self.ring is not None and ring_table is not None:
+            positions, (fine_key, fine_value) = self._recent(self.ring, table, seq_lens, ring_table)
+            at = positions.clamp(min=0)[:, None, None].expand(-1, *scores.shape[1:3], -1)
+        if at is not None and fine_key is not None:
+            finer = torch.matmul(q, fine_key.values.transpose(-1, -2)).mul_(fine_key.steps.unsqueeze(3)).sum(2)
+            scores.scatter_add_(-1, at, finer)  # positions that are none have a step of 0
         if softcap:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         p = scores.masked_fill_(past[:, None, None, :], -torch.inf).softmax(-1).unsqueeze(2)
@@ -137,6 +177,9 @@ class PackedPages:
         weights = p * step.masked_fill(past[:, None, None, None, :], 0.0)  # [S, H, groups, queries, L]
         codes = self._codes(self.value_codes, table, self.fmt.value.bits)
         out = torch.matmul(weights, codes) - (weights * zero).sum(-1, keepdim=True)
+        if at is not None and fine_value is not None:
+            near = p.squeeze(2).gather(-1, at).unsqueeze(2) * fine_value.steps.unsqueeze(3)
+            out += torch.matmul(near, fine_value.values)
         out = out.transpose(2, 3).reshape(sequences, kv_heads, -1, self.head_dim) @ turn.T
         if self.factors is not None:
             out = out / self.factors.value_scale[:, None] + self.factors.value_mean[:, None]
@@ -205,6 +248,19 @@ class PackedPages:
                 back = back / scale + mean
             sides.append(back)
         return sides[0], sides[1]
+
+    def _recent(
+        self, ring: RingPages, table: torch.Tensor, seq_lens: torch.Tensor, ring_table: torch.Tensor
+    ) -> tuple[torch.Tensor, list[FineRows | None]]:
+        """Positions of the window's tokens, int64 [S, recent], negative where there is none, and their fine rows."""
+        positions = seq_lens[:, None].long() - self.recent + torch.arange(self.recent)
+        at = positions.clamp(min=0)
+        block = table.long().gather(1, at // self.block_size)
+        pages = [
+            (codes[block, :, at % self.block_size], meta[block, :, at % self.block_size])
+            for codes, meta in ((self.key_codes, self.key_meta), (self.value_codes, self.value_meta))
+        ]
+        return positions, ring.fine_rows(positions, ring_table, pages)
 
     def _codes(self, codes: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tensor:
         """Codes of sequences as float32 [S, H, groups, L, g]."""

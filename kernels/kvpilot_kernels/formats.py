@@ -7,7 +7,7 @@ vLLM's, listed so that capacities can be compared.
 kvpilot's group format (everything of a token is in its page; nothing depends on other tokens)
 ----------------------------------------------------------------------------------------------
 A row of D elements is cut into groups of g = 64 (g = 48 at D = 96). Each group stores codes of b bits and one 16-bit
-metadata word (little endian)::
+word of scale metadata (little endian)::
 
     word = (float16 bits of `step` >> 4) << 5 | zc        step: positive, rounded up to 6 mantissa bits
     qmax = 2^b - 1        z = zc * qmax / 30, zc in 0..30        x is read back as step * (code - z)
@@ -29,6 +29,38 @@ region         offset in bytes                        shape, row-major          
 
 D is a multiple of 32 and T of 16, so every region starts at a multiple of 16 bytes. The words of a group lie side by
 side over the tokens: a kernel loads the steps of a tile as one vector.
+
+Ring layout (the recent window: what the last tokens of a sequence lack of 8 bits)
+----------------------------------------------------------------------------------
+A ring is a fixed number of pages of a sequence, each of the bytes of a page above, so that one pool holds both. The
+token at position p has row p mod (pages * C), C tokens a page. Pages stay complete without it; a ring row only adds
+r, of 8 - b bits, to each code of b bits (n = 2^(8 - b); nothing where b is 8)::
+
+    x is read back as step * (code - z) + step * 2^e / n * (r - (n - 1) / 2)        e in 0..2 for a token's group
+
+r is stored in digits of b bits, the highest first, each digit of all elements packed as a row of codes: one digit
+where b is 4, three where b is 2. Each group i of each side has a word of e and a tag of the token's row in the page::
+
+    word = (h >> 18) << 2 | e        h = (0x9E3779B1 * u + 0x85EBCA77 * w) mod 2^32
+    w: the group's word of scale metadata        u: 16 bits of the side's packed codes, from byte i * row bytes / G on
+
+A row is used if the tags of groups 0 and 1 of both sides (of group 0 where a side has one) are those of the token's row
+in the page; else the token is read with b bits. So a ring needs no clearing: the row of another token passes one time
+in 2^56 (2^28 at D = 64), and would then move an element by at most 2 steps. Regions, m = 8 / b - 1 digits of a side:
+
+===============  ================================================  ======================  ================
+region           offset in bytes                                   shape, row-major        element
+===============  ================================================  ======================  ================
+`key_digits`     0                                                 [m, C, D * kb / 8]      packed digits, u8
+`value_digits`   C * D * (8 - kb) / 8                              [m, C, D * vb / 8]      packed digits, u8
+`words`          C * D * (16 - kb - vb) / 8                        [2 * G, C]              words, keys' first
+(end)            C * (D * (16 - kb - vb) / 8 + 4 * G)              at most T * `row_bytes(D)`
+===============  ================================================  ======================  ================
+
+C is as many as fit: at D = 128 and T = 64 that is 177 for `k8v4`, 64 for `k4v4`, 39 for `k4v2` and 23 for `k2v2`.
+
+How to add a dtype of 2, 4 or 8 bits a side: a row of `FORMATS`. Kernels and backends follow; what is measured or drawn
+for each dtype elsewhere is held to the table by tests/unit/test_dtype_table.py, which names what is missing.
 """
 
 from __future__ import annotations
@@ -42,6 +74,18 @@ HEAD_DIMS = (64, 96, 128, 256)
 
 ZERO_STEPS = 30
 """Zero points are stored in thirtieths of qmax; 30 is even, so a symmetric group has an exact centre."""
+
+ZERO_BITS = 5
+"""Low bits of a metadata word, which hold the zero point."""
+
+CUT_BITS = 4
+"""Mantissa bits of a float16 that a step goes without."""
+
+SHRINK: dict[int, tuple[float, ...]] = {8: (1.0,), 4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.75, 0.65, 0.55)}
+"""Factors that the encoder tries on a group's range, per code width."""
+
+RING_REACH = 0.6
+"""A group whose largest residual is at most RING_REACH * 2^e steps has the exponent e; clipped tails need 1 or 2."""
 
 
 class FormatError(ValueError):
@@ -97,6 +141,11 @@ class Side:
         """The largest code."""
         return (1 << self.bits) - 1
 
+    @property
+    def digits(self) -> int:
+        """Digits of `bits` bits that a code lacks of 8 bits (of ours: 2, 4 or 8 bits)."""
+        return 8 // self.bits - 1
+
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of one vector with its metadata."""
         groups = 1 if self.group is None else -(-head_dim // self.group)
@@ -124,6 +173,23 @@ class PageLayout:
 
 
 @dataclass(frozen=True)
+class RingLayout:
+    """Where everything is in a ring's page of one KV head; see the module's table.
+
+    Attributes:
+        tokens: tokens of a page, C.
+        key_digits, value_digits: all digits of a side, one after another as rows; no rows for a side of 8 bits.
+        words: [2 * groups, tokens]. size: bytes in use, at most a page's.
+    """
+
+    tokens: int
+    key_digits: Region
+    value_digits: Region
+    words: Region
+    size: int
+
+
+@dataclass(frozen=True)
 class Format:
     """A KV-cache dtype.
 
@@ -132,7 +198,7 @@ class Format:
         key, value: how a key and a value are stored (at a head dimension that is a multiple of 64, for ours).
         origin: who implements it.
         calibrated_only: not to be chosen without a calibration file: the accuracy is not there otherwise.
-        summary: one line for people.
+        summary: one line for people. colour: of its line in every plot, grey for the dtypes that none is about.
     """
 
     name: str
@@ -140,6 +206,7 @@ class Format:
     value: Side
     origin: Origin
     summary: str
+    colour: str = "#9a9a9a"
     calibrated_only: bool = False
 
     @property
@@ -201,27 +268,69 @@ class Format:
             size=value_meta + groups * words,
         )
 
+    @property
+    def has_ring(self) -> bool:
+        """Whether a recent window makes this format more accurate: it is ours, and a side has less than 8 bits."""
+        return self.ours and min(self.key.bits, self.value.bits) < 8
 
-def _own(name: str, key_bits: int, value_bits: int, summary: str, *, calibrated_only: bool = False) -> Format:
+    def ring_layout(self, head_dim: int, block_size: int) -> RingLayout:
+        """Offsets of a ring's page, which has the bytes of a page of `block_size` tokens; the module's second table.
+
+        Raises:
+            UnsupportedHeadDimError, FormatError: as `page_layout`; FormatError too where the format has no ring.
+        """
+        page = self.page_layout(head_dim, block_size)
+        if not self.has_ring:
+            raise FormatError(f"kv-cache dtype {self.name!r} has 8 bits everywhere: set recentTokens to 0")
+        groups = head_dim // self.group_size(head_dim)
+        row = head_dim * (16 - self.key.bits - self.value.bits) // 8 + 4 * groups
+        tokens = page.size // row
+        value_digits = tokens * head_dim * (8 - self.key.bits) // 8
+        words = value_digits + tokens * head_dim * (8 - self.value.bits) // 8
+        return RingLayout(
+            tokens=tokens,
+            key_digits=Region(0, self.key.digits * tokens, head_dim * self.key.bits // 8),
+            value_digits=Region(value_digits, self.value.digits * tokens, head_dim * self.value.bits // 8),
+            words=Region(words, 2 * groups, 2 * tokens),
+            size=words + 4 * groups * tokens,
+        )
+
+    def ring_blocks(self, recent: int, head_dim: int, block_size: int) -> int:
+        """Pages of a sequence's ring that hold the last `recent` tokens; 0 for no window or a format of 8 bits.
+
+        Raises:
+            UnsupportedHeadDimError, FormatError: as `ring_layout`; FormatError too where `recent` is negative.
+        """
+        if recent < 0:
+            raise FormatError(f"recentTokens {recent} is not a number of tokens; use 0 for none, or 64")
+        if not recent or not self.has_ring:
+            return 0
+        return -(-recent // self.ring_layout(head_dim, block_size).tokens)
+
+
+def own(
+    name: str, key_bits: int, value_bits: int, summary: str, colour: str = "#9a9a9a", *, calibrated_only: bool = False
+) -> Format:
+    """A format of ours: keys and values of 2, 4 or 8 bits in groups with a word each."""
     key, value = Side(key_bits, 2, 64), Side(value_bits, 2, 64)
-    return Format(name, key, value, Origin.KVPILOT, summary, calibrated_only)
+    return Format(name, key, value, Origin.KVPILOT, summary, colour, calibrated_only)
 
 
-def _vllm(name: str, key: Side, value: Side | None = None, *, summary: str) -> Format:
-    return Format(name, key, value or key, Origin.VLLM, summary)
+def _vllm(name: str, key: Side, value: Side | None = None, *, summary: str, colour: str = "#9a9a9a") -> Format:
+    return Format(name, key, value or key, Origin.VLLM, summary, colour)
 
 
 # Sizes of vLLM's formats as its 0.32.0 backends allocate them on a GPU: per-token-head formats carry a float32 scale
 # per vector (v1/attention/backends/triton_attn.py, customize_spec), TurboQuant a float16 norm per key and float16 scale
 # and zero per value (model_executor/layers/quantization/turboquant/config.py), nvfp4 an fp8 scale per 16 elements
 # (utils/torch_utils.py, nvfp4_kv_cache_full_dim).
-_FORMATS: dict[str, Format] = {
+FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
-        _vllm("auto", Side(16), summary="the model's own 16-bit dtype"),
+        _vllm("auto", Side(16), summary="the model's own 16-bit dtype", colour="#333333"),
         _vllm("bfloat16", Side(16), summary="bfloat16, whatever the model's dtype"),
         _vllm("float16", Side(16), summary="float16, whatever the model's dtype"),
-        _vllm("fp8", Side(8), summary="8-bit float (e4m3), one scale per tensor"),
+        _vllm("fp8", Side(8), summary="8-bit float (e4m3), one scale per tensor", colour="#3b6fb6"),
         _vllm("fp8_e4m3", Side(8), summary="8-bit float, 4 exponent bits"),
         _vllm("fp8_e5m2", Side(8), summary="8-bit float, 5 exponent bits"),
         _vllm("fp8_per_token_head", Side(8, 4), summary="8-bit float, a scale per token and head"),
@@ -232,13 +341,14 @@ _FORMATS: dict[str, Format] = {
         _vllm("turboquant_4bit_nc", Side(4, 2), Side(4, 4), summary="TurboQuant, 4-bit keys and values"),
         _vllm("turboquant_k3v4_nc", Side(3, 2), Side(4, 4), summary="TurboQuant, 3-bit keys and 4-bit values"),
         _vllm("turboquant_3bit_nc", Side(3, 2), Side(3, 4), summary="TurboQuant, 3-bit keys and values"),
-        _own("int8", 8, 8, "8-bit keys and values in groups of 64, for GPUs without fp8"),
-        _own("k8v4", 8, 4, "8-bit keys, 4-bit values"),
-        _own("k4v4", 4, 4, "4-bit keys and values: the workhorse"),
-        _own("k4v2", 4, 2, "4-bit keys, 2-bit values: for long contexts"),
-        _own("k2v2", 2, 2, "2-bit keys and values", calibrated_only=True),
+        own("int8", 8, 8, "8-bit keys and values in groups of 64, for GPUs without fp8", "#7a9e3a"),
+        own("k8v4", 8, 4, "8-bit keys, 4-bit values", "#e2a21b"),
+        own("k4v4", 4, 4, "4-bit keys and values: the workhorse", "#d1491f"),
+        own("k4v2", 4, 2, "4-bit keys, 2-bit values: for long contexts", "#8f2d8c"),
+        own("k2v2", 2, 2, "2-bit keys and values", "#c87fb4", calibrated_only=True),
     )
 }
+"""Every dtype by name, vLLM's first: the one list of them."""
 
 VLLM_DTYPES_LEFT_OUT: dict[str, str] = {
     "fp8_inc": "Intel Gaudi only",
@@ -257,19 +367,19 @@ def parse(name: str) -> Format:
         UnknownFormatError: no format has this name; the message lists those that exist.
     """
     try:
-        return _FORMATS[name]
+        return FORMATS[name]
     except (KeyError, TypeError):
-        raise UnknownFormatError(str(name), _FORMATS) from None
+        raise UnknownFormatError(str(name), FORMATS) from None
 
 
 def names() -> tuple[str, ...]:
     """Every known dtype, vLLM's first."""
-    return tuple(_FORMATS)
+    return tuple(FORMATS)
 
 
 def own_names() -> tuple[str, ...]:
     """The dtypes that kvpilot's own backend serves."""
-    return tuple(f.name for f in _FORMATS.values() if f.ours)
+    return tuple(f.name for f in FORMATS.values() if f.ours)
 
 
 def capacity_ratio(dtype: str, over: str = "auto", head_dim: int = 128) -> float:

@@ -5,20 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kvpilot_kernels import formats
 from kvpilot_planning.facts import PlanError
 from kvpilot_planning.plan_make import Plan
 
 SUFFIXES = (".svg", ".png")
-COLOURS = {
-    "auto": "#333333",
-    "fp8": "#3b6fb6",
-    "int8": "#7a9e3a",
-    "k8v4": "#e2a21b",
-    "k4v4": "#d1491f",
-    "k4v2": "#8f2d8c",
-    "k2v2": "#c87fb4",
-}
-OTHER = "#9a9a9a"
 # White behind everything, so that a dark viewer shows it as a light one does; no random ids, so that the same plan
 # gives the same file.
 STYLE: dict[Any, Any] = {
@@ -57,7 +48,7 @@ def draw(plan: Plan, file: Path) -> None:
             if not fits:
                 continue
             contexts, sequences = zip(*fits, strict=True)
-            colour = COLOURS.get(row.dtype, OTHER)
+            colour = formats.parse(row.dtype).colour
             axes.plot(contexts, sequences, color=colour, marker="o", markersize=4, linewidth=1.8)
             ends.append((sequences[-1], contexts[-1], row.dtype, colour))
         axes.set_xscale("log", base=2)

@@ -208,6 +208,13 @@ def inline_asm_elementwise(
     return block(result).to(dtype, bitcast=True)
 
 
+def where(condition: Any, x: Any, y: Any) -> Block:
+    """`gl.where`: a number takes the other side's type, two numbers are float32 or int32."""
+    if isinstance(x, (int, float)) and isinstance(y, (int, float)):
+        x = np.float32(x) if isinstance(x, float) else np.int32(x)
+    return block(np.where(condition, x, y))
+
+
 def checked_multiple(x: Any, of: int) -> Any:
     """`gl.multiple_of`, which the compiler believes."""
     if np.any(np.asarray(x) % of):
@@ -226,9 +233,9 @@ def language(program: tuple[int, ...], grid: tuple[int, ...]) -> SimpleNamespace
         static_range=range, multiple_of=checked_multiple, inline_asm_elementwise=inline_asm_elementwise,
         arange=lambda start, end, layout: block(np.arange(start, end, dtype=np.int32)),
         full=lambda shape, value, dtype, layout: block(np.full(shape, value, dtype)),
-        where=lambda condition, x, y: block(np.where(condition, x, y)), convert_layout=lambda x, layout: x,
-        sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.max(axis), maximum=np.maximum, exp2=np.exp2,
-        log2=np.log2,
+        where=where, convert_layout=lambda x, layout: x,
+        sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.max(axis), maximum=np.maximum, minimum=np.minimum,
+        exp2=np.exp2, log2=np.log2,
     )  # fmt: skip
 
 

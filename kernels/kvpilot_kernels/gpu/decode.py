@@ -13,6 +13,9 @@ so the matrix products run on codes alone. What makes it fast on NVIDIA GPUs fro
 - keys and values are the left operand (tokens, or elements, along M), queries of one KV head the right (N = 8 or 16);
 - a program is one warp: no barrier, no exchange between warps, and eight or more of them hide each other's latency.
 
+The recent window (`formats`: ring layout) is read by a second loop over a sequence's last tiles: one more product, on
+the digits that codes lack of 8 bits, times the step of a token's residual: 0 where the ring has another token's row.
+
 Gluon, because Triton's own layouts take packed values through shared memory unpacked, which halves the speed.
 """
 
@@ -21,8 +24,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kvpilot_kernels import formats
+
 # Renamed between Triton 3.6 and 3.9.
 copy_to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
+MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
+ROWS = gl.constexpr(gl.SliceLayout(1, MMA.value))
+COLS = gl.constexpr(gl.SliceLayout(0, MMA.value))
+
+STEP_SHIFT = gl.constexpr(formats.ZERO_BITS - formats.CUT_BITS)
+STEP_MASK = gl.constexpr((0x7FFF >> formats.CUT_BITS) << formats.CUT_BITS)
+ZERO_MASK = gl.constexpr((1 << formats.ZERO_BITS) - 1)
 
 UNIT = gl.constexpr(2.0**-24)
 """The value of the code 1 in a float16 mantissa with exponent 0."""
@@ -66,6 +81,18 @@ def chunks(bits, dim, group):
 
 
 @gluon.constexpr_function
+def zero_unit(bits):
+    """A zero point's unit in codes: z = zc * zero_unit."""
+    return ((1 << bits) - 1) / formats.ZERO_STEPS
+
+
+@gluon.constexpr_function
+def middle(bits):
+    """What a residual is counted from: half of its largest value."""
+    return ((1 << 8 - bits) - 1) / 2
+
+
+@gluon.constexpr_function
 def and_mask(bits, sub):
     """PTX that keeps one code in each half of a register."""
     return f"and.b32 $0, $1, {hex(((1 << bits) - 1 << bits * sub) * 0x10001)};"
@@ -95,72 +122,377 @@ def to_half(x):
 def step_and_zero(words):
     """Metadata words (see `formats`) as float32 step and zc; the integer becomes a float by its place in a mantissa."""
     wide = words.to(gl.uint32)
-    step = ((wide >> 1) & 0x7FF0).to(gl.uint16).to(gl.float16, bitcast=True).to(gl.float32)
-    return step, ((wide & 31) | 0x4B000000).to(gl.float32, bitcast=True) - 8388608.0
+    step = ((wide >> STEP_SHIFT) & STEP_MASK).to(gl.uint16).to(gl.float16, bitcast=True).to(gl.float32)
+    return step, ((wide & ZERO_MASK) | 0x4B000000).to(gl.float32, bitcast=True) - 8388608.0
 
 
 @gluon.jit
-def fetch_codes(buffer, stage, page, in_page, bits: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
-                TILE: gl.constexpr):  # fmt: skip
-    """Start copying a tile's rows of codes, chunk by chunk, into shared memory."""
-    WORDS: gl.constexpr = chunk_words(bits, D, GROUP)
+def fetch_rows(buffer, at, rows, SIDE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
+    """Start copying a tile's rows of codes, uint16 words from `rows` + int [TILE] on, into buffers `at` and on."""
+    WORDS: gl.constexpr = chunk_words(SIDE.bits, D, GROUP)
     WIDE: gl.constexpr = padded(WORDS)
-    COUNT: gl.constexpr = chunks(bits, D, GROUP)
+    COUNT: gl.constexpr = chunks(SIDE.bits, D, GROUP)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [1, 1], [1, 0])
-    token = gl.arange(0, TILE, gl.SliceLayout(1, layout))
     word = gl.arange(0, WIDE, gl.SliceLayout(0, layout))
-    rows = (page + in_page * (D * bits // 8)).to(gl.pointer_type(gl.uint16))
+    token = gl.arange(0, TILE, gl.SliceLayout(1, layout))
     for c in gl.static_range(COUNT):
-        at = token[:, None] * (D * bits // 16) + (word[None, :] + c * WORDS)
-        copy_to_shared(buffer.index(stage * COUNT + c), rows + at)
+        to = token[:, None] * (SIDE.row // 2) + (word[None, :] + c * WORDS)
+        copy_to_shared(buffer.index(at * COUNT + c), rows + to)
 
 
 @gluon.jit
-def fetch(kbuf, vbuf, mbuf, stage, base, table_ptr, t, end, page_stride, KB: gl.constexpr, VB: gl.constexpr,
+def fetch(keys, values, meta, stage, base, table_ptr, t, end, page_stride, KEY: gl.constexpr, VALUE: gl.constexpr,
           D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
     """Start copying the tile of tokens [t, t + TILE) into `stage`, if t < end."""
-    META: gl.constexpr = 2 * (D // GROUP)
     if t < end:
         page = base + gl.load(table_ptr + t // PAGE).to(gl.int64) * page_stride
-        in_page = gl.multiple_of(t % PAGE, TILE)
-        fetch_codes(kbuf, stage, page, in_page, KB, D, GROUP, TILE)
+        place = gl.multiple_of(t % PAGE, TILE)
+        u16: gl.constexpr = gl.pointer_type(gl.uint16)
+        fetch_rows(keys, stage, (page + (KEY.codes + place * KEY.row)).to(u16), KEY, D, GROUP, TILE)
         layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
-        i = gl.arange(0, META * TILE, layout)
-        words = (page + PAGE * (D * (KB + VB) // 8)).to(gl.pointer_type(gl.uint16)) + in_page
-        copy_to_shared(mbuf.index(stage), words + ((i // TILE) * PAGE + i % TILE))
-        fetch_codes(vbuf, stage, page + PAGE * (D * KB // 8), in_page, VB, D, GROUP, TILE)
+        i = gl.arange(0, 2 * (D // GROUP) * TILE, layout)
+        # The words of keys and of values are one region after the other.
+        copy_to_shared(meta.index(stage), (page + KEY.meta).to(u16) + place + ((i // TILE) * PAGE + i % TILE))
+        fetch_rows(values, stage, (page + (VALUE.codes + place * VALUE.row)).to(u16), VALUE, D, GROUP, TILE)
+
+
+@gluon.jit
+def load_words(buffer, at, COUNT: gl.constexpr, TURNED: gl.constexpr):
+    """A tile's codes as operands of an MMA: of each chunk its words, and their upper bytes moved down."""
+    words = ()
+    for c in gl.static_range(COUNT):
+        if TURNED:
+            low = buffer.index(at * COUNT + c).permute([1, 0]).load(LEFT)
+        else:
+            low = buffer.index(at * COUNT + c).load(LEFT)
+        words = words + (low, high(low))
+    return words
+
+
+@gluon.jit
+def load_query(query_ptr, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr,
+               N: gl.constexpr):  # fmt: skip
+    """The queries of a KV head by plane, float16 [words, N], and by group the sums that zero points take, float32 [N].
+
+    A plane's codes are times 2^(bits * sub-plane), and its queries divided by that.
+    """
+    PLANES: gl.constexpr = planes(KEY.bits, D, GROUP)
+    WORDS: gl.constexpr = chunk_words(KEY.bits, D, GROUP)
+    word = gl.arange(0, padded(WORDS), gl.SliceLayout(1, RIGHT))[:, None]
+    n = gl.arange(0, N, gl.SliceLayout(0, RIGHT))[None, :]
+    query = ()
+    for i in gl.static_range(len(PLANES)):
+        element = PLANES[i][1] * KEY.row + PLANES[i][2] + 2 * (PLANES[i][0] * WORDS + word)
+        query = query + (gl.load(query_ptr + n * D + element, mask=(n < RATIO) & (word < WORDS), other=0.0),)
+    sums = ()
+    for g in gl.static_range(D // GROUP):
+        total = gl.full([N], 0.0, gl.float32, gl.SliceLayout(0, RIGHT))
+        for i in gl.static_range(len(PLANES)):
+            if PLANES[i][3] == g:
+                total += gl.sum(query[i].to(gl.float32), 0)
+        sums = sums + (gl.convert_layout(total, COLS) * (zero_unit(KEY.bits) * UNIT),)
+    scaled = ()
+    for i in gl.static_range(len(PLANES)):
+        scaled = scaled + ((query[i] * (0.5 ** (KEY.bits * PLANES[i][1]))).to(gl.float16),)
+    return scaled, sums
+
+
+@gluon.jit
+def fetch_digits(buffer, ring_ptr, ring_table_ptr, t, ring_page_stride, SIDE: gl.constexpr, D: gl.constexpr,
+                 GROUP: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr):  # fmt: skip
+    """Start copying the digits that the ring may have for the tile of tokens [t, t + TILE)."""
+    WORDS: gl.constexpr = chunk_words(SIDE.bits, D, GROUP)
+    WIDE: gl.constexpr = padded(WORDS)
+    COUNT: gl.constexpr = chunks(SIDE.bits, D, GROUP)
+    DIGITS: gl.constexpr = SIDE.digits
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [1, 1], [1, 0])
+    word = gl.arange(0, WIDE, gl.SliceLayout(0, layout))
+    place = (t + gl.arange(0, TILE, gl.SliceLayout(1, layout))) % (RING * RING_BLOCKS)
+    block = gl.maximum(gl.load(ring_table_ptr + place // RING), 0)
+    rows = (ring_ptr + SIDE.digit_codes).to(gl.pointer_type(gl.uint16))
+    # In words, of which a row has a multiple of 4 and a page of 8: copies go by 8 bytes at least.
+    row = block.to(gl.int64) * (ring_page_stride // 16 * 8) + (place % RING) * (SIDE.row // 2)
+    for i in gl.static_range(DIGITS):
+        for c in gl.static_range(COUNT):
+            to = row[:, None] + (word[None, :] + (i * RING * (SIDE.row // 2) + c * WORDS))
+            copy_to_shared(buffer.index(i * COUNT + c), rows + to)
+
+
+@gluon.jit
+def fetch_ring(key_digits, value_digits, ring_ptr, ring_table_ptr, t, ring_page_stride, KEY: gl.constexpr,
+               VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr,
+               RING_BLOCKS: gl.constexpr):  # fmt: skip
+    """Start copying both sides' digits of the tile of tokens [t, t + TILE)."""
+    fetch_digits(
+        key_digits, ring_ptr, ring_table_ptr, t, ring_page_stride, KEY, D, GROUP, TILE, RING, RING_BLOCKS
+    )  # fmt: skip
+    fetch_digits(
+        value_digits, ring_ptr, ring_table_ptr, t, ring_page_stride, VALUE, D, GROUP, TILE, RING, RING_BLOCKS
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def over_lanes(tile):
+    """A tile's tokens over the lanes of a warp."""
+    return gl.BlockedLayout([max(1, tile // 32)], [32], [1], [0])
+
+
+@gluon.jit
+def load_recent(page, ring_ptr, ring_table_ptr, t, place, ring_page_stride, KEY: gl.constexpr, VALUE: gl.constexpr,
+                D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr,
+                RING_BLOCKS: gl.constexpr):  # fmt: skip
+    """What tells whether the ring has the tokens from t on, whose rows begin at `place` of their page.
+
+    By group, keys before values: the ring's words, uint32 [TILE], and of the first two groups of a side the codes that
+    are in its tag, uint32 [TILE]. Then whether there is a ring, [TILE] or one for all.
+    """
+    GROUPS: gl.constexpr = D // GROUP
+    token = gl.arange(0, TILE, over_lanes(TILE))
+    at = (t + token) % (RING * RING_BLOCKS)
+    if RING_BLOCKS == 1:
+        block = gl.load(ring_table_ptr)
+    else:
+        block = gl.load(ring_table_ptr + at // RING)
+        at = at % RING
+    rows = (ring_ptr + KEY.words).to(gl.pointer_type(gl.uint16))
+    rows = rows + (gl.maximum(block, 0).to(gl.int64) * (ring_page_stride // 2) + at)
+    key_codes = (page + KEY.codes).to(gl.pointer_type(gl.uint16)) + (place + token) * (KEY.row // 2)
+    value_codes = (page + VALUE.codes).to(gl.pointer_type(gl.uint16)) + (place + token) * (VALUE.row // 2)
+    words = ()
+    for g in gl.static_range(2 * GROUPS):
+        words = words + (gl.load(rows + g * RING).to(gl.uint32),)
+    codes = ()
+    for g in gl.static_range(min(GROUPS, 2)):
+        codes = codes + (gl.load(key_codes + g * (KEY.row // 2 // GROUPS)).to(gl.uint32),)
+    for g in gl.static_range(min(GROUPS, 2)):
+        codes = codes + (gl.load(value_codes + g * (VALUE.row // 2 // GROUPS)).to(gl.uint32),)
+    return words, codes, block >= 0
+
+
+@gluon.jit
+def same_tag(meta, word, codes, at: gl.constexpr, TILE: gl.constexpr):
+    """Whether a ring's word has the tag of group `at` of the page, keys' groups before values'."""
+    scale = meta.slice(at * TILE, TILE).load(over_lanes(TILE)).to(gl.uint32)
+    return word >> 2 == (codes * 0x9E3779B1 + scale * 0x85EBCA77) >> 18
+
+
+@gluon.jit
+def fine_step(word, right, BITS: gl.constexpr):
+    """A residual's step in steps of its codes, float32 [TILE]: 2^e / n, 0 where not `right`."""
+    e = word & 3
+    factor = gl.where(e == 0, 0.5 ** (8 - BITS), gl.where(e == 1, 0.5 ** (7 - BITS), 0.5 ** (6 - BITS)))
+    return gl.convert_layout(gl.where(right, factor, 0.0), ROWS)
+
+
+@gluon.jit
+def refine(meta, words, codes, right, KEY: gl.constexpr, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
+           TILE: gl.constexpr):  # fmt: skip
+    """`fine_step` by group, keys before values, of what `load_recent` loaded; 0 where the ring has another token."""
+    GROUPS: gl.constexpr = D // GROUP
+    TAGGED: gl.constexpr = min(GROUPS, 2)
+    for g in gl.static_range(TAGGED):
+        right = right & same_tag(meta, words[g], codes[g], g, TILE)
+        right = right & same_tag(meta, words[GROUPS + g], codes[TAGGED + g], GROUPS + g, TILE)
+    fine = ()
+    for g in gl.static_range(GROUPS):
+        fine = fine + (fine_step(words[g], right, KEY.bits),)
+    for g in gl.static_range(GROUPS):
+        fine = fine + (fine_step(words[GROUPS + g], right, VALUE.bits),)
+    return fine
+
+
+@gluon.jit
+def dot(words, query, start, g: gl.constexpr, BITS: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr):
+    """`start` [TILE, N] + the product of a group's codes with the queries."""
+    PLANES: gl.constexpr = planes(BITS, D, GROUP)
+    for i in gl.static_range(len(PLANES)):
+        if PLANES[i][3] == g:
+            start = mma_v2(plane(words[2 * PLANES[i][0] + PLANES[i][2]], BITS, PLANES[i][1]), query[i], start)
+    return start
+
+
+@gluon.jit
+def score(keys, meta, stage, live, query, sums, digits, fine, softcap, KEY: gl.constexpr, D: gl.constexpr,
+          GROUP: gl.constexpr, TILE: gl.constexpr, N: gl.constexpr, SOFTCAP: gl.constexpr,
+          RECENT: gl.constexpr):  # fmt: skip
+    """A tile's scores times UNIT, float32 [TILE, N]; -1e30 where not `live` [TILE].
+
+    With RECENT, with what `digits` add: `fine` as `refine` has it.
+    """
+    COUNT: gl.constexpr = chunks(KEY.bits, D, GROUP)
+    DIGITS: gl.constexpr = KEY.digits if RECENT else 0
+    nothing = gl.full([TILE, N], 0.0, gl.float32, MMA)
+    words = load_words(keys, stage, COUNT, False)
+    score = nothing
+    steps = ()
+    for g in gl.static_range(D // GROUP):
+        # A word past the end may be anything, NaN among it, and 0 * NaN is not 0.
+        step, zero = step_and_zero(gl.where(live, meta.slice(g * TILE, TILE).load(ROWS), 0))
+        product = dot(words, query, nothing, g, KEY.bits, D, GROUP)
+        score += step[:, None] * (product - zero[:, None] * sums[g][None, :])
+        if DIGITS > 0:
+            steps = steps + (step * fine[g],)
+    if DIGITS > 0:
+        products = ()
+        for g in gl.static_range(D // GROUP):
+            products = products + (nothing,)
+        for i in gl.static_range(DIGITS):
+            words = load_words(digits, i, COUNT, False)
+            new = ()
+            for g in gl.static_range(D // GROUP):
+                new = new + (dot(words, query, products[g] * (1 << KEY.bits), g, KEY.bits, D, GROUP),)
+            products = new
+        for g in gl.static_range(D // GROUP):
+            half = sums[g] * (middle(KEY.bits) / zero_unit(KEY.bits))
+            score += steps[g][:, None] * (products[g] - half[None, :])
+    if SOFTCAP:
+        power = gl.exp2(score * (2.0 / UNIT / softcap))
+        score = (1.0 - 2.0 / (power + 1.0)) * (softcap * 1.4426950408889634 * UNIT)
+    return gl.where(live[:, None], score, -1e30)
+
+
+@gluon.jit
+def accumulate(score, values, meta, stage, live, m, total, zeros, acc, digits, fine, VALUE: gl.constexpr,
+               D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, RECENT: gl.constexpr):  # fmt: skip
+    """Add a tile to the running softmax: new m [N], total [TILE, N], zeros by group [TILE, N], acc by plane [words, N].
+
+    m: the largest score so far, less HEADROOM. total: sums of probabilities times 2^HEADROOM. zeros: of these times
+    step and zc. acc: of these times step and code, in units of UNIT * 2^(bits * sub-plane). `digits`, `fine`: as in
+    `score`.
+    """
+    PLANES: gl.constexpr = planes(VALUE.bits, D, GROUP)
+    COUNT: gl.constexpr = chunks(VALUE.bits, D, GROUP)
+    GROUPS: gl.constexpr = D // GROUP
+    DIGITS: gl.constexpr = VALUE.digits if RECENT else 0
+    m_new = gl.maximum(m, gl.max(score, 0) * (1 / UNIT) - HEADROOM)
+    alpha = gl.exp2(m - m_new)[None, :]
+    p = gl.exp2(score * (1 / UNIT) - m_new[None, :])
+    total = total * alpha + p
+    weights = ()
+    fine_weights = ()
+    new = ()
+    for g in gl.static_range(GROUPS):
+        step, zero = step_and_zero(gl.where(live, meta.slice((GROUPS + g) * TILE, TILE).load(ROWS), 0))
+        w = to_half(p * step[:, None])
+        zeros_g = zeros[g] * alpha + w.to(gl.float32) * zero[:, None]
+        weights = weights + (gl.convert_layout(w, RIGHT),)
+        if DIGITS > 0:
+            w = to_half(p * (step * fine[GROUPS + g])[:, None])
+            zeros_g += w.to(gl.float32) * (middle(VALUE.bits) / zero_unit(VALUE.bits))
+            fine_weights = fine_weights + (gl.convert_layout(w, RIGHT),)
+        new = new + (zeros_g,)
+    zeros = new
+    words = load_words(values, stage, COUNT, True)
+    new = ()
+    for i in gl.static_range(len(PLANES)):
+        codes = plane(words[2 * PLANES[i][0] + PLANES[i][2]], VALUE.bits, PLANES[i][1])
+        new = new + (mma_v2(codes, weights[PLANES[i][3]], acc[i] * alpha),)
+    acc = new
+    if DIGITS > 0:
+        for j in gl.static_range(DIGITS):
+            words = load_words(digits, j, COUNT, True)
+            new = ()
+            for i in gl.static_range(len(PLANES)):
+                codes = plane(words[2 * PLANES[i][0] + PLANES[i][2]], VALUE.bits, PLANES[i][1])
+                w = (fine_weights[PLANES[i][3]] * (1 << VALUE.bits * (DIGITS - 1 - j))).to(gl.float16)
+                new = new + (mma_v2(codes, w, acc[i]),)
+            acc = new
+    return m_new, total, zeros, acc
+
+
+@gluon.jit
+def epilogue(out_ptr, lse_ptr, m, total, zeros, acc, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
+             RATIO: gl.constexpr, N: gl.constexpr):  # fmt: skip
+    """Write an item's normalised output, float32 [RATIO, D], and its log-sums, float32 [RATIO]."""
+    PLANES: gl.constexpr = planes(VALUE.bits, D, GROUP)
+    WORDS: gl.constexpr = chunk_words(VALUE.bits, D, GROUP)
+    norm = gl.sum(total, 0)
+    word = gl.arange(0, padded(WORDS), ROWS)[:, None]
+    n = gl.arange(0, N, COLS)
+    for i in gl.static_range(len(PLANES)):
+        element = PLANES[i][1] * VALUE.row + PLANES[i][2] + 2 * (PLANES[i][0] * WORDS + word)
+        shift = gl.sum(zeros[PLANES[i][3]], 0) * zero_unit(VALUE.bits)
+        value = (acc[i] * (0.5 ** (VALUE.bits * PLANES[i][1]) / UNIT) - shift[None, :]) / norm[None, :]
+        gl.store(out_ptr + n[None, :] * D + element, value, mask=(n[None, :] < RATIO) & (word < WORDS))
+    gl.store(lse_ptr + n, gl.log2(norm) + m, mask=n < RATIO)
+
+
+@gluon.jit
+def attend(query, sums, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, meta,
+           key_digits, value_digits, begin, stop, end, length, page_stride, ring_page_stride, softcap,
+           KEY: gl.constexpr, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, N: gl.constexpr,
+           TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
+           RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr):  # fmt: skip
+    """Take tokens [begin, stop) of the item's, which ends at `end`, into the running softmax of `accumulate`.
+
+    STAGES - 1 tiles are on their way; with RECENT the digits of the first tile, too.
+    """
+    token = gl.arange(0, TILE, ROWS)
+    for t in range(begin, stop, TILE):
+        ahead = stage + STAGES - 1
+        ahead = gl.where(ahead >= STAGES, ahead - STAGES, ahead)
+        fetch(
+            keys, values, meta, ahead, base, table_ptr, t + (STAGES - 1) * TILE, end, page_stride, KEY, VALUE, D,
+            GROUP, TILE, PAGE,
+        )  # fmt: skip
+        async_copy.commit_group()
+        live = t + token < end
+        if RECENT > 0:
+            page = base + gl.load(table_ptr + t // PAGE).to(gl.int64) * page_stride
+            words, codes, there = load_recent(
+                page, ring_ptr, ring_table_ptr, t, t % PAGE, ring_page_stride, KEY, VALUE, D, GROUP, TILE, RING,
+                RING_BLOCKS,
+            )  # fmt: skip
+            async_copy.wait_group(0)
+            at = t + gl.arange(0, TILE, over_lanes(TILE))
+            right = there & (at < end) & (at >= length - RECENT)
+            fine = refine(meta.index(stage), words, codes, right, KEY, VALUE, D, GROUP, TILE)
+        else:
+            async_copy.wait_group(STAGES - 1)
+            fine = ()
+        if WINDOW > 0:
+            live = live & (t + token >= length - WINDOW)
+        scores = score(
+            keys, meta.index(stage), stage, live, query, sums, key_digits, fine, softcap, KEY, D, GROUP, TILE, N,
+            SOFTCAP, RECENT > 0,
+        )  # fmt: skip
+        m, total, zeros, acc = accumulate(
+            scores, values, meta.index(stage), stage, live, m, total, zeros, acc, value_digits, fine, VALUE, D, GROUP,
+            TILE, RECENT > 0,
+        )  # fmt: skip
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        if RECENT > 0:  # noqa: SIM102  a constant, and what is only known in a launch
+            if t + TILE < stop:
+                fetch_ring(
+                    key_digits, value_digits, ring_ptr, ring_table_ptr, t + TILE, ring_page_stride, KEY, VALUE, D,
+                    GROUP, TILE, RING, RING_BLOCKS,
+                )  # fmt: skip
+    return stage, m, total, zeros, acc
 
 
 @gluon.jit
 def decode_kernel(
-    query_ptr, cache_ptr, table_ptr, items_ptr, lens_ptr, out_ptr, lse_ptr, page_stride, head_stride, table_stride,
-    softcap, KB: gl.constexpr, VB: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr,
-    N: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
-    WINDOW: gl.constexpr, OVERLAP: gl.constexpr,
+    query_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr, items_ptr, lens_ptr, out_ptr, lse_ptr, page_stride,
+    head_stride, ring_page_stride, ring_head_stride, table_stride, ring_table_stride, softcap, KEY: gl.constexpr,
+    VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr, N: gl.constexpr,
+    TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
+    RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Partial attention of one item of the plan and one KV head; grid (kv_heads, items), one warp.
 
     query: float16 [sequences, kv_heads * RATIO, D], rotated, scaled by softmax scale * log2(e).
     cache: packed pages; table: int32 [sequences, blocks]; items: int32 [items, 4] as (sequence, start, end, -), a
-    sequence of -1 is no work; lens: int32 [sequences].
+    sequence of -1 is no work; lens: int32 [sequences]; KEY, VALUE: a `codec.SideLayout`.
+    ring: pages of the last RECENT tokens' residuals, RING tokens in each of RING_BLOCKS; ring_table: int32 [sequences,
+    RING_BLOCKS], negative for none. Unread where RECENT is 0.
     out: float32 [items, kv_heads, RATIO, D], normalised, rotated; lse: float32 [items, kv_heads, RATIO] in log2.
     """
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    rows: gl.constexpr = gl.SliceLayout(1, mma)
-    cols: gl.constexpr = gl.SliceLayout(0, mma)
-    GROUPS: gl.constexpr = D // GROUP
-    KP: gl.constexpr = planes(KB, D, GROUP)
-    VP: gl.constexpr = planes(VB, D, GROUP)
-    KW: gl.constexpr = chunk_words(KB, D, GROUP)
-    VW: gl.constexpr = chunk_words(VB, D, GROUP)
-    KWIDE: gl.constexpr = padded(KW)
-    VWIDE: gl.constexpr = padded(VW)
-    KC: gl.constexpr = chunks(KB, D, GROUP)
-    VC: gl.constexpr = chunks(VB, D, GROUP)
-    KQ: gl.constexpr = ((1 << KB) - 1) / 30
-    VQ: gl.constexpr = ((1 << VB) - 1) / 30
+    KEY_CHUNKS: gl.constexpr = chunks(KEY.bits, D, GROUP)
+    KEY_WIDE: gl.constexpr = padded(chunk_words(KEY.bits, D, GROUP))
+    VALUE_CHUNKS: gl.constexpr = chunks(VALUE.bits, D, GROUP)
+    VALUE_WIDE: gl.constexpr = padded(chunk_words(VALUE.bits, D, GROUP))
+    KEY_SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // KEY_WIDE, KEY_WIDE // 8, [1, 0])
+    VALUE_SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // VALUE_WIDE, VALUE_WIDE // 8, [1, 0])
     head = gl.program_id(0)
     heads = gl.num_programs(0)
     item = gl.program_id(1)
@@ -170,125 +502,85 @@ def decode_kernel(
         end = gl.load(items_ptr + 4 * item + 2)
         base = cache_ptr + head.to(gl.int64) * head_stride
         table_ptr += sequence.to(gl.int64) * table_stride
-        kbuf = gl.allocate_shared_memory(
-            gl.uint16, [STAGES * KC, TILE, KWIDE], gl.SwizzledSharedLayout(8, 64 // KWIDE, KWIDE // 8, [1, 0])
-        )
-        vbuf = gl.allocate_shared_memory(
-            gl.uint16, [STAGES * VC, TILE, VWIDE], gl.SwizzledSharedLayout(8, 64 // VWIDE, VWIDE // 8, [1, 0])
-        )
-        mbuf = gl.allocate_shared_memory(gl.uint16, [STAGES, 2 * GROUPS * TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        keys = gl.allocate_shared_memory(gl.uint16, [STAGES * KEY_CHUNKS, TILE, KEY_WIDE], KEY_SHARED)
+        values = gl.allocate_shared_memory(gl.uint16, [STAGES * VALUE_CHUNKS, TILE, VALUE_WIDE], VALUE_SHARED)
+        meta = gl.allocate_shared_memory(
+            gl.uint16, [STAGES, 2 * (D // GROUP) * TILE], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        )  # fmt: skip
         # What this step stores is at the end of a sequence: its own token, and before it perhaps one of a sequence that
         # it shares a block with. Tiles before these two tokens do not wait for `store`.
         settled = end - 1 - TILE
         for i in gl.static_range(STAGES - 1):
             t = start + i * TILE
-            fetch(kbuf, vbuf, mbuf, i, base, table_ptr, t, settled, page_stride, KB, VB, D, GROUP, TILE, PAGE)
+            fetch(
+                keys, values, meta, i, base, table_ptr, t, settled, page_stride, KEY, VALUE, D, GROUP, TILE, PAGE
+            )  # fmt: skip
         if OVERLAP:
             gdc_wait()
         for i in gl.static_range(STAGES - 1):
             t = start + i * TILE
             if t >= settled:
-                fetch(kbuf, vbuf, mbuf, i, base, table_ptr, t, end, page_stride, KB, VB, D, GROUP, TILE, PAGE)
+                fetch(
+                    keys, values, meta, i, base, table_ptr, t, end, page_stride, KEY, VALUE, D, GROUP, TILE, PAGE
+                )  # fmt: skip
             async_copy.commit_group()
+        length = end
+        if RECENT + WINDOW > 0:
+            length = gl.load(lens_ptr + sequence)
+        # The first tile with a token of the recent window.
+        plain = end
+        key_digits = keys
+        value_digits = values
+        if RECENT > 0:
+            plain = gl.minimum(gl.maximum(gl.maximum(length - RECENT, 0) // TILE * TILE, start), end)
+            if KEY.bits < 8:
+                key_digits = gl.allocate_shared_memory(
+                    gl.uint16, [(8 // KEY.bits - 1) * KEY_CHUNKS, TILE, KEY_WIDE], KEY_SHARED
+                )
+            if VALUE.bits < 8:
+                value_digits = gl.allocate_shared_memory(
+                    gl.uint16, [(8 // VALUE.bits - 1) * VALUE_CHUNKS, TILE, VALUE_WIDE], VALUE_SHARED
+                )
+            ring_ptr += head.to(gl.int64) * ring_head_stride
+            ring_table_ptr += sequence.to(gl.int64) * ring_table_stride
+            if plain == start:
+                fetch_ring(
+                    key_digits, value_digits, ring_ptr, ring_table_ptr, start, ring_page_stride, KEY, VALUE, D, GROUP,
+                    TILE, RING, RING_BLOCKS,
+                )  # fmt: skip
 
-        word = gl.arange(0, KWIDE, gl.SliceLayout(1, right))[:, None]
-        n = gl.arange(0, N, gl.SliceLayout(0, right))[None, :]
-        query_ptr += (sequence * heads + head).to(gl.int64) * (RATIO * D)
-        q = ()
-        for i in gl.static_range(len(KP)):
-            element = KP[i][1] * (D * KB // 8) + KP[i][2] + 2 * (KP[i][0] * KW + word)
-            q = q + (gl.load(query_ptr + n * D + element, mask=(n < RATIO) & (word < KW), other=0.0),)
-        sums = ()
-        for g in gl.static_range(GROUPS):
-            total = gl.full([N], 0.0, gl.float32, gl.SliceLayout(0, right))
-            for i in gl.static_range(len(KP)):
-                if KP[i][3] == g:
-                    total += gl.sum(q[i].to(gl.float32), 0)
-            sums = sums + (gl.convert_layout(total, cols) * (KQ * UNIT),)
-        scaled = ()
-        for i in gl.static_range(len(KP)):
-            scaled = scaled + ((q[i] * (0.5 ** (KB * KP[i][1]))).to(gl.float16),)
-
-        nothing = gl.full([TILE, N], 0.0, gl.float32, mma)
-        m = gl.full([N], -1e30, gl.float32, cols)
-        total = nothing
-        zeros = ()
-        for g in gl.static_range(GROUPS):
-            zeros = zeros + (nothing,)
-        acc = ()
-        for i in gl.static_range(len(VP)):
-            acc = acc + (gl.full([VWIDE, N], 0.0, gl.float32, mma),)
-        token = gl.arange(0, TILE, rows)
-        first = 0
-        if WINDOW > 0:
-            first = gl.load(lens_ptr + sequence) - WINDOW
+        query, sums = load_query(
+            query_ptr + (sequence * heads + head).to(gl.int64) * (RATIO * D), KEY, D, GROUP, RATIO, N
+        )  # fmt: skip
         stage = 0
-        for t in range(start, end, TILE):
-            ahead = stage + STAGES - 1
-            ahead = gl.where(ahead >= STAGES, ahead - STAGES, ahead)
-            fetch(
-                kbuf, vbuf, mbuf, ahead, base, table_ptr, t + (STAGES - 1) * TILE, end, page_stride, KB, VB, D, GROUP,
-                TILE, PAGE,
+        m = gl.full([N], -1e30, gl.float32, COLS)
+        total = gl.full([TILE, N], 0.0, gl.float32, MMA)
+        zeros = ()
+        for g in gl.static_range(D // GROUP):
+            zeros = zeros + (total,)
+        acc = ()
+        for i in gl.static_range(len(planes(VALUE.bits, D, GROUP))):
+            acc = acc + (gl.full([VALUE_WIDE, N], 0.0, gl.float32, MMA),)
+        stage, m, total, zeros, acc = attend(
+            query, sums, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, meta,
+            keys, values, start, plain, end, length, page_stride, ring_page_stride, softcap, KEY, VALUE, D, GROUP, N,
+            TILE, PAGE, STAGES, SOFTCAP, WINDOW, 0, RING, RING_BLOCKS,
+        )  # fmt: skip
+        if RECENT > 0:
+            if (start < plain) & (plain < end):
+                fetch_ring(
+                    key_digits, value_digits, ring_ptr, ring_table_ptr, plain, ring_page_stride, KEY, VALUE, D, GROUP,
+                    TILE, RING, RING_BLOCKS,
+                )  # fmt: skip
+            stage, m, total, zeros, acc = attend(
+                query, sums, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, ring_table_ptr, keys, values,
+                meta, key_digits, value_digits, plain, end, end, length, page_stride, ring_page_stride, softcap, KEY,
+                VALUE, D, GROUP, N, TILE, PAGE, STAGES, SOFTCAP, WINDOW, RECENT, RING, RING_BLOCKS,
             )  # fmt: skip
-            async_copy.commit_group()
-            async_copy.wait_group(STAGES - 1)
-            meta = mbuf.index(stage)
-            live = t + token < end
-            if WINDOW > 0:
-                live = live & (t + token >= first)
-            kw = ()
-            for c in gl.static_range(KC):
-                low = kbuf.index(stage * KC + c).load(left)
-                kw = kw + (low, high(low))
-            score = nothing
-            for g in gl.static_range(GROUPS):
-                # A word past the end may be anything, NaN among it, and 0 * NaN is not 0.
-                step, zero = step_and_zero(gl.where(live, meta.slice(g * TILE, TILE).load(rows), 0))
-                dot = nothing
-                for i in gl.static_range(len(KP)):
-                    if KP[i][3] == g:
-                        dot = mma_v2(plane(kw[2 * KP[i][0] + KP[i][2]], KB, KP[i][1]), scaled[i], dot)
-                score += step[:, None] * (dot - zero[:, None] * sums[g][None, :])
-            if SOFTCAP:
-                power = gl.exp2(score * (2.0 / UNIT / softcap))
-                score = (1.0 - 2.0 / (power + 1.0)) * (softcap * 1.4426950408889634 * UNIT)
-            score = gl.where(live[:, None], score, -1e30)
-            m_new = gl.maximum(m, gl.max(score, 0) * (1 / UNIT) - HEADROOM)
-            alpha = gl.exp2(m - m_new)[None, :]
-            p = gl.exp2(score * (1 / UNIT) - m_new[None, :])
-            m = m_new
-            total = total * alpha + p
-            weights = ()
-            new = ()
-            for g in gl.static_range(GROUPS):
-                step, zero = step_and_zero(gl.where(live, meta.slice((GROUPS + g) * TILE, TILE).load(rows), 0))
-                w = to_half(p * step[:, None])
-                new = new + (zeros[g] * alpha + w.to(gl.float32) * zero[:, None],)
-                weights = weights + (gl.convert_layout(w, right),)
-            zeros = new
-            vw = ()
-            for c in gl.static_range(VC):
-                low = vbuf.index(stage * VC + c).permute([1, 0]).load(left)
-                vw = vw + (low, high(low))
-            new = ()
-            for i in gl.static_range(len(VP)):
-                codes = plane(vw[2 * VP[i][0] + VP[i][2]], VB, VP[i][1])
-                new = new + (mma_v2(codes, weights[VP[i][3]], acc[i] * alpha),)
-            acc = new
-            stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         async_copy.wait_group(0)
         if OVERLAP:
             gdc_launch_dependents()
-
-        norm = gl.sum(total, 0)
-        word = gl.arange(0, VWIDE, rows)[:, None]
-        n = gl.arange(0, N, cols)
-        out_ptr += (item * heads + head).to(gl.int64) * (RATIO * D)
-        for i in gl.static_range(len(VP)):
-            element = VP[i][1] * (D * VB // 8) + VP[i][2] + 2 * (VP[i][0] * VW + word)
-            shift = gl.sum(zeros[VP[i][3]], 0) * VQ
-            value = (acc[i] * (0.5 ** (VB * VP[i][1]) / UNIT) - shift[None, :]) / norm[None, :]
-            gl.store(out_ptr + n[None, :] * D + element, value, mask=(n[None, :] < RATIO) & (word < VW))
-        gl.store(lse_ptr + (item * heads + head) * RATIO + n, gl.log2(norm) + m, mask=n < RATIO)
+        at = (item * heads + head).to(gl.int64) * RATIO
+        epilogue(out_ptr + at * D, lse_ptr + at, m, total, zeros, acc, VALUE, D, GROUP, RATIO, N)
     elif OVERLAP:
         gdc_wait()

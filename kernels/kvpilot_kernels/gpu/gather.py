@@ -7,40 +7,33 @@ runs over it, and the next piece takes its place. The context never exists in 16
 import triton
 import triton.language as tl
 
+from kvpilot_kernels.gpu.codec import byte_of, read_codes, step_and_zero
 from kvpilot_kernels.gpu.turn import rotate
 
 
 @triton.jit
-def read_rows(page_ptr, in_page, live, turn_ptr, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-              TOKENS: tl.constexpr, PAGE: tl.constexpr, CODES: tl.constexpr, META: tl.constexpr):  # fmt: skip
-    """Rows [TOKENS, WIDE] of one side, rotated back, float32."""
-    GROUPS: tl.constexpr = WIDE // 64
-    GROUP: tl.constexpr = D // GROUPS
-    PLANES: tl.constexpr = 8 // BITS
-    PART: tl.constexpr = WIDE // PLANES
+def read_side(page_ptr, place, live, turn_ptr, head, mean_ptr, scale_ptr, SIDE: tl.constexpr, D: tl.constexpr,
+              WIDE: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
+    """Rows [TOKENS, WIDE] of a side of `head`, rotated back, in the model's elements, float32."""
     slot = tl.arange(0, WIDE)
-    if BITS == 8 and GROUP != 64:
-        at = slot // 64 * GROUP + slot % 64
-        real = slot % 64 < GROUP
-    else:
-        at = slot % PART
-        real = at < D // PLANES
-    mask = live[:, None] & real[None, :]
-    byte = tl.load(page_ptr[:, None] + (CODES + in_page[:, None] * (D // PLANES) + at[None, :]), mask=mask, other=0)
-    code = (byte.to(tl.int32) >> (BITS * (slot // PART))[None, :]) & ((1 << BITS) - 1)
-    words = (page_ptr + META).to(tl.pointer_type(tl.int16))[:, None] + ((slot // 64)[None, :] * PAGE + in_page[:, None])
-    word = tl.load(words, mask=mask, other=0).to(tl.int32)
-    step = ((word >> 1) & 0x7FF0).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    y = (code.to(tl.float32) - (word & 31).to(tl.float32) * (((1 << BITS) - 1) / 30.0)) * step
+    code = read_codes(page_ptr + (SIDE.codes + place * SIDE.row), live, SIDE.bits, D, WIDE)
+    _, real = byte_of(slot, SIDE.bits, D, WIDE)
+    words = (page_ptr + SIDE.meta).to(tl.pointer_type(tl.int16))[:, None]
+    words += (slot // 64)[None, :] * PAGE + place[:, None]
+    word = tl.load(words, mask=live[:, None] & real[None, :], other=0).to(tl.int32)
+    step, zero = step_and_zero(word, SIDE.bits)
     turn = tl.load(turn_ptr + slot[None, :] * WIDE + slot[:, None])
-    return rotate(y, turn, D)
+    y = rotate((code.to(tl.float32) - zero) * step, turn, D)
+    factor = tl.load(scale_ptr + head * D + slot, mask=slot < D, other=1.0)
+    mean = tl.load(mean_ptr + head * D + slot, mask=slot < D, other=0.0)
+    return y / factor[None, :] + mean[None, :]
 
 
 @triton.jit(do_not_specialize=["begin"])
 def gather_kernel(
     cache_ptr, table_ptr, rows_ptr, key_out_ptr, value_out_ptr, key_turn_ptr, value_turn_ptr, key_mean_ptr,
     key_scale_ptr, value_mean_ptr, value_scale_ptr, begin, page_stride, head_stride, table_stride,
-    KV_HEADS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+    KV_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
     PAGE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(longest, TOKENS), KV_HEADS, sequences): tokens [begin, begin + length) of each sequence.
@@ -48,31 +41,21 @@ def gather_kernel(
     table: int32 [sequences, blocks]; rows: int32 [sequences + 1], where each sequence's tokens start in the outputs
     (their differences are the lengths); outputs: 16 bits [rows, KV_HEADS, D]; the rest as in `store`.
     """
-    META: tl.constexpr = D * (KB + VB) // 8 * PAGE
     head = tl.program_id(1)
     sequence = tl.program_id(2)
     row = tl.load(rows_ptr + sequence)
     length = tl.load(rows_ptr + sequence + 1) - row
-    place = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    at = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     if tl.program_id(0) * TOKENS < length:
-        live = place < length
-        token = begin + place
+        live = at < length
+        token = begin + at
         block = tl.load(table_ptr + sequence.to(tl.int64) * table_stride + token // PAGE, mask=live, other=0)
         page = cache_ptr + block.to(tl.int64) * page_stride + head.to(tl.int64) * head_stride
-        in_page = token % PAGE
+        place = token % PAGE
         d = tl.arange(0, WIDE)
         mask = live[:, None] & (d < D)[None, :]
-        to = ((row + place).to(tl.int64) * KV_HEADS + head)[:, None] * D + d[None, :]
-        y = read_rows(page, in_page, live, key_turn_ptr, KB, D, WIDE, TOKENS, PAGE, 0, META)
-        factor = tl.load(key_scale_ptr + head * D + d, mask=d < D, other=1.0)
-        mean = tl.load(key_mean_ptr + head * D + d, mask=d < D, other=0.0)
-        y = y / factor[None, :] + mean[None, :]
+        to = ((row + at).to(tl.int64) * KV_HEADS + head)[:, None] * D + d[None, :]
+        y = read_side(page, place, live, key_turn_ptr, head, key_mean_ptr, key_scale_ptr, KEY, D, WIDE, PAGE)
         tl.store(key_out_ptr + to, y.to(key_out_ptr.dtype.element_ty), mask=mask)
-        y = read_rows(
-            page, in_page, live, value_turn_ptr, VB, D, WIDE, TOKENS, PAGE, D * KB // 8 * PAGE,
-            META + 2 * (WIDE // 64) * PAGE,
-        )  # fmt: skip
-        factor = tl.load(value_scale_ptr + head * D + d, mask=d < D, other=1.0)
-        mean = tl.load(value_mean_ptr + head * D + d, mask=d < D, other=0.0)
-        y = y / factor[None, :] + mean[None, :]
+        y = read_side(page, place, live, value_turn_ptr, head, value_mean_ptr, value_scale_ptr, VALUE, D, WIDE, PAGE)
         tl.store(value_out_ptr + to, y.to(value_out_ptr.dtype.element_ty), mask=mask)

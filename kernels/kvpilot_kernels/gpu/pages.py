@@ -14,6 +14,7 @@ from kvpilot_kernels import check
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.formats import Format
 from kvpilot_kernels.gpu import tuning
+from kvpilot_kernels.gpu.codec import side_layouts
 from kvpilot_kernels.gpu.decode import decode_kernel
 from kvpilot_kernels.gpu.gather import gather_kernel
 from kvpilot_kernels.gpu.plan import most_items, plan_kernel
@@ -35,13 +36,15 @@ class Shape:
         fmt: one of kvpilot's own formats. head_dim: elements of a key and of a value.
         kv_heads: KV heads here (of this rank). ratio: query heads per KV head, at most 16.
         block_size: tokens in a page. window: the last tokens that a query sees, 0 for all. softcap: 0 for none.
+        recent: the last tokens that are read with what a ring adds, 0 for no ring.
 
     Raises:
         BadInputError: more than 16 query heads per KV head.
+        FormatError: a recent window for a format of 8 bits, or a negative one.
     """
 
     def __init__(self, fmt: Format, head_dim: int, kv_heads: int, ratio: int, block_size: int, device: torch.device,
-                 window: int = 0, softcap: float = 0.0) -> None:  # fmt: skip
+                 window: int = 0, softcap: float = 0.0, recent: int = 0) -> None:  # fmt: skip
         if not 1 <= ratio <= 16:
             raise check.BadInputError(
                 "ratio", f"is {ratio} query heads per KV head", "the kernels take 1 to 16; use 'auto'"
@@ -49,17 +52,18 @@ class Shape:
         self.fmt, self.head_dim, self.kv_heads, self.ratio = fmt, head_dim, kv_heads, ratio
         self.block_size, self.device, self.window, self.softcap = block_size, device, window, softcap
         self.queries = 8 if ratio <= 8 else 16
-        self.layout = fmt.page_layout(head_dim, block_size)
-        bits = fmt.key.bits, fmt.value.bits
+        self.recent, self.ring_blocks = recent, fmt.ring_blocks(recent, head_dim, block_size)
+        self.ring_tokens = fmt.ring_layout(head_dim, block_size).tokens if recent else 0
+        self.key, self.value = side_layouts(fmt, head_dim, block_size, recent)
         self.choice = tuning.choose(head_dim, self.queries, block_size)
         self.wave = max(1, tuning.multiprocessors(device) * self.choice.programs // kv_heads)
         self.codec: dict[str, Any] = {
-            "KV_HEADS": kv_heads, "KB": bits[0], "VB": bits[1], "D": head_dim, "WIDE": slots(head_dim),
+            "KV_HEADS": kv_heads, "KEY": self.key, "VALUE": self.value, "D": head_dim, "WIDE": slots(head_dim),
             "PAGE": block_size,
         }  # fmt: skip
-        self.codec_warps = 4 if head_dim <= 128 else 8
+        self.store_warps, self.gather_warps = tuning.store_warps(head_dim, recent), 4 if head_dim <= 128 else 8
         self.can_overlap = tuning.overlaps(device)
-        self.key_turn, self.value_turn = (packing_turn(head_dim, b, device) for b in bits)
+        self.key_turn, self.value_turn = (packing_turn(head_dim, b, device) for b in (fmt.key.bits, fmt.value.bits))
         self.turn = plain_turn(head_dim, device)
 
 
@@ -75,7 +79,11 @@ class Plan:
     def __init__(self, shape: Shape, sequences: int) -> None:
         self.shape, self.sequences = shape, sequences
         self.overlap, self.launch = False, dict[str, Any]()
-        count, heads, dim = most_items(sequences, shape.wave), (shape.kv_heads, shape.ratio), shape.head_dim
+        count, heads, dim = (
+            most_items(sequences, shape.wave),
+            (shape.kv_heads, shape.ratio),
+            shape.head_dim,
+        )
         make = {"device": shape.device}
         self.items = torch.full((count, 4), -1, dtype=torch.int32, **make)  # type: ignore[call-overload]
         self.spans = torch.zeros(sequences, 2, dtype=torch.int32, **make)  # type: ignore[call-overload]
@@ -102,26 +110,33 @@ class Plan:
 class GpuPages:
     """One layer's cache of packed pages, uint8 [blocks, kv_heads, block_size, row_bytes], flat per (block, head).
 
+    `ring` holds the pages of the recent window, in the same shape and perhaps the same tensor; None without a window.
+
     Raises:
-        BadInputError: the cache is not laid out as the shape says, naming what it should be.
+        BadInputError: the cache or the ring is not laid out as the shape says, naming what it should be.
     """
 
-    def __init__(self, cache: torch.Tensor, shape: Shape, factors: Factors) -> None:
+    def __init__(self, cache: torch.Tensor, shape: Shape, factors: Factors, ring: torch.Tensor | None = None) -> None:
         check.page_cache(cache, shape.fmt, shape.head_dim)
         if tuple(cache.shape[1:3]) != (shape.kv_heads, shape.block_size):
             raise check.BadInputError(
                 "cache", f"is {tuple(cache.shape)}", f"this layer has {shape.kv_heads} KV heads and blocks of "
                 f"{shape.block_size} tokens"
             )  # fmt: skip
+        check.ring(ring, cache, shape.recent)
+        if ring is not None:
+            check.page_cache(ring, shape.fmt, shape.head_dim, "ring")
         self.cache, self.shape, self.factors = cache, shape, factors
+        self.ring = cache if ring is None else ring
 
     def store(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor,
-              plan: Plan, decodes: int, scale: float) -> None:  # fmt: skip
+              plan: Plan, decodes: int, scale: float, ring_slots: torch.Tensor | None = None) -> None:  # fmt: skip
         """Write tokens into their slots, and rotate the queries of the first `decodes` of them into the plan.
 
         Args:
             query: [tokens, heads, D]; key, value: [tokens, kv_heads, D], heads and elements contiguous.
             slot_mapping: int64 [tokens], block * block_size + place; negative is padding. scale: factor on the scores.
+            ring_slots: int64 [tokens], as `ring.ring_slots` makes them; None without a recent window.
 
         Raises:
             BadInputError: another shape, type or stride; nothing was launched.
@@ -132,47 +147,57 @@ class GpuPages:
         for name, x in (("query", query), ("key", key), ("value", value)):
             if x.stride()[1:] != (s.head_dim, 1):
                 raise check.BadInputError(name, f"has strides {x.stride()}", "make heads and elements contiguous")
+        check.ring_slots(ring_slots, slot_mapping, s.recent)
         tokens = slot_mapping.shape[0]
         if tokens == 0:
             return
         heads = s.kv_heads * (2 + (s.ratio if decodes else 0))
         store_kernel[(triton.cdiv(tokens, STORE_TOKENS), heads)](
-            query, key, value, slot_mapping, self.cache, plan.turned, s.key_turn, s.value_turn, s.turn,
-            f.key_mean, f.key_scale, f.value_mean, f.value_scale, tokens, decodes, query.stride(0), key.stride(0),
-            value.stride(0), self.cache.stride(0), self.cache.stride(1), scale * LOG2_E, RATIO=s.ratio,
-            TOKENS=STORE_TOKENS, OVERLAP=plan.overlap, **s.codec,
-            num_warps=s.codec_warps,
+            query, key, value, slot_mapping, self.cache, slot_mapping if ring_slots is None else ring_slots, self.ring,
+            plan.turned, s.key_turn, s.value_turn, s.turn, f.key_mean, f.key_scale, f.value_mean, f.value_scale,
+            tokens, decodes, query.stride(0), key.stride(0), value.stride(0), self.cache.stride(0),
+            self.cache.stride(1), self.ring.stride(0), self.ring.stride(1), scale * LOG2_E, RATIO=s.ratio,
+            RING=s.ring_tokens, TOKENS=STORE_TOKENS, OVERLAP=plan.overlap, **s.codec,
+            num_warps=s.store_warps,
         )  # fmt: skip
 
-    def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
+    def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, out: torch.Tensor,
+               ring_table: torch.Tensor | None = None) -> None:  # fmt: skip
         """Attention of one query token per sequence, rotated by `store`, over all of its stored tokens.
 
         Args:
             block_table: int32 [sequences, blocks]; entries past a sequence's length are not read.
             seq_lens: int32 [sequences] tokens stored, as the plan was updated with; 0 gives zeros.
             out: [sequences, heads, D], 16 bits or float32, written; heads and elements contiguous.
+            ring_table: int32 [sequences, ring_blocks], negative for none; None without a recent window.
 
         Raises:
             BadInputError: another integer type, or more sequences than the plan, the table or `out` have rows for.
         """
         check.int32(block_table=block_table, seq_lens=seq_lens)
+        check.ring_table(ring_table, seq_lens.shape[0], self.shape.ring_blocks)
+        if ring_table is not None:
+            check.int32(ring_table=ring_table)
         if seq_lens.shape[0] > min(plan.sequences, block_table.shape[0], out.shape[0]):
             raise check.BadInputError(
                 "seq_lens", f"has {seq_lens.shape[0]} rows",
                 f"the plan has {plan.sequences}, block_table {block_table.shape[0]} and out {out.shape[0]}",
             )  # fmt: skip
         if seq_lens.shape[0]:
-            self.attend(block_table, seq_lens, plan)
+            self.attend(block_table, seq_lens, plan, ring_table)
             self.merge(seq_lens.shape[0], plan, out)
 
-    def attend(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan) -> None:
+    def attend(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan,
+               ring_table: torch.Tensor | None = None) -> None:  # fmt: skip
         """The first half of `decode`: partial results of every item, into the plan."""
-        s = self.shape
+        s, rings = self.shape, block_table if ring_table is None else ring_table
         decode_kernel[(s.kv_heads, most_items(seq_lens.shape[0], s.wave))](
-            plan.turned, self.cache, block_table, plan.items, seq_lens, plan.partial, plan.lse, self.cache.stride(0),
-            self.cache.stride(1), block_table.stride(0), s.softcap, KB=s.codec["KB"], VB=s.codec["VB"], D=s.head_dim,
+            plan.turned, self.cache, block_table, self.ring, rings, plan.items, seq_lens, plan.partial, plan.lse,
+            self.cache.stride(0), self.cache.stride(1), self.ring.stride(0), self.ring.stride(1),
+            block_table.stride(0), rings.stride(0), s.softcap, KEY=s.key, VALUE=s.value, D=s.head_dim,
             GROUP=s.fmt.group_size(s.head_dim), RATIO=s.ratio, N=s.queries, TILE=s.choice.tile, PAGE=s.block_size,
-            STAGES=s.choice.stages, SOFTCAP=s.softcap > 0, WINDOW=s.window, OVERLAP=plan.overlap, num_warps=1,
+            STAGES=s.choice.stages, SOFTCAP=s.softcap > 0, WINDOW=s.window, RECENT=s.recent, RING=s.ring_tokens,
+            RING_BLOCKS=s.ring_blocks, OVERLAP=plan.overlap, num_warps=1,
             **plan.launch,
         )  # fmt: skip
 
@@ -202,5 +227,5 @@ class GpuPages:
         gather_kernel[(triton.cdiv(longest, GATHER_TOKENS), s.kv_heads, rows.shape[0] - 1)](
             self.cache, block_table, rows, key_out, value_out, s.key_turn, s.value_turn, f.key_mean, f.key_scale,
             f.value_mean, f.value_scale, begin, self.cache.stride(0), self.cache.stride(1), block_table.stride(0),
-            TOKENS=GATHER_TOKENS, **s.codec, num_warps=s.codec_warps,
+            TOKENS=GATHER_TOKENS, **s.codec, num_warps=s.gather_warps,
         )  # fmt: skip

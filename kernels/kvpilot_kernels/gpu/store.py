@@ -5,17 +5,32 @@ with the factors of `kvpilot_kernels.factors` (but a group with an infinity read
 
     q' = (q / key_scale) H * scale * log2(e)
 
-so that the scores of decode are exponents of 2.
+so that the scores of decode are exponents of 2. Tokens of the recent window get their row of the ring by the same
+program (`reference.residual`).
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from kvpilot_kernels import formats
+from kvpilot_kernels.gpu.codec import (
+    NAN,
+    ZERO_BITS,
+    ZERO_STEPS,
+    byte_of,
+    make_word,
+    pack_codes,
+    step_and_zero,
+    step_bits,
+    step_of,
+    tags,
+    write_codes,
+    zero_of,
+)
 from kvpilot_kernels.gpu.turn import rotate
 
-INFINITY = tl.constexpr(0x7C0)
-NAN = tl.constexpr(0x7E0)
+REACH = tl.constexpr(formats.RING_REACH)
 
 
 @triton.jit
@@ -25,133 +40,166 @@ def nearest(x):
 
 
 @triton.jit
-def quantize(y, lo, hi, BITS: tl.constexpr, GROUP: tl.constexpr):
+def real_slots(BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+    """Whether a slot holds an element, [WIDE / 64, 64]."""
+    _, real = byte_of(tl.arange(0, WIDE), BITS, D, WIDE)
+    return tl.reshape(real, [WIDE // 64, 64])
+
+
+@triton.jit
+def quantize(y, lo, hi, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
     """Codes [T, G, 64], words [T, G] and squared errors [T, G] of y [T, G, 64] for ranges [T, G]."""
     QMAX: tl.constexpr = (1 << BITS) - 1
-    wanted = tl.minimum((hi - lo) / QMAX, 65504.0)
     # Rounding up keeps both ends of the range within the codes.
-    bits = (wanted.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) + 15) >> 4
-    bits = tl.minimum(bits, INFINITY - 1)
-    step = (bits << 4).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    bits = step_bits((hi - lo) / QMAX)
+    step = step_of(bits)
     inverse = tl.where(step > 0, 1.0 / step, 0.0)
-    zc = tl.minimum(tl.maximum(nearest(lo * inverse * (-30.0 / QMAX)), 0.0), 30.0)
-    zero = zc * (QMAX / 30.0)
+    zc = tl.minimum(tl.maximum(nearest(lo * inverse * (-ZERO_STEPS / QMAX)), 0.0), ZERO_STEPS)
+    zero = zero_of(zc, BITS)
     codes = tl.minimum(tl.maximum(nearest(y * inverse[:, :, None] + zero[:, :, None]), 0.0), QMAX)
     off = (codes - zero[:, :, None]) * step[:, :, None] - y
-    if GROUP != 64:  # slots that hold nothing have no error
-        PART: tl.constexpr = 32 if BITS == 2 else 64
-        off = tl.where((tl.arange(0, 64) % PART < GROUP * PART // 64)[None, None, :], off, 0.0)
-    return codes, (bits << 5) | zc.to(tl.int32), tl.sum(off * off, 2)
+    if D != WIDE:  # slots that hold nothing have no error
+        off = tl.where(real_slots(BITS, D, WIDE)[None, :, :], off, 0.0)
+    return codes, make_word(bits, zc), tl.sum(off * off, 2)
 
 
 @triton.jit
-def try_range(y, lo, hi, codes, word, least, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Keep the better of what is known and the range [lo, hi], group by group."""
-    codes2, word2, error = quantize(y, lo, hi, BITS, GROUP)
-    better = error < least
-    return (
-        tl.where(better[:, :, None], codes2, codes),
-        tl.where(better, word2, word),
-        tl.minimum(error, least),
-    )
+def encode(y, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+    """Codes, int32 [T, G, 64], and words [T, G] of y [T, G, 64]: the best of the ranges to try."""
+    lo = tl.minimum(tl.min(y, 2), 0.0)
+    hi = tl.maximum(tl.max(y, 2), 0.0)
+    codes, word, least = quantize(y, lo, hi, SIDE.bits, D, WIDE)
+    for i in tl.static_range(1, len(SIDE.shrink)):
+        codes2, word2, error = quantize(y, lo * SIDE.shrink[i], hi * SIDE.shrink[i], SIDE.bits, D, WIDE)
+        better = error < least
+        codes = tl.where(better[:, :, None], codes2, codes)
+        word = tl.where(better, word2, word)
+        least = tl.minimum(error, least)
+    # A group with a NaN reads back as NaN: comparisons and minima may have lost it, a sum cannot.
+    broken = tl.sum(y, 2) * 0.0 != 0.0
+    return tl.where(broken[:, :, None], 0.0, codes).to(tl.int32), tl.where(broken, NAN << ZERO_BITS, word)
 
 
 @triton.jit
-def store_rows(x, turn_ptr, page_ptr, in_page, live, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-               TOKENS: tl.constexpr, PAGE: tl.constexpr, CODES: tl.constexpr, META: tl.constexpr):  # fmt: skip
-    """Quantize rows x [TOKENS, WIDE] and write them at each token's page [TOKENS] and place in it."""
+def residual(y, codes, word, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+    """What codes lack of 8 bits: r, int32 [T, G, 64], and exponents, int32 [T, G], of y [T, G, 64] and its row."""
+    COUNT: tl.constexpr = 1 << (8 - BITS)
+    HALF: tl.constexpr = (COUNT - 1) / 2
+    step, zero = step_and_zero(word, BITS)
+    inverse = tl.where(step > 0, 1.0 / step, 0.0)
+    off = y * inverse[:, :, None] + zero[:, :, None] - codes.to(tl.float32)
+    off = tl.where((step > 0)[:, :, None], off, 0.0)
+    if D != WIDE:
+        off = tl.where(real_slots(BITS, D, WIDE)[None, :, :], off, 0.0)
+    largest = tl.max(tl.abs(off), 2)
+    exponent = (largest > REACH).to(tl.int32) + (largest > 2 * REACH).to(tl.int32)
+    scale = tl.where(exponent == 0, COUNT * 1.0, tl.where(exponent == 1, COUNT * 0.5, COUNT * 0.25))
+    r = tl.minimum(tl.maximum(nearest(off * scale[:, :, None] + HALF), 0.0), COUNT - 1)
+    return r.to(tl.int32), exponent
+
+
+@triton.jit
+def store_ring(y, codes, word, packed, ring_ptr, place, live, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+               TOKENS: tl.constexpr, RING: tl.constexpr):  # fmt: skip
+    """Write rows of a side at `place` [TOKENS] of the ring's pages [TOKENS]; the rest is what `store_side` has."""
+    BITS: tl.constexpr = SIDE.bits
+    DIGITS: tl.constexpr = SIDE.digits
+    exponent = tl.zeros_like(word)
+    if DIGITS > 0:
+        r, exponent = residual(y, codes, word, BITS, D, WIDE)
+        r = tl.reshape(r, [TOKENS, WIDE])
+        for i in tl.static_range(DIGITS):
+            digit = (r >> (BITS * (DIGITS - 1 - i))) & ((1 << BITS) - 1)
+            row = ring_ptr + (SIDE.digit_codes + (i * RING + place) * SIDE.row)
+            write_codes(row, pack_codes(digit, BITS, WIDE, TOKENS), live, BITS, D, WIDE)
+    group = tl.arange(0, WIDE // 64)
+    words = (tags(packed, word, BITS, D, WIDE, TOKENS) << 2) | exponent
+    to = (ring_ptr + SIDE.words).to(tl.pointer_type(tl.int16))[:, None] + (group[None, :] * RING + place[:, None])
+    tl.store(to, words.to(tl.int16), mask=live[:, None])
+
+
+@triton.jit
+def store_side(x, turn_ptr, page_ptr, place, live, ring_ptr, ring_place, recent, SIDE: tl.constexpr, D: tl.constexpr,
+               WIDE: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr):  # fmt: skip
+    """Quantize rows x [TOKENS, WIDE] of a side; write them at each token's page [TOKENS] and place, and in the ring."""
     GROUPS: tl.constexpr = WIDE // 64
-    GROUP: tl.constexpr = D // GROUPS
-    PLANES: tl.constexpr = 8 // BITS
-    PART: tl.constexpr = WIDE // PLANES
     slot = tl.arange(0, WIDE)
     turn = tl.load(turn_ptr + slot[:, None] * WIDE + slot[None, :])
     y = tl.reshape(rotate(x, turn, D), [TOKENS, GROUPS, 64])
-    lo = tl.minimum(tl.min(y, 2), 0.0)
-    hi = tl.maximum(tl.max(y, 2), 0.0)
-    codes, word, least = quantize(y, lo, hi, BITS, GROUP)
-    if BITS == 4:
-        codes, word, least = try_range(y, lo * 0.9, hi * 0.9, codes, word, least, BITS, GROUP)
-        codes, word, least = try_range(y, lo * 0.8, hi * 0.8, codes, word, least, BITS, GROUP)
-    if BITS == 2:
-        codes, word, least = try_range(y, lo * 0.85, hi * 0.85, codes, word, least, BITS, GROUP)
-        codes, word, least = try_range(y, lo * 0.75, hi * 0.75, codes, word, least, BITS, GROUP)
-        codes, word, least = try_range(y, lo * 0.65, hi * 0.65, codes, word, least, BITS, GROUP)
-        codes, word, least = try_range(y, lo * 0.55, hi * 0.55, codes, word, least, BITS, GROUP)
-    # A group with a NaN reads back as NaN: comparisons and minima may have lost it, a sum cannot.
-    broken = tl.sum(y, 2) * 0.0 != 0.0
-    word = tl.where(broken, NAN << 5, word)
-    codes = tl.where(broken[:, :, None], 0.0, codes).to(tl.int32)
-
-    plane = tl.arange(0, PLANES)
-    packed = tl.sum(tl.reshape(codes, [TOKENS, PLANES, PART]) << (BITS * plane)[None, :, None], 1)
-    byte = tl.arange(0, PART)
-    if BITS == 8 and GROUP != 64:
-        at = byte // 64 * GROUP + byte % 64
-        real = byte % 64 < GROUP
-    else:
-        at = byte
-        real = byte < D // PLANES
-    to = page_ptr[:, None] + (CODES + in_page[:, None] * (D // PLANES) + at[None, :])
-    tl.store(to, packed.to(tl.uint8), mask=live[:, None] & real[None, :])
+    codes, word = encode(y, SIDE, D, WIDE)
+    packed = pack_codes(tl.reshape(codes, [TOKENS, WIDE]), SIDE.bits, WIDE, TOKENS)
+    write_codes(page_ptr + (SIDE.codes + place * SIDE.row), packed, live, SIDE.bits, D, WIDE)
     group = tl.arange(0, GROUPS)
-    to = (page_ptr + META).to(tl.pointer_type(tl.int16))[:, None] + (group[None, :] * PAGE + in_page[:, None])
+    to = (page_ptr + SIDE.meta).to(tl.pointer_type(tl.int16))[:, None] + (group[None, :] * PAGE + place[:, None])
     tl.store(to, word.to(tl.int16), mask=live[:, None])
+    if RING > 0:
+        store_ring(y, codes, word, packed, ring_ptr, ring_place, recent, SIDE, D, WIDE, TOKENS, RING)
+
+
+@triton.jit
+def load_rows(x_ptr, stride, token, live, head, mean_ptr, scale_ptr, D: tl.constexpr, WIDE: tl.constexpr):
+    """(x - mean) * scale, float32 [TOKENS, WIDE], of `head`'s keys or values."""
+    d = tl.arange(0, WIDE)
+    real = d < D
+    x = tl.load(
+        x_ptr + token[:, None].to(tl.int64) * stride + (head * D + d)[None, :], mask=live[:, None] & real[None, :],
+        other=0.0,
+    )  # fmt: skip
+    mean = tl.load(mean_ptr + head * D + d, mask=real, other=0.0)
+    factor = tl.load(scale_ptr + head * D + d, mask=real, other=0.0)
+    return (x.to(tl.float32) - mean[None, :]) * factor[None, :]
 
 
 @triton.jit(do_not_specialize=["tokens", "decodes"])
 def store_kernel(
-    query_ptr, key_ptr, value_ptr, slots_ptr, cache_ptr, turned_ptr, key_turn_ptr, value_turn_ptr, query_turn_ptr,
-    key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr, tokens, decodes, query_stride, key_stride,
-    value_stride, page_stride, head_stride, scale, KV_HEADS: tl.constexpr, RATIO: tl.constexpr, KB: tl.constexpr,
-    VB: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    query_ptr, key_ptr, value_ptr, slots_ptr, cache_ptr, ring_slots_ptr, ring_ptr, turned_ptr, key_turn_ptr,
+    value_turn_ptr, query_turn_ptr, key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr, tokens, decodes,
+    query_stride, key_stride, value_stride, page_stride, head_stride, ring_page_stride, ring_head_stride, scale,
+    KV_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr,
+    WIDE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(tokens, TOKENS), KV_HEADS * (2 + RATIO)): keys, values, then queries of the first `decodes` tokens.
 
     query: [tokens, KV_HEADS * RATIO, D], key and value: [tokens, KV_HEADS, D], any float dtype, strides per token in
-    elements; slots: int64 [tokens], negative for padding; cache: uint8 pages, strides in bytes; turned: float16
-    [decodes, KV_HEADS * RATIO, D]; turns: [WIDE, WIDE] (`turn`); factors: float32 [KV_HEADS, D].
+    elements; slots: int64 [tokens], negative for padding; cache: uint8 pages, strides in bytes; ring_slots and ring:
+    the same of the ring, of RING tokens a page, unread where RING is 0; turned: float16 [decodes, KV_HEADS * RATIO, D];
+    turns: [WIDE, WIDE] (`turn`); factors: float32 [KV_HEADS, D]; KEY, VALUE: a `SideLayout`.
     """
-    META: tl.constexpr = D * (KB + VB) // 8 * PAGE
     if OVERLAP:
         gdc_launch_dependents()
     head = tl.program_id(1)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    d = tl.arange(0, WIDE)
-    real = d < D
     if head < 2 * KV_HEADS:
-        live = token < tokens
-        slot = tl.load(slots_ptr + token, mask=live, other=-1)
+        slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1)
         live = slot >= 0
         slot = tl.where(live, slot, 0)
         kv = head % KV_HEADS
         page = cache_ptr + slot // PAGE * page_stride + kv.to(tl.int64) * head_stride
-        in_page = (slot % PAGE).to(tl.int32)
-        mask = live[:, None] & real[None, :]
+        place = (slot % PAGE).to(tl.int32)
+        ring = page
+        ring_place = place
+        recent = live
+        if RING > 0:
+            slot = tl.load(ring_slots_ptr + token, mask=live, other=-1)
+            recent = slot >= 0
+            slot = tl.where(recent, slot, 0)
+            ring = ring_ptr + slot // RING * ring_page_stride + kv.to(tl.int64) * ring_head_stride
+            ring_place = (slot % RING).to(tl.int32)
         if head < KV_HEADS:
-            x = tl.load(
-                key_ptr + token[:, None].to(tl.int64) * key_stride + (kv * D + d)[None, :], mask=mask, other=0.0
-            )
-            mean = tl.load(key_mean_ptr + kv * D + d, mask=real, other=0.0)
-            factor = tl.load(key_scale_ptr + kv * D + d, mask=real, other=0.0)
-            x = (x.to(tl.float32) - mean[None, :]) * factor[None, :]
-            store_rows(x, key_turn_ptr, page, in_page, live, KB, D, WIDE, TOKENS, PAGE, 0, META)
+            x = load_rows(key_ptr, key_stride, token, live, kv, key_mean_ptr, key_scale_ptr, D, WIDE)
+            store_side(
+                x, key_turn_ptr, page, place, live, ring, ring_place, recent, KEY, D, WIDE, TOKENS, PAGE, RING
+            )  # fmt: skip
         else:
-            x = tl.load(
-                value_ptr + token[:, None].to(tl.int64) * value_stride + (kv * D + d)[None, :], mask=mask, other=0.0
-            )
-            mean = tl.load(value_mean_ptr + kv * D + d, mask=real, other=0.0)
-            factor = tl.load(value_scale_ptr + kv * D + d, mask=real, other=0.0)
-            x = (x.to(tl.float32) - mean[None, :]) * factor[None, :]
-            store_rows(
-                x, value_turn_ptr, page, in_page, live, VB, D, WIDE, TOKENS, PAGE, D * KB // 8 * PAGE,
-                META + 2 * (WIDE // 64) * PAGE,
+            x = load_rows(value_ptr, value_stride, token, live, kv, value_mean_ptr, value_scale_ptr, D, WIDE)
+            store_side(
+                x, value_turn_ptr, page, place, live, ring, ring_place, recent, VALUE, D, WIDE, TOKENS, PAGE, RING
             )  # fmt: skip
     elif tl.program_id(0) * TOKENS < decodes:
         head -= 2 * KV_HEADS
-        live = token < decodes
-        mask = live[:, None] & real[None, :]
+        d = tl.arange(0, WIDE)
+        real = d < D
+        mask = (token < decodes)[:, None] & real[None, :]
         x = tl.load(
             query_ptr + token[:, None].to(tl.int64) * query_stride + (head * D + d)[None, :], mask=mask, other=0.0
         )

@@ -37,6 +37,15 @@ CHOICES: dict[tuple[int, int], Choice] = {
 """By head_dim and queries of an MMA (8 or 16)."""
 
 
+STORE_WARPS = {False: 4, True: 8}
+"""Warps of a program of `store` up to head_dim 128, without and with a recent window; twice as many at 256."""
+
+
+def store_warps(dim: int, recent: int) -> int:
+    """Warps of a program of `store`."""
+    return STORE_WARPS[recent > 0] * (1 if dim <= 128 else 2)
+
+
 def choose(dim: int, queries: int, block_size: int) -> Choice:
     """The choice for a shape; its tile divides `block_size`, as a tile lies in one page."""
     found = CHOICES[dim, queries]

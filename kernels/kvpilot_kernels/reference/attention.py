@@ -13,13 +13,17 @@ from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.formats import Format
 from kvpilot_kernels.reference.hadamard import hadamard
 from kvpilot_kernels.reference.quantize import decode, encode
+from kvpilot_kernels.reference.residual import decode_residual, encode_residual
 
 
-def round_trip(x: torch.Tensor, fmt: Format, side: str, factors: Factors | None = None) -> torch.Tensor:
+def round_trip(
+    x: torch.Tensor, fmt: Format, side: str, factors: Factors | None = None, recent: bool = False
+) -> torch.Tensor:
     """What the cache gives back for keys (`side="key"`) or values (`"value"`).
 
     Args:
         x: [..., D], or [..., kv_heads, D] with `factors`, which are applied before the rotation and undone after it.
+        fmt: the format. recent: with what the recent window's ring adds.
 
     Returns:
         float64 in the shape of x.
@@ -29,8 +33,12 @@ def round_trip(x: torch.Tensor, fmt: Format, side: str, factors: Factors | None 
     mean, scale = factors.of(side) if factors else (None, None)
     if mean is not None and scale is not None:
         x = (x - mean) * scale
-    codes, words = encode(x @ hadamard(dim), bits, fmt.group_size(dim))
-    back = decode(codes, words, bits).double() @ hadamard(dim, torch.float64).T
+    x = x @ hadamard(dim)
+    codes, words = encode(x, bits, fmt.group_size(dim))
+    back = decode(codes, words, bits)
+    if recent and bits < 8:
+        back = back + decode_residual(*encode_residual(x, codes, words, bits), words, bits)
+    back = back.double() @ hadamard(dim, torch.float64).T
     return back if mean is None or scale is None else back / scale.double() + mean.double()
 
 
@@ -41,18 +49,26 @@ def decode_reference(
     fmt: Format,
     scale: float,
     factors: Factors | None = None,
+    fine: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One query token over all stored tokens of one sequence.
 
     Args:
         query: [heads, D]. key, value: [tokens, kv_heads, D] before quantization, the query's own token included.
         fmt: the format that they are stored in. scale: factor on the scores. factors: the layer's, or None.
+        fine: bool [tokens], those that are read with what the recent window's ring adds; None for none.
 
     Returns:
         float64 [heads, D].
     """
-    stored = round_trip(key, fmt, "key", factors), round_trip(value, fmt, "value", factors)
-    return _attend(query[None], *stored, scale)[0]
+    stored = [round_trip(key, fmt, "key", factors), round_trip(value, fmt, "value", factors)]
+    if fine is not None:
+        refined = (
+            round_trip(key, fmt, "key", factors, recent=True),
+            round_trip(value, fmt, "value", factors, recent=True),
+        )
+        stored = [torch.where(fine[:, None, None], x, y) for x, y in zip(refined, stored, strict=True)]
+    return attend(query[None], stored[0], stored[1], scale)[0]
 
 
 def prefill_reference(
@@ -77,11 +93,11 @@ def prefill_reference(
         torch.cat([round_trip(x[:context], fmt, side, factors), x[context:].double()])
         for x, side in ((key, "key"), (value, "value"))
     )
-    return _attend(query, key, value, scale)
+    return attend(query, key, value, scale)
 
 
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention aligned to the end of the keys, in float64."""
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention aligned to the end of the keys, in float64; key and value as they are read back."""
     tokens, heads, _ = query.shape
     repeat = heads // key.shape[1]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)

@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import torch
 
-from kvpilot_kernels.formats import ZERO_STEPS
+from kvpilot_kernels.formats import CUT_BITS, SHRINK, ZERO_BITS, ZERO_STEPS
 
-_INF = 0x7C0  # float16 infinity, its low four mantissa bits cut off
-_NAN = 0x7E0
-
-SHRINK: dict[int, tuple[float, ...]] = {8: (1.0,), 4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.75, 0.65, 0.55)}
-"""Factors tried on a group's range, per code width."""
+_INF = 0x7C00 >> CUT_BITS  # float16's infinity and NaN as steps
+_NAN = 0x7E00 >> CUT_BITS
 
 
 def encode(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,21 +64,26 @@ def _quantize(
     """Codes (float), words (int32), steps and zero points of groups [..., g] for ranges [..., 1]."""
     wanted = ((hi - lo) / qmax).clamp(max=65504.0)
     # Rounding up keeps both ends of the range within the codes.
-    high = (wanted.half().view(torch.int16).to(torch.int32) + 15) >> 4
+    high = (wanted.half().view(torch.int16).to(torch.int32) + (1 << CUT_BITS) - 1) >> CUT_BITS
     high = torch.where(wanted.isnan(), _NAN, high.clamp(max=_INF - 1))
-    step = (high << 4).to(torch.int16).view(torch.float16).float()
+    step = _step(high)
     inverse = torch.where(step > 0, 1 / step, 0.0)
     zc = (lo * inverse * (-ZERO_STEPS / qmax)).round_().clamp_(0, ZERO_STEPS).nan_to_num_(0.0)
     zero = zc * (qmax / ZERO_STEPS)
     codes = (x * inverse + zero).round_().clamp_(0, qmax).nan_to_num_(0.0)
-    return codes, (high << 5) | zc.to(torch.int32), step, zero
+    return codes, (high << ZERO_BITS) | zc.to(torch.int32), step, zero
+
+
+def _step(bits: torch.Tensor) -> torch.Tensor:
+    """float32 steps of a word's step bits."""
+    return (bits << CUT_BITS).to(torch.int16).view(torch.float16).float()
 
 
 def scale_and_zero(words: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Steps and zero points, float32 in the shape of `words` (int16 words of metadata)."""
     wide = words.to(torch.int32) & 0xFFFF
-    step = ((wide >> 5) << 4).to(torch.int16).view(torch.float16).float()
-    return step, (wide & 31) * (((1 << bits) - 1) / ZERO_STEPS)
+    zc = wide & ((1 << ZERO_BITS) - 1)
+    return _step(wide >> ZERO_BITS), zc * (((1 << bits) - 1) / ZERO_STEPS)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:

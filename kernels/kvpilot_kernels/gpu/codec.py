@@ -1,0 +1,147 @@
+"""The page codec of the Triton kernels: codes and scale metadata between a row's slots and the bytes of a page.
+
+The byte layout is `kvpilot_kernels.formats`; the same in plain torch is `reference.quantize`. Offsets of regions come
+from `Format.page_layout` and `Format.ring_layout` as constants of a launch. WIDE is D padded to whole groups of 64
+slots (`turn`): only D = 96 has slots that hold nothing.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from kvpilot_kernels import formats
+
+ZERO_BITS = tl.constexpr(formats.ZERO_BITS)
+ZERO_MASK = tl.constexpr((1 << formats.ZERO_BITS) - 1)
+ZERO_STEPS = tl.constexpr(formats.ZERO_STEPS)
+CUT_BITS = tl.constexpr(formats.CUT_BITS)
+ROUND_UP = tl.constexpr((1 << formats.CUT_BITS) - 1)
+INFINITY = tl.constexpr(0x7C00 >> formats.CUT_BITS)
+NAN = tl.constexpr(0x7E00 >> formats.CUT_BITS)
+
+
+class SideLayout(NamedTuple):
+    """Keys or values of a page and of its ring, as a kernel's constant: offsets in bytes.
+
+    Attributes:
+        bits: of a code. row: bytes of a token's packed codes. codes, meta: offsets in a page.
+        shrink: factors on a group's range that the encoder tries.
+        digits: digits that a code lacks of 8 bits. digit_codes, words: offsets in a ring's page, 0 without a ring.
+    """
+
+    bits: int
+    row: int
+    codes: int
+    meta: int
+    shrink: tuple[float, ...]
+    digits: int
+    digit_codes: int
+    words: int
+
+
+def side_layouts(fmt: formats.Format, head_dim: int, block_size: int, recent: int) -> tuple[SideLayout, SideLayout]:
+    """Keys' and values' constants of a page of `block_size` tokens, with a ring where `recent` is not 0.
+
+    Raises:
+        UnsupportedHeadDimError, FormatError: as `Format.page_layout` and `Format.ring_layout`.
+    """
+    page = fmt.page_layout(head_dim, block_size)
+    ring = fmt.ring_layout(head_dim, block_size) if recent else None
+    value_words = head_dim // fmt.group_size(head_dim) * ring.words.row_bytes if ring else 0
+    return tuple(
+        SideLayout(
+            side.bits, codes.row_bytes, codes.offset, meta.offset, formats.SHRINK[side.bits], side.digits,
+            digits.offset if digits else 0, ring.words.offset + past if ring else 0,
+        )
+        for side, codes, meta, digits, past in (
+            (fmt.key, page.key_codes, page.key_meta, ring and ring.key_digits, 0),
+            (fmt.value, page.value_codes, page.value_meta, ring and ring.value_digits, value_words),
+        )
+    )  # type: ignore[return-value]  # fmt: skip
+
+
+@triton.jit
+def byte_of(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+    """The byte of a packed row that holds a slot, and whether the slot holds an element."""
+    GROUP: tl.constexpr = D // (WIDE // 64)
+    if BITS == 8 and GROUP != 64:  # one plane: the groups lie side by side
+        at = slot // 64 * GROUP + slot % 64
+        real = slot % 64 < GROUP
+    else:
+        at = slot % (WIDE * BITS // 8)
+        real = at < D * BITS // 8
+    return at, real
+
+
+@triton.jit
+def pack_codes(codes, BITS: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr):
+    """Codes, int32 [TOKENS, WIDE] by slot, as bytes, int32 [TOKENS, WIDE * BITS / 8]."""
+    PLANES: tl.constexpr = 8 // BITS
+    plane = tl.arange(0, PLANES)
+    planes = tl.reshape(codes, [TOKENS, PLANES, WIDE // PLANES])
+    return tl.sum(planes << (BITS * plane)[None, :, None], 1)
+
+
+@triton.jit
+def write_codes(row_ptr, packed, live, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+    """Write packed bytes [TOKENS, WIDE * BITS / 8] at each token's row, pointers [TOKENS], where `live` [TOKENS]."""
+    at, real = byte_of(tl.arange(0, WIDE * BITS // 8), BITS, D, WIDE)
+    tl.store(row_ptr[:, None] + at[None, :], packed.to(tl.uint8), mask=live[:, None] & real[None, :])
+
+
+@triton.jit
+def read_codes(row_ptr, live, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+    """Codes, int32 [TOKENS, WIDE] by slot, of rows at pointers [TOKENS]; 0 where there is no element."""
+    slot = tl.arange(0, WIDE)
+    at, real = byte_of(slot, BITS, D, WIDE)
+    byte = tl.load(row_ptr[:, None] + at[None, :], mask=live[:, None] & real[None, :], other=0).to(tl.int32)
+    return (byte >> (BITS * (slot // (WIDE * BITS // 8)))[None, :]) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def step_bits(wanted):
+    """The step of a word: float32 to the 11 upper bits of a float16, rounded up, below infinity."""
+    bits = (tl.minimum(wanted, 65504.0).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+            + ROUND_UP) >> CUT_BITS  # fmt: skip
+    return tl.minimum(bits, INFINITY - 1)
+
+
+@triton.jit
+def step_of(bits):
+    """float32 of a word's step bits."""
+    return (bits << CUT_BITS).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def zero_of(zc, BITS: tl.constexpr):
+    """Zero points, float32 in codes, of zc."""
+    return zc.to(tl.float32) * (((1 << BITS) - 1) / ZERO_STEPS)
+
+
+@triton.jit
+def make_word(bits, zc):
+    """Words, int32, of step bits and zc."""
+    return (bits << ZERO_BITS) | zc.to(tl.int32)
+
+
+@triton.jit
+def step_and_zero(word, BITS: tl.constexpr):
+    """Steps and zero points, float32, of words as int32 (whatever stands above their 16 bits)."""
+    return step_of((word & 0xFFFF) >> ZERO_BITS), zero_of(word & ZERO_MASK, BITS)
+
+
+@triton.jit
+def tags(packed, word, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr):
+    """The 14 bits by which a ring knows rows, int32 [TOKENS, groups], of packed bytes and words [TOKENS, groups]."""
+    GROUPS: tl.constexpr = WIDE // 64
+    at, real = byte_of(tl.arange(0, WIDE * BITS // 8), BITS, D, WIDE)
+    group = tl.arange(0, GROUPS)
+    u = tl.zeros([TOKENS, GROUPS], tl.int32)
+    for g in tl.static_range(GROUPS):
+        first = g * (D * BITS // 8 // GROUPS)
+        by = tl.where(at == first, 1, tl.where(at == first + 1, 256, 0))
+        part = tl.sum(tl.where(real, by, 0)[None, :] * packed, 1)
+        u = tl.where((group == g)[None, :], part[:, None], u)
+    h = u.to(tl.uint32) * 0x9E3779B1 + (word & 0xFFFF).to(tl.uint32) * 0x85EBCA77
+    return (h >> 18).to(tl.int32)

@@ -1,0 +1,100 @@
+"""What a ring's row holds, in plain torch: the residual of a token's codes, and the tags of its row in the page.
+
+With n = 2^(8 - b), the codes c, steps s and zero points z of a row x (`quantize`), and h = (n - 1) / 2::
+
+    r = clamp(round((x / s + z - c) * n / 2^e + h), 0, n - 1)        x' = s * (c - z) + s * 2^e / n * (r - h)
+
+with e in 0..2 for each group, by the largest |x / s + z - c|: the larger ones are for groups whose tails were clipped.
+Everything here is the layout of `kvpilot_kernels.formats`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvpilot_kernels.formats import RING_REACH
+from kvpilot_kernels.reference.quantize import pack, scale_and_zero, split, unpack
+
+_MASK = 0xFFFFFFFF
+
+
+def half(bits: int) -> float:
+    """What a residual is counted from."""
+    return ((1 << 8 - bits) - 1) / 2
+
+
+def encode_residual(
+    x: torch.Tensor, codes: torch.Tensor, words: torch.Tensor, bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `codes` lack of 8 bits.
+
+    Args:
+        x: [..., D], rotated. codes: uint8 [..., D]; words: int16 [..., groups], what `quantize.encode` made of it.
+        bits: 2 or 4.
+
+    Returns:
+        r, uint8 [..., D], and e, int32 [..., groups].
+    """
+    count = 1 << 8 - bits
+    step, zero = scale_and_zero(words, bits)
+    step = step.unsqueeze(-1)
+    inverse = torch.where(step > 0, 1 / step, 0.0)
+    groups = words.shape[-1]
+    off = split(x.float(), groups) * inverse + zero.unsqueeze(-1) - split(codes.float(), groups)
+    off = torch.where(step > 0, off, 0.0).nan_to_num_(0.0)
+    largest = off.abs().amax(-1)
+    exponents = (largest > RING_REACH).int() + (largest > 2 * RING_REACH)
+    r = (off * (count / exponents.float().exp2().unsqueeze(-1)) + half(bits)).round().clamp_(0, count - 1)
+    return r.to(torch.uint8).flatten(-2), exponents
+
+
+def decode_residual(r: torch.Tensor, exponents: torch.Tensor, words: torch.Tensor, bits: int) -> torch.Tensor:
+    """What r, uint8 [..., D], adds to the row that was read back, float32 [..., D]."""
+    fine = fine_steps(exponents, words, bits)
+    return ((split(r.float(), words.shape[-1]) - half(bits)) * fine.unsqueeze(-1)).flatten(-2)
+
+
+def fine_steps(exponents: torch.Tensor, words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Steps of residuals, float32 in the shape of `words`."""
+    step, _ = scale_and_zero(words, bits)
+    return step * exponents.float().exp2() / (1 << 8 - bits)
+
+
+def pack_digits(r: torch.Tensor, bits: int) -> torch.Tensor:
+    """r, uint8 [..., D], as digits of `bits` bits, the highest first: uint8 [..., 8 / bits - 1, D * bits / 8]."""
+    mask = (1 << bits) - 1
+    return torch.stack([pack((r >> shift) & mask, bits) for shift in range(8 - 2 * bits, -1, -bits)], dim=-2)
+
+
+def unpack_digits(digits: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of `pack_digits`."""
+    rows = unpack(digits, bits).unbind(-2)
+    r = rows[0]
+    for row in rows[1:]:
+        r = r << bits | row
+    return r
+
+
+def tags(packed: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """The 14 bits by which a ring knows a side's row, by group.
+
+    Args:
+        packed: codes, uint8 [..., bytes]. words: int16 [..., groups].
+
+    Returns:
+        int64 [..., groups].
+    """
+    u = split(packed, words.shape[-1])[..., :2].long()
+    u = u[..., 0] | u[..., 1] << 8
+    return (u * 0x9E3779B1 + (words.long() & 0xFFFF) * 0x85EBCA77 & _MASK) >> 18
+
+
+def ring_words(tags: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """A row's words in the ring, int16 [..., groups], of tags and exponents [..., groups]."""
+    return (tags << 2 | exponents.long()).to(torch.int16)
+
+
+def split_ring_words(words: torch.Tensor, tags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exponents, int64 [..., groups], and whether the words are of the row with these tags, bool [...]."""
+    wide = words.long() & 0xFFFF
+    return wide & 3, (wide >> 2 == tags)[..., :2].all(-1)

@@ -1,0 +1,139 @@
+"""The recent window's ring: where tokens go, and its pages on a CPU. The byte layout is in `formats`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvpilot_kernels import check
+from kvpilot_kernels.formats import Format, Region
+from kvpilot_kernels.reference.quantize import split
+from kvpilot_kernels.reference.residual import (
+    encode_residual,
+    fine_steps,
+    half,
+    pack_digits,
+    ring_words,
+    split_ring_words,
+    tags,
+    unpack_digits,
+)
+
+
+def ring_slots(
+    positions: torch.Tensor, ends: torch.Tensor, ring_rows: torch.Tensor, recent: int, ring_tokens: int
+) -> torch.Tensor:
+    """Where a step's tokens go in their sequences' rings.
+
+    Args:
+        positions: int [tokens], of each token in its sequence, from 0; negative for padding.
+        ends: int [tokens], tokens stored of its sequence after this step.
+        ring_rows: int [tokens, ring_blocks], the ring's blocks of its sequence; a negative one is none.
+        recent: tokens of the window. ring_tokens: of a ring's page (`RingLayout.tokens`).
+
+    Returns:
+        int64 [tokens]: block * ring_tokens + place; -1 for a token that leaves the window with this step, for padding,
+        and without a block. No two tokens of a sequence share a place.
+    """
+    place = positions.long().clamp(min=0) % (ring_rows.shape[1] * ring_tokens)
+    block = ring_rows.long().gather(1, (place // ring_tokens)[:, None])[:, 0]
+    live = (positions >= 0) & (positions >= ends - recent) & (block >= 0)
+    return torch.where(live, block * ring_tokens + place % ring_tokens, -1)
+
+
+@dataclass
+class FineRows:
+    """What the window's tokens have beside one side of their pages.
+
+    Attributes:
+        steps: float32 [sequences, kv_heads, groups, recent], 0 where the ring has nothing for a token.
+        values: float32 [sequences, kv_heads, groups, recent, g], to be added times the step.
+    """
+
+    steps: torch.Tensor
+    values: torch.Tensor
+
+
+class RingPages:
+    """The ring's pages of one layer on a CPU.
+
+    Args:
+        cache: uint8 [blocks, kv_heads, block_size, row_bytes], pages as the layer's own; it may be the same tensor.
+        fmt: a format with a ring. head_dim: elements of a key. recent: tokens of the window.
+
+    Raises:
+        BadInputError: the cache is not laid out as `fmt` says. FormatError: no ring, or a negative window.
+    """
+
+    def __init__(self, cache: torch.Tensor, fmt: Format, head_dim: int, recent: int) -> None:
+        check.page_cache(cache, fmt, head_dim, "ring")
+        layout = fmt.ring_layout(head_dim, cache.shape[2])
+        self.blocks, self.tokens, self.recent = cache.shape[0], layout.tokens, recent
+        self.per_sequence = fmt.ring_blocks(recent, head_dim, cache.shape[2])
+        pages = cache.flatten(2)
+
+        def view(region: Region) -> torch.Tensor:
+            end = region.offset + region.rows * region.row_bytes
+            return split(pages[..., region.offset : end], region.rows)
+
+        words = view(layout.words).view(torch.int16)
+        groups = words.shape[2] // 2
+        self.sides = [
+            (side.bits, self._by_digit(view(digits), side.digits) if side.digits else None, part)
+            for side, digits, part in (
+                (fmt.key, layout.key_digits, words[:, :, :groups]),
+                (fmt.value, layout.value_digits, words[:, :, groups:]),
+            )
+        ]
+
+    def _by_digit(self, rows: torch.Tensor, digits: int) -> torch.Tensor:
+        """Digits as a view [blocks, kv_heads, digits, tokens, bytes] of rows [digits * tokens] one after another."""
+        blocks, heads, _, size = rows.shape
+        return rows.view(blocks, heads, digits, self.tokens, size)
+
+    def store(
+        self, side: int, x: torch.Tensor, codes: torch.Tensor, packed: torch.Tensor, words: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Write a side's rows (0: keys) of tokens: x [tokens, kv_heads, D], rotated, and what the page got of it."""
+        bits, digits, words_at = self.sides[side]
+        kept = slots >= 0
+        x, codes, packed, words, slots = x[kept], codes[kept], packed[kept], words[kept], slots[kept]
+        block, place = slots // self.tokens, slots % self.tokens
+        exponents = torch.zeros_like(words)
+        if digits is not None:
+            r, exponents = encode_residual(x, codes, words, bits)
+            digits[block, :, :, place] = pack_digits(r, bits)
+        words_at[block, :, :, place] = ring_words(tags(packed, words), exponents)
+
+    def fine_rows(
+        self, positions: torch.Tensor, ring_table: torch.Tensor, pages: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> list[FineRows | None]:
+        """Both sides' fine rows.
+
+        Args:
+            positions: int64 [sequences, recent], negative where there is no token.
+            ring_table: int [sequences, ring_blocks].
+            pages: of each side, what the pages have for these tokens: packed codes, uint8 [sequences, recent, kv_heads,
+                bytes], and words, int16 [sequences, recent, kv_heads, groups].
+        """
+        place = positions.clamp(min=0) % (self.per_sequence * self.tokens)
+        block = ring_table.long().gather(1, place // self.tokens)
+        right = ((positions >= 0) & (block >= 0)).unsqueeze(-1)
+        at = (block.clamp(min=0), slice(None), slice(None), place % self.tokens)
+        exponents = []
+        for (_, _, words_at), (packed, words) in zip(self.sides, pages, strict=True):
+            found, same = split_ring_words(words_at[at], tags(packed, words))
+            exponents.append(found)
+            right = right & same  # [sequences, recent, kv_heads]
+        rows: list[FineRows | None] = []
+        for (bits, digits, _), (_, words), e in zip(self.sides, pages, exponents, strict=True):
+            if digits is None:
+                rows.append(None)
+                continue
+            steps = fine_steps(e, words, bits).masked_fill(~right.unsqueeze(-1), 0.0)
+            r = unpack_digits(digits[at], bits).float() - half(bits)
+            r = split(r, words.shape[-1])  # [sequences, recent, kv_heads, groups, g]
+            rows.append(FineRows(steps.permute(0, 2, 3, 1), r.permute(0, 2, 3, 1, 4)))
+        return rows

@@ -1,0 +1,152 @@
+"""The recent window by the GPU's kernels: the ring's bytes are the CPU's, and decode reads what they say."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.check import BadInputError
+from kvpilot_kernels.gpu import decode, pages
+from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.tuning import Choice
+from support.gluon_eager import EagerKernel
+from support.gpu_batch import CPU, PAST_THE_END
+from support.recent import Sequences
+
+CLOSE = 1e-3
+WITH_RING = [name for name in formats.own_names() if formats.parse(name).has_ring]
+names, dims, seeds = st.sampled_from(WITH_RING), st.sampled_from(formats.HEAD_DIMS), st.integers(0, 2**31)
+
+
+def gpu(s: Sequences, cut: tuple[int, int, int] = (16, 2, 2), window: int = 0, softcap: float = 0.0) -> GpuPages:
+    """Pages for the GPU's kernels over the same memory; `cut` is (tile, stages, wave)."""
+    shape = Shape(s.fmt, s.dim, s.kv_heads, s.ratio, s.block_size, CPU, window, softcap, recent=s.recent)
+    shape.choice, shape.wave = Choice(cut[0], cut[1], 1), cut[2]
+    return GpuPages(s.cache, shape, s.factors, ring=s.cache)
+
+
+def attend(s: Sequences, at: GpuPages, query: torch.Tensor) -> torch.Tensor:
+    """Decode all sequences."""
+    count, lens = len(s.lengths), torch.tensor(s.lengths, dtype=torch.int32)
+    plan, out, table = Plan(at.shape, count), torch.full_like(query, torch.nan), s.table.clone()
+    for i, n in enumerate(s.lengths):
+        table[i, -(-n // s.block_size) :] = PAST_THE_END
+    for scratch in (plan.partial, plan.lse, plan.turned):
+        scratch.fill_(torch.nan)
+    plan.update(lens)
+    nothing, padding = torch.full((count, s.kv_heads, s.dim), torch.nan), torch.full((count,), -1)
+    at.store(query, nothing, nothing, padding, plan, count, s.scale, padding)
+    at.decode(table, lens, plan, out, s.ring_table)
+    return out
+
+
+def assert_right(s: Sequences, at: GpuPages) -> None:
+    query = s.queries()
+    out = attend(s, at, query)
+    for i, n in enumerate(s.lengths):
+        wanted = s.wanted(query[i], i, n)
+        assert ((out[i] - wanted).norm(dim=-1) < CLOSE * wanted.norm(dim=-1)).all()
+
+
+@settings(max_examples=12)
+@given(names, st.sampled_from([64, 256]), st.sampled_from([16, 48, 64]), st.integers(1, 60), st.integers(1, 40), seeds)
+def test_ring_rows_are_the_cpus_and_no_other_byte_changes(
+    name: str, dim: int, block_size: int, recent: int, tokens: int, seed: int
+) -> None:
+    s = Sequences(name, dim, [tokens], recent, seed, block_size=block_size)
+    # Whole numbers, and a power of 2 as the root of D: the rotation is exact in any order.
+    key, value = (torch.randint(-100, 101, (tokens, 2, dim), generator=s.rng).float() * 0.25 for _ in "kv")
+    theirs = s.cache.clone()
+    s.cpu.store(key, value, s.slots(0, 0, tokens), s.ring_slots(0, 0, tokens))
+    ours, s.cache = s.cache, theirs
+    at = gpu(s)
+    query = torch.zeros(tokens, 4, dim)
+    at.store(query, key, value, s.slots(0, 0, tokens), Plan(at.shape, 1), 0, 1.0, s.ring_slots(0, 0, tokens))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dim", formats.HEAD_DIMS)
+@pytest.mark.parametrize("name", WITH_RING)
+def test_every_format_at_every_head_dim(name: str, dim: int) -> None:
+    s = Sequences(name, dim, [41, 7], 20, seed=1, ratio=3)
+    for i, n in enumerate(s.lengths):
+        s.store(i, 0, n)
+    assert_right(s, gpu(s))
+
+
+@settings(max_examples=25)
+@given(
+    names, st.sampled_from([64, 128]), st.lists(st.integers(1, 140), min_size=1, max_size=3), st.integers(1, 80),
+    st.integers(0, 60), st.sampled_from([1, 4, 9]), st.sampled_from([(16, 16), (48, 16), (64, 32), (64, 64)]),
+    st.integers(2, 4), st.integers(1, 4), st.booleans(), seeds,
+)  # fmt: skip
+def test_stale_rings_and_prefix_hits_are_read_as_the_reference_says_however_the_work_is_cut(
+    name: str, dim: int, lengths: list[int], recent: int, hit: int, ratio: int, cut: tuple[int, int], stages: int,
+    wave: int, calibrated: bool, seed: int,
+) -> None:  # fmt: skip
+    s = Sequences(name, dim, lengths, recent, seed, ratio=ratio, block_size=cut[0], calibrated=calibrated)
+    s.poison_rings()
+    for i, n in enumerate(lengths):
+        start = min(hit, n - 1)
+        s.store(i, 0, start, ring=False)
+        s.store(i, start, n)
+    assert_right(s, gpu(s, (cut[1], stages, wave)))
+
+
+def test_sliding_windows_and_soft_caps_go_with_it() -> None:
+    s = Sequences("k4v4", 64, [90, 33], 40, seed=6)
+    for i, n in enumerate(s.lengths):
+        s.store(i, 0, n)
+    query = s.queries() * 3
+    out = attend(s, gpu(s, softcap=5.0), query)
+    lens = torch.tensor(s.lengths)
+    wanted = s.cpu.decode(query, s.table, lens, s.scale, 5.0, ring_table=s.ring_table)
+    assert ((out - wanted).norm(dim=-1) < CLOSE * wanted.norm(dim=-1)).all()
+    query = s.queries()
+    for window in (20, 60):
+        out = attend(s, gpu(s, window=window), query)
+        for i in range(2):
+            wanted = s.wanted(query[i], i, s.lengths[i], window)
+            assert ((out[i] - wanted).norm(dim=-1) < CLOSE * wanted.norm(dim=-1)).all()
+
+
+def test_no_byte_of_a_ring_is_read_before_the_step_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode starts while `store` still runs: until its wait, the newest rows are not there."""
+    s = Sequences("k4v4", 64, [70, 33], 32, seed=7)
+    for i, n in enumerate(s.lengths):
+        s.store(i, 0, n - 1)
+    before = s.cache.clone()
+    for i, n in enumerate(s.lengths):
+        s.store(i, n - 1, n)
+    after, at, query = s.cache.clone(), gpu(s, (16, 3, 8)), s.queries()
+    wanted = attend(s, at, query)
+    eager = EagerKernel(decode, "decode_kernel", lambda: s.cache.copy_(before), lambda: s.cache.copy_(after))
+
+    class Overlapping:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            return lambda *a, **k: eager[grid](*a, **{**k, "OVERLAP": True})
+
+    monkeypatch.setattr(pages, "decode_kernel", Overlapping())
+    assert torch.equal(attend(s, at, query), wanted)
+
+
+def test_what_does_not_fit_is_refused_before_a_launch() -> None:
+    s = Sequences("k4v4", 64, [20], 16, seed=8)
+    at, before = gpu(s), s.cache.clone()
+    x, slots, plan = torch.zeros(2, 2, 64), torch.arange(2), Plan(gpu(s).shape, 1)
+    lens, out = torch.ones(1, dtype=torch.int32), torch.zeros(1, 4, 64)
+    query = torch.zeros(2, 4, 64)
+    for bad in (None, slots.int(), slots[:1]):
+        with pytest.raises(BadInputError, match=r"^ring_slots are"):
+            at.store(query, x, x, slots, plan, 0, 1.0, bad)
+    for table in (None, s.ring_table.long(), s.ring_table[:, :0], s.ring_table[:0]):
+        with pytest.raises(BadInputError, match=r"^ring_table is"):
+            at.decode(s.table, lens, plan, out, table)
+    with pytest.raises(BadInputError, match=r"^recent is 16 without a ring"):
+        GpuPages(s.cache, at.shape, s.factors)
+    with pytest.raises(BadInputError, match=r"^ring is"):
+        GpuPages(s.cache, at.shape, s.factors, ring=s.cache[:, :1])
+    with pytest.raises(formats.FormatError, match="'int8'"):
+        Shape(formats.parse("int8"), 64, 2, 2, 16, CPU, recent=16)
+    assert torch.equal(s.cache, before)

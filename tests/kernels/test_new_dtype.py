@@ -1,0 +1,44 @@
+"""A dtype of known widths is one row of the table: pages on a CPU and on a GPU take it as they are."""
+
+import pytest
+import torch
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.cpu import PackedPages
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.reference.attention import decode_reference
+from support.gpu_batch import CPU, Batch, generator, poisoned
+
+
+@pytest.fixture(params=[("k8v2", 8, 2), ("k2v4", 2, 4)], ids=lambda row: row[0])
+def new(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> formats.Format:
+    """The table with a row more."""
+    row = formats.own(*request.param, "made up")
+    monkeypatch.setitem(formats.FORMATS, row.name, row)
+    return row
+
+
+def test_a_row_of_the_table_is_known_by_name_and_size(new: formats.Format) -> None:
+    assert formats.own_names()[-1] == new.name
+    assert formats.parse(new.name).bits_per_element() == (new.key.bits + new.value.bits) / 2 + 0.25
+
+
+@pytest.mark.parametrize("dim", [64, 96])
+def test_a_new_row_is_stored_by_both_and_decoded_alike(new: formats.Format, dim: int) -> None:
+    rng, ours, theirs = generator(4), poisoned(3, 2, 16, new, dim), poisoned(3, 2, 16, new, dim)
+    key, value, query = (torch.randn(20, heads, dim, generator=rng) for heads in (2, 2, 4))
+    slots, factors = 16 + torch.arange(20), Factors.identity(2, dim)
+    shape = Shape(new, dim, 2, 2, 16, CPU)
+    GpuPages(ours, shape, factors).store(query, key, value, slots, Plan(shape, 1), 0, 1.0)
+    PackedPages(theirs, new, dim).store(key, value, slots)
+    assert (ours != theirs).float().mean() < 2e-3
+    out = PackedPages(ours, new, dim).decode(query[:1], torch.tensor([[1, 2]]), torch.tensor([20]), 0.1)
+    wanted = decode_reference(query[0], key, value, new, 0.1)
+    assert (out[0] - wanted).norm() < 5e-3 * wanted.norm()
+    batch = Batch(new.name, dim, [40, 1], seed=3, ratio=3)
+    query = batch.queries()
+    out = batch.decode(query)
+    for i in range(2):
+        wanted = decode_reference(query[i], batch.keys[i], batch.values[i], new, batch.scale)
+        assert (out[i] - wanted).norm() < 1e-3 * wanted.norm()

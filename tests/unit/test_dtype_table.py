@@ -1,0 +1,36 @@
+"""The table of dtypes (`formats.FORMATS`) drives what is said of them elsewhere: a row without a figure is named.
+
+The CRD's enum and the order of the ladder are held to the table in test_api_crd.py.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from kvpilot_kernels import formats
+from kvpilot_operator.decide.judging.latency import EFFICIENCY
+from kvpilot_planning.plan_make import DTYPES
+from kvpilot_planning.plan_speed import HEAD_DIM_256
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", formats.own_names())
+def test_every_dtype_of_ours_has_a_measured_share_of_bandwidth(name: str) -> None:
+    assert 0 < EFFICIENCY[name] < 1, "measure it with kernels/benchmarks/decode.py"
+    assert 0 < HEAD_DIM_256[name] < 1, "measure it with kernels/benchmarks/decode.py"
+
+
+def test_plans_and_plots_tell_the_dtypes_apart() -> None:
+    colours = [formats.parse(name).colour for name in DTYPES]
+    assert len(set(colours)) == len(DTYPES) == len(formats.own_names()) + 2
+
+
+@pytest.mark.parametrize("name", formats.own_names())
+def test_the_page_on_formats_says_what_the_table_says(name: str) -> None:
+    fmt = formats.parse(name)
+    row = (
+        f"| `{name}` | {fmt.key.bits} bits | {fmt.value.bits} bits | {fmt.bits_per_element():g} "
+        f"| {formats.capacity_ratio(name):.2f}x"
+    )
+    assert row in (ROOT / "docs" / "formats.md").read_text()
