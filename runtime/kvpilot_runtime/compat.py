@@ -48,13 +48,35 @@ def register_dtypes(names: tuple[str, ...]) -> None:
     STR_DTYPE_TO_TORCH_DTYPE.update(dict.fromkeys(names, torch.uint8))
     _share_pages(names)
     if vllm_version() >= (0, 33):
-        from vllm.config import cache
+        _register_handlers(names)
+    else:
+        _extend_literal(names)
 
-        for name in names:
-            if name not in get_args(cache.CacheDType):
-                cache.register_kv_cache_dtype(name)
-        return
-    _extend_literal(names)
+
+def _register_handlers(names: tuple[str, ...]) -> None:
+    """Register each name with vLLM's own registry (0.33), which takes a class as a decorator does."""
+    import torch
+    from vllm.config import cache
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    class Packed:
+        """What vLLM asks of a dtype: bytes to store, and no mode of its generic kernels.
+
+        `KVQuantMode.CUSTOM` would say the latter, but has the same value as a mode of another format and is taken for
+        it. NONE is what older versions find for a name that they do not know.
+        """
+
+        name: str
+
+        def torch_dtype(self) -> torch.dtype:
+            return torch.uint8
+
+        def quant_mode(self) -> Any:
+            return KVQuantMode.NONE
+
+    for name in names:
+        if cache.get_kv_cache_dtype_handler(name) is None:
+            cache.register_kv_cache_dtype(name)(type(name, (Packed,), {"name": name}))
 
 
 def _extend_literal(names: tuple[str, ...]) -> None:
@@ -72,6 +94,11 @@ def _extend_literal(names: tuple[str, ...]) -> None:
     # Both hold a validator that was compiled from the old list.
     rebuild_dataclass(CacheConfig, force=True)
     rebuild_dataclass(VllmConfig, force=True)
+
+
+def backend_class(dtype: str) -> str:
+    """The name of the class that serves a dtype of ours, in the module of its platform."""
+    return f"{dtype.upper()}Backend"
 
 
 def route_cpu_backends(paths: Mapping[str, str]) -> None:

@@ -13,22 +13,14 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
-from kvpilot_runtime.backend import (
-    INT8Backend,
-    K2V2Backend,
-    K4V2Backend,
-    K4V4Backend,
-    K8V4Backend,
-    PackedImpl,
-    refuse_unsupported_options,
-)
+from kvpilot_runtime.backend import PackedBackend, PackedBuilder, PackedImpl, classes_of
 from kvpilot_runtime.errors import UnsupportedModelError
 
 WORKSPACE_BYTES = 128 * 2**20
@@ -80,19 +72,14 @@ class Metadata:
     prefills: Prefills | None
 
 
-class CudaBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has no types for us
-    """Cuts a batch's work, once for all layers that share the shape of this group.
-
-    Raises (at start):
-        UnsupportedModelError: speculative decoding or KV transfer is on.
-    """
+class CudaBuilder(PackedBuilder):
+    """Cuts a batch's work, once for all layers that share the shape of this group."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     reorder_batch_threshold = 1
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        refuse_unsupported_options(vllm_config)
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         impl: CudaImpl = layer.impl
         self.shape = impl.shape(kv_cache_spec.block_size, device)
@@ -173,7 +160,7 @@ class CudaImpl(PackedImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: Metadata | None,  # type: ignore[override]
+        attn_metadata: Metadata | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
@@ -264,8 +251,8 @@ class CudaImpl(PackedImpl):
         return self._gpu_pages[1]
 
 
-class _OnCuda:
-    """What differs from the CPU backend: one call stores and attends, in blocks that fit the kernels' tiles."""
+class CudaBackend(PackedBackend):
+    """What all of our dtypes share on CUDA: one call stores and attends, in blocks that fit the kernels' tiles."""
 
     forward_includes_kv_cache_update = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
@@ -291,21 +278,4 @@ class _OnCuda:
         return bool(capability.major >= 8)
 
 
-class CudaINT8Backend(_OnCuda, INT8Backend):
-    """`int8`."""
-
-
-class CudaK8V4Backend(_OnCuda, K8V4Backend):
-    """`k8v4`."""
-
-
-class CudaK4V4Backend(_OnCuda, K4V4Backend):
-    """`k4v4`."""
-
-
-class CudaK4V2Backend(_OnCuda, K4V2Backend):
-    """`k4v2`."""
-
-
-class CudaK2V2Backend(_OnCuda, K2V2Backend):
-    """`k2v2`."""
+__getattr__ = classes_of(CudaBackend)

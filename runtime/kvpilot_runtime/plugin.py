@@ -13,7 +13,7 @@ def register() -> None:
     names = formats.own_names()
     compat.register_dtypes(names)
     if current_platform.is_cuda():
-        compat.route_cuda_backends({name: f"kvpilot_runtime.cuda.Cuda{name.upper()}Backend" for name in names})
+        compat.route_cuda_backends({name: f"kvpilot_runtime.cuda.{compat.backend_class(name)}" for name in names})
     else:
-        compat.route_cpu_backends({name: f"kvpilot_runtime.backend.{name.upper()}Backend" for name in names})
+        compat.route_cpu_backends({name: f"kvpilot_runtime.cpu.{compat.backend_class(name)}" for name in names})
     model_info.publish()
