@@ -151,7 +151,22 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.read_back = os.environ.get(PREFILL_FROM_PAGES) == "1"
         self._calibration = calibration_of(get_current_vllm_config())
+        self._factors: Factors | None = None
 
-    def factors_of(self, layer: Any) -> Factors | None:
-        """What calibration says of this layer, this rank's KV heads; None without a calibration."""
-        return self._calibration.for_layer(layer.layer_name) if self._calibration else None
+    def factors(self, layer: Any, device: torch.device | str = "cpu") -> Factors:
+        """The factors of this layer and of this rank's KV heads: those of the file, or none that change anything.
+
+        Made once, on the device of the first call, and changed in place from then on: pages and captured graphs that
+        read them see the change.
+        """
+        if self._factors is None:
+            if self._calibration is not None:
+                found = self._calibration.for_layer(layer.layer_name)
+            else:
+                found = Factors.identity(self.num_kv_heads, self.head_size)
+            self._factors = found.to(device)
+        return self._factors
+
+    def set_factors(self, layer: Any, found: Factors) -> None:
+        """Put other numbers into the layer's factors."""
+        self.factors(layer, found.key_mean.device).copy_(found)

@@ -165,6 +165,27 @@ def route_cuda_backends(paths: Mapping[str, str]) -> None:
     CudaPlatformBase._kvpilot_routed = True
 
 
+def before_kv_cache(path: str) -> None:
+    """Call the function at an import path in every worker that has loaded its model and measured its memory, before it
+    makes the KV cache and captures graphs. The function takes vLLM's worker."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    stock = WorkerWrapperBase.initialize_from_config
+    if getattr(stock, "_kvpilot_calls", None) == path:
+        return
+
+    def initialize_from_config(self: Any, kv_cache_configs: Any) -> None:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config):
+            resolve_obj_by_qualname(path)(self.worker)
+        stock(self, kv_cache_configs)
+
+    initialize_from_config._kvpilot_calls = path  # type: ignore[attr-defined]
+    WorkerWrapperBase.initialize_from_config = initialize_from_config
+
+
 def _tell_cpu_blocks() -> None:
     """Before 0.30 the CPU backend says that it takes blocks of 16 tokens, and fails unless they are multiples of 32."""
     from vllm.v1.attention.backend import MultipleOf

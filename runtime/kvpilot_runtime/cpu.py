@@ -123,7 +123,7 @@ class CpuImpl(PackedImpl):
     def _packed(self, layer: Any, kv_cache: torch.Tensor) -> PackedPages:
         """Views of this layer's cache, made once."""
         if self._pages is None or self._pages[0] != kv_cache.data_ptr():
-            pages = PackedPages(kv_cache, self.fmt, self.head_size, self.factors_of(layer))
+            pages = PackedPages(kv_cache, self.fmt, self.head_size, self.factors(layer))
             self._pages = kv_cache.data_ptr(), pages
         return self._pages[1]
 

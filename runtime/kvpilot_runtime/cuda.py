@@ -246,8 +246,8 @@ class CudaImpl(PackedImpl):
 
     def _pages_of(self, layer: Any, kv_cache: torch.Tensor, shape: Shape) -> GpuPages:
         if self._gpu_pages is None or self._gpu_pages[0] != kv_cache.data_ptr():
-            factors = self.factors_of(layer) or Factors.identity(self.num_kv_heads, self.head_size)
-            self._gpu_pages = kv_cache.data_ptr(), GpuPages(kv_cache, shape, factors.to(kv_cache.device))
+            factors = self.factors(layer, kv_cache.device)
+            self._gpu_pages = kv_cache.data_ptr(), GpuPages(kv_cache, shape, factors)
         return self._gpu_pages[1]
 
 

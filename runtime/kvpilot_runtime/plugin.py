@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpilot_kernels import formats
-from kvpilot_runtime import compat, model_info
+from kvpilot_runtime import calibration_info, compat, model_info
 
 
 def register() -> None:
@@ -16,4 +16,6 @@ def register() -> None:
         compat.route_cuda_backends({name: f"kvpilot_runtime.cuda.{compat.backend_class(name)}" for name in names})
     else:
         compat.route_cpu_backends({name: f"kvpilot_runtime.cpu.{compat.backend_class(name)}" for name in names})
+    compat.before_kv_cache("kvpilot_runtime.self_calibration.calibrate")
     model_info.publish()
+    calibration_info.publish()
