@@ -27,6 +27,9 @@ tokens left out, which are unlike all others,
     m = E[k]        s_c = (mean over the group's query heads of E[q_c^2] / var(k_c))^(1/4)
 
 for keys, and s_c = (1 / var(v_c))^(1/4) without a mean for values.
+
+RoPE turns a channel's mean with the position, and one static mean has to serve all of them. A token at position p
+counts 1 / (1 + p / HALF): up to HALF all tokens count about alike, and beyond it every doubling of the context does.
 """
 
 from __future__ import annotations
@@ -101,13 +104,16 @@ def _mean(moments: Moments, squared: torch.Tensor) -> torch.Tensor:
 SINKS = 4
 """Tokens at the start of a sequence that `Sums` leaves out: attention sinks, unlike all others."""
 
+HALF = 1024
+"""The position at which a token counts half of what the first ones do in `Sums`."""
+
 
 class Sums:
-    """Sums over tokens of q^2, k, k^2, v and v^2 for one layer, float64 [kv_heads, D] each."""
+    """Weighted sums over tokens of q^2, k, k^2, v and v^2 for one layer, float64 [kv_heads, D] each."""
 
     def __init__(self, kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> None:
         self._sums = torch.zeros(5, kv_heads, head_dim, dtype=torch.float64, device=device)
-        self.tokens = 0
+        self._weight = 0.0
 
     def add(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Count the tokens of one sequence from its start, as attention sees them (after RoPE).
@@ -126,14 +132,21 @@ class Sums:
                 f"layer of [tokens, {kv_heads}, {dim}]; give one layer's"
             )
         q, k, v = (x[SINKS:].double() for x in (query, key, value))
-        q2 = q.square().sum(0).view(kv_heads, -1, dim).mean(1)
-        self._sums += torch.stack([q2, k.sum(0), k.square().sum(0), v.sum(0), v.square().sum(0)])
-        self.tokens += k.shape[0]
+        positions = torch.arange(SINKS, SINKS + k.shape[0], dtype=torch.float64, device=k.device)
+        weight = 1 / (1 + positions / HALF)
+
+        def total(x: torch.Tensor) -> torch.Tensor:
+            return torch.einsum("t,thc->hc", weight, x)
+
+        q2 = total(q.square()).view(kv_heads, -1, dim).mean(1)
+        self._sums += torch.stack([q2, total(k), total(k.square()), total(v), total(v.square())])
+        self._weight += float(weight.sum())
 
     def still(self) -> int:
         """Channels of keys and values that never moved: their scale is that of the floor."""
         _, k, k2, v, v2 = self._sums
-        return sum(int((self._variance(x, x2) <= 0).sum()) for x, x2 in ((k, k2), (v, v2)))
+        rounding = 1e-12 / max(self._weight, 1e-12)
+        return sum(int((self._variance(x, x2) <= rounding * x2).sum()) for x, x2 in ((k, k2), (v, v2)))
 
     def factors(self) -> Factors:
         """The layer's factors, float32; scales have the geometric mean 1 per head.
@@ -141,7 +154,7 @@ class Sums:
         Raises:
             ValueError: a sum is not finite, or nothing was counted.
         """
-        if not self.tokens:
+        if not self._weight:
             raise ValueError(f"no token after the first {SINKS} was counted; give longer text")
         for name, x in zip(("queries", "keys", "keys", "values", "values"), self._sums, strict=True):
             if not x.isfinite().all():
@@ -149,12 +162,12 @@ class Sums:
         q2, k, k2, v, v2 = self._sums
         ones = torch.ones_like(q2)
         return Factors(
-            (k / self.tokens).float(), self._scale(q2 / self.tokens, self._variance(k, k2)),
+            (k / self._weight).float(), self._scale(q2 / self._weight, self._variance(k, k2)),
             torch.zeros_like(k).float(), self._scale(ones, self._variance(v, v2)),
         )  # fmt: skip
 
     def _variance(self, x: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
-        return x2 / self.tokens - (x / self.tokens).square()
+        return x2 / self._weight - (x / self._weight).square()
 
     @staticmethod
     def _scale(weight: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:

@@ -210,6 +210,7 @@ def main() -> None:
     parser.add_argument("--calibration", nargs="*", help="LABEL=FILE: rows `k4v4+LABEL`; default: calibrate anew")
     parser.add_argument("--raw", type=Path, default=Path(tempfile.gettempdir(), "kvpilot-accuracy"),
                         help="where partial results are kept (default %(default)s)")  # fmt: skip
+    parser.add_argument("--device", default="cpu", help="where to compute, such as cuda (default %(default)s)")
     parser.add_argument("--needle", action="store_true", help="the needle task instead of the texts")
     parser.add_argument("--report", type=Path, help="write this Markdown file from --out, and do nothing else")
     options = parser.parse_args()
@@ -219,6 +220,7 @@ def main() -> None:
         options.report.write_text(markdown(json.loads(options.out.read_text()), table_bits))
         return
     torch.set_num_threads(1)
+    torch.set_default_device(options.device)
     folder = smollm2_135m()
     if options.calibration is None:
         files = calibrations(folder, options.out.parent)

@@ -27,8 +27,8 @@ class Probe:
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         hook = f"kvpilot_probe_{id(self)}"
         AttentionInterface.register(hook, self._attend)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=hook)
-        self.model.eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=hook)
+        self.model = model.to(torch.get_default_device()).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.head = self.model.get_output_embeddings().weight
         self.codec: ByLayer | None = None
@@ -61,7 +61,7 @@ class Probe:
         """transformers' attention hook: query [1, heads, tokens, D], key and value [1, kv_heads, tokens, D]."""
         scale, seen = options["scaling"], (key, value)
         if self._sums is not None:
-            sums = self._sums.setdefault(module.layer_idx, Sums(key.shape[1], key.shape[3]))
+            sums = self._sums.setdefault(module.layer_idx, Sums(key.shape[1], key.shape[3], key.device))
             sums.add(*(x[0].transpose(0, 1) for x in (query, key, value)))
         if self.codec is None:
             out = _rounded(query, key, value, scale) if self.rounded else _causal(query, key, value, scale)

@@ -169,4 +169,6 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
 
     def set_factors(self, layer: Any, found: Factors) -> None:
         """Put other numbers into the layer's factors."""
-        self.factors(layer, found.key_mean.device).copy_(found)
+        # Where vLLM tried out graphs before, they were made in inference mode, and may be changed in it alone.
+        with torch.inference_mode():
+            self.factors(layer, found.key_mean.device).copy_(found)

@@ -162,6 +162,7 @@ def test_sums_of_a_forward_pass_give_mean_and_scale_as_the_formula_says(
     rng, dim, sums = draw(seed), 16, Sums(kv_heads, 16)
     spread = (torch.randn(3, 1, kv_heads, dim, generator=rng) / 2).exp()
     counted: list[list[torch.Tensor]] = [[], [], []]
+    weights = []
     for length in lengths:
         q = torch.randn(length + SINKS, kv_heads * ratio, dim, generator=rng) * spread[0].repeat_interleave(ratio, 1)
         k, v = (torch.randn(length + SINKS, kv_heads, dim, generator=rng) * spread[i] + i for i in (1, 2))
@@ -170,20 +171,38 @@ def test_sums_of_a_forward_pass_give_mean_and_scale_as_the_formula_says(
         sums.add(q, k, v)
         for kept, x in zip(counted, (q, k, v), strict=True):
             kept.append(x[SINKS:].double())
+        weights.append(1 / (1 + torch.arange(SINKS, SINKS + length, dtype=torch.float64) / 1024))
     q, k, v = (torch.cat(kept) for kept in counted)
+    weight = torch.cat(weights)[:, None, None]
+
+    def mean(x: torch.Tensor) -> torch.Tensor:
+        return (weight * x).sum(0) / weight.sum()
+
     found = sums.factors()
-    torch.testing.assert_close(found.key_mean.double(), k.mean(0), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.key_mean.double(), mean(k), atol=1e-4, rtol=1e-4)
     assert not found.value_mean.any()
     if sum(lengths) < 20:
         return  # a variance of few tokens is all floor
-    heads_of = q.square().mean(0).view(kv_heads, ratio, dim).mean(1)
+    heads_of = mean(q.square()).view(kv_heads, ratio, dim).mean(1)
     for got, wanted in (
-        (found.key_scale, heads_of / k.var(0, correction=0)), (found.value_scale, 1 / v.var(0, correction=0)),
-    ):  # fmt: skip
+        (found.key_scale, heads_of / mean((k - mean(k)).square())),
+        (found.value_scale, 1 / mean((v - mean(v)).square())),
+    ):
         wanted = wanted**0.25
         wanted = wanted / wanted.log().mean(-1, keepdim=True).exp()
         # The floor, a thousandth of the mean of the head, moves the smallest by a little.
         torch.testing.assert_close(got.double(), wanted, rtol=0.1, atol=0)
+
+
+def test_a_late_token_counts_less_than_an_early_one() -> None:
+    sums = Sums(1, 2)
+    key = torch.zeros(4096, 1, 2)
+    key[:1024, 0, 0], key[1024:, 0, 1] = 1.0, 1.0
+    sums.add(torch.ones(4096, 1, 2), key, key)
+    early, late = sums.factors().key_mean[0].tolist()
+    # A quarter of the tokens; the integral of 1 / (1 + p / 1024) gives log 2 / log 5 of the weight.
+    assert abs(early - 0.431) < 0.01
+    assert abs(early + late - 1) < 1e-6
 
 
 def test_a_channel_that_never_moves_is_counted_and_gets_a_finite_scale() -> None:

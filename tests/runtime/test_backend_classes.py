@@ -16,6 +16,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from kvpilot_kernels import formats
+from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.reference.attention import decode_reference
 from kvpilot_runtime import backend, compat
 
@@ -81,6 +82,20 @@ def test_one_row_of_the_table_is_enough_to_serve_a_token(
     impl.forward(layer, query[-1:], key[-1:], value[-1:], pages, meta, out)
     wanted = decode_reference(query[-1], key, value, made_up, dim**-0.5)
     torch.testing.assert_close(out[0].double(), wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_factors_can_be_replaced_however_they_were_made(inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: None)
+    monkeypatch.setattr(backend, "calibration_of", lambda _config: None)
+    cls: Any = resolve_obj_by_qualname("kvpilot_runtime.cpu.K4V4Backend")
+    impl = cls.get_impl_cls()(4, 64, 0.125, 2, None, None, "k4v4")
+    with torch.inference_mode(inference):  # as where vLLM tries out graphs to measure their memory
+        made = impl.factors(SimpleNamespace(layer_name="x"))
+    found = Factors(*(torch.full((2, 64), float(x)) for x in range(1, 5)))
+    impl.set_factors(SimpleNamespace(layer_name="x"), found)
+    assert impl.factors(SimpleNamespace(layer_name="x")) is made
+    assert torch.equal(made.value_mean, found.value_mean)
 
 
 def test_where_vllm_has_a_registry_each_dtype_is_given_to_what_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
