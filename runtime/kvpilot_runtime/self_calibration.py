@@ -1,6 +1,6 @@
 """An engine without a calibration file calibrates itself at start, before its first request and its CUDA graphs.
 
-Built-in text (`calibration.txt`: prose, code, tables, chats, several scripts) goes through the model in one prefill as
+Built-in text (`calibration.txt`: prose, code, tables, chats, several scripts) goes through the model in one prefill, as
 long as the longest chunk that the engine takes, since RoPE turns a channel's mean with the position. For this one pass
 every attention layer, whatever its KV dtype, attends to its own chunk in the model's own elements. From the sums of
 our layers come their factors (`kvpilot_kernels.fit.Sums`); each rank of tensor parallelism keeps those of its heads.
@@ -29,6 +29,8 @@ TEXT = Path(__file__).with_name("calibration.txt")
 _SEPARATOR = "\n%%\n"
 _ROWS = 1024
 """Queries that attend at a time where scores or a mask are made."""
+_LONGEST = 16384
+"""Tokens of the pass at most: later ones would hardly count (`kvpilot_kernels.fit.HALF`)."""
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
@@ -53,7 +55,7 @@ def calibrate(worker: Any) -> None:
     else:
         source = "self"
         began = time.perf_counter()
-        tokens = token_ids(config)
+        tokens, reason = token_ids(config)
         _fill(layers, _sums(worker, tokens, layers))
         log.info("Calibrated %d layers on %d tokens in %.1f s", len(layers), len(tokens), time.perf_counter() - began)
     calibration_info.report(
@@ -61,21 +63,21 @@ def calibrate(worker: Any) -> None:
     )
 
 
-def token_ids(config: Any) -> list[int]:
-    """The tokens of the pass, as many as the engine takes in one chunk.
+def token_ids(config: Any) -> tuple[list[int], str]:
+    """The tokens of the pass, as many as the engine takes in one chunk, and a word for metrics on what they lack.
 
     An engine without a tokenizer gets token ids drawn with a fixed seed.
     """
     from vllm.tokenizers import cached_tokenizer_from_config
 
     model = config.model_config
-    length = min(config.scheduler_config.max_num_batched_tokens, model.max_model_len)
+    length = min(config.scheduler_config.max_num_batched_tokens, model.max_model_len, _LONGEST)
     tokenizer = cached_tokenizer_from_config(model)
     if tokenizer is None:
         log.warning("No tokenizer: calibrating on random tokens")
         drawn = torch.randint(model.get_vocab_size(), (length,), generator=torch.Generator().manual_seed(0))
-        return [int(x) for x in drawn]
-    return text_ids(tokenizer, length)
+        return [int(x) for x in drawn], "RandomTokens"
+    return text_ids(tokenizer, length), ""
 
 
 def text_ids(tokenizer: Any, length: int) -> list[int]:
@@ -83,7 +85,7 @@ def text_ids(tokenizer: Any, length: int) -> list[int]:
     ids: list[int] = []
     while len(ids) < length:
         before = len(ids)
-        for passage in TEXT.read_text().split(_SEPARATOR):
+        for passage in TEXT.read_text(encoding="utf-8").split(_SEPARATOR):
             ids += tokenizer.encode(passage + "\n\n", add_special_tokens=not ids)
         if len(ids) == before:
             raise UnsupportedModelError(f"the tokenizer gives no tokens for text; {_REMEDY}")

@@ -123,6 +123,16 @@ def test_the_text_is_long_enough_repeats_and_begins_as_a_prompt_does() -> None:
     assert self_calibration.text_ids(Opening(), 50_000).count(1) == 1
 
 
+def test_without_a_tokenizer_the_same_random_tokens_are_drawn_each_time_and_it_is_said() -> None:
+    model = SimpleNamespace(max_model_len=200, skip_tokenizer_init=True, get_vocab_size=lambda: 50)
+    config = SimpleNamespace(model_config=model, scheduler_config=SimpleNamespace(max_num_batched_tokens=300))
+    ids, reason = self_calibration.token_ids(config)
+    assert reason == "RandomTokens"
+    assert len(ids) == 200
+    assert set(ids) == set(range(50))
+    assert self_calibration.token_ids(config) == (ids, reason)
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     tokens=st.integers(1, 40), heads=st.sampled_from([(4, 2), (3, 3), (6, 1)]),
