@@ -129,7 +129,8 @@ def test_without_a_tokenizer_the_same_random_tokens_are_drawn_each_time_and_it_i
     ids, reason = self_calibration.token_ids(config)
     assert reason == "RandomTokens"
     assert len(ids) == 200
-    assert set(ids) == set(range(50))
+    assert len(set(ids)) > 30
+    assert max(ids) < 50
     assert self_calibration.token_ids(config) == (ids, reason)
 
 
