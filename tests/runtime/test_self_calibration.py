@@ -104,7 +104,7 @@ def test_keys_that_are_not_finite_end_the_start_with_the_layer_and_the_remedy(tm
     weights = load_file(model / "model.safetensors")
     weights["model.layers.1.self_attn.k_proj.weight"][0, 0] = torch.nan
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    log = refused_by_vllm(model, tmp_path, "--kv-cache-dtype=k4v4", "--load-format=auto")
+    log = refused_by_vllm(model, tmp_path, "--kv-cache-dtype=k4v4", "--load-format=auto", "--port=0")
     assert "calibration of layer 'model.layers.1.self_attn.attn': keys are not finite in" in log
     assert "KVPILOT_CALIBRATION" in log
 
