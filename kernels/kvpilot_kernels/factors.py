@@ -29,7 +29,7 @@ class Factors:
     def identity(cls, kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> Factors:
         """Factors that change nothing: what a model without calibration gets."""
         zero = torch.zeros(kv_heads, head_dim, device=device)
-        return cls(zero, zero + 1, zero, zero + 1)
+        return cls(zero, zero + 1, zero.clone(), zero + 1)
 
     def of(self, side: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and scale of keys (`side="key"`) or values (`"value"`)."""
@@ -38,3 +38,8 @@ class Factors:
     def to(self, device: torch.device | str) -> Factors:
         """The same factors on another device."""
         return Factors(*(x.to(device) for x in (self.key_mean, self.key_scale, self.value_mean, self.value_scale)))
+
+    def copy_(self, other: Factors) -> None:
+        """Take over the numbers of others of the same shape, in place."""
+        for name in ("key_mean", "key_scale", "value_mean", "value_scale"):
+            getattr(self, name).copy_(getattr(other, name))

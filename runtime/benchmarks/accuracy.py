@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 
 from kvpilot_demo.models import smollm2_135m
 from kvpilot_kernels import formats
+from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.reference import plain
 from kvpilot_kernels.reference.codec import Codec
 from kvpilot_kernels.reference.kivi import kivi
@@ -31,6 +32,7 @@ from kvpilot_kernels.reference.kvarn import kvarn
 from kvpilot_kernels.reference.own import own
 from kvpilot_kernels.reference.turboquant import turboquant
 from kvpilot_runtime import calibrate, calibration
+from kvpilot_runtime.self_calibration import text_ids
 
 PLAN = [
     *[(name, 1024, 2) for name in ("opticks", "manual", "reference", "code")],
@@ -49,8 +51,15 @@ def rivals() -> dict[str, Codec]:
     return {codec.name: codec for codec in found}
 
 
-def rows(files: dict[str, Path], facts: calibration.ModelFacts) -> dict[str, ByLayer]:
-    """Every row of the table: its name, and the codec of each layer."""
+SELF = "self"
+"""Rows with the factors that an engine gives itself at start."""
+
+CHUNK = 8192
+"""Tokens of the pass that such an engine makes: what vLLM takes in one chunk on a GPU by default."""
+
+
+def rows(layers_of: dict[str, Sequence[Factors]]) -> dict[str, ByLayer]:
+    """Every row of the table: its name, and the codec of each layer. `layers_of`: factors by the label of rows."""
 
     def same(codec: Codec) -> ByLayer:
         return lambda _layer: codec
@@ -58,8 +67,7 @@ def rows(files: dict[str, Path], facts: calibration.ModelFacts) -> dict[str, ByL
     table = {name: same(codec) for name, codec in rivals().items()}
     for name in formats.own_names():
         table[name] = same(own(formats.parse(name)))
-    for label, file in files.items():
-        layers = calibration.load(file, facts).layers
+    for label, layers in layers_of.items():
         for name in formats.own_names():
             fmt = formats.parse(name)
             codecs = [own(fmt, factors) for factors in layers]
@@ -202,6 +210,7 @@ def main() -> None:
     parser.add_argument("--calibration", nargs="*", help="LABEL=FILE: rows `k4v4+LABEL`; default: calibrate anew")
     parser.add_argument("--raw", type=Path, default=Path(tempfile.gettempdir(), "kvpilot-accuracy"),
                         help="where partial results are kept (default %(default)s)")  # fmt: skip
+    parser.add_argument("--device", default="cpu", help="where to compute, such as cuda (default %(default)s)")
     parser.add_argument("--needle", action="store_true", help="the needle task instead of the texts")
     parser.add_argument("--report", type=Path, help="write this Markdown file from --out, and do nothing else")
     options = parser.parse_args()
@@ -211,12 +220,21 @@ def main() -> None:
         options.report.write_text(markdown(json.loads(options.out.read_text()), table_bits))
         return
     torch.set_num_threads(1)
+    torch.set_default_device(options.device)
     folder = smollm2_135m()
     if options.calibration is None:
         files = calibrations(folder, options.out.parent)
     else:
         files = {label: Path(file) for label, _, file in (item.partition("=") for item in options.calibration)}
-    table = rows(files, calibration.ModelFacts.read(folder))
+    facts = calibration.ModelFacts.read(folder)
+    probe = probe_of(folder)
+    text = torch.tensor(text_ids(probe.tokenizer, CHUNK))
+    table = rows(
+        {
+            SELF: probe.self_calibrated(text),
+            **{name: calibration.load(file, facts).layers for name, file in files.items()},
+        }
+    )
     asked = options.codecs or ["control", *table]
     chosen = {name: table[name] for name in asked if name != "control"}
     if options.needle:

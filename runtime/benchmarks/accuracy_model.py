@@ -14,6 +14,8 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.fit import Sums
 from kvpilot_kernels.reference.codec import Codec
 
 ByLayer = Callable[[int], Codec]
@@ -25,11 +27,12 @@ class Probe:
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         hook = f"kvpilot_probe_{id(self)}"
         AttentionInterface.register(hook, self._attend)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=hook)
-        self.model.eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=hook)
+        self.model = model.to(torch.get_default_device()).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.head = self.model.get_output_embeddings().weight
         self.codec: ByLayer | None = None
+        self._sums: dict[int, Sums] | None = None
         self.rounded = False
         """Attention with probabilities rounded to the model's dtype: another kernel for the same formula."""
 
@@ -38,6 +41,13 @@ class Probe:
         """The last layer's states [tokens, hidden] of one sequence [tokens]; None is the model's own dtype."""
         self.codec = codec
         return self.model.model(tokens[None], use_cache=False).last_hidden_state[0]
+
+    def self_calibrated(self, tokens: torch.Tensor) -> list[Factors]:
+        """The factors of every layer as an engine finds them at start, from one pass over `tokens` [tokens]."""
+        self._sums = {}
+        self.hidden(tokens, None)
+        found, self._sums = self._sums, None
+        return [found[layer].factors() for layer in sorted(found)]
 
     @torch.inference_mode()
     def logits(self, states: torch.Tensor, chunk: int = 256) -> Iterator[tuple[int, torch.Tensor]]:
@@ -50,6 +60,9 @@ class Probe:
     ) -> tuple[torch.Tensor, None]:
         """transformers' attention hook: query [1, heads, tokens, D], key and value [1, kv_heads, tokens, D]."""
         scale, seen = options["scaling"], (key, value)
+        if self._sums is not None:
+            sums = self._sums.setdefault(module.layer_idx, Sums(key.shape[1], key.shape[3], key.device))
+            sums.add(*(x[0].transpose(0, 1) for x in (query, key, value)))
         if self.codec is None:
             out = _rounded(query, key, value, scale) if self.rounded else _causal(query, key, value, scale)
         else:

@@ -1,30 +1,25 @@
-"""Our attention backend for vLLM on CPU: packed pages in, plain torch out.
+"""What our attention backends have in common: which dtype has which class, the size of a page, what is refused.
 
-vLLM asks a backend class for its page size (`customize_spec`), makes the cache as bytes
-[blocks, kv_heads, block_size, row_bytes], stores each step's keys and values through `do_kv_cache_update`, and then
-calls `forward` with the whole batch: sequences with one new token decode together, the others prefill one by one.
+vLLM knows a backend by the import path of its class and asks the class for its page size (`customize_spec`), so each
+dtype has a class of its own. They are made from the table of formats when they are asked for by name, here and in
+every process that loads or unpickles one: `kvpilot_runtime.cpu.K4V4Backend`, `kvpilot_runtime.cuda.K4V4Backend`.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionImpl,
-    AttentionMetadataBuilder,
-    AttentionType,
-    MultipleOf,
-)
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
 
 from kvpilot_kernels import formats
-from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.factors import Factors
-from kvpilot_runtime.compat import HeadMajorPages
+from kvpilot_runtime.compat import HeadMajorPages, backend_class
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.factors_of_engine import calibration_of
 
@@ -33,62 +28,29 @@ PREFILL_FROM_PAGES = "KVPILOT_PREFILL_FROM_PAGES"
 cached or preempted (slightly less accurate; it is what the equivalence tests compare)."""
 
 
-@dataclass
-class Prefill:
-    """One sequence of the batch with several new tokens: rows [start, end) of the batch, after `context` tokens."""
+def classes_of(parent: type[PackedBackend]) -> Callable[[str], type[PackedBackend]]:
+    """A module's `__getattr__`: the subclass of `parent` for the dtype that a class name stands for, made once."""
 
-    sequence: int
-    start: int
-    end: int
-    context: int
+    @cache
+    def find(name: str) -> type[PackedBackend]:
+        for dtype in formats.own_names():
+            if name == backend_class(dtype):
+                body = {"fmt": formats.parse(dtype), "supported_kv_cache_dtypes": [dtype]}
+                return type(name, (parent,), {**body, "__module__": parent.__module__, "__doc__": f"`{dtype}`."})
+        raise AttributeError(f"module {parent.__module__!r} has no attribute {name!r}")
 
-
-@dataclass
-class Metadata:
-    """What `forward` needs to know of a batch.
-
-    Attributes:
-        block_table: int32 [sequences, blocks].
-        seq_lens: int32 [sequences], tokens stored after this step.
-        decode_sequences, decode_rows: int64, sequences with one new token and the batch rows of these tokens.
-        prefills: the other sequences.
-    """
-
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    decode_sequences: torch.Tensor
-    decode_rows: torch.Tensor
-    prefills: list[Prefill]
-    slot_mapping: torch.Tensor
+    return find
 
 
 class PackedBackend(HeadMajorPages, AttentionBackend):  # type: ignore[misc]  # vLLM has no types for us
-    """What all of our dtypes share; vLLM knows a page's size by the class, so each dtype is a subclass."""
+    """What all of our dtypes share on every platform."""
 
     fmt: ClassVar[formats.Format]
-    forward_includes_kv_cache_update = False
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(formats.own_names())
 
     @staticmethod
     def get_name() -> str:
         """The slot that vLLM's list of backends keeps for plugins; any other name is refused."""
         return "CUSTOM"
-
-    @staticmethod
-    def get_impl_cls() -> type[PackedImpl]:
-        """The implementation of one layer."""
-        return PackedImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[MetadataBuilder]:
-        """The builder of a batch's metadata."""
-        return MetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Blocks of any multiple of 16 tokens."""
-        return [MultipleOf(16)]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -117,36 +79,6 @@ class PackedBackend(HeadMajorPages, AttentionBackend):  # type: ignore[misc]  # 
             raise UnsupportedModelError(str(error)) from error
 
 
-class INT8Backend(PackedBackend):
-    """`int8`."""
-
-    fmt = formats.parse("int8")
-
-
-class K8V4Backend(PackedBackend):
-    """`k8v4`."""
-
-    fmt = formats.parse("k8v4")
-
-
-class K4V4Backend(PackedBackend):
-    """`k4v4`."""
-
-    fmt = formats.parse("k4v4")
-
-
-class K4V2Backend(PackedBackend):
-    """`k4v2`."""
-
-    fmt = formats.parse("k4v2")
-
-
-class K2V2Backend(PackedBackend):
-    """`k2v2`."""
-
-    fmt = formats.parse("k2v2")
-
-
 def refuse_unsupported_options(vllm_config: Any) -> None:
     """Refuse what no backend of ours does.
 
@@ -161,8 +93,8 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
                                         " two out")  # fmt: skip
 
 
-class MetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Splits a batch into decodes and prefills, once for all layers.
+class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+    """The builder of a batch's metadata.
 
     Raises (at start):
         UnsupportedModelError: speculative decoding or KV transfer is on.
@@ -171,21 +103,6 @@ class MetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         refuse_unsupported_options(vllm_config)
-
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
-        """Metadata of one batch."""
-        common = common_attn_metadata
-        sequences = common.num_reqs
-        starts = common.query_start_loc[: sequences + 1].long()
-        seq_lens = common.seq_lens[:sequences]
-        lengths = starts[1:] - starts[:-1]
-        decode = (lengths == 1).nonzero().flatten()
-        prefills = []
-        for i in (lengths > 1).nonzero().flatten().tolist():
-            start, end = int(starts[i]), int(starts[i + 1])
-            prefills.append(Prefill(i, start, end, int(seq_lens[i]) - (end - start)))
-        return Metadata(common.block_table_tensor[:sequences], seq_lens, decode, starts[:-1][decode], prefills,
-                        common.slot_mapping)  # fmt: skip
 
 
 class PackedImpl(AttentionImpl):  # type: ignore[misc]
@@ -234,58 +151,24 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.read_back = os.environ.get(PREFILL_FROM_PAGES) == "1"
         self._calibration = calibration_of(get_current_vllm_config())
-        self._pages: tuple[int, PackedPages] | None = None
+        self._factors: Factors | None = None
 
-    def factors_of(self, layer: Any) -> Factors | None:
-        """What calibration says of this layer, this rank's KV heads; None without a calibration."""
-        return self._calibration.for_layer(layer.layer_name) if self._calibration else None
+    def factors(self, layer: Any, device: torch.device | str = "cpu") -> Factors:
+        """The factors of this layer and of this rank's KV heads: those of the file, or none that change anything.
 
-    def do_kv_cache_update(
-        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
-        """Quantize and store a step's keys and values, [tokens, kv_heads, head_dim], into their slots."""
-        self._packed(layer, kv_cache).store(key, value, slot_mapping)
-
-    def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: Metadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attention of a batch: query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim].
-
-        Writes `output`, [tokens, heads, head_dim], and returns it.
+        Made once, on the device of the first call, and changed in place from then on: pages and captured graphs that
+        read them see the change.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise UnsupportedModelError("quantized attention outputs are not supported; turn this fusion off")
-        if attn_metadata is None:  # vLLM's warm-up
-            return output
-        pages, meta = self._packed(layer, kv_cache), attn_metadata
-        out = output.view(-1, self.num_heads, self.head_size)
-        if meta.decode_rows.numel():
-            chosen, rows = meta.decode_sequences, meta.decode_rows
-            table, lens = meta.block_table[chosen].long(), meta.seq_lens[chosen]
-            out[rows] = pages.decode(query[rows], table, lens, self.scale, self.softcap).to(out.dtype)
-        for p in meta.prefills:
-            new = slice(p.start, p.end)
-            table = meta.block_table[p.sequence]
-            fresh_key, fresh_value = key[new], value[new]
-            if self.read_back:
-                length = p.context + p.end - p.start
-                stored = pages.read(table, length)
-                fresh_key, fresh_value = (x[p.context :].to(query.dtype) for x in stored)
-            out[new] = pages.prefill(query[new], fresh_key, fresh_value, table, p.context, self.scale, self.softcap)
-        return output
+        if self._factors is None:
+            if self._calibration is not None:
+                found = self._calibration.for_layer(layer.layer_name)
+            else:
+                found = Factors.identity(self.num_kv_heads, self.head_size)
+            self._factors = found.to(device)
+        return self._factors
 
-    def _packed(self, layer: Any, kv_cache: torch.Tensor) -> PackedPages:
-        """Views of this layer's cache, made once."""
-        if self._pages is None or self._pages[0] != kv_cache.data_ptr():
-            pages = PackedPages(kv_cache, self.fmt, self.head_size, self.factors_of(layer))
-            self._pages = kv_cache.data_ptr(), pages
-        return self._pages[1]
+    def set_factors(self, layer: Any, found: Factors) -> None:
+        """Put other numbers into the layer's factors."""
+        # Where vLLM tried out graphs before, they were made in inference mode, and may be changed in it alone.
+        with torch.inference_mode():
+            self.factors(layer, found.key_mean.device).copy_(found)

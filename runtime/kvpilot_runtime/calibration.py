@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from kvpilot_kernels.factors import Factors
 from kvpilot_runtime.errors import EngineRefusedError
 
 VARIABLE = "KVPILOT_CALIBRATION"
-"""Environment variable with the path of the calibration file."""
+"""Environment variable with the path of the calibration file, or `off`; without it an engine calibrates itself."""
+
+OFF = "off"
 
 _KIND, _VERSION = "kvpilot-calibration", "1"
 _NAMES = tuple(f.name for f in fields(Factors))
@@ -138,14 +140,37 @@ def save(path: Path, layers: list[Factors], facts: ModelFacts) -> None:
     scratch.replace(path)
 
 
+def asked() -> bool:
+    """Whether the environment says which factors to use, or to use none."""
+    return bool(os.environ.get(VARIABLE))
+
+
+def turned_off() -> bool:
+    """Whether the environment says to serve without factors."""
+    return os.environ.get(VARIABLE) == OFF
+
+
 def from_environment(facts: ModelFacts) -> Calibration | None:
     """The file that `KVPILOT_CALIBRATION` names, or None when it names none.
 
     Raises:
         CalibrationError: as `load`.
     """
-    path = os.environ.get(VARIABLE)
-    return load(Path(path), facts) if path else None
+    return load(Path(os.environ[VARIABLE]), facts) if asked() and not turned_off() else None
+
+
+def digest(layers: Sequence[Factors]) -> str:
+    """A hash of factors, in hexadecimal: the same where all their numbers are."""
+    found = hashlib.sha256()
+    for factors in layers:
+        for name in _NAMES:
+            found.update(getattr(factors, name).float().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def join_digests(digests: Sequence[str]) -> str:
+    """One hash of those of several ranks, in their order."""
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
 
 
 def load(path: Path, facts: ModelFacts) -> Calibration:
@@ -157,7 +182,9 @@ def load(path: Path, facts: ModelFacts) -> Calibration:
     """
     again = "run `kvpilot calibrate` with the model that is served"
     if not path.is_file():
-        raise CalibrationError(path, "there is no such file", f"check {VARIABLE}, or leave it out to serve without")
+        raise CalibrationError(
+            path, "there is no such file", f"check {VARIABLE}, or leave it out: the engine then calibrates itself"
+        )
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}

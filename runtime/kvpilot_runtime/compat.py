@@ -48,13 +48,35 @@ def register_dtypes(names: tuple[str, ...]) -> None:
     STR_DTYPE_TO_TORCH_DTYPE.update(dict.fromkeys(names, torch.uint8))
     _share_pages(names)
     if vllm_version() >= (0, 33):
-        from vllm.config import cache
+        _register_handlers(names)
+    else:
+        _extend_literal(names)
 
-        for name in names:
-            if name not in get_args(cache.CacheDType):
-                cache.register_kv_cache_dtype(name)
-        return
-    _extend_literal(names)
+
+def _register_handlers(names: tuple[str, ...]) -> None:
+    """Register each name with vLLM's own registry (0.33), which takes a class as a decorator does."""
+    import torch
+    from vllm.config import cache
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    class Packed:
+        """What vLLM asks of a dtype: bytes to store, and no mode of its generic kernels.
+
+        `KVQuantMode.CUSTOM` would say the latter, but has the same value as a mode of another format and is taken for
+        it. NONE is what older versions find for a name that they do not know.
+        """
+
+        name: str
+
+        def torch_dtype(self) -> torch.dtype:
+            return torch.uint8
+
+        def quant_mode(self) -> Any:
+            return KVQuantMode.NONE
+
+    for name in names:
+        if cache.get_kv_cache_dtype_handler(name) is None:
+            cache.register_kv_cache_dtype(name)(type(name, (Packed,), {"name": name}))
 
 
 def _extend_literal(names: tuple[str, ...]) -> None:
@@ -72,6 +94,11 @@ def _extend_literal(names: tuple[str, ...]) -> None:
     # Both hold a validator that was compiled from the old list.
     rebuild_dataclass(CacheConfig, force=True)
     rebuild_dataclass(VllmConfig, force=True)
+
+
+def backend_class(dtype: str) -> str:
+    """The name of the class that serves a dtype of ours, in the module of its platform."""
+    return f"{dtype.upper()}Backend"
 
 
 def route_cpu_backends(paths: Mapping[str, str]) -> None:
@@ -136,6 +163,27 @@ def route_cuda_backends(paths: Mapping[str, str]) -> None:
 
     CudaPlatformBase.get_attn_backend_cls = classmethod(get_attn_backend_cls)
     CudaPlatformBase._kvpilot_routed = True
+
+
+def before_kv_cache(path: str) -> None:
+    """Call the function at an import path in every worker that has loaded its model and measured its memory, before it
+    makes the KV cache and captures graphs. The function takes vLLM's worker."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    stock = WorkerWrapperBase.initialize_from_config
+    if getattr(stock, "_kvpilot_calls", None) == path:
+        return
+
+    def initialize_from_config(self: Any, kv_cache_configs: Any) -> None:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config):
+            resolve_obj_by_qualname(path)(self.worker)
+        stock(self, kv_cache_configs)
+
+    initialize_from_config._kvpilot_calls = path  # type: ignore[attr-defined]
+    WorkerWrapperBase.initialize_from_config = initialize_from_config
 
 
 def _tell_cpu_blocks() -> None:

@@ -8,134 +8,21 @@ fixed size, FlashAttention runs over it, and the partial results are merged by t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
+from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
-from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
-from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
-from kvpilot_runtime.backend import (
-    INT8Backend,
-    K2V2Backend,
-    K4V2Backend,
-    K4V4Backend,
-    K8V4Backend,
-    PackedImpl,
-    refuse_unsupported_options,
-)
+from kvpilot_kernels.gpu.pages import GpuPages, Shape
+from kvpilot_runtime.backend import PackedBackend, PackedImpl, classes_of
+from kvpilot_runtime.cuda_steps import CudaBuilder, Metadata, Prefills
 from kvpilot_runtime.errors import UnsupportedModelError
 
 WORKSPACE_BYTES = 128 * 2**20
 """Keys and values of context that prefill reads back at a time, for all layers; at least 16 tokens a sequence."""
-
-
-@dataclass
-class Piece:
-    """A part of the context of all prefilling sequences: tokens [begin, begin + length) of each.
-
-    Attributes:
-        longest, total: of the lengths. rows: int32 [sequences + 1], where each sequence's tokens start in 16 bits.
-    """
-
-    begin: int
-    longest: int
-    total: int
-    rows: torch.Tensor
-
-
-@dataclass
-class Prefills:
-    """The sequences with several new tokens; they follow those that decode.
-
-    Attributes:
-        starts: int32 [sequences + 1], first rows counted from the first prefilling token.
-        longest, tokens: new tokens of one sequence at most, and of all; rows after them are padding.
-        block_table: int32 [sequences, blocks]. pieces: of their contexts, empty where nobody has one.
-        whole: context and new tokens in one piece, where chunks read themselves back (`PREFILL_FROM_PAGES`).
-    """
-
-    starts: torch.Tensor
-    longest: int
-    tokens: int
-    block_table: torch.Tensor
-    pieces: list[Piece]
-    whole: Piece | None = None
-
-
-@dataclass
-class Metadata:
-    """What `forward` needs of a batch: the first `decodes` rows decode, the others are `prefills`."""
-
-    plan: Plan
-    decodes: int
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    slot_mapping: torch.Tensor
-    prefills: Prefills | None
-
-
-class CudaBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has no types for us
-    """Cuts a batch's work, once for all layers that share the shape of this group.
-
-    Raises (at start):
-        UnsupportedModelError: speculative decoding or KV transfer is on.
-    """
-
-    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    reorder_batch_threshold = 1
-
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        refuse_unsupported_options(vllm_config)
-        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        impl: CudaImpl = layer.impl
-        self.shape = impl.shape(kv_cache_spec.block_size, device)
-        scheduler = vllm_config.scheduler_config
-        graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        self.plan = Plan(self.shape, max(scheduler.max_num_seqs, min(graphs, scheduler.max_num_batched_tokens)))
-        self.read_back = impl.read_back
-        self.piece_tokens = impl.workspace_tokens
-        impl.compile_gather(self.shape, vllm_config.model_config.dtype)
-
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
-        """Metadata of one batch; what a captured graph reads is rewritten in place."""
-        common = common_attn_metadata
-        decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
-        self.plan.update(common.seq_lens[:decodes], overlap=not prefills)
-        return Metadata(
-            self.plan, decodes, common.block_table_tensor, common.seq_lens[:decodes], common.slot_mapping,
-            self._prefills(common, decodes, decode_tokens) if prefills else None,
-        )  # fmt: skip
-
-    def _prefills(self, common: Any, decodes: int, decode_tokens: int) -> Prefills:
-        starts = common.query_start_loc_cpu[decodes : common.num_reqs + 1] - decode_tokens
-        new = starts[1:] - starts[:-1]
-        lens = common.seq_lens_cpu_upper_bound  # exact for sequences that prefill
-        lens = common.seq_lens.cpu() if lens is None else lens
-        context = lens[decodes : common.num_reqs] - new
-        block_table = common.block_table_tensor[decodes : common.num_reqs]
-        prefills = Prefills(self._upload(starts.int()), int(new.max()), int(starts[-1]), block_table, [])
-        if self.read_back:
-            prefills.whole = self._piece(0, context + new)
-            return prefills
-        step = self.piece_tokens // len(context) // 16 * 16
-        for begin in range(0, int(context.max()), step):
-            prefills.pieces.append(self._piece(begin, (context - begin).clamp(0, step)))
-        return prefills
-
-    def _piece(self, begin: int, lengths: torch.Tensor) -> Piece:
-        rows = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-        torch.cumsum(lengths, 0, out=rows[1:])
-        return Piece(begin, int(lengths.max()), int(rows[-1]), self._upload(rows))
-
-    def _upload(self, x: torch.Tensor) -> torch.Tensor:
-        return x.pin_memory().to(self.device, non_blocking=True)
 
 
 class CudaImpl(PackedImpl):
@@ -173,7 +60,7 @@ class CudaImpl(PackedImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: Metadata | None,  # type: ignore[override]
+        attn_metadata: Metadata | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
@@ -240,15 +127,6 @@ class CudaImpl(PackedImpl):
             if not last:
                 merged, lse = target, target_lse
 
-    def compile_gather(self, shape: Shape, dtype: torch.dtype) -> None:
-        """Compile what the first long prompt would wait for; decode and store are compiled by vLLM's warm-up."""
-        row = self.fmt.row_bytes(self.head_size)
-        cache = torch.zeros(1, self.num_kv_heads, shape.block_size, row, dtype=torch.uint8, device=shape.device)
-        nothing = torch.zeros(1, 16, dtype=torch.int32, device=shape.device)
-        workspace = self._make_workspace(shape.device, dtype)
-        factors = Factors.identity(self.num_kv_heads, self.head_size, shape.device)
-        GpuPages(cache, shape, factors).gather(nothing, nothing[0, :2], 0, 1, workspace[0], workspace[1])
-
     def _make_workspace(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """[2, tokens, kv_heads, D], shared by all layers alike; made while vLLM measures what memory is left."""
         key = (device, dtype, self.num_kv_heads, self.head_size)
@@ -259,13 +137,13 @@ class CudaImpl(PackedImpl):
 
     def _pages_of(self, layer: Any, kv_cache: torch.Tensor, shape: Shape) -> GpuPages:
         if self._gpu_pages is None or self._gpu_pages[0] != kv_cache.data_ptr():
-            factors = self.factors_of(layer) or Factors.identity(self.num_kv_heads, self.head_size)
-            self._gpu_pages = kv_cache.data_ptr(), GpuPages(kv_cache, shape, factors.to(kv_cache.device))
+            factors = self.factors(layer, kv_cache.device)
+            self._gpu_pages = kv_cache.data_ptr(), GpuPages(kv_cache, shape, factors)
         return self._gpu_pages[1]
 
 
-class _OnCuda:
-    """What differs from the CPU backend: one call stores and attends, in blocks that fit the kernels' tiles."""
+class CudaBackend(PackedBackend):
+    """What all of our dtypes share on CUDA: one call stores and attends, in blocks that fit the kernels' tiles."""
 
     forward_includes_kv_cache_update = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
@@ -291,21 +169,4 @@ class _OnCuda:
         return bool(capability.major >= 8)
 
 
-class CudaINT8Backend(_OnCuda, INT8Backend):
-    """`int8`."""
-
-
-class CudaK8V4Backend(_OnCuda, K8V4Backend):
-    """`k8v4`."""
-
-
-class CudaK4V4Backend(_OnCuda, K4V4Backend):
-    """`k4v4`."""
-
-
-class CudaK4V2Backend(_OnCuda, K4V2Backend):
-    """`k4v2`."""
-
-
-class CudaK2V2Backend(_OnCuda, K2V2Backend):
-    """`k2v2`."""
+__getattr__ = classes_of(CudaBackend)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpilot_kernels import formats
-from kvpilot_runtime import compat, model_info
+from kvpilot_runtime import calibration_info, compat, model_info
 
 
 def register() -> None:
@@ -13,7 +13,9 @@ def register() -> None:
     names = formats.own_names()
     compat.register_dtypes(names)
     if current_platform.is_cuda():
-        compat.route_cuda_backends({name: f"kvpilot_runtime.cuda.Cuda{name.upper()}Backend" for name in names})
+        compat.route_cuda_backends({name: f"kvpilot_runtime.cuda.{compat.backend_class(name)}" for name in names})
     else:
-        compat.route_cpu_backends({name: f"kvpilot_runtime.backend.{name.upper()}Backend" for name in names})
+        compat.route_cpu_backends({name: f"kvpilot_runtime.cpu.{compat.backend_class(name)}" for name in names})
+    compat.before_kv_cache("kvpilot_runtime.self_calibration.calibrate")
     model_info.publish()
+    calibration_info.publish()

@@ -30,6 +30,9 @@ OLDEST_GPU = (8, 0)
 MOST_QUERY_HEADS = 16
 """Query heads that may share a KV head on a GPU: what the kernels multiply at once."""
 
+CALIBRATION_OFF = "off"
+"""In the place of a calibration file: serve without factors."""
+
 SLIDING = "sliding_window"
 """vLLM's word for "the layers that attend to a window only" among the layers that skip the KV-cache dtype."""
 
@@ -169,11 +172,8 @@ def _our_options(fmt: formats.Format, request: Request) -> None:
         for option in options:
             if any(arg.split("=", 1)[0].split(".", 1)[0] == option for arg in request.others):
                 raise PreflightError("BadArguments", f"{option}: {what} does not work with kv-cache dtype {fmt.name!r} yet; leave one of the two out")  # fmt: skip  # noqa: E501
-    if request.calibration is None:
-        if fmt.calibrated_only:
-            raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} needs a calibration of the model: give its file with --calibration, or use 'k4v4' or 'k4v2'")  # fmt: skip  # noqa: E501
-    elif not Path(request.calibration).is_file():
-        raise PreflightError("BadArguments", f"--calibration {request.calibration!r}: there is no such file; check that its volume is mounted, or leave the option out")  # fmt: skip  # noqa: E501
+    if request.calibration not in (None, CALIBRATION_OFF) and not Path(request.calibration).is_file():
+        raise PreflightError("BadArguments", f"--calibration {request.calibration!r}: there is no such file; check that its volume is mounted, or leave the option out: the engine then calibrates itself")  # fmt: skip  # noqa: E501
 
 
 def _our_dtype(

@@ -66,7 +66,8 @@ def _parser() -> argparse.ArgumentParser:
                         "dtypes skip sliding_window unless told otherwise")  # fmt: skip
     parser.add_argument("--dtype", default="auto", help="of the weights")
     parser.add_argument("--calibration", metavar="FILE", default=os.environ.get(CALIBRATION) or None,
-                        help=f"static factors of the model's keys and values (default: {CALIBRATION})")  # fmt: skip
+                        help=f"static factors of the model's keys and values, or `off` (default: {CALIBRATION}; "
+                        "without either, the engine calibrates itself at start)")  # fmt: skip
     parser.add_argument("--max-model-len", type=_count, help="tokens")
     parser.add_argument("--tensor-parallel-size", type=_count, default=1)
     parser.add_argument("--gpu-memory-utilization", type=_fraction, default=0.9)

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from kvpilot_kernels import formats
+from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.tuning import Choice
 from kvpilot_kernels.reference.attention import decode_reference, prefill_reference
+from support.gluon_eager import EagerKernel
 from support.gpu_batch import PAST_THE_END, generator, poisoned
 
 fa_utils = pytest.importorskip("vllm.v1.attention.backends.fa_utils")
@@ -73,6 +75,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     for where in (backend, module):
         monkeypatch.setattr(where, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(backend, "calibration_of", lambda _config: None)
+    # Small tiles, and a wave of 2 programs a KV head.
+    monkeypatch.setattr(tuning, "choose", lambda *_: Choice(16, 2, 4))
     monkeypatch.setattr(module, "flash_attn_varlen_func", flash_attention)
     monkeypatch.setattr(module, "merge_attn_states", merge)
     monkeypatch.setattr(module, "get_flash_attn_version", lambda **_: 3)
@@ -85,18 +89,20 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
 class Engine:
     """Sequences that grow by steps through one layer of the backend, and what each step should have given."""
 
-    def __init__(self, module: Any, name: str, blocks: int = 12) -> None:
+    def __init__(self, module: Any, name: str, blocks: int = 12, width: int = 4) -> None:
+        self.width = width
         self.fmt, self.rng = formats.parse(name), generator(11)
         self.impl = module.CudaImpl(HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, name)
         layer = SimpleNamespace(impl=self.impl, layer_name="model.layers.0.self_attn.attn")
         config = SimpleNamespace(
             compilation_config=SimpleNamespace(static_forward_context={"x": layer}, max_cudagraph_capture_size=8),
             scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
-            cache_config=SimpleNamespace(cache_dtype=name), model_config=SimpleNamespace(dtype=torch.float32),
+            cache_config=SimpleNamespace(cache_dtype=name),
+            model_config=SimpleNamespace(dtype=torch.float32, max_model_len=width * BLOCK),
         )  # fmt: skip
         self.layer = layer
         self.builder = module.CudaBuilder(SimpleNamespace(block_size=BLOCK), ["x"], config, torch.device("cpu"))
-        self.builder.shape.choice, self.builder.shape.wave = Choice(16, 2, 1), 2
+        assert self.builder.shape.wave == 2
         self.cache = poisoned(blocks, KV_HEADS, BLOCK, self.fmt, DIM)
         self.free = list(range(1, blocks))
         self.tables: dict[str, list[int]] = {}
@@ -114,7 +120,7 @@ class Engine:
             for heads in (HEADS, KV_HEADS, KV_HEADS)
         )
         slots, at = [], 0
-        table = torch.full((len(new), 4), PAST_THE_END, dtype=torch.int32)
+        table = torch.full((len(new), self.width), PAST_THE_END, dtype=torch.int32)
         before = {}
         for i, (name, count) in enumerate(new.items()):
             before[name] = len(self.keys.get(name, []))
@@ -185,6 +191,55 @@ def test_a_step_of_decodes_alone_may_overlap_with_its_store(cuda: Any) -> None:
     engine.step({"a": 1, "b": 6}, padding=0)
     engine.step({"a": 1, "b": 1}, padding=0)
     assert asked == [False, False, True]
+
+
+class Launches:
+    """Stands before a kernel and notes what Triton would compile a variant for."""
+
+    def __init__(self, kernel: Any, seen: set[Any]) -> None:
+        self.kernel, self.seen = kernel, seen
+
+    def __getitem__(self, grid: Any) -> Any:
+        # Gluon's kernels are run by a stand-in of ours, Triton's by its interpreter.
+        if isinstance(self.kernel, EagerKernel):
+            function = vars(self.kernel.module)[self.kernel.kernel]
+            name, plain = self.kernel.kernel, [p.name for p in function.params if p.do_not_specialize]
+        else:
+            function = self.kernel
+            name, plain = function.fn.__name__, function.kwargs["do_not_specialize"] or ()
+
+        def launch(*args: Any, **constants: Any) -> None:
+            given = zip(function.arg_names, args, strict=False)
+            kinds = tuple(self.kind(value) for arg, value in given if arg not in plain)
+            self.seen.add((name, kinds, tuple(sorted((key, str(value)) for key, value in constants.items()))))
+            self.kernel[grid](*args, **constants)
+
+        return launch
+
+    @staticmethod
+    def kind(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.data_ptr() % 16 == 0
+        return type(value), *([value % 16 == 0, value == 1] if isinstance(value, int) else [])
+
+
+@pytest.mark.parametrize("width", [4, 16, 1], ids=["odd", "aligned", "one"])
+def test_no_step_launches_a_variant_that_was_not_compiled_at_start(
+    cuda: Any, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvpilot_kernels.gpu import pages
+
+    seen: set[Any] = set()
+    for name in ("plan_kernel", "store_kernel", "decode_kernel", "reduce_kernel", "gather_kernel"):
+        monkeypatch.setattr(pages, name, Launches(getattr(pages, name), seen))
+    engine = Engine(cuda, "k4v4", width=width)
+    at_start = set(seen)
+    seen.clear()
+    steps = [{"a": 9}, {"a": 1, "b": 20}, {"a": 12, "b": 11}, {"a": 1, "b": 1, "c": 14}, {"a": 1, "b": 1, "c": 1}]
+    for new in steps:
+        engine.step(new, padding=2)
+    assert len({name for name, *_ in seen}) == 5
+    assert seen <= at_start, seen - at_start
 
 
 def test_a_layer_that_uses_anothers_cache_is_refused(cuda: Any) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvpilot_kernels import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.fit import Moments, fit
+from kvpilot_kernels.fit import SINKS, Moments, Sums, fit
 from kvpilot_kernels.reference.attention import decode_reference, prefill_reference, round_trip
 
 SERVED = ["int8", "k8v4", "k4v4", "k4v2", "k2v2"]
@@ -150,3 +150,108 @@ def test_moments_refuse_what_does_not_fit(bad: str) -> None:
         x[0, 0, 0] = torch.nan
     with pytest.raises(ValueError, match="fit moments" if bad == "shape" else "not finite"):
         Moments(2, 64).add(x, gradient)
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=3), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**31)
+)
+@settings(max_examples=40)
+def test_sums_of_a_forward_pass_give_mean_and_scale_as_the_formula_says(
+    lengths: list[int], kv_heads: int, ratio: int, seed: int
+) -> None:
+    rng, dim, sums = draw(seed), 16, Sums(kv_heads, 16)
+    spread = (torch.randn(3, 1, kv_heads, dim, generator=rng) / 2).exp()
+    counted: list[list[torch.Tensor]] = [[], [], []]
+    weights = []
+    for length in lengths:
+        q = torch.randn(length + SINKS, kv_heads * ratio, dim, generator=rng) * spread[0].repeat_interleave(ratio, 1)
+        k, v = (torch.randn(length + SINKS, kv_heads, dim, generator=rng) * spread[i] + i for i in (1, 2))
+        for x in (q, k, v):
+            x[:SINKS] = 1e6  # first tokens are unlike all others, and do not count
+        sums.add(q, k, v)
+        for kept, x in zip(counted, (q, k, v), strict=True):
+            kept.append(x[SINKS:].double())
+        weights.append(1 / (1 + torch.arange(SINKS, SINKS + length, dtype=torch.float64) / 1024))
+    q, k, v = (torch.cat(kept) for kept in counted)
+    weight = torch.cat(weights)[:, None, None]
+
+    def mean(x: torch.Tensor) -> torch.Tensor:
+        return (weight * x).sum(0) / weight.sum()
+
+    found = sums.factors()
+    torch.testing.assert_close(found.key_mean.double(), mean(k), atol=1e-4, rtol=1e-4)
+    assert not found.value_mean.any()
+    if sum(lengths) < 20:
+        return  # a variance of few tokens is all floor
+    heads_of = mean(q.square()).view(kv_heads, ratio, dim).mean(1)
+    for got, wanted in (
+        (found.key_scale, heads_of / mean((k - mean(k)).square())),
+        (found.value_scale, 1 / mean((v - mean(v)).square())),
+    ):
+        wanted = wanted**0.25
+        wanted = wanted / wanted.log().mean(-1, keepdim=True).exp()
+        # The floor, a thousandth of the mean of the head, moves the smallest by a little.
+        torch.testing.assert_close(got.double(), wanted, rtol=0.1, atol=0)
+
+
+def test_a_late_token_counts_less_than_an_early_one() -> None:
+    sums = Sums(1, 2)
+    key = torch.zeros(4096, 1, 2)
+    key[:1024, 0, 0], key[1024:, 0, 1] = 1.0, 1.0
+    sums.add(torch.ones(4096, 1, 2), key, key)
+    early, late = sums.factors().key_mean[0].tolist()
+    # A quarter of the tokens; the integral of 1 / (1 + p / 1024) gives log 2 / log 5 of the weight.
+    assert abs(early - 0.431) < 0.01
+    assert abs(early + late - 1) < 1e-6
+
+
+def test_a_channel_that_never_moves_is_counted_and_gets_a_finite_scale() -> None:
+    sums, rng = Sums(2, 8), draw(3)
+    q, k, v = (torch.randn(50, heads, 8, generator=rng) for heads in (4, 2, 2))
+    k[:, 1, 5] = 3.0
+    v[:, 0, 2] = 0.0
+    sums.add(q, k, v)
+    assert sums.still() == 2
+    found = sums.factors()
+    assert found.key_mean[1, 5] == 3.0
+    for scale in (found.key_scale, found.value_scale):
+        assert scale.isfinite().all()
+        assert (scale > 0).all()
+        assert (scale <= 16).all()
+        torch.testing.assert_close(scale.log().mean(-1), torch.zeros(2), atol=0.2, rtol=0)
+
+
+@pytest.mark.parametrize(("which", "said"), [(0, "queries"), (1, "keys"), (2, "values")])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_sums_that_are_not_finite_give_no_factors(which: int, said: str, bad: float) -> None:
+    sums, given_ = Sums(2, 8), [torch.ones(9, heads, 8) for heads in (4, 2, 2)]
+    given_[which][7, 1, 3] = bad
+    sums.add(*given_)
+    with pytest.raises(ValueError, match=f"{said} are not finite in 1 channels"):
+        sums.factors()
+
+
+def test_sums_refuse_another_layer_and_nothing_at_all() -> None:
+    sums = Sums(2, 8)
+    with pytest.raises(ValueError, match="give longer text"):
+        sums.factors()
+    sums.add(*(torch.ones(SINKS, heads, 8) for heads in (4, 2, 2)))
+    with pytest.raises(ValueError, match="give longer text"):
+        sums.factors()
+    for shapes in (
+        ((9, 4, 8), (9, 3, 8), (9, 3, 8)),
+        ((9, 3, 8), (9, 2, 8), (9, 2, 8)),
+        ((9, 4, 8), (9, 2, 8), (9, 2, 4)),
+    ):
+        with pytest.raises(ValueError, match="do not fit a layer"):
+            sums.add(*(torch.ones(shape) for shape in shapes))
+
+
+def test_factors_are_replaced_in_place_and_share_no_memory() -> None:
+    one, other = Factors.identity(2, 8), some_factors(2, 8, 1)
+    names = ("key_mean", "key_scale", "value_mean", "value_scale")
+    before = [getattr(one, name).data_ptr() for name in names]
+    one.copy_(other)
+    assert [getattr(one, name).data_ptr() for name in names] == before
+    assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
+    assert len(set(before)) == 4

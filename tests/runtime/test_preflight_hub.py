@@ -78,5 +78,5 @@ def test_a_dtype_that_no_model_could_have_is_refused_before_the_hub_is_asked(mon
     asked: list[str] = []
     monkeypatch.setattr(preflight.hub, "config_file", lambda model, _: asked.append(model))
     with pytest.raises(preflight.PreflightError, match="calibration"):
-        preflight.check(preflight.Request(MODEL, "k2v2"))
+        preflight.check(preflight.Request(MODEL, "k2v2", calibration="/no/such/file"))
     assert asked == []

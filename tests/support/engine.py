@@ -38,6 +38,10 @@ class Engine:
         ids: list[int] = answer.json()["choices"][0]["token_ids"]
         return ids
 
+    def page(self) -> str:
+        """The metrics page."""
+        return httpx.get(f"{self.url}/metrics", timeout=10).text
+
     def metric(self, name: str) -> float:
         """The sum of a metric's series."""
         return float(sum(s.value for s in self._samples(name)))
@@ -48,8 +52,7 @@ class Engine:
         return labels
 
     def _samples(self, name: str) -> list:  # type: ignore[type-arg]  # the parser's samples have no public type
-        page = httpx.get(f"{self.url}/metrics", timeout=HANGS).text
-        return [s for family in text_string_to_metric_families(page) for s in family.samples if s.name == name]
+        return [s for family in text_string_to_metric_families(self.page()) for s in family.samples if s.name == name]
 
 
 @contextmanager

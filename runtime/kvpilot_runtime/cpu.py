@@ -1,0 +1,153 @@
+"""Our attention backend for vLLM on CPU: packed pages in, plain torch out.
+
+The cache is bytes [blocks, kv_heads, block_size, row_bytes]. Each step's keys and values are stored through
+`do_kv_cache_update`, and then `forward` is called with the whole batch: sequences with one new token decode together,
+the others prefill one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import MultipleOf
+
+from kvpilot_kernels.cpu import PackedPages
+from kvpilot_runtime.backend import PackedBackend, PackedBuilder, PackedImpl, classes_of
+from kvpilot_runtime.errors import UnsupportedModelError
+
+
+@dataclass
+class Prefill:
+    """One sequence of the batch with several new tokens: rows [start, end) of the batch, after `context` tokens."""
+
+    sequence: int
+    start: int
+    end: int
+    context: int
+
+
+@dataclass
+class Metadata:
+    """What `forward` needs to know of a batch.
+
+    Attributes:
+        block_table: int32 [sequences, blocks].
+        seq_lens: int32 [sequences], tokens stored after this step.
+        decode_sequences, decode_rows: int64, sequences with one new token and the batch rows of these tokens.
+        prefills: the other sequences.
+    """
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    decode_sequences: torch.Tensor
+    decode_rows: torch.Tensor
+    prefills: list[Prefill]
+    slot_mapping: torch.Tensor
+
+
+class CpuBuilder(PackedBuilder):
+    """Splits a batch into decodes and prefills, once for all layers."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
+        """Metadata of one batch."""
+        common = common_attn_metadata
+        sequences = common.num_reqs
+        starts = common.query_start_loc[: sequences + 1].long()
+        seq_lens = common.seq_lens[:sequences]
+        lengths = starts[1:] - starts[:-1]
+        decode = (lengths == 1).nonzero().flatten()
+        prefills = []
+        for i in (lengths > 1).nonzero().flatten().tolist():
+            start, end = int(starts[i]), int(starts[i + 1])
+            prefills.append(Prefill(i, start, end, int(seq_lens[i]) - (end - start)))
+        return Metadata(common.block_table_tensor[:sequences], seq_lens, decode, starts[:-1][decode], prefills,
+                        common.slot_mapping)  # fmt: skip
+
+
+class CpuImpl(PackedImpl):
+    """Attention of one layer over packed pages on a CPU.
+
+    Raises (at start):
+        UnsupportedModelError: as `PackedImpl`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pages: tuple[int, PackedPages] | None = None
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Quantize and store a step's keys and values, [tokens, kv_heads, head_dim], into their slots."""
+        self._packed(layer, kv_cache).store(key, value, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Metadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of a batch: query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim].
+
+        Writes `output`, [tokens, heads, head_dim], and returns it.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedModelError("quantized attention outputs are not supported; turn this fusion off")
+        if attn_metadata is None:  # vLLM's warm-up
+            return output
+        pages, meta = self._packed(layer, kv_cache), attn_metadata
+        out = output.view(-1, self.num_heads, self.head_size)
+        if meta.decode_rows.numel():
+            chosen, rows = meta.decode_sequences, meta.decode_rows
+            table, lens = meta.block_table[chosen].long(), meta.seq_lens[chosen]
+            out[rows] = pages.decode(query[rows], table, lens, self.scale, self.softcap).to(out.dtype)
+        for p in meta.prefills:
+            new = slice(p.start, p.end)
+            table = meta.block_table[p.sequence]
+            fresh_key, fresh_value = key[new], value[new]
+            if self.read_back:
+                length = p.context + p.end - p.start
+                stored = pages.read(table, length)
+                fresh_key, fresh_value = (x[p.context :].to(query.dtype) for x in stored)
+            out[new] = pages.prefill(query[new], fresh_key, fresh_value, table, p.context, self.scale, self.softcap)
+        return output
+
+    def _packed(self, layer: Any, kv_cache: torch.Tensor) -> PackedPages:
+        """Views of this layer's cache, made once."""
+        if self._pages is None or self._pages[0] != kv_cache.data_ptr():
+            pages = PackedPages(kv_cache, self.fmt, self.head_size, self.factors(layer))
+            self._pages = kv_cache.data_ptr(), pages
+        return self._pages[1]
+
+
+class CpuBackend(PackedBackend):
+    """What all of our dtypes share on CPU."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+
+    @staticmethod
+    def get_impl_cls() -> type[CpuImpl]:
+        """The implementation of one layer."""
+        return CpuImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CpuBuilder]:
+        """The builder of a batch's metadata."""
+        return CpuBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Blocks of any multiple of 16 tokens."""
+        return [MultipleOf(16)]
+
+
+__getattr__ = classes_of(CpuBackend)

@@ -1,0 +1,148 @@
+"""What a step of the CUDA backend does, worked out once for all layers: which rows decode, how contexts are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_runtime.backend import PackedBuilder
+
+
+@dataclass
+class Piece:
+    """A part of the context of all prefilling sequences: tokens [begin, begin + length) of each.
+
+    Attributes:
+        longest, total: of the lengths. rows: int32 [sequences + 1], where each sequence's tokens start in 16 bits.
+    """
+
+    begin: int
+    longest: int
+    total: int
+    rows: torch.Tensor
+
+
+@dataclass
+class Prefills:
+    """The sequences with several new tokens; they follow those that decode.
+
+    Attributes:
+        starts: int32 [sequences + 1], first rows counted from the first prefilling token.
+        longest, tokens: new tokens of one sequence at most, and of all; rows after them are padding.
+        block_table: int32 [sequences, blocks]. pieces: of their contexts, empty where nobody has one.
+        whole: context and new tokens in one piece, where chunks read themselves back (`PREFILL_FROM_PAGES`).
+    """
+
+    starts: torch.Tensor
+    longest: int
+    tokens: int
+    block_table: torch.Tensor
+    pieces: list[Piece]
+    whole: Piece | None = None
+
+
+@dataclass
+class Metadata:
+    """What `forward` needs of a batch: the first `decodes` rows decode, the others are `prefills`."""
+
+    plan: Plan
+    decodes: int
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    slot_mapping: torch.Tensor
+    prefills: Prefills | None
+
+
+class CudaBuilder(PackedBuilder):
+    """Cuts a batch's work, once for all layers that share the shape of this group."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    reorder_batch_threshold = 1
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        impl = layer.impl
+        self.shape: Shape = impl.shape(kv_cache_spec.block_size, device)
+        scheduler = vllm_config.scheduler_config
+        graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        self.plan = Plan(self.shape, max(scheduler.max_num_seqs, min(graphs, scheduler.max_num_batched_tokens)))
+        self.read_back = impl.read_back
+        self.piece_tokens = impl.workspace_tokens
+        self.dtype = vllm_config.model_config.dtype
+        self._warmed: set[tuple[bool, bool]] = set()
+        self.warm_up(triton.cdiv(vllm_config.model_config.max_model_len, kv_cache_spec.block_size))
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
+        """Metadata of one batch; what a captured graph reads is rewritten in place."""
+        common = common_attn_metadata
+        self.warm_up(common.block_table_tensor.stride(0))
+        decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
+        self.plan.update(common.seq_lens[:decodes], overlap=not prefills)
+        return Metadata(
+            self.plan, decodes, common.block_table_tensor, common.seq_lens[:decodes], common.slot_mapping,
+            self._prefills(common, decodes, decode_tokens) if prefills else None,
+        )  # fmt: skip
+
+    def warm_up(self, width: int) -> None:
+        """Compile every variant of our kernels that serving can reach, for block tables of `width` columns.
+
+        Triton compiles anew for another constant, and for an address or a stride that is no longer a multiple of 16.
+        vLLM's own warm-up meets some variants only: none reads a context back, and none decodes beside a prompt.
+        """
+        variant = width % 16 == 0, width == 1
+        if variant in self._warmed:
+            return
+        self._warmed.add(variant)
+        shape, sequences = self.shape, self.plan.sequences
+        heads = shape.kv_heads * shape.ratio
+        make: dict[str, Any] = {"device": shape.device}
+        row = shape.fmt.row_bytes(shape.head_dim)
+        cache = torch.zeros(1, shape.kv_heads, shape.block_size, row, dtype=torch.uint8, **make)
+        pages = GpuPages(cache, shape, Factors.identity(shape.kv_heads, shape.head_dim, shape.device))
+        # One row more, since prompts follow the rows that decode: their table starts anywhere.
+        table = torch.zeros(sequences + 1, width, dtype=torch.int32, **make)
+        lens = torch.ones(sequences, dtype=torch.int32, **make)
+        slots = torch.full((sequences,), -1, **make)
+        query = torch.zeros(sequences, heads, shape.head_dim, dtype=self.dtype, **make)
+        fresh = torch.zeros(sequences, shape.kv_heads, shape.head_dim, dtype=self.dtype, **make)
+        powers = [2**i for i in range(sequences.bit_length()) if 2**i <= sequences]
+        for overlap in (False, True):
+            for count in {*powers, sequences}:
+                self.plan.update(lens[:count], overlap)
+                pages.store(query[:count], fresh[:count], fresh[:count], slots[:count], self.plan, count, 1.0)
+                pages.decode(table[:count], lens[:count], self.plan, query[:count])
+        rows = torch.tensor([0, 1], dtype=torch.int32, **make)
+        for first in range(2):
+            pages.gather(table[first : first + 1], rows, 0, 1, fresh[:1], fresh[:1])
+
+    def _prefills(self, common: Any, decodes: int, decode_tokens: int) -> Prefills:
+        starts = common.query_start_loc_cpu[decodes : common.num_reqs + 1] - decode_tokens
+        new = starts[1:] - starts[:-1]
+        lens = common.seq_lens_cpu_upper_bound  # exact for sequences that prefill
+        lens = common.seq_lens.cpu() if lens is None else lens
+        context = lens[decodes : common.num_reqs] - new
+        block_table = common.block_table_tensor[decodes : common.num_reqs]
+        prefills = Prefills(self._upload(starts.int()), int(new.max()), int(starts[-1]), block_table, [])
+        if self.read_back:
+            prefills.whole = self._piece(0, context + new)
+            return prefills
+        step = self.piece_tokens // len(context) // 16 * 16
+        for begin in range(0, int(context.max()), step):
+            prefills.pieces.append(self._piece(begin, (context - begin).clamp(0, step)))
+        return prefills
+
+    def _piece(self, begin: int, lengths: torch.Tensor) -> Piece:
+        rows = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        torch.cumsum(lengths, 0, out=rows[1:])
+        return Piece(begin, int(lengths.max()), int(rows[-1]), self._upload(rows))
+
+    def _upload(self, x: torch.Tensor) -> torch.Tensor:
+        return x.pin_memory().to(self.device, non_blocking=True)

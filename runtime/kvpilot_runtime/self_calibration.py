@@ -1,0 +1,240 @@
+"""An engine without a calibration file calibrates itself at start, before its first request and its CUDA graphs.
+
+Built-in text (`calibration.txt`: prose, code, tables, chats, several scripts) goes through the model in one prefill, as
+long as the longest chunk that the engine takes, since RoPE turns a channel's mean with the position. For this one pass
+every attention layer, whatever its KV dtype, attends to its own chunk in the model's own elements. From the sums of
+our layers come their factors (`kvpilot_kernels.fit.Sums`); each rank of tensor parallelism keeps those of its heads.
+The same model, text and number of ranks give the same factors.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from kvpilot_kernels.fit import SINKS, Sums
+from kvpilot_runtime import calibration, calibration_info
+from kvpilot_runtime.backend import PackedImpl
+from kvpilot_runtime.calibration_info import Outcome
+from kvpilot_runtime.errors import UnsupportedModelError
+
+TEXT = Path(__file__).with_name("calibration.txt")
+_SEPARATOR = "\n%%\n"
+_ROWS = 1024
+"""Queries that attend at a time where scores or a mask are made."""
+_LONGEST = 16384
+"""Tokens of the pass at most: later ones would hardly count (`kvpilot_kernels.fit.HALF`)."""
+
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+
+
+def calibrate(worker: Any) -> None:
+    """Give the layers of a loaded vLLM worker their factors, and tell log and metrics where they come from.
+
+    Raises:
+        UnsupportedModelError: the pass failed, or gave numbers that are not finite.
+    """
+    config = worker.vllm_config
+    layers = _our_layers(config)
+    if not layers:
+        return
+    reason = "" if calibration.asked() else _cannot(config, layers)
+    if calibration.asked():
+        source = "off" if calibration.turned_off() else "file"
+    elif reason:
+        source = "none"
+        log.warning("Not calibrated (%s): kv-cache dtype %r is less accurate than it could be; give a file of `kvpilot "
+                    "calibrate` in %s", reason, config.cache_config.cache_dtype, calibration.VARIABLE)  # fmt: skip
+    else:
+        source = "self"
+        began = time.perf_counter()
+        tokens, reason = token_ids(config)
+        _fill(layers, _sums(worker, tokens, layers))
+        log.info("Calibrated %d layers on %d tokens in %.1f s", len(layers), len(tokens), time.perf_counter() - began)
+    calibration_info.report(
+        Outcome(source, _digest([x.impl.factors(x, worker.device) for x in layers.values()]), reason)
+    )
+
+
+def token_ids(config: Any) -> tuple[list[int], str]:
+    """The tokens of the pass, as many as the engine takes in one chunk, and a word for metrics on what they lack.
+
+    An engine without a tokenizer gets token ids drawn with a fixed seed.
+    """
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    model = config.model_config
+    length = min(config.scheduler_config.max_num_batched_tokens, model.max_model_len, _LONGEST)
+    tokenizer = cached_tokenizer_from_config(model)
+    if tokenizer is None:
+        log.warning("No tokenizer: calibrating on random tokens")
+        drawn = torch.randint(model.get_vocab_size(), (length,), generator=torch.Generator().manual_seed(0))
+        return [int(x) for x in drawn], "RandomTokens"
+    return text_ids(tokenizer, length), ""
+
+
+def text_ids(tokenizer: Any, length: int) -> list[int]:
+    """`length` tokens of the built-in text, over again where it is shorter; they begin as a prompt does."""
+    ids: list[int] = []
+    while len(ids) < length:
+        before = len(ids)
+        for passage in TEXT.read_text(encoding="utf-8").split(_SEPARATOR):
+            ids += tokenizer.encode(passage + "\n\n", add_special_tokens=not ids)
+        if len(ids) == before:
+            raise UnsupportedModelError(f"the tokenizer gives no tokens for text; {_REMEDY}")
+    return ids[:length]
+
+
+_REMEDY = f"give a file of `kvpilot calibrate` in {calibration.VARIABLE}, or set it to 'off' to serve without"
+
+
+def _our_layers(config: Any) -> dict[str, Any]:
+    context = config.compilation_config.static_forward_context
+    return {name: layer for name, layer in context.items() if isinstance(getattr(layer, "impl", None), PackedImpl)}
+
+
+def _cannot(config: Any, layers: dict[str, Any]) -> str:
+    """Why this engine cannot calibrate itself, in a word for metrics; empty where it can."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    if config.parallel_config.pipeline_parallel_size > 1:
+        return "PipelineParallel"
+    if config.lora_config is not None:
+        return "LoRA"
+    every = get_layers_from_vllm_config(config, AttentionLayerBase)
+    if any(type(layer) is not Attention for layer in every.values()):
+        return "OtherLayers"
+    if any(layer.impl.kv_sharing_target_layer_name is not None for layer in layers.values()):
+        return "SharedCache"
+    if min(config.scheduler_config.max_num_batched_tokens, config.model_config.max_model_len) <= 16 * SINKS:
+        return "ShortContext"
+    return ""
+
+
+@torch.inference_mode()
+def _sums(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[str, Sums]:
+    """Run the text through the model; sums by layer."""
+    from vllm.forward_context import set_forward_context
+
+    config, model, device = worker.vllm_config, worker.model_runner.get_model(), worker.device
+    sums = {name: Sums(layer.impl.num_kv_heads, layer.impl.head_size, device) for name, layer in layers.items()}
+    ids = torch.tensor(tokens, device=device)
+    positions = torch.arange(len(tokens), device=device)
+    if config.model_config.uses_mrope:
+        positions = positions.expand(3, -1)
+    try:
+        with (
+            _attending_to_itself(config, sums),
+            # As an eager step: what is compiled later sees no difference.
+            set_forward_context(None, config, num_tokens=len(tokens), slot_mapping={}, skip_compiled=True),
+        ):
+            model(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"the model could not calibrate itself ({type(error).__name__}: {error}); {_REMEDY}"
+        ) from error
+    return sums
+
+
+def _fill(layers: dict[str, Any], sums: dict[str, Sums]) -> None:
+    for name, layer in layers.items():
+        try:
+            found = sums[name].factors()
+        except ValueError as error:
+            raise UnsupportedModelError(f"calibration of layer {name!r}: {error}; use --kv-cache-dtype auto, or "
+                                        f"{_REMEDY}") from error  # fmt: skip
+        still = sums[name].still()
+        if still:
+            log.warning("Calibration of layer %r: %d channels never moved; they get the scale of a floor", name, still)
+        layer.impl.set_factors(layer, found)
+
+
+class _Chunk:
+    """Stands in for a layer's attention: the chunk attends to itself, and is counted."""
+
+    def __init__(self, impl: Any, sliding_window: int | None, sums: Sums | None) -> None:
+        self.scale, self.softcap = float(impl.scale), float(_softcap(impl))
+        self.window, self.sums = sliding_window, sums
+
+    def forward(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        attn_metadata: None, output: torch.Tensor, output_scale: Any = None, output_block_scale: Any = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """vLLM's signature: query [tokens, heads, D], key and value [tokens, kv_heads, D]."""
+        if self.sums is not None:
+            self.sums.add(query, key, value)
+        output.view(query.shape).copy_(causal(query, key, value, self.scale, self.softcap, self.window))
+        return output
+
+
+def _softcap(impl: Any) -> float:
+    """What a backend calls its cap on scores; each has a name of its own for it, and 0 or None for none."""
+    found = (getattr(impl, name, None) for name in ("softcap", "logits_soft_cap"))
+    return next((x for x in found if x), 0.0)
+
+
+def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float = 0.0,
+           window: int | None = None) -> torch.Tensor:  # fmt: skip
+    """Causal attention of a sequence to itself, [tokens, heads, D] in and out; key and value [tokens, kv_heads, D].
+
+    `softcap`: 0, or scores become cap * tanh(score / cap). `window`: the last tokens that a query sees, itself among
+    them; None for all.
+    """
+    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+    if not softcap and window is None:
+        out = functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+    repeat = q.shape[0] // k.shape[0]
+    k, v = k.repeat_interleave(repeat, 0).float(), v.repeat_interleave(repeat, 0).float()
+    outs, tokens = [], q.shape[1]
+    for start in range(0, tokens, _ROWS):
+        end = min(start + _ROWS, tokens)
+        first = 0 if window is None else max(0, start - window + 1)
+        scores = q[:, start:end].float() @ k[:, first:end].transpose(1, 2) * scale
+        if softcap:
+            scores = (scores / softcap).tanh() * softcap
+        ago = torch.arange(start, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
+        hidden = (ago < 0) if window is None else (ago < 0) | (ago >= window)
+        outs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[:, first:end])
+    return torch.cat(outs, 1).transpose(0, 1).to(query.dtype)
+
+
+@contextmanager
+def _attending_to_itself(config: Any, sums: dict[str, Sums]) -> Iterator[None]:
+    """Replace the attention of every layer for one pass."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+
+    layers = get_layers_from_vllm_config(config, Attention)
+    kept = {name: layer.impl for name, layer in layers.items()}
+    try:
+        for name, layer in layers.items():
+            layer.impl = _Chunk(kept[name], layer.sliding_window, sums.get(name))
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.impl = kept[name]
+
+
+def _digest(factors: list[Any]) -> str:
+    """A hash of the factors of all layers and ranks."""
+    from vllm.distributed import get_tp_group
+
+    mine = calibration.digest(factors)
+    group = get_tp_group()
+    if group.world_size == 1:
+        return mine
+    every: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(every, mine, group=group.cpu_group)
+    return calibration.join_digests(every)

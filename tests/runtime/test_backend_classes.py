@@ -1,0 +1,123 @@
+"""Backend classes made from the table of formats: found by path in any process, one dtype each; and on vLLM 0.33."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import cache
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.reference.attention import decode_reference
+from kvpilot_runtime import backend, compat
+
+MADE_UP = formats.own("k8v2", 8, 2, "made up")
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> formats.Format:
+    """A dtype that nobody has heard of, as one more row of the table."""
+    monkeypatch.setitem(formats.FORMATS, MADE_UP.name, MADE_UP)
+    return MADE_UP
+
+
+@pytest.mark.parametrize("dtype", formats.own_names())
+def test_each_dtype_has_a_class_that_is_found_by_path_and_survives_pickling(dtype: str) -> None:
+    cls = resolve_obj_by_qualname(f"kvpilot_runtime.cpu.{compat.backend_class(dtype)}")
+    assert cls is resolve_obj_by_qualname(f"kvpilot_runtime.cpu.{compat.backend_class(dtype)}")
+    assert pickle.loads(pickle.dumps(cls)) is cls  # noqa: S301 - our own bytes
+    assert cls.full_cls_name() == ("kvpilot_runtime.cpu", compat.backend_class(dtype))
+    assert cls.supports_kv_cache_dtype(dtype)
+    assert not any(cls.supports_kv_cache_dtype(other) for other in formats.own_names() if other != dtype)
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=3, head_size=64, dtype=torch.uint8)
+    assert cls.customize_spec(spec).page_size_bytes == 16 * 3 * formats.parse(dtype).row_bytes(64)
+
+
+def test_a_class_pickled_here_is_made_anew_in_another_process() -> None:
+    cls = resolve_obj_by_qualname("kvpilot_runtime.cpu.K4V4Backend")
+    program = "import pickle, sys; print(pickle.load(sys.stdin.buffer).fmt.name)"
+    ran = subprocess.run([sys.executable, "-c", program], input=pickle.dumps(cls), capture_output=True, check=True)
+    assert ran.stdout.decode().split()[-1] == "k4v4"
+
+
+@pytest.mark.parametrize("name", ["K9V9Backend", "k4v4Backend", "AUTOBackend", "Backend"])
+def test_a_name_that_is_no_dtype_of_ours_is_no_attribute(name: str) -> None:
+    with pytest.raises(AttributeError, match=name):
+        resolve_obj_by_qualname(f"kvpilot_runtime.cpu.{name}")
+
+
+def test_one_row_of_the_table_is_enough_to_serve_a_token(
+    made_up: formats.Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: None)
+    monkeypatch.setattr(backend, "calibration_of", lambda _config: None)
+    cls: Any = resolve_obj_by_qualname("kvpilot_runtime.cpu.K8V2Backend")
+    heads, kv_heads, dim, tokens = 4, 2, 64, 5
+    spec = cls.customize_spec(FullAttentionSpec(block_size=16, num_kv_heads=kv_heads, head_size=dim, dtype=torch.uint8))
+    pages = torch.zeros(3, kv_heads, 16, spec.page_size_bytes // (16 * kv_heads), dtype=torch.uint8)
+    impl = cls.get_impl_cls()(heads, dim, dim**-0.5, kv_heads, None, None, made_up.name)
+    layer = SimpleNamespace(layer_name="model.layers.0.self_attn.attn")
+    rng = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(tokens, n, dim, generator=rng) for n in (heads, kv_heads, kv_heads))
+    for t in range(tokens):
+        new = slice(t, t + 1)
+        impl.do_kv_cache_update(layer, key[new], value[new], pages, torch.tensor([32 + t]))
+    config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=made_up.name))
+    builder = cls.get_builder_cls()(spec, ["x"], config, torch.device("cpu"))
+    lens = torch.tensor([tokens], dtype=torch.int32)
+    meta = builder.build(0, SimpleNamespace(
+        num_reqs=1, query_start_loc=torch.tensor([0, 1]), seq_lens=lens, slot_mapping=torch.tensor([36]),
+        block_table_tensor=torch.tensor([[2]], dtype=torch.int32),
+    ))  # fmt: skip
+    out = torch.empty(1, heads, dim)
+    impl.forward(layer, query[-1:], key[-1:], value[-1:], pages, meta, out)
+    wanted = decode_reference(query[-1], key, value, made_up, dim**-0.5)
+    torch.testing.assert_close(out[0].double(), wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_factors_can_be_replaced_however_they_were_made(inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: None)
+    monkeypatch.setattr(backend, "calibration_of", lambda _config: None)
+    cls: Any = resolve_obj_by_qualname("kvpilot_runtime.cpu.K4V4Backend")
+    impl = cls.get_impl_cls()(4, 64, 0.125, 2, None, None, "k4v4")
+    with torch.inference_mode(inference):  # as where vLLM tries out graphs to measure their memory
+        made = impl.factors(SimpleNamespace(layer_name="x"))
+    found = Factors(*(torch.full((2, 64), float(x)) for x in range(1, 5)))
+    impl.set_factors(SimpleNamespace(layer_name="x"), found)
+    assert impl.factors(SimpleNamespace(layer_name="x")) is made
+    assert torch.equal(made.value_mean, found.value_mean)
+
+
+def test_where_vllm_has_a_registry_each_dtype_is_given_to_what_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The contract of vLLM 0.33: `register_kv_cache_dtype(name)` only returns a decorator, which makes an instance.
+
+    Written after reading 0.33's config/cache.py, which cannot be installed beside the version under test.
+    """
+    handlers: dict[str, Any] = {}
+
+    def register(name: str) -> Any:
+        def decorate(cls: type) -> type:
+            handlers[name] = cls()
+            return cls
+
+        return decorate
+
+    monkeypatch.setattr(cache, "register_kv_cache_dtype", register, raising=False)
+    monkeypatch.setattr(cache, "get_kv_cache_dtype_handler", handlers.get, raising=False)
+    monkeypatch.setattr(compat, "vllm_version", lambda: (0, 33))
+    names = formats.own_names()
+    compat.register_dtypes(names)
+    compat.register_dtypes(names)
+    assert list(handlers) == list(names)
+    assert {h.name for h in handlers.values()} == set(names)
+    assert {h.torch_dtype() for h in handlers.values()} == {torch.uint8}
+    assert {h.quant_mode() for h in handlers.values()} == {KVQuantMode.NONE}

@@ -1,0 +1,178 @@
+"""Engines that calibrate themselves: the factors are those of the built-in text, the same at every start, and told."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvpilot_demo.models import smollm2_135m, tiny_gemma3, tiny_llama
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.fit import Sums
+from kvpilot_runtime import calibration_info, self_calibration
+from support.engine import engine, refused_by_vllm
+from support.oracle import Oracle
+
+pytestmark = pytest.mark.timeout(1800)
+
+CHUNK = 512
+SLACK = 1e-3
+
+
+def factors_of(folder: Path) -> list[Factors]:
+    """What one pass of the built-in text gives in plain transformers, float32."""
+    sums: dict[int, Sums] = {}
+    tokens = torch.tensor(self_calibration.text_ids(AutoTokenizer.from_pretrained(folder), CHUNK))
+
+    def attend(layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, *, scaling: float,
+               sliding_window: int | None = None, **_: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
+        window = sliding_window or getattr(layer, "sliding_window", None)
+        found = sums.setdefault(layer.layer_idx, Sums(key.shape[1], key.shape[3]))
+        found.add(*(x[0].transpose(0, 1) for x in (query, key, value)))
+        ago = torch.arange(CHUNK)[:, None] - torch.arange(CHUNK)[None, :]
+        seen = (ago >= 0) & (ago < (window or CHUNK))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS.register("kvpilot_sums", attend)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="kvpilot_sums")
+    with torch.inference_mode():
+        model(tokens[None], use_cache=False)
+    return [sums[layer].factors() for layer in sorted(sums)]
+
+
+def told(page: str) -> dict[str, str]:
+    """The labels of the one series of where the factors come from."""
+    [line] = [line for line in page.splitlines() if line.startswith(calibration_info.NAME + "{")]
+    labels = line.partition("{")[2].partition("}")[0]
+    return dict(part.split("=", 1) for part in labels.replace('"', "").split(","))
+
+
+@pytest.mark.parametrize("model", [tiny_llama, tiny_gemma3], ids=["llama", "gemma3"])
+def test_answers_are_those_of_the_factors_of_the_built_in_text(model: Callable[[], Path], tmp_path: Path) -> None:
+    rng = random.Random(7)
+    prompts = [[rng.randrange(3, 49152) for _ in range(rng.randint(8, 120))] for _ in range(40)]
+    arguments = ("--dtype=float32", f"--max-num-batched-tokens={CHUNK}", "--kv-cache-memory-bytes=64M")
+    with (
+        engine(model(), "k4v4", tmp_path, *arguments, env={"KVPILOT_PREFILL_FROM_PAGES": "1"}) as running,
+        ThreadPoolExecutor(16) as pool,
+    ):
+        answers = list(pool.map(lambda prompt: running.tokens(prompt, 16), prompts))
+        labels = told(running.page())
+    assert (labels["source"], labels["reason"]) == ("self", "")
+    assert len(labels["hash"]) == 16
+    both = list(zip(prompts, answers, strict=True))
+    calibrated = Oracle(model(), "k4v4", factors_of(model()))
+    wrong = [i for i, (prompt, answer) in enumerate(both)
+             if max(calibrated.shortfalls(prompt, answer)) > SLACK
+             and not calibrated.explains(prompt, answer, SLACK)]  # fmt: skip
+    assert not wrong
+    # The check can fail: without factors the same codec gives other answers.
+    plain = Oracle(model(), "k4v4")
+    assert sum(max(plain.shortfalls(prompt, answer)) > SLACK for prompt, answer in both) > 10
+
+
+def test_two_starts_find_the_same_factors_and_a_start_without_says_so(tmp_path: Path) -> None:
+    arguments = ("--kv-cache-memory-bytes=64M", f"--max-num-batched-tokens={CHUNK}")
+    found = []
+    for asked in ("", "", "off"):
+        with engine(tiny_llama(), "k4v4", tmp_path, *arguments, env={"KVPILOT_CALIBRATION": asked}) as running:
+            found.append(told(running.page()))
+    assert found[0] == found[1]
+    assert found[2]["source"] == "off"
+    assert found[2]["hash"] != found[0]["hash"]
+
+
+def test_keys_that_are_not_finite_end_the_start_with_the_layer_and_the_remedy(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama(), model)
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.self_attn.k_proj.weight"][0, 0] = torch.nan
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    log = refused_by_vllm(model, tmp_path, "--kv-cache-dtype=k4v4", "--load-format=auto", "--port=0")
+    assert "calibration of layer 'model.layers.1.self_attn.attn': keys are not finite in" in log
+    assert "KVPILOT_CALIBRATION" in log
+
+
+def test_the_text_is_long_enough_repeats_and_begins_as_a_prompt_does() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_135m())
+    ids = self_calibration.text_ids(tokenizer, 10_000)
+    assert len(ids) == 10_000
+    assert ids[:100] == self_calibration.text_ids(tokenizer, 100)
+    assert len(set(ids[:4000])) > 800
+
+    class Opening:
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [1] * add_special_tokens + [5] * len(text)
+
+    assert self_calibration.text_ids(Opening(), 50_000).count(1) == 1
+
+
+def test_without_a_tokenizer_the_same_random_tokens_are_drawn_each_time_and_it_is_said() -> None:
+    model = SimpleNamespace(max_model_len=200, skip_tokenizer_init=True, get_vocab_size=lambda: 50)
+    config = SimpleNamespace(model_config=model, scheduler_config=SimpleNamespace(max_num_batched_tokens=300))
+    ids, reason = self_calibration.token_ids(config)
+    assert reason == "RandomTokens"
+    assert len(ids) == 200
+    assert len(set(ids)) > 30
+    assert max(ids) < 50
+    assert self_calibration.token_ids(config) == (ids, reason)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    tokens=st.integers(1, 40), heads=st.sampled_from([(4, 2), (3, 3), (6, 1)]),
+    window=st.one_of(st.none(), st.integers(1, 50)), softcap=st.sampled_from([0.0, 2.0]), rows=st.integers(1, 50),
+)  # fmt: skip
+def test_a_chunk_attends_to_itself_as_the_formula_says(
+    tokens: int, heads: tuple[int, int], window: int | None, softcap: float, rows: int
+) -> None:
+    rng = torch.Generator().manual_seed(tokens)
+    query, key, value = (torch.randn(tokens, n, 8, generator=rng) for n in (heads[0], heads[1], heads[1]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(self_calibration, "_ROWS", rows)
+        found = self_calibration.causal(query, key, value, 0.3, softcap, window)
+    for t in range(tokens):
+        first = 0 if window is None else max(0, t - window + 1)
+        for h in range(heads[0]):
+            kv = h // (heads[0] // heads[1])
+            scores = key[first : t + 1, kv].double() @ query[t, h].double() * 0.3
+            if softcap:
+                scores = softcap * (scores / softcap).tanh()
+            wanted = scores.softmax(0) @ value[first : t + 1, kv].double()
+            torch.testing.assert_close(found[t, h].double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "PipelineParallel"),
+     ({"lora_config": SimpleNamespace()}, "LoRA")],
+)  # fmt: skip
+def test_what_cannot_calibrate_itself_is_named(change: dict[str, Any], reason: str) -> None:
+    config = {"parallel_config": SimpleNamespace(pipeline_parallel_size=1), "lora_config": None, **change}
+    assert self_calibration._cannot(SimpleNamespace(**config), {}) == reason
+
+
+def test_the_metric_appears_once_a_worker_has_reported_and_never_from_half_a_file(tmp_path: Path) -> None:
+    registry, file = CollectorRegistry(), tmp_path / "calibration.json"
+    registry.register(calibration_info._Reported(file))  # type: ignore[arg-type]  # it has what a collector needs
+    assert calibration_info.NAME not in generate_latest(registry).decode()
+    file.write_text('{"source": "se')
+    assert calibration_info.NAME not in generate_latest(registry).decode()
+    file.write_text('{"source": "none", "hash": "0f", "reason": "LoRA"}')
+    assert told(generate_latest(registry).decode()) == {"source": "none", "hash": "0f", "reason": "LoRA"}
