@@ -197,6 +197,7 @@ class Format:
         name: the value of `--kv-cache-dtype`.
         key, value: how a key and a value are stored (at a head dimension that is a multiple of 64, for ours).
         origin: who implements it.
+        calibrated_only: not to be chosen without a calibration file: the accuracy is not there otherwise.
         summary: one line for people. colour: of its line in every plot, grey for the dtypes that none is about.
     """
 
@@ -206,6 +207,7 @@ class Format:
     origin: Origin
     summary: str
     colour: str = "#9a9a9a"
+    calibrated_only: bool = False
 
     @property
     def ours(self) -> bool:
@@ -306,10 +308,12 @@ class Format:
         return -(-recent // self.ring_layout(head_dim, block_size).tokens)
 
 
-def own(name: str, key_bits: int, value_bits: int, summary: str, colour: str = "#9a9a9a") -> Format:
+def own(
+    name: str, key_bits: int, value_bits: int, summary: str, colour: str = "#9a9a9a", *, calibrated_only: bool = False
+) -> Format:
     """A format of ours: keys and values of 2, 4 or 8 bits in groups with a word each."""
     key, value = Side(key_bits, 2, 64), Side(value_bits, 2, 64)
-    return Format(name, key, value, Origin.KVPILOT, summary, colour)
+    return Format(name, key, value, Origin.KVPILOT, summary, colour, calibrated_only)
 
 
 def _vllm(name: str, key: Side, value: Side | None = None, *, summary: str, colour: str = "#9a9a9a") -> Format:
@@ -341,7 +345,7 @@ FORMATS: dict[str, Format] = {
         own("k8v4", 8, 4, "8-bit keys, 4-bit values", "#e2a21b"),
         own("k4v4", 4, 4, "4-bit keys and values: the workhorse", "#d1491f"),
         own("k4v2", 4, 2, "4-bit keys, 2-bit values: for long contexts", "#8f2d8c"),
-        own("k2v2", 2, 2, "2-bit keys and values", "#c87fb4"),
+        own("k2v2", 2, 2, "2-bit keys and values", "#c87fb4", calibrated_only=True),
     )
 }
 """Every dtype by name, vLLM's first: the one list of them."""

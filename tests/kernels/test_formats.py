@@ -113,6 +113,10 @@ def test_a_page_that_is_no_multiple_of_16_tokens_is_refused(block_size: int) -> 
         formats.parse("k4v4").page_layout(128, block_size)
 
 
+def test_only_k2v2_waits_for_calibration() -> None:
+    assert [n for n in formats.names() if formats.parse(n).calibrated_only] == ["k2v2"]
+
+
 def test_importing_formats_brings_neither_torch_nor_numpy() -> None:
     code = "import kvpilot_kernels.formats, sys; print({'torch', 'numpy', 'vllm'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=900)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +20,13 @@ from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.reference.attention import decode_reference
 from kvpilot_runtime import backend, compat
 
-MADE_UP = formats.own("k8v2", 8, 2, "made up")
+MADE_UP = replace(formats.parse("k8v4"), name="k8v2", value=formats.Side(2, 2, 64))
 
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> formats.Format:
     """A dtype that nobody has heard of, as one more row of the table."""
-    monkeypatch.setitem(formats.FORMATS, MADE_UP.name, MADE_UP)
+    monkeypatch.setitem(formats._FORMATS, MADE_UP.name, MADE_UP)
     return MADE_UP
 
 
