@@ -1,4 +1,4 @@
-"""Run parts of the tests side by side, go on where one fails, and sum all of them up at the end.
+"""Run parts of the tests, most of them side by side, go on where one fails, and sum all of them up at the end.
 
     python scripts/run_tests.py                         # every part
     python scripts/run_tests.py --jobs 1 unit kernels   # these, one after the other
@@ -26,6 +26,8 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[1]
 # The longest first, so that no long one is left to run alone at the end.
 PARTS = ("e2e", "runtime", "faults", "kernels", "check", "unit", "cluster", "chart", "monitoring", "scale", "images")
+# They hold the operator to times, or take whole ports: each of them runs when nothing else does.
+ALONE = ("e2e", "faults", "scale")
 LONG = ("e2e", "faults", "chart", "monitoring", "images", "runtime")
 
 
@@ -81,11 +83,17 @@ class Run:
         self._printing = threading.Lock()
         self._workers: list[threading.Thread] = []
         self._ended = False
-        for part in parts:
-            self._waiting.put(part)
+        self._parts = parts
 
     def wait(self, jobs: int) -> None:
-        """Run all parts, so many at a time."""
+        """Run all parts, so many at a time, and then those that run alone."""
+        together = [part for part in self._parts if part not in ALONE]
+        self._side_by_side(together, jobs)
+        self._side_by_side([part for part in self._parts if part in ALONE], 1)
+
+    def _side_by_side(self, parts: list[str], jobs: int) -> None:
+        for part in parts:
+            self._waiting.put(part)
         self._workers = [threading.Thread(target=self._work) for _ in range(jobs)]
         for worker in self._workers:
             worker.start()

@@ -172,7 +172,10 @@ def _our_options(fmt: formats.Format, request: Request) -> None:
         for option in options:
             if any(arg.split("=", 1)[0].split(".", 1)[0] == option for arg in request.others):
                 raise PreflightError("BadArguments", f"{option}: {what} does not work with kv-cache dtype {fmt.name!r} yet; leave one of the two out")  # fmt: skip  # noqa: E501
-    if request.calibration not in (None, CALIBRATION_OFF) and not Path(request.calibration).is_file():
+    named = request.calibration not in (None, CALIBRATION_OFF)
+    if fmt.calibrated_only and not named:
+        raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} needs a calibration of the model from its gradients: give the file of `kvpilot calibrate` with --calibration, or use 'k4v4' or 'k4v2'")  # fmt: skip  # noqa: E501
+    if named and not Path(request.calibration or "").is_file():
         raise PreflightError("BadArguments", f"--calibration {request.calibration!r}: there is no such file; check that its volume is mounted, or leave the option out: the engine then calibrates itself")  # fmt: skip  # noqa: E501
 
 

@@ -149,10 +149,12 @@ def test_sliding_window_layers_stay_in_16_bits_unless_the_user_says_otherwise() 
     assert "--kv-cache-dtype-skip-layers=sliding_window" in error.message
 
 
-def test_a_calibration_is_a_file_that_exists_or_off_or_none_at_all(tmp_path: Path) -> None:
+def test_a_calibration_is_a_file_that_exists_or_off_or_none_at_all_and_k2v2_needs_a_file(tmp_path: Path) -> None:
     model = str(tiny_llama())
-    assert silent(check(Request(model, "k2v2")))
-    assert silent(check(Request(model, "k2v2", calibration="off")))
+    assert silent(check(Request(model, "k4v4")))
+    assert silent(check(Request(model, "k4v4", calibration="off")))
+    assert "kvpilot calibrate" in refusal(Request(model, "k2v2")).message
+    assert "kvpilot calibrate" in refusal(Request(model, "k2v2", calibration="off")).message
     missing = refusal(Request(model, "k2v2", calibration=str(tmp_path / "nothing")))
     assert missing.reason == "BadArguments"
     assert "nothing" in missing.message

@@ -1,4 +1,4 @@
-"""What rules a dtype out, whatever the load: the hardware, and the model's architecture.
+"""What rules a dtype out, whatever the load: the hardware, the model's architecture, a calibration that is not there.
 
 Facts that are not known rule nothing out: the engine's own preflight still refuses what it cannot serve.
 """
@@ -29,12 +29,24 @@ class Veto:
     message: str
 
 
+def calibrated(spec: Spec) -> bool:
+    """Whether the engine is given a calibration file: KVPILOT_CALIBRATION in its environment, or --calibration."""
+    given = [v.value for v in spec.engine.env if v.name == "KVPILOT_CALIBRATION"]
+    options = [arg.partition("=") for arg in spec.engine.extra_args]
+    given += [value or None for name, _, value in options if name == "--calibration"]
+    return any(value not in ("", "off") for value in given)
+
+
 def veto(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None) -> Veto | None:
     """Why this dtype cannot, or should not, serve this model on this hardware; None where nothing speaks against it."""
     hardware = hardware_veto(dtype, node)
     if hardware is not None:
         return Veto("HardwareUnsupported", hardware)
     stored = formats.parse(dtype)
+    if stored.calibrated_only and not calibrated(spec):
+        return Veto(
+            "NotCalibrated", f"{dtype} is accurate only with a calibration: name its file in KVPILOT_CALIBRATION"
+        )
     if model is None or stored.bits_per_element() >= 16:
         return None
     if model.mla and stored.ours:
