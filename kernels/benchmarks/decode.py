@@ -118,8 +118,10 @@ def fill_ring(
     return places.view(count, last)[:, -1].contiguous()
 
 
-def ours(name: str, case: Case, device: torch.device, recent: int = 0, block: int = 64) -> dict[str, Any]:
-    """Times of our kernels in one format."""
+def ours(
+    name: str, case: Case, device: torch.device, recent: int = 0, block: int = 64, overlap: bool | None = None
+) -> dict[str, Any]:
+    """Times of our kernels in one format; `overlap` None leaves to the plan whether decode overlaps with `store`."""
     fmt = formats.parse(name)
     recent = recent if fmt.has_ring else 0
     shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, block, device, recent=recent)
@@ -145,6 +147,8 @@ def ours(name: str, case: Case, device: torch.device, recent: int = 0, block: in
     for at in pages:
         ring = fill_ring(at, table, rings, case.context, key) if rings is not None else None
     plan.update(lens, overlap=True)
+    if overlap is not None:
+        plan.overlap, plan.launch = overlap, {"launch_pdl": True} if overlap else {}
 
     def store() -> GpuPages:
         at = pages[next(turn) % len(pages)]
@@ -156,6 +160,7 @@ def ours(name: str, case: Case, device: torch.device, recent: int = 0, block: in
 
     store()
     return {
+        "store": microseconds(store),
         "decode": microseconds(lambda: pages[next(turn) % len(pages)].attend(table, lens, plan, rings)),
         "merged": microseconds(lambda: pages[next(turn) % len(pages)].decode(table, lens, plan, out, rings)),
         "layer": microseconds(layer),

@@ -95,11 +95,13 @@ class Plan:
         """Cut the work for int32 [sequences or fewer] stored lengths; 0 is a row of padding.
 
         With `overlap`, decode starts to read while the step's tokens are still being stored: only right where this
-        step stores nothing but one token of each of these sequences (a chunk of a prompt may be another's prefix).
+        step stores nothing but one token of each of these sequences (a chunk of a prompt may be another's prefix). Few
+        sequences are decoded sooner without (`tuning`).
         """
-        self.overlap = overlap and self.shape.can_overlap
-        self.launch = {"launch_pdl": True} if self.overlap else {}
         sequences = seq_lens.shape[0]
+        least = tuning.OVERLAP_SEQUENCES_WITH_RING if self.shape.recent else tuning.OVERLAP_SEQUENCES
+        self.overlap = overlap and self.shape.can_overlap and sequences >= least
+        self.launch = {"launch_pdl": True} if self.overlap else {}
         count = most_items(sequences, self.shape.wave)
         plan_kernel[(triton.cdiv(count, 128),)](
             seq_lens, self.items, self.spans, sequences, count, self.shape.wave, TILE=self.shape.choice.tile,

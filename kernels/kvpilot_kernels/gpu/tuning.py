@@ -24,6 +24,10 @@ class Choice:
     programs: int
 
 
+OVERLAP_SEQUENCES, OVERLAP_SEQUENCES_WITH_RING = 8, 64
+"""With fewer sequences a step takes longer where decode overlaps with `store`: a layer of Llama-3-8B in k4v4 77.9 us
+against 58.5 at 1 x 128K, and with a ring 51.8 against 42.6 at 32 x 2K (docs/benchmarks/h200-decode-overlap.md)."""
+
 CHOICES: dict[tuple[int, int], Choice] = {
     (64, 8): Choice(64, 2, 16),
     (64, 16): Choice(32, 3, 10),
