@@ -155,3 +155,17 @@ def test_sequences_grow_token_by_token_as_the_reference_says(name: str, dim: int
         for i, n in enumerate(lens):
             wanted = decode_reference(query[i], keys[i][:n], values[i][:n], fmt, dim**-0.5, factors)
             assert ((out[i] - wanted).norm(dim=-1) < 2e-3 * wanted.norm(dim=-1)).all()
+
+
+@pytest.mark.parametrize(
+    ("sequences", "recent", "overlaps"), [(7, 0, False), (8, 0, True), (63, 64, False), (64, 64, True)]
+)
+def test_decode_overlaps_with_store_from_so_many_sequences_on(sequences: int, recent: int, overlaps: bool) -> None:
+    shape = Shape(formats.parse("k4v4"), 128, 1, 1, 64, torch.device("cpu"), recent=recent)
+    shape.can_overlap = True
+    plan = Plan(shape, 64)
+    lens = torch.ones(sequences, dtype=torch.int32)
+    plan.update(lens, overlap=True)
+    assert plan.overlap is overlaps
+    plan.update(lens, overlap=False)
+    assert plan.overlap is False
