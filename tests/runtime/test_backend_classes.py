@@ -26,7 +26,7 @@ MADE_UP = replace(formats.parse("k8v4"), name="k8v2", value=formats.Side(2, 2, 6
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> formats.Format:
     """A dtype that nobody has heard of, as one more row of the table."""
-    monkeypatch.setitem(formats._FORMATS, MADE_UP.name, MADE_UP)
+    monkeypatch.setitem(formats.FORMATS, MADE_UP.name, MADE_UP)
     return MADE_UP
 
 
