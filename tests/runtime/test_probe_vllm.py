@@ -93,14 +93,19 @@ def test_a_probe_gives_way_to_queued_users_and_comes_after_them_by_priority(tmp_
     async def story(url: str) -> tuple[float, Measurement]:
         kept = await capture(url, MODEL, prompts, identity="test", dtype="auto", settings=beside_users)
         async with http_client() as http:
-            users = [asyncio.create_task(http.post(f"{url}/v1/completions", json=load)) for _ in range(3)]
+
+            async def user() -> int:
+                async with http.post(f"{url}/v1/completions", json=load) as answer:
+                    await answer.read()
+                return answer.status
+
+            users = [asyncio.create_task(user()) for _ in range(3)]
             async with asyncio.timeout(HANGS):
                 while (queued := await Engine(url, MODEL, http).waiting()) < 2:
                     await asyncio.sleep(0.05)
             with pytest.raises(EngineBusy):
                 await measure(url, MODEL, kept, settings=beside_users)
-            for user in users:
-                (await user).raise_for_status()
+            assert await asyncio.gather(*users) == [200] * 3
         return queued, await measure(url, MODEL, kept, settings=beside_users)
 
     arguments = ("--max-num-seqs=1", "--scheduling-policy=priority", "--kv-cache-memory-bytes=64M")
