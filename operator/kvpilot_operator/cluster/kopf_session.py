@@ -3,7 +3,7 @@
 kopf ends an operator whose watch is refused (401, 403, 404, 410), that gets an error event other than 410 or an answer
 that is no JSON, and asks a server that ends every watch at once for the next one without a pause. All of these pass by
 themselves or when somebody mends the cluster: here they become a broken connection, after which kopf lists or watches
-again (docs/upstream/kopf-watch-errors.md).
+again (docs/upstream/kopf-watch-errors.patch).
 """
 
 from __future__ import annotations
