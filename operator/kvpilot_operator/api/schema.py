@@ -81,11 +81,6 @@ def apply_defaults(obj: Mapping[str, Json]) -> dict[str, Json]:
     return kept
 
 
-def minimal_object() -> dict[str, Json]:
-    """An object with the required fields alone, defaulted: where every other field's default can be read."""
-    return apply_defaults({"spec": {"model": {"source": "file:///model"}, "engine": {"image": "image"}}})
-
-
 def faults(obj: Json) -> tuple[Fault, ...]:
     """What the API server would refuse about metadata.name and spec, in the schema's order; () if nothing.
 
