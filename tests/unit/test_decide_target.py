@@ -11,10 +11,12 @@ import pytest
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.briefing import situation_of
 from kvpilot_operator.decide.judging.workload import Workload
-from kvpilot_operator.state.snapshot import DeploymentView, Flows, NodeFacts
+from kvpilot_operator.probes.codec import Baseline, Control
+from kvpilot_operator.state.decision import Capture
+from kvpilot_operator.state.snapshot import Captured, DeploymentView, Flows, NodeFacts, ProbeResult
 from kvpilot_operator.state.status import Canary, Denied, KVCache, Scaling, Status
 from support.model_cluster import ModelCluster
-from support.services import NOW, manifest, pod, revision_of, running, samples
+from support.services import NOW, PROBES, manifest, pod, revision_of, running, samples
 
 LADDER = ["fp8", "k8v4", "k4v4"]
 
@@ -60,6 +62,17 @@ def test_a_dtype_step_starts_a_canary_with_what_was_weighed_in_the_journal():
     assert (entry.action, entry.to_dtype) == ("StartCanary", "fp8")
     assert entry.options[0].outcome == "Chosen"
     assert {o.action for o in entry.options} == {"DtypeDown", "ScaleOut", "Stay"}
+
+
+def test_what_was_weighed_stands_with_the_canary_also_where_a_baseline_is_captured_in_the_same_pass():
+    s = serving(auto())
+    idle = replace(s, samples={name: window[-1:] for name, window in s.samples.items()})
+    asked = decide(idle).probe
+    assert isinstance(asked, Capture)
+    answers = Baseline(PROBES, "m", "auto", (), control=Control(NOW, 8, 256, 100, 1000, 1000))
+    decision = decide(replace(s, probe_result=ProbeResult(asked, Captured(answers))))
+    weighed = {entry.action: {o.action for o in entry.options} for entry in decision.status.decisions}
+    assert weighed == {"KeepBaseline": set(), "StartCanary": {"DtypeDown", "ScaleOut", "Stay"}}
 
 
 def test_a_scale_out_changes_the_replicas_and_is_journalled_with_its_options():

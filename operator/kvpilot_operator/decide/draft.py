@@ -68,11 +68,6 @@ class Draft:
         self.set(decisions=(entry, *self.status.decisions)[:MAX_DECISIONS])
         self.event(event or reason, message, warning=warning)
 
-    def weighed(self, options: tuple[Option, ...]) -> None:
-        """Add the steps that were weighed to the newest journal entry, which must be there."""
-        newest, *older = self.status.decisions
-        self.set(decisions=(msgspec.structs.replace(newest, options=options), *older))
-
     def event(self, reason: str, message: str, *, warning: bool = False) -> None:
         """Post an event without a journal entry."""
         self.events.append(Event("Warning" if warning else "Normal", reason, clip(message)))

@@ -22,8 +22,6 @@ def ruled(draft: Draft, s: Snapshot, spec: Spec, ruling: Ruling, target: Target)
         draft.record(
             step.action, ruling.reason, ruling.message, options=ruling.options, event=f"{step.action}{ruling.reason}"
         )
-    elif step.action in ("DtypeDown", "DtypeUp") and s.status.canary is None and draft.status.canary is not None:
-        draft.weighed(ruling.options)
     _hold(draft, s, ruling, target)
 
 

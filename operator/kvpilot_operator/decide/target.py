@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +13,7 @@ from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS, denial, run
 from kvpilot_operator.decide.judging.veto import veto
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.state.snapshot import Snapshot
-from kvpilot_operator.state.status import Denied, Stable, Status
+from kvpilot_operator.state.status import Denied, Option, Stable, Status
 
 # A revision that failed for want of capacity, or for errors, may be tried again after this long.
 RETRY_SECONDS = 3600
@@ -31,6 +31,8 @@ class Target:
     held: str | None = None
     recommended: str | None = None
     warning: str | None = None
+    options: tuple[Option, ...] = ()
+    """What was weighed before this target, where it is a step of the arbiter's."""
 
 
 def choose(s: Snapshot, spec: Spec, ruling: Ruling) -> Target:
@@ -120,7 +122,8 @@ def _laddered(s: Snapshot, spec: Spec, ruling: Ruling) -> Target:
         text = "mode Recommend: nothing is changed"
         return _guarded(s, spec, stable.dtype, "Steady", text, recommended=recommended)
     if step.action in ("DtypeDown", "DtypeUp"):
-        return _guarded(s, spec, step.dtype, ruling.reason, ruling.message, recommended=recommended)
+        taken = _guarded(s, spec, step.dtype, ruling.reason, ruling.message, recommended=recommended)
+        return replace(taken, options=ruling.options)
     if ruling.hold is not None:
         return _guarded(
             s, spec, stable.dtype, ruling.reason, ruling.hold, held=ruling.hold, recommended=recommended

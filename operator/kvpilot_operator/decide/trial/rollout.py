@@ -142,6 +142,7 @@ def _start_canary(draft: Draft, s: Snapshot, spec: Spec, target: Target, stable:
         from_dtype=stable.dtype,
         to_dtype=target.dtype,
         event="CanaryStarted",
+        options=target.options,
     )
     if target.warning is not None:
         draft.event("PreflightWarning", target.warning, warning=True)
