@@ -18,7 +18,7 @@ from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ClusterError, ScrapeError
 from kvpilot_operator.observe import fleet, gather
 from kvpilot_operator.observe.fleet import Fleet
-from kvpilot_operator.observe.gather import NODE_SECONDS, Observer
+from kvpilot_operator.observe.gather import NODE_SECONDS, PACKS_SECONDS, Observer
 from kvpilot_operator.observe.page import PodMetrics, parse_page
 from kvpilot_operator.observe.views import node_facts, route_view
 from kvpilot_operator.observe.windows import Windows
@@ -306,8 +306,40 @@ async def test_a_pack_that_is_edited_makes_another_plan_and_only_then_is_it_read
     for word in ("one", "one", "two", "two"):
         world.cluster.objects[path] = {"data": {"prompts.yaml": text % word, "more": "x" * 1000}}
         plans.append((await world.snapshot()).probes)
+        world.now += timedelta(seconds=PACKS_SECONDS)
     assert (len(read), plans[0], plans[2]) == (2, plans[1], plans[3])
     assert plans[0].identity != plans[2].identity
+
+
+@pytest.mark.parametrize("text", ["prompts: []", "no pack: ["], ids=["nothing wrong", "a fault"])
+async def test_a_service_that_does_not_change_has_its_packs_read_once_in_a_while(world: World, text: str) -> None:
+    path = path_of("v1", "ConfigMap", KEY.namespace, "mine")
+    world.cluster.objects[path] = {"data": {"prompts.yaml": text}}
+    world.put(edited(accuracy={"probeSets": ["configmap/mine"]}))
+    plans = []
+    for _ in range(31):
+        plans.append((await world.snapshot()).probes)
+        world.now += timedelta(seconds=1)
+    assert set(plans) == {plans[0]}
+    assert world.cluster.asked.count(path) == 3
+    # Whoever edits the spec need not wait, and a clock that was set back delays nobody.
+    again = edited(accuracy={"probeSets": ["configmap/mine"], "periodSeconds": 901})
+    again["metadata"] |= {"generation": 3, "resourceVersion": "3"}
+    world.put(again)
+    await world.snapshot()
+    assert world.cluster.asked.count(path) == 4
+    world.now -= timedelta(hours=1)
+    await world.snapshot()
+    assert world.cluster.asked.count(path) == 5
+
+
+async def test_packs_that_the_api_server_did_not_give_are_asked_for_in_the_next_pass(world: World) -> None:
+    path = path_of("v1", "ConfigMap", KEY.namespace, "mine")
+    world.put(edited(accuracy={"probeSets": ["configmap/mine"]}))
+    world.cluster.broken["ConfigMap"] = ClusterError("GET", path, 500, "no")
+    for _ in range(2):
+        await world.observer.snapshot(KEY, None)
+    assert world.cluster.asked.count(path) == 2
 
 
 async def test_nothing_of_a_pack_is_kept_but_what_its_plan_needs(world: World) -> None:

@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvpilot_operator.control import passes as module
-from kvpilot_operator.control.passes import WORKERS, Passes
+from kvpilot_operator.control.passes import WORKERS, Passes, _Queue
 from kvpilot_operator.errors import ClusterError, Conflict, Throttled
 from kvpilot_operator.state.snapshot import ServiceKey
 
@@ -165,3 +167,72 @@ async def test_a_pass_that_breaks_on_a_bug_stops_nobody() -> None:
     passes.ask(key("y"))
     await worked(passes, lambda: len(log.done) >= 2)
     assert sorted(log.done) == ["x", "y"]
+
+
+async def test_a_namespace_with_many_slow_services_leaves_the_next_worker_to_another() -> None:
+    began: list[ServiceKey] = []
+    ends: list[asyncio.Future[None]] = []
+
+    async def slow(one: ServiceKey) -> None:
+        began.append(one)
+        ends.append(asyncio.get_running_loop().create_future())
+        await ends[-1]
+
+    passes = Passes(slow)
+    task = asyncio.create_task(passes.work())
+    for i in range(3 * WORKERS):
+        passes.ask(key(i))
+    while len(began) < WORKERS:
+        await asyncio.sleep(0)
+    others = [ServiceKey("b", "x"), ServiceKey("c", "x"), ServiceKey("b", "y")]
+    for other in others:
+        passes.ask(other)
+    for i, _ in enumerate(others):
+        ends[i].set_result(None)
+    while len(began) < WORKERS + len(others):
+        await asyncio.sleep(0)
+    assert began[WORKERS:] == [others[0], others[1], others[2]]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_namespace_alone_gets_all_workers() -> None:
+    log = Log(0.01)
+    passes = Passes(log)
+    for i in range(2 * WORKERS):
+        passes.ask(key(i))
+    most = 0
+
+    def count(_: ServiceKey) -> None:
+        nonlocal most
+        most = max(most, log.running.total())
+
+    log.begin = count
+    await worked(passes, lambda: len(log.done) >= 2 * WORKERS)
+    assert most == WORKERS
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 5)), max_size=60),
+    st.dictionaries(st.sampled_from("abcd"), st.integers(1, 3)),
+)
+def test_the_next_service_is_the_first_of_the_namespace_with_the_fewest_passes(
+    asked: list[tuple[str, int]], under_way: dict[str, int]
+) -> None:
+    queue = _Queue()
+    for namespace, i in asked:
+        queue.put(ServiceKey(namespace, str(i)))
+    waiting = list(dict.fromkeys(ServiceKey(namespace, str(i)) for namespace, i in asked))
+    last: dict[str, int] = {}
+    for turn in range(len(waiting)):
+        assert len(queue) == len(waiting)
+        taken = queue.take(under_way)
+        fewest = min(under_way.get(one.namespace, 0) for one in waiting)
+        equals = {one.namespace for one in waiting if under_way.get(one.namespace, 0) == fewest}
+        assert taken.namespace in equals
+        # Among equals nobody has a second turn before all have had one.
+        assert last.get(taken.namespace, -1) == min(last.get(namespace, -1) for namespace in equals)
+        assert taken == next(one for one in waiting if one.namespace == taken.namespace)
+        assert taken not in queue
+        waiting.remove(taken)
+        last[taken.namespace] = turn

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 
 from kvpilot_operator.errors import ClusterError, Conflict, Throttled
 from kvpilot_operator.state.snapshot import ServiceKey
 
 log = logging.getLogger(__name__)
 
-WORKERS = 8
+# A pass mostly waits for the API server: so many that a few services whose passes wait for long leave some to others.
+WORKERS = 32
 _FIRST_RETRY_SECONDS = 0.5
 _LAST_RETRY_SECONDS = 60.0
 # A server that could not be reached is tried often: when it is back, nobody should have to wait for a minute.
@@ -23,22 +25,59 @@ _AWAY = (0, 502, 503, 504)
 _LOOK_EACH = 4
 
 
+class _Queue:
+    """Services that wait, once each. The next is of the namespace with the fewest passes under way; among namespaces
+    with as many each has its turn, and within one who came first."""
+
+    def __init__(self) -> None:
+        # Dicts for their order.
+        self._namespaces: dict[str, dict[ServiceKey, None]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._namespaces.values()))
+
+    def __contains__(self, key: ServiceKey) -> bool:
+        return key in self._namespaces.get(key.namespace, ())
+
+    def put(self, key: ServiceKey) -> None:
+        """Let a service wait; one that waits already keeps its place."""
+        self._namespaces.setdefault(key.namespace, {}).setdefault(key)
+
+    def drop(self, key: ServiceKey) -> None:
+        """Let a service wait no more, if it does."""
+        if key in self:
+            del self._namespaces[key.namespace][key]
+            if not self._namespaces[key.namespace]:
+                del self._namespaces[key.namespace]
+
+    def take(self, under_way: Mapping[str, int]) -> ServiceKey:
+        """The next service; `under_way` has the passes of each namespace, none where it is missing."""
+        namespace = min(self._namespaces, key=lambda one: under_way.get(one, 0))
+        services = self._namespaces.pop(namespace)
+        key = next(iter(services))
+        del services[key]
+        if services:
+            self._namespaces[namespace] = services
+        return key
+
+
 class Passes:
     """Two queues of services, those that have changed (`ask`) and those that are merely due for a look (`look`).
 
-    The first come first, but never alone. A service waits once, however often it is asked for; one that is being looked
-    at is looked at again afterwards. One whose pass failed comes back with exponential back-off: a look does not
-    shorten it, and a change does, unless the API server itself has asked for the pause.
+    The first come first, but never alone, and namespaces share the workers evenly: however many services of one wait,
+    and however long their passes take, another's next pass begins as soon as any ends. A service waits once, however
+    often it is asked for; one that is being looked at is looked at again afterwards. One whose pass failed comes back
+    with exponential back-off: a look does not shorten it, and a change does, unless the API server itself has asked for
+    the pause.
     """
 
     def __init__(self, run: Callable[[ServiceKey], Awaitable[float | None]]) -> None:
         self._run = run
-        # Dicts for their order: what was asked for first comes first.
-        self._changed: dict[ServiceKey, None] = {}
-        self._due: dict[ServiceKey, None] = {}
+        self._changed, self._due = _Queue(), _Queue()
         self._any = asyncio.Event()
         self._taken = 0
         self._running: set[ServiceKey] = set()
+        self._under_way: Counter[str] = Counter()
         self._again: dict[ServiceKey, bool] = {}
         self._failures: dict[ServiceKey, int] = {}
         self._held: dict[ServiceKey, bool] = {}
@@ -85,22 +124,19 @@ class Passes:
         if key in self._running:
             self._again[key] = changed or self._again.get(key, False)
         elif changed:
-            self._due.pop(key, None)
-            self._changed.setdefault(key)
+            self._due.drop(key)
+            self._changed.put(key)
         elif key not in self._changed:
-            self._due.setdefault(key)
+            self._due.put(key)
         self._any.set()
 
     async def _next(self) -> ServiceKey:
-        while not self._changed and not self._due:
+        while not self.depth:
             self._any.clear()
             await self._any.wait()
         self._taken += 1
         look = not self._changed or (self._due and self._taken % _LOOK_EACH == 0)
-        queue = self._due if look else self._changed
-        key = next(iter(queue))
-        del queue[key]
-        return key
+        return (self._due if look else self._changed).take(self._under_way)
 
     def _ring(self, key: ServiceKey) -> None:
         self._timers.pop(key, None)
@@ -111,10 +147,12 @@ class Passes:
         while True:
             key = await self._next()
             self._running.add(key)
+            self._under_way[key.namespace] += 1
             try:
                 await self._one(key)
             finally:
                 self._running.discard(key)
+                self._under_way -= Counter((key.namespace,))
                 changed = self._again.pop(key, None)
                 if changed is not None:
                     self._enqueue(key, changed=changed)

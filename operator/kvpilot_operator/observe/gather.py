@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from typing import NamedTuple
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
@@ -38,9 +39,21 @@ from kvpilot_operator.state.snapshot import (
 
 log = logging.getLogger(__name__)
 
+# A service's packs are read again after this long, or when its spec has changed: of up to 16 ConfigMaps each is a
+# request, and a pass has no time for them after every scrape.
+PACKS_SECONDS = 15.0
 # What is known of a node with GPUs is believed for so long, and of one that shows none: its labels may still come.
 NODE_SECONDS = 600.0
 BARE_NODE_SECONDS = 30.0
+
+
+class _Plan(NamedTuple):
+    """What a service's packs said when they were last read."""
+
+    read: datetime
+    spec: Spec
+    about: object
+    plan: ProbePlan
 
 
 class Observer:
@@ -63,7 +76,7 @@ class Observer:
         self._on_scrape = on_scrape
         self._scraper = Scraper()
         self._texts = PackTexts(cluster)
-        self._plans: dict[ServiceKey, tuple[object, ProbePlan]] = {}
+        self._plans: dict[ServiceKey, _Plan] = {}
         self._nodes: dict[str, tuple[datetime, Object]] = {}
         self._told: dict[tuple[ServiceKey, str], frozenset[str]] = {}
 
@@ -205,19 +218,21 @@ class Observer:
     async def _probe_plan(self, key: ServiceKey, spec: Spec | None) -> ProbePlan:
         if spec is None:
             return ProbePlan()
+        known, now = self._plans.get(key), self._clock()
+        if known is not None and known.spec is spec and 0 <= (now - known.read).total_seconds() < PACKS_SECONDS:
+            return known.plan
         try:
             texts = await self._texts.of(key, spec)
         except PackError as error:
-            self._plans.pop(key, None)
-            return ProbePlan(fault=str(error))
-        # All that a plan depends on; reading the packs takes some 60 ms, so not at every edit. Of texts the digest is
-        # kept: they are a tenant's, and of any number.
+            self._plans[key] = _Plan(now, spec, None, ProbePlan(fault=str(error)))
+            return self._plans[key].plan
+        # All that a plan depends on; making one takes some 60 ms, so not at every edit. Of texts the digest is kept:
+        # they are a tenant's, and of any number.
         digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()
         about = (spec.model, spec.kv_cache.baseline, spec.accuracy.probe_sets, digest)
-        known = self._plans.get(key)
-        if known is None or known[0] != about:
-            known = self._plans[key] = (about, probe_plan(spec, texts))
-        return known[1]
+        plan = known.plan if known is not None and known.about == about else probe_plan(spec, texts)
+        self._plans[key] = _Plan(now, spec, about, plan)
+        return plan
 
 
 def _nodes_of(pods: Sequence[PodView]) -> list[str]:
