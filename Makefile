@@ -20,7 +20,7 @@ quick: install
 check: install
 	$(RUN)ruff format --check .
 	$(RUN)ruff check .
-	$(RUN)mypy operator/kvpilot_operator runtime/kvpilot_runtime kernels/kvpilot_kernels planning/kvpilot_planning demo/kvpilot_demo tests/localcluster tests/support tests/toolbox
+	$(RUN)mypy operator/kvpilot_operator runtime/kvpilot_runtime kernels/kvpilot_kernels planning/kvpilot_planning demo/kvpilot_demo localcluster/kvpilot_localcluster tests/support
 	$(RUN)lint-imports
 
 unit kernels chart images monitoring cluster scale runtime e2e faults: install

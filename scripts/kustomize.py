@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from toolbox.helm import render
+from kvpilot_localcluster.toolbox.helm import render
 
 NAMESPACE = "kvpilot-system"
 VALUES: dict[str, dict[str, Any]] = {

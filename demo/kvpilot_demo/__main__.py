@@ -21,8 +21,8 @@ from kvpilot_demo.models import ModelError
 from kvpilot_demo.screen import Screen
 from kvpilot_demo.story import BAD, GOOD, Record, Story, StoryFailed
 from kvpilot_demo.world import World, run_folder
+from kvpilot_localcluster.errors import LocalClusterError
 from kvpilot_operator.errors import KvpilotError
-from localcluster.errors import LocalClusterError
 
 
 def main() -> int:

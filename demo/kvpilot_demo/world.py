@@ -18,6 +18,10 @@ from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient
 
 from kvpilot_demo.models import cache_folder, smollm2_135m
+from kvpilot_localcluster.cluster import LocalCluster
+from kvpilot_localcluster.controlplane import free_port
+from kvpilot_localcluster.pod import LOGS_ANNOTATION
+from kvpilot_localcluster.rest import Rest
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
@@ -29,10 +33,6 @@ from kvpilot_operator.render.names import (
     REVISION_LABEL,
     SERVICE_LABEL,
 )
-from localcluster.cluster import LocalCluster
-from localcluster.controlplane import free_port
-from localcluster.pod import LOGS_ANNOTATION
-from localcluster.rest import Rest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "smollm2.yaml"

@@ -23,6 +23,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvpilot_localcluster.engines.hostile_texts import BASELINES, CONFIG_MAPS, PAGES, SPECS, TOKENS, YAML, Make
 from kvpilot_operator.api.schema import faults
 from kvpilot_operator.budget import METRICS_CHUNK_BYTES
 from kvpilot_operator.errors import KvpilotError
@@ -33,7 +34,6 @@ from kvpilot_operator.probes import plain_yaml
 from kvpilot_operator.probes.answers import read_steps, read_tokens
 from kvpilot_operator.probes.codec import decode
 from kvpilot_operator.probes.errors import ProbeError
-from support.hostile_texts import BASELINES, CONFIG_MAPS, PAGES, SPECS, TOKENS, YAML, Make
 
 SIZES = [1024 * 2**i for i in range(11)]
 # A parser that is not linear is not asked for more once one text took so long.

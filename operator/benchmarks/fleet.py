@@ -2,7 +2,7 @@
 
     python operator/benchmarks/fleet.py [--sizes 100 500 1000 2000] [--seconds 60] [--soak 0] [--out FILE.json]
 
-It starts etcd and the API server of tests/localcluster, one process that makes the Deployments' pods
+It starts etcd and the API server of localcluster/kvpilot_localcluster, one process that makes the Deployments' pods
 (fleet_kubelets.py), one that answers /metrics of all of them (fleet_engines.py) and `kvpilot-operator`. At each size it
 waits until every service has its three ready replicas; then for `--seconds` it edits two specs and changes one pod a
 second, reads the operator's own metrics as a Prometheus would, and measures. At the largest size it goes on for
@@ -34,16 +34,16 @@ from fleet_kubelets import NODES, set_ready
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
+from kvpilot_localcluster import build
+from kvpilot_localcluster.controlplane import ControlPlane, free_port
+from kvpilot_localcluster.engines import PAGE_EARLY, PAGE_LATER
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.control.pilot import PAGES_PER_SECOND
 from kvpilot_operator.render.names import API_VERSION, KIND, SERVICE_LABEL
-from localcluster import build
-from localcluster.controlplane import ControlPlane, free_port
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-DATA = ROOT / "tests" / "unit" / "data"
 NAMESPACES = 20
 REPLICAS = 3
 EDITS_PER_SECOND = 2.0
@@ -228,7 +228,7 @@ async def world(folder: Path) -> AsyncIterator[Fleet]:
     with plane_of(folder, [f"team-{i}" for i in range(NAMESPACES)]) as plane:
         cluster = await connected(plane)
         port = free_port()
-        pages = [str(DATA / f"vllm-0.32.0-{when}.txt") for when in ("early", "later")]
+        pages = [str(PAGE_EARLY), str(PAGE_LATER)]
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(cluster.close)
             operator = str(Path(sys.executable).parent / "kvpilot-operator")

@@ -23,7 +23,7 @@ _HEAD = """# The operator with a fleet
     python operator/benchmarks/fleet.py{options}
     python operator/benchmarks/fleet_page.py docs/benchmarks/fleet.json
 
-{date}. The real API server and etcd (Kubernetes 1.20, `tests/localcluster`), the real operator process, and two processes
+{date}. The real API server and etcd (Kubernetes 1.20, `localcluster/kvpilot_localcluster`), the real operator process, and two processes
 of the benchmark: one makes the Deployments' pods (real objects that are Running and Ready on 100 nodes; nothing runs in
 them), one answers `/metrics` of all of them on their own addresses, with a page of a real vLLM 0.32 (19 KiB) whose counters
 go on. **All of it shares {cores} cores**, so the operator waits for the API server's processor time as much as for its own.

@@ -33,11 +33,11 @@ from fleet_gauges import Process, Watched, shares
 from fleet_kubelets import KINDS
 from memory_group import MemoryGroup
 
+from kvpilot_localcluster.controlplane import free_port
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.render.names import API_VERSION, KIND, SERVICE_LABEL
-from localcluster.controlplane import free_port
 
 HERE = Path(__file__).parent
 MEBIBYTES = 512

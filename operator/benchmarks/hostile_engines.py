@@ -18,7 +18,7 @@ from collections import Counter
 
 from fleet_kubelets import KINDS
 
-from support.faulty_engine import END, Engine
+from kvpilot_localcluster.engines.faulty import END, Engine
 
 PORT = 8000
 # Pods of one kind over the whole run.

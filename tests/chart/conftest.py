@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from localcluster.cluster import LocalCluster
-from localcluster.images import DEFAULT_TABLE
-from toolbox.helm import render
+from kvpilot_localcluster.cluster import LocalCluster
+from kvpilot_localcluster.images import DEFAULT_TABLE
+from kvpilot_localcluster.toolbox.helm import render
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -17,11 +17,11 @@ import pytest
 import yaml
 
 from kvpilot_demo.models import tiny_llama
+from kvpilot_localcluster.pod import LOGS_ANNOTATION
+from kvpilot_localcluster.rest import ApiError, until
+from kvpilot_localcluster.toolbox.helm import HelmRefused, render, run_helm
+from kvpilot_localcluster.toolbox.kubectl import kubectl
 from kvpilot_operator.api.schema import faults
-from localcluster.pod import LOGS_ANNOTATION
-from localcluster.rest import ApiError, until
-from toolbox.helm import HelmRefused, render, run_helm
-from toolbox.kubectl import kubectl
 
 pytestmark = pytest.mark.timeout(1800)
 

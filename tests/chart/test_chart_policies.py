@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvpilot_localcluster.toolbox.checkov import checkov
 from kvpilot_operator.api import apply_defaults, parse
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.objects import deployment, disruption_budget, service
 from kvpilot_operator.state.snapshot import ServiceKey
-from toolbox.checkov import checkov
 
 HERE = Path(__file__).parent
 SETS = sorted(path.stem for path in (HERE / "values").glob("*.yaml"))

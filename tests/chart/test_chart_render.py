@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from toolbox.helm import render, run_helm
+from kvpilot_localcluster.toolbox.helm import render, run_helm
 
 HERE = Path(__file__).parent
 SETS = sorted(path.stem for path in (HERE / "values").glob("*.yaml"))

@@ -10,11 +10,11 @@ import subprocess
 import pytest
 import yaml
 
-from localcluster import build
-from localcluster.controlplane import ControlPlane
-from localcluster.rest import until
-from toolbox.helm import HelmRefused, render, run_helm
-from toolbox.kubectl import kubectl
+from kvpilot_localcluster import build
+from kvpilot_localcluster.controlplane import ControlPlane
+from kvpilot_localcluster.rest import until
+from kvpilot_localcluster.toolbox.helm import HelmRefused, render, run_helm
+from kvpilot_localcluster.toolbox.kubectl import kubectl
 
 QUIET = {"replicaCount": 0, "crds": {"enabled": False}, "rbac": {"aggregate": False}}
 

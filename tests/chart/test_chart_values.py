@@ -12,8 +12,8 @@ import tomllib
 import pytest
 import yaml
 
+from kvpilot_localcluster.toolbox.helm import HelmRefused, render
 from kvpilot_operator.api.schema import faults
-from toolbox.helm import HelmRefused, render
 
 REFUSED = {
     "an unknown value": ({"replicas": 3}, "replicas"),

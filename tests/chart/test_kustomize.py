@@ -7,8 +7,8 @@ import subprocess
 import pytest
 import yaml
 
-from toolbox.helm import render
-from toolbox.kubectl import kubectl
+from kvpilot_localcluster.toolbox.helm import render
+from kvpilot_localcluster.toolbox.kubectl import kubectl
 
 HELMS_OWN = {"helm.sh/chart", "app.kubernetes.io/managed-by"}
 MONITORING = ("serviceMonitor", "podMonitor", "prometheusRule", "dashboards")

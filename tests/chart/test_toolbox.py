@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from localcluster.errors import BuildFailed
-from toolbox.fetch import link, tool
+from kvpilot_localcluster.errors import BuildFailed
+from kvpilot_localcluster.toolbox.fetch import link, tool
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from localcluster.cluster import LocalCluster
-from localcluster.definitions import directly
+from kvpilot_localcluster.cluster import LocalCluster
+from kvpilot_localcluster.definitions import directly
 from support.tenants import Tenant
 
 CRDS = Path(__file__).parents[2] / "crds"

@@ -13,9 +13,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvpilot_localcluster.cluster import LocalCluster
+from kvpilot_localcluster.rest import ApiError
 from kvpilot_operator.api import apply_defaults, faults
-from localcluster.cluster import LocalCluster
-from localcluster.rest import ApiError
 from support.bad_manifests import BAD, GOOD, GOOD_GPU_LIMITS, Bad, with_gpus
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

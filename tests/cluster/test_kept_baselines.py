@@ -9,14 +9,14 @@ import pytest_asyncio
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
+from kvpilot_localcluster import build
+from kvpilot_localcluster.controlplane import ControlPlane
 from kvpilot_operator.act.baselines import MAX_KEPT, MAX_SEEN
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.names import SERVICE_LABEL
 from kvpilot_operator.state.decision import Decision
-from localcluster import build
-from localcluster.controlplane import ControlPlane
 from support.services import KEY, manifest, snapshot
 
 MAPS = f"/api/v1/namespaces/{KEY.namespace}/configmaps"

@@ -10,10 +10,10 @@ import signal
 import time
 from pathlib import Path
 
-from localcluster import controlplane, procs
-from localcluster.cluster import LocalCluster
-from localcluster.pod import LOGS_ANNOTATION
-from localcluster.rest import until
+from kvpilot_localcluster import controlplane, procs
+from kvpilot_localcluster.cluster import LocalCluster
+from kvpilot_localcluster.pod import LOGS_ANNOTATION
+from kvpilot_localcluster.rest import until
 from support.tenants import Json, Tenant, container
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from localcluster.rest import ApiError, until
+from kvpilot_localcluster.rest import ApiError, until
 from support.tenants import Tenant, container, field
 
 

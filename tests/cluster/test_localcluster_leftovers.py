@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from localcluster import procs
-from localcluster.cluster import LocalCluster, down
-from localcluster.rest import until
+from kvpilot_localcluster import procs
+from kvpilot_localcluster.cluster import LocalCluster, down
+from kvpilot_localcluster.rest import until
 from support.tenants import Tenant, container
 
 
@@ -72,12 +72,11 @@ def test_a_stopped_cluster_leaves_no_process(own: Tenant, tmp_path: Path) -> Non
 def test_a_cluster_whose_starter_is_killed_ends(tmp_path: Path) -> None:
     # Its own folder is in the command lines of all its processes, and nobody uses that folder again.
     script = (
-        "import sys, time\nfrom pathlib import Path\nfrom localcluster.cluster import LocalCluster\n"
+        "import sys, time\nfrom pathlib import Path\nfrom kvpilot_localcluster.cluster import LocalCluster\n"
         "LocalCluster(Path(sys.argv[1])).start()\nprint('up', flush=True)\ntime.sleep(600)\n"
     )
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", script, str(tmp_path / "own")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as starter:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:
         try:
             assert starter.stdout is not None
             assert starter.stdout.readline() == "up\n"

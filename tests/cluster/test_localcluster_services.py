@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from localcluster.rest import until
+from kvpilot_localcluster.rest import until
 from support.tenants import Json, Tenant, container, field
 
 # Answers every request with its own name; healthy while there is no file /state/sick.

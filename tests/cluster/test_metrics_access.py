@@ -14,13 +14,13 @@ from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 from prometheus_client import CollectorRegistry, Gauge
 
+from kvpilot_localcluster import build
+from kvpilot_localcluster.controlplane import ControlPlane, free_port
+from kvpilot_localcluster.rest import until
+from kvpilot_localcluster.toolbox.helm import render
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.control.access import MetricsAccess
 from kvpilot_operator.control.http import serve_http
-from localcluster import build
-from localcluster.controlplane import ControlPlane, free_port
-from localcluster.rest import until
-from toolbox.helm import render
 
 CHART = Path(__file__).parents[2] / "charts" / "kvpilot"
 CORE = "/api/v1/namespaces/default"

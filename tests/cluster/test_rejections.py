@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from kvpilot_localcluster import procs
+from kvpilot_localcluster.cluster import LocalCluster
+from kvpilot_localcluster.rest import ApiError, Rest, until
 from kvpilot_operator.render.engine import pod_template
 from kvpilot_operator.render.objects import deployment
 from kvpilot_operator.state.snapshot import ServiceKey
-from localcluster import procs
-from localcluster.cluster import LocalCluster
-from localcluster.rest import ApiError, Rest, until
 from support.operator_pair import Operator
 from support.services import manifest, spec_of
 

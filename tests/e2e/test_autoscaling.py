@@ -1,6 +1,6 @@
 """A real HorizontalPodAutoscaler and the operator share a service: the examples as they are, each writes its own part.
 
-The engines are cheap ones (`support.faulty_engine`), which is fine: what is looked at is who writes what.
+The engines are cheap ones (`kvpilot_localcluster.engines.faulty`), which is fine: what is looked at is who writes what.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from typing import Any
 import pytest
 import yaml
 
+from kvpilot_localcluster import audit
+from kvpilot_localcluster.cluster import LocalCluster
+from kvpilot_localcluster.controlplane import free_port
+from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.engines import faulty
+from kvpilot_localcluster.rest import until
 from kvpilot_operator.render.names import API_VERSION, REVISION_LABEL, SERVICE_LABEL, SHELTER_ANNOTATION
-from localcluster import audit
-from localcluster.cluster import LocalCluster
-from localcluster.controlplane import free_port
-from localcluster.definitions import directly
-from localcluster.rest import until
 from support.metrics_adapter import Adapter, page, serving
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-ENGINE = ROOT / "tests" / "support" / "faulty_engine.py"
+ENGINE = Path(faulty.__file__)
 SERVICES = f"/apis/{API_VERSION}/namespaces/default/quantizedllmservices"
 AUTOSCALERS = "/apis/autoscaling/v2beta2/namespaces/default/horizontalpodautoscalers"
 OPERATOR = "kvpilot-operator"

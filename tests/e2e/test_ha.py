@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from localcluster import build
-from localcluster.controlplane import ControlPlane
-from localcluster.definitions import directly
-from localcluster.rest import ApiError, until
+from kvpilot_localcluster import build
+from kvpilot_localcluster.controlplane import ControlPlane
+from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.rest import ApiError, until
 from support.faulty_plane import Component
 from support.operator_pair import SYSTEM, Pair, identity
 

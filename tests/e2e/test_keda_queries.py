@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from toolbox.promtool import promtool
+from kvpilot_localcluster.toolbox.promtool import promtool
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "keda-scaledobject.yaml"
 POD = "qwen3-8b-keda-0f1e2d3c-6b5d9c7f4-"

@@ -8,9 +8,9 @@ import time
 import pytest
 import pytest_asyncio
 
+from kvpilot_localcluster.toolbox.faketime import libfaketime
 from support.faulty_record import record
 from support.faulty_world import until
-from toolbox.faketime import libfaketime
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from support.faulty_engine import BLOCK_TOKENS, BLOCKS
+from kvpilot_localcluster.engines.faulty import BLOCK_TOKENS, BLOCKS
 from support.faulty_record import record
 from support.faulty_world import IMAGE, until
 

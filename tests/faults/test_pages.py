@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpilot_localcluster.engines.faulty import Engine
 from kvpilot_operator.budget import METRICS, METRICS_LINE_BYTES, METRICS_LINES
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe import page, scrape
 from kvpilot_operator.observe.page import parse_page
 from kvpilot_operator.probes import packs, run
 from kvpilot_operator.probes.errors import MalformedAnswer, ProbeTimeout
-from support.faulty_engine import Engine
 from support.probe_engine import engine, respond, tokens_of
 from support.scrape_loop import scraping
 from support.services import KEY

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from localcluster.podstatus import timestamp
+from kvpilot_localcluster.podstatus import timestamp
 from support.faulty_memory import memory_limit
 from support.faulty_plane import Component, SecondNode, engine_process
 from support.faulty_record import record

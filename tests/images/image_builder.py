@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from localcluster.debian import Archive, run
-from toolbox.buildah import buildah, runc
-from toolbox.fetch import tools_folder
+from kvpilot_localcluster.debian import Archive, run
+from kvpilot_localcluster.toolbox.buildah import buildah, runc
+from kvpilot_localcluster.toolbox.fetch import tools_folder
 
 BASE = "localhost/python:debian"
 # What Python needs, and libstdc++, which every official image of Debian holds (apt is made with it).

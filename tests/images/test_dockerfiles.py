@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from locks import hashes, pinned
 
-from toolbox.hadolint import hadolint
+from kvpilot_localcluster.toolbox.hadolint import hadolint
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))

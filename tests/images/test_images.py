@@ -23,9 +23,9 @@ import pytest
 import yaml
 from image_builder import BASE, Builder, bytes_in, container
 
-from localcluster.cluster import LocalCluster
-from localcluster.definitions import directly
-from localcluster.rest import until
+from kvpilot_localcluster.cluster import LocalCluster
+from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.rest import until
 
 ROOT = Path(__file__).parents[2]
 SERVICES = "/apis/kvpilot.io/v1alpha1/namespaces/default/quantizedllmservices"

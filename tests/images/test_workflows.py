@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from localcluster.errors import BuildFailed
-from toolbox.actionlint import actionlint
+from kvpilot_localcluster.errors import BuildFailed
+from kvpilot_localcluster.toolbox.actionlint import actionlint
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yaml"))

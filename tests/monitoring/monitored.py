@@ -18,12 +18,12 @@ from metrics_table import PAGE
 from panels import RULES
 
 from kvpilot_demo.models import tiny_llama
-from localcluster import procs
-from localcluster.cluster import LocalCluster
-from localcluster.controlplane import free_port
-from localcluster.definitions import directly
-from localcluster.rest import HANGS, until
-from toolbox.promtool import prometheus
+from kvpilot_localcluster import procs
+from kvpilot_localcluster.cluster import LocalCluster
+from kvpilot_localcluster.controlplane import free_port
+from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.rest import HANGS, until
+from kvpilot_localcluster.toolbox.promtool import prometheus
 
 ROOT = Path(__file__).parents[2]
 OPERATOR, NAMESPACE, NAME = "kvpilot-system", "models", "chat"

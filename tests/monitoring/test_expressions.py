@@ -14,14 +14,14 @@ from panels import DASHBOARDS, RULES, alerts, label_names, load, metric_names, p
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvpilot_localcluster.engines import PAGE_EARLY, PAGE_LATER
+from kvpilot_localcluster.toolbox.promtool import promtool
 from kvpilot_operator.control.service_metrics import FAMILIES
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.decide import decide
 from support.services import manifest, running, samples
-from toolbox.promtool import promtool
 
 HERE = Path(__file__).parent
-DATA = HERE.parent / "unit" / "data"
 RUNBOOKS = HERE.parents[1] / "docs" / "runbooks"
 # What Prometheus adds to a target, and the PodMonitor to an engine.
 TARGET = {"namespace", "pod", "job", "instance", "kvpilot_io_service", "kvpilot_io_revision", "kvpilot_io_dtype"}
@@ -58,7 +58,7 @@ def existing(telemetry) -> dict[str, set[str]]:
         labels = getattr(metric, "_labelnames", ())
         if labels:
             ours.setdefault(name, set()).update(labels)
-    for page in DATA.glob("vllm-0.32.0-*.txt"):
+    for page in (PAGE_EARLY, PAGE_LATER):
         for name, labels in page_of(page.read_text()).items():
             ours.setdefault(name, set()).update(labels)
     return ours

@@ -17,8 +17,8 @@ from monitored import NAME, NAMESPACE, OPERATOR, Monitored
 from panels import alerts, panels
 
 from kvpilot_demo.load import Load
-from localcluster.rest import HANGS
-from toolbox.kubectl import kubectl
+from kvpilot_localcluster.rest import HANGS
+from kvpilot_localcluster.toolbox.kubectl import kubectl
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600), pytest.mark.asyncio(loop_scope="module")]
 RUNBOOKS = sorted((Path(__file__).parents[2] / "docs" / "runbooks").glob("Kvpilot*.md"))

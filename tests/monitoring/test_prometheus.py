@@ -22,6 +22,11 @@ from aiohttp import web
 from monitored import discovered, documented, without_discovery
 from panels import RULES, alerts, panels
 
+from kvpilot_localcluster import procs
+from kvpilot_localcluster.controlplane import free_port
+from kvpilot_localcluster.engines import PAGE_EARLY, PAGE_LATER
+from kvpilot_localcluster.rest import HANGS
+from kvpilot_localcluster.toolbox.promtool import prometheus
 from kvpilot_operator.control.http import serve_http
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.decide import decide
@@ -30,14 +35,9 @@ from kvpilot_operator.render.engine import pod_template
 from kvpilot_operator.render.names import ENGINE_PORT
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.status import Accuracy, Canary, Denied, Measured, Option, Status
-from localcluster import procs
-from localcluster.controlplane import free_port
-from localcluster.rest import HANGS
 from support.services import KEY, NOW, manifest, running, samples, spec_of
-from toolbox.promtool import prometheus
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
-DATA = Path(__file__).parents[1] / "unit" / "data"
 # What an engine's page may say in whose image its author had a hand.
 HOSTILE = """
 kvpilot_build_info{version="1"} 1
@@ -163,7 +163,7 @@ async def ask(tmp_path_factory):
         pod(KEY.namespace, "chat-1", engine_ip, template["metadata"]["labels"], template["spec"]["containers"]),
         pod(KEY.namespace, "disguised", address(), OPERATOR_LABELS, ports),
     ]
-    pages = [(DATA / name).read_text() + HOSTILE for name in ("vllm-0.32.0-early.txt", "vllm-0.32.0-later.txt")]
+    pages = [page.read_text() + HOSTILE for page in (PAGE_EARLY, PAGE_LATER)]
     operator = await serve_http(operator_ip, 8080, telemetry.registry, asyncio.Event())
     try:
         passes(telemetry)

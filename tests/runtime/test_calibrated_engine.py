@@ -11,8 +11,8 @@ import torch
 
 from kvpilot_demo.models import tiny_llama, tiny_qwen3
 from kvpilot_kernels.factors import Factors
+from kvpilot_localcluster.engines.real import engine, refused_by_vllm
 from kvpilot_runtime import calibration
-from support.engine import engine, refused_by_vllm
 from support.oracle import SLACK, Oracle
 
 pytestmark = pytest.mark.timeout(1800)

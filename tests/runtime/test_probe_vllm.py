@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvpilot_demo.models import smollm2_135m, tiny_llama
+from kvpilot_localcluster.engines.real import HANGS, engine
 from kvpilot_operator.probes import codec, packs
 from kvpilot_operator.probes.client import Engine, http_client
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.probes.errors import EngineBusy
 from kvpilot_operator.probes.run import Measurement, Settings, capture, control, measure
-from support.engine import HANGS, engine
 
 MODEL = "m"
 SETTINGS = Settings(deadline_seconds=1200)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama, tiny_qwen3
-from support.engine import Engine, engine
+from kvpilot_localcluster.engines.real import Engine, engine
 from support.oracle import SLACK, Oracle
 
 pytestmark = pytest.mark.timeout(3600)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpilot_demo.models import tiny_llama
-from support.engine import refused_by_vllm
+from kvpilot_localcluster.engines.real import refused_by_vllm
 
 pytestmark = pytest.mark.timeout(1800)
 

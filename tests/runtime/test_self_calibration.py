@@ -22,8 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvpilot_demo.models import smollm2_135m, tiny_gemma3, tiny_llama
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.fit import Sums
+from kvpilot_localcluster.engines.real import engine, refused_by_vllm
 from kvpilot_runtime import calibration_info, self_calibration
-from support.engine import engine, refused_by_vllm
 from support.oracle import Oracle
 
 pytestmark = pytest.mark.timeout(1800)

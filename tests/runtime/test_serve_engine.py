@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
+from kvpilot_localcluster.engines.real import HANGS, Engine, engine
 from kvpilot_operator.observe.page import PodMetrics, parse_page
 from kvpilot_operator.state.snapshot import ModelFacts
-from support.engine import HANGS, Engine, engine
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kvpilot_demo.models import tiny_llama
-from support.engine import SERVE
+from kvpilot_localcluster.engines.real import SERVE
 
 
 def refused(*arguments: str) -> tuple[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,9 +11,9 @@ from typing import Any
 
 import httpx
 
-from localcluster import procs
-from localcluster.errors import StartFailed
-from localcluster.rest import Rest, until
+from kvpilot_localcluster import procs
+from kvpilot_localcluster.errors import StartFailed
+from kvpilot_localcluster.rest import Rest, until
 
 
 class Component:
@@ -82,12 +81,10 @@ class SecondNode:
 
     def start(self, rest: Rest) -> None:
         """Start the agent and wait until its Node takes pods."""
-        command = [sys.executable, "-m", "localcluster", "node", f"--kubeconfig={self._kubeconfig}"]
+        command = [sys.executable, "-m", "kvpilot_localcluster", "node", f"--kubeconfig={self._kubeconfig}"]
         command += [f"--folder={self._folder / 'node'}", f"--name={self.name}", f"--images={self._table}"]
         command += ["--no-services", "--backoff=1"]
-        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        procs.spawn(self._record, command, log=self._folder / "agent.log", env=env)
+        procs.spawn(self._record, command, log=self._folder / "agent.log")
         until(lambda: self._takes_pods(rest), f"node {self.name} is ready")
 
     def pause(self) -> None:

@@ -20,20 +20,21 @@ from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
 from kvpilot_demo.load import Load
+from kvpilot_localcluster.cluster import LocalCluster
+from kvpilot_localcluster.controlplane import free_port
+from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.engines import faulty
+from kvpilot_localcluster.procs import tail
+from kvpilot_localcluster.rest import Rest
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError, Conflict
 from kvpilot_operator.render.names import API_VERSION, ENGINE_PORT, KIND, SERVICE_LABEL
-from localcluster.cluster import LocalCluster
-from localcluster.controlplane import free_port
-from localcluster.definitions import directly
-from localcluster.procs import tail
-from localcluster.rest import Rest
 from support.faulty_api import FaultyApi
 from support.faulty_record import record_machine
 
 CRD = Path(__file__).parents[2] / "crds" / "kvpilot.io_quantizedllmservices.yaml"
-PROGRAM = Path(__file__).with_name("faulty_engine.py")
+PROGRAM = Path(faulty.__file__)
 IMAGE = "kvpilot/faulty-engine:dev"
 NAMESPACE = "default"
 SCRAPE_SECONDS = 1.0

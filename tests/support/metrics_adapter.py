@@ -20,8 +20,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from localcluster import certs
-from localcluster.rest import ApiError, Rest, until
+from kvpilot_localcluster import certs
+from kvpilot_localcluster.rest import ApiError, Rest, until
 
 VERSION = "v1beta1"
 EXTERNAL, CUSTOM = "external.metrics.k8s.io", "custom.metrics.k8s.io"

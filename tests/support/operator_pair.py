@@ -13,10 +13,10 @@ import threading
 from datetime import datetime
 from pathlib import Path
 
-from localcluster import procs
-from localcluster.audit import Term, Write, misplaced, terms, writes
-from localcluster.controlplane import ControlPlane, free_port
-from localcluster.rest import until
+from kvpilot_localcluster import procs
+from kvpilot_localcluster.audit import Term, Write, misplaced, terms, writes
+from kvpilot_localcluster.controlplane import ControlPlane, free_port
+from kvpilot_localcluster.rest import until
 
 SYSTEM = "kvpilot-system"
 _COMMAND = str(Path(sys.executable).parent / "kvpilot-operator")

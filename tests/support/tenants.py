@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from localcluster.cluster import LocalCluster
-from localcluster.pod import LOGS_ANNOTATION
-from localcluster.rest import ApiError, until
+from kvpilot_localcluster.cluster import LocalCluster
+from kvpilot_localcluster.pod import LOGS_ANNOTATION
+from kvpilot_localcluster.rest import ApiError, until
 
 Json = dict[str, Any]
 

@@ -13,9 +13,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpilot_localcluster import quantity
 from kvpilot_operator.api import apply_defaults, faults, parse, status_faults
 from kvpilot_operator.api.schema import MAX_FAULTS, MAX_SPEC_BYTES, root_schema
-from localcluster import quantity
 from support.bad_manifests import BAD, GOOD, GOOD_GPU_LIMITS, Bad, with_gpus
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpilot_localcluster.engines.hostile_texts import BASELINES, CONFIG_MAPS, PAGES, SPECS, TOKENS, YAML, Make
 from kvpilot_operator.api.schema import faults
 from kvpilot_operator.budget import CANARY_PROBE, CONFIG_MAP, METRICS, METRICS_CHUNK_BYTES
 from kvpilot_operator.errors import ClusterError, ScrapeError
@@ -23,7 +24,6 @@ from kvpilot_operator.probes.answers import read_steps, read_tokens
 from kvpilot_operator.probes.codec import decode
 from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer, MalformedBaseline
 from kvpilot_operator.probes.plain_yaml import NotPlainYaml, read
-from support.hostile_texts import BASELINES, CONFIG_MAPS, PAGES, SPECS, TOKENS, YAML, Make
 
 
 @dataclass(frozen=True)

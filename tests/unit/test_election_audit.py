@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from localcluster.audit import misplaced, terms, writes
+from kvpilot_localcluster.audit import misplaced, terms, writes
 
 LEASE = "system/kvpilot-operator"
 

@@ -10,12 +10,13 @@ import pytest
 import yaml
 from kubernetes.aio.client import models
 
+from kvpilot_localcluster.engines import PAGE_LATER
 from kvpilot_operator.api import apply_defaults, parse
 from kvpilot_operator.control.service_metrics import FAMILIES
 from kvpilot_operator.render.names import API_VERSION, KIND
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-VLLM = (Path(__file__).parent / "data" / "vllm-0.32.0-later.txt").read_text()
+VLLM = PAGE_LATER.read_text()
 SCALED = ["hpa-external", "hpa-custom", "keda-scaledobject"]
 
 

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from localcluster import controlplane
-from localcluster.controlplane import free_port
+from kvpilot_localcluster import controlplane
+from kvpilot_localcluster.controlplane import free_port
 
 
 def test_a_port_is_none_that_an_outgoing_connection_may_be_given_meanwhile() -> None:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localcluster.errors import InvalidPod
-from localcluster.expand import environment, expand, field_value, service_variables
-from localcluster.images import DEFAULT_TABLE, find, load
-from localcluster.paths import rewrite
-from localcluster.quantity import divided, limit_or_allocatable, parse
+from kvpilot_localcluster.errors import InvalidPod
+from kvpilot_localcluster.expand import environment, expand, field_value, service_variables
+from kvpilot_localcluster.images import DEFAULT_TABLE, find, load
+from kvpilot_localcluster.paths import rewrite
+from kvpilot_localcluster.quantity import divided, limit_or_allocatable, parse
 
 POD: dict[str, Any] = {
     "metadata": {"name": "p", "namespace": "n", "labels": {"a.io/b": "c"}},

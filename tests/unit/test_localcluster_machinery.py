@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from localcluster import build, debian, recipes
-from localcluster.errors import BuildFailed, MissingTool
-from localcluster.recipes import Recipe, Step
-from localcluster.services import ready_endpoints
+from kvpilot_localcluster import build, debian, recipes
+from kvpilot_localcluster.errors import BuildFailed, MissingTool
+from kvpilot_localcluster.recipes import Recipe, Step
+from kvpilot_localcluster.services import ready_endpoints
 
 DEB822 = """\
 Types: deb

@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localcluster.backoff import Backoff
-from localcluster.podstatus import ContainerView, Run, container_status, phase, pod_status
-from localcluster.worker import restarts
+from kvpilot_localcluster.backoff import Backoff
+from kvpilot_localcluster.podstatus import ContainerView, Run, container_status, phase, pod_status
+from kvpilot_localcluster.worker import restarts
 
 NEVER = ContainerView("c", "i")
 RUNNING = ContainerView("c", "i", None, Run("r0", 10.0), ready=True, started=True)

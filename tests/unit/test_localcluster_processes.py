@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from localcluster import procs
-from localcluster.container import SHIM, Command, Process
-from localcluster.node import sweep
-from localcluster.probes import Target, act
-from localcluster.tasks import cancelled
+from kvpilot_localcluster import procs
+from kvpilot_localcluster.container import SHIM, Command, Process
+from kvpilot_localcluster.node import sweep
+from kvpilot_localcluster.probes import Target, act
+from kvpilot_localcluster.tasks import cancelled
 
 
 def test_a_process_id_is_not_mistaken_for_another_with_the_same_number() -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpilot_localcluster.engines import PAGE_EARLY, PAGE_LATER
 from kvpilot_operator.observe.increments import LONGEST_GAP_SECONDS
 from kvpilot_operator.observe.page import Totals, parse_page
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.snapshot import Flows
 from support.scrape_loop import BUSY, START, ScrapeLoop, at, counted
-
-DATA = Path(__file__).parent / "data"
 
 
 def test_the_first_page_of_a_pod_tells_gauges_and_no_flows() -> None:
@@ -25,7 +23,7 @@ def test_the_first_page_of_a_pod_tells_gauges_and_no_flows() -> None:
 
 
 def test_two_pages_of_a_real_engine() -> None:
-    early, later = (parse_page((DATA / f"vllm-0.32.0-{name}.txt").read_text()) for name in ("early", "later"))
+    early, later = (parse_page(page.read_text()) for page in (PAGE_EARLY, PAGE_LATER))
     fleet = ScrapeLoop()
     fleet.scrape(0, {"a": early})
     judged = fleet.scrape(5, {"a": later})

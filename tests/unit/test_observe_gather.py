@@ -9,11 +9,11 @@ import tracemalloc
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvpilot_localcluster.engines import PAGE_LATER
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ClusterError, ScrapeError
 from kvpilot_operator.observe import fleet, gather
@@ -26,7 +26,7 @@ from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts, ProbePlan, ServerFacts, Snapshot
 from support.services import KEY, manifest
 
-REAL = (Path(__file__).parent / "data" / "vllm-0.32.0-later.txt").read_text()
+REAL = PAGE_LATER.read_text()
 NODE = {
     "metadata": {
         "name": "node-1",

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvpilot_localcluster.engines import PAGE_LATER
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.page import MOST_REQUESTS, parse_page
 from kvpilot_operator.state.snapshot import ModelFacts
 
-REAL = (Path(__file__).parent / "data" / "vllm-0.32.0-later.txt").read_text()
+REAL = PAGE_LATER.read_text()
 
 PAGE = """
 # TYPE vllm:kv_cache_usage_perc gauge

@@ -11,11 +11,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from kvpilot_localcluster.engines.hostile_texts import REAL
 from kvpilot_operator.budget import METRICS
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.state.snapshot import ServiceKey
-from support.hostile_texts import REAL
 from support.scrape_loop import scraping
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nConnection: close\r\n\r\n"

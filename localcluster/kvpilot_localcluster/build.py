@@ -1,0 +1,222 @@
+"""The control plane's programs: found in KUBEBUILDER_ASSETS or the cache, else built once from Debian packages.
+
+The cache is ${KVPILOT_CACHE:-~/.cache/kvpilot}/controlplane. A finished build is one folder NAME-KEY, put there by one
+rename and keyed on the file names (so the versions) of every package that went in; a killed build leaves its work
+folder, which the next one takes up at the step it had reached, and which a finished one removes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvpilot_localcluster.debian import Archive, check_tools
+from kvpilot_localcluster.errors import BuildFailed, MissingTool
+from kvpilot_localcluster.procs import write_atomically
+from kvpilot_localcluster.recipes import CORE, GO_FROM_PYPI, MODERN, REVISION, Recipe
+
+Report = Callable[[str, float], None]
+"""Called with the step's name and the fraction of the whole build that is done, 0 to 1."""
+
+_FETCH_WEIGHT = 8.0
+
+
+@dataclass(frozen=True)
+class Binaries:
+    """Where the programs are; None where there is none.
+
+    Attributes:
+        version: of the API server, as (major, minor).
+    """
+
+    etcd: Path
+    kube_apiserver: Path
+    kube_controller_manager: Path | None
+    kube_scheduler: Path | None
+    apiextensions_apiserver: Path | None
+    version: tuple[int, int]
+
+    @property
+    def missing(self) -> list[str]:
+        """What a cluster of these programs lacks, in words; empty if it is whole."""
+        lacks = {
+            "kube-controller-manager (Deployments make no pods, nothing is collected)": self.kube_controller_manager,
+            "kube-scheduler (pods stay unbound)": self.kube_scheduler,
+        }
+        return [name for name, path in lacks.items() if path is None]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One piece of news from a build: the step and the fraction of the whole that is done, 0 to 1."""
+
+    step: str
+    fraction: float
+
+
+def cache_folder() -> Path:
+    """The folder of finished builds."""
+    return Path(os.environ.get("KVPILOT_CACHE") or "~/.cache/kvpilot").expanduser() / "controlplane"
+
+
+def find(*, modern: bool = False) -> Binaries | None:
+    """The programs that are there already, from KUBEBUILDER_ASSETS or the cache; None if they must be built.
+
+    Raises:
+        MissingTool: KUBEBUILDER_ASSETS is set and does not hold etcd and kube-apiserver.
+    """
+    if assets := os.environ.get("KUBEBUILDER_ASSETS"):
+        return _of_assets(Path(assets))
+    core, newer = _finished(CORE), _finished(MODERN) if modern else None
+    if core is None or (modern and newer is None):
+        return None
+    return _of_core(core, newer)
+
+
+def progress(*, modern: bool = False) -> Iterator[Progress]:
+    """Build what `find` does not find, telling how far it is; returns at once if nothing is missing.
+
+    Args:
+        modern: also build the newer CRD server.
+
+    Raises:
+        MissingTool: a system tool is missing; the message names it and its package.
+        BuildFailed: a step failed; what was done so far is kept for the next try.
+    """
+    if find(modern=modern) is not None:
+        return
+    check_tools()
+    recipes = [CORE, MODERN] if modern else [CORE]
+    recipes = [recipe for recipe in recipes if _finished(recipe) is None]
+    weights = [_FETCH_WEIGHT + sum(step.weight for step in recipe.steps) for recipe in recipes]
+    done = 0.0
+    for recipe, weight in zip(recipes, weights, strict=True):
+        for news in make(recipe, cache_folder()):
+            yield Progress(news.step, (done + news.fraction * weight) / sum(weights))
+        done += weight
+
+
+def build(*, modern: bool = False, report: Report | None = None) -> Binaries:
+    """The programs, built first if need be; `report` hears how far the build is.
+
+    Raises:
+        MissingTool, BuildFailed: as `progress`.
+    """
+    for news in progress(modern=modern):
+        if report is not None:
+            report(news.step, news.fraction)
+    found = find(modern=modern)
+    if found is None:
+        raise BuildFailed(f"the build ended but {cache_folder()} holds no complete result: remove it and try again")
+    return found
+
+
+def make(recipe: Recipe, cache: Path) -> Iterator[Progress]:
+    """Build one recipe into a cache folder; another process that builds there is waited for."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with _alone(cache / f".{recipe.name}.lock"):
+        if _finished(recipe, cache) is not None:
+            yield Progress("cached", 1.0)
+            return
+        yield from _make(recipe, cache)
+
+
+def _make(recipe: Recipe, cache: Path) -> Iterator[Progress]:
+    started = time.time()
+    total = _FETCH_WEIGHT + sum(step.weight for step in recipe.steps)
+    yield Progress("look up packages", 0.0)
+    scratch = cache / f".work-{recipe.name}"
+    archive = Archive(scratch / "apt", recipe.suite)
+    archive.update()
+    packages = recipe.packages(archive)
+    files = archive.files(packages, source=recipe.source)
+    key = _key(files)
+    if (scratch / "key").exists() and (scratch / "key").read_text() != key:
+        # Packages have changed since a build was broken off: its leavings are of no use.
+        shutil.rmtree(scratch)
+        archive.update()
+    (scratch / "key").write_text(key)
+    yield Progress("download", 0.2 * _FETCH_WEIGHT / total)
+    archive.fetch(packages, source=recipe.source)
+    done = _FETCH_WEIGHT
+    for number, step in enumerate(recipe.steps):
+        stamp = scratch / f"done-{number}"
+        if not stamp.exists():
+            for part in step.action(scratch):
+                yield Progress(step.name, (done + part * step.weight) / total)
+            stamp.touch()
+        done += step.weight
+    _finish(recipe, cache, scratch, key, {"files": files, "seconds": round(time.time() - started)})
+    yield Progress("done", 1.0)
+
+
+def _finish(recipe: Recipe, cache: Path, scratch: Path, key: str, facts: Mapping[str, object]) -> None:
+    for name in recipe.programs:
+        program = scratch / "bin" / name
+        if not program.is_file():
+            raise BuildFailed(f"{recipe.name}: the build left no {name} in {program.parent}")
+        program.chmod(0o755)
+    write_atomically(scratch / "bin" / "built.json", json.dumps({"recipe": REVISION, **facts}, indent=1))
+    target = cache / f"{recipe.name}-{key}"
+    shutil.rmtree(target, ignore_errors=True)
+    (scratch / "bin").rename(target)
+    shutil.rmtree(scratch)
+
+
+def _key(files: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join([REVISION, GO_FROM_PYPI, *files]).encode()).hexdigest()[:12]
+
+
+def _finished(recipe: Recipe, cache: Path | None = None) -> Path | None:
+    """The newest finished build of a recipe as it is now; the archive is not asked, so this works offline."""
+    builds = (cache or cache_folder()).glob(f"{recipe.name}-*/built.json")
+    for record in sorted(builds, key=lambda file: file.stat().st_mtime, reverse=True):
+        if json.loads(record.read_text())["recipe"] == REVISION:
+            return record.parent
+    return None
+
+
+def _of_core(core: Path, modern: Path | None) -> Binaries:
+    newer = None if modern is None else modern / "apiextensions-apiserver"
+    paths = [core / name for name in CORE.programs]
+    return Binaries(paths[0], paths[1], paths[2], paths[3], newer, (1, 20))
+
+
+def _of_assets(folder: Path) -> Binaries:
+    def optional(name: str) -> Path | None:
+        return folder / name if (folder / name).is_file() else None
+
+    for name in ("etcd", "kube-apiserver"):
+        if optional(name) is None:
+            raise MissingTool(f"KUBEBUILDER_ASSETS={folder} holds no {name}: correct it, or unset it to build our own")
+    answer = subprocess.run(
+        [folder / "kube-apiserver", "--version"], capture_output=True, text=True, check=False
+    ).stdout
+    found = re.search(r"v(\d+)\.(\d+)", answer)
+    if found is None:
+        raise MissingTool(f"{folder / 'kube-apiserver'} does not tell its version: {answer!r}")
+    return Binaries(
+        folder / "etcd",
+        folder / "kube-apiserver",
+        optional("kube-controller-manager"),
+        optional("kube-scheduler"),
+        None,
+        (int(found[1]), int(found[2])),
+    )
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

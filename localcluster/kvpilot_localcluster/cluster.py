@@ -1,0 +1,125 @@
+"""A whole cluster in one object: control plane, one node agent, forwarded Services."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvpilot_localcluster import build, controlplane, images, node, procs
+from kvpilot_localcluster.errors import StartFailed
+from kvpilot_localcluster.rest import Rest, until
+
+
+def down(folder: Path) -> list[str]:
+    """End everything that a run folder records, whoever started it; returns what was running."""
+    ended = ["node"] if procs.end(folder / "node.pid", grace=15) else []
+    asyncio.run(node.sweep(folder / "node"))
+    return ended + controlplane.sweep(folder / "controlplane")
+
+
+class LocalCluster:
+    """Start and stop one cluster; a context manager.
+
+    Attributes:
+        folder: the run folder: controlplane/, node/ (logs in node/logs/) and node.log.
+        kubeconfig: the administrator's client configuration.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        modern_crds: Sequence[Mapping[str, Any]] = (),
+        table: Path = images.DEFAULT_TABLE,
+        resources: Mapping[str, str] | None = None,
+        backoff: float = 10.0,
+        audit: bool = False,
+        report: build.Report | None = None,
+    ) -> None:
+        """Args: see `ControlPlane` for modern_crds and audit, `Options` for the rest, `build` for report."""
+        self.folder = folder.absolute()
+        self._table = table
+        self._resources = dict(resources or {})
+        self._backoff = backoff
+        binaries = build.build(modern=bool(modern_crds), report=report)
+        self.plane = controlplane.ControlPlane(
+            self.folder / "controlplane", binaries, modern_crds=modern_crds, audit=audit
+        )
+        self.kubeconfig = self.plane.kubeconfig
+        self._agent: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def rest(self) -> Rest:
+        """A blocking client of the API server as administrator."""
+        return self.plane.rest
+
+    @property
+    def agent(self) -> subprocess.Popen[bytes]:
+        """The node agent's process."""
+        if self._agent is None:
+            raise StartFailed("the node agent is not started: call start()")
+        return self._agent
+
+    def start(self) -> None:
+        """Start everything and wait until pods can be made and scheduled.
+
+        Raises:
+            StartFailed: something died or did not become ready.
+        """
+        down(self.folder)
+        atexit.register(self.stop)
+        try:
+            self.plane.start()
+            self.start_agent()
+            path = "/api/v1/namespaces/default/serviceaccounts/default"
+            until(lambda: self.rest.get(path).get("secrets"), "the default service account")
+            until(self._schedulable, "the node is schedulable")
+        except BaseException:
+            self.stop()
+            raise
+
+    def start_agent(self) -> None:
+        """Start the node agent, for the first time or after its end."""
+        command = [sys.executable, "-m", "kvpilot_localcluster", "node", f"--kubeconfig={self.kubeconfig}"]
+        command += [f"--folder={self.folder / 'node'}", f"--images={self._table}", f"--backoff={self._backoff}"]
+        command += [f"--starter={os.getpid()}", f"--control-plane={self.folder / 'controlplane'}"]
+        command += [f"--resource={name}={value}" for name, value in self._resources.items()]
+        self._agent = procs.spawn(self.folder / "node.pid", command, log=self.folder / "node.log")
+
+    def _schedulable(self) -> bool:
+        self.check()
+        found = self.rest.get("/api/v1/nodes/local")
+        return not found["spec"].get("taints") and bool(found["status"].get("conditions"))
+
+    def check(self) -> None:
+        """Do nothing while all processes live.
+
+        Raises:
+            StartFailed: one has died.
+        """
+        self.plane.check()
+        if self.agent.poll() is not None:
+            raise StartFailed(f"the node agent has died; the end of its log:\n{procs.tail(self.folder / 'node.log')}")
+
+    def stop(self) -> None:
+        """End everything; logs stay."""
+        atexit.unregister(self.stop)
+        procs.end(self.folder / "node.pid", grace=15)
+        asyncio.run(node.sweep(self.folder / "node"))
+        self.plane.stop()

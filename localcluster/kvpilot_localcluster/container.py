@@ -1,0 +1,185 @@
+"""One run of a container's process: start, adopt, wait, end. Its whole state lies in a folder.
+
+The folder of a run holds what shim.py reads and writes. An agent that starts after a kill -9 of the one before finds
+there either an exit record, or a shim that runs and is watched on, or neither: then the process was never started, or
+somebody killed its shim. What a shim was told to end has ended with all that it started when the shim is gone; only
+then may the folder go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvpilot_localcluster import procs
+from kvpilot_localcluster.podstatus import Run
+
+SHIM = Path(__file__).with_name("shim.py")
+_LOG_BYTES, _LOG_LINES, _FILE_BYTES = 2048, 80, 4096
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a container's process is: arguments, variables and folder, all in this machine's terms."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str
+    folders: Mapping[str, str]
+    """Container path -> machine path, by which later commands (probes, hooks) are rewritten."""
+
+
+class Process:
+    """One run of one container, known by its folder.
+
+    Attributes:
+        folder: holds the run's records.
+        log: holds what the process writes.
+        killed: why this node ended it, shown as its message; empty if it ended by itself.
+    """
+
+    def __init__(self, folder: Path, log: Path, policy: str = "File") -> None:
+        self.folder = folder
+        self.log = log
+        self.killed = ""
+        self._policy = policy
+        self._shim: subprocess.Popen[bytes] | None = None
+
+    @property
+    def message_file(self) -> Path:
+        """Where the container may leave its last words."""
+        return self.folder / "termination-log"
+
+    def start(self, command: Command) -> None:
+        """Start the process; returns before it runs. Once this has returned, `end` ends it, whether it runs or not."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.message_file.touch()
+        spec = {**asdict(command), "env": {**command.env, procs.MARK: str(self.folder)}, "log": str(self.log)}
+        file = self.folder / "spec.json"
+        # Variables may hold secrets.
+        file.touch(mode=0o600)
+        file.write_text(json.dumps(spec))
+        own = [sys.executable, "-I", "-S", str(SHIM), str(self.folder)]
+        listen, tell = os.pipe()
+        try:
+            self._shim = procs.spawn(self.folder / "shim.json", own, log=self.folder / "shim.log", env={}, stdin=listen)
+            # Now that it is written down it may start the process.
+            os.write(tell, b"1")
+        finally:
+            os.close(listen)
+            os.close(tell)
+
+    def _record(self, name: str) -> dict[str, Any] | None:
+        try:
+            found: dict[str, Any] = json.loads((self.folder / name).read_text())
+        except FileNotFoundError:
+            return None
+        return found
+
+    @property
+    def command(self) -> Command:
+        """What was started here."""
+        spec = self._record("spec.json") or {"argv": [], "env": {}, "cwd": "/", "folders": {}}
+        return Command(spec["argv"], spec["env"], spec["cwd"], spec["folders"])
+
+    @property
+    def shim(self) -> procs.ProcessId | None:
+        """The process's shim, if it runs: then the process will run, runs, or has not ended with all it started."""
+        if self._shim is not None:
+            self._shim.poll()
+        return procs.read_record(self.folder / "shim.json")
+
+    def run(self) -> Run | None:
+        """What is known of this run; None before the process has started."""
+        name = f"local://{self.folder.parents[1].name}/{self.folder.parent.name}/{self.folder.name}"
+        state, end = self._record("state.json"), self._record("exit.json")
+        if end is not None:
+            reason = "StartError" if "startError" in end else ""
+            message = end.get("startError") or self._last_words(end["exitCode"])
+            times = (end["startedAt"], end["finishedAt"])
+            return Run(name, *times, end["exitCode"], end["signal"], message, reason)
+        if state is None:
+            return None
+        return Run(name, state["startedAt"])
+
+    def _last_words(self, exit_code: int) -> str:
+        words = procs.tail(self.message_file, _FILE_BYTES)
+        if not words and exit_code and self._policy == "FallbackToLogsOnError":
+            lines = procs.tail(self.log, _LOG_BYTES).splitlines(keepends=True)
+            words = "".join(lines[-_LOG_LINES:])
+        return words
+
+    async def started(self) -> Run:
+        """Wait until the process runs or could not be started; the record of it."""
+        while (found := self.run()) is None:
+            if self.shim is None and self.run() is None:
+                return self._lost()
+            await asyncio.sleep(0.01)
+        return found
+
+    async def wait(self) -> Run:
+        """Wait until the process and all that it started have ended; works for an adopted process too."""
+        while (shim := self.shim) is not None:
+            await exited(shim.pid)
+        found = self.run()
+        return found if found is not None and found.finished is not None else self._lost()
+
+    def _lost(self) -> Run:
+        """The shim is gone without a word: end what it has left, for nobody watches that any more; the record of it."""
+        procs.kill_all_of(self.folder, self.log)
+        state = self._record("state.json")
+        now = time.time()
+        reason = "somebody killed the shim of this process" if state else "the process was not started"
+        record = {"startedAt": (state or {}).get("startedAt", now), "finishedAt": now, "signal": 0, "exitCode": 137}
+        record["startError"] = " ".join(filter(None, [reason, procs.tail(self.folder / "shim.log")]))
+        procs.write_atomically(self.folder / "exit.json", json.dumps(record))
+        found = self.run()
+        if found is None:
+            raise AssertionError("a run with an exit record is known")
+        return found
+
+    def terminate(self) -> None:
+        """Ask the process to end."""
+        if (found := self.shim) is not None:
+            found.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the process and all that it started, at once."""
+        if (found := self.shim) is not None:
+            found.signal(signal.SIGUSR1)
+
+    async def end(self, grace: float) -> Run:
+        """SIGTERM, then SIGKILL when `grace` seconds are over; the record of the run."""
+        self.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, grace)):
+                return await self.wait()
+        self.kill()
+        return await self.wait()
+
+
+async def exited(pid: int) -> None:
+    """Wait for the end of any process, child or not."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop = asyncio.get_running_loop()
+    gone = asyncio.Event()
+    loop.add_reader(descriptor, gone.set)
+    try:
+        await gone.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)

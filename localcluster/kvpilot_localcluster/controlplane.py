@@ -1,0 +1,305 @@
+"""The real etcd, kube-apiserver, kube-controller-manager and kube-scheduler as child processes on loopback.
+
+Services get their addresses from a range 127.N.0.0/16: the API server takes such a range, and so a Service's clusterIP
+can really be listened on and reached (`localcluster.services`). Two things follow from pods and services on loopback:
+the Endpoints API refuses loopback addresses, so the endpoints controller is off and EndpointSlices, which take them,
+are the record of endpoints; and nothing here is reachable from another machine.
+
+With `modern_crds` the custom resources are served by a newer apiextensions-apiserver (it enforces CEL rules) behind the
+core server's aggregator; it has its own store and knows only the definitions that it was given at start.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import random
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvpilot_localcluster import audit, certs, procs
+from kvpilot_localcluster.build import Binaries
+from kvpilot_localcluster.definitions import behind_aggregator, directly
+from kvpilot_localcluster.errors import StartFailed
+from kvpilot_localcluster.rest import Rest, until
+
+_MARK = "localcluster.run"
+_ENFORCES_CEL = (1, 29)
+_HAS_NO_INSECURE_PORT = (1, 24)
+_COMPONENTS = ("etcd", "kube-apiserver", "apiextensions-apiserver", "kube-controller-manager", "kube-scheduler")
+_CLIENTS = {
+    "admin": "/O=system:masters/CN=admin",
+    "controller-manager": "/CN=system:kube-controller-manager",
+    "scheduler": "/CN=system:kube-scheduler",
+}
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """A TCP port that nothing listens on right now, below those that the kernel gives to outgoing connections.
+
+    One of theirs could be taken by any client of this machine before its new owner listens, an engine after a minute.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(lowest // 2, lowest), min(100, lowest // 2)):
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind((address, port))
+            return port
+    raise StartFailed(f"no free port among 100 of {lowest // 2} to {lowest - 1} on {address}: end what listens there")
+
+
+def sweep(folder: Path) -> list[str]:
+    """End what an earlier, perhaps killed, control plane left running in this run folder; return the names."""
+    return [name for name in reversed(_COMPONENTS) if procs.end(folder / f"{name}.pid")]
+
+
+class ControlPlane:
+    """Start and stop one control plane; a context manager.
+
+    Attributes:
+        folder: the run folder; its content is replaced at start.
+        kubeconfig: the administrator's client configuration, valid once started.
+        audit_log: what the API server wrote down of every write, if it was asked to.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        binaries: Binaries,
+        *,
+        modern_crds: Sequence[Mapping[str, Any]] = (),
+        audit: bool = False,
+    ) -> None:
+        """With `audit` the API server writes down every write (`localcluster.audit` reads it)."""
+        self.folder = folder.absolute()
+        self.kubeconfig = self.folder / "admin.kubeconfig"
+        self.audit_log = self.folder / "audit.log"
+        self._audit = audit
+        self._binaries = binaries
+        self._modern = list(modern_crds)
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def rest(self) -> Rest:
+        """A blocking client of the API server as administrator."""
+        return Rest.of_kubeconfig(self.kubeconfig)
+
+    def user(self, name: str) -> Path:
+        """Make one more administrator, known by this name in the audit log; returns the client configuration."""
+        certs.certificate(self.folder, name, f"/O=system:masters/CN={name}")
+        return certs.kubeconfig(self.folder, name, self.rest.server)
+
+    def start(self) -> None:
+        """Start everything and return when the API server is ready (5 to 10 s).
+
+        Raises:
+            MissingTool: openssl is missing, or a binary that `modern_crds` needs.
+            StartFailed: a process died or did not become ready, or the folder holds something else.
+        """
+        self._clear()
+        atexit.register(self.stop)
+        try:
+            self._certificates()
+            self._etcd()
+            self._apiserver()
+            if self._modern and self._binaries.version >= _ENFORCES_CEL:
+                directly(self.rest, self._modern)
+            elif self._modern:
+                self._apiextensions()
+            self._controllers()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End every process, newest first; certificates and logs stay for a look."""
+        atexit.unregister(self.stop)
+        for name in reversed(list(self._children)):
+            procs.end(self.folder / f"{name}.pid", grace=5)
+        self._children.clear()
+
+    def dead(self) -> dict[str, str]:
+        """Processes that have ended although nobody stopped them, each with the end of its log."""
+        ended = [name for name, child in self._children.items() if child.poll() is not None]
+        return {name: procs.tail(self.folder / f"{name}.log") for name in ended}
+
+    def check(self) -> None:
+        """Do nothing while all processes live.
+
+        Raises:
+            StartFailed: a process has died.
+        """
+        for name, log in self.dead().items():
+            raise StartFailed(f"{name} has died; the end of {self.folder / f'{name}.log'}:\n{log}")
+
+    def _clear(self) -> None:
+        sweep(self.folder)
+        if self.folder.exists():
+            if any(self.folder.iterdir()) and not (self.folder / _MARK).exists():
+                raise StartFailed(f"run folder {self.folder} holds other files: name an empty or a new folder")
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(parents=True, mode=0o700)
+        (self.folder / _MARK).touch()
+
+    def _spawn(self, name: str, *command: str) -> None:
+        self._children[name] = procs.spawn(
+            self.folder / f"{name}.pid", command, log=self.folder / f"{name}.log", cwd=self.folder
+        )
+
+    def _wait(self, name: str, question: Any) -> None:
+        def alive_and_ready() -> bool:
+            self.check()
+            return bool(question())
+
+        try:
+            until(alive_and_ready, f"{name} is ready", seconds=300)
+        except TimeoutError as error:
+            log = procs.tail(self.folder / f"{name}.log")
+            raise StartFailed(f"{error}; the end of its log:\n{log}") from None
+
+    def _certificates(self) -> None:
+        # Two clusters of one machine must not share service addresses; a free port is as good as any other lot.
+        self._network = f"127.{64 + free_port() % 63}.0"
+        certs.authority(self.folder)
+        names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc", "localhost"]
+        alternatives = ",".join([f"DNS:{name}" for name in names] + ["IP:127.0.0.1", f"IP:{self._network}.1"])
+        certs.certificate(self.folder, "server", "/CN=kube-apiserver", alternatives)
+        for name, subject in _CLIENTS.items():
+            certs.certificate(self.folder, name, subject)
+
+    def _etcd(self) -> None:
+        port, peer = free_port(), free_port()
+        self._store = f"http://127.0.0.1:{port}"
+        own = f"http://127.0.0.1:{peer}"
+        self._spawn(
+            "etcd",
+            str(self._binaries.etcd),
+            f"--data-dir={self.folder / 'etcd-data'}",
+            f"--listen-client-urls={self._store}",
+            f"--advertise-client-urls={self._store}",
+            f"--listen-peer-urls={own}",
+            f"--initial-advertise-peer-urls={own}",
+            f"--initial-cluster=default={own}",
+            # The store does not outlive the cluster, so durability would only cost time.
+            "--unsafe-no-fsync",
+        )
+
+        def answers() -> bool:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.5):
+                return True
+            return False
+
+        self._wait("etcd", answers)
+
+    def _apiserver(self) -> None:
+        port, folder = free_port(), self.folder
+        server = f"https://127.0.0.1:{port}"
+        for name in _CLIENTS:
+            certs.kubeconfig(folder, name, server)
+        self._spawn(
+            "kube-apiserver",
+            str(self._binaries.kube_apiserver),
+            f"--etcd-servers={self._store}",
+            "--bind-address=127.0.0.1",
+            "--advertise-address=127.0.0.1",
+            f"--secure-port={port}",
+            f"--cert-dir={folder}",
+            f"--tls-cert-file={folder / 'server.crt'}",
+            f"--tls-private-key-file={folder / 'server.key'}",
+            f"--client-ca-file={folder / 'ca.crt'}",
+            f"--service-account-key-file={folder / 'sa.pub'}",
+            f"--service-account-signing-key-file={folder / 'sa.key'}",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-cluster-ip-range={self._network}.0/16",
+            "--authorization-mode=Node,RBAC",
+            "--allow-privileged=true",
+            "--endpoint-reconciler-type=none",
+            f"--requestheader-client-ca-file={folder / 'ca.crt'}",
+            "--requestheader-allowed-names=admin",
+            f"--kubelet-client-certificate={folder / 'admin.crt'}",
+            f"--kubelet-client-key={folder / 'admin.key'}",
+            "--kubelet-preferred-address-types=InternalIP",
+            "--requestheader-username-headers=X-Remote-User",
+            "--requestheader-group-headers=X-Remote-Group",
+            "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+            f"--proxy-client-cert-file={folder / 'admin.crt'}",
+            f"--proxy-client-key-file={folder / 'admin.key'}",
+            *(audit.flags(folder / "audit-policy.json", self.audit_log) if self._audit else []),
+        )
+        self._wait("kube-apiserver", self.rest.ready)
+
+    def _apiextensions(self) -> None:
+        if self._binaries.apiextensions_apiserver is None:
+            raise StartFailed(
+                "modern_crds needs `localcluster build --modern`, or KUBEBUILDER_ASSETS of Kubernetes 1.29 or newer"
+            )
+        port, admin = free_port(), str(self.kubeconfig)
+        self._spawn(
+            "apiextensions-apiserver",
+            str(self._binaries.apiextensions_apiserver),
+            f"--etcd-servers={self._store}",
+            # Its own corner of the store: the core server must not see these definitions.
+            "--etcd-prefix=/modern",
+            "--bind-address=127.0.0.1",
+            f"--secure-port={port}",
+            f"--tls-cert-file={self.folder / 'server.crt'}",
+            f"--tls-private-key-file={self.folder / 'server.key'}",
+            f"--client-ca-file={self.folder / 'ca.crt'}",
+            f"--kubeconfig={admin}",
+            f"--authentication-kubeconfig={admin}",
+            f"--authorization-kubeconfig={admin}",
+            # Both ask the core server for APIs that 1.20 does not have.
+            "--enable-priority-and-fairness=false",
+            "--disable-admission-plugins=ValidatingAdmissionPolicy,MutatingAdmissionPolicy",
+        )
+        files = (self.folder / "ca.crt", self.folder / "admin.crt", self.folder / "admin.key")
+        modern = Rest.of_files(f"https://127.0.0.1:{port}", *files)
+        self._wait("apiextensions-apiserver", modern.ready)
+        behind_aggregator(self.rest, modern, self._modern, port)
+
+    def _controllers(self) -> None:
+        binaries, folder = self._binaries, self.folder
+        if binaries.kube_controller_manager is not None:
+            config = folder / "controller-manager.kubeconfig"
+            self._spawn(
+                "kube-controller-manager",
+                str(binaries.kube_controller_manager),
+                *self._controller_flags(config),
+                f"--service-account-private-key-file={folder / 'sa.key'}",
+                f"--root-ca-file={folder / 'ca.crt'}",
+                "--use-service-account-credentials",
+                "--controllers=*,-endpoint,-endpointslicemirroring,-nodeipam,-cloud-node-lifecycle,-route,-service",
+                # One small cluster: the default of 20 requests a second only makes deployments slow.
+                "--kube-api-qps=200",
+                "--kube-api-burst=400",
+                # An autoscaler looks every 15 s by default, which nobody here wants to wait for.
+                "--horizontal-pod-autoscaler-sync-period=2s",
+            )
+        if binaries.kube_scheduler is not None:
+            config = folder / "scheduler.kubeconfig"
+            self._spawn("kube-scheduler", str(binaries.kube_scheduler), *self._controller_flags(config))
+
+    def _controller_flags(self, config: Path) -> list[str]:
+        return [
+            f"--kubeconfig={config}",
+            f"--authentication-kubeconfig={config}",
+            f"--authorization-kubeconfig={config}",
+            "--bind-address=127.0.0.1",
+            f"--secure-port={free_port()}",
+            *(["--port=0"] if self._binaries.version < _HAS_NO_INSECURE_PORT else []),
+            "--leader-elect=false",
+            f"--cert-dir={self.folder}",
+        ]

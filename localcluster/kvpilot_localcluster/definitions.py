@@ -1,0 +1,62 @@
+"""Custom resource definitions on a server, and behind another server's aggregator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from kvpilot_localcluster.rest import ApiError, Rest, until
+
+Definition = Mapping[str, Any]
+_DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+_BACKEND = "modern-crds"
+
+
+def served_paths(definition: Definition) -> Iterable[str]:
+    """The paths of a definition's collections, one for each served version."""
+    spec = definition["spec"]
+    for version in spec["versions"]:
+        if version["served"]:
+            yield f"/apis/{spec['group']}/{version['name']}/{spec['names']['plural']}"
+
+
+def directly(server: Rest, definitions: Sequence[Definition]) -> None:
+    """Create definitions on a server and wait until it serves them.
+
+    Raises:
+        ApiError: the server refuses a definition.
+        TimeoutError: it does not serve one.
+    """
+    for definition in definitions:
+        server.create(_DEFINITIONS, definition)
+        for path in served_paths(definition):
+            until(partial(server.get, path), f"{path} is served")
+
+
+def behind_aggregator(core: Rest, modern: Rest, definitions: Sequence[Definition], port: int) -> None:
+    """Create definitions on `modern`, which listens on a port of localhost, and route their groups there from `core`.
+
+    Raises:
+        ApiError, TimeoutError: as `directly`.
+    """
+    directly(modern, definitions)
+    service = {"type": "ExternalName", "externalName": "localhost", "ports": [{"port": port}]}
+    core.create("/api/v1/namespaces/kube-system/services", {"metadata": {"name": _BACKEND}, "spec": service})
+    for path in [path for definition in definitions for path in served_paths(definition)]:
+        _, _, group, version, _ = path.split("/")
+        spec = {
+            "group": group,
+            "version": version,
+            "groupPriorityMinimum": 1000,
+            "versionPriority": 15,
+            "insecureSkipTLSVerify": True,
+            "service": {"name": _BACKEND, "namespace": "kube-system", "port": port},
+        }
+        body = {"metadata": {"name": f"{version}.{group}"}, "spec": spec}
+        with contextlib.suppress(ApiError):  # a second definition of the same group and version
+            core.create("/apis/apiregistration.k8s.io/v1/apiservices", body)
+        # The aggregator reports Available before it has the route, so the objects themselves are asked for.
+        until(partial(core.get, path.rpartition("/")[0]), f"the group of {path} is routed")
+        until(partial(core.get, path), f"{path} is routed")

@@ -1,0 +1,8 @@
+"""Engines and what they say, for the demo, benchmarks and tests: a real vLLM, a faulty one, recorded metrics pages."""
+
+from pathlib import Path
+
+PAGE_EARLY = Path(__file__).with_name("vllm-0.32.0-early.txt")
+"""The metrics page of vLLM 0.32.0 soon after its start."""
+PAGE_LATER = Path(__file__).with_name("vllm-0.32.0-later.txt")
+"""The page of the same engine after some load."""

@@ -1,0 +1,122 @@
+"""A real vLLM on this machine's CPU, started as the image starts it: by kvpilot-serve."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvpilot_localcluster.controlplane import free_port
+
+HANGS = 900
+"""Seconds after which an engine's start, answer or end counts as hanging: each takes at most 90 s on quiet cores."""
+_VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+SERVE = str(Path(sys.executable).parent / "kvpilot-serve")
+
+
+class Engine:
+    """A running engine: its address, its process and its log."""
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.url = url
+        self.process = process
+        self.log = log
+        self._client = httpx.Client(base_url=url, timeout=HANGS)
+
+    def tokens(self, prompt: list[int], tokens: int) -> list[int]:
+        """The greedy continuation of a prompt, exactly this many tokens."""
+        body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        answer = self._client.post("/v1/completions", json={**body, "return_token_ids": True}).raise_for_status()
+        ids: list[int] = answer.json()["choices"][0]["token_ids"]
+        return ids
+
+    def page(self) -> str:
+        """The metrics page."""
+        return httpx.get(f"{self.url}/metrics", timeout=HANGS).text
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's series."""
+        return float(sum(s.value for s in self._samples(name)))
+
+    def cache_config(self) -> Mapping[str, str]:
+        """The labels of vllm:cache_config_info."""
+        labels: Mapping[str, str] = next(iter(self._samples("vllm:cache_config_info"))).labels
+        return labels
+
+    def _samples(self, name: str) -> list:  # type: ignore[type-arg]  # the parser's samples have no public type
+        return [s for family in text_string_to_metric_families(self.page()) for s in family.samples if s.name == name]
+
+
+@contextmanager
+def engine(
+    model: Path, dtype: str, folder: Path, *arguments: str, env: Mapping[str, str] | None = None
+) -> Iterator[Engine]:
+    """Run kvpilot-serve with this KV-cache dtype on a free port until the block ends."""
+    port = free_port()
+    log = folder / f"{dtype}-{port}.log"
+    command = [SERVE, f"--model={model}", "--served-model-name=m", f"--kv-cache-dtype={dtype}", f"--port={port}"]
+    command += ["--max-model-len=2048", "--enforce-eager", *arguments]
+    variables = {"KVPILOT_SERVE_HOST": "127.0.0.1", **_VARIABLES}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **variables, **(env or {})},
+            start_new_session=True,
+        )
+    running = Engine(f"http://127.0.0.1:{port}", process, log)
+    try:
+        _wait(running)
+        yield running
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def refused_by_vllm(model: Path, folder: Path, *arguments: str) -> str:
+    """The log of a vLLM that does not start with these arguments; no preflight comes before it."""
+    log = folder / "refused.log"
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--load-format=dummy"]
+    command += ["--skip-tokenizer-init", "--enforce-eager", "--kv-cache-memory-bytes=16M", "--max-model-len=256"]
+    with log.open("wb") as out:
+        ended = subprocess.run(
+            [*command, *arguments],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **_VARIABLES},
+            timeout=HANGS,
+            check=False,
+        )
+    if ended.returncode == 0:
+        raise RuntimeError("vLLM ended as if all were well")
+    return log.read_text(errors="replace")
+
+
+def _wait(running: Engine) -> None:
+    deadline = time.monotonic() + HANGS
+    while True:
+        try:
+            if httpx.get(f"{running.url}/health", timeout=2).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        end = running.log.read_text(errors="replace")[-2000:]
+        if running.process.poll() is not None:
+            raise RuntimeError(f"the engine ended with {running.process.returncode}: {end}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the engine did not start in {HANGS} s: {end}")
+        time.sleep(0.5)

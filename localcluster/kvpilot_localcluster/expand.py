@@ -1,0 +1,147 @@
+"""Environment variables and arguments of a container, as a kubelet computes them; pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvpilot_localcluster.errors import InvalidPod
+from kvpilot_localcluster.quantity import divided, limit_or_allocatable
+
+Data = Mapping[str, str]
+Source = Callable[[str, str], Data | None]
+"""Looks up the decoded data of a ("ConfigMap" or "Secret", name); None if there is none."""
+
+_REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_.\-][A-Za-z0-9_.\-]*)\)")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Replace $(NAME) by its value; an unknown name stays as it is, and $$ stands for one dollar sign."""
+
+    def one(found: re.Match[str]) -> str:
+        if found[0] == "$$":
+            return "$"
+        return variables.get(found[1], found[0])
+
+    return _REFERENCE.sub(one, text)
+
+
+def environment(
+    container: Mapping[str, Any],
+    pod: Mapping[str, Any],
+    *,
+    source: Source,
+    allocatable: Mapping[str, str],
+    base: Mapping[str, str],
+) -> dict[str, str]:
+    """The variables that the pod's author asked for, in the order in which later ones may refer to earlier ones.
+
+    Args:
+        container: one container of the pod's spec.
+        pod: the pod, with status.podIP filled in.
+        source: looks up ConfigMaps and Secrets.
+        allocatable: the node's resources, which stand in for limits that are not set.
+        base: variables that exist already ($(NAME) may refer to them); not part of the result.
+
+    Raises:
+        InvalidPod: a reference that is not optional leads nowhere.
+    """
+    found: dict[str, str] = {}
+    for entry in container.get("envFrom", []):
+        for kind, field in (("ConfigMap", "configMapRef"), ("Secret", "secretRef")):
+            if field in entry:
+                found.update(_all_of(kind, entry[field], entry.get("prefix", ""), source))
+    for entry in container.get("env", []):
+        if "valueFrom" in entry:
+            value = _from(entry["valueFrom"], container, pod, source, allocatable)
+            if value is not None:
+                found[entry["name"]] = value
+        else:
+            found[entry["name"]] = expand(entry.get("value", ""), {**base, **found})
+    return found
+
+
+def _all_of(kind: str, reference: Mapping[str, Any], prefix: str, source: Source) -> dict[str, str]:
+    data = source(kind, reference["name"])
+    if data is None:
+        if reference.get("optional"):
+            return {}
+        raise InvalidPod(f'{kind.lower()} "{reference["name"]}" not found')
+    # A kubelet skips keys that cannot be variable names.
+    return {prefix + key: value for key, value in data.items() if _NAME.fullmatch(prefix + key)}
+
+
+def _from(
+    origin: Mapping[str, Any],
+    container: Mapping[str, Any],
+    pod: Mapping[str, Any],
+    source: Source,
+    allocatable: Mapping[str, str],
+) -> str | None:
+    for kind, field in (("ConfigMap", "configMapKeyRef"), ("Secret", "secretKeyRef")):
+        if field in origin:
+            return _key_of(kind, origin[field], source)
+    if "fieldRef" in origin:
+        return field_value(pod, origin["fieldRef"]["fieldPath"])
+    if "resourceFieldRef" in origin:
+        reference = origin["resourceFieldRef"]
+        owner = container
+        if named := reference.get("containerName"):
+            owner = next((one for one in pod["spec"]["containers"] if one["name"] == named), container)
+        return divided(limit_or_allocatable(owner, reference["resource"], allocatable), reference.get("divisor", "1"))
+    raise InvalidPod(f"valueFrom {sorted(origin)} is not one that this node knows")
+
+
+def _key_of(kind: str, reference: Mapping[str, Any], source: Source) -> str | None:
+    data = source(kind, reference["name"])
+    if data is not None and reference["key"] in data:
+        return data[reference["key"]]
+    if reference.get("optional"):
+        return None
+    if data is None:
+        raise InvalidPod(f'{kind.lower()} "{reference["name"]}" not found')
+    raise InvalidPod(f"couldn't find key {reference['key']} in {kind} {reference['name']}")
+
+
+def field_value(pod: Mapping[str, Any], path: str) -> str:
+    """A field of the pod by a downward API path.
+
+    Raises:
+        InvalidPod: the path is not one that a kubelet offers.
+    """
+    metadata, spec, status = pod["metadata"], pod.get("spec", {}), pod.get("status", {})
+    plain = {
+        "metadata.name": metadata.get("name"),
+        "metadata.namespace": metadata.get("namespace"),
+        "metadata.uid": metadata.get("uid"),
+        "spec.nodeName": spec.get("nodeName"),
+        "spec.serviceAccountName": spec.get("serviceAccountName"),
+        "status.podIP": status.get("podIP"),
+        "status.podIPs": status.get("podIP"),
+        "status.hostIP": status.get("hostIP"),
+    }
+    if path in plain:
+        return str(plain[path] or "")
+    if found := re.fullmatch(r"metadata\.(labels|annotations)\['(.+)'\]", path):
+        return str(metadata.get(found[1], {}).get(found[2], ""))
+    if found := re.fullmatch(r"metadata\.(labels|annotations)", path):
+        entries: Mapping[str, str] = metadata.get(found[1], {})
+        return "\n".join(f'{key}="{value}"' for key, value in sorted(entries.items()))
+    raise InvalidPod(f"fieldRef {path} is not one that this node knows")
+
+
+def service_variables(services: Sequence[Mapping[str, Any]], namespace: str) -> dict[str, str]:
+    """NAME_SERVICE_HOST and NAME_SERVICE_PORT of the namespace's services, and of kubernetes in default."""
+    found: dict[str, str] = {}
+    for service in services:
+        name, home = service["metadata"]["name"], service["metadata"]["namespace"]
+        spec = service["spec"]
+        wanted = home == namespace or (home == "default" and name == "kubernetes")
+        if not wanted or spec.get("clusterIP") in (None, "", "None") or not spec.get("ports"):
+            continue
+        stem = name.upper().replace("-", "_")
+        found[f"{stem}_SERVICE_HOST"] = spec["clusterIP"]
+        found[f"{stem}_SERVICE_PORT"] = str(spec["ports"][0]["port"])
+    return found

@@ -1,0 +1,284 @@
+"""A node agent: it registers one Node and runs the containers of the Pods bound to it as local processes.
+
+What it does as a kubelet does: the Node's Lease and conditions; command, arguments, variables, working folder;
+init containers; restart policies with back-off; startup, readiness and liveness probes; preStop, SIGTERM and the grace
+period; exit codes and termination messages; statuses and conditions. After a kill -9 of the agent its processes live on
+and the next agent, started with the same folder, takes them up; no container ever runs twice.
+
+What it is not: it isolates nothing. Processes share this machine's files, users, process table and network; only paths
+in commands and variables are turned (see paths.py), every pod has an address of its own on loopback that it must bind
+by itself, and resource requests count for scheduling but limit nothing. It pulls no images: a table names local
+programs. It serves `kubectl logs` and has no exec, attach or port-forward, no postStart hooks, no sidecar or
+ephemeral containers, no gRPC probes, no service account tokens in the usual place, and it writes ConfigMap and
+Secret volumes once, at the pod's start. It is for tests and for the demo, and never for a node that anyone relies on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from kubernetes.aio.client import ApiException
+
+from kvpilot_localcluster import controlplane, images, procs
+from kvpilot_localcluster.addresses import Addresses
+from kvpilot_localcluster.backoff import Backoff
+from kvpilot_localcluster.container import Process, exited
+from kvpilot_localcluster.kube import MERGE, STRATEGIC, Json, Kube
+from kvpilot_localcluster.kubelet_api import LogServer
+from kvpilot_localcluster.pod import Node, PodWorker
+from kvpilot_localcluster.podstatus import timestamp
+from kvpilot_localcluster.services import Forwarder
+from kvpilot_localcluster.tasks import cancelled
+
+log = logging.getLogger("kvpilot_localcluster.node")
+_LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
+_HEARTBEAT = 10.0
+_STATUS = 30.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an agent runs.
+
+    Attributes:
+        kubeconfig: an administrator's client configuration.
+        folder: records, volumes and logs; the same folder again takes up what runs.
+        name: the Node's name.
+        table: the image table.
+        resources: extra or other allocatable resources, e.g. {"nvidia.com/gpu": "4"}; nothing backs them.
+        labels: extra labels of the Node.
+        backoff: of container restarts.
+        services: whether to forward Services too.
+        stop_grace: seconds that processes get when the agent itself is told to stop.
+        starter: the process that started the cluster; when it has ended, however, the agent ends the cluster.
+        control_plane: the control plane's run folder, for that end.
+    """
+
+    kubeconfig: Path
+    folder: Path
+    name: str = "local"
+    table: Path = images.DEFAULT_TABLE
+    resources: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    backoff: Backoff = field(default_factory=Backoff)
+    services: bool = True
+    stop_grace: float = 5.0
+    starter: int | None = None
+    control_plane: Path | None = None
+
+
+def machine_resources() -> dict[str, str]:
+    """This machine's processors, memory and number of pods, as a Node states them."""
+    kib = int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0])
+    return {"cpu": str(os.cpu_count() or 1), "memory": f"{kib}Ki", "ephemeral-storage": "50Gi", "pods": "110"}
+
+
+class Agent:
+    """The node agent of one Node; `run` goes on until it is cancelled."""
+
+    def __init__(self, kube: Kube, options: Options) -> None:
+        self._kube = kube
+        self._options = options
+        options.folder.mkdir(parents=True, exist_ok=True)
+        self._resources = {**machine_resources(), **options.resources}
+        self._node = Node(
+            kube, options.name, options.folder, images.load(options.table), options.backoff, self._resources
+        )
+        self._addresses = Addresses(options.folder)
+        self._pods: dict[str, PodWorker] = {}
+        # Pods whose end this agent has seen to, until the watch has told of it, too: what it tells until then is old.
+        self._ended: set[str] = set()
+        self._port = 0
+        self._forwarder = Forwarder(kube, self._node.services)
+
+    async def run(self) -> None:
+        """Register the Node and run its pods; when cancelled, end their processes."""
+        await self._serve_logs()
+        await self._register()
+        log.info("node %s is registered; logs lie in %s", self._options.name, self._options.folder / "logs")
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._beat())
+                group.create_task(self._watch())
+                if self._options.services:
+                    group.create_task(self._forwarder.run())
+        finally:
+            await asyncio.gather(*(pod.abandon(self._options.stop_grace) for pod in list(self._pods.values())))
+
+    async def _serve_logs(self) -> None:
+        """For `kubectl logs`, with the API server's certificate, if the cluster is one that this package made."""
+        certificates = self._options.kubeconfig.resolve().parent
+        certificate, key = certificates / "server.crt", certificates / "server.key"
+        if certificate.exists() and key.exists():
+            self._port = await LogServer(self._logs, certificate, key).start(self._node.host)
+
+    def _logs(self, namespace: str, name: str) -> Path | None:
+        found = [pod.logs for pod in self._pods.values() if pod.key == (namespace, name)]
+        return found[-1] if found else None
+
+    async def _register(self) -> None:
+        name = self._options.name
+        labels = {
+            "kubernetes.io/hostname": name,
+            "kubernetes.io/os": "linux",
+            "kubernetes.io/arch": "amd64",
+            **self._options.labels,
+        }
+        node = {"metadata": {"name": name, "labels": labels}}
+        try:
+            await self._kube.call("POST", "/api/v1/nodes", node)
+        except ApiException as error:
+            if error.status != 409:
+                raise
+            await self._kube.call("PATCH", f"/api/v1/nodes/{name}", {"metadata": {"labels": labels}}, content=MERGE)
+        await self._report()
+
+    async def _report(self) -> None:
+        now = timestamp(time.time())
+        fine = {"MemoryPressure": "False", "DiskPressure": "False", "PIDPressure": "False", "Ready": "True"}
+        texts = {True: ("AgentReady", "the node agent runs"), False: ("Fine", "not watched by this agent")}
+        conditions = []
+        for kind, status in fine.items():
+            reason, message = texts[kind == "Ready"]
+            entry = {"type": kind, "status": status, "reason": reason, "message": message}
+            conditions.append({**entry, "lastHeartbeatTime": now, "lastTransitionTime": now})
+        addresses = {"InternalIP": self._node.host, "Hostname": self._options.name}
+        report: Json = {
+            "capacity": self._resources,
+            "allocatable": self._resources,
+            "conditions": conditions,
+            "addresses": [{"type": kind, "address": value} for kind, value in addresses.items()],
+            "daemonEndpoints": {"kubeletEndpoint": {"Port": self._port}},
+            "nodeInfo": {"kubeletVersion": "kvpilot-localcluster", "operatingSystem": "linux", "architecture": "amd64"},
+        }
+        await self._kube.call(
+            "PATCH", f"/api/v1/nodes/{self._options.name}/status", {"status": report}, content=STRATEGIC
+        )
+
+    async def _beat(self) -> None:
+        reported = time.monotonic()
+        while True:
+            try:
+                await self._renew()
+                if time.monotonic() - reported > _STATUS:
+                    await self._report()
+                    reported = time.monotonic()
+            except (ApiException, aiohttp.ClientError, TimeoutError) as error:
+                log.warning("heartbeat: %s", error)
+            await asyncio.sleep(_HEARTBEAT)
+
+    async def _renew(self) -> None:
+        name, now = self._options.name, time.time()
+        stamp = timestamp(now).replace("Z", ".000000Z")
+        spec = {"holderIdentity": name, "leaseDurationSeconds": 40, "renewTime": stamp}
+        try:
+            await self._kube.call("PATCH", f"{_LEASES}/{name}", {"spec": spec}, content=MERGE)
+        except ApiException as error:
+            if error.status != 404:
+                raise
+            await self._kube.call("POST", _LEASES, {"metadata": {"name": name}, "spec": spec})
+
+    async def _watch(self) -> None:
+        listed: dict[str, Json] = {}
+        synced = False
+        async for kind, pod in self._kube.watch("/api/v1/pods", fieldSelector=f"spec.nodeName={self._options.name}"):
+            if kind == "LISTED":
+                listed[pod["metadata"]["uid"]] = pod
+            elif kind == "SYNCED":
+                for uid in set(self._pods) - set(listed):
+                    self._pods[uid].vanished()
+                self._ended &= set(listed)
+                if not synced:
+                    await self._clean(listed)
+                    synced = True
+                # Addresses in use are taken before new ones are given.
+                for one in sorted(listed.values(), key=lambda pod: not pod.get("status", {}).get("podIP")):
+                    self._observe(one)
+                listed = {}
+            elif kind == "DELETED":
+                self._ended.discard(pod["metadata"]["uid"])
+                if (worker := self._pods.get(pod["metadata"]["uid"])) is not None:
+                    worker.vanished()
+            else:
+                self._observe(pod)
+
+    def _observe(self, pod: Json) -> None:
+        uid = pod["metadata"]["uid"]
+        if (worker := self._pods.get(uid)) is not None:
+            worker.observe(pod)
+            return
+        if uid in self._ended:
+            return
+        phase = pod.get("status", {}).get("phase")
+        if (
+            phase in ("Succeeded", "Failed")
+            and self._recorded(uid) is None
+            and "deletionTimestamp" not in pod["metadata"]
+        ):
+            return  # it ended under an agent with another folder, and a pod does not run twice
+        address = self._addresses.take(pod.get("status", {}).get("podIP") or self._recorded(uid))
+
+        def forget() -> None:
+            self._pods.pop(uid, None)
+            self._ended.add(uid)
+            self._addresses.release(address)
+
+        self._pods[uid] = PodWorker(self._node, pod, address, forget)
+
+    def _recorded(self, uid: str) -> str | None:
+        """The address that an earlier agent gave to a pod and did not live to report."""
+        try:
+            return str(json.loads((self._options.folder / "pods" / uid / "pod.json").read_text())["address"])
+        except (OSError, ValueError, KeyError):
+            return None
+
+    async def _clean(self, known: Iterable[str]) -> None:
+        """End and remove what pods have left that the API server does not know any more."""
+        gone = set((self._options.folder / "pods").glob("*")) - {self._options.folder / "pods" / uid for uid in known}
+        await asyncio.gather(*(end_folder(folder, self._options.stop_grace) for folder in gone))
+
+
+async def end_folder(folder: Path, grace: float) -> None:
+    """End every process that a pod's folder records, and remove the folder."""
+    runs = [Process(run, run / "unknown.log") for run in folder.glob("[!.]*/[0-9]*")]  # noqa: ASYNC240 (a local folder of a few entries)
+    await asyncio.gather(*(run.end(grace) for run in runs if run.shim is not None))
+    procs.kill_all_of(folder, *folder.parents[1].glob(f"logs/*_{folder.name}"))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+async def sweep(folder: Path, grace: float = 5.0) -> None:
+    """End what a killed agent left running below its folder, recorded or not."""
+    await asyncio.gather(*(end_folder(pod, grace) for pod in (folder / "pods").glob("*")))
+    procs.kill_all_of(folder)
+
+
+async def serve(options: Options) -> None:
+    """Run an agent until SIGTERM or SIGINT, or until the one who started the cluster has ended and left it behind."""
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    async with Kube(options.kubeconfig) as kube:
+        work = asyncio.create_task(Agent(kube, options).run())
+        ends: list[asyncio.Task[Any]] = [asyncio.create_task(stopped.wait())]
+        if options.starter is not None:
+            ends.append(asyncio.create_task(exited(options.starter)))
+        await asyncio.wait({work, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        left_behind = ends[-1].done() and not stopped.is_set()
+        if work.done():
+            await cancelled(*ends)
+            work.result()
+        await cancelled(work, *ends)
+    if left_behind and options.control_plane is not None:
+        log.warning("the process that started this cluster has ended: the cluster ends, too")
+        controlplane.sweep(options.control_plane)

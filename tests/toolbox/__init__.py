@@ -1,6 +1,0 @@
-"""The programs that tests drive and that are no Python library: helm, kubectl, promtool, linters.
-
-One small module per program, each with one function that returns the Path of the program: the one on the user's PATH
-first, else fetched once into `${KVPILOT_CACHE:-~/.cache/kvpilot}/tools/NAME-VERSION` by the machine's own package
-clients. `toolbox.fetch` has what they share.
-"""
