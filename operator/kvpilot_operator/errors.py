@@ -11,11 +11,19 @@
     |   +-- NotLeader          this replica may not write
     +-- LeadershipLost         another replica leads
     +-- ScrapeError            a pod's /metrics could not be read
+    |   +-- ScrapeTimeout      it did not come in time
     +-- OverBudget             somebody sent more than one service may cost (kvpilot_operator.budget)
     +-- PlaceLost              others waited for the place that was held for too long
 
 Errors of the accuracy probes live with the probes (`kvpilot_operator.probes.errors`).
 """
+
+from __future__ import annotations
+
+import traceback
+from pathlib import PurePath
+
+_PACKAGE = "kvpilot_operator"
 
 
 class KvpilotError(Exception):
@@ -100,9 +108,20 @@ class ScrapeError(KvpilotError):
     """A pod's metrics could not be read or made no sense."""
 
 
+class ScrapeTimeout(ScrapeError):
+    """A pod did not send its metrics in time."""
+
+
 class OverBudget(KvpilotError):
     """Somebody sent more than one service may cost; the limits are in `kvpilot_operator.budget`."""
 
 
 class PlaceLost(KvpilotError):
     """The work was stopped: it was silent for too long while others waited for its place."""
+
+
+def places(error: Exception) -> tuple[str, ...]:
+    """Where in the operator's own code an error was raised: FILE:LINE, outermost first."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = ((PurePath(frame.filename), frame.lineno) for frame in frames)
+    return tuple(f"{file.name}:{line}" for file, line in ours if _PACKAGE in file.parts)

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import logging
 import os
 import secrets
 import socket
 import sys
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
 import kopf
 
+from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.gate import Gate
 from kvpilot_operator.cluster.lease import Timing
@@ -32,7 +31,7 @@ from kvpilot_operator.control.replica import Replica
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import LeadershipLost
 from kvpilot_operator.options import parse_arguments
-from kvpilot_operator.render.names import API_VERSION, PLURAL
+from kvpilot_operator.render.names import API_VERSION, KIND, PLURAL
 
 log = logging.getLogger(__name__)
 
@@ -63,13 +62,6 @@ async def stop(memo: kopf.Memo, **_: Any) -> None:
     await memo.operator.stop()
 
 
-class Backoffs:
-    """Pauses before a request of kopf's is tried again, in seconds, for ever."""
-
-    def __iter__(self) -> Iterator[float]:
-        return itertools.chain((0.2, 0.5, 1.0, 2.0), itertools.repeat(5.0))
-
-
 def configure_kopf(settings: kopf.OperatorSettings) -> None:
     """kopf keeps no state on objects, posts no events, and never gives up."""
     settings.posting.enabled = False
@@ -81,7 +73,7 @@ def configure_kopf(settings: kopf.OperatorSettings) -> None:
     settings.watching.chunk_size = 500
     settings.networking.request_timeout = 15
     settings.networking.enforce_retry_after = True
-    settings.networking.error_backoffs = Backoffs()
+    settings.networking.error_backoffs = Backoff(0.2, 5.0)
     # A task and a queue for each service that something happened to lately, and no longer.
     settings.queueing.idle_timeout = 0.5
     settings.queueing.exit_timeout = 0.5
@@ -145,7 +137,8 @@ class Operator:
                 self._fail(error)
                 raise kopf.PermanentError(str(error)) from error
             self._end = asyncio.create_task(self._until_ended())
-        session = self._cluster.session_for_kopf(self._options.namespace or [""], self.leader.services.listed)
+        namespaces = self._options.namespace or [""]
+        session = self._cluster.session_for_kopf(API_VERSION, KIND, namespaces, self.leader.services.listed)
         return session.login()
 
     async def stop(self) -> None:

@@ -4,6 +4,7 @@ Each dtype is a vLLM of its own on the CPU, one after the other.
 """
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ import pytest
 from kvpilot_demo.models import smollm2_135m, tiny_llama
 from kvpilot_localcluster.engines.real import HANGS, engine
 from kvpilot_operator.probes import codec, packs
-from kvpilot_operator.probes.client import Engine, http_client
+from kvpilot_operator.probes.client import http_client
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.probes.errors import EngineBusy
-from kvpilot_operator.probes.run import Measurement, Settings, capture, control, measure
+from kvpilot_operator.probes.run import GiveWay, Measurement, Settings, capture, control, measure
+from kvpilot_operator.state.snapshot import ServiceKey
+from support.scrape_loop import scraping
 
 MODEL = "m"
 SETTINGS = Settings(deadline_seconds=1200)
@@ -87,12 +90,13 @@ def test_a_dtype_that_answers_garbage_is_overwhelming_damage_within_a_bounded_co
 def test_a_probe_gives_way_to_queued_users_and_comes_after_them_by_priority(tmp_path: Path) -> None:
     """One request runs at a time here: with three users, two wait until the first one is done."""
     prompts = packs.load(["builtin/structured"])[:3]
-    beside_users = Settings(concurrency=1, give_way_seconds=0.5, priority=1_000_000)
     load = {"model": MODEL, "prompt": [7] * 16, "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 
     async def story(url: str) -> tuple[float, Measurement]:
-        kept = await capture(url, MODEL, prompts, identity="test", dtype="auto", settings=beside_users)
-        async with http_client() as http:
+        async with http_client() as http, scraping() as scraper:
+            waiting = partial(scraper.waiting, ServiceKey("default", "chat"), url)
+            beside_users = Settings(concurrency=1, give_way=GiveWay(waiting, 0.5), priority=1_000_000)
+            kept = await capture(url, MODEL, prompts, identity="test", dtype="auto", settings=beside_users)
 
             async def user() -> int:
                 async with http.post(f"{url}/v1/completions", json=load) as answer:
@@ -101,12 +105,12 @@ def test_a_probe_gives_way_to_queued_users_and_comes_after_them_by_priority(tmp_
 
             users = [asyncio.create_task(user()) for _ in range(3)]
             async with asyncio.timeout(HANGS):
-                while (queued := await Engine(url, MODEL, http).waiting()) < 2:
+                while (queued := await waiting()) < 2:
                     await asyncio.sleep(0.05)
             with pytest.raises(EngineBusy):
                 await measure(url, MODEL, kept, settings=beside_users)
             assert await asyncio.gather(*users) == [200] * 3
-        return queued, await measure(url, MODEL, kept, settings=beside_users)
+            return queued, await measure(url, MODEL, kept, settings=beside_users)
 
     arguments = ("--max-num-seqs=1", "--scheduling-policy=priority", "--kv-cache-memory-bytes=64M")
     with engine(tiny_llama(), "auto", tmp_path, *arguments) as running:

@@ -15,6 +15,7 @@ from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import ClusterError, Conflict, NotFound
 from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.observe.gather import Observer
+from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.observe.windows import Windows
 from kvpilot_operator.render.names import KIND, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.state.decision import Decision
@@ -122,7 +123,16 @@ class Operator:
         self.now = NOW
         self.fleet = Fleet(None, ())  # type: ignore[arg-type]  # nothing is watched
         server = ServerFacts(http_routes=True)
-        self._observer = Observer(api, self.fleet, Windows(), server, lambda: self.now, lambda _: None)  # type: ignore[arg-type]
+        self._scraper = Scraper()
+        self._observer = Observer(
+            api,  # type: ignore[arg-type]
+            self.fleet,
+            Windows(),
+            self._scraper,
+            server,
+            lambda: self.now,
+            lambda _: None,
+        )
         api.on_change = self._seen
         self.restart()
         api.put(obj)
@@ -132,7 +142,7 @@ class Operator:
         self.actor = Actor(self.api, lambda: (self.now - NOW).total_seconds())  # type: ignore[arg-type]
 
     async def close(self) -> None:
-        await self._observer.close()
+        await self._scraper.close()
 
     async def reconcile(self, seconds: float = 5) -> Decision:
         """One pass, some seconds after the last."""

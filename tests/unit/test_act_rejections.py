@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpilot_operator.act.perform import Actor
-from kvpilot_operator.act.rejections import LAST_RETRY_SECONDS
+from kvpilot_operator.act.rejections import BACKOFF
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError, Rejected
 from kvpilot_operator.probes.codec import Baseline
@@ -74,7 +74,7 @@ async def test_what_is_refused_is_asked_for_again_ever_later_but_within_a_minute
     waits = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert waits == sorted(waits)
     assert waits[0] <= 10
-    assert waits[-1] == LAST_RETRY_SECONDS
+    assert waits[-1] == BACKOFF.last
 
 
 async def test_a_changed_spec_is_tried_at_once_and_an_accepted_write_clears_the_condition(operator: Operator) -> None:
@@ -189,9 +189,9 @@ async def test_a_baseline_that_is_refused_is_tried_ever_later_and_what_else_is_d
             tried.append(now[0])
     waits = [later - earlier for earlier, later in itertools.pairwise(tried)]
     assert waits == sorted(waits)
-    assert (waits[0], waits[-1]) == (5, LAST_RETRY_SECONDS)
+    assert (waits[0], waits[-1]) == (5, BACKOFF.last)
     api.refuses = nothing
-    now[0] += LAST_RETRY_SECONDS
+    now[0] += BACKOFF.last
     await actor.perform(s, Decision(s.status, None, Baseline("0123456789", "m", "auto", ())))
     assert actor.rejections(s.key) == ()
     assert ("ConfigMap", "chat-baseline-01234567") in api.objects

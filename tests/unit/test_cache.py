@@ -35,7 +35,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.changed: list[ServiceKey] = []
-        self.store: Store[int] = Store(lambda obj: obj["value"], self._service, self.changed.append)
+        self.store: Store[ServiceKey, int] = Store(lambda obj: obj["value"], self._service, self.changed.append)
 
     def _service(self, obj: dict[str, Any]) -> ServiceKey | None:
         return ServiceKey(obj["metadata"]["namespace"], obj["service"]) if obj["service"] else None
@@ -52,7 +52,7 @@ def test_only_what_differs_is_told() -> None:
 def test_an_object_that_nobody_can_make_sense_of_is_left_as_it_was_and_the_others_are_seen(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    store: Store[int] = Store(lambda obj: int(obj["value"]), lambda _: CHAT, lambda _: None)
+    store: Store[ServiceKey, int] = Store(lambda obj: int(obj["value"]), lambda _: CHAT, lambda _: None)
     store.put(thing(1, 5, "x"))
     for version, odd in enumerate(("hunter2", None, "9" * 10_000), start=2):
         store.put({**thing(version, name="x"), "value": odd})

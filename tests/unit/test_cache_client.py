@@ -347,7 +347,9 @@ async def test_a_watch_that_falls_silent_is_given_up(server: Server, monkeypatch
 
 async def test_a_reflector_follows_a_server_that_lists_and_watches(server: Server) -> None:
     changed: list[ServiceKey] = []
-    store: Store[str] = Store(lambda obj: obj["metadata"]["name"], lambda _: ServiceKey("a", "chat"), changed.append)
+    store: Store[ServiceKey, str] = Store(
+        lambda obj: obj["metadata"]["name"], lambda _: ServiceKey("a", "chat"), changed.append
+    )
     server.answer = lines(("ADDED", pod("new", 11)), ("DELETED", pod("old", 12)), end=False)
     reflector = Reflector(server.cluster, "v1", "Pod", "", "", store)
     task = asyncio.create_task(reflector.run())

@@ -129,7 +129,7 @@ class Watched:
 
     def __init__(self, server: Server, cluster: Cluster) -> None:
         self.server = server
-        self.store: Store[str] = Store(
+        self.store: Store[ServiceKey, str] = Store(
             lambda obj: obj["metadata"]["resourceVersion"],
             lambda obj: ServiceKey(obj["metadata"]["namespace"], obj["metadata"]["name"]),
             lambda _: None,
@@ -166,7 +166,7 @@ async def watching(server: Server) -> AsyncIterator[Watched]:
 
     @kopf.on.login(registry=registry)
     async def login(**_: Any) -> kopf.AiohttpSession:
-        return cluster.session_for_kopf([""], known.feed.listed).login()
+        return cluster.session_for_kopf(API_VERSION, KIND, [""], known.feed.listed).login()
 
     @kopf.on.event(API_VERSION, PLURAL, registry=registry)
     async def take(event: kopf.RawEvent, **_: Any) -> None:
@@ -322,7 +322,7 @@ async def test_nothing_of_kopfs_is_written_while_the_gate_is_closed() -> None:
     give_up_early(api)
     gate = Gate()
     cluster = Cluster(api, gate)
-    login = cluster.session_for_kopf([""], lambda _: None).login()
+    login = cluster.session_for_kopf(API_VERSION, KIND, [""], lambda _: None).login()
     session = login.aiohttp_session
     with pytest.raises(NotLeader):
         await session.patch(f"{login.server}{SERVICES}/x", json={})

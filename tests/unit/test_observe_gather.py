@@ -20,6 +20,7 @@ from kvpilot_operator.observe import fleet, gather
 from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.observe.gather import NODE_SECONDS, PACKS_SECONDS, Observer
 from kvpilot_operator.observe.page import PodMetrics, parse_page
+from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.observe.views import node_facts, route_view
 from kvpilot_operator.observe.windows import Windows
 from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND
@@ -104,16 +105,17 @@ class World:
         self.asked: list[str] = []
         self.heard: list[bool] = []
         self.now = datetime(2026, 11, 21, 12, 0, 0, 400_000, tzinfo=UTC)
-        self.windows = Windows()
+        self.windows, self.scraper = Windows(), Scraper()
         self.observer = Observer(
             self.cluster,  # type: ignore[arg-type]
             self.fleet,
             self.windows,
+            self.scraper,
             ServerFacts(**facts),
             lambda: self.now,
             self.heard.append,
         )
-        monkeypatch.setattr(self.observer._scraper, "scrape", self._answer)
+        monkeypatch.setattr(self.scraper, "scrape", self._answer)
 
     def put(self, *objects: Any) -> None:
         for obj in objects:
@@ -144,7 +146,7 @@ class World:
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     one = World(monkeypatch, http_routes=True)
     yield one
-    await one.observer.close()
+    await one.scraper.close()
 
 
 async def test_a_snapshot_holds_what_engines_and_nodes_say(world: World) -> None:
@@ -404,7 +406,7 @@ async def test_no_route_is_asked_for_where_the_server_knows_none(monkeypatch: py
     world.put(edited(canary={"routeRef": {"name": "chat-route"}}))
     assert (await world.snapshot()).route is None
     assert not any("httproutes" in path for path in world.cluster.asked)
-    await world.observer.close()
+    await world.scraper.close()
 
 
 async def test_a_service_that_is_deleted_has_no_snapshot(world: World) -> None:

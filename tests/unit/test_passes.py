@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.control import passes as module
 from kvpilot_operator.control.passes import WORKERS, Passes, _Queue
 from kvpilot_operator.errors import ClusterError, Conflict, Throttled
@@ -61,7 +62,7 @@ async def worked(passes: Passes, enough: Callable[[], bool]) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Back-off is longer than any test."""
-    monkeypatch.setattr(module, "_FIRST_RETRY_SECONDS", 60.0)
+    monkeypatch.setattr(module, "_BACKOFF", Backoff(60.0, 60.0))
 
 
 async def test_a_service_that_is_asked_for_many_times_waits_once() -> None:

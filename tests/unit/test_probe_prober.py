@@ -14,6 +14,7 @@ from kvpilot_operator.budget import CANARY_PROBE, CHECK
 from kvpilot_operator.control import prober as module
 from kvpilot_operator.control.prober import Prober, schedules_by_priority
 from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.probes import codec
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.probes.stats import Measurement
@@ -50,7 +51,8 @@ class Bench:
 
     def __init__(self) -> None:
         self.cluster = FakeCluster()
-        self.prober = Prober(self.cluster)  # type: ignore[arg-type]  # the one method that it uses
+        self.scraper = Scraper()
+        self.prober = Prober(self.cluster, self.scraper)  # type: ignore[arg-type]  # the one method that it uses
         self.done = asyncio.Event()
         self.prober.on_result = lambda _: self.done.set()
 
@@ -71,6 +73,7 @@ async def opened() -> AsyncIterator[Bench]:
         yield one
     finally:
         await one.prober.close()
+        await one.scraper.close()
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.errors import Rejected
 from kvpilot_operator.state.snapshot import Rejection, ServiceKey
 
 # A quota may be raised or a webhook mended at any time; nobody tells, so what was refused is written again in a while.
-FIRST_RETRY_SECONDS = 5.0
-LAST_RETRY_SECONDS = 60.0
+BACKOFF = Backoff(5.0, 60.0)
 
 What = tuple[str, str]
 """Kind and name."""
@@ -22,7 +22,7 @@ What = tuple[str, str]
 class _Held(NamedTuple):
     rejection: Rejection
     content: bytes
-    wait: float
+    failures: int
     due: float
 
 
@@ -55,8 +55,8 @@ class Rejections:
         before = held.get(what)
         rejection = Rejection(*what, error.reason, error.message, error.causes)
         again = before is not None and before.content == content
-        wait = min(2 * before.wait, LAST_RETRY_SECONDS) if before is not None and again else FIRST_RETRY_SECONDS
-        held[what] = _Held(rejection, content, wait, self._clock() + wait)
+        failures = before.failures + 1 if before is not None and again else 0
+        held[what] = _Held(rejection, content, failures, self._clock() + BACKOFF.pause(failures))
         return before is None or before.rejection != rejection
 
     def accepted(self, key: ServiceKey, what: What) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Hashable, Iterable
+from typing import Generic, NamedTuple, TypeVar
 
 from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.errors import places
 from kvpilot_operator.numbers import whole
-from kvpilot_operator.state.questions import places
-from kvpilot_operator.state.snapshot import ServiceKey
 
+K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 log = logging.getLogger(__name__)
@@ -22,13 +22,13 @@ Name = tuple[str, str]
 """Namespace and name."""
 
 
-class _Entry(NamedTuple):
+class _Entry(NamedTuple, Generic[K, V]):
     version: int
-    service: ServiceKey
-    view: Any
+    service: K
+    view: V
 
 
-class Store(Generic[V]):
+class Store(Generic[K, V]):
     """Views of objects by name and by the service that they belong to.
 
     An object whose view is None, or that belongs to no service, is not kept. An older version never replaces a newer
@@ -41,14 +41,14 @@ class Store(Generic[V]):
     def __init__(
         self,
         view: Callable[[Object], V | None],
-        service: Callable[[Object], ServiceKey | None],
-        changed: Callable[[ServiceKey], None],
+        service: Callable[[Object], K | None],
+        changed: Callable[[K], None],
     ) -> None:
         self._view = view
         self._service = service
         self._changed = changed
-        self._entries: dict[Name, _Entry] = {}
-        self._names: dict[ServiceKey, dict[Name, None]] = {}
+        self._entries: dict[Name, _Entry[K, V]] = {}
+        self._names: dict[K, dict[Name, None]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -58,7 +58,7 @@ class Store(Generic[V]):
         entry = self._entries.get((namespace, name))
         return entry.view if entry is not None else None
 
-    def of(self, service: ServiceKey) -> list[V]:
+    def of(self, service: K) -> list[V]:
         """The views of what belongs to a service, by name."""
         return [self._entries[name].view for name in sorted(self._names.get(service, ()))]
 

@@ -16,13 +16,12 @@ from kvpilot_operator.cluster.objects import Object, name_of, path_of
 from kvpilot_operator.cluster.sockets import give_up_early
 from kvpilot_operator.cluster.transport import OnRequest, Request, Transport
 from kvpilot_operator.errors import ClusterError, NotFound
-from kvpilot_operator.render.names import FIELD_MANAGER
 
 _PAGE = 500
 # Of each object, its metadata alone may have more than a mebibyte.
 _METADATA_PAGE = 4
 _METADATA_ALONE = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
-_FIELD_MANAGER = {"fieldManager": FIELD_MANAGER}
+_FIELD_MANAGER = {"fieldManager": "kvpilot"}
 
 # Called after every write: kind, namespace, name, and the object as it is now, or None where it was deleted.
 OnWrite = Callable[[str, str, str, Object | None], None]
@@ -55,9 +54,12 @@ class Cluster:
         other._on_write = on_write
         return other
 
-    def session_for_kopf(self, namespaces: Sequence[str], listed: Callable[[str], None]) -> KopfSession:
-        """Connections of kopf's own to the same server, with the same credentials, gate and counts."""
-        return KopfSession(self._transport.api, self._transport.gate, self._transport.on_request, namespaces, listed)
+    def session_for_kopf(
+        self, api_version: str, kind: str, namespaces: Sequence[str], listed: Callable[[str], None]
+    ) -> KopfSession:
+        """Connections of kopf's own, to watch this kind by, with the same server, credentials, gate and counts."""
+        about = (self._transport.api, self._transport.gate, self._transport.on_request)
+        return KopfSession(*about, api_version, kind, namespaces, listed)
 
     async def close(self) -> None:
         """Close the connections."""

@@ -22,7 +22,6 @@ from kvpilot_operator.cluster.gate import Gate
 from kvpilot_operator.cluster.objects import Object, path_of
 from kvpilot_operator.cluster.sockets import connector
 from kvpilot_operator.cluster.transport import OnRequest, whole_lines
-from kvpilot_operator.render.names import API_VERSION, KIND
 
 log = logging.getLogger(__name__)
 
@@ -62,21 +61,24 @@ class _Event(msgspec.Struct):
 
 
 class KopfSession:
-    """A middleware of kopf's aiohttp session. `listed` is called with a namespace whose services kopf has listed."""
+    """A middleware of kopf's aiohttp session. `listed` is called with a namespace that kopf has listed."""
 
     def __init__(
         self,
         api: ApiClient,
         gate: Gate,
         on_request: OnRequest,
+        api_version: str,
+        kind: str,
         namespaces: Sequence[str],
         listed: Callable[[str], None],
     ) -> None:
         self._api = api
         self._gate = gate
         self._on_request = on_request
+        self._kind = kind
         self._listed = listed
-        self._collections = {path_of(API_VERSION, KIND, namespace): namespace for namespace in namespaces}
+        self._collections = {path_of(api_version, kind, namespace): namespace for namespace in namespaces}
         self._unreported: set[str] = set()
         self._watched: dict[str, float] = {}
 
@@ -107,7 +109,7 @@ class KopfSession:
                 return await self._watch(path, request, send)
             return await self._list(path, request, send)
         except aiohttp.ClientPayloadError as error:
-            log.warning("services are not watched, again in %g s: %s", _PAUSE_SECONDS, error)
+            log.warning("%s is not watched, again in %g s: %s", self._kind, _PAUSE_SECONDS, error)
             await asyncio.sleep(_PAUSE_SECONDS)
             raise
 
@@ -147,7 +149,7 @@ class KopfSession:
             response = await send(request)
             status = response.status
         finally:
-            self._on_request(verb, KIND, status, time.perf_counter() - began)
+            self._on_request(verb, self._kind, status, time.perf_counter() - began)
         return response
 
 

@@ -8,6 +8,7 @@ import random
 import time
 from typing import Any
 
+from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.cluster.cache import Name, Store
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
@@ -15,9 +16,8 @@ from kvpilot_operator.errors import ClusterError, Throttled
 
 log = logging.getLogger(__name__)
 
-_FIRST_PAUSE_SECONDS = 0.2
 # A server that comes back after an outage is to be noticed soon.
-_LAST_PAUSE_SECONDS = 5.0
+_BACKOFF = Backoff(0.2, 5.0)
 # A server, or a proxy, that ends every watch at once must not be asked a thousand times a second.
 _SHORT_WATCH_SECONDS = 1.0
 # What somebody can do about an answer that does not change by itself.
@@ -37,7 +37,7 @@ class Reflector:
         kind: str,
         namespace: str,
         selector: str,
-        store: Store[Any],
+        store: Store[Any, Any],
     ) -> None:
         self._cluster = cluster
         self._what = (api_version, kind, namespace, selector)
@@ -52,15 +52,16 @@ class Reflector:
         anything else than that it cannot be reached, the collection is listed again. What was deleted in between is
         missing from the list and is dropped then.
         """
-        pause = _FIRST_PAUSE_SECONDS
+        failures = 0
         while True:
+            pause = _BACKOFF.pause(failures)
             try:
                 if not self._version:
                     await self._list()
                 began = time.monotonic()
                 async for event, obj in self._cluster.watch(*self._what, self._version):
                     self._take(event, obj)
-                    pause = _FIRST_PAUSE_SECONDS
+                    failures, pause = 0, _BACKOFF.first
                 if time.monotonic() - began > _SHORT_WATCH_SECONDS:
                     continue
                 wait = pause
@@ -76,7 +77,7 @@ class Reflector:
                 log.exception("watch of %s failed, again in %.1f s", self._what[1], pause)
                 self._version, wait = "", pause
             await asyncio.sleep(wait)
-            pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+            failures += 1
 
     async def _list(self) -> None:
         names: set[Name] = set()

@@ -15,6 +15,7 @@ from kvpilot_operator.control.prober import Prober
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.observe.gather import Observer
+from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.observe.windows import Windows
 from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND
 from kvpilot_operator.state.snapshot import ServerFacts
@@ -41,10 +42,11 @@ class Leader:
         windows = Windows()
         fleet = Fleet(cluster, namespaces)
         self.services = fleet.feed
-        self._observer = Observer(cluster, fleet, windows, server, _now, telemetry.engine_scraped)
-        self._prober = Prober(cluster)
+        self._scraper = Scraper()
+        observer = Observer(cluster, fleet, windows, self._scraper, server, _now, telemetry.engine_scraped)
+        self._prober = Prober(cluster, self._scraper)
         actor = Actor(cluster.telling(fleet.wrote))
-        pilot = Pilot(fleet, self._observer, actor, self._prober, windows, telemetry, scrape)
+        pilot = Pilot(fleet, observer, actor, self._prober, windows, telemetry, scrape)
         self._work = asyncio.create_task(pilot.run(ready))
         telemetry.leads(True)
 
@@ -84,7 +86,7 @@ class Leader:
 
     async def close(self) -> None:
         """Close the connections to engines; after `quiet`."""
-        await self._observer.close()
+        await self._scraper.close()
 
 
 def prepare() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 
+from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.errors import ClusterError, Conflict, Throttled
 from kvpilot_operator.state.snapshot import ServiceKey
 
@@ -15,8 +17,7 @@ log = logging.getLogger(__name__)
 
 # A pass mostly waits for the API server: so many that a few services whose passes wait for long leave some to others.
 WORKERS = 32
-_FIRST_RETRY_SECONDS = 0.5
-_LAST_RETRY_SECONDS = 60.0
+_BACKOFF = Backoff(0.5, 60.0)
 # A server that could not be reached is tried often: when it is back, nobody should have to wait for a minute.
 _LAST_UNREACHED_SECONDS = 5.0
 # An API server that cannot be reached (0), or that says itself that it is away: its return is to be noticed soon.
@@ -172,7 +173,7 @@ class Passes:
             self._retry(key, str(error), at_least=error.retry_after)
         except ClusterError as error:
             away = error.status in _AWAY
-            self._retry(key, str(error), at_most=_LAST_UNREACHED_SECONDS if away else _LAST_RETRY_SECONDS)
+            self._retry(key, str(error), at_most=_LAST_UNREACHED_SECONDS if away else math.inf)
         except Exception:
             log.exception("pass failed", extra={"service": str(key)})
             self._retry(key, "unexpected error")
@@ -183,10 +184,10 @@ class Passes:
                 self.ask_in(key, again)
             log.debug("pass took %.3f s", time.monotonic() - began, extra={"service": str(key)})
 
-    def _retry(self, key: ServiceKey, why: str, *, at_least: float = 0.0, at_most: float = _LAST_RETRY_SECONDS) -> None:
+    def _retry(self, key: ServiceKey, why: str, *, at_least: float = 0.0, at_most: float = math.inf) -> None:
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
-        wait = max(at_least, min(_FIRST_RETRY_SECONDS * 2 ** min(failures, 10), at_most))
+        wait = max(at_least, min(_BACKOFF.pause(failures), at_most))
         self._held[key] = at_least > 0
         log.warning("pass failed, again in %.1f s: %s", wait, why, extra={"service": str(key)})
         self.ask_in(key, wait)

@@ -7,15 +7,18 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import pairwise
 
 from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.budget import CANARY_PROBE, CHECK, Places
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.errors import KvpilotError, PlaceLost
 from kvpilot_operator.observe import baselines
 from kvpilot_operator.observe.pack_texts import PackTexts
 from kvpilot_operator.observe.probe_plan import probe_prompts
+from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.probes import run
 from kvpilot_operator.probes.codec import Control
 from kvpilot_operator.probes.errors import MalformedBaseline
@@ -29,8 +32,7 @@ log = logging.getLogger(__name__)
 MAX_PATIENCE_SECONDS = 80.0
 # A probe that failed and that nobody counts (a baseline captured ahead of need) is tried again after this long, twice
 # as long each time it fails again.
-RETRY_SECONDS = 15.0
-MAX_RETRY_SECONDS = 900.0
+BACKOFF = Backoff(15.0, 900.0)
 # Beside users' requests a probe waits this long in all while requests are queued.
 GIVE_WAY_SECONDS = 120.0
 # Served after everybody else's requests (their default is 0) by an engine that schedules by priority.
@@ -42,8 +44,9 @@ Outcome = Captured | NothingKept | run.Measurement | ProbeFailed
 class Prober:
     """`ensure` starts what a decision asks for; `on_result` is called with the service when something was found."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, scraper: Scraper) -> None:
         self._cluster = cluster
+        self._scraper = scraper
         self._texts = PackTexts(cluster)
         self._running: dict[ServiceKey, tuple[Request, asyncio.Task[None]]] = {}
         self._results: dict[ServiceKey, ProbeResult] = {}
@@ -107,8 +110,7 @@ class Prober:
         if isinstance(outcome, ProbeFailed):
             failures = self._failures.get(key, 0)
             self._failures[key] = failures + 1
-            wait = min(RETRY_SECONDS * 2 ** min(failures, 10), MAX_RETRY_SECONDS)
-            asyncio.get_running_loop().call_later(wait, self._drop, key, request.identity)
+            asyncio.get_running_loop().call_later(BACKOFF.pause(failures), self._drop, key, request.identity)
         else:
             self._failures.pop(key, None)
 
@@ -136,7 +138,7 @@ class Prober:
                 baseline = await baselines.read(self._cluster, key, request.config_map)
             except MalformedBaseline as error:
                 return ProbeFailed("BaselineLost", str(error))
-            settings = _settings(spec, request)
+            settings = self._settings(key, spec, request)
             return await run.measure(request.url, request.model, baseline, settings=settings, progress=progress)
         kept = await baselines.find(self._cluster, key, request.config_map, request.baseline)
         if kept is not None:
@@ -146,7 +148,7 @@ class Prober:
         return await self._capture(key, spec, request, progress)
 
     async def _capture(self, key: ServiceKey, spec: Spec, request: Capture, progress: run.Progress) -> Captured:
-        settings = _settings(spec, request)
+        settings = self._settings(key, spec, request)
         prompts = probe_prompts(spec, await self._texts.of(key, spec))
         baseline = await run.capture(
             request.url,
@@ -168,17 +170,16 @@ class Prober:
         )
         return Captured(replace(baseline, control=control))
 
-
-def _settings(spec: Spec, request: Capture | Measure) -> run.Settings:
-    """Beside users a probe gives way. A capture goes on in the end: a service under pressure needs it for relief."""
-    priority = LOW_PRIORITY if schedules_by_priority(spec.engine.extra_args) else None
-    if not request.serving:
-        return run.Settings(priority=priority)
-    if isinstance(request, Capture):
-        return run.Settings(priority=priority, give_way_seconds=GIVE_WAY_SECONDS, insist=True)
-    return run.Settings(
-        concurrency=1, priority=priority, give_way_seconds=GIVE_WAY_SECONDS, token_budget=run.TOKEN_BUDGET
-    )
+    def _settings(self, key: ServiceKey, spec: Spec, request: Capture | Measure) -> run.Settings:
+        """Beside users a probe gives way. A capture goes on in the end: a service under pressure needs its relief."""
+        priority = LOW_PRIORITY if schedules_by_priority(spec.engine.extra_args) else None
+        if not request.serving:
+            return run.Settings(priority=priority)
+        insist = isinstance(request, Capture)
+        give_way = run.GiveWay(partial(self._scraper.waiting, key, request.url), GIVE_WAY_SECONDS, insist)
+        if insist:
+            return run.Settings(priority=priority, give_way=give_way)
+        return run.Settings(concurrency=1, priority=priority, give_way=give_way, token_budget=run.TOKEN_BUDGET)
 
 
 def schedules_by_priority(extra_args: Sequence[str]) -> bool:

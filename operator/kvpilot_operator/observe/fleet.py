@@ -18,10 +18,10 @@ from kvpilot_operator.cluster.cache import Store
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object, version_of
 from kvpilot_operator.cluster.watch import Reflector
+from kvpilot_operator.errors import places
 from kvpilot_operator.observe.services import ServiceFeed
 from kvpilot_operator.observe.views import deployment_view, is_ours, pod_view, traffic_of
 from kvpilot_operator.render.names import KIND, SERVICE_LABEL
-from kvpilot_operator.state.questions import places
 from kvpilot_operator.state.snapshot import DeploymentView, ObjectView, PodView, ServiceKey
 from kvpilot_operator.state.status import Status, parse_status
 
@@ -67,11 +67,11 @@ class Fleet:
 
     def __init__(self, cluster: Cluster, namespaces: Sequence[str]) -> None:
         self.on_change: Callable[[ServiceKey], None] = lambda _: None
-        self.services: Store[ServiceView] = Store(self._service_view, _itself, self._changed)
-        self.deployments: Store[Placed[DeploymentView]] = Store(_deployment, _owner, self._changed)
-        self.pods: Store[PodView] = Store(_pod, _owner, self._changed)
-        self.traffic: Store[Placed[str | None]] = Store(_traffic, _owner, self._changed)
-        self._stores: dict[str, Store[Any]] = {
+        self.services: Store[ServiceKey, ServiceView] = Store(self._service_view, _itself, self._changed)
+        self.deployments: Store[ServiceKey, Placed[DeploymentView]] = Store(_deployment, _owner, self._changed)
+        self.pods: Store[ServiceKey, PodView] = Store(_pod, _owner, self._changed)
+        self.traffic: Store[ServiceKey, Placed[str | None]] = Store(_traffic, _owner, self._changed)
+        self._stores: dict[str, Store[Any, Any]] = {
             KIND: self.services,
             "Deployment": self.deployments,
             "Pod": self.pods,

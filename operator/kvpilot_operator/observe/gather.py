@@ -64,6 +64,7 @@ class Observer:
         cluster: Cluster,
         fleet: Fleet,
         windows: Windows,
+        scraper: Scraper,
         server: ServerFacts,
         clock: Callable[[], datetime],
         on_scrape: Callable[[bool], None],
@@ -74,15 +75,11 @@ class Observer:
         self._server = server
         self._clock = clock
         self._on_scrape = on_scrape
-        self._scraper = Scraper()
+        self._scraper = scraper
         self._texts = PackTexts(cluster)
         self._plans: dict[ServiceKey, _Plan] = {}
         self._nodes: dict[str, tuple[datetime, Object]] = {}
         self._told: dict[tuple[ServiceKey, str], frozenset[str]] = {}
-
-    async def close(self) -> None:
-        """Close the connections to engines."""
-        await self._scraper.close()
 
     async def snapshot(self, key: ServiceKey, probe_result: ProbeResult | None) -> Snapshot | None:
         """Everything about one service now, or None where it does not exist or is being deleted."""

@@ -8,7 +8,7 @@ import socket
 import aiohttp
 
 from kvpilot_operator.budget import METRICS, METRICS_CHUNK_BYTES, METRICS_SOCKET_BYTES, METRICS_TURN, Places
-from kvpilot_operator.errors import PlaceLost, ScrapeError
+from kvpilot_operator.errors import PlaceLost, ScrapeError, ScrapeTimeout
 from kvpilot_operator.observe.page import PageReader, PodMetrics
 from kvpilot_operator.state.snapshot import ServiceKey
 
@@ -50,10 +50,19 @@ class Scraper:
         except (ScrapeError, PlaceLost) as error:
             raise ScrapeError(f"{address}: {error}") from error
         except TimeoutError as error:
-            raise ScrapeError(f"{address}: no whole page within {TIMEOUT_SECONDS:g} s") from error
+            raise ScrapeTimeout(f"{address}: no whole page within {TIMEOUT_SECONDS:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # What the server sent may be part of the text.
             raise ScrapeError(f"{address}: {type(error).__name__}: {str(error)[:_EXCERPT]}") from error
+
+    async def waiting(self, service: ServiceKey, url: str) -> float:
+        """Requests that wait for room in one pod; 0 where it does not say, 1 where it is too busy to say."""
+        try:
+            return (await self.scrape(service, url)).waiting
+        except ScrapeTimeout:
+            return 1.0
+        except ScrapeError:
+            return 0.0
 
     async def _fetch(self, service: ServiceKey, address: str) -> PodMetrics:
         page, clock = PageReader(), asyncio.get_running_loop().time

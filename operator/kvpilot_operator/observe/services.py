@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.cluster.cache import Name, Store
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
@@ -19,8 +20,7 @@ from kvpilot_operator.render.names import API_VERSION, KIND
 
 log = logging.getLogger(__name__)
 
-_FIRST_PAUSE_SECONDS = 0.2
-_LAST_PAUSE_SECONDS = 5.0
+_BACKOFF = Backoff(0.2, 5.0)
 
 
 class ServiceFeed:
@@ -29,7 +29,7 @@ class ServiceFeed:
     `take` is told each event of kopf's watch, `listed` the namespace that kopf has listed from its beginning.
     """
 
-    def __init__(self, cluster: Cluster, store: Store[Any], namespaces: Sequence[str]) -> None:
+    def __init__(self, cluster: Cluster, store: Store[Any, Any], namespaces: Sequence[str]) -> None:
         self._cluster = cluster
         self._store = store
         self._lists: asyncio.Queue[str] = asyncio.Queue()
@@ -61,15 +61,13 @@ class ServiceFeed:
         """Follow every list of kopf's by one of names, until cancelled."""
         while True:
             namespace = await self._lists.get()
-            pause = _FIRST_PAUSE_SECONDS
-            while True:
+            for pause in _BACKOFF:
                 try:
                     names, version = await self._cluster.names(API_VERSION, KIND, namespace)
                     break
                 except ClusterError as error:
                     log.warning("services not listed, again in %.1f s: %s", pause, error)
                     await asyncio.sleep(pause)
-                    pause = min(2 * pause, _LAST_PAUSE_SECONDS)
             self._store.keep_only(namespace, names, version)
             if not self.filled.is_set():
                 self._unlisted.discard(namespace)

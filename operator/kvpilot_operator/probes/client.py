@@ -1,8 +1,7 @@
 """The one place that talks to an engine: vLLM's OpenAI-compatible API over HTTP, with nothing taken on trust.
 
 Used: POST /tokenize (chat messages to token ids, by the engine's own template), POST /v1/completions as a stream with
-token ids in and token ids with logprobs out, and GET /metrics for the length of the queue. Every size is bounded, and a
-connection failure is tried once more.
+token ids in and token ids with logprobs out. Every size is bounded, and a connection failure is tried once more.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from kvpilot_operator.budget import CANARY_PROBE, METRICS_CHUNK_BYTES
-from kvpilot_operator.errors import ScrapeError
-from kvpilot_operator.observe.page import PageReader
+from kvpilot_operator.budget import CANARY_PROBE
 from kvpilot_operator.probes.answers import (
     BYTES_A_TOKEN,
     Step,
@@ -39,7 +36,6 @@ CONNECT_SECONDS = 5.0
 # Longest silence: a prefill on a loaded CPU engine takes tens of seconds, more is a hang (the deadline rules anyway).
 READ_SECONDS = 120.0
 RETRY_PAUSE_SECONDS = 0.5
-METRICS_SECONDS = 5.0
 _MAX_LINE_BYTES = 128 * 1024
 # One token with its logprobs takes some 2 KiB. The loop that reads serves the whole fleet: an engine that talks without
 # an end, and fast, must not have it to itself until the run's deadline.
@@ -159,20 +155,6 @@ class Engine:
                 if last_try or started:
                     raise
                 await asyncio.sleep(RETRY_PAUSE_SECONDS)
-
-    async def waiting(self) -> float:
-        """Requests that wait for room in the engine; 0 where it does not say, 1 where it is too busy to say."""
-        reader = PageReader()
-        try:
-            url = f"{self.base_url}/metrics"
-            async with asyncio.timeout(METRICS_SECONDS), self.http.get(url, allow_redirects=False) as response:
-                async for chunk in response.content.iter_chunked(METRICS_CHUNK_BYTES):
-                    reader.feed(chunk)
-            return reader.close().waiting
-        except TimeoutError:
-            return 1.0
-        except (*_BROKEN, ScrapeError):
-            return 0.0
 
     async def _stream(self, asked: bytes, tokens: int) -> AsyncGenerator[Step, None]:
         url = f"{self.base_url}/v1/completions"

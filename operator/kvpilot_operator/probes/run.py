@@ -27,7 +27,6 @@ from typing import TypeVar
 from kvpilot_operator.probes.answers import Tokenized
 from kvpilot_operator.probes.client import Engine, Progress, untold
 from kvpilot_operator.probes.codec import MAX_TEXT, Baseline, BaselinePrompt, check_limits
-from kvpilot_operator.probes.courtesy import Courtesy
 from kvpilot_operator.probes.errors import MalformedAnswer, NothingFits, ProbeError
 from kvpilot_operator.probes.packs import ProbePrompt
 from kvpilot_operator.probes.session import (
@@ -36,8 +35,8 @@ from kvpilot_operator.probes.session import (
     TOP_K,
     Settings,
     allow,
-    courtesy_of,
     probing,
+    throttle_of,
 )
 from kvpilot_operator.probes.stats import (
     MAX_SAMPLE_CHARACTERS,
@@ -50,12 +49,14 @@ from kvpilot_operator.probes.stats import (
     summarise,
     worst_prompt,
 )
+from kvpilot_operator.probes.throttle import GiveWay, Throttle
 
 __all__ = [
     "DEFAULT_TOKENS",
     "TOKEN_BUDGET",
     "TOP_K",
     "Baseline",
+    "GiveWay",
     "Measurement",
     "Progress",
     "Settings",
@@ -88,7 +89,7 @@ async def capture(
     """
     settings = settings or Settings()
     async with probing(base_url, model, settings, progress) as (engine, deadline):
-        courtesy = courtesy_of(engine, settings)
+        throttle = throttle_of(engine, settings)
         kept = 0
 
         async def tokenized(prompt: ProbePrompt) -> Tokenized:
@@ -101,7 +102,7 @@ async def capture(
             return found
 
         async def answered(item: tuple[ProbePrompt, Tokenized]) -> BaselinePrompt:
-            await courtesy.turn()
+            await throttle.let_users_go_first()
             return await _answer(engine, item[0], item[1].tokens, settings)
 
         rendered = list(zip(prompts, await _bounded(prompts, tokenized, settings.concurrency), strict=True))
@@ -154,22 +155,22 @@ async def _measure(
 ) -> Measurement:
     began = time.monotonic()
     async with probing(base_url, model, settings, progress) as (engine, deadline):
-        courtesy = courtesy_of(engine, settings)
+        throttle = throttle_of(engine, settings)
         allow(deadline, settings, sum(len(p.tokens) for p in baseline.prompts), baseline.positions)
 
         async def followed(index: int) -> _Followed:
-            await courtesy.turn()
-            return await _follow(engine, courtesy, index, baseline.prompts[index], settings)
+            await throttle.let_users_go_first()
+            return await _follow(engine, throttle, index, baseline.prompts[index], settings)
 
         followed_all = await _bounded(order, followed, settings.concurrency)
         compared = [c for f in followed_all for c in f.compared]
         worst = worst_prompt(compared)
-        sample = None if worst is None else await _sample(engine, courtesy, baseline.prompts[worst], settings)
+        sample = None if worst is None else await _sample(engine, throttle, baseline.prompts[worst], settings)
     return summarise(
         compared,
         unmeasured=baseline.positions - len(compared),
         requests=sum(f.requests for f in followed_all) + (sample is not None),
-        tokens=courtesy.spent,
+        tokens=throttle.spent,
         milliseconds=round((time.monotonic() - began) * 1000),
         sample=sample,
     )
@@ -209,19 +210,19 @@ class _Followed:
 
 
 async def _follow(
-    engine: Engine, courtesy: Courtesy, index: int, prompt: BaselinePrompt, settings: Settings
+    engine: Engine, throttle: Throttle, index: int, prompt: BaselinePrompt, settings: Settings
 ) -> _Followed:
     """Decode along the baseline's answer, with a new request after every position where the candidate parts from it."""
     answer = prompt.answer
     forced = array("I", (a.token for a in answer))
     compared: list[Compared] = []
-    requests = await _ask_half(engine, courtesy, prompt, settings)
+    requests = await _ask_half(engine, throttle, prompt, settings)
     start, resumes = 0, -1
     while start < len(answer) and resumes < settings.max_resumes:
         reached = start
         context = array("I", prompt.tokens) + forced[:start]
         wanted = len(answer) - start
-        if not courtesy.afford(len(context) + wanted):
+        if not throttle.afford(len(context) + wanted):
             break
         requests += 1
         resumes += 1
@@ -246,10 +247,10 @@ async def _follow(
     return _Followed(tuple(compared), requests)
 
 
-async def _ask_half(engine: Engine, courtesy: Courtesy, prompt: BaselinePrompt, settings: Settings) -> int:
+async def _ask_half(engine: Engine, throttle: Throttle, prompt: BaselinePrompt, settings: Settings) -> int:
     """Leave the first half of the prompt in the engine's prefix cache; return the number of requests that it took."""
     half = prompt.tokens[: len(prompt.tokens) // 2]
-    if len(half) < MIN_HALF_TOKENS or not courtesy.afford(len(half) + 1):
+    if len(half) < MIN_HALF_TOKENS or not throttle.afford(len(half) + 1):
         return 0
     async with aclosing(engine.decode(half, 1, 1, past_end=True, priority=settings.priority)) as steps:
         async for _ in steps:
@@ -257,8 +258,8 @@ async def _ask_half(engine: Engine, courtesy: Courtesy, prompt: BaselinePrompt, 
     return 1
 
 
-async def _sample(engine: Engine, courtesy: Courtesy, prompt: BaselinePrompt, settings: Settings) -> Sample | None:
-    if not courtesy.afford(len(prompt.tokens) + len(prompt.answer)):
+async def _sample(engine: Engine, throttle: Throttle, prompt: BaselinePrompt, settings: Settings) -> Sample | None:
+    if not throttle.afford(len(prompt.tokens) + len(prompt.answer)):
         return None
     text = ""
     async with aclosing(

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from kvpilot_operator.probes.client import Engine, Progress, http_client
 from kvpilot_operator.probes.codec import MAX_PROMPT_TOKENS
-from kvpilot_operator.probes.courtesy import Courtesy
 from kvpilot_operator.probes.errors import ProbeTimeout
+from kvpilot_operator.probes.throttle import GiveWay, Throttle
 
 # 32 decoded tokens reach past the first sentence, where a damaged cache starts to show, and cost about two seconds a
 # prompt on a CPU. Fewer than 8 would be mostly the prefill's token and its neighbours.
@@ -38,10 +38,9 @@ class Settings:
     Without `deadline_seconds` a run has as long as its prompts and answers need at the slowest pace that is worth
     probing, and the time that it gives way.
 
-    `give_way_seconds` is how long in all the run waits while users' requests are queued (None: it does not look); with
-    `insist` it then goes on, else it ends as `EngineBusy`. `token_budget` bounds the tokens of all requests together,
-    prompts included; what it does not cover stays unmeasured. `priority` goes with each request, for an engine that
-    schedules by priority: a larger one is served later.
+    `give_way` lets users' requests go first (None: it does not look). `token_budget` bounds the tokens of all requests
+    together, prompts included; what it does not cover stays unmeasured. `priority` goes with each request, for an
+    engine that schedules by priority: a larger one is served later.
     """
 
     tokens: int = DEFAULT_TOKENS
@@ -49,8 +48,7 @@ class Settings:
     concurrency: int = 2
     deadline_seconds: float | None = None
     max_resumes: int = MAX_RESUMES
-    give_way_seconds: float | None = None
-    insist: bool = False
+    give_way: GiveWay | None = None
     token_budget: int | None = None
     priority: int | None = None
 
@@ -87,10 +85,10 @@ def allow(deadline: asyncio.Timeout, settings: Settings, prompt_tokens: int, ans
     """Give a run the time from now on that this many tokens take, unless its settings say how long it has."""
     if settings.deadline_seconds is None:
         needed = prompt_tokens / PREFILL_TOKENS_PER_SECOND + answer_tokens / DECODE_TOKENS_PER_SECOND
-        waits = settings.give_way_seconds or 0.0
+        waits = settings.give_way.seconds if settings.give_way is not None else 0.0
         deadline.reschedule(asyncio.get_running_loop().time() + START_SECONDS + needed + waits)
 
 
-def courtesy_of(engine: Engine, settings: Settings) -> Courtesy:
+def throttle_of(engine: Engine, settings: Settings) -> Throttle:
     """How a run with these settings treats the engine's users."""
-    return Courtesy(engine, settings.give_way_seconds, settings.insist, settings.token_budget)
+    return Throttle(engine.base_url, settings.give_way, settings.token_budget)

@@ -9,7 +9,6 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "QuantizedLLMService"
 PLURAL = "quantizedllmservices"
-FIELD_MANAGER = "kvpilot"
 
 HTTP_ROUTE_API = "gateway.networking.k8s.io/v1"
 

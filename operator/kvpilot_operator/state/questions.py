@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import traceback
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import PurePath
 
-from kvpilot_operator.errors import ClusterError
-
-_PACKAGE = "kvpilot_operator"
+from kvpilot_operator.errors import ClusterError, places
 
 
 class Question(StrEnum):
@@ -69,10 +65,3 @@ def unanswered(question: Question, error: Exception) -> Unanswered:
     """What is kept of an error: its type, of one of the API server's the HTTP status, and the places in our code."""
     status = f" HTTP {error.status}" if isinstance(error, ClusterError) and error.status else ""
     return Unanswered(question, f"{type(error).__name__}{status}", places(error))
-
-
-def places(error: Exception) -> tuple[str, ...]:
-    """Where in the operator's own code an error was raised: FILE:LINE, outermost first."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = ((PurePath(frame.filename), frame.lineno) for frame in frames)
-    return tuple(f"{file.name}:{line}" for file, line in ours if _PACKAGE in file.parts)

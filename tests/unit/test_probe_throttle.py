@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
 from kvpilot_operator.observe.page import parse_page
-from kvpilot_operator.probes import courtesy
-from kvpilot_operator.probes.client import Engine, http_client
+from kvpilot_operator.probes import throttle
 from kvpilot_operator.probes.codec import Baseline, BaselinePrompt
-from kvpilot_operator.probes.courtesy import Courtesy
 from kvpilot_operator.probes.errors import EngineBusy
 from kvpilot_operator.probes.packs import Message, ProbePrompt
-from kvpilot_operator.probes.run import Settings, capture, measure
-from kvpilot_operator.probes.stats import Logprobs
+from kvpilot_operator.probes.run import GiveWay, Settings, capture, measure
+from kvpilot_operator.probes.stats import Logprobs, Measurement
+from kvpilot_operator.probes.throttle import Throttle
 from support.probe_engine import Body, Handler, Writer, counting, engine, respond
+from support.scrape_loop import scraping
+from support.services import KEY
 
 PAGE = """# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
 vllm:kv_cache_usage_perc{engine="0"} 0.5
@@ -28,7 +30,7 @@ vllm:num_requests_waiting{engine="1",model_name="a b"} %s
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courtesy, "LOOK_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(throttle, "LOOK_AGAIN_SECONDS", 0.01)
 
 
 def kept(prompts: int = 3) -> Baseline:
@@ -58,8 +60,15 @@ async def waiting(page: bytes, status: str = "200 OK") -> float:
     async def handler(_path: str, _body: Body, writer: Writer) -> None:
         respond(writer, page, status)
 
-    async with engine(handler) as url, http_client() as http:
-        return await Engine(url, "m", http).waiting()
+    async with engine(handler) as url, scraping() as scraper:
+        return await scraper.waiting(KEY, url)
+
+
+async def gently(handler: Handler, prompts: int, seconds: float) -> Measurement:
+    """One measurement that gives way for so long to the users of an engine like this."""
+    async with engine(handler) as url, scraping() as scraper:
+        give_way = GiveWay(partial(scraper.waiting, KEY, url), seconds)
+        return await measure(url, "m", kept(prompts), settings=Settings(tokens=8, concurrency=1, give_way=give_way))
 
 
 async def test_the_queue_is_the_sum_over_an_engines_ranks_and_no_other_metric() -> None:
@@ -85,19 +94,18 @@ async def test_an_engine_that_does_not_tell_its_queue_is_taken_for_idle(page: by
 
 
 async def test_an_engine_that_is_too_busy_to_tell_its_queue_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpilot_operator.probes.client.METRICS_SECONDS", 0.05)
+    monkeypatch.setattr("kvpilot_operator.observe.scrape.TIMEOUT_SECONDS", 0.05)
 
     async def handler(_path: str, _body: Body, _writer: Writer) -> None:
         await asyncio.sleep(5)
 
-    async with engine(handler) as url, http_client() as http:
-        assert await Engine(url, "m", http).waiting() == 1.0
+    async with engine(handler) as url, scraping() as scraper:
+        assert await scraper.waiting(KEY, url) == 1.0
 
 
 async def test_a_probe_lets_queued_users_go_first() -> None:
     asked: list[str] = []
-    async with engine(queueing(5.0, 2.0, 0.0, asked=asked)) as url:
-        found = await measure(url, "m", kept(), settings=Settings(tokens=8, concurrency=1, give_way_seconds=5))
+    found = await gently(queueing(5.0, 2.0, 0.0, asked=asked), 3, 5)
     assert asked[:4] == ["/metrics", "/metrics", "/metrics", "/v1/completions"]
     assert asked.count("/metrics") == 2 + 3
     assert found.positions == 21
@@ -105,29 +113,27 @@ async def test_a_probe_lets_queued_users_go_first() -> None:
 
 async def test_a_queue_that_does_not_end_ends_the_probe_without_a_verdict() -> None:
     asked: list[str] = []
-    async with engine(queueing(0.0, 5.0, asked=asked)) as url:
-        with pytest.raises(EngineBusy, match="5 requests still wait after the probe has given way for 0 s"):
-            await measure(url, "m", kept(), settings=Settings(tokens=8, concurrency=1, give_way_seconds=0.1))
+    with pytest.raises(EngineBusy, match="5 requests still wait after the probe has given way for 0 s"):
+        await gently(queueing(0.0, 5.0, asked=asked), 3, 0.1)
     assert asked.count("/v1/completions") == 1
 
 
 async def test_a_capture_goes_on_in_the_end_because_relief_depends_on_it() -> None:
     prompts = [ProbePrompt("p", f"n{i}", (Message("user", "hello"),)) for i in range(3)]
-    settings = Settings(tokens=8, give_way_seconds=0.05, insist=True)
-    async with engine(queueing(5.0)) as url:
+    async with engine(queueing(5.0)) as url, scraping() as scraper:
+        give_way = GiveWay(partial(scraper.waiting, KEY, url), 0.05, insist=True)
+        settings = Settings(tokens=8, give_way=give_way)
         captured = await capture(url, "m", prompts, identity="i", dtype="auto", settings=settings)
     assert captured.positions == 24
 
 
 async def test_what_is_waited_is_bounded_over_the_whole_run() -> None:
     looks = [v for _ in range(50) for v in (1.0, 1.0, 1.0, 0.0)]
-    async with engine(queueing(*looks)) as url:
-        with pytest.raises(EngineBusy):
-            await measure(url, "m", kept(40), settings=Settings(tokens=8, concurrency=1, give_way_seconds=0.2))
+    with pytest.raises(EngineBusy):
+        await gently(queueing(*looks), 40, 0.2)
 
 
-async def test_a_budget_is_spent_and_not_overdrawn() -> None:
-    async with http_client() as http:
-        bounded = Courtesy(Engine("http://unused", "m", http), None, insist=False, token_budget=10)
-        assert [bounded.afford(n) for n in (4, 7, 6, 1)] == [True, False, True, False]
-        assert bounded.spent == 10
+def test_a_budget_is_spent_and_not_overdrawn() -> None:
+    bounded = Throttle("http://unused", None, token_budget=10)
+    assert [bounded.afford(n) for n in (4, 7, 6, 1)] == [True, False, True, False]
+    assert bounded.spent == 10

@@ -1,0 +1,22 @@
+"""How long to wait before something that failed is tried again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Pauses in seconds that double from `first` up to `last`; to iterate gives one after the other, for ever."""
+
+    first: float
+    last: float
+
+    def pause(self, failures: int) -> float:
+        """The pause after one more failure, when so many came before it in a row."""
+        return min(self.first * 2.0 ** min(failures, 64), self.last)
+
+    def __iter__(self) -> Iterator[float]:
+        return map(self.pause, itertools.count())

@@ -1,0 +1,22 @@
+"""Pauses between tries: they double, they end at a longest one, and there is always another."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_operator.backoff import Backoff
+
+SECONDS = st.floats(0.01, 1000.0)
+
+
+def test_pauses_double_up_to_the_last_and_never_end() -> None:
+    assert list(islice(Backoff(0.2, 5.0), 7)) == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+
+
+@given(SECONDS, SECONDS, st.integers(0, 10**6))
+def test_no_pause_is_shorter_than_the_one_before_nor_longer_than_the_last(a: float, b: float, failures: int) -> None:
+    backoff = Backoff(min(a, b), max(a, b))
+    assert backoff.first <= backoff.pause(failures) <= backoff.pause(failures + 1) <= backoff.last
