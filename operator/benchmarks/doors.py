@@ -44,7 +44,8 @@ def page(text: bytes) -> None:
     """As scrapes read it: in chunks."""
     reader = PageReader()
     for start in range(0, len(text), METRICS_CHUNK_BYTES):
-        reader.feed(text[start : start + METRICS_CHUNK_BYTES])
+        for _ in reader.steps(text[start : start + METRICS_CHUNK_BYTES]):
+            pass
     reader.close()
 
 

@@ -18,7 +18,7 @@ from kvpilot_operator.observe.page import parse_page
 from kvpilot_operator.probes import packs, run
 from kvpilot_operator.probes.errors import MalformedAnswer, ProbeTimeout
 from support.probe_engine import engine, respond, tokens_of
-from support.scrape_loop import scraping
+from support.scrape_loop import ignore, scraping
 from support.services import KEY
 
 FINE = "vllm:kv_cache_usage_perc 0.5\n"
@@ -44,7 +44,7 @@ async def refusal(handler) -> str:
     began = time.monotonic()
     async with engine(handler) as url, scraping() as scraper:
         with pytest.raises(ScrapeError) as caught:
-            await scraper.scrape(KEY, url)
+            await scraper.scrape(KEY, url, ignore)
     assert time.monotonic() - began < scrape.TIMEOUT_SECONDS + 2
     assert len(str(caught.value)) < 700
     assert url in str(caught.value)

@@ -53,3 +53,7 @@ async def scraping() -> AsyncIterator[Scraper]:
         yield scraper
     finally:
         await scraper.close()
+
+
+def ignore(work: int) -> None:
+    """For a scrape whose work nobody counts."""

@@ -83,3 +83,10 @@ def test_a_refusal_is_one_event_and_not_one_each_pass() -> None:
     assert [event.reason for event in first.events if event.type == "Warning"] == ["NameTaken"]
     again = decide(snapshot(OBJ, status=first.status, rejections=(TAKEN,)))
     assert again.events == ()
+
+
+def test_why_an_engine_is_scraped_less_often_is_told_and_nothing_of_the_others() -> None:
+    why = {"b": "http://10.0.0.2:8000/metrics: more than 16384 lines", "a": "http://10.0.0.1:8000/metrics: HTTP 500"}
+    assert "less often" not in told(running(OBJ, "auto"), "MetricsAvailable").message
+    message = told(running(OBJ, "auto", backed_off=why), "MetricsAvailable").message
+    assert "2 pods are scraped less often; a: http://10.0.0.1:8000/metrics: HTTP 500" in message

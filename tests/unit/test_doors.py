@@ -39,7 +39,8 @@ class DoorTest:
 def read_page(text: bytes) -> None:
     reader = PageReader()
     for start in range(0, len(text), METRICS_CHUNK_BYTES):
-        reader.feed(text[start : start + METRICS_CHUNK_BYTES])
+        for _ in reader.steps(text[start : start + METRICS_CHUNK_BYTES]):
+            pass
     reader.close()
 
 

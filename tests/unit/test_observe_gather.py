@@ -6,7 +6,7 @@ import gc
 import json
 import logging
 import tracemalloc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvpilot_localcluster.engines import PAGE_LATER
+from kvpilot_operator.budget import METRICS_WORK_PER_SECOND
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ClusterError, ScrapeError
 from kvpilot_operator.observe import fleet, gather
@@ -104,6 +105,7 @@ class World:
         self.pages = {"http://10.0.0.1:8000": REAL}
         self.asked: list[str] = []
         self.heard: list[bool] = []
+        self.work = 0
         self.now = datetime(2026, 11, 21, 12, 0, 0, 400_000, tzinfo=UTC)
         self.windows, self.scraper = Windows(), Scraper()
         self.observer = Observer(
@@ -114,6 +116,7 @@ class World:
             ServerFacts(**facts),
             lambda: self.now,
             self.heard.append,
+            lambda: self.now.timestamp(),
         )
         monkeypatch.setattr(self.scraper, "scrape", self._answer)
 
@@ -135,8 +138,9 @@ class World:
         assert found is not None
         return found
 
-    async def _answer(self, service: object, url: str) -> PodMetrics:
+    async def _answer(self, service: object, url: str, spend: Callable[[int], None]) -> PodMetrics:
         self.asked.append(url)
+        spend(self.work)
         if url not in self.pages:
             raise ScrapeError(f"{url}: HTTP 404")
         return parse_page(self.pages[url])
@@ -257,6 +261,45 @@ async def test_a_pod_that_does_not_answer_is_counted_and_one_that_is_not_ready_i
     assert sample is not None
     assert (sample.pods, sample.unanswered) == (1, 1)
     assert sorted(world.heard) == [False, True]
+
+
+async def test_a_pod_whose_pages_are_refused_is_asked_less_often_until_one_is_good(world: World) -> None:
+    world.put(pod("b", "10.0.0.2"))
+    bad = "http://10.0.0.2:8000"
+    await world.scrape(60)
+    assert world.asked.count("http://10.0.0.1:8000") == 60
+    # At 0, 5, 10, 15, 25 and 45 seconds, and then every 30.
+    assert world.asked.count(bad) == 6 + 8
+    found = await world.snapshot()
+    # It is one that did not answer in the scrapes that left it out, too.
+    assert {(s.pods, s.unanswered) for s in found.samples["r1"]} == {(1, 1)}
+    assert found.backed_off == {"b": f"{bad}: HTTP 404"}
+    world.pages[bad] = REAL
+    await world.scrape(7)
+    assert (await world.snapshot()).backed_off == {}
+    del world.asked[:]
+    await world.scrape(4)
+    assert world.asked.count(bad) == 4
+
+
+async def test_a_service_whose_pages_take_long_to_read_is_scraped_whole_but_less_often(world: World) -> None:
+    world.put(pod("b", "10.0.0.2"))
+    world.pages["http://10.0.0.2:8000"] = REAL
+    world.work = 7 * METRICS_WORK_PER_SECOND
+    await world.scrape(60)
+    assert len(world.asked) == 60
+    found = await world.snapshot()
+    assert {(s.pods, s.unanswered) for s in found.samples["r1"]} == {(2, 0)}
+    assert found.backed_off == {}
+
+
+async def test_nothing_is_remembered_of_how_often_a_deleted_service_was_scraped(world: World) -> None:
+    await world.scrape()
+    world.drop(KIND, KEY.name)
+    assert await world.observer.snapshot(KEY, None) is None
+    await world.scrape()
+    assert len(world.asked) == 1
+    assert not world.observer._paces
 
 
 async def test_an_evicted_pod_is_neither_asked_nor_counted(world: World) -> None:

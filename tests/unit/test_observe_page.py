@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from kvpilot_localcluster.engines import PAGE_LATER
 from kvpilot_operator.errors import ScrapeError
-from kvpilot_operator.observe.page import MOST_REQUESTS, parse_page
+from kvpilot_operator.observe import series
+from kvpilot_operator.observe.page import MOST_REQUESTS, PageReader, parse_page
 from kvpilot_operator.state.snapshot import ModelFacts
 
 REAL = PAGE_LATER.read_text()
@@ -180,3 +181,26 @@ def test_what_prometheus_writes_is_what_is_read(
     assert page.totals.itl.total == pytest.approx(sum(latencies))
     for i, (low, high) in enumerate([(-1, 0.1), (0.1, 1), (1, 10), (10, 99)] if latencies else []):
         assert page.totals.itl.counts[i] == sum(low < latency <= high for latency in latencies)
+
+
+@given(
+    st.lists(st.one_of(st.sampled_from(REAL.splitlines()), st.text(max_size=40)), max_size=400),
+    st.integers(1, 5000),
+    st.integers(1, 100),
+)
+def test_a_page_says_the_same_in_whatever_chunks_and_steps_it_is_read(lines: list[str], chunk: int, step: int) -> None:
+    def read(size: int) -> object:
+        reader = PageReader()
+        try:
+            for start in range(0, len(text), size):
+                for _ in reader.steps(text[start : start + size]):
+                    pass
+            return reader.close()
+        except ScrapeError as error:
+            return str(error)
+
+    text = "\n".join(lines).encode()
+    whole = read(len(text) or 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(series, "METRICS_STEP_LINES", step)
+        assert read(chunk) == whole

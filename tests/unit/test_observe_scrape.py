@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import tracemalloc
 from collections import Counter
@@ -12,14 +13,15 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvpilot_localcluster.engines.hostile_texts import REAL
-from kvpilot_operator.budget import METRICS
+from kvpilot_operator.budget import METRICS, METRICS_LINES, METRICS_STEP_LINES, METRICS_WORK_BYTES
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.state.snapshot import ServiceKey
-from support.scrape_loop import scraping
+from support.scrape_loop import ignore, scraping
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nConnection: close\r\n\r\n"
 LINE = b"vllm:num_requests_running 1\n"
+USAGE = b"vllm:kv_cache_usage_perc 0.5\n"
 GOOD = ServiceKey("good", "good")
 
 
@@ -66,13 +68,13 @@ async def engines() -> AsyncIterator[Engines]:
 
 async def failed(scraper: Scraper, service: ServiceKey, url: str) -> str:
     with pytest.raises(ScrapeError) as caught:
-        await scraper.scrape(service, url)
+        await scraper.scrape(service, url, ignore)
     return str(caught.value)
 
 
 async def test_a_page_is_read_whole_over_a_small_buffer() -> None:
     async with engines() as served, scraping() as scraper:
-        page = await scraper.scrape(GOOD, f"{served.url}/good")
+        page = await scraper.scrape(GOOD, f"{served.url}/good", ignore)
     assert (page.running, page.dtype) == (8, "k4v4")
 
 
@@ -83,7 +85,7 @@ async def test_a_good_service_is_scraped_while_all_of_forty_others_hang(namespac
         hanging = [asyncio.create_task(failed(scraper, key, f"{served.url}/hang")) for key in bad for _ in range(10)]
         while served.open < METRICS.quick:
             await asyncio.sleep(0.01)
-        page = await scraper.scrape(GOOD, f"{served.url}/good")
+        page = await scraper.scrape(GOOD, f"{served.url}/good", ignore)
         # It had its turn long before the others' end.
         assert page.running == 8
         assert served.asked["hang"] < 400
@@ -114,14 +116,16 @@ async def test_a_busy_loop_lets_no_scrape_fail() -> None:
     async with engines() as served, scraping() as scraper:
         other = asyncio.create_task(busy())
         keys = [ServiceKey(f"team-{i % 10}", f"model-{i}") for i in range(100)]
-        pages = await asyncio.gather(*(scraper.scrape(key, f"{served.url}/good") for key in keys for _ in range(3)))
+        pages = await asyncio.gather(
+            *(scraper.scrape(key, f"{served.url}/good", ignore) for key in keys for _ in range(3))
+        )
         other.cancel()
     assert {page.running for page in pages} == {8}
 
 
 async def test_large_pages_of_many_pods_at_once_take_little_memory() -> None:
     async with engines() as served, scraping() as scraper:
-        await scraper.scrape(GOOD, f"{served.url}/good")
+        await scraper.scrape(GOOD, f"{served.url}/good", ignore)
         tracemalloc.start()
         refused = await asyncio.gather(
             *(failed(scraper, ServiceKey("bad", f"bad-{i % 8}"), f"{served.url}/large") for i in range(64))
@@ -132,3 +136,55 @@ async def test_large_pages_of_many_pods_at_once_take_little_memory() -> None:
     print("peak", peak)
     # Both ends are in this process; 64 pages of 4 MiB were 256 MiB and their copies.
     assert peak < 64 * 512 * 1024
+
+
+async def answer(head: bytes, body: bytes) -> tuple[list[int], str, int]:
+    """What one scrape of a server that sends this costs: work, what it says where it fails, and turns of the loop."""
+    turns, spent = 0, []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            writer.write(head + body)
+            await writer.drain()
+            writer.close()
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    counting = asyncio.create_task(count())
+    words = ""
+    async with scraping() as scraper:
+        try:
+            await scraper.scrape(GOOD, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", spent.append)
+        except ScrapeError as error:
+            words = str(error)
+    counting.cancel()
+    server.close()
+    return spent, words, turns
+
+
+async def test_everybody_else_has_a_turn_between_two_small_steps_of_a_page() -> None:
+    number = METRICS_LINES - 1
+    spent, words, turns = await answer(HEAD, USAGE + b"\n" * (number - 1))
+    assert not words
+    assert spent == [number + (len(USAGE) + number - 1) // METRICS_WORK_BYTES]
+    assert turns >= number // METRICS_STEP_LINES
+
+
+async def test_a_page_that_is_refused_has_its_work_counted() -> None:
+    spent, words, _ = await answer(HEAD, USAGE + b"\n" * 5000 + b"vllm:num_requests_running -1\n" + b"\n" * 5000)
+    assert "negative" in words
+    assert 5000 < spent[0] < 5000 + METRICS_STEP_LINES + 11_000 // METRICS_WORK_BYTES
+
+
+async def test_a_page_that_says_it_is_too_large_is_not_read() -> None:
+    size = METRICS.read_bytes + 1
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size
+    spent, words, _ = await answer(head, USAGE + b"#" * (size - len(USAGE)))
+    assert f"{size} bytes" in words
+    assert spent == [0]

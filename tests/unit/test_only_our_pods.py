@@ -15,7 +15,7 @@ from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.views import is_ours
 from kvpilot_operator.probes.client import Engine, http_client
 from kvpilot_operator.probes.errors import EngineRefused
-from support.scrape_loop import scraping
+from support.scrape_loop import ignore, scraping
 from support.services import KEY
 
 LABELS = {"kvpilot.io/service": "chat", "kvpilot.io/revision": "0a1b2c3d"}
@@ -82,7 +82,7 @@ async def listening(elsewhere: str = "") -> AsyncIterator[Listener]:
 async def test_a_pod_cannot_send_a_scrape_elsewhere() -> None:
     async with listening() as other, listening(other.url) as engine, scraping() as scraper:
         with pytest.raises(ScrapeError, match="307"):
-            await scraper.scrape(KEY, engine.url)
+            await scraper.scrape(KEY, engine.url, ignore)
     assert (engine.asked, other.asked) == (["GET /metrics"], [])
 
 
@@ -102,7 +102,7 @@ async def test_no_proxy_of_the_environment_sees_a_scrape_or_a_probe(monkeypatch:
         monkeypatch.setenv("NO_PROXY", "")
         async with scraping() as scraper:
             with pytest.raises(ScrapeError):
-                await scraper.scrape(KEY, engine.url)
+                await scraper.scrape(KEY, engine.url, ignore)
         async with http_client() as http:
             async for _ in Engine(engine.url, "chat", http).decode([1, 2, 3], 1, 1):
                 pass

@@ -161,10 +161,13 @@ def test_when_the_engines_were_scraped_and_the_pods_that_lie_or_are_silent_are_s
     telemetry = Telemetry()
     old = Sample(NOW - timedelta(seconds=40), 1, 0.5, 1, 0, 8000, "auto", doubted=("a: why", "b: why"), unanswered=1)
     new = replace(old, time=NOW - timedelta(seconds=7), doubted=("c: why",), unanswered=0)
-    decided(telemetry, Status(), samples={"r1": (old,), "r2": (old, new)})
+    decided(
+        telemetry, Status(), samples={"r1": (old,), "r2": (old, new)}, backed_off={"d": "HTTP 404", "e": "HTTP 500"}
+    )
     assert read(telemetry, "kvpilot_engine_metrics_timestamp_seconds") == NOW.timestamp() - 7
     assert read(telemetry, "kvpilot_doubted_pods") == 3
     assert read(telemetry, "kvpilot_unanswered_pods") == 1
+    assert read(telemetry, "kvpilot_scrape_backoff_pods") == 2
 
 
 def test_what_is_no_longer_so_is_no_longer_shown() -> None:

@@ -51,7 +51,10 @@ MAX_REPLICAS = Family("kvpilot_max_replicas", "Replicas that the spec allows.")
 
 METRICS_TIME = Family("kvpilot_engine_metrics_timestamp_seconds", "When the service's engines were last scraped.")
 DOUBTED = Family("kvpilot_doubted_pods", "Pods that answer and whose metrics are not believed.")
-UNANSWERED = Family("kvpilot_unanswered_pods", "Ready pods that did not answer the last scrape.")
+UNANSWERED = Family("kvpilot_unanswered_pods", "Ready pods of which the last scrape has no metrics.")
+BACKED_OFF = Family(
+    "kvpilot_scrape_backoff_pods", "Ready pods that are scraped less often, after scrapes that failed in a row."
+)
 
 _OPTION = ("action", "dtype", "outcome")
 OPTION_GPUS = Family(
@@ -132,6 +135,7 @@ def _plain(s: Snapshot, status: Status) -> _Rows:
     yield METRICS_TIME, (), max((sample.time.timestamp() for sample in newest), default=None)
     yield DOUBTED, (), sum(len(sample.doubted) for sample in newest)
     yield UNANSWERED, (), sum(sample.unanswered for sample in newest)
+    yield BACKED_OFF, (), len(s.backed_off)
 
 
 def _words(s: Snapshot, status: Status) -> _Rows:

@@ -32,7 +32,7 @@ def conditions(draft: Draft, s: Snapshot, target: Target, workload: Workload, re
         available,
         _progressing(draft, s, target, replicas, objects),
         _model_cached(draft, s),
-        _metrics(workload),
+        _metrics(s, workload),
         _memory_pressured(s, workload),
         _canary_healthy(draft),
         _accuracy(draft, s, target),
@@ -191,14 +191,19 @@ def _model_cached(draft: Draft, s: Snapshot) -> _Line:
     return ("ModelCached", "Unknown", "NotLoadedYet", "no engine has loaded the model yet")
 
 
-def _metrics(workload: Workload) -> _Line:
+def _metrics(s: Snapshot, workload: Workload) -> _Line:
+    refused = ""
+    if s.backed_off:
+        first, number = min(s.backed_off), len(s.backed_off)
+        many = "1 pod is" if number == 1 else f"{number} pods are"
+        refused = f"; {many} scraped less often; {first}: {s.backed_off[first]}"
     if workload.kind == "NoMetrics":
-        return ("MetricsAvailable", "False", "NoMetrics", workload.message)
+        return ("MetricsAvailable", "False", "NoMetrics", f"{workload.message}{refused}")
     capacity = f"KV capacity {workload.capacity_tokens} tokens"
     if workload.doubted:  # names alone: why holds figures that move, and is in the operator's log
         names = ", ".join(sorted(doubt.partition(":")[0] for doubt in workload.doubted))
-        return ("MetricsAvailable", "True", "PartlyBelieved", f"{capacity}; not believed: {names}")
-    return ("MetricsAvailable", "True", "Scraped", capacity)
+        return ("MetricsAvailable", "True", "PartlyBelieved", f"{capacity}; not believed: {names}{refused}")
+    return ("MetricsAvailable", "True", "Scraped", f"{capacity}{refused}")
 
 
 def _memory_pressured(s: Snapshot, workload: Workload) -> _Line:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.believe import Judged
 from kvpilot_operator.observe.fleet import Fleet
+from kvpilot_operator.observe.pace import Pace
 from kvpilot_operator.observe.pack_texts import PackTexts
 from kvpilot_operator.observe.page import PodMetrics
 from kvpilot_operator.observe.probe_plan import probe_plan
@@ -57,7 +59,8 @@ class _Plan(NamedTuple):
 
 
 class Observer:
-    """Builds Snapshots from the fleet's cache; `clock` gives the time in UTC, `on_scrape` hears how a scrape went."""
+    """Builds Snapshots from the fleet's cache; `clock` gives the time in UTC, `elapsed` seconds that never go back, and
+    `on_scrape` hears how a scrape went."""
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class Observer:
         server: ServerFacts,
         clock: Callable[[], datetime],
         on_scrape: Callable[[bool], None],
+        elapsed: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster = cluster
         self._fleet = fleet
@@ -75,9 +79,11 @@ class Observer:
         self._server = server
         self._clock = clock
         self._on_scrape = on_scrape
+        self._elapsed = elapsed
         self._scraper = scraper
         self._texts = PackTexts(cluster)
         self._plans: dict[ServiceKey, _Plan] = {}
+        self._paces: dict[ServiceKey, Pace] = {}
         self._nodes: dict[str, tuple[datetime, Object]] = {}
         self._told: dict[tuple[ServiceKey, str], frozenset[str]] = {}
 
@@ -86,6 +92,7 @@ class Observer:
         service = self._fleet.services.get(*key)
         if service is None:
             self._plans.pop(key, None)
+            self._paces.pop(key, None)
             self._told = {about: told for about, told in self._told.items() if about[0] != key}
             return None
         spec = service.spec
@@ -130,6 +137,7 @@ class Observer:
             probes=probes,
             probe_result=probe_result,
             unanswered=tuple(failed),
+            backed_off=self._paces[key].backed_off if key in self._paces else {},
         )
 
     async def refresh(self, key: ServiceKey) -> None:
@@ -143,14 +151,21 @@ class Observer:
         return len(self._fleet.pods)
 
     async def scrape(self, key: ServiceKey) -> None:
-        """Scrape every ready engine of a service; a pod that does not answer is left out of this sample."""
+        """Scrape every ready engine of a service that is due; a pod that gives no page is left out of this sample."""
+        ready = {
+            view.name: view for view in self._fleet.pods.of(key) if view.ready and view.ip and not view.terminating
+        }
+        if self._fleet.services.get(*key) is None:
+            return
+        pace = self._paces.setdefault(key, Pace())
+        due = pace.due(ready.keys(), self._elapsed())
         by_revision: dict[str, list[PodView]] = {}
-        for view in self._fleet.pods.of(key):
-            if view.ready and view.ip and not view.terminating:
-                by_revision.setdefault(view.revision, []).append(view)
+        for view in ready.values() if due else ():
+            by_revision.setdefault(view.revision, []).append(view)
         for revision, views in by_revision.items():
-            answers = await asyncio.gather(*(self._scrape_pod(key, view) for view in views))
-            pages = {view.name: page for view, page in zip(views, answers, strict=True) if page is not None}
+            asked = [view for view in views if view.name in due]
+            answers = await asyncio.gather(*(self._scrape_pod(key, view, pace) for view in asked))
+            pages = {view.name: page for view, page in zip(asked, answers, strict=True) if page is not None}
             gpus = {view.name: self._gpu(view.node) for view in views if view.node in self._nodes}
             if pages:
                 judged = self._windows.add(
@@ -174,14 +189,16 @@ class Observer:
         elif told:
             del self._told[key, revision]
 
-    async def _scrape_pod(self, key: ServiceKey, pod: PodView) -> PodMetrics | None:
+    async def _scrape_pod(self, key: ServiceKey, pod: PodView, pace: Pace) -> PodMetrics | None:
         try:
-            page = await self._scraper.scrape(key, engine_url(pod.ip))
+            page = await self._scraper.scrape(key, engine_url(pod.ip), lambda work: pace.spend(work, self._elapsed()))
         except ScrapeError as error:
             log.warning("scrape failed: %s", error, extra={"service": str(key), "pod": pod.name})
             self._on_scrape(False)
+            pace.failed(pod.name, self._elapsed(), str(error))
             return None
         self._on_scrape(True)
+        pace.answered(pod.name)
         return page
 
     async def _node_facts(self, pods: Sequence[PodView]) -> NodeFacts:

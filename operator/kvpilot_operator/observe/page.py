@@ -9,7 +9,7 @@ spelling too: a page that has both says the same twice, and the newer one is rea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
@@ -122,16 +122,18 @@ class PodMetrics:
 def parse_page(text: str) -> PodMetrics:
     """Read a whole page; raises ScrapeError, as `PageReader` does."""
     reader = PageReader()
-    reader.feed(text.encode("utf-8", errors="replace"))
+    for _ in reader.steps(text.encode("utf-8", errors="replace")):
+        pass
     return reader.close()
 
 
 class PageReader:
     """Takes one page of Prometheus text in chunks.
 
-    `feed` and `close` raise ScrapeError: the page is larger than one may be, use of the cache is missing, a line cannot
-    be read, or a value cannot be true (negative, not a number, infinite, a share above 1, buckets that fall or are too
-    many, more requests than a process has connections, more tokens than memory holds, a dtype too long to be one).
+    `steps` and `close` raise ScrapeError: the page is larger than one may be, use of the cache is missing, a line
+    cannot be read, or a value cannot be true (negative, not a number, infinite, a share above 1, buckets that fall or
+    are too many, more requests than a process has connections, more tokens than memory holds, a dtype too long to be
+    one).
     """
 
     def __init__(self) -> None:
@@ -146,9 +148,14 @@ class PageReader:
         self._dtype = ""
         self._model: ModelFacts | None = None
 
-    def feed(self, chunk: bytes) -> None:
-        """Read the next bytes of the page."""
-        self._series.feed(chunk)
+    @property
+    def work(self) -> int:
+        """What has been read so far (`SeriesReader.work`)."""
+        return self._series.work
+
+    def steps(self, chunk: bytes) -> Iterator[None]:
+        """Read the next bytes of the page while it is gone through, a small step at a time."""
+        return self._series.steps(chunk)
 
     def close(self) -> PodMetrics:
         """What the page said; it is over."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable, Iterator
 
 import aiohttp
 
@@ -41,12 +42,16 @@ class Scraper:
         """Close the connections."""
         await self._http.close()
 
-    async def scrape(self, service: ServiceKey, url: str) -> PodMetrics:
-        """Fetch and read the page of one pod of a service; every failure is a ScrapeError that names the address."""
-        address = f"{url}/metrics"
+    async def scrape(self, service: ServiceKey, url: str, spend: Callable[[int], None]) -> PodMetrics:
+        """Fetch and read the page of one pod of a service; every failure is a ScrapeError that names the address.
+
+        `spend` is told the work (`PageReader.work`) that it took, after a failure, too.
+        """
+        address, page = f"{url}/metrics", PageReader()
         try:
             async with self._places.of(service, service.namespace):
-                return await self._fetch(service, address)
+                await self._fetch(service, address, page)
+                return page.close()
         except (ScrapeError, PlaceLost) as error:
             raise ScrapeError(f"{address}: {error}") from error
         except TimeoutError as error:
@@ -54,18 +59,21 @@ class Scraper:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # What the server sent may be part of the text.
             raise ScrapeError(f"{address}: {type(error).__name__}: {str(error)[:_EXCERPT]}") from error
+        finally:
+            spend(page.work)
 
     async def waiting(self, service: ServiceKey, url: str) -> float:
         """Requests that wait for room in one pod; 0 where it does not say, 1 where it is too busy to say."""
         try:
-            return (await self.scrape(service, url)).waiting
+            # What this takes is bounded by the questions of the probe that asks.
+            return (await self.scrape(service, url, lambda _: None)).waiting
         except ScrapeTimeout:
             return 1.0
         except ScrapeError:
             return 0.0
 
-    async def _fetch(self, service: ServiceKey, address: str) -> PodMetrics:
-        page, clock = PageReader(), asyncio.get_running_loop().time
+    async def _fetch(self, service: ServiceKey, address: str, page: PageReader) -> None:
+        clock = asyncio.get_running_loop().time
         limit = asyncio.timeout(TIMEOUT_SECONDS)
         async with limit, self._http.get(address, allow_redirects=False) as answer:
             if answer.status != 200:
@@ -73,16 +81,23 @@ class Scraper:
             encoding = answer.headers.get("Content-Encoding", "identity")
             if encoding != "identity":
                 raise ScrapeError(f"the page is encoded ({encoding[:_EXCERPT]}), though plain text was asked for")
+            if (answer.content_length or 0) > METRICS.read_bytes:
+                raise ScrapeError(f"{answer.content_length} bytes, more than {METRICS.read_bytes}")
             async for chunk in answer.content.iter_chunked(METRICS_CHUNK_BYTES):
                 # The engine is not to blame for what it waits here.
                 came, until = clock(), limit.when() or 0.0
                 limit.reschedule(None)
-                async with self._turns.of(service, service.namespace):
-                    page.feed(chunk)
-                    # Whatever else is ready comes before the next chunks, whoever's they are.
-                    await asyncio.sleep(0)
+                await self._read(service, page.steps(chunk))
                 limit.reschedule(until + clock() - came)
-        return page.close()
+
+    async def _read(self, service: ServiceKey, steps: Iterator[None]) -> None:
+        """Go through these steps; each waits for its turn."""
+        more = True
+        while more:
+            async with self._turns.of(service, service.namespace):
+                more = next(steps, steps) is None
+                # Whatever else is ready comes before the next steps, whoever's they are.
+                await asyncio.sleep(0)
 
 
 def _socket(address: aiohttp.connector.AddrInfoType) -> socket.socket:

@@ -9,9 +9,15 @@ docs/decisions/0013-our-own-reader-of-pages.md has the figures beside prometheus
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 
-from kvpilot_operator.budget import METRICS, METRICS_LINE_BYTES, METRICS_LINES
+from kvpilot_operator.budget import (
+    METRICS,
+    METRICS_LINE_BYTES,
+    METRICS_LINES,
+    METRICS_STEP_LINES,
+    METRICS_WORK_BYTES,
+)
 from kvpilot_operator.errors import ScrapeError
 
 # Called for each wanted series: its name, the text between the braces, and the value.
@@ -42,25 +48,36 @@ class SeriesReader:
         self._bytes = 0
         self._lines = 0
 
-    def feed(self, chunk: bytes) -> None:
-        """Read the next bytes.
+    @property
+    def work(self) -> int:
+        """What has been read so far, in lines: the time that it took is proportional to it."""
+        return self._lines + self._bytes // METRICS_WORK_BYTES
+
+    def steps(self, chunk: bytes) -> Iterator[None]:
+        """Read the next bytes while it is gone through, METRICS_STEP_LINES lines at a time.
 
         Raises:
             ScrapeError: more bytes or lines than a page may have, or a wanted line that is too long or cannot be read.
         """
-        self._bytes += len(chunk)
-        if self._bytes > METRICS.read_bytes:
+        if self._bytes + len(chunk) > METRICS.read_bytes:
             raise ScrapeError(f"more than {METRICS.read_bytes} bytes")
-        self._lines += chunk.count(b"\n")
-        if self._lines > METRICS_LINES:
+        if self._lines + chunk.count(b"\n") > METRICS_LINES:
             raise ScrapeError(f"more than {METRICS_LINES} lines")
+        self._bytes += len(chunk)
         *lines, rest = chunk.split(b"\n")
         if lines:
             lines[0] = bytes(self._rest) + lines[0]
-            for line in lines[1:] if self._skipping else lines:
-                self._read(line)
-            self._skipping = False
             self._rest.clear()
+            if self._skipping:
+                lines[0] = b""
+                self._skipping = False
+            for start in range(0, len(lines), METRICS_STEP_LINES):
+                if start:
+                    yield
+                step = lines[start : start + METRICS_STEP_LINES]
+                self._lines += len(step)
+                for line in step:
+                    self._read(line)
         if not self._skipping:
             self._rest += rest
         if len(self._rest) > METRICS_LINE_BYTES:
@@ -69,7 +86,7 @@ class SeriesReader:
             self._rest.clear()
 
     def close(self) -> None:
-        """The page is over: read its last line. Raises ScrapeError, as `feed` does."""
+        """The page is over: read its last line. Raises ScrapeError, as `steps` does."""
         if not self._skipping:
             self._read(bytes(self._rest))
 

@@ -271,6 +271,8 @@ class Snapshot:
     probe_result: ProbeResult | None = None
     unanswered: tuple[Unanswered, ...] = ()
     """What could not be observed this time: its field holds nothing then, which says nothing."""
+    backed_off: Mapping[str, str] = field(default_factory=dict)
+    """Pods that are asked for their metrics less often, by name, with why: they failed more than once in a row."""
 
     def unread(self, question: Question) -> Unanswered | None:
         """Why this could not be observed; None where it was."""

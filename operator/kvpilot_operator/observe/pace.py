@@ -1,0 +1,69 @@
+"""How often the engines of a service are asked for their pages: seldom where those are refused, or take long to read.
+
+An engine that answers well, with a page as large as any real one, is asked in every cycle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from kvpilot_operator.backoff import Backoff
+from kvpilot_operator.budget import METRICS_WORK_PER_SECOND
+
+# The first failure may be chance: the engine is asked in the next cycle as always. With each further one in a row the
+# pause doubles; the longest is what an engine that has recovered waits at most.
+BACKOFF = Backoff(2.0, 30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    times: int
+    until: float
+    why: str
+
+
+class Pace:
+    """One service's. Before a cycle `due` says whom to ask, after it `answered` or `failed` are told what came.
+
+    Times are seconds on a clock that never goes back.
+    """
+
+    def __init__(self) -> None:
+        self._failed: dict[str, _Failed] = {}
+        self._asked = 0
+        self._paid_at = 0.0
+
+    @property
+    def backed_off(self) -> Mapping[str, str]:
+        """The pods that failed more than once in a row, and so are asked less often, each with why."""
+        return {pod: one.why for pod, one in self._failed.items() if one.times > 1}
+
+    def due(self, pods: Collection[str], now: float) -> list[str]:
+        """Of a service's ready pods those to ask now; all others of its pods are forgotten."""
+        for gone in self._failed.keys() - pods:
+            del self._failed[gone]
+        if now < self._paid_at:
+            return []
+        due = [pod for pod in pods if pod not in self._failed or self._failed[pod].until <= now]
+        self._asked = len(due)
+        return due
+
+    def spend(self, work: int, now: float) -> None:
+        """A page took so much work (`PageReader.work`), whether it was good or not.
+
+        The service is asked again when the pods that were asked may have taken so much together: in samples of all
+        pods or of none, a large page makes no pod look as if it did not answer.
+        """
+        self._paid_at = max(self._paid_at, now) + work / (METRICS_WORK_PER_SECOND * max(1, self._asked))
+
+    def answered(self, pod: str) -> None:
+        """A pod's page was good: earlier failures are forgotten."""
+        self._failed.pop(pod, None)
+
+    def failed(self, pod: str, now: float, why: str) -> None:
+        """A pod gave no page, or one that was refused."""
+        known = self._failed.get(pod)
+        times = known.times + 1 if known is not None else 1
+        pause = BACKOFF.pause(times - 2) if times > 1 else 0.0
+        self._failed[pod] = _Failed(times, now + pause, why)
