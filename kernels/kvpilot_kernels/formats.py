@@ -88,6 +88,13 @@ RING_REACH = 0.6
 """A group whose largest residual is at most RING_REACH * 2^e steps has the exponent e; clipped tails need 1 or 2."""
 
 
+RECENT_CHOICES = (0, 64, 128, 256, 512)
+"""Tokens that a recent window may have; 0 is none."""
+
+RECENT_TOKENS = 64
+"""Tokens of the recent window where nobody says otherwise, for every format that has a ring."""
+
+
 class FormatError(ValueError):
     """A format was asked for something that it does not have; the message names field, value and remedy."""
 
@@ -272,6 +279,19 @@ class Format:
     def has_ring(self) -> bool:
         """Whether a recent window makes this format more accurate: it is ours, and a side has less than 8 bits."""
         return self.ours and min(self.key.bits, self.value.bits) < 8
+
+    def recent_tokens(self, asked: int | None = None) -> int:
+        """Tokens of the recent window that is served where `asked` is wanted, None for the default; 0 without a ring.
+
+        Raises:
+            FormatError: not one of `RECENT_CHOICES`.
+        """
+        if asked is not None and asked not in RECENT_CHOICES:
+            choices = ", ".join(map(str, RECENT_CHOICES))
+            raise FormatError(f"recentTokens {asked} is not a window that can be served; use one of {choices}")
+        if not self.has_ring:
+            return 0
+        return RECENT_TOKENS if asked is None else asked
 
     def ring_layout(self, head_dim: int, block_size: int) -> RingLayout:
         """Offsets of a ring's page, which has the bytes of a page of `block_size` tokens; the module's second table.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvpilot_localcluster.cluster import LocalCluster
@@ -147,6 +147,7 @@ SPECS = st.fixed_dictionaries(
             mode=st.sampled_from(["Auto", "Fixed"]),
             dtype=st.none() | DTYPES,
             ladder=st.lists(DTYPES, max_size=9),
+            recentTokens=NUMBERS,
             skipLayers=st.lists(st.sampled_from(["0", "00", "31", "sliding_window", "x"]), max_size=3),
             pressure=section(highPercent=NUMBERS, lowPercent=NUMBERS),
         ),
@@ -161,6 +162,12 @@ SPECS = st.fixed_dictionaries(
 
 
 @given(SPECS)
+@example(
+    {
+        **GOOD["spec"],
+        "engine": {"image": "a/b:1", "tensorParallelSize": 1, "resources": {"limits": {"nvidia.com/gpu": "x"}}},
+    }
+)
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_the_operator_and_the_server_agree_on_any_spec(modern_cluster: LocalCluster, spec: dict[str, Any]) -> None:
     manifest = {**copy.deepcopy(GOOD), "spec": spec}

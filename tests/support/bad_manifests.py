@@ -78,6 +78,9 @@ BAD: tuple[Bad, ...] = (
         "at least 1",
     ),
     _schema("over 100 percent", {"spec.kvCache.pressure.highPercent": 101}, "spec.kvCache.pressure.highPercent", "100"),
+    _schema("negative recent window", {"spec.kvCache.recentTokens": -64}, "spec.kvCache.recentTokens", "0, 64, 128"),
+    _schema("odd recent window", {"spec.kvCache.recentTokens": 100}, "spec.kvCache.recentTokens", "0, 64, 128"),
+    _schema("endless recent window", {"spec.kvCache.recentTokens": 1024}, "spec.kvCache.recentTokens", "256, 512"),
     _schema("no probe sets", {"spec.accuracy.probeSets": []}, "spec.accuracy.probeSets", "at least 1"),
     _schema(
         "one probe set twice",
@@ -197,6 +200,12 @@ BAD: tuple[Bad, ...] = (
         "remove it",
     ),
     _rule("own short argument", {"spec.engine.extraArgs": ["-tp=2"]}, "spec.engine.extraArgs[0]", "remove it"),
+    _rule(
+        "own argument of the runtime",
+        {"spec.engine.extraArgs": ["--recent_tokens", "128"]},
+        "spec.engine.extraArgs[0]",
+        "use the field",
+    ),
     _rule("locked engine", {"spec.engine.extraArgs": ["--api-key=x"]}, "spec.engine.extraArgs[0]", "gateway"),
     _rule("engine locked in short", {"spec.engine.extraArgs": ["--api_k.a=x"]}, "spec.engine.extraArgs[0]", "gateway"),
     _rule("part of an engine", {"spec.engine.extraArgs": ["--nnodes=2"]}, "spec.engine.extraArgs[0]", "of its own"),
@@ -340,6 +349,12 @@ BAD: tuple[Bad, ...] = (
     _rule("ladder on the spot", {"spec.kvCache.ladder": ["fp8", "fp8_e5m2"]}, "spec.kvCache.ladder", "not smaller"),
     _rule("ladder with 16 bits", {"spec.kvCache.ladder": ["auto", "k4v4"]}, "spec.kvCache.ladder[0]", "remove it"),
     _rule("unknown layer", {"spec.kvCache.skipLayers": ["first"]}, "spec.kvCache.skipLayers[0]", "layer number"),
+    _rule(
+        "recent window beyond the context",
+        {"spec.kvCache": {"recentTokens": 64}, "spec.model.maxModelLen": 63},
+        "spec.kvCache.recentTokens",
+        "lower recentTokens",
+    ),
     _rule(
         "thresholds crossed",
         {"spec.kvCache.pressure": {"highPercent": 50, "lowPercent": 60}},

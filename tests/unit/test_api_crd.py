@@ -70,7 +70,7 @@ def test_every_field_is_bounded_and_described(path: str, node: Mapping[str, Any]
     if kind == "array":
         assert "maxItems" in node
         assert node["x-kubernetes-list-type"] in ("atomic", "set", "map")
-    if kind == "integer" and path.startswith("spec"):
+    if kind == "integer" and path.startswith("spec") and "enum" not in node:
         assert node["minimum"] <= node.get("default", node["minimum"]) <= node["maximum"]
     if "additionalProperties" in node:
         assert "maxProperties" in node
@@ -86,6 +86,7 @@ def test_every_optional_field_of_the_spec_has_a_default_or_means_something_when_
         "spec.model.revision", "spec.model.servedName", "spec.model.tokenSecretRef", "spec.model.maxModelLen",
         "spec.engine.runtimeClassName", "spec.engine.priorityClassName", "spec.engine.serviceAccountName",
         "spec.cache.weightsClaimName", "spec.cache.compileClaimName", "spec.kvCache.dtype",
+        "spec.kvCache.recentTokens",
         "spec.engine.resources.requests", "spec.engine.resources.limits", "spec.canary.routeRef",
     }  # fmt: skip
     without = {
@@ -118,6 +119,14 @@ def test_dtypes_are_exactly_those_of_the_formats_module() -> None:
     assert kv_cache["baseline"]["enum"] == [
         d for d in kv_cache["dtype"]["enum"] if formats.parse(d).bits_per_element(128) == 16
     ]
+
+
+def test_the_recent_window_is_bounded_and_described_as_the_formats_module_has_it() -> None:
+    field = SPEC["properties"]["kvCache"]["properties"]["recentTokens"]
+    assert tuple(field["enum"]) == formats.RECENT_CHOICES
+    assert f"the engine's default, {formats.RECENT_TOKENS}." in field["description"]
+    of_effect = [name for name in formats.own_names() if formats.parse(name).has_ring]
+    assert f"with {', '.join(of_effect[:-1])} and {of_effect[-1]};" in field["description"]
 
 
 def test_the_ladder_goes_down_exactly_when_bits_per_element_do() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
+import pytest
+
 from kvpilot_operator.decide.judging.arbiter import Ruling, arbitrate
 from kvpilot_operator.state.status import Experience, Saturation
 from support.services import NOW, manifest, spec_of
@@ -152,6 +154,31 @@ def test_a_step_that_a_canary_found_too_slow_is_not_tried_again():
 def test_the_capacity_that_a_canary_measured_counts_more_than_bits():
     ruling = arbitrate(situation(workload(demand=1500), history=(experience(capacity_percent=120),)))
     assert step(ruling)[1] == "k8v4"
+
+
+def test_what_a_canary_measured_with_another_recent_window_does_not_count():
+    found = experience(capacity_percent=120, itl_p95_change_percent=25, recent_tokens=64)
+    ruling = arbitrate(situation(workload(demand=1500), history=(found,)))
+    assert step(ruling)[1] == "fp8"
+
+
+def test_the_pages_of_recent_windows_count_where_sequences_are_short():
+    w = workload(demand=2900, mean_prompt=100.0, mean_generation=56.0)
+    kv_cache = {"ladder": ["k4v4"], "recentTokens": 128}
+    ruling = arbitrate(situation(w, spec=spec(kvCache=kv_cache)))
+    # 128 tokens in pages for the window and 128 for the sequence: half of 3.76x.
+    assert step(ruling)[0] == "ScaleOut"
+    without = arbitrate(situation(w, spec=spec(kvCache={**kv_cache, "recentTokens": 0})))
+    assert step(without) == ("DtypeDown", "k4v4", 1)
+
+
+def test_a_dtype_without_a_recent_window_gets_back_what_the_engines_say_that_theirs_takes():
+    w = workload(demand=1500, mean_prompt=100.0, mean_generation=56.0)
+    tokens = {}
+    for recent in (0, 128):
+        ruling = arbitrate(situation(w, spec=spec(kvCache={"ladder": ["k2v2"]}), dtype="k4v4", recent_tokens=recent))
+        tokens[recent] = next(o.capacity_tokens for o in ruling.options if o.dtype == "k2v2")
+    assert tokens[128] == pytest.approx(2 * tokens[0], rel=0.01)
 
 
 def test_a_step_under_pressure_remembers_what_a_replica_could_do():

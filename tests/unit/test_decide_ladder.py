@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvpilot_operator.decide.judging.capacity import gain
+from kvpilot_kernels import formats
+from kvpilot_operator.decide.judging.capacity import OWN_BLOCK, gain, ring_share
 from kvpilot_operator.decide.judging.ladder import rungs
 from kvpilot_operator.decide.judging.veto import hardware_veto, veto
 from kvpilot_operator.observe.views import node_facts
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from support.services import NOW, manifest, spec_of
+from support.situations import denied
 
 AMPERE = NodeFacts("NVIDIA-A100-SXM4-80GB", (8, 0))
 HOPPER = NodeFacts("NVIDIA-H200", (9, 0))
@@ -84,6 +88,49 @@ def test_sliding_window_layers_that_stay_in_16_bits_can_leave_too_little_to_gain
     assert "50 of 60 layers" in found.message
     all_layers = spec_of(manifest(kvCache={"ladder": ["fp8"], "skipLayers": []}))
     assert reason("fp8", all_layers, model=mostly) is None
+
+
+def test_the_pages_of_recent_windows_lessen_the_gain_of_short_sequences():
+    # At head_dim 128 a page of k4v4 holds a window of 64 tokens; of k2v2 23 tokens, so that 512 take 23 pages.
+    assert ring_share("k4v4", LLAMA, 64, 2048) == 64 / 2048
+    assert ring_share("k2v2", None, 512, 2048) == 23 * 64 / 2048
+    assert ring_share("k4v4", LLAMA, 64, 1) == 1
+    assert ring_share("k4v4", LLAMA, 512, 100) == 2 * 64 / 100  # as many pages as its tokens take
+    for dtype, recent, held in (("fp8", 64, 2048), ("int8", 64, 2048), ("k4v4", 0, 2048), ("k4v4", 64, None)):
+        assert ring_share(dtype, LLAMA, recent, held) == 0
+    assert gain("auto", "k4v4", LLAMA, (), (0.0, 1 / 32)) == pytest.approx(16 / (4.25 * (1 + 1 / 32)))
+    assert gain("k4v4", "auto", LLAMA, (), (1.0, 0.0)) == pytest.approx(8.5 / 16)
+    half = replace(LLAMA, window_layers=16)
+    assert gain("auto", "k4v4", half, ("sliding_window",), (0.0, 1.0)) == pytest.approx(16 / (8 + 4.25))
+
+
+@given(
+    st.sampled_from(formats.names()),
+    st.sampled_from(formats.RECENT_CHOICES),
+    st.integers(1, 2**17),
+    st.integers(0, 2**17),
+)
+def test_a_longer_window_or_a_shorter_sequence_never_takes_less(dtype, recent, held, longer):
+    for dim in formats.HEAD_DIMS:
+        model = replace(LLAMA, head_dim=dim)
+        share = ring_share(dtype, model, recent, held)
+        assert 0 <= share <= ring_share(dtype, model, max(formats.RECENT_CHOICES), held)
+        # Of a page that is not full yet the shorter sequence has the advantage.
+        page = formats.parse(dtype).ring_layout(dim, OWN_BLOCK).tokens if share else 0
+        assert ring_share(dtype, model, recent, held + longer) <= share * (held + page) / held
+
+
+def test_what_was_denied_with_another_recent_window_may_be_tried_again():
+    def outcome(kv_cache, dtype, **changes):
+        spec = spec_of(manifest(kvCache={"ladder": ["fp8", "k4v4"], **kv_cache}))
+        found = rungs(spec, HOPPER, LLAMA, (denied(dtype, **changes),), NOW)
+        return {rung.dtype: rung.outcome for rung in found}[dtype]
+
+    assert outcome({}, "k4v4") == "Denied"
+    assert outcome({"recentTokens": 256}, "k4v4") is None
+    assert outcome({"recentTokens": 256}, "k4v4", recent_tokens=256) == "Denied"
+    # It has no recent window: nothing has changed for it.
+    assert outcome({"recentTokens": 256}, "fp8") == "Denied"
 
 
 def test_the_gain_is_that_of_the_layers_that_shrink():

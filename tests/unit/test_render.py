@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from kvpilot_kernels import formats
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.objects import deployment, service
 from kvpilot_operator.render.startup import startup_budget_seconds
@@ -17,6 +20,28 @@ def test_the_revision_follows_the_content_of_the_pod():
     spec = spec_of(manifest())
     assert revision(pod_template("chat", spec, "auto")) == revision(pod_template("chat", spec, "auto"))
     assert revision(pod_template("chat", spec, "auto")) != revision(pod_template("chat", spec, "k4v4"))
+
+
+@pytest.mark.parametrize("dtype", formats.names())
+def test_a_recent_window_that_is_asked_for_reaches_the_engines_that_have_one_and_makes_a_new_revision(dtype):
+    plain, asked = (spec_of(manifest(kvCache=kv_cache)) for kv_cache in ({}, {"recentTokens": 128}))
+    before, after = (pod_template("chat", spec, dtype) for spec in (plain, asked))
+    arguments = after["spec"]["containers"][0]["args"]
+    if formats.parse(dtype).has_ring:
+        assert "--recent-tokens=128" in arguments
+        assert revision(before) != revision(after)
+    else:
+        assert before == after
+
+
+def test_a_recent_window_that_nobody_asks_for_is_left_to_the_engine():
+    _, container = engine()
+    assert not [argument for argument in container["args"] if "recent" in argument]
+
+
+def test_a_recent_window_of_0_is_told_to_the_engine():
+    _, container = engine(kvCache={"recentTokens": 0})
+    assert "--recent-tokens=0" in container["args"]
 
 
 def test_scaling_and_pressure_are_no_part_of_the_revision():

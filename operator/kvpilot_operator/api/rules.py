@@ -29,7 +29,7 @@ def broken_rules(value: Json, schema: Mapping[str, Json]) -> Iterator[tuple[str,
     """Yield (field path relative to `value`, message) for each rule of this schema node that `value` breaks.
 
     `value` is defaulted and pruned to the schema, and of the schema's type. The path is "" or dotted with a leading
-    dot. A rule that cannot be evaluated counts as broken, as it does in the server.
+    dot. A rule that cannot be evaluated counts as broken, at `value` itself, as it does in the server.
     """
     if "x-kubernetes-validations" not in schema:
         return
@@ -65,7 +65,7 @@ def _broken(value: Json, schema: Mapping[str, Json]) -> list[tuple[str, str]]:
             holds = bool(_program(rule["rule"]).evaluate(activation))
         except CELEvalError as error:
             text = f"{rule['message']} (the rule could not be evaluated: {error.args[0]})"
-            broken.append((rule.get("fieldPath", ""), text))
+            broken.append(("", text))
             continue
         if not holds:
             broken.append((rule.get("fieldPath", ""), _message(rule, activation)))

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kvpilot_kernels import formats
+
 Json = Any
 """A value as a JSON decoder returns it."""
 
@@ -129,8 +131,13 @@ class KVCache:
     baseline: str
     ladder: tuple[str, ...]
     skip_layers: tuple[str, ...]
+    recent_tokens: int | None
     pressure: Pressure
     min_dwell_seconds: int
+
+    def recent_tokens_of(self, dtype: str) -> int | None:
+        """What is asked of an engine with this dtype; None where nothing is, or the dtype has no recent window."""
+        return self.recent_tokens if formats.parse(dtype).has_ring else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +251,7 @@ def parse(obj: Mapping[str, Json]) -> Spec:
             baseline=kv_cache["baseline"],
             ladder=tuple(kv_cache["ladder"]),
             skip_layers=tuple(kv_cache["skipLayers"]),
+            recent_tokens=kv_cache.get("recentTokens"),
             pressure=Pressure(
                 high_percent=pressure["highPercent"],
                 low_percent=pressure["lowPercent"],

@@ -165,6 +165,9 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
         arguments.append(f"--revision={model.revision}")
     if spec.kv_cache.skip_layers and formats.parse(dtype).bits_per_element() < 16:
         arguments.append(f"--kv-cache-dtype-skip-layers={','.join(spec.kv_cache.skip_layers)}")
+    recent = spec.kv_cache.recent_tokens_of(dtype)
+    if recent is not None:
+        arguments.append(f"--recent-tokens={recent}")
     return [*arguments, *engine.extra_args]
 
 

@@ -43,12 +43,13 @@ class Stable(_Struct, frozen=True, kw_only=True):
 
 
 class Denied(_Struct, frozen=True, kw_only=True):
-    """A dtype that must not be tried for this (model, image, GPU) before `until`."""
+    """A dtype that must not be tried for this (model, image, GPU, recent window asked for) before `until`."""
 
     dtype: str
     model: str
     image: str
     gpu: str
+    recent_tokens: int | None = None
     reason: str
     message: str
     until: datetime
@@ -59,6 +60,7 @@ class KVCache(_Struct, frozen=True, kw_only=True):
 
     active_dtype: str | None = None
     observed_dtype: str | None = None
+    recent_tokens: int | None = None
     recommended_dtype: str | None = None
     capacity_tokens: int | None = None
     usage_percent: int | None = None
@@ -130,6 +132,7 @@ class Experience(_Struct, frozen=True, kw_only=True):
     model: str
     image: str
     gpu: str
+    recent_tokens: int | None = None
     time: datetime
     verdict: Verdict
     reason: str

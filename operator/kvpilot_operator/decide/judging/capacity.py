@@ -9,6 +9,9 @@ from kvpilot_kernels import formats
 from kvpilot_operator.numbers import whole
 from kvpilot_operator.state.snapshot import ModelFacts
 
+OWN_BLOCK = 64
+"""Tokens of a KV block of our formats on a GPU (docs/benchmarks/h200-engine.json, block_size)."""
+
 _KEPT_BITS = 16.0
 
 
@@ -23,22 +26,48 @@ def smaller(dtype: str, than: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def gain(from_dtype: str, to_dtype: str, model: ModelFacts | None = None, skip_layers: Sequence[str] = ()) -> float:
+def gain(
+    from_dtype: str,
+    to_dtype: str,
+    model: ModelFacts | None = None,
+    skip_layers: Sequence[str] = (),
+    rings: tuple[float, float] = (0.0, 0.0),
+) -> float:
     """How many times more tokens the same memory holds, by the bits of an element averaged over the layers.
 
     Layers that `skip_layers` (spec.kvCache.skipLayers) keeps in 16 bits do not shrink. That is the gain of contexts
     shorter than the window; longer ones leave the window layers behind, and gain more. Without `model`, every layer is
-    taken to shrink.
+    taken to shrink. `rings` are what recent windows take more, before and after, as `ring_share` says.
     """
-    return bits_per_element(from_dtype, model, skip_layers) / bits_per_element(to_dtype, model, skip_layers)
+    before = bits_per_element(from_dtype, model, skip_layers, rings[0])
+    return before / bits_per_element(to_dtype, model, skip_layers, rings[1])
 
 
-def bits_per_element(dtype: str, model: ModelFacts | None = None, skip_layers: Sequence[str] = ()) -> float:
-    """Bits that one stored element takes on average over the layers, scales and zero points included."""
+def ring_share(dtype: str, model: ModelFacts | None, recent_tokens: int, held: int | None) -> float:
+    """Pages of a sequence's recent window for each page of its `held` tokens; 0 where these are not known.
+
+    A sequence that is shorter than the window holds as many of its pages as its tokens take.
+    """
+    stored = formats.parse(dtype)
+    head_dim = 128 if model is None else model.head_dim
+    if held is None or not stored.has_ring or head_dim not in formats.HEAD_DIMS:
+        return 0.0
+    pages = stored.ring_blocks(max(0, min(recent_tokens, held)), head_dim, OWN_BLOCK)
+    return pages * OWN_BLOCK / max(held, OWN_BLOCK)
+
+
+def bits_per_element(
+    dtype: str, model: ModelFacts | None = None, skip_layers: Sequence[str] = (), ring: float = 0.0
+) -> float:
+    """Bits that one stored element takes on average over the layers, scales and zero points included.
+
+    `ring` is what layers with a recent window take more, as a share (`ring_share`).
+    """
     stored = formats.parse(dtype)
     supported = model is not None and (not stored.ours or model.head_dim in formats.HEAD_DIMS) and model.head_dim > 0
     bits = stored.bits_per_element(model.head_dim) if model is not None and supported else stored.bits_per_element()
-    if model is None or bits >= _KEPT_BITS or model.layers <= 0:
+    bits *= 1 + ring
+    if model is None or stored.bits_per_element() >= _KEPT_BITS or model.layers <= 0:
         return bits
     share = kept_layers(model, skip_layers) / model.layers
     return share * _KEPT_BITS + (1 - share) * bits

@@ -38,11 +38,16 @@ def rungs(
 
 
 def denial(dtype: str, spec: Spec, node: NodeFacts, denied: Sequence[Denied], now: datetime) -> Denied | None:
-    """The standing denial of this dtype for this model, image and GPU, if any."""
+    """The standing denial of this dtype for this model, image, GPU and recent window, if any."""
     if spec.rollout.deny_seconds == 0:
         return None
-    wanted = (dtype, spec.model.source, spec.engine.image, node.gpu)
-    return next((d for d in denied if (d.dtype, d.model, d.image, d.gpu) == wanted and d.until > now), None)
+    wanted = (dtype, spec.model.source, spec.engine.image, node.gpu, spec.kv_cache.recent_tokens_of(dtype))
+    return next((d for d in denied if about(d) == wanted and d.until > now), None)
+
+
+def about(d: Denied) -> tuple[str, str, str, str, int | None]:
+    """What a denial is of."""
+    return d.dtype, d.model, d.image, d.gpu, d.recent_tokens
 
 
 def _rung(

@@ -70,10 +70,11 @@ def expected_itl_change(
 
 
 def _measured(spec: Spec, node: NodeFacts, history: Sequence[Experience], from_dtype: str, to_dtype: str) -> int | None:
-    """The newest canary's figure for the same step, model, image and GPU."""
-    wanted = (to_dtype, from_dtype, spec.model.source, spec.engine.image, node.gpu)
+    """The newest canary's figure for the same step, model, image, GPU and recent window."""
+    wanted = (to_dtype, from_dtype, spec.model.source, spec.engine.image, node.gpu, spec.kv_cache.recent_tokens)
     for e in history:
-        if (e.dtype, e.from_dtype, e.model, e.image, e.gpu) == wanted and e.itl_p95_change_percent is not None:
+        same = (e.dtype, e.from_dtype, e.model, e.image, e.gpu, e.recent_tokens) == wanted
+        if same and e.itl_p95_change_percent is not None:
             return e.itl_p95_change_percent
     return None
 

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from datetime import timedelta
 
-from kvpilot_operator.decide.judging.capacity import gain, smaller
+from kvpilot_kernels import formats
+from kvpilot_operator.decide.judging.capacity import gain, ring_share, smaller
 from kvpilot_operator.decide.judging.ladder import Rung, rungs
 from kvpilot_operator.decide.judging.latency import Expected, expected_itl_change
 from kvpilot_operator.decide.judging.regret import held
@@ -193,12 +194,17 @@ def _too_many_prompts(s: Situation, replicas: int) -> str | None:
 
 
 def _gain(s: Situation, dtype: str) -> float:
-    """Times the tokens: as a canary measured it for this model, image and GPU, else by bits."""
-    wanted = (dtype, s.dtype, s.spec.model.source, s.spec.engine.image, s.node.gpu)
+    """Times the tokens: as a canary measured it for this model, image, GPU and recent window, else by bits."""
+    kv_cache, w = s.spec.kv_cache, s.workload
+    wanted = (dtype, s.dtype, s.spec.model.source, s.spec.engine.image, s.node.gpu, kv_cache.recent_tokens)
     for e in s.history:
-        if (e.dtype, e.from_dtype, e.model, e.image, e.gpu) == wanted and e.capacity_percent:
+        same = (e.dtype, e.from_dtype, e.model, e.image, e.gpu, e.recent_tokens) == wanted
+        if same and e.capacity_percent:
             return e.capacity_percent / 100
-    return gain(s.dtype, dtype, s.model, s.spec.kv_cache.skip_layers)
+    tokens = None if w.mean_prompt is None or w.mean_generation is None else int(w.mean_prompt + w.mean_generation / 2)
+    asked = formats.parse(dtype).recent_tokens(kv_cache.recent_tokens)
+    rings = ring_share(s.dtype, s.model, s.recent_tokens, tokens), ring_share(dtype, s.model, asked, tokens)
+    return gain(s.dtype, dtype, s.model, kv_cache.skip_layers, rings)
 
 
 def _itl(s: Situation, dtype: str, load: float) -> Expected:

@@ -32,6 +32,8 @@ class Situation:
     """Replicas that answer."""
     node: NodeFacts
     model: ModelFacts | None = None
+    recent_tokens: int = 0
+    """Of the engines that serve, as they say themselves."""
     denied: tuple[Denied, ...] = ()
     history: tuple[Experience, ...] = ()
     saturations: tuple[Saturation, ...] = ()

@@ -1,4 +1,4 @@
-"""Keep a dtype from being tried for a while, with this model, image and GPU."""
+"""Keep a dtype from being tried for a while, with this model, image, GPU and recent window."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from datetime import timedelta
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.decide.judging.ladder import about
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import MAX_DENIED, Denied, clip
 
@@ -19,16 +20,12 @@ def deny(draft: Draft, s: Snapshot, spec: Spec, dtype: str, reason: str, message
         model=spec.model.source,
         image=spec.engine.image,
         gpu=s.node.gpu,
+        recent_tokens=spec.kv_cache.recent_tokens_of(dtype),
         reason=reason,
         message=clip(message, 512),
         until=draft.now + timedelta(seconds=seconds),
     )
-    kept = [
-        d
-        for d in draft.status.kv_cache.denied
-        if d.until > draft.now
-        and (d.dtype, d.model, d.image, d.gpu) != (entry.dtype, entry.model, entry.image, entry.gpu)
-    ]
+    kept = [d for d in draft.status.kv_cache.denied if d.until > draft.now and about(d) != about(entry)]
     draft.set_kv(denied=(entry, *kept)[:MAX_DENIED])
     draft.event(
         "DtypeDenied",

@@ -80,6 +80,7 @@ def _remember(draft: Draft, s: Snapshot, spec: Spec) -> None:
         model=spec.model.source,
         image=spec.engine.image,
         gpu=s.node.gpu,
+        recent_tokens=spec.kv_cache.recent_tokens,
         time=draft.now,
         verdict=canary.verdict,
         reason=canary.reason,
