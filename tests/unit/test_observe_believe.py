@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_operator.observe.believe import LASTING_PAGES
+from kvpilot_operator.observe.believe import LASTING_PAGES, MOST_NAMED
 from kvpilot_operator.observe.page import PodMetrics
 from kvpilot_operator.state.snapshot import Flows
 from support.engine_model import EngineModel
@@ -193,6 +193,33 @@ def test_the_dtype_is_what_most_pods_say() -> None:
     assert (
         ScrapeLoop().scrape(0, {"a": replace(BUSY, dtype="fp8"), "b": BUSY, "c": BUSY}).sample.observed_dtype == "auto"
     )
+
+
+def test_the_recent_window_is_what_most_pods_that_tell_it_say() -> None:
+    pages = {"a": replace(BUSY, recent_tokens=64), "b": replace(BUSY, recent_tokens=0), "c": BUSY, "d": BUSY}
+    assert ScrapeLoop().scrape(0, pages).sample.recent_tokens == 64
+    assert ScrapeLoop().scrape(0, {"c": BUSY}).sample.recent_tokens is None
+
+
+def test_pods_with_other_calibration_factors_than_most_are_named_and_their_figures_count() -> None:
+    one, other = replace(BUSY, factors="aaaa"), replace(BUSY, factors="bbbb")
+    sample = ScrapeLoop().scrape(0, {"a": one, "b": other, "c": one, "silent": BUSY}).sample
+    assert (sample.factors, sample.mixed) == ("aaaa", (("b", "bbbb"),))
+    assert (sample.pods, sample.doubted) == (4, ())
+    same = ScrapeLoop().scrape(0, {"a": one, "c": one, "silent": BUSY}).sample
+    assert (same.factors, same.mixed) == ("aaaa", ())
+
+
+@given(st.lists(st.sampled_from(["", "aaaa", "bbbb", "cccc"]), max_size=20), st.randoms())
+def test_whose_factors_are_odd_does_not_depend_on_the_order_of_the_pods(hashes: list[str], rng: random.Random) -> None:
+    pods = [(f"pod-{i:02}", replace(BUSY, factors=factors)) for i, factors in enumerate(hashes)]
+    sample = ScrapeLoop().scrape(0, dict(pods)).sample
+    assert len(sample.mixed) <= MOST_NAMED
+    assert bool(sample.mixed) == (len({factors for factors in hashes if factors}) > 1)
+    assert all(hashes.count(factors) <= hashes.count(sample.factors) for _, factors in sample.mixed)
+    rng.shuffle(pods)
+    again = ScrapeLoop().scrape(0, dict(pods)).sample
+    assert (again.factors, again.mixed) == (sample.factors, sample.mixed)
 
 
 @given(

@@ -121,6 +121,23 @@ def test_a_model_that_is_not_told_in_numbers_is_not_known() -> None:
     assert parse_page(PAGE + line).model is None
 
 
+def test_calibration_factors_and_recent_window_are_read_as_the_engine_tells_them() -> None:
+    lines = 'kvpilot_calibration_info{hash="0fd35bb7a1c2e394",reason="",source="self"} 1.0\n'
+    lines += 'kvpilot_recent_window_info{dtype="k4v4",reason="",tokens="128"} 1.0\n'
+    page = parse_page(PAGE + lines)
+    assert (page.factors, page.recent_tokens) == ("0fd35bb7a1c2e394", 128)
+    off = 'kvpilot_recent_window_info{dtype="k4v4",reason="VllmWithoutRings",tokens="0"} 1.0\n'
+    assert parse_page(PAGE + off).recent_tokens == 0
+    assert (parse_page(PAGE).factors, parse_page(PAGE).recent_tokens) == ("", None)
+
+
+@pytest.mark.parametrize("text", ["", "none", "-64", "65", "6e1", "9" * 400, "٦٤"])
+def test_a_hash_or_a_window_that_is_none_is_not_known(text: str) -> None:
+    lines = f'kvpilot_calibration_info{{hash="{text} x"}} 1.0\nkvpilot_recent_window_info{{tokens="{text}"}} 1.0\n'
+    page = parse_page(PAGE + lines)
+    assert (page.factors, page.recent_tokens) == ("", None)
+
+
 @pytest.mark.parametrize(
     ("page", "word"),
     [

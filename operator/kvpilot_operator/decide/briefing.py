@@ -28,7 +28,7 @@ def situation_of(s: Snapshot, spec: Spec, workload: Workload, scaling: Scaling, 
     """The service as the arbiter sees it; `scaling` and `replicas` are what is kept up before the ruling."""
     stable = s.status.stable
     serving = s.traffic or (stable.revision if stable is not None else "")
-    last = s.status.last_canary
+    last, sample = s.status.last_canary, s.last_sample(serving)
     undone = last is not None and last.stage == "RolledBack" and last.reason != "Superseded"
     return Situation(
         now=s.now,
@@ -39,6 +39,7 @@ def situation_of(s: Snapshot, spec: Spec, workload: Workload, scaling: Scaling, 
         ready=len(s.ready_pods(serving)),
         node=s.node,
         model=s.model,
+        recent_tokens=sample.recent_tokens or 0 if sample is not None else 0,
         denied=s.status.kv_cache.denied,
         history=s.status.history,
         saturations=scaling.saturations,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from kvpilot_kernels import formats
 from kvpilot_operator.api.schema import Fault
 from kvpilot_operator.decide.accuracy.drift import REASON as DRIFTED
 from kvpilot_operator.decide.accuracy.drift import drifted
 from kvpilot_operator.decide.baseline import known
 from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.decide.judging import factors
 from kvpilot_operator.decide.judging.workload import USAGE_STEP_PERCENT, Workload
 from kvpilot_operator.decide.rejections import finding, rejected
 from kvpilot_operator.decide.target import Target
@@ -27,7 +29,7 @@ _Line = tuple[str, _Word, str, str]
 def conditions(draft: Draft, s: Snapshot, target: Target, workload: Workload, replicas: int) -> tuple[Condition, ...]:
     """All conditions of a service whose spec is accepted."""
     objects = _objects_accepted(s)
-    available = _available(draft, s, replicas, objects)
+    available, calibration = _available(draft, s, replicas, objects), _calibration(draft, s)
     lines = [
         available,
         _progressing(draft, s, target, replicas, objects),
@@ -36,10 +38,11 @@ def conditions(draft: Draft, s: Snapshot, target: Target, workload: Workload, re
         _memory_pressured(s, workload),
         _canary_healthy(draft),
         _accuracy(draft, s, target),
+        calibration,
         _spec_accepted(s, objects),
         objects,
     ]
-    return stamped(s, [_ready(available, draft, objects), *lines])
+    return stamped(s, [_ready(available, draft, objects, calibration), *lines])
 
 
 def refused(s: Snapshot, faults: Sequence[Fault]) -> tuple[Condition, ...]:
@@ -89,13 +92,14 @@ def _objects_accepted(s: Snapshot) -> _Line:
     return ("ObjectsAccepted", "True", "Written", "the API server has taken every object")
 
 
-def _ready(available: _Line, draft: Draft, objects: _Line) -> _Line:
+def _ready(available: _Line, draft: Draft, objects: _Line, calibration: _Line) -> _Line:
     _, word, reason, message = available
     stable = draft.status.stable
     if word != "True" or stable is None:
         return ("Ready", "False", reason, message)
     canary = draft.status.canary
     but = "; not all is as the spec asks, see ObjectsAccepted" if objects[1] == "False" else ""
+    but += "; its engines do not all quantize alike, see CalibrationConsistent" if calibration[1] == "False" else ""
     if canary is not None:
         return (
             "Ready",
@@ -261,6 +265,26 @@ def _accuracy(draft: Draft, s: Snapshot, target: Target) -> _Line:
         return ("AccuracyVerified", "Unknown", "NotWatched", f"{found}; not watched since: {unwatched}")
     word: _Word = "True" if last.verdict == "Passed" else "False"
     return ("AccuracyVerified", word, f"Probe{last.verdict}", found)
+
+
+def _calibration(draft: Draft, s: Snapshot) -> _Line:
+    """Whether the engines that serve, and those on trial, have the factors of their revision."""
+    stable, canary = draft.status.stable, draft.status.canary
+    sides = [part.revision for part in (stable, canary) if part is not None]
+    found = [text for revision in sides if (text := factors.mixed(s, revision)) is not None]
+    if found:
+        return ("CalibrationConsistent", "False", factors.REASON, "; ".join(found))
+    sample = s.last_sample(stable.revision) if stable is not None else None
+    if stable is not None and not formats.parse(stable.dtype).ours:
+        return ("CalibrationConsistent", "True", "NotCalibrated", f"{stable.dtype} has no calibration factors")
+    if sample is None or not sample.factors:
+        return ("CalibrationConsistent", "Unknown", "NotReported", "no engine has told its calibration factors yet")
+    return (
+        "CalibrationConsistent",
+        "True",
+        "SameFactors",
+        f"all engines have the calibration factors {sample.factors}",
+    )
 
 
 def _spec_accepted(s: Snapshot, objects: _Line) -> _Line:

@@ -139,6 +139,7 @@ def _summarise(draft: Draft, s: Snapshot, target: Target, workload: Workload, re
     draft.set_kv(
         active_dtype=stable.dtype,
         observed_dtype=sample.observed_dtype if sample is not None else draft.status.kv_cache.observed_dtype,
+        recent_tokens=sample.recent_tokens if sample is not None else draft.status.kv_cache.recent_tokens,
         recommended_dtype=target.recommended or target.dtype,
         capacity_tokens=sample.capacity_tokens if sample is not None else draft.status.kv_cache.capacity_tokens,
         usage_percent=usage,
@@ -159,11 +160,13 @@ def _counted(draft: Draft, s: Snapshot, serving: tuple[str, ...], replicas: int)
 
 def _tell(draft: Draft, s: Snapshot, target: Target, workload: Workload, replicas: int) -> None:
     draft.set(conditions=conditions(draft, s, target, workload, replicas))
-    _announce_refusal(draft, s)
+    for kind in ("ObjectsAccepted", "CalibrationConsistent"):
+        _announce(draft, s, kind)
 
 
-def _announce_refusal(draft: Draft, s: Snapshot) -> None:
-    before, after = s.status.condition("ObjectsAccepted"), draft.status.condition("ObjectsAccepted")
+def _announce(draft: Draft, s: Snapshot, kind: str) -> None:
+    """Post an event where a condition has turned False, or is so for another reason."""
+    before, after = s.status.condition(kind), draft.status.condition(kind)
     if after is not None and after.status == "False" and (before is None or before.message != after.message):
         draft.event(after.reason, after.message, warning=True)
 

@@ -17,14 +17,17 @@ one instant: only a pod that goes on like that is doubted by name. The rules, an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from statistics import median
+from typing import TypeVar
 
 from kvpilot_operator.observe.increments import LONGEST_GAP_SECONDS, increments
 from kvpilot_operator.observe.page import PodMetrics
 from kvpilot_operator.state.snapshot import Flows, Sample
+
+_T = TypeVar("_T", int, str)
 
 # A contradiction that lasts this long, over so many pages in a row at least, is no coincidence of the moment.
 LASTING_SECONDS = 15.0
@@ -32,6 +35,9 @@ LASTING_PAGES = 4
 
 # From this many pods on, one that stands alone can be told from the others.
 ENOUGH_TO_COMPARE = 3
+
+# Pods with other calibration factors than most that a sample names: it is kept as long as the windows reach.
+MOST_NAMED = 4
 
 _HELD = 0.05
 _FAR_FROM_FULL = 0.25
@@ -106,7 +112,23 @@ def believe(
     kept = {pod: old for pod, old in known.items() if (time - old.time).total_seconds() <= LONGEST_GAP_SECONDS}
     sample, cut = _together(time, [(pod, pages[pod], flows[pod]) for pod in believed])
     left_out = len(pages) - len(believed) - len(doubted)
-    return Judged(replace(sample, doubted=doubted, unanswered=unanswered + left_out), {**kept, **now}, cut)
+    told = {pod: page.factors for pod, page in pages.items() if page.factors}
+    factors = _most(told.values()) or ""
+    sample = replace(
+        sample,
+        doubted=doubted,
+        unanswered=unanswered + left_out,
+        recent_tokens=_most(page.recent_tokens for page in pages.values() if page.recent_tokens is not None),
+        factors=factors,
+        mixed=tuple(sorted(other for other in told.items() if other[1] != factors))[:MOST_NAMED],
+    )
+    return Judged(sample, {**kept, **now}, cut)
+
+
+def _most(values: Iterable[_T]) -> _T | None:
+    """The most common value, the largest of several; None where there is none."""
+    counts = Counter(values)
+    return max(counts, key=lambda value: (counts[value], value), default=None)
 
 
 def _flows(known: Known | None, page: PodMetrics, time: datetime) -> Flows:

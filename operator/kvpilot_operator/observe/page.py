@@ -9,10 +9,13 @@ spelling too: a page that has both says the same twice, and the newer one is rea
 from __future__ import annotations
 
 import math
+import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
+from kvpilot_kernels import formats
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.series import SeriesReader, labels_of
 from kvpilot_operator.state.histogram import Histogram
@@ -28,6 +31,8 @@ _FINISHED = "vllm:request_success_total"
 _HTTP = "http_requests_total"
 _CONFIG = "vllm:cache_config_info"
 _MODEL = "kvpilot_model_info"
+_FACTORS = "kvpilot_calibration_info"
+_RECENT = "kvpilot_recent_window_info"
 _START = "process_start_time_seconds"
 
 _PREEMPTIONS = "vllm:num_preemptions_total"
@@ -50,7 +55,9 @@ _COUNTERS = frozenset((*_SINGLE, *_PARTED))
 # Seconds and lengths, which a request that failed may lower.
 _SUMS = frozenset([_PREFILL, _DECODE, *(f"{name}_sum" for name in _HISTOGRAMS)])
 _BUCKETS = {f"{name}_bucket": name for name in _HISTOGRAMS}
-WANTED = frozenset(name.encode() for name in (*_USAGE, *_COUNTERS, *_SUMS, *_BUCKETS, _CONFIG, _MODEL))
+WANTED = frozenset(
+    name.encode() for name in (*_USAGE, *_COUNTERS, *_SUMS, *_BUCKETS, _CONFIG, _MODEL, _FACTORS, _RECENT)
+)
 """The names of the series that are read."""
 _NOTHING = Histogram()
 
@@ -64,6 +71,7 @@ MOST_BUCKETS = 200
 _LONGEST_BOUND = 32
 # What status.kvCache.observedDtype holds.
 _LONGEST_DTYPE = 63
+_HASH = re.compile(r"[0-9a-f]{4,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +120,10 @@ class PodMetrics:
     """Unix time at which the API server's process started; vLLM with several API servers does not say it."""
     totals: Totals = Totals()
     model: ModelFacts | None = None
+    factors: str = ""
+    """Hash of the static factors that keys and values are quantized with; empty where the page does not say it."""
+    recent_tokens: int | None = None
+    """The last tokens of each sequence that are read at 8 bits; None where the page does not say it."""
 
     @property
     def older_names(self) -> tuple[str, ...]:
@@ -147,6 +159,8 @@ class PageReader:
         self._capacity = self._blocks = 0
         self._dtype = ""
         self._model: ModelFacts | None = None
+        self._factors = ""
+        self._recent: int | None = None
 
     @property
     def work(self) -> int:
@@ -178,6 +192,8 @@ class PageReader:
             process_start=self._count(_START) if _START in self._sums else None,
             totals=self._totals(itl_name),
             model=self._model,
+            factors=self._factors,
+            recent_tokens=self._recent,
         )
 
     def _add(self, name: str, labels: str, value: float) -> None:
@@ -197,6 +213,10 @@ class PageReader:
             self._shares[name] = (total + value, ranks + 1)
         elif name == _CONFIG:
             self._add_config(labels_of(labels))
+        elif name == _FACTORS:
+            self._factors = self._factors or _hash(labels_of(labels).get("hash", ""))
+        elif name == _RECENT:
+            self._recent = _recent(labels_of(labels).get("tokens", ""))
         elif self._model is None:
             self._model = _model(labels_of(labels))
 
@@ -313,6 +333,16 @@ def _model(labels: Mapping[str, str]) -> ModelFacts | None:
     if all(_number(size) or size == "0" for size in sizes.values()) and mla in ("true", "false"):
         return ModelFacts(**{name: int(size) for name, size in sizes.items()}, mla=mla == "true")
     return None
+
+
+def _hash(text: str) -> str:
+    """A hash in hexadecimal, one string for all pages that have it; empty for anything else."""
+    return sys.intern(text) if _HASH.fullmatch(text) else ""
+
+
+def _recent(text: str) -> int | None:
+    tokens = _number(text)
+    return tokens if tokens in formats.RECENT_CHOICES and (tokens or text == "0") else None
 
 
 def _tokens(what: str, number: int) -> int:

@@ -153,6 +153,12 @@ class Sample:
     """Pods that answered and are not believed, each as "NAME: why"."""
     unanswered: int = 0
     """Ready pods that gave no page."""
+    recent_tokens: int | None = None
+    """The recent window of most pods; None where none has told it."""
+    factors: str = ""
+    """Hash of the calibration factors that most pods have; empty where none has told it."""
+    mixed: tuple[tuple[str, str], ...] = ()
+    """Pods that have other ones, and their hashes; the first few by name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from datetime import timedelta
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.decide.judging import factors
 from kvpilot_operator.decide.rejections import finding, rejected
 from kvpilot_operator.decide.target import Target, render
 from kvpilot_operator.decide.trial import shifting, traffic
@@ -174,6 +175,11 @@ def _advance_canary(draft: Draft, s: Snapshot, spec: Spec, target: Target, canar
     failure = engine_failure(_pods_on_trial(s, spec, canary))
     if failure is not None:
         roll_back(draft, s, spec, "Error", failure.reason, failure.message)
+        return
+    differ = factors.mixed(s, canary.revision)
+    if differ is not None:
+        # What its probes say of one pod would not hold for the others.
+        roll_back(draft, s, spec, "Error", factors.REASON, differ)
         return
     _note_capacity(draft, s, canary)
     if overdue:

@@ -1,0 +1,104 @@
+"""Engines of one revision that quantize differently are told, and a canary of such engines is not judged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from kvpilot_operator.decide import decide
+from kvpilot_operator.state.decision import Decision
+from kvpilot_operator.state.snapshot import DeploymentView, Sample, Snapshot
+from kvpilot_operator.state.status import Canary, Condition, Stable, Status
+from support.services import NOW, manifest, pod, revision_of, running
+
+OBJ = manifest(kvCache={"mode": "Fixed", "dtype": "k4v4"}, replicas=2, scaling={"mode": "External"})
+NAME = revision_of(OBJ, "k4v4")
+PODS = (pod(NAME), pod(NAME, name="odd"))
+SAMPLE = Sample(NOW, 2, 0.5, 4, 0, 6000, "k4v4", recent_tokens=64, factors="aaaa")
+MIXED = replace(SAMPLE, mixed=(("odd", "bbbb"),))
+
+
+def told(decision: Decision, kind: str) -> Condition:
+    found = decision.status.condition(kind)
+    assert found is not None
+    return found
+
+
+def serving(sample: Sample | None) -> Snapshot:
+    return running(OBJ, "k4v4", pods=PODS, samples={NAME: (sample,)} if sample is not None else {}, rejections=())
+
+
+def on_trial(stage: str, sample: Sample) -> Snapshot:
+    """k4v4 is on trial beside 16 bits, with the pods that the sample is of."""
+    stable = revision_of(OBJ, "auto")
+    canary = Canary(
+        revision=NAME, dtype="k4v4", from_dtype="auto", stage=stage, started_time=NOW, stage_time=NOW, generation=1,
+        verdict="Pending" if stage in ("Starting", "Probing") else "Passed",
+        traffic_mode="ReplicaRatio" if stage == "Shifting" else None,
+    )  # fmt: skip
+    status = Status(
+        stable=Stable(revision=stable, dtype="auto", since=NOW - timedelta(days=1), ever_ready=True), canary=canary
+    )
+    s = running(OBJ, "auto", pods=(pod(stable), *PODS), samples={NAME: (sample,)}, rejections=())
+    views = {stable: DeploymentView(stable, "auto", 2), NAME: DeploymentView(NAME, "k4v4", 2)}
+    return replace(s, status=status, deployments=views, traffic=stable)
+
+
+def test_engines_with_other_factors_are_named_with_field_and_remedy_and_an_event():
+    decision = decide(serving(MIXED))
+    condition = told(decision, "CalibrationConsistent")
+    assert (condition.status, condition.reason) == ("False", "MixedFactors")
+    for word in (f"revision {NAME}", "odd has bbbb", "others have aaaa", "KVPILOT_CALIBRATION in spec.engine.env"):
+        assert word in condition.message
+    assert "see CalibrationConsistent" in told(decision, "Ready").message
+    assert [event.reason for event in decision.events] == ["MixedFactors"]
+
+
+def test_an_event_is_posted_once_for_as_long_as_it_lasts():
+    s = serving(MIXED)
+    first = decide(s)
+    assert [event.reason for event in decide(replace(s, status=first.status)).events] == []
+
+
+def test_engines_with_the_same_factors_are_told_with_the_hash():
+    decision = decide(serving(SAMPLE))
+    condition = told(decision, "CalibrationConsistent")
+    assert (condition.status, condition.reason) == ("True", "SameFactors")
+    assert "aaaa" in condition.message
+    assert "Calibration" not in told(decision, "Ready").message
+
+
+def test_a_pod_that_is_gone_or_on_its_way_out_is_no_longer_named():
+    for pods in ((pod(NAME),), (pod(NAME), pod(NAME, name="odd", terminating=True))):
+        assert told(decide(replace(serving(MIXED), pods=pods)), "CalibrationConsistent").status == "True"
+
+
+def test_engines_that_tell_no_factors_are_unknown_and_dtypes_without_any_are_not():
+    assert told(decide(serving(None)), "CalibrationConsistent").status == "Unknown"
+    plain = manifest(kvCache={"mode": "Fixed", "dtype": "auto"})
+    assert told(decide(running(plain, "auto")), "CalibrationConsistent").reason == "NotCalibrated"
+
+
+@pytest.mark.parametrize("stage", ["Probing", "Shifting", "Promoting"])
+def test_a_canary_of_engines_that_differ_is_rolled_back_without_a_verdict_on_its_answers(stage):
+    decision = decide(on_trial(stage, MIXED))
+    canary = decision.status.canary
+    assert canary is not None
+    assert (canary.stage, canary.verdict, canary.reason) == ("RollingBack", "Error", "MixedFactors")
+    assert "odd has bbbb" in canary.message
+    assert decision.probe is None
+
+
+@pytest.mark.parametrize("stage", ["Probing", "Shifting", "Promoting"])
+def test_a_canary_of_engines_that_are_alike_goes_on(stage):
+    canary = decide(on_trial(stage, SAMPLE)).status.canary
+    assert canary is not None
+    assert canary.stage != "RollingBack"
+
+
+def test_the_status_tells_the_recent_window_that_the_engines_report():
+    assert decide(serving(SAMPLE)).status.kv_cache.recent_tokens == 64
+    assert decide(serving(replace(SAMPLE, recent_tokens=0))).status.kv_cache.recent_tokens == 0
+    assert decide(serving(replace(SAMPLE, recent_tokens=None))).status.kv_cache.recent_tokens is None
