@@ -22,16 +22,16 @@ def minmax(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     """Asymmetric range of the group with an exact scale and zero point (two 16-bit numbers when stored)."""
     y = x.view(-1, DIM // group, group)
     lo, hi = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
-    step = (hi - lo) / (2**bits - 1)
-    return (((y - lo) / step).round() * step + lo).view(x.shape)
+    scale = (hi - lo) / (2**bits - 1)
+    return (((y - lo) / scale).round() * scale + lo).view(x.shape)
 
 
 def symmetric(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     """Symmetric range of the group with an exact scale (one 16-bit number when stored)."""
     y = x.view(-1, DIM // group, group)
     top = 2 ** (bits - 1) - 1
-    step = y.abs().amax(-1, keepdim=True) / top
-    return ((y / step).round().clamp(-top - 1, top) * step).view(x.shape)
+    scale = y.abs().amax(-1, keepdim=True) / top
+    return ((y / scale).round().clamp(-top - 1, top) * scale).view(x.shape)
 
 
 def main() -> None:
@@ -40,9 +40,9 @@ def main() -> None:
     print("| codes | group | metadata | bits an element | mean squared error |\n|---|---|---|---|---|")
     for bits in (4, 2):
         for name, codec, group, metadata in (
-            ("step and zero point in 16 bits (ours)", ours, 128, 16),
-            ("step and zero point in 16 bits (ours)", ours, 64, 16),
-            ("step and zero point in 16 bits (ours)", ours, 32, 16),
+            ("scale and zero point in 16 bits (ours)", ours, 128, 16),
+            ("scale and zero point in 16 bits (ours)", ours, 64, 16),
+            ("scale and zero point in 16 bits (ours)", ours, 32, 16),
             ("min and max, two 16-bit numbers", minmax, 128, 32),
             ("min and max, two 16-bit numbers", minmax, 64, 32),
             ("symmetric, one 16-bit number", symmetric, 64, 16),

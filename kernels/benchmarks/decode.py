@@ -86,16 +86,16 @@ def layers_for(size: int) -> int:
 
 
 def random_pages(fmt: formats.Format, case: Case, block: int, device: torch.device) -> torch.Tensor:
-    """Pages of random codes with steps between 0.01 and 0.03 and zero points around the middle."""
+    """Pages of random codes with scales between 0.01 and 0.03 and zero points around the middle."""
     blocks = case.batch * -(-case.context // block) + 1
     cache = torch.randint(
         0, 256, (blocks, case.kv_heads, block, fmt.row_bytes(case.dim)), dtype=torch.uint8, device=device
     )
     layout = fmt.page_layout(case.dim, block)
-    words = (layout.size - layout.key_meta.offset) // 2
-    step = (torch.rand(blocks, case.kv_heads, words, device=device) * 0.02 + 0.01).half().view(torch.int16).int()
-    zero = torch.randint(10, 20, step.shape, device=device)
-    meta = (((step >> 4) << 5) | zero).to(torch.int16).view(torch.uint8)
+    groups = (layout.size - layout.key_meta.offset) // 2
+    scale = (torch.rand(blocks, case.kv_heads, groups, device=device) * 0.02 + 0.01).half().view(torch.int16).int()
+    zero = torch.randint(10, 20, scale.shape, device=device)
+    meta = (((scale >> 4) << 5) | zero).to(torch.int16).view(torch.uint8)
     cache.flatten(2)[..., layout.key_meta.offset :] = meta
     return cache
 

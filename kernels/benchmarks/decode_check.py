@@ -106,7 +106,7 @@ def check(case: tuple[str, int, int, int]) -> dict[str, Any]:
         step()
     worst = 0.0
     for _ in range(3):
-        for scratch in (out, plan.partial, plan.lse, plan.turned):
+        for scratch in (out, plan.partial, plan.lse, plan.rotated):
             scratch.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()

@@ -1,6 +1,6 @@
 """Packed pages on a CPU, in vectorised plain torch: store, decode and prefill over `formats.PageLayout`.
 
-Decode never dequantizes a key or a value. With codes c, step s and zero point z per group, and the rotated query q,
+Decode never dequantizes a key or a value. With codes c, scale s and zero point z per group, and the rotated query q,
 
     q . k = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 
@@ -94,7 +94,7 @@ class PackedPages:
             ring_slots = ring_slots[kept] if ring_slots is not None else None
         block = slots.div(self.block_size, rounding_mode="floor")
         place = slots - block * self.block_size
-        turn = hadamard(self.head_dim)
+        rotation = hadamard(self.head_dim)
         group = self.fmt.group_size(self.head_dim)
         for x, side, bits, codes_at, meta_at in (
             (key, "key", self.fmt.key.bits, self.key_codes, self.key_meta),
@@ -104,13 +104,13 @@ class PackedPages:
             if self.factors is not None:
                 mean, scale = self.factors.of(side)
                 x = (x - mean) * scale
-            x = x @ turn
-            codes, words = encode(x, bits, group)
+            x = x @ rotation
+            codes, meta = encode(x, bits, group)
             packed = pack(codes, bits)
             codes_at[block, :, place] = packed
-            meta_at[block, :, place] = words
+            meta_at[block, :, place] = meta
             if self.ring is not None and ring_slots is not None:
-                self.ring.store(int(side == "value"), x, codes, packed, words, ring_slots)
+                self.ring.store(int(side == "value"), x, codes, packed, meta, ring_slots)
 
     def decode(
         self,
@@ -149,38 +149,38 @@ class PackedPages:
         past = torch.arange(length)[None, :] >= seq_lens[:, None]  # [S, L]
         # Table entries past a sequence's end may be anything: point them at a block that exists.
         table = table.masked_fill(past[:, :: self.block_size], 0)
-        turn = hadamard(self.head_dim)
+        rotation = hadamard(self.head_dim)
         sequences, heads = query.shape[:2]
         kv_heads = self.key_codes.shape[1]
         q = query.float().view(sequences, kv_heads, heads // kv_heads, self.head_dim)
         if self.factors is not None:
             q = q / self.factors.key_scale[:, None]  # and q . key_mean is the same for all tokens: no softmax sees it
-        q = split((q @ turn).mul_(scale), self.groups).transpose(2, 3)  # [S, H, groups, queries, g]
+        q = split((q @ rotation).mul_(scale), self.groups).transpose(2, 3)  # [S, H, groups, queries, g]
 
-        step, zero = self._meta(self.key_meta, table, self.fmt.key.bits)  # [S, H, groups, 1, L]
+        group_scale, zero = self._meta(self.key_meta, table, self.fmt.key.bits)  # [S, H, groups, 1, L]
         codes = self._codes(self.key_codes, table, self.fmt.key.bits)  # [S, H, groups, L, g]
         scores = torch.matmul(q, codes.transpose(-1, -2))
-        scores = scores.sub_(zero * q.sum(-1, keepdim=True)).mul_(step).sum(2)  # [S, H, queries, L]
+        scores = scores.sub_(zero * q.sum(-1, keepdim=True)).mul_(group_scale).sum(2)  # [S, H, queries, L]
         at, fine_key, fine_value = None, None, None
         if self.ring is not None and ring_table is not None:
             positions, (fine_key, fine_value) = self._recent(self.ring, table, seq_lens, ring_table)
             at = positions.clamp(min=0)[:, None, None].expand(-1, *scores.shape[1:3], -1)
         if at is not None and fine_key is not None:
-            finer = torch.matmul(q, fine_key.values.transpose(-1, -2)).mul_(fine_key.steps.unsqueeze(3)).sum(2)
-            scores.scatter_add_(-1, at, finer)  # positions that are none have a step of 0
+            finer = torch.matmul(q, fine_key.values.transpose(-1, -2)).mul_(fine_key.scales.unsqueeze(3)).sum(2)
+            scores.scatter_add_(-1, at, finer)  # positions that are none have a scale of 0
         if softcap:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         p = scores.masked_fill_(past[:, None, None, :], -torch.inf).softmax(-1).unsqueeze(2)
 
-        step, zero = self._meta(self.value_meta, table, self.fmt.value.bits)
+        group_scale, zero = self._meta(self.value_meta, table, self.fmt.value.bits)
         # Unused slots may hold anything, NaN scales among them, and 0 * NaN is not 0.
-        weights = p * step.masked_fill(past[:, None, None, None, :], 0.0)  # [S, H, groups, queries, L]
+        weights = p * group_scale.masked_fill(past[:, None, None, None, :], 0.0)  # [S, H, groups, queries, L]
         codes = self._codes(self.value_codes, table, self.fmt.value.bits)
         out = torch.matmul(weights, codes) - (weights * zero).sum(-1, keepdim=True)
         if at is not None and fine_value is not None:
-            near = p.squeeze(2).gather(-1, at).unsqueeze(2) * fine_value.steps.unsqueeze(3)
+            near = p.squeeze(2).gather(-1, at).unsqueeze(2) * fine_value.scales.unsqueeze(3)
             out += torch.matmul(near, fine_value.values)
-        out = out.transpose(2, 3).reshape(sequences, kv_heads, -1, self.head_dim) @ turn.T
+        out = out.transpose(2, 3).reshape(sequences, kv_heads, -1, self.head_dim) @ rotation.T
         if self.factors is not None:
             out = out / self.factors.value_scale[:, None] + self.factors.value_mean[:, None]
         return out.view(sequences, heads, self.head_dim)
@@ -234,15 +234,15 @@ class PackedPages:
         """
         check.tables(block_table[None], torch.tensor([length]), self.key_codes.shape[0], self.block_size)
         table = block_table[: -(-length // self.block_size)].long()
-        turn = hadamard(self.head_dim)
+        rotation = hadamard(self.head_dim)
         sides = []
         for codes, meta, side, bits in (
             (self.key_codes, self.key_meta, "key", self.fmt.key.bits),
             (self.value_codes, self.value_meta, "value", self.fmt.value.bits),
         ):
             rows = codes[table].transpose(1, 2).flatten(0, 1)[:length]
-            words = meta[table].transpose(1, 2).flatten(0, 1)[:length]
-            back = decode(unpack(rows, bits), words, bits) @ turn.T
+            meta = meta[table].transpose(1, 2).flatten(0, 1)[:length]
+            back = decode(unpack(rows, bits), meta, bits) @ rotation.T
             if self.factors is not None:
                 mean, scale = self.factors.of(side)
                 back = back / scale + mean
@@ -269,8 +269,8 @@ class PackedPages:
 
     def _meta(self, meta: torch.Tensor, table: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Steps and zero points of sequences, float32 [S, H, groups, 1, L]."""
-        words = meta[table].transpose(1, 2).flatten(2, 3).transpose(2, 3).unsqueeze(3)
-        return scale_and_zero(words, bits)
+        meta = meta[table].transpose(1, 2).flatten(2, 3).transpose(2, 3).unsqueeze(3)
+        return scale_and_zero(meta, bits)
 
 
 def _softcap_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, softcap: float) -> torch.Tensor:

@@ -6,11 +6,11 @@ vLLM's, listed so that capacities can be compared.
 
 kvpilot's group format (everything of a token is in its page; nothing depends on other tokens)
 ----------------------------------------------------------------------------------------------
-A row of D elements is cut into groups of g = 64 (g = 48 at D = 96). Each group stores codes of b bits and one 16-bit
-word of scale metadata (little endian)::
+A row of D elements is cut into groups of g = 64 (g = 48 at D = 96). Each group stores codes of b bits and 16 bits
+of scale metadata (little endian)::
 
-    word = (float16 bits of `step` >> 4) << 5 | zc        step: positive, rounded up to 6 mantissa bits
-    qmax = 2^b - 1        z = zc * qmax / 30, zc in 0..30        x is read back as step * (code - z)
+    meta = (float16 bits of `scale` >> 4) << 5 | zero_code        scale: positive, rounded up to 6 mantissa bits
+    qmax = 2^b - 1        z = zero_code * qmax / 30, zero_code in 0..30        x is read back as scale * (code - z)
 
 Byte j of a 4-bit row holds element j (low nibble) and j + D/2 (high nibble); byte j of a 2-bit row holds j, j + D/4,
 j + D/2 and j + 3D/4 from the low bits up: a kernel unpacks contiguous tiles without interleaving.
@@ -22,13 +22,13 @@ region         offset in bytes                        shape, row-major          
 =============  =====================================  =========================  ================
 `key_codes`    0                                      [T, D * kb / 8]            packed codes, u8
 `value_codes`  T * D * kb / 8                         [T, D * vb / 8]            packed codes, u8
-`key_meta`     T * D * (kb + vb) / 8                  [G, T]                     words, u16
-`value_meta`   T * D * (kb + vb) / 8 + T * 2 * G      [G, T]                     words, u16
+`key_meta`     T * D * (kb + vb) / 8                  [G, T]                     u16
+`value_meta`   T * D * (kb + vb) / 8 + T * 2 * G      [G, T]                     u16
 (end)          T * `row_bytes(D)`
 =============  =====================================  =========================  ================
 
-D is a multiple of 32 and T of 16, so every region starts at a multiple of 16 bytes. The words of a group lie side by
-side over the tokens: a kernel loads the steps of a tile as one vector.
+D is a multiple of 32 and T of 16, so every region starts at a multiple of 16 bytes. A group's metadata lies side by
+side over the tokens: a kernel loads the scales of a tile as one vector.
 
 Ring layout (the recent window: what the last tokens of a sequence lack of 8 bits)
 ----------------------------------------------------------------------------------
@@ -36,24 +36,24 @@ A ring is a fixed number of pages of a sequence, each of the bytes of a page abo
 token at position p has row p mod (pages * C), C tokens a page. Pages stay complete without it; a ring row only adds
 r, of 8 - b bits, to each code of b bits (n = 2^(8 - b); nothing where b is 8)::
 
-    x is read back as step * (code - z) + step * 2^e / n * (r - (n - 1) / 2)        e in 0..2 for a token's group
+    x is read back as scale * (code - z) + scale * 2^e / n * (r - (n - 1) / 2)        e in 0..2 for a token's group
 
 r is stored in digits of b bits, the highest first, each digit of all elements packed as a row of codes: one digit
-where b is 4, three where b is 2. Each group i of each side has a word of e and a tag of the token's row in the page::
+where b is 4, three where b is 2. Each group i of each side has 16 bits of e and a tag of the token's row in the page::
 
-    word = (h >> 18) << 2 | e        h = (0x9E3779B1 * u + 0x85EBCA77 * w) mod 2^32
-    w: the group's word of scale metadata        u: 16 bits of the side's packed codes, from byte i * row bytes / G on
+    meta = (h >> 18) << 2 | e        h = (0x9E3779B1 * u + 0x85EBCA77 * w) mod 2^32
+    w: the group's scale metadata        u: 16 bits of the side's packed codes, from byte i * row bytes / G on
 
 A row is used if the tags of groups 0 and 1 of both sides (of group 0 where a side has one) are those of the token's row
 in the page; else the token is read with b bits. So a ring needs no clearing: the row of another token passes one time
-in 2^56 (2^28 at D = 64), and would then move an element by at most 2 steps. Regions, m = 8 / b - 1 digits of a side:
+in 2^56 (2^28 at D = 64), and would then move an element by at most 2 scales. Regions, m = 8 / b - 1 digits of a side:
 
 ===============  ================================================  ======================  ================
 region           offset in bytes                                   shape, row-major        element
 ===============  ================================================  ======================  ================
 `key_digits`     0                                                 [m, C, D * kb / 8]      packed digits, u8
 `value_digits`   C * D * (8 - kb) / 8                              [m, C, D * vb / 8]      packed digits, u8
-`words`          C * D * (16 - kb - vb) / 8                        [2 * G, C]              words, keys' first
+`meta`           C * D * (16 - kb - vb) / 8                        [2 * G, C]              u16, keys' first
 (end)            C * (D * (16 - kb - vb) / 8 + 4 * G)              at most T * `row_bytes(D)`
 ===============  ================================================  ======================  ================
 
@@ -76,16 +76,16 @@ ZERO_STEPS = 30
 """Zero points are stored in thirtieths of qmax; 30 is even, so a symmetric group has an exact centre."""
 
 ZERO_BITS = 5
-"""Low bits of a metadata word, which hold the zero point."""
+"""Low bits of scale metadata, which hold the zero point."""
 
 CUT_BITS = 4
-"""Mantissa bits of a float16 that a step goes without."""
+"""Mantissa bits of a float16 that a scale goes without."""
 
 SHRINK: dict[int, tuple[float, ...]] = {8: (1.0,), 4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.75, 0.65, 0.55)}
 """Factors that the encoder tries on a group's range, per code width."""
 
 RING_REACH = 0.6
-"""A group whose largest residual is at most RING_REACH * 2^e steps has the exponent e; clipped tails need 1 or 2."""
+"""A group whose largest residual is at most RING_REACH * 2^e scales has the exponent e; clipped tails need 1 or 2."""
 
 
 RECENT_CHOICES = (0, 64, 128, 256, 512)
@@ -186,13 +186,13 @@ class RingLayout:
     Attributes:
         tokens: tokens of a page, C.
         key_digits, value_digits: all digits of a side, one after another as rows; no rows for a side of 8 bits.
-        words: [2 * groups, tokens]. size: bytes in use, at most a page's.
+        meta: [2 * groups, tokens]. size: bytes in use, at most a page's.
     """
 
     tokens: int
     key_digits: Region
     value_digits: Region
-    words: Region
+    meta: Region
     size: int
 
 
@@ -222,7 +222,7 @@ class Format:
         return self.origin is Origin.KVPILOT
 
     def group_size(self, head_dim: int) -> int:
-        """Elements per metadata word in kvpilot's formats: 64, or 48 at head_dim 96.
+        """Elements per scale in kvpilot's formats: 64, or 48 at head_dim 96.
 
         Raises:
             UnsupportedHeadDimError: the format is not ours, or the dimension has no layout.
@@ -263,16 +263,16 @@ class Format:
         groups = head_dim // self.group_size(head_dim)
         if block_size <= 0 or block_size % 16:
             raise FormatError(f"block_size {block_size} is not a multiple of 16 tokens; use 16, 32, 64 or 128")
-        codes, words = block_size * head_dim // 8, block_size * 2
+        codes, meta = block_size * head_dim // 8, block_size * 2
         value_codes = codes * self.key.bits
         key_meta = value_codes + codes * self.value.bits
-        value_meta = key_meta + groups * words
+        value_meta = key_meta + groups * meta
         return PageLayout(
             key_codes=Region(0, block_size, head_dim * self.key.bits // 8),
             value_codes=Region(value_codes, block_size, head_dim * self.value.bits // 8),
-            key_meta=Region(key_meta, groups, words),
-            value_meta=Region(value_meta, groups, words),
-            size=value_meta + groups * words,
+            key_meta=Region(key_meta, groups, meta),
+            value_meta=Region(value_meta, groups, meta),
+            size=value_meta + groups * meta,
         )
 
     @property
@@ -306,13 +306,13 @@ class Format:
         row = head_dim * (16 - self.key.bits - self.value.bits) // 8 + 4 * groups
         tokens = page.size // row
         value_digits = tokens * head_dim * (8 - self.key.bits) // 8
-        words = value_digits + tokens * head_dim * (8 - self.value.bits) // 8
+        meta = value_digits + tokens * head_dim * (8 - self.value.bits) // 8
         return RingLayout(
             tokens=tokens,
             key_digits=Region(0, self.key.digits * tokens, head_dim * self.key.bits // 8),
             value_digits=Region(value_digits, self.value.digits * tokens, head_dim * self.value.bits // 8),
-            words=Region(words, 2 * groups, 2 * tokens),
-            size=words + 4 * groups * tokens,
+            meta=Region(meta, 2 * groups, 2 * tokens),
+            size=meta + 4 * groups * tokens,
         )
 
     def ring_blocks(self, recent: int, head_dim: int, block_size: int) -> int:
@@ -331,7 +331,7 @@ class Format:
 def own(
     name: str, key_bits: int, value_bits: int, summary: str, colour: str = "#9a9a9a", *, calibrated_only: bool = False
 ) -> Format:
-    """A format of ours: keys and values of 2, 4 or 8 bits in groups with a word each."""
+    """A format of ours: keys and values of 2, 4 or 8 bits in groups with a scale each."""
     key, value = Side(key_bits, 2, 64), Side(value_bits, 2, 64)
     return Format(name, key, value, Origin.KVPILOT, summary, colour, calibrated_only)
 

@@ -11,11 +11,11 @@ from kvpilot_kernels.formats import Format, Region
 from kvpilot_kernels.reference.quantize import split
 from kvpilot_kernels.reference.residual import (
     encode_residual,
-    fine_steps,
+    fine_scales,
     half,
     pack_digits,
-    ring_words,
-    split_ring_words,
+    ring_meta,
+    split_ring_meta,
     tags,
     unpack_digits,
 )
@@ -47,11 +47,11 @@ class FineRows:
     """What the window's tokens have beside one side of their pages.
 
     Attributes:
-        steps: float32 [sequences, kv_heads, groups, recent], 0 where the ring has nothing for a token.
-        values: float32 [sequences, kv_heads, groups, recent, g], to be added times the step.
+        scales: float32 [sequences, kv_heads, groups, recent], 0 where the ring has nothing for a token.
+        values: float32 [sequences, kv_heads, groups, recent, g], to be added times the scale.
     """
 
-    steps: torch.Tensor
+    scales: torch.Tensor
     values: torch.Tensor
 
 
@@ -77,13 +77,13 @@ class RingPages:
             end = region.offset + region.rows * region.row_bytes
             return split(pages[..., region.offset : end], region.rows)
 
-        words = view(layout.words).view(torch.int16)
-        groups = words.shape[2] // 2
+        meta = view(layout.meta).view(torch.int16)
+        groups = meta.shape[2] // 2
         self.sides = [
             (side.bits, self._by_digit(view(digits), side.digits) if side.digits else None, part)
             for side, digits, part in (
-                (fmt.key, layout.key_digits, words[:, :, :groups]),
-                (fmt.value, layout.value_digits, words[:, :, groups:]),
+                (fmt.key, layout.key_digits, meta[:, :, :groups]),
+                (fmt.value, layout.value_digits, meta[:, :, groups:]),
             )
         ]
 
@@ -93,19 +93,19 @@ class RingPages:
         return rows.view(blocks, heads, digits, self.tokens, size)
 
     def store(
-        self, side: int, x: torch.Tensor, codes: torch.Tensor, packed: torch.Tensor, words: torch.Tensor,
+        self, side: int, x: torch.Tensor, codes: torch.Tensor, packed: torch.Tensor, meta: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:  # fmt: skip
         """Write a side's rows (0: keys) of tokens: x [tokens, kv_heads, D], rotated, and what the page got of it."""
-        bits, digits, words_at = self.sides[side]
+        bits, digits, meta_at = self.sides[side]
         kept = slots >= 0
-        x, codes, packed, words, slots = x[kept], codes[kept], packed[kept], words[kept], slots[kept]
+        x, codes, packed, meta, slots = x[kept], codes[kept], packed[kept], meta[kept], slots[kept]
         block, place = slots // self.tokens, slots % self.tokens
-        exponents = torch.zeros_like(words)
+        exponents = torch.zeros_like(meta)
         if digits is not None:
-            r, exponents = encode_residual(x, codes, words, bits)
+            r, exponents = encode_residual(x, codes, meta, bits)
             digits[block, :, :, place] = pack_digits(r, bits)
-        words_at[block, :, :, place] = ring_words(tags(packed, words), exponents)
+        meta_at[block, :, :, place] = ring_meta(tags(packed, meta), exponents)
 
     def fine_rows(
         self, positions: torch.Tensor, ring_table: torch.Tensor, pages: list[tuple[torch.Tensor, torch.Tensor]]
@@ -116,24 +116,24 @@ class RingPages:
             positions: int64 [sequences, recent], negative where there is no token.
             ring_table: int [sequences, ring_blocks].
             pages: of each side, what the pages have for these tokens: packed codes, uint8 [sequences, recent, kv_heads,
-                bytes], and words, int16 [sequences, recent, kv_heads, groups].
+                bytes], and scale metadata, int16 [sequences, recent, kv_heads, groups].
         """
         place = positions.clamp(min=0) % (self.per_sequence * self.tokens)
         block = ring_table.long().gather(1, place // self.tokens)
         right = ((positions >= 0) & (block >= 0)).unsqueeze(-1)
         at = (block.clamp(min=0), slice(None), slice(None), place % self.tokens)
         exponents = []
-        for (_, _, words_at), (packed, words) in zip(self.sides, pages, strict=True):
-            found, same = split_ring_words(words_at[at], tags(packed, words))
+        for (_, _, meta_at), (packed, meta) in zip(self.sides, pages, strict=True):
+            found, same = split_ring_meta(meta_at[at], tags(packed, meta))
             exponents.append(found)
             right = right & same  # [sequences, recent, kv_heads]
         rows: list[FineRows | None] = []
-        for (bits, digits, _), (_, words), e in zip(self.sides, pages, exponents, strict=True):
+        for (bits, digits, _), (_, meta), e in zip(self.sides, pages, exponents, strict=True):
             if digits is None:
                 rows.append(None)
                 continue
-            steps = fine_steps(e, words, bits).masked_fill(~right.unsqueeze(-1), 0.0)
+            scales = fine_scales(e, meta, bits).masked_fill(~right.unsqueeze(-1), 0.0)
             r = unpack_digits(digits[at], bits).float() - half(bits)
-            r = split(r, words.shape[-1])  # [sequences, recent, kv_heads, groups, g]
-            rows.append(FineRows(steps.permute(0, 2, 3, 1), r.permute(0, 2, 3, 1, 4)))
+            r = split(r, meta.shape[-1])  # [sequences, recent, kv_heads, groups, g]
+            rows.append(FineRows(scales.permute(0, 2, 3, 1), r.permute(0, 2, 3, 1, 4)))
         return rows

@@ -2,7 +2,7 @@
 
 A step's keys and values are stored by one launch, which also rotates the queries of sequences that decode. These then
 go through split decode over the pages, in a full CUDA graph. Sequences with several new tokens attend to the new ones
-by FlashAttention as they are, and to their context piece by piece: a piece is read from the pages into a workspace of
+by FlashAttention as they are, and to their context chunk by chunk: a chunk is read from the pages into a workspace of
 fixed size, FlashAttention runs over it, and the partial results are merged by their log-sums.
 """
 
@@ -103,7 +103,7 @@ class CudaImpl(PackedImpl):
                 **common,
             )  # fmt: skip
             return
-        if not prefills.pieces:
+        if not prefills.context_chunks:
             flash_attn_varlen_func(
                 query, key, value, cu_seqlens_k=prefills.starts, max_seqlen_k=prefills.longest, causal=True,
                 out=out, **common,
@@ -113,15 +113,15 @@ class CudaImpl(PackedImpl):
             query, key, value, cu_seqlens_k=prefills.starts, max_seqlen_k=prefills.longest, causal=True,
             return_softmax_lse=True, **common,
         )  # fmt: skip
-        for i, piece in enumerate(prefills.pieces):
+        for i, chunk in enumerate(prefills.context_chunks):
             # Here, too, no row more than was gathered.
-            old_key, old_value = workspace[0, : piece.total], workspace[1, : piece.total]
-            pages.gather(prefills.block_table, piece.rows, piece.begin, piece.longest, old_key, old_value)
+            old_key, old_value = workspace[0, : chunk.total], workspace[1, : chunk.total]
+            pages.gather(prefills.block_table, chunk.rows, chunk.begin, chunk.longest, old_key, old_value)
             part, part_lse = flash_attn_varlen_func(
-                query, old_key, old_value, cu_seqlens_k=piece.rows, max_seqlen_k=piece.longest, causal=False,
+                query, old_key, old_value, cu_seqlens_k=chunk.rows, max_seqlen_k=chunk.longest, causal=False,
                 return_softmax_lse=True, **common,
             )  # fmt: skip
-            last = i == len(prefills.pieces) - 1
+            last = i == len(prefills.context_chunks) - 1
             target, target_lse = (out, None) if last else (torch.empty_like(merged), torch.empty_like(lse))
             merge_attn_states(target, part, part_lse, merged, lse, target_lse)
             if not last:

@@ -16,7 +16,7 @@ from kvpilot_runtime.backend import PackedBuilder
 
 
 @dataclass
-class Piece:
+class ContextChunk:
     """A part of the context of all prefilling sequences: tokens [begin, begin + length) of each.
 
     Attributes:
@@ -36,16 +36,16 @@ class Prefills:
     Attributes:
         starts: int32 [sequences + 1], first rows counted from the first prefilling token.
         longest, tokens: new tokens of one sequence at most, and of all; rows after them are padding.
-        block_table: int32 [sequences, blocks]. pieces: of their contexts, empty where nobody has one.
-        whole: context and new tokens in one piece, where chunks read themselves back (`PREFILL_FROM_PAGES`).
+        block_table: int32 [sequences, blocks]. context_chunks: of their contexts, empty where nobody has one.
+        whole: context and new tokens at once, where chunks read themselves back (`PREFILL_FROM_PAGES`).
     """
 
     starts: torch.Tensor
     longest: int
     tokens: int
     block_table: torch.Tensor
-    pieces: list[Piece]
-    whole: Piece | None = None
+    context_chunks: list[ContextChunk]
+    whole: ContextChunk | None = None
 
 
 @dataclass
@@ -75,7 +75,7 @@ class CudaBuilder(PackedBuilder):
         graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self.plan = Plan(self.shape, max(scheduler.max_num_seqs, min(graphs, scheduler.max_num_batched_tokens)))
         self.read_back = impl.read_back
-        self.piece_tokens = impl.workspace_tokens
+        self.chunk_tokens = impl.workspace_tokens
         self.dtype = vllm_config.model_config.dtype
         self._warmed: set[tuple[bool, bool]] = set()
         self.warm_up(triton.cdiv(vllm_config.model_config.max_model_len, kv_cache_spec.block_size))
@@ -132,17 +132,17 @@ class CudaBuilder(PackedBuilder):
         block_table = common.block_table_tensor[decodes : common.num_reqs]
         prefills = Prefills(self._upload(starts.int()), int(new.max()), int(starts[-1]), block_table, [])
         if self.read_back:
-            prefills.whole = self._piece(0, context + new)
+            prefills.whole = self._context_chunk(0, context + new)
             return prefills
-        step = self.piece_tokens // len(context) // 16 * 16
+        step = self.chunk_tokens // len(context) // 16 * 16
         for begin in range(0, int(context.max()), step):
-            prefills.pieces.append(self._piece(begin, (context - begin).clamp(0, step)))
+            prefills.context_chunks.append(self._context_chunk(begin, (context - begin).clamp(0, step)))
         return prefills
 
-    def _piece(self, begin: int, lengths: torch.Tensor) -> Piece:
+    def _context_chunk(self, begin: int, lengths: torch.Tensor) -> ContextChunk:
         rows = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         torch.cumsum(lengths, 0, out=rows[1:])
-        return Piece(begin, int(lengths.max()), int(rows[-1]), self._upload(rows))
+        return ContextChunk(begin, int(lengths.max()), int(rows[-1]), self._upload(rows))
 
     def _upload(self, x: torch.Tensor) -> torch.Tensor:
         return x.pin_memory().to(self.device, non_blocking=True)

@@ -19,10 +19,10 @@ from kvpilot_kernels.gpu.codec import side_layouts
 
 POINTERS = {
     "query_ptr": "*bf16", "key_ptr": "*bf16", "value_ptr": "*bf16", "out_ptr": "*bf16", "key_out_ptr": "*bf16",
-    "value_out_ptr": "*bf16", "cache_ptr": "*u8", "ring_ptr": "*u8", "turned_ptr": "*fp16", "slots_ptr": "*i64",
-    "ring_slots_ptr": "*i64", "table_ptr": "*i32", "ring_table_ptr": "*i32", "items_ptr": "*i32", "lens_ptr": "*i32",
-    "spans_ptr": "*i32", "rows_ptr": "*i32", "turn_ptr": "*bf16", "key_turn_ptr": "*bf16", "value_turn_ptr": "*bf16",
-    "query_turn_ptr": "*bf16",
+    "value_out_ptr": "*bf16", "cache_ptr": "*u8", "ring_ptr": "*u8", "rotated_ptr": "*fp16", "slots_ptr": "*i64",
+    "ring_slots_ptr": "*i64", "table_ptr": "*i32", "ring_table_ptr": "*i32", "splits_ptr": "*i32", "lens_ptr": "*i32",
+    "spans_ptr": "*i32", "rows_ptr": "*i32", "rotation_ptr": "*bf16", "key_rotation_ptr": "*bf16",
+    "value_rotation_ptr": "*bf16", "query_rotation_ptr": "*bf16",
 }  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def compile_for(capability: int, kernel: Any, warps: int, source: type = ASTSour
         types |= {"query_ptr": "*fp16", "out_ptr": "*fp32"}
     aligned = {
         (i,): [["tt.divisibility", 16]]
-        for i, (name, kind) in enumerate(types.items())
+        for i, (name, kind) in enumerate(types.splits())
         if kind.startswith("*") or name.endswith("_stride")
     }
     compiled = triton.compile(
@@ -59,7 +59,7 @@ def main(capability: int) -> None:
     for ring in (0, 39):
         compile_for(capability, store.store_kernel, 4, RATIO=4, RING=ring, TOKENS=16, OVERLAP=overlap, **codec)
     compile_for(capability, gather.gather_kernel, 4, TOKENS=64, **codec)
-    compile_for(capability, plan.plan_kernel, 8, TILE=64, WINDOW=0, SEQUENCES=64, ITEMS=128)
+    compile_for(capability, plan.plan_kernel, 8, TILE=64, WINDOW=0, SEQUENCES=64, SPLITS=128)
     for take in (1, 4):
         compile_for(
             capability, reduce.reduce_kernel, 4, KV_HEADS=8, RATIO=4, TAKE=take, D=128, WIDE=128, ROWS=take,

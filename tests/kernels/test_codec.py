@@ -55,26 +55,26 @@ def test_an_unclipped_element_is_off_by_at_most_a_code_of_its_group(
     seed: int, dim: int, bits: int, size: float
 ) -> None:
     x = normal(seed, 4, dim) * size
-    codes, words = encode(x, bits, group(dim))
-    step, _ = scale_and_zero(words, bits)
-    step = step.repeat_interleave(group(dim), -1)
-    error = (decode(codes, words, bits) - x).abs()
+    codes, meta = encode(x, bits, group(dim))
+    scale, _ = scale_and_zero(meta, bits)
+    scale = scale.repeat_interleave(group(dim), -1)
+    error = (decode(codes, meta, bits) - x).abs()
     clipped = (codes == 0) | (codes == (1 << bits) - 1)
-    assert (error[~clipped] <= step[~clipped] * 0.51).all()
+    assert (error[~clipped] <= scale[~clipped] * 0.51).all()
 
 
 @given(seeds, dims)
 def test_error_on_gaussian_rows_stays_under_its_bound(seed: int, dim: int) -> None:
     x = normal(seed, 512, dim)
     for bits, bound in ((8, 1e-4), (4, 0.010), (2, 0.14)):
-        codes, words = encode(x, bits, group(dim))
-        assert (decode(codes, words, bits) - x).square().mean() < bound
+        codes, meta = encode(x, bits, group(dim))
+        assert (decode(codes, meta, bits) - x).square().mean() < bound
 
 
 @given(dims, widths)
 def test_zero_rows_come_back_as_zeros(dim: int, bits: int) -> None:
-    codes, words = encode(torch.zeros(2, dim), bits, group(dim))
-    assert torch.equal(decode(codes, words, bits), torch.zeros(2, dim))
+    codes, meta = encode(torch.zeros(2, dim), bits, group(dim))
+    assert torch.equal(decode(codes, meta, bits), torch.zeros(2, dim))
 
 
 @given(dims, st.floats(-1e3, 1e3).filter(lambda c: abs(c) > 1e-2), st.sampled_from(["int8", "k4v4"]))
@@ -95,8 +95,8 @@ def test_a_huge_outlier_changes_no_other_token_and_comes_back_itself(seed: int, 
 
 
 def test_values_beyond_float16_saturate_and_stay_finite() -> None:
-    codes, words = encode(torch.full((1, 64), 3e38), 4, 64)
-    assert decode(codes, words, 4).isfinite().all()
+    codes, meta = encode(torch.full((1, 64), 3e38), 4, 64)
+    assert decode(codes, meta, 4).isfinite().all()
 
 
 @settings(max_examples=20)

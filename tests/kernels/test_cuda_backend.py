@@ -80,7 +80,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "flash_attn_varlen_func", flash_attention)
     monkeypatch.setattr(module, "merge_attn_states", merge)
     monkeypatch.setattr(module, "get_flash_attn_version", lambda **_: 3)
-    monkeypatch.setattr(module, "WORKSPACE_BYTES", 0)  # 16 tokens a sequence: contexts come in many pieces
+    monkeypatch.setattr(module, "WORKSPACE_BYTES", 0)  # 16 tokens a sequence: contexts come in many chunks
     monkeypatch.setattr(module.CudaImpl, "_workspace", {})
     monkeypatch.setattr(module.CudaBuilder, "_upload", lambda _self, x: x)
     return module
@@ -166,7 +166,7 @@ def test_prompts_in_chunks_decodes_and_mixed_steps_equal_the_reference(cuda: Any
     engine.step({"a": 1, "b": 1, "c": 1}, padding=5)
 
 
-def test_a_context_longer_than_the_workspace_comes_in_pieces(cuda: Any) -> None:
+def test_a_context_longer_than_the_workspace_comes_in_chunks(cuda: Any) -> None:
     engine = Engine(cuda, "k4v4")
     engine.step({"a": 150}, padding=0)
     seen: list[tuple[int, int]] = []
@@ -174,7 +174,7 @@ def test_a_context_longer_than_the_workspace_comes_in_pieces(cuda: Any) -> None:
 
     def watch(*args: Any) -> Any:
         prefills = plan(*args)
-        seen.extend((piece.begin, piece.total) for piece in prefills.pieces)
+        seen.extend((chunk.begin, chunk.total) for chunk in prefills.context_chunks)
         return prefills
 
     engine.builder._prefills = watch

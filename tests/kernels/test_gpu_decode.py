@@ -89,7 +89,7 @@ def test_out_may_be_a_part_of_a_wider_buffer(dtype: torch.dtype) -> None:
     batch = Batch("k4v2", 96, [33, 20], seed=1, ratio=3)
     query, plan = batch.queries(), batch.plan()
     buffer = torch.full((3, 8 * 96), 7.0, dtype=dtype)
-    batch.turn(query, plan)
+    batch.rotate(query, plan)
     batch.pages.decode(batch.table, batch.lens, plan, buffer[:2, : 6 * 96].view(2, 6, 96))
     wanted = batch.cpu.decode(query, batch.table, batch.lens, batch.scale)
     assert off(buffer[:2, : 6 * 96].view(2, 6, 96).float(), wanted) < CLOSE
@@ -101,7 +101,7 @@ def test_a_step_may_have_fewer_sequences_than_the_plan_holds() -> None:
     batch = Batch("k4v4", 64, [50, 30, 20], seed=2, ratio=2)
     query, plan = batch.queries(), batch.plan()
     plan.update(batch.lens[:2])
-    batch.turn(query, plan)
+    batch.rotate(query, plan)
     out = torch.full_like(query, torch.nan)
     batch.pages.decode(batch.table[:2], batch.lens[:2], plan, out[:2])
     wanted = batch.cpu.decode(query, batch.table, batch.lens, batch.scale)
@@ -123,14 +123,14 @@ def test_a_kernel_that_starts_early_reads_queries_and_the_last_two_tokens_only_a
     batch = Batch("k4v4", 64, lengths, seed=4, ratio=2, stages=stages)
     query = batch.queries()
     wanted, plan, waits = batch.decode(query), batch.plan(), 0
-    batch.turn(query, plan)
-    turned = plan.turned.clone()
+    batch.rotate(query, plan)
+    rotated = plan.rotated.clone()
     stored = [i for i, n in enumerate(lengths) if n]
     # Not there yet: the step's own token, and the end of a block that another sequence fills in the same step.
     late = torch.cat([batch.slots[i][-2:] for i in stored])
 
     def hold_back() -> None:
-        plan.turned.fill_(torch.nan)
+        plan.rotated.fill_(torch.nan)
         for part in (batch.cpu.key_codes, batch.cpu.value_codes):
             part[late // 16, :, late % 16] = 255
         for part in (batch.cpu.key_meta, batch.cpu.value_meta):
@@ -139,7 +139,7 @@ def test_a_kernel_that_starts_early_reads_queries_and_the_last_two_tokens_only_a
     def store() -> None:
         nonlocal waits
         waits += 1
-        plan.turned.copy_(turned)
+        plan.rotated.copy_(rotated)
         for i in stored:
             batch.cpu.store(batch.keys[i][-2:], batch.values[i][-2:], batch.slots[i][-2:])
 
@@ -150,4 +150,4 @@ def test_a_kernel_that_starts_early_reads_queries_and_the_last_two_tokens_only_a
     out = torch.full_like(query, torch.nan)
     batch.pages.merge(len(lengths), plan, out)
     assert torch.equal(out, wanted)
-    assert waits == plan.items.shape[0] * batch.kv_heads  # every program, those without work too
+    assert waits == plan.splits.shape[0] * batch.kv_heads  # every program, those without work too

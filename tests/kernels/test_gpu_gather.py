@@ -1,4 +1,4 @@
-"""Gather: any piece of any sequence comes back as the CPU's code reads it."""
+"""Gather: any chunk of any sequence comes back as the CPU's code reads it."""
 
 import torch
 from hypothesis import example, given, settings
@@ -15,17 +15,17 @@ from support.gpu_batch import Batch
     st.lists(st.tuples(st.integers(0, 130), st.integers(0, 130)), min_size=1, max_size=3),
     st.sampled_from([torch.float16, torch.float32]), st.booleans(), st.integers(0, 2**31),
 )  # fmt: skip
-def test_a_piece_of_every_context_equals_what_the_cpu_reads(
+def test_a_chunk_of_every_context_equals_what_the_cpu_reads(
     name: str, dim: int, block_size: int, wanted: list[tuple[int, int]], dtype: torch.dtype, calibrated: bool, seed: int
 ) -> None:
     begin = wanted[0][0]
     lengths = [begin + n if n else more for more, n in wanted]  # who takes no part has a length of his own
     batch = Batch(name, dim, lengths, seed, block_size=block_size, calibrated=calibrated)
-    pieces = [n for _, n in wanted]
-    rows = torch.tensor([0, *torch.tensor(pieces).cumsum(0).tolist()], dtype=torch.int32)
-    key, value = (torch.full((sum(pieces) + 2, 2, dim), 7.0, dtype=dtype) for _ in "kv")
-    batch.pages.gather(batch.table, rows, begin, max(pieces), key, value)
-    for i, n in enumerate(pieces):
+    lengths = [n for _, n in wanted]
+    rows = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    key, value = (torch.full((sum(lengths) + 2, 2, dim), 7.0, dtype=dtype) for _ in "kv")
+    batch.pages.gather(batch.table, rows, begin, max(lengths), key, value)
+    for i, n in enumerate(lengths):
         if n:
             for out, whole in zip((key, value), batch.cpu.read(batch.table[i], lengths[i]), strict=True):
                 part = whole[begin:].to(dtype).float()

@@ -1,4 +1,4 @@
-"""The plan of decode: every tile of every sequence in exactly one item, in order."""
+"""The plan of decode: every tile of every sequence in exactly one split, in order."""
 
 import pytest
 import torch
@@ -6,25 +6,25 @@ import triton
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvpilot_kernels.gpu.plan import LONGEST, most_items, plan_kernel
+from kvpilot_kernels.gpu.plan import LONGEST, most_splits, plan_kernel
 
-ITEMS = 128
+SPLITS = 128
 
 
 def cut(lengths: list[int], tile: int, wave: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Items [count, 4] and spans [sequences, 2]; both full of 77 before."""
+    """Splits [count, 4] and spans [sequences, 2]; both full of 77 before."""
     sequences = len(lengths)
-    count = most_items(sequences, wave)
+    count = most_splits(sequences, wave)
     # One row more than asked for, to see that nobody writes there.
-    items = torch.full((count + 1, 4), 77, dtype=torch.int32)
+    splits = torch.full((count + 1, 4), 77, dtype=torch.int32)
     spans = torch.full((sequences + 1, 2), 77, dtype=torch.int32)
-    plan_kernel[(triton.cdiv(count, ITEMS),)](
-        torch.tensor(lengths, dtype=torch.int32), items, spans, sequences, count, wave, TILE=tile, WINDOW=window,
-        SEQUENCES=triton.next_power_of_2(max(sequences, 16)), ITEMS=ITEMS,
+    plan_kernel[(triton.cdiv(count, SPLITS),)](
+        torch.tensor(lengths, dtype=torch.int32), splits, spans, sequences, count, wave, TILE=tile, WINDOW=window,
+        SEQUENCES=triton.next_power_of_2(max(sequences, 16)), SPLITS=SPLITS,
     )  # fmt: skip
-    assert (items[-1] == 77).all()
+    assert (splits[-1] == 77).all()
     assert (spans[-1] == 77).all()
-    return items[:-1], spans[:-1]
+    return splits[:-1], spans[:-1]
 
 
 # Two sequences of 1 and 4095 tiles, one of no token, many of one: what a step may look like.
@@ -40,14 +40,14 @@ def cut(lengths: list[int], tile: int, wave: int, window: int) -> tuple[torch.Te
 def test_items_cover_every_tile_that_is_seen_once_and_in_order(
     lengths: list[int], tile: int, wave: int, window: int
 ) -> None:
-    items, spans = cut(lengths, tile, wave, window)
+    splits, spans = cut(lengths, tile, wave, window)
     used = 0
     for sequence, length in enumerate(lengths):
         first, number = spans[sequence].tolist()
         assert first == used
         used += number
         assert (number == 0) == (length == 0)
-        mine = items[first:used, :3].tolist()
+        mine = splits[first:used, :3].tolist()
         seen = max(length - window, 0) if window else 0
         at = seen // tile * tile
         for owner, start, end in mine:
@@ -57,22 +57,22 @@ def test_items_cover_every_tile_that_is_seen_once_and_in_order(
             at = end
         if mine:
             assert at == length
-    assert used <= items.shape[0]
-    assert (items[used:, 0] == -1).all()
+    assert used <= splits.shape[0]
+    assert (splits[used:, 0] == -1).all()
 
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.integers(1, 200))
 def test_no_item_is_longer_than_its_share_allows(lengths: list[int], wave: int) -> None:
-    items, _ = cut(lengths, 16, wave, 0)
+    splits, _ = cut(lengths, 16, wave, 0)
     tiles = sum(-(-n // 16) for n in lengths)
     most = max(1, min(-(-tiles // wave), max(LONGEST.value, -(-tiles // (2 * wave)))))
-    longest = int((items[:, 2] - items[:, 1])[items[:, 0] >= 0].max())
+    longest = int((splits[:, 2] - splits[:, 1])[splits[:, 0] >= 0].max())
     assert -(-longest // 16) <= most
 
 
 @pytest.mark.parametrize("sequences", [1, 130, 700])
 def test_more_items_than_one_program_writes(sequences: int) -> None:
-    items, spans = cut([33] * sequences, 16, 500, 0)
-    assert spans[:, 1].sum() == (items[:, 0] >= 0).sum() > ITEMS or sequences == 1
-    assert items[items[:, 0] >= 0, 0].unique().tolist() == list(range(sequences))
+    splits, spans = cut([33] * sequences, 16, 500, 0)
+    assert spans[:, 1].sum() == (splits[:, 0] >= 0).sum() > SPLITS or sequences == 1
+    assert splits[splits[:, 0] >= 0, 0].unique().tolist() == list(range(sequences))

@@ -1,4 +1,4 @@
-"""Reduce: partial results merge to what one item over all tokens would have given, however they were cut."""
+"""Reduce: partial results merge to what one split over all tokens would have given, however they were cut."""
 
 from unittest import mock
 
@@ -38,7 +38,7 @@ class Merge:
         return torch.stack(out)
 
     def merged(self, cuts: list[list[int]]) -> torch.Tensor:
-        """What `reduce` makes of items that end at `cuts`; every other row of the scratch is NaN."""
+        """What `reduce` makes of splits that end at `cuts`; every other row of the scratch is NaN."""
         kv_heads, ratio, dim = self.shape.kv_heads, self.shape.ratio, self.shape.head_dim
         plan, first = Plan(self.shape, len(cuts)), 0
         count = sum(map(len, cuts)) + 1
@@ -59,7 +59,7 @@ class Merge:
 
 @st.composite
 def ends(draw: st.DrawFn, length: int) -> list[int]:
-    """Where items end: any subset of the tokens, and the last one."""
+    """Where splits end: any subset of the tokens, and the last one."""
     inner = draw(st.sets(st.integers(1, max(1, length - 1)), max_size=20)) if length > 1 else set()
     return sorted(inner | {length}) if length else []
 
@@ -80,10 +80,10 @@ def test_how_the_tokens_were_cut_does_not_matter(
     assert torch.allclose(out.double(), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()) + 1e-30)
 
 
-@pytest.mark.parametrize("items", [7, 8, 9, 128, 129, 300])
-def test_many_items_of_one_sequence(items: int) -> None:
-    merge = Merge([items], 64, 1, 2, 30.0, seed=items)
-    assert torch.allclose(merge.merged([list(range(1, items + 1))]).double(), merge.wanted(), rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("splits", [7, 8, 9, 128, 129, 300])
+def test_many_items_of_one_sequence(splits: int) -> None:
+    merge = Merge([splits], 64, 1, 2, 30.0, seed=splits)
+    assert torch.allclose(merge.merged([list(range(1, splits + 1))]).double(), merge.wanted(), rtol=1e-4, atol=1e-5)
 
 
 def test_without_calibration_the_rotation_alone_is_undone() -> None:

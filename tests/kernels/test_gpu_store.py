@@ -48,9 +48,9 @@ def store_rounded_once(cache: torch.Tensor, fmt: formats.Format, key: torch.Tens
     key, value, slots = key[slots >= 0], value[slots >= 0], slots[slots >= 0]
     for x, bits, codes_at, meta_at in ((key, fmt.key.bits, pages.key_codes, pages.key_meta),
                                        (value, fmt.value.bits, pages.value_codes, pages.value_meta)):  # fmt: skip
-        codes, words = encode((x @ hadamard(dim).sign()) * dim**-0.5, bits, fmt.group_size(dim))
+        codes, meta = encode((x @ hadamard(dim).sign()) * dim**-0.5, bits, fmt.group_size(dim))
         codes_at[slots // cache.shape[2], :, slots % cache.shape[2]] = pack(codes, bits)
-        meta_at[slots // cache.shape[2], :, slots % cache.shape[2]] = words
+        meta_at[slots // cache.shape[2], :, slots % cache.shape[2]] = meta
 
 
 @settings(max_examples=25)
@@ -103,8 +103,8 @@ def test_a_nan_spoils_its_own_token_and_head_alone(name: str, dim: int, seed: in
     assert torch.equal(ours, theirs)
     pages = PackedPages(ours, fmt, dim)
     for meta, token, head in ((pages.key_meta, 3, 1), (pages.value_meta, 18, 0)):
-        words = meta[slots // 16, :, slots % 16].int() & 0xFFFF
-        assert ((words >> 5 == 0x7E0).any(-1).nonzero() == torch.tensor([token, head])).all()
+        meta = meta[slots // 16, :, slots % 16].int() & 0xFFFF
+        assert ((meta >> 5 == 0x7E0).any(-1).nonzero() == torch.tensor([token, head])).all()
 
 
 @pytest.mark.parametrize("name", formats.own_names())
@@ -120,7 +120,7 @@ def test_projections_may_be_parts_of_one_buffer(name: str) -> None:
         pages = GpuPages(caches[-1], shape, Factors.identity(KV_HEADS, dim))
         pages.store(q, k, v, torch.arange(tokens) + 30, plans[-1], tokens, 0.125)
     assert torch.equal(caches[0], caches[1])
-    assert torch.equal(plans[0].turned, plans[1].turned)
+    assert torch.equal(plans[0].rotated, plans[1].rotated)
 
 
 def test_pages_may_lie_apart_and_heads_before_blocks() -> None:
@@ -145,13 +145,13 @@ def test_queries_that_decode_are_divided_rotated_and_scaled(
     factors, shape = some_factors(KV_HEADS, dim, rng), Shape(fmt, dim, KV_HEADS, ratio, 16, CPU)
     query = torch.randn(tokens, KV_HEADS * ratio, dim, generator=rng)
     nothing, plan = torch.zeros(tokens, KV_HEADS, dim), Plan(shape, tokens)
-    plan.turned.fill_(torch.nan)
+    plan.rotated.fill_(torch.nan)
     pages = GpuPages(poisoned(1, KV_HEADS, 16, fmt, dim), shape, factors)
     pages.store(query, nothing, nothing, torch.full((tokens,), -1), plan, decodes, dim**-0.5)
     wanted = query.double() / factors.key_scale.double().repeat_interleave(ratio, 0)
     wanted = wanted @ hadamard(dim, torch.float64) * (dim**-0.5 * LOG2_E)
-    assert torch.allclose(plan.turned[:decodes].double(), wanted[:decodes], rtol=2**-10, atol=1e-6)
-    assert plan.turned[decodes:].isnan().all()
+    assert torch.allclose(plan.rotated[:decodes].double(), wanted[:decodes], rtol=2**-10, atol=1e-6)
+    assert plan.rotated[decodes:].isnan().all()
     assert (pages.cache == 255).all()
 
 

@@ -15,8 +15,8 @@ from kvpilot_kernels.reference.residual import (
     decode_residual,
     encode_residual,
     pack_digits,
-    ring_words,
-    split_ring_words,
+    ring_meta,
+    split_ring_meta,
     tags,
     unpack_digits,
 )
@@ -34,7 +34,7 @@ def test_a_rings_page_has_the_bytes_of_a_page_and_no_room_for_one_token_more(nam
     fmt = formats.parse(name)
     ring, page = fmt.ring_layout(dim, size), fmt.page_layout(dim, size)
     end = 0
-    for region in (ring.key_digits, ring.value_digits, ring.words):
+    for region in (ring.key_digits, ring.value_digits, ring.meta):
         assert region.offset == end
         assert region.offset % 8 == 0
         end += region.rows * region.row_bytes
@@ -67,8 +67,8 @@ def test_a_format_of_8_bits_has_no_ring_and_a_negative_window_is_refused() -> No
 def test_with_its_residual_a_code_is_about_as_good_as_8_bits(bits: int, dim: int, seed: int, size: float) -> None:
     x = torch.randn(200, dim, generator=generator(seed)) * size
     group = formats.parse("k4v4").group_size(dim)
-    codes, words = encode(x, bits, group)
-    fine = decode(codes, words, bits) + decode_residual(*encode_residual(x, codes, words, bits), words, bits)
+    codes, meta = encode(x, bits, group)
+    fine = decode(codes, meta, bits) + decode_residual(*encode_residual(x, codes, meta, bits), meta, bits)
     whole = decode(*encode(x, 8, group), 8)
     assert (fine - x).square().mean() < (3.5 if bits == 2 else 2) * (whole - x).square().mean()
 
@@ -84,12 +84,12 @@ def test_digits_lose_nothing(bits: int, dim: int, seed: int) -> None:
 def test_the_bytes_of_a_row_are_as_the_layout_says() -> None:
     """By hand, from the formulas of `formats`."""
     packed = torch.tensor([[1, 2, 9, 9, 255, 3, 9, 9]], dtype=torch.uint8)
-    words = torch.tensor([[-2, 7]], dtype=torch.int16)
+    meta = torch.tensor([[-2, 7]], dtype=torch.int16)
     parts = [
         (0x9E3779B1 * u + 0x85EBCA77 * w) % 2**32 >> 18 for u, w in ((0x0201, 0xFFFE), (0x03FF, 7))
     ]  # fmt: skip
-    assert tags(packed, words).tolist() == [parts]
-    written = ring_words(tags(packed, words), torch.tensor([[2, 1]]))
+    assert tags(packed, meta).tolist() == [parts]
+    written = ring_meta(tags(packed, meta), torch.tensor([[2, 1]]))
     assert [w % 2**16 for w in written[0].tolist()] == [parts[0] << 2 | 2, parts[1] << 2 | 1]
     r = torch.arange(64, dtype=torch.uint8)[None]
     assert pack_digits(r, 2)[0, :, 5].tolist() == [
@@ -100,13 +100,13 @@ def test_the_bytes_of_a_row_are_as_the_layout_says() -> None:
 @given(st.sampled_from([2, 4, 8]), dims, seeds)
 def test_rows_of_another_token_have_other_tags(bits: int, dim: int, seed: int) -> None:
     rng, group = generator(seed), formats.parse("k4v4").group_size(dim)
-    codes, words = encode(torch.randn(301, dim, generator=rng), bits, group)
-    known = tags(pack(codes, bits), words)
-    ours = ring_words(known, torch.zeros_like(known))
-    assert split_ring_words(ours, known)[1].all()
-    assert split_ring_words(ours[:1].expand(300, -1), known[1:])[1].float().mean() < 0.02
-    same_codes = tags(pack(codes, bits), words ^ torch.randint(1, 2**15, words.shape, dtype=torch.int16, generator=rng))
-    assert split_ring_words(ours, same_codes)[1].float().mean() < 0.02
+    codes, meta = encode(torch.randn(301, dim, generator=rng), bits, group)
+    known = tags(pack(codes, bits), meta)
+    ours = ring_meta(known, torch.zeros_like(known))
+    assert split_ring_meta(ours, known)[1].all()
+    assert split_ring_meta(ours[:1].expand(300, -1), known[1:])[1].float().mean() < 0.02
+    same_codes = tags(pack(codes, bits), meta ^ torch.randint(1, 2**15, meta.shape, dtype=torch.int16, generator=rng))
+    assert split_ring_meta(ours, same_codes)[1].float().mean() < 0.02
 
 
 def test_rows_of_other_tokens_pass_no_more_often_than_their_bits_say() -> None:
@@ -114,10 +114,10 @@ def test_rows_of_other_tokens_pass_no_more_often_than_their_bits_say() -> None:
     rng = generator(11)
     sides = []
     for _ in "kv":
-        codes, words = encode(torch.randn(2000, 64, generator=rng), 4, 64)
-        known = tags(pack(codes, 4), words)
-        found = ring_words(known, torch.zeros_like(known))
-        sides.append(split_ring_words(found[:, None].expand(-1, 2000, -1), known[None].expand(2000, -1, -1))[1])
+        codes, meta = encode(torch.randn(2000, 64, generator=rng), 4, 64)
+        known = tags(pack(codes, 4), meta)
+        found = ring_meta(known, torch.zeros_like(known))
+        sides.append(split_ring_meta(found[:, None].expand(-1, 2000, -1), known[None].expand(2000, -1, -1))[1])
         assert 120 < int(sides[-1].sum()) - 2000 < 480
     assert int((sides[0] & sides[1]).sum()) == 2000
 
@@ -244,6 +244,6 @@ def test_a_ring_that_does_not_fit_is_refused_and_nothing_is_written(what: str) -
 
 
 def test_steps_of_residuals_are_fractions_of_the_step_alone() -> None:
-    codes, words = encode(torch.zeros(2, 64), 4, 64)
-    assert not scale_and_zero(words, 4)[0].any()
-    assert not decode_residual(*encode_residual(torch.zeros(2, 64), codes, words, 4), words, 4).any()
+    codes, meta = encode(torch.zeros(2, 64), 4, 64)
+    assert not scale_and_zero(meta, 4)[0].any()
+    assert not decode_residual(*encode_residual(torch.zeros(2, 64), codes, meta, 4), meta, 4).any()

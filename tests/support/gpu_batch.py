@@ -39,7 +39,7 @@ class Batch:
     """Sequences of `lengths` tokens, stored by the CPU's own code through a shuffled block table.
 
     Attributes:
-        tile, stages, wave: how decode is launched; a small wave makes items of many tiles.
+        tile, stages, wave: how decode is launched; a small wave makes splits of many tiles.
         cache: all that is not a stored token is 0xFF. table: int32 [sequences, blocks]. lens: int32 [sequences].
         keys, values: of each sequence, [length, kv_heads, dim].
     """
@@ -91,7 +91,7 @@ class Batch:
     def plan(self) -> Plan:
         """The step's plan, its scratch all NaN."""
         plan = Plan(self.shape, max(1, len(self.lengths)))
-        for scratch in (plan.partial, plan.lse, plan.turned):
+        for scratch in (plan.partial, plan.lse, plan.rotated):
             scratch.fill_(torch.nan)
         plan.update(self.lens)
         return plan
@@ -100,7 +100,7 @@ class Batch:
         """float32 [sequences, heads, dim]."""
         return torch.randn(len(self.lengths), self.kv_heads * self.ratio, self.dim, generator=self.rng)
 
-    def turn(self, query: torch.Tensor, plan: Plan) -> None:
+    def rotate(self, query: torch.Tensor, plan: Plan) -> None:
         """Rotate queries into the plan by `store`, which writes no token: every slot is padding."""
         nothing = torch.full((len(self.lengths), self.kv_heads, self.dim), torch.nan)
         padding = torch.full((len(self.lengths),), -1)
@@ -109,6 +109,6 @@ class Batch:
     def decode(self, query: torch.Tensor) -> torch.Tensor:
         """float32 [sequences, heads, dim] through store, plan, decode and reduce."""
         plan, out = self.plan(), torch.full_like(query, torch.nan)
-        self.turn(query, plan)
+        self.rotate(query, plan)
         self.pages.decode(self.table, self.lens, plan, out)
         return out

@@ -2,7 +2,7 @@
 
 The byte layout is `kvpilot_kernels.formats`; the same in plain torch is `reference.quantize`. Offsets of regions come
 from `Format.page_layout` and `Format.ring_layout` as constants of a launch. WIDE is D padded to whole groups of 64
-slots (`turn`): only D = 96 has slots that hold nothing.
+slots (`rotation`): only D = 96 has slots that hold nothing.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class SideLayout(NamedTuple):
     Attributes:
         bits: of a code. row: bytes of a token's packed codes. codes, meta: offsets in a page.
         shrink: factors on a group's range that the encoder tries.
-        digits: digits that a code lacks of 8 bits. digit_codes, words: offsets in a ring's page, 0 without a ring.
+        digits: digits that a code lacks of 8 bits. digit_codes, ring_meta: offsets in a ring's page, 0 without a ring.
     """
 
     bits: int
@@ -37,7 +37,7 @@ class SideLayout(NamedTuple):
     shrink: tuple[float, ...]
     digits: int
     digit_codes: int
-    words: int
+    ring_meta: int
 
 
 def side_layouts(fmt: formats.Format, head_dim: int, block_size: int, recent: int) -> tuple[SideLayout, SideLayout]:
@@ -48,15 +48,15 @@ def side_layouts(fmt: formats.Format, head_dim: int, block_size: int, recent: in
     """
     page = fmt.page_layout(head_dim, block_size)
     ring = fmt.ring_layout(head_dim, block_size) if recent else None
-    value_words = head_dim // fmt.group_size(head_dim) * ring.words.row_bytes if ring else 0
+    value_meta = head_dim // fmt.group_size(head_dim) * ring.meta.row_bytes if ring else 0
     return tuple(
         SideLayout(
             side.bits, codes.row_bytes, codes.offset, meta.offset, formats.SHRINK[side.bits], side.digits,
-            digits.offset if digits else 0, ring.words.offset + past if ring else 0,
+            digits.offset if digits else 0, ring.meta.offset + past if ring else 0,
         )
         for side, codes, meta, digits, past in (
             (fmt.key, page.key_codes, page.key_meta, ring and ring.key_digits, 0),
-            (fmt.value, page.value_codes, page.value_meta, ring and ring.value_digits, value_words),
+            (fmt.value, page.value_codes, page.value_meta, ring and ring.value_digits, value_meta),
         )
     )  # type: ignore[return-value]  # fmt: skip
 
@@ -100,40 +100,40 @@ def read_codes(row_ptr, live, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.cons
 
 
 @triton.jit
-def step_bits(wanted):
-    """The step of a word: float32 to the 11 upper bits of a float16, rounded up, below infinity."""
+def scale_bits(wanted):
+    """The scale bits of a group: float32 to the 11 upper bits of a float16, rounded up, below infinity."""
     bits = (tl.minimum(wanted, 65504.0).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
             + ROUND_UP) >> CUT_BITS  # fmt: skip
     return tl.minimum(bits, INFINITY - 1)
 
 
 @triton.jit
-def step_of(bits):
-    """float32 of a word's step bits."""
+def scale_of(bits):
+    """float32 of a group's scale bits."""
     return (bits << CUT_BITS).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def zero_of(zc, BITS: tl.constexpr):
-    """Zero points, float32 in codes, of zc."""
-    return zc.to(tl.float32) * (((1 << BITS) - 1) / ZERO_STEPS)
+def zero_of(zero_code, BITS: tl.constexpr):
+    """Zero points, float32 in codes, of zero_code."""
+    return zero_code.to(tl.float32) * (((1 << BITS) - 1) / ZERO_STEPS)
 
 
 @triton.jit
-def make_word(bits, zc):
-    """Words, int32, of step bits and zc."""
-    return (bits << ZERO_BITS) | zc.to(tl.int32)
+def pack_meta(bits, zero_code):
+    """Scale metadata, int32, of scale bits and zero_code."""
+    return (bits << ZERO_BITS) | zero_code.to(tl.int32)
 
 
 @triton.jit
-def step_and_zero(word, BITS: tl.constexpr):
-    """Steps and zero points, float32, of words as int32 (whatever stands above their 16 bits)."""
-    return step_of((word & 0xFFFF) >> ZERO_BITS), zero_of(word & ZERO_MASK, BITS)
+def scale_and_zero(meta, BITS: tl.constexpr):
+    """Scales and zero points, float32, of scale metadata as int32 (whatever stands above its 16 bits)."""
+    return scale_of((meta & 0xFFFF) >> ZERO_BITS), zero_of(meta & ZERO_MASK, BITS)
 
 
 @triton.jit
-def tags(packed, word, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr):
-    """The 14 bits by which a ring knows rows, int32 [TOKENS, groups], of packed bytes and words [TOKENS, groups]."""
+def tags(packed, meta, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr):
+    """The 14 bits by which a ring knows rows, int32 [TOKENS, groups], of packed bytes and metadata [TOKENS, groups]."""
     GROUPS: tl.constexpr = WIDE // 64
     at, real = byte_of(tl.arange(0, WIDE * BITS // 8), BITS, D, WIDE)
     group = tl.arange(0, GROUPS)
@@ -143,5 +143,5 @@ def tags(packed, word, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, 
         by = tl.where(at == first, 1, tl.where(at == first + 1, 256, 0))
         part = tl.sum(tl.where(real, by, 0)[None, :] * packed, 1)
         u = tl.where((group == g)[None, :], part[:, None], u)
-    h = u.to(tl.uint32) * 0x9E3779B1 + (word & 0xFFFF).to(tl.uint32) * 0x85EBCA77
+    h = u.to(tl.uint32) * 0x9E3779B1 + (meta & 0xFFFF).to(tl.uint32) * 0x85EBCA77
     return (h >> 18).to(tl.int32)

@@ -1,6 +1,6 @@
 """Decode: one query token of every sequence over its packed pages, split over the sequence, never dequantizing.
 
-With codes c, step s and zero point z of a group, and the rotated query q (in units of log2, see `store`)
+With codes c, scale s and zero point z of a group, and the rotated query q (in units of log2, see `store`)
 
     q . k = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 
@@ -14,7 +14,7 @@ so the matrix products run on codes alone. What makes it fast on NVIDIA GPUs fro
 - a program is one warp: no barrier, no exchange between warps, and eight or more of them hide each other's latency.
 
 The recent window (`formats`: ring layout) is read by a second loop over a sequence's last tiles: one more product, on
-the digits that codes lack of 8 bits, times the step of a token's residual: 0 where the ring has another token's row.
+the digits that codes lack of 8 bits, times the scale of a token's residual: 0 where the ring has another token's row.
 
 Gluon, because Triton's own layouts take packed values through shared memory unpacked, which halves the speed.
 """
@@ -35,15 +35,15 @@ RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 ROWS = gl.constexpr(gl.SliceLayout(1, MMA.value))
 COLS = gl.constexpr(gl.SliceLayout(0, MMA.value))
 
-STEP_SHIFT = gl.constexpr(formats.ZERO_BITS - formats.CUT_BITS)
-STEP_MASK = gl.constexpr((0x7FFF >> formats.CUT_BITS) << formats.CUT_BITS)
+SCALE_SHIFT = gl.constexpr(formats.ZERO_BITS - formats.CUT_BITS)
+SCALE_MASK = gl.constexpr((0x7FFF >> formats.CUT_BITS) << formats.CUT_BITS)
 ZERO_MASK = gl.constexpr((1 << formats.ZERO_BITS) - 1)
 
 UNIT = gl.constexpr(2.0**-24)
 """The value of the code 1 in a float16 mantissa with exponent 0."""
 
 HEADROOM = gl.constexpr(5.0)
-"""Probabilities are kept times 2^5: small ones times a step of a value stay normal in float16, and large steps do not
+"""Probabilities are kept times 2^5: small ones times a value's scale stay normal in float16, and large scales do not
 overflow it until 2,048 (values of 6,000 and more in 2 bits, of 30,000 in 4; then the output is not finite)."""
 
 
@@ -82,7 +82,7 @@ def chunks(bits, dim, group):
 
 @gluon.constexpr_function
 def zero_unit(bits):
-    """A zero point's unit in codes: z = zc * zero_unit."""
+    """A zero point's unit in codes: z = zero_code * zero_unit."""
     return ((1 << bits) - 1) / formats.ZERO_STEPS
 
 
@@ -119,11 +119,11 @@ def to_half(x):
 
 
 @gluon.jit
-def step_and_zero(words):
-    """Metadata words (see `formats`) as float32 step and zc; the integer becomes a float by its place in a mantissa."""
-    wide = words.to(gl.uint32)
-    step = ((wide >> STEP_SHIFT) & STEP_MASK).to(gl.uint16).to(gl.float16, bitcast=True).to(gl.float32)
-    return step, ((wide & ZERO_MASK) | 0x4B000000).to(gl.float32, bitcast=True) - 8388608.0
+def scale_and_zero(meta):
+    """Metadata (see `formats`) as float32 scale and zero code: an integer becomes float by its place in a mantissa."""
+    wide = meta.to(gl.uint32)
+    scale = ((wide >> SCALE_SHIFT) & SCALE_MASK).to(gl.uint16).to(gl.float16, bitcast=True).to(gl.float32)
+    return scale, ((wide & ZERO_MASK) | 0x4B000000).to(gl.float32, bitcast=True) - 8388608.0
 
 
 @gluon.jit
@@ -157,11 +157,11 @@ def fetch(keys, values, meta, stage, base, table_ptr, t, end, page_stride, KEY: 
 
 
 @gluon.jit
-def load_words(buffer, at, COUNT: gl.constexpr, TURNED: gl.constexpr):
+def load_words(buffer, at, COUNT: gl.constexpr, TRANSPOSED: gl.constexpr):
     """A tile's codes as operands of an MMA: of each chunk its words, and their upper bytes moved down."""
     words = ()
     for c in gl.static_range(COUNT):
-        if TURNED:
+        if TRANSPOSED:
             low = buffer.index(at * COUNT + c).permute([1, 0]).load(LEFT)
         else:
             low = buffer.index(at * COUNT + c).load(LEFT)
@@ -243,8 +243,8 @@ def load_recent(page, ring_ptr, ring_table_ptr, t, place, ring_page_stride, KEY:
                 RING_BLOCKS: gl.constexpr):  # fmt: skip
     """What tells whether the ring has the tokens from t on, whose rows begin at `place` of their page.
 
-    By group, keys before values: the ring's words, uint32 [TILE], and of the first two groups of a side the codes that
-    are in its tag, uint32 [TILE]. Then whether there is a ring, [TILE] or one for all.
+    By group, keys before values: the ring's metadata, uint32 [TILE], and of the first two groups of a side the codes
+    that are in its tag, uint32 [TILE]. Then whether there is a ring, [TILE] or one for all.
     """
     GROUPS: gl.constexpr = D // GROUP
     token = gl.arange(0, TILE, over_lanes(TILE))
@@ -254,50 +254,50 @@ def load_recent(page, ring_ptr, ring_table_ptr, t, place, ring_page_stride, KEY:
     else:
         block = gl.load(ring_table_ptr + at // RING)
         at = at % RING
-    rows = (ring_ptr + KEY.words).to(gl.pointer_type(gl.uint16))
+    rows = (ring_ptr + KEY.ring_meta).to(gl.pointer_type(gl.uint16))
     rows = rows + (gl.maximum(block, 0).to(gl.int64) * (ring_page_stride // 2) + at)
     key_codes = (page + KEY.codes).to(gl.pointer_type(gl.uint16)) + (place + token) * (KEY.row // 2)
     value_codes = (page + VALUE.codes).to(gl.pointer_type(gl.uint16)) + (place + token) * (VALUE.row // 2)
-    words = ()
+    ring_meta = ()
     for g in gl.static_range(2 * GROUPS):
-        words = words + (gl.load(rows + g * RING).to(gl.uint32),)
+        ring_meta = ring_meta + (gl.load(rows + g * RING).to(gl.uint32),)
     codes = ()
     for g in gl.static_range(min(GROUPS, 2)):
         codes = codes + (gl.load(key_codes + g * (KEY.row // 2 // GROUPS)).to(gl.uint32),)
     for g in gl.static_range(min(GROUPS, 2)):
         codes = codes + (gl.load(value_codes + g * (VALUE.row // 2 // GROUPS)).to(gl.uint32),)
-    return words, codes, block >= 0
+    return ring_meta, codes, block >= 0
 
 
 @gluon.jit
-def same_tag(meta, word, codes, at: gl.constexpr, TILE: gl.constexpr):
-    """Whether a ring's word has the tag of group `at` of the page, keys' groups before values'."""
-    scale = meta.slice(at * TILE, TILE).load(over_lanes(TILE)).to(gl.uint32)
-    return word >> 2 == (codes * 0x9E3779B1 + scale * 0x85EBCA77) >> 18
+def same_tag(meta, ring_meta, codes, at: gl.constexpr, TILE: gl.constexpr):
+    """Whether a ring's metadata has the tag of group `at` of the page, keys' groups before values'."""
+    own = meta.slice(at * TILE, TILE).load(over_lanes(TILE)).to(gl.uint32)
+    return ring_meta >> 2 == (codes * 0x9E3779B1 + own * 0x85EBCA77) >> 18
 
 
 @gluon.jit
-def fine_step(word, right, BITS: gl.constexpr):
-    """A residual's step in steps of its codes, float32 [TILE]: 2^e / n, 0 where not `right`."""
-    e = word & 3
+def fine_scale(ring_meta, right, BITS: gl.constexpr):
+    """A residual's scale in scales of its codes, float32 [TILE]: 2^e / n, 0 where not `right`."""
+    e = ring_meta & 3
     factor = gl.where(e == 0, 0.5 ** (8 - BITS), gl.where(e == 1, 0.5 ** (7 - BITS), 0.5 ** (6 - BITS)))
     return gl.convert_layout(gl.where(right, factor, 0.0), ROWS)
 
 
 @gluon.jit
-def refine(meta, words, codes, right, KEY: gl.constexpr, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
+def refine(meta, ring_meta, codes, right, KEY: gl.constexpr, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
            TILE: gl.constexpr):  # fmt: skip
-    """`fine_step` by group, keys before values, of what `load_recent` loaded; 0 where the ring has another token."""
+    """`fine_scale` by group, keys before values, of what `load_recent` loaded; 0 where the ring has another token."""
     GROUPS: gl.constexpr = D // GROUP
     TAGGED: gl.constexpr = min(GROUPS, 2)
     for g in gl.static_range(TAGGED):
-        right = right & same_tag(meta, words[g], codes[g], g, TILE)
-        right = right & same_tag(meta, words[GROUPS + g], codes[TAGGED + g], GROUPS + g, TILE)
+        right = right & same_tag(meta, ring_meta[g], codes[g], g, TILE)
+        right = right & same_tag(meta, ring_meta[GROUPS + g], codes[TAGGED + g], GROUPS + g, TILE)
     fine = ()
     for g in gl.static_range(GROUPS):
-        fine = fine + (fine_step(words[g], right, KEY.bits),)
+        fine = fine + (fine_scale(ring_meta[g], right, KEY.bits),)
     for g in gl.static_range(GROUPS):
-        fine = fine + (fine_step(words[GROUPS + g], right, VALUE.bits),)
+        fine = fine + (fine_scale(ring_meta[GROUPS + g], right, VALUE.bits),)
     return fine
 
 
@@ -324,14 +324,14 @@ def score(keys, meta, stage, live, query, sums, digits, fine, softcap, KEY: gl.c
     nothing = gl.full([TILE, N], 0.0, gl.float32, MMA)
     words = load_words(keys, stage, COUNT, False)
     score = nothing
-    steps = ()
+    scales = ()
     for g in gl.static_range(D // GROUP):
         # A word past the end may be anything, NaN among it, and 0 * NaN is not 0.
-        step, zero = step_and_zero(gl.where(live, meta.slice(g * TILE, TILE).load(ROWS), 0))
+        scale, zero = scale_and_zero(gl.where(live, meta.slice(g * TILE, TILE).load(ROWS), 0))
         product = dot(words, query, nothing, g, KEY.bits, D, GROUP)
-        score += step[:, None] * (product - zero[:, None] * sums[g][None, :])
+        score += scale[:, None] * (product - zero[:, None] * sums[g][None, :])
         if DIGITS > 0:
-            steps = steps + (step * fine[g],)
+            scales = scales + (scale * fine[g],)
     if DIGITS > 0:
         products = ()
         for g in gl.static_range(D // GROUP):
@@ -344,7 +344,7 @@ def score(keys, meta, stage, live, query, sums, digits, fine, softcap, KEY: gl.c
             products = new
         for g in gl.static_range(D // GROUP):
             half = sums[g] * (middle(KEY.bits) / zero_unit(KEY.bits))
-            score += steps[g][:, None] * (products[g] - half[None, :])
+            score += scales[g][:, None] * (products[g] - half[None, :])
     if SOFTCAP:
         power = gl.exp2(score * (2.0 / UNIT / softcap))
         score = (1.0 - 2.0 / (power + 1.0)) * (softcap * 1.4426950408889634 * UNIT)
@@ -357,8 +357,8 @@ def accumulate(score, values, meta, stage, live, m, total, zeros, acc, digits, f
     """Add a tile to the running softmax: new m [N], total [TILE, N], zeros by group [TILE, N], acc by plane [words, N].
 
     m: the largest score so far, less HEADROOM. total: sums of probabilities times 2^HEADROOM. zeros: of these times
-    step and zc. acc: of these times step and code, in units of UNIT * 2^(bits * sub-plane). `digits`, `fine`: as in
-    `score`.
+    scale and zero code. acc: of these times scale and code, in units of UNIT * 2^(bits * sub-plane). `digits`,
+    `fine`: as in `score`.
     """
     PLANES: gl.constexpr = planes(VALUE.bits, D, GROUP)
     COUNT: gl.constexpr = chunks(VALUE.bits, D, GROUP)
@@ -372,12 +372,12 @@ def accumulate(score, values, meta, stage, live, m, total, zeros, acc, digits, f
     fine_weights = ()
     new = ()
     for g in gl.static_range(GROUPS):
-        step, zero = step_and_zero(gl.where(live, meta.slice((GROUPS + g) * TILE, TILE).load(ROWS), 0))
-        w = to_half(p * step[:, None])
+        scale, zero = scale_and_zero(gl.where(live, meta.slice((GROUPS + g) * TILE, TILE).load(ROWS), 0))
+        w = to_half(p * scale[:, None])
         zeros_g = zeros[g] * alpha + w.to(gl.float32) * zero[:, None]
         weights = weights + (gl.convert_layout(w, RIGHT),)
         if DIGITS > 0:
-            w = to_half(p * (step * fine[GROUPS + g])[:, None])
+            w = to_half(p * (scale * fine[GROUPS + g])[:, None])
             zeros_g += w.to(gl.float32) * (middle(VALUE.bits) / zero_unit(VALUE.bits))
             fine_weights = fine_weights + (gl.convert_layout(w, RIGHT),)
         new = new + (zeros_g,)
@@ -403,7 +403,7 @@ def accumulate(score, values, meta, stage, live, m, total, zeros, acc, digits, f
 @gluon.jit
 def epilogue(out_ptr, lse_ptr, m, total, zeros, acc, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
              RATIO: gl.constexpr, N: gl.constexpr):  # fmt: skip
-    """Write an item's normalised output, float32 [RATIO, D], and its log-sums, float32 [RATIO]."""
+    """Write a split's normalised output, float32 [RATIO, D], and its log-sums, float32 [RATIO]."""
     PLANES: gl.constexpr = planes(VALUE.bits, D, GROUP)
     WORDS: gl.constexpr = chunk_words(VALUE.bits, D, GROUP)
     norm = gl.sum(total, 0)
@@ -423,7 +423,7 @@ def attend(query, sums, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, 
            KEY: gl.constexpr, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, N: gl.constexpr,
            TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
            RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr):  # fmt: skip
-    """Take tokens [begin, stop) of the item's, which ends at `end`, into the running softmax of `accumulate`.
+    """Take tokens [begin, stop) of the split's, which ends at `end`, into the running softmax of `accumulate`.
 
     STAGES - 1 tiles are on their way; with RECENT the digits of the first tile, too.
     """
@@ -439,14 +439,14 @@ def attend(query, sums, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, 
         live = t + token < end
         if RECENT > 0:
             page = base + gl.load(table_ptr + t // PAGE).to(gl.int64) * page_stride
-            words, codes, there = load_recent(
+            ring_meta, codes, there = load_recent(
                 page, ring_ptr, ring_table_ptr, t, t % PAGE, ring_page_stride, KEY, VALUE, D, GROUP, TILE, RING,
                 RING_BLOCKS,
             )  # fmt: skip
             async_copy.wait_group(0)
             at = t + gl.arange(0, TILE, over_lanes(TILE))
             right = there & (at < end) & (at >= length - RECENT)
-            fine = refine(meta.index(stage), words, codes, right, KEY, VALUE, D, GROUP, TILE)
+            fine = refine(meta.index(stage), ring_meta, codes, right, KEY, VALUE, D, GROUP, TILE)
         else:
             async_copy.wait_group(STAGES - 1)
             fine = ()
@@ -472,20 +472,20 @@ def attend(query, sums, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, 
 
 @gluon.jit
 def decode_kernel(
-    query_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr, items_ptr, lens_ptr, out_ptr, lse_ptr, page_stride,
+    query_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr, splits_ptr, lens_ptr, out_ptr, lse_ptr, page_stride,
     head_stride, ring_page_stride, ring_head_stride, table_stride, ring_table_stride, softcap, KEY: gl.constexpr,
     VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr, N: gl.constexpr,
     TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
     RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Partial attention of one item of the plan and one KV head; grid (kv_heads, items), one warp.
+    """Partial attention of one split of the plan and one KV head; grid (kv_heads, splits), one warp.
 
     query: float16 [sequences, kv_heads * RATIO, D], rotated, scaled by softmax scale * log2(e).
-    cache: packed pages; table: int32 [sequences, blocks]; items: int32 [items, 4] as (sequence, start, end, -), a
+    cache: packed pages; table: int32 [sequences, blocks]; splits: int32 [splits, 4] as (sequence, start, end, -), a
     sequence of -1 is no work; lens: int32 [sequences]; KEY, VALUE: a `codec.SideLayout`.
     ring: pages of the last RECENT tokens' residuals, RING tokens in each of RING_BLOCKS; ring_table: int32 [sequences,
     RING_BLOCKS], negative for none. Unread where RECENT is 0.
-    out: float32 [items, kv_heads, RATIO, D], normalised, rotated; lse: float32 [items, kv_heads, RATIO] in log2.
+    out: float32 [splits, kv_heads, RATIO, D], normalised, rotated; lse: float32 [splits, kv_heads, RATIO] in log2.
     """
     KEY_CHUNKS: gl.constexpr = chunks(KEY.bits, D, GROUP)
     KEY_WIDE: gl.constexpr = padded(chunk_words(KEY.bits, D, GROUP))
@@ -495,11 +495,11 @@ def decode_kernel(
     VALUE_SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // VALUE_WIDE, VALUE_WIDE // 8, [1, 0])
     head = gl.program_id(0)
     heads = gl.num_programs(0)
-    item = gl.program_id(1)
-    sequence = gl.load(items_ptr + 4 * item)
+    split = gl.program_id(1)
+    sequence = gl.load(splits_ptr + 4 * split)
     if sequence >= 0:
-        start = gl.multiple_of(gl.load(items_ptr + 4 * item + 1), TILE)
-        end = gl.load(items_ptr + 4 * item + 2)
+        start = gl.multiple_of(gl.load(splits_ptr + 4 * split + 1), TILE)
+        end = gl.load(splits_ptr + 4 * split + 2)
         base = cache_ptr + head.to(gl.int64) * head_stride
         table_ptr += sequence.to(gl.int64) * table_stride
         keys = gl.allocate_shared_memory(gl.uint16, [STAGES * KEY_CHUNKS, TILE, KEY_WIDE], KEY_SHARED)
@@ -580,7 +580,7 @@ def decode_kernel(
         async_copy.wait_group(0)
         if OVERLAP:
             gdc_launch_dependents()
-        at = (item * heads + head).to(gl.int64) * RATIO
+        at = (split * heads + head).to(gl.int64) * RATIO
         epilogue(out_ptr + at * D, lse_ptr + at, m, total, zeros, acc, VALUE, D, GROUP, RATIO, N)
     elif OVERLAP:
         gdc_wait()

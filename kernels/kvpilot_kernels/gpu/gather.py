@@ -1,29 +1,29 @@
 """Gather: read tokens back from their pages into 16 bits, in the model's own elements.
 
-Prefill attends to its context through a workspace of fixed size: a piece of the context is gathered, FlashAttention
-runs over it, and the next piece takes its place. The context never exists in 16 bits as a whole.
+Prefill attends to its context through a workspace of fixed size: a chunk of the context is gathered, FlashAttention
+runs over it, and the next chunk takes its place. The context never exists in 16 bits as a whole.
 """
 
 import triton
 import triton.language as tl
 
-from kvpilot_kernels.gpu.codec import byte_of, read_codes, step_and_zero
-from kvpilot_kernels.gpu.turn import rotate
+from kvpilot_kernels.gpu.codec import byte_of, read_codes, scale_and_zero
+from kvpilot_kernels.gpu.rotation import rotate
 
 
 @triton.jit
-def read_side(page_ptr, place, live, turn_ptr, head, mean_ptr, scale_ptr, SIDE: tl.constexpr, D: tl.constexpr,
+def read_side(page_ptr, place, live, rotation_ptr, head, mean_ptr, scale_ptr, SIDE: tl.constexpr, D: tl.constexpr,
               WIDE: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
     """Rows [TOKENS, WIDE] of a side of `head`, rotated back, in the model's elements, float32."""
     slot = tl.arange(0, WIDE)
     code = read_codes(page_ptr + (SIDE.codes + place * SIDE.row), live, SIDE.bits, D, WIDE)
     _, real = byte_of(slot, SIDE.bits, D, WIDE)
-    words = (page_ptr + SIDE.meta).to(tl.pointer_type(tl.int16))[:, None]
-    words += (slot // 64)[None, :] * PAGE + place[:, None]
-    word = tl.load(words, mask=live[:, None] & real[None, :], other=0).to(tl.int32)
-    step, zero = step_and_zero(word, SIDE.bits)
-    turn = tl.load(turn_ptr + slot[None, :] * WIDE + slot[:, None])
-    y = rotate((code.to(tl.float32) - zero) * step, turn, D)
+    at = (page_ptr + SIDE.meta).to(tl.pointer_type(tl.int16))[:, None]
+    at += (slot // 64)[None, :] * PAGE + place[:, None]
+    meta = tl.load(at, mask=live[:, None] & real[None, :], other=0).to(tl.int32)
+    scale, zero = scale_and_zero(meta, SIDE.bits)
+    rotation = tl.load(rotation_ptr + slot[None, :] * WIDE + slot[:, None])
+    y = rotate((code.to(tl.float32) - zero) * scale, rotation, D)
     factor = tl.load(scale_ptr + head * D + slot, mask=slot < D, other=1.0)
     mean = tl.load(mean_ptr + head * D + slot, mask=slot < D, other=0.0)
     return y / factor[None, :] + mean[None, :]
@@ -31,7 +31,7 @@ def read_side(page_ptr, place, live, turn_ptr, head, mean_ptr, scale_ptr, SIDE: 
 
 @triton.jit(do_not_specialize=["begin"])
 def gather_kernel(
-    cache_ptr, table_ptr, rows_ptr, key_out_ptr, value_out_ptr, key_turn_ptr, value_turn_ptr, key_mean_ptr,
+    cache_ptr, table_ptr, rows_ptr, key_out_ptr, value_out_ptr, key_rotation_ptr, value_rotation_ptr, key_mean_ptr,
     key_scale_ptr, value_mean_ptr, value_scale_ptr, begin, page_stride, head_stride, table_stride,
     KV_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
     PAGE: tl.constexpr, TOKENS: tl.constexpr,
@@ -55,7 +55,9 @@ def gather_kernel(
         d = tl.arange(0, WIDE)
         mask = live[:, None] & (d < D)[None, :]
         to = ((row + at).to(tl.int64) * KV_HEADS + head)[:, None] * D + d[None, :]
-        y = read_side(page, place, live, key_turn_ptr, head, key_mean_ptr, key_scale_ptr, KEY, D, WIDE, PAGE)
+        y = read_side(page, place, live, key_rotation_ptr, head, key_mean_ptr, key_scale_ptr, KEY, D, WIDE, PAGE)
         tl.store(key_out_ptr + to, y.to(key_out_ptr.dtype.element_ty), mask=mask)
-        y = read_side(page, place, live, value_turn_ptr, head, value_mean_ptr, value_scale_ptr, VALUE, D, WIDE, PAGE)
+        y = read_side(
+            page, place, live, value_rotation_ptr, head, value_mean_ptr, value_scale_ptr, VALUE, D, WIDE, PAGE
+        )
         tl.store(value_out_ptr + to, y.to(value_out_ptr.dtype.element_ty), mask=mask)

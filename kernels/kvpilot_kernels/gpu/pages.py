@@ -17,10 +17,10 @@ from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.codec import side_layouts
 from kvpilot_kernels.gpu.decode import decode_kernel
 from kvpilot_kernels.gpu.gather import gather_kernel
-from kvpilot_kernels.gpu.plan import most_items, plan_kernel
+from kvpilot_kernels.gpu.plan import most_splits, plan_kernel
 from kvpilot_kernels.gpu.reduce import reduce_kernel
+from kvpilot_kernels.gpu.rotation import packing_rotation, plain_rotation, slots
 from kvpilot_kernels.gpu.store import store_kernel
-from kvpilot_kernels.gpu.turn import packing_turn, plain_turn, slots
 
 STORE_TOKENS = 16
 GATHER_TOKENS = 64
@@ -63,33 +63,35 @@ class Shape:
         }  # fmt: skip
         self.store_warps, self.gather_warps = tuning.store_warps(head_dim, recent), 4 if head_dim <= 128 else 8
         self.can_overlap = tuning.overlaps(device)
-        self.key_turn, self.value_turn = (packing_turn(head_dim, b, device) for b in (fmt.key.bits, fmt.value.bits))
-        self.turn = plain_turn(head_dim, device)
+        self.key_rotation, self.value_rotation = (
+            packing_rotation(head_dim, b, device) for b in (fmt.key.bits, fmt.value.bits)
+        )
+        self.rotation = plain_rotation(head_dim, device)
 
 
 class Plan:
     """How one step's decode is cut; made once for `sequences` rows, its buffers keep their addresses.
 
     Attributes:
-        items: int32 [count, 4]; spans: int32 [sequences, 2] (`plan`).
+        splits: int32 [count, 4]; spans: int32 [sequences, 2] (`plan`).
         partial: float32 [count, kv_heads, ratio, D]; lse: float32 [count, kv_heads, ratio].
-        turned: float16 [sequences, kv_heads * ratio, D], the rotated queries.
+        rotated: float16 [sequences, kv_heads * ratio, D], the rotated queries.
     """
 
     def __init__(self, shape: Shape, sequences: int) -> None:
         self.shape, self.sequences = shape, sequences
         self.overlap, self.launch = False, dict[str, Any]()
         count, heads, dim = (
-            most_items(sequences, shape.wave),
+            most_splits(sequences, shape.wave),
             (shape.kv_heads, shape.ratio),
             shape.head_dim,
         )
         make = {"device": shape.device}
-        self.items = torch.full((count, 4), -1, dtype=torch.int32, **make)  # type: ignore[call-overload]
+        self.splits = torch.full((count, 4), -1, dtype=torch.int32, **make)  # type: ignore[call-overload]
         self.spans = torch.zeros(sequences, 2, dtype=torch.int32, **make)  # type: ignore[call-overload]
         self.partial = torch.empty(count, *heads, dim, **make)  # type: ignore[call-overload]
         self.lse = torch.empty(count, *heads, **make)  # type: ignore[call-overload]
-        self.turned = torch.empty(sequences, heads[0] * heads[1], dim, dtype=torch.float16, **make)  # type: ignore[call-overload]
+        self.rotated = torch.empty(sequences, heads[0] * heads[1], dim, dtype=torch.float16, **make)  # type: ignore[call-overload]
 
     def update(self, seq_lens: torch.Tensor, overlap: bool = False) -> None:
         """Cut the work for int32 [sequences or fewer] stored lengths; 0 is a row of padding.
@@ -102,10 +104,10 @@ class Plan:
         least = tuning.OVERLAP_SEQUENCES_WITH_RING if self.shape.recent else tuning.OVERLAP_SEQUENCES
         self.overlap = overlap and self.shape.can_overlap and sequences >= least
         self.launch = {"launch_pdl": True} if self.overlap else {}
-        count = most_items(sequences, self.shape.wave)
+        count = most_splits(sequences, self.shape.wave)
         plan_kernel[(triton.cdiv(count, 128),)](
-            seq_lens, self.items, self.spans, sequences, count, self.shape.wave, TILE=self.shape.choice.tile,
-            WINDOW=self.shape.window, SEQUENCES=triton.next_power_of_2(max(sequences, 16)), ITEMS=128, num_warps=8,
+            seq_lens, self.splits, self.spans, sequences, count, self.shape.wave, TILE=self.shape.choice.tile,
+            WINDOW=self.shape.window, SEQUENCES=triton.next_power_of_2(max(sequences, 16)), SPLITS=128, num_warps=8,
         )  # fmt: skip
 
 
@@ -156,8 +158,8 @@ class GpuPages:
         heads = s.kv_heads * (2 + (s.ratio if decodes else 0))
         store_kernel[(triton.cdiv(tokens, STORE_TOKENS), heads)](
             query, key, value, slot_mapping, self.cache, slot_mapping if ring_slots is None else ring_slots, self.ring,
-            plan.turned, s.key_turn, s.value_turn, s.turn, f.key_mean, f.key_scale, f.value_mean, f.value_scale,
-            tokens, decodes, query.stride(0), key.stride(0), value.stride(0), self.cache.stride(0),
+            plan.rotated, s.key_rotation, s.value_rotation, s.rotation, f.key_mean, f.key_scale, f.value_mean,
+            f.value_scale, tokens, decodes, query.stride(0), key.stride(0), value.stride(0), self.cache.stride(0),
             self.cache.stride(1), self.ring.stride(0), self.ring.stride(1), scale * LOG2_E, RATIO=s.ratio,
             RING=s.ring_tokens, TOKENS=STORE_TOKENS, OVERLAP=plan.overlap, **s.codec,
             num_warps=s.store_warps,
@@ -191,10 +193,10 @@ class GpuPages:
 
     def attend(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan,
                ring_table: torch.Tensor | None = None) -> None:  # fmt: skip
-        """The first half of `decode`: partial results of every item, into the plan."""
+        """The first half of `decode`: partial results of every split, into the plan."""
         s, rings = self.shape, block_table if ring_table is None else ring_table
-        decode_kernel[(s.kv_heads, most_items(seq_lens.shape[0], s.wave))](
-            plan.turned, self.cache, block_table, self.ring, rings, plan.items, seq_lens, plan.partial, plan.lse,
+        decode_kernel[(s.kv_heads, most_splits(seq_lens.shape[0], s.wave))](
+            plan.rotated, self.cache, block_table, self.ring, rings, plan.splits, seq_lens, plan.partial, plan.lse,
             self.cache.stride(0), self.cache.stride(1), self.ring.stride(0), self.ring.stride(1),
             block_table.stride(0), rings.stride(0), s.softcap, KEY=s.key, VALUE=s.value, D=s.head_dim,
             GROUP=s.fmt.group_size(s.head_dim), RATIO=s.ratio, N=s.queries, TILE=s.choice.tile, PAGE=s.block_size,
@@ -209,7 +211,7 @@ class GpuPages:
         # Few sequences leave the GPU idle: then each query head gets a program of its own.
         take = 1 if sequences * s.kv_heads * s.ratio <= 2 * tuning.multiprocessors(s.device) else s.ratio
         reduce_kernel[(sequences, s.kv_heads, s.ratio // take)](
-            plan.partial, plan.lse, plan.spans, s.turn, f.value_mean, f.value_scale, out, out.stride(0),
+            plan.partial, plan.lse, plan.spans, s.rotation, f.value_mean, f.value_scale, out, out.stride(0),
             KV_HEADS=s.kv_heads, RATIO=s.ratio, TAKE=take, D=s.head_dim, WIDE=s.codec["WIDE"],
             ROWS=triton.next_power_of_2(take), STEP=max(1, REDUCE_STEP // take), OVERLAP=plan.overlap,
             num_warps=4, **plan.launch,
@@ -227,7 +229,8 @@ class GpuPages:
         s, f = self.shape, self.factors
         check.int32(block_table=block_table, rows=rows)
         gather_kernel[(triton.cdiv(longest, GATHER_TOKENS), s.kv_heads, rows.shape[0] - 1)](
-            self.cache, block_table, rows, key_out, value_out, s.key_turn, s.value_turn, f.key_mean, f.key_scale,
-            f.value_mean, f.value_scale, begin, self.cache.stride(0), self.cache.stride(1), block_table.stride(0),
+            self.cache, block_table, rows, key_out, value_out, s.key_rotation, s.value_rotation, f.key_mean,
+            f.key_scale, f.value_mean, f.value_scale, begin, self.cache.stride(0), self.cache.stride(1),
+            block_table.stride(0),
             TOKENS=GATHER_TOKENS, **s.codec, num_warps=s.gather_warps,
         )  # fmt: skip

@@ -1,12 +1,12 @@
 """Plan: how decode's work is cut, on the GPU, so that a captured graph follows the lengths of each step.
 
-The tiles of all sequences are cut into items of about `c` tiles of one sequence. One wave of programs is aimed at
-while items stay short; longer work is cut into several waves, so that a straggler costs little:
+The tiles of all sequences are cut into splits of about `c` tiles of one sequence. One wave of programs is aimed at
+while splits stay short; longer work is cut into several waves, so that a straggler costs little:
 
     one = ceil(tiles / wave)        c = max(SHORTEST, min(one, max(LONGEST, ceil(tiles / (WAVES * wave)))))
 
 with `wave` the programs that fit the GPU at once, divided by the KV heads. Never more than WAVES * wave + sequences
-items come out of it.
+splits come out of it.
 """
 
 import triton
@@ -17,18 +17,18 @@ LONGEST = tl.constexpr(8)
 WAVES = tl.constexpr(2)
 
 
-def most_items(sequences: int, wave: int) -> int:
-    """Rows of an item list that holds any plan."""
+def most_splits(sequences: int, wave: int) -> int:
+    """Rows of a split list that holds any plan."""
     return int(WAVES.value) * wave + sequences
 
 
 @triton.jit(do_not_specialize=["sequences", "count", "wave"])
-def plan_kernel(lens_ptr, items_ptr, spans_ptr, sequences, count, wave, TILE: tl.constexpr, WINDOW: tl.constexpr,
-                SEQUENCES: tl.constexpr, ITEMS: tl.constexpr):  # fmt: skip
-    """Grid (cdiv(count, ITEMS),).
+def plan_kernel(lens_ptr, splits_ptr, spans_ptr, sequences, count, wave, TILE: tl.constexpr, WINDOW: tl.constexpr,
+                SEQUENCES: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+    """Grid (cdiv(count, SPLITS),).
 
-    lens: int32 [sequences], 0 for a row of padding; items: int32 [count, 4] as (sequence or -1, start, end, 0) in
-    tokens, start a multiple of TILE; spans: int32 [sequences, 2], the first item of a sequence and how many it has.
+    lens: int32 [sequences], 0 for a row of padding; splits: int32 [count, 4] as (sequence or -1, start, end, 0) in
+    tokens, start a multiple of TILE; spans: int32 [sequences, 2], the first split of a sequence and how many it has.
     """
     s = tl.arange(0, SEQUENCES)
     lens = tl.load(lens_ptr + s, mask=s < sequences, other=0)
@@ -47,14 +47,14 @@ def plan_kernel(lens_ptr, items_ptr, spans_ptr, sequences, count, wave, TILE: tl
     if tl.program_id(0) == 0:
         tl.store(spans_ptr + 2 * s, first, mask=s < sequences)
         tl.store(spans_ptr + 2 * s + 1, number, mask=s < sequences)
-    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
-    mine = (item[:, None] >= first[None, :]) & (item[:, None] < (first + number)[None, :])
+    split = tl.program_id(0) * SPLITS + tl.arange(0, SPLITS)
+    mine = (split[:, None] >= first[None, :]) & (split[:, None] < (first + number)[None, :])
     sequence = tl.max(tl.where(mine, s[None, :], -1), 1)
-    place = item - tl.sum(tl.where(mine, first[None, :], 0), 1)
+    place = split - tl.sum(tl.where(mine, first[None, :], 0), 1)
     length = tl.sum(tl.where(mine, each[None, :], 0), 1)
     start = (tl.sum(tl.where(mine, begin[None, :], 0), 1) + place * length) * TILE
     end = tl.minimum(start + length * TILE, tl.sum(tl.where(mine, lens[None, :], 0), 1))
-    to = items_ptr + 4 * item
-    tl.store(to, sequence, mask=item < count)
-    tl.store(to + 1, start, mask=item < count)
-    tl.store(to + 2, end, mask=item < count)
+    to = splits_ptr + 4 * split
+    tl.store(to, sequence, mask=split < count)
+    tl.store(to + 1, start, mask=split < count)
+    tl.store(to + 2, end, mask=split < count)

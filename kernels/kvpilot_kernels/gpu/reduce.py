@@ -1,4 +1,4 @@
-"""Reduce: merge the partial results of a sequence's items and turn them back into the model's elements.
+"""Reduce: merge the partial results of a sequence's splits and rotate them back into the model's elements.
 
 With partial outputs o_i and log-sums L_i (base 2), o = sum_i 2^(L_i - L) o_i with L = log2 sum_i 2^L_i; then
 
@@ -9,26 +9,26 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from kvpilot_kernels.gpu.turn import rotate
+from kvpilot_kernels.gpu.rotation import rotate
 
 
 @triton.jit
-def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, turn_ptr, value_mean_ptr, value_scale_ptr, out_ptr, out_stride,
+def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, rotation_ptr, value_mean_ptr, value_scale_ptr, out_ptr, out_stride,
                   KV_HEADS: tl.constexpr, RATIO: tl.constexpr, TAKE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
                   ROWS: tl.constexpr, STEP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Grid (sequences, KV_HEADS, RATIO / TAKE): a program takes TAKE of the query heads of a KV head.
 
-    partial: float32 [items, KV_HEADS, RATIO, D]; lse: float32 [items, KV_HEADS, RATIO]; spans: int32 [sequences, 2];
-    turn: [WIDE, WIDE], H in the order of elements; out: [sequences, KV_HEADS * RATIO, D], any float dtype,
-    stride per sequence in elements. A sequence without items gets zeros. ROWS: TAKE padded to a power of two; STEP:
-    items in flight.
+    partial: float32 [splits, KV_HEADS, RATIO, D]; lse: float32 [splits, KV_HEADS, RATIO]; spans: int32 [sequences, 2];
+    rotation: [WIDE, WIDE], H in the order of elements; out: [sequences, KV_HEADS * RATIO, D], any float dtype,
+    stride per sequence in elements. A sequence without splits gets zeros. ROWS: TAKE padded to a power of two; STEP:
+    splits in flight.
     """
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     first = tl.load(spans_ptr + 2 * sequence)
     number = tl.load(spans_ptr + 2 * sequence + 1)
     d = tl.arange(0, WIDE)
-    turn = tl.load(turn_ptr + d[None, :] * WIDE + d[:, None])
+    rotation = tl.load(rotation_ptr + d[None, :] * WIDE + d[:, None])
     factor = tl.load(value_scale_ptr + head * D + d, mask=d < D, other=1.0)
     mean = tl.load(value_mean_ptr + head * D + d, mask=d < D, other=0.0)
     if OVERLAP:
@@ -69,7 +69,7 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, turn_ptr, value_mean_ptr, val
     merged = tl.zeros([ROWS, WIDE], tl.float32)
     for r in tl.static_range(TAKE):
         merged = tl.where(row[:, None] == r, (acc[r] / tl.where(number > 0, norm[r], 1.0))[None, :], merged)
-    out = rotate(merged, turn, D)
+    out = rotate(merged, rotation, D)
     out = tl.where(number > 0, out / factor[None, :] + mean[None, :], 0.0)
     to = out_ptr + sequence.to(tl.int64) * out_stride + (head * RATIO + begin + row)[:, None] * D + d[None, :]
     tl.store(to, out.to(out_ptr.dtype.element_ty), mask=(row < TAKE)[:, None] & (d < D)[None, :])

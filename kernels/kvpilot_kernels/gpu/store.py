@@ -19,16 +19,16 @@ from kvpilot_kernels.gpu.codec import (
     ZERO_BITS,
     ZERO_STEPS,
     byte_of,
-    make_word,
     pack_codes,
-    step_and_zero,
-    step_bits,
-    step_of,
+    pack_meta,
+    scale_and_zero,
+    scale_bits,
+    scale_of,
     tags,
     write_codes,
     zero_of,
 )
-from kvpilot_kernels.gpu.turn import rotate
+from kvpilot_kernels.gpu.rotation import rotate
 
 REACH = tl.constexpr(formats.RING_REACH)
 
@@ -48,92 +48,93 @@ def real_slots(BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def quantize(y, lo, hi, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Codes [T, G, 64], words [T, G] and squared errors [T, G] of y [T, G, 64] for ranges [T, G]."""
+    """Codes [T, G, 64], scale metadata [T, G] and squared errors [T, G] of y [T, G, 64] for ranges [T, G]."""
     QMAX: tl.constexpr = (1 << BITS) - 1
     # Rounding up keeps both ends of the range within the codes.
-    bits = step_bits((hi - lo) / QMAX)
-    step = step_of(bits)
-    inverse = tl.where(step > 0, 1.0 / step, 0.0)
-    zc = tl.minimum(tl.maximum(nearest(lo * inverse * (-ZERO_STEPS / QMAX)), 0.0), ZERO_STEPS)
-    zero = zero_of(zc, BITS)
+    bits = scale_bits((hi - lo) / QMAX)
+    scale = scale_of(bits)
+    inverse = tl.where(scale > 0, 1.0 / scale, 0.0)
+    zero_code = tl.minimum(tl.maximum(nearest(lo * inverse * (-ZERO_STEPS / QMAX)), 0.0), ZERO_STEPS)
+    zero = zero_of(zero_code, BITS)
     codes = tl.minimum(tl.maximum(nearest(y * inverse[:, :, None] + zero[:, :, None]), 0.0), QMAX)
-    off = (codes - zero[:, :, None]) * step[:, :, None] - y
+    off = (codes - zero[:, :, None]) * scale[:, :, None] - y
     if D != WIDE:  # slots that hold nothing have no error
         off = tl.where(real_slots(BITS, D, WIDE)[None, :, :], off, 0.0)
-    return codes, make_word(bits, zc), tl.sum(off * off, 2)
+    return codes, pack_meta(bits, zero_code), tl.sum(off * off, 2)
 
 
 @triton.jit
 def encode(y, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Codes, int32 [T, G, 64], and words [T, G] of y [T, G, 64]: the best of the ranges to try."""
+    """Codes, int32 [T, G, 64], and scale metadata [T, G] of y [T, G, 64]: the best of the ranges to try."""
     lo = tl.minimum(tl.min(y, 2), 0.0)
     hi = tl.maximum(tl.max(y, 2), 0.0)
-    codes, word, least = quantize(y, lo, hi, SIDE.bits, D, WIDE)
+    codes, meta, least = quantize(y, lo, hi, SIDE.bits, D, WIDE)
     for i in tl.static_range(1, len(SIDE.shrink)):
-        codes2, word2, error = quantize(y, lo * SIDE.shrink[i], hi * SIDE.shrink[i], SIDE.bits, D, WIDE)
+        codes2, meta2, error = quantize(y, lo * SIDE.shrink[i], hi * SIDE.shrink[i], SIDE.bits, D, WIDE)
         better = error < least
         codes = tl.where(better[:, :, None], codes2, codes)
-        word = tl.where(better, word2, word)
+        meta = tl.where(better, meta2, meta)
         least = tl.minimum(error, least)
     # A group with a NaN reads back as NaN: comparisons and minima may have lost it, a sum cannot.
     broken = tl.sum(y, 2) * 0.0 != 0.0
-    return tl.where(broken[:, :, None], 0.0, codes).to(tl.int32), tl.where(broken, NAN << ZERO_BITS, word)
+    return tl.where(broken[:, :, None], 0.0, codes).to(tl.int32), tl.where(broken, NAN << ZERO_BITS, meta)
 
 
 @triton.jit
-def residual(y, codes, word, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+def residual(y, codes, meta, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
     """What codes lack of 8 bits: r, int32 [T, G, 64], and exponents, int32 [T, G], of y [T, G, 64] and its row."""
     COUNT: tl.constexpr = 1 << (8 - BITS)
     HALF: tl.constexpr = (COUNT - 1) / 2
-    step, zero = step_and_zero(word, BITS)
-    inverse = tl.where(step > 0, 1.0 / step, 0.0)
+    scale, zero = scale_and_zero(meta, BITS)
+    inverse = tl.where(scale > 0, 1.0 / scale, 0.0)
     off = y * inverse[:, :, None] + zero[:, :, None] - codes.to(tl.float32)
-    off = tl.where((step > 0)[:, :, None], off, 0.0)
+    off = tl.where((scale > 0)[:, :, None], off, 0.0)
     if D != WIDE:
         off = tl.where(real_slots(BITS, D, WIDE)[None, :, :], off, 0.0)
     largest = tl.max(tl.abs(off), 2)
     exponent = (largest > REACH).to(tl.int32) + (largest > 2 * REACH).to(tl.int32)
-    scale = tl.where(exponent == 0, COUNT * 1.0, tl.where(exponent == 1, COUNT * 0.5, COUNT * 0.25))
-    r = tl.minimum(tl.maximum(nearest(off * scale[:, :, None] + HALF), 0.0), COUNT - 1)
+    finer = tl.where(exponent == 0, COUNT * 1.0, tl.where(exponent == 1, COUNT * 0.5, COUNT * 0.25))
+    r = tl.minimum(tl.maximum(nearest(off * finer[:, :, None] + HALF), 0.0), COUNT - 1)
     return r.to(tl.int32), exponent
 
 
 @triton.jit
-def store_ring(y, codes, word, packed, ring_ptr, place, live, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+def store_ring(y, codes, meta, packed, ring_ptr, place, live, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
                TOKENS: tl.constexpr, RING: tl.constexpr):  # fmt: skip
     """Write rows of a side at `place` [TOKENS] of the ring's pages [TOKENS]; the rest is what `store_side` has."""
     BITS: tl.constexpr = SIDE.bits
     DIGITS: tl.constexpr = SIDE.digits
-    exponent = tl.zeros_like(word)
+    exponent = tl.zeros_like(meta)
     if DIGITS > 0:
-        r, exponent = residual(y, codes, word, BITS, D, WIDE)
+        r, exponent = residual(y, codes, meta, BITS, D, WIDE)
         r = tl.reshape(r, [TOKENS, WIDE])
         for i in tl.static_range(DIGITS):
             digit = (r >> (BITS * (DIGITS - 1 - i))) & ((1 << BITS) - 1)
             row = ring_ptr + (SIDE.digit_codes + (i * RING + place) * SIDE.row)
             write_codes(row, pack_codes(digit, BITS, WIDE, TOKENS), live, BITS, D, WIDE)
     group = tl.arange(0, WIDE // 64)
-    words = (tags(packed, word, BITS, D, WIDE, TOKENS) << 2) | exponent
-    to = (ring_ptr + SIDE.words).to(tl.pointer_type(tl.int16))[:, None] + (group[None, :] * RING + place[:, None])
-    tl.store(to, words.to(tl.int16), mask=live[:, None])
+    own = (tags(packed, meta, BITS, D, WIDE, TOKENS) << 2) | exponent
+    to = (ring_ptr + SIDE.ring_meta).to(tl.pointer_type(tl.int16))[:, None] + (group[None, :] * RING + place[:, None])
+    tl.store(to, own.to(tl.int16), mask=live[:, None])
 
 
 @triton.jit
-def store_side(x, turn_ptr, page_ptr, place, live, ring_ptr, ring_place, recent, SIDE: tl.constexpr, D: tl.constexpr,
-               WIDE: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr):  # fmt: skip
+def store_side(x, rotation_ptr, page_ptr, place, live, ring_ptr, ring_place, recent, SIDE: tl.constexpr,
+               D: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr,
+               RING: tl.constexpr):  # fmt: skip
     """Quantize rows x [TOKENS, WIDE] of a side; write them at each token's page [TOKENS] and place, and in the ring."""
     GROUPS: tl.constexpr = WIDE // 64
     slot = tl.arange(0, WIDE)
-    turn = tl.load(turn_ptr + slot[:, None] * WIDE + slot[None, :])
-    y = tl.reshape(rotate(x, turn, D), [TOKENS, GROUPS, 64])
-    codes, word = encode(y, SIDE, D, WIDE)
+    rotation = tl.load(rotation_ptr + slot[:, None] * WIDE + slot[None, :])
+    y = tl.reshape(rotate(x, rotation, D), [TOKENS, GROUPS, 64])
+    codes, meta = encode(y, SIDE, D, WIDE)
     packed = pack_codes(tl.reshape(codes, [TOKENS, WIDE]), SIDE.bits, WIDE, TOKENS)
     write_codes(page_ptr + (SIDE.codes + place * SIDE.row), packed, live, SIDE.bits, D, WIDE)
     group = tl.arange(0, GROUPS)
     to = (page_ptr + SIDE.meta).to(tl.pointer_type(tl.int16))[:, None] + (group[None, :] * PAGE + place[:, None])
-    tl.store(to, word.to(tl.int16), mask=live[:, None])
+    tl.store(to, meta.to(tl.int16), mask=live[:, None])
     if RING > 0:
-        store_ring(y, codes, word, packed, ring_ptr, ring_place, recent, SIDE, D, WIDE, TOKENS, RING)
+        store_ring(y, codes, meta, packed, ring_ptr, ring_place, recent, SIDE, D, WIDE, TOKENS, RING)
 
 
 @triton.jit
@@ -152,18 +153,18 @@ def load_rows(x_ptr, stride, token, live, head, mean_ptr, scale_ptr, D: tl.const
 
 @triton.jit(do_not_specialize=["tokens", "decodes"])
 def store_kernel(
-    query_ptr, key_ptr, value_ptr, slots_ptr, cache_ptr, ring_slots_ptr, ring_ptr, turned_ptr, key_turn_ptr,
-    value_turn_ptr, query_turn_ptr, key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr, tokens, decodes,
-    query_stride, key_stride, value_stride, page_stride, head_stride, ring_page_stride, ring_head_stride, scale,
-    KV_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr,
+    query_ptr, key_ptr, value_ptr, slots_ptr, cache_ptr, ring_slots_ptr, ring_ptr, rotated_ptr, key_rotation_ptr,
+    value_rotation_ptr, query_rotation_ptr, key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr, tokens,
+    decodes, query_stride, key_stride, value_stride, page_stride, head_stride, ring_page_stride, ring_head_stride,
+    scale, KV_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr,
     WIDE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(tokens, TOKENS), KV_HEADS * (2 + RATIO)): keys, values, then queries of the first `decodes` tokens.
 
     query: [tokens, KV_HEADS * RATIO, D], key and value: [tokens, KV_HEADS, D], any float dtype, strides per token in
     elements; slots: int64 [tokens], negative for padding; cache: uint8 pages, strides in bytes; ring_slots and ring:
-    the same of the ring, of RING tokens a page, unread where RING is 0; turned: float16 [decodes, KV_HEADS * RATIO, D];
-    turns: [WIDE, WIDE] (`turn`); factors: float32 [KV_HEADS, D]; KEY, VALUE: a `SideLayout`.
+    the same of the ring, of RING tokens a page, unread where RING is 0; rotated: float16 [decodes, KV_HEADS * RATIO,
+    D]; rotations: [WIDE, WIDE] (`rotation`); factors: float32 [KV_HEADS, D]; KEY, VALUE: a `SideLayout`.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -188,12 +189,12 @@ def store_kernel(
         if head < KV_HEADS:
             x = load_rows(key_ptr, key_stride, token, live, kv, key_mean_ptr, key_scale_ptr, D, WIDE)
             store_side(
-                x, key_turn_ptr, page, place, live, ring, ring_place, recent, KEY, D, WIDE, TOKENS, PAGE, RING
+                x, key_rotation_ptr, page, place, live, ring, ring_place, recent, KEY, D, WIDE, TOKENS, PAGE, RING
             )  # fmt: skip
         else:
             x = load_rows(value_ptr, value_stride, token, live, kv, value_mean_ptr, value_scale_ptr, D, WIDE)
             store_side(
-                x, value_turn_ptr, page, place, live, ring, ring_place, recent, VALUE, D, WIDE, TOKENS, PAGE, RING
+                x, value_rotation_ptr, page, place, live, ring, ring_place, recent, VALUE, D, WIDE, TOKENS, PAGE, RING
             )  # fmt: skip
     elif tl.program_id(0) * TOKENS < decodes:
         head -= 2 * KV_HEADS
@@ -204,7 +205,7 @@ def store_kernel(
             query_ptr + token[:, None].to(tl.int64) * query_stride + (head * D + d)[None, :], mask=mask, other=0.0
         )
         factor = tl.load(key_scale_ptr + head // RATIO * D + d, mask=real, other=1.0)
-        turn = tl.load(query_turn_ptr + d[:, None] * WIDE + d[None, :])
-        y = rotate(x.to(tl.float32) / factor[None, :], turn, D) * scale
-        to = turned_ptr + token[:, None].to(tl.int64) * (KV_HEADS * RATIO * D) + (head * D + d)[None, :]
+        rotation = tl.load(query_rotation_ptr + d[:, None] * WIDE + d[None, :])
+        y = rotate(x.to(tl.float32) / factor[None, :], rotation, D) * scale
+        to = rotated_ptr + token[:, None].to(tl.int64) * (KV_HEADS * RATIO * D) + (head * D + d)[None, :]
         tl.store(to, y.to(tl.float16), mask=mask)

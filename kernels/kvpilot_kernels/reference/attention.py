@@ -34,10 +34,10 @@ def round_trip(
     if mean is not None and scale is not None:
         x = (x - mean) * scale
     x = x @ hadamard(dim)
-    codes, words = encode(x, bits, fmt.group_size(dim))
-    back = decode(codes, words, bits)
+    codes, meta = encode(x, bits, fmt.group_size(dim))
+    back = decode(codes, meta, bits)
     if recent and bits < 8:
-        back = back + decode_residual(*encode_residual(x, codes, words, bits), words, bits)
+        back = back + decode_residual(*encode_residual(x, codes, meta, bits), meta, bits)
     back = back.double() @ hadamard(dim, torch.float64).T
     return back if mean is None or scale is None else back / scale.double() + mean.double()
 

@@ -42,14 +42,14 @@ def kvarn(key_bits: int, value_bits: int, *, exact_ends: bool = False) -> Codec:
 
 
 def _tiles(x: torch.Tensor, bits: int, *, over_tokens: bool) -> torch.Tensor:
-    turn = hadamard(x.shape[-1])
-    rotated = (x.float() @ turn).transpose(0, 1)  # [H, tokens, D]
+    rotation = hadamard(x.shape[-1])
+    rotated = (x.float() @ rotation).transpose(0, 1)  # [H, tokens, D]
     whole = x.shape[0] - x.shape[0] % TILE
     parts = [rotated[:, :whole].reshape(x.shape[1], -1, TILE, x.shape[2])] if whole else []
     if whole < x.shape[0]:
         parts.append(rotated[:, None, whole:])
     back = [_tile(part, bits, -2 if over_tokens else -1).flatten(1, 2) for part in parts]
-    return torch.cat(back, 1).transpose(0, 1) @ turn.T
+    return torch.cat(back, 1).transpose(0, 1) @ rotation.T
 
 
 def _tile(tile: torch.Tensor, bits: int, axis: int) -> torch.Tensor:

@@ -56,11 +56,11 @@ def _raw(x: torch.Tensor) -> torch.Tensor:
 
 def _rotated(x: torch.Tensor) -> torch.Tensor:
     dim = x.shape[-1]
-    turn = signs(dim)[:, None] * hadamard(dim)
-    y = x.float() @ turn
+    rotation = signs(dim)[:, None] * hadamard(dim)
+    y = x.float() @ rotation
     low = y.amin(-1, keepdim=True)
     step = ((y.amax(-1, keepdim=True) - low) / 15).clamp_min(1e-6)
     zero = (-low / step).round().clamp(0, 15)
     codes = (y / step + zero).round().clamp(0, 15)
     stored = (step.view(torch.int32) & -16).view(torch.float32)
-    return (codes - zero) * stored @ turn.T
+    return (codes - zero) * stored @ rotation.T

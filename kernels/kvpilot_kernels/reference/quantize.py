@@ -2,12 +2,13 @@
 
 For a group of g elements x and codes of b bits (qmax = 2^b - 1)::
 
-    step = (hi - lo) / qmax with lo <= 0 <= hi        z = zc * qmax / 30 with zc = round(-lo / step * 30 / qmax)
-    code = clamp(round(x / step + z), 0, qmax)        x' = step * (code - z)
+    scale = (hi - lo) / qmax with lo <= 0 <= hi
+    z = zero_code * qmax / 30 with zero_code = round(-lo / scale * 30 / qmax)
+    code = clamp(round(x / scale + z), 0, qmax)        x' = scale * (code - z)
 
 [lo, hi] starts as the group's range (stretched to hold 0) and is shrunk by the factor, out of a few, that gives the
-smallest squared error: with few codes, clipping the tails costs less than the coarser step that they would force on
-everything else. The word of metadata is described in `kvpilot_kernels.formats`.
+smallest squared error: with few codes, clipping the tails costs less than the coarser scale that they would force on
+everything else. The scale metadata is described in `kvpilot_kernels.formats`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from kvpilot_kernels.formats import CUT_BITS, SHRINK, ZERO_BITS, ZERO_STEPS
 
-_INF = 0x7C00 >> CUT_BITS  # float16's infinity and NaN as steps
+_INF = 0x7C00 >> CUT_BITS  # float16's infinity and NaN as scales
 _NAN = 0x7E00 >> CUT_BITS
 
 
@@ -29,7 +30,7 @@ def encode(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.
         group: elements per group; divides D.
 
     Returns:
-        codes, uint8 [..., D], and metadata words, int16 [..., D / group] (the bits of an unsigned word).
+        codes, uint8 [..., D], and scale metadata, int16 [..., D / group] (its 16 bits as an unsigned number).
         A group that holds a NaN reads back as NaN; values beyond float16's range saturate.
     """
     qmax = (1 << bits) - 1
@@ -37,20 +38,20 @@ def encode(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.
     lo = x.amin(-1, keepdim=True).clamp(max=0)
     hi = x.amax(-1, keepdim=True).clamp(min=0)
     factors = SHRINK[bits]
-    codes, word, step, zero = _quantize(x, lo * factors[0], hi * factors[0], qmax)
-    least = _error(x, codes, step, zero) if len(factors) > 1 else step
+    codes, meta, scale, zero = _quantize(x, lo * factors[0], hi * factors[0], qmax)
+    least = _error(x, codes, scale, zero) if len(factors) > 1 else scale
     for factor in factors[1:]:
-        codes2, word2, step, zero = _quantize(x, lo * factor, hi * factor, qmax)
-        error = _error(x, codes2, step, zero)
+        codes2, meta2, scale, zero = _quantize(x, lo * factor, hi * factor, qmax)
+        error = _error(x, codes2, scale, zero)
         better = error < least
-        codes, word = torch.where(better, codes2, codes), torch.where(better, word2, word)
+        codes, meta = torch.where(better, codes2, codes), torch.where(better, meta2, meta)
         least = torch.minimum(error, least)
-    return codes.to(torch.uint8).flatten(-2), word.to(torch.int16).squeeze(-1)
+    return codes.to(torch.uint8).flatten(-2), meta.to(torch.int16).squeeze(-1)
 
 
-def _error(x: torch.Tensor, codes: torch.Tensor, step: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+def _error(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
     """Squared error of each group, [..., 1]."""
-    return (codes.sub(zero).mul_(step).sub_(x)).square_().sum(-1, keepdim=True)
+    return (codes.sub(zero).mul_(scale).sub_(x)).square_().sum(-1, keepdim=True)
 
 
 def split(x: torch.Tensor, parts: int) -> torch.Tensor:
@@ -61,29 +62,29 @@ def split(x: torch.Tensor, parts: int) -> torch.Tensor:
 def _quantize(
     x: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor, qmax: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes (float), words (int32), steps and zero points of groups [..., g] for ranges [..., 1]."""
+    """Codes (float), scale metadata (int32), scales and zero points of groups [..., g] for ranges [..., 1]."""
     wanted = ((hi - lo) / qmax).clamp(max=65504.0)
     # Rounding up keeps both ends of the range within the codes.
     high = (wanted.half().view(torch.int16).to(torch.int32) + (1 << CUT_BITS) - 1) >> CUT_BITS
     high = torch.where(wanted.isnan(), _NAN, high.clamp(max=_INF - 1))
-    step = _step(high)
-    inverse = torch.where(step > 0, 1 / step, 0.0)
-    zc = (lo * inverse * (-ZERO_STEPS / qmax)).round_().clamp_(0, ZERO_STEPS).nan_to_num_(0.0)
-    zero = zc * (qmax / ZERO_STEPS)
+    scale = _scale(high)
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    zero_code = (lo * inverse * (-ZERO_STEPS / qmax)).round_().clamp_(0, ZERO_STEPS).nan_to_num_(0.0)
+    zero = zero_code * (qmax / ZERO_STEPS)
     codes = (x * inverse + zero).round_().clamp_(0, qmax).nan_to_num_(0.0)
-    return codes, (high << ZERO_BITS) | zc.to(torch.int32), step, zero
+    return codes, (high << ZERO_BITS) | zero_code.to(torch.int32), scale, zero
 
 
-def _step(bits: torch.Tensor) -> torch.Tensor:
-    """float32 steps of a word's step bits."""
+def _scale(bits: torch.Tensor) -> torch.Tensor:
+    """float32 scales of a group's scale bits."""
     return (bits << CUT_BITS).to(torch.int16).view(torch.float16).float()
 
 
-def scale_and_zero(words: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Steps and zero points, float32 in the shape of `words` (int16 words of metadata)."""
-    wide = words.to(torch.int32) & 0xFFFF
-    zc = wide & ((1 << ZERO_BITS) - 1)
-    return _step(wide >> ZERO_BITS), zc * (((1 << bits) - 1) / ZERO_STEPS)
+def scale_and_zero(meta: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and zero points, float32 in the shape of `meta` (int16 scale metadata)."""
+    wide = meta.to(torch.int32) & 0xFFFF
+    zero_code = wide & ((1 << ZERO_BITS) - 1)
+    return _scale(wide >> ZERO_BITS), zero_code * (((1 << bits) - 1) / ZERO_STEPS)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -105,8 +106,8 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.cat([(packed >> shift) & mask for shift in range(0, 8, bits)], dim=-1)
 
 
-def decode(codes: torch.Tensor, words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes uint8 [..., D] and words int16 [..., groups] to float32 [..., D], still rotated."""
-    step, zero = scale_and_zero(words, bits)
-    grouped = split(codes.float(), words.shape[-1])
-    return ((grouped - zero.unsqueeze(-1)) * step.unsqueeze(-1)).flatten(-2)
+def decode(codes: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes uint8 [..., D] and scale metadata int16 [..., groups] to float32 [..., D], still rotated."""
+    scale, zero = scale_and_zero(meta, bits)
+    grouped = split(codes.float(), meta.shape[-1])
+    return ((grouped - zero.unsqueeze(-1)) * scale.unsqueeze(-1)).flatten(-2)

@@ -1,6 +1,6 @@
 """What a ring's row holds, in plain torch: the residual of a token's codes, and the tags of its row in the page.
 
-With n = 2^(8 - b), the codes c, steps s and zero points z of a row x (`quantize`), and h = (n - 1) / 2::
+With n = 2^(8 - b), the codes c, scales s and zero points z of a row x (`quantize`), and h = (n - 1) / 2::
 
     r = clamp(round((x / s + z - c) * n / 2^e + h), 0, n - 1)        x' = s * (c - z) + s * 2^e / n * (r - h)
 
@@ -24,40 +24,40 @@ def half(bits: int) -> float:
 
 
 def encode_residual(
-    x: torch.Tensor, codes: torch.Tensor, words: torch.Tensor, bits: int
+    x: torch.Tensor, codes: torch.Tensor, meta: torch.Tensor, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `codes` lack of 8 bits.
 
     Args:
-        x: [..., D], rotated. codes: uint8 [..., D]; words: int16 [..., groups], what `quantize.encode` made of it.
+        x: [..., D], rotated. codes: uint8 [..., D]; meta: int16 [..., groups], what `quantize.encode` made of it.
         bits: 2 or 4.
 
     Returns:
         r, uint8 [..., D], and e, int32 [..., groups].
     """
     count = 1 << 8 - bits
-    step, zero = scale_and_zero(words, bits)
-    step = step.unsqueeze(-1)
-    inverse = torch.where(step > 0, 1 / step, 0.0)
-    groups = words.shape[-1]
+    scale, zero = scale_and_zero(meta, bits)
+    scale = scale.unsqueeze(-1)
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    groups = meta.shape[-1]
     off = split(x.float(), groups) * inverse + zero.unsqueeze(-1) - split(codes.float(), groups)
-    off = torch.where(step > 0, off, 0.0).nan_to_num_(0.0)
+    off = torch.where(scale > 0, off, 0.0).nan_to_num_(0.0)
     largest = off.abs().amax(-1)
     exponents = (largest > RING_REACH).int() + (largest > 2 * RING_REACH)
     r = (off * (count / exponents.float().exp2().unsqueeze(-1)) + half(bits)).round().clamp_(0, count - 1)
     return r.to(torch.uint8).flatten(-2), exponents
 
 
-def decode_residual(r: torch.Tensor, exponents: torch.Tensor, words: torch.Tensor, bits: int) -> torch.Tensor:
+def decode_residual(r: torch.Tensor, exponents: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
     """What r, uint8 [..., D], adds to the row that was read back, float32 [..., D]."""
-    fine = fine_steps(exponents, words, bits)
-    return ((split(r.float(), words.shape[-1]) - half(bits)) * fine.unsqueeze(-1)).flatten(-2)
+    fine = fine_scales(exponents, meta, bits)
+    return ((split(r.float(), meta.shape[-1]) - half(bits)) * fine.unsqueeze(-1)).flatten(-2)
 
 
-def fine_steps(exponents: torch.Tensor, words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Steps of residuals, float32 in the shape of `words`."""
-    step, _ = scale_and_zero(words, bits)
-    return step * exponents.float().exp2() / (1 << 8 - bits)
+def fine_scales(exponents: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
+    """Scales of residuals, float32 in the shape of `meta`."""
+    scale, _ = scale_and_zero(meta, bits)
+    return scale * exponents.float().exp2() / (1 << 8 - bits)
 
 
 def pack_digits(r: torch.Tensor, bits: int) -> torch.Tensor:
@@ -75,26 +75,26 @@ def unpack_digits(digits: torch.Tensor, bits: int) -> torch.Tensor:
     return r
 
 
-def tags(packed: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+def tags(packed: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
     """The 14 bits by which a ring knows a side's row, by group.
 
     Args:
-        packed: codes, uint8 [..., bytes]. words: int16 [..., groups].
+        packed: codes, uint8 [..., bytes]. meta: int16 [..., groups].
 
     Returns:
         int64 [..., groups].
     """
-    u = split(packed, words.shape[-1])[..., :2].long()
+    u = split(packed, meta.shape[-1])[..., :2].long()
     u = u[..., 0] | u[..., 1] << 8
-    return (u * 0x9E3779B1 + (words.long() & 0xFFFF) * 0x85EBCA77 & _MASK) >> 18
+    return (u * 0x9E3779B1 + (meta.long() & 0xFFFF) * 0x85EBCA77 & _MASK) >> 18
 
 
-def ring_words(tags: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """A row's words in the ring, int16 [..., groups], of tags and exponents [..., groups]."""
+def ring_meta(tags: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """A row's metadata in the ring, int16 [..., groups], of tags and exponents [..., groups]."""
     return (tags << 2 | exponents.long()).to(torch.int16)
 
 
-def split_ring_words(words: torch.Tensor, tags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exponents, int64 [..., groups], and whether the words are of the row with these tags, bool [...]."""
-    wide = words.long() & 0xFFFF
+def split_ring_meta(meta: torch.Tensor, tags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exponents, int64 [..., groups], and whether the metadata is of the row with these tags, bool [...]."""
+    wide = meta.long() & 0xFFFF
     return wide & 3, (wide >> 2 == tags)[..., :2].all(-1)

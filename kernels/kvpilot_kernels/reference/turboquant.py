@@ -33,13 +33,13 @@ def turboquant(bits: int) -> Codec:
 
 def _keys(x: torch.Tensor, bits: int) -> torch.Tensor:
     dim = x.shape[-1]
-    turn = signs(dim)[:, None] * hadamard(dim)
+    rotation = signs(dim)[:, None] * hadamard(dim)
     norm = x.float().norm(dim=-1, keepdim=True)
     centroids = lloyd_max(bits)
     edges = (centroids[1:] + centroids[:-1]) / 2
-    direction = (x.float() / norm.clamp_min(1e-8)) @ turn * dim**0.5
+    direction = (x.float() / norm.clamp_min(1e-8)) @ rotation * dim**0.5
     chosen = centroids[torch.bucketize(direction, edges)]
-    return half(norm) * torch.nn.functional.normalize(chosen, dim=-1) @ turn.T
+    return half(norm) * torch.nn.functional.normalize(chosen, dim=-1) @ rotation.T
 
 
 def _values(x: torch.Tensor, bits: int) -> torch.Tensor:

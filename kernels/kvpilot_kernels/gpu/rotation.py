@@ -36,20 +36,20 @@ def packing_order(dim: int, bits: int) -> torch.Tensor:
 
 
 @cache
-def packing_turn(dim: int, bits: int, device: torch.device) -> torch.Tensor:
+def packing_rotation(dim: int, bits: int, device: torch.device) -> torch.Tensor:
     """[slots, slots]: the signs of H, its columns in slots; zero where there is no element."""
     order, wide = packing_order(dim, bits), slots(dim)
-    turn = torch.zeros(wide, wide, dtype=_dtype(device))
-    turn[:dim] = torch.where(order >= 0, hadamard(dim).sign()[:, order.clamp(min=0)], 0.0)
-    return turn.to(device)
+    rotation = torch.zeros(wide, wide, dtype=_dtype(device))
+    rotation[:dim] = torch.where(order >= 0, hadamard(dim).sign()[:, order.clamp(min=0)], 0.0)
+    return rotation.to(device)
 
 
 @cache
-def plain_turn(dim: int, device: torch.device) -> torch.Tensor:
+def plain_rotation(dim: int, device: torch.device) -> torch.Tensor:
     """[slots, slots]: the signs of H in the order of elements, padded with zeros."""
-    turn = torch.zeros(slots(dim), slots(dim), dtype=_dtype(device))
-    turn[:dim, :dim] = hadamard(dim).sign()
-    return turn.to(device)
+    rotation = torch.zeros(slots(dim), slots(dim), dtype=_dtype(device))
+    rotation[:dim, :dim] = hadamard(dim).sign()
+    return rotation.to(device)
 
 
 def _dtype(device: torch.device) -> torch.dtype:
@@ -57,10 +57,10 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 @triton.jit
-def rotate(x, turn, D: tl.constexpr):
+def rotate(x, rotation, D: tl.constexpr):
     """x H for float32 x [T, slots] and a matrix of signs [slots, slots]: x as the sum of two bfloat16, to 2^-17."""
-    if turn.dtype == tl.float32:
-        return tl.dot(x, turn, input_precision="ieee") * (1.0 / D**0.5)
+    if rotation.dtype == tl.float32:
+        return tl.dot(x, rotation, input_precision="ieee") * (1.0 / D**0.5)
     upper = x.to(tl.bfloat16)
     lower = (x - upper.to(tl.float32)).to(tl.bfloat16)
-    return tl.dot(lower, turn, tl.dot(upper, turn)) * (1.0 / D**0.5)
+    return tl.dot(lower, rotation, tl.dot(upper, rotation)) * (1.0 / D**0.5)
