@@ -83,7 +83,7 @@ CANARY_PROBE = Door("a probe of a canary", 640 * _KIB, 2 * _MIB, quick=8, slow=8
 # Those of replicas that serve have places of their own: a canary never waits behind a thousand of them.
 CHECK = Door("a check of a replica", 640 * _KIB, 2 * _MIB, quick=8, slow=8, share=1, patience_seconds=5.0)
 
-# Passes and captures read ConfigMaps each by themselves.
+# Reconciles and captures read ConfigMaps each by themselves.
 DOORS = (METRICS, CONFIG_MAP, CONFIG_MAP, CANARY_PROBE, CHECK)
 
 

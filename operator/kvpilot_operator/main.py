@@ -20,7 +20,7 @@ import kopf
 
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.gate import Gate
+from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.lease import Timing
 from kvpilot_operator.control.access import MetricsAccess
 from kvpilot_operator.control.election import Election
@@ -84,7 +84,7 @@ class Operator:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        self._gate, self._telemetry = Gate(), Telemetry()
+        self._fence, self._telemetry = WriteFence(), Telemetry()
         self._ready = asyncio.Event()
         self._closing = AsyncExitStack()
         self._end: asyncio.Task[None] | None = None
@@ -104,11 +104,11 @@ class Operator:
         options = self._options
         prepare()
         agent = f"kvpilot-operator ({self.identity})"
-        self._cluster = await Cluster.connect(self._gate, agent, self._telemetry.api_request)
+        self._cluster = await Cluster.connect(self._fence, agent, self._telemetry.api_request)
         self._closing.push_async_callback(self._cluster.close)
-        # Past the gate, for a replica that stands by is asked for its metrics, too; and with connections of its own: a
+        # Past the fence, for a replica that stands by is asked for its metrics, too; and with connections of its own: a
         # renewal never waits behind a fleet's reads.
-        beside = await Cluster.connect(Gate.opened(), agent, self._telemetry.api_request)
+        beside = await Cluster.connect(WriteFence.opened(), agent, self._telemetry.api_request)
         self._closing.push_async_callback(beside.close)
         access = MetricsAccess(beside) if options.metrics_authentication else None
         http = await serve_http(options.http_host, options.http_port, self._telemetry.registry, self._ready, access)
@@ -116,7 +116,7 @@ class Operator:
         begin = partial(
             Leader.start,
             self._cluster,
-            self._gate,
+            self._fence,
             self._telemetry,
             namespaces=options.namespace,
             scrape_seconds=options.scrape_seconds,
@@ -125,8 +125,8 @@ class Operator:
         election = None
         if options.leader_elect:
             names = (options.lease_namespace, options.lease_name)
-            election = Election(beside, self._gate, self.identity, *names, Timing(options.lease_seconds), self._ready)
-        self._replica = Replica(self._gate, begin, election)
+            election = Election(beside, self._fence, self.identity, *names, Timing(options.lease_seconds), self._ready)
+        self._replica = Replica(self._fence, begin, election)
 
     async def lead(self) -> kopf.AiohttpSession:
         """Wait until this replica leads; kopf's connection from then on."""

@@ -40,7 +40,7 @@ def compile_for(capability: int, kernel: Any, warps: int, source: type = ASTSour
         types |= {"query_ptr": "*fp16", "out_ptr": "*fp32"}
     aligned = {
         (i,): [["tt.divisibility", 16]]
-        for i, (name, kind) in enumerate(types.splits())
+        for i, (name, kind) in enumerate(types.items())
         if kind.startswith("*") or name.endswith("_stride")
     }
     compiled = triton.compile(

@@ -21,11 +21,11 @@ def test_a_chunk_of_every_context_equals_what_the_cpu_reads(
     begin = wanted[0][0]
     lengths = [begin + n if n else more for more, n in wanted]  # who takes no part has a length of his own
     batch = Batch(name, dim, lengths, seed, block_size=block_size, calibrated=calibrated)
-    lengths = [n for _, n in wanted]
-    rows = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    key, value = (torch.full((sum(lengths) + 2, 2, dim), 7.0, dtype=dtype) for _ in "kv")
-    batch.pages.gather(batch.table, rows, begin, max(lengths), key, value)
-    for i, n in enumerate(lengths):
+    chunks = [n for _, n in wanted]
+    rows = torch.tensor([0, *torch.tensor(chunks).cumsum(0).tolist()], dtype=torch.int32)
+    key, value = (torch.full((sum(chunks) + 2, 2, dim), 7.0, dtype=dtype) for _ in "kv")
+    batch.pages.gather(batch.table, rows, begin, max(chunks), key, value)
+    for i, n in enumerate(chunks):
         if n:
             for out, whole in zip((key, value), batch.cpu.read(batch.table[i], lengths[i]), strict=True):
                 part = whole[begin:].to(dtype).float()

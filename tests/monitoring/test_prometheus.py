@@ -96,7 +96,7 @@ def passes(telemetry: Telemetry) -> None:
     observed = running(manifest(), "auto")
     scrapes = tuple(replace(one, time=one.time + (now - NOW)) for one in samples(usage=0.95, waiting=3))
     observed = running(manifest(), "auto", now=now, samples={observed.traffic: scrapes})
-    with telemetry.timed_pass():
+    with telemetry.timed_reconcile():
         plain = decide(observed).status
     draft = Draft(now, plain)
     for name in ("canary", "last_canary", "accuracy", "decisions"):

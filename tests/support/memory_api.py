@@ -13,8 +13,8 @@ from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import ClusterError, Conflict, NotFound
-from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.observe.gather import Observer
+from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.observe.windows import Windows
 from kvpilot_operator.render.names import KIND, REVISION_LABEL, SERVICE_LABEL
@@ -121,12 +121,12 @@ class Operator:
     def __init__(self, api: MemoryApi, obj: Object) -> None:
         self.api = api
         self.now = NOW
-        self.fleet = Fleet(None, ())  # type: ignore[arg-type]  # nothing is watched
+        self.cache = InformerCache(None, ())  # type: ignore[arg-type]  # nothing is watched
         server = ServerFacts(http_routes=True)
         self._scraper = Scraper()
         self._observer = Observer(
             api,  # type: ignore[arg-type]
-            self.fleet,
+            self.cache,
             Windows(),
             self._scraper,
             server,
@@ -173,9 +173,9 @@ class Operator:
     def _seen(self, change: Object | What) -> None:
         """The watches hear only of what carries the service's label; deletions of anything else are nothing to them."""
         if isinstance(change, tuple):
-            self.fleet.wrote(change[0], KEY.namespace, change[1], None)
+            self.cache.wrote(change[0], KEY.namespace, change[1], None)
         elif change["kind"] == KIND or SERVICE_LABEL in change["metadata"].get("labels", {}):
-            self.fleet.wrote(change["kind"], KEY.namespace, change["metadata"]["name"], change)
+            self.cache.wrote(change["kind"], KEY.namespace, change["metadata"]["name"], change)
 
 
 def _merged(known: Any, new: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Pages of a revision's pods, and the scrape loop that hands them to believe."""
+"""Pages of a revision's pods, and the scrape loop that hands them to `plausible_sample`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-from kvpilot_operator.observe.believe import Judged, Known, believe
 from kvpilot_operator.observe.page import PodMetrics
+from kvpilot_operator.observe.plausible import Judged, Known, plausible_sample
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.state.histogram import Histogram
 
@@ -24,14 +24,14 @@ def at(seconds: float) -> datetime:
 
 
 class ScrapeLoop:
-    """Calls believe as a scrape loop does."""
+    """Calls plausible_sample as a scrape loop does."""
 
     def __init__(self) -> None:
         self.known: Mapping[str, Known] = {}
 
     def scrape(self, seconds: float, pages: Mapping[str, PodMetrics], **more: object) -> Judged:
         """One scrape at this second."""
-        judged = believe(at(seconds), self.known, pages, **more)  # type: ignore[arg-type]
+        judged = plausible_sample(at(seconds), self.known, pages, **more)  # type: ignore[arg-type]
         self.known = judged.known
         return judged
 

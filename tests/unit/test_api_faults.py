@@ -233,22 +233,22 @@ def test_every_text_list_and_map_of_the_crd_is_bounded() -> None:
 
 GROWTH = """
 import gc, sys
-from kvpilot_operator.observe.fleet import Fleet
+from kvpilot_operator.observe.informers import InformerCache
 def put(i, engine):
     about = {"namespace": "a", "name": "big", "uid": "u", "generation": i, "resourceVersion": str(i)}
     spec = {"model": {"source": "hf://a/b"}, "engine": {"image": "i", **engine}}
-    fleet.services.put({"metadata": about, "spec": spec})
+    cache.services.put({"metadata": about, "spec": spec})
 def resident():
     gc.collect()
     return int(open("/proc/self/statm").read().split()[1]) * 4096 // 2**20
-fleet = Fleet(None, ())
+cache = InformerCache(None, ())
 put(1, {})
 before = resident()
 for i in range(2, 32):
     put(i, {"nodeSelector": {"a" * 10**6 + str(i): "x"}})
 for i in range(32, 62):
     put(i, {"env": [{"name": f"A{n}", "value": f"{i}" * 2000} for n in range(28)]})
-assert fleet.services.get("a", "big").spec is not None
+assert cache.services.get("a", "big").spec is not None
 print(resident() - before)
 """
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvpilot_operator.cluster.cache import Store
 from kvpilot_operator.cluster.watch import Reflector
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.observe.fleet import Fleet
+from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.render.names import KIND
 from kvpilot_operator.state.snapshot import ServiceKey
 from support.services import KEY, manifest
@@ -98,29 +98,29 @@ def test_a_list_drops_what_it_does_not_hold_and_spares_what_is_newer_and_elsewhe
 
 
 def test_an_own_write_is_seen_at_once_and_an_older_event_does_not_take_it_back() -> None:
-    fleet = Fleet(None, ())  # type: ignore[arg-type]  # nothing is watched
+    cache = InformerCache(None, ())  # type: ignore[arg-type]  # nothing is watched
     changed: list[ServiceKey] = []
-    fleet.on_change = changed.append
+    cache.on_change = changed.append
     first = manifest()
-    fleet.services.put(first)
+    cache.services.put(first)
     written = {**first, "metadata": {**first["metadata"], "resourceVersion": "7"}, "status": {"replicas": 3}}
-    fleet.wrote(KIND, *KEY, written)
-    fleet.services.put({**first, "metadata": {**first["metadata"], "resourceVersion": "4"}})
-    found = fleet.services.get(*KEY)
+    cache.wrote(KIND, *KEY, written)
+    cache.services.put({**first, "metadata": {**first["metadata"], "resourceVersion": "4"}})
+    found = cache.services.get(*KEY)
     assert found is not None
     assert (found.status.replicas, found.version) == (3, "7")
     assert changed == [KEY, KEY]
-    fleet.wrote(KIND, *KEY, None)
-    assert fleet.services.get(*KEY) is None
+    cache.wrote(KIND, *KEY, None)
+    assert cache.services.get(*KEY) is None
 
 
 def test_a_service_that_is_being_deleted_is_gone() -> None:
-    fleet = Fleet(None, ())  # type: ignore[arg-type]
-    fleet.services.put(manifest())
+    cache = InformerCache(None, ())  # type: ignore[arg-type]
+    cache.services.put(manifest())
     going = manifest()
     going["metadata"] |= {"resourceVersion": "2", "deletionTimestamp": "2026-11-21T12:00:00Z"}
-    fleet.services.put(going)
-    assert fleet.services.get(*KEY) is None
+    cache.services.put(going)
+    assert cache.services.get(*KEY) is None
 
 
 class Server:

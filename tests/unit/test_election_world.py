@@ -1,9 +1,9 @@
 """Three replicas and one API server in virtual time: whatever is cut, slow, killed or told to stop, no write of a
 replica lands while another one holds the Lease, and once the trouble is over there is a leader again.
 
-Replicas run the operator's own loop (`Election`, `Replica`, `Gate`); the server is a model of what a real one does with
-resource versions and time limits. A write that is under way may land at any moment until its time is over, answered or
-not; a request that is not lost arrives within a second.
+Replicas run the operator's own loop (`Election`, `Replica`, `WriteFence`); the server is a model of what a real
+one does with resource versions and time limits. A write that is under way may land at any moment until its time is
+over, answered or not; a request that is not lost arrives within a second.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_operator.cluster.gate import Gate
+from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.lease import Timing
 from kvpilot_operator.control.election import Election
 from kvpilot_operator.control.replica import Replica as Leading
@@ -140,16 +140,16 @@ class Leases:
 class Writer:
     """A leader that always has something to write."""
 
-    def __init__(self, identity, gate, link, dice):
-        self._identity, self._gate, self._link, self._dice = identity, gate, link, dice
+    def __init__(self, identity, fence, link, dice):
+        self._identity, self._fence, self._link, self._dice = identity, fence, link, dice
         self._tasks = [asyncio.create_task(self._work()) for _ in range(2)]
 
     async def ended(self):
         await asyncio.wait(self._tasks)
 
     async def quiet(self, seconds):
-        self._gate.close()
-        drained = await self._gate.drained(seconds)
+        self._fence.close()
+        drained = await self._fence.drained(seconds)
         await self.close()
         return drained
 
@@ -162,7 +162,7 @@ class Writer:
         while True:
             await asyncio.sleep(self._dice.random())
             try:
-                with self._gate.write("PATCH", "x") as seconds:
+                with self._fence.write("PATCH", "x") as seconds:
                     try:
                         await self._link.request(lambda: self._link.server.write(self._identity), min(15, seconds))
                     except TimeoutError:
@@ -208,15 +208,15 @@ class Replica:
         lives = 0
         while self._wanted:
             lives += 1
-            identity, gate, link = f"replica-{self._number}_{lives}", Gate(self.clock), self.link
+            identity, fence, link = f"replica-{self._number}_{lives}", WriteFence(self.clock), self.link
             election = Election(
-                Leases(self.lease_link), gate, identity, "ns", "lease", self._timing, asyncio.Event(), self.clock
+                Leases(self.lease_link), fence, identity, "ns", "lease", self._timing, asyncio.Event(), self.clock
             )
 
-            async def start(identity=identity, gate=gate, link=link):
-                return Writer(identity, gate, link, self._dice)
+            async def start(identity=identity, fence=fence, link=link):
+                return Writer(identity, fence, link, self._dice)
 
-            leading = Leading(gate, start, election)
+            leading = Leading(fence, start, election)
             with contextlib.suppress(LeadershipLost):
                 try:
                     await first_of(self._stop.wait(), self._lead(leading))

@@ -18,7 +18,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kvpilot_operator.cluster import kopf_session as module
 from kvpilot_operator.cluster.cache import Store
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.gate import Gate
+from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.cluster.sockets import give_up_early
 from kvpilot_operator.errors import NotLeader
@@ -305,7 +305,7 @@ async def test_a_server_that_ends_every_watch_at_once_is_asked_for_the_next_one_
     assert time.monotonic() - began >= 4 * pause
 
 
-async def test_nothing_of_kopfs_is_written_while_the_gate_is_closed() -> None:
+async def test_nothing_of_kopfs_is_written_while_the_fence_is_closed() -> None:
     asked: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -320,14 +320,14 @@ async def test_nothing_of_kopfs_is_written_while_the_gate_is_closed() -> None:
     await site.start()
     api = ApiClient(Configuration(host=f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"))  # type: ignore[union-attr]
     give_up_early(api)
-    gate = Gate()
-    cluster = Cluster(api, gate)
+    fence = WriteFence()
+    cluster = Cluster(api, fence)
     login = cluster.session_for_kopf(API_VERSION, KIND, [""], lambda _: None).login()
     session = login.aiohttp_session
     with pytest.raises(NotLeader):
         await session.patch(f"{login.server}{SERVICES}/x", json={})
     assert asked == []
-    gate.open(float("inf"), float("inf"))
+    fence.open(float("inf"), float("inf"))
     async with session.patch(f"{login.server}{SERVICES}/x", json={}) as patched:
         assert patched.status == 200
     assert asked == ["PATCH"]

@@ -17,9 +17,9 @@ from kvpilot_localcluster.engines import PAGE_LATER
 from kvpilot_operator.budget import METRICS_WORK_PER_SECOND
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ClusterError, ScrapeError
-from kvpilot_operator.observe import fleet, gather
-from kvpilot_operator.observe.fleet import Fleet
+from kvpilot_operator.observe import gather, informers
 from kvpilot_operator.observe.gather import NODE_SECONDS, PACKS_SECONDS, Observer
+from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.page import PodMetrics, parse_page
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.observe.views import node_facts, route_view
@@ -97,7 +97,7 @@ class World:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **facts: bool) -> None:
         self.cluster = FakeCluster({path_of("v1", "Node", "", "node-1"): NODE})
-        self.fleet = Fleet(self.cluster, ())  # type: ignore[arg-type]
+        self.cache = InformerCache(self.cluster, ())  # type: ignore[arg-type]
         self.put(manifest(), pod("a", "10.0.0.1"))
         labels = {"kvpilot.io/service": KEY.name, "kvpilot.io/revision": "r1", "kvpilot.io/dtype": "auto"}
         about = {"name": "chat-r1", "namespace": KEY.namespace, "labels": labels, "generation": 1, **OURS}
@@ -110,7 +110,7 @@ class World:
         self.windows, self.scraper = Windows(), Scraper()
         self.observer = Observer(
             self.cluster,  # type: ignore[arg-type]
-            self.fleet,
+            self.cache,
             self.windows,
             self.scraper,
             ServerFacts(**facts),
@@ -123,10 +123,10 @@ class World:
     def put(self, *objects: Any) -> None:
         for obj in objects:
             about = obj["metadata"]
-            self.fleet.wrote(obj["kind"], about["namespace"], about["name"], obj)
+            self.cache.wrote(obj["kind"], about["namespace"], about["name"], obj)
 
     def drop(self, kind: str, name: str) -> None:
-        self.fleet.wrote(kind, KEY.namespace, name, None)
+        self.cache.wrote(kind, KEY.namespace, name, None)
 
     async def scrape(self, times: int = 1) -> None:
         for _ in range(times):
@@ -540,12 +540,12 @@ async def test_a_spec_that_cannot_be_read_for_an_unforeseen_error_is_refused_alo
         raise RecursionError("hunter2")
 
     world = World(monkeypatch)
-    monkeypatch.setattr(fleet, "parse", odd)
+    monkeypatch.setattr(informers, "parse", odd)
     world.put(edited(replicas=3))
     found = await world.snapshot()
     assert found.spec is None
     (fault,) = found.faults
     assert fault.field == "spec"
-    assert "RecursionError in fleet.py:" in fault.message
+    assert "RecursionError in informers.py:" in fault.message
     assert "hunter2" not in fault.message
     assert found.deployments  # what runs is left as it is

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpilot_operator.cluster.gate import Gate
+from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.control import replica
 from kvpilot_operator.errors import ClusterError, NotLeader
 
@@ -16,8 +16,8 @@ from kvpilot_operator.errors import ClusterError, NotLeader
 class FakeLeader:
     """Leads until it is made quiet."""
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
+    def __init__(self, fence: WriteFence) -> None:
+        self._fence = fence
         self.told: list[str] = []
 
     async def ended(self) -> None:
@@ -25,7 +25,7 @@ class FakeLeader:
         await asyncio.Event().wait()
 
     async def quiet(self, seconds: float = 0.0) -> bool:
-        self._gate.close()
+        self._fence.close()
         self.told.append("quiet")
         return True
 
@@ -33,8 +33,8 @@ class FakeLeader:
         self.told.append("closed")
 
 
-async def led(gate: Gate, failures: list[Exception]) -> FakeLeader:
-    leader, stop = FakeLeader(gate), asyncio.Event()
+async def led(fence: WriteFence, failures: list[Exception]) -> FakeLeader:
+    leader, stop = FakeLeader(fence), asyncio.Event()
 
     async def start() -> Any:
         if failures:
@@ -47,13 +47,13 @@ async def led(gate: Gate, failures: list[Exception]) -> FakeLeader:
         stop.set()
 
     async with asyncio.timeout(5):
-        await asyncio.gather(life(gate, start, stop), stop_soon())
+        await asyncio.gather(life(fence, start, stop), stop_soon())
     return leader
 
 
-async def life(gate: Gate, start: replica.Start, stop: asyncio.Event) -> None:
+async def life(fence: WriteFence, start: replica.Start, stop: asyncio.Event) -> None:
     """Lead until told to stop, then hand over: what the operator's process does."""
-    one = replica.Replica(gate, start)
+    one = replica.Replica(fence, start)
 
     async def lead() -> None:
         await one.lead()
@@ -68,7 +68,7 @@ async def life(gate: Gate, start: replica.Start, stop: asyncio.Event) -> None:
 async def test_an_api_server_that_refuses_at_first_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "PAUSE_SECONDS", 0.05)
     began = time.monotonic()
-    leader = await led(Gate(), [ClusterError("GET", "/version", code, "starting") for code in (500, 429, 0)])
+    leader = await led(WriteFence(), [ClusterError("GET", "/version", code, "starting") for code in (500, 429, 0)])
     assert leader.told == ["leads", "quiet", "closed"]
     assert time.monotonic() - began >= 0.15
 
@@ -81,16 +81,16 @@ async def test_one_that_is_told_to_stop_before_it_leads_stops() -> None:
         raise ClusterError("GET", "/version", 503, "starting")
 
     async with asyncio.timeout(5):
-        await life(Gate(), refused, stop)
+        await life(WriteFence(), refused, stop)
 
 
 async def test_after_it_was_told_to_stop_it_may_not_write() -> None:
-    gate = Gate()
-    await led(gate, [])
-    with pytest.raises(NotLeader), gate.write("PATCH", "/x"):
+    fence = WriteFence()
+    await led(fence, [])
+    with pytest.raises(NotLeader), fence.write("PATCH", "/x"):
         pass
 
 
 async def test_what_is_no_answer_of_the_api_server_ends_it() -> None:
     with pytest.raises(KeyError):
-        await led(Gate(), [KeyError("a defect")])
+        await led(WriteFence(), [KeyError("a defect")])

@@ -249,7 +249,7 @@ def test_a_busy_service_has_at_most_seventy_series() -> None:
 )
 def test_how_a_pass_ended_is_counted(error: Exception | None, result: str) -> None:
     telemetry = Telemetry()
-    with contextlib.suppress(ClusterError), telemetry.timed_pass():
+    with contextlib.suppress(ClusterError), telemetry.timed_reconcile():
         if error is not None:
             raise error
     values = {

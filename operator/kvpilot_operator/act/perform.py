@@ -2,7 +2,7 @@
 
 What the API server will not have (a quota, a webhook, a field) is data: it is noted with the service, the other
 objects are written all the same, and the next decision is made from it. Only what passes by itself (a conflict, a
-server that is away) is raised, and ends the pass.
+server that is away) is raised, and ends the reconcile.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Applied(NamedTuple):
 
 
 class Actor:
-    """Writes to the cluster. Every write is idempotent, so a pass that is cut off is repeated whole."""
+    """Writes to the cluster. Every write is idempotent, so a reconcile that is cut off is repeated whole."""
 
     def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
         self._cluster = cluster
@@ -62,7 +62,7 @@ class Actor:
     async def perform(self, s: Snapshot, decision: Decision) -> None:
         """Raises Conflict where the service changed since it was observed; nothing but a baseline is written then.
 
-        A baseline that is refused ends the pass, too: the status of this decision would name it.
+        A baseline that is refused ends the reconcile, too: the status of this decision would name it.
         """
         if decision.baseline is not None and not await self._keep(s, decision.baseline):
             return
@@ -170,7 +170,7 @@ class Actor:
                 await self._attempt(s, what, _hash(patch), write)
 
     async def _route(self, manifest: Manifest) -> None:
-        """Conflict where the route has changed since it was observed: the next pass reads it again."""
+        """Conflict where the route has changed since it was observed: the next reconcile reads it again."""
         about = manifest["metadata"]
         patch = {"metadata": {"resourceVersion": about["resourceVersion"]}, "spec": manifest["spec"]}
         await self._cluster.merge(manifest["apiVersion"], manifest["kind"], about["namespace"], about["name"], patch)

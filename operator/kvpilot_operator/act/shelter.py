@@ -1,7 +1,7 @@
 """Asks cluster autoscalers to leave pods where they are, and takes it back: annotations on the pods themselves.
 
 They are applied under our field manager to single pods: a change of the pod template would roll them, and what a user
-has annotated stays. What is not asked for any more is taken off in any later pass, of this process or of another.
+has annotated stays. What is not asked for any more is taken off in any later reconcile, of this process or of another.
 """
 
 from __future__ import annotations

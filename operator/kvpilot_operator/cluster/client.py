@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
-from kvpilot_operator.cluster.gate import Gate
+from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.kopf_session import KopfSession
 from kvpilot_operator.cluster.objects import Object, name_of, path_of
 from kvpilot_operator.cluster.sockets import give_up_early
@@ -30,13 +30,13 @@ OnWrite = Callable[[str, str, str, Object | None], None]
 class Cluster:
     """Reads and writes objects; every failure is a ClusterError."""
 
-    def __init__(self, api: ApiClient, gate: Gate | None = None, on_request: OnRequest | None = None) -> None:
-        self._transport = Transport(api, gate or Gate.opened(), on_request or (lambda *_: None))
+    def __init__(self, api: ApiClient, fence: WriteFence | None = None, on_request: OnRequest | None = None) -> None:
+        self._transport = Transport(api, fence or WriteFence.opened(), on_request or (lambda *_: None))
         self._on_write: OnWrite = lambda *_: None
 
     @classmethod
     async def connect(
-        cls, gate: Gate | None = None, agent: str = "kvpilot-operator", on_request: OnRequest | None = None
+        cls, fence: WriteFence | None = None, agent: str = "kvpilot-operator", on_request: OnRequest | None = None
     ) -> Cluster:
         """Use KUBECONFIG, the default kubeconfig or the pod's service account; `agent` stands in audit logs."""
         try:
@@ -46,7 +46,7 @@ class Cluster:
         api = ApiClient(Configuration.get_default_copy())
         api.user_agent = agent
         give_up_early(api)
-        return cls(api, gate, on_request)
+        return cls(api, fence, on_request)
 
     def telling(self, on_write: OnWrite) -> Cluster:
         """The same connections, for one who wants to know of every write."""
@@ -57,8 +57,8 @@ class Cluster:
     def session_for_kopf(
         self, api_version: str, kind: str, namespaces: Sequence[str], listed: Callable[[str], None]
     ) -> KopfSession:
-        """Connections of kopf's own, to watch this kind by, with the same server, credentials, gate and counts."""
-        about = (self._transport.api, self._transport.gate, self._transport.on_request)
+        """Connections of kopf's own, to watch this kind by, with the same server, credentials, fence and counts."""
+        about = (self._transport.api, self._transport.fence, self._transport.on_request)
         return KopfSession(*about, api_version, kind, namespaces, listed)
 
     async def close(self) -> None:

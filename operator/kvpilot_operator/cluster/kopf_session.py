@@ -18,7 +18,7 @@ import kopf
 import msgspec
 from kubernetes.aio.client import ApiClient
 
-from kvpilot_operator.cluster.gate import Gate
+from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.objects import Object, path_of
 from kvpilot_operator.cluster.sockets import connector
 from kvpilot_operator.cluster.transport import OnRequest, whole_lines
@@ -66,7 +66,7 @@ class KopfSession:
     def __init__(
         self,
         api: ApiClient,
-        gate: Gate,
+        fence: WriteFence,
         on_request: OnRequest,
         api_version: str,
         kind: str,
@@ -74,7 +74,7 @@ class KopfSession:
         listed: Callable[[str], None],
     ) -> None:
         self._api = api
-        self._gate = gate
+        self._fence = fence
         self._on_request = on_request
         self._kind = kind
         self._listed = listed
@@ -99,7 +99,7 @@ class KopfSession:
             request.headers[token["key"]] = token["value"]
         path = request.url.path
         if request.method != "GET":
-            with self._gate.write(request.method, path) as seconds:
+            with self._fence.write(request.method, path) as seconds:
                 async with asyncio.timeout(seconds):
                     return await send(request)
         if path not in self._collections:

@@ -1,4 +1,4 @@
-"""Requests to the API server over the official client's connections and credentials: through the gate, timed, typed."""
+"""Requests to the API server over the official client's connections and credentials: behind the fence, timed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from kubernetes.aio.client import ApiClient
 
 from kvpilot_operator.budget import read_body
-from kvpilot_operator.cluster.gate import Gate
+from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError, Conflict, NotFound, OverBudget, Rejected, Throttled
 from kvpilot_operator.numbers import whole
@@ -51,9 +51,9 @@ class Request:
 class Transport:
     """Sends requests; every failure is a ClusterError, and every request is told to `on_request`."""
 
-    def __init__(self, api: ApiClient, gate: Gate, on_request: OnRequest) -> None:
+    def __init__(self, api: ApiClient, fence: WriteFence, on_request: OnRequest) -> None:
         self.api = api
-        self.gate = gate
+        self.fence = fence
         self.on_request = on_request
 
     async def close(self) -> None:
@@ -61,13 +61,13 @@ class Transport:
         await self.api.close()
 
     async def send(self, request: Request, *, verb: str = "") -> Object:
-        """The answer, an object. A write waits for nothing: it goes through the gate now, or NotLeader is raised."""
+        """The answer, an object. A write waits for nothing: it goes through the fence now, or NotLeader is raised."""
         status, began = 0, time.perf_counter()
         try:
             if request.method == "GET":
                 answer = await self._object(request, {}, TIMEOUT_SECONDS)
             else:
-                with self.gate.write(request.method, request.path) as left:
+                with self.fence.write(request.method, request.path) as left:
                     seconds = min(TIMEOUT_SECONDS, left)
                     # The server, too, gives up when we do: no write of ours lands later.
                     answer = await self._object(request, {"timeout": f"{seconds * 1000:.0f}ms"}, seconds)

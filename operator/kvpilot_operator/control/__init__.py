@@ -1,1 +1,1 @@
-"""Runs the operator: watches ask for passes, a loop scrapes the fleet, a queue keeps one pass a service at a time."""
+"""Runs the operator: watches fill a work queue, which reconciles services, and a loop scrapes the fleet."""

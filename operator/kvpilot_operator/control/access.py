@@ -39,7 +39,7 @@ class MetricsAccess:
     """Asks by TokenReview and SubjectAccessReview, as the metrics server of controller-runtime does."""
 
     def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
-        """The cluster's client must not be behind a gate: a replica that stands by is asked, too."""
+        """The cluster's client must not be behind a fence: a replica that stands by is asked, too."""
         self._cluster = cluster
         self._clock = clock
         self._kept: dict[bytes, tuple[float, Verdict]] = {}

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from kvpilot_operator.cluster import lease
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.gate import Gate, steady_time
+from kvpilot_operator.cluster.fence import WriteFence, steady_time
 from kvpilot_operator.errors import ClusterError, Conflict, LeadershipLost
 
 log = logging.getLogger(__name__)
@@ -17,14 +17,14 @@ log = logging.getLogger(__name__)
 
 class Election:
     """`stand_by` returns once this replica leads; `hold` then keeps the Lease, and raises when it cannot; `release`
-    gives it to whoever looks next. The gate is open while, and only while, no other replica can lead; `observed` is set
-    once the Lease, or that there is none, has been read.
+    gives it to whoever looks next. The fence is open while, and only while, no other replica can lead; `observed` is
+    set once the Lease, or that there is none, has been read.
     """
 
     def __init__(
         self,
         leases: Cluster,
-        gate: Gate,
+        fence: WriteFence,
         identity: str,
         namespace: str,
         name: str,
@@ -33,7 +33,7 @@ class Election:
         clock: Callable[[], float] = steady_time,
     ) -> None:
         self._leases = leases
-        self._gate = gate
+        self._fence = fence
         self._namespace = namespace
         self._name = name
         self._timing = timing
@@ -57,7 +57,7 @@ class Election:
         """Renew for ever.
 
         Raises:
-            LeadershipLost: another replica leads, or the renew deadline has passed; the gate is closed.
+            LeadershipLost: another replica leads, or the renew deadline has passed; the fence is closed.
         """
         while (left := self._candidate.left(self._clock())) > 0:
             await asyncio.sleep(min(self._timing.retry, left))
@@ -65,16 +65,16 @@ class Election:
             if left > 0:
                 await self._attempt(min(self._timing.request, left))
             if self._candidate.lost():
-                self._gate.close()
+                self._fence.close()
                 holder = self._candidate.holder or "nobody"
                 raise LeadershipLost(f"Lease {self._namespace}/{self._name} was taken away: {holder} holds it")
-        self._gate.close()
+        self._fence.close()
         seconds = self._timing.renew_deadline
         raise LeadershipLost(f"Lease {self._namespace}/{self._name} could not be renewed for {seconds:g} s")
 
     async def release(self) -> None:
         """Let the Lease go. Call it when no write of this replica can reach the server any more."""
-        self._gate.close()
+        self._fence.close()
         try:
             async with asyncio.timeout(self._timing.request):
                 await self._read()
@@ -105,7 +105,7 @@ class Election:
             self._candidate.observe(answer, self._clock())
             return False
         self._candidate.renewed(answer, sent)
-        self._gate.open(sent + self._timing.renew_deadline, sent + self._timing.write_deadline)
+        self._fence.open(sent + self._timing.renew_deadline, sent + self._timing.write_deadline)
         return True
 
     async def _read(self) -> None:

@@ -32,7 +32,7 @@ async def serve_http(
             verdict = await access.verdict(request.headers.get("Authorization", ""))
             if verdict.status != 200:
                 return web.Response(status=verdict.status, text=verdict.text, headers=_REFUSED.get(verdict.status))
-        # A large fleet's page takes a second to write: passes go on meanwhile.
+        # A large fleet's page takes a second to write: reconciles go on meanwhile.
         page = await asyncio.to_thread(generate_latest, registry)
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 

@@ -1,4 +1,4 @@
-"""What only the replica that leads runs: watches, passes, scrapes and probes. One that stands by has none of it."""
+"""What only the leading replica runs: watches, reconciles, scrapes and probes. One that stands by has none of it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.gate import Gate
+from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.control.pilot import Pilot
 from kvpilot_operator.control.prober import Prober
 from kvpilot_operator.control.telemetry import Telemetry
-from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.observe.gather import Observer
+from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.observe.windows import Windows
 from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND
@@ -30,23 +30,23 @@ class Leader:
     def __init__(
         self,
         cluster: Cluster,
-        gate: Gate,
+        fence: WriteFence,
         telemetry: Telemetry,
         server: ServerFacts,
         namespaces: Sequence[str],
         scrape: float,
         ready: asyncio.Event,
     ) -> None:
-        self._gate = gate
+        self._fence = fence
         self._telemetry = telemetry
         windows = Windows()
-        fleet = Fleet(cluster, namespaces)
-        self.services = fleet.feed
+        cache = InformerCache(cluster, namespaces)
+        self.services = cache.feed
         self._scraper = Scraper()
-        observer = Observer(cluster, fleet, windows, self._scraper, server, _now, telemetry.engine_scraped)
+        observer = Observer(cluster, cache, windows, self._scraper, server, _now, telemetry.engine_scraped)
         self._prober = Prober(cluster, self._scraper)
-        actor = Actor(cluster.telling(fleet.wrote))
-        pilot = Pilot(fleet, observer, actor, self._prober, windows, telemetry, scrape)
+        actor = Actor(cluster.telling(cache.wrote))
+        pilot = Pilot(cache, observer, actor, self._prober, windows, telemetry, scrape)
         self._work = asyncio.create_task(pilot.run(ready))
         telemetry.leads(True)
 
@@ -54,7 +54,7 @@ class Leader:
     async def start(
         cls,
         cluster: Cluster,
-        gate: Gate,
+        fence: WriteFence,
         telemetry: Telemetry,
         *,
         namespaces: Sequence[str],
@@ -67,7 +67,7 @@ class Leader:
             http_routes=await cluster.serves(HTTP_ROUTE_API),
             unhealthy_pod_eviction=await cluster.version() >= (1, 27),
         )
-        return cls(cluster, gate, telemetry, server, namespaces, scrape_seconds, ready)
+        return cls(cluster, fence, telemetry, server, namespaces, scrape_seconds, ready)
 
     async def ended(self) -> None:
         """Return, or raise, when the work ends that should go on for ever."""
@@ -75,11 +75,11 @@ class Leader:
 
     async def quiet(self, seconds: float = DRAIN_SECONDS) -> bool:
         """Let no write start, and wait for those under way; True where none can reach the API server any more."""
-        self._gate.close()
+        self._fence.close()
         self._telemetry.leads(False)
-        drained = await self._gate.drained(seconds)
+        drained = await self._fence.drained(seconds)
         self._work.cancel()
-        # A pass that ends only now must not start a probe after the prober is closed.
+        # A reconcile that ends only now must not start a probe after the prober is closed.
         await asyncio.gather(self._work, return_exceptions=True)
         await self._prober.close()
         return drained

@@ -7,31 +7,31 @@ import logging
 from dataclasses import replace
 
 from kvpilot_operator.act.perform import Actor
-from kvpilot_operator.control.passes import Passes
 from kvpilot_operator.control.prober import Prober
 from kvpilot_operator.control.telemetry import Telemetry
+from kvpilot_operator.control.workqueue import WorkQueue
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.questions import CONDITION
 from kvpilot_operator.errors import Conflict, NotFound
-from kvpilot_operator.observe.fleet import Fleet
 from kvpilot_operator.observe.gather import Observer
+from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.windows import Windows
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
 
 log = logging.getLogger(__name__)
 
-# Pages that are fetched in a second at most: a page with its part of a pass takes up to 2 ms of a core. A larger
+# Pages that are fetched in a second at most: a page with its part of a reconcile takes up to 2 ms of a core. A larger
 # fleet is scraped less often, 6,000 pods every 13 s.
 PAGES_PER_SECOND = 450.0
 
 
 class Pilot:
-    """All services of the fleet: one pass over one of them, and the loop that scrapes them."""
+    """All services of the fleet: one reconcile of one of them, and the loop that scrapes them."""
 
     def __init__(
         self,
-        fleet: Fleet,
+        cache: InformerCache,
         observer: Observer,
         actor: Actor,
         prober: Prober,
@@ -39,7 +39,7 @@ class Pilot:
         telemetry: Telemetry,
         scrape_seconds: float,
     ) -> None:
-        self._fleet = fleet
+        self._cache = cache
         self._observer = observer
         self._actor = actor
         self._prober = prober
@@ -47,22 +47,22 @@ class Pilot:
         self._telemetry = telemetry
         self._scrape_seconds = scrape_seconds
         self._scraping: set[ServiceKey] = set()
-        self.passes = Passes(self._pass)
-        telemetry.queue(lambda: self.passes.depth)
-        fleet.on_change = self.passes.ask
-        prober.on_result = self.passes.ask
+        self.queue = WorkQueue(self._reconcile)
+        telemetry.queue(lambda: self.queue.depth)
+        cache.on_change = self.queue.add
+        prober.on_result = self.queue.add
 
     async def run(self, ready: asyncio.Event) -> None:
         """Work until cancelled; nothing is decided before the cluster's state has been read once (`ready` is set)."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._fleet.run())
-            await self._fleet.filled()
+            group.create_task(self._cache.run())
+            await self._cache.filled()
             ready.set()
-            group.create_task(self.passes.work())
+            group.create_task(self.queue.work())
             group.create_task(self._scrape_for_ever(group))
 
-    async def _pass(self, key: ServiceKey) -> float | None:
-        with self._telemetry.timed_pass():
+    async def _reconcile(self, key: ServiceKey) -> float | None:
+        with self._telemetry.timed_reconcile():
             snapshot = await self._observer.snapshot(key, self._prober.result(key))
             if snapshot is None:
                 self._forget(key)
@@ -83,7 +83,7 @@ class Pilot:
         return 0.0 if anew else decision.again_seconds
 
     def _forget(self, key: ServiceKey) -> None:
-        self.passes.forget(key)
+        self.queue.forget(key)
         self._actor.forget(key)
         self._prober.forget(key)
         self._windows.forget(key)
@@ -94,7 +94,7 @@ class Pilot:
         clock = asyncio.get_running_loop().time
         while True:
             began = clock()
-            keys = [ServiceKey(*name) for name in sorted(self._fleet.services.names())]
+            keys = [ServiceKey(*name) for name in sorted(self._cache.services.names())]
             seconds = max(self._scrape_seconds, self._observer.engines / PAGES_PER_SECOND)
             for i, key in enumerate(keys):
                 if key not in self._scraping:
@@ -113,7 +113,7 @@ class Pilot:
             log.exception("scrape failed", extra={"service": str(key)})
         finally:
             self._scraping.discard(key)
-        self.passes.look(key)
+        self.queue.add_low_priority(key)
 
 
 def _tell(s: Snapshot, decision: Decision) -> None:

@@ -1,4 +1,4 @@
-"""Runs probes beside the passes: at most one a service, its result kept until a pass has taken it in."""
+"""Runs probes beside the reconciles: at most one a service, its result kept until a reconcile has taken it in."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 
-from kvpilot_operator.cluster.gate import Gate
+from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.control.election import Election
 from kvpilot_operator.control.leader import DRAIN_SECONDS, Leader
 from kvpilot_operator.errors import ClusterError
@@ -25,8 +25,8 @@ class Replica:
     Without an election it leads at once, and for ever.
     """
 
-    def __init__(self, gate: Gate, start: Start, election: Election | None = None) -> None:
-        self._gate = gate
+    def __init__(self, fence: WriteFence, start: Start, election: Election | None = None) -> None:
+        self._fence = fence
         self._start = start
         self._election = election
         self._hold: asyncio.Task[None] | None = None
@@ -39,7 +39,7 @@ class Replica:
             LeadershipLost: it led and may not any more.
         """
         if self._election is None:
-            self._gate.open(math.inf, math.inf)
+            self._fence.open(math.inf, math.inf)
             return await self._begin()
         await self._election.stand_by()
         self._hold = asyncio.create_task(self._election.hold())
@@ -61,12 +61,12 @@ class Replica:
         """Stop working; the Lease is let go as soon as the last write has its answer."""
         lost = self._hold is not None and self._hold.done()
         if self._hold is not None:
-            # First of all: a renewal would open the gate again.
+            # First of all: a renewal would open the fence again.
             self._hold.cancel()
             await asyncio.gather(self._hold, return_exceptions=True)
         # Who has lost the Lease has nothing to hand over, and ends at once.
         quiet = self.leader is None or await self.leader.quiet(0 if lost else DRAIN_SECONDS)
-        self._gate.close()
+        self._fence.close()
         if self._election is not None and not lost:
             if quiet:
                 # Also one that stood by: its claim may have come through in the moment that it was told to stop.

@@ -1,6 +1,6 @@
 """What the operator thinks of each service, as Prometheus gauges.
 
-A pass hands over the whole picture of its service, which replaces the last one: what is no longer so is no longer
+A reconcile hands over the whole picture of its service, which replaces the last one: what is no longer so is no longer
 shown, and a deleted service leaves nothing behind. Words (a dtype, a stage, a reason) are labels, and only the word
 that holds now is shown, with the value 1; so a service has some 30 series, and at most 70, however many words there
 are.
@@ -35,7 +35,7 @@ INFO = Family("kvpilot_service_info", "1, with what the spec asks for.", ("mode"
 CONDITION = Family(
     "kvpilot_condition", "1 for the status and reason that a condition has.", ("type", "status", "reason")
 )
-LAST_PASS = Family("kvpilot_last_pass_timestamp_seconds", "When a pass over the service last succeeded.")
+LAST_PASS = Family("kvpilot_last_pass_timestamp_seconds", "When a reconcile of the service last succeeded.")
 
 USAGE = Family("kvpilot_kv_usage_ratio", "Share of the KV cache in use, 0 to 1.")
 CAPACITY = Family("kvpilot_kv_capacity_tokens", "KV cache capacity, in tokens, of all replicas.")
@@ -51,7 +51,7 @@ RECOMMENDED_REPLICAS = Family("kvpilot_recommended_replicas", "Replicas that kvp
 MAX_REPLICAS = Family("kvpilot_max_replicas", "Replicas that the spec allows.")
 
 METRICS_TIME = Family("kvpilot_engine_metrics_timestamp_seconds", "When the service's engines were last scraped.")
-DOUBTED = Family("kvpilot_doubted_pods", "Pods that answer and whose metrics are not believed.")
+DOUBTED = Family("kvpilot_doubted_pods", "Pods that answer with implausible metrics.")
 UNANSWERED = Family("kvpilot_unanswered_pods", "Ready pods of which the last scrape has no metrics.")
 BACKED_OFF = Family(
     "kvpilot_scrape_backoff_pods", "Ready pods that are scraped less often, after scrapes that failed in a row."
@@ -115,7 +115,7 @@ class ServiceMetrics(Collector):
 
 
 def rows(s: Snapshot, status: Status) -> tuple[Row, ...]:
-    """The picture of one service after a pass: `s` as it was observed, `status` as it was decided."""
+    """The picture of one service after a reconcile: `s` as it was observed, `status` as it was decided."""
     found = (*_plain(s, status), *_words(s, status), *_options(status), *_canary(s, status), *_probes(status.accuracy))
     return tuple((family, labels, float(value)) for family, labels, value in found if value is not None)
 

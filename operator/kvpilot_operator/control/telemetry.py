@@ -44,13 +44,13 @@ class Telemetry:
             version("kvpilot")
         ).set(1)
         self._leader = Gauge("kvpilot_leader", "1 on the replica that decides, 0 on a standby.", registry=registry)
-        self._passes = Counter("kvpilot_passes", "Passes over services.", ("result",), registry=registry)
+        self._reconciles = Counter("kvpilot_passes", "Reconciles of services.", ("result",), registry=registry)
         for result in ("ok", "conflict", "error"):
-            self._passes.labels(result)
+            self._reconciles.labels(result)
         self._pass_seconds = Histogram(
-            "kvpilot_pass_duration_seconds", "Duration of a pass.", registry=registry, buckets=_SECONDS
+            "kvpilot_pass_duration_seconds", "Duration of a reconcile.", registry=registry, buckets=_SECONDS
         )
-        self._queue = Gauge("kvpilot_queue_depth", "Services that wait for a pass.", registry=registry)
+        self._queue = Gauge("kvpilot_queue_depth", "Services that wait for a reconcile.", registry=registry)
         self._cycle_seconds = Gauge(
             "kvpilot_scrape_cycle_duration_seconds", "Duration of the last scrape of the fleet.", registry=registry
         )
@@ -83,7 +83,7 @@ class Telemetry:
         )
         self._unanswered = Counter(
             "kvpilot_unanswered_questions",
-            "Questions of passes that had no answer for an unexpected error; the others of the pass were answered.",
+            "Questions that a reconcile could not answer for an unexpected error; its others were answered.",
             ("namespace", "name", "question"),
             registry=registry,
         )
@@ -96,19 +96,19 @@ class Telemetry:
         self._queue.set_function(depth)
 
     @contextmanager
-    def timed_pass(self) -> Iterator[None]:
-        """Time one pass and count how it ended. A conflict is no error: somebody wrote first, the pass is repeated."""
+    def timed_reconcile(self) -> Iterator[None]:
+        """Time one reconcile and count how it ended. A conflict is no error: somebody wrote first, it is repeated."""
         began = time.perf_counter()
         try:
             yield
         except Conflict:
-            self._passes.labels("conflict").inc()
+            self._reconciles.labels("conflict").inc()
             raise
         except Exception:
-            self._passes.labels("error").inc()
+            self._reconciles.labels("error").inc()
             raise
         else:
-            self._passes.labels("ok").inc()
+            self._reconciles.labels("ok").inc()
         finally:
             self._pass_seconds.observe(time.perf_counter() - began)
 
@@ -132,7 +132,7 @@ class Telemetry:
         self._leader.set(yes)
 
     def decided(self, s: Snapshot, decision: Decision) -> None:
-        """Publish what a pass found and decided."""
+        """Publish what a reconcile found and decided."""
         for entry in decision.status.decisions:
             if entry.time == s.now and entry not in s.status.decisions:
                 self._decisions.labels(*s.key, *self._bounded(s.key, (entry.action, entry.reason))).inc()

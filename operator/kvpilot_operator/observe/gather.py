@@ -15,11 +15,11 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ScrapeError
-from kvpilot_operator.observe.believe import Judged
-from kvpilot_operator.observe.fleet import Fleet
+from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.pace import Pace
 from kvpilot_operator.observe.pack_texts import PackTexts
 from kvpilot_operator.observe.page import PodMetrics
+from kvpilot_operator.observe.plausible import Judged
 from kvpilot_operator.observe.probe_plan import probe_plan
 from kvpilot_operator.observe.questions import observed
 from kvpilot_operator.observe.scrape import Scraper
@@ -42,9 +42,9 @@ from kvpilot_operator.state.snapshot import (
 log = logging.getLogger(__name__)
 
 # A service's packs are read again after this long, or when its spec has changed: of up to 16 ConfigMaps each is a
-# request, and a pass has no time for them after every scrape.
+# request, and a reconcile has no time for them after every scrape.
 PACKS_SECONDS = 15.0
-# What is known of a node with GPUs is believed for so long, and of one that shows none: its labels may still come.
+# What is known of a node with GPUs holds for so long, and of one that shows none: its labels may still come.
 NODE_SECONDS = 600.0
 BARE_NODE_SECONDS = 30.0
 
@@ -65,7 +65,7 @@ class Observer:
     def __init__(
         self,
         cluster: Cluster,
-        fleet: Fleet,
+        cache: InformerCache,
         windows: Windows,
         scraper: Scraper,
         server: ServerFacts,
@@ -74,7 +74,7 @@ class Observer:
         elapsed: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster = cluster
-        self._fleet = fleet
+        self._cache = cache
         self._windows = windows
         self._server = server
         self._clock = clock
@@ -89,7 +89,7 @@ class Observer:
 
     async def snapshot(self, key: ServiceKey, probe_result: ProbeResult | None) -> Snapshot | None:
         """Everything about one service now, or None where it does not exist or is being deleted."""
-        service = self._fleet.services.get(*key)
+        service = self._cache.services.get(*key)
         if service is None:
             self._plans.pop(key, None)
             self._paces.pop(key, None)
@@ -100,15 +100,15 @@ class Observer:
         failed: list[Unanswered] = []
         route = await observed(Question.ROUTE, self._route(key, spec), None, failed)
         probes = await observed(Question.PROBE_SETS, self._probe_plan(key, spec), ProbePlan(), failed)
-        pods = self._fleet.pods.of(key)
+        pods = self._cache.pods.of(key)
         node = await observed(Question.NODE, self._node_facts(pods), self._known_facts(pods), failed)
-        service = self._fleet.services.get(*key)
+        service = self._cache.services.get(*key)
         if service is None or service.spec is not spec:
             return await self.snapshot(key, probe_result)
-        objects = self._fleet.objects(key, service.uid)
+        objects = self._cache.objects(key, service.uid)
         revisions = {
             placed.view.revision: placed.view
-            for placed in self._fleet.deployments.of(key)
+            for placed in self._cache.deployments.of(key)
             if objects["Deployment", placed.name].owned
             and placed.name == deployment_name(key.name, placed.view.revision)
         }
@@ -126,7 +126,7 @@ class Observer:
             spec=spec,
             status=service.status,
             deployments=revisions,
-            pods=tuple(self._fleet.pods.of(key)),
+            pods=tuple(self._cache.pods.of(key)),
             traffic=traffic.selects if traffic is not None and traffic.owned else None,
             objects=objects,
             samples=self._windows.of(key),
@@ -143,19 +143,19 @@ class Observer:
     async def refresh(self, key: ServiceKey) -> None:
         """Read a service from the API server: what the cache has of it has proved to be old."""
         found = await self._cluster.find(API_VERSION, KIND, key.namespace, key.name)
-        self._fleet.wrote(KIND, key.namespace, key.name, found)
+        self._cache.wrote(KIND, key.namespace, key.name, found)
 
     @property
     def engines(self) -> int:
         """Pods of the fleet, all of which may have to be scraped."""
-        return len(self._fleet.pods)
+        return len(self._cache.pods)
 
     async def scrape(self, key: ServiceKey) -> None:
         """Scrape every ready engine of a service that is due; a pod that gives no page is left out of this sample."""
         ready = {
-            view.name: view for view in self._fleet.pods.of(key) if view.ready and view.ip and not view.terminating
+            view.name: view for view in self._cache.pods.of(key) if view.ready and view.ip and not view.terminating
         }
-        if self._fleet.services.get(*key) is None:
+        if self._cache.services.get(*key) is None:
             return
         pace = self._paces.setdefault(key, Pace())
         due = pace.due(ready.keys(), self._elapsed())
@@ -178,7 +178,7 @@ class Observer:
         odd = {
             f"{name} is read, the older name": f"vLLM's {name}" for page in pages.values() for name in page.older_names
         }
-        odd |= {f"not believed: {words}": words.partition(":")[0] for words in judged.sample.doubted}
+        odd |= {f"implausible: {words}": words.partition(":")[0] for words in judged.sample.doubted}
         odd |= {f"not taken as it is: {words}": words.partition(":")[0] for words in judged.cut}
         told = self._told.get((key, revision), frozenset())
         for words, about in odd.items():

@@ -10,8 +10,8 @@ from datetime import datetime, timedelta
 from math import floor
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.observe.believe import Judged, Known, believe
 from kvpilot_operator.observe.page import PodMetrics
+from kvpilot_operator.observe.plausible import Judged, Known, plausible_sample
 from kvpilot_operator.state.snapshot import NOTHING_OBSERVED, Flows, ModelFacts, Sample, ServiceKey
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class Windows:
         series = self._series.setdefault(key, {}).setdefault(revision, _Series())
         if series.turned_back(time):
             log.warning("the clock was set back: scrapes of later than now are forgotten", extra={"service": str(key)})
-        judged = believe(time, series.known, pages, unanswered=unanswered, gpus=gpus)
+        judged = plausible_sample(time, series.known, pages, unanswered=unanswered, gpus=gpus)
         series.known = judged.known
         if judged.sample.pods or judged.sample.doubted:
             series.add(judged.sample, self._needs.get(key, Need()))

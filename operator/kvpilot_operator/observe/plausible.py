@@ -1,7 +1,7 @@
-"""Which pods are believed? From the pages of one revision's pods, and what they said before, to one Sample. Pure.
+"""Which pods are plausible? From the pages of one revision's pods, and what they said before, to one Sample. Pure.
 
 A page that contradicts itself is no answer. That can happen in good faith for a moment, for gauges are not written at
-one instant: only a pod that goes on like that is doubted by name. The rules, and why an honest engine keeps them:
+one instant: only a pod that goes on like that is named as implausible. The rules, and why an honest engine keeps them:
 
 - *Nothing runs, but blocks are held.* Blocks belong to running requests; cached ones count as free. (An engine that
   hands its cache to another one holds them longer: kvpilot does not support KV transfer.)
@@ -89,7 +89,7 @@ class Judged:
     """Figures that are not taken as they are, each as "POD: what, and what is taken instead"."""
 
 
-def believe(
+def plausible_sample(
     time: datetime,
     known: Mapping[str, Known],
     pages: Mapping[str, PodMetrics],
@@ -99,24 +99,24 @@ def believe(
 ) -> Judged:
     """Judge the pages that one revision's pods gave at `time`; `gpus` names each pod's GPU, as far as it is known.
 
-    Of three believed pods or more, the one with the most waiting requests (or preemptions) counts as the one with the
+    Of three plausible pods or more, the one with the most waiting requests (or preemptions) counts as the one with the
     second most: pressure on memory is seen by two, or it is not the revision's. Load may well be uneven, so the most
     running requests count up to ten times the second most (and no page has more of them than blocks in use). Use needs
     no such bound: it is a share, and capacity, its weight, is checked.
     """
     flows = {pod: _flows(known.get(pod), page, time) for pod, page in pages.items()}
     now = {pod: _remember(known.get(pod), page, flows[pod], time) for pod, page in pages.items()}
-    doubts = {pod: _doubt(now[pod], flows[pod], time) or _odd_capacity(pod, pages, gpus or {}) for pod in pages}
-    doubted = tuple(f"{pod}: {why}" for pod, why in sorted(doubts.items()) if why)
-    believed = sorted(pod for pod, why in doubts.items() if not why and not now[pod].odd)
+    reasons = {pod: _implausible(now[pod], flows[pod], time) or _odd_capacity(pod, pages, gpus or {}) for pod in pages}
+    implausible = tuple(f"{pod}: {why}" for pod, why in sorted(reasons.items()) if why)
+    plausible = sorted(pod for pod, why in reasons.items() if not why and not now[pod].odd)
     kept = {pod: old for pod, old in known.items() if (time - old.time).total_seconds() <= LONGEST_GAP_SECONDS}
-    sample, cut = _together(time, [(pod, pages[pod], flows[pod]) for pod in believed])
-    left_out = len(pages) - len(believed) - len(doubted)
+    sample, cut = _together(time, [(pod, pages[pod], flows[pod]) for pod in plausible])
+    left_out = len(pages) - len(plausible) - len(implausible)
     told = {pod: page.factors for pod, page in pages.items() if page.factors}
     factors = _most(told.values()) or ""
     sample = replace(
         sample,
-        doubted=doubted,
+        doubted=implausible,
         unanswered=unanswered + left_out,
         recent_tokens=_most(page.recent_tokens for page in pages.values() if page.recent_tokens is not None),
         factors=factors,
@@ -179,8 +179,8 @@ def _standstill(known: Known, page: PodMetrics, flows: Flows, time: datetime) ->
     )
 
 
-def _doubt(now: Known, flows: Flows, time: datetime) -> str | None:
-    """Why the pod is not believed, or None."""
+def _implausible(now: Known, flows: Flows, time: datetime) -> str | None:
+    """Why the pod is implausible, or None."""
     page = now.page
     for name, most in _MOST_A_SECOND.items():
         rate = getattr(flows, name) / flows.seconds if flows.seconds else 0.0
@@ -226,7 +226,7 @@ def _odd_capacity(pod: str, pages: Mapping[str, PodMetrics], gpus: Mapping[str, 
 
 
 def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> tuple[Sample, tuple[str, ...]]:
-    """The believed pods' sums."""
+    """The plausible pods' sums."""
     if not pods:
         return Sample(_whole(time), 0, 0.0, 0.0, 0.0, 0, ""), ()
     names = [name for name, _, _ in pods]
@@ -250,7 +250,7 @@ def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> 
 
 
 def _whole(time: datetime) -> datetime:
-    """Decisions count in whole seconds: a sample must not be later than the pass that it led to."""
+    """Decisions count in whole seconds: a sample must not be later than the reconcile that it led to."""
     return time.replace(microsecond=0)
 
 

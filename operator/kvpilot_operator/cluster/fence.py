@@ -1,6 +1,6 @@
-"""The gate that every write passes: open for ever, open until a time, or closed.
+"""The fence that every write passes: open for ever, open until a time, or closed.
 
-A replica may write while no other can hold its Lease. So the gate closes by the clock alone: a process that was
+A replica may write while no other can hold its Lease. So the fence closes by the clock alone: a process that was
 stopped, starved or cut off finds it closed when it wakes, whatever its other tasks have noticed by then.
 """
 
@@ -23,7 +23,7 @@ def steady_time() -> float:
     return time.monotonic()
 
 
-class Gate:
+class WriteFence:
     """Closed at first. Counts the writes that are under way, and those whose outcome nobody knows."""
 
     def __init__(self, clock: Callable[[], float] = steady_time) -> None:
@@ -36,14 +36,14 @@ class Gate:
         self._uncertain_until = -math.inf
 
     @classmethod
-    def opened(cls) -> Gate:
-        """A gate that is open for ever, for a process that is alone."""
-        gate = cls()
-        gate.open(math.inf, math.inf)
-        return gate
+    def opened(cls) -> WriteFence:
+        """A fence that is open for ever, for a process that is alone."""
+        fence = cls()
+        fence.open(math.inf, math.inf)
+        return fence
 
     def open(self, starts_before: float, ends_before: float) -> None:
-        """Let writes start until one time, and have each of them over by another (of the gate's clock)."""
+        """Let writes start until one time, and have each of them over by another (of the fence's clock)."""
         self._starts_before, self._ends_before = starts_before, ends_before
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class Gate:
         """Surround the sending of one write; yields the seconds after which it must be given up.
 
         Raises:
-            NotLeader: the gate is closed; nothing may be sent.
+            NotLeader: the fence is closed; nothing may be sent.
         """
         now, ends_before = self._clock(), self._ends_before
         if now >= min(self._starts_before, ends_before):

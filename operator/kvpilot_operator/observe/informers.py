@@ -1,8 +1,8 @@
-"""All services and what they own, as the operator knows them without asking: a pass reads from here.
+"""All services and what they own, as the operator knows them without asking: a reconcile reads from here.
 
 kopf's watch brings the services, watches of our own their Deployments, pods and Services
 (docs/decisions/0012-kopf-and-the-official-client.md). What the operator writes is put here at once, as the API server
-answered it: no pass sees a state from before an earlier pass's writes.
+answered it: no reconcile sees a state from before an earlier reconcile's writes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Placed(Generic[V]):
     """Moves when somebody changes what it should be."""
 
 
-class Fleet:
+class InformerCache:
     """`on_change` is called with a service whenever something about it is not what it was."""
 
     def __init__(self, cluster: Cluster, namespaces: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from kvpilot_operator.control import pilot as module
 from kvpilot_operator.control.pilot import Pilot
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import Conflict, NotFound
-from kvpilot_operator.observe.fleet import Fleet
+from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.windows import Windows
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Rejection, ServiceKey
@@ -37,16 +37,16 @@ class World:
         self.kept = Status()
         self.refused: tuple[Rejection, ...] = ()
         self.decided: list[Any] = []
-        self.fleet = Fleet(None, ())  # type: ignore[arg-type]  # nothing is watched
-        self.fleet.run = self._nothing  # type: ignore[method-assign]
-        self.fleet.filled = self._at_once  # type: ignore[method-assign]
+        self.cache = InformerCache(None, ())  # type: ignore[arg-type]  # nothing is watched
+        self.cache.run = self._nothing  # type: ignore[method-assign]
+        self.cache.filled = self._at_once  # type: ignore[method-assign]
         self.on_result: Any = None
         self.telemetry = Telemetry()
-        self.pilot = Pilot(self.fleet, self, self, self, Windows(), self.telemetry, scrape_seconds)  # type: ignore[arg-type]
+        self.pilot = Pilot(self.cache, self, self, self, Windows(), self.telemetry, scrape_seconds)  # type: ignore[arg-type]
         for i in range(services):
             obj = manifest()
             obj["metadata"] |= {"name": f"s{i}", "uid": f"u{i}"}
-            self.fleet.services.put(obj)
+            self.cache.services.put(obj)
 
     async def run(self, enough: Callable[[], bool]) -> None:
         self.began = asyncio.get_running_loop().time()

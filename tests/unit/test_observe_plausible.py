@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_operator.observe.believe import LASTING_PAGES, MOST_NAMED
 from kvpilot_operator.observe.page import PodMetrics
+from kvpilot_operator.observe.plausible import LASTING_PAGES, MOST_NAMED
 from kvpilot_operator.state.snapshot import Flows
 from support.engine_model import EngineModel
 from support.scrape_loop import BUSY, IDLE, START, ScrapeLoop, at, counted

@@ -1,4 +1,4 @@
-"""One idempotent pass over one service at a time; every edge only asks for another one."""
+"""The work queue: one idempotent reconcile of a service at a time; every edge only adds the service again."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from kvpilot_operator.state.snapshot import ServiceKey
 
 log = logging.getLogger(__name__)
 
-# A pass mostly waits for the API server: so many that a few services whose passes wait for long leave some to others.
+# A reconcile mostly waits for the API server: so many that a few slow services leave some to others.
 WORKERS = 32
 _BACKOFF = Backoff(0.5, 60.0)
 # A server that could not be reached is tried often: when it is back, nobody should have to wait for a minute.
 _LAST_UNREACHED_SECONDS = 5.0
 # An API server that cannot be reached (0), or that says itself that it is away: its return is to be noticed soon.
 _AWAY = (0, 502, 503, 504)
-# Of so many passes one is a look, however many services have changed.
-_LOOK_EACH = 4
+# Of so many reconciles one is of low priority, however many services have changed.
+_LOW_PRIORITY_EACH = 4
 
 
 class _Queue:
-    """Services that wait, once each. The next is of the namespace with the fewest passes under way; among namespaces
-    with as many each has its turn, and within one who came first."""
+    """Services that wait, once each. The next is of the namespace with the fewest reconciles under way; among
+    namespaces with as many each has its turn, and within one who came first."""
 
     def __init__(self) -> None:
         # Dicts for their order.
@@ -52,7 +52,7 @@ class _Queue:
                 del self._namespaces[key.namespace]
 
     def take(self, under_way: Mapping[str, int]) -> ServiceKey:
-        """The next service; `under_way` has the passes of each namespace, none where it is missing."""
+        """The next service; `under_way` has the reconciles of each namespace, none where it is missing."""
         namespace = min(self._namespaces, key=lambda one: under_way.get(one, 0))
         services = self._namespaces.pop(namespace)
         key = next(iter(services))
@@ -62,14 +62,14 @@ class _Queue:
         return key
 
 
-class Passes:
-    """Two queues of services, those that have changed (`ask`) and those that are merely due for a look (`look`).
+class WorkQueue:
+    """Two queues of services: those that have changed (`add`), and those that are merely due (`add_low_priority`).
 
     The first come first, but never alone, and namespaces share the workers evenly: however many services of one wait,
-    and however long their passes take, another's next pass begins as soon as any ends. A service waits once, however
-    often it is asked for; one that is being looked at is looked at again afterwards. One whose pass failed comes back
-    with exponential back-off: a look does not shorten it, and a change does, unless the API server itself has asked for
-    the pause.
+    and however long their reconciles take, another's next one begins as soon as any ends. A service waits once, however
+    often it is added; one that is being reconciled is reconciled again afterwards. One whose reconcile failed comes
+    back with exponential back-off: a low-priority add does not shorten it, and a change does, unless the API server
+    itself has asked for the pause.
     """
 
     def __init__(self, run: Callable[[ServiceKey], Awaitable[float | None]]) -> None:
@@ -86,19 +86,19 @@ class Passes:
 
     @property
     def depth(self) -> int:
-        """How many services wait for a pass."""
+        """How many services wait for a reconcile."""
         return len(self._changed) + len(self._due)
 
-    def ask(self, key: ServiceKey) -> None:
-        """Something has changed: a pass as soon as a worker is free."""
+    def add(self, key: ServiceKey) -> None:
+        """Something has changed: a reconcile as soon as a worker is free."""
         self._enqueue(key, changed=True)
 
-    def look(self, key: ServiceKey) -> None:
-        """Time for another look: a pass when nothing more urgent waits."""
+    def add_low_priority(self, key: ServiceKey) -> None:
+        """A reconcile is due: when nothing more urgent waits."""
         self._enqueue(key, changed=False)
 
-    def ask_in(self, key: ServiceKey, seconds: float) -> None:
-        """Ask for a pass after a while; an earlier timer of the same service is replaced."""
+    def add_after(self, key: ServiceKey, seconds: float) -> None:
+        """Add the service after a while; an earlier timer of the same service is replaced."""
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.cancel()
@@ -113,7 +113,7 @@ class Passes:
         self._failures.pop(key, None)
 
     async def work(self) -> None:
-        """Run passes until cancelled."""
+        """Run reconciles until cancelled."""
         async with asyncio.TaskGroup() as group:
             for _ in range(WORKERS):
                 group.create_task(self._worker())
@@ -136,13 +136,13 @@ class Passes:
             self._any.clear()
             await self._any.wait()
         self._taken += 1
-        look = not self._changed or (self._due and self._taken % _LOOK_EACH == 0)
-        return (self._due if look else self._changed).take(self._under_way)
+        low = not self._changed or (self._due and self._taken % _LOW_PRIORITY_EACH == 0)
+        return (self._due if low else self._changed).take(self._under_way)
 
     def _ring(self, key: ServiceKey) -> None:
         self._timers.pop(key, None)
         self._held.pop(key, None)
-        self.ask(key)
+        self.add(key)
 
     async def _worker(self) -> None:
         while True:
@@ -175,19 +175,19 @@ class Passes:
             away = error.status in _AWAY
             self._retry(key, str(error), at_most=_LAST_UNREACHED_SECONDS if away else math.inf)
         except Exception:
-            log.exception("pass failed", extra={"service": str(key)})
+            log.exception("reconcile failed", extra={"service": str(key)})
             self._retry(key, "unexpected error")
         else:
             self._failures.pop(key, None)
             self._held.pop(key, None)
             if again is not None:
-                self.ask_in(key, again)
-            log.debug("pass took %.3f s", time.monotonic() - began, extra={"service": str(key)})
+                self.add_after(key, again)
+            log.debug("reconcile took %.3f s", time.monotonic() - began, extra={"service": str(key)})
 
     def _retry(self, key: ServiceKey, why: str, *, at_least: float = 0.0, at_most: float = math.inf) -> None:
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
         wait = max(at_least, min(_BACKOFF.pause(failures), at_most))
         self._held[key] = at_least > 0
-        log.warning("pass failed, again in %.1f s: %s", wait, why, extra={"service": str(key)})
-        self.ask_in(key, wait)
+        log.warning("reconcile failed, again in %.1f s: %s", wait, why, extra={"service": str(key)})
+        self.add_after(key, wait)

@@ -1,4 +1,4 @@
-"""Passes: one a service at a time, changes first but never alone, and nobody hammers a server that says no."""
+"""The work queue: one reconcile a service at a time, changes first but never alone, and back-off after a failure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_operator.backoff import Backoff
-from kvpilot_operator.control import passes as module
-from kvpilot_operator.control.passes import WORKERS, Passes, _Queue
+from kvpilot_operator.control import workqueue as module
+from kvpilot_operator.control.workqueue import WORKERS, WorkQueue, _Queue
 from kvpilot_operator.errors import ClusterError, Conflict, Throttled
 from kvpilot_operator.state.snapshot import ServiceKey
 
@@ -48,9 +48,9 @@ class Log:
         return None
 
 
-async def worked(passes: Passes, enough: Callable[[], bool]) -> None:
+async def worked(queue: WorkQueue, enough: Callable[[], bool]) -> None:
     """Work until it is enough, and a moment longer, in which too much would show."""
-    task = asyncio.create_task(passes.work())
+    task = asyncio.create_task(queue.work())
     async with asyncio.timeout(30):
         while not enough():
             await asyncio.sleep(0.01)
@@ -67,34 +67,34 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_service_that_is_asked_for_many_times_waits_once() -> None:
     log = Log()
-    passes = Passes(log)
+    queue = WorkQueue(log)
     for _ in range(100):
-        passes.ask(key("x"))
-        passes.look(key("x"))
-    assert passes.depth == 1
-    await worked(passes, lambda: bool(log.done))
+        queue.add(key("x"))
+        queue.add_low_priority(key("x"))
+    assert queue.depth == 1
+    await worked(queue, lambda: bool(log.done))
     assert log.done == ["x"]
 
 
 async def test_what_changes_during_a_pass_is_looked_at_after_it_and_never_beside_it() -> None:
     log = Log(0.05)
-    passes = Passes(log)
-    log.begin = lambda one: passes.ask(one) if not log.done else None
-    passes.ask(key("x"))
-    await worked(passes, lambda: len(log.done) >= 2)
+    queue = WorkQueue(log)
+    log.begin = lambda one: queue.add(one) if not log.done else None
+    queue.add(key("x"))
+    await worked(queue, lambda: len(log.done) >= 2)
     assert log.done == ["x", "x"]
     assert log.most == 1
 
 
 async def test_changes_come_first_and_looks_are_not_starved() -> None:
     log = Log()
-    passes = Passes(log)
+    queue = WorkQueue(log)
     for i in range(40):
-        passes.look(key(f"look-{i}"))
+        queue.add_low_priority(key(f"look-{i}"))
     for i in range(40):
-        passes.ask(key(f"change-{i}"))
-    passes.ask(key("look-39"))  # it has changed meanwhile
-    await worked(passes, lambda: len(log.done) >= 80)
+        queue.add(key(f"change-{i}"))
+    queue.add(key("look-39"))  # it has changed meanwhile
+    await worked(queue, lambda: len(log.done) >= 80)
     assert len(log.done) == 80
     first = log.done[: 40 + WORKERS]
     assert sum(name.startswith("change") for name in first) >= 30
@@ -106,14 +106,14 @@ async def test_changes_come_first_and_looks_are_not_starved() -> None:
 async def test_a_failed_pass_backs_off_and_a_look_does_not_shorten_that() -> None:
     log = Log()
     log.error = REFUSED
-    passes = Passes(log)
-    passes.ask(key("x"))
-    await worked(passes, lambda: bool(log.done))
-    passes.look(key("x"))
-    assert passes.depth == 0
+    queue = WorkQueue(log)
+    queue.add(key("x"))
+    await worked(queue, lambda: bool(log.done))
+    queue.add_low_priority(key("x"))
+    assert queue.depth == 0
     log.error = None
-    passes.ask(key("x"))  # a user's edit may well be the cure
-    await worked(passes, lambda: len(log.done) >= 2)
+    queue.add(key("x"))  # a user's edit may well be the cure
+    await worked(queue, lambda: len(log.done) >= 2)
     assert len(log.done) == 2
 
 
@@ -121,22 +121,22 @@ async def test_a_failed_pass_backs_off_and_a_look_does_not_shorten_that() -> Non
 async def test_a_pause_that_the_server_asks_for_is_kept_even_when_something_changes() -> None:
     log = Log()
     log.error = Throttled("PATCH", "/x", 429, "too many", 60.0)
-    passes = Passes(log)
-    passes.ask(key("x"))
-    await worked(passes, lambda: bool(log.done))
-    passes.ask(key("x"))
-    assert passes.depth == 0
-    passes._ring(key("x"))
-    assert passes.depth == 1
+    queue = WorkQueue(log)
+    queue.add(key("x"))
+    await worked(queue, lambda: bool(log.done))
+    queue.add(key("x"))
+    assert queue.depth == 0
+    queue._ring(key("x"))
+    assert queue.depth == 1
 
 
 @pytest.mark.usefixtures("patient")
 async def test_conflicts_are_repeated_at_once_and_then_with_a_pause() -> None:
     log = Log()
     log.error = Conflict("PATCH", "/x", 409, "changed")
-    passes = Passes(log)
-    passes.ask(key("x"))
-    await worked(passes, lambda: len(log.done) >= 2)
+    queue = WorkQueue(log)
+    queue.add(key("x"))
+    await worked(queue, lambda: len(log.done) >= 2)
     assert len(log.done) == 2
 
 
@@ -146,16 +146,16 @@ async def test_a_server_that_cannot_be_reached_is_tried_more_often(
 ) -> None:
     log = Log()
     log.error = ClusterError("PATCH", "/x", status, "no")
-    passes = Passes(log)
+    queue = WorkQueue(log)
     waits: list[float] = []
 
     def soon(one: ServiceKey, seconds: float) -> None:
         waits.append(seconds)
-        asyncio.get_running_loop().call_later(0.001, passes._ring, one)
+        asyncio.get_running_loop().call_later(0.001, queue._ring, one)
 
-    monkeypatch.setattr(passes, "ask_in", soon)
-    passes.ask(key("x"))
-    await worked(passes, lambda: len(waits) >= 12)
+    monkeypatch.setattr(queue, "add_after", soon)
+    queue.add(key("x"))
+    await worked(queue, lambda: len(waits) >= 12)
     assert waits[:4] == [0.5, 1.0, 2.0, 4.0]
     assert max(waits) == longest
 
@@ -163,10 +163,10 @@ async def test_a_server_that_cannot_be_reached_is_tried_more_often(
 async def test_a_pass_that_breaks_on_a_bug_stops_nobody() -> None:
     log = Log()
     log.error = ZeroDivisionError()
-    passes = Passes(log)
-    passes.ask(key("x"))
-    passes.ask(key("y"))
-    await worked(passes, lambda: len(log.done) >= 2)
+    queue = WorkQueue(log)
+    queue.add(key("x"))
+    queue.add(key("y"))
+    await worked(queue, lambda: len(log.done) >= 2)
     assert sorted(log.done) == ["x", "y"]
 
 
@@ -179,15 +179,15 @@ async def test_a_namespace_with_many_slow_services_leaves_the_next_worker_to_ano
         ends.append(asyncio.get_running_loop().create_future())
         await ends[-1]
 
-    passes = Passes(slow)
-    task = asyncio.create_task(passes.work())
+    queue = WorkQueue(slow)
+    task = asyncio.create_task(queue.work())
     for i in range(3 * WORKERS):
-        passes.ask(key(i))
+        queue.add(key(i))
     while len(began) < WORKERS:
         await asyncio.sleep(0)
     others = [ServiceKey("b", "x"), ServiceKey("c", "x"), ServiceKey("b", "y")]
     for other in others:
-        passes.ask(other)
+        queue.add(other)
     for i, _ in enumerate(others):
         ends[i].set_result(None)
     while len(began) < WORKERS + len(others):
@@ -199,9 +199,9 @@ async def test_a_namespace_with_many_slow_services_leaves_the_next_worker_to_ano
 
 async def test_a_namespace_alone_gets_all_workers() -> None:
     log = Log(0.01)
-    passes = Passes(log)
+    queue = WorkQueue(log)
     for i in range(2 * WORKERS):
-        passes.ask(key(i))
+        queue.add(key(i))
     most = 0
 
     def count(_: ServiceKey) -> None:
@@ -209,7 +209,7 @@ async def test_a_namespace_alone_gets_all_workers() -> None:
         most = max(most, log.running.total())
 
     log.begin = count
-    await worked(passes, lambda: len(log.done) >= 2 * WORKERS)
+    await worked(queue, lambda: len(log.done) >= 2 * WORKERS)
     assert most == WORKERS
 
 
@@ -217,7 +217,7 @@ async def test_a_namespace_alone_gets_all_workers() -> None:
     st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 5)), max_size=60),
     st.dictionaries(st.sampled_from("abcd"), st.integers(1, 3)),
 )
-def test_the_next_service_is_the_first_of_the_namespace_with_the_fewest_passes(
+def test_the_next_service_is_the_first_of_the_namespace_with_the_fewest_reconciles(
     asked: list[tuple[str, int]], under_way: dict[str, int]
 ) -> None:
     queue = _Queue()
