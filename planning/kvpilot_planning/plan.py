@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from kvpilot_kernels.formats import FormatError, parse
+from kvpilot_kernels.formats import RECENT_CHOICES, RECENT_TOKENS, FormatError, parse
 from kvpilot_operator.decide.judging.gpus import GPUS
 from kvpilot_planning import models, plan_json, plan_plot, plan_text
 from kvpilot_planning.facts import Model, PlanError
@@ -72,6 +72,13 @@ def _parser() -> _Parser:
         metavar="D,D",
         help=f"KV-cache dtypes (default {','.join(DTYPES)})",
     )
+    add(
+        "--recent-tokens",
+        type=_window,
+        metavar="N",
+        help="of each sequence, read at 8 bits by our dtypes below: "
+        f"{', '.join(map(str, RECENT_CHOICES))} (default {RECENT_TOKENS})",
+    )
     add("--utilization", type=_share, default=0.9, metavar="X", help="share of the GPU that vLLM takes (default 0.9)")
     add("--weights-dtype", choices=WEIGHTS, help="how the weights are stored (default: as they are published)")
     add("--weights-gb", type=_positive, metavar="X", help="10^9 bytes of weights, instead of the estimate")
@@ -104,6 +111,7 @@ def _request(options: argparse.Namespace) -> Request:
         weights=None if options.weights_gb is None else int(options.weights_gb * 1e9),
         kv=None if options.kv_gb is None else int(options.kv_gb * 1e9),
         load=_load(options),
+        recent_tokens=options.recent_tokens,
     )
 
 
@@ -161,6 +169,13 @@ def _whole(text: str) -> int:
     if not 0 < value < 1 << 31:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number; give one such as 8192")
     return value
+
+
+def _window(text: str) -> int:
+    if text not in map(str, RECENT_CHOICES):
+        choices = ", ".join(map(str, RECENT_CHOICES))
+        raise argparse.ArgumentTypeError(f"{text!r} is not a window that can be served; give one of {choices}")
+    return int(text)
 
 
 def _positive(text: str) -> float:

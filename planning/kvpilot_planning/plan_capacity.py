@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpilot_kernels import formats
+from kvpilot_operator.decide.judging.capacity import OWN_BLOCK
 from kvpilot_operator.decide.judging.gpus import Gpu
 from kvpilot_planning.facts import Model, PlanError
 
@@ -21,8 +22,8 @@ WEIGHT_BITS = {"bfloat16": 16.0, "fp8": 8.0, "int4": 4.16, "mxfp4": 4.25}
 """Bits of a quantized weight with its scales: int4 as AWQ and GPTQ store groups of 128 (a 16-bit scale and a 4-bit zero
 point), mxfp4 with a byte per 32. fp8's scales are few. Embeddings stay in 16 bits; mxfp4 is of experts only."""
 
-BLOCK, OWN_BLOCK = 16, 64
-"""Tokens of a KV block on a GPU: vLLM's formats and ours (docs/benchmarks/h200-engine.json, block_size)."""
+BLOCK = 16
+"""Tokens of a KV block of vLLM's formats on a GPU (docs/benchmarks/h200-engine.json, block_size)."""
 
 
 def weight_bytes(model: Model, dtype: str) -> int:
@@ -82,6 +83,8 @@ class Cache:
         full_groups, window_groups: groups of each kind.
         window: tokens that a layer with a window attends to.
         full_token_bytes, window_token_bytes: of one token in all full layers, and in all layers with a window.
+        ring_blocks: blocks of the recent window that a sequence holds at most, in each full group; 0 without one.
+        ring_tokens: of a ring's page.
     """
 
     block: int
@@ -93,14 +96,20 @@ class Cache:
     window: int
     full_token_bytes: int
     window_token_bytes: int
+    ring_blocks: int = 0
+    ring_tokens: int = 1
 
     def blocks(self, kv_bytes: int) -> int:
         """Blocks that fit into so many bytes of one GPU."""
         return kv_bytes // (self.page_bytes * self.group_layers)
 
     def held(self, context: int) -> int:
-        """Blocks that one sequence of `context` tokens holds; a window may begin and end inside a block."""
-        full = -(-context // self.block) * self.full_groups
+        """Blocks that one sequence of `context` tokens holds; a window may begin and end inside a block.
+
+        The recent window's pages come one by one with the tokens that they are for.
+        """
+        ring = min(-(-context // self.ring_tokens), self.ring_blocks)
+        full = (-(-context // self.block) + ring) * self.full_groups
         if context <= self.window:
             return full + -(-context // self.window_block) * self.window_groups
         return full + (-(-self.window // self.window_block) + 1) * self.window_groups
@@ -114,14 +123,17 @@ class Cache:
         return self.blocks(kv_bytes) * context // self.held(context)
 
 
-def cache(model: Model, dtype: str, gpus: int) -> Cache:
+def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None) -> Cache:
     """The layout of this dtype. Layers with a window stay in 16 bits, as the operator starts engines by default.
+
+    `recent_tokens` are those of the recent window (None for the engine's default), where the dtype has one.
 
     Raises:
         PlanError: the heads cannot be cut into `gpus` parts.
-        FormatError: the dtype has no layout for the model's head_dim.
+        FormatError: the dtype has no layout for the model's head_dim, or the window cannot be served.
     """
     stored = formats.parse(dtype)
+    recent = stored.recent_tokens(recent_tokens)
     heads = kv_heads_per_gpu(model, gpus)
     block = OWN_BLOCK if stored.ours else BLOCK
     wide = formats.parse("auto").row_bytes(model.head_dim) * heads
@@ -140,7 +152,10 @@ def cache(model: Model, dtype: str, gpus: int) -> Cache:
     else:
         group = full or windows
         row = row if full else wide
+    ring = stored.ring_layout(model.head_dim, block) if recent and full else None
     return Cache(
+        ring_blocks=0 if ring is None else -(-recent // ring.tokens),
+        ring_tokens=1 if ring is None else ring.tokens,
         block=block,
         window_block=window_block,
         page_bytes=row * block,

@@ -47,6 +47,8 @@ def _row(plan: Plan, row: Row) -> dict[str, Any]:
         "bits_per_element": row.bits,
         "bytes_per_token": row.token_bytes,
         "window_bytes_per_sequence": row.window_bytes,
+        "recent_tokens": row.recent_tokens,
+        "recent_bytes_per_sequence": row.recent_bytes,
         "capacities": [
             {"context_tokens": fit.context, "capacity_tokens": fit.tokens, "sequences": fit.sequences}
             for fit in row.fits

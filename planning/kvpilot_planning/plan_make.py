@@ -20,7 +20,10 @@ CONTEXTS = (2_048, 8_192, 32_768, 131_072)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to plan. `weights` and `kv` are bytes of all GPUs together that replace the estimates."""
+    """What to plan. `weights` and `kv` are bytes of all GPUs together that replace the estimates.
+
+    `recent_tokens` are those of the recent window, None for the engine's default.
+    """
 
     model: Model
     gpu: Gpu
@@ -32,6 +35,7 @@ class Request:
     weights: int | None = None
     kv: int | None = None
     load: Load | None = None
+    recent_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ class Row:
         bits: of a cache element with its metadata.
         token_bytes: of one token in the full-attention layers of all GPUs, copies of KV heads included.
         window_bytes: of one sequence's full windows, in all GPUs.
+        recent_tokens, recent_bytes: of one sequence's recent window, in all GPUs; 0 where the dtype has none.
         cost: of the load, or None where none was asked for or no speed is known.
     """
 
@@ -59,6 +64,8 @@ class Row:
     bits: float = 0.0
     token_bytes: int = 0
     window_bytes: int = 0
+    recent_tokens: int = 0
+    recent_bytes: int = 0
     fits: tuple[Fit, ...] = ()
     notes: tuple[str, ...] = ()
     cost: Cost | None = None
@@ -126,12 +133,14 @@ def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[in
     refusal = plan_veto.veto(model, dtype, request.gpu, gpus)
     if refusal is not None:
         return Row(dtype, veto=refusal)
-    layout = cache(model, dtype, gpus)
+    layout = cache(model, dtype, gpus, request.recent_tokens)
     return Row(
         dtype,
         bits=formats.parse(dtype).bits_per_element(model.head_dim),
         token_bytes=layout.full_token_bytes * gpus,
         window_bytes=layout.window_token_bytes * layout.window * gpus,
+        recent_tokens=formats.parse(dtype).recent_tokens(request.recent_tokens),
+        recent_bytes=layout.ring_blocks * layout.full_token_bytes * layout.block * gpus,
         fits=tuple(Fit(c, layout.tokens(kv, c), layout.sequences(kv, c)) for c in contexts),
         notes=plan_veto.notes(model, dtype),
         cost=_cost(request, dtype, layout, kv, weights),

@@ -40,7 +40,15 @@ def _head(plan: Plan) -> str:
 
 def _capacities(plan: Plan) -> str:
     base = next((row.fits[-1].tokens for row in plan.rows if row.dtype == "auto" and row.fits), 0)
-    head = ["dtype", "bits", "bytes a token", "KV tokens", "x auto", *(f"at {c:,}" for c in plan.contexts)]
+    head = [
+        "dtype",
+        "bits",
+        "bytes a token",
+        "MB a window",
+        "KV tokens",
+        "x auto",
+        *(f"at {c:,}" for c in plan.contexts),
+    ]
     rows = []
     for row in plan.rows:
         if row.veto is not None:
@@ -48,7 +56,8 @@ def _capacities(plan: Plan) -> str:
             continue
         tokens = row.fits[-1].tokens
         ratio = f"{tokens / base:.2f}" if base else "-"
-        rows.append([row.dtype, f"{row.bits:g}", f"{row.token_bytes:,}", f"{tokens:,}", ratio, *(f"{fit.sequences:,}" for fit in row.fits)])  # fmt: skip  # noqa: E501
+        window = f"{row.recent_bytes / 1e6:,.1f}" if row.recent_bytes else "-"
+        rows.append([row.dtype, f"{row.bits:g}", f"{row.token_bytes:,}", window, f"{tokens:,}", ratio, *(f"{fit.sequences:,}" for fit in row.fits)])  # fmt: skip  # noqa: E501
     return "Sequences that fit at once, by their tokens\n" + render(head, rows)
 
 

@@ -27,7 +27,8 @@ def test_capacities_are_within_half_a_percent_of_those_measured_on_an_h200():
     runs = [run for run in json.loads(MEASURED.read_text()) if run["shape"] == "llama3-8b"]
     dtypes = tuple(run["dtype"] for run in runs)
     assert {"auto", "fp8", "int8", "k8v4", "k4v4", "k4v2"} == set(dtypes)
-    request = Request(models.find("Llama-3-8B"), find_gpu("H200"), dtypes=dtypes)
+    # Measured before there was a recent window.
+    request = Request(models.find("Llama-3-8B"), find_gpu("H200"), dtypes=dtypes, recent_tokens=0)
     planned = {row.dtype: row.fits[-1].tokens for row in make(request).rows}
     for run in runs:
         assert planned[run["dtype"]] == pytest.approx(run["kv_tokens"], rel=0.005)
@@ -103,8 +104,42 @@ def test_fewer_bits_never_hold_less(model, blocks, gigabytes, data):
     by_size = sorted(dtypes, key=lambda d: formats.parse(d).row_bytes(model.head_dim))
     at = data.draw(st.integers(0, len(by_size) - 2))
     context = 64 * blocks  # whole blocks of every dtype
-    held = [cache(model, d, 1).tokens(gigabytes * GB, context) for d in by_size[at : at + 2]]
+    held = [cache(model, d, 1, 0).tokens(gigabytes * GB, context) for d in by_size[at : at + 2]]
     assert held[0] >= held[1] - 64
+
+
+@pytest.mark.parametrize(
+    ("dtype", "recent", "context", "blocks"),
+    [
+        ("k4v4", None, 2048, 32 + 1),
+        ("k4v4", 0, 2048, 32),
+        ("k8v4", None, 2048, 32 + 1),
+        ("k4v2", None, 2048, 32 + 2),
+        ("k2v2", 512, 2048, 32 + 23),
+        ("k2v2", 512, 30, 1 + 2),  # a ring's page holds 23 tokens, and the sequence has 30
+        ("int8", 512, 2048, 32),
+        ("fp8", 512, 2048, 128),
+    ],
+)
+def test_every_sequence_holds_the_pages_of_its_recent_window(dtype, recent, context, blocks):
+    assert cache(models.find("Llama-3.1-8B"), dtype, 1, recent).held(context) == blocks
+
+
+def test_a_recent_window_beside_layers_with_a_sliding_one_is_of_the_full_layers_alone():
+    # Blocks of 256 tokens, whose pages hold the windows of 256 tokens as well; 10 of 62 layers are full.
+    layout, without = (cache(models.find("gemma-3-27b-it"), "k4v4", 1, recent) for recent in (256, 0))
+    assert layout.held(8192) == without.held(8192) + layout.full_groups
+
+
+@given(st.sampled_from(PLAIN), st.sampled_from(DTYPES), st.integers(1, 2**17), st.data())
+def test_a_longer_recent_window_never_holds_more(model, dtype, context, data):
+    if veto(model, dtype, find_gpu("H200"), 1):
+        return
+    at = data.draw(st.integers(0, len(formats.RECENT_CHOICES) - 2))
+    shorter, longer = (
+        cache(model, dtype, 1, n).sequences(60 * GB, context) for n in formats.RECENT_CHOICES[at : at + 2]
+    )
+    assert longer <= shorter
 
 
 @given(st.sampled_from(PLAIN), st.sampled_from([1, 2, 4, 8]), st.integers(1, 100))

@@ -66,6 +66,26 @@ def test_without_the_given_size_the_engine_and_the_utilization_cost_ten_of_the_6
     assert document["kv_bytes_per_gpu"] == left
 
 
+def test_the_recent_window_is_planned_for_and_can_be_chosen(capsys):
+    plans = {n: planned(capsys, "Llama-3-70B", "--gpus", "4", *asked) for n, asked in
+             {None: [], 64: ["--recent-tokens", "64"], 0: ["--recent-tokens", "0"]}.items()}  # fmt: skip
+    assert plans[None] == plans[64]
+    rows = {n: next(row for row in plan["dtypes"] if row["dtype"] == "k4v4") for n, plan in plans.items()}
+    assert (rows[64]["recent_tokens"], rows[64]["recent_bytes_per_sequence"]) == (64, 64 * 87_040)
+    assert (rows[0]["recent_tokens"], rows[0]["recent_bytes_per_sequence"]) == (0, 0)
+    assert sequences(plans[64], "k4v4", 2048) < sequences(plans[0], "k4v4", 2048)
+    assert sequences(plans[64], "fp8", 2048) == sequences(plans[0], "fp8", 2048)
+
+
+@pytest.mark.parametrize("asked", ["100", "-64", "many", "1024"])
+def test_a_window_that_cannot_be_served_is_refused_with_those_that_can(capsys, asked):
+    assert main(["Llama-3-70B", f"--recent-tokens={asked}"]) == 2
+    assert capsys.readouterr().err == (
+        f"kvpilot plan: --recent-tokens: '{asked}' is not a window that can be served; give one of 0, 64, 128, 256, "
+        "512\n"
+    )
+
+
 def test_a_gpu_is_known_by_its_node_label_too(capsys):
     by_name = planned(capsys, "Llama-3-70B", "--gpu", "h100-80gb", "--gpus", "4")
     assert planned(capsys, "Llama-3-70B", "--gpu", "NVIDIA-H100-80GB-HBM3", "--gpus", "4") == by_name
@@ -251,7 +271,8 @@ def test_the_keys_of_the_json_are_stable(capsys):
     }  # fmt: skip
     row = document["dtypes"][0]
     assert set(row) == {
-        "dtype", "veto", "bits_per_element", "bytes_per_token", "window_bytes_per_sequence", "capacities", "notes",
+        "dtype", "veto", "bits_per_element", "bytes_per_token", "window_bytes_per_sequence", "recent_tokens",
+        "recent_bytes_per_sequence", "capacities", "notes",
         "cost",
     }  # fmt: skip
     assert set(row["capacities"][0]) == {"context_tokens", "capacity_tokens", "sequences"}
