@@ -1,4 +1,4 @@
-"""Engines of one revision that quantize differently are told, and a canary of such engines is not judged."""
+"""What engines say of how they quantize: factors that differ within a revision, and the recent window."""
 
 from __future__ import annotations
 
@@ -102,3 +102,21 @@ def test_the_status_tells_the_recent_window_that_the_engines_report():
     assert decide(serving(SAMPLE)).status.kv_cache.recent_tokens == 64
     assert decide(serving(replace(SAMPLE, recent_tokens=0))).status.kv_cache.recent_tokens == 0
     assert decide(serving(replace(SAMPLE, recent_tokens=None))).status.kv_cache.recent_tokens is None
+
+
+def test_a_recent_window_that_the_engines_do_not_serve_is_told_with_field_value_and_remedy():
+    asks = manifest(kvCache={"mode": "Fixed", "dtype": "k4v4", "recentTokens": 128})
+    name = revision_of(asks, "k4v4")
+
+    def accepted(recent: int | None) -> Condition:
+        sample = replace(SAMPLE, recent_tokens=recent)
+        return told(decide(running(asks, "k4v4", samples={name: (sample,)}, rejections=())), "SpecAccepted")
+
+    found = accepted(0)
+    assert (found.status, found.reason) == ("True", "PartlyActedOn")
+    assert "spec.kvCache.recentTokens is 128, and the engines read the last 0 tokens at 8 bits" in found.message
+    assert accepted(128).reason == accepted(None).reason == "Accepted"
+
+
+def test_a_recent_window_that_nobody_asked_for_is_not_missed():
+    assert told(decide(serving(replace(SAMPLE, recent_tokens=0))), "SpecAccepted").reason == "Accepted"

@@ -39,7 +39,7 @@ def conditions(draft: Draft, s: Snapshot, target: Target, workload: Workload, re
         _canary_healthy(draft),
         _accuracy(draft, s, target),
         calibration,
-        _spec_accepted(s, objects),
+        _spec_accepted(draft, s, target, objects),
         objects,
     ]
     return stamped(s, [_ready(available, draft, objects, calibration), *lines])
@@ -287,11 +287,29 @@ def _calibration(draft: Draft, s: Snapshot) -> _Line:
     )
 
 
-def _spec_accepted(s: Snapshot, objects: _Line) -> _Line:
+def _spec_accepted(draft: Draft, s: Snapshot, target: Target, objects: _Line) -> _Line:
     if objects[1] == "False":
         note = "the spec is valid, and not all that it asks for could be written: see ObjectsAccepted"
         return ("SpecAccepted", "True", "PartlyActedOn", note)
     if not s.server.pod_disruption_budgets:
         note = "this API server does not serve policy/v1: no PodDisruptionBudget is kept"
         return ("SpecAccepted", "True", "PartlyActedOn", note)
+    note = _window_note(draft, s, target)
+    if note is not None:
+        return ("SpecAccepted", "True", "PartlyActedOn", note)
     return ("SpecAccepted", "True", "Accepted", "every field that is set is acted on")
+
+
+def _window_note(draft: Draft, s: Snapshot, target: Target) -> str | None:
+    """What is to be known where the engines that the spec asks for serve another recent window than it asks for."""
+    stable = draft.status.stable
+    sample = s.last_sample(stable.revision) if stable is not None else None
+    if s.spec is None or stable is None or sample is None or stable.revision != target.revision:
+        return None
+    asked = s.spec.kv_cache.recent_tokens_of(stable.dtype)
+    if asked is None or sample.recent_tokens in (None, asked):
+        return None
+    return (
+        f"spec.kvCache.recentTokens is {asked}, and the engines read the last {sample.recent_tokens} tokens at 8 bits; "
+        "kvpilot_recent_window_info of an engine says why: use an image with a vLLM that can, or set what it serves"
+    )
