@@ -294,9 +294,9 @@ def _spec_accepted(draft: Draft, s: Snapshot, target: Target, objects: _Line) ->
     if not s.server.pod_disruption_budgets:
         note = "this API server does not serve policy/v1: no PodDisruptionBudget is kept"
         return ("SpecAccepted", "True", "PartlyActedOn", note)
-    note = _window_note(draft, s, target)
-    if note is not None:
-        return ("SpecAccepted", "True", "PartlyActedOn", note)
+    window = _window_note(draft, s, target)
+    if window is not None:
+        return ("SpecAccepted", "True", "PartlyActedOn", window)
     return ("SpecAccepted", "True", "Accepted", "every field that is set is acted on")
 
 
