@@ -234,7 +234,7 @@ async def world(folder: Path) -> AsyncIterator[Fleet]:
             operator = str(Path(sys.executable).parent / "kvpilot-operator")
             commands = [
                 [sys.executable, str(HERE / "fleet_engines.py"), *pages],
-                [sys.executable, str(HERE / "fleet_kubelets.py")],
+                [sys.executable, str(HERE / "fleet_kubelets.py"), str(plane.kubeconfig)],
                 [operator, "--http-host=127.0.0.1", f"--http-port={port}"],
             ]
             children = []

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -28,7 +29,8 @@ class Process:
     def __init__(
         self, command: list[str], folder: Path, kubeconfig: Path, start: Callable[[], None] | None = None
     ) -> None:
-        self.log = folder / f"{Path(command[-1] if command[0] == sys.executable else command[0]).stem}.log"
+        program = Path(command[1] if command[0] == sys.executable else command[0]).stem
+        self.log = Path(tempfile.mkstemp(".log", f"{program}-", folder)[1])
         env = {**os.environ, "KUBECONFIG": str(kubeconfig)}
         with self.log.open("wb") as log:
             self._child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, preexec_fn=start)

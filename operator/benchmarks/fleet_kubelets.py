@@ -1,6 +1,6 @@
 """One process in the place of the Deployment controller, the scheduler and all kubelets.
 
-    KUBECONFIG=... python operator/benchmarks/fleet_kubelets.py
+    python operator/benchmarks/fleet_kubelets.py KUBECONFIG
 
 It watches our Deployments and keeps as many pods for each: bound to a node, Running and Ready, each with an address of
 its own in 127.0.0.0/8. The pods are real objects of the real API server; nothing runs in them.
@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections import Counter
+
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient
 
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
@@ -124,10 +128,11 @@ async def set_ready(cluster: Cluster, namespace: str, name: str, ready: bool, ip
     return await cluster.merge("v1", "Pod", namespace, name, patch, subresource="status")
 
 
-async def main() -> None:
+async def main(kubeconfig: str) -> None:
     """Connect and work."""
-    await Kubelets(await Cluster.connect(agent="fleet-kubelets")).run()
+    await config.load_kube_config(config_file=kubeconfig)
+    await Kubelets(Cluster(ApiClient())).run()
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(main(sys.argv[1]))

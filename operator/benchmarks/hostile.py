@@ -267,7 +267,7 @@ async def world(folder: Path) -> AsyncIterator[HostileFleet]:
         for program, *side in (
             ["hostile_engines.py", "good"],
             ["hostile_engines.py", "hostile"],
-            ["fleet_kubelets.py"],
+            ["fleet_kubelets.py", str(plane.kubeconfig)],
         ):
             command = [sys.executable, str(HERE / program), *side]
             stack.callback(Process(command, folder, plane.kubeconfig).end)

@@ -1,8 +1,13 @@
-"""Nothing outside tests/ needs what lies in it (import contracts in pyproject.toml order the packages)."""
+"""What lies around the product: nothing needs tests/, and no cluster is used that was not named.
+
+Between packages, the import contracts in pyproject.toml hold the order.
+"""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,3 +32,20 @@ def test_demo_benchmarks_and_scripts_import_nothing_from_tests() -> None:
     # A benchmark's or a package's own module may bear the name of a helper of the tests.
     found = {(str(file.relative_to(ROOT)), name) for file in files for name in imported(file) if name in ours}
     assert {(file, name) for file, name in found if not (ROOT / file).with_name(f"{name}.py").is_file()} == set()
+
+
+def test_only_the_operator_takes_a_cluster_from_its_environment() -> None:
+    """Whatever else connects (demo, benchmarks, scripts, tests, the local cluster) names the client configuration."""
+    found = set()
+    for file in (file for folder in [*FOLDERS, "tests"] for file in (ROOT / folder).rglob("*.py")):
+        for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
+            name, given = ast.unparse(call.func), {one.arg for one in call.keywords}
+            if name == "Cluster.connect" or (name.startswith("config.load_") and "config_file" not in given):
+                found.add(str(file.relative_to(ROOT)))
+    assert found == {"operator/kvpilot_operator/cluster/client.py", "operator/kvpilot_operator/main.py"}
+
+
+def test_no_test_finds_the_cluster_of_whoever_runs_it() -> None:
+    script = "import asyncio; from kubernetes.aio import config; asyncio.run(config.load_kube_config())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    assert "ConfigException" in done.stderr
