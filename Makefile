@@ -1,4 +1,4 @@
-.PHONY: install demo test quick check unit kernels chart images monitoring cluster scale runtime e2e faults long manifests format clean
+.PHONY: install demo test quick check unit kernels chart images monitoring cluster scale runtime e2e faults long generate format clean
 RUN := .venv/bin/
 
 install:
@@ -22,6 +22,7 @@ check: install
 	$(RUN)ruff check .
 	$(RUN)mypy operator/kvpilot_operator runtime/kvpilot_runtime kernels/kvpilot_kernels planning/kvpilot_planning demo/kvpilot_demo localcluster/kvpilot_localcluster tests/support
 	$(RUN)lint-imports
+	$(RUN)python scripts/generate.py --check
 
 unit kernels chart images monitoring cluster scale runtime e2e faults: install
 	$(RUN)pytest tests/$@
@@ -30,9 +31,9 @@ unit kernels chart images monitoring cluster scale runtime e2e faults: install
 long: install
 	$(RUN)python scripts/run_tests.py --jobs 1 --long
 
-# After a change of crds/ or charts/: the chart's copies and README, and config/.
-manifests: install
-	$(RUN)python scripts/manifests.py
+# All that is made of something else in here, such as config/ of charts/ and the API's reference of crds/.
+generate: install
+	$(RUN)python scripts/generate.py
 
 format: install
 	$(RUN)ruff format .

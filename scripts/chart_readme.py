@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-BEGIN, END = "<!-- values: written by scripts/manifests.py -->", "<!-- end of values -->"
+BEGIN, END = "<!-- values: written by `make generate` -->", "<!-- end of values -->"
 _TYPES = {bool: "bool", int: "int", float: "float", str: "string", list: "list", dict: "object"}
 
 

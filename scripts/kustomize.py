@@ -23,7 +23,7 @@ VALUES: dict[str, dict[str, Any]] = {
 """The values behind each folder of config/."""
 
 _HELMS_OWN = ("helm.sh/chart", "app.kubernetes.io/managed-by")
-_HEADER = "# Written by scripts/manifests.py from charts/kvpilot: change the chart, not this file.\n"
+_HEADER = "# Written by `make generate` from charts/kvpilot: change the chart, not this file.\n"
 
 Manifest = dict[str, Any]
 Identity = tuple[str, str, str, str]

@@ -143,7 +143,11 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON; its page is written beside it")
+    parser.add_argument("--page", type=Path, help="make the page of this JSON, and do nothing else")
     options = parser.parse_args()
+    if options.page:
+        options.page.with_suffix(".md").write_text(table(json.loads(options.page.read_text())))
+        return
     # The slope is to be seen beyond them.
     series.METRICS_LINE_BYTES = series.METRICS_LINES = 2**40
     series.METRICS = replace(series.METRICS, read_bytes=2**40)

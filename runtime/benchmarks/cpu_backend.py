@@ -65,7 +65,10 @@ async def both(running: Engine, dtype: str, baseline: Baseline | None) -> tuple[
 
 
 def main() -> int:
-    """Run every dtype and write the table; ratios are over `auto` of the same run."""
+    """Run every dtype and write the table; ratios are over `auto` of the same run. `--page` writes the page alone."""
+    if "--page" in sys.argv[1:]:
+        (OUT / "cpu-backend.md").write_text(table(json.loads((OUT / "cpu-backend.json").read_text())))
+        return 0
     rows: list[dict[str, Any]] = []
     baseline: Baseline | None = None
     for dtype in DTYPES:

@@ -9,8 +9,6 @@ import copy
 import json
 import os
 import re
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -65,12 +63,6 @@ def test_the_chart_renders_as_recorded(rendered, name):
 @pytest.mark.parametrize("name", SETS)
 def test_the_chart_passes_helm_lint(chart, name):
     run_helm("lint", "--strict", chart, "--values", HERE / "values" / f"{name}.yaml")
-
-
-def test_what_is_generated_is_up_to_date(root):
-    script = [sys.executable, root / "scripts" / "manifests.py", "--check"]
-    done = subprocess.run(script, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_definition_is_that_of_crds_with_labels(root, rendered):

@@ -14,7 +14,6 @@ from typing import Any
 
 import httpx
 import yaml
-from metrics_table import PAGE
 from panels import RULES
 
 from kvpilot_demo.models import tiny_llama
@@ -69,7 +68,7 @@ def _service() -> dict[str, Any]:
 
 def documented() -> dict[str, Any]:
     """The scrape configuration that docs/observability.md tells users to write."""
-    found = re.search(r"```yaml\n(scrape_configs:.*?)```", PAGE.read_text(), re.DOTALL)
+    found = re.search(r"```yaml\n(scrape_configs:.*?)```", (ROOT / "docs" / "observability.md").read_text(), re.DOTALL)
     assert found is not None
     config: dict[str, Any] = yaml.safe_load(found[1])
     return config

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from metrics_table import committed, table
 from monitored import documented, without_discovery
 from panels import DASHBOARDS, RULES, alerts, label_names, load, metric_names, panels
 from prometheus_client import generate_latest
@@ -225,7 +224,3 @@ def test_the_documented_scrape_configuration_is_one_that_prometheus_takes(tmp_pa
     assert ended.returncode == 0, ended.stdout + ended.stderr
     labels = {rule.get("target_label") for job in config["scrape_configs"] for rule in job["relabel_configs"]}
     assert labels - {None} == TARGET - {"job", "instance"}
-
-
-def test_the_documented_metrics_are_those_of_the_registry():
-    assert committed() == table(), "run: python tests/monitoring/metrics_table.py"

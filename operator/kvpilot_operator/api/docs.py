@@ -1,8 +1,9 @@
-"""Writes the reference page of the API from the CRD: `python -m kvpilot_operator.api.docs > page.md`."""
+"""Writes the reference page of the API from the CRD: `python -m kvpilot_operator.api.docs PAGE`."""
 
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from kvpilot_operator.api.schema import load_crd, root_schema
@@ -10,7 +11,7 @@ from kvpilot_operator.api.schema import load_crd, root_schema
 Json = Any
 
 _INTRO = """\
-<!-- Generated from crds/ by `python -m kvpilot_operator.api.docs`; edit the CRD, not this page. -->
+<!-- Generated from crds/ by `make generate`; edit the CRD, not this page. -->
 
 # {kind}
 
@@ -134,4 +135,4 @@ def _printer_columns(columns: list[Mapping[str, str]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(reference_page())
+    Path(sys.argv[1]).write_text(reference_page())

@@ -1,4 +1,4 @@
-"""The table of metrics in docs/observability.md: `python tests/monitoring/metrics_table.py` writes it anew."""
+"""The table of metrics in docs/observability.md (`make generate`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from kvpilot_operator.control.service_metrics import FAMILIES
 from kvpilot_operator.control.telemetry import Telemetry
 
-PAGE = Path(__file__).parents[2] / "docs" / "observability.md"
+PAGE = Path(__file__).parents[1] / "docs" / "observability.md"
 BEGIN, END = "<!-- metrics: begin -->\n", "<!-- metrics: end -->\n"
 
 
@@ -34,10 +34,6 @@ def _rows(labels: dict[str, tuple[str, ...]]) -> Iterator[str]:
         yield f"| `{name}` | {family.type} | {words} | {family.documentation} |"
 
 
-def committed() -> str:
-    return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-
-
 if __name__ == "__main__":
-    page = PAGE.read_text()
-    PAGE.write_text(page.replace(committed(), table()) if committed() else page.replace(BEGIN, BEGIN + table()))
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}")

@@ -1,0 +1,92 @@
+"""Write everything in the repository that is made of something else in it, or check that it is up to date.
+
+    make generate                                    # write
+    .venv/bin/python scripts/generate.py --check     # write nothing; exit 1 and name the files that would change
+
+Made are the chart's copies and config/ of crds/ and charts/, the API's reference, the table of metrics, the costs that
+`kvpilot backtest` starts from, and pages and plots of docs/benchmarks of the figures that lie beside them. What is
+measured or resolved is not: figures, `tests/faults/table.py`, the dashboards' pictures and locks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("operator", "runtime", "kernels", "planning", "localcluster")
+FIGURES = "docs/benchmarks"
+COMMANDS = (
+    ("scripts/manifests.py",),
+    ("scripts/metrics_table.py",),
+    ("-m", "kvpilot_operator.api.docs", "docs/reference/quantizedllmservice.md"),
+    ("planning/benchmarks/backtest_profile.py",),
+    ("operator/benchmarks/doors.py", "--page", f"{FIGURES}/operator-doors.json"),
+    ("operator/benchmarks/fleet_page.py", f"{FIGURES}/fleet.json"),
+    ("runtime/benchmarks/accuracy.py", "--out", f"{FIGURES}/accuracy.json", "--report", f"{FIGURES}/accuracy.md"),
+    ("runtime/benchmarks/cpu_backend.py", "--page"),
+    ("runtime/benchmarks/gpu_equality_page.py", f"{FIGURES}/h200-equality.json"),
+    ("runtime/benchmarks/plots.py", f"{FIGURES}/h200-engine.json"),
+    ("kernels/benchmarks/decode.py", "--page"),
+)
+"""What Python runs at the root of a checkout, in any order."""
+
+
+def generate(root: Path) -> None:
+    """Write what is generated below `root`, with the code that is there.
+
+    Raises:
+        CalledProcessError: a command failed; what it said is on stderr.
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(root / name) for name in PACKAGES)}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = pool.map(
+            lambda command: subprocess.run(
+                [sys.executable, *command], cwd=root, env=environment, stdout=subprocess.DEVNULL, check=True
+            ),
+            COMMANDS,
+        )
+        list(done)
+
+
+def stale() -> list[str]:
+    """The files that `generate` would change, add or remove: it runs in a copy of what git knows or would add."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    files = {name for name in listed.stdout.decode().split("\0") if name and (ROOT / name).is_file()}
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = Path(scratch)
+        for name in files:
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+        generate(copy)
+        made = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+        return sorted(
+            name
+            for name in files | made
+            if name not in files or name not in made or (ROOT / name).read_bytes() != (copy / name).read_bytes()
+        )
+
+
+def main() -> int:
+    """Returns the exit status."""
+    if "--check" not in sys.argv[1:]:
+        generate(ROOT)
+        return 0
+    found = stale()
+    for name in found:
+        print(f"{name} is not up to date: run make generate")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
