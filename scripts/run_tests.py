@@ -5,7 +5,8 @@
     python scripts/run_tests.py --long e2e              # what is marked `long`, and nothing else
 
 A part is a folder of tests/, or `check` (format, lint, types, import contracts, what is generated). What a part says is
-shown as it comes, behind its name. The last line is `N passed, N failed`; the exit code is 0 only where every part ended well.
+shown as it comes, behind its name. The last line is `N passed, N failed`; the exit code is 0 only where every part
+ended well.
 """
 
 from __future__ import annotations
