@@ -29,8 +29,8 @@ from typing import Any
 
 import aiohttp
 import yaml
-from fleet_gauges import Process, Watched, rate, shares, total
-from fleet_kubelets import NODES, set_ready
+from fleet_gauges import OPERATOR, Cores, Process, Watched, rate, shares, total
+from fleet_kubelets import NODES, numbered, set_ready
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
@@ -93,7 +93,7 @@ class Fleet:
     async def measure(self, seconds: float) -> dict[str, Any]:
         """Edit specs and change pods for this long."""
         await self._stats()
-        before, cpu, began = await self._metrics(), self.operator.cpu(), time.monotonic()
+        before, cores, began = await self._metrics(), Cores(), time.monotonic()
         edits: list[asyncio.Task[float]] = []
         flips: list[asyncio.Task[float]] = []
         pages: list[asyncio.Task[tuple[float, int]]] = []
@@ -112,7 +112,7 @@ class Fleet:
             if not memory or now - memory[-1][0] >= 10:
                 memory.append((round(now, 1), round(self.operator.rss(), 1)))
             await asyncio.sleep(0.05)
-        spent, wall = self.operator.cpu() - cpu, time.monotonic() - began
+        taken, wall = cores.taken(), time.monotonic() - began
         after, gaps = await self._metrics(), await self._stats()
         requests = total(after, "kvpilot_api_requests_total") - total(before, "kvpilot_api_requests_total")
         return {
@@ -130,7 +130,8 @@ class Fleet:
             "api_requests_per_second": round(requests / wall, 2),
             "own_page_seconds": shares([took for took, _ in await asyncio.gather(*pages)]),
             "own_page_kib": round(max(size for _, size in await asyncio.gather(*pages)) / 1024, 1),
-            "cores": round(spent / wall, 3),
+            "cores": taken[OPERATOR],
+            "programs": taken,
             "rss_mib": memory,
         }
 
@@ -171,7 +172,7 @@ class Fleet:
         return {name: float(value) for name, value in found}
 
     async def _stats(self) -> dict[float, int]:
-        async with aiohttp.ClientSession() as http, http.get("http://127.0.0.1:8000/stats") as answer:
+        async with aiohttp.ClientSession() as http, http.get(f"http://{numbered(0)}:8000/stats") as answer:
             told = json.loads(await answer.text())
         return {float(tenths): count for tenths, count in told["gaps"].items()}
 
@@ -223,8 +224,8 @@ async def connected(plane: ControlPlane) -> Cluster:
 
 
 @contextlib.asynccontextmanager
-async def world(folder: Path) -> AsyncIterator[Fleet]:
-    """Everything started, and ended afterwards."""
+async def world(folder: Path, pods: int) -> AsyncIterator[Fleet]:
+    """Everything started, with engines for so many pods, and ended afterwards."""
     with plane_of(folder, [f"team-{i}" for i in range(NAMESPACES)]) as plane:
         cluster = await connected(plane)
         port = free_port()
@@ -233,7 +234,7 @@ async def world(folder: Path) -> AsyncIterator[Fleet]:
             stack.push_async_callback(cluster.close)
             operator = str(Path(sys.executable).parent / "kvpilot-operator")
             commands = [
-                [sys.executable, str(HERE / "fleet_engines.py"), *pages],
+                [sys.executable, str(HERE / "fleet_engines.py"), *pages, str(pods)],
                 [sys.executable, str(HERE / "fleet_kubelets.py"), str(plane.kubeconfig)],
                 [operator, "--http-host=127.0.0.1", f"--http-port={port}"],
             ]
@@ -268,7 +269,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": os.cpu_count(), "sizes": []}
     result["pages_per_second"] = PAGES_PER_SECOND
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-        async with world(Path(name)) as fleet:
+        async with world(Path(name), REPLICAS * max(options.sizes)) as fleet:
             try:
                 await sizes(fleet, options, result)
             finally:

@@ -1,6 +1,6 @@
-"""One process that answers /metrics of every engine of the fleet: port 8000 of every address of 127.0.0.0/8.
+"""One process that answers /metrics of every engine of the fleet, at port 8000 of the address of each pod.
 
-    python operator/benchmarks/fleet_engines.py EARLY LATER
+    python operator/benchmarks/fleet_engines.py EARLY LATER PODS
 
 EARLY and LATER are two pages of one real vLLM. Every counter goes on as it went between them, at one of sixteen paces,
 and use and running requests go up and down. /stats tells how long ago each pod was asked before, as a histogram.
@@ -12,10 +12,13 @@ import asyncio
 import json
 import math
 import re
+import resource
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+
+from fleet_kubelets import numbered
 
 PORT = 8000
 PACES = 16
@@ -110,13 +113,16 @@ class Connection(asyncio.Protocol):
             self._transport.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
 
 
-async def serve(early: str, later: str) -> None:
+async def serve(early: str, later: str, pods: int) -> None:
     """Answer for ever."""
     engines = Engines(Pages(early, later))
-    anywhere = "0.0.0.0"  # noqa: S104 - every address of loopback
-    server = await asyncio.get_running_loop().create_server(lambda: Connection(engines), anywhere, PORT, backlog=4096)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    # Number 0 is nobody's: it answers /stats.
+    addresses = [numbered(number) for number in range(pods + 1)]
+    server = await asyncio.get_running_loop().create_server(lambda: Connection(engines), addresses, PORT, backlog=64)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Path(sys.argv[1]).read_text(), Path(sys.argv[2]).read_text()))
+    asyncio.run(serve(Path(sys.argv[1]).read_text(), Path(sys.argv[2]).read_text(), int(sys.argv[3])))

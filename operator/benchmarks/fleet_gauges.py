@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.render.names import API_VERSION, KIND
 
+OPERATOR = "kvpilot-operator"
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -34,11 +36,6 @@ class Process:
         env = {**os.environ, "KUBECONFIG": str(kubeconfig)}
         with self.log.open("wb") as log:
             self._child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, preexec_fn=start)
-
-    def cpu(self) -> float:
-        """Seconds of processor time so far."""
-        fields = Path(f"/proc/{self._child.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICK
 
     def rss(self) -> float:
         """Resident MiB."""
@@ -56,6 +53,55 @@ class Process:
             self._child.wait(30)
         except subprocess.TimeoutExpired:
             self._child.kill()
+
+
+class Cores:
+    """Who takes the machine's cores from its making on: the benchmark's own programs by name, and everybody else."""
+
+    def __init__(self) -> None:
+        self._before, self._since = self._now(), time.monotonic()
+
+    def taken(self) -> dict[str, float]:
+        """Cores by program; a program that has ended since is counted as somebody else's."""
+        wall, now = time.monotonic() - self._since, self._now()
+        spent = {name: (seconds - self._before.get(name, 0.0)) / wall for name, seconds in now.items()}
+        spent["others"] = spent.pop("machine") - sum(spent.values())
+        return {name: round(max(0.0, cores), 2) for name, cores in spent.items()}
+
+    def _now(self) -> dict[str, float]:
+        """Seconds of processor time so far, of the machine and of each descendant of this process."""
+        words = Path("/proc/stat").read_text().split(maxsplit=9)
+        found = {"machine": sum(map(int, (*words[1:4], *words[6:9]))) / _TICK}
+        family = {os.getpid()}
+        # A parent's id may be larger than its child's; this family is not deep.
+        lines = _processes()
+        while new := {pid for pid, (parent, _) in lines.items() if parent in family} - family:
+            family |= new
+        for pid in family & lines.keys():
+            name = "benchmark" if pid == os.getpid() else _program(pid)
+            found[name] = found.get(name, 0.0) + lines[pid][1]
+        return found
+
+
+def _processes() -> dict[int, tuple[int, float]]:
+    """Of each process its parent and its seconds of processor time."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = file.read_text().rpartition(")")[2].split()
+            found[int(file.parent.name)] = (int(fields[1]), (int(fields[11]) + int(fields[12])) / _TICK)
+    return found
+
+
+def _program(pid: int) -> str:
+    """A process' program, a script with its argument where it has one: "etcd", "hostile_engines good"."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    except OSError:
+        return "ended"
+    if Path(words[0]).name.startswith("python"):
+        return " ".join([Path(words[1]).stem, *(word for word in words[2:3] if word.isalpha())])
+    return Path(words[0]).name
 
 
 class Watched:

@@ -40,7 +40,12 @@ def kind_of(deployment: Object) -> int:
 def address(number: int, deployment: Object) -> str:
     """The pod's address: 127.(100 + kind).0.1 and up, or 127.(100 + kind).128.1 where it serves another dtype."""
     half = 0 if deployment["metadata"]["labels"].get(DTYPE_LABEL, "auto") == "auto" else 128
-    return f"127.{100 + kind_of(deployment)}.{half + number // 250}.{number % 250 + 1}"
+    return numbered(number, kind_of(deployment), half)
+
+
+def numbered(number: int, kind: int = 0, half: int = 0) -> str:
+    """The address of the pod with this number."""
+    return f"127.{100 + kind}.{half + number // 250}.{number % 250 + 1}"
 
 
 class Kubelets:

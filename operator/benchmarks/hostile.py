@@ -1,10 +1,14 @@
 """Fifty hostile services of every kind beside fifty good ones: the real API server, the real operator in 512 MiB.
 
-    python operator/benchmarks/hostile.py [--services 50] [--seconds 20] [--out FILE.json]
+    python operator/benchmarks/hostile.py [--services 50] [--seconds 20] [--background CORES] [--out FILE.json]
 
 It measures how the good services fare alone, then makes the hostile ones, and measures again while those are edited,
 scraped and probed. What is compared is counted rather than timed where it can be: scrapes of each good service, edits
 whose status came, probes that were done. The times stand beside them.
+
+All of it shares the machine: what the hostile services cost the API server, the engines' process and the operator is
+not there for the good ones. `--background` takes as many cores from the good services alone, by a process that does
+nothing else (`background`): what they wait then, they wait for the machine and not for the operator.
 """
 
 from __future__ import annotations
@@ -28,8 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from background import taking
 from fleet import connected, plane_of
-from fleet_gauges import Process, Watched, shares
+from fleet_gauges import Cores, Process, Watched, shares
 from fleet_kubelets import KINDS
 from memory_group import MemoryGroup
 
@@ -141,7 +146,7 @@ class HostileFleet:
     async def measure(self, seconds: float) -> dict[str, Any]:
         """Edit and probe good services, and hostile ones where there are any, for at least so long."""
         own = {key: await self._addresses(key) for key in self.good}
-        before, began, cpu = await self.asked(), time.monotonic(), self.operator.cpu()
+        before, began, cores = await self.asked(), time.monotonic(), Cores()
         failed = self._failed_scrapes()
         hostile = asyncio.create_task(self._provoke())
         health = asyncio.create_task(self._ask_health())
@@ -155,14 +160,14 @@ class HostileFleet:
             edits.append(asyncio.create_task(self._edit(quiet[len(edits) % len(quiet)], len(edits))))
             await asyncio.sleep(0.5)
         after, wall, cycled = await self.asked(), time.monotonic() - began, len(self._cycles) - 1
-        spent = self.operator.cpu() - cpu
+        taken = cores.taken()
         found = await asyncio.gather(*edits)
         probed = await asyncio.gather(*probes)
         for task in (hostile, health, cycles):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        scrapes = [sum(after[a] - before[a] for a in own[key]) / GOOD_REPLICAS for key in self.good[PROBES * 2 :]]
+        scrapes = [sum(after[a] - before[a] for a in own[key]) / GOOD_REPLICAS for key in self.good[3 * PROBES :]]
         return {
             "seconds": round(wall, 1),
             "scrapes_of_a_good_pod": {"least": min(scrapes), "median": statistics.median(scrapes)},
@@ -173,7 +178,7 @@ class HostileFleet:
             "edit_to_status": shares(found),
             "probe": shares(probed),
             "healthz": shares(self._health),
-            "cores": round(spent / wall, 2),
+            "cores": taken,
             "rss_mib": round(self.operator.rss(), 1),
             "most_mib": self.group.most_mib(),
         }
@@ -242,7 +247,7 @@ class HostileFleet:
                 async with http.get(f"http://127.0.0.1:{self._port}/metrics") as answer:
                     page = await answer.text()
                 self._cycles.update(re.findall(r"^kvpilot_scrape_cycle_timestamp_seconds (\S+)$", page, re.MULTILINE))
-                await asyncio.sleep(SCRAPE_SECONDS / 4)
+                await asyncio.sleep(SCRAPE_SECONDS / 2)
 
     async def _addresses(self, key: tuple[str, str]) -> list[str]:
         found = await self.cluster.list("v1", "Pod", key[0], f"{SERVICE_LABEL}={key[1]}")
@@ -284,12 +289,17 @@ async def world(folder: Path) -> AsyncIterator[HostileFleet]:
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     """Quiet, then beside the hostile ones."""
     result: dict[str, Any] = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": os.cpu_count()}
+    result["background_cores"] = options.background
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         async with world(Path(name)) as fleet:
             try:
                 await fleet.make_good(options.services)
                 result["quiet"] = await fleet.measure(options.seconds)
                 print(json.dumps(result["quiet"]), flush=True)
+                if options.background:
+                    with taking(options.background):
+                        result["background"] = await fleet.measure(options.seconds)
+                    print(json.dumps(result["background"]), flush=True)
                 began = time.monotonic()
                 await fleet.make_hostile(options.services)
                 result["hostile_up_seconds"] = round(time.monotonic() - began, 1)
@@ -314,6 +324,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--services", type=int, default=50, help="good ones, and hostile ones (50)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of measuring, without and with them (20)")
+    parser.add_argument("--background", type=float, default=0.0, help="measure beside so many cores taken, too (0)")
     parser.add_argument("--out", type=Path, help="where to write the result")
     parser.add_argument("--keep-log", type=Path, help="where to keep the operator's log")
     # Else a SIGTERM would leave all the processes behind.
