@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.control import replica
+from kvpilot_operator.control.leader import prepare
 from kvpilot_operator.errors import ClusterError, NotLeader
 
 
@@ -94,3 +96,13 @@ async def test_after_it_was_told_to_stop_it_may_not_write() -> None:
 async def test_what_is_no_answer_of_the_api_server_ends_it() -> None:
     with pytest.raises(KeyError):
         await led(WriteFence(), [KeyError("a defect")])
+
+
+def test_no_collection_of_garbage_goes_through_what_the_operator_has_at_its_start() -> None:
+    before = len(gc.get_objects())
+    prepare()
+    try:
+        assert gc.get_freeze_count() > before / 2
+        assert len(gc.get_objects()) < before / 100
+    finally:
+        gc.unfreeze()

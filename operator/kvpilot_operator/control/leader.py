@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
@@ -90,7 +91,11 @@ class Leader:
 
 
 def prepare() -> None:
-    """Do what takes long once (the API's schema, its CEL rules) before it is needed: a takeover is quicker for it."""
+    """Do what takes long once (the API's schema, its CEL rules) before it is needed: a takeover is quicker for it.
+
+    What is there then stays for ever, and no collection of garbage goes through it any more: each took 80 ms, in which
+    the operator did nothing else.
+    """
     spec = {"model": {"source": "hf://kvpilot/none"}, "engine": {"image": "none"}}
     manifest = {
         "apiVersion": API_VERSION,
@@ -99,6 +104,8 @@ def prepare() -> None:
         "spec": spec,
     }
     faults(apply_defaults(manifest))
+    gc.collect()
+    gc.freeze()
 
 
 def _now() -> datetime:
