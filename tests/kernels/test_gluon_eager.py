@@ -1,16 +1,18 @@
 """The runner of Gluon kernels on a CPU shows the mistakes that it is there to show."""
 
 import inspect
+import re
 import types
 
 import numpy as np
 import pytest
 import torch
 
-from kvpilot_kernels.gpu import decode, pages
+from kvpilot_kernels.gpu import decode, operands, pages, recent
 from support.gluon_eager import Copies, EagerKernel, Pointer, Shared, block, inline_asm_elementwise, load, mma_v2, store
 from support.gpu_batch import Batch
 
+OWN_IMPORT = re.compile(r"^from kvpilot_kernels\.gpu\.\w+ import (\([^)]*\)|.*)", re.MULTILINE)
 WORDS = torch.arange(32, dtype=torch.int32).view(4, 8)
 
 
@@ -113,8 +115,13 @@ def test_a_mistake_in_decode_shows(what: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def broken(right: str, wrong: str) -> types.ModuleType:
-    """The module of decode with one expression replaced."""
-    source, module = inspect.getsource(decode), types.ModuleType("broken")
-    assert source.count(right) == 1
-    exec(compile(source.replace(right, wrong), decode.__file__, "exec"), module.__dict__)  # noqa: S102
+    """Decode and its parts as one module, with one expression replaced."""
+    module, found = types.ModuleType("broken"), 0
+    for part in (operands, recent, decode):
+        source = inspect.getsource(part)
+        found += source.count(right)
+        # Each sees the others' names as they are here, and lines stay where they are.
+        source = OWN_IMPORT.sub(lambda match: "\n" * match[0].count("\n"), source).replace(right, wrong)
+        exec(compile(source, part.__file__, "exec"), module.__dict__)  # noqa: S102
+    assert found == 1
     return module

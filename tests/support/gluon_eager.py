@@ -12,7 +12,7 @@ with byte offsets. What hardware leaves undefined is made as bad as it can be, s
 - a hook before each program and one at its `gdc_wait`: what the kernel before this one writes may be held back.
 
 Inline PTX works on registers of 32 bits, which hold two neighbours of the last dimension. Only what
-`kvpilot_kernels.gpu.decode` uses is here; anything else is an AttributeError or a ValueError.
+`kvpilot_kernels.gpu.decode` and its parts use is here; anything else is an AttributeError or a ValueError.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 POISON = 0xFF
 
@@ -266,15 +267,23 @@ class EagerKernel:
         return launch
 
     def _function(self, gl: SimpleNamespace) -> Any:
-        """The kernel with its module's names, except for those that touch a GPU."""
-        names, copies = dict(vars(self.module)), Copies()
-        for name, value in vars(self.module).items():
-            if type(value).__name__ == "GluonJITFunction":
-                names[name] = FunctionType(value.fn.__code__, names, name)
-            elif type(value).__name__ == "constexpr":
-                names[name] = value.value
-            elif getattr(value, "__module__", None) == self.module.async_copy.__name__:
-                names[name] = getattr(copies, value.__name__)
-        names |= {"gl": gl, "async_copy": copies, "mma_v2": mma_v2, "gdc_wait": self.on_gdc_wait,
-                  "gdc_launch_dependents": lambda: None}  # fmt: skip
-        return names[self.kernel]
+        """The kernel, with its names and those of the modules that it takes functions from, but for what is a GPU's."""
+        ours = {"gl": gl, "async_copy": Copies(), "mma_v2": mma_v2, "gdc_wait": self.on_gdc_wait,
+                "gdc_launch_dependents": lambda: None}  # fmt: skip
+        made: dict[int, dict[str, Any]] = {}
+
+        def scope_of(scope: dict[str, Any]) -> dict[str, Any]:
+            if id(scope) in made:
+                return made[id(scope)]
+            names = made[id(scope)] = dict(scope)
+            for name, value in scope.items():
+                if type(value).__name__ == "GluonJITFunction":
+                    names[name] = FunctionType(value.fn.__code__, scope_of(value.fn.__globals__), name)
+                elif type(value).__name__ == "constexpr":
+                    names[name] = value.value
+                elif getattr(value, "__module__", None) == async_copy.__name__:
+                    names[name] = getattr(ours["async_copy"], value.__name__)
+            names.update(ours)
+            return names
+
+        return scope_of(vars(self.module))[self.kernel]
