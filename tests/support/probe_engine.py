@@ -14,12 +14,17 @@ Handler = Callable[[str, Body, Writer], Awaitable[None]]
 
 
 @asynccontextmanager
-async def engine(handler: Handler) -> AsyncIterator[str]:
-    """Serve `handler`, one request a connection; it gets the path, the JSON body and the socket to answer on."""
+async def engine(handler: Handler, heads: list[str] | None = None) -> AsyncIterator[str]:
+    """Serve `handler`, one request a connection; it gets the path, the JSON body and the socket to answer on.
+
+    What requests say before their bodies is added to `heads`.
+    """
 
     async def connection(reader: asyncio.StreamReader, writer: Writer) -> None:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            if heads is not None:
+                heads.append(head)
             lengths = [line for line in head.split("\r\n") if line.lower().startswith("content-length")]
             content = await reader.readexactly(int(lengths[0].split(":")[1])) if lengths else b"{}"
             await handler(head.split()[1], json.loads(content), writer)
@@ -63,6 +68,18 @@ async def counting(path: str, body: Body, writer: Writer) -> None:
     start = len(body["prompt"])
     steps = range(start, start + body["max_tokens"])
     stream(writer, *(event(f"token_id:{i}", {f"token_id:{i}": -0.1, "token_id:9999": -3.0}) for i in steps))
+
+
+def serving(handler: Handler, *names: str) -> Handler:
+    """The same engine, which lists these models."""
+
+    async def listing(path: str, body: Body, writer: Writer) -> None:
+        if path == "/v1/models":
+            respond(writer, json.dumps({"object": "list", "data": [{"id": name} for name in names]}).encode())
+        else:
+            await handler(path, body, writer)
+
+    return listing
 
 
 def completing(*events: bytes) -> Handler:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import yaml
-from kubernetes.aio.client import models
 
 from kvpilot_localcluster.engines import PAGE_LATER
 from kvpilot_operator.api import apply_defaults, parse
 from kvpilot_operator.control.service_metrics import FAMILIES
 from kvpilot_operator.render.names import API_VERSION, KIND
+from support.kinds import unknown
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 VLLM = PAGE_LATER.read_text()
@@ -25,20 +25,6 @@ def documents(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     service, scaler = yaml.safe_load_all((EXAMPLES / f"{name}.yaml").read_text())
     assert service["kind"] == KIND
     return service, scaler
-
-
-def unknown(kind: str, value: Any, path: str) -> list[str]:
-    """Paths in a JSON value that the official client's description of a type does not have or type."""
-    if (inner := re.fullmatch(r"List\[(.*)\]", kind)) is not None:
-        return [f for i, item in enumerate(value) for f in unknown(inner[1], item, f"{path}[{i}]")]
-    if (inner := re.fullmatch(r"Dict\[\w+, (.*)\]", kind)) is not None:
-        return [f for name, item in value.items() for f in unknown(inner[1], item, f"{path}.{name}")]
-    if kind in ("str", "int", "bool", "object"):
-        return [] if kind == "object" or type(value).__name__ == kind else [f"{path} is not of type {kind}"]
-    model = getattr(models, kind)
-    fields = {json: model.openapi_types[name] for name, json in model.attribute_map.items()}
-    missing = [f"{path}.{name} is unknown" for name in value if name not in fields]
-    return missing + [f for n, v in value.items() if n in fields for f in unknown(fields[n], v, f"{path}.{n}")]
 
 
 @pytest.mark.parametrize("name", ["hpa-external", "hpa-custom"])

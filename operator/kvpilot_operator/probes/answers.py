@@ -49,6 +49,14 @@ class _Tokenized(msgspec.Struct):
     max_model_len: Annotated[int, Meta(ge=1)]
 
 
+class _Model(msgspec.Struct):
+    id: Annotated[str, Meta(min_length=1, max_length=512)]
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
 class _Logprobs(msgspec.Struct):
     tokens: list[str]
     token_logprobs: list[float | str | None]
@@ -74,6 +82,11 @@ def read_tokens(url: str, data: bytes | bytearray) -> Tokenized:
     """Return what /tokenize said; raises `MalformedAnswer`."""
     answer = _decoded(url, data, _Tokenized)
     return Tokenized(array("I", answer.tokens), answer.max_model_len)
+
+
+def read_models(url: str, data: bytes | bytearray) -> tuple[str, ...]:
+    """Return the names that /v1/models lists; raises `MalformedAnswer`."""
+    return tuple(model.id for model in _decoded(url, data, _Models).data)
 
 
 def read_steps(url: str, data: bytes) -> list[Step]:

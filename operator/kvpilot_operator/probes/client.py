@@ -1,7 +1,8 @@
 """The one place that talks to an engine: vLLM's OpenAI-compatible API over HTTP, with nothing taken on trust.
 
 Used: POST /tokenize (chat messages to token ids, by the engine's own template), POST /v1/completions as a stream with
-token ids in and token ids with logprobs out. Every size is bounded, and a connection failure is tried once more.
+token ids in and token ids with logprobs out, and GET /v1/models. Every size is bounded, and a connection failure is
+tried once more.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvpilot_operator.probes.answers import (
     Step,
     Tokenized,
     printable,
+    read_models,
     read_steps,
     read_tokens,
 )
@@ -42,6 +44,7 @@ _MAX_LINE_BYTES = 128 * 1024
 _MAX_STREAM_BYTES = 1024 * 1024
 _MAX_TOKEN_BYTES = 64 * 1024
 _TEMPLATE_BYTES = 64 * 1024
+_MAX_MODELS_BYTES = 256 * 1024
 _JSON = {"Content-Type": "application/json"}
 _MAX_ERROR_BYTES = 4096
 # What a connection can fail of; a connection's own timeout is a ClientError too.
@@ -178,15 +181,28 @@ class Engine:
             raise _unreachable(url, error) from error
 
 
-def http_client() -> aiohttp.ClientSession:
-    """Return a client for engines inside the cluster: no proxies, no cookies, bounded waits, nothing compressed.
+async def served_models(base_url: str, http: aiohttp.ClientSession) -> tuple[str, ...]:
+    """The names under which an engine serves; raises a `ProbeError`."""
+    url = f"{base_url}/v1/models"
 
-    A connection for each request: engines close idle ones within seconds.
+    async def ask() -> tuple[str, ...]:
+        async with http.get(url, allow_redirects=False) as response:
+            await _check(url, response)
+            return read_models(url, await _read(url, response, _MAX_MODELS_BYTES))
+
+    return await _twice(url, ask)
+
+
+def http_client(api_key: str | None = None) -> aiohttp.ClientSession:
+    """Return a client for engines: no proxies, no cookies, bounded waits, nothing compressed.
+
+    A connection for each request: engines close idle ones within seconds. `api_key` is sent as a bearer token.
     """
+    authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(force_close=True),
         cookie_jar=aiohttp.DummyCookieJar(),
-        headers={"Accept-Encoding": "identity"},
+        headers={"Accept-Encoding": "identity", **authorization},
         auto_decompress=False,
         trust_env=False,
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS),

@@ -31,6 +31,8 @@ from kvpilot_operator.probes.errors import MalformedAnswer, NothingFits, ProbeEr
 from kvpilot_operator.probes.packs import ProbePrompt
 from kvpilot_operator.probes.session import (
     DEFAULT_TOKENS,
+    MAX_TOKENS,
+    MIN_TOKENS,
     TOKEN_BUDGET,
     TOP_K,
     Settings,
@@ -53,6 +55,8 @@ from kvpilot_operator.probes.throttle import GiveWay, Throttle
 
 __all__ = [
     "DEFAULT_TOKENS",
+    "MAX_TOKENS",
+    "MIN_TOKENS",
     "TOKEN_BUDGET",
     "TOP_K",
     "Baseline",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvpilot_operator.probes.client import Engine, Progress, http_client
 from kvpilot_operator.probes.codec import MAX_PROMPT_TOKENS
@@ -40,7 +40,7 @@ class Settings:
 
     `give_way` lets users' requests go first (None: it does not look). `token_budget` bounds the tokens of all requests
     together, prompts included; what it does not cover stays unmeasured. `priority` goes with each request, for an
-    engine that schedules by priority: a larger one is served later.
+    engine that schedules by priority: a larger one is served later. `api_key` is what an engine behind a gateway wants.
     """
 
     tokens: int = DEFAULT_TOKENS
@@ -51,6 +51,7 @@ class Settings:
     give_way: GiveWay | None = None
     token_budget: int | None = None
     priority: int | None = None
+    api_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         bounds = (
@@ -72,7 +73,7 @@ async def probing(
     began = asyncio.get_running_loop().time()
     deadline = asyncio.timeout(settings.deadline_seconds or START_SECONDS)
     try:
-        async with deadline, http_client() as http:
+        async with deadline, http_client(settings.api_key) as http:
             yield Engine(base_url.rstrip("/"), model, http, progress), deadline
     except TimeoutError as error:
         raise ProbeTimeout(

@@ -1,0 +1,186 @@
+"""`kvpilot probe`: the operator's verdict on two endpoints, its exit codes, and what it says of wrong arguments.
+
+Both endpoints are real HTTP servers here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpilot_kernels import command as commands
+from kvpilot_operator.gate import command, report
+from support.probe_engine import Body, Writer, completing, counting, engine, event, respond, serving, stream, tokens_of
+
+DOCS = Path(__file__).parents[2] / "docs" / "accuracy-gate.md"
+GENERAL = ("--probe-set", "builtin/general")
+GARBAGE = completing(event("token_id:7777", {"token_id:7777": -0.01, "token_id:7778": -9.0}))
+
+
+async def noisy(path: str, body: Body, writer: Writer) -> None:
+    """Whatever follows a given answer differs from it at every seventh position; answers of its own are sound."""
+    if path == "/tokenize":
+        respond(writer, tokens_of(body))
+        return
+    start = len(body["prompt"])
+    tokens = [7777 if body["ignore_eos"] and i % 7 == 0 else i for i in range(start, start + body["max_tokens"])]
+    stream(writer, *(event(f"token_id:{t}", {f"token_id:{t}": -0.1, "token_id:9999": -3.0}) for t in tokens))
+
+
+async def probe(*arguments: str) -> int:
+    return await asyncio.to_thread(command.main, arguments)
+
+
+def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+async def test_an_engine_that_answers_alike_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    async with engine(serving(counting, "m")) as one, engine(serving(counting, "m")) as other:
+        assert await probe("--baseline", one, "--candidate", other, *GENERAL) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1].startswith("Passed: WithinLimits: excess KL 0.0 millinats (limit 20)")
+    assert f"candidate  m at {other}" in said
+
+
+async def test_an_engine_that_answers_garbage_has_regressed_and_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
+    async with engine(serving(counting, "m")) as one, engine(serving(GARBAGE, "m")) as other:
+        assert await probe("--baseline", one, "--candidate", other, *GENERAL) == 1
+    said = capsys.readouterr().out
+    assert "Failed: AccuracyRegressed" in said.splitlines()[-1]
+    assert "the prompt that suffered most" in said
+    assert "0.0%" in said
+
+
+async def test_what_the_baseline_differs_from_itself_is_not_held_against_the_candidate(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with engine(serving(noisy, "m")) as one, engine(serving(noisy, "m")) as other:
+        assert await probe("--baseline", one, "--candidate", other, "--json", *GENERAL) == 0
+    found = document(capsys)
+    assert found["control"]["top1_agreement_permille"] < 900
+    assert found["measured"]["top1_agreement_permille"] == found["control"]["top1_agreement_permille"]
+    async with engine(serving(counting, "m")) as one, engine(serving(noisy, "m")) as other:
+        assert await probe("--baseline", one, "--candidate", other, *GENERAL) == 1
+
+
+async def test_too_little_to_judge_by_is_inconclusive(tmp_path: Path) -> None:
+    pack = tmp_path / "one.yaml"
+    pack.write_text("prompts:\n- name: only\n  messages:\n  - {role: user, content: What is the capital of France?}\n")
+    async with engine(counting) as one, engine(counting) as other:
+        named = ("--baseline-model", "m", "--candidate-model", "m")
+        assert await probe("--baseline", one, "--candidate", other, *named, "--prompts", str(pack)) == 3
+
+
+async def test_the_limits_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
+    async with engine(serving(counting, "m")) as one, engine(serving(noisy, "m")) as other:
+        loose = ("--max-excess-kl-millinats", "30000", "--min-top1-agreement-percent", "50")
+        assert await probe("--baseline", one, "--candidate", other, "--json", *loose, *GENERAL) == 0
+    assert document(capsys)["limits"] == {"max_excess_kl_millinats": 30_000, "min_top1_agreement_percent": 50}
+
+
+async def test_the_keys_of_the_json_are_stable(capsys: pytest.CaptureFixture[str]) -> None:
+    async with engine(serving(counting, "m")) as one, engine(serving(counting, "n")) as other:
+        await probe("--baseline", f"{one}/v1/", "--candidate", other, "--json", *GENERAL)
+    found = document(capsys)
+    assert set(found) == {
+        "verdict", "reason", "message", "excess_kl_micronats", "limits", "baseline", "candidate", "control", "measured",
+    }  # fmt: skip
+    assert found["baseline"] == {"url": one, "model": "m", "prompts": 8, "positions": 256, "left_out": []}
+    assert found["candidate"] == {"url": other, "model": "n"}
+    assert {"mean_kl_micronats", "p99_kl_micronats", "top1_agreement_permille", "buckets"} <= set(found["measured"])
+
+
+async def test_a_key_goes_to_its_own_endpoint_and_is_never_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CANDIDATES_KEY", "s3cr3t")
+    ours: list[str] = []
+    theirs: list[str] = []
+    async with engine(serving(counting, "m"), ours) as one, engine(serving(GARBAGE, "m"), theirs) as other:
+        key = ("--candidate-key-variable", "CANDIDATES_KEY")
+        assert await probe("--baseline", one, "--candidate", other, *key, *GENERAL) == 1
+    assert all("Authorization: Bearer s3cr3t" in head for head in theirs)
+    assert not any("Authorization" in head for head in ours)
+    said = capsys.readouterr()
+    assert "s3cr3t" not in said.out + said.err
+
+
+async def test_an_endpoint_with_several_models_has_to_be_told_which(capsys: pytest.CaptureFixture[str]) -> None:
+    async with engine(serving(counting, "a", "b")) as one, engine(serving(counting, "m")) as other:
+        assert await probe("--baseline", one, "--candidate", other, *GENERAL) == 2
+        assert f"--baseline {one} serves a, b: name one with --baseline-model" in capsys.readouterr().err
+        assert await probe("--baseline", one, "--baseline-model", "a", "--candidate", other, *GENERAL) == 0
+
+
+async def test_an_engine_that_cannot_be_reached_or_is_none_is_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    async def web(path: str, body: Body, writer: Writer) -> None:
+        respond(writer, b"<html>", "404 Not Found")
+
+    async with engine(serving(counting, "m")) as one:
+        assert await probe("--baseline", one, "--candidate", "http://127.0.0.1:1", *GENERAL) == 2
+        assert "is the engine running?" in capsys.readouterr().err
+        async with engine(web) as other:
+            assert await probe("--baseline", one, "--candidate", other, *GENERAL) == 2
+        assert "HTTP 404" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "the following arguments are required: --baseline, --candidate"),
+        (("--baseline", "engine:8000", "--candidate", "http://b"), "--baseline 'engine:8000' is not the address"),
+        (("--baseline", "http://a:99999", "--candidate", "http://b"), "--baseline 'http://a:99999': Port out of range"),
+        (("--baseline", "http://me:s3cr3t@a", "--candidate", "http://b"), "give the key by --baseline-key-variable"),
+        (("--baseline", "http://a?key=s3cr3t", "--candidate", "http://b"), "give the key by --baseline-key-variable"),
+        (("--probe-set", "builtin/all"), "--probe-set: 'builtin/all' is unknown; use builtin/general"),
+        (("--probe-set", "configmap/mine"), "give the pack's file with --prompts"),
+        (("--prompts", "/nowhere.yaml"), "--prompts '/nowhere.yaml' cannot be read"),
+        (("--tokens", "4"), "--tokens: '4': give a whole number from 8 to 128"),
+        (("--min-top1-agreement-percent", "101"), "give a whole number from 0 to 100"),
+        (("--max-excess-kl-millinats", "-1"), "--max-excess-kl-millinats: "),
+        (("--candidate-key-variable", "NO_SUCH_KEY"), "the environment has no such variable"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_with_the_remedy_and_no_request(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    given = arguments if "--baseline" in arguments or not arguments else (
+        "--baseline", "http://127.0.0.1:1", "--candidate", "http://127.0.0.1:1", *arguments
+    )  # fmt: skip
+    assert command.main(given) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert printed.err.startswith("kvpilot probe: ") and printed.err.count("\n") == 1
+    assert printed.out == ""
+    assert "s3cr3t" not in printed.err
+
+
+async def test_an_error_of_the_command_itself_does_not_read_as_a_regression(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> str:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(report, "text", broken)
+    async with engine(serving(counting, "m")) as one:
+        assert await probe("--baseline", one, "--candidate", one, *GENERAL) == 2
+
+
+def test_it_is_a_command_of_kvpilot(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        commands.main(["probe", "--help"])
+    assert ended.value.code == 0
+    assert "Exit codes: 0 passed, 1 regressed" in capsys.readouterr().out
+
+
+def test_the_documented_options_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    options = set(re.findall(r"^  (--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE))
+    documented = set(re.findall(r"`(--[a-z0-9-]+)", DOCS.read_text())) | {"--baseline", "--candidate"}
+    assert options == documented
