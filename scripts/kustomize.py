@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jsonpatch
 import yaml
 
 from kvpilot_localcluster.toolbox.helm import render
@@ -73,7 +74,7 @@ def _overlay(folder: str, base: Sequence[Manifest], wanted: Sequence[Manifest]) 
     added = [one for identity, one in new.items() if identity not in old]
     patches = [_removal(one) for identity, one in old.items() if identity not in new]
     for identity, one in new.items():
-        if identity in old and (steps := list(_steps(old[identity], one, ""))):
+        if identity in old and (steps := jsonpatch.make_patch(old[identity], one).patch):
             patches.append({"target": _target(one), "patch": yaml.safe_dump(steps, sort_keys=False)})
     resources = ["../../base", *(["added.yaml"] if added else [])]
     files = {f"{folder}/kustomization.yaml": _kustomization(resources, patches)}
@@ -95,24 +96,6 @@ def _removal(one: Manifest) -> dict[str, Any]:
     about = {name: value for name, value in one["metadata"].items() if name in ("name", "namespace")}
     gone = {"apiVersion": one["apiVersion"], "kind": one["kind"], "metadata": about}
     return {"patch": yaml.safe_dump({"$patch": "delete", **gone}, sort_keys=False)}
-
-
-def _steps(old: Any, new: Any, path: str) -> Iterator[dict[str, Any]]:
-    """The JSON patch from one value to another; lists of different length are replaced whole."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted(old.keys() | new.keys()):
-            place = f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
-            if key not in new:
-                yield {"op": "remove", "path": place}
-            elif key not in old:
-                yield {"op": "add", "path": place, "value": new[key]}
-            else:
-                yield from _steps(old[key], new[key], place)
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for index, (before, after) in enumerate(zip(old, new, strict=True)):
-            yield from _steps(before, after, f"{path}/{index}")
-    elif old != new:
-        yield {"op": "replace", "path": path, "value": new}
 
 
 def _namespace() -> Manifest:

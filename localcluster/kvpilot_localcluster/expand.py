@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kubernetes.utils.quantity import parse_quantity
+
 from kvpilot_localcluster.errors import InvalidPod
-from kvpilot_localcluster.quantity import divided, limit_or_allocatable
 
 Data = Mapping[str, str]
 Source = Callable[[str, str], Data | None]
@@ -145,3 +147,21 @@ def service_variables(services: Sequence[Mapping[str, Any]], namespace: str) -> 
         found[f"{stem}_SERVICE_HOST"] = spec["clusterIP"]
         found[f"{stem}_SERVICE_PORT"] = str(spec["ports"][0]["port"])
     return found
+
+
+def divided(quantity: str, divisor: str) -> str:
+    """A quantity ("500m", "2Gi") in units of a divisor, rounded up, as resourceFieldRef gives it.
+
+    Raises:
+        ValueError: one of them is no quantity.
+    """
+    return str(math.ceil(parse_quantity(quantity) / (parse_quantity(divisor) or 1)))
+
+
+def limit_or_allocatable(container: Mapping[str, Any], resource: str, allocatable: Mapping[str, str]) -> str:
+    """A resourceFieldRef's quantity: limits.X or requests.X of the container; without a limit, the node's own."""
+    part, _, name = resource.partition(".")
+    value = container.get("resources", {}).get(part, {}).get(name)
+    if value is not None:
+        return str(value)
+    return allocatable.get(name, "0") if part == "limits" else "0"

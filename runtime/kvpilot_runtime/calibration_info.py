@@ -68,20 +68,22 @@ def publish() -> None:
         except OSError as error:
             log.warning("no folder for temporary files (%s): no %s on /metrics", error, NAME)
             return
-    if not any(isinstance(c, _Reported) for c in list(REGISTRY._collector_to_names)):
-        REGISTRY.register(_Reported(Path(os.environ[VARIABLE])))
+    if not any(isinstance(c, Reported) for c in list(REGISTRY._collector_to_names)):
+        REGISTRY.register(Reported(Path(os.environ[VARIABLE])))
 
 
-class _Reported:
+class Reported:
     """The series of the outcome that a worker wrote; none before it did."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def describe(self) -> list[Any]:
+        """Nothing: what a registry asks at registration."""
         return []
 
     def collect(self) -> Iterator[Any]:
+        """The gauge, once a worker has reported."""
         from prometheus_client.core import GaugeMetricFamily
 
         try:

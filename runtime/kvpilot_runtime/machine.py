@@ -42,11 +42,6 @@ def available_memory() -> int:
     return min(free, default=0)
 
 
-def total_memory() -> int:
-    """Bytes of memory of the machine."""
-    return next((int(x.split()[1]) * 1024 for x in _lines("/proc/meminfo") if x.startswith("MemTotal:")), 0)
-
-
 def gpus() -> list[Gpu]:
     """The GPUs that the NVIDIA driver shows, in its order; empty without a driver."""
     fields = "name,memory.total,memory.used,compute_cap"

@@ -45,7 +45,7 @@ def calibrate(worker: Any) -> None:
     layers = _our_layers(config)
     if not layers:
         return
-    reason = "" if calibration.asked() else _cannot(config, layers)
+    reason = "" if calibration.asked() else obstacle(config, layers)
     if calibration.asked():
         source = "off" if calibration.turned_off() else "file"
     elif reason:
@@ -100,7 +100,7 @@ def _our_layers(config: Any) -> dict[str, Any]:
     return {name: layer for name, layer in context.items() if isinstance(getattr(layer, "impl", None), PackedImpl)}
 
 
-def _cannot(config: Any, layers: dict[str, Any]) -> str:
+def obstacle(config: Any, layers: dict[str, Any]) -> str:
     """Why this engine cannot calibrate itself, in a word for metrics; empty where it can."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention

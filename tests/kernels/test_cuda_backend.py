@@ -15,6 +15,7 @@ import torch
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.gpu import tuning
+from kvpilot_kernels.gpu.pages import GpuPages
 from kvpilot_kernels.gpu.tuning import Choice
 from kvpilot_kernels.reference.attention import decode_reference, prefill_reference
 from support.gluon_eager import EagerKernel
@@ -166,18 +167,17 @@ def test_prompts_in_chunks_decodes_and_mixed_steps_equal_the_reference(cuda: Any
     engine.step({"a": 1, "b": 1, "c": 1}, padding=5)
 
 
-def test_a_context_longer_than_the_workspace_comes_in_chunks(cuda: Any) -> None:
+def test_a_context_longer_than_the_workspace_comes_in_chunks(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(cuda, "k4v4")
     engine.step({"a": 150}, padding=0)
     seen: list[tuple[int, int]] = []
-    plan = engine.builder._prefills
+    gather = GpuPages.gather
 
-    def watch(*args: Any) -> Any:
-        prefills = plan(*args)
-        seen.extend((chunk.begin, chunk.total) for chunk in prefills.context_chunks)
-        return prefills
+    def watch(pages: GpuPages, table: Any, rows: torch.Tensor, begin: int, *rest: Any) -> None:
+        seen.append((begin, int(rows[-1])))
+        gather(pages, table, rows, begin, *rest)
 
-    engine.builder._prefills = watch
+    monkeypatch.setattr(GpuPages, "gather", watch)
     engine.step({"a": 12}, padding=4)
     assert seen == [(0, 64), (64, 64), (128, 22)]
 

@@ -165,12 +165,12 @@ def test_a_chunk_attends_to_itself_as_the_formula_says(
 )  # fmt: skip
 def test_what_cannot_calibrate_itself_is_named(change: dict[str, Any], reason: str) -> None:
     config = {"parallel_config": SimpleNamespace(pipeline_parallel_size=1), "lora_config": None, **change}
-    assert self_calibration._cannot(SimpleNamespace(**config), {}) == reason
+    assert self_calibration.obstacle(SimpleNamespace(**config), {}) == reason
 
 
 def test_the_metric_appears_once_a_worker_has_reported_and_never_from_half_a_file(tmp_path: Path) -> None:
     registry, file = CollectorRegistry(), tmp_path / "calibration.json"
-    registry.register(calibration_info._Reported(file))  # type: ignore[arg-type]  # it has what a collector needs
+    registry.register(calibration_info.Reported(file))  # type: ignore[arg-type]  # it has what a collector needs
     assert calibration_info.NAME not in generate_latest(registry).decode()
     file.write_text('{"source": "se')
     assert calibration_info.NAME not in generate_latest(registry).decode()

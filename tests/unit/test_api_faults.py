@@ -12,8 +12,8 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kubernetes.utils.quantity import parse_quantity
 
-from kvpilot_localcluster import quantity
 from kvpilot_operator.api import apply_defaults, faults, parse, status_faults
 from kvpilot_operator.api.schema import MAX_FAULTS, MAX_SPEC_BYTES, root_schema
 from support.bad_manifests import BAD, GOOD, GOOD_GPU_LIMITS, Bad, with_gpus
@@ -44,7 +44,7 @@ def test_a_limit_of_gpus_that_is_enough_has_no_fault_in_any_spelling(size: int, 
     st.integers(1, 64), st.from_regex(r"[0-9]{1,6}([.][0-9]{1,3})?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?", fullmatch=True)
 )
 def test_a_limit_of_gpus_is_judged_by_what_kubernetes_reads_in_it(size: int, limit: str) -> None:
-    gpus = quantity.parse(limit)
+    gpus = parse_quantity(limit)
     enough = gpus == int(gpus) and gpus >= size
     accepted = faults(with_gpus(size, limit)) == ()
     # Fractions of a thousand or more, such as 1.5k, may be whole: nobody counts GPUs so, and they are refused.

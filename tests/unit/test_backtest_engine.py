@@ -96,7 +96,7 @@ def test_preemption_comes_in_the_step_that_finds_no_block() -> None:
     before = 0
     while not engine.preemptions:
         before = engine.blocks.available
-        engine._step() if engine.waiting or engine.running else engine.advance(engine.now + 0.001)
+        engine.advance(engine.now + 0.001)
     assert before == 1
     assert [r.number for r in engine.running.values()] == [0]
     assert engine.waiting[0].number == 1

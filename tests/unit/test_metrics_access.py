@@ -102,7 +102,10 @@ async def test_tokens_without_the_right_take_no_place_and_ask_for_few_reviews_at
     assert sorted(await asyncio.gather(*flood)) == [401] * MAX_ASKED_AT_ONCE + [503] * (50 - MAX_ASKED_AT_ONCE)
 
 
-async def test_the_memory_of_verdicts_is_bounded(access: MetricsAccess) -> None:
+async def test_only_the_newest_verdicts_are_remembered(access: MetricsAccess, cluster: FakeCluster) -> None:
     for number in range(2 * MAX_KEPT):
         assert await status(access, f"Bearer good-{number}") == 200
-    assert len(access._kept) == MAX_KEPT
+    for number, reviews in ((2 * MAX_KEPT - 1, 0), (MAX_KEPT, 0), (MAX_KEPT - 1, 2)):
+        before = len(cluster.asked)
+        assert await status(access, f"Bearer good-{number}") == 200
+        assert len(cluster.asked) - before == reviews

@@ -140,7 +140,7 @@ class Engine:
             _head(writer, "text/plain", "Content-Encoding: gzip")
             writer.write(gzip.compress(bytes(200 * 1024 * 1024), 1))
         elif fault == "huge":
-            _send(writer, self._page() + b"# " + b"x" * TEN_MEGABYTES + b"\n")
+            _send(writer, self.page() + b"# " + b"x" * TEN_MEGABYTES + b"\n")
         elif fault == "endless":
             _head(writer, "text/plain")
             while self.faults.metrics == "endless":
@@ -148,14 +148,14 @@ class Engine:
                 await writer.drain()
         elif fault == "drip":
             _head(writer, "text/plain")
-            for byte in self._page():
+            for byte in self.page():
                 writer.write(bytes([byte]))
                 await writer.drain()
                 await asyncio.sleep(1 if self.faults.metrics == "drip" else 0)
         else:
-            _send(writer, self._page())
+            _send(writer, self.page())
 
-    def _page(self) -> bytes:
+    def page(self) -> bytes:
         blocks = sum(-(-held // BLOCK_TOKENS) for held in self._held.values())
         usage, running, waiting = blocks / BLOCKS, self.running, 0
         if self.faults.usage >= 0:
