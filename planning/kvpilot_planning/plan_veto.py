@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvpilot_kernels import formats
+from kvpilot_operator.decide.judging.feasibility import hardware_fault
 from kvpilot_operator.decide.judging.gpus import Gpu
-from kvpilot_operator.decide.judging.veto import hardware_veto
 from kvpilot_operator.state.snapshot import NodeFacts
 from kvpilot_planning.facts import Model
 from kvpilot_planning.plan_capacity import kv_heads_per_gpu
@@ -20,7 +20,7 @@ def veto(model: Model, dtype: str, gpu: Gpu, gpus: int) -> str | None:
         UnknownFormatError: no dtype has this name.
     """
     stored = formats.parse(dtype)
-    if (refusal := hardware_veto(dtype, NodeFacts(gpu.name, gpu.compute_capability))) is not None:
+    if (refusal := hardware_fault(dtype, NodeFacts(gpu.name, gpu.compute_capability))) is not None:
         return refusal
     if model.latent_dim and stored.bits_per_element() < 16:
         return f"{dtype} does not support multi-head latent attention, which has formats of its own"

@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 import yaml
@@ -30,11 +31,10 @@ from kvpilot_localcluster.toolbox.promtool import prometheus
 from kvpilot_operator.control.http import serve_http
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.decide import decide
-from kvpilot_operator.decide.draft import Draft
 from kvpilot_operator.render.engine import pod_template
 from kvpilot_operator.render.names import ENGINE_PORT
 from kvpilot_operator.state.decision import Decision
-from kvpilot_operator.state.status import Accuracy, Canary, Denied, Measured, Option, Status
+from kvpilot_operator.state.status import Accuracy, Canary, Denied, JournalEntry, KVCache, Measured, Option, Status
 from support.services import KEY, NOW, manifest, running, samples, spec_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
@@ -81,13 +81,17 @@ def eventful(now: datetime) -> Status:
         message="",
         until=now + timedelta(days=7),
     )
-    draft = Draft(now, Status(canary=trial, last_canary=ended, accuracy=Accuracy(last=probe, failures=1)))
-    draft.set_kv(denied=(denied,))
     weighed = Option(
         action="DtypeDown", dtype="k4v4", replicas=1, gpus=0, outcome="Chosen", message="", capacity_tokens=9000
     )
-    draft.record("StartCanary", "MemoryPressured", "why", options=(weighed,))
-    return draft.status
+    entry = JournalEntry(time=now, action="StartCanary", reason="MemoryPressured", message="why", options=(weighed,))
+    return Status(
+        canary=trial,
+        last_canary=ended,
+        accuracy=Accuracy(last=probe, failures=1),
+        kv_cache=KVCache(denied=(denied,)),
+        decisions=(entry,),
+    )
 
 
 def passes(telemetry: Telemetry) -> None:
@@ -98,12 +102,11 @@ def passes(telemetry: Telemetry) -> None:
     observed = running(manifest(), "auto", now=now, samples={observed.traffic: scrapes})
     with telemetry.timed_reconcile():
         plain = decide(observed).status
-    draft = Draft(now, plain)
-    for name in ("canary", "last_canary", "accuracy", "decisions"):
-        draft.set(**{name: getattr(eventful(now), name)})
-    draft.set_kv(denied=eventful(now).kv_cache.denied)
+    past = eventful(now)
+    kept = {name: getattr(past, name) for name in ("canary", "last_canary", "accuracy", "decisions")}
+    denied = msgspec.structs.replace(plain.kv_cache, denied=past.kv_cache.denied)
     telemetry.leads(True)
-    telemetry.decided(observed, Decision(draft.status))
+    telemetry.decided(observed, Decision(msgspec.structs.replace(plain, kv_cache=denied, **kept)))
     telemetry.engine_scraped(False)
     telemetry.scraped(0.4)
     for method, kind, status in (("PATCH", "Deployment", 200), ("LIST", "Pod", 0), ("WATCH", "Pod", 200)):

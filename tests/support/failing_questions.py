@@ -1,32 +1,40 @@
-"""Makes questions of a reconcile fail as an unforeseen error would: at their end, when the draft has changed."""
+"""Makes questions of a reconcile fail as an unforeseen error would: at their end, when all is decided."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import importlib
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
 from unittest.mock import patch
 
-from kvpilot_operator.decide.questions import Questions
+from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.decide.questions import Rule
 from kvpilot_operator.state.questions import Question
 
 SECRET = "hunter2"  # what no condition and no log may repeat
 
+# The package's attribute of this name is the function.
+decide = importlib.import_module("kvpilot_operator.decide.decide")
+
 
 @contextmanager
 def failing(questions: Collection[Question], asked: set[Question] | None = None) -> Iterator[None]:
-    """While it lasts, these questions raise; `asked` takes in those that were asked at all."""
-    real = Questions.ask
+    """While it lasts, the rules of these questions raise; `asked` takes in those that were asked at all."""
 
-    def ask(self: Questions, question: Question, answer: Callable[[], Any], otherwise: Any) -> Any:
-        if asked is not None:
-            asked.add(question)
+    def watched(rule: Rule[Draft]) -> Rule[Draft]:
+        def answer(draft: Draft) -> Draft:
+            if asked is not None:
+                asked.add(rule.question)
+            answered = rule.answer(draft)
+            if rule.question in questions:
+                raise ValueError(f"invalid literal for int() with base 10: '{SECRET}'")
+            return answered
 
-        def broken() -> Any:
-            answer()
-            raise ValueError(f"invalid literal for int() with base 10: '{SECRET}'")
+        return replace(rule, answer=answer)
 
-        return real(self, question, broken if question in questions else answer, otherwise)
-
-    with patch.object(Questions, "ask", ask):
+    with (
+        patch.object(decide, "RULES", tuple(map(watched, decide.RULES))),
+        patch.object(decide, "REFUSED", tuple(map(watched, decide.REFUSED))),
+    ):
         yield

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvpilot_kernels import formats
 from kvpilot_operator.decide.judging.capacity import OWN_BLOCK, gain, ring_share
+from kvpilot_operator.decide.judging.feasibility import hardware_fault, infeasible
 from kvpilot_operator.decide.judging.ladder import rungs
-from kvpilot_operator.decide.judging.veto import hardware_veto, veto
 from kvpilot_operator.observe.views import node_facts
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from support.services import NOW, manifest, spec_of
@@ -29,28 +29,28 @@ def node(labels=None, allocatable=None):
 
 
 def reason(dtype, spec=SPEC, hardware=HOPPER, model=LLAMA):
-    found = veto(dtype, spec, hardware, model)
+    found = infeasible(dtype, spec, hardware, model)
     return None if found is None else found.reason
 
 
 def test_fp8_needs_compute_capability_8_9():
-    assert "8.0" in (hardware_veto("fp8", AMPERE) or "")
-    assert hardware_veto("fp8", HOPPER) is None
+    assert "8.0" in (hardware_fault("fp8", AMPERE) or "")
+    assert hardware_fault("fp8", HOPPER) is None
 
 
 @pytest.mark.parametrize("dtype", ["int4_per_token_head", "int8_per_token_head", "nvfp4", "turboquant_4bit_nc"])
 def test_what_vllms_cpu_backend_only_pretends_to_do_is_ruled_out_there(dtype):
-    assert "garbage" in (hardware_veto(dtype, NodeFacts()) or "")
-    assert hardware_veto(dtype, HOPPER) is None
+    assert "garbage" in (hardware_fault(dtype, NodeFacts()) or "")
+    assert hardware_fault(dtype, HOPPER) is None
 
 
 @pytest.mark.parametrize("node", [NodeFacts(), HOPPER, AMPERE])
 def test_our_formats_are_for_cpus_and_for_gpus_from_ampere_on(node):
-    assert hardware_veto("k4v4", node) is None
+    assert hardware_fault("k4v4", node) is None
 
 
 def test_our_formats_are_not_tried_on_a_gpu_without_their_instructions():
-    assert "needs compute capability 8.0 or newer; Tesla-V100 has 7.0" in (hardware_veto("k4v4", VOLTA) or "")
+    assert "needs compute capability 8.0 or newer; Tesla-V100 has 7.0" in (hardware_fault("k4v4", VOLTA) or "")
 
 
 def test_facts_that_are_not_known_rule_nothing_out():
@@ -81,7 +81,7 @@ def test_a_format_for_calibrated_models_needs_a_calibration():
 
 def test_sliding_window_layers_that_stay_in_16_bits_can_leave_too_little_to_gain():
     mostly = replace(LLAMA, layers=60, window_layers=50)
-    found = veto("fp8", SPEC, HOPPER, mostly)
+    found = infeasible("fp8", SPEC, HOPPER, mostly)
     assert found is not None
     assert found.reason == "LittleGain"
     assert "1.09x" in found.message

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 
 from kvpilot_operator.decide.judging.latency import expected_itl_change
+from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.workload import Workload
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Experience
@@ -19,12 +20,9 @@ SPEC = spec_of(manifest())
 FULL = Workload("MemoryBound", usage_percent=59, pods=1, capacity_tokens=889_584, itl_seconds=0.02097)
 
 
-def expected(to="k4v4", workload=FULL, **changes):
-    given = {
-        "spec": SPEC, "workload": workload, "node": NodeFacts("NVIDIA-H200", (9, 0)), "model": LLAMA, "history": (),
-        "from_dtype": "auto", "to_dtype": to,
-    }  # fmt: skip
-    return expected_itl_change(**given | changes)
+def expected(to="k4v4", workload=FULL, load=1.0, **changes):
+    now = PolicyInput(NOW, SPEC, workload, "auto", 1, 1, NodeFacts("NVIDIA-H200", (9, 0)), model=LLAMA)
+    return expected_itl_change(replace(now, **changes), to, load)
 
 
 @pytest.mark.parametrize(("dtype", "step_ms"), [("fp8", 16.75), ("k4v4", 10.25), ("k4v2", 9.98)])
@@ -70,7 +68,7 @@ def test_what_another_model_or_gpu_did_says_nothing():
         ({"node": NodeFacts("NVIDIA-H200-SHARED")}, "bandwidth of NVIDIA-H200-SHARED"),
         ({"model": None}, "architecture"),
         ({"model": replace(LLAMA, mla=True)}, "latent attention"),
-        ({"to_dtype": "nvfp4"}, "nvfp4 was never measured"),
+        ({"to": "nvfp4"}, "nvfp4 was never measured"),
         ({"workload": replace(FULL, itl_seconds=None)}, "no token was seen"),
     ],
 )

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot_operator.decide import decide
-from kvpilot_operator.decide.baseline import reference_revision
-from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.decide.context import Context
+from kvpilot_operator.decide.trial import baseline as borrowing
 from kvpilot_operator.probes.codec import Baseline, Control
 from kvpilot_operator.render.names import baseline_name
 from kvpilot_operator.state.decision import Capture, Decision, Find, Measure
@@ -223,7 +223,7 @@ def on_trial(**changes: Any) -> Snapshot:
 
 def borrowed(s: Snapshot) -> str | None:
     assert s.spec is not None
-    return reference_revision(Draft(s.now, s.status), s, s.spec)
+    return borrowing.borrowed(Context.of(s, s.spec))
 
 
 def test_a_replica_is_borrowed_only_after_the_search_has_found_nothing():

@@ -7,8 +7,8 @@ from datetime import timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.judging.arbiter import Ruling
-from kvpilot_operator.decide.judging.scaling import kept, replicas, ruled
+from kvpilot_operator.decide.judging.policy import PolicyDecision
+from kvpilot_operator.decide.judging.scaling import after_decision, kept, replicas
 from kvpilot_operator.state.status import Option, Scaling
 from support.services import NOW, manifest, spec_of
 
@@ -20,9 +20,9 @@ def spec(count=1, mode="Operator", **changes):
     return spec_of(manifest(replicas=count, scaling=scaling))
 
 
-def ruling(action, count):
+def decided(action, count):
     option = Option(action=action, dtype="auto", replicas=count, gpus=0, outcome="Chosen", message="m")
-    return Ruling((option,), "MemoryBound", "m")
+    return PolicyDecision((option,), "MemoryBound", "m")
 
 
 def test_the_operator_starts_from_the_users_number():
@@ -31,14 +31,14 @@ def test_the_operator_starts_from_the_users_number():
 
 
 def test_the_operators_number_is_kept_until_the_user_changes_his():
-    chosen = ruled(spec(3), kept(spec(3), Scaling(), NOW), ruling("ScaleOut", 5), "auto", NOW)
+    chosen = after_decision(spec(3), kept(spec(3), Scaling(), NOW), decided("ScaleOut", 5), "auto", NOW)
     assert replicas(spec(3), kept(spec(3), chosen, LATER)) == 5
     anew = kept(spec(2), chosen, LATER)
     assert (replicas(spec(2), anew), anew.changed_time) == (2, LATER)
 
 
 def test_limits_hold_for_the_operators_number_too():
-    chosen = ruled(spec(3), kept(spec(3), Scaling(), NOW), ruling("ScaleOut", 7), "auto", NOW)
+    chosen = after_decision(spec(3), kept(spec(3), Scaling(), NOW), decided("ScaleOut", 7), "auto", NOW)
     assert replicas(spec(3), kept(spec(3, maxReplicas=4), chosen, LATER)) == 4
 
 
@@ -49,7 +49,7 @@ def test_zero_stays_zero():
 
 def test_an_autoscalers_number_is_taken_as_it_is_within_the_limits():
     external = spec(20, mode="External")
-    scaling = ruled(external, kept(external, Scaling(), NOW), ruling("ScaleOut", 5), "auto", NOW)
+    scaling = after_decision(external, kept(external, Scaling(), NOW), decided("ScaleOut", 5), "auto", NOW)
     assert scaling.desired_replicas is None
     assert replicas(external, scaling) == 8
 
@@ -57,19 +57,22 @@ def test_an_autoscalers_number_is_taken_as_it_is_within_the_limits():
 def test_what_would_be_chosen_is_always_recommended():
     external = spec(3, mode="External")
     wanted = Option(action="ScaleOut", dtype="auto", replicas=5, gpus=2, outcome="NotOwner", message="m")
-    held = Ruling(ruling("Stay", 3).options, "NotOwner", "m", hold="h", wanted=wanted)
-    assert ruled(external, kept(external, Scaling(), NOW), held, "auto", NOW).recommended_replicas == 5
-    assert ruled(spec(3), kept(spec(3), Scaling(), NOW), ruling("Stay", 3), "auto", NOW).recommended_replicas == 3
+    held = PolicyDecision(decided("Stay", 3).options, "NotOwner", "m", hold="h", wanted=wanted)
+    assert after_decision(external, kept(external, Scaling(), NOW), held, "auto", NOW).recommended_replicas == 5
+    assert (
+        after_decision(spec(3), kept(spec(3), Scaling(), NOW), decided("Stay", 3), "auto", NOW).recommended_replicas
+        == 3
+    )
 
 
 def test_mode_recommend_changes_nothing():
     only = spec_of(manifest(replicas=2, kvCache={"mode": "Recommend"}))
-    scaling = ruled(only, kept(only, Scaling(), NOW), ruling("ScaleOut", 4), "auto", NOW)
+    scaling = after_decision(only, kept(only, Scaling(), NOW), decided("ScaleOut", 4), "auto", NOW)
     assert (replicas(only, scaling), scaling.recommended_replicas) == (2, 4)
 
 
 def test_a_change_of_owner_starts_from_the_users_number():
-    chosen = ruled(spec(3), kept(spec(3), Scaling(), NOW), ruling("ScaleOut", 7), "auto", NOW)
+    chosen = after_decision(spec(3), kept(spec(3), Scaling(), NOW), decided("ScaleOut", 7), "auto", NOW)
     given = kept(spec(3, mode="External"), chosen, LATER)
     assert replicas(spec(3, mode="External"), given) == 3
     assert replicas(spec(3), kept(spec(3), given, LATER)) == 3

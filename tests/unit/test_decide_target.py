@@ -1,4 +1,4 @@
-"""What a ruling becomes: the target dtype, the replicas, the journal, and nothing at all where nothing is new."""
+"""What a decision of the policy becomes: target dtype, replicas, journal, or nothing where nothing is new."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from kvpilot_operator.decide import decide
-from kvpilot_operator.decide.briefing import situation_of
-from kvpilot_operator.decide.judging.workload import Workload
+from kvpilot_operator.decide.context import Context
+from kvpilot_operator.decide.pressure import policy_input
 from kvpilot_operator.probes.codec import Baseline, Control
 from kvpilot_operator.state.decision import Capture
 from kvpilot_operator.state.snapshot import Captured, DeploymentView, Flows, NodeFacts, ProbeResult
-from kvpilot_operator.state.status import Canary, Denied, KVCache, Scaling, Status
+from kvpilot_operator.state.status import Canary, Denied, KVCache, Status
 from support.model_cluster import ModelCluster
 from support.services import NOW, PROBES, manifest, pod, revision_of, running, samples
 
@@ -219,8 +219,8 @@ def test_no_dtype_steps_beside_another_change_of_the_spec():
     s = serving(obj)
     s = replace(s, spec=serving(edited).spec)
     assert s.spec is not None
-    situation = situation_of(s, s.spec, Workload("MemoryBound"), Scaling(), 1)
-    assert situation.no_canary == "the change of the spec is rolled out first"
+    asked = policy_input(Context.of(s, s.spec))
+    assert asked.no_canary == "the change of the spec is rolled out first"
     decision = decide(s)
     assert decision.status.canary is not None
     assert decision.status.canary.dtype == "auto"

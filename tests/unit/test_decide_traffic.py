@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.trial import route, traffic
-from kvpilot_operator.decide.trial.route import weighted
+from kvpilot_operator.decide.context import Context
+from kvpilot_operator.decide.judging import route
+from kvpilot_operator.decide.judging.route import weighted
+from kvpilot_operator.decide.trial import traffic
 from kvpilot_operator.state.snapshot import RouteView, ServerFacts
 from kvpilot_operator.state.status import Canary, Stable, Status
 from support.services import NOW, manifest, pod, snapshot, spec_of
@@ -21,11 +23,12 @@ OURS = {"name": "chat", "port": 80}
 def planned(weights, replicas, *, min_available=1, rules=None, route_ref=None, served=True, **canary):
     steps = [{"weightPercent": weight} for weight in weights]
     asked = {"steps": steps, **({"routeRef": {"name": route_ref}} if route_ref else {})}
-    obj = manifest(canary=asked, disruption={"minAvailable": min_available})
+    scaling = {"minReplicas": 0, "maxReplicas": 16}
+    obj = manifest(replicas=replicas, scaling=scaling, canary=asked, disruption={"minAvailable": min_available})
     view = None if rules is None else RouteView("web", "7", tuple(rules), {})
     trial = on_trial(**canary) if canary else None
-    s = snapshot(obj, route=view, server=ServerFacts(http_routes=served))
-    return traffic.plan(s, spec_of(obj), trial, replicas)
+    s = snapshot(obj, route=view, server=ServerFacts(http_routes=served), status=Status(canary=trial))
+    return Context.of(s, spec_of(obj)).plan
 
 
 def on_trial(stage="Shifting", **changes):
@@ -192,7 +195,8 @@ STABLE = Stable(revision="old", dtype="auto", since=NOW - timedelta(hours=1), ev
 
 def selected(stage, pods, *, observed="old", obj=OBJ, **canary):
     status = Status(stable=STABLE, canary=on_trial(stage, **canary))
-    return traffic.selected(snapshot(obj, pods=tuple(pods), traffic=observed), spec_of(obj), status, 2)
+    s = snapshot(obj, pods=tuple(pods), traffic=observed, status=status)
+    return traffic.selected(Context.of(s, spec_of(obj)))
 
 
 def some(revision, count, **changes):

@@ -1,51 +1,74 @@
-"""The status of a pass while it is being decided, with the journal entries and events that explain each change."""
+"""The status while it is being decided, with the journal entries and events that explain each change."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
 from kvpilot_operator.state.decision import Event
-from kvpilot_operator.state.status import MAX_DECISIONS, JournalEntry, Option, Status, clip
+from kvpilot_operator.state.enums import Action
+from kvpilot_operator.state.questions import Unanswered
+from kvpilot_operator.state.snapshot import Snapshot
+from kvpilot_operator.state.status import MAX_DECISIONS, Canary, JournalEntry, Option, Stable, Status, clip
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """Grows from the observed status to the decided one; lives for one call of `decide`."""
+    """What was observed of a service, and what has been decided so far. Frozen: every change returns a new one."""
 
-    now: datetime
+    snapshot: Snapshot
     status: Status
-    events: list[Event] = field(default_factory=list)
+    """As decided so far; `before` is what it was."""
+    events: tuple[Event, ...] = ()
+    unanswered: tuple[Unanswered, ...] = ()
 
-    def set(self, **changes: Any) -> None:
+    @property
+    def now(self) -> datetime:
+        """The time of the reconcile."""
+        return self.snapshot.now
+
+    @property
+    def before(self) -> Status:
+        """The status as it was observed."""
+        return self.snapshot.status
+
+    @property
+    def stable(self) -> Stable | None:
+        """The revision that serves, as decided so far."""
+        return self.status.stable
+
+    @property
+    def canary(self) -> Canary | None:
+        """The canary in flight, as decided so far."""
+        return self.status.canary
+
+    def set(self, **changes: Any) -> Self:
         """Replace fields of the status."""
-        self.status = msgspec.structs.replace(self.status, **changes)
+        return replace(self, status=msgspec.structs.replace(self.status, **changes))
 
-    def set_kv(self, **changes: Any) -> None:
+    def set_kv(self, **changes: Any) -> Self:
         """Replace fields of `status.kvCache`."""
-        self.set(kv_cache=msgspec.structs.replace(self.status.kv_cache, **changes))
+        return self.set(kv_cache=msgspec.structs.replace(self.status.kv_cache, **changes))
 
-    def set_canary(self, **changes: Any) -> None:
-        """Replace fields of `status.canary`, which must be there."""
-        canary = self.status.canary
-        if canary is None:
-            raise LookupError("no canary is in flight")
-        if "stage" in changes and changes["stage"] != canary.stage:
+    def set_canary(self, **changes: Any) -> Self:
+        """Replace fields of `status.canary`; LookupError where there is none."""
+        canary = in_flight(self)
+        if changes.get("stage", canary.stage) != canary.stage:
             changes.setdefault("stage_time", self.now)
         if "message" in changes:
             changes["message"] = clip(changes["message"])
-        self.set(canary=msgspec.structs.replace(canary, **changes))
+        return self.set(canary=msgspec.structs.replace(canary, **changes))
 
-    def set_accuracy(self, **changes: Any) -> None:
+    def set_accuracy(self, **changes: Any) -> Self:
         """Replace fields of `status.accuracy`."""
-        self.set(accuracy=msgspec.structs.replace(self.status.accuracy, **changes))
+        return self.set(accuracy=msgspec.structs.replace(self.status.accuracy, **changes))
 
     def record(
         self,
-        action: str,
+        action: Action,
         reason: str,
         message: str,
         *,
@@ -54,8 +77,8 @@ class Draft:
         warning: bool = False,
         event: str | None = None,
         options: tuple[Option, ...] = (),
-    ) -> None:
-        """Write the decision into the journal and post it as an event (of reason `event` where that reads better)."""
+    ) -> Self:
+        """Write a decision into the journal and post it as an event (of reason `event` where that reads better)."""
         entry = JournalEntry(
             time=self.now,
             action=action,
@@ -65,9 +88,16 @@ class Draft:
             to_dtype=to_dtype,
             options=options,
         )
-        self.set(decisions=(entry, *self.status.decisions)[:MAX_DECISIONS])
-        self.event(event or reason, message, warning=warning)
+        recorded = self.set(decisions=(entry, *self.status.decisions)[:MAX_DECISIONS])
+        return recorded.event(event or reason, message, warning=warning)
 
-    def event(self, reason: str, message: str, *, warning: bool = False) -> None:
+    def event(self, reason: str, message: str, *, warning: bool = False) -> Self:
         """Post an event without a journal entry."""
-        self.events.append(Event("Warning" if warning else "Normal", reason, clip(message)))
+        return replace(self, events=(*self.events, Event("Warning" if warning else "Normal", reason, clip(message))))
+
+
+def in_flight(draft: Draft) -> Canary:
+    """The canary that must be there; LookupError where there is none."""
+    if draft.canary is None:
+        raise LookupError("no canary is in flight")
+    return draft.canary

@@ -1,44 +1,42 @@
-"""Asks one question of a reconcile after another: what goes wrong in one is noted, the others are still answered."""
+"""Rules, and how they are folded: what goes wrong in one is noted, and the others are still asked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, Literal, TypeVar
 
 from kvpilot_operator.decide.draft import Draft
 from kvpilot_operator.state.questions import Question, Unanswered, unanswered
 
-T = TypeVar("T")
+D = TypeVar("D", bound=Draft)
 
 CONDITION = "ReconcileSucceeded"
 
 
-class Questions:
-    """The one place where an unexpected error of a decision is caught."""
+def unchanged(draft: D) -> D:
+    """Leave everything as the rules before have it."""
+    return draft
 
-    def __init__(self, draft: Draft, observed: Sequence[Unanswered]) -> None:
-        self._draft = draft
-        self._unanswered = list(observed)
 
-    @property
-    def unanswered(self) -> tuple[Unanswered, ...]:
-        """The questions that had no answer so far, those of the observation included."""
-        return tuple(self._unanswered)
+@dataclass(frozen=True, slots=True)
+class Rule(Generic[D]):
+    """One step of a decision, a pure function. `otherwise`, which never fails, stands where `answer` raises."""
 
-    def failed(self, question: Question) -> bool:
-        """Whether this one had none."""
-        return any(one.question == question for one in self._unanswered)
+    question: Question
+    answer: Callable[[D], D]
+    otherwise: Callable[[D], D] = unchanged
 
-    def ask(self, question: Question, answer: Callable[[], T], otherwise: T) -> T:
-        """The answer; where it raises, `otherwise`, with the draft as it was before."""
-        status, events = self._draft.status, len(self._draft.events)
+
+def fold(draft: D, rules: Sequence[Rule[D]]) -> D:
+    """Every rule in turn, each on what the ones before it returned; an unexpected error is caught here alone."""
+    for rule in rules:
         try:
-            return answer()
+            draft = rule.answer(draft)
         except Exception as error:
-            self._draft.status = status
-            del self._draft.events[events:]
-            self._unanswered.append(unanswered(question, error))
-            return otherwise
+            kept = rule.otherwise(draft)
+            draft = replace(kept, unanswered=(*kept.unanswered, unanswered(rule.question, error)))
+    return draft
 
 
 def line(unanswered: Sequence[Unanswered]) -> tuple[Literal["True", "False"], str, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvpilot_operator.probes.codec import Baseline
-from kvpilot_operator.state.questions import Question, Unanswered
+from kvpilot_operator.state.questions import Unanswered, keeps_probe
 from kvpilot_operator.state.status import Status
 
 Manifest = Mapping[str, Any]
@@ -103,4 +103,4 @@ class Decision:
     @property
     def keeps_probe(self) -> bool:
         """Whether a probe that runs goes on: what is to be asked had no answer, so `probe` says nothing."""
-        return any(one.question in (Question.PROBE_SETS, Question.ACCURACY) for one in self.unanswered)
+        return keeps_probe(self.unanswered)

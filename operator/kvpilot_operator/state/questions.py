@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -59,6 +60,11 @@ class Unanswered:
     def __str__(self) -> str:
         at = f" at {self.where[-1]}" if self.where else ""
         return f"{self.question} ({self.error}{at})"
+
+
+def keeps_probe(unanswered: Sequence[Unanswered]) -> bool:
+    """Whether a probe that runs goes on: what is to be asked of the engines had no answer."""
+    return any(one.question in (Question.PROBE_SETS, Question.ACCURACY) for one in unanswered)
 
 
 def unanswered(question: Question, error: Exception) -> Unanswered:

@@ -11,9 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-Stage = Literal["Starting", "Probing", "Shifting", "Promoting", "RollingBack", "Promoted", "RolledBack"]
-Verdict = Literal["Pending", "Passed", "Failed", "Error", "Inconclusive"]
-TrafficMode = Literal["ProbeOnly", "ReplicaRatio", "HTTPRoute"]
+from kvpilot_operator.state.enums import Action, Outcome, Stage, TrafficMode, Verdict
 
 MAX_DECISIONS = 10
 MAX_DENIED = 32
@@ -77,7 +75,7 @@ class Saturation(_Struct, frozen=True, kw_only=True):
     mean_generation: int
 
 
-class Regret(_Struct, frozen=True, kw_only=True):
+class ScaleInBackoff(_Struct, frozen=True, kw_only=True):
     """So many replicas of this dtype were too few: one that had been given back was soon needed again."""
 
     dtype: str
@@ -93,7 +91,7 @@ class Scaling(_Struct, frozen=True, kw_only=True):
     spec_replicas: int | None = None
     changed_time: datetime | None = None
     scaled_in_time: datetime | None = None
-    regret: Regret | None = None
+    scale_in_backoff: ScaleInBackoff | None = msgspec.field(name="regret", default=None)
     saturations: tuple[Saturation, ...] = ()
 
 
@@ -109,7 +107,7 @@ class Canary(_Struct, frozen=True, kw_only=True):
     generation: int | None = None
     reason: str = ""
     message: str = ""
-    verdict: Verdict = "Pending"
+    verdict: Verdict = Verdict.PENDING
     errors: int = 0
     failures: int = 0
     capacity_tokens: int | None = None
@@ -125,7 +123,7 @@ class Canary(_Struct, frozen=True, kw_only=True):
 
 
 class Experience(_Struct, frozen=True, kw_only=True):
-    """How a canary turned out: what the arbiter expects of the same dtype next time."""
+    """How a canary turned out: what the policy expects of the same dtype next time."""
 
     dtype: str
     from_dtype: str
@@ -205,11 +203,11 @@ class Accuracy(_Struct, frozen=True, kw_only=True):
 class Option(_Struct, frozen=True, kw_only=True):
     """A step that was weighed. `gpus` and `itl_change_percent` are relative to now, the rest is what it leads to."""
 
-    action: str
+    action: Action
     dtype: str
     replicas: int
     gpus: int
-    outcome: str
+    outcome: Outcome
     message: str
     capacity_tokens: int | None = None
     usage_percent: int | None = None
@@ -220,7 +218,7 @@ class JournalEntry(_Struct, frozen=True, kw_only=True):
     """One decision with its reason in words and numbers."""
 
     time: datetime
-    action: str
+    action: Action
     reason: str
     message: str
     from_dtype: str | None = None

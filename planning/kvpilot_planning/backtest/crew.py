@@ -13,10 +13,10 @@ from datetime import datetime, timedelta
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpilot_operator.decide.judging.arbiter import Ruling
 from kvpilot_operator.decide.judging.capacity import gain, smaller
-from kvpilot_operator.decide.judging.saturation import _SHARE as SHARE
-from kvpilot_operator.decide.judging.situation import CLIMB_DWELLS
+from kvpilot_operator.decide.judging.policy import PolicyDecision
+from kvpilot_operator.decide.judging.policy_input import CLIMB_DWELLS
+from kvpilot_operator.decide.judging.saturation import SHARE
 from kvpilot_operator.state.snapshot import Flows, Sample
 from kvpilot_planning.backtest.engine import EPOCH
 from kvpilot_planning.backtest.interval import Minute
@@ -79,8 +79,8 @@ class Crew:
         self.pilots[i].replicas_changed = self._now()
         self._changed[i] = self._minute * STEP
 
-    def judge(self, asked: Array, ready: Array, busy: Bools) -> list[tuple[int, Ruling]]:
-        """Rulings of this minute that are anything but Stay."""
+    def judge(self, asked: Array, ready: Array, busy: Bools) -> list[tuple[int, PolicyDecision]]:
+        """Decisions of this minute that are anything but Stay."""
         chosen = np.ones(len(self.pilots), dtype=bool) if self._ask_all else self.candidates(asked, ready, busy)
         for i in np.flatnonzero(self._bound & ~chosen):
             self.pilots[i].was_bound = self._bound[i] = False

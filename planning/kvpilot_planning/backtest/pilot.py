@@ -1,4 +1,4 @@
-"""The pilot of one simulated service: the operator's own classify and arbitrate, and the roll that carries a dtype out.
+"""The pilot of one simulated service: the operator's own rules, and the roll that carries a dtype out.
 
 What the operator keeps in the status is kept here in plain fields. A canary's probes cannot be simulated: its verdict
 is taken to be Passed, its time and its GPU are charged.
@@ -16,14 +16,14 @@ import yaml
 
 from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.api.spec import Spec, parse
-from kvpilot_operator.decide.briefing import step_tokens
-from kvpilot_operator.decide.judging.arbiter import Ruling, arbitrate
+from kvpilot_operator.decide.judging.engine_args import step_tokens
 from kvpilot_operator.decide.judging.gpus import by_product
-from kvpilot_operator.decide.judging.regret import remembered
-from kvpilot_operator.decide.judging.situation import Situation
+from kvpilot_operator.decide.judging.policy import PolicyDecision, choose_step
+from kvpilot_operator.decide.judging.policy_input import PolicyInput
+from kvpilot_operator.decide.judging.saturation import backoff
 from kvpilot_operator.decide.judging.workload import Workload, classify
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts, Sample
-from kvpilot_operator.state.status import Regret, Saturation
+from kvpilot_operator.state.status import Saturation, ScaleInBackoff
 from kvpilot_planning.backtest.costs import BacktestError, Profile
 
 DEFAULT: dict[str, Any] = {
@@ -82,27 +82,27 @@ class Pilot:
     replicas_changed: datetime | None = None
     saturations: tuple[Saturation, ...] = ()
     scaled_in: datetime | None = None
-    regret: Regret | None = None
+    backoff: ScaleInBackoff | None = None
 
     def rule(
         self, samples: Sequence[Sample], now: datetime, replicas: int, ready: int, busy: str | None
-    ) -> tuple[Ruling, Workload]:
-        """One pass of the decide code over the window."""
+    ) -> tuple[PolicyDecision, Workload]:
+        """One decision of the operator's code over the window."""
         workload = classify(
             samples, self.spec.kv_cache.pressure, now, was_bound=self.was_bound,
             calm_seconds=self.spec.scaling.scale_down_stabilization_seconds,
             step_tokens=step_tokens(self.spec, self.node),
         )  # fmt: skip
-        ruling = arbitrate(
-            Situation(
+        decision = choose_step(
+            PolicyInput(
                 now=now, spec=self.spec, workload=workload, dtype=self.dtype, replicas=replicas, ready=ready,
                 node=self.node, model=self.model, saturations=self.saturations, dtype_changed=self.dtype_changed,
-                replicas_changed=self.replicas_changed, regret=self.regret, busy=busy,
+                replicas_changed=self.replicas_changed, scale_in_backoff=self.backoff, busy=busy,
             )
         )  # fmt: skip
         self.was_bound = workload.kind == "MemoryBound"
-        self.saturations = ruling.saturations
-        self.scaled_in, self.regret = remembered(
-            ruling.chosen.action, self.dtype, replicas, now, self.scaled_in, self.regret
+        self.saturations = decision.saturations
+        self.scaled_in, self.backoff = backoff(
+            decision.chosen.action, self.dtype, replicas, now, self.scaled_in, self.backoff
         )
-        return ruling, workload
+        return decision, workload

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvpilot_operator.decide.trial.exchange import Side, exchange
+from kvpilot_operator.decide.judging.traffic_plan import Counts, rolling_step
 from kvpilot_operator.state.snapshot import Sample
 from kvpilot_planning.backtest.engine import EPOCH
 from kvpilot_planning.backtest.hpa import Hpa
@@ -118,9 +118,9 @@ class Piloted:
             self.pilot.dtype_changed = EPOCH + timedelta(seconds=service.now)
             self.samples.clear()
             return
-        grown, left = exchange(
-            Side(len(service.of(new)), len(service.ready(new))), self.replicas,
-            Side(len(service.of(old)), len(service.ready(old))),
+        grown, left = rolling_step(
+            Counts(len(service.of(new)), len(service.ready(new))), self.replicas,
+            Counts(len(service.of(old)), len(service.ready(old))),
             total=self.replicas + 1, floor=self.replicas, both_serve=True,
         )  # fmt: skip
         service.scale(new, grown)

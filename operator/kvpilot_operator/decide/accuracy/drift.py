@@ -16,72 +16,70 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide import baseline
 from kvpilot_operator.decide.accuracy.measured import measured
 from kvpilot_operator.decide.accuracy.verdict import judge
-from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS, denial
-from kvpilot_operator.decide.target import render
-from kvpilot_operator.decide.trial.denial import deny
+from kvpilot_operator.decide.trial import baseline
+from kvpilot_operator.decide.trial.ending import deny
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.render.names import engine_url
 from kvpilot_operator.state.decision import Measure
+from kvpilot_operator.state.enums import Action, Verdict
 from kvpilot_operator.state.snapshot import PodView, ProbeFailed, Snapshot
-from kvpilot_operator.state.status import Accuracy, Baseline, Stable, Status
+from kvpilot_operator.state.status import Accuracy, Baseline, Stable
 
 REASON = "AccuracyDrifted"
 # A probe that gave way to users for too long says nothing of the engine: no warning is worth it.
 BUSY = "EngineBusy"
 
 
-def begin(draft: Draft, spec: Spec) -> None:
+def begin(c: Context) -> Context:
     """Start counting anew when another revision serves, and forget the counts where nothing is watched."""
-    accuracy, stable = draft.status.accuracy, draft.status.stable
+    accuracy, stable = c.status.accuracy, c.stable
     if stable is None:
-        return
-    if stable.dtype == spec.kv_cache.baseline:
-        if (accuracy.checked_time, accuracy.failures, accuracy.errors) != (None, 0, 0):
-            draft.set_accuracy(checked_time=None, failures=0, errors=0)
-    elif accuracy.checked_time is None or accuracy.checked_time < stable.since:
-        draft.set_accuracy(checked_time=stable.since, failures=0, errors=0)
+        return c
+    if stable.dtype == c.spec.kv_cache.baseline:
+        counted = (accuracy.checked_time, accuracy.failures, accuracy.errors) != (None, 0, 0)
+        return c.set_accuracy(checked_time=None, failures=0, errors=0) if counted else c
+    if accuracy.checked_time is None or accuracy.checked_time < stable.since:
+        return c.set_accuracy(checked_time=stable.since, failures=0, errors=0)
+    return c
 
 
-def drifted(status: Status, spec: Spec) -> bool:
+def drifted(c: Context) -> bool:
     """Whether the serving replicas failed `failureLimit` runs in a row."""
-    return status.accuracy.failures >= spec.accuracy.failure_limit
+    return c.status.accuracy.failures >= c.spec.accuracy.failure_limit
 
 
-def check(draft: Draft, s: Snapshot, spec: Spec) -> Measure | None:
+def check(c: Context) -> Measure | None:
     """The run that is due, or None."""
-    watched = _watched(draft, s, spec)
-    if watched is None or not due(s, spec, draft.status.accuracy):
+    watched, accuracy, running = _watched(c), c.status.accuracy, c.snapshot.probe_result
+    if watched is None or not due(c.snapshot, c.spec, accuracy):
         return None
     stable, kept, pods = watched
-    accuracy, running = draft.status.accuracy, s.probe_result
     # Replicas that come and go meanwhile do not end a run of one that stays.
-    pod = s.pod_to_ask(pods)
+    pod = c.snapshot.pod_to_ask(pods)
     if running is None or running.request.identity != _identity(kept, stable, pod, accuracy):
         pod = next_pod(pods, accuracy, stable.revision)
     return Measure(
         identity=_identity(kept, stable, pod, accuracy),
         pod=pod.name,
         url=engine_url(pod.ip),
-        model=spec.model.served_name,
+        model=c.spec.model.served_name,
         config_map=kept.config_map,
         serving=True,
     )
 
 
-def take(draft: Draft, s: Snapshot, spec: Spec, asked: Measure, outcome: Measurement | ProbeFailed) -> None:
+def take(c: Context, asked: Measure, outcome: Measurement | ProbeFailed) -> Context:
     """Count the run that `check` asked for."""
-    watched = _watched(draft, s, spec)
+    watched = _watched(c)
     if watched is None:
-        return
-    stable, kept, _ = watched
+        return c
     if isinstance(outcome, ProbeFailed):
-        _count_error(draft, spec, asked.pod, outcome)
-    else:
-        _count_verdict(draft, s, spec, stable, kept, asked.pod, outcome)
+        return _count_error(c, asked.pod, outcome)
+    return _count_verdict(c, *watched[:2], asked.pod, outcome)
 
 
 def due(s: Snapshot, spec: Spec, accuracy: Accuracy) -> bool:
@@ -108,60 +106,52 @@ def next_pod(pods: Sequence[PodView], accuracy: Accuracy, revision: str) -> PodV
     return ordered[(done + accuracy.errors) % len(ordered)]
 
 
-def _watched(draft: Draft, s: Snapshot, spec: Spec) -> tuple[Stable, Baseline, tuple[PodView, ...]] | None:
-    stable, kept = draft.status.stable, baseline.known(draft, s)
-    if stable is None or kept is None or stable.dtype == spec.kv_cache.baseline:
+def _watched(c: Context) -> tuple[Stable, Baseline, tuple[PodView, ...]] | None:
+    stable, kept = c.stable, baseline.known(c)
+    if stable is None or kept is None or stable.dtype == c.spec.kv_cache.baseline:
         return None
-    if s.traffic != stable.revision or render(s, spec, stable.dtype)[0] != stable.revision:
+    if c.snapshot.traffic != stable.revision or c.render(stable.dtype).name != stable.revision:
         return None
-    pods = s.ready_pods(stable.revision)
+    pods = c.snapshot.ready_pods(stable.revision)
     return (stable, kept, pods) if pods else None
 
 
-def _count_error(draft: Draft, spec: Spec, pod: str, failed: ProbeFailed) -> None:
+def _count_error(c: Context, pod: str, failed: ProbeFailed) -> Context:
     if failed.reason == "BaselineLost":
-        draft.set_accuracy(baseline=None)
-        draft.event("BaselineLost", failed.message, warning=True)
-        return
-    errors, limit = draft.status.accuracy.errors + 1, spec.accuracy.consecutive_error_limit
-    draft.set_accuracy(checked_time=draft.now, errors=errors)
+        return c.set_accuracy(baseline=None).event("BaselineLost", failed.message, warning=True)
+    errors, limit = c.status.accuracy.errors + 1, c.spec.accuracy.consecutive_error_limit
+    c = c.set_accuracy(checked_time=c.now, errors=errors)
     text = f"pod {pod}: {failed.reason}: {failed.message} ({errors} runs in a row without a verdict)"
     if errors == limit:
-        draft.event("AccuracyUnknown", text, warning=True)
-    elif errors < limit and failed.reason != BUSY:
-        draft.event("ProbeError", text, warning=True)
+        return c.event("AccuracyUnknown", text, warning=True)
+    return c.event("ProbeError", text, warning=True) if errors < limit and failed.reason != BUSY else c
 
 
-def _count_verdict(
-    draft: Draft, s: Snapshot, spec: Spec, stable: Stable, kept: Baseline, pod: str, found: Measurement
-) -> None:
-    judgement = judge(found, kept, spec.accuracy)
-    if judgement.verdict == "Inconclusive":
-        _count_error(draft, spec, pod, ProbeFailed(judgement.reason, judgement.message))
-        return
-    before = drifted(draft.status, spec)
-    failures = draft.status.accuracy.failures + 1 if judgement.verdict == "Failed" else 0
-    last = measured(s, found, judgement, revision=stable.revision, dtype=stable.dtype, pod=pod)
-    draft.set_accuracy(checked_time=s.now, failures=failures, errors=0, last=last)
-    if drifted(draft.status, spec):
-        text = f"{stable.dtype} on pod {pod}: {judgement.message}; {failures} failed runs in a row"
-        _act_on_drift(draft, s, spec, stable.dtype, text, new=not before)
-    elif before:
-        draft.event("AccuracyRecovered", f"{stable.dtype} on pod {pod}: {judgement.message}")
+def _count_verdict(c: Context, stable: Stable, kept: Baseline, pod: str, found: Measurement) -> Context:
+    judgement, before = judge(found, kept, c.spec.accuracy), drifted(c)
+    if judgement.verdict == Verdict.INCONCLUSIVE:
+        return _count_error(c, pod, ProbeFailed(judgement.reason, judgement.message))
+    failures = c.status.accuracy.failures + 1 if judgement.verdict == Verdict.FAILED else 0
+    last = measured(c.snapshot, found, judgement, revision=stable.revision, dtype=stable.dtype, pod=pod)
+    c = c.set_accuracy(checked_time=c.now, failures=failures, errors=0, last=last)
+    text = f"{stable.dtype} on pod {pod}: {judgement.message}"
+    if drifted(c):
+        return _act_on_drift(c, stable.dtype, f"{text}; {failures} failed runs in a row", new=not before)
+    return c.event("AccuracyRecovered", text) if before else c
 
 
-def _act_on_drift(draft: Draft, s: Snapshot, spec: Spec, dtype: str, text: str, *, new: bool) -> None:
+def _act_on_drift(c: Context, dtype: str, text: str, *, new: bool) -> Context:
     """Hand over to the choice of the target: it leaves a dtype that is denied for its accuracy, though it serves."""
-    seconds = spec.rollout.deny_seconds
-    if spec.accuracy.on_failure == "Rollback" and seconds > 0:
+    seconds = c.spec.rollout.deny_seconds
+    if c.spec.accuracy.on_failure == "Rollback" and seconds > 0:
         # A denial for another reason, such as its latency, keeps a dtype from being tried and does not end its service.
-        standing = denial(dtype, spec, s.node, draft.status.kv_cache.denied, s.now)
-        if standing is None or standing.reason not in ACCURACY_REASONS:
-            draft.record("RollBack", REASON, f"{text}; {dtype} gives way", from_dtype=dtype, warning=True)
-            deny(draft, s, spec, dtype, REASON, text, seconds)
-    elif new:
-        why = "accuracy.onFailure is Report" if seconds > 0 else "rollout.denySeconds is 0, nothing is denied"
-        draft.event(REASON, f"{text}; {dtype} keeps serving: {why}", warning=True)
+        standing = denial(dtype, c.spec, c.snapshot.node, c.status.kv_cache.denied, c.now)
+        if standing is not None and standing.reason in ACCURACY_REASONS:
+            return c
+        c = c.record(Action.ROLL_BACK, REASON, f"{text}; {dtype} gives way", from_dtype=dtype, warning=True)
+        return deny(c, dtype, REASON, text, seconds)
+    why = "accuracy.onFailure is Report" if seconds > 0 else "rollout.denySeconds is 0, nothing is denied"
+    return c.event(REASON, f"{text}; {dtype} keeps serving: {why}", warning=True) if new else c
 
 
 def _identity(kept: Baseline, stable: Stable, pod: PodView, accuracy: Accuracy) -> str:

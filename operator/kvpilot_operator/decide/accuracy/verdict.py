@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from kvpilot_operator.api.spec import Accuracy
 from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.state.status import Baseline, Verdict
+from kvpilot_operator.state.enums import Verdict
+from kvpilot_operator.state.status import Baseline
 
 # Fewer compared positions than this say nothing about a 99th percentile or a share in percent.
 MIN_POSITIONS = 100
@@ -41,7 +42,9 @@ def judge(measured: Measurement, control: Baseline, limits: Accuracy) -> Judgeme
     if excess > allowed or agreement < needed:
         few = measured.positions < MIN_POSITIONS and excess <= 10 * allowed
         if not few:
-            return Judgement("Failed", "AccuracyRegressed", numbers, excess)
+            return Judgement(Verdict.FAILED, "AccuracyRegressed", numbers, excess)
     if measured.positions < MIN_POSITIONS:
-        return Judgement("Inconclusive", "TooFewPositions", f"{numbers}; at least {MIN_POSITIONS} are needed", excess)
-    return Judgement("Passed", "WithinLimits", numbers, excess)
+        return Judgement(
+            Verdict.INCONCLUSIVE, "TooFewPositions", f"{numbers}; at least {MIN_POSITIONS} are needed", excess
+        )
+    return Judgement(Verdict.PASSED, "WithinLimits", numbers, excess)

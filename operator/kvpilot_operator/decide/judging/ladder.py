@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide.judging.veto import slow_fp8, veto
+from kvpilot_operator.decide.judging.feasibility import infeasible, slow_fp8
+from kvpilot_operator.state.enums import Outcome
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Denied
 
 # Denials for these reasons say that answers are wrong: a dtype that serves all the same is left.
 ACCURACY_REASONS = ("AccuracyRegressed", "AccuracyDrifted")
+# A revision that failed for want of capacity, or for errors, may be tried again after this long.
+RETRY_SECONDS = 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,7 @@ class Rung:
     """A dtype of the ladder; `outcome` is Vetoed or Denied where it is ruled out, and `message` says why."""
 
     dtype: str
-    outcome: str | None = None
+    outcome: Outcome | None = None
     message: str = ""
 
 
@@ -33,7 +36,7 @@ def rungs(
     for i, rung in enumerate(found):
         slow = slow_fp8(rung.dtype, model)
         if rung.outcome is None and slow is not None and ours_open:
-            found[i] = Rung(rung.dtype, "Vetoed", slow)
+            found[i] = Rung(rung.dtype, Outcome.VETOED, slow)
     return tuple(found)
 
 
@@ -53,10 +56,12 @@ def about(d: Denied) -> tuple[str, str, str, str, int | None]:
 def _rung(
     dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None, denied: Sequence[Denied], now: datetime
 ) -> Rung:
-    ruled_out = veto(dtype, spec, node, model)
+    ruled_out = infeasible(dtype, spec, node, model)
     if ruled_out is not None:
-        return Rung(dtype, "Vetoed", ruled_out.message)
+        return Rung(dtype, Outcome.VETOED, ruled_out.message)
     standing = denial(dtype, spec, node, denied, now)
     if standing is not None:
-        return Rung(dtype, "Denied", f"{dtype} is denied until {standing.until:%Y-%m-%dT%H:%M:%SZ} ({standing.reason})")
+        return Rung(
+            dtype, Outcome.DENIED, f"{dtype} is denied until {standing.until:%Y-%m-%dT%H:%M:%SZ} ({standing.reason})"
+        )
     return Rung(dtype)

@@ -8,15 +8,11 @@ dtype or another number of replicas changes t by a' - a.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.judging.capacity import bits_per_element
 from kvpilot_operator.decide.judging.gpus import by_product
-from kvpilot_operator.decide.judging.workload import Workload
-from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
-from kvpilot_operator.state.status import Experience
+from kvpilot_operator.decide.judging.policy_input import PolicyInput
 
 # Share of an H200's peak bandwidth (4.8 TB/s) that decode attention reaches on the bytes of its cache, 32 sequences of
 # 16K tokens of a Llama-3-8B, vLLM 0.32.0: auto, fp8, k4v4 and k4v2 from the attention column of
@@ -43,21 +39,18 @@ class Expected:
     message: str
 
 
-def expected_itl_change(
-    *, spec: Spec, workload: Workload, node: NodeFacts, model: ModelFacts | None, history: Sequence[Experience],
-    from_dtype: str, to_dtype: str, load: float = 1.0,
-) -> Expected:  # fmt: skip
-    """Of a step from one dtype to another, with `load` times the tokens in each replica's cache."""
-    if from_dtype != to_dtype:
-        known = _measured(spec, node, history, from_dtype, to_dtype)
+def expected_itl_change(s: PolicyInput, to_dtype: str, load: float = 1.0) -> Expected:
+    """Of a step to a dtype (or to the same one) with `load` times the tokens in each replica's cache."""
+    if s.dtype != to_dtype:
+        measured = (e.itl_p95_change_percent for e in s.experience(to_dtype))
+        known = next((percent for percent in measured if percent is not None), None)
         if known is not None:
             return Expected(known, f"a canary measured {known:+d}% between two tokens")
-    now = _attention_seconds(spec, workload, node, model, from_dtype)
-    after = _attention_seconds(spec, workload, node, model, to_dtype)
+    now, after = _attention_seconds(s, s.dtype), _attention_seconds(s, to_dtype)
     if isinstance(now, str) or isinstance(after, str):
         unknown = now if isinstance(now, str) else after
         return Expected(None, f"nothing is known of the time between two tokens: {unknown}")
-    observed = workload.itl_seconds
+    observed = s.workload.itl_seconds
     if not observed:
         return Expected(None, "nothing is known of the time between two tokens: no token was seen")
     part = min(now, _MOST * observed)
@@ -69,20 +62,9 @@ def expected_itl_change(
     )
 
 
-def _measured(spec: Spec, node: NodeFacts, history: Sequence[Experience], from_dtype: str, to_dtype: str) -> int | None:
-    """The newest canary's figure for the same step, model, image, GPU and recent window."""
-    wanted = (to_dtype, from_dtype, spec.model.source, spec.engine.image, node.gpu, spec.kv_cache.recent_tokens)
-    for e in history:
-        same = (e.dtype, e.from_dtype, e.model, e.image, e.gpu, e.recent_tokens) == wanted
-        if same and e.itl_p95_change_percent is not None:
-            return e.itl_p95_change_percent
-    return None
-
-
-def _attention_seconds(
-    spec: Spec, workload: Workload, node: NodeFacts, model: ModelFacts | None, dtype: str
-) -> float | str:
+def _attention_seconds(s: PolicyInput, dtype: str) -> float | str:
     """Seconds of a step in which one GPU reads the tokens that are cached now, or what is not known."""
+    node, model = s.node, s.model
     gpu = by_product(node.gpu)
     if gpu is None:
         return f"the bandwidth of {node.gpu} is not in the table"
@@ -95,8 +77,8 @@ def _attention_seconds(
         efficiency = _FP8_HEAD_DIM_256
     if efficiency is None:
         return f"{dtype} was never measured"
-    tokens = workload.usage_percent / 100 * workload.capacity_per_pod
-    heads = -(-model.kv_heads // spec.engine.tensor_parallel_size)
-    bits = bits_per_element(dtype, model, spec.kv_cache.skip_layers)
+    tokens = s.workload.usage_percent / 100 * s.workload.capacity_per_pod
+    heads = -(-model.kv_heads // s.spec.engine.tensor_parallel_size)
+    bits = bits_per_element(dtype, model, s.spec.kv_cache.skip_layers)
     cached = tokens * model.layers * heads * 2 * model.head_dim * bits / 8
     return cached / (gpu.bandwidth_gb_s * 1e9 * efficiency)

@@ -1,23 +1,33 @@
-"""How much could a replica do when it last had more to do than it could? What keeps a step back from being undone.
+"""What keeps a step back from being undone: the load at which requests queued, and a backoff after a scale-in.
 
 Use of the cache says little about how near a replica is to its limit: requests that are served faster hold their blocks
 for a shorter time, so a second replica can take far more than half of the first one's use away. The rate of requests is
 what stays the same whatever serves them. So whenever requests queue and a step is taken against it, the best rate that
 a replica has finished lately is kept for its dtype, and a step back to that dtype, or to fewer replicas, waits for a
 lower load.
+
+Nor does use of the cache tell whether a replica was given back too early: what the prefix cache holds beyond running
+requests does not count as use, and a service that loses its prefixes computes every prompt anew. So a number of
+replicas that was soon too few is not tried again for a day.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime, timedelta
 
 from kvpilot_operator.decide.judging.workload import Workload
-from kvpilot_operator.state.status import MAX_SATURATIONS, Saturation
+from kvpilot_operator.state.enums import Action
+from kvpilot_operator.state.status import MAX_SATURATIONS, Saturation, ScaleInBackoff
 
 # A replica is loaded up to this share of the rate at which its requests queued.
-_SHARE = 0.7
+SHARE = 0.7
 # The figure counts for requests whose mean lengths are within this factor of those it was seen with.
 _SIMILAR = 2.0
+# Relief that is called for so soon after a replica was given back is taken as its consequence.
+SOON = timedelta(hours=1)
+# As long as the rhythm that most loads have.
+HOLD = timedelta(days=1)
 
 
 def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Saturation, ...]:
@@ -43,12 +53,38 @@ def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, r
     if limit is None or w.requests_per_second is None or not _alike(limit, w):
         return None
     each = w.requests_per_second * 3600 * w.pods / max(1, replicas)
-    refuted = dtype == serving and _SHARE * w.requests_per_second * 3600 > limit.requests_per_hour
-    if refuted or each <= _SHARE * limit.requests_per_hour:
+    refuted = dtype == serving and SHARE * w.requests_per_second * 3600 > limit.requests_per_hour
+    if refuted or each <= SHARE * limit.requests_per_hour:
         return None
     return (
         f"{each:.0f} requests an hour for each of {max(1, replicas)} replicas, and they queued at "
-        f"{limit.requests_per_hour} with {dtype} ({_SHARE * 100:.0f}% of that is the limit)"
+        f"{limit.requests_per_hour} with {dtype} ({SHARE * 100:.0f}% of that is the limit)"
+    )
+
+
+def backoff(
+    action: Action,
+    dtype: str,
+    replicas: int,
+    now: datetime,
+    scaled_in: datetime | None,
+    known: ScaleInBackoff | None,
+) -> tuple[datetime | None, ScaleInBackoff | None]:
+    """When a replica was last given back, and which number was last too few, once `action` is taken."""
+    if action == Action.SCALE_IN:
+        return now, known
+    if action in (Action.SCALE_OUT, Action.DTYPE_DOWN) and scaled_in is not None and now - scaled_in <= SOON:
+        return None, ScaleInBackoff(dtype=dtype, replicas=replicas, time=now)
+    return scaled_in, known
+
+
+def backing_off(now: datetime, dtype: str, replicas: int, known: ScaleInBackoff | None) -> str | None:
+    """Why this few replicas of this dtype are not tried now, without figures that move; None where they may be."""
+    if known is None or known.dtype != dtype or replicas > known.replicas or now >= known.time + HOLD:
+        return None
+    return (
+        f"{known.replicas} replicas of {dtype} were too few at {known.time:%Y-%m-%dT%H:%M:%SZ}: they are not tried "
+        "again for a day"
     )
 
 

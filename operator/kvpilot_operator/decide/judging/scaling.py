@@ -1,4 +1,4 @@
-"""How many replicas? The user's number, or what the arbiter made of it; always within the limits of the spec."""
+"""How many replicas? The user's number, or what the policy made of it; always within the limits of the spec."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from datetime import datetime
 import msgspec
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide.judging.arbiter import Ruling
-from kvpilot_operator.decide.judging.regret import remembered
+from kvpilot_operator.decide.judging.policy import PolicyDecision
+from kvpilot_operator.decide.judging.saturation import backoff
+from kvpilot_operator.state.enums import Action
 from kvpilot_operator.state.status import Scaling
 
-_STEPS = ("ScaleOut", "ScaleIn")
+_STEPS = (Action.SCALE_OUT, Action.SCALE_IN)
 
 
 def kept(spec: Spec, before: Scaling, now: datetime) -> Scaling:
-    """The replicas to keep up before this pass is judged.
+    """The replicas to keep up before a step is chosen.
 
     In mode External that is `spec.replicas`, which `/scale` writes. In mode Operator it is what the operator last
     chose, started from `spec.replicas` and started anew whenever the user changes that: the last word is the user's.
@@ -28,7 +29,7 @@ def kept(spec: Spec, before: Scaling, now: datetime) -> Scaling:
         changed = now if edited else before.changed_time
         return msgspec.structs.replace(
             before, desired_replicas=wanted, spec_replicas=spec.replicas, changed_time=changed
-        )  # fmt: skip
+        )
     if before.desired_replicas is None:
         return before
     wanted = spec.scaling.clamp(before.desired_replicas)
@@ -42,18 +43,19 @@ def replicas(spec: Spec, scaling: Scaling) -> int:
     return spec.scaling.clamp(spec.replicas) if wanted is None else wanted
 
 
-def ruled(spec: Spec, scaling: Scaling, ruling: Ruling, dtype: str, now: datetime) -> Scaling:
-    """What to keep up after a ruling on a service of `dtype`; mode Recommend and mode External only take note of it."""
-    step = ruling.chosen
-    would = ruling.wanted if ruling.wanted is not None and ruling.wanted.action in _STEPS else step
+def after_decision(spec: Spec, scaling: Scaling, policy: PolicyDecision, dtype: str, now: datetime) -> Scaling:
+    """What a service of `dtype` keeps up from now on; mode Recommend and mode External only take note of it."""
+    step = policy.chosen
+    would = policy.wanted if policy.wanted is not None and policy.wanted.action in _STEPS else step
     noted = msgspec.structs.replace(scaling, recommended_replicas=spec.scaling.clamp(would.replicas))
-    if spec.kv_cache.mode != "Recommend":
-        given_back, regret = remembered(
-            step.action, dtype, replicas(spec, scaling), now, scaling.scaled_in_time, scaling.regret
-        )
-        noted = msgspec.structs.replace(noted, scaled_in_time=given_back, regret=regret)
-    if step.action not in _STEPS or spec.kv_cache.mode == "Recommend" or scaling.desired_replicas is None:
+    if spec.kv_cache.mode == "Recommend":
+        return noted
+    given_back, known = backoff(
+        step.action, dtype, replicas(spec, scaling), now, scaling.scaled_in_time, scaling.scale_in_backoff
+    )
+    noted = msgspec.structs.replace(noted, scaled_in_time=given_back, scale_in_backoff=known)
+    if step.action not in _STEPS or scaling.desired_replicas is None:
         return noted
     return msgspec.structs.replace(
-        noted, desired_replicas=step.replicas, changed_time=now, saturations=ruling.saturations
+        noted, desired_replicas=step.replicas, changed_time=now, saturations=policy.saturations
     )

@@ -1,4 +1,4 @@
-"""One pass over a window of scrapes: what adds up, what is on average, and how much of it was seen."""
+"""A window of scrapes: what adds up, what is on average, and how much of it was seen."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from kvpilot_operator.api.spec import Pressure
-from kvpilot_operator.state.snapshot import Sample
+from kvpilot_operator.state.snapshot import Flows, Sample
 
 # The longest time between two scrapes that still counts as observed, in seconds.
 STALE_SECONDS = 60
@@ -25,7 +25,7 @@ _PROMPT_TOKENS_A_STEP = 1024.0
 
 @dataclass(slots=True)
 class Sums:
-    """What one pass over a window adds up."""
+    """What a window adds up to; `usage`, `held`, `running` and `waiting` are means of it."""
 
     count: int = 0
     pods: int = 0
@@ -51,6 +51,18 @@ class Sums:
     decode: float = 0.0
     queried: float = 0.0
     hits: float = 0.0
+
+    def add(self, flows: Flows) -> None:
+        """Add what happened between two scrapes."""
+        self.seconds += flows.seconds
+        self.preempted += flows.preemptions
+        self.prompted += flows.prompt_tokens
+        self.generated += flows.generation_tokens
+        self.finished += flows.finished
+        self.prefill += flows.prefill_seconds
+        self.decode += flows.decode_seconds
+        self.queried += flows.prefix_queries
+        self.hits += flows.prefix_hits
 
     @property
     def preemptions(self) -> float:
@@ -96,45 +108,30 @@ def ready_pods(s: Sample) -> int:
 def add_up(window: Sequence[Sample], pressure: Pressure) -> Sums:
     """Add up a window that ends with a believed scrape; those that are not believed are left out, as gaps."""
     limit, queue = pressure.high_percent / 100, pressure.waiting_per_replica
-    high = queued = count = 0
-    usage = held = running = waiting = covered = 0.0
-    seconds = preempted = prompted = generated = finished = prefill = decode = queried = hits = 0.0
-    before, first_waiting = None, 0.0
-    pods, s = 1, window[-1]
+    sums, before, first_waiting, s = Sums(), None, 0.0, window[-1]
     for s in window:
-        pods = s.pods
         scale = 1.0
-        if s.doubted or s.unanswered or not pods:
+        if s.doubted or s.unanswered or not s.pods:
             if not believed(s):
                 continue
-            scale = ready_pods(s) / pods
+            scale = ready_pods(s) / s.pods
         if before is None:
             first_waiting = s.waiting * scale
         elif (gap := s.time - before) <= GAP:
-            covered += gap.total_seconds()
+            sums.covered += gap.total_seconds()
         before = s.time
-        count += 1
-        used = s.usage
-        high += used >= limit
-        queued += s.waiting >= queue * pods
-        usage += used
-        held += used * s.capacity_tokens * scale
-        running += s.running * scale
-        waiting += s.waiting * scale
-        flows = s.flows
-        if flows.seconds:
-            seconds += flows.seconds
-            preempted += flows.preemptions
-            prompted += flows.prompt_tokens
-            generated += flows.generation_tokens
-            finished += flows.finished
-            prefill += flows.prefill_seconds
-            decode += flows.decode_seconds
-            queried += flows.prefix_queries
-            hits += flows.prefix_hits
-    ready = ready_pods(s)
-    return Sums(
-        count, ready, s.capacity_tokens * ready // pods, covered, high, queued,
-        usage / count, held / count, running / count, waiting / count, s.waiting * ready / pods - first_waiting,
-        seconds, preempted, prompted, generated, finished, prefill, decode, queried, hits,
-    )  # fmt: skip
+        sums.count += 1
+        sums.high += s.usage >= limit
+        sums.queued += s.waiting >= queue * s.pods
+        sums.usage += s.usage
+        sums.held += s.usage * s.capacity_tokens * scale
+        sums.running += s.running * scale
+        sums.waiting += s.waiting * scale
+        if s.flows.seconds:
+            sums.add(s.flows)
+    sums.pods = ready_pods(s)
+    sums.capacity = s.capacity_tokens * sums.pods // s.pods
+    sums.growth = s.waiting * sums.pods / s.pods - first_waiting
+    for name in ("usage", "held", "running", "waiting"):
+        setattr(sums, name, getattr(sums, name) / sums.count)
+    return sums

@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from itertools import pairwise
 from operator import attrgetter
-from typing import Literal
 
 from kvpilot_operator.api.spec import Pressure
 from kvpilot_operator.decide.judging.window import GAP, Sums, add_up, believed
+from kvpilot_operator.state.enums import WorkloadKind
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.snapshot import Sample
-
-Kind = Literal["NoMetrics", "Warming", "Idle", "MemoryBound", "PrefillBound", "ComputeBound", "Relaxed"]
 
 # A window counts as full when the time between its scrapes adds up to this share of it: they do not fall on its edges.
 _SPAN = 0.8
@@ -46,7 +44,7 @@ _TIME = attrgetter("time")
 class Workload:
     """What the window says. Requests and tokens are of all replicas together, also of those that gave no page."""
 
-    kind: Kind
+    kind: WorkloadKind
     message: str = ""
     """The evidence, in words and numbers."""
     usage_percent: int = 0
@@ -140,7 +138,7 @@ def classify(
         names = ", ".join(sorted(doubt.partition(":")[0] for doubt in doubted))
         why = f"; not believed: {names}" if names else ""
         return Workload(
-            "NoMetrics", f"in the last minute no scrape reached enough of the engines{why}", doubted=doubted
+            WorkloadKind.NO_METRICS, f"in the last minute no scrape reached enough of the engines{why}", doubted=doubted
         )
     start = bisect_left(samples, now - timedelta(seconds=pressure.sustained_seconds), hi=end, key=_TIME)
     start = _grown(samples, min(start, max(end - 2, 0)), end)
@@ -149,10 +147,10 @@ def classify(
     lost = _thrown_out(seen, samples[:end], pressure)
     kind, message = _judge(seen, pressure, was_bound, step_tokens, lost)
     calm = None
-    if kind in ("Idle", "Relaxed") and seen.usage * 100 < pressure.low_percent:
+    if kind in (WorkloadKind.IDLE, WorkloadKind.RELAXED) and seen.usage * 100 < pressure.low_percent:
         start = bisect_left(samples, now - timedelta(seconds=calm_seconds), hi=end, key=_TIME)
         calm = _calm(samples[start:end], calm_seconds, pressure)
-    bound = kind in ("MemoryBound", "PrefillBound", "ComputeBound")
+    bound = kind in (WorkloadKind.MEMORY_BOUND, WorkloadKind.PREFILL_BOUND, WorkloadKind.COMPUTE_BOUND)
     best = _best_rate(samples[:end], pressure.sustained_seconds) if bound else None
     return _workload(kind, message, seen, window, calm, best, lost)
 
@@ -167,7 +165,7 @@ def _grown(samples: Sequence[Sample], start: int, end: int) -> int:
 
 def _judge(
     seen: Sums, pressure: Pressure, was_bound: bool, step_tokens: int, thrown_out: str | None
-) -> tuple[Kind, str]:
+) -> tuple[WorkloadKind, str]:
     memory = (
         f"KV use {seen.usage * 100:.0f}% of {seen.capacity} tokens (limit {pressure.high_percent}%), "
         f"{seen.waiting:.1f} waiting, {seen.preemptions:.1f} preemptions a minute, over {seen.covered:.0f} s"
@@ -179,26 +177,29 @@ def _judge(
     still = was_bound and seen.usage * 100 >= pressure.low_percent
     if starved and (full or still):
         if not sustained:
-            return "Warming", f"{memory}: not sustained for {pressure.sustained_seconds} s yet"
+            return WorkloadKind.WARMING, f"{memory}: not sustained for {pressure.sustained_seconds} s yet"
         if thrown_out is not None:
-            return "MemoryBound", f"{memory}; {thrown_out}: memory binds"
+            return WorkloadKind.MEMORY_BOUND, f"{memory}; {thrown_out}: memory binds"
         if seen.mostly_prompts or (seen.prompt_tokens_per_step or 0.0) >= _FULL_STEP * step_tokens:
-            return "PrefillBound", f"{memory}; {_prompts(seen)}: more KV memory would not compute them sooner"
-        return "MemoryBound", f"{memory}: memory {'binds' if full else 'still binds'}"
+            return (
+                WorkloadKind.PREFILL_BOUND,
+                f"{memory}; {_prompts(seen)}: more KV memory would not compute them sooner",
+            )
+        return WorkloadKind.MEMORY_BOUND, f"{memory}: memory {'binds' if full else 'still binds'}"
     if full:
-        return "Relaxed", f"{memory}: the cache is full, but no request waits for it"
+        return WorkloadKind.RELAXED, f"{memory}: the cache is full, but no request waits for it"
     if starved and seen.usage * 100 >= pressure.high_percent:
-        return "Warming", f"{memory}: full on average, and not in nine of ten scrapes"
+        return WorkloadKind.WARMING, f"{memory}: full on average, and not in nine of ten scrapes"
     if queue and seen.queued >= _SHARE * seen.count:
         if not sustained:
-            return "Warming", f"{memory}: a queue beside a cache with room, not sustained yet"
+            return WorkloadKind.WARMING, f"{memory}: a queue beside a cache with room, not sustained yet"
         if seen.mostly_prompts or seen.always_prompts:
-            return "PrefillBound", f"{memory}; {_prompts(seen)}: prompts bind, not memory"
+            return WorkloadKind.PREFILL_BOUND, f"{memory}; {_prompts(seen)}: prompts bind, not memory"
         batch = f"{seen.running / seen.pods:.1f} requests run on a replica"
-        return "ComputeBound", f"{memory}; {batch}: its batch binds, not memory"
+        return WorkloadKind.COMPUTE_BOUND, f"{memory}; {batch}: its batch binds, not memory"
     if max(seen.running, seen.waiting) < _IDLE_RUNNING * seen.pods:
-        return "Idle", f"{memory}: next to nothing runs"
-    return "Relaxed", f"{memory}: memory does not bind"
+        return WorkloadKind.IDLE, f"{memory}: next to nothing runs"
+    return WorkloadKind.RELAXED, f"{memory}: memory does not bind"
 
 
 def _prompts(seen: Sums) -> str:
@@ -224,7 +225,7 @@ def _calm(window: Sequence[Sample], calm_seconds: int, pressure: Pressure) -> fl
 
 
 def _workload(
-    kind: Kind,
+    kind: WorkloadKind,
     message: str,
     seen: Sums,
     window: Sequence[Sample],

@@ -15,14 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
-from typing import Literal
 
 from kvpilot_operator.api.spec import Canary
 from kvpilot_operator.decide.trial.intervals import Estimate, common, p95_change, ratio_change, share_change
+from kvpilot_operator.state.enums import Verdict
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.snapshot import Flows, Sample
-
-Outcome = Literal["Passed", "Failed", "Error", "Inconclusive"]
 
 # Batch means: more batches are shorter than the load's drift and make intervals too narrow. Simulated at the very
 # limit, with loads of their own: 5.7% of runs failed with 20 batches and 2.7% with 10, where 2.5% should.
@@ -35,7 +33,7 @@ _TTFT, _ITL, _RATE = "TTFT p95", "ITL p95", "tokens/s of a running request"
 class Finding:
     """What one look at the figures says. Changes are in percent of the stable side; None where nothing is known."""
 
-    outcome: Outcome
+    outcome: Verdict
     reason: str
     message: str
     ttft_p95_change: int | None = None
@@ -78,11 +76,13 @@ def compare(
         f"{ours.running_per_pod:.1f} and {theirs.running_per_pod:.1f} running a pod"
     )
     if min(ours.total.finished, theirs.total.finished) < limits.min_requests:
-        return Finding("Inconclusive", "TooFewRequests", f"{sizes}; at least {limits.min_requests} are needed on each")
+        return Finding(
+            Verdict.INCONCLUSIVE, "TooFewRequests", f"{sizes}; at least {limits.min_requests} are needed on each"
+        )
     if len(ours.batches) < MIN_BATCHES:
-        return Finding("Inconclusive", "TooFewScrapes", f"{sizes}; at least {MIN_BATCHES} scrapes are needed")
+        return Finding(Verdict.INCONCLUSIVE, "TooFewScrapes", f"{sizes}; at least {MIN_BATCHES} scrapes are needed")
     if _strangers(ours.total.ttft, theirs.total.ttft) or _strangers(ours.total.itl, theirs.total.itl):
-        return Finding("Error", "BucketsDiffer", f"{sizes}; their latency histograms have no bucket in common")
+        return Finding(Verdict.ERROR, "BucketsDiffer", f"{sizes}; their latency histograms have no bucket in common")
     figures = _figures(ours, theirs, limits)
     share = alpha / len(figures)
     told = [(f, f.at(alpha), f.at(share)) for f in figures]
@@ -91,12 +91,12 @@ def compare(
     message = "; ".join([_tell(f, wide[f.name]) for f in figures] + [sizes])
     failed = [f for f, _, strict in told if strict is not None and strict.low > f.limit]
     if failed:
-        return Finding("Failed", failed[0].reason, f"{failed[0].name} is worse beyond doubt: {message}", *changes)
+        return Finding(Verdict.FAILED, failed[0].reason, f"{failed[0].name} is worse beyond doubt: {message}", *changes)
     open_ = [f.name for f, found, _ in told if found is None or not found.high < f.limit]
     if open_:
         text = f"more requests are needed to tell {' and '.join(open_)}: {message}"
-        return Finding("Inconclusive", "NotSignificant", text, *changes)
-    return Finding("Passed", "WithinLimits", message, *changes)
+        return Finding(Verdict.INCONCLUSIVE, "NotSignificant", text, *changes)
+    return Finding(Verdict.PASSED, "WithinLimits", message, *changes)
 
 
 def _figures(ours: _Side, theirs: _Side, limits: Canary) -> tuple[_Figure, ...]:

@@ -2,74 +2,90 @@
 
 from __future__ import annotations
 
-from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide.draft import Draft
-from kvpilot_operator.decide.target import RETRY_SECONDS
-from kvpilot_operator.decide.trial.denial import deny
+from datetime import timedelta
+
+from kvpilot_operator.decide.context import Context
+from kvpilot_operator.decide.draft import in_flight
+from kvpilot_operator.decide.judging.ladder import RETRY_SECONDS, about
 from kvpilot_operator.decide.trial.traffic import routed
-from kvpilot_operator.state.snapshot import Snapshot
-from kvpilot_operator.state.status import MAX_HISTORY, Canary, Experience, Stable, Verdict
+from kvpilot_operator.state.enums import Action, Stage, Verdict
+from kvpilot_operator.state.status import MAX_DENIED, MAX_HISTORY, Denied, Experience, Stable, clip
 
 SUPERSEDED = "Superseded"
 
 
-def roll_back(draft: Draft, s: Snapshot, spec: Spec, verdict: Verdict, reason: str, message: str) -> None:
+def roll_back(c: Context, verdict: Verdict, reason: str, message: str) -> Context:
     """End the trial: traffic goes back (if it ever left), the canary drains and goes, the dtype is denied.
 
     While the rollout is paused the finding is only noted, and acted on once it goes on.
     """
-    canary = draft.status.canary
-    if canary is None:
-        raise LookupError("no canary is in flight")
-    if spec.rollout.paused:
-        draft.set_canary(verdict=verdict, reason=reason, message=message)
-        return
-    draft.set_canary(stage="RollingBack", verdict=verdict, reason=reason, message=message, weight_percent=None)
-    draft.record(
-        "RollBack", reason, f"{message}; {canary.from_dtype} keeps serving",
-        from_dtype=canary.dtype, to_dtype=canary.from_dtype, warning=reason != SUPERSEDED,
-    )  # fmt: skip
-    if reason == SUPERSEDED:
-        return
-    _remember(draft, s, spec)
-    if canary.dtype != canary.from_dtype:
-        seconds = spec.rollout.deny_seconds if verdict == "Failed" else min(RETRY_SECONDS, spec.rollout.deny_seconds)
-        deny(draft, s, spec, canary.dtype, reason, message, seconds)
-
-
-def finish_rollback(draft: Draft, s: Snapshot, canary: Canary) -> None:
-    """Close the trial once the canary has neither traffic nor pods to come."""
-    if s.traffic == canary.revision or canary.revision in s.deployments or routed(s):
-        return
-    draft.set_canary(stage="RolledBack")
-    draft.set(last_canary=draft.status.canary, canary=None)
-
-
-def finish_promotion(draft: Draft, s: Snapshot, spec: Spec, canary: Canary) -> None:
-    """Close the trial once all traffic is the canary's."""
-    draft.set_canary(stage="Promoted", weight_percent=None)
-    _remember(draft, s, spec)
-    draft.set(
-        last_canary=draft.status.canary,
-        canary=None,
-        stable=Stable(revision=canary.revision, dtype=canary.dtype, since=draft.now, ever_ready=True),
+    canary = in_flight(c)
+    if c.spec.rollout.paused:
+        return c.set_canary(verdict=verdict, reason=reason, message=message)
+    c = c.set_canary(stage=Stage.ROLLING_BACK, verdict=verdict, reason=reason, message=message, weight_percent=None)
+    c = c.record(
+        Action.ROLL_BACK,
+        reason,
+        f"{message}; {canary.from_dtype} keeps serving",
+        from_dtype=canary.dtype,
+        to_dtype=canary.from_dtype,
+        warning=reason != SUPERSEDED,
     )
+    if reason == SUPERSEDED:
+        return c
+    c = _remember(c)
+    if canary.dtype == canary.from_dtype:
+        return c
+    longest = c.spec.rollout.deny_seconds
+    return deny(c, canary.dtype, reason, message, longest if verdict == Verdict.FAILED else min(RETRY_SECONDS, longest))
+
+
+def finish_rollback(c: Context) -> Context:
+    """Close the trial once the canary has neither traffic nor pods to come."""
+    s, canary = c.snapshot, in_flight(c)
+    if s.traffic == canary.revision or canary.revision in s.deployments or routed(s):
+        return c
+    c = c.set_canary(stage=Stage.ROLLED_BACK)
+    return c.set(last_canary=c.canary, canary=None)
+
+
+def finish_promotion(c: Context) -> Context:
+    """Close the trial once all traffic is the canary's."""
+    canary = in_flight(c)
+    c = _remember(c.set_canary(stage=Stage.PROMOTED, weight_percent=None))
+    stable = Stable(revision=canary.revision, dtype=canary.dtype, since=c.now, ever_ready=True)
+    c = c.set(last_canary=c.canary, canary=None, stable=stable)
     if canary.dtype != canary.from_dtype:
-        draft.set_kv(changed_time=draft.now)
+        c = c.set_kv(changed_time=c.now)
     gained = ""
     if canary.capacity_tokens and canary.stable_capacity_tokens:
         ratio = canary.capacity_tokens / canary.stable_capacity_tokens
         gained = f"; a replica holds {canary.stable_capacity_tokens} -> {canary.capacity_tokens} tokens ({ratio:.2f}x)"
-    draft.record(
-        "Promoted", "TrafficSwitched", f"{canary.dtype} serves{gained}",
-        from_dtype=canary.from_dtype, to_dtype=canary.dtype,
-    )  # fmt: skip
+    text = f"{canary.dtype} serves{gained}"
+    return c.record(Action.PROMOTED, "TrafficSwitched", text, from_dtype=canary.from_dtype, to_dtype=canary.dtype)
 
 
-def _remember(draft: Draft, s: Snapshot, spec: Spec) -> None:
-    canary, last = draft.status.canary, draft.status.accuracy.last
-    if canary is None:
-        raise LookupError("no canary is in flight")
+def deny(c: Context, dtype: str, reason: str, message: str, seconds: int) -> Context:
+    """Keep a dtype from being tried with this model, image, GPU and recent window for so long; 0 seconds deny nothing."""
+    if seconds == 0:
+        return c
+    denied = Denied(
+        dtype=dtype,
+        model=c.spec.model.source,
+        image=c.spec.engine.image,
+        gpu=c.snapshot.node.gpu,
+        recent_tokens=c.spec.kv_cache.recent_tokens_of(dtype),
+        reason=reason,
+        message=clip(message, 512),
+        until=c.now + timedelta(seconds=seconds),
+    )
+    kept = [one for one in c.status.kv_cache.denied if one.until > c.now and about(one) != about(denied)]
+    text = f"{dtype} is denied for this model, image and GPU ({denied.gpu}) until {denied.until:%Y-%m-%dT%H:%M:%SZ}"
+    return c.set_kv(denied=(denied, *kept)[:MAX_DENIED]).event("DtypeDenied", text, warning=True)
+
+
+def _remember(c: Context) -> Context:
+    canary, last = in_flight(c), c.status.accuracy.last
     capacity = None
     if canary.capacity_tokens and canary.stable_capacity_tokens:
         capacity = round(100 * canary.capacity_tokens / canary.stable_capacity_tokens)
@@ -77,11 +93,11 @@ def _remember(draft: Draft, s: Snapshot, spec: Spec) -> None:
     experience = Experience(
         dtype=canary.dtype,
         from_dtype=canary.from_dtype,
-        model=spec.model.source,
-        image=spec.engine.image,
-        gpu=s.node.gpu,
-        recent_tokens=spec.kv_cache.recent_tokens,
-        time=draft.now,
+        model=c.spec.model.source,
+        image=c.spec.engine.image,
+        gpu=c.snapshot.node.gpu,
+        recent_tokens=c.spec.kv_cache.recent_tokens,
+        time=c.now,
         verdict=canary.verdict,
         reason=canary.reason,
         capacity_percent=capacity,
@@ -90,4 +106,4 @@ def _remember(draft: Draft, s: Snapshot, spec: Spec) -> None:
         throughput_change_percent=canary.throughput_change_percent,
         excess_kl_micronats=last.excess_kl_micronats if probed and last is not None else None,
     )
-    draft.set(history=(experience, *draft.status.history)[:MAX_HISTORY])
+    return c.set(history=(experience, *c.status.history)[:MAX_HISTORY])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
-from kvpilot_operator.decide.judging.arbiter import arbitrate
+from kvpilot_operator.decide.judging.policy import choose_step
 from kvpilot_operator.state.status import Saturation
+from support.policy_inputs import DWELL, LLAMA, policy_input, spec, step, workload
 from support.services import NOW
-from support.situations import DWELL, LLAMA, situation, spec, step, workload
 
 
 def calm(*, load=0.1, pods=2, kind="Relaxed", rate=None, **changes):
@@ -20,63 +20,63 @@ def calm(*, load=0.1, pods=2, kind="Relaxed", rate=None, **changes):
 
 
 def test_when_pressure_leaves_a_replica_goes_first():
-    s = situation(calm(load=0.2), dtype="k4v4", dtype_changed=NOW - timedelta(days=9))
-    assert step(arbitrate(s)) == ("ScaleIn", "k4v4", 1)
+    s = policy_input(calm(load=0.2), dtype="k4v4", dtype_changed=NOW - timedelta(days=9))
+    assert step(choose_step(s)) == ("ScaleIn", "k4v4", 1)
 
 
 def test_the_ladder_is_climbed_once_no_replica_can_go():
-    s = situation(calm(load=0.1, pods=1), dtype="k4v4", dtype_changed=NOW - timedelta(days=9))
-    ruling = arbitrate(s)
+    s = policy_input(calm(load=0.1, pods=1), dtype="k4v4", dtype_changed=NOW - timedelta(days=9))
+    ruling = choose_step(s)
     assert step(ruling) == ("DtypeUp", "auto", 1)
     assert ruling.chosen.usage_percent == 38
 
 
 def test_the_ladder_is_climbed_only_as_far_as_the_peak_fits_below_the_low_limit():
-    s = situation(calm(load=0.2, pods=1), dtype="k4v4", dtype_changed=NOW - timedelta(days=9))
-    assert step(arbitrate(s)) == ("DtypeUp", "fp8", 1)
+    s = policy_input(calm(load=0.2, pods=1), dtype="k4v4", dtype_changed=NOW - timedelta(days=9))
+    assert step(choose_step(s)) == ("DtypeUp", "fp8", 1)
 
 
 def test_the_ladder_is_not_climbed_before_four_dwells():
-    s = situation(calm(load=0.1, pods=1), dtype="k4v4", dtype_changed=NOW - timedelta(seconds=4 * DWELL - 1))
-    assert step(arbitrate(s))[0] == "Stay"
+    s = policy_input(calm(load=0.1, pods=1), dtype="k4v4", dtype_changed=NOW - timedelta(seconds=4 * DWELL - 1))
+    assert step(choose_step(s))[0] == "Stay"
 
 
 def test_a_replica_stays_where_the_peak_would_be_too_much_for_the_others():
-    assert step(arbitrate(situation(calm(load=0.7))))[0] == "Stay"
+    assert step(choose_step(policy_input(calm(load=0.7))))[0] == "Stay"
 
 
 def test_a_replica_stays_where_the_others_would_get_the_requests_that_queued_before():
     learned = (Saturation(dtype="auto", requests_per_hour=3600, mean_prompt=100, mean_generation=100),)
-    s = situation(calm(load=0.1, rate=0.45), saturations=learned)
-    assert step(arbitrate(s))[0] == "Stay"
-    assert step(arbitrate(replace(s, workload=calm(load=0.1, rate=0.3))))[0] == "ScaleIn"
+    s = policy_input(calm(load=0.1, rate=0.45), saturations=learned)
+    assert step(choose_step(s))[0] == "Stay"
+    assert step(choose_step(replace(s, workload=calm(load=0.1, rate=0.3))))[0] == "ScaleIn"
 
 
 def test_a_replica_stays_where_the_others_would_have_too_many_prompts_in_hand():
-    assert step(arbitrate(situation(calm(load=0.1, prompts_in_hand=0.35))))[0] == "Stay"
-    assert step(arbitrate(situation(calm(load=0.1, prompts_in_hand=0.25))))[0] == "ScaleIn"
+    assert step(choose_step(policy_input(calm(load=0.1, prompts_in_hand=0.35))))[0] == "Stay"
+    assert step(choose_step(policy_input(calm(load=0.1, prompts_in_hand=0.25))))[0] == "ScaleIn"
 
 
 def test_a_calm_replica_that_does_clearly_more_than_it_could_refutes_what_was_learned():
     learned = (Saturation(dtype="auto", requests_per_hour=3600, mean_prompt=100, mean_generation=100),)
-    assert step(arbitrate(situation(calm(load=0.1, rate=1.1), saturations=learned)))[0] == "Stay"
-    assert step(arbitrate(situation(calm(load=0.1, rate=1.5), saturations=learned)))[0] == "ScaleIn"
+    assert step(choose_step(policy_input(calm(load=0.1, rate=1.1), saturations=learned)))[0] == "Stay"
+    assert step(choose_step(policy_input(calm(load=0.1, rate=1.5), saturations=learned)))[0] == "ScaleIn"
 
 
 def test_what_a_replica_could_do_counts_for_similar_requests_only():
     learned = (Saturation(dtype="auto", requests_per_hour=3600, mean_prompt=4000, mean_generation=100),)
-    assert step(arbitrate(situation(calm(load=0.1, rate=0.45), saturations=learned)))[0] == "ScaleIn"
+    assert step(choose_step(policy_input(calm(load=0.1, rate=0.45), saturations=learned)))[0] == "ScaleIn"
 
 
 def test_an_idle_service_keeps_its_last_replica():
-    s = situation(calm(load=0.0, pods=1, kind="Idle"), spec=spec(scaling={"minReplicas": 0}))
-    assert step(arbitrate(s))[0] == "Stay"
+    s = policy_input(calm(load=0.0, pods=1, kind="Idle"), spec=spec(scaling={"minReplicas": 0}))
+    assert step(choose_step(s))[0] == "Stay"
 
 
 def test_a_climb_that_would_be_too_slow_is_left_out():
     w = calm(load=0.1, pods=1, itl_seconds=0.01, usage_percent=10)
     w = replace(w, capacity_tokens=3_346_368)
-    s = situation(w, dtype="k4v4", dtype_changed=NOW - timedelta(days=9), model=LLAMA)
-    assert step(arbitrate(s))[0] == "Stay"
+    s = policy_input(w, dtype="k4v4", dtype_changed=NOW - timedelta(days=9), model=LLAMA)
+    assert step(choose_step(s))[0] == "Stay"
     patient = spec(canary={"maxITLP95RegressionPercent": 1000})
-    assert step(arbitrate(replace(s, spec=patient)))[0] == "DtypeUp"
+    assert step(choose_step(replace(s, spec=patient)))[0] == "DtypeUp"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.trial.exchange import Side, exchange
+from kvpilot_operator.decide.judging.traffic_plan import Counts, rolling_step
 
 SIZES = st.integers(1, 6)
 
@@ -16,8 +16,8 @@ def rolled(replicas: int, surge: int, floor: int, late: list[int]) -> tuple[list
     growing, shrinking, ready = 0, replicas, 0
     states = []
     for turn in range(200):
-        grown, left = exchange(
-            Side(growing, ready), replicas, Side(shrinking, shrinking), total=total, floor=floor, both_serve=True
+        grown, left = rolling_step(
+            Counts(growing, ready), replicas, Counts(shrinking, shrinking), total=total, floor=floor, both_serve=True
         )
         # The first of these two writes may be the last one that gets through.
         states.append((max(growing, grown), shrinking, ready + shrinking))
@@ -46,21 +46,21 @@ def test_an_exchange_ends_with_every_replica_on_the_growing_side(replicas, surge
 
 
 def test_without_spare_room_the_shrinking_side_leaves_first():
-    assert exchange(Side(0, 0), 1, Side(3, 3), total=3, floor=2, both_serve=False) == (0, 2)
-    assert exchange(Side(0, 0), 1, Side(2, 2), total=3, floor=2, both_serve=False) == (1, 2)
+    assert rolling_step(Counts(0, 0), 1, Counts(3, 3), total=3, floor=2, both_serve=False) == (0, 2)
+    assert rolling_step(Counts(0, 0), 1, Counts(2, 2), total=3, floor=2, both_serve=False) == (1, 2)
 
 
 def test_a_replica_that_does_not_answer_yet_holds_the_exchange():
-    assert exchange(Side(2, 1), 4, Side(3, 3), total=5, floor=1, both_serve=True) == (2, 3)
+    assert rolling_step(Counts(2, 1), 4, Counts(3, 3), total=5, floor=1, both_serve=True) == (2, 3)
 
 
 def test_a_replica_that_stops_answering_is_not_taken_away():
-    assert exchange(Side(3, 1), 4, Side(2, 2), total=5, floor=1, both_serve=True) == (3, 2)
+    assert rolling_step(Counts(3, 1), 4, Counts(2, 2), total=5, floor=1, both_serve=True) == (3, 2)
 
 
 def test_the_shrinking_side_stays_while_too_few_answer():
-    assert exchange(Side(1, 0), 4, Side(4, 2), total=4, floor=3, both_serve=True) == (1, 4)
+    assert rolling_step(Counts(1, 0), 4, Counts(4, 2), total=4, floor=3, both_serve=True) == (1, 4)
 
 
 def test_fewer_replicas_asked_for_in_the_middle_come_off_the_shrinking_side():
-    assert exchange(Side(1, 1), 1, Side(5, 5), total=3, floor=1, both_serve=True) == (1, 2)
+    assert rolling_step(Counts(1, 1), 1, Counts(5, 5), total=3, floor=1, both_serve=True) == (1, 2)

@@ -8,12 +8,13 @@ from datetime import timedelta
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.judging.arbiter import Situation, arbitrate
 from kvpilot_operator.decide.judging.capacity import projected_tokens
+from kvpilot_operator.decide.judging.policy import choose_step
+from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.workload import Workload, classify
 from kvpilot_operator.state.snapshot import Flows, Sample
+from support.policy_inputs import H200, LLAMA, spec
 from support.services import NOW
-from support.situations import H200, LLAMA, spec
 
 
 @dataclass
@@ -67,7 +68,7 @@ FLUIDS = st.builds(
 @settings(max_examples=60)
 def test_a_constant_load_comes_to_rest_and_stays_there(load, least, most, dtype, known):
     limits = spec(scaling={"minReplicas": least, "maxReplicas": most})
-    s = Situation(NOW, limits, Workload("NoMetrics"), dtype, least, least, H200, LLAMA if known else None)
+    s = PolicyInput(NOW, limits, Workload("NoMetrics"), dtype, least, least, H200, LLAMA if known else None)
     taken, bound, seen = [], False, {}
     for quarter in range(480):
         now = NOW + timedelta(minutes=15 * quarter)
@@ -76,7 +77,7 @@ def test_a_constant_load_comes_to_rest_and_stays_there(load, least, most, dtype,
             window = load.window(now, s.dtype, s.replicas)
             seen[key] = classify(window, limits.kv_cache.pressure, now, was_bound=bound)
         bound = seen[key].kind == "MemoryBound"
-        ruling = arbitrate(replace(s, now=now, workload=seen[key]))
+        ruling = choose_step(replace(s, now=now, workload=seen[key]))
         chosen = ruling.chosen
         if chosen.action != "Stay":
             taken.append((quarter, chosen.action, chosen.dtype, chosen.replicas))

@@ -1,14 +1,16 @@
-"""Everything that a judgement needs to know of a service, apart from any cluster: what the arbiter is asked."""
+"""Everything that a judgement needs to know of a service, apart from any cluster: the input of the policy."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.judging.workload import Workload
+from kvpilot_operator.state.enums import Outcome
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
-from kvpilot_operator.state.status import Denied, Experience, Regret, Saturation
+from kvpilot_operator.state.status import Denied, Experience, Saturation, ScaleInBackoff
 
 # After a canary was rolled back the next dtype change waits this long, or the dwell where that is shorter: a cluster
 # that goes through its ladder in an hour helps nobody.
@@ -18,7 +20,7 @@ CLIMB_DWELLS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class PolicyInput:
     """One service at one moment. The fields without a default are needed, the others only where there is something."""
 
     now: datetime
@@ -37,10 +39,10 @@ class Situation:
     denied: tuple[Denied, ...] = ()
     history: tuple[Experience, ...] = ()
     saturations: tuple[Saturation, ...] = ()
-    """From the last ruling that had some."""
+    """From the last decision that had some."""
     dtype_changed: datetime | None = None
     replicas_changed: datetime | None = None
-    regret: Regret | None = None
+    scale_in_backoff: ScaleInBackoff | None = None
     """How many replicas were lately too few."""
     rolled_back: datetime | None = None
     """When the last canary was rolled back, whatever for but a change of the spec."""
@@ -61,18 +63,26 @@ class Situation:
         """Replicas that count as capacity."""
         return max(1, self.replicas if self.loading else min(self.ready, self.replicas) or self.replicas)
 
-    def canary_closed(self, *, climb: bool = False) -> tuple[str, str] | None:
+    def experience(self, dtype: str) -> Iterator[Experience]:
+        """How canaries of a change to this dtype did with this model, image, GPU and recent window, newest first."""
+        spec = self.spec
+        about = (spec.model.source, spec.engine.image, self.node.gpu, spec.kv_cache.recent_tokens)
+        for e in self.history:
+            if (e.dtype, e.from_dtype, e.model, e.image, e.gpu, e.recent_tokens) == (dtype, self.dtype, *about):
+                yield e
+
+    def canary_closed(self, *, climb: bool = False) -> tuple[Outcome, str] | None:
         """Why no dtype change may begin, as an outcome word and a text without moving figures; None where it may."""
         if self.no_canary is not None:
-            return "NoCanary", self.no_canary
+            return Outcome.NO_CANARY, self.no_canary
         cool = min(COOL_DOWN_SECONDS, self.spec.kv_cache.min_dwell_seconds)
         until = _after(self.rolled_back, cool)
         if until is not None and self.now < until:
-            return "CoolingDown", f"a canary was rolled back; the next dtype change may come at {_z(until)}"
+            return Outcome.COOLING_DOWN, f"a canary was rolled back; the next dtype change may come at {_z(until)}"
         dwell = self.spec.kv_cache.min_dwell_seconds * (CLIMB_DWELLS if climb else 1)
         until = _after(self.dtype_changed, dwell)
         if until is not None and self.now < until:
-            return "Dwelling", f"the dtype changed at {_z(self.dtype_changed)}; the next may come at {_z(until)}"
+            return Outcome.DWELLING, f"the dtype changed at {_z(self.dtype_changed)}; the next may come at {_z(until)}"
         return None
 
 

@@ -1,4 +1,4 @@
-"""Situations for tests of the arbiter: one replica whose memory is full, and what a test changes of it."""
+"""Inputs of the policy for tests: one replica whose memory is full, and what a test changes of it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from datetime import timedelta
 from typing import Any
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide.judging.arbiter import Ruling, Situation
-from kvpilot_operator.decide.judging.workload import Kind, Workload
+from kvpilot_operator.decide.judging.policy import PolicyDecision
+from kvpilot_operator.decide.judging.policy_input import PolicyInput
+from kvpilot_operator.decide.judging.workload import Workload
+from kvpilot_operator.state.enums import Action, WorkloadKind
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Denied
 from support.services import NOW, manifest, spec_of
@@ -29,7 +31,12 @@ def spec(**changes: Any) -> Spec:
 
 
 def workload(
-    kind: Kind = "MemoryBound", *, demand: int = 1000, capacity: int = 1000, pods: int = 1, **changes: Any
+    kind: WorkloadKind = WorkloadKind.MEMORY_BOUND,
+    *,
+    demand: int = 1000,
+    capacity: int = 1000,
+    pods: int = 1,
+    **changes: Any,
 ) -> Workload:
     """Tokens: `demand` of all replicas together, `capacity` of each."""
     base = Workload(
@@ -39,10 +46,10 @@ def workload(
     return replace(base, **changes)
 
 
-def situation(w: Workload | None = None, **changes: Any) -> Situation:
+def policy_input(w: Workload | None = None, **changes: Any) -> PolicyInput:
     """All replicas of the workload serve with dtype auto, on H200."""
     w = w or workload()
-    base = Situation(NOW, spec(), w, "auto", w.pods, w.pods, H200)
+    base = PolicyInput(NOW, spec(), w, "auto", w.pods, w.pods, H200)
     return replace(base, **changes)
 
 
@@ -57,6 +64,6 @@ def denied(dtype: str, reason: str = "AccuracyRegressed", **changes: Any) -> Den
     return Denied(**fields | changes, reason=reason, message="why", until=NOW + timedelta(hours=1))
 
 
-def step(ruling: Ruling) -> tuple[str, str, int]:
+def step(decision: PolicyDecision) -> tuple[Action, str, int]:
     """Action, dtype and replicas of what was chosen."""
-    return ruling.chosen.action, ruling.chosen.dtype, ruling.chosen.replicas
+    return decision.chosen.action, decision.chosen.dtype, decision.chosen.replicas

@@ -22,7 +22,7 @@ _FP8_SLOW_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Veto:
+class Infeasible:
     """One CamelCase word and the facts behind it."""
 
     reason: str
@@ -37,34 +37,34 @@ def calibrated(spec: Spec) -> bool:
     return any(value not in ("", "off") for value in given)
 
 
-def veto(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None) -> Veto | None:
+def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None) -> Infeasible | None:
     """Why this dtype cannot, or should not, serve this model on this hardware; None where nothing speaks against it."""
-    hardware = hardware_veto(dtype, node)
+    hardware = hardware_fault(dtype, node)
     if hardware is not None:
-        return Veto("HardwareUnsupported", hardware)
+        return Infeasible("HardwareUnsupported", hardware)
     stored = formats.parse(dtype)
     if stored.calibrated_only and not calibrated(spec):
-        return Veto(
+        return Infeasible(
             "NotCalibrated", f"{dtype} is accurate only with a calibration: name its file in KVPILOT_CALIBRATION"
         )
     if model is None or stored.bits_per_element() >= 16:
         return None
     if model.mla and stored.ours:
-        return Veto(
+        return Infeasible(
             "ModelUnsupported", f"{dtype} does not support multi-head latent attention, which has its own formats"
         )
     if stored.ours and model.head_dim not in formats.HEAD_DIMS:
         dims = ", ".join(map(str, formats.HEAD_DIMS))
-        return Veto("ModelUnsupported", f"{dtype} supports head_dim {dims}; the model has {model.head_dim}")
+        return Infeasible("ModelUnsupported", f"{dtype} supports head_dim {dims}; the model has {model.head_dim}")
     return _little_gain(dtype, spec, model)
 
 
-def _little_gain(dtype: str, spec: Spec, model: ModelFacts) -> Veto | None:
+def _little_gain(dtype: str, spec: Spec, model: ModelFacts) -> Infeasible | None:
     skip = spec.kv_cache.skip_layers
     effective = gain(spec.kv_cache.baseline, dtype, model, skip)
     if effective >= MIN_GAIN:
         return None
-    return Veto(
+    return Infeasible(
         "LittleGain",
         f"{dtype} would hold {effective:.2f}x the tokens of {spec.kv_cache.baseline}: {kept_layers(model, skip)} of "
         f"{model.layers} layers stay in 16 bits (spec.kvCache.skipLayers); {MIN_GAIN}x is the least worth a restart",
@@ -78,7 +78,7 @@ def slow_fp8(dtype: str, model: ModelFacts | None) -> str | None:
     return f"{dtype} attention is slower than 16 bits at head_dim {model.head_dim}: our formats come first"
 
 
-def hardware_veto(dtype: str, node: NodeFacts) -> str | None:
+def hardware_fault(dtype: str, node: NodeFacts) -> str | None:
     """Why this hardware rules the dtype out, or None."""
     if node.gpu == "cpu":
         if dtype.startswith(_NOT_ON_CPU):

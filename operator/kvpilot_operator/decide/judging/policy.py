@@ -13,18 +13,17 @@ from dataclasses import dataclass
 import msgspec
 
 from kvpilot_operator.decide.judging import options
-from kvpilot_operator.decide.judging.options import Step
+from kvpilot_operator.decide.judging.options import Weighed
+from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.saturation import learned
-from kvpilot_operator.decide.judging.situation import Situation
+from kvpilot_operator.state.enums import Action, Outcome, WorkloadKind
 from kvpilot_operator.state.status import Option, Saturation
 
-__all__ = ["Ruling", "Situation", "arbitrate", "nothing_weighed"]
-
-_BOUND = ("MemoryBound", "PrefillBound", "ComputeBound")
+_BOUND = (WorkloadKind.MEMORY_BOUND, WorkloadKind.PREFILL_BOUND, WorkloadKind.COMPUTE_BOUND)
 
 
 @dataclass(frozen=True, slots=True)
-class Ruling:
+class PolicyDecision:
     """The step to take (`chosen`, which may be Stay) and what else was weighed."""
 
     options: tuple[Option, ...]
@@ -37,7 +36,7 @@ class Ruling:
     wanted: Option | None = None
     """The step that would be taken if nothing stood in its way."""
     saturations: tuple[Saturation, ...] = ()
-    """To be given to the next situation."""
+    """To be given to the next decision."""
 
     @property
     def chosen(self) -> Option:
@@ -45,43 +44,45 @@ class Ruling:
         return self.options[0]
 
 
-def arbitrate(s: Situation) -> Ruling:
+def choose_step(s: PolicyInput) -> PolicyDecision:
     """Weigh every step of one service at one moment; total."""
     kind = s.workload.kind
     if s.busy is not None:
         return _stay(s, "Busy", s.busy)
-    if s.loading and kind not in ("NoMetrics", "Warming"):
+    if s.loading and kind not in (WorkloadKind.NO_METRICS, WorkloadKind.WARMING):
         return _stay(s, "ReplicasLoading", _answering(s))
     if kind in _BOUND:
         return _relieve(s)
-    if kind in ("Relaxed", "Idle") and s.workload.calm:
+    if kind in (WorkloadKind.RELAXED, WorkloadKind.IDLE) and s.workload.calm:
         return _release(s)
     return _stay(s, kind, s.workload.message)
 
 
-def nothing_weighed(dtype: str, replicas: int, saturations: tuple[Saturation, ...]) -> Ruling:
+def nothing_weighed(dtype: str, replicas: int, saturations: tuple[Saturation, ...]) -> PolicyDecision:
     """Stay, where no step could be weighed."""
     message = "no step could be weighed"
-    option = Option(action="Stay", dtype=dtype, replicas=replicas, gpus=0, outcome="Chosen", message=message)
-    return Ruling((option,), "NotWeighed", message, saturations=saturations)
+    option = Option(action=Action.STAY, dtype=dtype, replicas=replicas, gpus=0, outcome=Outcome.CHOSEN, message=message)
+    return PolicyDecision((option,), "NotWeighed", message, saturations=saturations)
 
 
-def _stay(s: Situation, reason: str, message: str, wanted: Option | None = None) -> Ruling:
-    return Ruling((options.stay(s, "Chosen", message),), reason, message, wanted=wanted, saturations=s.saturations)
+def _stay(s: PolicyInput, reason: str, message: str, wanted: Option | None = None) -> PolicyDecision:
+    return PolicyDecision(
+        (options.stay(s, Outcome.CHOSEN, message),), reason, message, wanted=wanted, saturations=s.saturations
+    )
 
 
-def _relieve(s: Situation) -> Ruling:
+def _relieve(s: PolicyInput) -> PolicyDecision:
     """Requests wait: for memory, or for something that only a replica brings."""
     w = s.workload
     downs, more = options.down(s), options.out(s)
     steps = [*downs, more]
-    picked = _for_memory(downs, more) if w.kind == "MemoryBound" else _if_open(more)
+    picked = _for_memory(downs, more) if w.kind == WorkloadKind.MEMORY_BOUND else _if_open(more)
     if picked is not None:
         return _take(s, picked, steps, w.kind if picked is more else "MemoryPressured", w.message)
     return _held(s, downs, more, steps)
 
 
-def _for_memory(downs: list[Step], more: Step) -> Step | None:
+def _for_memory(downs: list[Weighed], more: Weighed) -> Weighed | None:
     """The safest rung that is enough; else replicas; else the smallest rung."""
     enough = next((step for step in downs if step.open and step.fits), None)
     if enough is not None:
@@ -89,35 +90,37 @@ def _for_memory(downs: list[Step], more: Step) -> Step | None:
     return _if_open(more) or next((step for step in reversed(downs) if step.open), None)
 
 
-def _if_open(step: Step) -> Step | None:
+def _if_open(step: Weighed) -> Weighed | None:
     return step if step.open else None
 
 
-def _held(s: Situation, downs: list[Step], more: Step, steps: list[Step]) -> Ruling:
+def _held(s: PolicyInput, downs: list[Weighed], more: Weighed, steps: list[Weighed]) -> PolicyDecision:
     """Nothing is open: say what would be done, and what stands in its way."""
-    waiting = [step for step in downs if step.option.outcome in ("Dwelling", "CoolingDown", "NoCanary")]
+    waiting = [
+        step for step in downs if step.option.outcome in (Outcome.DWELLING, Outcome.COOLING_DOWN, Outcome.NO_CANARY)
+    ]
     closed = s.canary_closed()
-    if s.workload.kind == "MemoryBound" and waiting and closed is not None:
+    if s.workload.kind == WorkloadKind.MEMORY_BOUND and waiting and closed is not None:
         wanted = next((step for step in waiting if step.fits), waiting[-1])
         return _hold(s, steps, wanted, closed[0], f"{closed[1]}; {_no_replica(s, more)}")
-    if s.workload.kind == "MemoryBound" and s.spec.kv_cache.mode != "Fixed":
+    if s.workload.kind == WorkloadKind.MEMORY_BOUND and s.spec.kv_cache.mode != "Fixed":
         left = "; ".join(f"{step.option.dtype}: {step.option.outcome}" for step in downs) or "none is smaller"
         return _hold(s, steps, more, "EndOfLadder", f"no smaller dtype is left ({left}); {_no_replica(s, more)}")
     return _hold(s, steps, more, more.option.outcome, f"{s.workload.kind}, but {_no_replica(s, more)}")
 
 
-def _no_replica(s: Situation, more: Step) -> str:
+def _no_replica(s: PolicyInput, more: Weighed) -> str:
     return {
-        "NotOwner": "replicas are written by another (scaling.mode External)",
-        "AtLimit": f"{s.replicas} replicas are the most (scaling.maxReplicas {s.spec.scaling.max_replicas})",
+        Outcome.NOT_OWNER: "replicas are written by another (scaling.mode External)",
+        Outcome.AT_LIMIT: f"{s.replicas} replicas are the most (scaling.maxReplicas {s.spec.scaling.max_replicas})",
     }.get(more.option.outcome, _answering(s))
 
 
-def _answering(s: Situation) -> str:
+def _answering(s: PolicyInput) -> str:
     return f"{s.ready} of {s.replicas} replicas answer"
 
 
-def _release(s: Situation) -> Ruling:
+def _release(s: PolicyInput) -> PolicyDecision:
     """Next to nobody waits: what can be given back?"""
     low = s.spec.kv_cache.pressure.low_percent
     text = f"{s.workload.message}; below lowPercent {low}% for {s.spec.scaling.scale_down_stabilization_seconds} s"
@@ -129,25 +132,25 @@ def _release(s: Situation) -> Ruling:
         higher = next((step for step in ups if step.open), None)
         if higher is not None:
             return _take(s, higher, [*ups, fewer], "PressureLeft", text)
-    would = fewer.option if fewer.option.outcome == "NotOwner" else None
+    would = fewer.option if fewer.option.outcome == Outcome.NOT_OWNER else None
     return _stay(s, s.workload.kind, s.workload.message, would)
 
 
-def _take(s: Situation, step: Step, steps: list[Step], reason: str, evidence: str) -> Ruling:
-    chosen = msgspec.structs.replace(step.option, outcome="Chosen")
+def _take(s: PolicyInput, step: Weighed, steps: list[Weighed], reason: str, evidence: str) -> PolicyDecision:
+    chosen = msgspec.structs.replace(step.option, outcome=Outcome.CHOSEN)
     others = [other for other in steps if other is not step]
-    nothing = Step(options.stay(s, "Passed", "nothing changes"), open=False, fits=False)
+    nothing = Weighed(options.stay(s, Outcome.PASSED, "nothing changes"), open=False, fits=False)
     known = s.saturations
     if s.workload.kind in _BOUND:
         known = learned(known, s.workload, s.dtype)
-    return Ruling(
+    return PolicyDecision(
         options.listed(chosen, [*others, nothing]), reason, f"{evidence}; {chosen.message}", saturations=known
     )
 
 
-def _hold(s: Situation, steps: list[Step], wanted: Step, reason: str, why: str) -> Ruling:
-    chosen = options.stay(s, "Chosen", why)
+def _hold(s: PolicyInput, steps: list[Weighed], wanted: Weighed, reason: str, why: str) -> PolicyDecision:
+    chosen = options.stay(s, Outcome.CHOSEN, why)
     message = f"{s.workload.message}; {why}"
-    return Ruling(
+    return PolicyDecision(
         options.listed(chosen, steps), reason, message, hold=why, wanted=wanted.option, saturations=s.saturations
     )

@@ -9,15 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot_kernels import formats
-from kvpilot_operator.decide.judging.arbiter import Situation, arbitrate
 from kvpilot_operator.decide.judging.capacity import smaller
+from kvpilot_operator.decide.judging.feasibility import infeasible
 from kvpilot_operator.decide.judging.ladder import denial
-from kvpilot_operator.decide.judging.veto import veto
+from kvpilot_operator.decide.judging.policy import choose_step
+from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.workload import Workload
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Saturation
+from support.policy_inputs import A100, H200, denied
 from support.services import NOW, manifest, spec_of
-from support.situations import A100, H200, denied
 
 LADDERS = st.lists(st.sampled_from(formats.names()[3:]), min_size=1, max_size=6, unique=True).map(
     lambda dtypes: _descending(dtypes)
@@ -75,7 +76,7 @@ def situations(draw, kinds=WORKLOADS):
     }  # fmt: skip
     node = draw(NODES)
     dtypes = ["auto", *ladder]
-    return Situation(
+    return PolicyInput(
         NOW, spec_of(manifest(**given)), draw(kinds), draw(st.sampled_from([*dtypes, "k4v4", "fp8"])),
         draw(st.integers(0, 10)), draw(st.integers(0, 10)), node, draw(MODELS),
         denied=tuple(denied(d, gpu=node.gpu) for d in draw(st.lists(st.sampled_from(dtypes), max_size=3, unique=True))),
@@ -91,7 +92,7 @@ def situations(draw, kinds=WORKLOADS):
 @given(situations())
 @settings(max_examples=200)
 def test_every_situation_has_a_ruling_with_its_reason(s):
-    ruling = arbitrate(s)
+    ruling = choose_step(s)
     assert ruling.reason
     assert ruling.message
     assert all(o.message for o in ruling.options)
@@ -103,16 +104,16 @@ def test_every_situation_has_a_ruling_with_its_reason(s):
 @given(situations())
 @settings(max_examples=200)
 def test_a_denied_or_vetoed_dtype_is_never_chosen(s):
-    chosen = arbitrate(s).chosen
+    chosen = choose_step(s).chosen
     if chosen.action.startswith("Dtype"):
         assert denial(chosen.dtype, s.spec, s.node, s.denied, s.now) is None
-        assert veto(chosen.dtype, s.spec, s.node, s.model) is None
+        assert infeasible(chosen.dtype, s.spec, s.node, s.model) is None
 
 
 @given(situations())
 @settings(max_examples=200)
 def test_no_dtype_changes_inside_the_dwell_while_paused_or_beside_another_step(s):
-    if arbitrate(s).chosen.action.startswith("Dtype"):
+    if choose_step(s).chosen.action.startswith("Dtype"):
         assert s.busy is None
         assert s.no_canary is None
         assert not s.loading
@@ -123,7 +124,7 @@ def test_no_dtype_changes_inside_the_dwell_while_paused_or_beside_another_step(s
 @given(situations())
 @settings(max_examples=200)
 def test_replicas_are_only_ever_chosen_by_their_owner_and_within_the_limits(s):
-    chosen, scaling = arbitrate(s).chosen, s.spec.scaling
+    chosen, scaling = choose_step(s).chosen, s.spec.scaling
     if chosen.action == "ScaleOut":
         assert scaling.mode == "Operator"
         assert s.replicas < chosen.replicas <= scaling.max_replicas
@@ -137,7 +138,7 @@ def test_replicas_are_only_ever_chosen_by_their_owner_and_within_the_limits(s):
 @given(situations())
 @settings(max_examples=200)
 def test_a_smaller_dtype_is_for_memory_alone_and_less_of_anything_for_calm_alone(s):
-    chosen, w = arbitrate(s).chosen, s.workload
+    chosen, w = choose_step(s).chosen, s.workload
     if chosen.action == "DtypeDown":
         assert w.kind == "MemoryBound"
         assert smaller(chosen.dtype, s.dtype)
@@ -153,5 +154,5 @@ def test_a_smaller_dtype_is_for_memory_alone_and_less_of_anything_for_calm_alone
 def test_more_demand_never_chooses_less_capacity(s, times):
     s = replace(s, workload=replace(s.workload, kind="MemoryBound"))
     more = replace(s, workload=replace(s.workload, demand_tokens=int(s.workload.demand_tokens * times)))
-    before, after = arbitrate(s).chosen, arbitrate(more).chosen
+    before, after = choose_step(s).chosen, choose_step(more).chosen
     assert not smaller(before.dtype, after.dtype) or after.replicas > before.replicas

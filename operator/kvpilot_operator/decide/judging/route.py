@@ -34,18 +34,18 @@ def carries(route: RouteView | None, namespace: str, backend: str) -> bool:
 def fault(route: RouteView | None, name: str, namespace: str, service: str) -> str | None:
     """Why a canary's share cannot be set in the HTTPRoute `name`, with the remedy; None where it can."""
     if route is None:
-        return f"spec.canary.routeRef: namespace {namespace} has no HTTPRoute {name}; create it, or remove routeRef"
+        return f"namespace {namespace} has no HTTPRoute {name}; create it, or remove routeRef"
     written = weighted(route.rules, namespace, service, f"{service}-canary", 0)
     ours = [rule for rule in written if _sends(rule, namespace, service)]
     if not ours:
         return (
-            f"spec.canary.routeRef: no rule of HTTPRoute {name} sends to Service {service}; add it to a rule's "
+            f"no rule of HTTPRoute {name} sends to Service {service}; add it to a rule's "
             "backendRefs, or remove routeRef"
         )
     largest = max(_weight(ref) for rule in ours for ref in _refs(rule))
     if largest > MAX_WEIGHT:
         return (
-            f"spec.canary.routeRef: HTTPRoute {name} has a weight of {largest} beside Service {service}; a share can "
+            f"HTTPRoute {name} has a weight of {largest} beside Service {service}; a share can "
             f"be taken of weights up to {MAX_WEIGHT}: make them smaller"
         )
     return None

@@ -7,18 +7,18 @@ from datetime import timedelta
 
 import pytest
 
-from kvpilot_operator.decide.judging.arbiter import Ruling, arbitrate
+from kvpilot_operator.decide.judging.policy import PolicyDecision, choose_step
 from kvpilot_operator.state.status import Experience, Saturation
+from support.policy_inputs import A100, DWELL, denied, policy_input, spec, step, workload
 from support.services import NOW, manifest, spec_of
-from support.situations import A100, DWELL, denied, situation, spec, step, workload
 
 
-def outcomes(ruling: Ruling) -> dict[str, str]:
+def outcomes(ruling: PolicyDecision) -> dict[str, str]:
     return {o.dtype if o.action.startswith("Dtype") else o.action: o.outcome for o in ruling.options}
 
 
 def test_the_safest_dtype_that_holds_the_demand_is_taken_before_a_gpu():
-    ruling = arbitrate(situation(workload(demand=1500)))
+    ruling = choose_step(policy_input(workload(demand=1500)))
     assert step(ruling) == ("DtypeDown", "fp8", 1)
     assert ruling.chosen.usage_percent == 75
     assert outcomes(ruling) == {
@@ -31,44 +31,44 @@ def test_the_safest_dtype_that_holds_the_demand_is_taken_before_a_gpu():
 
 
 def test_more_demand_takes_a_smaller_dtype():
-    assert step(arbitrate(situation(workload(demand=2000))))[1] == "k8v4"
-    assert step(arbitrate(situation(workload(demand=3000))))[1] == "k4v4"
+    assert step(choose_step(policy_input(workload(demand=2000))))[1] == "k8v4"
+    assert step(choose_step(policy_input(workload(demand=3000))))[1] == "k4v4"
 
 
 def test_demand_that_no_dtype_holds_alone_takes_as_many_replicas_as_it_needs_at_most_twice_as_many():
-    ruling = arbitrate(situation(workload(demand=8000, pods=2, capacity=1000)))
+    ruling = choose_step(policy_input(workload(demand=8000, pods=2, capacity=1000)))
     assert step(ruling) == ("ScaleOut", "auto", 4)
     assert ruling.chosen.gpus == 2
     assert outcomes(ruling)["k4v4"] == "Insufficient"
 
 
 def test_a_replica_costs_all_the_gpus_that_its_tensor_parallelism_takes():
-    s = situation(workload(demand=9000), spec=spec(engine={"image": "i", "tensorParallelSize": 4}))
-    assert arbitrate(s).chosen.gpus == 4
+    s = policy_input(workload(demand=9000), spec=spec(engine={"image": "i", "tensorParallelSize": 4}))
+    assert choose_step(s).chosen.gpus == 4
 
 
 def test_a_dtype_that_is_not_enough_alone_is_taken_where_replicas_cannot_grow():
-    s = situation(workload(demand=9000), spec=spec(scaling={"maxReplicas": 1}))
-    assert step(arbitrate(s)) == ("DtypeDown", "k4v4", 1)
+    s = policy_input(workload(demand=9000), spec=spec(scaling={"maxReplicas": 1}))
+    assert step(choose_step(s)) == ("DtypeDown", "k4v4", 1)
 
 
 def test_a_replica_is_added_while_the_dwell_holds_the_dtype():
-    s = situation(workload(demand=1500), dtype_changed=NOW - timedelta(seconds=DWELL - 1))
-    ruling = arbitrate(s)
+    s = policy_input(workload(demand=1500), dtype_changed=NOW - timedelta(seconds=DWELL - 1))
+    ruling = choose_step(s)
     assert step(ruling) == ("ScaleOut", "auto", 2)
     assert outcomes(ruling)["fp8"] == "Dwelling"
-    assert step(arbitrate(replace(s, now=NOW + timedelta(seconds=2))))[0] == "DtypeDown"
+    assert step(choose_step(replace(s, now=NOW + timedelta(seconds=2))))[0] == "DtypeDown"
 
 
 def test_after_a_rollback_the_next_dtype_waits():
-    s = situation(workload(demand=1500), rolled_back=NOW - timedelta(minutes=59))
-    assert outcomes(arbitrate(s))["fp8"] == "CoolingDown"
-    assert step(arbitrate(replace(s, now=NOW + timedelta(minutes=2))))[0] == "DtypeDown"
+    s = policy_input(workload(demand=1500), rolled_back=NOW - timedelta(minutes=59))
+    assert outcomes(choose_step(s))["fp8"] == "CoolingDown"
+    assert step(choose_step(replace(s, now=NOW + timedelta(minutes=2))))[0] == "DtypeDown"
 
 
 def test_a_held_step_says_what_it_would_be_and_when():
-    s = situation(workload(demand=1500), dtype_changed=NOW, spec=spec(scaling={"maxReplicas": 1}))
-    ruling = arbitrate(s)
+    s = policy_input(workload(demand=1500), dtype_changed=NOW, spec=spec(scaling={"maxReplicas": 1}))
+    ruling = choose_step(s)
     assert step(ruling) == ("Stay", "auto", 1)
     assert ruling.reason == "Dwelling"
     assert "the next may come at 2026-11-21T18:00:00Z" in (ruling.hold or "")
@@ -77,65 +77,65 @@ def test_a_held_step_says_what_it_would_be_and_when():
 
 
 def test_a_denied_dtype_is_passed_over_for_this_model_image_and_gpu_only():
-    s = situation(workload(demand=1500))
-    assert step(arbitrate(replace(s, denied=(denied("fp8"),))))[1] == "k8v4"
-    assert step(arbitrate(replace(s, denied=(denied("fp8", gpu="NVIDIA-L4"),))))[1] == "fp8"
+    s = policy_input(workload(demand=1500))
+    assert step(choose_step(replace(s, denied=(denied("fp8"),))))[1] == "k8v4"
+    assert step(choose_step(replace(s, denied=(denied("fp8", gpu="NVIDIA-L4"),))))[1] == "fp8"
 
 
 def test_a_dtype_that_the_gpu_cannot_compute_is_passed_over():
-    ruling = arbitrate(situation(workload(demand=1500), node=A100))
+    ruling = choose_step(policy_input(workload(demand=1500), node=A100))
     assert step(ruling)[1] == "k8v4"
     assert outcomes(ruling)["fp8"] == "Vetoed"
 
 
 def test_at_the_end_of_the_ladder_it_scales_out():
-    assert step(arbitrate(situation(workload(demand=1500), dtype="k4v4"))) == ("ScaleOut", "k4v4", 2)
+    assert step(choose_step(policy_input(workload(demand=1500), dtype="k4v4"))) == ("ScaleOut", "k4v4", 2)
 
 
 def test_with_nothing_left_it_says_so():
-    s = situation(workload(demand=1500), dtype="k4v4", spec=spec(scaling={"maxReplicas": 1}))
-    assert arbitrate(s).reason == "EndOfLadder"
+    s = policy_input(workload(demand=1500), dtype="k4v4", spec=spec(scaling={"maxReplicas": 1}))
+    assert choose_step(s).reason == "EndOfLadder"
 
 
 def test_replicas_that_still_load_are_waited_for():
-    s = situation(workload(demand=9000), replicas=2, ready=1, replicas_changed=NOW - timedelta(minutes=5))
-    assert step(arbitrate(s)) == ("Stay", "auto", 2)
+    s = policy_input(workload(demand=9000), replicas=2, ready=1, replicas_changed=NOW - timedelta(minutes=5))
+    assert step(choose_step(s)) == ("Stay", "auto", 2)
 
 
 def test_replicas_that_never_came_up_do_not_stand_in_the_way_of_a_dtype_and_are_not_asked_for_again():
-    s = situation(workload(demand=1500), replicas=2, ready=1, replicas_changed=NOW - timedelta(hours=2))
-    ruling = arbitrate(s)
+    s = policy_input(workload(demand=1500), replicas=2, ready=1, replicas_changed=NOW - timedelta(hours=2))
+    ruling = choose_step(s)
     assert step(ruling) == ("DtypeDown", "fp8", 2)
     assert outcomes(ruling)["ScaleOut"] == "ReplicasMissing"
 
 
 def test_replicas_that_belong_to_an_autoscaler_are_never_written():
-    s = situation(workload(demand=9000), spec=spec(scaling={"mode": "External"}))
-    assert outcomes(arbitrate(s))["ScaleOut"] == "NotOwner"
-    assert arbitrate(s).chosen.action == "DtypeDown"
+    s = policy_input(workload(demand=9000), spec=spec(scaling={"mode": "External"}))
+    assert outcomes(choose_step(s))["ScaleOut"] == "NotOwner"
+    assert choose_step(s).chosen.action == "DtypeDown"
 
 
 def test_prompts_or_the_batch_get_a_replica_and_never_a_dtype():
     for kind in ("PrefillBound", "ComputeBound"):
-        ruling = arbitrate(situation(workload(kind)))
+        ruling = choose_step(policy_input(workload(kind)))
         assert step(ruling) == ("ScaleOut", "auto", 2)
         assert {outcomes(ruling)[d] for d in ("fp8", "k8v4", "k4v4")} == {"NotMemory"}
 
 
 def test_a_fixed_dtype_is_never_stepped_but_replicas_are():
     fixed = spec_of(manifest(kvCache={"mode": "Fixed", "dtype": "fp8"}))
-    ruling = arbitrate(situation(workload(demand=1500), dtype="fp8", spec=fixed))
+    ruling = choose_step(policy_input(workload(demand=1500), dtype="fp8", spec=fixed))
     assert step(ruling) == ("ScaleOut", "fp8", 2)
     assert not any(o.action.startswith("Dtype") for o in ruling.options)
 
 
 def test_metrics_that_say_too_little_move_nothing():
     for kind in ("NoMetrics", "Warming"):
-        assert step(arbitrate(situation(workload(kind)))) == ("Stay", "auto", 1)
+        assert step(choose_step(policy_input(workload(kind)))) == ("Stay", "auto", 1)
 
 
 def test_nothing_begins_while_a_canary_is_in_flight():
-    assert arbitrate(situation(workload(demand=1500), busy="fp8 is on trial")).reason == "Busy"
+    assert choose_step(policy_input(workload(demand=1500), busy="fp8 is on trial")).reason == "Busy"
 
 
 def experience(**found):
@@ -146,29 +146,29 @@ def experience(**found):
 
 
 def test_a_step_that_a_canary_found_too_slow_is_not_tried_again():
-    ruling = arbitrate(situation(workload(demand=1500), history=(experience(itl_p95_change_percent=25),)))
+    ruling = choose_step(policy_input(workload(demand=1500), history=(experience(itl_p95_change_percent=25),)))
     assert outcomes(ruling)["fp8"] == "Slower"
     assert step(ruling)[1] == "k8v4"
 
 
 def test_the_capacity_that_a_canary_measured_counts_more_than_bits():
-    ruling = arbitrate(situation(workload(demand=1500), history=(experience(capacity_percent=120),)))
+    ruling = choose_step(policy_input(workload(demand=1500), history=(experience(capacity_percent=120),)))
     assert step(ruling)[1] == "k8v4"
 
 
 def test_what_a_canary_measured_with_another_recent_window_does_not_count():
     found = experience(capacity_percent=120, itl_p95_change_percent=25, recent_tokens=64)
-    ruling = arbitrate(situation(workload(demand=1500), history=(found,)))
+    ruling = choose_step(policy_input(workload(demand=1500), history=(found,)))
     assert step(ruling)[1] == "fp8"
 
 
 def test_the_pages_of_recent_windows_count_where_sequences_are_short():
     w = workload(demand=2900, mean_prompt=100.0, mean_generation=56.0)
     kv_cache = {"ladder": ["k4v4"], "recentTokens": 128}
-    ruling = arbitrate(situation(w, spec=spec(kvCache=kv_cache)))
+    ruling = choose_step(policy_input(w, spec=spec(kvCache=kv_cache)))
     # 128 tokens in pages for the window and 128 for the sequence: half of 3.76x.
     assert step(ruling)[0] == "ScaleOut"
-    without = arbitrate(situation(w, spec=spec(kvCache={**kv_cache, "recentTokens": 0})))
+    without = choose_step(policy_input(w, spec=spec(kvCache={**kv_cache, "recentTokens": 0})))
     assert step(without) == ("DtypeDown", "k4v4", 1)
 
 
@@ -176,13 +176,13 @@ def test_a_dtype_without_a_recent_window_gets_back_what_the_engines_say_that_the
     w = workload(demand=1500, mean_prompt=100.0, mean_generation=56.0)
     tokens = {}
     for recent in (0, 128):
-        ruling = arbitrate(situation(w, spec=spec(kvCache={"ladder": ["k2v2"]}), dtype="k4v4", recent_tokens=recent))
+        ruling = choose_step(policy_input(w, spec=spec(kvCache={"ladder": ["k2v2"]}), dtype="k4v4", recent_tokens=recent))
         tokens[recent] = next(o.capacity_tokens for o in ruling.options if o.dtype == "k2v2")
     assert tokens[128] == pytest.approx(2 * tokens[0], rel=0.01)
 
 
 def test_a_step_under_pressure_remembers_what_a_replica_could_do():
     w = workload(demand=1500, requests_per_second=2.0, mean_prompt=300.0, mean_generation=100.0)
-    assert arbitrate(situation(w)).saturations == (
+    assert choose_step(policy_input(w)).saturations == (
         Saturation(dtype="auto", requests_per_hour=7200, mean_prompt=300, mean_generation=100),
     )

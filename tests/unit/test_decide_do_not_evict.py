@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from kvpilot_operator.act.shelter import shelter
 from kvpilot_operator.decide import decide
-from kvpilot_operator.decide.draft import Draft
-from kvpilot_operator.decide.trial.shelter import sheltered
+from kvpilot_operator.decide.context import Context
+from kvpilot_operator.decide.trial.placement import do_not_evict
 from kvpilot_operator.errors import Conflict
 from kvpilot_operator.render.names import SHELTER_ANNOTATION
 from kvpilot_operator.state.decision import Find, Measure
@@ -91,12 +91,14 @@ def test_pods_on_their_way_out_and_searches_shelter_nobody():
     s = running(obj, "auto")
     leaving = replace(pod(revision_of(obj, "auto")), terminating=True)
     url = "http://10.0.0.1:8000"
-    for request in (None, Find("i", "b", "c")):
-        assert sheltered(Draft(s.now, s.status), s, spec_of(obj), request) == frozenset()
     ask = Measure("i", s.pods[0].name, url, "m", "c")
-    assert sheltered(Draft(s.now, s.status), s, spec_of(obj), ask) == {s.pods[0].name}
-    gone = replace(s, pods=(leaving,))
-    assert sheltered(Draft(s.now, s.status), gone, spec_of(obj), ask) == frozenset()
+
+    def left_alone(s, request):
+        return do_not_evict(replace(Context.of(s, spec_of(obj)), request=request)).do_not_evict
+
+    assert left_alone(s, None) == left_alone(s, Find("i", "b", "c")) == frozenset()
+    assert left_alone(s, ask) == {s.pods[0].name}
+    assert left_alone(replace(s, pods=(leaving,)), ask) == frozenset()
 
 
 class Server:

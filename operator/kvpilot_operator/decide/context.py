@@ -1,0 +1,119 @@
+"""One reconcile of a service whose spec is accepted: what every rule is given, and what the rules before it found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.decide.judging import scaling
+from kvpilot_operator.decide.judging.policy import PolicyDecision, nothing_weighed
+from kvpilot_operator.decide.judging.traffic_plan import TrafficPlan, traffic_plan
+from kvpilot_operator.decide.judging.workload import Workload
+from kvpilot_operator.probes.codec import Baseline
+from kvpilot_operator.render.engine import pod_template, revision
+from kvpilot_operator.state.decision import Manifest, Request
+from kvpilot_operator.state.enums import WorkloadKind
+from kvpilot_operator.state.snapshot import Snapshot
+from kvpilot_operator.state.status import Option
+
+
+class Revision(NamedTuple):
+    """The present spec with one dtype: the template of its pods, and the hash of it that names the revision."""
+
+    name: str
+    template: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The revision to converge to. With `startable` False nothing new is started (`held` says why)."""
+
+    dtype: str
+    revision: str
+    reason: str
+    message: str
+    held: str | None = None
+    recommended: str | None = None
+    warning: str | None = None
+    options: tuple[Option, ...] = ()
+    """What was weighed before this target, where it is a step of the policy's."""
+    startable: bool = True
+
+
+class Placed(NamedTuple):
+    """Manifests to be applied, and (apiVersion, kind, name) of objects that must not be there."""
+
+    apply: tuple[Manifest, ...] = ()
+    absent: tuple[tuple[str, str, str], ...] = ()
+
+
+_NOT_JUDGED = Workload(WorkloadKind.NO_METRICS, "the metrics were not judged")
+_NOT_WEIGHED = nothing_weighed("", 0, ())
+_NOT_CHOSEN = Target("", "", "NotChosen", "", startable=False)
+_NOTHING = Placed()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context(Draft):
+    """Made once a reconcile; a rule takes it and returns it with its changes.
+
+    `render` and `plan_traffic` compute once for each argument. The answers below them are empty until their rule, in
+    the order of `decide.RULES`, has given them.
+    """
+
+    spec: Spec
+    render: Callable[[str], Revision]
+    """The present spec with a dtype."""
+    plan_traffic: Callable[..., TrafficPlan]
+    workload: Workload = _NOT_JUDGED
+    policy: PolicyDecision = _NOT_WEIGHED
+    target: Target = _NOT_CHOSEN
+    request: Request | None = None
+    """The probe to run."""
+    captured: Baseline | None = None
+    """A baseline to keep before the status names it."""
+    wanted: Mapping[str, int] = field(default_factory=dict)
+    """Replicas by revision."""
+    engines: Mapping[str, Manifest] = field(default_factory=dict)
+    """Deployments by revision."""
+    own: Placed = _NOTHING
+    """The Service and its disruption budget."""
+    shared: Placed = _NOTHING
+    """The canary's Service and the user's HTTPRoute."""
+    do_not_evict: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, s: Snapshot, spec: Spec) -> Context:
+        """The context in which nothing is decided yet."""
+
+        @cache
+        def render(dtype: str) -> Revision:
+            template = pod_template(s.key.name, spec, dtype)
+            return Revision(revision(template), template)
+
+        @cache
+        def plan(begun: Any, replaces_one: bool, replicas: int) -> TrafficPlan:
+            return traffic_plan(s, spec, begun, replaces_one, replicas)
+
+        return cls(snapshot=s, status=s.status, spec=spec, render=render, plan_traffic=plan)
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas are kept up, as decided so far."""
+        return scaling.replicas(self.spec, self.status.scaling)
+
+    @property
+    def reference(self) -> str:
+        """The 16-bit revision that accuracy is measured against."""
+        return self.render(self.spec.kv_cache.baseline).name
+
+    @property
+    def plan(self) -> TrafficPlan:
+        """How the canary, or the next one where none is in flight, gets live traffic."""
+        canary = self.canary
+        begun, replaces = (canary.traffic_mode, canary.replaces_one) if canary is not None else (None, False)
+        return self.plan_traffic(begun, replaces, self.replicas)

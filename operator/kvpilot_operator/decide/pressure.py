@@ -1,0 +1,112 @@
+"""What binds the service, how many replicas are kept up, and which step is taken? From the window to the decision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvpilot_operator.decide.context import Context
+from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.decide.judging import scaling
+from kvpilot_operator.decide.judging.engine_args import step_tokens
+from kvpilot_operator.decide.judging.policy import choose_step, nothing_weighed
+from kvpilot_operator.decide.judging.policy_input import PolicyInput
+from kvpilot_operator.decide.judging.workload import classify
+from kvpilot_operator.decide.trial.rollout import start_fault
+from kvpilot_operator.state.enums import Stage
+
+
+def judge_workload(c: Context) -> Context:
+    """What binds."""
+    workload = classify(
+        c.snapshot.samples.get(_serving(c), ()),
+        c.spec.kv_cache.pressure,
+        c.now,
+        was_bound=was_pressured(c),
+        calm_seconds=c.spec.scaling.scale_down_stabilization_seconds,
+        step_tokens=step_tokens(c.spec, c.snapshot.node),
+    )
+    return replace(c, workload=workload)
+
+
+def keep_replicas(c: Context) -> Context:
+    """The replicas to keep up before a step is chosen."""
+    return c.set(scaling=scaling.kept(c.spec, c.status.scaling, c.now))
+
+
+def weigh_steps(c: Context) -> Context:
+    """Which step to take."""
+    return replace(c, policy=choose_step(policy_input(c)))
+
+
+def weigh_nothing(c: Context) -> Context:
+    """No step, where none could be weighed."""
+    return replace(c, policy=nothing_weighed(serving_dtype(c), c.replicas, c.status.scaling.saturations))
+
+
+def take_replica_step(c: Context) -> Context:
+    """The replicas to keep up from now on."""
+    return c.set(scaling=scaling.after_decision(c.spec, c.status.scaling, c.policy, serving_dtype(c), c.now))
+
+
+def policy_input(c: Context) -> PolicyInput:
+    """The service as the policy sees it."""
+    s, last, known = c.snapshot, c.status.last_canary, c.status.scaling
+    sample = s.last_sample(_serving(c))
+    undone = last is not None and last.stage == Stage.ROLLED_BACK and last.reason != "Superseded"
+    return PolicyInput(
+        now=c.now,
+        spec=c.spec,
+        workload=c.workload,
+        dtype=serving_dtype(c),
+        replicas=c.replicas,
+        ready=len(s.ready_pods(_serving(c))),
+        node=s.node,
+        model=s.model,
+        recent_tokens=sample.recent_tokens or 0 if sample is not None else 0,
+        denied=c.status.kv_cache.denied,
+        history=c.status.history,
+        saturations=known.saturations,
+        dtype_changed=c.status.kv_cache.changed_time,
+        replicas_changed=known.changed_time,
+        scale_in_backoff=known.scale_in_backoff,
+        rolled_back=last.stage_time if last is not None and undone else None,
+        busy=_busy(c),
+        no_canary=_no_canary(c),
+    )
+
+
+def serving_dtype(c: Context) -> str:
+    """The dtype that serves, or the one that a service starts with."""
+    return c.stable.dtype if c.stable is not None else c.spec.kv_cache.baseline
+
+
+def was_pressured(draft: Draft) -> bool:
+    """Whether the last reconcile found memory pressure."""
+    before = draft.before.condition("MemoryPressured")
+    return before is not None and before.status == "True"
+
+
+def _serving(c: Context) -> str:
+    return c.snapshot.traffic or (c.stable.revision if c.stable is not None else "")
+
+
+def _busy(c: Context) -> str | None:
+    if c.canary is not None:
+        return f"{c.canary.dtype} is on trial"
+    if c.stable is None or not c.stable.ever_ready:
+        return "the first engines are starting"
+    if _serving(c) != c.stable.revision:
+        return "traffic is moving to another revision"
+    return None
+
+
+def _no_canary(c: Context) -> str | None:
+    """Why no dtype change may begin. A canary with two changes at once could not say which of them did the damage."""
+    if c.spec.rollout.paused:
+        return "spec.rollout.paused is set"
+    if c.snapshot.probes.fault is not None:
+        return f"the probe sets cannot be used: {c.snapshot.probes.fault}"
+    if c.stable is not None and c.render(c.stable.dtype).name != c.stable.revision:
+        return "the change of the spec is rolled out first"
+    fault = start_fault(c)
+    return None if fault is None else fault.message

@@ -1,0 +1,107 @@
+"""Which 16-bit answers is accuracy measured against? Kept ones if there are any, else captured from a 16-bit replica.
+
+A baseline belongs to a model, its revision, the baseline dtype and the probe sets' content, never to an image. It is
+captured from a revision that the present spec renders with that dtype: any other may hold another model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvpilot_operator.decide.context import Context
+from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.render.names import baseline_name, engine_url
+from kvpilot_operator.state.decision import Capture, Find
+from kvpilot_operator.state.enums import Action, Stage, Verdict
+from kvpilot_operator.state.snapshot import Captured, NothingKept, Snapshot
+from kvpilot_operator.state.status import Baseline
+
+
+def known(draft: Draft) -> Baseline | None:
+    """The baseline of the present model and probe sets, if the status names it."""
+    baseline = draft.status.accuracy.baseline
+    return baseline if baseline is not None and baseline.identity == draft.snapshot.probes.identity else None
+
+
+def on_trial(draft: Draft) -> bool:
+    """Whether there is a canary whose accuracy is still to be judged."""
+    canary = draft.canary
+    if canary is None or canary.stage not in (Stage.STARTING, Stage.PROBING):
+        return False
+    return canary.verdict == Verdict.PENDING
+
+
+def wanted(c: Context) -> Find | Capture | None:
+    """The request that leads to a baseline, or None where one is known or nobody needs one.
+
+    Auto captures it ahead of need, while 16-bit replicas serve; otherwise the first canary makes it worth having. A
+    dtype that serves without one, after a lost status, can only be watched if one is found.
+    """
+    s, canary, stable = c.snapshot, c.canary, c.stable
+    if known(c) is not None:
+        return None
+    pods = s.ready_pods(c.reference)
+    config_map = baseline_name(s.key.name, s.probes.identity)
+    if pods and (on_trial(c) or c.spec.kv_cache.mode == "Auto"):
+        pod = s.pod_to_ask(pods)
+        return Capture(
+            identity=f"capture/{s.probes.identity}/{canary.errors if canary is not None else 0}/{pod.name}",
+            pod=pod.name,
+            url=engine_url(pod.ip),
+            model=c.spec.model.served_name,
+            baseline=s.probes.identity,
+            config_map=config_map,
+            serving=s.traffic == c.reference,
+        )
+    if on_trial(c) or (stable is not None and stable.dtype != c.spec.kv_cache.baseline):
+        return Find(_find_identity(s), s.probes.identity, config_map)
+    return None
+
+
+def borrowed(c: Context) -> str | None:
+    """The revision of a 16-bit replica that is borrowed to capture the baseline, where none is kept and none serves."""
+    s = c.snapshot
+    if s.probes.fault is not None or not on_trial(c) or known(c) is not None:
+        return None
+    if c.reference in {part.revision for part in (c.stable, c.canary) if part is not None}:
+        return None
+    # What is borrowed already stays until the baseline is there: the search's answer is not repeated.
+    return c.reference if c.reference in s.deployments or _nothing_kept(s) else None
+
+
+def take(c: Context, found: Captured) -> Context:
+    """Name the baseline in the status; it is written first, where it was not found kept."""
+    probes, control = c.snapshot.probes, found.baseline.control
+    if control is None or found.baseline.identity != probes.identity or known(c) is not None:
+        return c
+    baseline = Baseline(
+        config_map=baseline_name(c.snapshot.key.name, probes.identity),
+        identity=probes.identity,
+        dtype=found.baseline.dtype,
+        captured_time=control.captured,
+        prompts=control.prompts,
+        positions=control.positions,
+        control_mean_kl_micronats=control.mean_kl_micronats,
+        control_p99_kl_micronats=control.p99_kl_micronats,
+        control_top1_agreement_permille=control.top1_agreement_permille,
+    )
+    when = f", captured at {control.captured:%Y-%m-%dT%H:%M:%SZ}" if found.adopted else ""
+    c = c.set_accuracy(baseline=baseline).record(
+        Action.KEEP_BASELINE,
+        "BaselineAdopted" if found.adopted else "BaselineCaptured",
+        f"{control.positions} positions of {control.prompts} prompts in {found.baseline.dtype}{when}; the control: "
+        f"mean KL {control.mean_kl_micronats / 1000:.2f} millinats, top-1 agreement "
+        f"{control.top1_agreement_permille / 10:.1f}%",
+    )
+    return c if found.adopted else replace(c, captured=found.baseline)
+
+
+def _find_identity(s: Snapshot) -> str:
+    return f"find/{s.probes.identity}"
+
+
+def _nothing_kept(s: Snapshot) -> bool:
+    result = s.probe_result
+    if result is None or result.request.identity != _find_identity(s):
+        return False
+    return isinstance(result.outcome, NothingKept)

@@ -1,0 +1,52 @@
+"""A number of replicas that was too few is not tried again for a day."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from kvpilot_operator.decide.judging.policy import choose_step
+from kvpilot_operator.decide.judging.policy_input import PolicyInput
+from kvpilot_operator.decide.judging.saturation import HOLD, SOON, backing_off, backoff
+from kvpilot_operator.decide.judging.workload import Workload
+from kvpilot_operator.state.snapshot import NodeFacts
+from kvpilot_operator.state.status import ScaleInBackoff
+from support.services import NOW, manifest, spec_of
+
+TOO_FEW = ScaleInBackoff(dtype="auto", replicas=2, time=NOW)
+
+
+def after(action, dtype="auto", replicas=2, minutes=10):
+    return backoff(action, dtype, replicas, NOW, NOW - timedelta(minutes=minutes), None)
+
+
+def test_relief_soon_after_a_scale_in_is_taken_as_its_consequence_whatever_the_relief():
+    assert after("ScaleOut") == (None, TOO_FEW)
+    assert after("DtypeDown") == (None, TOO_FEW)
+
+
+def test_relief_long_after_a_scale_in_is_not():
+    given_back, too_few = after("ScaleOut", minutes=SOON.total_seconds() / 60 + 1)
+    assert too_few is None
+    assert given_back is not None
+
+
+def test_a_scale_in_is_remembered_and_nothing_else_forgets_it():
+    assert backoff("ScaleIn", "auto", 3, NOW, None, TOO_FEW) == (NOW, TOO_FEW)
+    assert backoff("Stay", "auto", 3, NOW, NOW, TOO_FEW) == (NOW, TOO_FEW)
+
+
+def test_as_few_replicas_of_that_dtype_are_held_for_a_day():
+    assert "2 replicas of auto" in (backing_off(NOW, "auto", 2, TOO_FEW) or "")
+    assert backing_off(NOW, "auto", 1, TOO_FEW) is not None
+    assert backing_off(NOW, "auto", 3, TOO_FEW) is None
+    assert backing_off(NOW, "k8v4", 2, TOO_FEW) is None
+    assert backing_off(NOW + HOLD, "auto", 2, TOO_FEW) is None
+
+
+def test_a_replica_that_was_soon_needed_again_is_not_given_back():
+    spec = spec_of(manifest(scaling={"minReplicas": 1, "maxReplicas": 4}))
+    calm = Workload("Relaxed", "evidence", usage_percent=5, pods=3, capacity_tokens=3000, calm=True, peak_load=0.1)
+    quiet = PolicyInput(NOW + timedelta(hours=2), spec, calm, "auto", 3, 3, NodeFacts())
+    assert choose_step(quiet).chosen.action == "ScaleIn"
+    held_back = PolicyInput(NOW + timedelta(hours=2), spec, calm, "auto", 3, 3, NodeFacts(), scale_in_backoff=TOO_FEW)
+    assert choose_step(held_back).chosen.action != "ScaleIn"
