@@ -6,6 +6,7 @@ import json
 import typing
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -50,6 +51,8 @@ def value_of(hint: Any) -> Any:
         return value_of(next(part for part in parts if part is not type(None)))
     if issubclass(hint, msgspec.Struct):
         return full(hint)
+    if issubclass(hint, StrEnum):
+        return next(iter(hint))
     return {int: 7, bool: True, str: "Some", datetime: NOW}[hint]
 
 

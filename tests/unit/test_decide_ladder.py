@@ -14,8 +14,8 @@ from kvpilot_operator.decide.judging.feasibility import hardware_fault, infeasib
 from kvpilot_operator.decide.judging.ladder import rungs
 from kvpilot_operator.observe.views import node_facts
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
+from support.policy_inputs import denied
 from support.services import NOW, manifest, spec_of
-from support.situations import denied
 
 AMPERE = NodeFacts("NVIDIA-A100-SXM4-80GB", (8, 0))
 HOPPER = NodeFacts("NVIDIA-H200", (9, 0))

@@ -176,7 +176,9 @@ def test_a_dtype_without_a_recent_window_gets_back_what_the_engines_say_that_the
     w = workload(demand=1500, mean_prompt=100.0, mean_generation=56.0)
     tokens = {}
     for recent in (0, 128):
-        ruling = choose_step(policy_input(w, spec=spec(kvCache={"ladder": ["k2v2"]}), dtype="k4v4", recent_tokens=recent))
+        ruling = choose_step(
+            policy_input(w, spec=spec(kvCache={"ladder": ["k2v2"]}), dtype="k4v4", recent_tokens=recent)
+        )
         tokens[recent] = next(o.capacity_tokens for o in ruling.options if o.dtype == "k2v2")
     assert tokens[128] == pytest.approx(2 * tokens[0], rel=0.01)
 

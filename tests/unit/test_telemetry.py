@@ -16,6 +16,7 @@ from prometheus_client import generate_latest
 from kvpilot_operator.control.telemetry import MAX_REASONS, Telemetry
 from kvpilot_operator.errors import ClusterError, Conflict
 from kvpilot_operator.state.decision import Decision
+from kvpilot_operator.state.enums import Action, Outcome
 from kvpilot_operator.state.snapshot import Sample, ServiceKey
 from kvpilot_operator.state.status import (
     MAX_OPTIONS,
@@ -34,8 +35,16 @@ from support.services import KEY, NOW, manifest, snapshot
 
 OTHER = ServiceKey("models", "other")
 OPTIONS = (
-    Option(action="StepDown", dtype="k4v4", replicas=2, gpus=0, outcome="Chosen", message="", capacity_tokens=30_000),
-    Option(action="ScaleOut", dtype="auto", replicas=3, gpus=1, outcome="Costlier", message=""),
+    Option(
+        action=Action.DTYPE_DOWN,
+        dtype="k4v4",
+        replicas=2,
+        gpus=0,
+        outcome=Outcome.CHOSEN,
+        message="",
+        capacity_tokens=30_000,
+    ),
+    Option(action=Action.SCALE_OUT, dtype="auto", replicas=3, gpus=1, outcome=Outcome.INSUFFICIENT, message=""),
 )
 
 
@@ -101,7 +110,7 @@ STATUS = Status(
     accuracy=Accuracy(failures=2, errors=1, last=PROBE),
     decisions=(
         JournalEntry(time=NOW, action="Hold", reason="Dwell", message=""),
-        JournalEntry(time=NOW, action="StepDown", reason="MemoryBound", message="", options=OPTIONS),
+        JournalEntry(time=NOW, action=Action.DTYPE_DOWN, reason="MemoryBound", message="", options=OPTIONS),
     ),
     conditions=(condition("MemoryPressured", "True", "MemoryBound"), condition("AccuracyVerified", "False", "Drifted")),
 )
@@ -136,10 +145,14 @@ LAST_CANARY = {"stage": "RolledBack", "dtype": "k8v4", "verdict": "Failed", "rea
         ("kvpilot_recommended_replicas", {}, 3),
         ("kvpilot_desired_replicas", {}, 2),
         ("kvpilot_max_replicas", {}, manifest()["spec"]["scaling"]["maxReplicas"]),
-        ("kvpilot_option_gpus", {"action": "ScaleOut", "dtype": "auto", "outcome": "Costlier"}, 1),
-        ("kvpilot_option_gpus", {"action": "StepDown", "dtype": "k4v4", "outcome": "Chosen"}, 0),
-        ("kvpilot_option_capacity_tokens", {"action": "StepDown", "dtype": "k4v4", "outcome": "Chosen"}, 30_000),
-        ("kvpilot_option_capacity_tokens", {"action": "ScaleOut", "dtype": "auto", "outcome": "Costlier"}, None),
+        ("kvpilot_option_gpus", {"action": "ScaleOut", "dtype": "auto", "outcome": "Insufficient"}, 1),
+        ("kvpilot_option_gpus", {"action": "DtypeDown", "dtype": "k4v4", "outcome": "Chosen"}, 0),
+        ("kvpilot_option_capacity_tokens", {"action": "DtypeDown", "dtype": "k4v4", "outcome": "Chosen"}, 30_000),
+        (
+            "kvpilot_option_capacity_tokens",
+            {"action": "ScaleOut", "dtype": "auto", "outcome": "Insufficient"},
+            None,
+        ),
         ("kvpilot_canary_stage", {"stage": "Shifting", "dtype": "k4v4"}, 1),
         ("kvpilot_canary_stage", {"stage": "Probing", "dtype": "k4v4"}, None),
         ("kvpilot_canary_weight_ratio", {}, 0.25),
@@ -150,7 +163,7 @@ LAST_CANARY = {"stage": "RolledBack", "dtype": "k8v4", "verdict": "Failed", "rea
         ("kvpilot_probe_failures", {}, 2),
         ("kvpilot_probe_errors", {}, 1),
         ("kvpilot_last_pass_timestamp_seconds", {}, NOW.timestamp()),
-        ("kvpilot_decisions_total", {"action": "StepDown", "reason": "MemoryBound"}, 1),
+        ("kvpilot_decisions_total", {"action": "DtypeDown", "reason": "MemoryBound"}, 1),
     ],
 )
 def test_what_a_pass_found_and_decided_is_shown(name: str, labels: dict[str, str], value: float | None) -> None:
@@ -180,7 +193,10 @@ def test_what_is_no_longer_so_is_no_longer_shown() -> None:
     assert read(telemetry, "kvpilot_recommended_dtype", dtype="fp8") == 1
     for name in ("kvpilot_kv_usage_ratio", "kvpilot_canary_weight_ratio", "kvpilot_engine_metrics_timestamp_seconds"):
         assert read(telemetry, name) is None
-    assert read(telemetry, "kvpilot_option_gpus", action="ScaleOut", dtype="auto", outcome="Costlier") is None
+    assert (
+        read(telemetry, "kvpilot_option_gpus", action=Action.SCALE_OUT, dtype="auto", outcome=Outcome.INSUFFICIENT)
+        is None
+    )
     assert read(telemetry, "kvpilot_canary_stage", stage="Shifting", dtype="k4v4") is None
 
 
@@ -228,10 +244,18 @@ def test_a_busy_service_has_at_most_seventy_series() -> None:
     kinds = ("Ready", "Available", "Progressing", "ModelCached", "MetricsAvailable", "MemoryPressured")
     kinds += ("CanaryHealthy", "AccuracyVerified", "SpecAccepted", "ReconcileSucceeded")
     options = tuple(
-        Option(action="StepDown", dtype=f"d{n}", replicas=1, gpus=0, outcome="No", message="", capacity_tokens=1)
+        Option(
+            action=Action.DTYPE_DOWN,
+            dtype=f"d{n}",
+            replicas=1,
+            gpus=0,
+            outcome=Outcome.POSSIBLE,
+            message="",
+            capacity_tokens=1,
+        )
         for n in range(MAX_OPTIONS)
     )
-    entry = JournalEntry(time=NOW, action="StepDown", reason="MemoryBound", message="", options=options)
+    entry = JournalEntry(time=NOW, action=Action.DTYPE_DOWN, reason="MemoryBound", message="", options=options)
     busy = msgspec.structs.replace(
         STATUS, decisions=(entry,), conditions=tuple(condition(kind, "True", "Why") for kind in kinds)
     )

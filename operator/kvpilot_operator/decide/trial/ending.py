@@ -66,7 +66,7 @@ def finish_promotion(c: Context) -> Context:
 
 
 def deny(c: Context, dtype: str, reason: str, message: str, seconds: int) -> Context:
-    """Keep a dtype from being tried with this model, image, GPU and recent window for so long; 0 seconds deny nothing."""
+    """Keep a dtype from being tried so long with this model, image, GPU and recent window; 0 seconds deny nothing."""
     if seconds == 0:
         return c
     denied = Denied(

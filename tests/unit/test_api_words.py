@@ -1,0 +1,67 @@
+"""The words that the operator writes into the status are those of the CRD's schema and of the docs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpilot_operator.api.schema import root_schema
+from kvpilot_operator.state.enums import Action, Outcome, Stage, TrafficMode, Verdict, WorkloadKind
+
+DOCS = Path(__file__).parents[2] / "docs"
+WEIGHED = {Action.STAY, Action.DTYPE_DOWN, Action.DTYPE_UP, Action.SCALE_OUT, Action.SCALE_IN}
+TAKEN = set(Action) - {Action.STAY, Action.DTYPE_DOWN, Action.DTYPE_UP}
+
+
+def fields(name: str) -> Iterator[Mapping[str, Any]]:
+    """The schema of every field of the status that has this name."""
+
+    def below(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        for key, child in schema.get("properties", {}).items():
+            if key == name:
+                yield child
+            yield from below(child)
+        if isinstance(schema.get("items"), Mapping):
+            yield from below(schema["items"])
+
+    found = list(below(root_schema()["properties"]["status"]))
+    assert found
+    yield from found
+
+
+def words(text: str) -> set[str]:
+    return set(re.findall(r"\b[A-Z][A-Za-z]+\b", text))
+
+
+@pytest.mark.parametrize(("name", "enum"), [("stage", Stage), ("verdict", Verdict), ("trafficMode", TrafficMode)])
+def test_the_schema_takes_every_value_and_no_other(name: str, enum: type[StrEnum]) -> None:
+    for field in fields(name):
+        assert field["enum"] == list(enum)
+
+
+def test_the_schema_names_every_action_and_every_outcome_and_no_other() -> None:
+    taken, weighed = (words(field["description"]) for field in fields("action"))
+    assert (taken - {"What"}, weighed) == (TAKEN, WEIGHED)
+    (outcome,) = fields("outcome")
+    assert words(outcome["description"]) == set(Outcome)
+
+
+def test_the_docs_explain_every_outcome_and_no_other() -> None:
+    text = (DOCS / "pilot.md").read_text()
+    rows = text[text.index("| outcome | meaning |") :].split("\n\n")[0].splitlines()[2:]
+    assert {word for row in rows for word in re.findall(r"`(\w+)`", row.split("|")[1])} == set(Outcome)
+
+
+def test_the_docs_explain_what_binds() -> None:
+    text = (DOCS / "pilot.md").read_text()
+    assert [kind for kind in WorkloadKind if f"`{kind}`" not in text] == []
+
+
+def test_the_docs_explain_every_stage_of_a_canary_in_flight() -> None:
+    rows = re.findall(r"^\| (\w+) \|", (DOCS / "canary.md").read_text(), re.MULTILINE)
+    assert [stage for stage in Stage if stage not in (Stage.PROMOTED, Stage.ROLLED_BACK) and stage not in rows] == []
