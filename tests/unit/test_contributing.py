@@ -1,0 +1,71 @@
+"""CONTRIBUTING.md leads to what exists: each recipe names one file or two, and what to look for in them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+RECIPES = [
+    tuple(cell.strip() for cell in line.strip("|").split("|"))
+    for line in PAGE.partition("## Where to begin\n")[2].partition("\n## ")[0].splitlines()
+    if line.startswith("|") and not line.startswith(("|---", "| you want to"))
+]
+
+
+def defined(file: Path) -> set[str]:
+    """Names that a module defines at its top, and Class.method of its classes."""
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                found.add(name)
+            case ast.ClassDef(name=name, body=body):
+                found |= {name, *(f"{name}.{one.name}" for one in body if isinstance(one, ast.FunctionDef))}
+            case ast.Assign(targets=targets):
+                found |= {target.id for target in targets if isinstance(target, ast.Name)}
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe[0])
+def test_a_recipe_names_two_files_at_most_and_what_is_in_them(recipe: tuple[str, ...]) -> None:
+    _, first, then = recipe
+    named = re.findall(r"`([^`]+)`", first)
+    assert 1 <= len(named) <= 2
+    assert re.sub(r"`[^`]+`", "", first).strip() == "", "only names stand in this cell"
+    for name in named:
+        file, _, what = name.partition("::")
+        assert (ROOT / file).is_file(), file
+        assert not what or what in defined(ROOT / file), name
+    for path in re.findall(r"`([\w.-]+/[\w./-]+)`", then):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "pressure",
+        "rolled back",
+        "page is laid out",
+        "dtype",
+        "condition",
+        "metric",
+        "test of a fault",
+        "field of the CRD",
+    ],
+)
+def test_there_is_a_recipe_for(what: str) -> None:
+    assert sum(what in recipe[0] for recipe in RECIPES) == 1
+
+
+def test_the_targets_and_files_that_it_names_exist() -> None:
+    targets = (ROOT / "Makefile").read_text().partition("\n")[0].removeprefix(".PHONY: ").split()
+    assert set(re.findall(r"`make (\w+)`", PAGE)) <= set(targets)
+    for path in re.findall(r"\]\(([^)#]+)", PAGE):
+        assert (ROOT / path).is_file(), path
