@@ -29,8 +29,9 @@ _KIB, _MIB = 1024, 1024 * 1024
 class Door:
     """The limits of one door.
 
-    `quick` places are for those that take no longer than `patience_seconds`, which is what keeps the others from
-    waiting; who takes longer moves to one of the `slow` ones.
+    `quick` places are for those that take no longer than `quick_seconds`, which is what keeps the others from waiting;
+    who takes longer moves to one of the `slow` ones. Where these are taken, too, who waits gets the place of one that
+    has got on with nothing for `patience_seconds`.
     """
 
     what: str
@@ -39,6 +40,7 @@ class Door:
     quick: int
     slow: int
     share: int
+    quick_seconds: float
     patience_seconds: float
 
     @property
@@ -52,7 +54,9 @@ ALL_DOORS_BYTES = 128 * _MIB
 # A page of vLLM is some 50 KiB for each data parallel rank, so 20 ranks behind one server. It is read chunk by chunk
 # and never held: what is held are the socket's buffers, a chunk and a line. A healthy engine answers within 10 ms; 450
 # pages a second (control/pilot.py) then take 5 places, and the rest are for engines that are slow.
-METRICS = Door("a page of metrics", 1 * _MIB, 192 * _KIB, quick=64, slow=192, share=8, patience_seconds=0.5)
+METRICS = Door(
+    "a page of metrics", 1 * _MIB, 192 * _KIB, quick=64, slow=192, share=8, quick_seconds=0.5, patience_seconds=0.5
+)
 METRICS_SOCKET_BYTES = 32 * _KIB
 # The longest line of a vLLM 0.32 (its cache_config_info) has 1.1 KiB. A rank has some 300 lines.
 METRICS_LINE_BYTES = 16 * _KIB
@@ -62,7 +66,9 @@ METRICS_CHUNK_BYTES = 32 * _KIB
 # and of one service one, are taken before whatever else is ready has its turn: a fleet of 2,000 services has some 1,400
 # a second.
 METRICS_STEP_LINES = 256
-METRICS_TURN = Door("a step of a page", METRICS_CHUNK_BYTES, 0, quick=4, slow=0, share=1, patience_seconds=60.0)
+METRICS_TURN = Door(
+    "a step of a page", METRICS_CHUNK_BYTES, 0, quick=4, slow=0, share=1, quick_seconds=60.0, patience_seconds=60.0
+)
 # Work is counted in lines, and a line more for each 128 bytes: 2.5 us. A service may take so much for each of its pods:
 # one with 20 ranks, of 9,000, is asked every 4.5 s, and one whose page is as large as it may be every 12 s.
 METRICS_WORK_BYTES = 128
@@ -70,18 +76,25 @@ METRICS_WORK_PER_SECOND = 2_000
 
 # A pack has 32 KiB at most (probes/packs.py). The API server sends whole objects, of up to 1.5 MiB: a ConfigMap with
 # more beside the pack than this is refused before it is parsed.
-CONFIG_MAP = Door("a ConfigMap", 256 * _KIB, 1 * _MIB, quick=4, slow=0, share=1, patience_seconds=15.0)
+CONFIG_MAP = Door(
+    "a ConfigMap", 256 * _KIB, 1 * _MIB, quick=4, slow=0, share=1, quick_seconds=15.0, patience_seconds=15.0
+)
 
 # All packs of one service that it brings itself.
 PACKS_BYTES = 128 * _KIB
 
 # A run holds its prompts (0.5 MiB of text, or a baseline of 1.1 MiB), the question that is asked and a line of the
 # answer or the tokens of a prompt; with the built-in packs some 0.5 MiB. It takes some seconds on a GPU and half a
-# minute on a CPU; the patience is what a good service waits at most behind engines that hang. No prompt has more than
-# the 65,536 tokens that a baseline keeps, of 10 bytes each.
-CANARY_PROBE = Door("a probe of a canary", 640 * _KIB, 2 * _MIB, quick=8, slow=8, share=1, patience_seconds=5.0)
+# minute on a CPU, and no engine is silent for longer than the patience but one that hangs, or that computes a very long
+# prompt. Behind engines that hang a good service waits for a second while slow places are free, else for the patience.
+# No prompt has more than the 65,536 tokens that a baseline keeps, of 10 bytes each.
+CANARY_PROBE = Door(
+    "a probe of a canary", 640 * _KIB, 2 * _MIB, quick=8, slow=8, share=1, quick_seconds=1.0, patience_seconds=5.0
+)
 # Those of replicas that serve have places of their own: a canary never waits behind a thousand of them.
-CHECK = Door("a check of a replica", 640 * _KIB, 2 * _MIB, quick=8, slow=8, share=1, patience_seconds=5.0)
+CHECK = Door(
+    "a check of a replica", 640 * _KIB, 2 * _MIB, quick=8, slow=8, share=1, quick_seconds=1.0, patience_seconds=5.0
+)
 
 # Reconciles and captures read ConfigMaps each by themselves.
 DOORS = (METRICS, CONFIG_MAP, CONFIG_MAP, CANARY_PROBE, CHECK)
@@ -150,12 +163,12 @@ class Places:
     """The places of a door, shared out fairly.
 
     The next place is the tenant's that holds the fewest, and of its services each has its turn, whatever number of
-    requests they have waiting. A holder gives its quick place to those who wait once it has had it for the door's
-    patience, and goes on in a slow one. Where these are all taken, a tenant with more places than the one that waits
-    loses its most silent one; among tenants with as many, the place that has been silent for longest is lost, if that
-    was for longer than its patience. So however many engines of one tenant hang, another tenant gets a place after
-    `patience_seconds`; and among themselves who waits gets one after
-    `patience_seconds * (1 + services that wait / quick)`.
+    requests they have waiting. A holder gives its quick place to those who wait once it has had it for `quick_seconds`,
+    and goes on in a slow one. Where these are all taken, a tenant with more places than the one that waits loses its
+    most silent one; among tenants with as many, the place that has been silent for longest is lost, if that was for
+    longer than its patience. So however many engines of one tenant hang, another tenant gets a place after
+    `quick_seconds`, or after `patience_seconds` where every place is another tenant's; and among themselves who waits
+    gets one after `patience_seconds * (1 + services that wait / quick)`.
     """
 
     def __init__(self, door: Door) -> None:
@@ -258,7 +271,7 @@ class Places:
     def _make_room(self, tenant: Hashable, now: float) -> bool:
         """Free a quick place: its oldest holder moves on, if its time is over and a slow place is or becomes free."""
         oldest = next(iter(self._quick))
-        if now < oldest.since + self.door.patience_seconds:
+        if now < oldest.since + self.door.quick_seconds:
             return False
         if len(self._slow) >= self.door.slow:
             loser = self._loser(tenant, [*self._slow, oldest], now)
@@ -286,6 +299,6 @@ class Places:
             self._timer.cancel()
             self._timer = None
         if self._turns:
-            patience = self.door.patience_seconds
-            wait = max(next(iter(self._quick)).since + patience - now, patience / 10)
+            quick = self.door.quick_seconds
+            wait = max(next(iter(self._quick)).since + quick - now, quick / 10)
             self._timer = asyncio.get_running_loop().call_later(wait, self._share_out)

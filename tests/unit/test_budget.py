@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvpilot_operator.budget import ALL_DOORS_BYTES, DOORS, Door, Places, read_body
 from kvpilot_operator.errors import OverBudget, PlaceLost
 
-DOOR = Door("a test", 1024, 1024, quick=2, slow=2, share=2, patience_seconds=0.02)
+DOOR = Door("a test", 1024, 1024, quick=2, slow=2, share=2, quick_seconds=0.02, patience_seconds=0.02)
 
 
 def test_all_doors_with_every_place_taken_fit_in_their_part_of_the_container() -> None:
@@ -61,7 +61,7 @@ async def test_a_service_holds_no_more_than_its_share() -> None:
 
 
 async def test_services_take_turns_however_many_requests_one_of_them_has() -> None:
-    places = Places(replace(DOOR, quick=1, slow=0, patience_seconds=60))
+    places = Places(replace(DOOR, quick=1, slow=0, quick_seconds=60, patience_seconds=60))
     order: list[str] = []
 
     async def work(service: str) -> None:
@@ -75,7 +75,7 @@ async def test_services_take_turns_however_many_requests_one_of_them_has() -> No
 
 
 async def test_tenants_take_turns_however_many_services_one_of_them_has() -> None:
-    places = Places(replace(DOOR, quick=1, slow=0, patience_seconds=60))
+    places = Places(replace(DOOR, quick=1, slow=0, quick_seconds=60, patience_seconds=60))
     order: list[str] = []
 
     async def work(service: str) -> None:
@@ -114,6 +114,22 @@ async def test_a_tenant_whose_places_are_many_and_busy_gives_one_to_a_tenant_wit
     assert places.taken == 0
 
 
+async def test_who_hangs_makes_room_in_the_quick_lane_long_before_it_may_lose_its_place() -> None:
+    places = Places(replace(DOOR, quick=1, slow=1, patience_seconds=60))
+    first = asyncio.create_task(hang(places, "a"))
+    await settle()
+    async with asyncio.timeout(10), places.of("b", "b"):
+        assert places.taken == 2
+        third = asyncio.create_task(hang(places, "c"))
+        await asyncio.sleep(5 * DOOR.quick_seconds)
+        # Now all places are taken, and nobody has been silent for too long.
+        assert not first.done()
+        assert places.taken == 2
+    await settle()
+    assert places.taken == 2
+    await close(first, third)
+
+
 async def test_work_with_more_patience_is_not_the_first_to_lose_its_place() -> None:
     places = Places(replace(DOOR, quick=1, slow=1))
 
@@ -134,7 +150,7 @@ async def test_work_with_more_patience_is_not_the_first_to_lose_its_place() -> N
 
 
 async def test_a_request_that_is_cancelled_in_the_moment_of_its_turn_is_gone() -> None:
-    places = Places(replace(DOOR, quick=1, slow=0, patience_seconds=60))
+    places = Places(replace(DOOR, quick=1, slow=0, quick_seconds=60, patience_seconds=60))
     async with places.of("first", "first"):
         second = asyncio.create_task(hang(places, "second"))
         await settle()
@@ -216,7 +232,7 @@ def test_whatever_holders_do_places_are_never_exceeded_and_all_come_back(steps: 
                 held[service] -= 1
 
     async def all_of_them() -> None:
-        places = Places(replace(DOOR, patience_seconds=0.001))
+        places = Places(replace(DOOR, quick_seconds=0.001, patience_seconds=0.001))
         tasks = []
         for service, does in steps:
             tasks.append(asyncio.create_task(one(places, service, does)))
