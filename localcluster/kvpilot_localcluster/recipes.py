@@ -35,7 +35,7 @@ _NOT_OPENAPI = re.compile("code-generator|sample-|gengo|kube-openapi|klog|utils|
 
 
 @dataclass(frozen=True)
-class Step:
+class BuildStep:
     """One resumable step: a name, its share of the build's time, and what it does in the work folder.
 
     The action yields fractions of itself between 0 and 1 as it goes.
@@ -64,7 +64,7 @@ class Recipe:
     programs: tuple[str, ...]
     packages: Callable[[Archive], list[str]]
     source: str | None
-    steps: tuple[Step, ...]
+    steps: tuple[BuildStep, ...]
 
 
 def _unpack_core(work: Path) -> Iterator[float]:
@@ -238,11 +238,11 @@ CORE = Recipe(
     packages=_fixed(_CORE_PACKAGES),
     source="kubernetes",
     steps=(
-        Step("unpack", 6, _unpack_core),
-        Step("generate the API description", 12, _generate_openapi),
-        Step("compile kube-apiserver", 138, _core_program("kube-apiserver")),
-        Step("compile kube-controller-manager", 27, _core_program("kube-controller-manager")),
-        Step("compile kube-scheduler", 8, _core_program("kube-scheduler")),
+        BuildStep("unpack", 6, _unpack_core),
+        BuildStep("generate the API description", 12, _generate_openapi),
+        BuildStep("compile kube-apiserver", 138, _core_program("kube-apiserver")),
+        BuildStep("compile kube-controller-manager", 27, _core_program("kube-controller-manager")),
+        BuildStep("compile kube-scheduler", 8, _core_program("kube-scheduler")),
     ),
 )
 MODERN = Recipe(
@@ -252,8 +252,8 @@ MODERN = Recipe(
     packages=lambda archive: archive.closure(_MODERN_PACKAGES, "golang-.*-dev"),
     source=None,
     steps=(
-        Step("unpack", 11, _unpack_modern),
-        Step("fetch Go", 3, _fetch_go),
-        Step("compile apiextensions-apiserver", 236, _modern_program),
+        BuildStep("unpack", 11, _unpack_modern),
+        BuildStep("fetch Go", 3, _fetch_go),
+        BuildStep("compile apiextensions-apiserver", 236, _modern_program),
     ),
 )

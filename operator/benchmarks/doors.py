@@ -31,7 +31,7 @@ from kvpilot_operator.observe import series
 from kvpilot_operator.observe.pack_texts import texts_of
 from kvpilot_operator.observe.page import PageReader
 from kvpilot_operator.probes import plain_yaml
-from kvpilot_operator.probes.answers import read_steps, read_tokens
+from kvpilot_operator.probes.answers import read_streamed, read_tokens
 from kvpilot_operator.probes.codec import decode
 from kvpilot_operator.probes.errors import ProbeError
 
@@ -71,7 +71,7 @@ DOORS: dict[str, tuple[Callable[[bytes], object], dict[str, Make], int]] = {
     "the same by prometheus_client": (prometheus_client, PAGES, 2**20),
     "a pack's YAML": (yaml, YAML, 2**18),
     "an answer of /tokenize": (lambda text: read_tokens("here", text), TOKENS, 2**20),
-    "a line of /v1/completions": (lambda text: read_steps("here", text), TOKENS, 2**18),
+    "a line of /v1/completions": (lambda text: read_streamed("here", text), TOKENS, 2**18),
     "a stored baseline": (decode, BASELINES, 2**20),
     "a ConfigMap": (texts_of, CONFIG_MAPS, 2**20),
     "a spec": (spec, SPECS, 2**18),

@@ -20,7 +20,7 @@ from kvpilot_operator.budget import CANARY_PROBE, CONFIG_MAP, METRICS, METRICS_C
 from kvpilot_operator.errors import ClusterError, ScrapeError
 from kvpilot_operator.observe.pack_texts import texts_of
 from kvpilot_operator.observe.page import PageReader
-from kvpilot_operator.probes.answers import read_steps, read_tokens
+from kvpilot_operator.probes.answers import read_streamed, read_tokens
 from kvpilot_operator.probes.codec import decode
 from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer, MalformedBaseline
 from kvpilot_operator.probes.plain_yaml import NotPlainYaml, read
@@ -61,7 +61,7 @@ DOORS = {
     "page": DoorTest(read_page, (ScrapeError,), PAGES, METRICS.read_bytes),
     "yaml": DoorTest(read_yaml, (NotPlainYaml,), YAML, 32 * 1024),
     "tokenize": DoorTest(lambda t: read_tokens("here", t), (MalformedAnswer,), TOKENS, CANARY_PROBE.read_bytes),
-    "stream": DoorTest(lambda t: read_steps("here", t), (MalformedAnswer, EngineRefused), TOKENS, 256 * 1024),
+    "stream": DoorTest(lambda t: read_streamed("here", t), (MalformedAnswer, EngineRefused), TOKENS, 256 * 1024),
     "baseline": DoorTest(decode, (MalformedBaseline,), BASELINES, 900 * 1024),
     "config map": DoorTest(texts_of, (ClusterError,), CONFIG_MAPS, CONFIG_MAP.read_bytes),
     "spec": DoorTest(read_spec, (), SPECS, 64 * 1024),

@@ -10,7 +10,7 @@ import pytest
 
 from kvpilot_localcluster import build, debian, recipes
 from kvpilot_localcluster.errors import BuildFailed, MissingTool
-from kvpilot_localcluster.recipes import Recipe, Step
+from kvpilot_localcluster.recipes import BuildStep, Recipe
 from kvpilot_localcluster.services import ready_endpoints
 
 DEB822 = """\
@@ -84,7 +84,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_broken_build_leaves_nothing_valid_and_goes_on_where_it_was(tmp_path: Path) -> None:
     ran: list[str] = []
 
-    def step(name: str, *, broken: bool = False) -> Step:
+    def step(name: str, *, broken: bool = False) -> BuildStep:
         def action(work: Path) -> Iterator[float]:
             yield 0.5
             ran.append(name)
@@ -93,9 +93,9 @@ def test_a_broken_build_leaves_nothing_valid_and_goes_on_where_it_was(tmp_path: 
             (work / "bin").mkdir(exist_ok=True)
             (work / "bin" / "tool").write_text("x")
 
-        return Step(name, 1, action)
+        return BuildStep(name, 1, action)
 
-    def recipe(*steps: Step) -> Recipe:
+    def recipe(*steps: BuildStep) -> Recipe:
         return Recipe("test", "sid", ("tool",), lambda _: [], None, steps)
 
     with pytest.raises(BuildFailed, match="second"):
@@ -119,7 +119,7 @@ def test_a_build_of_an_older_recipe_is_not_used(tmp_path: Path, monkeypatch: pyt
         (work / "bin").mkdir()
         (work / "bin" / "tool").touch()
 
-    recipe = Recipe("test", "sid", ("tool",), lambda _: [], None, (Step("only", 1, action),))
+    recipe = Recipe("test", "sid", ("tool",), lambda _: [], None, (BuildStep("only", 1, action),))
     list(build.make(recipe, tmp_path))
     monkeypatch.setattr(build, "REVISION", recipes.REVISION + "x")
     assert [one.step for one in build.make(recipe, tmp_path)][-1] == "done"

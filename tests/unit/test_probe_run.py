@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_operator.probes import session
-from kvpilot_operator.probes.answers import read_steps, read_tokens
+from kvpilot_operator.probes.answers import read_streamed, read_tokens
 from kvpilot_operator.probes.codec import MAX_TOKEN_ID, Baseline, BaselinePrompt
 from kvpilot_operator.probes.errors import (
     BaselineTooLarge,
@@ -351,7 +351,7 @@ async def test_more_tokens_than_a_prompt_can_have_are_not_read() -> None:
 )
 def test_whatever_an_engine_answers_is_read_or_a_typed_error(data: bytes) -> None:
     with suppress(MalformedAnswer, EngineRefused):
-        for step in read_steps("url", data):
+        for step in read_streamed("url", data):
             assert all(-30 <= value <= 0 for value in step.logprobs.top.values())
     with suppress(MalformedAnswer):
         assert all(0 <= token <= MAX_TOKEN_ID for token in read_tokens("url", data).tokens)
@@ -360,7 +360,7 @@ def test_whatever_an_engine_answers_is_read_or_a_typed_error(data: bytes) -> Non
 def test_quotes_and_signs_without_an_end_are_a_typed_error() -> None:
     for data in (b'"\\' * 40_000, b"-" * 80_000, b'"' * 80_000, b"-Infinit" * 10_000):
         with pytest.raises(MalformedAnswer):
-            read_steps("url", data)
+            read_streamed("url", data)
 
 
 @pytest.mark.parametrize(

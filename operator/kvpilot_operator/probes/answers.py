@@ -36,7 +36,7 @@ class Tokenized(NamedTuple):
     max_model_len: int
 
 
-class Step(NamedTuple):
+class StreamedToken(NamedTuple):
     """One streamed token: its logprobs, its text, and whether the engine ended here by itself."""
 
     logprobs: Logprobs
@@ -89,7 +89,7 @@ def read_models(url: str, data: bytes | bytearray) -> tuple[str, ...]:
     return tuple(model.id for model in _decoded(url, data, _Models).data)
 
 
-def read_steps(url: str, data: bytes) -> list[Step]:
+def read_streamed(url: str, data: bytes) -> list[StreamedToken]:
     """Return a streamed chunk's tokens; an engine that fails in the middle of a stream says so in `error`."""
     try:
         chunk = _decoded(url, data, _Chunk)
@@ -111,7 +111,7 @@ def read_steps(url: str, data: bytes) -> list[Step]:
     steps = []
     for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         ident = _token(url, token)
-        steps.append(Step(Logprobs(ident, _top(url, ident, logprob, top)), "", False))
+        steps.append(StreamedToken(Logprobs(ident, _top(url, ident, logprob, top)), "", False))
     if steps:
         # People read the first MAX_TEXT characters of all steps together.
         steps[-1] = steps[-1]._replace(text=choice.text[:MAX_TEXT], stopped=choice.finish_reason == "stop")

@@ -20,11 +20,11 @@ import msgspec
 from kvpilot_operator.budget import CANARY_PROBE
 from kvpilot_operator.probes.answers import (
     BYTES_A_TOKEN,
-    Step,
+    StreamedToken,
     Tokenized,
     printable,
     read_models,
-    read_steps,
+    read_streamed,
     read_tokens,
 )
 from kvpilot_operator.probes.errors import EngineRefused, EngineUnreachable, MalformedAnswer
@@ -124,7 +124,7 @@ class Engine:
         *,
         past_end: bool = False,
         priority: int | None = None,
-    ) -> AsyncGenerator[Step, None]:
+    ) -> AsyncGenerator[StreamedToken, None]:
         """Yield the greedy continuation of `prompt` token by token; closing the iterator stops the engine's work.
 
         At most `tokens` steps. With `past_end` the model's end token is a token like any other. `priority` is for an
@@ -159,7 +159,7 @@ class Engine:
                     raise
                 await asyncio.sleep(RETRY_PAUSE_SECONDS)
 
-    async def _stream(self, asked: bytes, tokens: int) -> AsyncGenerator[Step, None]:
+    async def _stream(self, asked: bytes, tokens: int) -> AsyncGenerator[StreamedToken, None]:
         url = f"{self.base_url}/v1/completions"
         count = 0
         try:
@@ -171,7 +171,7 @@ class Engine:
                     data = line[5:].strip()
                     if data == b"[DONE]":
                         return
-                    for step in read_steps(url, data):
+                    for step in read_streamed(url, data):
                         count += 1
                         if count > tokens:
                             raise MalformedAnswer(f"{url}: more than the {tokens} tokens asked for")

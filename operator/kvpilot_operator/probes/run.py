@@ -42,11 +42,11 @@ from kvpilot_operator.probes.session import (
 )
 from kvpilot_operator.probes.stats import (
     MAX_SAMPLE_CHARACTERS,
+    AnswerPair,
     Answers,
     Compared,
     Logprobs,
     Measurement,
-    Sample,
     compare,
     summarise,
     worst_prompt,
@@ -262,7 +262,7 @@ async def _ask_half(engine: Engine, throttle: Throttle, prompt: BaselinePrompt, 
     return 1
 
 
-async def _sample(engine: Engine, throttle: Throttle, prompt: BaselinePrompt, settings: Settings) -> Sample | None:
+async def _sample(engine: Engine, throttle: Throttle, prompt: BaselinePrompt, settings: Settings) -> AnswerPair | None:
     if not throttle.afford(len(prompt.tokens) + len(prompt.answer)):
         return None
     text = ""
@@ -272,7 +272,7 @@ async def _sample(engine: Engine, throttle: Throttle, prompt: BaselinePrompt, se
         async for step in steps:
             text += step.text
     size = MAX_SAMPLE_CHARACTERS
-    return Sample(prompt=prompt.tail[-size:], stable=prompt.text[:size], canary=_readable(text)[:size])
+    return AnswerPair(prompt=prompt.tail[-size:], stable=prompt.text[:size], canary=_readable(text)[:size])
 
 
 def _readable(text: str) -> str:

@@ -86,7 +86,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class AnswerPair:
     """The end of one prompt with both sides' own continuation, for a person to read."""
 
     prompt: str
@@ -115,7 +115,7 @@ class Measurement:
     stderr_kl_micronats: int
     top1_agreement_permille: int
     buckets: tuple[Bucket, ...]
-    sample: Sample | None
+    sample: AnswerPair | None
     tokens: int = 0
 
 
@@ -181,7 +181,7 @@ def summarise(
     requests: int = 0,
     tokens: int = 0,
     milliseconds: int = 0,
-    sample: Sample | None = None,
+    sample: AnswerPair | None = None,
 ) -> Measurement:
     """Return the measurement of all judged positions; the order of `compared` does not matter."""
     return Measurement(
