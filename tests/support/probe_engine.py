@@ -8,9 +8,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from kvpilot_operator.probes.codec import Baseline, BaselinePrompt
+from kvpilot_operator.probes.packs import Message, ProbePrompt
+from kvpilot_operator.probes.run import Settings
+from kvpilot_operator.probes.stats import Logprobs
+
 Body = dict[str, Any]
 Writer = asyncio.StreamWriter
 Handler = Callable[[str, Body, Writer], Awaitable[None]]
+
+PROMPTS = tuple(ProbePrompt("builtin/general", f"p{i}", (Message("user", f"question {i}"),)) for i in range(4))
+SETTINGS = Settings(tokens=8, deadline_seconds=20)
 
 
 @asynccontextmanager
@@ -92,3 +100,11 @@ def completing(*events: bytes) -> Handler:
             stream(writer, *events)
 
     return handler
+
+
+def baseline(positions: int = 8, prompts: int = 2) -> Baseline:
+    """What `counting` answers to prompts of three tokens."""
+    answer = tuple(Logprobs(3 + i, {3 + i: -0.1, 9999: -3.0}) for i in range(positions))
+    return Baseline(
+        "i", "m", "auto", tuple(BaselinePrompt(f"p{i}", "tail", "text", (1, 2, 3), answer) for i in range(prompts))
+    )
