@@ -70,6 +70,8 @@ class ModelCluster:
     """Revisions whose requests take half as long again, whatever their dtype."""
     failing: dict[str, float] = field(default_factory=dict)
     """By dtype: the share of requests that fail."""
+    odd_factors: frozenset[str] = frozenset()
+    """Dtypes of whose engines all but the first calibrate themselves otherwise."""
     rules: list[dict[str, Any]] | None = None
     """Of the HTTPRoute "web"; None is no route."""
     now: datetime = NOW
@@ -256,8 +258,15 @@ class ModelCluster:
             seen = flows(self.requests * shares.get(name, 0.0), slow, self.failing.get(dtype, 0.0))
             running = min(held, capacity) / 500
             self.samples.setdefault(name, []).append(
-                Sample(self.now, pods, usage, running, waiting, capacity, dtype, seen)
-            )
+                Sample(
+                    self.now, pods, usage, running, waiting, capacity, dtype, seen, factors="aaaa",
+                    mixed=self._mixed(name, dtype),
+                )
+            )  # fmt: skip
+
+    def _mixed(self, name: str, dtype: str) -> tuple[tuple[str, str], ...]:
+        ready = sorted(f"{name}-{p.index}" for p in self.engines.pods if p.revision == name and p.ready)
+        return tuple((pod, "bbbb") for pod in ready[1:]) if dtype in self.odd_factors else ()
 
     def keep(self, config_map: str) -> None:
         """A baseline was written to this ConfigMap."""

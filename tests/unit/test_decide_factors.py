@@ -6,12 +6,15 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvpilot_operator.decide import decide
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.snapshot import DeploymentView, Sample, Snapshot
 from kvpilot_operator.state.status import Canary, Condition, Stable, Status
 from support.services import NOW, manifest, pod, revision_of, running
+from support.trials import NEW, OLD, at_every_moment, ended, on_trial
 
 OBJ = manifest(kvCache={"mode": "Fixed", "dtype": "k4v4"}, replicas=2, scaling={"mode": "External"})
 NAME = revision_of(OBJ, "k4v4")
@@ -30,7 +33,7 @@ def serving(sample: Sample | None) -> Snapshot:
     return running(OBJ, "k4v4", pods=PODS, samples={NAME: (sample,)} if sample is not None else {}, rejections=())
 
 
-def on_trial(stage: str, sample: Sample) -> Snapshot:
+def at_stage(stage: str, sample: Sample) -> Snapshot:
     """k4v4 is on trial beside 16 bits, with the pods that the sample is of."""
     stable = revision_of(OBJ, "auto")
     canary = Canary(
@@ -83,7 +86,7 @@ def test_engines_that_tell_no_factors_are_unknown_and_dtypes_without_any_are_not
 
 @pytest.mark.parametrize("stage", ["Probing", "Shifting", "Promoting"])
 def test_a_canary_of_engines_that_differ_is_rolled_back_without_a_verdict_on_its_answers(stage):
-    decision = decide(on_trial(stage, MIXED))
+    decision = decide(at_stage(stage, MIXED))
     canary = decision.status.canary
     assert canary is not None
     assert (canary.stage, canary.verdict, canary.reason) == ("RollingBack", "Error", "MixedFactors")
@@ -93,7 +96,7 @@ def test_a_canary_of_engines_that_differ_is_rolled_back_without_a_verdict_on_its
 
 @pytest.mark.parametrize("stage", ["Probing", "Shifting", "Promoting"])
 def test_a_canary_of_engines_that_are_alike_goes_on(stage):
-    canary = decide(on_trial(stage, SAMPLE)).status.canary
+    canary = decide(at_stage(stage, SAMPLE)).status.canary
     assert canary is not None
     assert canary.stage != "RollingBack"
 
@@ -120,3 +123,24 @@ def test_a_recent_window_that_the_engines_do_not_serve_is_told_with_field_value_
 
 def test_a_recent_window_that_nobody_asked_for_is_not_missed():
     assert told(decide(serving(replace(SAMPLE, recent_tokens=0))), "SpecAccepted").reason == "Accepted"
+
+
+@given(replicas=st.sampled_from([2, 3, 5]), cuts=st.dictionaries(st.integers(0, 120), st.integers(0, 4), max_size=10))
+@settings(max_examples=15, deadline=None)
+def test_a_canary_that_grows_by_engines_that_differ_gives_its_traffic_back_wherever_the_operator_is_killed(
+    replicas: int, cuts: dict[int, int]
+) -> None:
+    cluster = on_trial(replicas, cluster={"odd_factors": frozenset({NEW})})
+    cluster.watch = at_every_moment
+    for tick in range(400):
+        cluster.tick(cut_after=cuts.get(tick))
+        if ended(cluster.parsed()):
+            break
+    last = cluster.parsed().last_canary
+    assert last is not None
+    assert (last.stage, last.reason) == ("RolledBack", "MixedFactors")
+    settled = cluster.settle()
+    assert settled.kv_cache.active_dtype == OLD
+    # It is not tried again at once: the engines would be no more alike.
+    assert settled.canary is None
+    assert list(cluster.deployments) == [revision_of(cluster.obj, OLD)]
