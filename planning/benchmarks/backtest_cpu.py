@@ -153,17 +153,23 @@ def figures(ttft: list[float], itl: list[float], preemptions: float, rate: float
         return round(float(np.quantile(values, q)) * 1000, 1)
 
     return {
-        "ttft_p50_ms": at(ttft, 0.5), "ttft_p95_ms": at(ttft, 0.95), "itl_p50_ms": at(itl, 0.5),
-        "itl_p95_ms": at(itl, 0.95), "preemptions": preemptions, "tokens_per_s": round(rate, 1),
-    }  # fmt: skip
+        "ttft_p50_ms": at(ttft, 0.5),
+        "ttft_p95_ms": at(ttft, 0.95),
+        "itl_p50_ms": at(itl, 0.5),
+        "itl_p95_ms": at(itl, 0.95),
+        "preemptions": preemptions,
+        "tokens_per_s": round(rate, 1),
+    }
 
 
 def main() -> None:
     """Measure, fit, replay, compare."""
     arguments = (
-        f"--block-size={BLOCK}", f"--max-num-batched-tokens={BATCHED}", f"--max-num-seqs={SEQS}",
+        f"--block-size={BLOCK}",
+        f"--max-num-batched-tokens={BATCHED}",
+        f"--max-num-seqs={SEQS}",
         f"--kv-cache-memory-bytes={KV_BYTES}",
-    )  # fmt: skip
+    )
     started = datetime.now(UTC)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -174,19 +180,25 @@ def main() -> None:
         measured = asyncio.run(steps(running))
         runs = [asyncio.run(replay(running, trace())) for _ in range(RUNS)]
         again = asyncio.run(steps(running))
-    both = {k: [a | {"seconds": (a["seconds"] + b["seconds"]) / 2} for a, b in zip(measured[k], again[k], strict=True)]
-            for k in measured}  # fmt: skip
+    both = {
+        k: [a | {"seconds": (a["seconds"] + b["seconds"]) / 2} for a, b in zip(measured[k], again[k], strict=True)]
+        for k in measured
+    }
     costs = fit(both, kv_tokens)
     simulated = simulate(trace(), costs)
     result = {
         "date": f"{started:%Y-%m-%d %H:%M}",
         "versions": {"vllm": version("vllm"), "torch": version("torch"), "python": platform.python_version()},
-        "arguments": arguments, "kv_tokens": kv_tokens, "block_size": int(config["block_size"]),
-        "steps_before": measured, "steps_after": again,
+        "arguments": arguments,
+        "kv_tokens": kv_tokens,
+        "block_size": int(config["block_size"]),
+        "steps_before": measured,
+        "steps_after": again,
         "costs": {name: getattr(costs, name) for name in Costs.__slots__},
         "fit_error": errors(both, costs),
-        "real": runs, "simulated": simulated,
-    }  # fmt: skip
+        "real": runs,
+        "simulated": simulated,
+    }
     OUT.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({"real": runs, "simulated": simulated, "fit": result["fit_error"]}, indent=1))
 

@@ -19,8 +19,11 @@ def main() -> None:
         for target in targets:
             for row in fleet.run_fleet(loads, policy, spec, profile, Objective(), 1, hpa_target=target):
                 f = figures_of(row)
-                print(f"| {policy} | {target or '-'} | {f['load']} | {f['gpu_hours']} | {f['good_percent']} "
-                      f"| {f['gpu_hours_per_million_good']} |", flush=True)  # fmt: skip
+                print(
+                    f"| {policy} | {target or '-'} | {f['load']} | {f['gpu_hours']} | {f['good_percent']} "
+                    f"| {f['gpu_hours_per_million_good']} |",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

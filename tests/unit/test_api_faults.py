@@ -165,8 +165,11 @@ hostile = st.recursive(
     ),
     max_leaves=4,
 )
-FIELDS = [(part, field) for part, schema in root_schema()["properties"]["spec"]["properties"].items()
-          for field in schema.get("properties", {"": 0})]  # fmt: skip
+FIELDS = [
+    (part, field)
+    for part, schema in root_schema()["properties"]["spec"]["properties"].items()
+    for field in schema.get("properties", {"": 0})
+]
 
 
 @given(st.lists(st.tuples(st.sampled_from(FIELDS), hostile), min_size=1, max_size=4))

@@ -78,8 +78,9 @@ def parse(answers: Sequence[Any], name: str, seed: int = 0) -> History:
     if steps < _LEAST_POINTS:
         raise BacktestError(f"history: it spans {last - first:.0f} s; give at least {_LEAST_POINTS} minutes")
     edges = first + STEP * np.arange(steps + 1)
-    counts = {m: sum((_increase(s, edges) for s in series if s.name == m), np.zeros(steps)) for m in found
-              if m not in USAGE}  # fmt: skip
+    counts = {
+        m: sum((_increase(s, edges) for s in series if s.name == m), np.zeros(steps)) for m in found if m not in USAGE
+    }
     requests = counts[REQUESTS]
     total = requests.sum()
     if total <= 0:
@@ -93,8 +94,10 @@ def parse(answers: Sequence[Any], name: str, seed: int = 0) -> History:
     median = math.exp(-(SIGMA**2) / 2)
     shape = Shape(prompt * median, 0.0, output * median, SIGMA, turns=1.0, pause=0.0)
     busy = np.maximum(requests, 1e-9)
-    scale = {m: np.where(requests > 0, np.clip(counts[m] / busy / mean, 0.05, 20.0), 1.0)
-             for m, mean in ((PROMPTS, prompt), (GENERATED, output))}  # fmt: skip
+    scale = {
+        m: np.where(requests > 0, np.clip(counts[m] / busy / mean, 0.05, 20.0), 1.0)
+        for m, mean in ((PROMPTS, prompt), (GENERATED, output))
+    }
     load = Load(name, shape, requests / STEP, scale[PROMPTS], scale[GENERATED], seed)
     return History(load, _usage(series, edges))
 

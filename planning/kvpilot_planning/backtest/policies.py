@@ -89,8 +89,10 @@ class Piloted:
         chosen = ruling.chosen
         if chosen.action == "Stay":
             return
-        self.journal.append(f"{service.now / 3600:.2f} h {ruling.reason}: {chosen.action} {chosen.dtype} "
-                            f"{chosen.replicas} replicas: {ruling.message}")  # fmt: skip
+        self.journal.append(
+            f"{service.now / 3600:.2f} h {ruling.reason}: {chosen.action} {chosen.dtype} "
+            f"{chosen.replicas} replicas: {ruling.message}"
+        )
         if chosen.dtype != self.pilot.dtype:
             self.canary, self.probed_at = chosen.dtype, None
             service.scale(chosen.dtype, 1)
@@ -119,9 +121,12 @@ class Piloted:
             self.samples.clear()
             return
         grown, left = rolling_step(
-            Counts(len(service.of(new)), len(service.ready(new))), self.replicas,
+            Counts(len(service.of(new)), len(service.ready(new))),
+            self.replicas,
             Counts(len(service.of(old)), len(service.ready(old))),
-            total=self.replicas + 1, floor=self.replicas, both_serve=True,
-        )  # fmt: skip
+            total=self.replicas + 1,
+            floor=self.replicas,
+            both_serve=True,
+        )
         service.scale(new, grown)
         service.scale(old, left)
