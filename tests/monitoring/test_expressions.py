@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvpilot_localcluster.engines import PAGE_EARLY, PAGE_LATER
 from kvpilot_localcluster.toolbox.promtool import promtool
-from kvpilot_operator.control.service_metrics import FAMILIES
+from kvpilot_operator.control.service_metrics import FAMILIES, ServiceSeries
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.decide import decide
 from support.services import manifest, running, samples
@@ -43,7 +43,9 @@ def telemetry() -> Telemetry:
     made = Telemetry()
     observed = running(manifest(), "auto")
     observed = running(manifest(), "auto", samples={observed.traffic: samples(usage=0.95, waiting=3)})
-    made.decided(observed, decide(observed))
+    series = ServiceSeries()
+    series.show(observed, decide(observed))
+    made.services(lambda: [(observed.key, series)])
     return made
 
 
@@ -52,7 +54,7 @@ def existing(telemetry) -> dict[str, set[str]]:
     """Labels by name of every series: ours from a registry, with those that show only in use, vLLM's from its page."""
     ours = page_of(generate_latest(telemetry.registry).decode())
     for family in FAMILIES:
-        ours.setdefault(family.name, set()).update({"namespace", "name", *family.labels})
+        ours.setdefault(family.series, set()).update({"namespace", "name", *family.labels})
     for name, metric in telemetry.registry._names_to_collectors.items():
         labels = getattr(metric, "_labelnames", ())
         if labels:

@@ -29,6 +29,7 @@ from kvpilot_localcluster.engines import PAGE_EARLY, PAGE_LATER
 from kvpilot_localcluster.rest import HANGS
 from kvpilot_localcluster.toolbox.promtool import prometheus
 from kvpilot_operator.control.http import serve_http
+from kvpilot_operator.control.service_metrics import ServiceSeries
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.decide import decide
 from kvpilot_operator.render.engine import pod_template
@@ -106,7 +107,9 @@ def passes(telemetry: Telemetry) -> None:
     kept = {name: getattr(past, name) for name in ("canary", "last_canary", "accuracy", "decisions")}
     denied = msgspec.structs.replace(plain.kv_cache, denied=past.kv_cache.denied)
     telemetry.leads(True)
-    telemetry.decided(observed, Decision(msgspec.structs.replace(plain, kv_cache=denied, **kept)))
+    series = ServiceSeries()
+    series.show(observed, Decision(msgspec.structs.replace(plain, kv_cache=denied, **kept)))
+    telemetry.services(lambda: [(observed.key, series)])
     telemetry.engine_scraped(False)
     telemetry.scraped(0.4)
     for method, kind, status in (("PATCH", "Deployment", 200), ("LIST", "Pod", 0), ("WATCH", "Pod", 200)):

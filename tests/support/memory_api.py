@@ -7,16 +7,16 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import ClusterError, Conflict, NotFound
-from kvpilot_operator.observe.gather import Observer
+from kvpilot_operator.observe.gather import Observations, Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.scrape import Scraper
-from kvpilot_operator.observe.windows import Windows
 from kvpilot_operator.render.names import KIND, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.snapshot import ServerFacts
@@ -62,6 +62,12 @@ class MemoryApi:
         """Somebody deletes an object."""
         del self.objects[what[0], what[1]]
         self.on_change((what[0], what[1]))
+
+    def run_engines(self) -> None:
+        """Every Deployment has the pods that it asks for, and they answer."""
+        for (kind, name), obj in list(self.objects.items()):
+            for n in range(obj["spec"]["replicas"] if kind == "Deployment" else 0):
+                self.put(_pod(name, obj["spec"]["selector"]["matchLabels"], n))
 
     async def find(self, api_version: str, kind: str, namespace: str, name: str) -> Object | None:
         self.asked.append(("find", kind, name))
@@ -115,6 +121,14 @@ class MemoryApi:
             raise Conflict("PATCH", "", 409, "uid mismatch")
 
 
+def tell(cache: InformerCache, change: Object | What) -> None:
+    """What the watches hear of a change: of what carries a service's label; other deletions are nothing to them."""
+    if isinstance(change, tuple):
+        cache.wrote(change[0], KEY.namespace, change[1], None)
+    elif change["kind"] == KIND or SERVICE_LABEL in change["metadata"].get("labels", {}):
+        cache.wrote(change["kind"], KEY.namespace, change["metadata"]["name"], change)
+
+
 class Operator:
     """The operator's cache, decide and Actor before a MemoryApi; `reconcile` is one pass over the one service."""
 
@@ -127,18 +141,18 @@ class Operator:
         self._observer = Observer(
             api,  # type: ignore[arg-type]
             self.cache,
-            Windows(),
             self._scraper,
             server,
             lambda: self.now,
             lambda _: None,
         )
-        api.on_change = self._seen
-        self.restart()
+        api.on_change = partial(tell, self.cache)
         api.put(obj)
+        self.restart()
 
     def restart(self) -> None:
         """Its process ends, and another one begins."""
+        self._known = Observations(KEY, self.api.objects[KIND, KEY.name]["metadata"]["uid"])
         self.actor = Actor(self.api, lambda: (self.now - NOW).total_seconds())  # type: ignore[arg-type]
 
     async def close(self) -> None:
@@ -147,9 +161,9 @@ class Operator:
     async def reconcile(self, seconds: float = 5) -> Decision:
         """One pass, some seconds after the last."""
         self.now += timedelta(seconds=seconds)
-        observed = await self._observer.snapshot(KEY, None)
+        observed = await self._observer.snapshot(self._known, None)
         assert observed is not None
-        snapshot = replace(observed, rejections=self.actor.rejections(KEY))
+        snapshot = replace(observed, rejections=self.actor.rejections)
         decision = decide(snapshot)
         await self.actor.perform(snapshot, decision)
         return decision
@@ -163,19 +177,6 @@ class Operator:
         found = parse_status(self.api.objects[KIND, KEY.name]["status"]).condition(kind)
         assert found is not None
         return found
-
-    def run_engines(self) -> None:
-        """Every Deployment has the pods that it asks for, and they answer."""
-        for (kind, name), obj in list(self.api.objects.items()):
-            for n in range(obj["spec"]["replicas"] if kind == "Deployment" else 0):
-                self.api.put(_pod(name, obj["spec"]["selector"]["matchLabels"], n))
-
-    def _seen(self, change: Object | What) -> None:
-        """The watches hear only of what carries the service's label; deletions of anything else are nothing to them."""
-        if isinstance(change, tuple):
-            self.cache.wrote(change[0], KEY.namespace, change[1], None)
-        elif change["kind"] == KIND or SERVICE_LABEL in change["metadata"].get("labels", {}):
-            self.cache.wrote(change["kind"], KEY.namespace, change["metadata"]["name"], change)
 
 
 def _merged(known: Any, new: Any) -> Any:

@@ -137,7 +137,7 @@ class ModelCluster:
             pods=tuple(self._pods()),
             traffic=self.traffic,
             objects=self._api.views(),
-            rejections=self._actor.rejections(KEY),
+            rejections=self._actor.rejections,
             samples={n: tuple(s) for n, s in self.samples.items()},
             route=self._route() if named and Question.ROUTE not in unread else None,
             server=ServerFacts(http_routes=True),

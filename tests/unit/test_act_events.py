@@ -67,13 +67,12 @@ async def test_the_same_words_raise_the_count_and_the_time_of_the_first_event():
     assert (first["firstTimestamp"], first["lastTimestamp"]) == ("2026-11-21T12:00:00Z", "2026-11-21T12:02:00Z")
 
 
-async def test_other_words_a_later_day_and_another_service_of_the_same_name_are_other_events():
+async def test_other_words_and_a_later_day_are_other_events():
     board = Board()
     events = Events(board)
     await post(events, PRESSURED, replace(PRESSURED, message="KV use 95%"))
     await post(events, PRESSURED, seconds=SAME_SECONDS)
-    await post(events, PRESSURED, seconds=SAME_SECONDS, uid="u-2")
-    assert [count for _, count in board.counts] == [1, 1, 1, 1]
+    assert [count for _, count in board.counts] == [1, 1, 1]
 
 
 async def test_an_event_that_was_deleted_meanwhile_is_posted_anew():
@@ -95,12 +94,9 @@ async def test_a_refused_event_is_no_failure_and_is_posted_the_next_time():
     assert board.counts == [("KV use 91%", 1)]
 
 
-async def test_what_is_remembered_is_bounded_and_ends_with_the_service():
+async def test_what_is_remembered_is_bounded():
     board = Board()
     events = Events(board)
     numbered = [replace(RELAXED, message=str(number)) for number in range(MAX_REMEMBERED + 1)]
     await post(events, *numbered, numbered[-1], numbered[0])
     assert board.counts[-2:] == [(str(MAX_REMEMBERED), 2), ("0", 1)]
-    events.forget(KEY)
-    await post(events, numbered[-1])
-    assert board.counts[-1] == (str(MAX_REMEMBERED), 1)

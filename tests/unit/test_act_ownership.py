@@ -34,7 +34,7 @@ async def operator() -> AsyncIterator[Operator]:
 async def served(operator: Operator) -> None:
     for _ in range(3):
         await operator.reconcile()
-        operator.run_engines()
+        operator.api.run_engines()
     await operator.reconcile()
     assert operator.condition("Ready").status == "True"
 
@@ -71,7 +71,7 @@ async def test_an_object_that_was_there_first_is_left_alone_and_ready_says_why(
     for _ in range(4):
         await operator.reconcile()
         if kind == "Service":
-            operator.run_engines()
+            operator.api.run_engines()
     assert operator.api.objects[kind, name] == before
     for condition in map(operator.condition, ("Ready", "Available", "ObjectsAccepted")):
         assert (condition.status, condition.reason) == ("False", "NameTaken")

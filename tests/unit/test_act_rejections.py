@@ -87,7 +87,7 @@ async def test_a_changed_spec_is_tried_at_once_and_an_accepted_write_clears_the_
     assert ("Deployment", f"chat-{revision_of(NEWER, 'auto')}") in operator.api.objects
     await operator.reconcile()
     assert operator.condition("ObjectsAccepted").status == "True"
-    operator.run_engines()
+    operator.api.run_engines()
     await operator.reconcile()
     assert operator.condition("Ready").status == "True"
 
@@ -118,7 +118,7 @@ async def test_a_restart_of_the_operator_takes_no_refusal_out_of_the_status(oper
 async def test_what_nobody_asks_for_any_more_is_not_told_any_more(operator: Operator) -> None:
     for _ in range(2):
         await operator.reconcile()
-        operator.run_engines()
+        operator.api.run_engines()
     await operator.reconcile()
     operator.api.refuses = refusing("Deployment")
     operator.edit(NEWER)
@@ -141,7 +141,7 @@ async def test_what_serves_is_mended_whatever_befalls_the_writes_of_a_trial(
 ) -> None:
     for _ in range(2):
         await operator.reconcile()
-        operator.run_engines()
+        operator.api.run_engines()
     await operator.reconcile()
     serving = f"chat-{revision_of(OBJ, 'auto')}"
 
@@ -168,7 +168,7 @@ async def test_a_baseline_that_is_refused_writes_no_status_that_names_it() -> No
     api.refuses = refusing("ConfigMap")
     actor = Actor(api)  # type: ignore[arg-type]
     await actor.perform(s, Decision(s.status, Objects((), {}, frozenset()), Baseline("0123456789", "m", "auto", ())))
-    refused = actor.rejections(s.key)
+    refused = actor.rejections
     assert refused is not None
     assert [(one.kind, one.name) for one in refused] == [("ConfigMap", "chat-baseline-01234567")]
     assert [one[:2] for one in api.writes()] == [("create", "ConfigMap")]
@@ -181,7 +181,7 @@ async def test_a_baseline_that_is_refused_is_tried_ever_later_and_what_else_is_d
     tried = []
     for now[0] in map(float, range(400)):
         asked = len(api.asked)
-        refused = actor.rejections(s.key)
+        refused = actor.rejections
         # As decide does: it takes a capture only while its ConfigMap is not refused.
         baseline = None if refused else Baseline("0123456789", "m", "auto", ())
         await actor.perform(s, Decision(s.status, Objects((), {}, frozenset()), baseline))
@@ -193,14 +193,5 @@ async def test_a_baseline_that_is_refused_is_tried_ever_later_and_what_else_is_d
     api.refuses = nothing
     now[0] += BACKOFF.last
     await actor.perform(s, Decision(s.status, None, Baseline("0123456789", "m", "auto", ())))
-    assert actor.rejections(s.key) == ()
+    assert actor.rejections == ()
     assert ("ConfigMap", "chat-baseline-01234567") in api.objects
-
-
-async def test_a_deleted_service_is_forgotten(operator: Operator) -> None:
-    operator.api.refuses = refusing("Deployment")
-    await operator.reconcile()
-    key = snapshot(OBJ).key
-    assert operator.actor.rejections(key)
-    operator.actor.forget(key)
-    assert operator.actor.rejections(key) is None

@@ -18,12 +18,11 @@ from kvpilot_operator.budget import METRICS_WORK_PER_SECOND
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ClusterError, ScrapeError
 from kvpilot_operator.observe import gather, informers
-from kvpilot_operator.observe.gather import NODE_SECONDS, PACKS_SECONDS, Observer
+from kvpilot_operator.observe.gather import NODE_SECONDS, PACKS_SECONDS, Observations, Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.page import PodMetrics, parse_page
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.observe.views import node_facts, route_view
-from kvpilot_operator.observe.windows import Windows
 from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts, ProbePlan, ServerFacts, Snapshot
 from support.services import KEY, manifest
@@ -107,11 +106,10 @@ class World:
         self.heard: list[bool] = []
         self.work = 0
         self.now = datetime(2026, 11, 21, 12, 0, 0, 400_000, tzinfo=UTC)
-        self.windows, self.scraper = Windows(), Scraper()
+        self.scraper, self.known = Scraper(), Observations(KEY, "u-1")
         self.observer = Observer(
             self.cluster,  # type: ignore[arg-type]
             self.cache,
-            self.windows,
             self.scraper,
             ServerFacts(**facts),
             lambda: self.now,
@@ -130,11 +128,11 @@ class World:
 
     async def scrape(self, times: int = 1) -> None:
         for _ in range(times):
-            await self.observer.scrape(KEY)
+            await self.observer.scrape(self.known)
             self.now += timedelta(seconds=5)
 
     async def snapshot(self) -> Snapshot:
-        found = await self.observer.snapshot(KEY, None)
+        found = await self.observer.snapshot(self.known, None)
         assert found is not None
         return found
 
@@ -230,7 +228,7 @@ async def test_why_pods_cannot_be_created_is_told_without_the_name_that_each_att
 
 
 async def test_no_sample_is_later_than_the_snapshot_that_holds_it(world: World) -> None:
-    await world.observer.scrape(KEY)
+    await world.observer.scrape(world.known)
     found = await world.snapshot()
     assert found.now.microsecond == 0
     assert all(sample.time <= found.now for sample in found.samples["r1"])
@@ -240,7 +238,7 @@ async def test_scrapes_within_one_second_lose_no_flows(world: World) -> None:
     later = REAL.replace("vllm:prompt_tokens_total{", 'vllm:prompt_tokens_total{x="1",')
     for tokens in (2404, 2500, 2600):
         world.pages["http://10.0.0.1:8000"] = later.replace("} 2404.0", f"}} {tokens}.0")
-        await world.observer.scrape(KEY)
+        await world.observer.scrape(world.known)
         world.now += timedelta(seconds=0.25)
     samples = (await world.snapshot()).samples["r1"]
     assert sum(s.flows.prompt_tokens for s in samples) == 2600 - 2404
@@ -293,13 +291,11 @@ async def test_a_service_whose_pages_take_long_to_read_is_scraped_whole_but_less
     assert found.backed_off == {}
 
 
-async def test_nothing_is_remembered_of_how_often_a_deleted_service_was_scraped(world: World) -> None:
+async def test_a_service_that_is_deleted_is_not_scraped(world: World) -> None:
     await world.scrape()
     world.drop(KIND, KEY.name)
-    assert await world.observer.snapshot(KEY, None) is None
     await world.scrape()
     assert len(world.asked) == 1
-    assert not world.observer._paces
 
 
 async def test_an_evicted_pod_is_neither_asked_nor_counted(world: World) -> None:
@@ -383,7 +379,7 @@ async def test_packs_that_the_api_server_did_not_give_are_asked_for_in_the_next_
     world.put(edited(accuracy={"probeSets": ["configmap/mine"]}))
     world.cluster.broken["ConfigMap"] = ClusterError("GET", path, 500, "no")
     for _ in range(2):
-        await world.observer.snapshot(KEY, None)
+        await world.observer.snapshot(world.known, None)
     assert world.cluster.asked.count(path) == 2
 
 
@@ -410,7 +406,7 @@ async def test_what_has_proved_to_be_old_is_read_again(world: World) -> None:
     assert (await world.snapshot()).generation == 2
     del world.cluster.objects[path]
     await world.observer.refresh(KEY)
-    assert await world.observer.snapshot(KEY, None) is None
+    assert await world.observer.snapshot(world.known, None) is None
 
 
 async def test_an_address_of_version_6_is_written_in_brackets(world: World) -> None:
@@ -454,7 +450,7 @@ async def test_no_route_is_asked_for_where_the_server_knows_none(monkeypatch: py
 
 async def test_a_service_that_is_deleted_has_no_snapshot(world: World) -> None:
     world.drop(KIND, KEY.name)
-    assert await world.observer.snapshot(KEY, None) is None
+    assert await world.observer.snapshot(world.known, None) is None
 
 
 def test_weights_of_rules_add_up_and_other_backends_are_nobodys_business() -> None:

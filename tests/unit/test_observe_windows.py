@@ -36,11 +36,11 @@ def page(i: int, **changes: float) -> PodMetrics:
 
 
 def scraped(count: int, seconds: float, look_back: Need) -> tuple[Sample, ...]:
-    windows = Windows()
-    windows.keep(KEY, look_back)
+    windows = Windows(KEY)
+    windows.keep(look_back)
     for i in range(count):
-        windows.add(KEY, "r1", at(seconds * i), {"a": page(i)})
-    return windows.of(KEY)["r1"]
+        windows.add("r1", at(seconds * i), {"a": page(i)})
+    return windows.samples()["r1"]
 
 
 def test_a_service_looks_back_as_far_as_its_spec_says() -> None:
@@ -91,11 +91,11 @@ def test_flows_are_merged_and_never_lost(near: float, times: float, cells: int, 
 
 
 def test_gauges_of_merged_scrapes_are_averaged() -> None:
-    windows = Windows()
-    windows.keep(KEY, Need(near=600, far=600, cell=60))
+    windows = Windows(KEY)
+    windows.keep(Need(near=600, far=600, cell=60))
     for i, usage in enumerate((0.2, 0.4, 0.9)):
-        windows.add(KEY, "r1", at(i * 5), {"a": page(i, usage=usage, waiting=3 * i)})
-    [sample] = windows.of(KEY)["r1"]
+        windows.add("r1", at(i * 5), {"a": page(i, usage=usage, waiting=3 * i)})
+    [sample] = windows.samples()["r1"]
     assert sample.usage == pytest.approx(0.5)
     assert sample.waiting == pytest.approx(3)
     assert sample.time == at(10)
@@ -103,40 +103,38 @@ def test_gauges_of_merged_scrapes_are_averaged() -> None:
 
 
 def test_a_scrape_in_which_nobody_is_believed_does_not_water_down_the_others() -> None:
-    windows = Windows()
-    windows.keep(KEY, Need(near=600, far=600, cell=300))
+    windows = Windows(KEY)
+    windows.keep(Need(near=600, far=600, cell=300))
     for i in range(12):
-        windows.add(KEY, "r1", at(i * 5), {"a": page(i, running=0, usage=0.9) if i > 3 else page(i)})
-    [sample] = windows.of(KEY)["r1"]
+        windows.add("r1", at(i * 5), {"a": page(i, running=0, usage=0.9) if i > 3 else page(i)})
+    [sample] = windows.samples()["r1"]
     assert (sample.pods, sample.usage, sample.running) == (1, 0.5, 8)
     assert "while nothing runs" in sample.doubted[0]
 
 
 def test_a_pod_that_is_believed_again_counts_from_then_on() -> None:
-    windows = Windows()
-    windows.keep(KEY, Need(near=600, far=600, cell=300))
+    windows = Windows(KEY)
+    windows.keep(Need(near=600, far=600, cell=300))
     for i in range(12):
-        windows.add(KEY, "r1", at(i * 5), {"a": page(i, running=0, usage=0.9) if i < 11 else page(i)})
-    [sample] = windows.of(KEY)["r1"]
+        windows.add("r1", at(i * 5), {"a": page(i, running=0, usage=0.9) if i < 11 else page(i)})
+    [sample] = windows.samples()["r1"]
     assert (sample.pods, sample.usage, sample.running, sample.time) == (1, 0.5, 8, at(55))
 
 
 def test_a_liar_is_told_of_even_where_nobody_else_answers() -> None:
-    windows = Windows()
+    windows = Windows(KEY)
     for i in range(12):
-        windows.add(KEY, "r1", at(i * 5), {"a": page(i, running=0, usage=0.9)})
-    last = windows.of(KEY)["r1"][-1]
+        windows.add("r1", at(i * 5), {"a": page(i, running=0, usage=0.9)})
+    last = windows.samples()["r1"][-1]
     assert (last.pods, len(last.doubted)) == (0, 1)
 
 
 def test_revisions_are_kept_apart_and_forgotten_with_their_deployments() -> None:
-    windows = Windows()
+    windows = Windows(KEY)
     for revision in ("r1", "r2"):
-        windows.add(KEY, revision, at(0), {"a": PAGE})
-    windows.keep_only(KEY, {"r2"})
-    assert set(windows.of(KEY)) == {"r2"}
-    windows.forget(KEY)
-    assert windows.of(KEY) == {}
+        windows.add(revision, at(0), {"a": PAGE})
+    windows.keep_only({"r2"})
+    assert set(windows.samples()) == {"r2"}
 
 
 def test_without_a_canary_only_lengths_of_the_window_of_pressure_are_kept_of_histograms() -> None:
@@ -152,13 +150,13 @@ def test_without_a_canary_only_lengths_of_the_window_of_pressure_are_kept_of_his
 
 
 def test_a_clock_that_is_set_back_leaves_nothing_that_is_dated_later_than_now(caplog: pytest.LogCaptureFixture) -> None:
-    windows = Windows()
-    windows.keep(KEY, Need(near=100, far=1200, cell=5))
+    windows = Windows(KEY)
+    windows.keep(Need(near=100, far=1200, cell=5))
     for i in range(60):
-        windows.add(KEY, "r1", at(5 * i), {"a": page(i)})
+        windows.add("r1", at(5 * i), {"a": page(i)})
     for i in range(60, 63):
-        windows.add(KEY, "r1", at(5 * i - 200), {"a": page(i)})
-    series = windows.of(KEY)["r1"]
+        windows.add("r1", at(5 * i - 200), {"a": page(i)})
+    series = windows.samples()["r1"]
     assert series[-1].time == at(110)
     assert [s.time for s in series] == sorted(s.time for s in series)
     assert series[-3].flows.finished == 0  # its page before is of a time to come: it counts as a first one
@@ -167,12 +165,12 @@ def test_a_clock_that_is_set_back_leaves_nothing_that_is_dated_later_than_now(ca
 
 
 def test_the_model_is_what_most_pods_say() -> None:
-    windows = Windows()
-    assert windows.model(KEY) is None
+    windows = Windows(KEY)
+    assert windows.model() is None
     liar = replace(PAGE, model=replace(LLAMA, head_dim=7))
     honest = replace(PAGE, model=LLAMA)
-    windows.add(KEY, "r1", at(0), {"a": liar, "b": honest, "c": honest, "d": PAGE})
-    assert windows.model(KEY) == LLAMA
+    windows.add("r1", at(0), {"a": liar, "b": honest, "c": honest, "d": PAGE})
+    assert windows.model() == LLAMA
 
 
 @pytest.mark.parametrize(("trial", "limit"), [(False, 95), (True, 180)])
@@ -181,8 +179,8 @@ def test_a_busy_service_with_the_default_spec_takes_less_than_so_many_kib(trial:
     rng = random.Random(0)
     bounds = tuple(float(i) for i in range(22))
     tokens, requests = [0] * 23, [0] * 23
-    windows = Windows()
-    windows.keep(KEY, need(spec_of(manifest()), trial=trial))
+    windows = Windows(KEY)
+    windows.keep(need(spec_of(manifest()), trial=trial))
 
     def scrape(i: int) -> None:
         for _ in range(50):  # ten requests a second, and 200 tokens each
@@ -193,7 +191,7 @@ def test_a_busy_service_with_the_default_spec_takes_less_than_so_many_kib(trial:
         totals = Totals(
             5 * i, 900 * i, 9000 * i, 900 * i, 300 * i, 50 * i, 0, 0, 0.3 * i, 0.7 * i, ttft, itl, lengths, lengths
         )
-        windows.add(KEY, "r1", at(5 * i), {"a": replace(PAGE, usage=rng.random(), totals=totals)})
+        windows.add("r1", at(5 * i), {"a": replace(PAGE, usage=rng.random(), totals=totals)})
 
     tracemalloc.start()
     for i in range(760):
@@ -201,5 +199,5 @@ def test_a_busy_service_with_the_default_spec_takes_less_than_so_many_kib(trial:
     gc.collect()
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(windows.of(KEY)["r1"]) > 50
+    assert len(windows.samples()["r1"]) > 50
     assert used < limit * 1024

@@ -13,10 +13,10 @@ from kvpilot_operator.control import pilot as module
 from kvpilot_operator.control.pilot import Pilot
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import Conflict, NotFound
+from kvpilot_operator.observe.gather import Observations
 from kvpilot_operator.observe.informers import InformerCache
-from kvpilot_operator.observe.windows import Windows
 from kvpilot_operator.state.questions import Question
-from kvpilot_operator.state.snapshot import Rejection, ServiceKey
+from kvpilot_operator.state.snapshot import NothingKept, Rejection, ServiceKey
 from kvpilot_operator.state.status import Status
 from support.failing_questions import SECRET, failing
 from support.services import manifest, snapshot
@@ -42,7 +42,7 @@ class World:
         self.cache.filled = self._at_once  # type: ignore[method-assign]
         self.on_result: Any = None
         self.telemetry = Telemetry()
-        self.pilot = Pilot(self.cache, self, self, self, Windows(), self.telemetry, scrape_seconds)  # type: ignore[arg-type]
+        self.pilot = Pilot(self.cache, self, lambda: self, self, self.telemetry, scrape_seconds)  # type: ignore[arg-type]
         for i in range(services):
             obj = manifest()
             obj["metadata"] |= {"name": f"s{i}", "uid": f"u{i}"}
@@ -64,7 +64,8 @@ class World:
     async def _at_once(self) -> None:
         pass
 
-    async def scrape(self, key: ServiceKey) -> None:
+    async def scrape(self, known: Observations) -> None:
+        key = known.key
         self.scraped[key.name] += 1
         self.times.append(asyncio.get_running_loop().time() - self.began)
         if key.name in self.broken:
@@ -72,8 +73,8 @@ class World:
         if key.name in self.hanging:
             await asyncio.sleep(60)
 
-    async def snapshot(self, key: ServiceKey, result: Any) -> Any:
-        return snapshot(manifest(), key=key, status=self.kept)
+    async def snapshot(self, known: Observations, result: Any) -> Any:
+        return snapshot(manifest(), key=known.key, uid=known.uid, status=self.kept)
 
     async def refresh(self, key: ServiceKey) -> None:
         self.refreshed.append(key)
@@ -85,14 +86,13 @@ class World:
         if self.errors:
             raise self.errors.pop()
 
-    def rejections(self, key: ServiceKey) -> tuple[Rejection, ...] | None:
+    @property
+    def rejections(self) -> tuple[Rejection, ...] | None:
         return self.refused if self.performed else None
 
-    def result(self, key: ServiceKey) -> None:
-        return None
-
-    def ensure(self, *_: Any) -> None:
+    async def probe(self, *_: Any) -> NothingKept:
         self.probes_asked += 1
+        return NothingKept()
 
 
 async def test_engines_that_hang_or_lie_keep_nobody_else_from_being_scraped() -> None:
@@ -143,7 +143,7 @@ async def test_a_question_that_fails_is_counted_and_logged_with_its_service_once
     assert len(lines) == 1
     assert "questions.py:" in lines[0].getMessage()
     assert world.telemetry.registry.get_sample_value("kvpilot_passes_total", {"result": "error"}) == 0
-    world.telemetry.forget(ServiceKey("models", "s0"))
+    world.cache.services.forget("models", "s0")
     assert world.telemetry.registry.get_sample_value("kvpilot_unanswered_questions_total", labels) is None
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from kvpilot_operator.budget import CANARY_PROBE, CHECK
 from kvpilot_operator.control import prober as module
+from kvpilot_operator.control.probe import BACKOFF, Probe
 from kvpilot_operator.control.prober import Prober, schedules_by_priority
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.observe.scrape import Scraper
@@ -47,20 +48,23 @@ class FakeCluster:
 
 
 class Bench:
-    """A prober with its results."""
+    """A prober, and the probe of each service that is asked for."""
 
     def __init__(self) -> None:
         self.cluster = FakeCluster()
         self.scraper = Scraper()
         self.prober = Prober(self.cluster, self.scraper)  # type: ignore[arg-type]  # the one method that it uses
         self.done = asyncio.Event()
-        self.prober.on_result = lambda _: self.done.set()
+        self.probes: dict[ServiceKey, Probe] = {}
+
+    def of(self, key: ServiceKey) -> Probe:
+        return self.probes.setdefault(key, Probe(key, self.prober.probe, lambda _: self.done.set()))
 
     async def ask(self, request: Find | Capture | Measure, spec: Any = SPEC, key: ServiceKey = KEY) -> ProbeResult:
         self.done.clear()
-        self.prober.ensure(key, spec, request)
+        self.of(key).ensure(spec, request)
         await asyncio.wait_for(self.done.wait(), 30)
-        found = self.prober.result(key)
+        found = self.of(key).result
         assert found is not None
         assert found.request == request
         return found
@@ -72,7 +76,9 @@ async def opened() -> AsyncIterator[Bench]:
     try:
         yield one
     finally:
-        await one.prober.close()
+        for probe in one.probes.values():
+            probe.close()
+            await probe.ended()
         await one.scraper.close()
 
 
@@ -199,10 +205,10 @@ async def test_a_lost_baseline_is_said_and_not_blamed_on_the_engine(bench: Bench
 
 async def test_what_is_asked_is_told_while_it_is_asked(bench: Bench) -> None:
     request = Find("find/x", IDENTITY, NAME)
-    bench.prober.ensure(KEY, SPEC, request)
-    assert bench.prober.result(KEY) == ProbeResult(request, None)
-    bench.prober.ensure(KEY, SPEC, None)
-    assert bench.prober.result(KEY) is None
+    bench.of(KEY).ensure(SPEC, request)
+    assert bench.of(KEY).result == ProbeResult(request, None)
+    bench.of(KEY).ensure(SPEC, None)
+    assert bench.of(KEY).result is None
 
 
 async def hangs(_path: str, _body: Body, _writer: Writer) -> None:
@@ -214,7 +220,7 @@ async def test_checks_that_hang_hold_no_place_of_a_canary(monkeypatch: pytest.Mo
     async with opened() as bench, engine(hangs) as stuck, sound() as (url, _):
         bench.cluster.keep(NAME, codec.encode(await captured(bench)))
         other = KEY._replace(name="other")
-        bench.prober.ensure(other, SPEC, Measure("check/x", "p", stuck, "m", NAME, serving=True))
+        bench.of(other).ensure(SPEC, Measure("check/x", "p", stuck, "m", NAME, serving=True))
         found = await bench.ask(Measure("measure/x", "p", url, "m", NAME))
         assert isinstance(found.outcome, Measurement)
 
@@ -231,12 +237,12 @@ async def test_however_many_engines_hang_a_good_one_is_probed(
         bench.cluster.keep(NAME, codec.encode(await captured(bench)))
         for i in range(20):
             hostile = ServiceKey("hostile", f"hangs-{i}")
-            bench.prober.ensure(hostile, SPEC, Measure(f"hangs/{i}", "p", stuck, "m", NAME, serving=serving))
+            bench.of(hostile).ensure(SPEC, Measure(f"hangs/{i}", "p", stuck, "m", NAME, serving=serving))
         await asyncio.sleep(0)
         request = Measure("measure/x", "p", url, "m", NAME, serving=serving)
         found = await bench.ask(request, key=ServiceKey(namespace, "good"))
         assert isinstance(found.outcome, Measurement)
-        running = [bench.prober.result(ServiceKey("hostile", f"hangs-{i}")) for i in range(20)]
+        running = [bench.of(ServiceKey("hostile", f"hangs-{i}")).result for i in range(20)]
         assert all(one is not None and one.outcome is None for one in running)
 
 
@@ -257,7 +263,7 @@ async def test_an_engine_that_is_slow_to_begin_is_probed_in_the_end_although_oth
         bench.cluster.keep(NAME, codec.encode(await captured(bench)))
         for i in range(4):
             key = ServiceKey("hostile", f"hangs-{i}")
-            bench.prober.ensure(key, SPEC, Measure(f"hangs/{i}", "p", stuck, "m", NAME))
+            bench.of(key).ensure(SPEC, Measure(f"hangs/{i}", "p", stuck, "m", NAME))
         found = await bench.ask(Measure("measure/x", "p", url, "m", NAME), key=KEY._replace(namespace="hostile"))
     assert isinstance(found.outcome, Measurement)
 
@@ -267,15 +273,13 @@ async def test_a_probe_that_nobody_counts_is_tried_again_later_and_later(
 ) -> None:
     waits: list[float] = []
     bench.cluster.broken = True
-    loop = asyncio.get_running_loop()
-    real = loop.call_later
 
-    def spying(delay: float, call: Any, *rest: Any, **more: Any) -> asyncio.TimerHandle:
-        if getattr(call, "__name__", "") == "_drop":
-            waits.append(delay)
-        return real(delay, call, *rest, **more)
+    class Spy:
+        def pause(self, failures: int) -> float:
+            waits.append(BACKOFF.pause(failures))
+            return waits[-1]
 
-    monkeypatch.setattr(loop, "call_later", spying)
+    monkeypatch.setattr("kvpilot_operator.control.probe.BACKOFF", Spy())
     for attempt in range(9):
         found = await bench.ask(Find(f"find/{attempt}", IDENTITY, NAME))
         assert isinstance(found.outcome, ProbeFailed)

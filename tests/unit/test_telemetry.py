@@ -13,7 +13,8 @@ import msgspec
 import pytest
 from prometheus_client import generate_latest
 
-from kvpilot_operator.control.telemetry import MAX_REASONS, Telemetry
+from kvpilot_operator.control.service_metrics import MAX_REASONS, ServiceSeries
+from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import ClusterError, Conflict
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.enums import Action, Outcome
@@ -116,8 +117,18 @@ STATUS = Status(
 )
 
 
-def decided(telemetry: Telemetry, status: Status, key: ServiceKey = KEY, **changes: object) -> None:
-    telemetry.decided(replace(snapshot(manifest()), key=key, **changes), Decision(status))  # type: ignore[arg-type]
+class Shown(Telemetry):
+    """The operator's metrics, of which some services are a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[ServiceKey, ServiceSeries] = {}
+        self.services(self.known.items)
+
+
+def decided(telemetry: Shown, status: Status, key: ServiceKey = KEY, **changes: object) -> None:
+    series = telemetry.known.setdefault(key, ServiceSeries())
+    series.show(replace(snapshot(manifest()), key=key, **changes), Decision(status))  # type: ignore[arg-type]
 
 
 def read(telemetry: Telemetry, name: str, key: ServiceKey = KEY, **labels: str) -> float | None:
@@ -167,13 +178,13 @@ LAST_CANARY = {"stage": "RolledBack", "dtype": "k8v4", "verdict": "Failed", "rea
     ],
 )
 def test_what_a_pass_found_and_decided_is_shown(name: str, labels: dict[str, str], value: float | None) -> None:
-    telemetry = Telemetry()
+    telemetry = Shown()
     decided(telemetry, STATUS)
     assert read(telemetry, name, KEY, **labels) == value
 
 
 def test_when_the_engines_were_scraped_and_the_pods_that_lie_or_are_silent_are_shown() -> None:
-    telemetry = Telemetry()
+    telemetry = Shown()
     old = Sample(NOW - timedelta(seconds=40), 1, 0.5, 1, 0, 8000, "auto", doubted=("a: why", "b: why"), unanswered=1)
     new = replace(old, time=NOW - timedelta(seconds=7), doubted=("c: why",), unanswered=0)
     decided(
@@ -186,7 +197,7 @@ def test_when_the_engines_were_scraped_and_the_pods_that_lie_or_are_silent_are_s
 
 
 def test_what_is_no_longer_so_is_no_longer_shown() -> None:
-    telemetry = Telemetry()
+    telemetry = Shown()
     decided(telemetry, STATUS)
     decided(telemetry, Status(kv_cache=KVCache(recommended_dtype="fp8")))
     assert read(telemetry, "kvpilot_recommended_dtype", dtype="k4v4") is None
@@ -201,7 +212,7 @@ def test_what_is_no_longer_so_is_no_longer_shown() -> None:
 
 
 def test_a_service_whose_spec_is_refused_is_still_shown() -> None:
-    telemetry = Telemetry()
+    telemetry = Shown()
     decided(telemetry, STATUS, spec=None)
     assert read(telemetry, "kvpilot_kv_usage_ratio") == 0.91
     assert read(telemetry, "kvpilot_max_replicas") is None
@@ -213,24 +224,24 @@ def series(telemetry: Telemetry, key: ServiceKey) -> int:
 
 
 def test_every_series_of_a_service_ends_with_it_and_no_other() -> None:
-    telemetry = Telemetry()
+    telemetry = Shown()
     decided(telemetry, STATUS)
     decided(telemetry, STATUS, OTHER)
     assert series(telemetry, KEY) == series(telemetry, OTHER) > 20
-    telemetry.forget(KEY)
+    del telemetry.known[KEY]
     assert series(telemetry, KEY) == 0
     assert series(telemetry, OTHER) > 20
 
 
 def test_who_leads_is_shown() -> None:
-    telemetry = Telemetry()
+    telemetry = Shown()
     for leads in (False, True, False):
         telemetry.leads(leads)
         assert telemetry.registry.get_sample_value("kvpilot_leader") == leads
 
 
 def test_an_engine_that_makes_up_reasons_cannot_make_series_without_bound() -> None:
-    telemetry = Telemetry()
+    telemetry = Shown()
     for number in range(3 * MAX_REASONS):
         entry = JournalEntry(time=NOW, action="RollBack", reason=f"Excuse{number}", message="")
         decided(telemetry, Status(decisions=(entry,)))
@@ -240,7 +251,7 @@ def test_an_engine_that_makes_up_reasons_cannot_make_series_without_bound() -> N
 
 
 def test_a_busy_service_has_at_most_seventy_series() -> None:
-    telemetry = Telemetry()
+    telemetry = Shown()
     kinds = ("Ready", "Available", "Progressing", "ModelCached", "MetricsAvailable", "MemoryPressured")
     kinds += ("CanaryHealthy", "AccuracyVerified", "SpecAccepted", "ReconcileSucceeded")
     options = tuple(
@@ -272,7 +283,7 @@ def test_a_busy_service_has_at_most_seventy_series() -> None:
     ],
 )
 def test_how_a_pass_ended_is_counted(error: Exception | None, result: str) -> None:
-    telemetry = Telemetry()
+    telemetry = Shown()
     with contextlib.suppress(ClusterError), telemetry.timed_reconcile():
         if error is not None:
             raise error
@@ -293,7 +304,7 @@ def test_the_queue_is_as_long_as_it_is_when_it_is_read() -> None:
 
 
 def test_requests_to_the_api_server_are_counted_by_what_came_of_them() -> None:
-    telemetry = Telemetry()
+    telemetry = Shown()
     telemetry.api_request("PATCH", "Deployment", 409, 0.02)
     telemetry.api_request("PATCH", "Deployment", 0, 15.0)
     telemetry.api_request("WATCH", "Pod", 200, 300.0)
@@ -308,7 +319,7 @@ def test_requests_to_the_api_server_are_counted_by_what_came_of_them() -> None:
 
 
 def test_a_cycle_and_its_scrapes_are_shown() -> None:
-    telemetry = Telemetry()
+    telemetry = Shown()
     assert telemetry.registry.get_sample_value("kvpilot_scrape_cycle_timestamp_seconds") == 0
     before = time.time()
     telemetry.engine_scraped(True)
@@ -338,10 +349,6 @@ def test_every_metric_of_ours_has_a_name_by_the_rules_and_a_help_text() -> None:
 
 
 def test_counters_have_no_series_of_when_they_began() -> None:
-    telemetry = Telemetry()
+    telemetry = Shown()
     decided(telemetry, STATUS)
     assert b"_created" not in generate_latest(telemetry.registry)
-
-
-def test_forgetting_a_service_that_was_never_seen_is_fine() -> None:
-    Telemetry().forget(KEY)

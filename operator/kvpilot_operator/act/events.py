@@ -17,14 +17,14 @@ from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError, NotFound
 from kvpilot_operator.render.names import API_VERSION, KIND
 from kvpilot_operator.state.decision import Event
-from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
+from kvpilot_operator.state.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
 REPORTER = "kvpilot-operator"
 # Within this time the same words are the same event.
 SAME_SECONDS = 3600
-# Events that are remembered of a service, newest last.
+# Events that are remembered, newest last.
 MAX_REMEMBERED = 32
 
 
@@ -36,11 +36,13 @@ class _Posted:
 
 
 class Events:
-    """Posts events. What it remembers of them is lost with the process: then an event stands there once more."""
+    """Posts one service's events. What it remembers of them is lost with the process: then one stands there again."""
+
+    __slots__ = ("_cluster", "_posted")
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._posted: dict[ServiceKey, dict[tuple[str, Event], _Posted]] = {}
+        self._posted: dict[Event, _Posted] = {}
 
     async def post(self, s: Snapshot, event: Event) -> None:
         """Post it, or count it again; a failure is logged and no more: the journal in the status has the decision."""
@@ -49,13 +51,8 @@ class Events:
         except ClusterError as error:
             log.warning("event not posted: %s", error, extra={"service": str(s.key), "reason": event.reason})
 
-    def forget(self, key: ServiceKey) -> None:
-        """Forget a deleted service."""
-        self._posted.pop(key, None)
-
     async def _post(self, s: Snapshot, event: Event) -> None:
-        posted = self._posted.setdefault(s.key, {})
-        known = posted.pop((s.uid, event), None)
+        known = self._posted.pop(event, None)
         if known is not None and s.now - known.last < timedelta(seconds=SAME_SECONDS):
             patch = {"count": known.count + 1, "lastTimestamp": _time(s.now)}
             try:
@@ -63,12 +60,12 @@ class Events:
             except NotFound:
                 pass  # Deleted by a person, or forgotten by the server: it stands there anew.
             else:
-                posted[s.uid, event] = _Posted(known.name, known.count + 1, s.now)
+                self._posted[event] = _Posted(known.name, known.count + 1, s.now)
                 return
         made = await self._cluster.create(event_manifest(s, event))
-        posted[s.uid, event] = _Posted(made["metadata"]["name"], 1, s.now)
-        while len(posted) > MAX_REMEMBERED:
-            del posted[next(iter(posted))]
+        self._posted[event] = _Posted(made["metadata"]["name"], 1, s.now)
+        while len(self._posted) > MAX_REMEMBERED:
+            del self._posted[next(iter(self._posted))]
 
 
 def event_manifest(s: Snapshot, event: Event) -> Object:

@@ -27,7 +27,7 @@ from kvpilot_operator.errors import Conflict, Rejected
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.names import API_VERSION, KIND, REVISION_LABEL, deployment_name
 from kvpilot_operator.state.decision import Decision, Manifest, Objects
-from kvpilot_operator.state.snapshot import Rejection, ServiceKey, Snapshot
+from kvpilot_operator.state.snapshot import Rejection, Snapshot
 from kvpilot_operator.state.status import dump_status
 
 log = logging.getLogger(__name__)
@@ -50,14 +50,16 @@ class _Applied(NamedTuple):
 
 
 class Actor:
-    """Writes to the cluster. Every write is idempotent, so a reconcile that is cut off is repeated whole."""
+    """Writes what one service needs. Every write is idempotent, so a reconcile that is cut off is repeated whole."""
+
+    __slots__ = ("_applied", "_clock", "_cluster", "_events", "_rejections")
 
     def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
         self._cluster = cluster
         self._clock = clock
         self._events = Events(cluster)
         self._rejections = Rejections(clock)
-        self._applied: dict[ServiceKey, dict[tuple[str, str], _Applied | None]] = {}
+        self._applied: dict[tuple[str, str], _Applied | None] = {}
 
     async def perform(self, s: Snapshot, decision: Decision) -> None:
         """Raises Conflict where the service changed since it was observed; nothing but a baseline is written then.
@@ -73,15 +75,10 @@ class Actor:
         for event in decision.events:
             await self._events.post(s, event)
 
-    def rejections(self, key: ServiceKey) -> tuple[Rejection, ...] | None:
-        """What the API server would not have of a service when it was last asked; None before anything was written."""
-        return self._rejections.of(key)
-
-    def forget(self, key: ServiceKey) -> None:
-        """Forget what was applied for a deleted service."""
-        self._applied.pop(key, None)
-        self._rejections.forget(key)
-        self._events.forget(key)
+    @property
+    def rejections(self) -> tuple[Rejection, ...] | None:
+        """What the API server would not have when it was last asked; None before anything was written."""
+        return self._rejections.now()
 
     async def _keep(self, s: Snapshot, baseline: Baseline) -> bool:
         """Write a captured baseline; False where it is refused."""
@@ -90,7 +87,7 @@ class Actor:
         about = ("ConfigMap", manifest["metadata"]["name"])
         content = _hash(manifest)
         # It was captured since none is kept: whatever was written once is gone.
-        self._applied.setdefault(s.key, {}).pop(about, None)
+        self._applied.pop(about, None)
         return await self._attempt(s, about, content, partial(self._apply, s, manifest, content))
 
     async def _write_status(self, s: Snapshot, decision: Decision) -> None:
@@ -116,13 +113,14 @@ class Actor:
             ("Deployment", deployment_name(s.key.name, revision)) for revision in (*objects.scale, *s.deployments)
         }
         asked |= {(kind, name) for _, kind, name in objects.absent}
-        self._rejections.keep(s.key, asked)
+        self._rejections.keep(asked)
+        self._applied = {what: one for what, one in self._applied.items() if what in asked}
         await self._scale(s, {r: n for r, n in objects.scale.items() if n > _replicas(s, r)})
         fewer = [manifest for manifest in objects.apply if _shrinks(s, manifest)]
         for manifest in objects.apply:
             if manifest not in fewer:
                 await self._write(s, manifest)
-        if any(s.rejection(one.kind, one.name) is None for one in self._rejections.of(s.key) or ()):
+        if any(s.rejection(one.kind, one.name) is None for one in self.rejections or ()):
             # What gives way was decided for what has just been refused: it is decided anew, with this known.
             return
         for manifest in fewer:
@@ -138,19 +136,19 @@ class Actor:
         self, s: Snapshot, what: tuple[str, str], content: bytes, write: Callable[[], Awaitable[object]]
     ) -> bool:
         """One write; False where it is refused, now or not long ago."""
-        if self._rejections.waits(s.key, what, content):
+        if self._rejections.waits(what, content):
             return False
         try:
             await write()
         except Rejected as error:
-            if self._rejections.note(s.key, what, content, error):
+            if self._rejections.note(what, content, error):
                 log.warning("refused: %s", error, extra={"service": str(s.key)})
             return False
         except Conflict:
             # It is not the object that it was: whose it is has to be looked up anew.
-            self._applied.get(s.key, {}).pop(what, None)
+            self._applied.pop(what, None)
             raise
-        self._rejections.accepted(s.key, what)
+        self._rejections.accepted(what)
         return True
 
     async def _write(self, s: Snapshot, manifest: Manifest) -> None:
@@ -177,9 +175,8 @@ class Actor:
 
     async def _apply(self, s: Snapshot, manifest: Manifest, content: bytes) -> None:
         """Server-side apply, unless the object is as it was when this was last applied."""
-        known = self._applied.setdefault(s.key, {})
         kind, name = what = manifest["kind"], manifest["metadata"]["name"]
-        seen, last = s.objects.get(what), known.get(what)
+        seen, last = s.objects.get(what), self._applied.get(what)
         there = kind not in _WATCHED or (seen is not None and seen.owned)
         same = last is not None and last.content == content and self._clock() < last.due
         if there and last is not None and same and last.version == (seen.version if seen is not None else ""):
@@ -193,7 +190,7 @@ class Actor:
         answer = await self._cluster.apply(pinned)
         # What was applied together, at the operator's start, is not to be due together for ever after.
         due = self._clock() + REAPPLY_SECONDS * (1 + content[0] / 255) / 2
-        known[what] = _Applied(content, due, answer["metadata"]["uid"], version_of(kind, answer))
+        self._applied[what] = _Applied(content, due, answer["metadata"]["uid"], version_of(kind, answer))
 
     async def _uid(self, s: Snapshot, manifest: Manifest) -> str:
         """The uid of the service's own object of this name, which is made where there is none; "" for a new Deployment.
@@ -202,7 +199,7 @@ class Actor:
             NameTaken: the object of this name is somebody else's.
         """
         kind, name = what = manifest["kind"], manifest["metadata"]["name"]
-        seen, last = s.objects.get(what), self._applied.get(s.key, {}).get(what)
+        seen, last = s.objects.get(what), self._applied.get(what)
         if seen is not None and seen.owned:
             return seen.uid
         if kind not in _WATCHED and last is not None:
@@ -215,19 +212,18 @@ class Actor:
 
     async def _remove(self, s: Snapshot, api_version: str, kind: str, name: str) -> None:
         """Delete what is ours; what is not watched is looked for once in a life of the operator, or after an apply."""
-        known = self._applied.setdefault(s.key, {})
         what = (kind, name)
         if kind in _WATCHED:
             seen = s.objects.get(what)
             uid = seen.uid if seen is not None and seen.owned else ""
-        elif what in known and known[what] is None:
+        elif what in self._applied and self._applied[what] is None:
             return
         else:
             found = await self._cluster.find(api_version, kind, s.key.namespace, name)
             uid = found["metadata"]["uid"] if found is not None and is_owned(found, s.uid) else ""
         delete = partial(self._cluster.delete, api_version, kind, s.key.namespace, name, uid=uid)
         if not uid or await self._attempt(s, what, b"", delete):
-            known[what] = None
+            self._applied[what] = None
 
 
 def _hash(manifest: Manifest) -> bytes:

@@ -1,4 +1,4 @@
-"""What the API server would not have of each service, and when it is asked again.
+"""What the API server would not have of a service, and when it is asked again.
 
 It lives with the process: after a restart everything is written anew, and what is refused then is known again.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.errors import Rejected
-from kvpilot_operator.state.snapshot import Rejection, ServiceKey
+from kvpilot_operator.state.snapshot import Rejection
 
 # A quota may be raised or a webhook mended at any time; nobody tells, so what was refused is written again in a while.
 BACKOFF = Backoff(5.0, 60.0)
@@ -27,47 +27,47 @@ class _Held(NamedTuple):
 
 
 class Rejections:
-    """By service, as far as anything was written of it; `clock` counts seconds."""
+    """Of one service, as far as anything was written of it; `clock` counts seconds."""
+
+    __slots__ = ("_clock", "_held", "_written")
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._held: dict[ServiceKey, dict[What, _Held]] = {}
+        self._held: dict[What, _Held] = {}
+        self._written = False
 
-    def of(self, key: ServiceKey) -> tuple[Rejection, ...] | None:
-        """What is refused of a service now; None where nothing was written yet.
+    def now(self) -> tuple[Rejection, ...] | None:
+        """What is refused now; None where nothing was written yet.
 
         A baseline is written once, after a capture: it is refused until it may be tried again, and then decided upon.
         """
-        held = self._held.get(key)
-        if held is None:
+        if not self._written:
             return None
         now = self._clock()
-        return tuple(one.rejection for one in held.values() if one.rejection.kind != "ConfigMap" or now < one.due)
+        return tuple(one.rejection for one in self._held.values() if one.rejection.kind != "ConfigMap" or now < one.due)
 
-    def waits(self, key: ServiceKey, what: What, content: bytes) -> bool:
+    def waits(self, what: What, content: bytes) -> bool:
         """Whether this very content was refused, and it is too early to ask again."""
-        one = self._held.get(key, {}).get(what)
+        one = self._held.get(what)
         return one is not None and one.content == content and self._clock() < one.due
 
-    def note(self, key: ServiceKey, what: What, content: bytes, error: Rejected) -> bool:
+    def note(self, what: What, content: bytes, error: Rejected) -> bool:
         """A write was refused; True where it was not known already."""
-        held = self._held.setdefault(key, {})
-        before = held.get(what)
+        before = self._held.get(what)
         rejection = Rejection(*what, error.reason, error.message, error.causes)
         again = before is not None and before.content == content
         failures = before.failures + 1 if before is not None and again else 0
-        held[what] = _Held(rejection, content, failures, self._clock() + BACKOFF.pause(failures))
+        due = self._clock() + BACKOFF.pause(failures)
+        self._held[what] = _Held(rejection, content, failures, due)
+        self._written = True
         return before is None or before.rejection != rejection
 
-    def accepted(self, key: ServiceKey, what: What) -> None:
+    def accepted(self, what: What) -> None:
         """A write went through."""
-        self._held.setdefault(key, {}).pop(what, None)
+        self._held.pop(what, None)
+        self._written = True
 
-    def keep(self, key: ServiceKey, asked: Collection[What]) -> None:
+    def keep(self, asked: Collection[What]) -> None:
         """Drop what nobody asks for any more, baselines excepted."""
-        held = self._held.get(key, {})
-        self._held[key] = {what: one for what, one in held.items() if what in asked or what[0] == "ConfigMap"}
-
-    def forget(self, key: ServiceKey) -> None:
-        """Forget a deleted service."""
-        self._held.pop(key, None)
+        self._held = {what: one for what, one in self._held.items() if what in asked or what[0] == "ConfigMap"}
+        self._written = True

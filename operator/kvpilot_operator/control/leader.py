@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.api.schema import apply_defaults, faults
@@ -17,7 +18,6 @@ from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.observe.gather import Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.scrape import Scraper
-from kvpilot_operator.observe.windows import Windows
 from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND
 from kvpilot_operator.state.snapshot import ServerFacts
 
@@ -40,14 +40,13 @@ class Leader:
     ) -> None:
         self._fence = fence
         self._telemetry = telemetry
-        windows = Windows()
         cache = InformerCache(cluster, namespaces)
         self.services = cache.feed
         self._scraper = Scraper()
-        observer = Observer(cluster, cache, windows, self._scraper, server, _now, telemetry.engine_scraped)
-        self._prober = Prober(cluster, self._scraper)
-        actor = Actor(cluster.telling(cache.wrote))
-        pilot = Pilot(cache, observer, actor, self._prober, windows, telemetry, scrape)
+        observer = Observer(cluster, cache, self._scraper, server, _now, telemetry.engine_scraped)
+        make_actor = partial(Actor, cluster.telling(cache.wrote))
+        pilot = Pilot(cache, observer, make_actor, Prober(cluster, self._scraper), telemetry, scrape)
+        self._registry = pilot.registry
         self._work = asyncio.create_task(pilot.run(ready))
         telemetry.leads(True)
 
@@ -80,9 +79,8 @@ class Leader:
         self._telemetry.leads(False)
         drained = await self._fence.drained(seconds)
         self._work.cancel()
-        # A reconcile that ends only now must not start a probe after the prober is closed.
         await asyncio.gather(self._work, return_exceptions=True)
-        await self._prober.close()
+        await self._registry.close()
         return drained
 
     async def close(self) -> None:

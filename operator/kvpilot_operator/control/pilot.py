@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.control.probe import Probe
 from kvpilot_operator.control.prober import Prober
+from kvpilot_operator.control.registry import Registry, ServiceRecord
 from kvpilot_operator.control.telemetry import Telemetry
-from kvpilot_operator.control.workqueue import WorkQueue
+from kvpilot_operator.control.workqueue import Attempts, WorkQueue
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.questions import CONDITION
 from kvpilot_operator.errors import Conflict, NotFound
-from kvpilot_operator.observe.gather import Observer
+from kvpilot_operator.observe.gather import Observations, Observer
 from kvpilot_operator.observe.informers import InformerCache
-from kvpilot_operator.observe.windows import Windows
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
 
@@ -33,24 +35,22 @@ class Pilot:
         self,
         cache: InformerCache,
         observer: Observer,
-        actor: Actor,
+        make_actor: Callable[[], Actor],
         prober: Prober,
-        windows: Windows,
         telemetry: Telemetry,
         scrape_seconds: float,
     ) -> None:
         self._cache = cache
         self._observer = observer
-        self._actor = actor
+        self._make_actor = make_actor
         self._prober = prober
-        self._windows = windows
         self._telemetry = telemetry
         self._scrape_seconds = scrape_seconds
-        self._scraping: set[ServiceKey] = set()
-        self.queue = WorkQueue(self._reconcile)
+        self.registry = Registry(self._record)
+        self.queue = WorkQueue(self._reconcile, self._attempts)
         telemetry.queue(lambda: self.queue.depth)
-        cache.on_change = self.queue.add
-        prober.on_result = self.queue.add
+        telemetry.services(lambda: ((record.key, record.series) for record in self.registry))
+        cache.on_change = self._changed
 
     async def run(self, ready: asyncio.Event) -> None:
         """Work until cancelled; nothing is decided before the cluster's state has been read once (`ready` is set)."""
@@ -61,59 +61,68 @@ class Pilot:
             group.create_task(self.queue.work())
             group.create_task(self._scrape_for_ever(group))
 
+    def _record(self, key: ServiceKey, uid: str) -> ServiceRecord:
+        probe = Probe(key, self._prober.probe, self.queue.add)
+        return ServiceRecord(key, uid, Observations(key, uid), self._make_actor(), probe)
+
+    def _attempts(self, key: ServiceKey) -> Attempts | None:
+        record = self.registry.get(key)
+        return record.attempts if record is not None else None
+
+    def _changed(self, key: ServiceKey) -> None:
+        """Something about a service is not what it was in the cache: it may have come, gone, or be another one."""
+        service = self._cache.services.get(*key)
+        self.registry.follow(key, service.uid if service is not None else None)
+        self.queue.add(key)
+
     async def _reconcile(self, key: ServiceKey) -> float | None:
+        record = self.registry.get(key)
+        if record is None:
+            return None
         with self._telemetry.timed_reconcile():
-            snapshot = await self._observer.snapshot(key, self._prober.result(key))
+            snapshot = await self._observer.snapshot(record.observations, record.probe.result)
             if snapshot is None:
-                self._forget(key)
                 return None
-            snapshot = replace(snapshot, rejections=self._actor.rejections(key))
+            snapshot = replace(snapshot, rejections=record.actor.rejections)
             decision = decide(snapshot)
             try:
-                await self._actor.perform(snapshot, decision)
+                await record.actor.perform(snapshot, decision)
             except (Conflict, NotFound):
                 await self._observer.refresh(key)
                 raise
             if snapshot.spec is not None and not decision.keeps_probe:
-                self._prober.ensure(key, snapshot.spec, decision.probe)
-        self._telemetry.decided(snapshot, decision)
+                record.probe.ensure(snapshot.spec, decision.probe)
+        record.series.show(snapshot, decision)
         _tell(snapshot, decision)
         # What has just been refused, or is so no more, is decided upon at once.
-        anew = (self._actor.rejections(key) or ()) != (snapshot.rejections or ())
+        anew = (record.actor.rejections or ()) != (snapshot.rejections or ())
         return 0.0 if anew else decision.again_seconds
-
-    def _forget(self, key: ServiceKey) -> None:
-        self.queue.forget(key)
-        self._actor.forget(key)
-        self._prober.forget(key)
-        self._windows.forget(key)
-        self._telemetry.forget(key)
 
     async def _scrape_for_ever(self, group: asyncio.TaskGroup) -> None:
         """Scrape every service once a cycle, evenly spread over it; one that still hangs from the last is left out."""
         clock = asyncio.get_running_loop().time
         while True:
             began = clock()
-            keys = [ServiceKey(*name) for name in sorted(self._cache.services.names())]
+            records = sorted(self.registry, key=lambda record: record.key)
             seconds = max(self._scrape_seconds, self._observer.engines / PAGES_PER_SECOND)
-            for i, key in enumerate(keys):
-                if key not in self._scraping:
-                    self._scraping.add(key)
-                    group.create_task(self._scrape(key))
-                await asyncio.sleep(max(0.0, began + seconds * (i + 1) / len(keys) - clock()))
-            if not keys:
+            for i, record in enumerate(records):
+                if not record.scraping:
+                    record.scraping = True
+                    group.create_task(self._scrape(record))
+                await asyncio.sleep(max(0.0, began + seconds * (i + 1) / len(records) - clock()))
+            if not records:
                 await asyncio.sleep(seconds)
             self._telemetry.scraped(clock() - began)
 
-    async def _scrape(self, key: ServiceKey) -> None:
+    async def _scrape(self, record: ServiceRecord) -> None:
         try:
-            await self._observer.scrape(key)
+            await self._observer.scrape(record.observations)
         except Exception:
             # Whatever one service's engines say must not stop the fleet.
-            log.exception("scrape failed", extra={"service": str(key)})
+            log.exception("scrape failed", extra={"service": str(record.key)})
         finally:
-            self._scraping.discard(key)
-        self.queue.add_low_priority(key)
+            record.scraping = False
+        self.queue.add_low_priority(record.key)
 
 
 def _tell(s: Snapshot, decision: Decision) -> None:

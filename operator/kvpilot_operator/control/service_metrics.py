@@ -8,14 +8,16 @@ are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.trial.shifting import deadline
+from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
 from kvpilot_operator.state.status import Accuracy, Status
 
@@ -27,9 +29,19 @@ class Family:
     name: str
     help: str
     labels: tuple[str, ...] = ()
+    counts: bool = False
+
+    @property
+    def series(self) -> str:
+        """The name that its series have."""
+        return f"{self.name}_total" if self.counts else self.name
 
 
 Row = tuple[Family, tuple[str, ...], float]
+
+# Reasons come from a list, but for an engine's own words why it does not start: they must not grow without bound.
+MAX_REASONS = 64
+_OTHER = ("Other", "Other")
 
 INFO = Family("kvpilot_service_info", "1, with what the spec asks for.", ("mode", "scaling", "model"))
 CONDITION = Family(
@@ -85,31 +97,65 @@ PROBE_TOP1 = Family(
 PROBE_FAILURES = Family("kvpilot_probe_failures", "Periodic probes that failed in a row.")
 PROBE_ERRORS = Family("kvpilot_probe_errors", "Periodic probes that brought no verdict in a row.")
 
+DECISIONS = Family("kvpilot_decisions", "Entries of the decision journal.", ("action", "reason"), counts=True)
+UNANSWERED_QUESTIONS = Family(
+    "kvpilot_unanswered_questions",
+    "Questions that a reconcile could not answer for an unexpected error; its others were answered.",
+    ("question",),
+    counts=True,
+)
+
 FAMILIES = tuple(value for value in list(globals().values()) if isinstance(value, Family))
 
 
-class ServiceMetrics(Collector):
-    """The newest rows of every service; a collector of a Prometheus registry. Reading it from a thread is fine."""
+class ServiceSeries:
+    """One service's newest rows, and what is counted of it."""
+
+    __slots__ = ("_counts", "_rows")
 
     def __init__(self) -> None:
-        self._rows: dict[ServiceKey, tuple[Row, ...]] = {}
+        self._rows: tuple[Row, ...] = ()
+        self._counts: Counter[tuple[Family, tuple[str, ...]]] = Counter()
 
-    def show(self, key: ServiceKey, rows: tuple[Row, ...]) -> None:
-        """Show these rows of the service, and no others."""
-        self._rows[key] = rows
+    def show(self, s: Snapshot, decision: Decision) -> None:
+        """Show what a reconcile found and decided, and no earlier picture; count the rest."""
+        self._rows = rows(s, decision.status)
+        for entry in decision.status.decisions:
+            if entry.time == s.now and entry not in s.status.decisions:
+                self._counts[self._bounded(DECISIONS, (entry.action, entry.reason))] += 1
+        for question in {one.question for one in decision.unanswered}:
+            self._counts[UNANSWERED_QUESTIONS, (str(question),)] += 1
 
-    def forget(self, key: ServiceKey) -> None:
-        """Show the service no more."""
-        self._rows.pop(key, None)
+    def collect(self) -> Iterator[Row]:
+        """All of it."""
+        yield from self._rows
+        for (family, labels), count in list(self._counts.items()):
+            yield family, labels, count
+
+    def _bounded(self, family: Family, words: tuple[str, ...]) -> tuple[Family, tuple[str, ...]]:
+        known = (family, words) in self._counts or sum(one is family for one, _ in self._counts) < MAX_REASONS
+        return family, words if known else _OTHER
+
+
+class ServiceMetrics(Collector):
+    """The series of all services, of which `services` tells; a collector of a Prometheus registry.
+
+    Reading it from a thread is fine.
+    """
+
+    def __init__(self) -> None:
+        self.services: Callable[[], Iterable[tuple[ServiceKey, ServiceSeries]]] = tuple
 
     def collect(self) -> Iterator[Metric]:
         """Every family, those without rows included, so that its name and help are always there."""
         metrics = {
-            family: GaugeMetricFamily(family.name, family.help, labels=("namespace", "name", *family.labels))
+            family: (CounterMetricFamily if family.counts else GaugeMetricFamily)(
+                family.name, family.help, labels=("namespace", "name", *family.labels)
+            )
             for family in FAMILIES
         }
-        for key, rows in list(self._rows.items()):
-            for family, labels, value in rows:
+        for key, series in self.services():
+            for family, labels, value in series.collect():
                 metrics[family].add_metric((*key, *labels), value)
         yield from metrics.values()
 

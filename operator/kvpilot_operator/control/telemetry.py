@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 
@@ -18,14 +18,10 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
-from kvpilot_operator.control.service_metrics import ServiceMetrics, rows
+from kvpilot_operator.control.service_metrics import ServiceMetrics, ServiceSeries
 from kvpilot_operator.errors import Conflict
-from kvpilot_operator.state.decision import Decision
-from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
+from kvpilot_operator.state.snapshot import ServiceKey
 
-# Reasons come from a list, but for an engine's own words why it does not start: they must not grow without bound.
-MAX_REASONS = 64
-_OTHER = ("Other", "Other")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 # A series of its own for when each counter began would double the counters, and Prometheus 2 does not use it.
@@ -33,7 +29,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Telemetry:
-    """Counts what the operator does, and shows what it thinks of each service; label sets end with their service."""
+    """Counts what the operator does, and shows what it thinks of each service."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -75,21 +71,12 @@ class Telemetry:
             registry=registry,
             buckets=_SECONDS,
         )
-        self._decisions = Counter(
-            "kvpilot_decisions",
-            "Entries of the decision journal.",
-            ("namespace", "name", "action", "reason"),
-            registry=registry,
-        )
-        self._unanswered = Counter(
-            "kvpilot_unanswered_questions",
-            "Questions that a reconcile could not answer for an unexpected error; its others were answered.",
-            ("namespace", "name", "question"),
-            registry=registry,
-        )
-        self._reasons: dict[ServiceKey, set[tuple[str, str]]] = {}
         self._services = ServiceMetrics()
         registry.register(self._services)
+
+    def services(self, series: Callable[[], Iterable[tuple[ServiceKey, ServiceSeries]]]) -> None:
+        """Where to ask for the series of all services, whenever the metrics are read."""
+        self._services.services = series
 
     def queue(self, depth: Callable[[], int]) -> None:
         """Where to ask how many services wait, whenever the metrics are read."""
@@ -130,26 +117,3 @@ class Telemetry:
     def leads(self, yes: bool) -> None:
         """This replica decides, or it stands by."""
         self._leader.set(yes)
-
-    def decided(self, s: Snapshot, decision: Decision) -> None:
-        """Publish what a reconcile found and decided."""
-        for entry in decision.status.decisions:
-            if entry.time == s.now and entry not in s.status.decisions:
-                self._decisions.labels(*s.key, *self._bounded(s.key, (entry.action, entry.reason))).inc()
-        for question in {one.question for one in decision.unanswered}:
-            self._unanswered.labels(*s.key, question).inc()
-        self._services.show(s.key, rows(s, decision.status))
-
-    def forget(self, key: ServiceKey) -> None:
-        """Drop the series of a deleted service."""
-        self._services.forget(key)
-        self._reasons.pop(key, None)
-        for counter in (self._decisions, self._unanswered):
-            counter.remove_by_labels({"namespace": key.namespace, "name": key.name})
-
-    def _bounded(self, key: ServiceKey, words: tuple[str, str]) -> tuple[str, str]:
-        known = self._reasons.setdefault(key, set())
-        if words not in known and len(known) >= MAX_REASONS:
-            return _OTHER
-        known.add(words)
-        return words

@@ -8,6 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.errors import ClusterError, Conflict, Throttled
@@ -24,6 +25,25 @@ _LAST_UNREACHED_SECONDS = 5.0
 _AWAY = (0, 502, 503, 504)
 # Of so many reconciles one is of low priority, however many services have changed.
 _LOW_PRIORITY_EACH = 4
+
+
+@dataclass(slots=True)
+class Attempts:
+    """What the queue remembers of one service between two reconciles."""
+
+    failures: int = 0
+    """In a row."""
+    held: bool | None = None
+    """Whether its timer runs since a reconcile failed: True where the API server itself has asked for the pause."""
+    again: bool | None = None
+    """Whether it was asked for while a reconcile was under way: True where something has changed."""
+    timer: asyncio.TimerHandle | None = None
+
+    def stop(self) -> None:
+        """Let no timer run."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class _Queue:
@@ -69,20 +89,19 @@ class WorkQueue:
     and however long their reconciles take, another's next one begins as soon as any ends. A service waits once, however
     often it is added; one that is being reconciled is reconciled again afterwards. One whose reconcile failed comes
     back with exponential back-off: a low-priority add does not shorten it, and a change does, unless the API server
-    itself has asked for the pause.
+    itself has asked for the pause. `attempts` gives what is remembered of a service, None where it is gone.
     """
 
-    def __init__(self, run: Callable[[ServiceKey], Awaitable[float | None]]) -> None:
+    def __init__(
+        self, run: Callable[[ServiceKey], Awaitable[float | None]], attempts: Callable[[ServiceKey], Attempts | None]
+    ) -> None:
         self._run = run
+        self._attempts = attempts
         self._changed, self._due = _Queue(), _Queue()
         self._any = asyncio.Event()
         self._taken = 0
         self._running: set[ServiceKey] = set()
         self._under_way: Counter[str] = Counter()
-        self._again: dict[ServiceKey, bool] = {}
-        self._failures: dict[ServiceKey, int] = {}
-        self._held: dict[ServiceKey, bool] = {}
-        self._timers: dict[ServiceKey, asyncio.TimerHandle] = {}
 
     @property
     def depth(self) -> int:
@@ -97,21 +116,6 @@ class WorkQueue:
         """A reconcile is due: when nothing more urgent waits."""
         self._enqueue(key, changed=False)
 
-    def add_after(self, key: ServiceKey, seconds: float) -> None:
-        """Add the service after a while; an earlier timer of the same service is replaced."""
-        timer = self._timers.pop(key, None)
-        if timer is not None:
-            timer.cancel()
-        self._timers[key] = asyncio.get_running_loop().call_later(seconds, self._ring, key)
-
-    def forget(self, key: ServiceKey) -> None:
-        """The service is gone."""
-        timer = self._timers.pop(key, None)
-        if timer is not None:
-            timer.cancel()
-        self._held.pop(key, None)
-        self._failures.pop(key, None)
-
     async def work(self) -> None:
         """Run reconciles until cancelled."""
         async with asyncio.TaskGroup() as group:
@@ -119,11 +123,13 @@ class WorkQueue:
                 group.create_task(self._worker())
 
     def _enqueue(self, key: ServiceKey, *, changed: bool) -> None:
-        held = self._held.get(key)
-        if held is not None and (held or not changed):
+        known = self._attempts(key)
+        if known is None:
+            return
+        if known.held is not None and (known.held or not changed):
             return  # its timer runs
         if key in self._running:
-            self._again[key] = changed or self._again.get(key, False)
+            known.again = changed or known.again or False
         elif changed:
             self._due.drop(key)
             self._changed.put(key)
@@ -139,55 +145,63 @@ class WorkQueue:
         low = not self._changed or (self._due and self._taken % _LOW_PRIORITY_EACH == 0)
         return (self._due if low else self._changed).take(self._under_way)
 
-    def _ring(self, key: ServiceKey) -> None:
-        self._timers.pop(key, None)
-        self._held.pop(key, None)
-        self.add(key)
-
     async def _worker(self) -> None:
         while True:
             key = await self._next()
+            known = self._attempts(key)
+            if known is None:
+                continue
             self._running.add(key)
             self._under_way[key.namespace] += 1
             try:
-                await self._one(key)
+                await self._one(key, known)
             finally:
                 self._running.discard(key)
                 self._under_way -= Counter((key.namespace,))
-                changed = self._again.pop(key, None)
-                if changed is not None:
+                # Another service may have taken the name meanwhile.
+                known = self._attempts(key)
+                if known is not None and known.again is not None:
+                    changed, known.again = known.again, None
                     self._enqueue(key, changed=changed)
 
-    async def _one(self, key: ServiceKey) -> None:
+    async def _one(self, key: ServiceKey, known: Attempts) -> None:
         began = time.monotonic()
         try:
             again = await self._run(key)
         except Conflict as error:
             # Somebody wrote first (a user, an autoscaler): observe again, at once for the first time.
-            if self._failures.get(key):
-                self._retry(key, str(error))
+            if known.failures:
+                self._retry(key, known, str(error))
             else:
-                self._failures[key] = 1
-                self._again[key] = True
+                known.failures, known.again = 1, True
         except Throttled as error:
-            self._retry(key, str(error), at_least=error.retry_after)
+            self._retry(key, known, str(error), at_least=error.retry_after)
         except ClusterError as error:
             away = error.status in _AWAY
-            self._retry(key, str(error), at_most=_LAST_UNREACHED_SECONDS if away else math.inf)
+            self._retry(key, known, str(error), at_most=_LAST_UNREACHED_SECONDS if away else math.inf)
         except Exception:
             log.exception("reconcile failed", extra={"service": str(key)})
-            self._retry(key, "unexpected error")
+            self._retry(key, known, "unexpected error")
         else:
-            self._failures.pop(key, None)
-            self._held.pop(key, None)
+            known.failures, known.held = 0, None
             if again is not None:
-                self.add_after(key, again)
+                self._add_after(key, known, again)
             log.debug("reconcile took %.3f s", time.monotonic() - began, extra={"service": str(key)})
 
-    def _retry(self, key: ServiceKey, why: str, *, at_least: float = 0.0, at_most: float = math.inf) -> None:
-        failures = self._failures.get(key, 0)
-        self._failures[key] = failures + 1
-        wait = max(at_least, min(_BACKOFF.pause(failures), at_most))
-        self._held[key] = at_least > 0
+    def _retry(
+        self, key: ServiceKey, known: Attempts, why: str, *, at_least: float = 0.0, at_most: float = math.inf
+    ) -> None:
+        wait = max(at_least, min(_BACKOFF.pause(known.failures), at_most))
+        known.failures, known.held = known.failures + 1, at_least > 0
         log.warning("reconcile failed, again in %.1f s: %s", wait, why, extra={"service": str(key)})
-        self.add_after(key, wait)
+        self._add_after(key, known, wait)
+
+    def _add_after(self, key: ServiceKey, known: Attempts, seconds: float) -> None:
+        """Add the service after a while; an earlier timer is replaced."""
+        known.stop()
+        if self._attempts(key) is known:
+            known.timer = asyncio.get_running_loop().call_later(seconds, self._ring, key, known)
+
+    def _ring(self, key: ServiceKey, known: Attempts) -> None:
+        known.timer, known.held = None, None
+        self.add(key)

@@ -58,6 +58,19 @@ class _Plan(NamedTuple):
     plan: ProbePlan
 
 
+class Observations:
+    """What is remembered of one service that was observed."""
+
+    __slots__ = ("key", "pace", "plan", "uid", "windows")
+
+    def __init__(self, key: ServiceKey, uid: str) -> None:
+        self.key = key
+        self.uid = uid
+        self.windows = Windows(key)
+        self.pace = Pace()
+        self.plan: _Plan | None = None
+
+
 class Observer:
     """Builds Snapshots from the fleet's cache; `clock` gives the time in UTC, `elapsed` seconds that never go back, and
     `on_scrape` hears how a scrape went."""
@@ -66,7 +79,6 @@ class Observer:
         self,
         cluster: Cluster,
         cache: InformerCache,
-        windows: Windows,
         scraper: Scraper,
         server: ServerFacts,
         clock: Callable[[], datetime],
@@ -75,36 +87,30 @@ class Observer:
     ) -> None:
         self._cluster = cluster
         self._cache = cache
-        self._windows = windows
         self._server = server
         self._clock = clock
         self._on_scrape = on_scrape
         self._elapsed = elapsed
         self._scraper = scraper
         self._texts = PackTexts(cluster)
-        self._plans: dict[ServiceKey, _Plan] = {}
-        self._paces: dict[ServiceKey, Pace] = {}
         self._nodes: dict[str, tuple[datetime, Object]] = {}
-        self._told: dict[tuple[ServiceKey, str], frozenset[str]] = {}
 
-    async def snapshot(self, key: ServiceKey, probe_result: ProbeResult | None) -> Snapshot | None:
-        """Everything about one service now, or None where it does not exist or is being deleted."""
+    async def snapshot(self, known: Observations, probe_result: ProbeResult | None) -> Snapshot | None:
+        """Everything about one service now, or None where it does not exist any more, or is being deleted."""
+        key, windows = known.key, known.windows
         service = self._cache.services.get(*key)
-        if service is None:
-            self._plans.pop(key, None)
-            self._paces.pop(key, None)
-            self._told = {about: told for about, told in self._told.items() if about[0] != key}
+        if service is None or service.uid != known.uid:
             return None
         spec = service.spec
         # Whatever has to be asked for comes first: after it, nothing of the snapshot is older than the rest.
         failed: list[Unanswered] = []
         route = await observed(Question.ROUTE, self._route(key, spec), None, failed)
-        probes = await observed(Question.PROBE_SETS, self._probe_plan(key, spec), ProbePlan(), failed)
+        probes = await observed(Question.PROBE_SETS, self._probe_plan(known, spec), ProbePlan(), failed)
         pods = self._cache.pods.of(key)
         node = await observed(Question.NODE, self._node_facts(pods), self._known_facts(pods), failed)
         service = self._cache.services.get(*key)
         if service is None or service.spec is not spec:
-            return await self.snapshot(key, probe_result)
+            return await self.snapshot(known, probe_result)
         objects = self._cache.objects(key, service.uid)
         revisions = {
             placed.view.revision: placed.view
@@ -113,9 +119,9 @@ class Observer:
             and placed.name == deployment_name(key.name, placed.view.revision)
         }
         traffic = objects.get(("Service", key.name))
-        self._windows.keep_only(key, revisions.keys())
+        windows.keep_only(revisions.keys())
         if spec is not None:
-            self._windows.keep(key, need(spec, trial=service.status.canary is not None))
+            windows.keep(need(spec, trial=service.status.canary is not None))
         return Snapshot(
             now=self._clock().replace(microsecond=0),
             key=key,
@@ -129,15 +135,15 @@ class Observer:
             pods=tuple(self._cache.pods.of(key)),
             traffic=traffic.selects if traffic is not None and traffic.owned else None,
             objects=objects,
-            samples=self._windows.of(key),
+            samples=windows.samples(),
             node=node,
-            model=self._windows.model(key),
+            model=windows.model(),
             route=route,
             server=self._server,
             probes=probes,
             probe_result=probe_result,
             unanswered=tuple(failed),
-            backed_off=self._paces[key].backed_off if key in self._paces else {},
+            backed_off=known.pace.backed_off,
         )
 
     async def refresh(self, key: ServiceKey) -> None:
@@ -150,14 +156,15 @@ class Observer:
         """Pods of the fleet, all of which may have to be scraped."""
         return len(self._cache.pods)
 
-    async def scrape(self, key: ServiceKey) -> None:
+    async def scrape(self, known: Observations) -> None:
         """Scrape every ready engine of a service that is due; a pod that gives no page is left out of this sample."""
+        key, pace = known.key, known.pace
+        service = self._cache.services.get(*key)
+        if service is None or service.uid != known.uid:
+            return
         ready = {
             view.name: view for view in self._cache.pods.of(key) if view.ready and view.ip and not view.terminating
         }
-        if self._cache.services.get(*key) is None:
-            return
-        pace = self._paces.setdefault(key, Pace())
         due = pace.due(ready.keys(), self._elapsed())
         by_revision: dict[str, list[PodView]] = {}
         for view in ready.values() if due else ():
@@ -168,26 +175,10 @@ class Observer:
             pages = {view.name: page for view, page in zip(asked, answers, strict=True) if page is not None}
             gpus = {view.name: self._gpu(view.node) for view in views if view.node in self._nodes}
             if pages:
-                judged = self._windows.add(
-                    key, revision, self._clock(), pages, unanswered=len(views) - len(pages), gpus=gpus
+                judged = known.windows.add(
+                    revision, self._clock(), pages, unanswered=len(views) - len(pages), gpus=gpus
                 )
-                self._tell(key, revision, pages, judged)
-
-    def _tell(self, key: ServiceKey, revision: str, pages: Mapping[str, PodMetrics], judged: Judged) -> None:
-        """Log what is odd about a revision's pages, once for as long as it lasts."""
-        odd = {
-            f"{name} is read, the older name": f"vLLM's {name}" for page in pages.values() for name in page.older_names
-        }
-        odd |= {f"implausible: {words}": words.partition(":")[0] for words in judged.sample.doubted}
-        odd |= {f"not taken as it is: {words}": words.partition(":")[0] for words in judged.cut}
-        told = self._told.get((key, revision), frozenset())
-        for words, about in odd.items():
-            if about not in told:
-                log.warning("metrics: %s", words, extra={"service": str(key)})
-        if odd:
-            self._told[key, revision] = frozenset(odd.values())
-        elif told:
-            del self._told[key, revision]
+                _tell(known, revision, pages, judged)
 
     async def _scrape_pod(self, key: ServiceKey, pod: PodView, pace: Pace) -> PodMetrics | None:
         try:
@@ -229,25 +220,36 @@ class Observer:
             return None
         return route_view(await self._cluster.find(HTTP_ROUTE_API, "HTTPRoute", key.namespace, name), key)
 
-    async def _probe_plan(self, key: ServiceKey, spec: Spec | None) -> ProbePlan:
+    async def _probe_plan(self, remembered: Observations, spec: Spec | None) -> ProbePlan:
         if spec is None:
             return ProbePlan()
-        known, now = self._plans.get(key), self._clock()
+        known, now = remembered.plan, self._clock()
         if known is not None and known.spec is spec and 0 <= (now - known.read).total_seconds() < PACKS_SECONDS:
             return known.plan
         try:
-            texts = await self._texts.of(key, spec)
+            texts = await self._texts.of(remembered.key, spec)
         except PackError as error:
-            self._plans[key] = _Plan(now, spec, None, ProbePlan(fault=str(error)))
-            return self._plans[key].plan
+            remembered.plan = _Plan(now, spec, None, ProbePlan(fault=str(error)))
+            return remembered.plan.plan
         # All that a plan depends on; making one takes some 60 ms, so not at every edit. Of texts the digest is kept:
         # they are a tenant's, and of any number.
         digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()
         about = (spec.model, spec.kv_cache.baseline, spec.accuracy.probe_sets, digest)
         plan = known.plan if known is not None and known.about == about else probe_plan(spec, texts)
-        self._plans[key] = _Plan(now, spec, about, plan)
+        remembered.plan = _Plan(now, spec, about, plan)
         return plan
 
 
 def _nodes_of(pods: Sequence[PodView]) -> list[str]:
     return sorted({pod.node for pod in pods if pod.node})
+
+
+def _tell(known: Observations, revision: str, pages: Mapping[str, PodMetrics], judged: Judged) -> None:
+    """Log what is odd about a revision's pages, once for as long as it lasts."""
+    odd = {f"{name} is read, the older name": f"vLLM's {name}" for page in pages.values() for name in page.older_names}
+    odd |= {f"implausible: {words}": words.partition(":")[0] for words in judged.sample.doubted}
+    odd |= {f"not taken as it is: {words}": words.partition(":")[0] for words in judged.cut}
+    news = known.windows.news(revision, odd.values())
+    for words, about in odd.items():
+        if about in news:
+            log.warning("metrics: %s", words, extra={"service": str(known.key)})

@@ -88,6 +88,8 @@ class _Series:
     """One revision's samples, oldest first, and the last pages of its pods."""
 
     known: Mapping[str, Known] = field(default_factory=dict)
+    odd: frozenset[str] = frozenset()
+    """What was odd about the last pages."""
     far: deque[_Cell] = field(default_factory=deque)
     near: deque[_Cell] = field(default_factory=deque)
 
@@ -126,19 +128,21 @@ class _Series:
 
 
 class Windows:
-    """Samples by service and revision, as far back as the service's spec looks, thinned as they age."""
+    """One service's samples by revision, as far back as its spec looks, thinned as they age."""
 
-    def __init__(self) -> None:
-        self._series: dict[ServiceKey, dict[str, _Series]] = {}
-        self._needs: dict[ServiceKey, Need] = {}
+    __slots__ = ("_key", "_need", "_series")
 
-    def keep(self, key: ServiceKey, need: Need) -> None:
+    def __init__(self, key: ServiceKey) -> None:
+        self._key = key
+        self._series: dict[str, _Series] = {}
+        self._need = Need()
+
+    def keep(self, need: Need) -> None:
         """Look back this far from now on."""
-        self._needs[key] = need
+        self._need = need
 
     def add(
         self,
-        key: ServiceKey,
         revision: str,
         time: datetime,
         pages: Mapping[str, PodMetrics],
@@ -147,36 +151,37 @@ class Windows:
         gpus: Mapping[str, str] | None = None,
     ) -> Judged:
         """Judge what a revision's pods answered, and keep it."""
-        series = self._series.setdefault(key, {}).setdefault(revision, _Series())
+        series = self._series.setdefault(revision, _Series())
         if series.turned_back(time):
-            log.warning("the clock was set back: scrapes of later than now are forgotten", extra={"service": str(key)})
+            log.warning(
+                "the clock was set back: scrapes of later than now are forgotten", extra={"service": str(self._key)}
+            )
         judged = plausible_sample(time, series.known, pages, unanswered=unanswered, gpus=gpus)
         series.known = judged.known
         if judged.sample.pods or judged.sample.doubted:
-            series.add(judged.sample, self._needs.get(key, Need()))
+            series.add(judged.sample, self._need)
         return judged
 
-    def of(self, key: ServiceKey) -> dict[str, tuple[Sample, ...]]:
-        """All series of a service."""
-        every = self._series.get(key, {})
-        return {name: tuple(cell.sample for cell in (*one.far, *one.near)) for name, one in every.items()}
+    def news(self, revision: str, odd: Collection[str]) -> Collection[str]:
+        """What of all that is odd about a revision's pages now was not so about those before."""
+        series = self._series[revision]
+        before, series.odd = series.odd, frozenset(odd)
+        return series.odd - before
 
-    def model(self, key: ServiceKey) -> ModelFacts | None:
+    def samples(self) -> dict[str, tuple[Sample, ...]]:
+        """All series, by revision."""
+        return {name: tuple(cell.sample for cell in (*one.far, *one.near)) for name, one in self._series.items()}
+
+    def model(self) -> ModelFacts | None:
         """The model's architecture as most of the service's pods have it; None where none has said it."""
-        every = self._series.get(key, {}).values()
+        every = self._series.values()
         said = Counter(pod.page.model for one in every for pod in one.known.values() if pod.page.model is not None)
         return said.most_common(1)[0][0] if said else None
 
-    def keep_only(self, key: ServiceKey, revisions: Collection[str]) -> None:
+    def keep_only(self, revisions: Collection[str]) -> None:
         """Forget revisions that no longer run."""
-        series = self._series.get(key, {})
-        for name in [name for name in series if name not in revisions]:
-            del series[name]
-
-    def forget(self, key: ServiceKey) -> None:
-        """Forget a deleted service."""
-        self._series.pop(key, None)
-        self._needs.pop(key, None)
+        for name in [name for name in self._series if name not in revisions]:
+            del self._series[name]
 
 
 def _scalars(flows: Flows) -> Flows:
