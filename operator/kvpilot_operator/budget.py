@@ -6,7 +6,8 @@ get `ALL_DOORS_BYTES`; the rest is the allocator's.
 
 A door bounds three things. Bytes: an answer that exceeds `read_bytes` is refused while it is read, and reading one
 takes at most `held_bytes` of memory (docs/benchmarks/operator-doors.md has what they take). Work: parsers are linear in
-what they read, and what they read is bounded; no timer is needed. Places: a service holds at most `share` of them,
+what they read, and what they read is bounded; pages of metrics, which are read for ever, have a rate besides
+(`METRICS_WORK_PER_SECOND`). Places: a service holds at most `share` of them,
 tenants (namespaces) take turns, and who holds one for longer than `patience_seconds` gives way to those who wait
 (`Places`).
 """

@@ -63,3 +63,11 @@ def test_the_operator_answers_the_kubelet_all_the_time(measured):
     for phase in ("quiet", "hostile"):
         # A livenessProbe of the chart gives up after some seconds; it asks about four times a second here.
         assert measured[phase]["healthz"]["count"] > measured[phase]["seconds"]
+
+
+def test_what_the_machines_cores_were_taken_by_is_told(measured):
+    programs = {"kvpilot-operator", "kube-apiserver", "etcd", "hostile_engines good", "hostile_engines hostile"}
+    for phase in ("quiet", "hostile"):
+        cores = measured[phase]["cores"]
+        assert cores.keys() >= programs
+        assert 0 < cores["kvpilot-operator"] <= sum(cores.values()) <= measured["cores"] * 1.1
