@@ -28,6 +28,7 @@ COMMANDS = (
     ("planning/benchmarks/backtest_profile.py",),
     ("operator/benchmarks/doors.py", "--page", f"{FIGURES}/operator-doors.json"),
     ("operator/benchmarks/fleet_page.py", f"{FIGURES}/fleet.json"),
+    ("operator/benchmarks/hostile_page.py", f"{FIGURES}/operator-hostile.json"),
     ("runtime/benchmarks/accuracy.py", "--out", f"{FIGURES}/accuracy.json", "--report", f"{FIGURES}/accuracy.md"),
     ("runtime/benchmarks/cpu_backend.py", "--page"),
     ("runtime/benchmarks/gpu_equality_page.py", f"{FIGURES}/h200-equality.json"),

@@ -26,9 +26,11 @@ process that does nothing else takes {background_cores:g} cores.
 
 """
 _BAR = """
-**The bar: no good service waits longer than twice its quiet time.** {verdict}
+**The bar: no good service waits longer than twice its quiet time**, in the median:
 
-What took the machine's cores meanwhile; *others* is what was not the benchmark's own:
+{verdicts}
+
+Who else was at work on the machine took {others:.2f} cores beside the hostile ones (*others*):
 
 """
 _TAIL = """
@@ -79,12 +81,13 @@ def table(phases: dict[str, dict[str, Any]], rows: tuple[_Row, ...]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def verdicts(quiet: dict[str, Any], hostile: dict[str, Any]) -> Iterator[str]:
-    """What was waited, against the quiet time."""
+def verdicts(phases: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """What was waited, against the quiet time, and what was waited beside a load that is nobody's."""
     for what, waited in _BARS:
-        before, after = waited(quiet), waited(hostile)
+        before, after = waited(phases["quiet"]), waited(phases["hostile"])
         word = "within" if after <= 2 * before else "**over**"
-        yield f"{what} took {after:.2f} s, quiet {before:.2f} ({after / before:.1f}x, {word})"
+        beside = f"; beside a load {waited(phases['background']):.2g} s" if "background" in phases else ""
+        yield f"* {what}: {after:.2g} s, alone {before:.2g} s: {after / before:.1f} times, {word}{beside}"
 
 
 def _cores(program: str, one: dict[str, Any]) -> str:
@@ -96,11 +99,10 @@ def page(result: dict[str, Any], name: str) -> str:
     phases = {phase: result[phase] for phase in _PHASES if phase in result}
     programs = sorted({program for one in phases.values() for program in one["cores"]} - {"others"})
     cores = tuple((program, partial(_cores, program)) for program in (*programs, "others"))
-    said = "; ".join(verdicts(result["quiet"], result["hostile"]))
     return (
         _HEAD.format(**result)
         + table(phases, _ROWS)
-        + _BAR.format(verdict=f"{said[0].upper()}{said[1:]}.")
+        + _BAR.format(verdicts="\n".join(verdicts(phases)), others=phases["hostile"]["cores"]["others"])
         + table(phases, cores)
         + _TAIL.format(name=name, step=METRICS_STEP_LINES)
     )
