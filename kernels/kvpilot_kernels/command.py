@@ -1,4 +1,4 @@
-"""`kvpilot COMMAND ...`: each room brings its own commands, as entry points of the group `kvpilot.commands`.
+"""`kvpilot COMMAND ...`: each package brings its own commands, as entry points of the group `kvpilot.commands`.
 
 They are looked up by name, so that one of them can run where another's dependencies are not installed.
 """

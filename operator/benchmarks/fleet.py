@@ -178,7 +178,7 @@ class Fleet:
 
 
 def service(key: tuple[str, str]) -> Object:
-    """A service whose metrics are judged on every pass; Recommend, since no engine is there to be probed."""
+    """A service whose metrics are judged on every reconcile; Recommend, since no engine is there to be probed."""
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,

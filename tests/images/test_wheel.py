@@ -41,8 +41,8 @@ def normal(name: str) -> str:
 
 def test_the_wheel_holds_the_rooms_and_the_crd_and_no_tests(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    rooms = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-    assert rooms == {"kvpilot_operator", "kvpilot_runtime", "kvpilot_kernels", "kvpilot_planning"}
+    packages = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert packages == {"kvpilot_operator", "kvpilot_runtime", "kvpilot_kernels", "kvpilot_planning"}
     assert "kvpilot_operator/crds/kvpilot.io_quantizedllmservices.yaml" in names
     assert {f"kvpilot_operator/probes/data/{pack}.yaml" for pack in ("general", "multi-turn", "structured")} <= set(
         names

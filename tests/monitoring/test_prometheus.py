@@ -96,7 +96,7 @@ def eventful(now: datetime) -> Status:
 
 
 def passes(telemetry: Telemetry) -> None:
-    """A pass over the service as the operator's loop tells of it, with a past added to what it decided."""
+    """A reconcile of the service as the operator's loop tells of it, with a past added to what it decided."""
     now = datetime.now(UTC).replace(microsecond=0)
     observed = running(manifest(), "auto")
     scrapes = tuple(replace(one, time=one.time + (now - NOW)) for one in samples(usage=0.95, waiting=3))

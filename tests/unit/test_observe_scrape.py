@@ -110,7 +110,7 @@ async def test_a_service_asks_few_of_its_engines_at_a_time() -> None:
 async def test_a_busy_loop_lets_no_scrape_fail() -> None:
     async def busy() -> None:
         while True:
-            time.sleep(0.01)  # noqa: ASYNC251 - as passes over other services do
+            time.sleep(0.01)  # noqa: ASYNC251 - as reconciles of other services do
             await asyncio.sleep(0)
 
     async with engines() as served, scraping() as scraper:

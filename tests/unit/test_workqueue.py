@@ -25,7 +25,7 @@ def key(name: str | int) -> ServiceKey:
 
 
 class Log:
-    """Notes every pass, and fails it while `error` is set."""
+    """Notes every reconcile, and fails it while `error` is set."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.done: list[str] = []

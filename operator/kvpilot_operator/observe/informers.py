@@ -171,6 +171,6 @@ def _object(one: Placed[Any], uid: str, selects: str | None) -> ObjectView:
 
 def _pod(obj: Object) -> PodView | None:
     service = obj["metadata"]["labels"][SERVICE_LABEL]
-    # An evicted pod lies about for hours beside its replacement, and what it left behind is no news.
+    # An evicted pod lies about for hours beside its replacement, and says nothing of the service.
     over = (obj.get("status") or {}).get("phase") in ("Failed", "Succeeded")
     return pod_view(obj) if is_ours(obj, service) and not over else None
