@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide.trial.shifting import deadline
+from kvpilot_operator.decide import canary_deadline
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
 from kvpilot_operator.state.status import Accuracy, Status
@@ -224,7 +224,7 @@ def _canary(s: Snapshot, status: Status) -> _Rows:
 def _deadline(spec: Spec | None, status: Status) -> float | None:
     if spec is None or status.canary is None:
         return None
-    return deadline(spec, status.canary).timestamp()
+    return canary_deadline(spec, status.canary).timestamp()
 
 
 def _probes(accuracy: Accuracy) -> _Rows:

@@ -1,5 +1,6 @@
 """Pure decisions: Snapshot in, Decision out. No clock, no I/O, no randomness; one file per question."""
 
 from kvpilot_operator.decide.decide import decide
+from kvpilot_operator.decide.trial.shifting import deadline as canary_deadline
 
-__all__ = ["decide"]
+__all__ = ["canary_deadline", "decide"]
