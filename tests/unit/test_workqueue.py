@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.control import workqueue as module
-from kvpilot_operator.control.workqueue import WORKERS, Attempts, WorkQueue, _Queue
+from kvpilot_operator.control.workqueue import WORKERS, Attempts, FairQueue, WorkQueue
 from kvpilot_operator.errors import ClusterError, Conflict, Throttled
 from kvpilot_operator.state.snapshot import ServiceKey
 
@@ -230,7 +230,7 @@ async def test_a_namespace_alone_gets_all_workers() -> None:
 def test_the_next_service_is_the_first_of_the_namespace_with_the_fewest_reconciles(
     asked: list[tuple[str, int]], under_way: dict[str, int]
 ) -> None:
-    queue = _Queue()
+    queue = FairQueue()
     for namespace, i in asked:
         queue.put(ServiceKey(namespace, str(i)))
     waiting = list(dict.fromkeys(ServiceKey(namespace, str(i)) for namespace, i in asked))

@@ -46,7 +46,7 @@ class Attempts:
             self.timer = None
 
 
-class _Queue:
+class FairQueue:
     """Services that wait, once each. The next is of the namespace with the fewest reconciles under way; among
     namespaces with as many each has its turn, and within one who came first."""
 
@@ -97,7 +97,7 @@ class WorkQueue:
     ) -> None:
         self._run = run
         self._attempts = attempts
-        self._changed, self._due = _Queue(), _Queue()
+        self._changed, self._due = FairQueue(), FairQueue()
         self._any = asyncio.Event()
         self._taken = 0
         self._running: set[ServiceKey] = set()
