@@ -99,7 +99,8 @@ def passes(telemetry: Telemetry) -> None:
     """A reconcile of the service as the operator's loop tells of it, with a past added to what it decided."""
     now = datetime.now(UTC).replace(microsecond=0)
     observed = running(manifest(), "auto")
-    scrapes = tuple(replace(one, time=one.time + (now - NOW)) for one in samples(usage=0.95, waiting=3))
+    seen = samples(usage=0.95, waiting=3)
+    scrapes = tuple(replace(one, time=one.time + (now - NOW), recent_tokens=64) for one in seen)
     observed = running(manifest(), "auto", now=now, samples={observed.traffic: scrapes})
     with telemetry.timed_reconcile():
         plain = decide(observed).status

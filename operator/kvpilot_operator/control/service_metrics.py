@@ -51,7 +51,7 @@ LAST_PASS = Family("kvpilot_last_pass_timestamp_seconds", "When a reconcile of t
 
 USAGE = Family("kvpilot_kv_usage_ratio", "Share of the KV cache in use, 0 to 1.")
 CAPACITY = Family("kvpilot_kv_capacity_tokens", "KV cache capacity, in tokens, of all replicas.")
-RECENT = Family("kvpilot_recent_tokens", "The last tokens of each sequence that the engines read at 8 bits.")
+RECENT = Family("kvpilot_recent_tokens", "The last tokens of each sequence that the engines say they read at 8 bits; 0 where they say none.")
 ACTIVE = Family("kvpilot_active_dtype", "1 for the KV-cache dtype that serves.", ("dtype",))
 RECOMMENDED = Family("kvpilot_recommended_dtype", "1 for the KV-cache dtype that kvpilot would run.", ("dtype",))
 DENIED = Family("kvpilot_denied_until_timestamp_seconds", "Until when a KV-cache dtype is not tried again.", ("dtype",))
@@ -174,7 +174,7 @@ def _plain(s: Snapshot, status: Status) -> _Rows:
     yield LAST_PASS, (), s.now.timestamp()
     yield USAGE, (), usage / 100 if usage is not None else None
     yield CAPACITY, (), status.kv_cache.capacity_tokens
-    yield RECENT, (), status.kv_cache.recent_tokens
+    yield RECENT, (), status.kv_cache.recent_tokens or 0
     yield REPLICAS, (), status.replicas
     yield READY_REPLICAS, (), status.ready_replicas
     yield DESIRED_REPLICAS, (), status.scaling.desired_replicas
