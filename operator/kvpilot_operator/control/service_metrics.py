@@ -51,7 +51,10 @@ LAST_PASS = Family("kvpilot_last_pass_timestamp_seconds", "When a reconcile of t
 
 USAGE = Family("kvpilot_kv_usage_ratio", "Share of the KV cache in use, 0 to 1.")
 CAPACITY = Family("kvpilot_kv_capacity_tokens", "KV cache capacity, in tokens, of all replicas.")
-RECENT = Family("kvpilot_recent_tokens", "The last tokens of each sequence that the engines say they read at 8 bits; 0 where they say none.")
+RECENT = Family(
+    "kvpilot_recent_tokens",
+    "The last tokens of each sequence that the engines say they read at 8 bits; 0 where they say none.",
+)
 ACTIVE = Family("kvpilot_active_dtype", "1 for the KV-cache dtype that serves.", ("dtype",))
 RECOMMENDED = Family("kvpilot_recommended_dtype", "1 for the KV-cache dtype that kvpilot would run.", ("dtype",))
 DENIED = Family("kvpilot_denied_until_timestamp_seconds", "Until when a KV-cache dtype is not tried again.", ("dtype",))
