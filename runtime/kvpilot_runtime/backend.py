@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
 
 from kvpilot_kernels import formats
@@ -22,6 +23,7 @@ from kvpilot_kernels.factors import Factors
 from kvpilot_runtime.compat import HeadMajorPages, backend_class
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.factors_of_engine import calibration_of
+from kvpilot_runtime.recent import RecentLayer, Rings, attach
 
 PREFILL_FROM_PAGES = "KVPILOT_PREFILL_FROM_PAGES"
 """Set to 1, a chunk reads itself back from its pages too: outputs then do not depend on how prompts were chunked,
@@ -46,6 +48,11 @@ class PackedBackend(HeadMajorPages, AttentionBackend):  # type: ignore[misc]  # 
     """What all of our dtypes share on every platform."""
 
     fmt: ClassVar[formats.Format]
+
+    @classmethod
+    def recent_backend(cls) -> type[RingBackend]:
+        """The backend of the layers that have the rings."""
+        raise NotImplementedError
 
     @staticmethod
     def get_name() -> str:
@@ -79,6 +86,26 @@ class PackedBackend(HeadMajorPages, AttentionBackend):  # type: ignore[misc]  # 
             raise UnsupportedModelError(str(error)) from error
 
 
+class RingBackend(HeadMajorPages, AttentionBackend):  # type: ignore[misc]
+    """What stands for the ring layers: a builder of `Rings`, and pages as the layers beside have them."""
+
+    @staticmethod
+    def get_name() -> str:
+        """As our other backends."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        """None: nothing attends by a ring alone."""
+        raise NotImplementedError
+
+
+def our_layers(vllm_config: Any) -> dict[str, Any]:
+    """The engine's layers that have packed pages, by name."""
+    context = vllm_config.compilation_config.static_forward_context
+    return {name: layer for name, layer in context.items() if isinstance(getattr(layer, "impl", None), PackedImpl)}
+
+
 def refuse_unsupported_options(vllm_config: Any) -> None:
     """Refuse what no backend of ours does.
 
@@ -107,6 +134,9 @@ class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
 class PackedImpl(AttentionImpl):  # type: ignore[misc]
     """Attention of one layer over packed pages.
+
+    `recent` and `ring` are the tokens of the recent window and the layer that has its pages, None until `attach` has
+    settled it.
 
     Raises (at start):
         UnsupportedModelError: the layer needs ALiBi, attention sinks, a sliding window, or is not a decoder's.
@@ -150,8 +180,20 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.read_back = os.environ.get(PREFILL_FROM_PAGES) == "1"
-        self._calibration = calibration_of(get_current_vllm_config())
+        self._config = get_current_vllm_config()
+        self._calibration = calibration_of(self._config)
         self._factors: Factors | None = None
+        self.recent: int | None = None
+        self.ring: RecentLayer | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """vLLM's word that all layers are there: the first of ours gives them their rings."""
+        attach(self._config, our_layers(self._config))
+
+    def rings(self) -> Rings | None:
+        """Of the step that runs; None where nothing is stored or there is no window."""
+        found = get_forward_context().attn_metadata if self.ring is not None else None
+        return found[self.ring.layer_name] if found and self.ring is not None else None
 
     def factors(self, layer: Any, device: torch.device | str = "cpu") -> Factors:
         """The factors of this layer and of this rank's KV heads: those of the file, or none that change anything.

@@ -96,6 +96,13 @@ def _extend_literal(names: tuple[str, ...]) -> None:
     rebuild_dataclass(VllmConfig, force=True)
 
 
+def has_rings() -> bool:
+    """Whether this vLLM can give a request pages that stay out of prefix caching (from 0.30 on)."""
+    from vllm.v1 import kv_cache_interface
+
+    return hasattr(kv_cache_interface, "CircularBufferSpec")
+
+
 def backend_class(dtype: str) -> str:
     """The name of the class that serves a dtype of ours, in the module of its platform."""
     return f"{dtype.upper()}Backend"

@@ -14,8 +14,10 @@ import torch
 from vllm.v1.attention.backend import MultipleOf
 
 from kvpilot_kernels.cpu import PackedPages
-from kvpilot_runtime.backend import PackedBackend, PackedBuilder, PackedImpl, classes_of
+from kvpilot_kernels.ring import ring_slots
+from kvpilot_runtime.backend import PackedBackend, PackedBuilder, PackedImpl, RingBackend, classes_of
 from kvpilot_runtime.errors import UnsupportedModelError
+from kvpilot_runtime.recent import Rings
 
 
 @dataclass
@@ -66,6 +68,24 @@ class CpuBuilder(PackedBuilder):
                         common.slot_mapping)  # fmt: skip
 
 
+class CpuRingBuilder(PackedBuilder):
+    """Where a step's tokens go in the rings, once for all layers."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Rings:
+        """Rings of one batch."""
+        common, spec = common_attn_metadata, self.kv_cache_spec
+        sequences = common.num_reqs
+        starts = common.query_start_loc[: sequences + 1].long()
+        owner = torch.repeat_interleave(torch.arange(sequences), starts[1:] - starts[:-1])
+        ends = common.seq_lens[:sequences].long()[owner]
+        positions = ends - (starts[1:][owner] - torch.arange(len(owner)))
+        table = common.block_table_tensor[:sequences, : spec.ring_blocks]
+        table = table.masked_fill(table <= 0, -1)  # vLLM fills what nobody has with block 0, which nobody may have
+        slots = torch.full((common.slot_mapping.shape[0],), -1)
+        slots[: len(owner)] = ring_slots(positions, ends, table[owner], spec.recent, spec.ring_tokens)
+        return Rings(slots, table)
+
+
 class CpuImpl(PackedImpl):
     """Attention of one layer over packed pages on a CPU.
 
@@ -81,7 +101,10 @@ class CpuImpl(PackedImpl):
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Quantize and store a step's keys and values, [tokens, kv_heads, head_dim], into their slots."""
-        self._packed(layer, kv_cache).store(key, value, slot_mapping)
+        rings, ring_slots = self.rings(), None
+        if self.ring is not None:
+            ring_slots = torch.full_like(slot_mapping, -1) if rings is None else rings.slots[: slot_mapping.shape[0]]
+        self._packed(layer, kv_cache).store(key, value, slot_mapping, ring_slots)
 
     def forward(
         self,
@@ -108,7 +131,10 @@ class CpuImpl(PackedImpl):
         if meta.decode_rows.numel():
             chosen, rows = meta.decode_sequences, meta.decode_rows
             table, lens = meta.block_table[chosen].long(), meta.seq_lens[chosen]
-            out[rows] = pages.decode(query[rows], table, lens, self.scale, self.softcap).to(out.dtype)
+            rings = self.rings()
+            ring_table = None if rings is None else rings.table[chosen]
+            found = pages.decode(query[rows], table, lens, self.scale, self.softcap, ring_table)
+            out[rows] = found.to(out.dtype)
         for p in meta.prefills:
             new = slice(p.start, p.end)
             table = meta.block_table[p.sequence]
@@ -123,16 +149,40 @@ class CpuImpl(PackedImpl):
     def _packed(self, layer: Any, kv_cache: torch.Tensor) -> PackedPages:
         """Views of this layer's cache, made once."""
         if self._pages is None or self._pages[0] != kv_cache.data_ptr():
-            pages = PackedPages(kv_cache, self.fmt, self.head_size, self.factors(layer))
+            ring = self.ring.kv_cache if self.ring is not None else None
+            pages = PackedPages(kv_cache, self.fmt, self.head_size, self.factors(layer), ring, self.recent or 0)
             self._pages = kv_cache.data_ptr(), pages
         return self._pages[1]
 
 
-class CpuBackend(PackedBackend):
+class CpuBlocks:
+    """The blocks that `PackedPages` takes."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Blocks of any multiple of 16 tokens."""
+        return [MultipleOf(16)]
+
+
+class CpuRingBackend(CpuBlocks, RingBackend):
+    """The ring layers' on CPU."""
+
+    @staticmethod
+    def get_builder_cls() -> type[CpuRingBuilder]:
+        """The builder of a batch's rings."""
+        return CpuRingBuilder
+
+
+class CpuBackend(CpuBlocks, PackedBackend):
     """What all of our dtypes share on CPU."""
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+
+    @classmethod
+    def recent_backend(cls) -> type[CpuRingBackend]:
+        """The backend of the layers that have the rings."""
+        return CpuRingBackend
 
     @staticmethod
     def get_impl_cls() -> type[CpuImpl]:
@@ -143,11 +193,6 @@ class CpuBackend(PackedBackend):
     def get_builder_cls() -> type[CpuBuilder]:
         """The builder of a batch's metadata."""
         return CpuBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Blocks of any multiple of 16 tokens."""
-        return [MultipleOf(16)]
 
 
 __getattr__ = classes_of(CpuBackend)

@@ -17,8 +17,8 @@ from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flas
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from kvpilot_kernels.gpu.pages import GpuPages, Shape
-from kvpilot_runtime.backend import PackedBackend, PackedImpl, classes_of
-from kvpilot_runtime.cuda_steps import CudaBuilder, Metadata, Prefills
+from kvpilot_runtime.backend import PackedBackend, PackedImpl, RingBackend, classes_of
+from kvpilot_runtime.cuda_steps import CudaBuilder, CudaRingBuilder, Metadata, Prefills
 from kvpilot_runtime.errors import UnsupportedModelError
 
 WORKSPACE_BYTES = 128 * 2**20
@@ -50,7 +50,7 @@ class CudaImpl(PackedImpl):
         """What the kernels need to know of this layer."""
         return Shape(
             self.fmt, self.head_size, self.num_kv_heads, self.num_heads // self.num_kv_heads, block_size, device,
-            softcap=self.softcap,
+            softcap=self.softcap, recent=self.recent or 0,
         )  # fmt: skip
 
     def forward(
@@ -77,9 +77,11 @@ class CudaImpl(PackedImpl):
         meta = attn_metadata
         out = output.view(-1, self.num_heads, self.head_size)
         pages = self._pages_of(layer, kv_cache, meta.plan.shape)
-        pages.store(query, key, value, meta.slot_mapping, meta.plan, meta.decodes, self.scale)
+        rings = self.rings()
+        ring_slots = None if rings is None else rings.slots[: meta.slot_mapping.shape[0]]
+        pages.store(query, key, value, meta.slot_mapping, meta.plan, meta.decodes, self.scale, ring_slots)
         if meta.decodes:
-            pages.decode(meta.block_table, meta.seq_lens, meta.plan, out)
+            pages.decode(meta.block_table, meta.seq_lens, meta.plan, out, None if rings is None else rings.table)
         if meta.prefills is not None:
             # Without the rows of padding: FlashAttention multiplies what follows its tokens by zero, and NaN stays NaN.
             new = slice(meta.decodes, meta.decodes + meta.prefills.tokens)
@@ -138,15 +140,39 @@ class CudaImpl(PackedImpl):
     def _pages_of(self, layer: Any, kv_cache: torch.Tensor, shape: Shape) -> GpuPages:
         if self._gpu_pages is None or self._gpu_pages[0] != kv_cache.data_ptr():
             factors = self.factors(layer, kv_cache.device)
-            self._gpu_pages = kv_cache.data_ptr(), GpuPages(kv_cache, shape, factors)
+            ring = self.ring.kv_cache if self.ring is not None else None
+            self._gpu_pages = kv_cache.data_ptr(), GpuPages(kv_cache, shape, factors, ring)
         return self._gpu_pages[1]
 
 
-class CudaBackend(PackedBackend):
+class CudaBlocks:
+    """The blocks that the kernels take."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Blocks of any multiple of 64 tokens: a tile of the decode kernel lies in one page."""
+        return [MultipleOf(64)]
+
+
+class CudaRingBackend(CudaBlocks, RingBackend):
+    """The ring layers' on CUDA."""
+
+    @staticmethod
+    def get_builder_cls() -> type[CudaRingBuilder]:
+        """The builder of a batch's rings."""
+        return CudaRingBuilder
+
+
+class CudaBackend(CudaBlocks, PackedBackend):
     """What all of our dtypes share on CUDA: one call stores and attends, in blocks that fit the kernels' tiles."""
 
     forward_includes_kv_cache_update = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+
+    @classmethod
+    def recent_backend(cls) -> type[CudaRingBackend]:
+        """The backend of the layers that have the rings."""
+        return CudaRingBackend
 
     @staticmethod
     def get_impl_cls() -> type[CudaImpl]:
@@ -157,11 +183,6 @@ class CudaBackend(PackedBackend):
     def get_builder_cls() -> type[CudaBuilder]:
         """The builder of a batch's metadata."""
         return CudaBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Blocks of any multiple of 64 tokens: a tile of the decode kernel lies in one page."""
-        return [MultipleOf(64)]
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:

@@ -12,7 +12,9 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.ring import fill_ring_slots
 from kvpilot_runtime.backend import PackedBuilder
+from kvpilot_runtime.recent import Rings
 
 
 @dataclass
@@ -58,6 +60,34 @@ class Metadata:
     seq_lens: torch.Tensor
     slot_mapping: torch.Tensor
     prefills: Prefills | None
+
+
+class CudaRingBuilder(PackedBuilder):
+    """Where a step's tokens go in the rings, in a buffer that captured graphs read."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    reorder_batch_threshold = 1
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        rows = max(vllm_config.scheduler_config.max_num_batched_tokens, graphs)
+        self.slots = torch.full((rows,), -1, device=device)
+        sequences = max(vllm_config.scheduler_config.max_num_seqs, graphs)
+        for count in {2**i for i in range(sequences.bit_length())}:  # every variant that serving can reach
+            zeros = torch.zeros(count + 1, kv_cache_spec.ring_blocks, dtype=torch.int32, device=device)
+            self._fill(self.slots[:1], zeros[:, 0].contiguous(), zeros[:-1, 0].contiguous(), zeros[:-1])
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Rings:
+        """Rings of one batch; what a captured graph reads is rewritten in place."""
+        common = common_attn_metadata
+        slots = self.slots[: common.slot_mapping.shape[0]]
+        table = common.block_table_tensor[: common.num_reqs, : self.kv_cache_spec.ring_blocks]
+        self._fill(slots, common.query_start_loc, common.seq_lens[: common.num_reqs], table)
+        return Rings(slots, table)
+
+    def _fill(self, slots: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor, table: torch.Tensor) -> None:
+        fill_ring_slots(slots, starts, lens, table, self.kv_cache_spec.recent, self.kv_cache_spec.ring_tokens)
 
 
 class CudaBuilder(PackedBuilder):
@@ -106,9 +136,11 @@ class CudaBuilder(PackedBuilder):
         make: dict[str, Any] = {"device": shape.device}
         row = shape.fmt.row_bytes(shape.head_dim)
         cache = torch.zeros(1, shape.kv_heads, shape.block_size, row, dtype=torch.uint8, **make)
-        pages = GpuPages(cache, shape, Factors.identity(shape.kv_heads, shape.head_dim, shape.device))
+        factors = Factors.identity(shape.kv_heads, shape.head_dim, shape.device)
+        pages = GpuPages(cache, shape, factors, cache if shape.recent else None)
         # One row more, since prompts follow the rows that decode: their table starts anywhere.
         table = torch.zeros(sequences + 1, width, dtype=torch.int32, **make)
+        rings = torch.zeros(sequences, max(width, shape.ring_blocks), dtype=torch.int32, **make)[:, : shape.ring_blocks]
         lens = torch.ones(sequences, dtype=torch.int32, **make)
         slots = torch.full((sequences,), -1, **make)
         query = torch.zeros(sequences, heads, shape.head_dim, dtype=self.dtype, **make)
@@ -117,8 +149,11 @@ class CudaBuilder(PackedBuilder):
         for overlap in (False, True):
             for count in {*powers, sequences}:
                 self.plan.update(lens[:count], overlap)
-                pages.store(query[:count], fresh[:count], fresh[:count], slots[:count], self.plan, count, 1.0)
-                pages.decode(table[:count], lens[:count], self.plan, query[:count])
+                ring_slots, ring_table = (slots[:count], rings[:count]) if shape.recent else (None, None)
+                pages.store(
+                    query[:count], fresh[:count], fresh[:count], slots[:count], self.plan, count, 1.0, ring_slots
+                )
+                pages.decode(table[:count], lens[:count], self.plan, query[:count], ring_table)
         rows = torch.tensor([0, 1], dtype=torch.int32, **make)
         for first in range(2):
             pages.gather(table[first : first + 1], rows, 0, 1, fresh[:1], fresh[:1])

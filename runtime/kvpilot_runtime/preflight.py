@@ -33,6 +33,9 @@ MOST_QUERY_HEADS = 16
 CALIBRATION_OFF = "off"
 """In the place of a calibration file: serve without factors."""
 
+BLOCK_TOKENS: dict[machine.Platform, int] = {"cpu": 128, "cuda": 64}
+"""Tokens of a block where `--block-size` does not say otherwise."""
+
 SLIDING = "sliding_window"
 """vLLM's word for "the layers that attend to a window only" among the layers that skip the KV-cache dtype."""
 
@@ -46,7 +49,8 @@ _NOT_TOGETHER = {
 class Request:
     """What `kvpilot-serve` was asked for; sizes in bytes, lengths in tokens.
 
-    `dtype` is of the KV cache and `model_dtype` of the weights; `skip_layers` is None when the user said nothing.
+    `dtype` is of the KV cache and `model_dtype` of the weights; `skip_layers` and `recent`, the tokens of the recent
+    window, are None when the user said nothing.
     """
 
     model: str
@@ -60,6 +64,7 @@ class Request:
     calibration: str | None = None
     revision: str | None = None
     others: tuple[str, ...] = ()
+    recent: int | None = None
 
 
 @dataclass
@@ -93,6 +98,7 @@ def check(request: Request) -> Findings:
     _platform_dtype(fmt, platform, request, findings)
     if fmt.ours:
         _our_options(fmt, request)
+    _window(fmt, request, findings)
     if folder is None:
         _ask_hub(request, findings)
     if fmt.ours and findings.config is not None:
@@ -179,6 +185,20 @@ def _our_options(fmt: formats.Format, request: Request) -> None:
         raise PreflightError("BadArguments", f"--calibration {request.calibration!r}: there is no such file; check that its volume is mounted, or leave the option out: the engine then calibrates itself")  # fmt: skip  # noqa: E501
 
 
+def _window(fmt: formats.Format, request: Request, findings: Findings) -> None:
+    """Whether the recent window that was asked for can be served."""
+    if not request.recent:
+        return
+    length = request.max_model_len or (findings.config.max_model_len if findings.config is not None else None)
+    if not fmt.has_ring:
+        findings.warnings.append(
+            ("WindowUnused", f"--recent-tokens {request.recent}: kv-cache dtype {fmt.name!r} has no bits to add to its "
+             "last tokens; the option is of no effect")
+        )  # fmt: skip
+    elif length is not None and request.recent > length:
+        raise PreflightError("BadArguments", f"--recent-tokens {request.recent} is more than the context of {length} tokens; use a smaller window ({', '.join(map(str, formats.RECENT_CHOICES))}), or a longer --max-model-len")  # fmt: skip  # noqa: E501
+
+
 def _our_dtype(
     fmt: formats.Format, config: ModelConfig, request: Request, findings: Findings, platform: machine.Platform
 ) -> None:
@@ -218,13 +238,16 @@ def _memory(
     length = request.max_model_len or config.max_model_len
     in_16_bits = len({layer for layer in request.skip_layers or () if layer.isdecimal()})
     per_token = 0 if config.latent_attention else _bytes_per_token(fmt, config, in_16_bits)
-    wanted = (length or 0) * per_token // request.tensor_parallel
+    ring = _ring_tokens(fmt, config, request, platform) * per_token
+    wanted = ((length or 0) * per_token + ring) // request.tensor_parallel
     if request.kv_bytes is not None and wanted > request.kv_bytes:
+        most = max((request.kv_bytes * request.tensor_parallel - ring) // per_token, 0)
+        window = f", {_mib(ring)} of it for the recent window" if ring else ""
         raise PreflightError(
             "DoesNotFit",
             f"one request of {length} tokens needs {_mib(wanted)} of KV cache in {fmt.name!r} ({per_token} bytes a "
-            f"token) and the KV cache has {_mib(request.kv_bytes)}; set maxModelLen to at most "
-            f"{request.kv_bytes * request.tensor_parallel // per_token}, or give the cache more",
+            f"token{window}) and the KV cache has {_mib(request.kv_bytes)}; set maxModelLen to at most {most}, or give "
+            "the cache more",
         )
     if platform == "cpu":
         have = machine.available_memory()
@@ -250,6 +273,14 @@ def _memory(
             f"{_mib(need)} do not fit in {_mib(have)} ({what}); use a smaller model, a shorter maxModelLen, a smaller "
             "KV-cache dtype, or more memory",
         )
+
+
+def _ring_tokens(fmt: formats.Format, config: ModelConfig, request: Request, platform: machine.Platform) -> int:
+    """Tokens whose pages a request's ring takes, in blocks of the platform's usual size."""
+    if not fmt.ours or config.latent_attention:
+        return 0
+    block = BLOCK_TOKENS[platform]
+    return fmt.ring_blocks(fmt.recent_tokens(request.recent), config.head_dim, block) * block
 
 
 def _bytes_per_token(fmt: formats.Format, config: ModelConfig, in_16_bits: int) -> int:

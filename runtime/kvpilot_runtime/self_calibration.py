@@ -21,9 +21,10 @@ from torch.nn import functional
 
 from kvpilot_kernels.fit import SINKS, Sums
 from kvpilot_runtime import calibration, calibration_info
-from kvpilot_runtime.backend import PackedImpl
+from kvpilot_runtime.backend import our_layers
 from kvpilot_runtime.calibration_info import Outcome
 from kvpilot_runtime.errors import UnsupportedModelError
+from kvpilot_runtime.recent import RecentLayer
 
 TEXT = Path(__file__).with_name("calibration.txt")
 _SEPARATOR = "\n%%\n"
@@ -42,7 +43,7 @@ def calibrate(worker: Any) -> None:
         UnsupportedModelError: the pass failed, or gave numbers that are not finite.
     """
     config = worker.vllm_config
-    layers = _our_layers(config)
+    layers = our_layers(config)
     if not layers:
         return
     reason = "" if calibration.asked() else obstacle(config, layers)
@@ -95,11 +96,6 @@ def text_ids(tokenizer: Any, length: int) -> list[int]:
 _REMEDY = f"give a file of `kvpilot calibrate` in {calibration.VARIABLE}, or set it to 'off' to serve without"
 
 
-def _our_layers(config: Any) -> dict[str, Any]:
-    context = config.compilation_config.static_forward_context
-    return {name: layer for name, layer in context.items() if isinstance(getattr(layer, "impl", None), PackedImpl)}
-
-
 def obstacle(config: Any, layers: dict[str, Any]) -> str:
     """Why this engine cannot calibrate itself, in a word for metrics; empty where it can."""
     from vllm.config import get_layers_from_vllm_config
@@ -111,7 +107,7 @@ def obstacle(config: Any, layers: dict[str, Any]) -> str:
     if config.lora_config is not None:
         return "LoRA"
     every = get_layers_from_vllm_config(config, AttentionLayerBase)
-    if any(type(layer) is not Attention for layer in every.values()):
+    if any(type(layer) not in (Attention, RecentLayer) for layer in every.values()):
         return "OtherLayers"
     if any(layer.impl.kv_sharing_target_layer_name is not None for layer in layers.values()):
         return "SharedCache"

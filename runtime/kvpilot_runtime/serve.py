@@ -17,12 +17,15 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from kvpilot_kernels import formats
 from kvpilot_runtime import machine, model_info, preflight
 from kvpilot_runtime.errors import PreflightError
 
 REFUSED = 78
 CALIBRATION = "KVPILOT_CALIBRATION"
 """The environment variable that tells the engine's processes which calibration file to read."""
+RECENT = "KVPILOT_RECENT_TOKENS"
+"""The environment variable that tells the engine's processes how many tokens the recent window has."""
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -44,6 +47,13 @@ def _count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be at least 1")
     return value
+
+
+def _window(text: str) -> int:
+    if not text.isdecimal() or int(text) not in formats.RECENT_CHOICES:
+        choices = ", ".join(map(str, formats.RECENT_CHOICES))
+        raise argparse.ArgumentTypeError(f"{text!r} is not a window that can be served; use one of {choices}")
+    return int(text)
 
 
 def _fraction(text: str) -> float:
@@ -68,6 +78,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--calibration", metavar="FILE", default=os.environ.get(CALIBRATION) or None,
                         help=f"static factors of the model's keys and values, or `off` (default: {CALIBRATION}; "
                         "without either, the engine calibrates itself at start)")  # fmt: skip
+    parser.add_argument("--recent-tokens", type=_window, metavar="N", default=os.environ.get(RECENT) or None,
+                        help="the last N tokens of a sequence are read with 8 bits or more: "
+                        f"{', '.join(map(str, formats.RECENT_CHOICES))} (default: {RECENT}, and without it "
+                        f"{formats.RECENT_TOKENS} for dtypes of ours below 8 bits)")  # fmt: skip
     parser.add_argument("--max-model-len", type=_count, help="tokens")
     parser.add_argument("--tensor-parallel-size", type=_count, default=1)
     parser.add_argument("--gpu-memory-utilization", type=_fraction, default=0.9)
@@ -92,7 +106,7 @@ def parse(argv: Sequence[str]) -> tuple[preflight.Request, list[str]]:
     request = preflight.Request(
         known.model, known.kv_cache_dtype, known.dtype, known.max_model_len, known.tensor_parallel_size,
         known.gpu_memory_utilization, kv_bytes, skip, known.calibration, known.revision,
-        tuple(others),
+        tuple(others), known.recent_tokens,
     )  # fmt: skip
     arguments = [
         known.model,
@@ -126,6 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ}
     if request.calibration:
         environment[CALIBRATION] = request.calibration
+    if request.recent is not None:
+        environment[RECENT] = str(request.recent)
     if findings.config is not None:
         environment[model_info.VARIABLE] = model_info.encode(findings.config)
     if preflight.model_folder(request.model) is not None:

@@ -16,12 +16,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from kvpilot_kernels import formats
 from kvpilot_kernels.gpu import decode, gather, plan, reduce, store
 from kvpilot_kernels.gpu.codec import side_layouts
+from kvpilot_kernels.gpu.ring import ring_slots_kernel
 
 POINTERS = {
     "query_ptr": "*bf16", "key_ptr": "*bf16", "value_ptr": "*bf16", "out_ptr": "*bf16", "key_out_ptr": "*bf16",
     "value_out_ptr": "*bf16", "cache_ptr": "*u8", "ring_ptr": "*u8", "rotated_ptr": "*fp16", "slots_ptr": "*i64",
     "ring_slots_ptr": "*i64", "table_ptr": "*i32", "ring_table_ptr": "*i32", "splits_ptr": "*i32", "lens_ptr": "*i32",
-    "spans_ptr": "*i32", "rows_ptr": "*i32", "rotation_ptr": "*bf16", "key_rotation_ptr": "*bf16",
+    "spans_ptr": "*i32", "rows_ptr": "*i32", "starts_ptr": "*i32", "rotation_ptr": "*bf16", "key_rotation_ptr": "*bf16",
     "value_rotation_ptr": "*bf16", "query_rotation_ptr": "*bf16",
 }  # fmt: skip
 

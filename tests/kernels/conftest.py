@@ -23,7 +23,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 try:
     from triton.runtime import interpreter
 
-    from kvpilot_kernels.gpu import decode, pages
+    from kvpilot_kernels.gpu import decode, pages, ring  # noqa: F401 - so that it is interpreted
     from support.gluon_eager import EagerKernel
 finally:
     if before is None:

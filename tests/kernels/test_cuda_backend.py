@@ -17,7 +17,7 @@ from kvpilot_kernels import formats
 from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.pages import GpuPages
 from kvpilot_kernels.gpu.tuning import Choice
-from kvpilot_kernels.reference.attention import decode_reference, prefill_reference
+from kvpilot_kernels.reference.attention import attend, decode_reference, prefill_reference, round_trip
 from support.gluon_eager import EagerKernel
 from support.gpu_batch import PAST_THE_END, generator, poisoned
 
@@ -72,7 +72,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     from kvpilot_runtime import backend
     from kvpilot_runtime import cuda as module
 
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64))
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=256))
     for where in (backend, module):
         monkeypatch.setattr(where, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(backend, "calibration_of", lambda _config: None)
@@ -84,20 +84,26 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "WORKSPACE_BYTES", 0)  # 16 tokens a sequence: contexts come in many chunks
     monkeypatch.setattr(module.CudaImpl, "_workspace", {})
     monkeypatch.setattr(module.CudaBuilder, "_upload", lambda _self, x: x)
+    monkeypatch.setattr(backend, "get_forward_context", lambda: STEP)
     return module
+
+
+STEP = SimpleNamespace(attn_metadata=None)
+"""vLLM's forward context of the step that runs."""
 
 
 class Engine:
     """Sequences that grow by steps through one layer of the backend, and what each step should have given."""
 
-    def __init__(self, module: Any, name: str, blocks: int = 12, width: int = 4) -> None:
-        self.width = width
+    def __init__(self, module: Any, name: str, blocks: int = 12, width: int = 4, recent: int = 0) -> None:
+        self.width, self.recent = width, recent
         self.fmt, self.rng = formats.parse(name), generator(11)
         self.impl = module.CudaImpl(HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, name)
+        self.impl.recent = recent
         layer = SimpleNamespace(impl=self.impl, layer_name="model.layers.0.self_attn.attn")
         config = SimpleNamespace(
             compilation_config=SimpleNamespace(static_forward_context={"x": layer}, max_cudagraph_capture_size=8),
-            scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
+            scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=256),
             cache_config=SimpleNamespace(cache_dtype=name),
             model_config=SimpleNamespace(dtype=torch.float32, max_model_len=width * BLOCK),
         )  # fmt: skip
@@ -107,6 +113,13 @@ class Engine:
         self.cache = poisoned(blocks, KV_HEADS, BLOCK, self.fmt, DIM)
         self.free = list(range(1, blocks))
         self.tables: dict[str, list[int]] = {}
+        self.ring_tables: dict[str, list[int]] = {}
+        if recent:
+            # The rings are pages of the same pool.
+            self.impl.ring = SimpleNamespace(kv_cache=self.cache, layer_name="ring")
+            spec = SimpleNamespace(recent=recent, ring_blocks=self.fmt.ring_blocks(recent, DIM, BLOCK),
+                                   ring_tokens=self.fmt.ring_layout(DIM, BLOCK).tokens)  # fmt: skip
+            self.ring_builder = module.CudaRingBuilder(spec, ["x"], config, torch.device("cpu"))
         self.keys: dict[str, torch.Tensor] = {}
         self.values: dict[str, torch.Tensor] = {}
 
@@ -137,24 +150,59 @@ class Engine:
         lens = torch.tensor([len(self.keys[name]) for name in new], dtype=torch.int32)
         common = SimpleNamespace(
             num_reqs=len(new), max_query_len=max(counts), num_actual_tokens=total + padding, seq_lens=lens,
-            query_start_loc_cpu=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
+            query_start_loc_cpu=(starts := torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)),
+            query_start_loc=starts,
             seq_lens_cpu_upper_bound=lens, block_table_tensor=table,
             slot_mapping=torch.tensor(slots + [-1] * padding),
         )  # fmt: skip
         out = torch.full((total + padding, HEADS * DIM), torch.nan)
         meta = self.builder.build(0, common)
+        STEP.attn_metadata = {"ring": self.rings(common, list(new))} if self.recent else None
         self.impl.forward(self.layer, query, fresh_k, fresh_v, self.cache, meta, out)
         at = 0
         for name, count in new.items():
             rows, scale = slice(at, at + count), DIM**-0.5
             keys, values = self.keys[name], self.values[name]
-            if count == 1:
+            if count == 1 and self.recent:
+                wanted = self.with_window(query[at], keys, values)[None]
+            elif count == 1:
                 wanted = decode_reference(query[at], keys, values, self.fmt, scale)[None]
             else:
                 wanted = prefill_reference(query[rows], keys, values, before[name], self.fmt, scale)
             found = out[rows].view(count, HEADS, DIM)
             assert ((found - wanted).norm(dim=-1) < 2e-3 * wanted.norm(dim=-1)).all(), name
             at += count
+
+    def rings(self, common: Any, names: list[str]) -> Any:
+        """What the ring layers' builder makes of the step; pages as a sequence's tokens come to them."""
+        blocks, tokens = self.ring_builder.kv_cache_spec.ring_blocks, self.ring_builder.kv_cache_spec.ring_tokens
+        table = torch.zeros(len(names), max(self.width, blocks), dtype=torch.int32)
+        for i, name in enumerate(names):
+            own = self.ring_tables.setdefault(name, [])
+            while len(own) < min(-(-len(self.keys[name]) // tokens), blocks):
+                own.append(self.free.pop())
+            table[i, : len(own)] = torch.tensor(own)
+        return self.ring_builder.build(0, SimpleNamespace(**{**vars(common), "block_table_tensor": table}))
+
+    def with_window(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Attention of one query that reads the window's tokens finer."""
+        near = (torch.arange(len(keys)) >= len(keys) - self.recent)[:, None, None]
+        read = [
+            torch.where(near, *(round_trip(x, self.fmt, side, recent=r) for r in (True, False)))
+            for x, side in ((keys, "key"), (values, "value"))
+        ]
+        return attend(query[None], *read, DIM**-0.5)[0]
+
+
+@pytest.mark.parametrize(("name", "recent"), [("k4v4", 64), ("k4v4", 128), ("k8v4", 64), ("k2v2", 64)])
+def test_a_step_of_one_token_reads_the_window_whatever_came_before_it(cuda: Any, name: str, recent: int) -> None:
+    engine = Engine(cuda, name, blocks=24, recent=recent)
+    engine.step({"a": 40}, padding=0)
+    engine.step({"a": 1, "b": 70}, padding=9)
+    engine.step({"a": 1, "b": 30, "c": 150}, padding=3)
+    engine.step({"c": 1, "a": 1, "b": 1}, padding=5)
+    engine.step({"b": 1, "c": 44, "a": 2}, padding=0)
+    engine.step({"a": 1, "c": 1, "b": 1}, padding=2)
 
 
 @pytest.mark.parametrize("name", ["k4v4", "k8v4"])
@@ -223,22 +271,24 @@ class Launches:
         return type(value), *([value % 16 == 0, value == 1] if isinstance(value, int) else [])
 
 
+@pytest.mark.parametrize("recent", [0, 64])
 @pytest.mark.parametrize("width", [4, 16, 1], ids=["odd", "aligned", "one"])
 def test_no_step_launches_a_variant_that_was_not_compiled_at_start(
-    cuda: Any, width: int, monkeypatch: pytest.MonkeyPatch
+    cuda: Any, width: int, recent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvpilot_kernels.gpu import pages
+    from kvpilot_kernels.gpu import pages, ring
 
     seen: set[Any] = set()
+    monkeypatch.setattr(ring, "ring_slots_kernel", Launches(ring.ring_slots_kernel, seen))
     for name in ("plan_kernel", "store_kernel", "decode_kernel", "reduce_kernel", "gather_kernel"):
         monkeypatch.setattr(pages, name, Launches(getattr(pages, name), seen))
-    engine = Engine(cuda, "k4v4", width=width)
+    engine = Engine(cuda, "k4v4", width=width, recent=recent)
     at_start = set(seen)
     seen.clear()
     steps = [{"a": 9}, {"a": 1, "b": 20}, {"a": 12, "b": 11}, {"a": 1, "b": 1, "c": 14}, {"a": 1, "b": 1, "c": 1}]
     for new in steps:
         engine.step(new, padding=2)
-    assert len({name for name, *_ in seen}) == 5
+    assert len({name for name, *_ in seen}) == 5 + (recent > 0)
     assert seen <= at_start, seen - at_start
 
 

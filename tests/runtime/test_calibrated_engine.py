@@ -38,7 +38,7 @@ def test_answers_are_those_of_the_calibrated_codec(tmp_path: Path) -> None:
     rng = random.Random(5)
     prompts = [[rng.randrange(3, 49152) for _ in range(rng.randint(8, 120))] for _ in range(60)]
     arguments = ("--dtype=float32", "--max-num-batched-tokens=48", "--max-num-seqs=16", "--kv-cache-memory-bytes=64M",
-                 f"--calibration={tmp_path / 'factors.safetensors'}")  # fmt: skip
+                 f"--calibration={tmp_path / 'factors.safetensors'}", "--recent-tokens=0")  # fmt: skip
     with (
         engine(tiny_llama(), "k4v4", tmp_path, *arguments, env={"KVPILOT_PREFILL_FROM_PAGES": "1"}) as running,
         ThreadPoolExecutor(16) as pool,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
+from kvpilot_kernels import formats
 from kvpilot_runtime import machine, serve
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import Findings, Request, check
@@ -170,6 +171,42 @@ def test_a_calibration_may_come_from_the_environment_or_an_option(monkeypatch: p
     assert serve.parse(["--model=m", "--calibration=/others"])[0].calibration == "/others"
 
 
+def test_a_window_is_one_that_can_be_served_and_not_longer_than_the_context() -> None:
+    model = str(tiny_llama())
+    for recent in formats.RECENT_CHOICES:
+        assert silent(check(Request(model, "k4v4", recent=recent)))
+    error = refusal(Request(model, "k4v4", max_model_len=128, recent=256))
+    assert error.reason == "BadArguments"
+    assert "--recent-tokens 256 is more than the context of 128 tokens" in error.message
+    for wrong in ("-64", "100", "many", "64.0"):
+        with pytest.raises(PreflightError, match=r"--recent-tokens.*use one of 0, 64, 128, 256, 512"):
+            serve.parse(["--model=m", f"--recent-tokens={wrong}"])
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8", "int8"])
+def test_a_window_for_a_dtype_of_8_bits_is_of_no_effect_and_said_to_be(dtype: str) -> None:
+    assert silent(check(Request(str(tiny_llama()), dtype, recent=0)))
+    [(reason, message)] = check(Request(str(tiny_llama()), dtype, recent=64)).warnings
+    assert reason == "WindowUnused"
+    assert dtype in message
+
+
+def test_a_window_may_come_from_the_environment_or_an_option_and_the_ring_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert serve.parse(["--model=m"])[0].recent is None
+    monkeypatch.setenv("KVPILOT_RECENT_TOKENS", "128")
+    assert serve.parse(["--model=m"])[0].recent == 128
+    assert serve.parse(["--model=m", "--recent-tokens=0"])[0].recent == 0
+    monkeypatch.setenv("KVPILOT_RECENT_TOKENS", "12")
+    with pytest.raises(PreflightError, match=r"'12' is not a window"):
+        serve.parse(["--model=m"])
+    # 2,048 tokens of 272 bytes, and a page of 128 tokens for the ring.
+    exact = Request(str(tiny_llama()), "k4v4", max_model_len=2048, kv_bytes=2048 * 272)
+    assert silent(check(replace(exact, recent=0)))
+    assert "for the recent window" in refusal(exact).message
+
+
 def test_vllm_gets_the_layers_to_skip_as_separate_words_and_the_calibration_in_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -179,10 +216,11 @@ def test_vllm_gets_the_layers_to_skip_as_separate_words_and_the_calibration_in_t
     before = dict(serve.os.environ)
     started: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr(serve.os, "execve", lambda _, command, environment: started.append((command, environment)))
-    serve.main([f"--model={tiny_gemma3()}", "--kv-cache-dtype=k4v4", f"--calibration={file}"])
+    serve.main([f"--model={tiny_gemma3()}", "--kv-cache-dtype=k4v4", f"--calibration={file}", "--recent-tokens=128"])
     ((command, environment),) = started
     assert command[-2:] == ["--kv-cache-dtype-skip-layers", "sliding_window"]
     assert environment["KVPILOT_CALIBRATION"] == str(file)
+    assert environment["KVPILOT_RECENT_TOKENS"] == "128"
     assert environment["HF_HUB_OFFLINE"] == "1"
     assert not any("calibration" in argument for argument in command)
     assert serve.os.environ == before
@@ -194,7 +232,7 @@ def test_a_gpu_listing_is_read_and_what_it_lacks_is_left_out() -> None:
 
 
 def test_layers_skipped_by_number_are_counted_in_16_bits() -> None:
-    small = Request(str(tiny_llama()), "k4v4", max_model_len=4096, kv_bytes=2 * 2**20)
+    small = Request(str(tiny_llama()), "k4v4", max_model_len=4096, kv_bytes=2 * 2**20, recent=0)
     assert silent(check(small))  # 4096 tokens of 272 bytes
     error = refusal(replace(small, skip_layers=("0",)))
     assert error.reason == "DoesNotFit"

@@ -22,8 +22,9 @@ from support.oracle import SLACK, Oracle
 pytestmark = pytest.mark.timeout(3600)
 
 CHUNK = 48
-# float32, no factors, and chunks that read themselves back: answers then depend on the codec and on nothing else.
-EXACT = ("--dtype=float32", f"--max-num-batched-tokens={CHUNK}", "--max-num-seqs=16")
+# float32, no factors, no recent window (test_recent_engine.py has it), and chunks that read themselves back: answers
+# then depend on the codec and on nothing else.
+EXACT = ("--dtype=float32", f"--max-num-batched-tokens={CHUNK}", "--max-num-seqs=16", "--recent-tokens=0")
 FROM_PAGES = {"KVPILOT_PREFILL_FROM_PAGES": "1", "KVPILOT_CALIBRATION": "off"}
 
 

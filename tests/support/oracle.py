@@ -3,6 +3,9 @@
 All keys and values go through the codec as whole tensors, and one causal pass over prompt and answer gives the logits
 of each step. An engine computes the same token by token from its pages when chunks read themselves back
 (KVPILOT_PREFILL_FROM_PAGES), since every token is quantized on its own.
+
+Which tokens are read with what the recent window adds depends on how an engine came to a position: only a step of one
+token reads the window, and only of what was stored since its sequence has its ring. So an engine's steps say it.
 """
 
 from __future__ import annotations
@@ -29,24 +32,29 @@ class Oracle:
 
     Args:
         folder: the model. dtype: a format of ours, or `auto` for no codec. Sliding-window layers never have one.
-        factors: a calibration, layer by layer.
+        factors: a calibration, layer by layer. recent: tokens of the recent window.
     """
 
-    def __init__(self, folder: Path, dtype: str, factors: Sequence[Factors] | None = None) -> None:
+    def __init__(self, folder: Path, dtype: str, factors: Sequence[Factors] | None = None, recent: int = 0) -> None:
         # As the engine under test: more threads sum in another order, and values on an edge flip.
         torch.set_num_threads(1)
         self._factors = factors
         self._format = None if dtype == "auto" else formats.parse(dtype)
         self._random, self._jitter = torch.Generator().manual_seed(0), 0.0
         self._misread: int | None = None
+        self._recent, self._fine = recent, torch.zeros(0, 0, dtype=torch.bool)
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=_NAME)
 
     @torch.inference_mode()
     def shortfalls(
-        self, prompt: list[int], answer: list[int], *, jitter: float = 0.0, misread: int | None = None
-    ) -> list[float]:
+        self, prompt: list[int], answer: list[int], *, jitter: float = 0.0, misread: int | None = None,
+        rings: Sequence[int | None] = (),
+    ) -> list[float]:  # fmt: skip
         """How far each token of an answer is below the best of its step, in logits; 0 where it is the best itself.
+
+        `rings` says for each position from which on the ring had tokens when it was computed, None where it was
+        computed in a step of several tokens; positions past its end are of the latter.
 
         `jitter` moves what is quantized by this relative amount, at random. Another order of sums does so, too, and it
         shows where a value lies on the edge between two codes. `misread` is a fault of paging: from this token on,
@@ -55,13 +63,19 @@ class Oracle:
         self._jitter, self._misread = jitter, misread
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
         tokens = torch.tensor([prompt + answer[:-1]])
+        self._fine = self._fine_keys(tokens.shape[1], rings)
         logits = self._model(tokens, use_cache=False, logits_to_keep=len(answer)).logits[0].double()
         chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
         below: list[float] = (logits.amax(1) - chosen).tolist()
         return below
 
-    def sound(self, prompt: list[int], answer: list[int], *, misread: int | None = None, rounds: int = 100) -> bool:
+    def sound(
+        self, prompt: list[int], answer: list[int], *, misread: int | None = None, rounds: int = 100,
+        rings: Sequence[int | None] = (), judged: slice = slice(None),
+    ) -> bool:  # fmt: skip
         """Whether this answer is the best one up to `SLACK` logits, as it is or by rounding alone.
+
+        Only its tokens `judged` are looked at.
 
         A value on the edge between two codes falls to either side with the order of a sum, which differs from machine
         to machine. A draw here moves every value a little, so that those on an edge fall anew. By how much float32
@@ -70,8 +84,16 @@ class Oracle:
         had changed, the slowest was explained in the fourth round; of 36 with a block misread, none in ten rounds.
         """
         jitters = (0.0, *(1e-6, 1e-5, 1e-4) * rounds)
-        draws = (self.shortfalls(prompt, answer, jitter=jitter, misread=misread) for jitter in jitters)
-        return any(max(below) <= SLACK for below in draws)
+        draws = (self.shortfalls(prompt, answer, jitter=jitter, misread=misread, rings=rings) for jitter in jitters)
+        return any(max(below[judged]) <= SLACK for below in draws)
+
+    def _fine_keys(self, length: int, rings: Sequence[int | None]) -> torch.Tensor:
+        """bool [queries, keys]: which keys a query reads with what the window adds."""
+        fine = torch.zeros(length, length, dtype=torch.bool)
+        for at, first in enumerate(rings[:length]):
+            if first is not None and self._recent:
+                fine[at, max(first, at + 1 - self._recent) : at + 1] = True
+        return fine
 
     def _attention(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *, scaling: float,
@@ -81,10 +103,13 @@ class Oracle:
         window = sliding_window or getattr(layer, "sliding_window", None)
         if self._format is not None and window is None:
             factors = self._factors[layer.layer_idx] if self._factors else None
-            key, value = (
-                round_trip(self._moved(x).transpose(1, 2), self._format, side, factors).transpose(1, 2).float()
-                for side, x in (("key", key), ("value", value))
+            moved = [(side, self._moved(x).transpose(1, 2)) for side, x in (("key", key), ("value", value))]
+            (key, value), (fine_key, fine_value) = (
+                [round_trip(x, self._format, side, factors, recent).transpose(1, 2).float() for side, x in moved]
+                for recent in (False, True)
             )
+            if self._fine.any():
+                return self._with_window(query, (key, value), (fine_key, fine_value), scaling), None
         if (at := self._misread) is not None:
             key, value = (x.index_copy(2, torch.arange(at, at + 16), x[:, :, at - 16 : at]) for x in (key, value))
         far = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])[None, :]
@@ -93,6 +118,20 @@ class Oracle:
             query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True
         )
         return out.transpose(1, 2), None
+
+    def _with_window(
+        self, query: torch.Tensor, plain: tuple[torch.Tensor, torch.Tensor], fine: tuple[torch.Tensor, torch.Tensor],
+        scaling: float,
+    ) -> torch.Tensor:  # fmt: skip
+        """Causal attention in which a query reads some keys and values finer than others."""
+        repeat = query.shape[1] // plain[0].shape[1]
+        (key, value), (near_key, near_value) = (
+            [x.repeat_interleave(repeat, 1) for x in pair] for pair in (plain, fine)
+        )
+        scores = torch.where(self._fine, query @ near_key.transpose(2, 3), query @ key.transpose(2, 3)) * scaling
+        past = torch.ones(scores.shape[-2:], dtype=torch.bool).tril_()
+        p = scores.masked_fill(~past, -torch.inf).softmax(-1)
+        return ((p * self._fine) @ near_value + (p * ~self._fine) @ value).transpose(1, 2)
 
     def _moved(self, x: torch.Tensor) -> torch.Tensor:
         return x + x * torch.randn(x.shape, generator=self._random) * self._jitter if self._jitter else x

@@ -1,0 +1,92 @@
+"""What a worker knows of an engine, on its own /metrics: a gauge of constant 1 with labels.
+
+The workers know it, the API server publishes it: a file carries it across, whose path the first of vLLM's processes
+puts into the environment of the others.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """A gauge, and how its labels come from a worker.
+
+    Attributes:
+        name, help, labels: of the gauge. variable: environment variable with the path of the file.
+    """
+
+    name: str
+    help: str
+    labels: tuple[str, ...]
+    variable: str
+
+    def report(self, values: Mapping[str, str]) -> None:
+        """Of a worker: write the labels' values where `publish` finds them, once for all ranks of a group.
+
+        A file that cannot be written costs the metric only.
+        """
+        from vllm.distributed import get_tp_group
+
+        if get_tp_group().rank_in_group:
+            return
+        path = os.environ.get(self.variable)
+        if path is None:
+            return
+        try:
+            scratch = Path(path + f".{os.getpid()}")
+            scratch.write_text(json.dumps(dict(values)))
+            scratch.replace(path)
+        except OSError as error:
+            log.warning("%s cannot be written (%s): no %s on /metrics", path, error, self.name)
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # several API servers serve what all processes wrote to a folder
+            from prometheus_client import Gauge
+
+            gauge = Gauge(self.name, self.help, self.labels, multiprocess_mode="mostrecent")
+            gauge.labels(*(values[label] for label in self.labels)).set(1)
+
+    def publish(self) -> None:
+        """Of any process of vLLM: say where workers report, and serve what they did from this process's registry."""
+        from prometheus_client import REGISTRY
+
+        if self.variable not in os.environ:
+            try:
+                os.environ[self.variable] = str(Path(tempfile.mkdtemp(prefix="kvpilot-"), f"{self.name}.json"))
+            except OSError as error:
+                log.warning("no folder for temporary files (%s): no %s on /metrics", error, self.name)
+                return
+        known = (c for c in list(REGISTRY._collector_to_names) if isinstance(c, _Reported))
+        if not any(c.info == self for c in known):
+            REGISTRY.register(_Reported(self, Path(os.environ[self.variable])))
+
+
+class _Reported:
+    """The series that a worker wrote; none before it did."""
+
+    def __init__(self, info: WorkerInfo, path: Path) -> None:
+        self.info, self._path = info, path
+
+    def describe(self) -> list[Any]:
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        try:
+            found = json.loads(self._path.read_text())
+            values = [str(found[label]) for label in self.info.labels]
+        except (OSError, ValueError, TypeError, KeyError):
+            return
+        family = GaugeMetricFamily(self.info.name, self.info.help, labels=self.info.labels)
+        family.add_metric(values, 1)
+        yield family

@@ -1,0 +1,142 @@
+"""The recent window in a real engine: requests that share prefixes, come in chunks, are preempted and change places.
+
+Rings are full of other tokens' rows whenever a request gets them. Each step of the engine is taken down, so that the
+oracle knows of every position whether it was computed with a window, and what the ring had by then.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpilot_demo.models import tiny_gemma3, tiny_llama, tiny_qwen3
+from support.oracle import SLACK, Oracle
+from support.stepped_engine import Asked, Told, serve
+
+pytestmark = pytest.mark.timeout(3600)
+
+CHUNK = 48
+
+
+def asked(model: Path, dtype: str, count: int, longest: int, blocks: int, seed: int, **more: Any) -> Asked:
+    """Three rounds of random requests; most of a round's begin alike, and so do some of another round's."""
+    rng = random.Random(seed)
+    shared = [[rng.randrange(3, 49152) for _ in range(longest * 3 // 4)] for _ in range(2)]
+
+    def prompt() -> list[int]:
+        prefix = [] if rng.random() < 0.3 else rng.choice(shared)[: rng.randint(16, longest * 3 // 4)]
+        return prefix + [rng.randrange(3, 49152) for _ in range(rng.randint(1, longest - len(prefix)))]
+
+    rounds = [[prompt() for _ in range(count // 3)] for _ in range(3)]
+    tokens = [[rng.randint(8, 40) for _ in prompts] for prompts in rounds]
+    options = {
+        "block_size": 16, "num_gpu_blocks_override": blocks, "kv_cache_memory_bytes": 64 << 20,
+        "max_model_len": longest + 64, "max_num_batched_tokens": CHUNK, "max_num_seqs": 8,
+    }  # fmt: skip
+    if model == tiny_gemma3():
+        options["kv_cache_dtype_skip_layers"] = ["sliding_window"]
+    return Asked(str(model), dtype, rounds, tokens, options, **more)
+
+
+class Judge:
+    """Follows an engine's steps through its blocks, and holds every answer against the oracle.
+
+    What a position was computed with belongs to the block that has its keys: another request may find it there.
+    """
+
+    def __init__(self, question: Asked, told: Told, oracle: Oracle, rounds: int = 20) -> None:
+        self.oracle, self.rounds = oracle, rounds
+        self.prompts = [p for round_ in question.rounds for p in round_]
+        self.answers = [a for round_ in told.answers for a in round_]
+        self.wrong: list[tuple[int, slice]] = []
+        self.judged = self.windowed = self.preempted = 0
+        size, blocks = told.block_size, dict[tuple[int, int], int | None]()
+        runs: dict[int, tuple[int, list[int]]] = {}  # where a request began, and which tokens it gave since
+        rings: dict[int, list[int | None]] = {}
+        for step in told.steps:
+            request, begin, end = step["request"], step["begin"], step["begin"] + step["tokens"]
+            if step["anew"]:
+                if request in runs:
+                    self.preempted += 1
+                    self.judge(request, runs[request][1], rings[request])
+                runs[request] = begin, []
+            first, given = runs[request]
+            # Only a step of one token reads the window; the ring has what was stored since the request has it.
+            for at in range(begin, end):
+                blocks[step["table"][at // size], at % size] = first if step["tokens"] == 1 else None
+            self.windowed += step["tokens"] == 1
+            if end >= len(self.prompts[request]):
+                given.append(end - len(self.prompts[request]))
+            rings[request] = [blocks[step["table"][at // size], at % size] for at in range(end)]
+        for request, (_, given) in runs.items():
+            self.judge(request, given, rings[request])
+
+    def judge(self, request: int, given: list[int], rings: list[int | None]) -> None:
+        """The tokens that a request gave between two preemptions."""
+        if not given:
+            return
+        prompt, answer, judged = self.prompts[request], self.answers[request], slice(given[0], given[-1] + 1)
+        self.judged += len(given)
+        below = self.oracle.shortfalls(prompt, answer, rings=rings)[judged]
+        if max(below) > SLACK and not (
+            self.rounds and self.oracle.sound(prompt, answer, rings=rings, judged=judged, rounds=self.rounds)
+        ):
+            self.wrong.append((request, judged))
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "count", "longest", "blocks"),
+    [
+        pytest.param(tiny_llama, "k4v4", 60, 160, 44, id="llama-k4v4"),
+        pytest.param(tiny_qwen3, "k4v2", 36, 160, 64, id="qwen3-k4v2"),
+        pytest.param(tiny_gemma3, "k4v4", 36, 448, 90, id="gemma3-k4v4"),
+    ],
+)
+def test_answers_are_those_of_attention_with_a_window_however_requests_came_to_it(
+    model: Callable[[], Path],
+    dtype: str,
+    count: int,
+    longest: int,
+    blocks: int,
+    record_property: Callable[[str, object], None],
+) -> None:
+    question = asked(model(), dtype, count, longest, blocks, seed=20261122)
+    told = serve(question)
+    found = Judge(question, told, Oracle(model(), dtype, recent=64))
+    figures = {
+        "judged": found.judged, "windowed": found.windowed, "preempted": found.preempted, "moved": told.moved,
+        "cached": sum(map(sum, told.cached)), "poisoned": told.poisoned,
+    }  # fmt: skip
+    for name, value in figures.items():
+        record_property(name, value)
+        print(f"{name}: {value}")
+    assert not found.wrong
+    assert all(figures.values())
+    assert found.judged == sum(map(sum, question.tokens))
+    # The check can fail: without a window these are not the answers.
+    plain = Judge(question, told, Oracle(model(), dtype), rounds=0)
+    assert len(plain.wrong) > count // 10
+
+
+def test_rows_of_other_tokens_would_be_seen_if_they_were_used() -> None:
+    question = asked(tiny_llama(), "k4v4", 30, 160, 44, seed=20261122)
+    question.trusting = True
+    told = serve(question)
+    found = Judge(question, told, Oracle(tiny_llama(), "k4v4", recent=64), rounds=3)
+    assert len(found.wrong) > 3
+
+
+def test_a_window_shortens_no_prefix_hit_and_without_one_answers_are_the_codecs() -> None:
+    question = asked(tiny_llama(), "k4v4", 30, 160, 400, seed=3)
+    with_window = serve(question)
+    question.recent = 0
+    without = serve(question)
+    assert without.cached == with_window.cached
+    assert sum(map(sum, without.cached)) > 0
+    assert without.poisoned == 0
+    assert not Judge(question, without, Oracle(tiny_llama(), "k4v4")).wrong
+    assert without.answers != with_window.answers

@@ -1,0 +1,181 @@
+"""A real vLLM in one process whose steps are written down, and whose rings are full of other tokens' rows at first.
+
+`python -m support.stepped_engine`: a JSON object of `Asked`'s fields on stdin, `Told`'s on stdout (the last line).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+HANGS = 900
+
+
+@dataclass
+class Asked:
+    """What is served: `rounds` of prompts, each round's together; `tokens` of each. `options` go to vLLM's LLM.
+
+    `trusting`: rows of a ring are used whatever their tags say, which no engine of ours does.
+    """
+
+    model: str
+    dtype: str
+    rounds: list[list[list[int]]]
+    tokens: list[list[int]]
+    options: dict[str, Any]
+    recent: int = 64
+    trusting: bool = False
+
+
+@dataclass
+class Told:
+    """What came of it.
+
+    Attributes:
+        answers: by round and prompt. cached: tokens of each that the prefix cache had, likewise.
+        steps: of all requests (numbered through all rounds) in order: request, first position, how many, whether the
+            request begins anew (after a preemption, too), and its blocks.
+        block_size: tokens of a block. moved: how often a request was in another row of the batch than in the step
+            before. poisoned: ring pages.
+    """
+
+    answers: list[list[list[int]]] = field(default_factory=list)
+    cached: list[list[int]] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    block_size: int = 0
+    moved: int = 0
+    poisoned: int = 0
+
+
+def serve(asked: Asked) -> Told:
+    """Ask an engine in a process of its own."""
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "KVPILOT_PREFILL_FROM_PAGES": "1",
+        "KVPILOT_CALIBRATION": "off", "KVPILOT_RECENT_TOKENS": str(asked.recent),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }  # fmt: skip
+    ended = subprocess.run(
+        [sys.executable, "-P", "-m", "support.stepped_engine"], input=json.dumps(asdict(asked)), capture_output=True,
+        text=True, env={**os.environ, **environment}, timeout=HANGS, check=False,
+    )  # fmt: skip
+    if ended.returncode:
+        raise RuntimeError(ended.stderr[-3000:] + ended.stdout[-1000:])
+    return Told(**json.loads(ended.stdout.splitlines()[-1]))
+
+
+class Steps:
+    """Stands before a worker's `execute_model`: writes down what each step does, and poisons new rings."""
+
+    def __init__(self, core: Any, told: Told) -> None:
+        import torch
+
+        self.told, self.rng = told, torch.Generator().manual_seed(1)
+        worker = core.model_executor.driver_worker.worker
+        self.batch: Callable[[], dict[str, int]] = lambda: worker.model_runner.input_batch.req_id_to_index
+        groups = core.scheduler.kv_cache_config.kv_cache_groups
+        kinds = [type(g.kv_cache_spec).__name__ for g in groups]
+        self.pages = next(i for i, k in enumerate(kinds) if k == "FullAttentionSpec")
+        self.rings = kinds.index("RingSpec") if "RingSpec" in kinds else None
+        told.block_size = groups[self.pages].kv_cache_spec.block_size
+        context = worker.vllm_config.compilation_config.static_forward_context
+        self.caches = [x.kv_cache for name, x in context.items() if name.endswith(".recent")]
+        self.layer = next((x for name, x in context.items() if name.endswith(".recent")), None)
+        self.numbers: dict[str, int] = {}
+        self.tables: dict[str, list[int]] = {}
+        self.owned: dict[str, list[int]] = {}
+        self.rows: dict[str, int] = {}
+        execute = worker.execute_model
+
+        def watched(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            requests = self.before(scheduled)
+            result = execute(scheduled, *args, **kwargs)
+            for request in requests:
+                row = self.batch()[request]
+                told.moved += self.rows.get(request, row) != row
+                self.rows[request] = row
+            return result
+
+        worker.execute_model = watched
+
+    def before(self, scheduled: Any) -> list[str]:
+        """Take down a step's requests, and fill the rings that they are given with rows of others."""
+        for request in scheduled.finished_req_ids | (scheduled.preempted_req_ids or set()):
+            self.owned.pop(request, None)
+            self.rows.pop(request, None)
+        cached = scheduled.scheduled_cached_reqs
+        found = [(r.req_id, r.num_computed_tokens, r.block_ids, True) for r in scheduled.scheduled_new_reqs]
+        found += [
+            (request, cached.num_computed_tokens[i], cached.new_block_ids[i], request in cached.resumed_req_ids)
+            for i, request in enumerate(cached.req_ids)
+        ]
+        for request, begin, blocks, anew in found:
+            number = self.numbers.setdefault(request, len(self.numbers))
+            if anew:
+                self.tables[request], self.owned[request] = [], []
+            if blocks is not None:
+                self.tables[request] += blocks[self.pages]
+                if self.rings is not None:
+                    for block in blocks[self.rings]:
+                        self.poison(block)
+                    self.owned[request] += blocks[self.rings]
+            self.told.steps.append(
+                {"request": number, "begin": begin, "tokens": scheduled.num_scheduled_tokens[request], "anew": anew,
+                 "table": list(self.tables[request])}
+            )  # fmt: skip
+        return [request for request, *_ in found]
+
+    def poison(self, block: int) -> None:
+        """The rows of another request's ring, each one place further, so that none is of its token; or any bytes."""
+        import torch
+
+        self.told.poisoned += 1
+        live = [b for owned in self.owned.values() for b in owned if b != block]
+        pick = int(torch.randint(0, len(live), (), generator=self.rng)) if live else 0
+        layout = self.layer.owner.impl.fmt.ring_layout(self.layer.owner.head_size, self.caches[0].shape[2])
+        for cache in self.caches:
+            page = cache[block].flatten(1)
+            if not live:
+                page.copy_(torch.randint(0, 256, page.shape, generator=self.rng, dtype=torch.uint8))
+                continue
+            other = cache[live[pick]].flatten(1).clone()
+            for region in (layout.key_digits, layout.value_digits, layout.words):
+                end = region.offset + region.rows * region.row_bytes
+                part = other[:, region.offset : end]
+                if region is layout.words:
+                    words = part.reshape(part.shape[0], -1, layout.tokens, 2)
+                    part.copy_(words.roll(1, 2).reshape(part.shape))
+                elif region.rows:
+                    digits = part.reshape(part.shape[0], -1, layout.tokens, region.row_bytes)
+                    part.copy_(digits.roll(1, 2).reshape(part.shape))
+            page.copy_(other)
+
+
+def main() -> None:
+    """Serve what stdin asks for."""
+    asked = Asked(**json.load(sys.stdin))
+    from vllm import LLM, SamplingParams
+
+    if asked.trusting:
+        from kvpilot_kernels import ring
+
+        read = ring.split_ring_words
+        ring.split_ring_words = lambda *args: (read(*args)[0], read(*args)[1] | True)
+    llm = LLM(asked.model, kv_cache_dtype=asked.dtype, dtype="float32", enforce_eager=True, **asked.options)
+    told = Told()
+    Steps(llm.llm_engine.engine_core.engine_core, told)
+    for prompts, tokens in zip(asked.rounds, asked.tokens, strict=True):
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in tokens]
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        told.answers.append([list(o.outputs[0].token_ids) for o in outputs])
+        told.cached.append([o.num_cached_tokens or 0 for o in outputs])
+    print(json.dumps(asdict(told)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
