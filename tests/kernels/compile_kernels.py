@@ -61,6 +61,7 @@ def main(capability: int) -> None:
         compile_for(capability, store.store_kernel, 4, RATIO=4, RING=ring, TOKENS=16, OVERLAP=overlap, **codec)
     compile_for(capability, gather.gather_kernel, 4, TOKENS=64, **codec)
     compile_for(capability, plan.plan_kernel, 8, TILE=64, WINDOW=0, SEQUENCES=64, SPLITS=128)
+    compile_for(capability, ring_slots_kernel, 4, RECENT=64, RING=39, RING_BLOCKS=2, ROUNDS=8, TOKENS=128)
     for take in (1, 4):
         compile_for(
             capability, reduce.reduce_kernel, 4, KV_HEADS=8, RATIO=4, TAKE=take, D=128, WIDE=128, ROWS=take,

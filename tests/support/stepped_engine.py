@@ -84,8 +84,11 @@ class Steps:
         self.rings = kinds.index("RingSpec") if "RingSpec" in kinds else None
         told.block_size = groups[self.pages].kv_cache_spec.block_size
         context = worker.vllm_config.compilation_config.static_forward_context
-        self.caches = [x.kv_cache for name, x in context.items() if name.endswith(".recent")]
-        self.layer = next((x for name, x in context.items() if name.endswith(".recent")), None)
+        layers = [x for name, x in context.items() if name.endswith(".recent")]
+        self.layout = (
+            layers[0].owner.impl.fmt.ring_layout(layers[0].owner.head_size, told.block_size) if layers else None
+        )
+        self.caches = [x.kv_cache for x in layers]
         self.numbers: dict[str, int] = {}
         self.tables: dict[str, list[int]] = {}
         self.owned: dict[str, list[int]] = {}
@@ -137,17 +140,18 @@ class Steps:
         self.told.poisoned += 1
         live = [b for owned in self.owned.values() for b in owned if b != block]
         pick = int(torch.randint(0, len(live), (), generator=self.rng)) if live else 0
-        layout = self.layer.owner.impl.fmt.ring_layout(self.layer.owner.head_size, self.caches[0].shape[2])
+        layout = self.layout
+        assert layout is not None
         for cache in self.caches:
             page = cache[block].flatten(1)
             if not live:
                 page.copy_(torch.randint(0, 256, page.shape, generator=self.rng, dtype=torch.uint8))
                 continue
             other = cache[live[pick]].flatten(1).clone()
-            for region in (layout.key_digits, layout.value_digits, layout.words):
+            for region in (layout.key_digits, layout.value_digits, layout.meta):
                 end = region.offset + region.rows * region.row_bytes
                 part = other[:, region.offset : end]
-                if region is layout.words:
+                if region is layout.meta:
                     words = part.reshape(part.shape[0], -1, layout.tokens, 2)
                     part.copy_(words.roll(1, 2).reshape(part.shape))
                 elif region.rows:
@@ -163,9 +167,9 @@ def main() -> None:
 
     if asked.trusting:
         from kvpilot_kernels import ring
+        from kvpilot_kernels.reference.residual import split_ring_meta
 
-        read = ring.split_ring_words
-        ring.split_ring_words = lambda *args: (read(*args)[0], read(*args)[1] | True)
+        vars(ring)["split_ring_meta"] = lambda *args: (split_ring_meta(*args)[0], split_ring_meta(*args)[1] | True)
     llm = LLM(asked.model, kv_cache_dtype=asked.dtype, dtype="float32", enforce_eager=True, **asked.options)
     told = Told()
     Steps(llm.llm_engine.engine_core.engine_core, told)
