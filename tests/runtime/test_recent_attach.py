@@ -1,0 +1,155 @@
+"""Which layers get a ring, what its pages are, and what is said where there is none."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor.layers import attention
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvpilot_kernels import formats
+from kvpilot_runtime import backend, compat, cpu, recent
+from kvpilot_runtime.errors import UnsupportedModelError
+from kvpilot_runtime.recent import RecentLayer
+from kvpilot_runtime.ring_spec import RingManager
+
+NAMES = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of an engine in k4v4 with a context of 2,048 tokens."""
+    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: None)
+    monkeypatch.setattr(backend, "calibration_of", lambda _config: None)
+    monkeypatch.delenv(recent.VARIABLE, raising=False)
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(
+            cache_dtype="k4v4",
+            block_size=64,
+            get_resolved_kv_cache_layout=lambda: SimpleNamespace(is_block_outermost=False),
+        ),
+        model_config=SimpleNamespace(max_model_len=2048),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        speculative_config=None,
+    )
+
+
+def attached(config: Any, dim: int = 128, kv_heads: tuple[int, int] = (8, 8), shared: str | None = None) -> list[Any]:
+    """Two layers as vLLM has them, after they were told that their weights are there."""
+    dtype, context = config.cache_config.cache_dtype, config.compilation_config.static_forward_context
+    cls = getattr(cpu, compat.backend_class(dtype))
+    for name, heads in zip(NAMES, kv_heads, strict=True):
+        impl = cls.get_impl_cls()(32, dim, 1.0, heads, None, None, dtype,
+                                  kv_sharing_target_layer_name=shared if name == NAMES[1] else None)  # fmt: skip
+        impl._config = config
+        layer = attention.Attention.__new__(attention.Attention)
+        torch.nn.Module.__init__(layer)
+        vars(layer).update(
+            impl=impl, kv_cache_dtype=dtype, layer_name=name, get_attn_backend=lambda: cls,
+            get_kv_cache_spec=lambda _config, heads=heads: FullAttentionSpec(
+                block_size=64, num_kv_heads=heads, head_size=dim, dtype=torch.uint8
+            ),
+        )  # fmt: skip
+        context[name] = layer
+    for name in NAMES:
+        context[name].impl.process_weights_after_loading(torch.bfloat16)
+    return [context[name] for name in NAMES]
+
+
+def rings(config: Any) -> list[RecentLayer]:
+    return [x for x in config.compilation_config.static_forward_context.values() if isinstance(x, RecentLayer)]
+
+
+@pytest.mark.parametrize(("dtype", "blocks"), [("k8v4", 1), ("k4v4", 1), ("k4v2", 2), ("k2v2", 3)])
+def test_a_ring_has_the_pages_of_its_layer_and_as_many_as_the_window_needs(
+    config: Any, dtype: str, blocks: int
+) -> None:
+    config.cache_config.cache_dtype = dtype
+    layers = attached(config)
+    assert [ring.layer_name for ring in rings(config)] == [f"{name}.recent" for name in NAMES]
+    spec = rings(config)[0].get_kv_cache_spec(config)
+    page = layers[0].get_attn_backend().customize_spec(layers[0].get_kv_cache_spec(config))
+    assert (spec.ring_blocks, spec.recent) == (blocks, 64)
+    assert (spec.page_size_bytes, spec.block_size) == (page.page_size_bytes, page.block_size)
+    assert not spec.prefix_cacheable
+    assert spec.max_memory_usage_bytes(config) == blocks * page.page_size_bytes
+    groups = get_kv_cache_groups(config, {NAMES[0]: page, "ring": spec})
+    assert [group.layer_names for group in groups] == [[NAMES[0]], ["ring"]]
+
+
+def test_a_ring_grows_with_its_request_up_to_the_window() -> None:
+    manager = RingManager.__new__(RingManager)
+    manager.kv_cache_spec = SimpleNamespace(ring_blocks=3, ring_tokens=23)
+    manager.req_to_blocks, manager.block_pool = {"a": []}, SimpleNamespace(get_new_blocks=lambda n: [object()] * n)
+    given = []
+    for tokens in (1, 23, 24, 46, 47, 70, 5000):
+        needed = manager.get_num_blocks_to_allocate("a", tokens, [], 0, 0, tokens)
+        assert needed == len(manager.allocate_new_blocks("a", tokens, tokens))
+        given.append(len(manager.req_to_blocks["a"]))
+    assert given == [1, 1, 2, 2, 3, 3, 3]
+
+
+def test_a_layer_that_uses_anothers_cache_uses_its_ring(config: Any) -> None:
+    first, second = attached(config, shared=NAMES[0])
+    assert len(rings(config)) == 1
+    assert first.impl.ring is second.impl.ring
+
+
+@pytest.mark.parametrize("tokens", formats.RECENT_CHOICES)
+def test_the_environment_says_how_many_tokens(config: Any, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(recent.VARIABLE, str(tokens))
+    layers = attached(config)
+    assert [layer.impl.recent for layer in layers] == [tokens] * 2
+    assert [ring.recent for ring in rings(config)] == ([tokens] * 2 if tokens else [])
+
+
+@pytest.mark.parametrize("text", ["63", "-64", "many", "1e2"])
+def test_a_window_that_cannot_be_served_is_refused(config: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(recent.VARIABLE, text)
+    with pytest.raises(UnsupportedModelError, match=rf"{recent.VARIABLE} is '{text}'; use one of 0, 64, 128, 256, 512"):
+        attached(config)
+
+
+def test_a_window_longer_than_the_context_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(recent.VARIABLE, "512")
+    config.model_config.max_model_len = 400
+    with pytest.raises(UnsupportedModelError, match=r"is 512, and the context is 400 tokens .*use a smaller one"):
+        attached(config)
+
+
+@pytest.mark.parametrize("reason", ["VllmWithoutRings", "HybridManagerOff", "UnlikeLayers", "OtherLayers"])
+def test_where_there_can_be_no_rings_log_and_metric_name_the_reason(
+    config: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(recent.recent_info, "report", told.append)
+    monkeypatch.setattr(recent.log, "propagate", True)
+    if reason == "VllmWithoutRings":
+        monkeypatch.setattr(compat, "has_rings", lambda: False)
+    elif reason == "HybridManagerOff":
+        config.scheduler_config.disable_hybrid_kv_cache_manager = True
+    elif reason == "OtherLayers":
+        other = type("Mamba", (RecentLayer,), {})("model.layers.2.mamba", SimpleNamespace(kv_cache_dtype="auto"), 0)
+        config.compilation_config.static_forward_context["model.layers.2.mamba"] = other
+    with caplog.at_level(logging.WARNING, recent.log.name):
+        layers = attached(config, kv_heads=(8, 4) if reason == "UnlikeLayers" else (8, 8))
+    assert not rings(config)[1:] if reason == "OtherLayers" else not rings(config)
+    assert [layer.impl.recent for layer in layers] == [0, 0]
+    assert f"No recent window ({reason})" in caplog.text
+    recent.report(config, dict(zip(NAMES, layers, strict=True)))
+    assert told == [recent.recent_info.Window("k4v4", 0, reason)]
+
+
+def test_a_loader_that_tells_layers_nothing_is_named(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(recent.recent_info, "report", told.append)
+    layer = SimpleNamespace(impl=SimpleNamespace(recent=None))
+    recent.report(config, {NAMES[0]: layer})
+    assert told == [recent.recent_info.Window("k4v4", 0, "NotAttached")]
