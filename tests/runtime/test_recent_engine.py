@@ -91,9 +91,9 @@ class Judge:
 @pytest.mark.parametrize(
     ("model", "dtype", "count", "longest", "blocks"),
     [
-        pytest.param(tiny_llama, "k4v4", 60, 160, 44, id="llama-k4v4"),
-        pytest.param(tiny_qwen3, "k4v2", 36, 160, 64, id="qwen3-k4v2"),
-        pytest.param(tiny_gemma3, "k4v4", 36, 448, 90, id="gemma3-k4v4"),
+        pytest.param(tiny_llama, "k4v4", 90, 160, 44, id="llama-k4v4"),
+        pytest.param(tiny_qwen3, "k4v2", 60, 160, 64, id="qwen3-k4v2"),
+        pytest.param(tiny_gemma3, "k4v4", 45, 448, 60, id="gemma3-k4v4"),
     ],
 )
 def test_answers_are_those_of_attention_with_a_window_however_requests_came_to_it(
@@ -115,6 +115,8 @@ def test_answers_are_those_of_attention_with_a_window_however_requests_came_to_i
         record_property(name, value)
         print(f"{name}: {value}")
     assert not found.wrong
+    if told.block_size > 16:  # Gemma's full layers have blocks of 256 tokens: no prefix here reaches through one
+        del figures["cached"]
     assert all(figures.values())
     assert found.judged == sum(map(sum, question.tokens))
     # The check can fail: without a window these are not the answers.
