@@ -65,21 +65,23 @@ class WorkerInfo:
             except OSError as error:
                 log.warning("no folder for temporary files (%s): no %s on /metrics", error, self.name)
                 return
-        known = (c for c in list(REGISTRY._collector_to_names) if isinstance(c, _Reported))
+        known = (c for c in list(REGISTRY._collector_to_names) if isinstance(c, Reported))
         if not any(c.info == self for c in known):
-            REGISTRY.register(_Reported(self, Path(os.environ[self.variable])))
+            REGISTRY.register(Reported(self, Path(os.environ[self.variable])))
 
 
-class _Reported:
+class Reported:
     """The series that a worker wrote; none before it did."""
 
     def __init__(self, info: WorkerInfo, path: Path) -> None:
         self.info, self._path = info, path
 
     def describe(self) -> list[Any]:
+        """Nothing: what a registry asks at registration."""
         return []
 
     def collect(self) -> Iterator[Any]:
+        """The gauge, once a worker has reported."""
         from prometheus_client.core import GaugeMetricFamily
 
         try:
