@@ -95,13 +95,6 @@ RECENT_TOKENS = 64
 """Tokens of the recent window where nobody says otherwise, for every format that has a ring."""
 
 
-RECENT_CHOICES = (0, 64, 128, 256, 512)
-"""Tokens that a recent window may have; 0 is none."""
-
-RECENT_TOKENS = 64
-"""Tokens of the recent window where nobody says otherwise, for every format that has a ring."""
-
-
 class FormatError(ValueError):
     """A format was asked for something that it does not have; the message names field, value and remedy."""
 
