@@ -132,7 +132,7 @@ class ModelApi:
         elif kind == "Pod":
             # The annotation lives on the pod: a pod that is gone has none, nor has a new one of its name.
             sheltered = SHELTER_ANNOTATION in about["annotations"] and name in model.pod_names()
-            model.sheltered = model.sheltered | {name} if sheltered else model.sheltered - {name}
+            model.do_not_evict = model.do_not_evict | {name} if sheltered else model.do_not_evict - {name}
 
     def _answer(self, kind: str, name: str) -> Json:
         """Metadata with what tells that an object has changed."""

@@ -82,7 +82,7 @@ class ModelCluster:
     budget: dict[str, Any] | None = None
     baseline: str | None = None
     samples: dict[str, list[Sample]] = field(default_factory=dict)
-    sheltered: set[str] = field(default_factory=set)
+    do_not_evict: set[str] = field(default_factory=set)
     """Names of pods that cluster autoscalers are asked to leave where they are."""
     probe: ProbeResult | None = None
     writes: int = 0
@@ -240,7 +240,7 @@ class ModelCluster:
         self.engines.places, self.engines.starts = self.places, self.starts
         self.engines.start_ticks, self.engines.drain_ticks = self.start_ticks, self.drain_ticks
         self.engines.reconcile({name: count for name, (_, count) in self.deployments.items()})
-        self.sheltered &= self.pod_names()
+        self.do_not_evict &= self.pod_names()
 
     def _scrape(self) -> None:
         shares = self.shares()
@@ -282,7 +282,7 @@ class ModelCluster:
 
     def _pods(self) -> list[PodView]:
         views = [p.view() for p in self.engines.pods]
-        return [replace(view, sheltered=view.name in self.sheltered) for view in views]
+        return [replace(view, do_not_evict=view.name in self.do_not_evict) for view in views]
 
     def _answer(self, decision: Decision) -> None:
         request = decision.probe

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvpilot_operator.api.schema import root_schema
-from kvpilot_operator.state.enums import Action, Outcome, Stage, TrafficMode, Verdict, WorkloadKind
+from kvpilot_operator.state.enums import Action, Outcome, Reason, Stage, TrafficMode, Verdict, WorkloadKind
 
 DOCS = Path(__file__).parents[2] / "docs"
 WEIGHED = {Action.STAY, Action.DTYPE_DOWN, Action.DTYPE_UP, Action.SCALE_OUT, Action.SCALE_IN}
@@ -65,3 +65,8 @@ def test_the_docs_explain_what_binds() -> None:
 def test_the_docs_explain_every_stage_of_a_canary_in_flight() -> None:
     rows = re.findall(r"^\| (\w+) \|", (DOCS / "canary.md").read_text(), re.MULTILINE)
     assert [stage for stage in Stage if stage not in (Stage.PROMOTED, Stage.ROLLED_BACK) and stage not in rows] == []
+
+
+def test_the_docs_name_every_reason_that_the_operator_acts_on() -> None:
+    text = "".join(page.read_text() for page in DOCS.rglob("*.md"))
+    assert [reason for reason in Reason if reason not in text] == []

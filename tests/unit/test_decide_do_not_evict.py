@@ -27,11 +27,11 @@ def test_the_pods_of_a_canary_are_sheltered_until_its_verdict_and_nobody_afterwa
     for where in ("Starting", "Shifting"):
         cluster.until(stage(where))
         cluster.tick()
-        assert cluster.sheltered == names(cluster, NEW) != set()
+        assert cluster.do_not_evict == names(cluster, NEW) != set()
     cluster.until(stage("Promoting"))
-    assert cluster.sheltered == set()
+    assert cluster.do_not_evict == set()
     cluster.until(ended)
-    assert cluster.sheltered == set()
+    assert cluster.do_not_evict == set()
 
 
 def test_a_probe_shelters_the_replica_that_it_asks():
@@ -39,10 +39,10 @@ def test_a_probe_shelters_the_replica_that_it_asks():
     asked: set[str] = set()
     for _ in range(20):
         cluster.tick()
-        asked |= cluster.sheltered
-        assert len(cluster.sheltered) <= 1
+        asked |= cluster.do_not_evict
+        assert len(cluster.do_not_evict) <= 1
     assert len(asked) == 1
-    assert cluster.sheltered == set()
+    assert cluster.do_not_evict == set()
 
 
 def test_a_borrowed_replica_is_sheltered_with_the_canary_that_needs_it():
@@ -55,9 +55,9 @@ def test_a_borrowed_replica_is_sheltered_with_the_canary_that_needs_it():
         if names(cluster, OLD):
             break
     cluster.tick()
-    assert cluster.sheltered >= names(cluster, OLD) != set()
+    assert cluster.do_not_evict >= names(cluster, OLD) != set()
     cluster.settle()
-    assert cluster.sheltered == set()
+    assert cluster.do_not_evict == set()
 
 
 def test_a_paused_trial_keeps_no_node_alive():
@@ -66,7 +66,7 @@ def test_a_paused_trial_keeps_no_node_alive():
     cluster.edit(service(NEW, 3, paused=True))
     cluster.tick()
     assert parse_status(cluster.status).canary is not None
-    assert cluster.sheltered == set()
+    assert cluster.do_not_evict == set()
 
 
 def test_an_invalid_spec_keeps_no_node_alive():
@@ -74,16 +74,16 @@ def test_an_invalid_spec_keeps_no_node_alive():
     cluster.until(stage("Shifting"))
     cluster.edit(manifest(scaling={"minReplicas": 5, "maxReplicas": 2}))
     cluster.tick()
-    assert cluster.sheltered == set()
+    assert cluster.do_not_evict == set()
 
 
 def test_what_a_killed_operator_left_behind_is_taken_off_by_the_next():
     cluster = on_trial(3)
     cluster.until(stage("Shifting"))
     ghost = next(iter(names(cluster, OLD)))
-    cluster.sheltered.add(ghost)
+    cluster.do_not_evict.add(ghost)
     cluster.tick()
-    assert ghost not in cluster.sheltered
+    assert ghost not in cluster.do_not_evict
 
 
 def test_pods_on_their_way_out_and_searches_shelter_nobody():
@@ -118,7 +118,7 @@ class Server:
 
 async def test_only_pods_whose_annotations_are_not_what_they_should_be_are_written_and_one_that_is_gone_stops_nobody():
     s = running(manifest(), "auto")
-    pods = tuple(replace(pod("r"), name=n, uid=n, sheltered=n in ("b", "c")) for n in ("gone", "a", "b", "c", "d"))
+    pods = tuple(replace(pod("r"), name=n, uid=n, do_not_evict=n in ("b", "c")) for n in ("gone", "a", "b", "c", "d"))
     server = Server("gone")
     await shelter(server, replace(s, pods=pods), frozenset({"gone", "a", "b"}))
     assert set(server.applied) == {"a", "c"}
@@ -131,4 +131,4 @@ async def test_only_pods_whose_annotations_are_not_what_they_should_be_are_writt
 
 
 def test_a_quiet_service_writes_to_no_pod():
-    assert decide(running(manifest(kvCache={"mode": "Fixed", "dtype": "auto"}), "auto")).sheltered == frozenset()
+    assert decide(running(manifest(kvCache={"mode": "Fixed", "dtype": "auto"}), "auto")).do_not_evict == frozenset()

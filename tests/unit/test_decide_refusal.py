@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.trial.refusal import MAX_RESTARTS, EngineFailure, engine_failure
+from kvpilot_operator.decide.rejections import Cause
+from kvpilot_operator.decide.trial.refusal import MAX_RESTARTS, engine_failure
 from kvpilot_operator.state.snapshot import PodView
 
 
 def pod(exit_message: str | None, *, ready: bool = False, restarts: int = 1) -> PodView:
     return PodView(
         name="a", revision="r1", ip="10.0.0.1", node="n", ready=ready, terminating=False, restarts=restarts,
-        waiting_reason=None, exit_message=exit_message, unschedulable=None, uid="u", sheltered=False,
+        waiting_reason=None, exit_message=exit_message, unschedulable=None, uid="u", do_not_evict=False,
     )  # fmt: skip
 
 
@@ -25,7 +26,7 @@ def refused(**said: object) -> str:
 
 def test_the_preflights_refusal_is_told_in_its_own_words() -> None:
     said = refused(reason="DoesNotFit", message="weights need 14,904 MiB")
-    assert engine_failure([pod(said)]) == EngineFailure("DoesNotFit", "weights need 14,904 MiB")
+    assert engine_failure([pod(said)]) == Cause("DoesNotFit", "weights need 14,904 MiB")
 
 
 def test_an_engine_that_answers_has_not_failed_whatever_it_once_said() -> None:
@@ -42,12 +43,12 @@ def test_an_engine_that_ends_again_and_again_without_a_word_has_crashed() -> Non
 @pytest.mark.parametrize("reason", ["", "does not fit", "9Lives", "A" * 65, None, {"a": 1}, "Bad\nLine"])
 def test_a_reason_that_no_condition_may_have_becomes_one_that_it_may(reason: object) -> None:
     failure = engine_failure([pod(refused(reason=reason, message="why"))])
-    assert failure == EngineFailure("EngineRefused", "why")
+    assert failure == Cause("EngineRefused", "why")
 
 
 def test_half_a_surrogate_pair_is_told_as_a_status_can_hold_it() -> None:
     failure = engine_failure([pod('{"kvpilot": "refused", "reason": "DoesNotFit", "message": "a\\ud800b"}')])
-    assert failure == EngineFailure("DoesNotFit", "a?b")
+    assert failure == Cause("DoesNotFit", "a?b")
 
 
 @given(st.text() | st.sampled_from(["[" * 3000, "{" * 3000, '"refused"', '"refused", "message": null}']))

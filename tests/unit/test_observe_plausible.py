@@ -52,7 +52,7 @@ def test_honest_engines_are_never_doubted_and_all_of_their_work_is_counted(
             model.restart(None if model.start is None else at(5 * scrape - 1).timestamp())
         pages = {str(i): model.page() for i, model in enumerate(models) if scrape == 39 or rng.random() < 0.9}
         judged = fleet.scrape(5 * scrape, pages)
-        assert judged.sample.doubted == ()
+        assert judged.sample.implausible == ()
         skipped += len(pages) - judged.sample.pods
         seen += judged.sample.flows
     # A page on which somebody waits at the very moment that nothing runs is odd once: it is left out, not doubted.
@@ -118,7 +118,7 @@ def too_fast(i: int) -> PodMetrics:
 def test_a_pod_that_lies_is_named_and_left_out(lie: Callable[[int], PodMetrics], word: str) -> None:
     last = ScrapeLoop().watch(lambda i: {"honest": BUSY, "liar": lie(i)}, 12)[-1].sample
     assert (last.pods, last.usage, last.running, last.waiting) == (1, 0.6, 8, 0)
-    [doubt] = last.doubted
+    [doubt] = last.implausible
     assert doubt.startswith("liar: ")
     assert word in doubt
 
@@ -128,21 +128,21 @@ def test_a_page_that_contradicts_itself_never_counts_even_before_its_pod_is_name
     lie: Callable[[int], PodMetrics],
 ) -> None:
     judged = ScrapeLoop().watch(lambda i: {"honest": BUSY, "liar": lie(i) if i > 1 else BUSY}, 12)
-    named = [bool(one.sample.doubted) for one in judged]
+    named = [bool(one.sample.implausible) for one in judged]
     assert named == [False] * (1 + LASTING_PAGES) + [True] * (12 - 1 - LASTING_PAGES)
     assert {one.sample.usage for one in judged} == {0.6}
     assert {one.sample.waiting for one in judged} == {0}
-    assert all(len(one.sample.doubted) + one.sample.unanswered == 1 for one in judged[3:])
+    assert all(len(one.sample.implausible) + one.sample.unanswered == 1 for one in judged[3:])
 
 
 def test_one_odd_page_is_nothing_to_name_a_pod_for() -> None:
     judged = ScrapeLoop().watch(lambda i: {"a": held(i) if i % 4 == 3 else BUSY}, 40)
-    assert all(one.sample.doubted == () for one in judged)
+    assert all(one.sample.implausible == () for one in judged)
 
 
 def test_a_few_odd_pages_far_apart_are_nothing_to_name_a_pod_for() -> None:
     fleet = ScrapeLoop()
-    named = [bool(fleet.scrape(30 * i, {"a": held(i)}).sample.doubted) for i in range(LASTING_PAGES)]
+    named = [bool(fleet.scrape(30 * i, {"a": held(i)}).sample.implausible) for i in range(LASTING_PAGES)]
     assert named == [False] * (LASTING_PAGES - 1) + [True]
 
 
@@ -156,7 +156,7 @@ def test_a_pod_that_tells_of_a_new_process_at_every_scrape_is_doubted_no_later()
     def reborn(i: int) -> dict[str, PodMetrics]:
         return {"a": replace(held(i), process_start=at(5 * i - 1).timestamp())}
 
-    assert ScrapeLoop().watch(reborn, 12)[-1].sample.doubted
+    assert ScrapeLoop().watch(reborn, 12)[-1].sample.implausible
 
 
 def test_a_pod_that_tells_the_truth_again_is_believed_again() -> None:
@@ -168,7 +168,7 @@ def test_a_pod_that_tells_the_truth_again_is_believed_again() -> None:
 def test_where_nobody_is_believed_there_is_no_pod() -> None:
     last = ScrapeLoop().watch(lambda i: {"a": held(i), "b": held(i)}, 12)[-1].sample
     assert (last.pods, last.usage, last.waiting, last.capacity_tokens) == (0, 0, 0, 0)
-    assert len(last.doubted) == 2
+    assert len(last.implausible) == 2
 
 
 def test_capacity_that_is_far_from_the_others_is_not_believed() -> None:
@@ -176,7 +176,7 @@ def test_capacity_that_is_far_from_the_others_is_not_believed() -> None:
         pages = {"a": BUSY, "b": BUSY, "liar": replace(BUSY, capacity_tokens=capacity)}
         sample = ScrapeLoop().scrape(0, pages).sample
         assert (sample.pods, sample.capacity_tokens) == (2, 32_000)
-        assert word in sample.doubted[0]
+        assert word in sample.implausible[0]
 
 
 def test_pods_on_other_gpus_may_have_another_capacity() -> None:
@@ -186,7 +186,7 @@ def test_pods_on_other_gpus_may_have_another_capacity() -> None:
 
 
 def test_of_two_pods_nobody_can_say_whose_capacity_is_wrong() -> None:
-    assert ScrapeLoop().scrape(0, {"a": BUSY, "b": replace(BUSY, capacity_tokens=50_000)}).sample.doubted == ()
+    assert ScrapeLoop().scrape(0, {"a": BUSY, "b": replace(BUSY, capacity_tokens=50_000)}).sample.implausible == ()
 
 
 def test_the_dtype_is_what_most_pods_say() -> None:
@@ -205,7 +205,7 @@ def test_pods_with_other_calibration_factors_than_most_are_named_and_their_figur
     one, other = replace(BUSY, factors="aaaa"), replace(BUSY, factors="bbbb")
     sample = ScrapeLoop().scrape(0, {"a": one, "b": other, "c": one, "silent": BUSY}).sample
     assert (sample.factors, sample.mixed) == ("aaaa", (("b", "bbbb"),))
-    assert (sample.pods, sample.doubted) == (4, ())
+    assert (sample.pods, sample.implausible) == (4, ())
     same = ScrapeLoop().scrape(0, {"a": one, "c": one, "silent": BUSY}).sample
     assert (same.factors, same.mixed) == ("aaaa", ())
 

@@ -28,7 +28,7 @@ def test_two_pages_of_a_real_engine() -> None:
     fleet.scrape(0, {"a": early})
     judged = fleet.scrape(5, {"a": later})
     flows = judged.sample.flows
-    assert judged.sample.doubted == ()
+    assert judged.sample.implausible == ()
     assert (flows.seconds, flows.preemptions, flows.failed) == (5, 0, 0)
     assert (flows.prompt_tokens, flows.generation_tokens, flows.finished) == (1600, 4192, 16)
     assert flows.ttft.count == 16

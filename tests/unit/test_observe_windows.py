@@ -109,7 +109,7 @@ def test_a_scrape_in_which_nobody_is_believed_does_not_water_down_the_others() -
         windows.add("r1", at(i * 5), {"a": page(i, running=0, usage=0.9) if i > 3 else page(i)})
     [sample] = windows.samples()["r1"]
     assert (sample.pods, sample.usage, sample.running) == (1, 0.5, 8)
-    assert "while nothing runs" in sample.doubted[0]
+    assert "while nothing runs" in sample.implausible[0]
 
 
 def test_a_pod_that_is_believed_again_counts_from_then_on() -> None:
@@ -126,7 +126,7 @@ def test_a_liar_is_told_of_even_where_nobody_else_answers() -> None:
     for i in range(12):
         windows.add("r1", at(i * 5), {"a": page(i, running=0, usage=0.9)})
     last = windows.samples()["r1"][-1]
-    assert (last.pods, len(last.doubted)) == (0, 1)
+    assert (last.pods, len(last.implausible)) == (0, 1)
 
 
 def test_revisions_are_kept_apart_and_forgotten_with_their_deployments() -> None:

@@ -250,7 +250,7 @@ class BadDays(RuleBasedStateMachine):
         canary = self._status().canary
         judged = canary is not None and canary.stage in ("Starting", "Probing", "Shifting")
         if decision.probe is None and (not judged or self.cluster.obj["spec"]["rollout"]["paused"]):
-            assert not self.cluster.sheltered
+            assert not self.cluster.do_not_evict
 
     def _check_budget(self) -> None:
         """Once all is quiet a budget lets at least one pod leave."""

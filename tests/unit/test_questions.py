@@ -124,7 +124,7 @@ PARTS = {
     "templates": (lambda d: applied(d, "Deployment"), _BEFORE_OBJECTS | {Question.ENGINES, Question.TEMPLATES}),
     "service": (lambda d: applied(d, "Service")[:1], _BEFORE_OBJECTS | {Question.TRAFFIC}),
     "route": (lambda d: applied(d, "HTTPRoute"), _BEFORE_OBJECTS | {Question.SHARE}),
-    "sheltered": (lambda d: d.sheltered, _BEFORE_OBJECTS | {Question.SHELTER}),
+    "sheltered": (lambda d: d.do_not_evict, _BEFORE_OBJECTS | {Question.SHELTER}),
     "figures": (lambda d: (d.status.replicas, d.status.selector), _BEFORE_OBJECTS | {Question.SUMMARY}),
     "conditions": (
         lambda d: [c for c in d.status.conditions if c.type != "ReconcileSucceeded"],
@@ -173,7 +173,7 @@ def test_for_random_failing_questions_the_answers_of_the_others_are_as_without_t
         assert disturbed.status.canary == s.status.canary
     if Question.ACCURACY in failed:
         assert disturbed.keeps_probe
-        assert disturbed.sheltered >= {p.name for p in s.pods if p.sheltered and not p.terminating}
+        assert disturbed.do_not_evict >= {p.name for p in s.pods if p.do_not_evict and not p.terminating}
 
 
 def unread(question: Question, s: Snapshot) -> Snapshot:

@@ -185,8 +185,10 @@ def test_what_a_pass_found_and_decided_is_shown(name: str, labels: dict[str, str
 
 def test_when_the_engines_were_scraped_and_the_pods_that_lie_or_are_silent_are_shown() -> None:
     telemetry = Shown()
-    old = Sample(NOW - timedelta(seconds=40), 1, 0.5, 1, 0, 8000, "auto", doubted=("a: why", "b: why"), unanswered=1)
-    new = replace(old, time=NOW - timedelta(seconds=7), doubted=("c: why",), unanswered=0)
+    old = Sample(
+        NOW - timedelta(seconds=40), 1, 0.5, 1, 0, 8000, "auto", implausible=("a: why", "b: why"), unanswered=1
+    )
+    new = replace(old, time=NOW - timedelta(seconds=7), implausible=("c: why",), unanswered=0)
     decided(
         telemetry, Status(), samples={"r1": (old,), "r2": (old, new)}, backed_off={"d": "HTTP 404", "e": "HTTP 500"}
     )

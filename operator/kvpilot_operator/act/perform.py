@@ -71,7 +71,7 @@ class Actor:
         await self._write_status(s, decision)
         if decision.objects is not None:
             await self._place(s, decision.objects)
-        await shelter(self._cluster, s, decision.sheltered)
+        await shelter(self._cluster, s, decision.do_not_evict)
         for event in decision.events:
             await self._events.post(s, event)
 

@@ -20,7 +20,7 @@ async def shelter(cluster: Cluster, s: Snapshot, wanted: frozenset[str]) -> None
     """Make the annotations of the service's pods what they should be; a pod that cannot be annotated fails nothing."""
     for pod in s.pods:
         asked = pod.name in wanted
-        if pod.terminating or pod.sheltered == asked:
+        if pod.terminating or pod.do_not_evict == asked:
             continue
         try:
             await cluster.apply(pod_shelter(s.key, pod, asked))

@@ -22,6 +22,7 @@ from kvpilot_operator.probes import run
 from kvpilot_operator.probes.codec import Control
 from kvpilot_operator.probes.errors import MalformedBaseline
 from kvpilot_operator.state.decision import Capture, Find, Measure, Request
+from kvpilot_operator.state.enums import Reason
 from kvpilot_operator.state.snapshot import Captured, NothingKept, ProbeFailed, ServiceKey
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Prober:
             try:
                 baseline = await baselines.read(self._cluster, key, request.config_map)
             except MalformedBaseline as error:
-                return ProbeFailed("BaselineLost", str(error))
+                return ProbeFailed(Reason.BASELINE_LOST, str(error))
             settings = self._settings(key, spec, request)
             return await run.measure(request.url, request.model, baseline, settings=settings, progress=progress)
         kept = await baselines.find(self._cluster, key, request.config_map, request.baseline)

@@ -184,7 +184,7 @@ def _plain(s: Snapshot, status: Status) -> _Rows:
     yield RECOMMENDED_REPLICAS, (), status.scaling.recommended_replicas
     newest = [series[-1] for series in s.samples.values() if series]
     yield METRICS_TIME, (), max((sample.time.timestamp() for sample in newest), default=None)
-    yield DOUBTED, (), sum(len(sample.doubted) for sample in newest)
+    yield DOUBTED, (), sum(len(sample.implausible) for sample in newest)
     yield UNANSWERED, (), sum(sample.unanswered for sample in newest)
     yield BACKED_OFF, (), len(s.backed_off)
 

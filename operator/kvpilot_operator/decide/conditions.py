@@ -3,55 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import TypeVar
 
-from kvpilot_kernels import formats
-from kvpilot_operator.decide.accuracy.drift import REASON as DRIFTED
-from kvpilot_operator.decide.accuracy.drift import drifted
+from kvpilot_operator.decide import measured
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.draft import Draft
-from kvpilot_operator.decide.judging import factors
-from kvpilot_operator.decide.judging.workload import USAGE_STEP_PERCENT
-from kvpilot_operator.decide.questions import CONDITION, line
+from kvpilot_operator.decide.measured import Line
+from kvpilot_operator.decide.questions import CONDITION
 from kvpilot_operator.decide.rejections import finding, rejected
 from kvpilot_operator.decide.trial import traffic
-from kvpilot_operator.decide.trial.baseline import known
 from kvpilot_operator.decide.trial.refusal import engine_failure, pending_reason
 from kvpilot_operator.decide.trial.rollout import start_fault
 from kvpilot_operator.render.names import deployment_name
-from kvpilot_operator.state.enums import Stage, TrafficMode, Verdict, WorkloadKind
+from kvpilot_operator.state.enums import Stage, TrafficMode
 from kvpilot_operator.state.questions import keeps_probe
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Canary, Condition, clip
 
-_Word = Literal["True", "False", "Unknown"]
 _WAYS = {TrafficMode.HTTP_ROUTE: " by HTTPRoute", TrafficMode.REPLICA_RATIO: " by replica ratio"}
 
 D = TypeVar("D", bound=Draft)
 
 
-class Line(NamedTuple):
-    """A condition before it has its times."""
-
-    type: str
-    status: _Word
-    reason: str
-    message: str
-
-
 def tell(c: Context) -> Context:
     """All conditions of a service whose spec is accepted; an event where objects are refused anew."""
     objects = _objects_accepted(c.snapshot)
-    available, calibration = _available(c, objects), _calibration(c)
+    available, calibration = _available(c, objects), measured.calibration(c)
     lines = [
         _ready(c, available, objects, calibration),
         available,
         _progressing(c, objects),
-        _model_cached(c),
-        _metrics(c),
-        _memory_pressured(c),
-        _canary_healthy(c),
-        _accuracy(c),
+        measured.model_cached(c),
+        measured.metrics(c),
+        measured.memory_pressured(c),
+        measured.canary_healthy(c),
+        measured.accuracy(c),
         calibration,
         _spec_accepted(c, objects),
         objects,
@@ -82,8 +68,15 @@ def report(draft: D) -> D:
     if keeps_probe(draft.unanswered):
         accuracy = draft.before.condition("AccuracyVerified")
         found |= {accuracy.type: accuracy} if accuracy is not None else {}
-    answered = Line(CONDITION, *line(draft.unanswered))
-    return draft.set(conditions=(*found.values(), *_stamped(draft.snapshot, [answered])))
+    said = Line(CONDITION, "True", "AllAnswered", "every question of the last reconcile was answered")
+    if draft.unanswered:
+        named = ", ".join(dict.fromkeys(map(str, draft.unanswered)))
+        text = (
+            f"not answered: {named}. What these decide stays as it is, and everything else goes on. The operator's log "
+            "has more about it; where the API server gave no error of its own, please report it"
+        )
+        said = Line(CONDITION, "False", f"{draft.unanswered[0].question}Unanswered", text)
+    return draft.set(conditions=(*found.values(), *_stamped(draft.snapshot, [said])))
 
 
 def _announce(draft: D, kind: str, reason: str) -> D:
@@ -117,8 +110,7 @@ def _objects_accepted(s: Snapshot) -> Line:
     """What of the service's objects and pods the API server will not have, with the spec's field and the remedy."""
     refused = rejected(s)
     if refused:
-        found = finding(refused)
-        return Line("ObjectsAccepted", "False", found.reason, found.message)
+        return Line("ObjectsAccepted", "False", *finding(refused))
     before = s.status.condition("ObjectsAccepted")
     if s.rejections is None and before is not None:
         # Nothing was written yet in this life of the operator: what was refused before most likely still is.
@@ -162,14 +154,11 @@ def _available(c: Context, objects: Line) -> Line:
         return Line("Available", "True", "EnginesReady", f"{ready} of {max(replicas, len(pods))} replicas answer")
     if replicas == 0:
         return Line("Available", "False", "ScaledToZero", "spec.replicas is 0")
-    why = engine_failure(pods) or pending_reason(pods)
-    if why is not None:
-        return Line("Available", "False", why.reason, why.message)
     names = [("Service", s.key.name), *(("Deployment", deployment_name(s.key.name, one)) for one in serving)]
     blocking = [one for one in rejected(s) if (one.kind, one.name) in names]
-    if blocking:
-        found = finding(blocking)
-        return Line("Available", "False", found.reason, found.message)
+    why = engine_failure(pods) or pending_reason(pods) or (finding(blocking) if blocking else None)
+    if why is not None:
+        return Line("Available", "False", *why)
     if s.rejections is None and objects.status == "False":
         return objects._replace(type="Available")
     return Line("Available", "False", "EnginesStarting", f"0 of {replicas} replicas answer yet")
@@ -179,8 +168,7 @@ def _unserved(s: Snapshot, ready: int) -> Line:
     """Engines answer, and no Service of ours sends them anything."""
     refused = s.rejection("Service", s.key.name)
     if refused is not None:
-        found = finding([refused])
-        return Line("Available", "False", found.reason, found.message)
+        return Line("Available", "False", *finding([refused]))
     text = f"{ready} replicas answer, and no Service {s.key.name} of kvpilot's selects them: it is written now"
     return Line("Available", "False", "NoService", text)
 
@@ -200,7 +188,7 @@ def _progressing(c: Context, objects: Line) -> Line:
     if stable is not None and stable.ever_ready and target.revision != stable.revision:
         fault = start_fault(c, target)
         if fault is not None:
-            return Line("Progressing", "False", fault.reason, fault.message)
+            return Line("Progressing", "False", *fault)
         if paused:
             text = f"spec.rollout.paused is true: no canary for {target.dtype} is started ({target.message})"
             return Line("Progressing", "False", "RolloutPaused", text)
@@ -218,105 +206,6 @@ def _share(canary: Canary) -> str:
         return ""
     way = _WAYS.get(canary.traffic_mode, "") if canary.traffic_mode is not None else ""
     return f", at {canary.weight_percent}% of the traffic{way}"
-
-
-def _model_cached(c: Context) -> Line:
-    stable = c.stable
-    if stable is not None and stable.ever_ready:
-        return Line("ModelCached", "True", "EngineLoadedIt", "an engine has loaded the model")
-    failure = engine_failure(c.snapshot.pods_of(stable.revision)) if stable is not None else None
-    if failure is not None and failure.reason in ("ModelNotFound", "ModelUnsupported"):
-        return Line("ModelCached", "False", failure.reason, failure.message)
-    return Line("ModelCached", "Unknown", "NotLoadedYet", "no engine has loaded the model yet")
-
-
-def _metrics(c: Context) -> Line:
-    workload, backed_off = c.workload, c.snapshot.backed_off
-    less = ""
-    if backed_off:
-        first, number = min(backed_off), len(backed_off)
-        many = "1 pod is" if number == 1 else f"{number} pods are"
-        less = f"; {many} scraped less often; {first}: {backed_off[first]}"
-    if workload.kind == WorkloadKind.NO_METRICS:
-        return Line("MetricsAvailable", "False", "NoMetrics", f"{workload.message}{less}")
-    capacity = f"KV capacity {workload.capacity_tokens} tokens"
-    if workload.doubted:  # names alone: why holds figures that move, and is in the operator's log
-        names = ", ".join(sorted(doubt.partition(":")[0] for doubt in workload.doubted))
-        return Line("MetricsAvailable", "True", "PartlyBelieved", f"{capacity}; not believed: {names}{less}")
-    return Line("MetricsAvailable", "True", "Scraped", f"{capacity}{less}")
-
-
-def _memory_pressured(c: Context) -> Line:
-    workload, before, usage = c.workload, c.before.condition("MemoryPressured"), c.before.kv_cache.usage_percent
-    if workload.kind == WorkloadKind.NO_METRICS:
-        return Line("MemoryPressured", "Unknown", "NoMetrics", workload.message)
-    held = workload.kind == WorkloadKind.WARMING and before is not None and before.status == "True"
-    word: _Word = "True" if workload.kind == WorkloadKind.MEMORY_BOUND or held else "False"
-    same = before is not None and (before.status, before.reason) == (word, workload.kind)
-    if before is not None and same and usage is not None and abs(usage - workload.usage_percent) < USAGE_STEP_PERCENT:
-        return Line("MemoryPressured", word, workload.kind, before.message)  # no write for figures that hardly moved
-    return Line("MemoryPressured", word, workload.kind, workload.message)
-
-
-def _canary_healthy(c: Context) -> Line:
-    canary, last = c.canary, c.status.last_canary
-    if canary is not None:
-        passed: _Word = "True" if canary.verdict == Verdict.PASSED else "Unknown"
-        word: _Word = "False" if canary.stage == Stage.ROLLING_BACK else passed
-        return Line("CanaryHealthy", word, canary.reason or canary.stage, f"{canary.dtype}: {canary.message}")
-    if last is None:
-        return Line("CanaryHealthy", "Unknown", "NoCanary", "no canary has run")
-    ended: _Word = "True" if last.stage == Stage.PROMOTED else "False"
-    return Line("CanaryHealthy", ended, last.reason or last.stage, f"{last.stage} {last.dtype}: {last.message}")
-
-
-def _accuracy(c: Context) -> Line:
-    stable, accuracy, spec = c.stable, c.status.accuracy, c.spec
-    if c.snapshot.probes.fault is not None:
-        return Line("AccuracyVerified", "False", "ProbeSetInvalid", c.snapshot.probes.fault)
-    if stable is None:
-        return Line("AccuracyVerified", "Unknown", "NoRevision", "nothing serves yet")
-    if stable.dtype == spec.kv_cache.baseline:
-        return Line("AccuracyVerified", "True", "Reference", f"{stable.dtype} is what accuracy is measured against")
-    last, runs = accuracy.last, f"of {spec.accuracy.failure_limit} runs in a row failed"
-    if last is None or last.revision != stable.revision:
-        found = f"{stable.dtype} has not been compared with a 16-bit engine"
-    else:
-        found = (
-            f"{last.dtype}{f' on pod {last.pod}' if last.pod else ''}: excess KL "
-            f"{last.excess_kl_micronats / 1000:.1f} millinats, top-1 agreement {last.top1_agreement_permille / 10:.1f}%"
-        )
-    if drifted(c):
-        return Line("AccuracyVerified", "False", DRIFTED, f"{found}; {accuracy.failures} runs in a row failed")
-    if accuracy.errors >= spec.accuracy.consecutive_error_limit:
-        # Not the number: it grows with every run, and nobody is helped by a new message each time.
-        return Line(
-            "AccuracyVerified", "Unknown", "ProbeErrors", f"the last runs brought no verdict (see events); {found}"
-        )
-    if last is None or last.revision != stable.revision:
-        return Line("AccuracyVerified", "Unknown", "NotProbed", found)
-    if accuracy.failures:
-        return Line("AccuracyVerified", "Unknown", "ProbeFailed", f"{found}; {accuracy.failures} {runs}")
-    if known(c) is None:
-        unwatched = "no 16-bit reference is kept for the present model and probe sets, the next canary captures one"
-        return Line("AccuracyVerified", "Unknown", "NotWatched", f"{found}; not watched since: {unwatched}")
-    word: _Word = "True" if last.verdict == Verdict.PASSED else "False"
-    return Line("AccuracyVerified", word, f"Probe{last.verdict}", found)
-
-
-def _calibration(c: Context) -> Line:
-    """Whether the engines that serve, and those on trial, have the factors of their revision."""
-    s, stable, kind = c.snapshot, c.stable, "CalibrationConsistent"
-    sides = [part.revision for part in (stable, c.canary) if part is not None]
-    found = [text for revision in sides if (text := factors.mixed(s, revision)) is not None]
-    if found:
-        return Line(kind, "False", factors.REASON, "; ".join(found))
-    sample = s.last_sample(stable.revision) if stable is not None else None
-    if stable is not None and not formats.parse(stable.dtype).ours:
-        return Line(kind, "True", "NotCalibrated", f"{stable.dtype} has no calibration factors")
-    if sample is None or not sample.factors:
-        return Line(kind, "Unknown", "NotReported", "no engine has told its calibration factors yet")
-    return Line(kind, "True", "SameFactors", f"all engines have the calibration factors {sample.factors}")
 
 
 def _spec_accepted(c: Context, objects: Line) -> Line:

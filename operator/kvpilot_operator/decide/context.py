@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from kvpilot_operator.api.spec import Spec
@@ -16,7 +16,7 @@ from kvpilot_operator.decide.judging.workload import Workload
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.state.decision import Manifest, Request
-from kvpilot_operator.state.enums import WorkloadKind
+from kvpilot_operator.state.enums import TrafficMode, WorkloadKind
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Option
 
@@ -68,7 +68,7 @@ class Context(Draft):
     spec: Spec
     render: Callable[[str], Revision]
     """The present spec with a dtype."""
-    plan_traffic: Callable[..., TrafficPlan]
+    plan_traffic: Callable[[TrafficMode | None, bool, int], TrafficPlan]
     workload: Workload = _NOT_JUDGED
     policy: PolicyDecision = _NOT_WEIGHED
     target: Target = _NOT_CHOSEN
@@ -95,10 +95,7 @@ class Context(Draft):
             template = pod_template(s.key.name, spec, dtype)
             return Revision(revision(template), template)
 
-        @cache
-        def plan(begun: Any, replaces_one: bool, replicas: int) -> TrafficPlan:
-            return traffic_plan(s, spec, begun, replaces_one, replicas)
-
+        plan = cache(partial(traffic_plan, s, spec))
         return cls(snapshot=s, status=s.status, spec=spec, render=render, plan_traffic=plan)
 
     @property

@@ -51,7 +51,7 @@ def decide(s: Snapshot) -> Decision:
         baseline=c.captured,
         probe=c.request,
         events=c.events,
-        sheltered=c.do_not_evict,
+        do_not_evict=c.do_not_evict,
         unanswered=c.unanswered,
         again_seconds=_AGAIN_SECONDS if c.canary is not None else None,
     )

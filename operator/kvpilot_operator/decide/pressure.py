@@ -12,7 +12,7 @@ from kvpilot_operator.decide.judging.policy import choose_step, nothing_weighed
 from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.workload import classify
 from kvpilot_operator.decide.trial.rollout import start_fault
-from kvpilot_operator.state.enums import Stage
+from kvpilot_operator.state.enums import Reason, Stage
 
 
 def judge_workload(c: Context) -> Context:
@@ -52,7 +52,7 @@ def policy_input(c: Context) -> PolicyInput:
     """The service as the policy sees it."""
     s, last, known = c.snapshot, c.status.last_canary, c.status.scaling
     sample = s.last_sample(_serving(c))
-    undone = last is not None and last.stage == Stage.ROLLED_BACK and last.reason != "Superseded"
+    undone = last is not None and last.stage == Stage.ROLLED_BACK and last.reason != Reason.SUPERSEDED
     return PolicyInput(
         now=c.now,
         spec=c.spec,

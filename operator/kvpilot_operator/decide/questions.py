@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 from kvpilot_operator.decide.draft import Draft
-from kvpilot_operator.state.questions import Question, Unanswered, unanswered
+from kvpilot_operator.state.questions import Question, unanswered
 
 D = TypeVar("D", bound=Draft)
 
@@ -37,16 +37,3 @@ def fold(draft: D, rules: Sequence[Rule[D]]) -> D:
             kept = rule.otherwise(draft)
             draft = replace(kept, unanswered=(*kept.unanswered, unanswered(rule.question, error)))
     return draft
-
-
-def line(unanswered: Sequence[Unanswered]) -> tuple[Literal["True", "False"], str, str]:
-    """Status, reason and message of the condition that says which questions had no answer."""
-    if not unanswered:
-        return "True", "AllAnswered", "every question of the last reconcile was answered"
-    named = ", ".join(dict.fromkeys(map(str, unanswered)))
-    return (
-        "False",
-        f"{unanswered[0].question}Unanswered",
-        f"not answered: {named}. What these decide stays as it is, and everything else goes on. The operator's log has "
-        "more about it; where the API server gave no error of its own, please report it",
-    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvpilot_operator.render.names import deployment_name
 from kvpilot_operator.state.snapshot import Rejection, Snapshot
@@ -29,10 +30,7 @@ _FIELDS = tuple(
         (_POD + r"containers\[\d+\]\.args", "spec.engine.extraArgs"),
         (_POD + r"nodeSelector", "spec.engine.nodeSelector"),
         (_POD + r"tolerations", "spec.engine.tolerations"),
-        (
-            _POD + r"affinity\.nodeAffinity\.\w+\.nodeSelectorTerms\[0\]\.matchExpressions",
-            "spec.engine.nodeAffinity",
-        ),
+        (_POD + r"affinity\.nodeAffinity\.\w+\.nodeSelectorTerms\[0\]\.matchExpressions", "spec.engine.nodeAffinity"),
         (_POD + r"topologySpreadConstraints", "spec.engine.topologySpread"),
         (_POD + r"imagePullSecrets", "spec.engine.imagePullSecrets"),
         (_POD + r"serviceAccountName", "spec.engine.serviceAccountName"),
@@ -55,7 +53,7 @@ class Row:
     words: re.Pattern[str]
     reason: str
     field: str
-    """Of the spec; "" where the server's own field says it, or none is at fault."""
+    """The spec's field; "" where the server's own field says it, or none is at fault."""
     remedy: str
 
 
@@ -160,9 +158,8 @@ TABLE = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A CamelCase reason, and words that name field, fault, remedy and object."""
+class Cause(NamedTuple):
+    """Why something cannot be: a CamelCase reason, and words that name what is at fault and the remedy."""
 
     reason: str
     message: str
@@ -178,14 +175,14 @@ def rejected(s: Snapshot) -> tuple[Rejection, ...]:
     return (*(s.rejections or ()), *pods)
 
 
-def finding(rejections: Sequence[Rejection]) -> Finding:
+def finding(rejections: Sequence[Rejection]) -> Cause:
     """All of it (at least one) in one message, with the reason of the first."""
     told = [(rejection, _told(rejection)) for rejection in rejections]
     message = "; ".join(
         f"{', '.join(dict.fromkeys(words for _, words in pieces))} ({rejection.kind} {rejection.name})"
         for rejection, pieces in told
     )
-    return Finding(told[0][1][0][0], message)
+    return Cause(told[0][1][0][0], message)
 
 
 def _told(rejection: Rejection) -> list[tuple[str, str]]:

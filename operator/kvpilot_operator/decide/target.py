@@ -9,7 +9,7 @@ from kvpilot_operator.decide.context import Context, Target
 from kvpilot_operator.decide.judging.capacity import smaller
 from kvpilot_operator.decide.judging.feasibility import infeasible
 from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS, RETRY_SECONDS, denial, rungs
-from kvpilot_operator.state.enums import Action, Stage, Verdict
+from kvpilot_operator.state.enums import Action, Reason, Stage, Verdict
 from kvpilot_operator.state.status import Denied, Stable
 
 
@@ -46,8 +46,8 @@ def _left_behind(c: Context) -> Target | None:
     safer = _safer(c, stable)
     if safer is None:
         held = f"{why}; every safer dtype is denied, too. Set spec.rollout.denySeconds to 0 to try them again"
-        return _guarded(c, stable.dtype, "AccuracyDrifted", held, held=held)
-    return _guarded(c, safer, "AccuracyDrifted", f"{why}; {safer} takes its place", recommended=safer)
+        return _guarded(c, stable.dtype, Reason.ACCURACY_DRIFTED, held, held=held)
+    return _guarded(c, safer, Reason.ACCURACY_DRIFTED, f"{why}; {safer} takes its place", recommended=safer)
 
 
 def _safer(c: Context, stable: Stable) -> str | None:
@@ -118,7 +118,7 @@ def _guarded(
 
 def _failed_before(c: Context, name: str) -> str | None:
     last, deny = c.status.last_canary, c.spec.rollout.deny_seconds
-    if last is None or last.revision != name or last.stage != Stage.ROLLED_BACK or last.reason == "Superseded":
+    if last is None or last.revision != name or last.stage != Stage.ROLLED_BACK or last.reason == Reason.SUPERSEDED:
         return None
     wait = deny if last.verdict == Verdict.FAILED else min(RETRY_SECONDS, deny)
     if wait == 0 and last.generation == c.snapshot.generation:

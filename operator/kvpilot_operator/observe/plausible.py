@@ -116,7 +116,7 @@ def plausible_sample(
     factors = _most(told.values()) or ""
     sample = replace(
         sample,
-        doubted=implausible,
+        implausible=implausible,
         unanswered=unanswered + left_out,
         recent_tokens=_most(page.recent_tokens for page in pages.values() if page.recent_tokens is not None),
         factors=factors,

@@ -44,7 +44,7 @@ def pod_view(pod: Object) -> PodView:
         exit_message=_exit_message(container) or waiting.get("message"),
         unschedulable=unschedulable,
         uid=pod["metadata"].get("uid", ""),
-        sheltered=SHELTER_ANNOTATION in (pod["metadata"].get("annotations") or {}),
+        do_not_evict=SHELTER_ANNOTATION in (pod["metadata"].get("annotations") or {}),
     )
 
 

@@ -66,7 +66,7 @@ class _Cell:
         """Take in a later cell: flows add up, gauges are averaged, all else is the later one's."""
         ours, theirs = self.sample, other.sample
         if not theirs.pods:
-            self.sample = replace(ours, doubted=theirs.doubted, unanswered=theirs.unanswered)
+            self.sample = replace(ours, implausible=theirs.implausible, unanswered=theirs.unanswered)
             return
         if not ours.pods:
             self.sample, self.scrapes = theirs, other.scrapes
@@ -158,7 +158,7 @@ class Windows:
             )
         judged = plausible_sample(time, series.known, pages, unanswered=unanswered, gpus=gpus)
         series.known = judged.known
-        if judged.sample.pods or judged.sample.doubted:
+        if judged.sample.pods or judged.sample.implausible:
             series.add(judged.sample, self._need)
         return judged
 

@@ -1,4 +1,4 @@
-"""What one pass decided: data for `act`, with the reason of every step in the status' journal."""
+"""What one reconcile decided: data for `act`, with the reason of every step in the status' journal."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Objects:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The outcome of one pass: status first, then objects, then a probe, then events."""
+    """The outcome of one reconcile: status first, then objects, then a probe, then events."""
 
     status: Status
     objects: Objects | None = None
@@ -93,12 +93,12 @@ class Decision:
     """A captured baseline to keep before the status that names it is written."""
     probe: Request | None = None
     events: tuple[Event, ...] = ()
-    sheltered: frozenset[str] = frozenset()
+    do_not_evict: frozenset[str] = frozenset()
     """Names of pods that cluster autoscalers are asked to leave where they are; no other pod is."""
     unanswered: tuple[Unanswered, ...] = ()
     """The questions that had no answer; what they decide is left as it is."""
     again_seconds: float | None = None
-    """Look again after this many seconds even if nothing happens."""
+    """Reconcile again after this many seconds, even if nothing happens."""
 
     @property
     def keeps_probe(self) -> bool:

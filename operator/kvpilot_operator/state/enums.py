@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Stage(StrEnum):
-    """Of a canary."""
+    """How far a canary is."""
 
     STARTING = "Starting"
     PROBING = "Probing"
@@ -18,7 +18,7 @@ class Stage(StrEnum):
 
 
 class Verdict(StrEnum):
-    """On a canary, or on one measurement."""
+    """What was found of a canary, or in one measurement."""
 
     PENDING = "Pending"
     PASSED = "Passed"
@@ -76,6 +76,18 @@ class Outcome(StrEnum):
     SETTLING = "Settling"
     TOO_TIGHT = "TooTight"
     REGRETTED = "Regretted"
+
+
+class Reason(StrEnum):
+    """Reasons that other rules act on; all others are for people, and some are the engines' or the API server's."""
+
+    ACCURACY_REGRESSED = "AccuracyRegressed"
+    ACCURACY_DRIFTED = "AccuracyDrifted"
+    SUPERSEDED = "Superseded"
+    ROUTE_UNUSABLE = "RouteUnusable"
+    MIXED_FACTORS = "MixedFactors"
+    BASELINE_LOST = "BaselineLost"
+    ENGINE_BUSY = "EngineBusy"
 
 
 class WorkloadKind(StrEnum):

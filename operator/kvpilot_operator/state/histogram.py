@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -41,6 +42,16 @@ class Histogram:
         if other.count == 0:
             return self
         raise ValueError(f"bounds: {other.bounds}; only histograms of the same buckets add up ({self.bounds})")
+
+    @classmethod
+    def together(cls, histograms: Sequence[Histogram]) -> Histogram:
+        """Their sum; those of other buckets than the last full one (an engine of another version) are left out."""
+        full = [h for h in histograms if h.count]
+        same = [h for h in full if h.bounds == full[-1].bounds]
+        if len(same) < 2:
+            return same[0] if same else cls()
+        counts = tuple(sum(column) for column in zip(*(h.counts for h in same), strict=True))
+        return cls(same[0].bounds, counts, sum(h.total for h in same))
 
     def quantile(self, q: float) -> float:
         """The value below which a share `q` lies, interpolated within its bucket as PromQL's histogram_quantile does.

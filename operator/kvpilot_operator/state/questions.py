@@ -12,40 +12,23 @@ from kvpilot_operator.errors import ClusterError, places
 class Question(StrEnum):
     """What a reconcile of one service asks, in the order in which it does."""
 
-    ROUTE = "Route"
-    """Observed: what the user's HTTPRoute says."""
-    PROBE_SETS = "ProbeSets"
-    """Observed: which prompts accuracy is measured on."""
-    NODE = "Node"
-    """Observed: which GPU the engines run on."""
-    WORKLOAD = "Workload"
-    """What binds?"""
-    REPLICAS = "Replicas"
-    """How many replicas?"""
-    STEP = "Step"
-    """What to weigh, and which step to take?"""
-    TARGET = "Target"
-    """Which revision should serve?"""
-    TRIAL = "Trial"
-    """How does the trial go on?"""
-    ACCURACY = "Accuracy"
-    """What did the probes find, and what is asked next?"""
-    SUMMARY = "Summary"
-    """What do the status' figures say?"""
-    ENGINES = "Engines"
-    """How many replicas of each revision?"""
-    TEMPLATES = "Templates"
-    """What do their Deployments look like?"""
-    TRAFFIC = "Traffic"
-    """What does the Service select, and how many pods may be disrupted?"""
-    SHARE = "Share"
-    """What share of the requests does the user's HTTPRoute give to the canary?"""
-    SHELTER = "Shelter"
-    """Which pods should stay where they are?"""
-    JOURNAL = "Journal"
-    """What is written down?"""
-    CONDITIONS = "Conditions"
-    """What do the conditions say?"""
+    ROUTE = "Route"  # Observed: what the user's HTTPRoute says.
+    PROBE_SETS = "ProbeSets"  # Observed: which prompts accuracy is measured on.
+    NODE = "Node"  # Observed: which GPU the engines run on.
+    WORKLOAD = "Workload"  # What binds?
+    REPLICAS = "Replicas"  # How many replicas?
+    STEP = "Step"  # What to weigh, and which step to take?
+    TARGET = "Target"  # Which revision should serve?
+    TRIAL = "Trial"  # How does the trial go on?
+    ACCURACY = "Accuracy"  # What did the probes find, and what is asked next?
+    SUMMARY = "Summary"  # What do the status' figures say?
+    ENGINES = "Engines"  # How many replicas of each revision?
+    TEMPLATES = "Templates"  # What do their Deployments look like?
+    TRAFFIC = "Traffic"  # What does the Service select, and how many pods may be disrupted?
+    SHARE = "Share"  # What share of the requests does the user's HTTPRoute give to the canary?
+    SHELTER = "Shelter"  # Which pods should stay where they are?
+    JOURNAL = "Journal"  # What is written down?
+    CONDITIONS = "Conditions"  # What do the conditions say?
 
 
 @dataclass(frozen=True, slots=True)

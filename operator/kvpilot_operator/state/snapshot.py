@@ -45,7 +45,7 @@ class PodView:
     unschedulable: str | None
     """The scheduler's message while no node fits."""
     uid: str = ""
-    sheltered: bool = False
+    do_not_evict: bool = False
     """Whether we have asked cluster autoscalers to leave it where it is."""
 
 
@@ -70,7 +70,7 @@ class ObjectView:
     version: str
     """Moves when somebody changes what the object should be."""
     selects: str | None = None
-    """Of a Service: the revision that it sends requests to, "" for every one, None where its selector is not ours."""
+    """The revision that a Service sends requests to, "" for every one; None where its selector is not ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Rejection:
     kind: str
     name: str
     reason: str
-    """Of the server's Status: Invalid, Forbidden, ...; may be empty."""
+    """The reason in the server's Status: Invalid, Forbidden, ...; may be empty."""
     message: str
     causes: tuple[tuple[str, str], ...] = ()
     """Field and message, where it names them."""
@@ -104,7 +104,7 @@ class Flows:
     prefix_queries: float = 0.0
     """Prompt tokens that were looked up in the prefix cache."""
     prefix_hits: float = 0.0
-    """Of them, those that it held."""
+    """Prompt tokens that it held."""
     finished: float = 0.0
     """Requests that ended, failed ones included."""
     failed: float = 0.0
@@ -127,8 +127,7 @@ class Flows:
 
 def _plus(ours: float | Histogram, theirs: float | Histogram) -> Any:
     if isinstance(ours, Histogram) and isinstance(theirs, Histogram):
-        comparable = ours.bounds == theirs.bounds or not ours.count or not theirs.count
-        return ours + theirs if comparable else ours
+        return Histogram.together((theirs, ours))
     return ours + theirs  # type: ignore[operator]
 
 
@@ -137,11 +136,11 @@ NO_FLOWS = Flows()
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One scrape of one revision: sums over the pods that are believed; use is their token-weighted mean."""
+    """One scrape of one revision: sums over the pods whose pages are plausible; use is their token-weighted mean."""
 
     time: datetime
     pods: int
-    """Pods that answered and are believed."""
+    """Pods that answered with a plausible page."""
     usage: float
     """Share of KV blocks in use, 0 to 1."""
     running: float
@@ -149,8 +148,8 @@ class Sample:
     capacity_tokens: int
     observed_dtype: str
     flows: Flows = NO_FLOWS
-    doubted: tuple[str, ...] = ()
-    """Pods that answered and are not believed, each as "NAME: why"."""
+    implausible: tuple[str, ...] = ()
+    """Pods that answered with an implausible page, each as "NAME: why"."""
     unanswered: int = 0
     """Ready pods that gave no page."""
     recent_tokens: int | None = None
@@ -169,7 +168,7 @@ class ModelFacts:
     kv_heads: int
     layers: int
     window_layers: int
-    """Of them, those with a sliding window."""
+    """Layers with a sliding window."""
     mla: bool
 
 
@@ -180,7 +179,7 @@ class NodeFacts:
     gpu: str = "cpu"
     compute_capability: tuple[int, int] | None = None
     memory_mib: int | None = None
-    """Of one GPU."""
+    """Memory of one GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +251,7 @@ class Snapshot:
     uid: str
     generation: int
     resource_version: str
-    """Of the object that was judged: its status is written only while it is still this one."""
+    """The resource version of the object that was judged: its status is written only while it is still this one."""
     faults: tuple[Fault, ...]
     spec: Spec | None
     """None while there are faults."""
@@ -303,5 +302,5 @@ class Snapshot:
         return next((one for one in self.rejections or () if (one.kind, one.name) == (kind, name)), None)
 
     def last_sample(self, revision: str) -> Sample | None:
-        """The revision's newest scrape in which at least one pod was believed."""
+        """The revision's newest scrape in which at least one pod was plausible."""
         return next((sample for sample in reversed(self.samples.get(revision, ())) if sample.pods), None)

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide.accuracy.measured import measured
-from kvpilot_operator.decide.accuracy.verdict import judge
+from kvpilot_operator.decide.accuracy.verdict import judge, measured
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS, denial
 from kvpilot_operator.decide.trial import baseline
@@ -25,13 +24,9 @@ from kvpilot_operator.decide.trial.ending import deny
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.render.names import engine_url
 from kvpilot_operator.state.decision import Measure
-from kvpilot_operator.state.enums import Action, Verdict
+from kvpilot_operator.state.enums import Action, Reason, Verdict
 from kvpilot_operator.state.snapshot import PodView, ProbeFailed, Snapshot
 from kvpilot_operator.state.status import Accuracy, Baseline, Stable
-
-REASON = "AccuracyDrifted"
-# A probe that gave way to users for too long says nothing of the engine: no warning is worth it.
-BUSY = "EngineBusy"
 
 
 def begin(c: Context) -> Context:
@@ -93,7 +88,7 @@ def due(s: Snapshot, spec: Spec, accuracy: Accuracy) -> bool:
 def next_pod(pods: Sequence[PodView], accuracy: Accuracy, revision: str) -> PodView:
     """The replica whose turn it is: in the order of names, one after the last, so that each one's GPU gets its turn.
 
-    One that has just failed is asked again: another's pass would only hide it.
+    One that has just failed is asked again: another one that passes would only hide it.
     """
     ordered = sorted(pods, key=lambda pod: pod.name)
     last = accuracy.last
@@ -117,14 +112,16 @@ def _watched(c: Context) -> tuple[Stable, Baseline, tuple[PodView, ...]] | None:
 
 
 def _count_error(c: Context, pod: str, failed: ProbeFailed) -> Context:
-    if failed.reason == "BaselineLost":
-        return c.set_accuracy(baseline=None).event("BaselineLost", failed.message, warning=True)
+    if failed.reason == Reason.BASELINE_LOST:
+        return c.set_accuracy(baseline=None).event(Reason.BASELINE_LOST, failed.message, warning=True)
     errors, limit = c.status.accuracy.errors + 1, c.spec.accuracy.consecutive_error_limit
     c = c.set_accuracy(checked_time=c.now, errors=errors)
     text = f"pod {pod}: {failed.reason}: {failed.message} ({errors} runs in a row without a verdict)"
     if errors == limit:
         return c.event("AccuracyUnknown", text, warning=True)
-    return c.event("ProbeError", text, warning=True) if errors < limit and failed.reason != BUSY else c
+    # A probe that gave way to users for too long says nothing of the engine: no warning is worth it.
+    quiet = errors > limit or failed.reason == Reason.ENGINE_BUSY
+    return c if quiet else c.event("ProbeError", text, warning=True)
 
 
 def _count_verdict(c: Context, stable: Stable, kept: Baseline, pod: str, found: Measurement) -> Context:
@@ -142,16 +139,16 @@ def _count_verdict(c: Context, stable: Stable, kept: Baseline, pod: str, found: 
 
 def _act_on_drift(c: Context, dtype: str, text: str, *, new: bool) -> Context:
     """Hand over to the choice of the target: it leaves a dtype that is denied for its accuracy, though it serves."""
-    seconds = c.spec.rollout.deny_seconds
+    seconds, reason = c.spec.rollout.deny_seconds, Reason.ACCURACY_DRIFTED
     if c.spec.accuracy.on_failure == "Rollback" and seconds > 0:
         # A denial for another reason, such as its latency, keeps a dtype from being tried and does not end its service.
         standing = denial(dtype, c.spec, c.snapshot.node, c.status.kv_cache.denied, c.now)
         if standing is not None and standing.reason in ACCURACY_REASONS:
             return c
-        c = c.record(Action.ROLL_BACK, REASON, f"{text}; {dtype} gives way", from_dtype=dtype, warning=True)
-        return deny(c, dtype, REASON, text, seconds)
+        c = c.record(Action.ROLL_BACK, reason, f"{text}; {dtype} gives way", from_dtype=dtype, warning=True)
+        return deny(c, dtype, reason, text, seconds)
     why = "accuracy.onFailure is Report" if seconds > 0 else "rollout.denySeconds is 0, nothing is denied"
-    return c.event(REASON, f"{text}; {dtype} keeps serving: {why}", warning=True) if new else c
+    return c.event(reason, f"{text}; {dtype} keeps serving: {why}", warning=True) if new else c
 
 
 def _identity(kept: Baseline, stable: Stable, pod: PodView, accuracy: Accuracy) -> str:

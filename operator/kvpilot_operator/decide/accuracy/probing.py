@@ -6,8 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from kvpilot_operator.decide.accuracy import drift
-from kvpilot_operator.decide.accuracy.measured import measured
-from kvpilot_operator.decide.accuracy.verdict import judge
+from kvpilot_operator.decide.accuracy.verdict import judge, measured
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.draft import in_flight
 from kvpilot_operator.decide.rejections import finding
@@ -16,7 +15,7 @@ from kvpilot_operator.decide.trial.ending import roll_back
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.render.names import engine_url
 from kvpilot_operator.state.decision import Find, Measure, Request
-from kvpilot_operator.state.enums import Action, Stage, Verdict
+from kvpilot_operator.state.enums import Action, Reason, Stage, Verdict
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Captured, NothingKept, ProbeFailed
 from kvpilot_operator.state.status import Baseline, Canary
@@ -102,7 +101,7 @@ def _judge(c: Context, pod: str, found: Measurement, kept: Baseline) -> Context:
 def _count_error(c: Context, failed: ProbeFailed, verdict: Verdict = Verdict.ERROR) -> Context:
     errors = in_flight(c).errors + 1
     c = c.set_canary(errors=errors)
-    if failed.reason == "BaselineLost":
+    if failed.reason == Reason.BASELINE_LOST:
         c = c.set_accuracy(baseline=None)
     if errors >= c.spec.accuracy.consecutive_error_limit:
         return roll_back(c, verdict, failed.reason, failed.message)

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from kvpilot_operator.api.spec import Accuracy
 from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.state.enums import Verdict
-from kvpilot_operator.state.status import Baseline
+from kvpilot_operator.state.enums import Reason, Verdict
+from kvpilot_operator.state.snapshot import Snapshot
+from kvpilot_operator.state.status import Baseline, Bucket, Measured, Sample, clip
 
+MAX_SAMPLE = 500
 # Fewer compared positions than this say nothing about a 99th percentile or a share in percent.
 MIN_POSITIONS = 100
 
@@ -23,28 +25,62 @@ class Judgement:
     excess_kl_micronats: int
 
 
-def judge(measured: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
+def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
     """Damage is what exceeds the 16-bit-against-16-bit control: the engine's own noise is never blamed on a dtype.
 
     The agreement limit is on the same footing: it is lowered by what the control itself disagrees.
     """
-    excess = max(0, measured.mean_kl_micronats - control.control_mean_kl_micronats)
+    excess = max(0, found.mean_kl_micronats - control.control_mean_kl_micronats)
     allowed = limits.max_excess_kl_millinats * 1000
     noise = 1000 - control.control_top1_agreement_permille
-    agreement = measured.top1_agreement_permille
+    agreement = found.top1_agreement_permille
     needed = limits.min_top1_agreement_percent * 10 - noise
     numbers = (
         f"excess KL {excess / 1000:.1f} millinats (limit {limits.max_excess_kl_millinats}), "
-        f"p99 {measured.p99_kl_micronats / 1000:.0f}, top-1 agreement {agreement / 10:.1f}% "
-        f"(limit {needed / 10:.1f}%), {measured.positions} positions of {measured.prompts} prompts"
+        f"p99 {found.p99_kl_micronats / 1000:.0f}, top-1 agreement {agreement / 10:.1f}% "
+        f"(limit {needed / 10:.1f}%), {found.positions} positions of {found.prompts} prompts"
     )
     # Damage beyond the limits stays damage however few positions were reached: probes of garbage stop early.
     if excess > allowed or agreement < needed:
-        few = measured.positions < MIN_POSITIONS and excess <= 10 * allowed
+        few = found.positions < MIN_POSITIONS and excess <= 10 * allowed
         if not few:
-            return Judgement(Verdict.FAILED, "AccuracyRegressed", numbers, excess)
-    if measured.positions < MIN_POSITIONS:
+            return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, numbers, excess)
+    if found.positions < MIN_POSITIONS:
         return Judgement(
             Verdict.INCONCLUSIVE, "TooFewPositions", f"{numbers}; at least {MIN_POSITIONS} are needed", excess
         )
     return Judgement(Verdict.PASSED, "WithinLimits", numbers, excess)
+
+
+def measured(s: Snapshot, m: Measurement, judgement: Judgement, *, revision: str, dtype: str, pod: str) -> Measured:
+    """What `status.accuracy.last` says of a probe run of this pod."""
+    sample = m.sample
+    return Measured(
+        revision=revision,
+        dtype=dtype,
+        pod=pod,
+        verdict=judgement.verdict,
+        probe_time=s.now,
+        prompts=m.prompts,
+        positions=m.positions,
+        mean_kl_micronats=m.mean_kl_micronats,
+        p99_kl_micronats=m.p99_kl_micronats,
+        excess_kl_micronats=judgement.excess_kl_micronats,
+        top1_agreement_permille=m.top1_agreement_permille,
+        buckets=tuple(
+            Bucket(
+                from_position=b.from_position,
+                to_position=b.to_position,
+                mean_kl_micronats=b.mean_kl_micronats,
+                top1_agreement_permille=b.top1_agreement_permille,
+            )
+            for b in m.buckets
+        ),
+        sample=None
+        if sample is None
+        else Sample(
+            prompt=clip(sample.prompt, MAX_SAMPLE),
+            stable=clip(sample.stable, MAX_SAMPLE),
+            canary=clip(sample.canary, MAX_SAMPLE),
+        ),
+    )

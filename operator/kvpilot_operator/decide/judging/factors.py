@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from kvpilot_operator.state.snapshot import Snapshot
 
-REASON = "MixedFactors"
-
 
 def mixed(s: Snapshot, revision: str) -> str | None:
     """Which of a revision's pods have other factors than most of them, with the remedy; None where none has.

@@ -8,12 +8,12 @@ from datetime import datetime
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.judging.feasibility import infeasible, slow_fp8
-from kvpilot_operator.state.enums import Outcome
+from kvpilot_operator.state.enums import Outcome, Reason
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Denied
 
 # Denials for these reasons say that answers are wrong: a dtype that serves all the same is left.
-ACCURACY_REASONS = ("AccuracyRegressed", "AccuracyDrifted")
+ACCURACY_REASONS = (Reason.ACCURACY_REGRESSED, Reason.ACCURACY_DRIFTED)
 # A revision that failed for want of capacity, or for errors, may be tried again after this long.
 RETRY_SECONDS = 3600
 

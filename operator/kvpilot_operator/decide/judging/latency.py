@@ -40,7 +40,7 @@ class Expected:
 
 
 def expected_itl_change(s: PolicyInput, to_dtype: str, load: float = 1.0) -> Expected:
-    """Of a step to a dtype (or to the same one) with `load` times the tokens in each replica's cache."""
+    """What a step to a dtype, or to the same one, would bring with `load` times the tokens in each replica's cache."""
     if s.dtype != to_dtype:
         measured = (e.itl_p95_change_percent for e in s.experience(to_dtype))
         known = next((percent for percent in measured if percent is not None), None)

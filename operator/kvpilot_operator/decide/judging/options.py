@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from datetime import timedelta
 
+import msgspec
+
 from kvpilot_kernels import formats
 from kvpilot_operator.decide.judging.capacity import gain, ring_share, smaller
 from kvpilot_operator.decide.judging.ladder import Rung, rungs
@@ -42,7 +44,7 @@ def stay(s: PolicyInput, outcome: Outcome, message: str) -> Option:
     """Leave everything as it is."""
     tokens = int(s.workload.capacity_per_pod * s.counted)
     use = _percent(s.workload.demand_tokens, tokens)
-    return _option(s, Action.STAY, s.dtype, s.replicas, outcome, message, tokens, use, None)
+    return _option(s, Action.STAY, (s.dtype, s.replicas), outcome, message, tokens, use)
 
 
 def down(s: PolicyInput) -> list[Weighed]:
@@ -62,7 +64,7 @@ def out(s: PolicyInput) -> Weighed:
     tokens = int(s.workload.capacity_per_pod * replicas)
     use, limit = _percent(s.workload.demand_tokens, tokens), s.spec.kv_cache.pressure.high_percent
     itl = expected_itl_change(s, s.dtype, s.counted / replicas)
-    return _weighed(s, Action.SCALE_OUT, s.dtype, replicas, _out_closed(s), tokens, use, limit, itl)
+    return _weighed(s, Action.SCALE_OUT, (s.dtype, replicas), _out_closed(s), tokens, use, limit, itl)
 
 
 def scale_in(s: PolicyInput) -> Weighed:
@@ -72,7 +74,7 @@ def scale_in(s: PolicyInput) -> Weighed:
     tokens, use = int(s.workload.capacity_per_pod * left), _percent(s.workload.peak_load, left)
     margin = (pressure.low_percent + pressure.high_percent) // 2
     closed, itl = _in_closed(s, replicas, left, use, margin), expected_itl_change(s, s.dtype, s.counted / left)
-    return _weighed(s, Action.SCALE_IN, s.dtype, replicas, closed, tokens, use, margin, itl)
+    return _weighed(s, Action.SCALE_IN, (s.dtype, replicas), closed, tokens, use, margin, itl)
 
 
 def listed(chosen: Option, steps: list[Weighed]) -> tuple[Option, ...]:
@@ -94,7 +96,7 @@ def _down(s: PolicyInput, rung: Rung) -> Weighed:
     closed = _dtype_closed(s, rung, itl, climb=False)
     if closed is None and s.workload.kind != WorkloadKind.MEMORY_BOUND:
         closed = Outcome.NOT_MEMORY, "memory is not what binds"
-    return _weighed(s, Action.DTYPE_DOWN, rung.dtype, s.replicas, closed, tokens, use, limit, itl, times)
+    return _weighed(s, Action.DTYPE_DOWN, (rung.dtype, s.replicas), closed, tokens, use, limit, itl, times)
 
 
 def _up(s: PolicyInput, rung: Rung) -> Weighed:
@@ -109,14 +111,13 @@ def _up(s: PolicyInput, rung: Rung) -> Weighed:
         closed = Outcome.TOO_TIGHT, f"the peak would fill {use}%, above lowPercent {limit}%"
     if closed is None and crowded is not None:
         closed = Outcome.TOO_TIGHT, crowded
-    return _weighed(s, Action.DTYPE_UP, rung.dtype, s.replicas, closed, tokens, use, limit, itl, times)
+    return _weighed(s, Action.DTYPE_UP, (rung.dtype, s.replicas), closed, tokens, use, limit, itl, times)
 
 
 def _weighed(
     s: PolicyInput,
     action: Action,
-    dtype: str,
-    replicas: int,
+    to: tuple[str, int],
     closed: _Closed | None,
     tokens: int,
     use: int,
@@ -125,14 +126,13 @@ def _weighed(
     times: float | None = None,
 ) -> Weighed:
     """What every step says: why it is ruled out, if it is, and what it would lead to; `times` of a change of dtype."""
-    fits = use <= limit
+    fits, (dtype, replicas) = use <= limit, to
     outcome, why = closed or (Outcome.POSSIBLE if fits else Outcome.INSUFFICIENT, "")
     who, gained = (f"{replicas} replicas", "") if times is None else (dtype, f" ({times:.2f}x)")
     when = " at the peak" if action in (Action.SCALE_IN, Action.DTYPE_UP) else ""
     text = f"{who} would hold {tokens} tokens{gained} and be {use}% full{when}; {itl.message}"
-    message = f"{why}; {text}" if why else text
-    option = _option(s, action, dtype, replicas, outcome, message, tokens, use, itl.percent)
-    return Weighed(option, closed is None, fits)
+    option = _option(s, action, to, outcome, f"{why}; {text}" if why else text, tokens, use)
+    return Weighed(msgspec.structs.replace(option, itl_change_percent=itl.percent), closed is None, fits)
 
 
 def _dtype_closed(s: PolicyInput, rung: Rung, itl: Expected, *, climb: bool) -> _Closed | None:
@@ -214,16 +214,9 @@ def _percent(part: float, whole: float) -> int:
 
 
 def _option(
-    s: PolicyInput,
-    action: Action,
-    dtype: str,
-    replicas: int,
-    outcome: Outcome,
-    message: str,
-    tokens: int,
-    use: int,
-    itl: int | None,
+    s: PolicyInput, action: Action, to: tuple[str, int], outcome: Outcome, message: str, tokens: int, use: int
 ) -> Option:
+    dtype, replicas = to
     return Option(
         action=action,
         dtype=dtype,
@@ -233,5 +226,4 @@ def _option(
         message=clip(message),
         capacity_tokens=tokens,
         usage_percent=use,
-        itl_change_percent=itl,
     )

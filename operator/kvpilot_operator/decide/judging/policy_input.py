@@ -35,7 +35,7 @@ class PolicyInput:
     node: NodeFacts
     model: ModelFacts | None = None
     recent_tokens: int = 0
-    """Of the engines that serve, as they say themselves."""
+    """The recent window of the engines that serve, as they say themselves."""
     denied: tuple[Denied, ...] = ()
     history: tuple[Experience, ...] = ()
     saturations: tuple[Saturation, ...] = ()

@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvpilot_operator.state.snapshot import RouteView
+from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.render.names import HTTP_ROUTE_API, canary_service
+from kvpilot_operator.state.questions import Question
+from kvpilot_operator.state.snapshot import RouteView, Snapshot
 
 Rule = Mapping[str, Any]
 
 # The Gateway API allows weights up to 1,000,000.
 MAX_WEIGHT = 10_000
+# The longest name of a Service (RFC 1123 label).
+_MAX_NAME = 63
 
 
 def weighted(rules: Sequence[Rule], namespace: str, service: str, canary: str, share: int) -> tuple[Rule, ...]:
@@ -31,24 +36,32 @@ def carries(route: RouteView | None, namespace: str, backend: str) -> bool:
     return route is not None and any(_is(ref, namespace, backend) for rule in route.rules for ref in _refs(rule))
 
 
-def fault(route: RouteView | None, name: str, namespace: str, service: str) -> str | None:
-    """Why a canary's share cannot be set in the HTTPRoute `name`, with the remedy; None where it can."""
-    if route is None:
-        return f"namespace {namespace} has no HTTPRoute {name}; create it, or remove routeRef"
-    written = weighted(route.rules, namespace, service, f"{service}-canary", 0)
-    ours = [rule for rule in written if _sends(rule, namespace, service)]
+def fault(s: Snapshot, spec: Spec) -> str | None:
+    """What is wrong with spec.canary.routeRef, and the remedy; None where a canary's share can be set in it."""
+    name, service, lent = spec.canary.route_ref, s.key.name, canary_service(s.key.name)
+    if name is None:
+        return " was removed during the trial; put it back, or end the trial"
+    if len(lent) > _MAX_NAME:
+        long = f"the Service {lent} would have a name of more than {_MAX_NAME} characters"
+        return f": {long}; give the service a shorter one, or remove routeRef"
+    if not s.server.http_routes:
+        missing = f"this API server does not serve {HTTP_ROUTE_API}"
+        return f": {missing}; install the Gateway API and restart the operator, or remove routeRef"
+    unread = s.unread(Question.ROUTE)
+    if unread is not None:
+        return f": HTTPRoute {name} could not be read: {unread}"
+    if s.route is None:
+        return f": namespace {s.key.namespace} has no HTTPRoute {name}; create it, or remove routeRef"
+    written = weighted(s.route.rules, s.key.namespace, service, lent, 0)
+    ours = [rule for rule in written if _sends(rule, s.key.namespace, service)]
     if not ours:
-        return (
-            f"no rule of HTTPRoute {name} sends to Service {service}; add it to a rule's "
-            "backendRefs, or remove routeRef"
-        )
+        none = f"no rule of HTTPRoute {name} sends to Service {service}"
+        return f": {none}; add it to a rule's backendRefs, or remove routeRef"
     largest = max(_weight(ref) for rule in ours for ref in _refs(rule))
-    if largest > MAX_WEIGHT:
-        return (
-            f"HTTPRoute {name} has a weight of {largest} beside Service {service}; a share can "
-            f"be taken of weights up to {MAX_WEIGHT}: make them smaller"
-        )
-    return None
+    if largest <= MAX_WEIGHT:
+        return None
+    heavy = f"HTTPRoute {name} has a weight of {largest} beside Service {service}"
+    return f": {heavy}; a share can be taken of weights up to {MAX_WEIGHT}: make them smaller"
 
 
 def _with(rule: Rule, namespace: str, service: str, canary: str, share: int) -> Rule:

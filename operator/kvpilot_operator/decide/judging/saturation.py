@@ -63,12 +63,7 @@ def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, r
 
 
 def backoff(
-    action: Action,
-    dtype: str,
-    replicas: int,
-    now: datetime,
-    scaled_in: datetime | None,
-    known: ScaleInBackoff | None,
+    action: Action, dtype: str, replicas: int, now: datetime, scaled_in: datetime | None, known: ScaleInBackoff | None
 ) -> tuple[datetime | None, ScaleInBackoff | None]:
     """When a replica was last given back, and which number was last too few, once `action` is taken."""
     if action == Action.SCALE_IN:

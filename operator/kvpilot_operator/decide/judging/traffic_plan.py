@@ -6,15 +6,11 @@ from dataclasses import dataclass
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.judging import route
-from kvpilot_operator.render.names import HTTP_ROUTE_API, canary_service
 from kvpilot_operator.state.enums import TrafficMode
-from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 
 # A replica ratio may be above the step it stands for by one point: 1 of 3 replicas will do for 33%.
 _ROUNDING_PERCENT = 1
-# The longest name of a Service (RFC 1123 label).
-_MAX_NAME = 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +22,7 @@ class TrafficStep:
     """What the canary gets: of requests by HTTPRoute, of replicas by replica ratio."""
     hold_seconds: int
     replicas: int
-    """Of the canary."""
+    """Replicas of the canary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +37,7 @@ class TrafficPlan:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of one revision: the replicas that its Deployment asks for, and those that answer."""
+    """The replicas that the Deployment of a revision asks for, and those that answer."""
 
     replicas: int
     ready: int
@@ -112,7 +108,7 @@ def _probe_only(message: str) -> TrafficPlan:
 
 
 def _by_route(s: Snapshot, spec: Spec, pods: int, most: int) -> TrafficPlan:
-    held = _route_fault(s, spec)
+    held = route.fault(s, spec)
     if held is not None:
         return TrafficPlan(TrafficMode.HTTP_ROUTE, held=f"spec.canary.routeRef{held}")
     steps = tuple(
@@ -123,28 +119,6 @@ def _by_route(s: Snapshot, spec: Spec, pods: int, most: int) -> TrafficPlan:
         if step.weight_percent < 100
     )
     return TrafficPlan(TrafficMode.HTTP_ROUTE, steps, f"by weights of HTTPRoute {spec.canary.route_ref}")
-
-
-def _route_fault(s: Snapshot, spec: Spec) -> str | None:
-    """What is wrong with spec.canary.routeRef, and the remedy; None where shares can be set."""
-    name, lent = spec.canary.route_ref, canary_service(s.key.name)
-    if name is None:
-        return " was removed during the trial; put it back, or end the trial"
-    if len(lent) > _MAX_NAME:
-        return (
-            f": the Service {lent} would have a name of more than {_MAX_NAME} characters; give the service a shorter "
-            "one, or remove routeRef"
-        )
-    if not s.server.http_routes:
-        return (
-            f": this API server does not serve {HTTP_ROUTE_API}; install the Gateway API and restart the operator, or "
-            "remove routeRef"
-        )
-    unread = s.unread(Question.ROUTE)
-    if unread is not None:
-        return f": HTTPRoute {name} could not be read: {unread}"
-    fault = route.fault(s.route, name, s.key.namespace, s.key.name)
-    return None if fault is None else f": {fault}"
 
 
 def _by_ratio(spec: Spec, pods: int, most: int) -> TrafficPlan:

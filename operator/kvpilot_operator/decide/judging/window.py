@@ -12,8 +12,8 @@ from kvpilot_operator.state.snapshot import Flows, Sample
 # The longest time between two scrapes that still counts as observed, in seconds.
 STALE_SECONDS = 60
 GAP = timedelta(seconds=STALE_SECONDS)
-# A scrape that believes fewer than this share of the pods says nothing of the service.
-_BELIEVED = 2 / 3
+# A scrape in which fewer than this share of the pods is plausible says nothing of the service.
+_ENOUGH = 2 / 3
 # Prompts dominate where they take half of the requests' time, or where a replica has a prompt in hand at half of all
 # moments and computes so many prompt tokens in a step. A GPU of 2020 to 2026 multiplies some 200 to 300 tokens by the
 # weights in the time in which it reads them (data sheets: peak FLOP/s over bytes/s), and up to four times as many while
@@ -93,26 +93,26 @@ class Sums:
         return in_hand >= _PROMPTS_IN_HAND and (self.prompt_tokens_per_step or 0.0) >= _PROMPT_TOKENS_A_STEP
 
 
-def believed(s: Sample) -> bool:
-    """Whether a scrape reached enough of the pods to speak for all."""
-    if not s.doubted and not s.unanswered:
+def plausible(s: Sample) -> bool:
+    """Whether enough of the pods gave plausible pages to stand for all of them."""
+    if not s.implausible and not s.unanswered:
         return s.pods > 0
-    return s.pods >= max(1.0, _BELIEVED * ready_pods(s))
+    return s.pods >= max(1.0, _ENOUGH * ready_pods(s))
 
 
 def ready_pods(s: Sample) -> int:
-    """Pods that were ready at the scrape, believed or not."""
-    return s.pods + len(s.doubted) + s.unanswered
+    """Pods that were ready at the scrape, plausible or not."""
+    return s.pods + len(s.implausible) + s.unanswered
 
 
 def add_up(window: Sequence[Sample], pressure: Pressure) -> Sums:
-    """Add up a window that ends with a believed scrape; those that are not believed are left out, as gaps."""
+    """Add up a window that ends with a plausible scrape; those that are not are left out, as gaps."""
     limit, queue = pressure.high_percent / 100, pressure.waiting_per_replica
     sums, before, first_waiting, s = Sums(), None, 0.0, window[-1]
     for s in window:
         scale = 1.0
-        if s.doubted or s.unanswered or not s.pods:
-            if not believed(s):
+        if s.implausible or s.unanswered or not s.pods:
+            if not plausible(s):
                 continue
             scale = ready_pods(s) / s.pods
         if before is None:

@@ -7,17 +7,16 @@ Metrics that are old, full of gaps, or from too few of the pods say nothing at a
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import pairwise
 from operator import attrgetter
 
 from kvpilot_operator.api.spec import Pressure
-from kvpilot_operator.decide.judging.window import GAP, Sums, add_up, believed
+from kvpilot_operator.decide.judging.window import GAP, Sums, add_up, plausible
 from kvpilot_operator.state.enums import WorkloadKind
-from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.snapshot import Sample
+from kvpilot_operator.state.snapshot import Flows, Sample
 
 # A window counts as full when the time between its scrapes adds up to this share of it: they do not fall on its edges.
 _SPAN = 0.8
@@ -54,7 +53,7 @@ class Workload:
     running: float = 0.0
     """Requests that run, on average."""
     preemptions_per_minute: float = 0.0
-    """Of one replica."""
+    """Preemptions of one replica."""
     pods: int = 0
     """Ready replicas at the newest scrape."""
     capacity_tokens: int = 0
@@ -86,27 +85,13 @@ class Workload:
     """The last `calm_seconds` were seen whole, and next to nobody waited."""
     peak_load: float = 0.0
     """The most KV cache in use in that time, in replicas: 1.5 is one and a half replicas' whole cache."""
-    doubted: tuple[str, ...] = ()
-    """Pods that are not believed, and why."""
-    window: Sequence[Sample] = field(default=(), repr=False, compare=False)
-
-    @property
-    def demand_per_pod(self) -> float:
-        """Tokens of demand for each replica."""
-        return self.demand_tokens / self.pods if self.pods else 0.0
+    implausible: tuple[str, ...] = ()
+    """Pods whose pages are implausible, and why."""
 
     @property
     def capacity_per_pod(self) -> float:
         """Tokens that one replica holds."""
         return self.capacity_tokens / self.pods if self.pods else 0.0
-
-    def prompt_lengths(self) -> Histogram:
-        """Lengths in tokens of the prompts that the window saw end."""
-        return _together([s.flows.prompt_lengths for s in self.window])
-
-    def generation_lengths(self) -> Histogram:
-        """Lengths in tokens of the answers that the window saw end."""
-        return _together([s.flows.generation_lengths for s in self.window])
 
 
 def classify(
@@ -131,14 +116,16 @@ def classify(
     A new replica starts the window anew: what was before it says nothing of now.
     """
     end = bisect_right(samples, now, key=_TIME)
-    while end and not believed(samples[end - 1]):
+    while end and not plausible(samples[end - 1]):
         end -= 1
     if not end or now - samples[end - 1].time > GAP:
-        doubted = samples[-1].doubted if samples else ()
-        names = ", ".join(sorted(doubt.partition(":")[0] for doubt in doubted))
-        why = f"; not believed: {names}" if names else ""
+        implausible = samples[-1].implausible if samples else ()
+        names = ", ".join(sorted(doubt.partition(":")[0] for doubt in implausible))
+        why = f"; implausible: {names}" if names else ""
         return Workload(
-            WorkloadKind.NO_METRICS, f"in the last minute no scrape reached enough of the engines{why}", doubted=doubted
+            WorkloadKind.NO_METRICS,
+            f"in the last minute no scrape reached enough of the engines{why}",
+            implausible=implausible,
         )
     start = bisect_left(samples, now - timedelta(seconds=pressure.sustained_seconds), hi=end, key=_TIME)
     start = _grown(samples, min(start, max(end - 2, 0)), end)
@@ -151,13 +138,13 @@ def classify(
         start = bisect_left(samples, now - timedelta(seconds=calm_seconds), hi=end, key=_TIME)
         calm = _calm(samples[start:end], calm_seconds, pressure)
     bound = kind in (WorkloadKind.MEMORY_BOUND, WorkloadKind.PREFILL_BOUND, WorkloadKind.COMPUTE_BOUND)
-    best = _best_rate(samples[:end], pressure.sustained_seconds) if bound else None
-    return _workload(kind, message, seen, window, calm, best, lost)
+    rate = _best(samples[:end], pressure.sustained_seconds, lambda f: (f.finished, f.seconds)) if bound else None
+    return _workload(kind, message, seen, window[-1].implausible, calm, rate, lost)
 
 
 def _grown(samples: Sequence[Sample], start: int, end: int) -> int:
     """Where the window begins that the newest replica has seen: what was before it came up says nothing of now."""
-    ready = [s.pods + s.unanswered + len(s.doubted) for s in samples[start:end]]
+    ready = [s.pods + s.unanswered + len(s.implausible) for s in samples[start:end]]
     if min(ready) == ready[-1]:
         return start
     return start + max(i for i in range(1, len(ready)) if ready[i - 1] < ready[i])
@@ -212,7 +199,7 @@ def _prompts(seen: Sums) -> str:
 
 def _calm(window: Sequence[Sample], calm_seconds: int, pressure: Pressure) -> float | None:
     """The most cache in use, in replicas; None where requests waited or replicas went unseen."""
-    whole = [s for s in window if s.pods and not s.doubted and not s.unanswered]
+    whole = [s for s in window if s.pods and not s.implausible and not s.unanswered]
     if len(whole) < _SHARE * len(window) or not whole:
         return None
     times = [s.time for s in whole]
@@ -228,7 +215,7 @@ def _workload(
     kind: WorkloadKind,
     message: str,
     seen: Sums,
-    window: Sequence[Sample],
+    implausible: tuple[str, ...],
     calm: float | None,
     best: float | None,
     lost: str | None,
@@ -255,8 +242,7 @@ def _workload(
         itl_seconds=seen.decode / seen.generated if seen.generated else None,
         calm=calm is not None,
         peak_load=calm if calm is not None else 0.0,
-        doubted=window[-1].doubted,
-        window=window,
+        implausible=implausible,
     )
 
 
@@ -264,7 +250,7 @@ def _thrown_out(seen: Sums, samples: Sequence[Sample], pressure: Pressure) -> st
     """Why prompts that are computed now are a lack of memory: until lately the prefix cache held more of them."""
     if seen.reuse is None or not (seen.waiting or seen.preempted):
         return None
-    best = _best_reuse(samples, pressure.sustained_seconds)
+    best = _best(samples, pressure.sustained_seconds, lambda f: (f.prefix_hits, f.prefix_queries)) or 0.0
     if best - seen.reuse < _LOST_REUSE:
         return None
     return (
@@ -273,28 +259,18 @@ def _thrown_out(seen: Sums, samples: Sequence[Sample], pressure: Pressure) -> st
     )
 
 
-def _best_reuse(samples: Sequence[Sample], seconds: int) -> float:
-    """The largest share of prompt tokens that the prefix cache held over any stretch as long as the window."""
-    best, hits, queried, later = 0.0, 0.0, 0.0, samples[-1].time
-    for s in reversed(samples):
-        hits += s.flows.prefix_hits
-        queried += s.flows.prefix_queries
-        if (later - s.time).total_seconds() >= _SPAN * seconds:
-            best = max(best, hits / queried) if queried else best
-            hits, queried, later = 0.0, 0.0, s.time
-    return best
+def _best(samples: Sequence[Sample], seconds: int, of: Callable[[Flows], tuple[float, float]]) -> float | None:
+    """The largest ratio of two sums over any stretch as long as the window; None where the second is always 0.
 
-
-def _best_rate(samples: Sequence[Sample], seconds: int) -> float | None:
-    """An engine that has thrown out its cached prefixes does less than it did: what it could do lies before that."""
-    best, done, busy, later = None, 0.0, 0.0, samples[-1].time
+    An engine that has thrown out its cached prefixes does less than it did: what it could do lies before that.
+    """
+    best, top, bottom, later = None, 0.0, 0.0, samples[-1].time
     for s in reversed(samples):
-        done += s.flows.finished
-        busy += s.flows.seconds
+        more = of(s.flows)
+        top, bottom = top + more[0], bottom + more[1]
         if (later - s.time).total_seconds() >= _SPAN * seconds:
-            if busy:
-                best = max(best or 0.0, done / busy)
-            done, busy, later = 0.0, 0.0, s.time
+            best = max(best or 0.0, top / bottom) if bottom else best
+            top, bottom, later = 0.0, 0.0, s.time
     return best
 
 
@@ -311,9 +287,3 @@ def _demand(seen: Sums) -> int:
         each = (seen.prefill + seen.decode) / seen.finished
         more = min(more, (max(0.0, seen.growth) / seen.covered + more / _DRAIN_SECONDS) * each)
     return round(seen.held * (1 + more / seen.running))
-
-
-def _together(histograms: Sequence[Histogram]) -> Histogram:
-    """The sum of those with the last full one's buckets: an engine of another version may count in others."""
-    full = [h for h in histograms if h.count]
-    return sum((h for h in full if h.bounds == full[-1].bounds), Histogram())

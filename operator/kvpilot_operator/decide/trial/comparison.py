@@ -62,12 +62,7 @@ class _Figure:
 
 
 def compare(
-    stable: Sequence[Sample],
-    canary: Sequence[Sample],
-    limits: Canary,
-    start: datetime,
-    end: datetime,
-    alpha: float,
+    stable: Sequence[Sample], canary: Sequence[Sample], limits: Canary, start: datetime, end: datetime, alpha: float
 ) -> Finding:
     """Judge the scrapes of both sides from `start` to `end`; `alpha` is the error that this look may spend."""
     ours, theirs = _sides(canary, stable, start, end)
@@ -81,7 +76,7 @@ def compare(
         )
     if len(ours.batches) < MIN_BATCHES:
         return Finding(Verdict.INCONCLUSIVE, "TooFewScrapes", f"{sizes}; at least {MIN_BATCHES} scrapes are needed")
-    if _strangers(ours.total.ttft, theirs.total.ttft) or _strangers(ours.total.itl, theirs.total.itl):
+    if _incomparable(ours.total.ttft, theirs.total.ttft) or _incomparable(ours.total.itl, theirs.total.itl):
         return Finding(Verdict.ERROR, "BucketsDiffer", f"{sizes}; their latency histograms have no bucket in common")
     figures = _figures(ours, theirs, limits)
     share = alpha / len(figures)
@@ -153,7 +148,7 @@ def _errors(side: _Side) -> tuple[float, float]:
     return side.total.failed, side.total.finished
 
 
-def _strangers(a: Histogram, b: Histogram) -> bool:
+def _incomparable(a: Histogram, b: Histogram) -> bool:
     return bool(a.count and b.count and not common(a, b))
 
 
@@ -198,17 +193,7 @@ def _together(flows: Sequence[Flows]) -> Flows:
         failed=sum(f.failed for f in flows),
         prefill_seconds=sum(f.prefill_seconds for f in flows),
         decode_seconds=sum(f.decode_seconds for f in flows),
-        ttft=_merged([f.ttft for f in flows]),
-        itl=_merged([f.itl for f in flows]),
-        generation_lengths=_merged([f.generation_lengths for f in flows]),
+        ttft=Histogram.together([f.ttft for f in flows]),
+        itl=Histogram.together([f.itl for f in flows]),
+        generation_lengths=Histogram.together([f.generation_lengths for f in flows]),
     )
-
-
-def _merged(histograms: Sequence[Histogram]) -> Histogram:
-    """Their sum; those with other buckets than the newest are left out."""
-    full = [h for h in histograms if h.count]
-    if not full:
-        return Histogram()
-    same = [h for h in full if h.bounds == full[-1].bounds]
-    counts = tuple(float(sum(column)) for column in zip(*(h.counts for h in same), strict=True))
-    return Histogram(full[-1].bounds, counts, sum(h.total for h in same))

@@ -8,10 +8,8 @@ from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.draft import in_flight
 from kvpilot_operator.decide.judging.ladder import RETRY_SECONDS, about
 from kvpilot_operator.decide.trial.traffic import routed
-from kvpilot_operator.state.enums import Action, Stage, Verdict
+from kvpilot_operator.state.enums import Action, Reason, Stage, Verdict
 from kvpilot_operator.state.status import MAX_DENIED, MAX_HISTORY, Denied, Experience, Stable, clip
-
-SUPERSEDED = "Superseded"
 
 
 def roll_back(c: Context, verdict: Verdict, reason: str, message: str) -> Context:
@@ -29,9 +27,9 @@ def roll_back(c: Context, verdict: Verdict, reason: str, message: str) -> Contex
         f"{message}; {canary.from_dtype} keeps serving",
         from_dtype=canary.dtype,
         to_dtype=canary.from_dtype,
-        warning=reason != SUPERSEDED,
+        warning=reason != Reason.SUPERSEDED,
     )
-    if reason == SUPERSEDED:
+    if reason == Reason.SUPERSEDED:
         return c
     c = _remember(c)
     if canary.dtype == canary.from_dtype:

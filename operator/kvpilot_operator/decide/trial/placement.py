@@ -146,7 +146,7 @@ def evict_as_now(c: Context) -> Context:
 
 
 def _marked(s: Snapshot) -> frozenset[str]:
-    return frozenset(p.name for p in s.pods if p.sheltered and not p.terminating)
+    return frozenset(p.name for p in s.pods if p.do_not_evict and not p.terminating)
 
 
 def _lets_go(c: Context, covered: int) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from kvpilot_operator.decide.rejections import Cause
 from kvpilot_operator.state.snapshot import PodView
 from kvpilot_operator.state.status import clip
 
@@ -17,15 +17,7 @@ _REASON = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError")
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFailure:
-    """A CamelCase reason and what to do."""
-
-    reason: str
-    message: str
-
-
-def refusal(exit_message: str | None) -> EngineFailure | None:
+def refusal(exit_message: str | None) -> Cause | None:
     """Find the JSON line that kvpilot-serve leaves when it refuses to start."""
     for line in reversed((exit_message or "").splitlines()):
         if '"kvpilot"' not in line:
@@ -35,7 +27,7 @@ def refusal(exit_message: str | None) -> EngineFailure | None:
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and record.get("kvpilot") == "refused":
-            return EngineFailure(_reason(record.get("reason"), "EngineRefused"), clip(_text(record.get("message"))))
+            return Cause(_reason(record.get("reason"), "EngineRefused"), clip(_text(record.get("message"))))
     return None
 
 
@@ -48,7 +40,7 @@ def _text(said: object) -> str:
     return said.encode("utf-8", "replace").decode() if isinstance(said, str) else ""
 
 
-def engine_failure(pods: Sequence[PodView]) -> EngineFailure | None:
+def engine_failure(pods: Sequence[PodView]) -> Cause | None:
     """What makes it pointless to wait for these pods, or None."""
     for pod in pods:
         if pod.ready:
@@ -58,17 +50,17 @@ def engine_failure(pods: Sequence[PodView]) -> EngineFailure | None:
             return refused
         if pod.restarts >= MAX_RESTARTS:
             tail = (pod.exit_message or "no message").strip().splitlines()[-3:]
-            return EngineFailure("EngineCrashed", clip(f"{pod.restarts} restarts; last words: {' | '.join(tail)}"))
+            return Cause("EngineCrashed", clip(f"{pod.restarts} restarts; last words: {' | '.join(tail)}"))
     return None
 
 
-def pending_reason(pods: Sequence[PodView]) -> EngineFailure | None:
+def pending_reason(pods: Sequence[PodView]) -> Cause | None:
     """Why pods that may still come up have not: no node, no image, back-off."""
     for pod in pods:
         if pod.unschedulable:
-            return EngineFailure("Unschedulable", clip(pod.unschedulable))
+            return Cause("Unschedulable", clip(pod.unschedulable))
         if pod.waiting_reason in _IMAGE_REASONS:
-            return EngineFailure("ImageUnavailable", clip(f"{pod.waiting_reason}: {pod.exit_message or ''}"))
+            return Cause("ImageUnavailable", clip(f"{pod.waiting_reason}: {pod.exit_message or ''}"))
         if pod.waiting_reason:
-            return EngineFailure(_reason(pod.waiting_reason, "Waiting"), clip((pod.exit_message or "").strip()[-600:]))
+            return Cause(_reason(pod.waiting_reason, "Waiting"), clip((pod.exit_message or "").strip()[-600:]))
     return None

@@ -20,18 +20,18 @@ from kvpilot_operator.decide.context import Context, Target
 from kvpilot_operator.decide.draft import in_flight
 from kvpilot_operator.decide.judging import factors
 from kvpilot_operator.decide.judging.traffic_plan import counts, one_can_leave
-from kvpilot_operator.decide.rejections import finding, rejected
+from kvpilot_operator.decide.rejections import Cause, finding, rejected
 from kvpilot_operator.decide.trial import shifting, traffic
-from kvpilot_operator.decide.trial.ending import SUPERSEDED, finish_promotion, finish_rollback, roll_back
-from kvpilot_operator.decide.trial.refusal import EngineFailure, engine_failure
+from kvpilot_operator.decide.trial.ending import finish_promotion, finish_rollback, roll_back
+from kvpilot_operator.decide.trial.refusal import engine_failure
 from kvpilot_operator.render.names import deployment_name
-from kvpilot_operator.state.enums import Action, Stage, TrafficMode, Verdict
+from kvpilot_operator.state.enums import Action, Reason, Stage, TrafficMode, Verdict
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import PodView
 from kvpilot_operator.state.status import Canary, Stable, clip
 
-# A target of this reason is a dtype that already harms answers: it is probed, but goes through no steps of traffic.
-URGENT = "AccuracyDrifted"
+# A target of this reason leaves a dtype that harms answers: it is probed, but goes through no steps of traffic.
+URGENT = Reason.ACCURACY_DRIFTED
 # With SurgeOrReplaceOne a canary without a node gives up on spare capacity after this long.
 SURGE_SECONDS = 60
 # A stable side of which nothing answers for this long is down.
@@ -61,24 +61,24 @@ def advance(c: Context) -> Context:
     return _start_canary(c, stable) if fault is None else _hold(c, fault)
 
 
-def start_fault(c: Context, target: Target | None = None) -> EngineFailure | None:
+def start_fault(c: Context, target: Target | None = None) -> Cause | None:
     """Why no canary can be started for this target (None: for any), with the remedy; None where one can."""
     spec, replicas = c.spec, c.replicas
     canary = f"a canary for {target.dtype}" if target is not None else "a canary"
     unread = c.snapshot.unread(Question.PROBE_SETS) or c.snapshot.unread(Question.NODE)
     if unread is not None:
-        return EngineFailure("NotObserved", f"no canary is started while it is not known what it needs: {unread}")
+        return Cause("NotObserved", f"no canary is started while it is not known what it needs: {unread}")
     if replicas == 0:
-        return EngineFailure("ScaledToZero", f"spec.replicas is 0: {canary} starts once there are replicas again")
+        return Cause("ScaledToZero", f"spec.replicas is 0: {canary} starts once there are replicas again")
     if spec.canary.capacity_policy == "ReplaceOne" and not one_can_leave(spec, replicas):
-        return EngineFailure(
+        return Cause(
             "NoReplicaToReplace",
             f"spec.canary.capacityPolicy ReplaceOne takes the place of one of {replicas} replicas, and "
             f"spec.disruption.minAvailable {spec.disruption.min_available} needs them all; raise the replicas, lower "
             "minAvailable, or choose Surge",
         )
     held = None if target is not None and target.reason == URGENT else c.plan.held
-    return None if held is None else EngineFailure("RouteUnusable", held)
+    return None if held is None else Cause(Reason.ROUTE_UNUSABLE, held)
 
 
 def _mark_ready(c: Context) -> Context:
@@ -109,7 +109,7 @@ def _serve(c: Context, reason: str, message: str) -> Context:
     return c.record(Action.SERVE, reason, message, to_dtype=c.target.dtype)
 
 
-def _hold(c: Context, fault: EngineFailure) -> Context:
+def _hold(c: Context, fault: Cause) -> Context:
     before = c.before.condition("Progressing")
     if before is not None and before.reason == fault.reason:
         return c
@@ -158,19 +158,21 @@ def _advance_canary(c: Context) -> Context:
             return c.set_canary(stage_time=c.now, step_time=None if canary.step_time is None else c.now)
         return c
     if c.target.revision != canary.revision:
-        return roll_back(c, Verdict.ERROR, SUPERSEDED, "the spec changed while the canary was on trial")
+        return roll_back(c, Verdict.ERROR, Reason.SUPERSEDED, "the spec changed while the canary was on trial")
     if c.replicas == 0 and canary.stage != Stage.PROMOTING:
-        return roll_back(c, Verdict.ERROR, SUPERSEDED, "the service was scaled to 0 while the canary was on trial")
+        return roll_back(
+            c, Verdict.ERROR, Reason.SUPERSEDED, "the service was scaled to 0 while the canary was on trial"
+        )
     judged = canary.verdict not in (Verdict.PENDING, Verdict.PASSED)
     if canary.stage in (Stage.STARTING, Stage.PROBING) and judged:
         return roll_back(c, canary.verdict, canary.reason, canary.message)
     failure = engine_failure(_pods_on_trial(c))
     if failure is not None:
-        return roll_back(c, Verdict.ERROR, failure.reason, failure.message)
+        return roll_back(c, Verdict.ERROR, *failure)
     differ = factors.mixed(s, canary.revision)
     if differ is not None:
         # What its probes say of one pod would not hold for the others.
-        return roll_back(c, Verdict.ERROR, factors.REASON, differ)
+        return roll_back(c, Verdict.ERROR, Reason.MIXED_FACTORS, differ)
     c = _note_capacity(c)
     if overdue:
         return _give_up(c)
@@ -203,7 +205,7 @@ def _begin_probing(c: Context) -> Context:
 def _share_traffic(c: Context) -> Context:
     """The probes have passed: on to the steps, if there are any that can be set, or else to the promotion."""
     if c.plan.held is not None:
-        return shifting.noted(c, c.plan.held, reason="RouteUnusable")
+        return shifting.noted(c, c.plan.held, reason=Reason.ROUTE_UNUSABLE)
     if c.plan.mode == TrafficMode.PROBE_ONLY:
         return _promote(c.set_canary(traffic_mode=TrafficMode.PROBE_ONLY))
     if _stable_is_down(c):
@@ -289,7 +291,7 @@ def _give_up(c: Context) -> Context:
         text = f"no verdict within {seconds} s after its time: {canary.message}"
         return roll_back(c, Verdict.INCONCLUSIVE, canary.reason, text)
     text = f"still {canary.stage} after {seconds} s{_why_waiting(c)}"
-    if canary.stage == Stage.SHIFTING or canary.reason == "RouteUnusable":
+    if canary.stage == Stage.SHIFTING or canary.reason == Reason.ROUTE_UNUSABLE:
         text = f"{text}: {canary.message}"
     return roll_back(c, Verdict.ERROR, "ProgressDeadlineExceeded", text)
 

@@ -23,7 +23,7 @@ from kvpilot_operator.decide.trial import traffic
 from kvpilot_operator.decide.trial.comparison import Finding, compare
 from kvpilot_operator.decide.trial.ending import roll_back
 from kvpilot_operator.render.names import canary_service
-from kvpilot_operator.state.enums import Action, Stage, TrafficMode, Verdict
+from kvpilot_operator.state.enums import Action, Reason, Stage, TrafficMode, Verdict
 from kvpilot_operator.state.status import Canary
 
 ALPHA = 0.05
@@ -44,7 +44,7 @@ def advance(c: Context) -> Context:
     plan, canary = c.plan, in_flight(c)
     if plan.held is not None or not plan.steps:
         # What a step has not passed is not promoted for want of a step: the deadline ends it.
-        reason, text = ("RouteUnusable", plan.held) if plan.held is not None else ("NoStepLeft", plan.message)
+        reason, text = (Reason.ROUTE_UNUSABLE, plan.held) if plan.held is not None else ("NoStepLeft", plan.message)
         return noted(c, text, verdict=Verdict.PENDING, reason=reason)
     place = max((i for i, p in enumerate(plan.steps) if p.index <= (canary.step or 0)), default=0)
     step = plan.steps[place]
@@ -134,8 +134,7 @@ def _wait(c: Context, plan: TrafficPlan, step: TrafficStep) -> Context:
     start = c.now + timedelta(seconds=c.spec.canary.warm_up_seconds)
     judged = start + timedelta(seconds=_first(c.spec, step.hold_seconds))
     return c.set_canary(
-        step_time=c.now,
-        message=f"{_named(plan, step)}: measured from {start:%H:%M:%SZ}, judged at {judged:%H:%M:%SZ}",
+        step_time=c.now, message=f"{_named(plan, step)}: measured from {start:%H:%M:%SZ}, judged at {judged:%H:%M:%SZ}"
     )
 
 
