@@ -5,8 +5,8 @@ layers' caches, so that no cache is in L2; the median of ten replays. `decode` i
 the merge of its parts (what FlashAttention and FlashInfer do too), `layer` with the store of the step's token. The
 yardstick is a device-to-device copy in the same run. FlashAttention comes with vLLM, FlashInfer by itself; what is not
 installed is left out. Our formats are measured with each window of `--recent`, whose tokens all have their row in the
-ring. Writes OUT/decode.json; `--page` makes docs/benchmarks/h200-decode.md of two such files that lie there,
-h200-decode.json (all shapes without a window) and h200-decode-recent.json (with windows).
+ring. Writes OUT/decode.json; `--page` makes docs/benchmarks/h200-decode.md of the files of runs that lie there:
+two of today's kernel, and two of the one before it, whose keys were float16, beside other backends.
 """
 
 from __future__ import annotations
@@ -266,7 +266,15 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="make the page in docs/ of the raw files there")
     options = parser.parse_args()
     if options.page:
-        runs = (("h200-decode.json", "## Without a window"), ("h200-decode-recent.json", "## The recent window"))
+        runs = (
+            ("h200-decode-integers.json", "## Keys as 8-bit integers (stopped before the last shapes)"),
+            (
+                "h200-decode-integers-recent.json",
+                "## Keys as 8-bit integers, with a window (stopped too)",
+            ),
+            ("h200-decode.json", "## Beside other backends, with keys in float16"),
+            ("h200-decode-recent.json", "## With a window, with keys in float16"),
+        )
         parts = [page(DOCS / name, title) for name, title in runs]
         (DOCS / "h200-decode.md").write_text("\n".join(["# Decode attention on one NVIDIA H200\n", *parts]))
     else:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvpilot_kernels.gpu import decode, operands, pages, recent
+from kvpilot_kernels.gpu import columns, decode, operands, pages, recent
 from support.gluon_eager import Copies, EagerKernel, Pointer, Shared, block, inline_asm_elementwise, load, mma_v2, store
 from support.gpu_batch import Batch
 
@@ -86,6 +86,40 @@ def test_a_product_takes_subnormals_exactly() -> None:
     assert (mma_v2(a, b, block(np.zeros((16, 8), np.float32))) == 16 * 6 * 2.0**-24).all()
 
 
+def test_a_product_of_integers_is_exact_and_takes_whole_depths() -> None:
+    a, b = block(np.full((16, 32), -128, np.int8)), block(np.full((32, 8), 127, np.int8))
+    assert (mma_v2(a, b, block(np.full((16, 8), 5, np.int32))) == 5 - 32 * 128 * 127).all()
+    with pytest.raises(ValueError, match="mma of int8"):
+        mma_v2(a[:, :16], b[:16], block(np.zeros((16, 8), np.int32)))
+    with pytest.raises(ValueError, match="into float32"):
+        mma_v2(a, b, block(np.zeros((16, 8), np.float32)))
+
+
+def test_instructions_on_four_bytes_and_two_halves_of_a_register() -> None:
+    x = block(np.array([0x03, 0x7F, 0x80, 0xFF], np.uint8).view(np.int8)[None])
+    flipped = inline_asm_elementwise("lop3.b32 $0, $1, 0xc0c0c0c0, 0x80808080, 0x6a;", "=r,r", [x], np.int8, True, 4)
+    assert flipped.tolist() == [[-128, -64, 0, 64]]
+    halves = block(np.array([np.nan, 2.0], np.float16))
+    smaller = "{ .reg .b32 x; mov.b32 x, 0x7bff7bff; min.f16x2 $0, $1, x; }"
+    assert inline_asm_elementwise(smaller, "=r,r", [halves], np.float16, True, 2).tolist() == [65504, 2]
+    with pytest.raises(ValueError, match="no registers"):
+        inline_asm_elementwise("and.b32 $0, $1, 1;", "=r,r", [x], np.int8, True, 2)
+
+
+def test_a_transpose_swaps_a_threads_row_and_column_in_each_register() -> None:
+    transpose = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+    # Of 4 columns a register holds rows g and g + 8 of column t, which are columns 2 t and 2 t + 1 of its matrix.
+    x = np.arange(64, dtype=np.float16).reshape(16, 4)
+    moved = inline_asm_elementwise(transpose, "=r,r", [block(x)], np.float16, True, 2)
+    for g, t, half in np.ndindex(8, 4, 2):
+        assert moved[g + 8 * half, t] == x[2 * t + half + 8 * (g % 2), g // 2]
+    # Of 8 it holds columns t and t + 4 of row g.
+    x = np.arange(64, dtype=np.float16).reshape(8, 8)
+    moved = inline_asm_elementwise(transpose, "=r,r", [block(x)], np.float16, True, 2)
+    for g, t, half in np.ndindex(8, 4, 2):
+        assert moved[g, t + 4 * half] == x[2 * t + half, g // 2 + 4 * (g % 2)]
+
+
 # Each breaks the kernel's source in a place where hardware would not complain.
 MISTAKES = {
     "a wait for one group too few": ("wait_group(STAGES - 1)", "wait_group(STAGES)"),
@@ -93,6 +127,8 @@ MISTAKES = {
     "no mask on what lies past the end": ("live = t + token < end", "live = t + token < end + 1"),
     "no shift of the upper byte": ("return gl.inline_asm_elementwise(\"shr.u32 $0, $1, 8;\"",
                                    "return gl.inline_asm_elementwise(\"shr.u32 $0, $1, 16;\""),
+    "a query's bytes in each other's columns": ("n % 2 == 0, upper", "n % 2 == 1, upper"),
+    "all tokens in both columns": ("keep(x, gl.where(first, 0, 0xFFFF)", "keep(x, gl.where(first, 0xFFFF, 0)"),
     "the last tile fetched twice": ("table_ptr, t, settled, page_stride", "table_ptr, t, end, page_stride"),
     "a tile too many": ("if t < end:", "if t < end + TILE:"),
 }  # fmt: skip
@@ -117,7 +153,7 @@ def test_a_mistake_in_decode_shows(what: str, monkeypatch: pytest.MonkeyPatch) -
 def broken(right: str, wrong: str) -> types.ModuleType:
     """Decode and its parts as one module, with one expression replaced."""
     module, found = types.ModuleType("broken"), 0
-    for part in (operands, recent, decode):
+    for part in (operands, columns, recent, decode):
         source = inspect.getsource(part)
         found += source.count(right)
         # Each sees the others' names as they are here, and lines stay where they are.

@@ -12,7 +12,7 @@ from support.gluon_eager import EagerKernel
 from support.gpu_batch import Batch
 
 CLOSE = 1e-3
-"""Of a head's norm: queries and probabilities are float16 on their way into the tensor cores."""
+"""Of a head's norm: queries are float16 on their way into decode, and probabilities into the tensor cores."""
 ratios = st.sampled_from([1, 2, 3, 5, 7, 8, 9, 12, 16])
 # (block size, tile): a tile divides its block.
 cuts = st.sampled_from([(16, 16), (32, 16), (32, 32), (48, 16), (64, 32), (64, 64), (128, 64)])
@@ -82,6 +82,37 @@ def test_one_token_out_of_many_can_take_all_the_weight() -> None:
     query = batch.keys[0][130].repeat_interleave(2, 0)[None] * 20
     wanted = decode_reference(query[0], batch.keys[0], batch.values[0], batch.fmt, batch.scale)
     assert off(batch.decode(query)[0].double(), wanted) < CLOSE
+
+
+@pytest.mark.parametrize("name", formats.own_names())
+def test_a_query_with_one_element_far_above_the_others_is_as_exact_as_float16(name: str) -> None:
+    batch = Batch(name, 128, [300], seed=6, ratio=5, tile=16, stages=3)
+    query = batch.queries()
+    query[..., 7] *= 30
+    wanted = decode_reference(query[0], batch.keys[0], batch.values[0], batch.fmt, batch.scale)
+    assert off(batch.decode(query)[0].double(), wanted) < 3 * CLOSE
+
+
+@pytest.mark.parametrize("ratio", range(1, 17))
+def test_every_number_of_query_heads_has_its_own_output(ratio: int) -> None:
+    assert_equals_reference(Batch("k2v2", 64, [37], seed=ratio, ratio=ratio))
+
+
+def test_a_query_of_zeros_is_the_mean_of_the_values() -> None:
+    batch = Batch("k2v2", 128, [40], seed=8, ratio=3)
+    out = batch.decode(torch.zeros(1, 6, 128))
+    wanted = decode_reference(torch.zeros(6, 128), batch.keys[0], batch.values[0], batch.fmt, batch.scale)
+    assert off(out[0].double(), wanted) < CLOSE
+
+
+def test_a_query_that_is_not_a_number_gives_none_and_spoils_no_other() -> None:
+    batch = Batch("k4v2", 128, [40], seed=8, ratio=3)
+    query = batch.queries()
+    whole = batch.decode(query)
+    query[0, 1, 5] = torch.nan
+    out = batch.decode(query)
+    assert out[0, 1].isnan().all()
+    assert torch.equal(out[0, [0, 2, 3, 4, 5]], whole[0, [0, 2, 3, 4, 5]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

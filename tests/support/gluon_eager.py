@@ -11,15 +11,15 @@ with byte offsets. What hardware leaves undefined is made as bad as it can be, s
   their way to one place raise;
 - a hook before each program and one at its `gdc_wait`: what the kernel before this one writes may be held back.
 
-Inline PTX works on registers of 32 bits, which hold two neighbours of the last dimension. Only what
+Inline PTX works on registers of 32 bits, which hold neighbours of the last dimension. Only what
 `kvpilot_kernels.gpu.decode` and its parts use is here; anything else is an AttributeError or a ValueError.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
-import re
 from collections.abc import Callable
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -184,29 +184,71 @@ class Copies:
 
 
 def mma_v2(a: Block, b: Block, acc: Block) -> Block:
-    """a @ b + acc: float16 operands, subnormals and all, float32 sums."""
-    if not (a.dtype == b.dtype == np.float16 and acc.dtype == np.float32) or a.shape[1] % 16 or a.shape[0] % 16:
+    """a @ b + acc: of float16, subnormals and all, in float32; or of int8 in int32."""
+    depth = {"float16": 16, "int8": 32}.get(a.dtype.name, 0)
+    sums = np.dtype(np.float32 if depth == 16 else np.int32)
+    if not depth or a.dtype != b.dtype or acc.dtype != sums or a.shape[1] % depth or a.shape[0] % 16 or b.shape[1] % 8:
         raise ValueError(f"mma of {a.dtype} {a.shape} and {b.dtype} {b.shape} into {acc.dtype}")
-    return block(a.astype(np.float32) @ b.astype(np.float32) + acc)
+    return block(a.astype(sums) @ b.astype(sums) + acc)
 
 
 def inline_asm_elementwise(
     asm: str, constraints: str, args: list[Block], dtype: Any, is_pure: bool, pack: int
 ) -> Block:
-    """The three instructions of decode, on registers that hold two neighbours of 16 bits, the first one low."""
-    (x,) = args
-    if pack != 2:
-        raise ValueError(f"{pack} elements in a register")
+    """Inline PTX of decode, on registers that hold neighbours of 32 bits in all, the first one lowest."""
+    if constraints != "=r,r" + ",r" * (asm.count("$") - 2 if "{" not in asm else 0):
+        raise ValueError(f"{asm} with {constraints}")
     if asm == "cvt.rn.f16x2.f32 $0, $2, $1;":  # d, a, b: a becomes the upper half, b the lower
-        if (x.dtype, constraints, dtype) != (np.float32, "=r,r,r", np.float16):
-            raise ValueError(f"{asm} of {x.dtype} with {constraints} as {dtype}")
+        (x,) = args
+        if (x.dtype, pack, dtype) != (np.float32, 2, np.float16):
+            raise ValueError(f"{asm} of {x.dtype} by {pack} as {dtype}")
         return x.to(np.float16)
-    found = re.fullmatch(r"(and\.b32|shr\.u32) \$0, \$1, (0x[0-9a-f]+|\d+);", asm)
-    if not found or x.dtype != np.uint16 or constraints != "=r,r" or np.dtype(dtype).itemsize != 2:
-        raise ValueError(f"{asm} of {x.dtype} with {constraints} as {dtype}")
-    register, number = np.ascontiguousarray(x).view("<u4"), np.uint32(int(found[2], 0))
-    result = register & number if found[1] == "and.b32" else register >> number
-    return block(result).to(dtype, bitcast=True)
+    if any(x.dtype.itemsize * pack != 4 for x in args) or np.dtype(dtype).itemsize * pack != 4:
+        raise ValueError(f"{asm}: {pack} elements of {[x.dtype for x in args]} as {dtype} are no registers")
+    if asm == "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;":
+        return transpose_registers(args[0]).to(dtype, bitcast=True)
+    registers = {f"${i + 1}": np.ascontiguousarray(x).view("<u4") for i, x in enumerate(args)}
+    for statement in filter(None, (part.strip() for part in asm.strip("{} ").split(";"))):
+        name, _, rest = statement.partition(" ")
+        if name == ".reg":
+            continue
+        if name not in INSTRUCTIONS:
+            raise ValueError(f"unknown instruction: {statement}")
+        to, *operands = (x.strip() for x in rest.split(","))
+        values = [registers[x] if x in registers else np.uint32(int(x, 0)) for x in operands]
+        registers[to] = INSTRUCTIONS[name](*values)
+    return block(registers["$0"]).to(dtype, bitcast=True)
+
+
+def lop3(a: Any, b: Any, c: Any, table: Any) -> Any:
+    """Any function of three bits: bit 4 a + 2 b + c of `table`."""
+    terms = [(a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) for i in range(8) if table >> i & 1]
+    return functools.reduce(operator.or_, terms)
+
+
+def smaller_halves(a: Any, b: Any) -> Any:
+    """The smaller float16 of each half; a number rather than NaN."""
+    halves = (np.ascontiguousarray(x)[..., None].view(np.float16) for x in (a, b))
+    return np.fmin(*halves).view("<u4")[..., 0]
+
+
+INSTRUCTIONS: dict[str, Callable[..., Any]] = {
+    "and.b32": operator.and_, "shr.u32": operator.rshift, "mov.b32": lambda a: a, "lop3.b32": lop3,
+    "min.f16x2": smaller_halves,
+}  # fmt: skip
+
+
+def transpose_registers(x: Block) -> Block:
+    """`movmatrix` on every register of a warp that holds [rows, columns] of 16 bits, 8 rows and 4 columns by lanes.
+
+    A thread has columns t, t + 4, ... of rows g, g + 8, ..., columns first, two to a register, as the layout
+    `operands.SCORES` has it. A register of all threads is a matrix of 8 rows g and 8 columns 2 t + half.
+    """
+    rows, columns = x.shape
+    by_thread = np.asarray(x).reshape(rows // 8, 8, columns // 4, 4).transpose(0, 2, 1, 3)
+    matrices = by_thread.reshape(-1, 2, 8, 4).transpose(0, 2, 3, 1).reshape(-1, 8, 8).transpose(0, 2, 1)
+    back = matrices.reshape(-1, 8, 4, 2).transpose(0, 3, 1, 2).reshape(rows // 8, columns // 4, 8, 4)
+    return block(np.ascontiguousarray(back.transpose(0, 2, 1, 3)).reshape(rows, columns))
 
 
 def where(condition: Any, x: Any, y: Any) -> Block:
@@ -226,7 +268,7 @@ def checked_multiple(x: Any, of: int) -> Any:
 def language(program: tuple[int, ...], grid: tuple[int, ...]) -> SimpleNamespace:
     """`gl`, as the program at this place of the grid sees it."""
     layouts = ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "SwizzledSharedLayout")
-    dtypes = ("uint16", "uint32", "int64", "float16", "float32")
+    dtypes = ("int8", "uint16", "int32", "uint32", "int64", "float16", "float32")
     return SimpleNamespace(
         **{name: lambda *args: None for name in layouts}, **{name: getattr(np, name) for name in dtypes},
         program_id=lambda axis: block(np.int32(program[axis])), num_programs=lambda axis: block(np.int32(grid[axis])),
@@ -234,8 +276,11 @@ def language(program: tuple[int, ...], grid: tuple[int, ...]) -> SimpleNamespace
         static_range=range, multiple_of=checked_multiple, inline_asm_elementwise=inline_asm_elementwise,
         arange=lambda start, end, layout: block(np.arange(start, end, dtype=np.int32)),
         full=lambda shape, value, dtype, layout: block(np.full(shape, value, dtype)),
-        where=where, convert_layout=lambda x, layout: x,
-        sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.max(axis), maximum=np.maximum, minimum=np.minimum,
+        where=where, convert_layout=lambda x, layout, assert_trivial=False: x,
+        reshape=lambda x, shape: x.reshape(shape), permute=lambda x, order: x.transpose(order),
+        join=lambda x, y: block(np.stack([x, y], -1)), split=lambda x: (x[..., 0], x[..., 1]),
+        sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
+        max=lambda x, axis: x.max(axis), maximum=np.maximum, minimum=np.minimum,
         exp2=np.exp2, log2=np.log2,
     )  # fmt: skip
 

@@ -6,11 +6,13 @@ With codes c, scale s and zero point z of a group, and the rotated query q (in u
 
 so the matrix products run on codes alone. What makes it fast on NVIDIA GPUs from compute capability 8.0 on:
 
-- a code becomes a float16 by one AND: the bits of n in a mantissa with exponent 0 are the subnormal n * 2^-24, which
-  tensor cores multiply exactly. Nothing is shifted into place but the upper byte of a word; no offset is subtracted;
-- 16-bit words of codes go from memory to shared memory (cp.async) and by ldmatrix, transposed for the values, straight
-  into the registers of an MMA operand. The planes of a word (`planes`) are separate MMAs on permuted elements;
-- keys and values are the left operand (tokens, or elements, along M), queries of one KV head the right (N = 8 or 16);
+- keys: a code is in a byte already, and one AND takes four of them to an operand of 8-bit integers (m16n8k32). A query
+  is an integer of 16 bits in two columns (`columns`), so sums are exact;
+- values: a code becomes a float16 by one AND: the bits of n in a mantissa with exponent 0 are the subnormal n * 2^-24,
+  which tensor cores multiply exactly (m16n8k16). Nothing is shifted into place but the upper byte of a word;
+- codes go from memory to shared memory (cp.async) and by ldmatrix, transposed for the values, straight into the
+  registers of an MMA operand. The planes of a row (`operands`) are separate MMAs on permuted elements;
+- keys and values are the left operand (tokens, or elements, along M), queries of one KV head the right;
 - a program is one warp: no barrier, no exchange between warps, and eight or more of them hide each other's latency.
 
 The recent window (`formats`: ring layout) is read by a second loop over a sequence's last tiles: one more product, on
@@ -24,23 +26,28 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kvpilot_kernels.gpu.columns import by_columns, by_queries, join_bytes, load_query, over_own_rows, to_right
 from kvpilot_kernels.gpu.operands import (
     COLS,
     MMA,
-    RIGHT,
     ROWS,
+    SCORES,
     UNIT,
+    byte_plane,
     chunk_words,
     chunks,
     fetch,
-    load_query,
-    load_words,
+    key_planes,
+    key_shift,
+    load_keys,
+    load_values,
     middle,
     padded,
-    plane,
-    planes,
-    scale_and_zero,
+    scales,
     to_half,
+    value_planes,
+    word_plane,
+    zero_codes,
     zero_unit,
 )  # fmt: skip
 from kvpilot_kernels.gpu.recent import fetch_ring, load_recent, over_lanes, refine
@@ -51,125 +58,144 @@ overflow it until 2,048 (values of 6,000 and more in 2 bits, of 30,000 in 4; the
 
 
 @gluon.jit
-def dot(words, query, start, g: gl.constexpr, BITS: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr):
-    """`start` [TILE, N] + the product of a group's codes with the queries."""
-    PLANES: gl.constexpr = planes(BITS, D, GROUP)
+def dot(codes, operands, start, g: gl.constexpr, BITS: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
+        TILE: gl.constexpr, Q: gl.constexpr):  # fmt: skip
+    """Products of a group's codes with the queries, float32 [TILE, Q], times 2^`key_shift`.
+
+    Exact up to the last rounding: sums stay below 64 * LARGEST * 255 < 2^31.
+    """
+    PLANES: gl.constexpr = key_planes(BITS, D, GROUP)
+    sums = gl.full([TILE, 2 * Q], 0, gl.int32, MMA) + start[None, :]
     for i in gl.static_range(len(PLANES)):
-        if PLANES[i][3] == g:
-            start = mma_v2(plane(words[2 * PLANES[i][0] + PLANES[i][2]], BITS, PLANES[i][1]), query[i], start)
-    return start
+        if PLANES[i][2] == g:
+            plane = byte_plane(codes[2 * PLANES[i][0] + PLANES[i][4]], BITS, PLANES[i][3])
+            sums = mma_v2(plane, operands[i], sums)
+    return join_bytes(sums, TILE, Q)
 
 
 @gluon.jit
-def score(keys, meta, stage, live, query, sums, digits, fine, softcap, KEY: gl.constexpr, D: gl.constexpr,
-          GROUP: gl.constexpr, TILE: gl.constexpr, N: gl.constexpr, SOFTCAP: gl.constexpr,
+def score(keys, meta, stage, live, query, digits, fine, softcap, KEY: gl.constexpr,
+          D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr, SOFTCAP: gl.constexpr,
           RECENT: gl.constexpr):  # fmt: skip
-    """A tile's scores times UNIT, float32 [TILE, N]; -1e30 where not `live` [TILE].
+    """A tile's scores, float32 [TILE, Q], in their query's `unit` or, with SOFTCAP, as they are; -1e38 if not `live`.
 
     With RECENT, with what `digits` add: `fine` as `refine` has it.
     """
     COUNT: gl.constexpr = chunks(KEY.bits, D, GROUP)
     DIGITS: gl.constexpr = KEY.digits if RECENT else 0
-    nothing = gl.full([TILE, N], 0.0, gl.float32, MMA)
-    words = load_words(keys, stage, COUNT, False)
-    score = nothing
-    scales = ()
+    operands, starts, taken, unit = query
+    codes = load_keys(keys, stage, COUNT)
+    score = gl.full([TILE, Q], 0.0, gl.float32, SCORES)
+    fine_scales = ()
     for g in gl.static_range(D // GROUP):
-        # A word past the end may be anything, NaN among it, and 0 * NaN is not 0.
-        scale, zero = scale_and_zero(gl.where(live, meta.slice(g * TILE, TILE).load(ROWS), 0))
-        product = dot(words, query, nothing, g, KEY.bits, D, GROUP)
-        score += scale[:, None] * (product - zero[:, None] * sums[g][None, :])
+        word = meta.slice(g * TILE, TILE).load(ROWS)
+        scale = scales(word, False) * (0.5 ** key_shift(KEY.bits, D, GROUP, g))
+        product = dot(codes, operands, starts[g], g, KEY.bits, D, GROUP, TILE, Q)
+        score += scale[:, None] * (product - zero_codes(word)[:, None] * taken[g][None, :])
         if DIGITS > 0:
-            scales = scales + (scale * fine[g],)
+            fine_scales = fine_scales + (scale * fine[g],)
     if DIGITS > 0:
         products = ()
         for g in gl.static_range(D // GROUP):
-            products = products + (nothing,)
+            products = products + (gl.full([TILE, Q], 0.0, gl.float32, SCORES),)
         for i in gl.static_range(DIGITS):
-            words = load_words(digits, i, COUNT, False)
+            codes = load_keys(digits, i, COUNT)
             new = ()
             for g in gl.static_range(D // GROUP):
-                new = new + (dot(words, query, products[g] * (1 << KEY.bits), g, KEY.bits, D, GROUP),)
+                product = dot(codes, operands, starts[g], g, KEY.bits, D, GROUP, TILE, Q)
+                new = new + (products[g] * (1 << KEY.bits) + product,)
             products = new
         for g in gl.static_range(D // GROUP):
-            half = sums[g] * (middle(KEY.bits) / zero_unit(KEY.bits))
-            score += scales[g][:, None] * (products[g] - half[None, :])
+            half = taken[g] * (middle(KEY.bits) / zero_unit(KEY.bits) * UNIT)
+            score += fine_scales[g][:, None] * (products[g] - half[None, :])
     if SOFTCAP:
-        power = gl.exp2(score * (2.0 / UNIT / softcap))
-        score = (1.0 - 2.0 / (power + 1.0)) * (softcap * 1.4426950408889634 * UNIT)
-    return gl.where(live[:, None], score, -1e30)
+        power = gl.exp2(score * unit[None, :] * (2.0 / softcap))
+        score = (1.0 - 2.0 / (power + 1.0)) * (softcap * 1.4426950408889634)
+    return gl.where(live[:, None], score, -1e38)
 
 
 @gluon.jit
-def accumulate(score, values, meta, stage, live, m, total, zeros, acc, digits, fine, VALUE: gl.constexpr,
-               D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, RECENT: gl.constexpr):  # fmt: skip
-    """Add a tile to the running softmax: new m [N], total [TILE, N], zeros by group [TILE, N], acc by plane [words, N].
+def accumulate(score, unit, values, meta, stage, m, total, zeros, acc, digits, fine, VALUE: gl.constexpr,
+               D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr,
+               RECENT: gl.constexpr):  # fmt: skip
+    """Add a tile to the running softmax: new m [Q], total [8, Q], zeros by group [8, Q], acc by plane [words, columns].
 
-    m: the largest score so far, less HEADROOM. total: sums of probabilities times 2^HEADROOM. zeros: of these times
-    scale and zero code. acc: of these times scale and code, in units of UNIT * 2^(bits * sub-plane). `digits`,
-    `fine`: as in `score`.
+    m: the largest score so far, less HEADROOM. total: sums of probabilities times 2^HEADROOM, by the rows of a thread.
+    zeros: of these times scale and zero code, in units of UNIT. acc: of these times scale and code, in units of
+    UNIT * 2^(bits * sub-plane), in the columns of `columns`. `digits`, `fine`: as in `score`.
     """
-    PLANES: gl.constexpr = planes(VALUE.bits, D, GROUP)
+    PLANES: gl.constexpr = value_planes(VALUE.bits, D, GROUP)
     COUNT: gl.constexpr = chunks(VALUE.bits, D, GROUP)
     GROUPS: gl.constexpr = D // GROUP
     DIGITS: gl.constexpr = VALUE.digits if RECENT else 0
-    m_new = gl.maximum(m, gl.max(score, 0) * (1 / UNIT) - HEADROOM)
-    alpha = gl.exp2(m - m_new)[None, :]
-    p = gl.exp2(score * (1 / UNIT) - m_new[None, :])
-    total = total * alpha + p
+    m_new = gl.maximum(m, gl.max(score, 0) * unit - HEADROOM)
+    alpha = gl.exp2(m - m_new)
+    total = total * alpha[None, :]
+    new = ()
+    for g in gl.static_range(GROUPS):
+        new = new + (zeros[g] * alpha[None, :],)
+    zeros = new
+    alpha = by_columns(alpha, Q)
+    new = ()
+    for i in gl.static_range(len(PLANES)):
+        new = new + (acc[i] * alpha[None, :],)
+    acc = new
+    p = gl.exp2(score * unit[None, :] - m_new[None, :])
+    total = total + over_own_rows(p, TILE, Q)
     weights = ()
     fine_weights = ()
     new = ()
     for g in gl.static_range(GROUPS):
-        scale, zero = scale_and_zero(gl.where(live, meta.slice((GROUPS + g) * TILE, TILE).load(ROWS), 0))
+        word = meta.slice((GROUPS + g) * TILE, TILE).load(ROWS)
+        scale = scales(word, True)
         w = to_half(p * scale[:, None])
-        zeros_g = zeros[g] * alpha + w.to(gl.float32) * zero[:, None]
-        weights = weights + (gl.convert_layout(w, RIGHT),)
+        zero = w.to(gl.float32) * zero_codes(word)[:, None]
+        weights = weights + (to_right(w, TILE, Q),)
         if DIGITS > 0:
             w = to_half(p * (scale * fine[GROUPS + g])[:, None])
-            zeros_g += w.to(gl.float32) * (middle(VALUE.bits) / zero_unit(VALUE.bits))
-            fine_weights = fine_weights + (gl.convert_layout(w, RIGHT),)
-        new = new + (zeros_g,)
+            zero += w.to(gl.float32) * (middle(VALUE.bits) / zero_unit(VALUE.bits) * UNIT)
+            fine_weights = fine_weights + (to_right(w, TILE, Q),)
+        new = new + (zeros[g] + over_own_rows(zero, TILE, Q),)
     zeros = new
-    words = load_words(values, stage, COUNT, True)
+    words = load_values(values, stage, COUNT)
     new = ()
     for i in gl.static_range(len(PLANES)):
-        codes = plane(words[2 * PLANES[i][0] + PLANES[i][2]], VALUE.bits, PLANES[i][1])
-        new = new + (mma_v2(codes, weights[PLANES[i][3]], acc[i] * alpha),)
+        codes = word_plane(words[2 * PLANES[i][0] + PLANES[i][2]], VALUE.bits, PLANES[i][1])
+        new = new + (mma_v2(codes, weights[PLANES[i][3]], acc[i]),)
     acc = new
-    if DIGITS > 0:
-        for j in gl.static_range(DIGITS):
-            words = load_words(digits, j, COUNT, True)
-            new = ()
-            for i in gl.static_range(len(PLANES)):
-                codes = plane(words[2 * PLANES[i][0] + PLANES[i][2]], VALUE.bits, PLANES[i][1])
-                w = (fine_weights[PLANES[i][3]] * (1 << VALUE.bits * (DIGITS - 1 - j))).to(gl.float16)
-                new = new + (mma_v2(codes, w, acc[i]),)
-            acc = new
+    for j in gl.static_range(DIGITS):
+        words = load_values(digits, j, COUNT)
+        new = ()
+        for i in gl.static_range(len(PLANES)):
+            codes = word_plane(words[2 * PLANES[i][0] + PLANES[i][2]], VALUE.bits, PLANES[i][1])
+            w = (fine_weights[PLANES[i][3]] * (1 << VALUE.bits * (DIGITS - 1 - j))).to(gl.float16)
+            new = new + (mma_v2(codes, w, acc[i]),)
+        acc = new
     return m_new, total, zeros, acc
 
 
 @gluon.jit
-def epilogue(out_ptr, lse_ptr, m, total, zeros, acc, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
-             RATIO: gl.constexpr, N: gl.constexpr):  # fmt: skip
-    """Write a split's normalised output, float32 [RATIO, D], and its log-sums, float32 [RATIO]."""
-    PLANES: gl.constexpr = planes(VALUE.bits, D, GROUP)
+def epilogue(out_ptr, lse_ptr, count, m, total, zeros, acc, VALUE: gl.constexpr, D: gl.constexpr,
+             GROUP: gl.constexpr, Q: gl.constexpr):  # fmt: skip
+    """Write a split's normalised output, float32 [count, D], and its log-sums, float32 [count]."""
+    PLANES: gl.constexpr = value_planes(VALUE.bits, D, GROUP)
     WORDS: gl.constexpr = chunk_words(VALUE.bits, D, GROUP)
     norm = gl.sum(total, 0)
     word = gl.arange(0, padded(WORDS), ROWS)[:, None]
-    n = gl.arange(0, N, COLS)
+    n = gl.arange(0, Q, COLS)
     for i in gl.static_range(len(PLANES)):
         element = PLANES[i][1] * VALUE.row + PLANES[i][2] + 2 * (PLANES[i][0] * WORDS + word)
-        shift = gl.sum(zeros[PLANES[i][3]], 0) * zero_unit(VALUE.bits)
-        value = (acc[i] * (0.5 ** (VALUE.bits * PLANES[i][1]) / UNIT) - shift[None, :]) / norm[None, :]
-        gl.store(out_ptr + n[None, :] * D + element, value, mask=(n[None, :] < RATIO) & (word < WORDS))
-    gl.store(lse_ptr + n, gl.log2(norm) + m, mask=n < RATIO)
+        shift = gl.sum(zeros[PLANES[i][3]], 0) * (zero_unit(VALUE.bits) / UNIT)
+        value = by_queries(acc[i], padded(WORDS), Q) * (0.5 ** (VALUE.bits * PLANES[i][1]) / UNIT)
+        value = (value - shift[None, :]) / norm[None, :]
+        gl.store(out_ptr + n[None, :] * D + element, value, mask=(n[None, :] < count) & (word < WORDS))
+    gl.store(lse_ptr + n, gl.log2(norm) + m, mask=n < count)
 
 
 @gluon.jit
-def attend(query, sums, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, meta,
+def attend(query, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, meta,
            key_digits, value_digits, begin, stop, end, length, page_stride, ring_page_stride, softcap,
-           KEY: gl.constexpr, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, N: gl.constexpr,
+           KEY: gl.constexpr, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, Q: gl.constexpr,
            TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
            RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr):  # fmt: skip
     """Take tokens [begin, stop) of the split's, which ends at `end`, into the running softmax of `accumulate`.
@@ -177,6 +203,7 @@ def attend(query, sums, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, 
     STAGES - 1 tiles are on their way; with RECENT the digits of the first tile, too.
     """
     token = gl.arange(0, TILE, ROWS)
+    scores_unit = gl.full([Q], 1.0, gl.float32, COLS) if SOFTCAP else query[3]
     for t in range(begin, stop, TILE):
         ahead = stage + STAGES - 1
         ahead = gl.where(ahead >= STAGES, ahead - STAGES, ahead)
@@ -202,12 +229,12 @@ def attend(query, sums, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, 
         if WINDOW > 0:
             live = live & (t + token >= length - WINDOW)
         scores = score(
-            keys, meta.index(stage), stage, live, query, sums, key_digits, fine, softcap, KEY, D, GROUP, TILE, N,
+            keys, meta.index(stage), stage, live, query, key_digits, fine, softcap, KEY, D, GROUP, TILE, Q,
             SOFTCAP, RECENT > 0,
         )  # fmt: skip
         m, total, zeros, acc = accumulate(
-            scores, values, meta.index(stage), stage, live, m, total, zeros, acc, value_digits, fine, VALUE, D, GROUP,
-            TILE, RECENT > 0,
+            scores, scores_unit, values, meta.index(stage), stage, m, total, zeros, acc, value_digits, fine, VALUE, D,
+            GROUP, TILE, Q, RECENT > 0,
         )  # fmt: skip
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         if RECENT > 0:  # noqa: SIM102  a constant, and what is only known in a launch
@@ -223,11 +250,13 @@ def attend(query, sums, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, 
 def decode_kernel(
     query_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr, splits_ptr, lens_ptr, out_ptr, lse_ptr, page_stride,
     head_stride, ring_page_stride, ring_head_stride, table_stride, ring_table_stride, softcap, KEY: gl.constexpr,
-    VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr, N: gl.constexpr,
+    VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr, TAKE: gl.constexpr,
     TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
     RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Partial attention of one split of the plan and one KV head; grid (kv_heads, splits), one warp.
+    """Partial attention of one split of the plan and TAKE queries of a KV head, at most 8; one warp.
+
+    Grid (kv_heads * cdiv(RATIO, TAKE), splits).
 
     query: float16 [sequences, kv_heads * RATIO, D], rotated, scaled by softmax scale * log2(e).
     cache: packed pages; table: int32 [sequences, blocks]; splits: int32 [splits, 4] as (sequence, start, end, -), a
@@ -236,14 +265,18 @@ def decode_kernel(
     RING_BLOCKS], negative for none. Unread where RECENT is 0.
     out: float32 [splits, kv_heads, RATIO, D], normalised, rotated; lse: float32 [splits, kv_heads, RATIO] in log2.
     """
+    Q: gl.constexpr = 4 if TAKE <= 4 else 8
+    PARTS: gl.constexpr = (RATIO + TAKE - 1) // TAKE
     KEY_CHUNKS: gl.constexpr = chunks(KEY.bits, D, GROUP)
-    KEY_WIDE: gl.constexpr = padded(chunk_words(KEY.bits, D, GROUP))
+    KEY_WIDE: gl.constexpr = 2 * padded(chunk_words(KEY.bits, D, GROUP))
     VALUE_CHUNKS: gl.constexpr = chunks(VALUE.bits, D, GROUP)
     VALUE_WIDE: gl.constexpr = padded(chunk_words(VALUE.bits, D, GROUP))
-    KEY_SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // KEY_WIDE, KEY_WIDE // 8, [1, 0])
+    KEY_SHARED: gl.constexpr = gl.SwizzledSharedLayout(16, 128 // KEY_WIDE, KEY_WIDE // 16, [1, 0])
     VALUE_SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // VALUE_WIDE, VALUE_WIDE // 8, [1, 0])
-    head = gl.program_id(0)
-    heads = gl.num_programs(0)
+    head = gl.program_id(0) // PARTS
+    heads = gl.num_programs(0) // PARTS
+    first = gl.program_id(0) % PARTS * TAKE
+    count = gl.minimum(RATIO - first, TAKE)
     split = gl.program_id(1)
     sequence = gl.load(splits_ptr + 4 * split)
     if sequence >= 0:
@@ -251,7 +284,7 @@ def decode_kernel(
         end = gl.load(splits_ptr + 4 * split + 2)
         base = cache_ptr + head.to(gl.int64) * head_stride
         table_ptr += sequence.to(gl.int64) * table_stride
-        keys = gl.allocate_shared_memory(gl.uint16, [STAGES * KEY_CHUNKS, TILE, KEY_WIDE], KEY_SHARED)
+        keys = gl.allocate_shared_memory(gl.int8, [STAGES * KEY_CHUNKS, TILE, KEY_WIDE], KEY_SHARED)
         values = gl.allocate_shared_memory(gl.uint16, [STAGES * VALUE_CHUNKS, TILE, VALUE_WIDE], VALUE_SHARED)
         meta = gl.allocate_shared_memory(
             gl.uint16, [STAGES, 2 * (D // GROUP) * TILE], gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -284,7 +317,7 @@ def decode_kernel(
             plain = gl.minimum(gl.maximum(gl.maximum(length - RECENT, 0) // TILE * TILE, start), end)
             if KEY.bits < 8:
                 key_digits = gl.allocate_shared_memory(
-                    gl.uint16, [(8 // KEY.bits - 1) * KEY_CHUNKS, TILE, KEY_WIDE], KEY_SHARED
+                    gl.int8, [(8 // KEY.bits - 1) * KEY_CHUNKS, TILE, KEY_WIDE], KEY_SHARED
                 )
             if VALUE.bits < 8:
                 value_digits = gl.allocate_shared_memory(
@@ -298,21 +331,20 @@ def decode_kernel(
                     TILE, RING, RING_BLOCKS,
                 )  # fmt: skip
 
-        query, sums = load_query(
-            query_ptr + (sequence * heads + head).to(gl.int64) * (RATIO * D), KEY, D, GROUP, RATIO, N
-        )  # fmt: skip
+        at = (sequence * heads + head).to(gl.int64) * RATIO + first
+        query = load_query(query_ptr + at * D, count, KEY, D, GROUP, Q)
         stage = 0
-        m = gl.full([N], -1e30, gl.float32, COLS)
-        total = gl.full([TILE, N], 0.0, gl.float32, MMA)
+        m = gl.full([Q], -1e30, gl.float32, COLS)
+        total = gl.full([8, Q], 0.0, gl.float32, SCORES)
         zeros = ()
         for g in gl.static_range(D // GROUP):
             zeros = zeros + (total,)
         acc = ()
-        for i in gl.static_range(len(planes(VALUE.bits, D, GROUP))):
-            acc = acc + (gl.full([VALUE_WIDE, N], 0.0, gl.float32, MMA),)
+        for i in gl.static_range(len(value_planes(VALUE.bits, D, GROUP))):
+            acc = acc + (gl.full([VALUE_WIDE, 8], 0.0, gl.float32, MMA),)
         stage, m, total, zeros, acc = attend(
-            query, sums, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, meta,
-            keys, values, start, plain, end, length, page_stride, ring_page_stride, softcap, KEY, VALUE, D, GROUP, N,
+            query, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, meta,
+            keys, values, start, plain, end, length, page_stride, ring_page_stride, softcap, KEY, VALUE, D, GROUP, Q,
             TILE, PAGE, STAGES, SOFTCAP, WINDOW, 0, RING, RING_BLOCKS,
         )  # fmt: skip
         if RECENT > 0:
@@ -322,14 +354,14 @@ def decode_kernel(
                     TILE, RING, RING_BLOCKS,
                 )  # fmt: skip
             stage, m, total, zeros, acc = attend(
-                query, sums, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, ring_table_ptr, keys, values,
+                query, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, ring_table_ptr, keys, values,
                 meta, key_digits, value_digits, plain, end, end, length, page_stride, ring_page_stride, softcap, KEY,
-                VALUE, D, GROUP, N, TILE, PAGE, STAGES, SOFTCAP, WINDOW, RECENT, RING, RING_BLOCKS,
+                VALUE, D, GROUP, Q, TILE, PAGE, STAGES, SOFTCAP, WINDOW, RECENT, RING, RING_BLOCKS,
             )  # fmt: skip
         async_copy.wait_group(0)
         if OVERLAP:
             gdc_launch_dependents()
-        at = (split * heads + head).to(gl.int64) * RATIO
-        epilogue(out_ptr + at * D, lse_ptr + at, m, total, zeros, acc, VALUE, D, GROUP, RATIO, N)
+        at = (split * heads + head).to(gl.int64) * RATIO + first
+        epilogue(out_ptr + at * D, lse_ptr + at, count, m, total, zeros, acc, VALUE, D, GROUP, Q)
     elif OVERLAP:
         gdc_wait()

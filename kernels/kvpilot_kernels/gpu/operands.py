@@ -1,7 +1,7 @@
-"""Operands of decode's matrix products: pages on their way to shared memory, codes and queries to tensor cores.
+"""Operands of decode's matrix products: pages on their way to shared memory, codes and weights to tensor cores.
 
-The layouts of a product's operands and result, the planes that a row of codes divides into, and how a code becomes a
-float16: see `decode`.
+Keys are bytes of 8 signed bits for m16n8k32, values words of 16 bits for m16n8k16 in float16. A row of packed codes is
+several planes on permuted elements: those that one AND keeps of every byte or word of a register.
 """
 
 from triton.experimental import gluon
@@ -14,32 +14,65 @@ from kvpilot_kernels import formats
 copy_to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
-RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
-ROWS = gl.constexpr(gl.SliceLayout(1, MMA.value))
-COLS = gl.constexpr(gl.SliceLayout(0, MMA.value))
-
-SCALE_SHIFT = gl.constexpr(formats.ZERO_BITS - formats.CUT_BITS)
-SCALE_MASK = gl.constexpr((0x7FFF >> formats.CUT_BITS) << formats.CUT_BITS)
-ZERO_MASK = gl.constexpr((1 << formats.ZERO_BITS) - 1)
+KEYS = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 4))
+QUERIES = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 4))
+VALUES = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
+SCORES = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [1, 1], [1, 0]))
+"""What a product's result is after its neighbouring columns became one: thread t of four has columns t, t + 4, ..."""
+ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
+COLS = gl.constexpr(gl.SliceLayout(0, SCORES.value))
 
 UNIT = gl.constexpr(2.0**-24)
 """The value of the code 1 in a float16 mantissa with exponent 0."""
 
+# Two words of metadata in a register, as two float16.
+SCALES = gl.constexpr(
+    f"{{ .reg .b32 x; shr.u32 x, $1, {formats.ZERO_BITS - formats.CUT_BITS};"
+    f" and.b32 $0, x, {hex((0x7FFF >> formats.CUT_BITS << formats.CUT_BITS) * 0x10001)}; }}"
+)
+FINITE = gl.constexpr("{ .reg .b32 x; mov.b32 x, 0x7bff7bff; min.f16x2 $0, $1, x; }")
+ZEROS = gl.constexpr(f"and.b32 $0, $1, {hex(((1 << formats.ZERO_BITS) - 1) * 0x10001)};")
+
 
 @gluon.constexpr_function
-def planes(bits, dim, group):
+def value_planes(bits, dim, group):
     """Planes of a row as (chunk, sub-plane, odd, group); a chunk's words share their group in each plane.
 
     Element of word w of chunk c: sub * dim * bits / 8 + 2 * (c * chunk_words + w) + odd.
     """
-    row, words = dim * bits // 8, min(dim * bits // 16, group // 2)
+    row, words = dim * bits // 8, chunk_words(bits, dim, group)
     return tuple(
         (c, sub, odd, (sub * row + 2 * c * words) // group)
-        for c in range(dim * bits // 16 // words)
+        for c in range(chunks(bits, dim, group))
         for sub in range(8 // bits)
         for odd in range(2)
     )
+
+
+@gluon.constexpr_function
+def key_planes(bits, dim, group):
+    """Planes of a row as (chunk, sub-plane, group, first bit, shifted, factor).
+
+    Element of byte b of chunk c: sub * dim * bits / 8 + 2 * c * chunk_words + b. Its code stands from the first bit of
+    the byte on, or of the byte's upper half if `shifted`, and counts `factor` * 2^`key_shift` times there. The factor,
+    1 or 4, is what differs between planes of a group: queries are divided by it.
+    """
+    row, width = dim * bits // 8, 2 * chunk_words(bits, dim, group)
+    planes = ()
+    for c in range(chunks(bits, dim, group)):
+        for sub in range(8 // bits):
+            g = (sub * row + c * width) // group
+            shifted = bits * sub - key_shift(bits, dim, group, g) >= 4
+            first = bits * sub - 4 * shifted
+            planes += ((c, sub, g, first, shifted, 1 << first - key_shift(bits, dim, group, g)),)
+    return planes
+
+
+@gluon.constexpr_function
+def key_shift(bits, dim, group, g):
+    """The bit of a byte at which the first element of group g stands."""
+    return bits * (g * group // (dim * bits // 8))
 
 
 @gluon.constexpr_function
@@ -57,7 +90,7 @@ def padded(words):
 @gluon.constexpr_function
 def chunks(bits, dim, group):
     """Chunks of a row."""
-    return dim * bits // 16 // min(dim * bits // 16, group // 2)
+    return dim * bits // 16 // chunk_words(bits, dim, group)
 
 
 @gluon.constexpr_function
@@ -73,21 +106,40 @@ def middle(bits):
 
 
 @gluon.constexpr_function
-def and_mask(bits, sub):
+def keep_in_words(bits, sub):
     """PTX that keeps one code in each half of a register."""
     return f"and.b32 $0, $1, {hex(((1 << bits) - 1 << bits * sub) * 0x10001)};"
 
 
+@gluon.constexpr_function
+def keep_in_bytes(bits, first):
+    """PTX that keeps one code in each byte of a register; with the byte's sign less 128, (register & mask) ^ sign."""
+    mask = hex(((1 << bits) - 1 << first) * 0x1010101)
+    return f"lop3.b32 $0, $1, {mask}, 0x80808080, 0x6a;" if first + bits == 8 else f"and.b32 $0, $1, {mask};"
+
+
 @gluon.jit
-def plane(words, bits: gl.constexpr, sub: gl.constexpr):
+def word_plane(words, bits: gl.constexpr, sub: gl.constexpr):
     """Codes of a sub-plane of the low bytes as float16 subnormals times 2^(bits * sub)."""
-    return gl.inline_asm_elementwise(and_mask(bits, sub), "=r,r", [words], dtype=gl.float16, is_pure=True, pack=2)
+    return gl.inline_asm_elementwise(keep_in_words(bits, sub), "=r,r", [words], dtype=gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit
-def high(words):
-    """The upper byte of each word, moved down; what comes from the neighbour above is masked by `plane`."""
+def byte_plane(codes, bits: gl.constexpr, first: gl.constexpr):
+    """Codes from a bit on, int8 times 2^first; less 128 if that is 8 bits."""
+    return gl.inline_asm_elementwise(keep_in_bytes(bits, first), "=r,r", [codes], dtype=gl.int8, is_pure=True, pack=4)
+
+
+@gluon.jit
+def upper_bytes(words):
+    """The upper byte of each word, moved down; what comes from the neighbour above is masked by `word_plane`."""
     return gl.inline_asm_elementwise("shr.u32 $0, $1, 8;", "=r,r", [words], dtype=gl.uint16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def upper_halves(codes):
+    """The upper half of each byte, moved down; what comes from the neighbour above is masked by `byte_plane`."""
+    return gl.inline_asm_elementwise("shr.u32 $0, $1, 4;", "=r,r", [codes], dtype=gl.int8, is_pure=True, pack=4)
 
 
 @gluon.jit
@@ -99,25 +151,39 @@ def to_half(x):
 
 
 @gluon.jit
-def scale_and_zero(meta):
-    """Metadata (see `formats`) as float32 scale and zero code: an integer becomes float by its place in a mantissa."""
-    wide = meta.to(gl.uint32)
-    scale = ((wide >> SCALE_SHIFT) & SCALE_MASK).to(gl.uint16).to(gl.float16, bitcast=True).to(gl.float32)
-    return scale, ((wide & ZERO_MASK) | 0x4B000000).to(gl.float32, bitcast=True) - 8388608.0
+def scales(meta, finite: gl.constexpr):
+    """Scales of metadata (see `formats`), float32; if `finite`, never NaN, which may stand past a sequence's end."""
+    x = gl.inline_asm_elementwise(SCALES, "=r,r", [meta], dtype=gl.float16, is_pure=True, pack=2)
+    if finite:
+        x = gl.inline_asm_elementwise(FINITE, "=r,r", [x], dtype=gl.float16, is_pure=True, pack=2)
+    return x.to(gl.float32)
 
 
 @gluon.jit
-def fetch_rows(buffer, at, rows, SIDE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Start copying a tile's rows of codes, uint16 words from `rows` + int [TILE] on, into buffers `at` and on."""
-    WORDS: gl.constexpr = chunk_words(SIDE.bits, D, GROUP)
-    WIDE: gl.constexpr = padded(WORDS)
+def zero_codes(meta):
+    """Zero codes of metadata times UNIT, float32."""
+    return gl.inline_asm_elementwise(ZEROS, "=r,r", [meta], dtype=gl.float16, is_pure=True, pack=2).to(gl.float32)
+
+
+@gluon.jit
+def fetch_rows(buffer, at, rows, SIDE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr,
+               SIZE: gl.constexpr):  # fmt: skip
+    """Start copying a tile's rows of codes, elements of SIZE bytes from `rows` + int [TILE] on, into `at` and on."""
+    WIDTH: gl.constexpr = 2 * chunk_words(SIDE.bits, D, GROUP) // SIZE
     COUNT: gl.constexpr = chunks(SIDE.bits, D, GROUP)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [1, 1], [1, 0])
-    word = gl.arange(0, WIDE, gl.SliceLayout(0, layout))
-    token = gl.arange(0, TILE, gl.SliceLayout(1, layout))
+    token, element = row_of_copies(SIDE.bits, D, GROUP, TILE, SIZE)
     for c in gl.static_range(COUNT):
-        to = token[:, None] * (SIDE.row // 2) + (word[None, :] + c * WORDS)
+        to = token[:, None] * (SIDE.row // SIZE) + (element[None, :] + c * WIDTH)
         copy_to_shared(buffer.index(at * COUNT + c), rows + to)
+
+
+@gluon.jit
+def row_of_copies(BITS: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, SIZE: gl.constexpr):
+    """Tokens of a tile and elements of a chunk, as a warp copies them 16 bytes a thread."""
+    WIDE: gl.constexpr = 2 * padded(chunk_words(BITS, D, GROUP)) // SIZE
+    each: gl.constexpr = 16 // SIZE
+    layout: gl.constexpr = gl.BlockedLayout([1, each], [32 * each // WIDE, WIDE // each], [1, 1], [1, 0])
+    return gl.arange(0, TILE, gl.SliceLayout(1, layout)), gl.arange(0, WIDE, gl.SliceLayout(0, layout))
 
 
 @gluon.jit
@@ -127,51 +193,31 @@ def fetch(keys, values, meta, stage, base, table_ptr, t, end, page_stride, KEY: 
     if t < end:
         page = base + gl.load(table_ptr + t // PAGE).to(gl.int64) * page_stride
         place = gl.multiple_of(t % PAGE, TILE)
+        s8: gl.constexpr = gl.pointer_type(gl.int8)
         u16: gl.constexpr = gl.pointer_type(gl.uint16)
-        fetch_rows(keys, stage, (page + (KEY.codes + place * KEY.row)).to(u16), KEY, D, GROUP, TILE)
+        fetch_rows(keys, stage, (page + (KEY.codes + place * KEY.row)).to(s8), KEY, D, GROUP, TILE, 1)
         layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
         i = gl.arange(0, 2 * (D // GROUP) * TILE, layout)
         # The words of keys and of values are one region after the other.
         copy_to_shared(meta.index(stage), (page + KEY.meta).to(u16) + place + ((i // TILE) * PAGE + i % TILE))
-        fetch_rows(values, stage, (page + (VALUE.codes + place * VALUE.row)).to(u16), VALUE, D, GROUP, TILE)
+        fetch_rows(values, stage, (page + (VALUE.codes + place * VALUE.row)).to(u16), VALUE, D, GROUP, TILE, 2)
 
 
 @gluon.jit
-def load_words(buffer, at, COUNT: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """A tile's codes as operands of an MMA: of each chunk its words, and their upper bytes moved down."""
+def load_keys(buffer, at, COUNT: gl.constexpr):
+    """A tile's keys, int8 [TILE, bytes]: of each chunk its bytes, and their upper halves moved down."""
+    codes = ()
+    for c in gl.static_range(COUNT):
+        low = buffer.index(at * COUNT + c).load(KEYS)
+        codes = codes + (low, upper_halves(low))
+    return codes
+
+
+@gluon.jit
+def load_values(buffer, at, COUNT: gl.constexpr):
+    """A tile's values, uint16 [words, TILE]: of each chunk its words, and their upper bytes moved down."""
     words = ()
     for c in gl.static_range(COUNT):
-        if TRANSPOSED:
-            low = buffer.index(at * COUNT + c).permute([1, 0]).load(LEFT)
-        else:
-            low = buffer.index(at * COUNT + c).load(LEFT)
-        words = words + (low, high(low))
+        low = buffer.index(at * COUNT + c).permute([1, 0]).load(VALUES)
+        words = words + (low, upper_bytes(low))
     return words
-
-
-@gluon.jit
-def load_query(query_ptr, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr,
-               N: gl.constexpr):  # fmt: skip
-    """The queries of a KV head by plane, float16 [words, N], and by group the sums that zero points take, float32 [N].
-
-    A plane's codes are times 2^(bits * sub-plane), and its queries divided by that.
-    """
-    PLANES: gl.constexpr = planes(KEY.bits, D, GROUP)
-    WORDS: gl.constexpr = chunk_words(KEY.bits, D, GROUP)
-    word = gl.arange(0, padded(WORDS), gl.SliceLayout(1, RIGHT))[:, None]
-    n = gl.arange(0, N, gl.SliceLayout(0, RIGHT))[None, :]
-    query = ()
-    for i in gl.static_range(len(PLANES)):
-        element = PLANES[i][1] * KEY.row + PLANES[i][2] + 2 * (PLANES[i][0] * WORDS + word)
-        query = query + (gl.load(query_ptr + n * D + element, mask=(n < RATIO) & (word < WORDS), other=0.0),)
-    sums = ()
-    for g in gl.static_range(D // GROUP):
-        total = gl.full([N], 0.0, gl.float32, gl.SliceLayout(0, RIGHT))
-        for i in gl.static_range(len(PLANES)):
-            if PLANES[i][3] == g:
-                total += gl.sum(query[i].to(gl.float32), 0)
-        sums = sums + (gl.convert_layout(total, COLS) * (zero_unit(KEY.bits) * UNIT),)
-    scaled = ()
-    for i in gl.static_range(len(PLANES)):
-        scaled = scaled + ((query[i] * (0.5 ** (KEY.bits * PLANES[i][1]))).to(gl.float16),)
-    return scaled, sums

@@ -51,12 +51,14 @@ class Shape:
             )
         self.fmt, self.head_dim, self.kv_heads, self.ratio = fmt, head_dim, kv_heads, ratio
         self.block_size, self.device, self.window, self.softcap = block_size, device, window, softcap
-        self.queries = 8 if ratio <= 8 else 16
+        # A program takes 8 queries at most: of more than 8, each of two programs takes half.
+        parts = triton.cdiv(ratio, 8)
+        self.queries = triton.cdiv(ratio, parts)
         self.recent, self.ring_blocks = recent, fmt.ring_blocks(recent, head_dim, block_size)
         self.ring_tokens = fmt.ring_layout(head_dim, block_size).tokens if recent else 0
         self.key, self.value = side_layouts(fmt, head_dim, block_size, recent)
-        self.choice = tuning.choose(head_dim, self.queries, block_size)
-        self.wave = max(1, tuning.multiprocessors(device) * self.choice.programs // kv_heads)
+        self.choice = tuning.choose(head_dim, self.queries, fmt.key.bits + fmt.value.bits, block_size)
+        self.wave = max(1, tuning.multiprocessors(device) * self.choice.programs // (kv_heads * parts))
         self.codec: dict[str, Any] = {
             "KV_HEADS": kv_heads, "KEY": self.key, "VALUE": self.value, "D": head_dim, "WIDE": slots(head_dim),
             "PAGE": block_size,
@@ -195,11 +197,11 @@ class GpuPages:
                ring_table: torch.Tensor | None = None) -> None:  # fmt: skip
         """The first half of `decode`: partial results of every split, into the plan."""
         s, rings = self.shape, block_table if ring_table is None else ring_table
-        decode_kernel[(s.kv_heads, most_splits(seq_lens.shape[0], s.wave))](
+        decode_kernel[(s.kv_heads * triton.cdiv(s.ratio, s.queries), most_splits(seq_lens.shape[0], s.wave))](
             plan.rotated, self.cache, block_table, self.ring, rings, plan.splits, seq_lens, plan.partial, plan.lse,
             self.cache.stride(0), self.cache.stride(1), self.ring.stride(0), self.ring.stride(1),
             block_table.stride(0), rings.stride(0), s.softcap, KEY=s.key, VALUE=s.value, D=s.head_dim,
-            GROUP=s.fmt.group_size(s.head_dim), RATIO=s.ratio, N=s.queries, TILE=s.choice.tile, PAGE=s.block_size,
+            GROUP=s.fmt.group_size(s.head_dim), RATIO=s.ratio, TAKE=s.queries, TILE=s.choice.tile, PAGE=s.block_size,
             STAGES=s.choice.stages, SOFTCAP=s.softcap > 0, WINDOW=s.window, RECENT=s.recent, RING=s.ring_tokens,
             RING_BLOCKS=s.ring_blocks, OVERLAP=plan.overlap, num_warps=1,
             **plan.launch,

@@ -7,27 +7,29 @@ in the page gets the scale 0.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvpilot_kernels.gpu.operands import ROWS, chunk_words, chunks, copy_to_shared, padded
+from kvpilot_kernels.gpu.operands import ROWS, chunk_words, chunks, copy_to_shared, row_of_copies
 
 
 @gluon.jit
 def fetch_digits(buffer, ring_ptr, ring_table_ptr, t, ring_page_stride, SIDE: gl.constexpr, D: gl.constexpr,
-                 GROUP: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr):  # fmt: skip
-    """Start copying the digits that the ring may have for the tile of tokens [t, t + TILE)."""
-    WORDS: gl.constexpr = chunk_words(SIDE.bits, D, GROUP)
-    WIDE: gl.constexpr = padded(WORDS)
+                 GROUP: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr,
+                 SIZE: gl.constexpr):  # fmt: skip
+    """Start copying the digits that the ring may have for the tile of tokens [t, t + TILE), as `fetch_rows` does."""
+    WIDTH: gl.constexpr = 2 * chunk_words(SIDE.bits, D, GROUP) // SIZE
     COUNT: gl.constexpr = chunks(SIDE.bits, D, GROUP)
     DIGITS: gl.constexpr = SIDE.digits
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [1, 1], [1, 0])
-    word = gl.arange(0, WIDE, gl.SliceLayout(0, layout))
-    place = (t + gl.arange(0, TILE, gl.SliceLayout(1, layout))) % (RING * RING_BLOCKS)
+    token, element = row_of_copies(SIDE.bits, D, GROUP, TILE, SIZE)
+    place = (t + token) % (RING * RING_BLOCKS)
     block = gl.maximum(gl.load(ring_table_ptr + place // RING), 0)
-    rows = (ring_ptr + SIDE.digit_codes).to(gl.pointer_type(gl.uint16))
-    # In words, of which a row has a multiple of 4 and a page of 8: copies go by 8 bytes at least.
-    row = block.to(gl.int64) * (ring_page_stride // 16 * 8) + (place % RING) * (SIDE.row // 2)
+    if SIZE == 1:
+        rows = (ring_ptr + SIDE.digit_codes).to(gl.pointer_type(gl.int8))
+    else:
+        rows = (ring_ptr + SIDE.digit_codes).to(gl.pointer_type(gl.uint16))
+    # A row has a multiple of 8 bytes and a page of 16: copies go by 8 bytes at least.
+    row = block.to(gl.int64) * (ring_page_stride // 16 * (16 // SIZE)) + (place % RING) * (SIDE.row // SIZE)
     for i in gl.static_range(DIGITS):
         for c in gl.static_range(COUNT):
-            to = row[:, None] + (word[None, :] + (i * RING * (SIDE.row // 2) + c * WORDS))
+            to = row[:, None] + (element[None, :] + (i * RING * (SIDE.row // SIZE) + c * WIDTH))
             copy_to_shared(buffer.index(i * COUNT + c), rows + to)
 
 
@@ -37,10 +39,10 @@ def fetch_ring(key_digits, value_digits, ring_ptr, ring_table_ptr, t, ring_page_
                RING_BLOCKS: gl.constexpr):  # fmt: skip
     """Start copying both sides' digits of the tile of tokens [t, t + TILE)."""
     fetch_digits(
-        key_digits, ring_ptr, ring_table_ptr, t, ring_page_stride, KEY, D, GROUP, TILE, RING, RING_BLOCKS
+        key_digits, ring_ptr, ring_table_ptr, t, ring_page_stride, KEY, D, GROUP, TILE, RING, RING_BLOCKS, 1
     )  # fmt: skip
     fetch_digits(
-        value_digits, ring_ptr, ring_table_ptr, t, ring_page_stride, VALUE, D, GROUP, TILE, RING, RING_BLOCKS
+        value_digits, ring_ptr, ring_table_ptr, t, ring_page_stride, VALUE, D, GROUP, TILE, RING, RING_BLOCKS, 2
     )  # fmt: skip
 
 
