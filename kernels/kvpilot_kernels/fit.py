@@ -19,17 +19,15 @@ M_cc' = sum_t g_tc^2 (x_tc' - m_c')^2 the scale obeys s_c^4 = (sum_c' M_cc' s_c'
 Weighting the mean matters: the first token of a text is an attention sink whose key and value are far from all others'
 and which most queries look at; an unweighted mean of values doubles its error.
 
-From a forward pass alone (`Sums`; what an engine does by itself at start)
---------------------------------------------------------------------------
-Without gradients, what a key's error costs is told by the queries: channel c of it is multiplied by q_c. With the first
-tokens left out, which are unlike all others,
+From a forward pass alone (`Observed`; what an engine does by itself at start)
+------------------------------------------------------------------------------
+Without gradients, attention itself tells what an error costs. A key's error e changes the score of query i by q_i . e
+and the output o_i by p_it (v_t - o_i) of that; an error of a value by p_it e. With all directions of the output alike,
 
-    m = E[k]        s_c = (mean over the group's query heads of E[q_c^2] / var(k_c))^(1/4)
+    g_tc^2 ~ sum_i p_it^2 |v_t - o_i|^2 q_ic^2   for keys         g_tc^2 ~ sum_i p_it^2   for values
 
-for keys, and s_c = (1 / var(v_c))^(1/4) without a mean for values.
-
-RoPE turns a channel's mean with the position, and one static mean has to serve all of them. A token at position p
-counts 1 / (1 + p / HALF): up to HALF all tokens count about alike, and beyond it every doubling of the context does.
+over the queries i that read the token at the page's bits: at least RECENT tokens after it, since the recent window
+reads nearer ones at 8. Sinks count as much as they are looked at, which is most.
 """
 
 from __future__ import annotations
@@ -55,18 +53,18 @@ class Moments:
         self.second = zeros(kv_heads, head_dim, head_dim)
         self.tokens = 0
 
-    def add(self, x: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Count tokens: keys (or values) and their gradients, both [tokens, kv_heads, D] of any float dtype.
+    def add(self, x: torch.Tensor, squared: torch.Tensor) -> None:
+        """Count tokens: keys (or values) and their g^2, both [tokens, kv_heads, D] of any float dtype.
 
         Raises:
             ValueError: the shapes differ from each other or from this layer's, or a number is not finite.
         """
-        if x.shape != gradient.shape or x.shape[1:] != self.weight.shape:
+        if x.shape != squared.shape or x.shape[1:] != self.weight.shape:
             raise ValueError(
-                f"tokens {tuple(x.shape)} with gradients {tuple(gradient.shape)} do not fit moments of "
+                f"tokens {tuple(x.shape)} with gradients {tuple(squared.shape)} do not fit moments of "
                 f"[tokens, {self.weight.shape[0]}, {self.weight.shape[1]}]; give one layer's keys or values"
             )
-        x, g2 = x.double(), gradient.double().square()
+        x, g2 = x.double(), squared.double()
         weight = g2.sum(0)
         second = torch.einsum("thc,thd->hcd", g2, x.square())
         if not (weight.isfinite().all() and second.isfinite().all()):
@@ -75,6 +73,12 @@ class Moments:
         self.first += torch.einsum("thc,thd->hcd", g2, x)
         self.second += second
         self.tokens += x.shape[0]
+
+    def still(self) -> int:
+        """Channels of x that never moved."""
+        total = self.weight.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+        mean, square = self.first.sum(1) / total, self.second.sum(1) / total
+        return int((square - mean.square() <= 1e-12 * square).sum())
 
 
 def fit(moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,82 +105,91 @@ def _mean(moments: Moments, squared: torch.Tensor) -> torch.Tensor:
     return torch.einsum("hcd,hc->hd", moments.first, 1 / squared) / total.clamp_min(torch.finfo(torch.float64).tiny)
 
 
-SINKS = 4
-"""Tokens at the start of a sequence that `Sums` leaves out: attention sinks, unlike all others."""
+RECENT = 64
+"""Tokens that a query reads at 8 bits by default: what lies nearer than that does not count in a fit."""
 
-HALF = 1024
-"""The position at which a token counts half of what the first ones do in `Sums`."""
+_ROWS = 1024  # queries whose scores are held at once
 
 
-class Sums:
-    """Weighted sums over tokens of q^2, k, k^2, v and v^2 for one layer, float64 [kv_heads, D] each."""
+class Observed:
+    """What attention in one layer told about its keys and values, without gradients."""
 
     def __init__(self, kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> None:
-        self._sums = torch.zeros(5, kv_heads, head_dim, dtype=torch.float64, device=device)
-        self._weight = 0.0
+        self._key, self._value = (Moments(kv_heads, head_dim, device) for _ in range(2))
+        self._broken = ""
 
-    def add(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Count the tokens of one sequence from its start, as attention sees them (after RoPE).
+    def add(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float = 0.0,
+        sliding_window: int | None = None,
+    ) -> None:  # fmt: skip
+        """Count one sequence, as causal attention sees it (after RoPE).
 
         Args:
             query: [tokens, heads, D], any float dtype; heads is a multiple of kv_heads, grouped as in attention.
             key, value: [tokens, kv_heads, D].
+            scale: factor on the scores. softcap: 0 for none. sliding_window: tokens that a query sees; None for all.
 
         Raises:
             ValueError: the shapes do not fit each other or this layer.
         """
-        kv_heads, dim = self._sums.shape[1:]
+        kv_heads, dim = self._key.weight.shape
         if key.shape != value.shape or key.shape[1:] != (kv_heads, dim) or query.shape[1] % kv_heads:
             raise ValueError(
                 f"queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)} do not fit a "
                 f"layer of [tokens, {kv_heads}, {dim}]; give one layer's"
             )
-        q, k, v = (x[SINKS:].double() for x in (query, key, value))
-        positions = torch.arange(SINKS, SINKS + k.shape[0], dtype=torch.float64, device=k.device)
-        weight = 1 / (1 + positions / HALF)
-
-        def total(x: torch.Tensor) -> torch.Tensor:
-            return torch.einsum("t,thc->hc", weight, x)
-
-        q2 = total(q.square()).view(kv_heads, -1, dim).mean(1)
-        self._sums += torch.stack([q2, total(k), total(k.square()), total(v), total(v.square())])
-        self._weight += float(weight.sum())
+        for name, x in (("queries", query), ("keys", key), ("values", value)):
+            if not x.isfinite().all():
+                self._broken = self._broken or f"{name} are not finite in {int((~x.isfinite()).any(0).sum())} channels"
+        if self._broken:
+            return
+        group = query.shape[1] // kv_heads
+        weights = [
+            _information(query[:, i * group : (i + 1) * group].float(), key[:, i].float(), value[:, i].float(), scale,
+                         softcap, sliding_window)
+            for i in range(kv_heads)
+        ]  # fmt: skip
+        self._key.add(key, torch.stack([k for k, _ in weights], 1))
+        self._value.add(value, torch.stack([v for _, v in weights], 1)[..., None].expand(value.shape))
 
     def still(self) -> int:
-        """Channels of keys and values that never moved: their scale is that of the floor."""
-        _, k, k2, v, v2 = self._sums
-        rounding = 1e-12 / max(self._weight, 1e-12)
-        return sum(int((self._variance(x, x2) <= rounding * x2).sum()) for x, x2 in ((k, k2), (v, v2)))
+        """Channels of keys and values that never moved: their scale is that of a floor."""
+        return self._key.still() + self._value.still()
 
     def factors(self) -> Factors:
         """The layer's factors, float32; scales have the geometric mean 1 per head.
 
         Raises:
-            ValueError: a sum is not finite, or nothing was counted.
+            ValueError: queries, keys or values were not finite, or nothing was counted.
         """
-        if not self._weight:
-            raise ValueError(f"no token after the first {SINKS} was counted; give longer text")
-        for name, x in zip(("queries", "keys", "keys", "values", "values"), self._sums, strict=True):
-            if not x.isfinite().all():
-                raise ValueError(f"{name} are not finite in {int((~x.isfinite()).sum())} channels")
-        q2, k, k2, v, v2 = self._sums
-        ones = torch.ones_like(q2)
-        return Factors(
-            (k / self._weight).float(), self._scale(q2 / self._weight, self._variance(k, k2)),
-            torch.zeros_like(k).float(), self._scale(ones, self._variance(v, v2)),
-        )  # fmt: skip
+        if self._broken:
+            raise ValueError(self._broken)
+        if not self._key.tokens:
+            raise ValueError("no token was counted; give text")
+        return Factors(*fit(self._key), *fit(self._value))
 
-    def _variance(self, x: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
-        return x2 / self._weight - (x / self._weight).square()
 
-    @staticmethod
-    def _scale(weight: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-        """(weight / variance)^(1/4), each with a floor of its head's mean, so that a still channel counts too."""
-        tiny = torch.finfo(torch.float64).tiny
-        weight, variance = (
-            x.clamp_min(0) + _FLOOR * x.clamp_min(0).mean(-1, keepdim=True) + tiny for x in (weight, variance)
-        )
-        log = (weight.log() - variance.log()) / 4
-        log = log - log.mean(-1, keepdim=True)
-        limit = float(torch.tensor(_LIMIT).log())
-        return log.clamp(-limit, limit).exp().float()
+def _information(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """g^2 of one KV head's keys [tokens, D] and values [tokens]; query [tokens, heads of the group, D]."""
+    tokens = key.shape[0]
+    recent = min(RECENT, tokens // 8)
+    for_key, for_value = torch.zeros_like(key), torch.zeros_like(key[:, 0])
+    for start in range(0, tokens, _ROWS):
+        end = min(start + _ROWS, tokens)
+        q, k, v = query[start:end].transpose(0, 1), key[:end], value[:end]
+        ago = torch.arange(start, end, device=key.device)[:, None] - torch.arange(end, device=key.device)
+        scores = q @ k.T * scale
+        slope: torch.Tensor | float = 1.0
+        if softcap:
+            capped = (scores / softcap).tanh()
+            scores, slope = capped * softcap, (1 - capped.square()).square()
+        hidden = ago < 0 if window is None else (ago < 0) | (ago >= window)
+        p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        out = p @ v
+        p2 = p.square().masked_fill(ago < recent, 0)
+        for_value[:end] += p2.sum((0, 1))
+        off = out.square().sum(-1, keepdim=True) + v.square().sum(-1) - 2 * out @ v.T
+        for_key[:end] += torch.einsum("hit,hic->tc", p2 * off.clamp_min(0) * slope, q.square())
+    return for_key, for_value

@@ -3,8 +3,10 @@
 SmolLM2-135M's real weights, computed in float32; the base is a bf16 cache. Every key and value that attention sees has
 been through the codec. The control compares two runs of the model in bf16 that differ in the attention kernel only.
 
-`--codecs` takes some rows only and merges them into `--out`; `--needle` runs the needle task instead of the texts;
-`--report` turns the file into docs/benchmarks/accuracy.md. One core does a row in about two minutes.
+`--codecs` takes some rows only (accuracy_rows.py says how they are named) and merges them into `--out`; `--needle` runs
+the needle task instead of the texts; `--report` turns the file into docs/benchmarks/accuracy.md. A GPU is used where
+there is one: a row takes it some seconds, and one core two minutes and more. `--cut` writes the texts' tokens to a
+file, which `--texts` reads on a machine without the documents; `--model` names the model's folder there.
 """
 
 from __future__ import annotations
@@ -12,27 +14,22 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy_model import ByLayer, Probe
+from accuracy_model import Probe, Reading
+from accuracy_needle import TEXT as NEEDLE_TEXT
 from accuracy_needle import needles
-from accuracy_texts import CALIBRATION, sequences
+from accuracy_rows import SELF, bits, every_name, reading
+from accuracy_texts import CALIBRATION, Sequence, sequences
 from transformers import AutoTokenizer
 
 from kvpilot_demo.models import smollm2_135m
-from kvpilot_kernels import formats
-from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.reference import plain
-from kvpilot_kernels.reference.codec import Codec
-from kvpilot_kernels.reference.kivi import kivi
-from kvpilot_kernels.reference.kvarn import kvarn
-from kvpilot_kernels.reference.own import own
-from kvpilot_kernels.reference.turboquant import turboquant
 from kvpilot_runtime import calibrate, calibration
-from kvpilot_runtime.self_calibration import text_ids
+from kvpilot_runtime.calibration_text import text_ids
 
 PLAN = [
     *[(name, 1024, 2) for name in ("opticks", "manual", "reference", "code")],
@@ -44,35 +41,8 @@ BUCKETS = (128, 512, 1024, 2048, 4608)
 """Ends of the position buckets, in tokens."""
 
 
-def rivals() -> dict[str, Codec]:
-    """Codecs that need no layer."""
-    found = [plain.fp8_e4m3(), plain.int4_raw(), plain.int4_per_token_head(), turboquant(4), turboquant(3), kivi(2)]
-    found += [kvarn(4, v, exact_ends=exact) for v in (4, 2) for exact in (False, True)]
-    return {codec.name: codec for codec in found}
-
-
-SELF = "self"
-"""Rows with the factors that an engine gives itself at start."""
-
 CHUNK = 8192
-"""Tokens of the pass that such an engine makes: what vLLM takes in one chunk on a GPU by default."""
-
-
-def rows(layers_of: dict[str, Sequence[Factors]]) -> dict[str, ByLayer]:
-    """Every row of the table: its name, and the codec of each layer. `layers_of`: factors by the label of rows."""
-
-    def same(codec: Codec) -> ByLayer:
-        return lambda _layer: codec
-
-    table = {name: same(codec) for name, codec in rivals().items()}
-    for name in formats.own_names():
-        table[name] = same(own(formats.parse(name)))
-    for label, layers in layers_of.items():
-        for name in formats.own_names():
-            fmt = formats.parse(name)
-            codecs = [own(fmt, factors) for factors in layers]
-            table[f"{name}+{label}"] = codecs.__getitem__
-    return table
+"""Tokens that an engine reads to calibrate itself: what vLLM takes in one chunk on a GPU by default."""
 
 
 class Base:
@@ -147,23 +117,23 @@ class Tally:
         }
 
 
-def compare(probe: Probe, plan: list[tuple[str, int, int]], codecs: dict[str, ByLayer], raw: Path,
+def compare(probe: Probe, texts: list[Sequence], rows: dict[str, Reading], raw: Path,
             done: Callable[[dict[str, Any]], None]) -> None:  # fmt: skip
-    """Run all sequences, codecs inside, and hand over the rows after each sequence.
+    """Run all sequences, row by row inside, and hand over the rows after each sequence.
 
-    What one codec gave on one sequence is kept in a file of `raw`, and not computed again: several processes can share
+    What one row gave on one sequence is kept in a file of `raw`, and not computed again: several processes can share
     the work, and a run that was stopped goes on.
     """
-    tallies = {name: Tally() for name in codecs}
+    tallies = {name: Tally() for name in rows}
     base_codec = plain.bf16()
-    for number, (text, tokens) in enumerate(sequences(probe.tokenizer, plan)):
+    for number, (text, tokens) in enumerate(texts):
         base = None
-        for name, codec in codecs.items():
+        for name, row in rows.items():
             kept = raw / f"{number}_{name}.pt"
             if not kept.exists():
-                base = base or Base(probe, tokens, probe.hidden(tokens, lambda _layer: base_codec))
+                base = base or Base(probe, tokens, probe.hidden(tokens, Reading(lambda _layer: base_codec)))
                 part = Tally()
-                part.add(text, base, probe.hidden(tokens, codec), probe)
+                part.add(text, base, probe.hidden(tokens, row), probe)
                 scratch = kept.with_suffix(".part")
                 torch.save((part.kl, part.agree, part.loss, part.at, part.text), scratch)
                 scratch.replace(kept)
@@ -171,10 +141,10 @@ def compare(probe: Probe, plan: list[tuple[str, int, int]], codecs: dict[str, By
         done({name: tally.summary() for name, tally in tallies.items()})
 
 
-def control(folder: Path, plan: list[tuple[str, int, int]]) -> dict[str, Any]:
+def control(folder: Path, texts: list[Sequence]) -> dict[str, Any]:
     """bf16 against bf16: the same weights through two kernels of attention, as prefill and decode are in an engine."""
     probe, tally = Probe(folder, torch.bfloat16), Tally()
-    for text, tokens in sequences(probe.tokenizer, plan):
+    for text, tokens in texts:
         probe.rounded = False
         base = Base(probe, tokens, probe.hidden(tokens, None))
         probe.rounded = True
@@ -182,16 +152,23 @@ def control(folder: Path, plan: list[tuple[str, int, int]]) -> dict[str, Any]:
     return tally.summary()
 
 
-def calibrations(folder: Path, where: Path) -> dict[str, Path]:
+def cut(tokenizer: Any) -> dict[str, list[Sequence]]:
+    """Every text that the benchmark reads, as tokens: `evaluation`, `needle`, and one entry for each calibration."""
+    calibrations = {label: sequences(tokenizer, plan) for label, plan in CALIBRATION.items()}
+    return {"evaluation": sequences(tokenizer, PLAN), "needle": sequences(tokenizer, NEEDLE_TEXT), **calibrations}
+
+
+def calibrations(folder: Path, texts: dict[str, list[Sequence]], labels: set[str], where: Path) -> dict[str, Path]:
     """Make the calibration files of the table as a user would: prompts in a file, then `kvpilot calibrate`."""
     tokenizer, made = AutoTokenizer.from_pretrained(folder), {}
-    for label, plan in CALIBRATION.items():
+    for label in sorted(labels & CALIBRATION.keys()):
         made[label] = where / f".{label}.safetensors"
         with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as prompts:
-            for _, tokens in sequences(tokenizer, plan):
+            for _, tokens in texts[label]:
                 prompts.write(json.dumps({"text": tokenizer.decode(tokens)}) + "\n")
             prompts.flush()
-            calibrate.run(folder, Path(prompts.name), made[label], length=4096, tokens=16384, device="cpu")
+            device = str(torch.get_default_device())
+            calibrate.run(folder, Path(prompts.name), made[label], length=4096, tokens=16384, device=device)
     return made
 
 
@@ -210,60 +187,51 @@ def main() -> None:
     parser.add_argument("--calibration", nargs="*", help="LABEL=FILE: rows `k4v4+LABEL`; default: calibrate anew")
     parser.add_argument("--raw", type=Path, default=Path(tempfile.gettempdir(), "kvpilot-accuracy"),
                         help="where partial results are kept (default %(default)s)")  # fmt: skip
-    parser.add_argument("--device", default="cpu", help="where to compute, such as cuda (default %(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="where to compute (default here: %(default)s)")  # fmt: skip
+    parser.add_argument("--model", type=Path, help="folder of the model (default: SmolLM2-135M, made once)")
+    parser.add_argument("--texts", type=Path, help="what --cut has written, for a machine without the documents")
+    parser.add_argument("--cut", type=Path, help="write the texts' tokens to this file, and do nothing else")
     parser.add_argument("--needle", action="store_true", help="the needle task instead of the texts")
     parser.add_argument("--report", type=Path, help="write this Markdown file from --out, and do nothing else")
     options = parser.parse_args()
     if options.report:
         from accuracy_report import markdown
 
-        options.report.write_text(markdown(json.loads(options.out.read_text()), table_bits))
+        options.report.write_text(markdown(json.loads(options.out.read_text()), bits))
+        return
+    folder = options.model or smollm2_135m()
+    if options.cut:
+        torch.save(cut(AutoTokenizer.from_pretrained(folder)), options.cut)
         return
     torch.set_num_threads(1)
     torch.set_default_device(options.device)
-    folder = smollm2_135m()
+    probe = Probe(folder)
+    texts = torch.load(options.texts, map_location=options.device) if options.texts else cut(probe.tokenizer)
+    asked = options.codecs or ["control", *every_name([SELF, *CALIBRATION])]
     if options.calibration is None:
-        files = calibrations(folder, options.out.parent)
+        labels = {part for name in asked for part in name.split("+")}
+        files = calibrations(folder, texts, labels, options.out.parent)
     else:
         files = {label: Path(file) for label, _, file in (item.partition("=") for item in options.calibration)}
     facts = calibration.ModelFacts.read(folder)
-    probe = probe_of(folder)
-    text = torch.tensor(text_ids(probe.tokenizer, CHUNK))
-    table = rows(
-        {
-            SELF: probe.self_calibrated(text),
-            **{name: calibration.load(file, facts).layers for name, file in files.items()},
-        }
-    )
-    asked = options.codecs or ["control", *table]
-    chosen = {name: table[name] for name in asked if name != "control"}
+    factors = {
+        label: [one.to(options.device) for one in calibration.load(file, facts).layers] for label, file in files.items()
+    }
+    ids = torch.tensor(text_ids(probe.tokenizer, CHUNK))
+    factors[SELF] = probe.self_calibrated(ids, probe.model.config.max_position_embeddings)
+    chosen = {name: reading(name, factors) for name in asked if name != "control"}
     if options.needle:
         base = plain.bf16()
-        for name, codec in {"bf16": lambda _layer: base, **chosen}.items():
-            merge(options.out, "needle", {name: needles(probe_of(folder), codec)})
+        for name, row in {"bf16": Reading(lambda _layer: base), **chosen}.items():
+            merge(options.out, "needle", {name: needles(probe, row, texts["needle"][0][1])})
             print(name, flush=True)
         return
     if "control" in asked:
-        merge(options.out, "texts", {"control": control(folder, PLAN)})
+        merge(options.out, "texts", {"control": control(folder, texts["evaluation"])})
     if chosen:
         options.raw.mkdir(parents=True, exist_ok=True)
-        compare(probe_of(folder), PLAN, chosen, options.raw, lambda found: merge(options.out, "texts", found))
-
-
-_PROBES: dict[Path, Probe] = {}
-
-
-def probe_of(folder: Path) -> Probe:
-    """The float32 model, loaded once."""
-    if folder not in _PROBES:
-        _PROBES[folder] = Probe(folder)
-    return _PROBES[folder]
-
-
-def table_bits(name: str, head_dim: int) -> float:
-    """Bits per element of a row, scales counted."""
-    known = rivals()
-    return known[name].bits(head_dim) if name in known else formats.parse(name.split("+")[0]).bits_per_element(head_dim)
+        compare(probe, texts["evaluation"], chosen, options.raw, lambda found: merge(options.out, "texts", found))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""A transformers model whose attention sees keys and values as a codec's cache would give them back.
+"""A transformers model whose attention sees keys and values as a cache would give them back.
 
-Every key (after RoPE) and value that attention uses has been through the codec, the query's own token among them: what
-a decode step sees, at every position of a text, in one pass.
+Every key (after RoPE) and value that attention uses is read as the row says (`Reading`), the query's own token among
+them: what a decode step sees, at every position of a text, in one pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,39 @@ from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.fit import Sums
+from kvpilot_kernels.fit import Observed
 from kvpilot_kernels.reference.codec import Codec
+from kvpilot_kernels.reference.windowed import Sides, windowed
+from kvpilot_runtime.calibration_text import passes
 
 ByLayer = Callable[[int], Codec]
+"""The codec of a layer."""
+
+_PIECE = 512
+"""Queries whose scores are held at once."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How attention reads a cache.
+
+    Attributes:
+        pages: what the pages give back.
+        recent: of a query's last tokens, its own among them, that are read by `fine` instead. fine: None for 16 bits.
+        first: of a sequence's first tokens that are read in 16 bits.
+        hit: tokens that came from the prefix cache: their queries attend in 16 bits, as a prefill does, and the ring
+            holds none of them.
+    """
+
+    pages: ByLayer
+    recent: int = 0
+    fine: ByLayer | None = None
+    first: int = 0
+    hit: int = 0
 
 
 class Probe:
-    """The model, and the codec that its cache stands for."""
+    """The model, and how its attention reads."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         hook = f"kvpilot_probe_{id(self)}"
@@ -31,22 +57,26 @@ class Probe:
         self.model = model.to(torch.get_default_device()).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.head = self.model.get_output_embeddings().weight
-        self.codec: ByLayer | None = None
-        self._sums: dict[int, Sums] | None = None
+        self.reading: Reading | None = None
+        self._seen: dict[int, Observed] | None = None
         self.rounded = False
         """Attention with probabilities rounded to the model's dtype: another kernel for the same formula."""
 
     @torch.inference_mode()
-    def hidden(self, tokens: torch.Tensor, codec: ByLayer | None) -> torch.Tensor:
+    def hidden(self, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
         """The last layer's states [tokens, hidden] of one sequence [tokens]; None is the model's own dtype."""
-        self.codec = codec
+        self.reading = reading
         return self.model.model(tokens[None], use_cache=False).last_hidden_state[0]
 
-    def self_calibrated(self, tokens: torch.Tensor) -> list[Factors]:
-        """The factors of every layer as an engine finds them at start, from one pass over `tokens` [tokens]."""
-        self._sums = {}
-        self.hidden(tokens, None)
-        found, self._sums = self._sums, None
+    @torch.inference_mode()
+    def self_calibrated(self, tokens: torch.Tensor, context: int) -> list[Factors]:
+        """The factors of every layer as an engine that serves `context` tokens finds them at start, from `tokens`."""
+        self._seen, self.reading, at = {}, None, 0
+        for length, first in passes(tokens.numel(), context):
+            ids, positions = tokens[at : at + length], torch.arange(first, first + length)
+            self.model.model(ids[None], position_ids=positions[None], use_cache=False)
+            at += length
+        found, self._seen = self._seen, None
         return [found[layer].factors() for layer in sorted(found)]
 
     @torch.inference_mode()
@@ -59,33 +89,60 @@ class Probe:
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
     ) -> tuple[torch.Tensor, None]:
         """transformers' attention hook: query [1, heads, tokens, D], key and value [1, kv_heads, tokens, D]."""
-        scale, seen = options["scaling"], (key, value)
-        if self._sums is not None:
-            sums = self._sums.setdefault(module.layer_idx, Sums(key.shape[1], key.shape[3], key.device))
-            sums.add(*(x[0].transpose(0, 1) for x in (query, key, value)))
-        if self.codec is None:
+        scale = options["scaling"]
+        if self._seen is not None:
+            seen = self._seen.setdefault(module.layer_idx, Observed(key.shape[1], key.shape[3], key.device))
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            seen.add(q, k, v, scale)
+        if self.reading is None:
             out = _rounded(query, key, value, scale) if self.rounded else _causal(query, key, value, scale)
         else:
-            codec = self.codec(module.layer_idx)
-            seen = tuple(side(x[0].transpose(0, 1)).transpose(0, 1)[None].contiguous().to(x.dtype)
-                         for side, x in ((codec.key, key), (codec.value, value)))  # fmt: skip
-            if codec.exact_ends:
-                out = _exact_ends(query, (key, value), seen, scale, codec.tile)
-            else:
-                out = _causal(query, *seen, scale)
+            out = _read(query, (key, value), self.reading, module.layer_idx, scale)
         return out.transpose(1, 2).contiguous(), None
+
+
+def _read(query: torch.Tensor, fresh: Sides, reading: Reading, layer: int, scale: float) -> torch.Tensor:
+    """Attention over what the cache gives back for `fresh`."""
+
+    def back(codec: Codec) -> Sides:
+        key, value = (
+            side(x[0].transpose(0, 1)).transpose(0, 1)[None].contiguous().to(x.dtype)
+            for side, x in zip((codec.key, codec.value), fresh, strict=True)
+        )
+        return key, value
+
+    codec = reading.pages(layer)
+    pages = back(codec)
+    if codec.exact_ends:
+        return _exact_ends(query, fresh, pages, scale, codec.tile)
+    pages = _with_first(pages, fresh, reading.first)
+    if reading.recent:
+        fine = _with_first(back(reading.fine(layer)), fresh, reading.first) if reading.fine else fresh
+        out = windowed(query, pages, fine, scale, reading.recent, since=reading.hit)
+    else:
+        out = _causal(query, *pages, scale)
+    if reading.hit:
+        prefix = _causal(*(x[:, :, : reading.hit] for x in (query, *fresh)), scale)
+        out = torch.cat([prefix, out[:, :, reading.hit :]], 2)
+    return out
+
+
+def _with_first(stored: Sides, fresh: Sides, first: int) -> Sides:
+    """`stored` with the first tokens as they came."""
+    key, value = (torch.cat([x[:, :, :first], y[:, :, first:]], 2) for x, y in zip(fresh, stored, strict=True))
+    return key, value
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
 
 
-def _rounded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, piece: int = 512) -> torch.Tensor:
+def _rounded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """Attention as three plain steps, in pieces of queries; scores and probabilities are rounded to the dtype of q."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     outs = []
-    for i in range(0, q.shape[2], piece):
-        end = min(i + piece, q.shape[2])
+    for i in range(0, q.shape[2], _PIECE):
+        end = min(i + _PIECE, q.shape[2])
         scores = q[:, :, i:end] @ k[:, :, :end].transpose(-1, -2) * scale
         future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(i + 1)
         p = scores.float().masked_fill_(future, -torch.inf).softmax(-1).to(q.dtype)

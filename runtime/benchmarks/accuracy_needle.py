@@ -11,23 +11,28 @@ import random
 from typing import Any
 
 import torch
-from accuracy_model import ByLayer, Probe
-from accuracy_texts import sequences
+from accuracy_model import Probe, Reading
 
-LENGTHS = (1024, 4096)
+LENGTHS = (1024, 4096, 8192)
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 CITIES = ("Lisbon", "Oslo", "Vienna", "Dublin", "Prague")
-SEEDS = (1, 2)
+SEEDS = (1, 2, 3, 4)
+TEXT = [("opticks", len(SEEDS) * max(LENGTHS), 1)]
+"""The haystack: a stretch of its own for each seed."""
 
 
-def needles(probe: Probe, codec: ByLayer) -> dict[str, Any]:
-    """Found needles per context length and depth, out of how many, and the mean log-probability of a whole number."""
+def needles(probe: Probe, reading: Reading, text: torch.Tensor) -> dict[str, Any]:
+    """Found needles per context length and depth, out of how many, and the mean log-probability of a whole number.
+
+    Args:
+        text: tokens of the haystack, as `TEXT` asks for.
+    """
     found: dict[str, int] = {f"{n}@{int(100 * d)}%": 0 for n in LENGTHS for d in DEPTHS}
     logs: dict[int, list[float]] = {n: [] for n in LENGTHS}
     for length in LENGTHS:
         for seed in SEEDS:
-            tokens, answers = _prompt(probe, length, seed)
-            states = probe.hidden(tokens, codec)
+            tokens, answers = _prompt(probe, text, length, seed)
+            states = probe.hidden(tokens, reading)
             for depth, (start, end) in answers.items():
                 ((_, logits),) = probe.logits(states[start - 1 : end - 1])
                 row = logits.log_softmax(-1)
@@ -43,7 +48,9 @@ def needles(probe: Probe, codec: ByLayer) -> dict[str, Any]:
     }
 
 
-def _prompt(probe: Probe, length: int, seed: int) -> tuple[torch.Tensor, dict[float, tuple[int, int]]]:
+def _prompt(
+    probe: Probe, text: torch.Tensor, length: int, seed: int
+) -> tuple[torch.Tensor, dict[float, tuple[int, int]]]:
     """Token ids of about `length`, and where the digits of each depth's answer stand in them."""
     rng = random.Random(seed)  # noqa: S311  # a reproducible test, no secret
     cities = rng.sample(CITIES, len(CITIES))
@@ -59,7 +66,8 @@ def _prompt(probe: Probe, length: int, seed: int) -> tuple[torch.Tensor, dict[fl
     asked = list(range(len(fact)))
     rng.shuffle(asked)
     size = sum(map(len, fact[0]))
-    body = sequences(probe.tokenizer, [("opticks", 6000 * seed, 1)])[0][1][-(length - 2 * size * len(fact)) :].tolist()
+    begin = SEEDS.index(seed) * max(LENGTHS)
+    body = text[begin : begin + length - 2 * size * len(fact)].tolist()
     out: list[int] = []
     at = 0
     for depth, parts in zip(DEPTHS, fact, strict=True):

@@ -5,33 +5,49 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from accuracy_rows import AGAINST_EXACT, SERVED
+
 HEAD = """\
 # Accuracy of KV-cache codecs
 
 Measured by `python runtime/benchmarks/accuracy.py --out docs/benchmarks/accuracy.json` (again with `--needle`), written
-by the same with `--report docs/benchmarks/accuracy.md`.
+by the same with `--report docs/benchmarks/accuracy.md`; it uses a GPU where there is one.
 
 Model: SmolLM2-135M-Instruct, its real weights (30 layers, 3 KV heads, head_dim 64), computed in float32. Small models
 are hurt most by a small cache, which is why this is the test. The base is a 16-bit (bf16) cache. **Every** key (after
-RoPE) and value that attention sees has been through the codec, the query's own token among them; only the rows `+exact`
-keep the first 128 tokens and the open tile in 16 bits, as the original KVarN does, in bits that are not counted.
+RoPE) and value that attention sees has been through the codec, the query's own token among them, as in decode steps.
 
 Text: at least {tokens} tokens a row, in sequences of 1,024, 2,048 and 4,608: Newton's *Opticks* (in the sources that
 apache-tvm-ffi carries), the manual of GNU coreutils (Debian), Python's language reference (`pydoc_data`)
-and source code of its standard library. Rows `+calibrated` use `kvpilot calibrate` on 16,384 tokens of other documents
-(licences, docstrings, the manual of findutils, other source code), three sequences of 4,096 and four of 1,024.
+and source code of its standard library.
+
+Rows `+self` have the factors that an engine gives itself at start, from 8,192 tokens of built-in text. Rows
+`+calibrated` use `kvpilot calibrate` on 16,384 tokens of other documents (licences, docstrings, the manual of findutils,
+other source code), three sequences of 4,096 and four of 1,024, in bf16 on a GPU. In rows `+wN` a query reads its last N
+tokens at 8 bits, as the ring of the [recent window](../decisions/0016-a-ring-of-residuals.md) keeps them. The first
+tokens of a sequence are not treated apart, as in the engine; only the row `+first128` keeps 128 in 16 bits, to compare
+with KVarN (`+exact`), which keeps the first 128 tokens and the open tile.
 
 The control compares the model in bf16 with itself, through two kernels of attention: this much is noise of 16 bits.
 
 Bits count codes, scales and zero points, at head_dim 128 (most models) and at 64 (this model, on which the rivals with
-a scale per vector take more bits). KL is over the whole vocabulary, in millinats, with its standard error; PPL is the
+a scale per vector take more bits), and what is kept beside the pages (a ring's whole pages of 64 tokens, tokens in 16
+bits), spread over a context of 4,096 tokens. KL is over the whole vocabulary, in millinats, with its standard error; PPL is the
 change of perplexity.
 """
+
+SERVED_HEAD = """
+## As served
+
+With the recent window and without other options; `+calibrated` with a file, and `k2v2` with a window of 512.
+
+"""
+ALONE_HEAD = "\n## Codecs alone, and rivals\n\n"
 
 NEEDLE = """
 ## Needles
 
-Five facts at 10% to 90% of a text of {lengths} tokens, asked for at its end, with two orders and
+Five facts at 10% to 90% of a text of {lengths} tokens, asked for at its end, with {seeds} orders and
 sets of numbers. Found: all five digits are the model's first choice. The log-probability is of the whole number, in
 nats.
 
@@ -44,21 +60,29 @@ def markdown(data: dict[str, Any], bits: Callable[[str, int], float]) -> str:
     """The page. `bits` gives a row's bits per element at a head_dim."""
     texts: dict[str, Any] = data["texts"]
     names = sorted((n for n in texts if n != "control"), key=lambda n: (-bits(n, 128), texts[n]["mean_kl"]))
+    served = [name for name in SERVED if name in texts]
+    beside = ["control", "fp8_e4m3", "kvarn_k4v4+exact", *(name for name in AGAINST_EXACT if name in texts)]
+    alone = ["control", *(name for name in names if name not in served)]
     parts = [HEAD.format(tokens=f"{min(row['tokens'] for row in texts.values()):,}")]
-    parts.append("\n| codec | bits, D=128 | D=64 | tokens | mean KL | p99 KL | top-1 | PPL |\n" + "|---" * 8 + "|\n")
-    for name in ["control", *names]:
-        row = texts[name]
-        size = "16 | 16" if name == "control" else f"{bits(name, 128):.3f} | {bits(name, 64):.3f}"
-        parts.append(
-            f"| {_label(name)} | {size} | {row['tokens']:,} | "
-            f"{row['mean_kl']:.1f} ± {row['standard_error']:.1f} | {row['p99_kl']:.0f} | "
-            f"{row['top1']:.1f}% | {row['perplexity_change']:+.1f}% |\n"
-        )
+    parts += [SERVED_HEAD, *_table([*served, *beside], texts, bits), ALONE_HEAD, *_table(alone, texts, bits)]
     parts += _split("By position in the context (mean KL)", "buckets", texts, names)
     parts += _split("By text (mean KL)", "texts", texts, names)
     if "needle" in data:
         parts += _needle(data["needle"], bits)
     return "".join(parts)
+
+
+def _table(names: list[str], texts: dict[str, Any], bits: Callable[[str, int], float]) -> list[str]:
+    out = ["| codec | bits, D=128 | D=64 | tokens | mean KL | p99 KL | top-1 | PPL |\n" + "|---" * 8 + "|\n"]
+    for name in names:
+        row = texts[name]
+        size = "16 | 16" if name == "control" else f"{bits(name, 128):.3f} | {bits(name, 64):.3f}"
+        out.append(
+            f"| {_label(name)} | {size} | {row['tokens']:,} | "
+            f"{row['mean_kl']:.1f} ± {row['standard_error']:.1f} | {row['p99_kl']:.0f} | "
+            f"{row['top1']:.1f}% | {row['perplexity_change']:+.1f}% |\n"
+        )
+    return out
 
 
 def _label(name: str) -> str:
@@ -85,7 +109,8 @@ def _needle(rows: dict[str, Any], bits: Callable[[str, int], float]) -> list[str
     lengths = list(first["log_prob"])
     depths = list(dict.fromkeys(place.split("@")[1] for place in first["found"]))
     head = NEEDLE.format(
-        lengths=" and ".join(f"{int(n):,}" for n in lengths),
+        lengths=", ".join(f"{int(n):,}" for n in lengths),
+        seeds=first["asked_each"],
         depths=" | ".join(depths),
         columns=" | ".join(f"@{n}" for n in lengths),
         dashes="---|" * len(depths),

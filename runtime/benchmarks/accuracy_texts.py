@@ -22,10 +22,14 @@ CALIBRATION_CODE = ("statistics.py", "subprocess.py", "inspect.py")
 CALIBRATION_DOCSTRINGS = ("decimal.py", "random.py", "heapq.py", "difflib.py", "textwrap.py", "fractions.py")
 
 CALIBRATION = {
-    "calibrated": [("docstrings", 1024, 4), *[(name, 4096, 1) for name in ("licences", "find-manual", "other-code")]],
+    "calibrated": [
+        ("docstrings", 1024, 4),
+        *[(name, 4096, 1) for name in ("licences", "find-manual", "other-code")],
+        ("licences", 1024, 1),
+    ],
     "calibrated-on-licences": [("licences", 4096, 4)],
 }
-"""What `kvpilot calibrate` reads for each label: texts, tokens a sequence, how many."""
+"""What `kvpilot calibrate` reads for each label: texts, tokens a sequence, how many. After 16,384 it holds back."""
 
 Sequence = tuple[str, torch.Tensor]
 """The text's name and its tokens, int64 [tokens]."""

@@ -2,8 +2,12 @@
 
 The model reads the texts once, forwards and backwards. At each layer its keys (after RoPE), its values, and the
 gradients of the log-likelihood with respect to both, at next tokens drawn from the model itself, are added to the
-moments that `kvpilot_kernels.fit` turns into factors. Sequences must be as long as the contexts that will be served:
-RoPE turns a channel's mean with the position, so a mean found on short texts is wrong, and harmful, far beyond them.
+moments that `kvpilot_kernels.fit` turns into factors. Queries that read a key or value in the recent window, at 8 bits,
+give it no gradient. Sequences must be as long as the contexts that will be served: RoPE turns a channel's mean with the
+position, so a mean found on short texts is wrong, and harmful, far beyond them.
+
+Some of the text is held out: on it the factors are compared with those that an engine finds by itself
+(`kvpilot_runtime.held_out`).
 """
 
 from __future__ import annotations
@@ -17,13 +21,14 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.fit import Moments, fit
-from kvpilot_runtime import calibration
+from kvpilot_kernels.fit import RECENT, Moments, fit
+from kvpilot_kernels.reference.windowed import windowed
+from kvpilot_runtime import calibration, held_out
+from kvpilot_runtime.calibration import ModelFacts
+from kvpilot_runtime.calibration_text import LONGEST, text_ids
 
 _HOOK = "kvpilot_calibrate"
 _CHUNK = 256  # tokens whose logits are held at once
@@ -86,12 +91,14 @@ def sequences(tokenizer: Any, texts: list[str], length: int, limit: int) -> list
     return pieces
 
 
-def calibrate(model: Any, pieces: list[torch.Tensor], progress: Progress | None = None) -> list[Factors]:
+def calibrate(
+    model: Any, pieces: list[torch.Tensor], facts: ModelFacts, recent: int = RECENT, progress: Progress | None = None
+) -> list[Factors]:
     """Factors of every layer of a transformers causal language model that was loaded with `attn_implementation` of
-    `hook()`.
+    `hook()`. Layers without attention get factors that change nothing.
 
     Args:
-        pieces: token ids, int64 [tokens] each.
+        pieces: token ids, int64 [tokens] each. recent: tokens of the window that will be served.
 
     Raises:
         CalibrateError: attention that our formats do not serve, or gradients that are not finite.
@@ -99,9 +106,9 @@ def calibrate(model: Any, pieces: list[torch.Tensor], progress: Progress | None 
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     model.eval()
-    recorder = _Recorder()
+    recorder = _Recorder(facts, recent)
     AttentionInterface.register(_HOOK, recorder.attend)
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator("cpu").manual_seed(0)
     done, total = 0, sum(piece.numel() for piece in pieces)
     for piece in pieces:
         _backward(model, piece, draw)
@@ -109,22 +116,17 @@ def calibrate(model: Any, pieces: list[torch.Tensor], progress: Progress | None 
         done += piece.numel()
         if progress:
             progress(done, total)
-    if sorted(recorder.keys) != list(range(len(recorder.keys))) or not recorder.keys:
-        ran = sorted(recorder.keys)
-        raise CalibrateError(
-            f"attention ran in layers {ran}; only models in which every layer attends can be calibrated"
-        )
-    found = []
-    for layer in sorted(recorder.keys):
-        key, value = fit(recorder.keys[layer]), fit(recorder.values[layer])
-        found.append(Factors(key[0].cpu(), key[1].cpu(), value[0].cpu(), value[1].cpu()))
+    if not recorder.keys:
+        raise CalibrateError(f"no layer of {type(model).__name__} keeps keys and values; there is nothing to calibrate")
+    found = [Factors.identity(facts.kv_heads, facts.head_dim) for _ in range(facts.layers)]
+    for layer in recorder.keys:
+        found[layer] = Factors(*fit(recorder.keys[layer]), *fit(recorder.values[layer])).to("cpu")
     return found
 
 
 def hook() -> str:
     """The name to load a model with: its attention can then be recorded."""
-    AttentionInterface.register(_HOOK, sdpa_attention_forward)
-    AttentionMaskInterface.register(_HOOK, sdpa_mask)
+    AttentionInterface.register(_HOOK, held_out.exact)
     return _HOOK
 
 
@@ -150,24 +152,34 @@ def _chunks(states: torch.Tensor) -> Iterator[torch.Tensor]:
 class _Recorder:
     """Keeps a pass's keys and values until their gradients are there."""
 
-    def __init__(self) -> None:
+    def __init__(self, facts: ModelFacts, recent: int) -> None:
+        self._facts, self._recent = facts, recent
         self.keys: dict[int, Moments] = {}
         self.values: dict[int, Moments] = {}
         self._pass: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
-    ) -> Any:
+    ) -> tuple[torch.Tensor, None]:
         """transformers' attention: key and value are [1, kv_heads, tokens, D]."""
-        if options.get("softcap"):
-            raise CalibrateError("soft-capped attention cannot be calibrated yet; serve this model without a file")
-        if key.shape != value.shape:
-            raise CalibrateError(f"keys {tuple(key.shape)} and values {tuple(value.shape)} differ in shape, which our "
-                                 "formats do not serve")  # fmt: skip
-        key.retain_grad()
-        value.retain_grad()
-        self._pass.append((module.layer_idx, key, value))
-        return sdpa_attention_forward(module, query, key, value, mask, **options)
+        shape = (self._facts.kv_heads, self._facts.head_dim)
+        for name, x in (("keys", key), ("values", value)):
+            if (x.shape[1], x.shape[3]) != shape:
+                raise CalibrateError(
+                    f"layer {module.layer_idx} has {x.shape[1]} heads of {x.shape[3]} elements in its {name}, and "
+                    f"config.json says {shape[0]} of {shape[1]}; serve this model without a file"
+                )
+        if options.get("s_aux") is not None:
+            raise CalibrateError("attention with sinks of its own is not served by our formats; use dtype auto or fp8")
+        how = held_out.Attention.of(module, options)
+        if how.sliding_window is not None:  # stays in 16 bits, as engines serve it
+            return held_out.exact(module, query, key, value, mask, **options)
+        far_key, far_value = key.clone(), value.clone()
+        far_key.retain_grad()
+        far_value.retain_grad()
+        self._pass.append((module.layer_idx, far_key, far_value))
+        out = windowed(query, (far_key, far_value), (key, value), how.scale, self._recent, softcap=how.softcap)
+        return out.transpose(1, 2).contiguous(), None
 
     def collect(self) -> None:
         """Add the pass to the moments, and forget it."""
@@ -177,7 +189,7 @@ class _Recorder:
                 if x.grad is None:
                     raise CalibrateError(f"layer {layer} has no gradient; this model cannot be calibrated")
                 try:
-                    moments.add(x.detach()[0].transpose(0, 1), x.grad[0].transpose(0, 1))
+                    moments.add(x.detach()[0].transpose(0, 1), x.grad[0].transpose(0, 1).double().square())
                 except ValueError as error:
                     raise CalibrateError(f"layer {layer}: {error}") from error
         self._pass.clear()
@@ -196,10 +208,25 @@ def main(argv: list[str] | None = None) -> int:
         help="tokens of a sequence: as long as contexts that are served (default %(default)s)",
     )
     parser.add_argument("--tokens", type=int, default=16384, help="at most this many in all (default %(default)s)")
-    parser.add_argument("--device", default="cpu", help="where to run, such as cuda:0 (default %(default)s)")
+    parser.add_argument(
+        "--recent", type=int, default=RECENT, help="tokens of the recent window that is served (default %(default)s)"
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where to run, such as cuda:0 (default here: %(default)s)",
+    )
     options = parser.parse_args(argv)
     try:
-        output = run(options.model, options.prompts, options.output, options.length, options.tokens, options.device)
+        output = run(
+            options.model,
+            options.prompts,
+            options.output,
+            options.length,
+            options.tokens,
+            options.device,
+            options.recent,
+        )
     except CalibrateError as error:
         print(f"kvpilot calibrate: {error}", file=sys.stderr)
         return 2
@@ -207,14 +234,18 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def run(model: Path, prompts: Path, output: Path | None, length: int, tokens: int, device: str) -> Path:
-    """Calibrate the model in a folder and write the file; returns its path.
+def run(
+    model: Path, prompts: Path, output: Path | None, length: int, tokens: int, device: str, recent: int = RECENT
+) -> Path:
+    """Calibrate the model in a folder, write the file, and say what it gains; returns the file's path.
 
     Raises:
         CalibrateError: whatever cannot work, named.
     """
     if length < 2 or tokens < length:
         raise CalibrateError(f"--length {length} and --tokens {tokens} leave no sequence; use at least 2 and --length")
+    if not 0 <= recent < length:
+        raise CalibrateError(f"--recent {recent} leaves no token outside the window; use 0 to --length {length}")
     try:
         facts = calibration.ModelFacts.read(model)
     except (OSError, ValueError, KeyError) as error:
@@ -230,15 +261,57 @@ def run(model: Path, prompts: Path, output: Path | None, length: int, tokens: in
     tokenizer = AutoTokenizer.from_pretrained(model)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=hook()).to(device)
-    pieces = sequences(tokenizer, texts, length, tokens)
+    pieces, kept_back = split(tokenizer, texts, length, tokens)
     if not pieces:
         raise CalibrateError(f"--prompts {str(prompts)!r} gives no sequence of two tokens; give more text")
 
     def report(done: int, total: int) -> None:
         print(f"\r{done:,} of {total:,} tokens", end="" if done < total else "\n", file=sys.stderr, flush=True)
 
-    calibration.save(output, calibrate(loaded, pieces, report), facts)
+    layers = calibrate(loaded, pieces, facts, recent, report)
+    calibration.save(output, layers, facts)
+    read = sum(piece.numel() for piece in pieces)
+    print(gain(loaded, tokenizer, kept_back, layers, recent, facts, read), file=sys.stderr)
     return output
+
+
+def split(tokenizer: Any, texts: list[str], length: int, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The sequences to fit to, and others to judge by: what follows `tokens`, or the last one where nothing does."""
+    pieces = sequences(tokenizer, texts, length, tokens)
+    kept_back = sequences(tokenizer, texts, length, tokens + length)[len(pieces) :]
+    if not kept_back and len(pieces) > 1:
+        kept_back = [pieces.pop()]
+    return pieces, kept_back
+
+
+def gain(
+    model: Any,
+    tokenizer: Any,
+    kept_back: list[torch.Tensor],
+    layers: list[Factors],
+    recent: int,
+    facts: ModelFacts,
+    read: int,
+) -> str:
+    """A line on what the factors do on text that they were not fitted to, beside those that an engine finds itself.
+
+    Args:
+        read: tokens of the built-in text that such an engine reads, at most.
+    """
+    if not kept_back:
+        return "no text was left to judge the factors by; give more than one sequence"
+    device = model.get_input_embeddings().weight.device
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", 0) or LONGEST
+    ids = torch.tensor(text_ids(tokenizer, min(LONGEST, context, read)), device=device)
+    own = held_out.self_calibrated(model, _HOOK, ids, context)
+    file = {layer: layers[layer].to(device) for layer in own}
+    none = {layer: Factors.identity(facts.kv_heads, facts.head_dim, device) for layer in own}
+    pieces = [piece.to(device) for piece in kept_back]
+    found = [held_out.damage(model, _HOOK, pieces, "k4v4", factors, recent) for factors in (file, own, none)]
+    return (
+        f"k4v4 with a recent window of {recent}, on {sum(map(len, pieces)):,} other tokens: {found[0]:.1f} millinats "
+        f"with this file, {found[1]:.1f} as an engine calibrates itself, {found[2]:.1f} without calibration"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """An engine without a calibration file calibrates itself at start, before its first request and its CUDA graphs.
 
-Built-in text (`calibration.txt`: prose, code, tables, chats, several scripts) goes through the model in one prefill, as
-long as the longest chunk that the engine takes, since RoPE turns a channel's mean with the position. For this one pass
-every attention layer, whatever its KV dtype, attends to its own chunk in the model's own elements. From the sums of
-our layers come their factors (`kvpilot_kernels.fit.Sums`); each rank of tensor parallelism keeps those of its heads.
-The same model, text and number of ranks give the same factors.
+Built-in text (`calibration_text`) goes through the model in one step, as sequences at positions all over the context
+that is served. For this one step every attention layer, whatever its KV dtype, attends to the step's own keys and
+values in the model's own elements. From what our layers see come their factors (`kvpilot_kernels.fit.Observed`); each
+rank of tensor parallelism keeps those of its heads. The same model, text and number of ranks give the same factors.
 """
 
 from __future__ import annotations
@@ -13,25 +12,21 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from kvpilot_kernels.fit import SINKS, Sums
+from kvpilot_kernels.fit import Observed
 from kvpilot_runtime import calibration, calibration_info
 from kvpilot_runtime.backend import our_layers
 from kvpilot_runtime.calibration_info import Outcome
+from kvpilot_runtime.calibration_text import LONGEST, SHORTEST, NoTokensError, passes, text_ids
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent import RecentLayer
 
-TEXT = Path(__file__).with_name("calibration.txt")
-_SEPARATOR = "\n%%\n"
 _ROWS = 1024
 """Queries that attend at a time where scores or a mask are made."""
-_LONGEST = 16384
-"""Tokens of the pass at most: later ones would hardly count (`kvpilot_kernels.fit.HALF`)."""
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
@@ -57,7 +52,7 @@ def calibrate(worker: Any) -> None:
         source = "self"
         began = time.perf_counter()
         tokens, reason = token_ids(config)
-        _fill(layers, _sums(worker, tokens, layers))
+        _fill(layers, _observed(worker, tokens, layers))
         log.info("Calibrated %d layers on %d tokens in %.1f s", len(layers), len(tokens), time.perf_counter() - began)
     calibration_info.report(
         Outcome(source, _digest([x.impl.factors(x, worker.device) for x in layers.values()]), reason)
@@ -72,25 +67,16 @@ def token_ids(config: Any) -> tuple[list[int], str]:
     from vllm.tokenizers import cached_tokenizer_from_config
 
     model = config.model_config
-    length = min(config.scheduler_config.max_num_batched_tokens, model.max_model_len, _LONGEST)
+    length = min(config.scheduler_config.max_num_batched_tokens, model.max_model_len, LONGEST)
     tokenizer = cached_tokenizer_from_config(model)
     if tokenizer is None:
         log.warning("No tokenizer: calibrating on random tokens")
         drawn = torch.randint(model.get_vocab_size(), (length,), generator=torch.Generator().manual_seed(0))
         return [int(x) for x in drawn], "RandomTokens"
-    return text_ids(tokenizer, length), ""
-
-
-def text_ids(tokenizer: Any, length: int) -> list[int]:
-    """`length` tokens of the built-in text, over again where it is shorter; they begin as a prompt does."""
-    ids: list[int] = []
-    while len(ids) < length:
-        before = len(ids)
-        for passage in TEXT.read_text(encoding="utf-8").split(_SEPARATOR):
-            ids += tokenizer.encode(passage + "\n\n", add_special_tokens=not ids)
-        if len(ids) == before:
-            raise UnsupportedModelError(f"the tokenizer gives no tokens for text; {_REMEDY}")
-    return ids[:length]
+    try:
+        return text_ids(tokenizer, length), ""
+    except NoTokensError as error:
+        raise UnsupportedModelError(f"{error}; {_REMEDY}") from error
 
 
 _REMEDY = f"give a file of `kvpilot calibrate` in {calibration.VARIABLE}, or set it to 'off' to serve without"
@@ -111,25 +97,26 @@ def obstacle(config: Any, layers: dict[str, Any]) -> str:
         return "OtherLayers"
     if any(layer.impl.kv_sharing_target_layer_name is not None for layer in layers.values()):
         return "SharedCache"
-    if min(config.scheduler_config.max_num_batched_tokens, config.model_config.max_model_len) <= 16 * SINKS:
+    if min(config.scheduler_config.max_num_batched_tokens, config.model_config.max_model_len) < SHORTEST:
         return "ShortContext"
     return ""
 
 
 @torch.inference_mode()
-def _sums(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[str, Sums]:
-    """Run the text through the model; sums by layer."""
+def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[str, Observed]:
+    """Run the text through the model; what was seen by layer."""
     from vllm.forward_context import set_forward_context
 
     config, model, device = worker.vllm_config, worker.model_runner.get_model(), worker.device
-    sums = {name: Sums(layer.impl.num_kv_heads, layer.impl.head_size, device) for name, layer in layers.items()}
+    seen = {name: Observed(layer.impl.num_kv_heads, layer.impl.head_size, device) for name, layer in layers.items()}
     ids = torch.tensor(tokens, device=device)
-    positions = torch.arange(len(tokens), device=device)
+    plan = passes(len(tokens), config.model_config.max_model_len)
+    positions = torch.cat([torch.arange(first, first + length, device=device) for length, first in plan])
     if config.model_config.uses_mrope:
         positions = positions.expand(3, -1)
     try:
         with (
-            _attending_to_itself(config, sums),
+            _attending_to_itself(config, seen, [length for length, _ in plan]),
             # As an eager step: what is compiled later sees no difference.
             set_forward_context(None, config, num_tokens=len(tokens), slot_mapping={}, skip_compiled=True),
         ):
@@ -138,37 +125,43 @@ def _sums(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[str, S
         raise UnsupportedModelError(
             f"the model could not calibrate itself ({type(error).__name__}: {error}); {_REMEDY}"
         ) from error
-    return sums
+    return seen
 
 
-def _fill(layers: dict[str, Any], sums: dict[str, Sums]) -> None:
+def _fill(layers: dict[str, Any], seen: dict[str, Observed]) -> None:
     for name, layer in layers.items():
         try:
-            found = sums[name].factors()
+            found = seen[name].factors()
         except ValueError as error:
             raise UnsupportedModelError(f"calibration of layer {name!r}: {error}; use --kv-cache-dtype auto, or "
                                         f"{_REMEDY}") from error  # fmt: skip
-        still = sums[name].still()
+        still = seen[name].still()
         if still:
             log.warning("Calibration of layer %r: %d channels never moved; they get the scale of a floor", name, still)
         layer.impl.set_factors(layer, found)
 
 
 class _Chunk:
-    """Stands in for a layer's attention: the chunk attends to itself, and is counted."""
+    """Stands in for a layer's attention: each sequence of the chunk attends to itself, and is counted."""
 
-    def __init__(self, impl: Any, sliding_window: int | None, sums: Sums | None) -> None:
+    def __init__(self, impl: Any, sliding_window: int | None, seen: Observed | None, lengths: list[int]) -> None:
         self.scale, self.softcap = float(impl.scale), float(_softcap(impl))
-        self.window, self.sums = sliding_window, sums
+        self.window, self.seen, self.lengths = sliding_window, seen, lengths
 
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
         attn_metadata: None, output: torch.Tensor, output_scale: Any = None, output_block_scale: Any = None,
     ) -> torch.Tensor:  # fmt: skip
         """vLLM's signature: query [tokens, heads, D], key and value [tokens, kv_heads, D]."""
-        if self.sums is not None:
-            self.sums.add(query, key, value)
-        output.view(query.shape).copy_(causal(query, key, value, self.scale, self.softcap, self.window))
+        how = self.scale, self.softcap, self.window
+        out = output.view(query.shape)
+        start = 0
+        for length in self.lengths:
+            rows = slice(start, start + length)
+            if self.seen is not None:
+                self.seen.add(query[rows], key[rows], value[rows], *how)
+            out[rows] = causal(query[rows], key[rows], value[rows], *how)
+            start += length
         return output
 
 
@@ -207,7 +200,7 @@ def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
 
 
 @contextmanager
-def _attending_to_itself(config: Any, sums: dict[str, Sums]) -> Iterator[None]:
+def _attending_to_itself(config: Any, seen: dict[str, Observed], lengths: list[int]) -> Iterator[None]:
     """Replace the attention of every layer for one pass."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
@@ -216,7 +209,7 @@ def _attending_to_itself(config: Any, sums: dict[str, Sums]) -> Iterator[None]:
     kept = {name: layer.impl for name, layer in layers.items()}
     try:
         for name, layer in layers.items():
-            layer.impl = _Chunk(kept[name], layer.sliding_window, sums.get(name))
+            layer.impl = _Chunk(kept[name], layer.sliding_window, seen.get(name), lengths)
         yield
     finally:
         for name, layer in layers.items():

@@ -1,20 +1,19 @@
 """Calibration files: made from a real model, loaded again, refused when they are not what they should be."""
 
+import dataclasses
 import json
-from functools import partial
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Lfm2Config, PreTrainedConfig
 
 from kvpilot_demo.models import smollm2_135m, tiny_llama
-from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.reference.own import own
-from kvpilot_runtime import calibrate, calibration
+from kvpilot_runtime import calibrate, calibration, held_out
 
 FACTS = calibration.ModelFacts(layers=3, kv_heads=4, head_dim=64, rope="{}", config_sha256="abc")
 
@@ -151,35 +150,79 @@ HELD_OUT = (
 )
 
 
-def divergence(model: object, tokens: torch.Tensor, layers: list[Factors] | None) -> float:
-    """Mean KL against the model's own cache, in nats, with a k4v4 cache for all keys and values."""
-    name, fmt = "kvpilot_test", formats.parse("k4v4")
-
-    def attend(module, query, key, value, mask, **options):  # type: ignore[no-untyped-def]  # transformers' signature
-        codec = own(fmt, layers[module.layer_idx] if layers else None)
-        key, value = (
-            f(x[0].transpose(0, 1)).transpose(0, 1)[None] for f, x in ((codec.key, key), (codec.value, value))
-        )
-        return sdpa_attention_forward(module, query, key, value, mask, **options)
-
-    run = partial(model, tokens[None], use_cache=False)  # type: ignore[arg-type]  # a transformers model
-    logs = []
-    for hook in (sdpa_attention_forward, attend):
-        AttentionInterface.register(name, hook)
-        model.set_attn_implementation(name)  # type: ignore[attr-defined]
-        with torch.inference_mode():
-            logs.append(run().logits[0].float().log_softmax(-1))
-    base, other = logs
-    return float((base.exp() * (base - other)).sum(-1).mean())
-
-
-def test_a_real_model_is_calibrated_on_one_text_and_does_better_on_another(tmp_path: Path) -> None:
+def test_a_real_model_is_calibrated_on_one_text_does_better_on_another_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, output = smollm2_135m(), tmp_path / "factors.safetensors"
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("\n".join(json.dumps({"text": TRAINING * n}) for n in (1, 2, 3)))
-    arguments = [str(folder), "--prompts", str(prompts), "--output", str(output), "--length", "128", "--tokens", "256"]
+    prompts.write_text("\n".join(json.dumps({"text": TRAINING * n}) for n in (3, 6, 9)))
+    arguments = [str(folder), "--prompts", str(prompts), "--output", str(output), "--length", "128", "--tokens", "512",
+                 "--recent", "8", "--device", "cpu"]  # fmt: skip
     assert calibrate.main(arguments) == 0
-    layers = list(calibration.load(output, calibration.ModelFacts.read(folder)).layers)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    said = capsys.readouterr().err.splitlines()[-1]
+    layers = calibration.load(output, calibration.ModelFacts.read(folder)).layers
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=calibrate.hook())
     tokens = AutoTokenizer.from_pretrained(folder)(HELD_OUT, return_tensors="pt").input_ids[0]
-    assert divergence(model, tokens, layers) < 0.7 * divergence(model, tokens, None)
+    ones = (dict(enumerate(layers)), {i: Factors.identity(3, 64) for i in range(30)})
+    with_file, without = (held_out.damage(model, calibrate.hook(), [tokens], "k4v4", one, 8) for one in ones)
+    assert with_file < 0.7 * without
+    found = re.fullmatch(
+        r"k4v4 with a recent window of 8, on ([\d,]+) other tokens: ([\d.]+) millinats with this file, ([\d.]+) as an "
+        r"engine calibrates itself, ([\d.]+) without calibration", said,
+    )  # fmt: skip
+    assert found, said
+    assert int(found[1].replace(",", "")) > 64
+    assert float(found[2]) < float(found[4])
+
+
+def tiny(config: PreTrainedConfig, tmp_path: Path) -> Path:
+    """A model of random weights with a tokenizer."""
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(smollm2_135m() / name, tmp_path / name)
+    return tmp_path
+
+
+SHAPE = {
+    "vocab_size": 49152, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3,
+}  # fmt: skip
+SOFT_CAP = Gemma2Config(**SHAPE, head_dim=64, num_hidden_layers=2, sliding_window=32, attn_logit_softcapping=5.0,
+                        layer_types=["sliding_attention", "full_attention"])  # fmt: skip
+HYBRID = Lfm2Config(
+    **{**SHAPE, "hidden_size": 256}, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "attending"), [(SOFT_CAP, 1), (HYBRID, 1)], ids=["sliding window and soft cap", "convolutions"]
+)
+def test_layers_that_keep_nothing_in_our_pages_get_factors_that_change_nothing(
+    config: PreTrainedConfig, attending: int, tmp_path: Path
+) -> None:
+    folder, prompts, output = tiny(config, tmp_path), tmp_path / "prompts.txt", tmp_path / "factors"
+    facts = calibration.ModelFacts.read(folder)
+    prompts.write_text(TRAINING * 4)
+    arguments = [str(folder), "--prompts", str(prompts), "--output", str(output), "--length", "64", "--tokens", "128",
+                 "--recent", "4", "--device", "cpu"]  # fmt: skip
+    assert calibrate.main(arguments) == 0
+    layers = calibration.load(output, facts).layers
+    for number, layer in enumerate(layers):
+        assert bool(layer.key_mean.any()) == (number == attending)
+
+
+def test_a_layer_of_another_shape_is_refused_with_its_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, prompts = tmp_path / "model", tmp_path / "prompts.txt"
+    shutil.copytree(tiny_llama(), folder)
+    prompts.write_text(TRAINING)
+    facts = dataclasses.replace(calibration.ModelFacts.read(folder), kv_heads=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate.calibration.ModelFacts, "read", lambda _: facts)
+        assert calibrate.main([str(folder), "--prompts", str(prompts), "--length", "32", "--tokens", "32", "--recent",
+                               "4", "--device", "cpu"]) == 2  # fmt: skip
+    assert "layer 0 has 2 heads of 64 elements in its keys, and config.json says 1 of 64" in capsys.readouterr().err
+    assert not (folder / "kvpilot-calibration.safetensors").exists()

@@ -21,9 +21,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvpilot_demo.models import smollm2_135m, tiny_gemma3, tiny_llama
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.fit import Sums
+from kvpilot_kernels.fit import Observed
 from kvpilot_localcluster.engines.real import engine, refused_by_vllm
 from kvpilot_runtime import calibration_info, self_calibration
+from kvpilot_runtime.calibration_text import NoTokensError, passes, text_ids
 from kvpilot_runtime.worker_info import Reported
 from support.oracle import Oracle
 
@@ -34,27 +35,34 @@ SLACK = 1e-3
 
 
 def factors_of(folder: Path) -> list[Factors]:
-    """What one pass of the built-in text gives in plain transformers, float32."""
-    sums: dict[int, Sums] = {}
-    tokens = torch.tensor(self_calibration.text_ids(AutoTokenizer.from_pretrained(folder), CHUNK))
+    """What the built-in text gives in plain transformers, float32."""
+    seen: dict[int, Observed] = {}
+    tokens = torch.tensor(text_ids(AutoTokenizer.from_pretrained(folder), CHUNK))
 
     def attend(layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, *, scaling: float,
                sliding_window: int | None = None, **_: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
         window = sliding_window or getattr(layer, "sliding_window", None)
-        found = sums.setdefault(layer.layer_idx, Sums(key.shape[1], key.shape[3]))
-        found.add(*(x[0].transpose(0, 1) for x in (query, key, value)))
-        ago = torch.arange(CHUNK)[:, None] - torch.arange(CHUNK)[None, :]
-        seen = (ago >= 0) & (ago < (window or CHUNK))
+        found = seen.setdefault(layer.layer_idx, Observed(key.shape[1], key.shape[3]))
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        found.add(q, k, v, scaling, sliding_window=window)
+        length = query.shape[2]
+        ago = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+        seen_by = (ago >= 0) & (ago < (window or length))
         out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True
+            query, key, value, attn_mask=seen_by, scale=scaling, enable_gqa=True
         )
         return out.transpose(1, 2), None
 
-    ALL_ATTENTION_FUNCTIONS.register("kvpilot_sums", attend)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="kvpilot_sums")
-    with torch.inference_mode():
-        model(tokens[None], use_cache=False)
-    return [sums[layer].factors() for layer in sorted(sums)]
+    ALL_ATTENTION_FUNCTIONS.register("kvpilot_observed", attend)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="kvpilot_observed")
+    at = 0
+    for length, first in passes(CHUNK, model.config.max_position_embeddings):
+        with torch.inference_mode():
+            model(
+                tokens[None, at : at + length], position_ids=torch.arange(first, first + length)[None], use_cache=False
+            )
+        at += length
+    return [seen[layer].factors() for layer in sorted(seen)]
 
 
 def told(page: str) -> dict[str, str]:
@@ -112,16 +120,34 @@ def test_keys_that_are_not_finite_end_the_start_with_the_layer_and_the_remedy(tm
 
 def test_the_text_is_long_enough_repeats_and_begins_as_a_prompt_does() -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2_135m())
-    ids = self_calibration.text_ids(tokenizer, 10_000)
+    ids = text_ids(tokenizer, 10_000)
     assert len(ids) == 10_000
-    assert ids[:100] == self_calibration.text_ids(tokenizer, 100)
+    assert ids[:100] == text_ids(tokenizer, 100)
     assert len(set(ids[:4000])) > 800
 
     class Opening:
         def encode(self, text: str, add_special_tokens: bool) -> list[int]:
             return [1] * add_special_tokens + [5] * len(text)
 
-    assert self_calibration.text_ids(Opening(), 50_000).count(1) == 1
+    assert text_ids(Opening(), 50_000).count(1) == 1
+
+
+def test_a_tokenizer_that_gives_nothing_is_said() -> None:
+    with pytest.raises(NoTokensError, match="no tokens for text"):
+        text_ids(SimpleNamespace(encode=lambda text, add_special_tokens: []), 10)
+
+
+@given(st.integers(128, 20_000), st.integers(0, 2**21))
+def test_the_text_is_read_at_positions_all_over_the_context_and_never_beyond_it(tokens: int, more: int) -> None:
+    context = tokens + more
+    found = passes(tokens, context)
+    assert sum(length for length, _ in found) == tokens
+    assert all(length > 0 and first >= 0 and first + length <= context for length, first in found)
+    assert found[0][1] == 0
+    assert found[0][0] >= tokens // 2
+    last = max(first + length for length, first in found)
+    # Evenly over the doublings of the context: the last sequence begins in its upper half, counted so.
+    assert last >= min(context, 1024 * ((context / 1024 + 1) ** 0.75 - 1))
 
 
 def test_without_a_tokenizer_the_same_random_tokens_are_drawn_each_time_and_it_is_said() -> None:

@@ -33,12 +33,12 @@ def round_trip(
     mean, scale = factors.of(side) if factors else (None, None)
     if mean is not None and scale is not None:
         x = (x - mean) * scale
-    x = x @ hadamard(dim)
+    x = x @ hadamard(dim).to(x.device)
     codes, meta = encode(x, bits, fmt.group_size(dim))
     back = decode(codes, meta, bits)
     if recent and bits < 8:
         back = back + decode_residual(*encode_residual(x, codes, meta, bits), meta, bits)
-    back = back.double() @ hadamard(dim, torch.float64).T
+    back = back.double() @ hadamard(dim, torch.float64).to(x.device).T
     return back if mean is None or scale is None else back / scale.double() + mean.double()
 
 

@@ -10,16 +10,16 @@ from kvpilot_kernels.reference.attention import round_trip
 from kvpilot_kernels.reference.codec import Codec
 
 
-def own(fmt: Format, factors: Factors | None = None) -> Codec:
-    """One layer's cache in `fmt`, with its calibration or without."""
+def own(fmt: Format, factors: Factors | None = None, recent: bool = False) -> Codec:
+    """One layer's cache in `fmt`, with its calibration or without; `recent`: with what the ring adds to the pages."""
     return Codec(
         fmt.name + ("+calibrated" if factors else ""),
-        lambda x: _read_back(x, fmt, "key", factors),
-        lambda x: _read_back(x, fmt, "value", factors),
+        lambda x: _read_back(x, fmt, "key", factors, recent),
+        lambda x: _read_back(x, fmt, "value", factors, recent),
         lambda dim: fmt.key.bits + 16 / fmt.group_size(dim),
         lambda dim: fmt.value.bits + 16 / fmt.group_size(dim),
     )
 
 
-def _read_back(x: torch.Tensor, fmt: Format, side: str, factors: Factors | None) -> torch.Tensor:
-    return round_trip(x, fmt, side, factors).float()
+def _read_back(x: torch.Tensor, fmt: Format, side: str, factors: Factors | None, recent: bool) -> torch.Tensor:
+    return round_trip(x, fmt, side, factors, recent).float()

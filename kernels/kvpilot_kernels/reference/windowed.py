@@ -1,0 +1,62 @@
+"""Attention of a whole sequence whose queries read their last tokens better than the rest, in differentiable torch."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+_PIECE = 512
+"""Queries whose scores are held at once."""
+
+Sides = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values, [1, kv_heads, tokens, D] each."""
+
+
+def windowed(
+    query: torch.Tensor, pages: Sides, fine: Sides, scale: float, recent: int, *, since: int = 0, softcap: float = 0.0,
+    sliding_window: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Causal attention that reads a query's last `recent` tokens, its own among them, by `fine`, the others by `pages`.
+
+    Args:
+        query: [1, heads, tokens, D]; heads is a multiple of kv_heads.
+        scale: factor on the scores. softcap: 0 for none, else scores become cap * tanh(score / cap).
+        since: tokens before this position are read by `pages` at any distance.
+        sliding_window: the last tokens that a query sees; None for all.
+
+    Returns:
+        [1, heads, tokens, D]. A backward pass computes the scores anew, piece by piece.
+    """
+    group = query.shape[1] // pages[0].shape[1]
+    far, near = (tuple(x.repeat_interleave(group, 1) for x in side) for side in (pages, fine))
+
+    def piece(start: int) -> torch.Tensor:
+        return _piece(query, far, near, start, scale, recent, since, softcap, sliding_window)
+
+    starts = range(0, query.shape[2], _PIECE)
+    if torch.is_grad_enabled():
+        return torch.cat([checkpoint(piece, start, use_reentrant=False) for start in starts], 2)
+    return torch.cat([piece(start) for start in starts], 2)
+
+
+def _piece(
+    query: torch.Tensor, far: tuple[torch.Tensor, ...], fine: tuple[torch.Tensor, ...], start: int, scale: float,
+    recent: int, since: int, softcap: float, sliding_window: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """The queries from `start` on."""
+    (key, value), (near_key, near_value) = far, fine
+    end = min(start + _PIECE, query.shape[2])
+    begin = max(0, start - recent + 1)  # of the first key that any of them reads by `fine`
+    at = torch.arange(end, device=query.device)
+    ago = torch.arange(start, end, device=query.device)[:, None] - at
+    near = (ago >= 0) & (ago < recent) & (at >= since)
+    hidden = ago < 0 if sliding_window is None else (ago < 0) | (ago >= sliding_window)
+    q = query[:, :, start:end]
+    far_scores = q @ key[:, :, :end].transpose(-1, -2)
+    near_scores = q @ near_key[:, :, begin:end].transpose(-1, -2)
+    merged = torch.where(near[:, begin:], near_scores, far_scores[..., begin:])
+    scores = torch.cat([far_scores[..., :begin], merged], -1).float() * scale
+    if softcap:
+        scores = (scores / softcap).tanh() * softcap
+    p = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(value.dtype)
+    return p.masked_fill(near, 0) @ value[:, :, :end] + (p * near)[..., begin:] @ near_value[:, :, begin:end]

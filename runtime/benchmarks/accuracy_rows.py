@@ -1,0 +1,97 @@
+"""The rows of the accuracy table: how each reads a cache, and what it takes.
+
+A row's name is a codec's, and after it by `+`: the label of the factors (`self`: those that an engine gives itself at
+start; `calibrated`: a file of `kvpilot calibrate`), `wN` for a recent window of N tokens as the ring keeps it, and
+`firstN` for the sequence's first N tokens in 16 bits, which no engine of ours does (to compare with those that do).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from accuracy_model import Reading
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.reference import plain
+from kvpilot_kernels.reference.codec import Codec
+from kvpilot_kernels.reference.kivi import kivi
+from kvpilot_kernels.reference.kvarn import kvarn
+from kvpilot_kernels.reference.own import own
+from kvpilot_kernels.reference.turboquant import turboquant
+
+SELF = "self"
+
+SERVED = (
+    "int8+self", "k8v4+self+w64", "k4v4+self+w64", "k4v4+calibrated+w64", "k4v2+self+w64", "k4v2+calibrated+w64",
+    "k2v2+self+w512", "k2v2+calibrated+w512",
+)  # fmt: skip
+"""As an engine serves them: without options, or with a file where the name says so, and a longer window for `k2v2`."""
+
+AGAINST_EXACT = ("k4v4+self+w128+first128", "k4v4+self+w128")
+"""Beside `kvarn_k4v4+exact`, which keeps as many tokens."""
+
+CONTEXT = 4096
+"""Tokens of the context over which what is kept beside the pages is spread, in bits per element."""
+
+_PAGE = 64
+"""Tokens of a page, for the size of a ring."""
+
+
+def rivals() -> dict[str, Codec]:
+    """Codecs that need no layer."""
+    found = [plain.fp8_e4m3(), plain.int4_raw(), plain.int4_per_token_head(), turboquant(4), turboquant(3), kivi(2)]
+    found += [kvarn(4, v, exact_ends=exact) for v in (4, 2) for exact in (False, True)]
+    return {codec.name: codec for codec in found}
+
+
+def every_name(labels: Sequence[str]) -> list[str]:
+    """The table's rows with factors of `labels`."""
+    mine = [name + suffix for name in formats.own_names() for suffix in ("", *(f"+{label}" for label in labels))]
+    return [*rivals(), *mine, *SERVED, *AGAINST_EXACT]
+
+
+def reading(name: str, factors: dict[str, Sequence[Factors]]) -> Reading:
+    """How the row `name` reads. `factors`: of every layer, by label.
+
+    Raises:
+        ValueError: there is no such row.
+    """
+    if name in rivals():
+        codec = rivals()[name]
+        return Reading(lambda _layer: codec)
+    fmt, label, recent, first = _parts(name)
+    if label is None:
+        pages, fine = own(fmt), own(fmt, recent=True)
+        return Reading(lambda _layer: pages, recent, (lambda _layer: fine) if recent else None, first)
+    if label not in factors:
+        raise ValueError(f"row {name!r}: there are no factors {label!r}, only {sorted(factors)}; see --calibration")
+    layers = [own(fmt, one) for one in factors[label]]
+    finer = [own(fmt, one, recent=True) for one in factors[label]]
+    return Reading(layers.__getitem__, recent, finer.__getitem__ if recent else None, first)
+
+
+def bits(name: str, head_dim: int) -> float:
+    """Bits per element of a row, scales counted, and what is kept beside the pages at `CONTEXT` tokens."""
+    known = rivals()
+    if name in known:
+        codec = known[name]
+        kept = 2 * codec.tile if codec.exact_ends else 0  # the first tile and room for the open one
+        return _mixed(codec.bits(head_dim), kept)
+    fmt, _, recent, first = _parts(name)
+    pages = fmt.bits_per_element(head_dim)
+    ring = fmt.ring_blocks(recent, head_dim, _PAGE) * _PAGE
+    return _mixed(pages, first) + pages * ring / CONTEXT
+
+
+def _mixed(low: float, exact: int) -> float:
+    return low + (16 - low) * exact / CONTEXT
+
+
+def _parts(name: str) -> tuple[formats.Format, str | None, int, int]:
+    """Format, label of factors, tokens of the window, first tokens in 16 bits."""
+    found = re.fullmatch(r"(\w+?)(?:\+([a-z-]+))?(?:\+w(\d+))?(?:\+first(\d+))?", name)
+    if found is None:
+        raise ValueError(f"row {name!r} is not FORMAT[+FACTORS][+wN][+firstN]; for example k4v4+self+w64")
+    return formats.parse(found[1]), found[2], int(found[3] or 0), int(found[4] or 0)

@@ -1,0 +1,60 @@
+"""The text that an engine calibrates itself on, and the sequences that it is read as. No vLLM here.
+
+`calibration.txt` holds prose, code, tables, chats and several scripts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+TEXT = Path(__file__).with_name("calibration.txt")
+_SEPARATOR = "\n%%\n"
+
+LONGEST = 8192
+"""Tokens that are read at most: four times as many as gave the same factors within noise."""
+
+SHORTEST = 128
+"""Tokens that are read at least: below, hardly a query is far from the keys that it reads."""
+
+_LOG_FROM = 1024
+"""Positions up to here count about alike, and from here on every doubling of the context does."""
+
+_SHORT = 4
+"""Sequences that share the second half of the tokens."""
+
+
+class NoTokensError(ValueError):
+    """A tokenizer gives nothing for text."""
+
+
+def text_ids(tokenizer: Any, length: int) -> list[int]:
+    """`length` tokens of the built-in text, over again where it is shorter; they begin as a prompt does.
+
+    Raises:
+        NoTokensError: the tokenizer gives no tokens.
+    """
+    ids: list[int] = []
+    while len(ids) < length:
+        before = len(ids)
+        for passage in TEXT.read_text(encoding="utf-8").split(_SEPARATOR):
+            ids += tokenizer.encode(passage + "\n\n", add_special_tokens=not ids)
+        if len(ids) == before:
+            raise NoTokensError("the tokenizer gives no tokens for text")
+    return ids[:length]
+
+
+def passes(tokens: int, context: int) -> list[tuple[int, int]]:
+    """The sequences that `tokens` of text are read as: (tokens, position of the first), in their order.
+
+    RoPE turns a channel's mean with the position, and one static mean has to serve all positions of the context. So
+    only half of the text is one sequence from position 0, which knows distant tokens; the rest is four sequences that
+    begin at positions all over the context. Attention depends on distances alone and does not notice.
+
+    Args:
+        context: positions that are served, at least `tokens`.
+    """
+    short = tokens // (2 * _SHORT)
+    reach = context / _LOG_FROM + 1
+    starts = [min(int(_LOG_FROM * (reach ** (i / _SHORT) - 1)), context - short) for i in range(_SHORT)]
+    return [(tokens - _SHORT * short, 0), *((short, start) for start in starts)]
