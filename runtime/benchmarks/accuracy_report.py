@@ -22,18 +22,18 @@ apache-tvm-ffi carries), the manual of GNU coreutils (Debian), Python's language
 and source code of its standard library.
 
 Rows `+self` have the factors that an engine gives itself at start, from 8,192 tokens of built-in text. Rows
-`+calibrated` use `kvpilot calibrate` on 16,384 tokens of other documents (licences, docstrings, the manual of findutils,
-other source code), three sequences of 4,096 and four of 1,024, in bf16 on a GPU. In rows `+wN` a query reads its last N
-tokens at 8 bits, as the ring of the [recent window](../decisions/0016-a-ring-of-residuals.md) keeps them. The first
-tokens of a sequence are not treated apart, as in the engine; only the row `+first128` keeps 128 in 16 bits, to compare
-with KVarN (`+exact`), which keeps the first 128 tokens and the open tile.
+`+calibrated` use `kvpilot calibrate` on 16,384 tokens of other documents (licences, docstrings, the manual of
+findutils, other source code), three sequences of 4,096 and four of 1,024, in bf16 on a GPU. In rows `+wN` a query
+reads its last N tokens at 8 bits, as the ring of the [recent window](../decisions/0016-a-ring-of-residuals.md) keeps
+them. The first tokens of a sequence are not treated apart, as in the engine; only the row `+first128` keeps 128 in 16
+bits, to compare with KVarN (`+exact`), which keeps the first 128 tokens and the open tile.
 
 The control compares the model in bf16 with itself, through two kernels of attention: this much is noise of 16 bits.
 
 Bits count codes, scales and zero points, at head_dim 128 (most models) and at 64 (this model, on which the rivals with
 a scale per vector take more bits), and what is kept beside the pages (a ring's whole pages of 64 tokens, tokens in 16
-bits), spread over a context of 4,096 tokens. KL is over the whole vocabulary, in millinats, with its standard error; PPL is the
-change of perplexity.
+bits), spread over a context of 4,096 tokens. KL is over the whole vocabulary, in millinats, with its standard error;
+PPL is the change of perplexity.
 """
 
 SERVED_HEAD = """

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvpilot_kernels import formats
@@ -198,6 +198,7 @@ def test_what_attention_tells_is_as_the_formula_says(
         for_key, for_value = told_by_attention(*one, tokens // 8, 0.7, softcap, window)
         of_keys[:, kv] += for_key
         of_values[:, kv] += for_value
+    assume(of_keys.sum((0, 2)).min() > 1e-3)  # a query that sees itself alone tells nothing but rounding
     keys.add(key, of_keys)
     values.add(value, of_values[..., None].expand(value.shape))
     factors = found.factors()

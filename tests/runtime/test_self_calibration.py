@@ -185,6 +185,21 @@ def test_a_chunk_attends_to_itself_as_the_formula_says(
             torch.testing.assert_close(found[t, h].double(), wanted, atol=1e-5, rtol=1e-5)
 
 
+def test_each_sequence_of_the_chunk_attends_to_itself_and_is_counted_alone() -> None:
+    rng = torch.Generator().manual_seed(5)
+    query, key, value = (torch.randn(60, n, 64, generator=rng) for n in (4, 2, 2))
+    seen, apart, output = Observed(2, 64), Observed(2, 64), torch.empty(60, 4 * 64)
+    impl = SimpleNamespace(scale=0.1, softcap=3.0)
+    chunk = self_calibration._Chunk(impl, None, seen, [40, 20])
+    assert chunk.forward(None, query, key, value, key, None, output) is output
+    for rows in (slice(0, 40), slice(40, 60)):
+        wanted = self_calibration.causal(query[rows], key[rows], value[rows], 0.1, 3.0)
+        torch.testing.assert_close(output.view(60, 4, 64)[rows], wanted)
+        apart.add(query[rows], key[rows], value[rows], 0.1, 3.0)
+    for name in ("key_mean", "key_scale", "value_mean", "value_scale"):
+        assert torch.equal(getattr(seen.factors(), name), getattr(apart.factors(), name))
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "PipelineParallel"),

@@ -1,0 +1,44 @@
+"""The rows of the accuracy table: what a name stands for, and what it takes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "runtime" / "benchmarks"))
+
+from accuracy_rows import AGAINST_EXACT, SERVED, bits, every_name, reading
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.factors import Factors
+
+
+def test_a_ring_is_counted_in_whole_pages_over_4096_tokens():
+    assert bits("k4v4", 128) == 4.25
+    assert bits("k4v4+self+w64", 128) == pytest.approx(4.25 * (1 + 64 / 4096))
+    assert bits("k4v4+self+w65", 128) == pytest.approx(4.25 * (1 + 128 / 4096))
+    pages = formats.parse("k2v2").ring_blocks(512, 128, 64)
+    assert bits("k2v2+self+w512", 128) == pytest.approx(2.25 * (1 + pages * 64 / 4096))
+    assert bits("int8+self", 128) == 8.25
+
+
+def test_tokens_in_16_bits_are_counted_for_ours_and_for_kvarn():
+    assert bits("k4v4+self+w128+first128", 128) - bits("k4v4+self+w128", 128) == pytest.approx(128 * 11.75 / 4096)
+    assert bits("kvarn_k4v4+exact", 128) - bits("kvarn_k4v4", 128) == pytest.approx(256 * 11.625 / 4096)
+
+
+def test_every_row_of_the_table_can_be_read():
+    factors = {label: [Factors.identity(2, 64)] for label in ("self", "calibrated")}
+    for name in every_name(list(factors)):
+        found = reading(name, factors)
+        assert found.pages(0).key(torch.ones(3, 2, 64)).shape == (3, 2, 64)
+        assert (found.fine is None) == (found.recent == 0)
+        assert bits(name, 64) > 2
+    assert {*SERVED, *AGAINST_EXACT} <= set(every_name(list(factors)))
+
+
+@pytest.mark.parametrize("name", ["k4v4+", "k4v4+w64+self", "k9v9", "k4v4+other"])
+def test_a_row_that_is_none_is_refused(name):
+    with pytest.raises(ValueError, match=r"row 'k4v4|not known"):
+        reading(name, {"self": [Factors.identity(2, 64)]})
