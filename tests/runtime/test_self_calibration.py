@@ -88,8 +88,7 @@ def test_answers_are_those_of_the_factors_of_the_built_in_text(model: Callable[[
     assert len(labels["hash"]) == 16
     both = list(zip(prompts, answers, strict=True))
     calibrated = Oracle(model(), "k4v4", factors_of(model()))
-    wrong = [i for i, (prompt, answer) in enumerate(both)
-             if not calibrated.sound(prompt, answer)]  # fmt: skip
+    wrong = [i for i, (prompt, answer) in enumerate(both) if not calibrated.sound(prompt, answer)]
     assert not wrong
     # The check can fail: without factors the same codec gives other answers.
     plain = Oracle(model(), "k4v4")
