@@ -108,7 +108,7 @@ def _mean(moments: Moments, squared: torch.Tensor) -> torch.Tensor:
 RECENT = 64
 """Tokens that a query reads at 8 bits by default: what lies nearer than that does not count in a fit."""
 
-_ROWS = 1024  # queries whose scores are held at once
+_SCORES = 2**24  # held at once, float32: some 64 MiB, and a handful of arrays like it
 
 
 class Observed:
@@ -176,8 +176,9 @@ def _information(
     tokens = key.shape[0]
     recent = min(RECENT, tokens // 8)
     for_key, for_value = torch.zeros_like(key), torch.zeros_like(key[:, 0])
-    for start in range(0, tokens, _ROWS):
-        end = min(start + _ROWS, tokens)
+    rows = max(1, _SCORES // (tokens * query.shape[1]))
+    for start in range(0, tokens, rows):
+        end = min(start + rows, tokens)
         q, k, v = query[start:end].transpose(0, 1), key[:end], value[:end]
         ago = torch.arange(start, end, device=key.device)[:, None] - torch.arange(end, device=key.device)
         scores = q @ k.T * scale
