@@ -250,6 +250,12 @@ BAD: tuple[Bad, ...] = (
     ),
     _rule("own variable", {_ENV: [{"name": "KVPILOT_SERVE_HOST"}]}, f"{_ENV}[0].name", "remove it"),
     _rule(
+        "recent tokens as a variable",
+        {_ENV: [{"name": "KVPILOT_RECENT_TOKENS", "value": "0"}]},
+        f"{_ENV}[0].name",
+        "recentTokens",
+    ),
+    _rule(
         "two hub tokens",
         {"spec.model.tokenSecretRef": {"name": "hf"}, _ENV: [{"name": "HF_TOKEN", "value": "x"}]},
         _ENV,
