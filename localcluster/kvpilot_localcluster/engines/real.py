@@ -92,6 +92,8 @@ def refused_by_vllm(model: Path, folder: Path, *arguments: str) -> str:
     log = folder / "refused.log"
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--load-format=dummy"]
     command += ["--skip-tokenizer-init", "--enforce-eager", "--kv-cache-memory-bytes=16M", "--max-model-len=256"]
+    # Whatever else has vLLM's own port on this machine is not what is to refuse.
+    command += ["--host=127.0.0.1", f"--port={free_port()}"]
     with log.open("wb") as out:
         ended = subprocess.run(
             [*command, *arguments],
