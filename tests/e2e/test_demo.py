@@ -35,8 +35,9 @@ def test_the_operator_says_why_it_chose_k4v4(record):
     assert "would hold" in record["decision"]
 
 
-def test_capacity_grows_by_at_least_3_7(record):
-    assert record["capacity_ratio"] >= 3.7
+def test_capacity_grows_by_at_least_3_6(record):
+    # 44 blocks become 170; of 17 that a sequence of 1,024 tokens has, one is the ring of its recent window.
+    assert record["capacity_ratio"] >= 3.6
 
 
 def test_no_request_fails_during_the_change(record):
