@@ -36,7 +36,7 @@ def test_the_operator_says_why_it_chose_k4v4(record):
 
 
 def test_capacity_grows_by_at_least_3_6(record):
-    # 44 blocks become 170; of 17 that a sequence of 1,024 tokens has, one is the ring of its recent window.
+    # 22 blocks of 128 tokens become 85; of 17 of a sequence of 2,048 tokens one is the ring of its recent window.
     assert record["capacity_ratio"] >= 3.6
 
 
