@@ -82,7 +82,7 @@ async def test_a_killed_operator_ends_the_story_in_the_same_state(tmp_path):
         pods = await world.pods()
     assert len(killed) >= 10, killed
     assert record.failed_requests == 0, record.failures
-    assert record.capacity_ratio >= 3.7
+    assert record.capacity_ratio >= 3.6  # as in test_demo
     status = service["status"]
     assert status["kvCache"]["activeDtype"] == GOOD
     assert [d["dtype"] for d in status["kvCache"]["denied"]] == [BAD]

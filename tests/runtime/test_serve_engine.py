@@ -89,8 +89,9 @@ def test_the_operator_reads_the_engines_metrics_while_it_answers(life: Life) -> 
     assert life.page.totals.itl.bounds
 
 
-def test_the_same_memory_holds_at_least_3_7_times_the_tokens(life: Life, tmp_path: Path) -> None:
-    assert life.capacity >= 3.7 * capacity(tiny_llama(), "auto", tmp_path, *SAME)
+def test_the_same_memory_holds_at_least_3_5_times_the_tokens(life: Life, tmp_path: Path) -> None:
+    # 3.76 times the blocks; of 17 of a sequence of 2,048 tokens one is the ring of its recent window.
+    assert life.capacity >= 3.5 * capacity(tiny_llama(), "auto", tmp_path, *SAME)
 
 
 def test_16_bit_windows_share_the_pool_and_leave_most_of_the_gain(tmp_path: Path) -> None:
