@@ -30,7 +30,7 @@ class ProcessId:
 
     @property
     def alive(self) -> bool:
-        """Whether this very process still runs (a zombie does not)."""
+        """Whether this very process, or a thread of it, still runs (a zombie does not)."""
         return start_time(self.pid) == self.start
 
     def signal(self, number: int, *, group: bool = False) -> bool:
@@ -55,7 +55,9 @@ def start_time(pid: int) -> int | None:
         return None
     # The second field is the command in parentheses and may itself hold spaces and parentheses.
     fields = stat[stat.rindex(")") + 2 :].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+    # The first thread is a zombie as soon as it has ended; while others are still ending, the process has its sockets.
+    over = fields[0] == "X" or (fields[0] == "Z" and int(fields[17]) <= 1)
+    return None if over else int(fields[19])
 
 
 def identify(pid: int) -> ProcessId | None:

@@ -25,8 +25,9 @@ class Component:
         self._command = self._running_command()
 
     def kill(self) -> None:
-        """Kill -9."""
+        """Kill -9, and wait until its ports are free."""
         self._process().signal(signal.SIGKILL)
+        procs.end(self._record)
 
     def start(self, *more: str) -> None:
         """Start it again, as it was and with these flags behind, which overrule earlier ones."""

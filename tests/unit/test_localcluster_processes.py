@@ -8,6 +8,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,24 @@ def test_a_process_id_is_not_mistaken_for_another_with_the_same_number() -> None
         child.kill()
         child.wait()
     assert not found.alive
+
+
+def test_a_process_whose_first_thread_has_ended_runs_until_the_last_one_has() -> None:
+    """As one does that was killed on a busy machine: until then nobody else can have its port."""
+    script = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(900,)).start(); "
+    child = subprocess.Popen([sys.executable, "-c", f"{script}ctypes.CDLL(None).pthread_exit(None)"])
+    try:
+        while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+        assert procs.start_time(child.pid) is not None
+    finally:
+        child.kill()
+    # It is not waited for here: what is over and not waited for does not run.
+    deadline = time.monotonic() + 60
+    while procs.start_time(child.pid) is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert procs.start_time(child.pid) is None
+    child.wait()
 
 
 def shell(script: str) -> Command:
