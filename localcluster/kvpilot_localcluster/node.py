@@ -43,7 +43,8 @@ from kvpilot_localcluster.tasks import cancelled
 
 log = logging.getLogger("kvpilot_localcluster.node")
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
-_HEARTBEAT = 10.0
+# Often: a node whose agent is slow on a busy machine is not taken for one that is gone.
+_HEARTBEAT = 2.0
 _STATUS = 30.0
 
 

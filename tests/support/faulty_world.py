@@ -25,7 +25,7 @@ from kvpilot_localcluster.controlplane import free_port
 from kvpilot_localcluster.definitions import directly
 from kvpilot_localcluster.engines import faulty
 from kvpilot_localcluster.procs import tail
-from kvpilot_localcluster.rest import Rest
+from kvpilot_localcluster.rest import HANGS, Rest
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError, Conflict
@@ -93,7 +93,7 @@ class FaultyWorld:
         async def ready() -> bool:
             return (await self._ask(f"{self.operator_url}/readyz"))[0] == 200
 
-        await until(ready, "the operator is ready", 60)
+        await until(ready, "the operator is ready")
 
     def _spawn_operator(self, kubeconfig: Path, port: int, env: Mapping[str, str], wrap: Sequence[str]) -> None:
         command = [*wrap, str(Path(sys.executable).parent / "kvpilot-operator"), f"--scrape-seconds={SCRAPE_SECONDS}"]
@@ -165,14 +165,14 @@ class FaultyWorld:
         await self.create(name, replicas, **spec)
         await self.until_ready(name, replicas)
 
-    async def until_ready(self, name: str, replicas: int, seconds: float = 60) -> None:
+    async def until_ready(self, name: str, replicas: int) -> None:
         """Wait until the status says that so many engines answer, and no other is asked for."""
 
         async def ready() -> bool:
             status = await self.status(name)
             return (status.get("replicas"), status.get("readyReplicas")) == (replicas, replicas)
 
-        await until(ready, f"{name} has {replicas} engines that answer", seconds)
+        await until(ready, f"{name} has {replicas} engines that answer")
 
     async def delete(self, name: str) -> None:
         """Delete a service and wait until its pods are gone."""
@@ -181,7 +181,7 @@ class FaultyWorld:
         async def gone() -> bool:
             return not await self.pods(name)
 
-        await until(gone, f"the pods of {name} are gone", 60)
+        await until(gone, f"the pods of {name} are gone")
 
     def operator_log(self) -> str:
         """What the operators of this world have logged so far."""
@@ -237,13 +237,19 @@ class FaultyWorld:
         finally:
             await load.stop()
 
-    async def acted(self, name: str, replicas: int, seconds: float = 60) -> float:
+    async def acted(self, name: str, replicas: int) -> float:
         """Wait until the operator has written so many replicas for a service; returns the seconds it took."""
 
         async def done() -> bool:
             return await self.wanted(name) == replicas
 
-        return await until(done, f"{replicas} replicas are written for {name}", seconds)
+        return await until(done, f"{replicas} replicas are written for {name}")
+
+    async def dial(self) -> float:
+        """Change the replica count of `dial` and wait until that is acted on; returns the seconds it took."""
+        replicas = 1 - (await self.wanted("dial") or 0)
+        await self.scale("dial", replicas)
+        return await self.acted("dial", replicas)
 
     async def _ask(self, url: str) -> tuple[int, str]:
         async with httpx.AsyncClient(timeout=5, trust_env=False) as http:
@@ -251,7 +257,9 @@ class FaultyWorld:
         return answer.status_code, answer.text
 
 
-async def until(question: Callable[[], Awaitable[bool]], what: str, seconds: float, pause: float = 0.1) -> float:
+async def until(
+    question: Callable[[], Awaitable[bool]], what: str, seconds: float = HANGS, pause: float = 0.1
+) -> float:
     """Ask until the answer is yes; returns how many seconds that took. An API server that does not answer says no."""
     began = time.monotonic()
     last = ""
@@ -273,7 +281,7 @@ async def insist(write: Callable[[], Awaitable[object]]) -> None:
             await write()
         return True
 
-    await until(taken, "the API server takes a change", 60)
+    await until(taken, "the API server takes a change")
 
 
 def _image_table(folder: Path) -> Path:
