@@ -3,9 +3,10 @@
     make generate                                    # write
     .venv/bin/python scripts/generate.py --check     # write nothing; exit 1 and name the files that would change
 
-Made are the chart's copies and config/ of crds/ and charts/, the API's reference, the table of metrics, the costs that
-`kvpilot backtest` starts from, and pages and plots of docs/benchmarks of the figures that lie beside them. What is
-measured or resolved is not: figures, `tests/faults/table.py`, the dashboards' pictures and locks.
+Made are the chart's copies and config/ of crds/ and charts/, the API's reference, the table of metrics, the defaults of
+transformers' config classes, the costs that `kvpilot backtest` starts from, and pages and plots of docs/benchmarks
+of the figures that lie beside them. What is measured or resolved is not: figures, `tests/faults/table.py`, the
+dashboards' pictures and locks.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ FIGURES = "docs/benchmarks"
 COMMANDS = (
     ("scripts/manifests.py",),
     ("scripts/metrics_table.py",),
+    ("scripts/model_defaults.py", "kernels/kvpilot_kernels/models/defaults.json"),
     ("-m", "kvpilot_operator.api.docs", "docs/reference/quantizedllmservice.md"),
     ("planning/benchmarks/backtest_profile.py",),
     ("operator/benchmarks/doors.py", "--page", f"{FIGURES}/operator-doors.json"),

@@ -136,10 +136,13 @@ def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None)
     recent = stored.recent_tokens(recent_tokens)
     heads = kv_heads_per_gpu(model, gpus)
     block = OWN_BLOCK if stored.ours else BLOCK
-    wide = formats.parse("auto").row_bytes(model.head_dim) * heads
+    window_heads = max(1, (model.window_kv_heads or model.kv_heads) // gpus)
+    wide = formats.parse("auto").row_bytes(model.window_head_dim or model.head_dim) * window_heads
     row = stored.row_bytes(model.head_dim) * heads
     if model.latent_dim:
-        row = 2 * model.latent_dim
+        row = int(model.latent_dim * (1 if stored.bits_per_element() < 16 else 2))
+    elif model.value_dim:
+        row = (row + stored.row_bytes(model.value_dim) * heads) // 2
     full, windows = model.full_layers, model.sliding_layers
     window_block = block
     if full and windows:
@@ -152,7 +155,7 @@ def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None)
     else:
         group = full or windows
         row = row if full else wide
-    ring = stored.ring_layout(model.head_dim, block) if recent and full else None
+    ring = stored.ring_layout(model.head_dim, block) if recent and full and not model.state_layers else None
     return Cache(
         ring_blocks=0 if ring is None else -(-recent // ring.tokens),
         ring_tokens=1 if ring is None else ring.tokens,

@@ -165,6 +165,10 @@ def _notes(request: Request, contexts: tuple[int, ...]) -> tuple[str, ...]:
         found.append("multi-head latent attention: every GPU keeps the whole cache, and no speed was measured")
     if model.sliding_layers:
         found.append(f"{model.sliding_layers} of {model.layers} layers keep at most {model.window:,} tokens of a sequence, in 16 bits")  # fmt: skip  # noqa: E501
+    if model.state_layers:
+        found.append(f"{model.state_layers} layers keep a state of fixed size for each sequence, which is not counted")
+    if model.shared_layers:
+        found.append(f"{model.shared_layers} layers read another layer's cache and keep none")
     if model.source == "config.json" and model.weight_bytes is None and request.weights is None and request.kv is None:
         found.append("no weights beside config.json: their size is counted from the shapes of the text model")
     return tuple(found)

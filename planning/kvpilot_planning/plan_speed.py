@@ -36,7 +36,7 @@ def attention_efficiency(model: Model, dtype: str) -> float | None:
 
     Smaller batches reach less, and other GPUs than the H200 were not measured.
     """
-    if model.latent_dim:
+    if model.latent_dim or model.parameters is None or model.head_dim > 256:
         return None
     if model.head_dim > 128:
         same = {"bfloat16": "auto", "float16": "auto", "fp8_e4m3": "fp8"}

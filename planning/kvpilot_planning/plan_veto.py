@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from kvpilot_kernels import formats
+from kvpilot_kernels import formats, models
 from kvpilot_operator.decide.judging.feasibility import hardware_fault
 from kvpilot_operator.decide.judging.gpus import Gpu
 from kvpilot_operator.state.snapshot import NodeFacts
 from kvpilot_planning.facts import Model
-from kvpilot_planning.plan_capacity import kv_heads_per_gpu
 
-MOST_QUERY_HEADS = 16
-"""Query heads that may share a KV head in our GPU kernels (docs/serving.md)."""
+_LATENT = ("fp8", "fp8_e4m3")  # of vLLM's own dtypes below 16 bits
 
 
 def veto(model: Model, dtype: str, gpu: Gpu, gpus: int) -> str | None:
@@ -22,20 +20,15 @@ def veto(model: Model, dtype: str, gpu: Gpu, gpus: int) -> str | None:
     stored = formats.parse(dtype)
     if (refusal := hardware_fault(dtype, NodeFacts(gpu.name, gpu.compute_capability))) is not None:
         return refusal
-    if model.latent_dim and stored.bits_per_element() < 16:
-        return f"{dtype} does not support multi-head latent attention, which has formats of its own"
     if not stored.ours:
-        return None
-    if model.sinks:
-        return f"{dtype} does not support attention sinks"
-    if not model.full_layers:
-        return f"{dtype}: all layers have a sliding window and stay in 16 bits, so there is nothing to gain"
-    if model.head_dim not in formats.HEAD_DIMS:
-        return f"{dtype} does not support head_dim {model.head_dim} (it takes {', '.join(map(str, formats.HEAD_DIMS))})"
-    sharing = -(-model.heads // gpus) // kv_heads_per_gpu(model, gpus)
-    if sharing > MOST_QUERY_HEADS:
-        return f"{dtype} does not support {sharing} query heads to a KV head (it takes {MOST_QUERY_HEADS})"
-    return None
+        latent = model.latent_dim and stored.bits_per_element() < 16 and dtype not in _LATENT
+        return (
+            f"{dtype} does not serve multi-head latent attention in vLLM; use one of {', '.join(_LATENT)}"
+            if latent
+            else None
+        )
+    refusal = models.unsupported(model.architecture, gpu=True, ranks=gpus)
+    return None if refusal is None else f"{dtype} does not support {refusal}"
 
 
 def notes(model: Model, dtype: str) -> tuple[str, ...]:

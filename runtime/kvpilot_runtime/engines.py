@@ -26,6 +26,21 @@ def known_architectures() -> frozenset[str]:
     return frozenset(names)
 
 
+def known_model_types() -> frozenset[str]:
+    """model_type of the configs that vLLM reads with classes of its own; empty as above."""
+    tree = _parse("vllm", "transformers_utils/config.py")
+    names: set[str] = set()
+    for node in tree.body if tree is not None else ():
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+            continue
+        if node.target.id == "_CONFIG_REGISTRY" and isinstance(node.value, ast.Call):
+            for keyword in node.value.keywords:
+                spread = keyword.value.keys if isinstance(keyword.value, ast.Dict) else ()
+                names.update(k.value for k in spread if isinstance(k, ast.Constant) and isinstance(k.value, str))
+                names.update([keyword.arg] if keyword.arg else ())
+    return frozenset(names)
+
+
 def known_to_transformers(architecture: str) -> bool:
     """Whether the installed transformers names this class; vLLM can then serve it through its fallback."""
     tree = _parse("transformers", "models/auto/modeling_auto.py")

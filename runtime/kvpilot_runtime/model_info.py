@@ -10,7 +10,7 @@ import json
 import logging
 import os
 
-from kvpilot_runtime.modelconfig import ModelConfig
+from kvpilot_kernels.models import Architecture
 
 VARIABLE = "KVPILOT_MODEL_INFO"
 """The environment variable; set by kvpilot-serve for the process that it becomes, and only there."""
@@ -21,14 +21,17 @@ _LABELS = ("head_dim", "kv_heads", "layers", "window_layers", "mla")
 log = logging.getLogger(__name__)
 
 
-def encode(config: ModelConfig) -> str:
-    """The variable's value: a JSON object of the gauge's labels. Heads and layers count the whole model, not a rank."""
+def encode(config: Architecture) -> str:
+    """The variable's value: a JSON object of the gauge's labels. Heads and layers count the whole model, not a rank.
+
+    Layers are those with a KV cache of their own.
+    """
     labels = {
         "head_dim": config.head_dim,
         "kv_heads": config.kv_heads,
         "layers": config.layers,
-        "window_layers": config.sliding_layers,
-        "mla": config.latent_attention,
+        "window_layers": config.window_layers,
+        "mla": bool(config.latent),
     }
     return json.dumps(labels)
 

@@ -9,10 +9,10 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvpilot_kernels import formats
+from kvpilot_kernels import formats, models
 from kvpilot_runtime import engines, hub, machine
 from kvpilot_runtime.errors import PreflightError
-from kvpilot_runtime.modelconfig import ModelConfig, read_config, weight_bytes
+from kvpilot_runtime.modelconfig import read_config, weight_bytes
 
 CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})
 """vLLM's own dtypes that its CPU backend really implements; it accepts the others and reads garbage."""
@@ -26,9 +26,6 @@ GPU_OVERHEAD = 3 * 2**30
 
 OLDEST_GPU = (8, 0)
 """Compute capability from which on our formats run: their kernels multiply in bfloat16 on tensor cores."""
-
-MOST_QUERY_HEADS = 16
-"""Query heads that may share a KV head on a GPU: what the kernels multiply at once."""
 
 CALIBRATION_OFF = "off"
 """In the place of a calibration file: serve without factors."""
@@ -77,7 +74,7 @@ class Findings:
         warnings: as (reason, message).
     """
 
-    config: ModelConfig | None = None
+    config: models.Architecture | None = None
     skip_layers: tuple[str, ...] = ()
     warnings: list[tuple[str, str]] = field(default_factory=list)
 
@@ -94,7 +91,7 @@ def check(request: Request) -> Findings:
     folder = model_folder(request.model)
     if folder is not None:
         findings.config = read_config(folder)
-        _architecture(findings.config, request.model, findings)
+        _architecture(findings.config, request, findings)
     _platform_dtype(fmt, platform, request, findings)
     if fmt.ours:
         _our_options(fmt, request)
@@ -118,7 +115,7 @@ def _ask_hub(request: Request, findings: Findings) -> None:
     )
     if file is not None:
         findings.config = read_config(file)
-        _architecture(findings.config, request.model, findings)
+        _architecture(findings.config, request, findings)
 
 
 def model_folder(model: str) -> Path | None:
@@ -134,10 +131,14 @@ def _dtype(name: str) -> formats.Format:
         raise PreflightError("DtypeUnsupported", f"--kv-cache-dtype: {error}") from error
 
 
-def _architecture(config: ModelConfig, model: str, findings: Findings) -> None:
-    known = engines.known_architectures()
+def _architecture(config: models.Architecture, request: Request, findings: Findings) -> None:
+    model = request.model
     if not config.architectures:
         raise PreflightError("ModelUnsupported", f"model {model!r}: config.json names no architecture; add its class under 'architectures'")  # fmt: skip  # noqa: E501
+    _custom_code(config, request)
+    if config.doubt:
+        findings.warnings.append(("ModelNotKnown", f"model {model!r}: {config.doubt}"))
+    known = engines.known_architectures()
     if not known or any(a in known for a in config.architectures):
         return
     name = config.architectures[0]
@@ -150,6 +151,20 @@ def _architecture(config: ModelConfig, model: str, findings: Findings) -> None:
         "ModelUnsupported",
         f"model {model!r}: architecture {name!r} is unknown to the installed vLLM ({len(known)} are known); use a "
         "model that vLLM serves, or a runtime image with a newer vLLM",
+    )
+
+
+def _custom_code(config: models.Architecture, request: Request) -> None:
+    """Code from a model's repository runs only where the user has said that it may."""
+    if not config.custom_code or any(arg.split("=", 1)[0] == "--trust-remote-code" for arg in request.others):
+        return
+    ours = engines.known_model_types()
+    if not ours or config.model_type in ours or models.known(config.model_type):
+        return
+    raise PreflightError(
+        "ModelUnsupported",
+        f"model {request.model!r}: its model_type {config.model_type!r} is neither vLLM's nor transformers', and needs "
+        "the code in its own repository (auto_map); if you trust its publisher, add --trust-remote-code",
     )
 
 
@@ -189,7 +204,7 @@ def _window(fmt: formats.Format, request: Request, findings: Findings) -> None:
     """Whether the recent window that was asked for can be served."""
     if not request.recent:
         return
-    length = request.max_model_len or (findings.config.max_model_len if findings.config is not None else None)
+    length = request.max_model_len or (findings.config.max_positions if findings.config is not None else None)
     if not fmt.has_ring:
         findings.warnings.append(
             ("WindowUnused", f"--recent-tokens {request.recent}: kv-cache dtype {fmt.name!r} has no bits to add to its "
@@ -200,48 +215,35 @@ def _window(fmt: formats.Format, request: Request, findings: Findings) -> None:
 
 
 def _our_dtype(
-    fmt: formats.Format, config: ModelConfig, request: Request, findings: Findings, platform: machine.Platform
+    fmt: formats.Format, config: models.Architecture, request: Request, findings: Findings, platform: machine.Platform
 ) -> None:
     """Whether our backend can serve the model, and which of its layers stay in 16 bits."""
 
     def refuse(what: str, remedy: str = "use --kv-cache-dtype=auto") -> None:
         raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} does not support {what}; {remedy}")
 
-    for present, what in (
-        (config.latent_attention, "multi-head latent attention"),
-        (config.encoder_decoder, "encoder-decoder models"),
-        (config.alibi, "ALiBi"),
-        (config.sinks, "attention sinks"),
-        (
-            config.sliding_layers == config.layers,
-            "a model whose layers all have a sliding window: they stay in 16 bits",
-        ),
-    ):
-        if present:
-            refuse(what)
-    if config.head_dim not in formats.HEAD_DIMS:
-        refuse(f"head_dim {config.head_dim} (it takes {', '.join(map(str, formats.HEAD_DIMS))})")
-    ranks = request.tensor_parallel
-    sharing = -(-config.heads // ranks) // max(1, config.kv_heads // ranks)
-    if platform == "cuda" and sharing > MOST_QUERY_HEADS:
-        refuse(f"{sharing} query heads to a KV head on a GPU (it takes {MOST_QUERY_HEADS})")
-    if config.sliding_layers:
+    what = models.unsupported(config, platform == "cuda", request.tensor_parallel)
+    if what is not None:
+        refuse(what)
+    if config.window_layers:
         if request.skip_layers is None:
             findings.skip_layers = (SLIDING,)
         elif SLIDING not in request.skip_layers:
-            refuse(f"the {config.sliding_layers} sliding-window layers of this model", f"keep them in 16 bits with --kv-cache-dtype-skip-layers={SLIDING}")  # fmt: skip  # noqa: E501
+            refuse(f"the {config.window_layers} sliding-window layers of this model", f"keep them in 16 bits with --kv-cache-dtype-skip-layers={SLIDING}")  # fmt: skip  # noqa: E501
 
 
 def _memory(
-    fmt: formats.Format, config: ModelConfig, weights: int, request: Request, platform: machine.Platform
+    fmt: formats.Format, config: models.Architecture, weights: int, request: Request, platform: machine.Platform
 ) -> None:
-    length = request.max_model_len or config.max_model_len
+    length = request.max_model_len or config.max_positions
     in_16_bits = len({layer for layer in request.skip_layers or () if layer.isdecimal()})
-    per_token = 0 if config.latent_attention else _bytes_per_token(fmt, config, in_16_bits)
+    per_token = config.token_bytes(fmt.name, in_16_bits)
     ring = _ring_tokens(fmt, config, request, platform) * per_token
-    wanted = ((length or 0) * per_token + ring) // request.tensor_parallel
+    # A latent cache is kept whole by every rank, and so is a KV head that several share.
+    shares = 1 if config.latent else max(1, min(request.tensor_parallel, config.kv_heads))
+    wanted = ((length or 0) * per_token + ring) // shares
     if request.kv_bytes is not None and wanted > request.kv_bytes:
-        most = max((request.kv_bytes * request.tensor_parallel - ring) // per_token, 0)
+        most = max((request.kv_bytes * shares - ring) // per_token, 0)
         window = f", {_mib(ring)} of it for the recent window" if ring else ""
         raise PreflightError(
             "DoesNotFit",
@@ -275,23 +277,12 @@ def _memory(
         )
 
 
-def _ring_tokens(fmt: formats.Format, config: ModelConfig, request: Request, platform: machine.Platform) -> int:
+def _ring_tokens(fmt: formats.Format, config: models.Architecture, request: Request, platform: machine.Platform) -> int:
     """Tokens whose pages a request's ring takes, in blocks of the platform's usual size."""
-    if not fmt.ours or config.latent_attention:
-        return 0
+    if not fmt.ours or config.state_layers:
+        return 0  # vLLM keeps no rings beside states (docs/serving.md)
     block = BLOCK_TOKENS[platform]
     return fmt.ring_blocks(fmt.recent_tokens(request.recent), config.head_dim, block) * block
-
-
-def _bytes_per_token(fmt: formats.Format, config: ModelConfig, in_16_bits: int) -> int:
-    """Bytes of KV cache a token takes; sliding-window layers, which hold no more than a window, are left out.
-
-    `in_16_bits` of the others skip the dtype.
-    """
-    layers = config.layers - config.sliding_layers
-    wide = layers if fmt.name == "auto" else min(in_16_bits, layers)
-    stored = fmt.bytes_per_token(layers=layers - wide, kv_heads=config.kv_heads, head_dim=config.head_dim)
-    return wide * config.kv_heads * config.head_dim * 2 * config.element_bytes + stored
 
 
 def _mib(size: int) -> str:

@@ -42,7 +42,7 @@ def test_window_layers_and_latent_attention_are_told(tmp_path: Path) -> None:
     gemma = json.loads(model_info.encode(read_config(tiny_gemma3())))
     assert 0 < gemma["window_layers"] < gemma["layers"]
     raw = json.loads((tiny_llama() / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**raw, "kv_lora_rank": 512}))
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "model_type": "deepseek_v3", "kv_lora_rank": 512}))
     assert json.loads(model_info.encode(read_config(tmp_path)))["mla"] is True
 
 

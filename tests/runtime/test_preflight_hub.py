@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -72,6 +74,46 @@ def test_without_its_config_vllm_is_left_to_judge(cache: Path) -> None:
     _, environment = json.loads(done.stdout)
     assert model_info.VARIABLE not in environment
     assert "its architecture and size are for vLLM to find out" in done.stderr
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub that knows no more of a model than why it does not show it."""
+
+    code = ""
+
+    def do_HEAD(self) -> None:
+        self.send_response(404 if self.code == "RevisionNotFound" else 401)
+        self.send_header("X-Error-Code", self.code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("GatedRepo", "is gated: accept its terms on the hub, and give a token"),
+        ("RepoNotFound", "the hub knows no such model, or shows it only to others"),
+        ("RevisionNotFound", "has no revision 'v9' on the hub"),
+    ],
+)
+def test_what_the_hub_refuses_is_refused_at_once_with_what_to_do(tmp_path: Path, code: str, said: str) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Answer", (Hub,), {"code": code}))
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        here = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_CACHE": str(tmp_path)}
+        environment = {**os.environ, **here, "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-c", BECOME, f"--model={MODEL}", "--revision=v9"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert done.returncode == 78, done.stderr
+    told = json.loads(done.stderr.strip().splitlines()[-1])
+    assert told["reason"] == "ModelNotFound"
+    assert said in told["message"]
 
 
 def test_a_dtype_that_no_model_could_have_is_refused_before_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,13 @@ SMALL = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2, "
 REFUSED = {
     "MLA": {**SMALL, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "kv_lora_rank": 512},
     "ALiBi": {**SMALL, "architectures": ["BloomForCausalLM"], "model_type": "bloom"},
-    "sinks": {**SMALL, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 64},
+    "sinks": {
+        **SMALL,
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "head_dim": 64,
+        "num_key_value_heads": 2,
+    },
     "cross attention": {**SMALL, "architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True},
     "all sliding": {**SMALL, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096},
 }
@@ -238,3 +244,84 @@ def test_layers_skipped_by_number_are_counted_in_16_bits() -> None:
     assert error.reason == "DoesNotFit"
     assert "(648 bytes a token)" in error.message  # 512 for the layer in 16 bits
     assert check(replace(small, skip_layers=("0",), kv_bytes=3 * 2**20)).skip_layers == ("0",)
+
+
+# As published: what the class has a default for is not there.
+GEMMA3 = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "torch_dtype": "bfloat16"}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gemma-3-4b": {**GEMMA3, "text_config": {
+        "hidden_size": 2560, "model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024}},
+    "gemma-3-12b": {**GEMMA3, "text_config": {
+        "hidden_size": 3840, "model_type": "gemma3_text", "num_attention_heads": 16, "num_hidden_layers": 48,
+        "num_key_value_heads": 8, "sliding_window": 1024}},
+    "gemma-2-9b": {
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "torch_dtype": "float32", "head_dim": 256,
+        "hidden_size": 3584, "max_position_embeddings": 8192, "num_attention_heads": 16, "num_hidden_layers": 42,
+        "num_key_value_heads": 8, "sliding_window": 4096},
+    "phi-4-mini": {
+        "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "torch_dtype": "bfloat16", "hidden_size": 3072,
+        "max_position_embeddings": 131072, "num_attention_heads": 24, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "sliding_window": 262144},
+}  # fmt: skip
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "torch_dtype": "bfloat16", "head_dim": 256,
+    "hidden_size": 2048, "max_position_embeddings": 262144, "num_attention_heads": 16, "num_hidden_layers": 48,
+    "num_key_value_heads": 2, "full_attention_interval": 4,
+}  # fmt: skip
+CUSTOM = {
+    "architectures": ["InternVLChatModel"], "model_type": "internvl_chat", "torch_dtype": "bfloat16",
+    "auto_map": {"AutoConfig": "configuration_internvl_chat.InternVLChatConfig"},
+    "llm_config": {"model_type": "qwen2", "hidden_size": 896, "num_attention_heads": 14, "num_hidden_layers": 24,
+                   "num_key_value_heads": 2},
+}  # fmt: skip
+
+
+def served(tmp_path: Path, config: dict[str, Any]) -> str:
+    """A folder with this config and a little that stands for weights."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.bin").write_bytes(b"0")
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("dtype", ["auto", "fp8", "k4v4"])
+def test_a_model_whose_config_leaves_out_what_its_class_says_is_served(
+    gpu: Any, tmp_path: Path, name: str, dtype: str
+) -> None:
+    gpu(H200)
+    findings = check(Request(served(tmp_path, PUBLISHED[name]), dtype, max_model_len=8192))
+    assert findings.warnings == []
+    assert findings.skip_layers == (("sliding_window",) if dtype == "k4v4" and name != "phi-4-mini" else ())
+
+
+def test_a_hybrid_needs_the_cache_of_its_layers_that_attend_alone(gpu: Any, tmp_path: Path) -> None:
+    gpu(H200)
+    model = served(tmp_path, QWEN3_NEXT)
+    exact = 262144 * 12 * 2 * 2 * 256 * 2
+    assert silent(check(Request(model, "auto", kv_bytes=exact)))
+    assert "(24576 bytes a token)" in refusal(Request(model, "auto", kv_bytes=exact - 1)).message
+
+
+def test_a_latent_cache_is_kept_whole_by_every_rank(gpu: Any, tmp_path: Path) -> None:
+    gpu(*[H200] * 8)
+    config = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "bfloat16"}
+    request = Request(served(tmp_path, config), "auto", max_model_len=1024, tensor_parallel=8, kv_bytes=1024 * 70_272)
+    assert silent(check(request))
+    assert "(70272 bytes a token)" in refusal(replace(request, kv_bytes=1024 * 70_272 - 1)).message
+
+
+def test_code_from_a_models_repository_is_run_by_nobody_who_has_not_said_so(tmp_path: Path) -> None:
+    model = served(tmp_path, CUSTOM)
+    error = refusal(Request(model, "auto"))
+    assert error.reason == "ModelUnsupported"
+    assert all(word in error.message for word in ("internvl_chat", "auto_map", "--trust-remote-code"))
+    check(Request(model, "auto", others=("--trust-remote-code",)))
+
+
+def test_a_config_of_100_mb_is_refused_in_one_line(tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as stream:
+        stream.truncate(100 * 2**20)
+    error = refusal(Request(str(tmp_path), "auto"))
+    assert error.reason == "ModelUnsupported"
+    assert "104,857,600 bytes" in error.message
+    assert "\n" not in error.message

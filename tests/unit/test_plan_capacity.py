@@ -171,8 +171,8 @@ def test_a_latent_cache_is_kept_whole_by_every_gpu():
         ("Llama-3.1-8B", "fp8", "A100-80GB", "compute capability 8.9"),
         ("Llama-3.1-8B", "k4v4", "T4", "compute capability 8.0"),
         ("gpt-oss-20b", "k4v4", "H100-80GB", "attention sinks"),
-        ("Mistral-7B-v0.1", "k4v4", "H100-80GB", "all layers have a sliding window"),
-        ("DeepSeek-V3", "fp8", "H200", "multi-head latent attention"),
+        ("Mistral-7B-v0.1", "k4v4", "H100-80GB", "layers all have a sliding window"),
+        ("DeepSeek-V3", "int8", "H200", "multi-head latent attention"),
     ],
 )
 def test_a_veto_has_its_reason(name, dtype, gpu, reason):

@@ -166,15 +166,22 @@ def test_what_is_wrong_is_said_in_one_line_and_ends_with_2(capsys, argv, said):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_hidden_layers": None}, "config.json has no num_hidden_layers"),
-        ({"vocab_size": None}, "config.json has no vocab_size"),
+        ({"num_hidden_layers": None, "model_type": "brand_new"}, "config.json has no num_hidden_layers"),
+        ({"vocab_size": None, "model_type": "brand_new"}, "config.json has no vocab_size"),
         ({"num_attention_heads": "many"}, "num_attention_heads in config.json is 'many', which is no size"),
         ({"num_key_value_heads": -8}, "num_key_value_heads in config.json is -8, which is no size"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder is true"),
-        ({"layer_types": ["linear_attention"] * 32}, "config.json has linear_attention in layer_types"),
-        ({"hybrid_override_pattern": "M-M*"}, "config.json has hybrid_override_pattern"),
-        ({"attention_chunk_size": 8192}, "config.json has attention_chunk_size"),
-        ({"kv_lora_rank": 512}, "parameters cannot be counted from its config.json; give --weights-gb"),
+        ({"layer_types": ["linear_attention"] * 32}, "config.json has no layers that attend"),
+        (
+            {"layer_types": ["full_attention"] * 31},
+            "layer_types in config.json has 31 entries and num_hidden_layers is 32",
+        ),
+        ({"num_key_value_heads": 5}, "num_attention_heads in config.json is 32 and num_key_value_heads 5"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*"}, "parameters cannot be counted"),
+        (
+            {"model_type": "deepseek_v3", "kv_lora_rank": 512},
+            "parameters cannot be counted from its config.json; give --weights-gb",
+        ),
         ({"quantization_config": {"quant_method": "odd"}}, "quant_method in config.json is 'odd'"),
     ],
 )
@@ -252,7 +259,7 @@ def test_a_dtype_that_cannot_serve_says_why(capsys):
         row["dtype"]: row["veto"] for row in planned(capsys, "DeepSeek-V3", "--gpu", "H200", "--gpus", "8")["dtypes"]
     }
     assert vetoes["auto"] is None
-    assert "multi-head latent attention" in vetoes["fp8"]
+    assert vetoes["fp8"] is None  # vLLM's own, and it has it
     assert "multi-head latent attention" in vetoes["k4v4"]
     assert main(["DeepSeek-V3", "--gpu", "H200", "--gpus", "8"]) == 0
     assert "k4v4 does not support multi-head latent attention" in capsys.readouterr().out

@@ -1,0 +1,12 @@
+"""What a model's config.json says of its KV cache: one reading for `kvpilot-serve`, `kvpilot plan` and the operator.
+
+Pure Python: neither torch nor transformers, and no network. Fields that a config.json leaves out take the defaults of
+transformers' own config classes, which `defaults.json` keeps (made by scripts/model_defaults.py).
+"""
+
+from kvpilot_kernels.models.architecture import Architecture, Group, Kind
+from kvpilot_kernels.models.config import ConfigError, known, load
+from kvpilot_kernels.models.read import read
+from kvpilot_kernels.models.verdict import unsupported
+
+__all__ = ["Architecture", "ConfigError", "Group", "Kind", "known", "load", "read", "unsupported"]

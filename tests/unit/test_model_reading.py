@@ -1,0 +1,190 @@
+"""What a model's config.json says of its KV cache, held against transformers' own classes where these say it."""
+
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.models import ConfigError, Kind, known, load, read, unsupported
+
+# As published: fields that the class has a default for are not there.
+GEMMA_3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "torch_dtype": "bfloat16",
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    },
+}  # fmt: skip
+GEMMA_3_12B = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "torch_dtype": "bfloat16",
+    "text_config": {
+        "hidden_size": 3840, "intermediate_size": 15360, "model_type": "gemma3_text", "num_attention_heads": 16,
+        "num_hidden_layers": 48, "num_key_value_heads": 8, "sliding_window": 1024,
+    },
+}  # fmt: skip
+GEMMA_2_9B = {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attn_logit_softcapping": 50.0, "head_dim": 256,
+    "hidden_size": 3584, "intermediate_size": 14336, "max_position_embeddings": 8192, "num_attention_heads": 16,
+    "num_hidden_layers": 42, "num_key_value_heads": 8, "sliding_window": 4096, "vocab_size": 256000,
+}  # fmt: skip
+PHI_4_MINI = {
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192,
+    "max_position_embeddings": 131072, "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "sliding_window": 262144, "vocab_size": 200064,
+}  # fmt: skip
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "head_dim": 256, "hidden_size": 2048,
+    "max_position_embeddings": 262144, "num_attention_heads": 16, "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def layers(config):
+    found = read(config)
+    return {group.kind.value: group.layers for group in found.groups}
+
+
+def test_gemma_3_4b_has_the_heads_that_its_config_leaves_out():
+    found = read(GEMMA_3_4B)
+    assert layers(GEMMA_3_4B) == {"full": 5, "window": 29}
+    assert (found.heads, found.kv_heads, found.head_dim, found.max_positions) == (8, 4, 256, 131_072)
+    assert found.doubt == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [(GEMMA_3_12B, {"full": 8, "window": 40}), (GEMMA_2_9B, {"full": 21, "window": 21}), (PHI_4_MINI, {"full": 32})],
+    ids=["gemma-3-12b", "gemma-2-9b", "phi-4-mini"],
+)
+def test_a_model_with_some_windows_is_not_taken_for_one_with_nothing_else(config, expected):
+    assert layers(config) == expected
+    assert unsupported(read(config), gpu=True) is None
+
+
+def test_a_hybrids_cache_is_that_of_its_few_layers_that_attend():
+    found = read(QWEN3_NEXT)
+    assert (layers(QWEN3_NEXT), found.state_layers) == ({"full": 12}, 36)
+    assert found.token_bytes("auto") == 12 * 2 * 2 * 256 * 2
+
+
+def test_a_soft_cap_of_the_class_is_known_though_the_config_leaves_it_out():
+    assert read({k: v for k, v in GEMMA_2_9B.items() if k != "attn_logit_softcapping"}).softcap == 50.0
+    assert read(GEMMA_3_12B).softcap is None
+
+
+def test_a_field_that_is_null_is_not_the_classs_default():
+    base = {"model_type": "mistral", "num_hidden_layers": 4, "max_position_embeddings": 32768}
+    assert layers(base) == {"window": 4}  # the class has one of 4,096
+    assert layers({**base, "sliding_window": None}) == {"full": 4}
+
+
+def test_layers_that_read_another_ones_cache_keep_none():
+    found = read({"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text", "num_hidden_layers": 35}})
+    assert (layers({"model_type": "gemma3n"}), found.shared_layers) == ({"full": 4, "window": 16}, 15)
+    assert "another layer's KV cache" in unsupported(found, gpu=True)
+
+
+def test_full_layers_may_have_a_head_dim_of_their_own():
+    found = read({"model_type": "gemma4", "text_config": {"model_type": "gemma4_text", "num_hidden_layers": 30}})
+    assert {group.kind: group.head_dim for group in found.groups} == {Kind.FULL: 512, Kind.WINDOW: 256}
+    assert "head_dim 512" in unsupported(found, gpu=False)
+
+
+def test_a_latent_cache_is_one_entry_a_layer_and_an_index_comes_on_top():
+    assert read({"model_type": "deepseek_v3"}).token_bytes("auto") == 61 * 576 * 2
+    assert read({"model_type": "deepseek_v3"}).token_bytes("fp8") == 61 * 576
+    assert read({"model_type": "deepseek_v32"}).token_bytes("auto") == 61 * (576 * 2 + 132)
+
+
+def test_layers_without_attention_are_not_counted():
+    pattern = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
+    found = read({"model_type": "nemotron_h", "hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)})
+    assert (found.layers, found.state_layers) == (pattern.count("*"), pattern.count("M"))
+
+
+def test_a_model_without_attention_has_no_cache_and_is_read_all_the_same():
+    found = read({"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "num_hidden_layers": 64})
+    assert (found.layers, found.state_layers, found.token_bytes("auto")) == (0, 64, 0)
+    assert "without attention" in unsupported(found, gpu=False)
+
+
+def test_kinds_that_are_not_known_are_said_and_not_counted():
+    found = read(
+        {"model_type": "llama", "num_hidden_layers": 2, "layer_types": ["full_attention", "quantum_attention"]}
+    )
+    assert (found.layers, found.other_layers) == (1, 1)
+    assert "quantum_attention" in found.doubt
+    assert unsupported(found, gpu=False)
+
+
+def test_a_model_that_nobody_here_knows_is_read_as_a_decoder_and_said_so():
+    shape = {"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 1024}
+    found = read({"model_type": "brand_new", **shape})
+    assert (layers({"model_type": "brand_new", **shape}), found.head_dim) == ({"full": 4}, 128)
+    assert "'brand_new' is not known" in found.doubt
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "gemma3_text", "jamba", "llama4_text", "cohere2", "gemma2"])
+def test_every_dtype_of_vllm_has_a_size_whatever_the_model(kind):
+    for dtype in formats.names():
+        if not formats.parse(dtype).ours:
+            assert read({"model_type": kind}).token_bytes(dtype) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": "many"}, "num_hidden_layers in config.json is 'many', which is no size"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers in config.json is 1000000000, which is no size"),
+        ({"num_attention_heads": 7}, "num_attention_heads in config.json is 7 and num_key_value_heads 8"),
+        ({"hidden_size": 16}, "which leaves nothing for each"),
+        ({"layer_types": ["full_attention"] * 31}, "layer_types in config.json has 31 entries"),
+        ({"layer_types": [1] * 32}, "layer_types in config.json holds 1, which names no kind of layer"),
+        ({"layer_types": "full_attention"}, "layer_types in config.json is 'full_attention' and no list"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures in config.json is 'LlamaForCausalLM' and no list"),
+        ({"num_kv_shared_layers": 32}, "num_kv_shared_layers in config.json is 32 of 32 layers"),
+    ],
+)
+def test_what_cannot_be_is_said_with_the_field_and_its_value(changes, said):
+    base = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    with pytest.raises(ConfigError) as caught:
+        read({**base, **changes})
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_config_is_not_read(tmp_path):
+    file = tmp_path / "config.json"
+    with pytest.raises(ConfigError, match=r"has no config\.json") as caught:
+        load(file)
+    assert caught.value.missing
+    with file.open("wb") as stream:
+        stream.truncate(100 * 2**20)
+    with pytest.raises(ConfigError, match="104,857,600 bytes"):
+        load(file)
+    for text in ("", "[]", "{", "\x00", "[" * 100_000, '{"a": ' * 100_000):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"config\.json"):
+            load(file)
+    file.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(file)
+
+
+def test_reading_a_model_needs_neither_torch_nor_transformers():
+    code = "import sys; import kvpilot_kernels.models as m; m.read({'model_type': 'gemma3'}); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
+    assert not {"torch", "transformers", "numpy", "vllm"} & set(loaded.stdout.split())
+
+
+def test_the_defaults_are_those_of_the_transformers_that_is_installed():
+    # `make check` makes the whole table again; here it is only that it belongs to this version.
+    file = Path(importlib.util.find_spec("kvpilot_kernels.models").origin).with_name("defaults.json")
+    assert json.loads(file.read_text())["transformers"] == importlib.metadata.version("transformers")
+    assert known("gemma3")
+    assert not known("brand_new")
