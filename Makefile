@@ -10,7 +10,7 @@ install:
 demo: install
 	$(RUN)python -m kvpilot_demo $(if $(KEEP),--keep) $(if $(PLAIN),--plain)
 
-# Every part, JOBS at a time but for those that hold times, whichever fail; the summary comes last.
+# Every part, JOBS at a time, whichever fail; the summary comes last.
 JOBS ?= 2
 test: install
 	$(RUN)python scripts/run_tests.py --jobs $(JOBS)

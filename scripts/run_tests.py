@@ -1,4 +1,4 @@
-"""Run parts of the tests, most of them side by side, go on where one fails, and sum all of them up at the end.
+"""Run parts of the tests, side by side, go on where one fails, and sum all of them up at the end.
 
     python scripts/run_tests.py                         # every part
     python scripts/run_tests.py --jobs 1 unit kernels   # these, one after the other
@@ -25,10 +25,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-# The longest first, so that no long one is left to run alone at the end.
-PARTS = ("e2e", "runtime", "faults", "kernels", "check", "unit", "cluster", "chart", "monitoring", "scale", "images")
-# They hold the operator to times, or take whole ports: each of them runs when nothing else does.
-ALONE = ("e2e", "faults", "scale")
+# The longest first, so that no long one is left to run alone at the end. None needs the machine for itself: parts that
+# wait more than they compute run beside those that compute.
+PARTS = ("e2e", "runtime", "faults", "chart", "kernels", "unit", "cluster", "scale", "check", "images", "monitoring")
 LONG = ("e2e", "faults", "chart", "monitoring", "images", "runtime")
 
 
@@ -87,13 +86,8 @@ class Run:
         self._parts = parts
 
     def wait(self, jobs: int) -> None:
-        """Run all parts, so many at a time, and then those that run alone."""
-        together = [part for part in self._parts if part not in ALONE]
-        self._side_by_side(together, jobs)
-        self._side_by_side([part for part in self._parts if part in ALONE], 1)
-
-    def _side_by_side(self, parts: list[str], jobs: int) -> None:
-        for part in parts:
+        """Run all parts, so many at a time."""
+        for part in self._parts:
             self._waiting.put(part)
         self._workers = [threading.Thread(target=self._work) for _ in range(jobs)]
         for worker in self._workers:

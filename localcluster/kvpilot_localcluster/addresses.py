@@ -1,11 +1,30 @@
-"""Loopback addresses for pods, each given to one pod of this machine at a time."""
+"""Loopback addresses for pods and Services, each given to one of this machine at a time."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 from kvpilot_localcluster.errors import LocalClusterError
+
+
+def reserve(name: str, numbers: Iterable[int]) -> tuple[int, socket.socket]:
+    """The first of these numbers that no process of this machine holds by this name, until the socket is closed.
+
+    Raises:
+        LocalClusterError: all are held.
+    """
+    for number in numbers:
+        # An abstract socket is a lock that the kernel releases, however its holder ends.
+        lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            lock.bind(f"\0{name}-{number}")
+        except OSError:
+            lock.close()
+        else:
+            return number, lock
+    raise LocalClusterError(f"all numbers of {name} are taken on this machine: end some local clusters")
 
 
 class Addresses:
@@ -16,18 +35,8 @@ class Addresses:
         self._last = 0
         kept = folder / "block"
         preferred = [int(kept.read_text())] if kept.exists() else []
-        for block in [*preferred, *range(1, 255)]:
-            # An abstract socket is a lock that the kernel releases, however its holder ends.
-            self._lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            try:
-                self._lock.bind(f"\0kvpilot-localcluster-{block}")
-            except OSError:
-                self._lock.close()
-                continue
-            self._block = block
-            kept.write_text(str(block))
-            return
-        raise LocalClusterError("254 node agents run on this machine already: end some")
+        self._block, self._lock = reserve("kvpilot-localcluster", [*preferred, *range(1, 255)])
+        kept.write_text(str(self._block))
 
     def take(self, address: str | None = None) -> str:
         """A free address, or the given one, now in use. Addresses are not used again at once."""

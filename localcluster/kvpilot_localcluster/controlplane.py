@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvpilot_localcluster import audit, certs, procs
+from kvpilot_localcluster.addresses import reserve
 from kvpilot_localcluster.build import Binaries
 from kvpilot_localcluster.definitions import behind_aggregator, directly
 from kvpilot_localcluster.errors import StartFailed
@@ -82,6 +83,7 @@ class ControlPlane:
         self._binaries = binaries
         self._modern = list(modern_crds)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._network_lock: socket.socket | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -130,6 +132,8 @@ class ControlPlane:
         for name in reversed(list(self._children)):
             procs.end(self.folder / f"{name}.pid", grace=5)
         self._children.clear()
+        if self._network_lock is not None:
+            self._network_lock.close()
 
     def dead(self) -> dict[str, str]:
         """Processes that have ended although nobody stopped them, each with the end of its log."""
@@ -171,8 +175,9 @@ class ControlPlane:
             raise StartFailed(f"{error}; the end of its log:\n{log}") from None
 
     def _certificates(self) -> None:
-        # Two clusters of one machine must not share service addresses; a free port is as good as any other lot.
-        self._network = f"127.{64 + free_port() % 63}.0"
+        # Two clusters of one machine must not share service addresses.
+        number, self._network_lock = reserve("kvpilot-localcluster-network", range(64, 127))
+        self._network = f"127.{number}.0"
         certs.authority(self.folder)
         names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc", "localhost"]
         alternatives = ",".join([f"DNS:{name}" for name in names] + ["IP:127.0.0.1", f"IP:{self._network}.1"])

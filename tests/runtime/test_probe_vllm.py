@@ -1,16 +1,23 @@
-"""Probes against real vLLM and real weights: noise is told from damage, and damage from garbage.
+"""Probes of the operator and of `kvpilot probe` against real vLLM and real weights: noise is told from damage, and damage
+from garbage.
 
-Each dtype is a vLLM of its own on the CPU, one after the other.
+Each dtype is a vLLM of its own on the CPU.
 """
 
+from __future__ import annotations
+
 import asyncio
+import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvpilot_demo.models import smollm2_135m, tiny_llama
 from kvpilot_localcluster.engines.real import HANGS, engine
+from kvpilot_operator.gate import command
 from kvpilot_operator.probes import codec, packs
 from kvpilot_operator.probes.client import http_client
 from kvpilot_operator.probes.codec import Baseline
@@ -22,12 +29,28 @@ from support.scrape_loop import scraping
 MODEL = "m"
 SETTINGS = Settings(deadline_seconds=1200)
 KV_MEMORY = "--kv-cache-memory-bytes=256M"
+# vLLM's CPU backend accepts this one and computes something else.
+BROKEN = "int4_per_token_head"
 
 pytestmark = pytest.mark.timeout(3600)
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Baseline, Measurement]:
+def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of an engine with a 16-bit cache."""
+    with engine(smollm2_135m(), "auto", tmp_path_factory.mktemp("auto"), KV_MEMORY) as running:
+        yield running.url
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of an engine that answers garbage."""
+    with engine(smollm2_135m(), BROKEN, tmp_path_factory.mktemp("broken"), KV_MEMORY) as running:
+        yield running.url
+
+
+@pytest.fixture(scope="module")
+def reference(sixteen: str) -> tuple[Baseline, Measurement]:
     """What the 16-bit engine answers, as it comes back from being kept, and its noise against itself."""
     prompts = packs.load(["builtin/general"])
 
@@ -36,13 +59,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Baseline, Measu
         kept = codec.decode(codec.encode(captured))
         return kept, await control(url, MODEL, kept, settings=SETTINGS)
 
-    with engine(smollm2_135m(), "auto", tmp_path_factory.mktemp("auto"), KV_MEMORY) as running:
-        return asyncio.run(both(running.url))
+    return asyncio.run(both(sixteen))
 
 
-def measured(dtype: str, baseline: Baseline, folder: Path) -> Measurement:
-    with engine(smollm2_135m(), dtype, folder, KV_MEMORY) as running:
-        return asyncio.run(measure(running.url, MODEL, baseline, settings=SETTINGS))
+def measured(url: str, baseline: Baseline) -> Measurement:
+    return asyncio.run(measure(url, MODEL, baseline, settings=SETTINGS))
 
 
 def test_a_sixteen_bit_engine_is_quiet_against_itself_in_other_batches(reference: tuple[Baseline, Measurement]) -> None:
@@ -58,7 +79,8 @@ def test_fp8_does_damage_above_the_noise_that_a_reader_would_not_notice(
     reference: tuple[Baseline, Measurement], tmp_path: Path
 ) -> None:
     kept, noise = reference
-    fp8 = measured("fp8", kept, tmp_path)
+    with engine(smollm2_135m(), "fp8", tmp_path, KV_MEMORY) as running:
+        fp8 = measured(running.url, kept)
     excess = fp8.mean_kl_micronats - noise.mean_kl_micronats
     assert 5_000 < excess < 100_000
     assert fp8.top1_agreement_permille > 850
@@ -69,22 +91,49 @@ def test_k4v4_in_our_backend_does_no_more_damage_than_twice_fp8s(
     reference: tuple[Baseline, Measurement], tmp_path: Path
 ) -> None:
     kept, noise = reference
-    k4v4 = measured("k4v4", kept, tmp_path)
+    with engine(smollm2_135m(), "k4v4", tmp_path, KV_MEMORY) as running:
+        k4v4 = measured(running.url, kept)
     assert k4v4.mean_kl_micronats - noise.mean_kl_micronats < 76_000
     assert k4v4.top1_agreement_permille > 850
 
 
 def test_a_dtype_that_answers_garbage_is_overwhelming_damage_within_a_bounded_cost(
-    reference: tuple[Baseline, Measurement], tmp_path: Path
+    reference: tuple[Baseline, Measurement], broken: str
 ) -> None:
     kept, noise = reference
-    garbage = measured("int4_per_token_head", kept, tmp_path)
+    garbage = measured(broken, kept)
     assert garbage.mean_kl_micronats - noise.mean_kl_micronats > 500_000
     assert garbage.top1_agreement_permille < 700
     # Half of each prompt, the prompt, its resumes, and one answer to show.
     assert garbage.requests <= 8 * (SETTINGS.max_resumes + 2) + 1
     assert garbage.sample is not None
     assert garbage.sample.canary != garbage.sample.stable
+
+
+def gated(capsys: pytest.CaptureFixture[str], baseline: str, candidate: str) -> tuple[int, dict[str, Any]]:
+    """What `kvpilot probe` ends with, and what it says."""
+    arguments = ("--probe-set", "builtin/general", "--deadline-seconds", "1200", "--json")
+    code = command.main(["--baseline", baseline, "--candidate", candidate, *arguments])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return code, found
+
+
+def test_the_gate_lets_a_sixteen_bit_engine_pass_against_itself_by_the_default_limits(
+    sixteen: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = gated(capsys, sixteen, sixteen)
+    assert code == 0, found["message"]
+    assert found["baseline"]["model"] == MODEL
+    assert found["measured"]["positions"] > 200
+
+
+def test_the_gate_says_that_a_dtype_that_answers_garbage_has_regressed(
+    sixteen: str, broken: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = gated(capsys, sixteen, broken)
+    assert code == 1, found["message"]
+    assert found["excess_kl_micronats"] > 500_000
+    assert found["measured"]["sample"]["stable"] != found["measured"]["sample"]["canary"]
 
 
 def test_a_probe_gives_way_to_queued_users_and_comes_after_them_by_priority(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -115,6 +116,7 @@ class Pair:
         self.plane, self.rest = plane, plane.rest
         self.cables = {place: Cable(plane.rest.server) for place in "abc"}
         self.operators: dict[str, Operator] = {}
+        self._flags: tuple[str, ...] = ()
         self._users = {place: self._user(place) for place in "abc"}
 
     def start(self, place: str, *flags: str) -> Operator:
@@ -122,13 +124,24 @@ class Pair:
         self.operators[place] = Operator(place, self.plane.folder, self._users[place], *flags)
         return self.operators[place]
 
+    @contextlib.contextmanager
+    def flags(self, *flags: str) -> Iterator[None]:
+        """Both places run with these flags, too, until the block ends."""
+        self._flags = flags
+        self._leave()
+        try:
+            yield
+        finally:
+            self._flags = ()
+            self._leave()
+
     def settle(self) -> tuple[Operator, Operator]:
         """Both places run, one of them leads: (leader, standby)."""
 
         def ready() -> bool:
             for place in "ab":
                 if place not in self.operators or self.operators[place].process.poll() is not None:
-                    self.start(place, "--leader-elect")
+                    self.start(place, "--leader-elect", *self._flags)
             return all(self.operators[place].ready for place in "ab")
 
         until(ready, "both operators are ready")
@@ -142,9 +155,9 @@ class Pair:
         """Who holds the Lease; empty where nobody does."""
         return str(self.rest.get(_LEASE)["spec"]["holderIdentity"])
 
-    def successor(self, holder: str, seconds: float = 30) -> str:
+    def successor(self, holder: str) -> str:
         """Wait until somebody else holds the Lease, and say who."""
-        until(lambda: self.holder() not in ("", holder), "another replica takes the Lease", seconds=seconds)
+        until(lambda: self.holder() not in ("", holder), "another replica takes the Lease", seconds=60)
         return self.holder()
 
     def log(self) -> list[Write]:
@@ -162,6 +175,13 @@ class Pair:
     def wrote(self, holder: str) -> list[datetime]:
         """When this replica wrote anything but the Lease."""
         return [write.received for write in self.log() if identity(write) == holder and write.lease is None]
+
+    def _leave(self) -> None:
+        """End what runs in an orderly way: whoever holds the Lease releases it."""
+        for one in self.operators.values():
+            one.process.terminate()
+        for one in self.operators.values():
+            one.process.wait()
 
     def stop(self) -> None:
         """Kill what still runs."""

@@ -63,7 +63,7 @@ class Bench:
     async def ask(self, request: Find | Capture | Measure, spec: Any = SPEC, key: ServiceKey = KEY) -> ProbeResult:
         self.done.clear()
         self.of(key).ensure(spec, request)
-        await asyncio.wait_for(self.done.wait(), 30)
+        await asyncio.wait_for(self.done.wait(), 300)
         found = self.of(key).result
         assert found is not None
         assert found.request == request
@@ -230,7 +230,7 @@ async def test_checks_that_hang_hold_no_place_of_a_canary(monkeypatch: pytest.Mo
 async def test_however_many_engines_hang_a_good_one_is_probed(
     monkeypatch: pytest.MonkeyPatch, serving: bool, namespace: str
 ) -> None:
-    door = replace(CANARY_PROBE, quick=2, slow=2, patience_seconds=0.1)
+    door = replace(CANARY_PROBE, quick=2, slow=2, quick_seconds=0.1, patience_seconds=0.1)
     monkeypatch.setattr(module, "CANARY_PROBE", door)
     monkeypatch.setattr(module, "CHECK", door)
     async with opened() as bench, engine(hangs) as stuck, sound() as (url, _):
@@ -250,13 +250,15 @@ async def test_an_engine_that_is_slow_to_begin_is_probed_in_the_end_although_oth
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It loses its place, which is no failure, and comes again with more patience."""
-    monkeypatch.setattr(module, "CANARY_PROBE", replace(CANARY_PROBE, quick=1, slow=1, patience_seconds=0.1))
+    monkeypatch.setattr(
+        module, "CANARY_PROBE", replace(CANARY_PROBE, quick=1, slow=1, quick_seconds=0.1, patience_seconds=0.1)
+    )
     asked = 0
 
     async def slow(path: str, body: Body, writer: Writer) -> None:
         nonlocal asked
         asked += 1
-        await asyncio.sleep(1.0 if asked <= 2 else 0)
+        await asyncio.sleep(0.5 if asked <= 2 else 0)
         await counting(path, body, writer)
 
     async with opened() as bench, engine(hangs) as stuck, engine(slow) as url:
