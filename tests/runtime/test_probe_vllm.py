@@ -1,5 +1,4 @@
-"""Probes of the operator and of `kvpilot probe` against real vLLM and real weights: noise is told from damage, and damage
-from garbage.
+"""Probes against real vLLM and real weights: noise is told from damage and damage from garbage, by `kvpilot probe`, too.
 
 Each dtype is a vLLM of its own on the CPU.
 """
