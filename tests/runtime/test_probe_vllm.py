@@ -1,4 +1,4 @@
-"""Probes against real vLLM and real weights: noise is told from damage and damage from garbage, by `kvpilot probe`, too.
+"""Probes against real vLLM and real weights: noise is told from damage, damage from garbage, by `kvpilot probe`, too.
 
 Each dtype is a vLLM of its own on the CPU.
 """
