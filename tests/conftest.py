@@ -6,6 +6,7 @@ processes start in half the time.
 """
 
 import os
+import signal
 import sys
 
 from hypothesis import settings
@@ -13,6 +14,8 @@ from hypothesis import settings
 os.environ["KUBECONFIG"] = "/no-cluster-is-named"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# A run that is terminated ends what it has started, as after Ctrl-C.
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 settings.register_profile("kvpilot", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("kvpilot")

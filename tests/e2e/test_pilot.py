@@ -123,7 +123,7 @@ async def test_pressure_at_the_end_of_the_ladder_adds_a_replica_and_calm_takes_i
                 "dtype": "auto",
                 "pressure": {"highPercent": 50, "lowPercent": 20, "sustainedSeconds": 10},
             },
-            scaling={"minReplicas": 1, "maxReplicas": 2, "scaleDownStabilizationSeconds": 60},
+            scaling={"minReplicas": 1, "maxReplicas": 2, "scaleDownStabilizationSeconds": 10},
         )
     )
     await until(world, "scaled", lambda s: condition(s, "Ready")[0] == "True")

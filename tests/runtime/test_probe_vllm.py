@@ -138,7 +138,7 @@ def test_the_gate_says_that_a_dtype_that_answers_garbage_has_regressed(
 def test_a_probe_gives_way_to_queued_users_and_comes_after_them_by_priority(tmp_path: Path) -> None:
     """One request runs at a time here: with three users, two wait until the first one is done."""
     prompts = packs.load(["builtin/structured"])[:3]
-    load = {"model": MODEL, "prompt": [7] * 16, "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+    load = {"model": MODEL, "prompt": [7] * 16, "max_tokens": 600, "ignore_eos": True, "temperature": 0}
 
     async def story(url: str) -> tuple[float, Measurement]:
         async with http_client() as http, scraping() as scraper:

@@ -58,9 +58,9 @@ def served(running: Engine, count: int, longest: int, seed: int) -> list[Request
 @pytest.mark.parametrize(
     ("model", "count", "longest", "blocks"),
     [
-        pytest.param(tiny_llama, 600, 128, 20, id="llama"),
-        pytest.param(tiny_qwen3, 300, 128, 20, id="qwen3"),
-        pytest.param(tiny_gemma3, 300, 448, 44, id="gemma3"),
+        pytest.param(tiny_llama, 300, 128, 20, id="llama"),
+        pytest.param(tiny_qwen3, 200, 128, 20, id="qwen3"),
+        pytest.param(tiny_gemma3, 200, 448, 44, id="gemma3"),
         pytest.param(tiny_llama, 2000, 128, 20, id="llama-2000", marks=pytest.mark.long),
     ],
 )

@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -65,27 +65,10 @@ def engine(
     log = folder / f"{dtype}-{port}.log"
     command = [SERVE, f"--model={model}", "--served-model-name=m", f"--kv-cache-dtype={dtype}", f"--port={port}"]
     command += ["--max-model-len=2048", "--enforce-eager", *arguments]
-    variables = {"KVPILOT_SERVE_HOST": "127.0.0.1", **_VARIABLES}
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **variables, **(env or {})},
-            start_new_session=True,
-        )
-    running = Engine(f"http://127.0.0.1:{port}", process, log)
-    try:
+    with process_group(command, log, {"KVPILOT_SERVE_HOST": "127.0.0.1", **(env or {})}) as process:
+        running = Engine(f"http://127.0.0.1:{port}", process, log)
         _wait(running)
         yield running
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
 
 
 def refused_by_vllm(model: Path, folder: Path, *arguments: str) -> str:
@@ -95,18 +78,35 @@ def refused_by_vllm(model: Path, folder: Path, *arguments: str) -> str:
     command += ["--skip-tokenizer-init", "--enforce-eager", "--kv-cache-memory-bytes=16M", "--max-model-len=256"]
     # Whatever else has vLLM's own port on this machine is not what is to refuse.
     command += ["--host=127.0.0.1", f"--port={free_port()}"]
-    with log.open("wb") as out:
-        ended = subprocess.run(
-            [*command, *arguments],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **_VARIABLES},
-            timeout=HANGS,
-            check=False,
-        )
-    if ended.returncode == 0:
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with process_group([*command, *arguments], log, environment) as process:
+        code = process.wait(HANGS)
+    if code == 0:
         raise RuntimeError("vLLM ended as if all were well")
     return log.read_text(errors="replace")
+
+
+@contextmanager
+def process_group(command: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that leads a group of its own; whatever happens, nothing of the group outlives the block."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **_VARIABLES, **env},
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _wait(running: Engine) -> None:
