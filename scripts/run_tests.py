@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 # The longest first, so that no long one is left to run alone at the end. None needs the machine for itself: parts that
 # wait more than they compute run beside those that compute.
 PARTS = ("e2e", "runtime", "faults", "chart", "kernels", "unit", "cluster", "scale", "check", "images", "monitoring")
-LONG = ("e2e", "faults", "chart", "monitoring", "images", "runtime")
+LONG = ("e2e", "faults", "chart", "monitoring", "images", "runtime", "kernels")
 
 
 @dataclass(frozen=True)

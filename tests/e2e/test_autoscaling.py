@@ -191,9 +191,8 @@ def test_an_hpa_on_requests_in_hand_scales_the_service_up_and_down_across_a_cana
     # It is let go, and takes the place of the four, while the autoscaler goes on looking.
     _post(probed, {"completions": ""})
     world.until(lambda: world.deployments(name) == {canary: 4}, "the canary has been promoted")
-    assert world.status(name)["kvCache"]["activeDtype"] == "fp8"
-    assert _sheltered(world, name) == set()
-    assert not any(_ours(pod) for pod in world.pods(name))
+    world.until(lambda: world.status(name)["kvCache"]["activeDtype"] == "fp8", "the status says so")
+    world.until(lambda: not any(_ours(pod) for pod in world.pods(name)), "no pod is sheltered any more")
 
     world.rest.merge(f"{AUTOSCALERS}/{name}", {"spec": {"behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}}}})
     world.load[name] = {"usage": 0.3, "running": 130, "waiting": 0}
