@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import comb
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +28,33 @@ def test_damage_beyond_the_kl_limit_fails_with_its_numbers():
 
 def test_disagreement_beyond_the_limit_fails():
     assert judge(measurement(1_000, 900), baseline(), LIMITS).verdict == "Failed"
+
+
+def test_agreement_a_little_below_the_limit_passes_where_so_few_positions_may_say_so_by_chance():
+    few, many = (judge(measurement(1_000, 960, positions=n), baseline(positions=n), LIMITS) for n in (256, 4096))
+    assert few.verdict == "Passed"
+    assert "top-1 agreement 96.0% (limit 97.0%, within chance)" in few.message
+    assert many.verdict == "Failed"
+
+
+@given(agreement=st.integers(970, 1000), positions=st.integers(100, 2000))
+def test_a_dtype_that_agrees_as_often_as_the_limit_asks_for_passes(agreement, positions):
+    judged = judge(measurement(1_000, agreement, positions), baseline(), LIMITS)
+    assert judged.verdict == "Passed"
+    assert "chance" not in judged.message
+
+
+@pytest.mark.parametrize(("rate", "positions"), [(0.979, 243), (0.982, 844), (0.977, 740)])
+def test_k4v4_as_it_was_measured_fails_less_than_once_in_a_thousand_draws(rate, positions):
+    agreeing = [
+        n for n in range(positions + 1)
+        if judge(measurement(5_000, n * 1000 // positions, positions), baseline(), LIMITS).verdict == "Failed"
+    ]  # fmt: skip
+    assert sum(comb(positions, n) * rate**n * (1 - rate) ** (positions - n) for n in agreeing) < 1e-3
+
+
+def test_fp8_as_it_was_measured_on_a_small_model_fails_by_its_agreement_alone():
+    assert judge(measurement(1_000, 911, 225), baseline(), LIMITS).verdict == "Failed"
 
 
 def test_the_engines_own_noise_is_not_damage():

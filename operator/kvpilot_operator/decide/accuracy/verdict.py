@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpilot_operator.api.spec import Accuracy
+from kvpilot_operator.decide.trial.intervals import share_change
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.state.enums import Reason, Verdict
 from kvpilot_operator.state.snapshot import Snapshot
@@ -13,6 +14,9 @@ from kvpilot_operator.state.status import Baseline, Bucket, Measured, Sample, cl
 MAX_SAMPLE = 500
 # Fewer compared positions than this say nothing about a 99th percentile or a share in percent.
 MIN_POSITIONS = 100
+# How often a dtype whose agreement is just at the limit fails by chance: of 250 positions three in a hundred more or
+# fewer agree from one draw to the next.
+ALPHA = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +32,23 @@ class Judgement:
 def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
     """Damage is what exceeds the 16-bit-against-16-bit control: the engine's own noise is never blamed on a dtype.
 
-    The agreement limit is on the same footing: it is lowered by what the control itself disagrees.
+    The agreement limit is on the same footing: it is lowered by what the control itself disagrees, and missed only
+    where it is by more than chance explains in as many positions as both have.
     """
     excess = max(0, found.mean_kl_micronats - control.control_mean_kl_micronats)
     allowed = limits.max_excess_kl_millinats * 1000
     noise = 1000 - control.control_top1_agreement_permille
     agreement = found.top1_agreement_permille
     needed = limits.min_top1_agreement_percent * 10 - noise
+    disagrees = _surely(found, control, limits)
+    chance = ", within chance" if agreement < needed and not disagrees else ""
     numbers = (
         f"excess KL {excess / 1000:.1f} millinats (limit {limits.max_excess_kl_millinats}), "
         f"p99 {found.p99_kl_micronats / 1000:.0f}, top-1 agreement {agreement / 10:.1f}% "
-        f"(limit {needed / 10:.1f}%), {found.positions} positions of {found.prompts} prompts"
+        f"(limit {needed / 10:.1f}%{chance}), {found.positions} positions of {found.prompts} prompts"
     )
     # Damage beyond the limits stays damage however few positions were reached: probes of garbage stop early.
-    if excess > allowed or agreement < needed:
+    if excess > allowed or disagrees:
         few = found.positions < MIN_POSITIONS and excess <= 10 * allowed
         if not few:
             return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, numbers, excess)
@@ -50,6 +57,20 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
             Verdict.INCONCLUSIVE, "TooFewPositions", f"{numbers}; at least {MIN_POSITIONS} are needed", excess
         )
     return Judgement(Verdict.PASSED, "WithinLimits", numbers, excess)
+
+
+def _surely(found: Measurement, control: Baseline, limits: Accuracy) -> bool:
+    """Whether fewer positions agree than the limit asks for, beside those of the control."""
+    if not found.positions or not control.positions:
+        return False
+    shares = [
+        (permille * positions / 1000, positions)
+        for permille, positions in (
+            (found.top1_agreement_permille, found.positions),
+            (control.control_top1_agreement_permille, control.positions),
+        )
+    ]
+    return share_change(shares[0], shares[1], ALPHA).high < limits.min_top1_agreement_percent / 100 - 1
 
 
 def measured(s: Snapshot, m: Measurement, judgement: Judgement, *, revision: str, dtype: str, pod: str) -> Measured:
