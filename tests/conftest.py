@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 os.environ["KUBECONFIG"] = "/no-cluster-is-named"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -17,5 +17,8 @@ sys.dont_write_bytecode = False
 # A run that is terminated ends what it has started, as after Ctrl-C.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-settings.register_profile("kvpilot", deadline=None, derandomize="CI" in os.environ)
+# How long it takes to draw an example says how busy the machine is.
+settings.register_profile(
+    "kvpilot", deadline=None, derandomize="CI" in os.environ, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("kvpilot")
