@@ -29,25 +29,31 @@ def running_processes(mark: str) -> list[int]:
     return found
 
 
+EACH_SECOND = {"periodSeconds": 1, "failureThreshold": 1, "timeoutSeconds": 60}
+"""Of a probe: its first failure counts, and that a busy machine takes its time is none."""
+
+
 def test_a_failing_liveness_probe_restarts_the_container(tenant: Tenant) -> None:
-    probe = {"exec": {"command": ["test", "!", "-e", "/state/hung"]}, "periodSeconds": 1, "failureThreshold": 1}
+    probe = {"exec": {"command": ["test", "!", "-e", "/state/hung"]}, **EACH_SECOND}
     mounts = [{"name": "state", "mountPath": "/state"}]
     # The first run hangs itself up; the second finds the file gone.
     script = (
-        "[ -e /state/once ] || { touch /state/once /state/hung; trap 'rm /state/hung; exit 3' TERM; }; sleep 60 & wait"
+        "[ -e /state/once ] || { touch /state/once /state/hung; trap 'rm /state/hung; exit 3' TERM; }; sleep 900 & wait"
     )
     tenant.run("hangs", container(command=["bash", "-c", script], livenessProbe=probe, volumeMounts=mounts))
     status = tenant.wait("hangs", lambda status: status.get("restartCount") == 1 and status["ready"], "restarted")
     assert status["lastState"]["terminated"]["exitCode"] == 3
 
 
-def test_liveness_and_readiness_wait_for_the_startup_probe(tenant: Tenant) -> None:
-    up = {"exec": {"command": ["test", "-e", "/state/up"]}, "periodSeconds": 1, "failureThreshold": 1}
+def test_liveness_and_readiness_wait_for_the_startup_probe(tenant: Tenant, tmp_path: Path) -> None:
+    up = {"exec": {"command": ["test", "-e", "/state/up"]}, **EACH_SECOND}
+    may_start, asked = tmp_path / "may-start", tmp_path / "asked"
+    first = {"command": ["sh", "-c", f"echo >> {asked}; test -e /state/up"]}
     tenant.run(
         "slow",
         container(
-            command=["bash", "-c", "sleep 2.5; touch /state/up; exec sleep 600"],
-            startupProbe={**up, "failureThreshold": 10},
+            command=["bash", "-c", f"until [ -e {may_start} ]; do sleep 0.1; done; touch /state/up; exec sleep 900"],
+            startupProbe={**up, "exec": first, "failureThreshold": 900},
             livenessProbe=up,
             readinessProbe=up,
             volumeMounts=[{"name": "state", "mountPath": "/state"}],
@@ -56,6 +62,8 @@ def test_liveness_and_readiness_wait_for_the_startup_probe(tenant: Tenant) -> No
     )
     status = tenant.wait("slow", lambda status: status.get("state", {}).get("running"), "running")
     assert (status["started"], status["ready"]) == (False, False)
+    until(lambda: asked.exists() and len(asked.read_text()) >= 3, "the liveness probe would have failed by now")
+    may_start.touch()
     tenant.wait_ready("slow")
     assert tenant.status("slow")["restartCount"] == 0
 
@@ -126,19 +134,21 @@ def test_a_process_that_ignores_sigterm_is_killed_after_its_grace_period(tenant:
     assert running_processes("deaf") == []
 
 
-def test_a_killed_agent_comes_back_to_the_same_processes(tenant: Tenant) -> None:
+def test_a_killed_agent_comes_back_to_the_same_processes(tenant: Tenant, tmp_path: Path) -> None:
     def marked(name: str, script: str) -> Json:
         return container(command=["bash", "-c", script], env=[{"name": "MARK", "value": name}])
 
     tenant.run("stays", marked("stays", "exec sleep 600"))
-    tenant.run("ends", marked("ends", "exec sleep 2"), restartPolicy="Never")
+    may_end = tmp_path / "may-end"
+    tenant.run("ends", marked("ends", f"until [ -e {may_end} ]; do sleep 0.1; done"), restartPolicy="Never")
     tenant.run("goes", marked("goes", "exec sleep 600"))
     tenant.wait_ready("stays", "ends", "goes")
     before = tenant.pod("stays")["status"], running_processes("stays")
     tenant.cluster.agent.send_signal(signal.SIGKILL)
     tenant.cluster.agent.wait()
     tenant.delete("goes", grace=0)
-    time.sleep(2)
+    may_end.touch()
+    until(lambda: running_processes("ends") == [], "one ends while no agent is there")
     assert running_processes("stays") == before[1]
     tenant.cluster.start_agent()
     end = tenant.wait("ends", lambda s: s["state"].get("terminated"), "its end is told")["state"]["terminated"]
