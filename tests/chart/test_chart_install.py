@@ -252,8 +252,8 @@ def test_metrics_that_ask_for_a_token_are_read_with_the_right_one_only(install):
     ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role}
     bindings = "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings"
     install.rest.create(bindings, {"metadata": {"name": "reads-metrics"}, "roleRef": ref, "subjects": [subject]})
-    until(lambda: statuses(("Authorization", f"Bearer {token}")) == {200}, "it may read them", seconds=100)
-    assert "Succeeded" in install.helm("test", "kvpilot", "--timeout=60s")
+    until(lambda: statuses(("Authorization", f"Bearer {token}")) == {200}, "it may read them")
+    assert "Succeeded" in install.helm("test", "kvpilot", "--timeout=600s")
     assert "kubectl create clusterrolebinding" in install.helm("get", "notes", "kvpilot")
 
 

@@ -57,7 +57,7 @@ def test_pods_that_are_deleted_while_they_start_leave_no_process(tenant: Tenant,
         tenant.until_gone(name)
     folder = tenant.cluster.folder / "node/pods"
     pods = {pod["metadata"]["uid"] for pod in tenant.cluster.rest.get("/api/v1/pods")["items"]}
-    until(lambda: {entry.name for entry in folder.iterdir()} <= pods, "their folders are gone", seconds=200)
+    until(lambda: {entry.name for entry in folder.iterdir()} <= pods, "their folders are gone")
     assert running(mark) == []
 
 
@@ -83,7 +83,7 @@ def test_a_cluster_whose_starter_is_killed_ends(tmp_path: Path) -> None:
             assert len(running(str(tmp_path))) >= 5
         finally:
             starter.kill()
-    until(lambda: running(str(tmp_path)) == [], "all has ended", seconds=100)
+    until(lambda: running(str(tmp_path)) == [], "all has ended")
 
 
 def test_a_cluster_with_a_killed_agent_leaves_no_process(own: Tenant, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def operator(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) ->
     folder: Path = tmp_path_factory.mktemp("operator")
     one = Operator("a", folder, cluster.kubeconfig)
     try:
-        until(lambda: answers(one), "the operator is ready", seconds=60)
+        until(lambda: answers(one), "the operator is ready")
         yield one
     finally:
         procs.end(folder / "operator-a.pid", grace=10)
@@ -149,7 +149,7 @@ def told(rest: Rest, namespace: str, kind: str, reason: str) -> Json:
         return found[0].get("reason") == reason
 
     try:
-        until(seen, f"{kind} has reason {reason}", seconds=60)
+        until(seen, f"{kind} has reason {reason}")
     except TimeoutError as error:
         raise AssertionError(f"{error}: {found}") from None
     return found[0]
@@ -161,7 +161,7 @@ def test_what_is_refused_is_told_with_field_and_remedy(rest: Rest, namespace: st
         rest.create(f"/api/v1/namespaces/{namespace}/{collection}", body)
         if collection == "resourcequotas":
             path = f"/api/v1/namespaces/{namespace}/{collection}/team"
-            until(lambda path=path: rest.get(path)["status"].get("hard"), "the quota counts", seconds=60)
+            until(lambda path=path: rest.get(path)["status"].get("hard"), "the quota counts")
     create(rest, namespace, **case.spec)
     found = told(rest, namespace, "ObjectsAccepted", case.reason)
     assert found["status"] == "False"
@@ -192,9 +192,9 @@ def test_what_appears_later_clears_the_condition(rest: Rest, namespace: str, lat
             {"metadata": {"name": "team"}, "spec": {"hard": {"services": "0"}}},
         )
         path = f"/api/v1/namespaces/{namespace}/resourcequotas/team"
-        until(lambda: rest.get(path)["status"].get("hard"), "the quota counts", seconds=60)
+        until(lambda: rest.get(path)["status"].get("hard"), "the quota counts")
     create(rest, namespace, **engine(priorityClassName=f"late-{namespace}") if late is missing_class else {})
-    until(lambda: condition(rest, namespace, "ObjectsAccepted").get("status") == "False", "refused", seconds=60)
+    until(lambda: condition(rest, namespace, "ObjectsAccepted").get("status") == "False", "refused")
     late(rest, namespace)
     until(lambda: condition(rest, namespace, "ObjectsAccepted").get("status") == "True", "accepted", seconds=600)
 
@@ -244,10 +244,10 @@ def replaced(rest: Rest, namespace: str, path: str) -> Json:
 def test_a_label_that_somebody_adds_to_our_selector_is_taken_away(rest: Rest, namespace: str) -> None:
     path = f"/api/v1/namespaces/{namespace}/services/chat"
     create(rest, namespace)
-    until(lambda: exists(rest, path) and rest.get(path)["spec"].get("selector"), "our Service is there", seconds=60)
+    until(lambda: exists(rest, path) and rest.get(path)["spec"].get("selector"), "our Service is there")
     selector = rest.get(path)["spec"]["selector"]
     rest.merge(path, {"spec": {"selector": {"app": "shop"}}})
-    until(lambda: rest.get(path)["spec"].get("selector") == selector, "it selects our engines again", seconds=60)
+    until(lambda: rest.get(path)["spec"].get("selector") == selector, "it selects our engines again")
 
 
 def test_the_server_itself_refuses_to_merge_our_deployment_into_another_one(rest: Rest, namespace: str) -> None:

@@ -117,9 +117,9 @@ def test_the_operators_container_answers_and_works_on_a_root_that_it_cannot_writ
         with container(root, tmp_path / "container", config, arguments, {kubeconfig: "/kubeconfig"}) as process:
             began = time.monotonic()
             log = tmp_path / "container/output.log"
-            until(lambda: answer(port, "/healthz", process, log) == "ok\n", "/healthz", seconds=120)
+            until(lambda: answer(port, "/healthz", process, log) == "ok\n", "/healthz")
             print(f"operator container: /healthz after {time.monotonic() - began:.1f} s")
-            until(lambda: answer(port, "/readyz", process, log) == "ok\n", "/readyz", seconds=60)
+            until(lambda: answer(port, "/readyz", process, log) == "ok\n", "/readyz")
             assert "kvpilot_" in answer(port, "/metrics", process, log)
             status = Path(f"/proc/{pid_of(port)}/status").read_text()
             assert "\nUid:\t65532\t65532\t65532\t65532\n" in status

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(1500)
+
 ROOT = Path(__file__).parents[2]
 SIZES = (20, 60)
 CHANGES_PER_SECOND = 3
@@ -22,7 +24,7 @@ def measured(tmp_path_factory):
             [*command, "--seconds", "15", "--settle", "8", "--out", out], stdout=words, stderr=subprocess.STDOUT
         )
         try:
-            status = child.wait(900)
+            status = child.wait(1200)
         finally:
             # It ends what it has started; a SIGKILL would leave it running.
             child.terminate()

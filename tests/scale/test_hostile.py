@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(1500)
+
 ROOT = Path(__file__).parents[2]
 SERVICES = 50
 
@@ -23,7 +25,7 @@ def measured(tmp_path_factory):
     with log.open("wb") as words:
         child = subprocess.Popen([*command, "--seconds", "12", "--out", out], stdout=words, stderr=subprocess.STDOUT)
         try:
-            status = child.wait(600)
+            status = child.wait(1200)
         finally:
             # It ends what it has started; a SIGKILL would leave it running.
             child.terminate()
