@@ -4,9 +4,9 @@
     .venv/bin/python scripts/generate.py --check     # write nothing; exit 1 and name the files that would change
 
 Made are the chart's copies and config/ of crds/ and charts/, the API's reference, the table of metrics, the defaults of
-transformers' config classes, the costs that `kvpilot backtest` starts from, and pages and plots of docs/benchmarks
-of the figures that lie beside them. What is measured or resolved is not: figures, `tests/faults/table.py`, the
-dashboards' pictures and locks.
+transformers' config classes, the costs that `kvpilot backtest` starts from, docs/models.md of models.json, and pages
+and plots of docs/benchmarks of the figures that lie beside them. What is measured or resolved is not: figures,
+`tests/faults/table.py`, the dashboards' pictures and locks.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ FIGURES = "docs/benchmarks"
 COMMANDS = (
     ("scripts/manifests.py",),
     ("scripts/metrics_table.py",),
+    ("scripts/models_page.py", "docs/models.json", "docs/models.md"),
     ("scripts/model_defaults.py", "kernels/kvpilot_kernels/models/defaults.json"),
     ("-m", "kvpilot_operator.api.docs", "docs/reference/quantizedllmservice.md"),
     ("planning/benchmarks/backtest_profile.py",),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 from pathlib import Path
 
 _NOT_SERVED = {"_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS"}
 
 
+@functools.cache
 def known_architectures() -> frozenset[str]:
     """Names in vLLM's model registry; empty when vLLM is absent or keeps its registry elsewhere."""
     tree = _parse("vllm", "model_executor/models/registry.py")
@@ -26,6 +28,7 @@ def known_architectures() -> frozenset[str]:
     return frozenset(names)
 
 
+@functools.cache
 def known_model_types() -> frozenset[str]:
     """model_type of the configs that vLLM reads with classes of its own; empty as above."""
     tree = _parse("vllm", "transformers_utils/config.py")

@@ -71,11 +71,13 @@ class Findings:
     Attributes:
         config: what the model says of itself; None where it could not be had.
         skip_layers: the layers that are to stay in 16 bits.
+        disable_window: vLLM is to build layers without the window that no context of this model can leave.
         warnings: as (reason, message).
     """
 
     config: models.Architecture | None = None
     skip_layers: tuple[str, ...] = ()
+    disable_window: bool = False
     warnings: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -225,6 +227,7 @@ def _our_dtype(
     what = models.unsupported(config, platform == "cuda", request.tensor_parallel)
     if what is not None:
         refuse(what)
+    findings.disable_window = config.idle_window
     if config.window_layers:
         if request.skip_layers is None:
             findings.skip_layers = (SLIDING,)

@@ -137,6 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say("warning", reason, message)
     if findings.skip_layers:
         arguments += ["--kv-cache-dtype-skip-layers", *findings.skip_layers]
+    if findings.disable_window:
+        arguments.append("--disable-sliding-window")
     environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ}
     if request.calibration:
         environment[CALIBRATION] = request.calibration

@@ -291,7 +291,20 @@ def test_a_model_whose_config_leaves_out_what_its_class_says_is_served(
     gpu(H200)
     findings = check(Request(served(tmp_path, PUBLISHED[name]), dtype, max_model_len=8192))
     assert findings.warnings == []
+    # vLLM gives Phi's layers their window of 262,144 tokens unless told otherwise, and our backend takes no window.
+    assert findings.disable_window == (dtype == "k4v4" and name == "phi-4-mini")
     assert findings.skip_layers == (("sliding_window",) if dtype == "k4v4" and name != "phi-4-mini" else ())
+
+
+def test_a_window_that_no_context_can_leave_is_turned_off_for_our_dtypes_alone(
+    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(H200)
+    started: list[list[str]] = []
+    monkeypatch.setattr(serve.os, "execve", lambda _, command, environment: started.append(command))
+    for dtype in ("k4v4", "auto"):
+        serve.main([f"--model={served(tmp_path, PUBLISHED['phi-4-mini'])}", f"--kv-cache-dtype={dtype}"])
+    assert ["--disable-sliding-window" in command for command in started] == [True, False]
 
 
 def test_a_hybrid_needs_the_cache_of_its_layers_that_attend_alone(gpu: Any, tmp_path: Path) -> None:

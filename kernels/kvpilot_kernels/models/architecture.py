@@ -56,6 +56,7 @@ class Architecture:
         sinks, alibi, encoder_decoder: attention has sinks; biases by distance; the model has cross attention.
         custom_code: the repository brings its own model code (`auto_map`).
         max_positions: the longest context, or None when the model does not say.
+        idle_window: the config has a window that is no shorter than the longest context; its layers count as full.
         element_bytes: bytes of a KV element in the model's own dtype.
         doubt: what is not certain of these facts, for people.
     """
@@ -75,6 +76,7 @@ class Architecture:
     encoder_decoder: bool = False
     custom_code: bool = False
     max_positions: int | None = None
+    idle_window: bool = False
     element_bytes: int = 2
     doubt: str = ""
 

@@ -23,7 +23,7 @@ _SPELLINGS = {
     "max_position_embeddings": ("n_positions", "max_sequence_length", "seq_length"),
     "num_attention_heads": ("n_head",),
     "num_hidden_layers": ("n_layer", "num_layers"),
-    "num_key_value_heads": ("n_head_kv", "num_kv_heads", "multi_query_group_num", "num_attention_groups"),
+    "num_key_value_heads": ("n_head_kv", "num_kv_heads", "num_attention_groups"),
 }
 
 

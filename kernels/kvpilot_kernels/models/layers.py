@@ -101,7 +101,11 @@ def _by_class(fields: Fields, layers: int) -> list[str]:
     rule = fields.kinds
     if "period" in rule:
         period: Sequence[str] = rule["period"]
-        length = fields.size(rule["by"], most=MOST_LAYERS) if "by" in rule else 0
+        written = fields.get(rule["by"]) if "by" in rule else None
+        if isinstance(written, str) and written and set(written) <= set("LG"):  # EXAONE: LLLG
+            period = ["sliding_attention" if letter == "L" else "attention" for letter in written]
+            written = None
+        length = 0 if written is None else Fields.checked(rule["by"], written, MOST_LAYERS)
         if length:
             # As the class has it, but so long: one layer is odd, the first or the last.
             odd, others = (0, 1) if rule["odd"] == 0 else (-1, 0)

@@ -32,7 +32,7 @@ def read(raw: Mapping[str, Any]) -> Architecture:
     crossed = bool(raw.get("is_encoder_decoder")) or fields.model_type in ("whisper",)
     words = _decoder(fields) if crossed else kinds(fields)
     limit = fields.size("max_position_embeddings", "max_target_positions") or None
-    window = _window(fields, limit)
+    window, idle = _window(fields, limit)
     chunk = fields.size("attention_chunk_size")
     own, shared = _sharing(fields, words)
     counted: Counter[Group] = Counter()
@@ -57,11 +57,12 @@ def read(raw: Mapping[str, Any]) -> Architecture:
         latent=_latent(fields),
         index_bytes=fields.size("index_head_dim") + _INDEX_SCALE_BYTES if fields.size(_INDEXED) else 0,
         softcap=float(softcap) if isinstance(softcap, int | float) and softcap else None,
-        sinks=fields.model_type in _SINKS,
+        sinks=fields.model_type in _SINKS or fields.get("add_full_attention_sink_bias") is True,
         alibi=fields.model_type in _ALIBI or fields.get("alibi") is True,
         encoder_decoder=crossed,
         custom_code="auto_map" in raw,
         max_positions=limit,
+        idle_window=idle and any(WORDS.get(word) is Kind.WINDOW for word in own),
         element_bytes=_element_bytes(fields),
         doubt=_doubt(fields, other),
     )
@@ -81,12 +82,13 @@ def _decoder(fields: Fields) -> list[str]:
     return ["attention"] * (layers or fields.needed("num_hidden_layers", MOST_LAYERS))
 
 
-def _window(fields: Fields, limit: int | None) -> int:
-    """Tokens; 0 where there is no window, or one as long as the longest context."""
+def _window(fields: Fields, limit: int | None) -> tuple[int, bool]:
+    """Tokens, 0 where no layer has a window that it could leave; and whether there is one as long as any context."""
     window = fields.size("sliding_window", "sliding_window_size")
-    if fields.get("use_sliding_window") is False or (limit is not None and window >= limit):
-        return 0
-    return window
+    if fields.get("use_sliding_window") is False:
+        return 0, False
+    idle = bool(window) and limit is not None and window >= limit
+    return 0 if idle else window, idle
 
 
 def _sharing(fields: Fields, words: list[str]) -> tuple[list[str], int]:
@@ -142,6 +144,11 @@ def _kv_heads(fields: Fields, heads: int, index: int) -> int:
     # Falcon: older models have one KV head, and then keep their number of heads in the field.
     if fields.get("multi_query") is True and not fields.get("new_decoder_architecture"):
         return 1
+    if fields.get("multi_query_attention") is True:  # ChatGLM
+        return fields.size("multi_query_group_num") or heads
+    nested = fields.get("attn_config")
+    if isinstance(nested, Mapping) and nested.get("kv_n_heads"):  # DBRX
+        return Fields.checked("attn_config.kv_n_heads", nested["kv_n_heads"])
     listed = fields.get("num_key_value_heads")
     if isinstance(listed, list) and index < len(listed):
         return Fields.checked("num_key_value_heads", listed[index]) or heads

@@ -1,0 +1,97 @@
+"""Write docs/models.md of docs/models.json: what kvpilot reads of published models, and what our dtypes make of them.
+
+.venv/bin/python scripts/models_page.py docs/models.json docs/models.md
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.models import Architecture, Kind, read, unsupported
+
+DTYPES = ("auto", "fp8", *formats.own_names())
+HEAD = """# Models
+
+Made by `make generate` of [models.json](models.json), which holds the fields that matter of {count} published
+configurations, each with its source. Figures are what `kvpilot-serve` and `kvpilot plan` read of them
+([decision 21](decisions/0021-facts-of-a-model-from-a-table-of-defaults.md)). Tests hold layers, heads and head_dim
+against transformers' own config classes, and against the KV-cache specs that vLLM {vllm} builds without weights, of
+models with images or sound for their text part.
+
+- **layers**: *full* attend to everything; *window* and *chunked* hold at most so many tokens; *state* keep one of fixed
+  size (Mamba, linear attention, convolutions) and may attend beside it; *shared* read another layer's cache.
+- **bytes a token**, by dtype: in the full layers, of all KV heads; a latent (MLA) cache is the same on every GPU.
+  Windows come on top, in 16 bits, and do not grow with a sequence; nor do states.
+- **our dtypes**: what keeps them from the model on a GPU; it is served in `auto` and in vLLM's own dtypes all the same.
+  *yes* is that `kvpilot-serve` starts the engine; what was run is below.
+- **vLLM**: *same* where its specs are these, or why they were not built.
+"""
+
+
+def main() -> None:
+    """Write the page."""
+    corpus = json.loads(Path(sys.argv[1]).read_text())
+    models = corpus["models"]
+    parts = [HEAD.format(count=len(models), vllm=corpus["vllm"]), *runs(corpus["runs"])]
+    for family, entries in itertools.groupby(models, key=lambda entry: entry["family"]):
+        parts += section(family, list(entries))
+    Path(sys.argv[2]).write_text("\n".join(parts).rstrip() + "\n")
+
+
+def runs(found: list[dict[str, str]]) -> list[str]:
+    """What was run, and where."""
+    rows = [f"| {run['models']} | {run['where']} | {run['what']} |" for run in found]
+    return ["## What was run", "", "| models | where | what |", "|---|---|---|", *rows, ""]
+
+
+def section(family: str, entries: list[dict[str, Any]]) -> list[str]:
+    """One family."""
+    head = ["model", "layers", "heads", *(f"`{dtype}`" for dtype in DTYPES), "our dtypes", "vLLM"]
+    rows = [row(entry) for entry in entries]
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+    return [f"## {family}", "", *lines, ""]
+
+
+def row(entry: dict[str, Any]) -> list[str]:
+    """One model."""
+    facts = read(entry["config"])
+    refusal = unsupported(facts, gpu=True)
+    sizes = [size(facts, dtype, refusal) for dtype in DTYPES]
+    verdict = "yes" if refusal is None else f"no: {refusal}"
+    return [entry["model"], layers(facts), heads(facts), *sizes, verdict, entry.get("vllm", "same")]
+
+
+def size(facts: Architecture, dtype: str, refusal: str | None) -> str:
+    """Bytes of a token, where this dtype can serve the model."""
+    if facts.other_layers or (formats.parse(dtype).ours and refusal is not None):
+        return "-"
+    return f"{facts.token_bytes(dtype):,}"
+
+
+def layers(facts: Architecture) -> str:
+    """Such as: 5 full, 29 window (1,024)."""
+    found = [
+        f"{group.layers} {group.kind}" + (f" ({group.window:,})" if group.window else "") for group in facts.groups
+    ]
+    counts = (("state", facts.state_layers), ("shared", facts.shared_layers), ("unknown", facts.other_layers))
+    return ", ".join([*found, *(f"{count} {name}" for name, count in counts if count)])
+
+
+def heads(facts: Architecture) -> str:
+    """Query heads, KV heads and head_dim of each group, such as: 8 / 4 x 256."""
+    if facts.latent:
+        return f"{facts.heads} / latent {facts.latent}" + (f" + {facts.index_bytes} B" if facts.index_bytes else "")
+    shapes = dict.fromkeys(
+        f"{group.kv_heads} x {group.head_dim}" + (f", {group.value_dim}" if group.value_dim != group.head_dim else "")
+        for group in sorted(facts.groups, key=lambda group: group.kind is not Kind.FULL)
+    )
+    return f"{facts.heads} / {'; '.join(shapes)}" if shapes else "-"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Layers of published models (docs/models.json) held against the KV-cache specs that vLLM builds for them itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpilot_kernels.models import Architecture, Kind, read
+
+ROOT = Path(__file__).parents[2]
+CORPUS = json.loads((ROOT / "docs" / "models.json").read_text())["models"]
+BUILT = [entry for entry in CORPUS if "vllm" not in entry]
+"""Those that the CPU build of vLLM builds; the others say why not."""
+ONE_OF_EACH = [
+    min(family, key=lambda entry: read(entry["config"]).layers)
+    for _, family in itertools.groupby(BUILT, key=lambda entry: entry["family"])
+]
+SPECS = {
+    "FullAttentionSpec": Kind.FULL, "MLAAttentionSpec": Kind.FULL, "SlidingWindowSpec": Kind.WINDOW,
+    "ChunkedLocalAttentionSpec": Kind.CHUNKED, "MambaSpec": Kind.STATE, "CrossAttentionSpec": Kind.NONE,
+}  # fmt: skip
+
+
+def built(entries: list[dict[str, Any]], *options: str) -> dict[str, Any]:
+    configs = {entry["model"]: entry["config"] for entry in entries}
+    command = [sys.executable, str(ROOT / "tests" / "support" / "vllm_specs.py"), *options]
+    done = subprocess.run(command, input=json.dumps(configs), capture_output=True, text=True, timeout=1800, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {name: json.loads(json.dumps(found)) for name, found in json.loads(done.stdout).items()}
+
+
+def vllms(found: dict[str, Any]) -> tuple[Any, ...]:
+    """Groups as (kind, KV heads, key, value, window, bytes of a token, layers), states, shared layers."""
+    groups = [
+        (SPECS[spec].value, *rest) for spec, *rest in found["groups"] if SPECS[spec] not in (Kind.STATE, Kind.NONE)
+    ]
+    states = sum(group[-1] for group in found["groups"] if SPECS[group[0]] is Kind.STATE)
+    return sorted(groups), states, found["shared"]
+
+
+def ours(facts: Architecture) -> tuple[Any, ...]:
+    groups = [
+        (group.kind.value, 1, facts.latent, facts.latent, 0, 2 * facts.latent, group.layers)
+        if facts.latent
+        else (group.kind.value, group.kv_heads, group.head_dim, group.value_dim, group.window,
+              2 * group.kv_heads * (group.head_dim + group.value_dim), group.layers)
+        for group in facts.groups
+    ]  # fmt: skip
+    return sorted(groups), facts.state_layers, facts.shared_layers
+
+
+def differences(entries: list[dict[str, Any]], found: dict[str, Any]) -> dict[str, Any]:
+    facts = {entry["model"]: read(entry["config"]) for entry in entries}
+    return {
+        name: found[name] if "failed" in found[name] else (vllms(found[name]), ours(facts[name]))
+        for name in facts
+        if "failed" in found[name] or vllms(found[name]) != ours(facts[name])
+    }
+
+
+def test_a_model_of_each_family_has_the_layers_that_vllm_gives_it() -> None:
+    assert len(ONE_OF_EACH) >= 20
+    plain = [entry for entry in ONE_OF_EACH if not read(entry["config"]).idle_window]
+    assert differences(plain, built(plain)) == {}
+
+
+@pytest.mark.long
+def test_every_model_of_the_corpus_has_the_layers_that_vllm_gives_it() -> None:
+    idle = [entry for entry in BUILT if read(entry["config"]).idle_window]
+    plain = [entry for entry in BUILT if entry not in idle]
+    assert differences(plain, built(plain)) == {}
+    # As kvpilot-serve starts these with a dtype of ours.
+    assert idle
+    assert differences(idle, built(idle, "disable_sliding_window")) == {}
+
+
+def test_a_model_that_vllm_does_not_build_here_has_its_reason_beside_it() -> None:
+    assert len(BUILT) >= 60
+    assert all(entry["vllm"].strip() for entry in CORPUS if "vllm" in entry)

@@ -1,0 +1,47 @@
+"""What transformers' own classes make of configs, in a process without torch, which they would load first::
+
+    python config_classes.py < '{"NAME": CONFIG, ...}' > '{"NAME": {"kinds": [...], "heads": 32, ...}, ...}'
+
+Configs of a model_type that transformers does not have are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "critical"}
+sys.modules["torch"] = None  # type: ignore[assignment]
+
+
+def main() -> None:
+    """Read configs from stdin and write what their classes say to stdout."""
+    from transformers import CONFIG_MAPPING
+
+    configs: dict[str, Any] = json.load(sys.stdin)
+    found = {
+        name: facts(CONFIG_MAPPING[config["model_type"]].from_dict(config))
+        for name, config in configs.items()
+        if config["model_type"] in CONFIG_MAPPING
+    }
+    json.dump(found, sys.stdout)
+
+
+def facts(config: Any) -> dict[str, Any]:
+    """Of the text part; of a class with layers that are not alike, their kinds only."""
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    found: dict[str, Any] = {"kinds": kinds, "window": getattr(text, "sliding_window", None)}
+    if not getattr(text, "is_heterogeneous", False):
+        found |= {
+            "heads": getattr(text, "num_attention_heads", None),
+            "kv_heads": getattr(text, "num_key_value_heads", None),
+            "head_dim": getattr(text, "head_dim", None),
+        }
+    return found
+
+
+if __name__ == "__main__":
+    main()
