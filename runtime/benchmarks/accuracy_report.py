@@ -16,6 +16,7 @@ by the same with `--report docs/benchmarks/accuracy.md`; it uses a GPU where the
 Model: SmolLM2-135M-Instruct, its real weights (30 layers, 3 KV heads, head_dim 64), computed in float32. Small models
 are hurt most by a small cache, which is why this is the test. The base is a 16-bit (bf16) cache. **Every** key (after
 RoPE) and value that attention sees has been through the codec, the query's own token among them, as in decode steps.
+[The same in the engine](engine-kl.md) is what a real vLLM says of the same texts, decoded from its pages.
 
 Text: at least {tokens} tokens a row, in sequences of 1,024, 2,048 and 4,608: Newton's *Opticks* (in the sources that
 apache-tvm-ffi carries), the manual of GNU coreutils (Debian), Python's language reference (`pydoc_data`)

@@ -72,6 +72,21 @@ def reading(name: str, factors: dict[str, Sequence[Factors]]) -> Reading:
     return Reading(layers.__getitem__, recent, finer.__getitem__ if recent else None, first)
 
 
+def engine(name: str) -> tuple[str, dict[str, str]]:
+    """KV-cache dtype and environment of the vLLM engine that serves the row `name`, without a file of factors.
+
+    Raises:
+        ValueError: no engine serves it so.
+    """
+    if name == "fp8_e4m3":
+        return name, {}
+    fmt, label, recent, first = _parts(name)
+    if first or label not in (None, SELF):
+        raise ValueError(f"row {name!r}: an engine without a file serves FORMAT[+{SELF}][+wN] and fp8_e4m3")
+    variables = {"KVPILOT_RECENT_TOKENS": str(recent)} if fmt.has_ring else {}
+    return fmt.name, variables if label else {**variables, "KVPILOT_CALIBRATION": "off"}
+
+
 def bits(name: str, head_dim: int) -> float:
     """Bits per element of a row, scales counted, and what is kept beside the pages at `CONTEXT` tokens."""
     known = rivals()

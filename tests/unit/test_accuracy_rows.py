@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "runtime" / "benchmarks"))
 
-from accuracy_rows import AGAINST_EXACT, SERVED, bits, every_name, reading
+from accuracy_rows import AGAINST_EXACT, SERVED, bits, engine, every_name, reading
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
@@ -42,3 +42,20 @@ def test_every_row_of_the_table_can_be_read():
 def test_a_row_that_is_none_is_refused(name):
     with pytest.raises(ValueError, match=r"row 'k4v4|not known"):
         reading(name, {"self": [Factors.identity(2, 64)]})
+
+
+@pytest.mark.parametrize(("name", "dtype", "variables"), [
+    ("k4v4+self+w64", "k4v4", {"KVPILOT_RECENT_TOKENS": "64"}),
+    ("k4v4+self", "k4v4", {"KVPILOT_RECENT_TOKENS": "0"}),
+    ("k4v4", "k4v4", {"KVPILOT_RECENT_TOKENS": "0", "KVPILOT_CALIBRATION": "off"}),
+    ("int8+self", "int8", {}),
+    ("fp8_e4m3", "fp8_e4m3", {}),
+])  # fmt: skip
+def test_an_engine_is_asked_for_what_a_row_says(name, dtype, variables):
+    assert engine(name) == (dtype, variables)
+
+
+@pytest.mark.parametrize("name", ["k4v4+calibrated+w64", "k4v4+self+w128+first128", "kvarn_k4v4"])
+def test_a_row_that_no_engine_serves_without_a_file_is_refused(name):
+    with pytest.raises(ValueError, match=r"row '|not known"):
+        engine(name)
