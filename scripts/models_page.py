@@ -70,6 +70,8 @@ def size(facts: Architecture, dtype: str, refusal: str | None) -> str:
     """Bytes of a token, where this dtype can serve the model."""
     if facts.other_layers or (formats.parse(dtype).ours and refusal is not None):
         return "-"
+    if facts.index_bytes and dtype != "auto":
+        return "-"  # vLLM's sparse attention has a layout of its own for fp8
     return f"{facts.token_bytes(dtype):,}"
 
 

@@ -2,7 +2,8 @@
 
 A process of its own, for it takes vLLM seconds to load and it keeps what it builds::
 
-    python vllm_specs.py [OPTION...] < '{"NAME": CONFIG, ...}' > '{"NAME": {"groups": [...], ...} or {"failed": "why"}}'
+    python vllm_specs.py < '{"NAME": [CONFIG, {"disable_sliding_window": true}], ...}'
+        > '{"NAME": {"groups": [...], "shared": 0} or {"failed": "why"}, ...}'
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORME
 
 def main() -> None:
     """Read configs from stdin and write what vLLM makes of them to stdout."""
-    configs: dict[str, Any] = json.load(sys.stdin)
+    models: dict[str, Any] = json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr):
-        found = {name: attempt(config) for name, config in configs.items()}
+        found = {name: attempt(config, options) for name, (config, options) in models.items()}
     json.dump(found, sys.stdout)
 
 
@@ -53,17 +54,17 @@ def text_alone(config: dict[str, Any]) -> dict[str, Any]:
     return {field: value for field, value in config.items() if field != "quantization_config"}
 
 
-def attempt(config: dict[str, Any]) -> dict[str, Any]:
+def attempt(config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """The specs of one model, or why vLLM builds none here."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(text_alone(config)))
-            return specs(folder)
+            return specs(folder, options)
     except Exception as error:  # whatever keeps vLLM from it is the answer
         return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
 
 
-def specs(folder: str) -> dict[str, Any]:
+def specs(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """Layers by what they keep, as vLLM's layers say it themselves."""
     import torch
     from vllm.config import set_current_vllm_config
@@ -74,7 +75,7 @@ def specs(folder: str) -> dict[str, Any]:
     # Else each architecture is looked at in a process of its own.
     registry._run_in_subprocess = lambda function: function()
     arguments = EngineArgs(model=folder, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16",
-                           enforce_eager=True, max_model_len=256, **dict.fromkeys(sys.argv[1:], True))  # fmt: skip
+                           enforce_eager=True, max_model_len=256, **options)  # fmt: skip
     config = arguments.create_engine_config()
     with set_current_vllm_config(config):
         ranks()

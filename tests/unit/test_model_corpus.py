@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvpilot_kernels import formats
 from kvpilot_kernels.models import ConfigError, Kind, read
 from kvpilot_kernels.models.layers import HYBRID, WORDS
+from kvpilot_planning import models
 from kvpilot_planning.facts import PlanError
 from kvpilot_planning.facts_config import from_config
 
@@ -101,6 +102,35 @@ def test_no_dtype_of_vllm_is_refused_for_a_model_that_only_our_formats_cannot_ho
 def test_no_model_of_the_corpus_is_doubtful_but_those_that_are_named():
     doubtful = {name for name, config in CONFIGS.items() if read(config).other_layers}
     assert doubtful == {"deepseek-ai/DeepSeek-V4-Flash"}
+
+
+def test_every_model_with_a_kv_cache_that_is_known_can_be_planned():
+    refused = {}
+    for name, config in CONFIGS.items():
+        try:
+            from_config(config, name, weight_bytes=10**9)
+        except PlanError as error:
+            refused[name] = str(error)
+    assert set(refused) == {
+        "deepseek-ai/DeepSeek-V4-Flash", "mistralai/Mamba-Codestral-7B-v0.1", "openai/whisper-tiny",
+    }, refused  # fmt: skip
+
+
+def test_the_table_of_kvpilot_plan_says_what_is_read_of_the_same_models():
+    short = {name.rpartition("/")[2].removeprefix("Meta-").lower(): read(config) for name, config in CONFIGS.items()}
+    compared = 0
+    for model in models.table():
+        names = (name.rpartition("/")[2].removeprefix("Meta-").lower() for name in (model.name, *model.also))
+        for found in (short[name] for name in names if name in short):
+            compared += 1
+            assert model.layers == found.layers, model.name
+            assert (model.heads, model.sliding_layers) == (found.heads, found.window_layers), model.name
+            assert model.latent_dim == found.latent, model.name
+            if not found.latent:
+                assert (model.kv_heads, model.head_dim) == (found.kv_heads, found.head_dim), model.name
+            assert model.sinks == found.sinks, model.name
+            assert {model.window} == {group.window for group in found.groups if group.window} or not model.window
+    assert compared >= 20
 
 
 anything = st.recursive(

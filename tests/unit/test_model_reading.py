@@ -158,6 +158,17 @@ def test_what_cannot_be_is_said_with_the_field_and_its_value(changes, said):
     assert "\n" not in str(caught.value)
 
 
+def test_blocks_are_read_one_by_one_and_those_that_are_missing_are_as_the_others():
+    block = {"attention": {"no_op": False, "n_heads_in_group": 8}}
+    base = {"model_type": "nemotron-nas", "num_attention_heads": 64, "hidden_size": 8192, "num_hidden_layers": 3}
+    found = read({**base, "block_configs": [block, {"attention": {"no_op": True}}, block]})
+    assert (found.layers, found.kv_heads) == (2, 8)
+    kinds = ["full_attention"] * 3
+    assert [g.kv_heads for g in read({**base, "layer_types": kinds, "block_configs": [block]}).groups] == [64, 8]
+    with pytest.raises(ConfigError, match=r"block_configs in config\.json has 1 entries"):
+        read({**base, "block_configs": [block]})
+
+
 def test_a_file_that_is_no_config_is_not_read(tmp_path):
     file = tmp_path / "config.json"
     with pytest.raises(ConfigError, match=r"has no config\.json") as caught:

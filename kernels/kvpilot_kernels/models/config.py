@@ -24,6 +24,7 @@ _SPELLINGS = {
     "num_attention_heads": ("n_head",),
     "num_hidden_layers": ("n_layer", "num_layers"),
     "num_key_value_heads": ("n_head_kv", "num_kv_heads", "num_attention_groups"),
+    "vocab_size": ("padded_vocab_size",),
 }
 
 

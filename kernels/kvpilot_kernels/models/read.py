@@ -72,7 +72,7 @@ def _doubt(fields: Fields, other: list[str]) -> str:
     if other:
         words = ", ".join(shown(word) for word in other[:4])
         return f"layers of {words} keep a cache that is not known here, and were not counted"
-    if fields.known:
+    if fields.known or fields.model_type in LATENT:
         return ""
     return f"model_type {shown(fields.model_type)} is not known here, and was read as a plain decoder"
 
@@ -135,7 +135,7 @@ def _group(fields: Fields, index: int, kind: Kind, window: int, crossed: bool) -
 def _kv_heads(fields: Fields, heads: int, index: int) -> int:
     """KV heads of a layer."""
     blocks = fields.listed("block_configs")
-    if blocks is not None and isinstance(blocks[index], Mapping):
+    if blocks is not None and index < len(blocks) and isinstance(blocks[index], Mapping):
         attention = blocks[index].get("attention")
         if isinstance(attention, Mapping):
             grouped = attention.get("n_heads_in_group")
