@@ -6,7 +6,7 @@ It takes well under a second for a model in a folder, and for one on the hub as 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvpilot_kernels import formats, models
@@ -127,6 +127,9 @@ def model_folder(model: str) -> Path | None:
 
 
 def _dtype(name: str) -> formats.Format:
+    if name in formats.VLLM_DTYPES_LEFT_OUT:
+        # vLLM's to judge; counted as its smallest, so that nothing is refused that could fit.
+        return replace(formats.parse("nvfp4"), name=name)
     try:
         return formats.parse(name)
     except formats.UnknownFormatError as error:
@@ -240,7 +243,7 @@ def _memory(
 ) -> None:
     length = request.max_model_len or config.max_positions
     in_16_bits = len({layer for layer in request.skip_layers or () if layer.isdecimal()})
-    per_token = config.token_bytes(fmt.name, in_16_bits)
+    per_token = config.token_bytes(fmt, in_16_bits)
     ring = _ring_tokens(fmt, config, request, platform) * per_token
     # A latent cache is kept whole by every rank, and so is a KV head that several share.
     shares = 1 if config.latent else max(1, min(request.tensor_parallel, config.kv_heads))

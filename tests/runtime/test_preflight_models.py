@@ -315,6 +315,13 @@ def test_a_hybrid_needs_the_cache_of_its_layers_that_attend_alone(gpu: Any, tmp_
     assert "(24576 bytes a token)" in refusal(Request(model, "auto", kv_bytes=exact - 1)).message
 
 
+def test_dtypes_of_vllm_that_we_do_not_offer_are_for_vllm_to_judge(gpu: Any, tmp_path: Path) -> None:
+    gpu(H200)
+    config = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "torch_dtype": "bfloat16"}
+    for dtype in formats.VLLM_DTYPES_LEFT_OUT:
+        assert silent(check(Request(served(tmp_path, config), dtype, max_model_len=8192)))
+
+
 def test_a_latent_cache_is_kept_whole_by_every_rank(gpu: Any, tmp_path: Path) -> None:
     gpu(*[H200] * 8)
     config = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "bfloat16"}

@@ -108,7 +108,7 @@ class Architecture:
     def _growing(self) -> tuple[Group, ...]:
         return tuple(group for group in self.groups if group.kind is Kind.FULL) or self.groups
 
-    def token_bytes(self, dtype: str, kept: int = 0) -> int:
+    def token_bytes(self, dtype: str | formats.Format, kept: int = 0) -> int:
         """Bytes of a token in the layers that grow with a sequence, in all KV heads.
 
         `kept` of these layers stay in the model's dtype. Under latent attention only 16 bits and fp8 are laid out.
@@ -116,36 +116,18 @@ class Architecture:
         Raises:
             FormatError: no such dtype, or it has no layout for these keys and values.
         """
-        stored, total, left = formats.parse(dtype), 0, kept
+        stored, total, left = dtype if isinstance(dtype, formats.Format) else formats.parse(dtype), 0, kept
         for group in self.groups:
             if group.kind is not Kind.FULL:
                 continue
-            wide = group.layers if dtype == "auto" else min(left, group.layers)
+            wide = group.layers if stored.name == "auto" else min(left, group.layers)
             left -= wide
             if self.latent:
-                own, small = (
-                    self.latent * self.element_bytes,
-                    self.latent * (1 if stored.bits_per_element() < 16 else 2),
-                )
+                own, small = self.latent * self.element_bytes, stored.key.row_bytes(self.latent)
             else:
                 own = group.kv_heads * (group.head_dim + group.value_dim) * self.element_bytes
                 small = group.kv_heads * _row_bytes(stored, group)
             total += wide * own + (group.layers - wide) * small + group.layers * self.index_bytes
-        return total
-
-    def sequence_bytes(self, dtype: str) -> int:
-        """Bytes of a sequence in the layers with a window or chunks once these are full.
-
-        Formats of ours leave them in 16 bits, as `kvpilot-serve` starts engines.
-        """
-        stored = formats.parse(dtype)
-        total = 0
-        for group in self.groups:
-            if group.kind is Kind.FULL:
-                continue
-            own = group.kv_heads * (group.head_dim + group.value_dim) * self.element_bytes
-            row = own if dtype == "auto" or stored.ours else group.kv_heads * _row_bytes(stored, group)
-            total += group.layers * group.window * row
         return total
 
 
