@@ -5,8 +5,10 @@ they only get types. A field is None exactly where the CRD gives it no default a
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, is_dataclass
+from functools import cache
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from kvpilot_kernels import formats
 
@@ -238,121 +240,56 @@ def parse(obj: Mapping[str, Json]) -> Spec:
     KeyError or TypeError.
     """
     spec = obj["spec"]
-    kv_cache, scaling, canary, accuracy = spec["kvCache"], spec["scaling"], spec["canary"], spec["accuracy"]
-    pressure = kv_cache["pressure"]
-    return Spec(
-        replicas=spec["replicas"],
-        model=_model(spec["model"], obj["metadata"]["name"]),
-        engine=_engine(spec["engine"]),
-        cache=Cache(spec["cache"].get("weightsClaimName"), spec["cache"].get("compileClaimName")),
-        kv_cache=KVCache(
-            mode=kv_cache["mode"],
-            dtype=kv_cache.get("dtype"),
-            baseline=kv_cache["baseline"],
-            ladder=tuple(kv_cache["ladder"]),
-            skip_layers=tuple(kv_cache["skipLayers"]),
-            recent_tokens=kv_cache.get("recentTokens"),
-            pressure=Pressure(
-                high_percent=pressure["highPercent"],
-                low_percent=pressure["lowPercent"],
-                waiting_per_replica=pressure["waitingPerReplica"],
-                preemptions_per_minute=pressure["preemptionsPerMinute"],
-                sustained_seconds=pressure["sustainedSeconds"],
-            ),
-            min_dwell_seconds=kv_cache["minDwellSeconds"],
-        ),
-        scaling=Scaling(
-            mode=scaling["mode"],
-            min_replicas=scaling["minReplicas"],
-            max_replicas=scaling["maxReplicas"],
-            scale_down_stabilization_seconds=scaling["scaleDownStabilizationSeconds"],
-        ),
-        canary=Canary(
-            capacity_policy=canary["capacityPolicy"],
-            steps=tuple(CanaryStep(step["weightPercent"], step["holdSeconds"]) for step in canary["steps"]),
-            route_ref=canary.get("routeRef", {}).get("name"),
-            warm_up_seconds=canary["warmUpSeconds"],
-            min_requests=canary["minRequests"],
-            max_ttft_p95_regression_percent=canary["maxTTFTP95RegressionPercent"],
-            max_itl_p95_regression_percent=canary["maxITLP95RegressionPercent"],
-            max_throughput_regression_percent=canary["maxThroughputRegressionPercent"],
-            max_error_increase_percent=canary["maxErrorIncreasePercent"],
-            progress_deadline_seconds=canary["progressDeadlineSeconds"],
-        ),
-        accuracy=Accuracy(
-            probe_sets=tuple(accuracy["probeSets"]),
-            max_excess_kl_millinats=accuracy["maxExcessKLMillinats"],
-            min_top1_agreement_percent=accuracy["minTop1AgreementPercent"],
-            failure_limit=accuracy["failureLimit"],
-            consecutive_error_limit=accuracy["consecutiveErrorLimit"],
-            period_seconds=accuracy["periodSeconds"],
-            on_failure=accuracy["onFailure"],
-        ),
-        rollout=Rollout(deny_seconds=spec["rollout"]["denySeconds"], paused=spec["rollout"]["paused"]),
-        drain=Drain(spec["drain"]["preStopSeconds"], spec["drain"]["timeoutSeconds"]),
-        disruption=Disruption(spec["disruption"]["minAvailable"]),
-    )
+    engine, resources, canary = spec["engine"], spec["engine"]["resources"], spec["canary"]
+    flat = {
+        **spec,
+        "model": {"servedName": obj["metadata"]["name"], **spec["model"]},
+        "engine": {
+            **engine,
+            "imagePullSecrets": [secret["name"] for secret in engine["imagePullSecrets"]],
+            "env": [_env_var(variable) for variable in engine["env"]],
+            "resources": {kind: _pairs(resources.get(kind, {})) for kind in ("requests", "limits")},
+            "nodeSelector": _pairs(engine["nodeSelector"]),
+        },
+        "canary": {**canary, "routeRef": canary.get("routeRef", {}).get("name")},
+    }
+    parsed: Spec = _read(Spec, flat)
+    return parsed
 
 
-def _model(model: Mapping[str, Json], object_name: str) -> Model:
-    return Model(
-        source=model["source"],
-        revision=model.get("revision"),
-        served_name=model.get("servedName", object_name),
-        token_secret_ref=_key_ref(model.get("tokenSecretRef")),
-        max_model_len=model.get("maxModelLen"),
-    )
+_WORDS = {"kl": "KL", "ttft": "TTFT", "itl": "ITL", "mib": "MiB"}
 
 
-def _engine(engine: Mapping[str, Json]) -> Engine:
-    resources = engine["resources"]
-    return Engine(
-        image=engine["image"],
-        image_pull_secrets=tuple(secret["name"] for secret in engine["imagePullSecrets"]),
-        tensor_parallel_size=engine["tensorParallelSize"],
-        gpu_memory_utilization_percent=engine["gpuMemoryUtilizationPercent"],
-        extra_args=tuple(engine["extraArgs"]),
-        env=tuple(_env_var(variable) for variable in engine["env"]),
-        resources=Resources(_pairs(resources.get("requests", {})), _pairs(resources.get("limits", {}))),
-        node_selector=_pairs(engine["nodeSelector"]),
-        node_affinity=tuple(
-            NodeExpression(e["key"], e["operator"], tuple(e["values"])) for e in engine["nodeAffinity"]
-        ),
-        topology_spread=tuple(
-            TopologySpread(t["topologyKey"], t["maxSkew"], t["whenUnsatisfiable"]) for t in engine["topologySpread"]
-        ),
-        tolerations=tuple(_toleration(toleration) for toleration in engine["tolerations"]),
-        shm_size_mib=engine["shmSizeMiB"],
-        runtime_class_name=engine.get("runtimeClassName"),
-        priority_class_name=engine.get("priorityClassName"),
-        service_account_name=engine.get("serviceAccountName"),
-    )
+@cache
+def camel(name: str) -> str:
+    """The CRD's name of a field."""
+    head, *rest = name.split("_")
+    return head + "".join(_WORDS.get(part, part.capitalize()) for part in rest)
 
 
-def _env_var(variable: Mapping[str, Json]) -> EnvVar:
+def _read(kind: Any, value: Json) -> Any:
+    """A JSON value as `kind`: a dataclass by its fields' names in the CRD, a list as a tuple; None for what is absent."""
+    if is_dataclass(kind):
+        given = {name: (hint, value.get(camel(name))) for name, hint in _hints(kind).items()}
+        return kind(**{name: _read(*one) for name, one in given.items() if one[1] is not None or _is_optional(one[0])})
+    if get_origin(kind) is tuple:
+        return tuple(_read(get_args(kind)[0], item) for item in value)
+    if _is_optional(kind):
+        return None if value is None else _read(get_args(kind)[0], value)
+    return value
+
+
+_hints = cache(get_type_hints)
+
+
+def _is_optional(kind: Any) -> bool:
+    return NoneType in get_args(kind)
+
+
+def _env_var(variable: Mapping[str, Json]) -> dict[str, Json]:
     source = variable.get("valueFrom", {})
-    return EnvVar(
-        name=variable["name"],
-        value=variable.get("value"),
-        secret_key_ref=_key_ref(source.get("secretKeyRef")),
-        config_map_key_ref=_key_ref(source.get("configMapKeyRef")),
-        field_path=source.get("fieldRef", {}).get("fieldPath"),
-    )
+    return {**variable, **source, "fieldPath": source.get("fieldRef", {}).get("fieldPath")}
 
 
-def _toleration(toleration: Mapping[str, Json]) -> Toleration:
-    return Toleration(
-        key=toleration.get("key"),
-        operator=toleration["operator"],
-        value=toleration.get("value"),
-        effect=toleration.get("effect"),
-        toleration_seconds=toleration.get("tolerationSeconds"),
-    )
-
-
-def _key_ref(ref: Mapping[str, Json] | None) -> KeyRef | None:
-    return None if ref is None else KeyRef(ref["name"], ref["key"], ref.get("optional", False))
-
-
-def _pairs(mapping: Mapping[str, Json]) -> tuple[tuple[str, str], ...]:
-    return tuple((name, str(value)) for name, value in sorted(mapping.items()))
+def _pairs(mapping: Mapping[str, Json]) -> list[tuple[str, str]]:
+    return [(name, str(value)) for name, value in sorted(mapping.items())]

@@ -5,12 +5,12 @@ Field names are the CRD's in snake case; KL divergences are integers in micronat
 
 from __future__ import annotations
 
-import re
 from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
 
+from kvpilot_operator.api.spec import camel
 from kvpilot_operator.state.enums import Action, Outcome, Stage, TrafficMode, Verdict
 
 MAX_DECISIONS = 10
@@ -21,13 +21,7 @@ MAX_SATURATIONS = 20
 MAX_MESSAGE = 1024
 
 
-def _camel(name: str) -> str:
-    head, *rest = name.split("_")
-    joined = head + "".join(part.capitalize() for part in rest)
-    return re.sub(r"Kl(?=[A-Z]|$)", "KL", joined)
-
-
-class _Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, rename=_camel):
+class _Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, rename=camel):
     pass
 
 
