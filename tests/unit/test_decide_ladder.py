@@ -150,11 +150,11 @@ def test_at_head_dim_256_fp8_comes_after_our_formats():
 
 
 def test_a_node_without_a_gpu_is_a_cpu_node():
-    assert node_facts([node()]) == NodeFacts()
+    assert node_facts(node()) == NodeFacts()
 
 
 def test_a_gpu_without_labels_is_not_taken_for_a_cpu():
-    assert node_facts([node(allocatable={"nvidia.com/gpu": "8"})]).gpu == "unlabelled-gpu"
+    assert node_facts(node(allocatable={"nvidia.com/gpu": "8"})).gpu == "unlabelled-gpu"
 
 
 def test_product_and_compute_capability_come_from_the_labels():
@@ -163,5 +163,5 @@ def test_product_and_compute_capability_come_from_the_labels():
         "nvidia.com/gpu.compute.major": "9",
         "nvidia.com/gpu.compute.minor": "0",
     }
-    facts = node_facts([node(), node(labels, {"nvidia.com/gpu": "8"})])
+    facts = node_facts(node(labels, {"nvidia.com/gpu": "8"}))
     assert (facts.gpu, facts.compute_capability) == ("NVIDIA-H200", (9, 0))

@@ -186,6 +186,28 @@ def test_a_fixed_dtype_that_drifts_gives_way_to_the_baseline():
     assert decision.status.canary.dtype == "auto"
 
 
+def test_a_sound_revision_of_a_fixed_dtype_stays_where_the_dtype_is_denied_with_another_image():
+    """A canary with the new image was refused for its answers; what serves has the image before it."""
+    old, new = (
+        manifest(kvCache={"mode": "Fixed", "dtype": "k4v4"}, engine={"image": f"kvpilot/runtime:{tag}"})
+        for tag in (1, 2)
+    )
+    refused = msgspec.structs.replace(denied("k4v4", "AccuracyRegressed"), image="kvpilot/runtime:2")
+    s = serving(old, "k4v4", usage=0.5, waiting=0, status=Status(kv_cache=KVCache(denied=(refused,))))
+    s = replace(s, spec=serving(new, "k4v4").spec)
+    views = {name: replace(view, image="kvpilot/runtime:1") for name, view in s.deployments.items()}
+    decision = decide(replace(s, deployments=views))
+    assert decision.status.canary is None
+    progressing = decision.status.condition("Progressing")
+    assert progressing is not None
+    assert (progressing.status, progressing.reason) == ("False", "DtypeDenied")
+    assert "kvpilot/runtime:2" in progressing.message
+    fallen = {name: replace(view, image="kvpilot/runtime:2") for name, view in s.deployments.items()}
+    left = decide(replace(s, deployments=fallen)).status.canary
+    assert left is not None
+    assert left.dtype == "auto"
+
+
 def test_a_canary_further_down_gives_way_when_the_serving_dtype_drifts():
     obj = auto()
     trial = Canary(

@@ -72,7 +72,7 @@ def test_a_nodes_label_that_is_no_number_is_not_known(odd):
         "nvidia.com/gpu.compute.minor": "0",
         "nvidia.com/gpu.memory": odd,
     }
-    assert node_facts([{"metadata": {"name": "n", "labels": labels}}]) == NodeFacts("NVIDIA-H200", None, None)
+    assert node_facts({"metadata": {"name": "n", "labels": labels}}) == NodeFacts("NVIDIA-H200", None, None)
 
 
 @given(st.lists(st.text(DIGITS, max_size=6) | st.just("sliding_window"), max_size=5))

@@ -36,6 +36,18 @@ async def test_a_snapshot_holds_what_engines_and_nodes_say(world: World) -> None
     assert world.asked == ["http://10.0.0.1:8000"] * 2
 
 
+async def test_a_service_runs_on_the_first_of_its_nodes_that_has_a_gpu_and_with_the_image_of_its_deployment(
+    world: World,
+) -> None:
+    world.cluster.objects[path_of("v1", "Node", "", "node-0")] = {"metadata": {"name": "node-0"}}
+    world.put({**pod("b", "10.0.0.2"), "spec": {"nodeName": "node-0"}})
+    containers = [{"name": "sidecar", "image": "s:1"}, {"name": "engine", "image": "e:1"}]
+    world.put({**deployment(), "spec": {"replicas": 1, "template": {"spec": {"containers": containers}}}})
+    found = await world.snapshot()
+    assert found.node.gpu == "NVIDIA-H200"
+    assert found.deployments["r1"].image == "e:1"
+
+
 async def test_versions_move_with_what_a_deployment_should_be_and_not_with_its_pods(world: World) -> None:
     about = {"name": "chat-r1", "namespace": KEY.namespace, "labels": {"kvpilot.io/service": KEY.name}}
     told = []
@@ -241,5 +253,5 @@ def test_weights_of_rules_add_up_and_other_backends_are_nobodys_business() -> No
 
 def test_a_node_without_labels_of_its_gpu_says_so() -> None:
     bare = {"metadata": {"name": "n"}, "status": {"allocatable": {"nvidia.com/gpu": "1"}}}
-    assert node_facts([{"metadata": {"name": "cpu-only"}}, bare]) == NodeFacts("unlabelled-gpu")
-    assert node_facts([{"metadata": {"name": "cpu-only"}}]) == NodeFacts()
+    assert node_facts(bare) == NodeFacts("unlabelled-gpu")
+    assert node_facts({"metadata": {"name": "cpu-only"}}) == NodeFacts()

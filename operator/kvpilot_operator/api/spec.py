@@ -268,8 +268,8 @@ def camel(name: str) -> str:
 
 
 def _read(kind: Any, value: Json) -> Any:
-    """A JSON value as `kind`: a dataclass by its fields' names in the CRD, a list as a tuple; None for what is absent."""
-    if is_dataclass(kind):
+    """A JSON value as `kind`: a dataclass by its fields' names in the CRD, a list as a tuple; None where absent."""
+    if isinstance(kind, type) and is_dataclass(kind):
         given = {name: (hint, value.get(camel(name))) for name, hint in _hints(kind).items()}
         return kind(**{name: _read(*one) for name, one in given.items() if one[1] is not None or _is_optional(one[0])})
     if get_origin(kind) is tuple:

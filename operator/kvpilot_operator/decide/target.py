@@ -40,6 +40,12 @@ def _left_behind(c: Context) -> Target | None:
     standing = _standing(c, stable.dtype)
     if standing is None or standing.reason not in ACCURACY_REASONS:
         return None
+    if c.spec.kv_cache.mode == "Fixed" and _has_another_image(c, stable):
+        held = (
+            f"{stable.dtype} with {standing.image} {_denied(standing)}; what serves keeps its own image. "
+            "Choose another image or dtype, or set spec.rollout.denySeconds to 0 to try again"
+        )
+        return Target(stable.dtype, stable.revision, "DtypeDenied", held, held, startable=False)
     if canary is not None and canary.stage != Stage.ROLLING_BACK and smaller(stable.dtype, canary.dtype):
         return _guarded(c, canary.dtype, canary.reason, canary.message, recommended=canary.dtype)
     why = f"{stable.dtype} serves and is denied for its answers: {standing.message}"
@@ -48,6 +54,12 @@ def _left_behind(c: Context) -> Target | None:
         held = f"{why}; every safer dtype is denied, too. Set spec.rollout.denySeconds to 0 to try them again"
         return _guarded(c, stable.dtype, Reason.ACCURACY_DRIFTED, held, held=held)
     return _guarded(c, safer, Reason.ACCURACY_DRIFTED, f"{why}; {safer} takes its place", recommended=safer)
+
+
+def _has_another_image(c: Context, stable: Stable) -> bool:
+    """Whether what serves is known to have another image than the spec: a denial with the spec's says nothing of it."""
+    there = c.snapshot.deployments.get(stable.revision)
+    return there is not None and there.image not in (None, c.spec.engine.image)
 
 
 def _safer(c: Context, stable: Stable) -> str | None:
@@ -63,6 +75,10 @@ def _standing(c: Context, dtype: str) -> Denied | None:
     return denial(dtype, c.spec, c.snapshot.node, c.status.kv_cache.denied, c.now)
 
 
+def _denied(standing: Denied) -> str:
+    return f"is denied until {standing.until:%Y-%m-%dT%H:%M:%SZ}: {standing.message}"
+
+
 def _fixed(c: Context) -> Target:
     wanted, stable = c.spec.kv_cache.dtype, c.stable
     assert wanted is not None  # noqa: S101 - the API's rule: Fixed comes with a dtype
@@ -71,8 +87,8 @@ def _fixed(c: Context) -> Target:
     warning = against.message if against is not None else None
     if standing is not None and standing.reason in ACCURACY_REASONS and stable is not None and stable.dtype != wanted:
         held = (
-            f"spec.kvCache.dtype {wanted} is denied until {standing.until:%Y-%m-%dT%H:%M:%SZ}: {standing.message}; "
-            f"{stable.dtype} keeps serving. Choose another dtype, or set spec.rollout.denySeconds to 0 to try again"
+            f"spec.kvCache.dtype {wanted} {_denied(standing)}; {stable.dtype} keeps serving. "
+            "Choose another dtype, or set spec.rollout.denySeconds to 0 to try again"
         )
         return _guarded(c, stable.dtype, "DtypeDenied", held, held=held, warning=warning)
     return _guarded(c, wanted, "FixedDtype", f"spec.kvCache.dtype is {wanted}", warning=warning)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.pace import Pace
@@ -23,7 +22,7 @@ from kvpilot_operator.observe.plausible import Judged
 from kvpilot_operator.observe.probe_plan import probe_plan
 from kvpilot_operator.observe.questions import observed
 from kvpilot_operator.observe.scrape import Scraper
-from kvpilot_operator.observe.views import facts_of_node, gpu_of, node_facts, route_view
+from kvpilot_operator.observe.views import node_facts, route_view
 from kvpilot_operator.observe.windows import Windows, need
 from kvpilot_operator.probes.errors import PackError
 from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND, deployment_name, engine_url
@@ -93,7 +92,7 @@ class Observer:
         self._elapsed = elapsed
         self._scraper = scraper
         self._texts = PackTexts(cluster)
-        self._nodes: dict[str, tuple[datetime, Object]] = {}
+        self._nodes: dict[str, tuple[datetime, NodeFacts]] = {}
 
     async def snapshot(self, known: Observations, probe_result: ProbeResult | None) -> Snapshot | None:
         """Everything about one service now, or None where it does not exist any more, or is being deleted."""
@@ -173,7 +172,7 @@ class Observer:
             asked = [view for view in views if view.name in due]
             answers = await asyncio.gather(*(self._scrape_pod(key, view, pace) for view in asked))
             pages = {view.name: page for view, page in zip(asked, answers, strict=True) if page is not None}
-            gpus = {view.name: self._gpu(view.node) for view in views if view.node in self._nodes}
+            gpus = {view.name: self._nodes[view.node][1].gpu for view in views if view.node in self._nodes}
             if pages:
                 judged = known.windows.add(
                     revision, self._clock(), pages, unanswered=len(views) - len(pages), gpus=gpus
@@ -197,22 +196,21 @@ class Observer:
         return self._known_facts(pods)
 
     def _known_facts(self, pods: Sequence[PodView]) -> NodeFacts:
-        return node_facts([self._nodes[name][1] for name in _nodes_of(pods) if name in self._nodes])
+        """The accelerator of the first node that has one."""
+        known = (self._nodes[name][1] for name in _nodes_of(pods) if name in self._nodes)
+        return next((facts for facts in known if facts.gpu != "cpu"), NodeFacts())
 
     async def _read_node(self, name: str) -> None:
         """Nodes are many and their labels hardly ever change: each is read once in a while, and watched never."""
         known, now = self._nodes.get(name), self._clock()
-        keep = NODE_SECONDS if known is not None and gpu_of(known[1]) else BARE_NODE_SECONDS
+        keep = NODE_SECONDS if known is not None and known[1].gpu != "cpu" else BARE_NODE_SECONDS
         if known is not None and 0 <= (now - known[0]).total_seconds() < keep:
             return
         found = await self._cluster.find("v1", "Node", "", name)
         if found is None:
             self._nodes.pop(name, None)
         else:
-            self._nodes[name] = (now, facts_of_node(found))
-
-    def _gpu(self, node: str | None) -> str:
-        return gpu_of(self._nodes[node or ""][1]) or "cpu"
+            self._nodes[name] = (now, node_facts(found))
 
     async def _route(self, key: ServiceKey, spec: Spec | None) -> RouteView | None:
         name = spec.canary.route_ref if spec is not None else None

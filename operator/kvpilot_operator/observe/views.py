@@ -28,7 +28,7 @@ def pod_view(pod: Object) -> PodView:
     """One engine pod."""
     status = pod.get("status") or {}
     conditions = {c.get("type"): c for c in status.get("conditions") or ()}
-    container = _engine_status(status)
+    container = _engine_of(status.get("containerStatuses") or ())
     scheduled = conditions.get("PodScheduled", {})
     unschedulable = scheduled.get("message") if scheduled.get("reason") == "Unschedulable" else None
     waiting = (container.get("state") or {}).get("waiting") or {}
@@ -63,12 +63,14 @@ def is_ours(pod: Object, service: str) -> bool:
 
 def deployment_view(deployment: Object) -> DeploymentView:
     """One revision's Deployment."""
-    labels = deployment["metadata"].get("labels") or {}
+    labels, spec = deployment["metadata"].get("labels") or {}, deployment.get("spec") or {}
+    containers = ((spec.get("template") or {}).get("spec") or {}).get("containers") or ()
     return DeploymentView(
         revision=labels.get(REVISION_LABEL, ""),
         dtype=labels.get(DTYPE_LABEL, ""),
-        replicas=int((deployment.get("spec") or {}).get("replicas", 1)),
+        replicas=int(spec.get("replicas", 1)),
         failure=_replica_failure(deployment.get("status") or {}),
+        image=_engine_of(containers).get("image"),
     )
 
 
@@ -89,40 +91,20 @@ def traffic_of(service: Object) -> str | None:
     return str(selector.get(REVISION_LABEL, ""))
 
 
-def gpu_of(node: Object) -> str | None:
-    """The product name of a node's GPUs, "unlabelled-gpu" where nobody tells it, None where it has none."""
-    product = (node["metadata"].get("labels") or {}).get("nvidia.com/gpu.product")
-    if product:
-        return str(product)
-    allocatable = (node.get("status") or {}).get("allocatable") or {}
-    return "unlabelled-gpu" if allocatable.get("nvidia.com/gpu", "0") != "0" else None
-
-
-def facts_of_node(node: Object) -> dict[str, Any]:
-    """The little of a node that is of interest; a whole one has some 30 KiB."""
-    metadata = node["metadata"]
-    labels = {name: value for name, value in (metadata.get("labels") or {}).items() if name.startswith("nvidia.com/")}
-    amount = ((node.get("status") or {}).get("allocatable") or {}).get("nvidia.com/gpu", "0")
-    return {
-        "metadata": {"name": metadata["name"], "labels": labels},
-        "status": {"allocatable": {"nvidia.com/gpu": amount}},
-    }
-
-
-def node_facts(nodes: Sequence[Object]) -> NodeFacts:
-    """The accelerator of the first node that has one, by GPU feature discovery's labels; "cpu" where none has any."""
-    for node in nodes:
-        gpu = gpu_of(node)
-        if gpu is None:
-            continue
-        labels = node["metadata"].get("labels") or {}
-        major, minor = (whole(labels.get(f"nvidia.com/gpu.compute.{part}"), 99) for part in ("major", "minor"))
-        return NodeFacts(
-            gpu=gpu,
-            compute_capability=(major, minor) if major is not None and minor is not None else None,
-            memory_mib=whole(labels.get("nvidia.com/gpu.memory"), _MAX_MIB),
-        )
-    return NodeFacts()
+def node_facts(node: Object) -> NodeFacts:
+    """A node's accelerator by GPU feature discovery's labels; "unlabelled-gpu" where there are none, "cpu" without."""
+    labels = node["metadata"].get("labels") or {}
+    product = labels.get("nvidia.com/gpu.product")
+    if not product:
+        allocatable = (node.get("status") or {}).get("allocatable") or {}
+        if allocatable.get("nvidia.com/gpu", "0") == "0":
+            return NodeFacts()
+    major, minor = (whole(labels.get(f"nvidia.com/gpu.compute.{part}"), 99) for part in ("major", "minor"))
+    return NodeFacts(
+        gpu=str(product or "unlabelled-gpu"),
+        compute_capability=(major, minor) if major is not None and minor is not None else None,
+        memory_mib=whole(labels.get("nvidia.com/gpu.memory"), _MAX_MIB),
+    )
 
 
 def route_view(route: Object | None, key: ServiceKey) -> RouteView | None:
@@ -140,9 +122,8 @@ def route_view(route: Object | None, key: ServiceKey) -> RouteView | None:
     return RouteView(metadata["name"], metadata.get("resourceVersion", ""), rules, weights)
 
 
-def _engine_status(status: Object) -> Object:
-    statuses: Sequence[Object] = status.get("containerStatuses") or ()
-    return next((c for c in statuses if c.get("name") == ENGINE_CONTAINER), {})
+def _engine_of(containers: Sequence[Object]) -> Object:
+    return next((c for c in containers if c.get("name") == ENGINE_CONTAINER), {})
 
 
 def _exit_message(container: Object) -> str | None:

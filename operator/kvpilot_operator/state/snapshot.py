@@ -58,6 +58,8 @@ class DeploymentView:
     replicas: int
     failure: str | None = None
     """Why pods that it lacks cannot be created, in the API server's words (the condition ReplicaFailure)."""
+    image: str | None = None
+    """The engine's."""
 
 
 @dataclass(frozen=True, slots=True)
