@@ -27,7 +27,7 @@ COMMANDS = (
     ("scripts/metrics_table.py",),
     ("scripts/models_page.py", "docs/models.json", "docs/models.md"),
     ("scripts/model_defaults.py", "kernels/kvpilot_kernels/models/defaults.json"),
-    ("-m", "kvpilot_operator.api.docs", "docs/reference/quantizedllmservice.md"),
+    ("scripts/api_reference.py", "docs/reference/quantizedllmservice.md"),
     ("planning/benchmarks/backtest_profile.py",),
     ("operator/benchmarks/doors.py", "--page", f"{FIGURES}/operator-doors.json"),
     ("operator/benchmarks/fleet_page.py", f"{FIGURES}/fleet.json"),

@@ -28,8 +28,8 @@ from kvpilot_operator.api.schema import faults
 from kvpilot_operator.budget import METRICS_CHUNK_BYTES
 from kvpilot_operator.errors import KvpilotError
 from kvpilot_operator.observe import series
-from kvpilot_operator.observe.pack_texts import texts_of
 from kvpilot_operator.observe.page import PageReader
+from kvpilot_operator.observe.probe_packs import texts_of
 from kvpilot_operator.probes import plain_yaml
 from kvpilot_operator.probes.answers import read_streamed, read_tokens
 from kvpilot_operator.probes.codec import decode

@@ -23,7 +23,8 @@ from kvpilot_demo.models import smollm2_135m
 from kvpilot_kernels import formats
 from kvpilot_localcluster.engines.real import Engine, engine
 from kvpilot_operator.probes import packs
-from kvpilot_operator.probes.run import Baseline, capture, control, measure
+from kvpilot_operator.probes.codec import Baseline
+from kvpilot_operator.probes.run import capture, control, measure
 
 DTYPES = ("auto", "fp8", "int8", "k8v4", "k4v4", "k4v2")
 USERS = (1, 8)

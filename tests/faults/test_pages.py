@@ -16,6 +16,7 @@ from kvpilot_operator.observe import page, scrape
 from kvpilot_operator.observe.page import parse_page
 from kvpilot_operator.probes import packs, run
 from kvpilot_operator.probes.errors import MalformedAnswer, ProbeTimeout
+from kvpilot_operator.probes.session import Settings
 from support.probe_engine import engine, respond, tokens_of
 from support.scrape_loop import ignore, scraping
 from support.services import KEY
@@ -146,7 +147,7 @@ def test_any_page_is_read_or_refused_and_nothing_else_happens(lines):
 async def probed(handler, seconds: float):
     """Capture a baseline from this server, within so many seconds for all of it."""
     prompt = packs.ProbePrompt(pack="p", name="n", messages=(packs.Message("user", "Say something."),))
-    settings = run.Settings(deadline_seconds=seconds)
+    settings = Settings(deadline_seconds=seconds)
     async with engine(handler) as url:
         await run.capture(url, "m", [prompt], identity="i", dtype="auto", settings=settings)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpilot_operator.probes.codec import Baseline, BaselinePrompt
 from kvpilot_operator.probes.packs import Message, ProbePrompt
-from kvpilot_operator.probes.run import Settings
+from kvpilot_operator.probes.session import Settings
 from kvpilot_operator.probes.stats import Logprobs
 
 Body = dict[str, Any]

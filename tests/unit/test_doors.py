@@ -18,8 +18,8 @@ from kvpilot_localcluster.engines.hostile_texts import BASELINES, CONFIG_MAPS, P
 from kvpilot_operator.api.schema import faults
 from kvpilot_operator.budget import CANARY_PROBE, CONFIG_MAP, METRICS, METRICS_CHUNK_BYTES
 from kvpilot_operator.errors import ClusterError, ScrapeError
-from kvpilot_operator.observe.pack_texts import texts_of
 from kvpilot_operator.observe.page import PageReader
+from kvpilot_operator.observe.probe_packs import texts_of
 from kvpilot_operator.probes.answers import read_streamed, read_tokens
 from kvpilot_operator.probes.codec import decode
 from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer, MalformedBaseline

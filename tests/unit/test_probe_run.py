@@ -13,7 +13,8 @@ from kvpilot_operator.probes.errors import (
     ProbeTimeout,
 )
 from kvpilot_operator.probes.packs import Message, ProbePrompt
-from kvpilot_operator.probes.run import Settings, capture, control, measure
+from kvpilot_operator.probes.run import capture, control, measure
+from kvpilot_operator.probes.session import Settings
 from kvpilot_operator.probes.stats import Logprobs
 from support.probe_engine import (
     PROMPTS,

@@ -12,9 +12,10 @@ from kvpilot_operator.probes import throttle
 from kvpilot_operator.probes.codec import Baseline, BaselinePrompt
 from kvpilot_operator.probes.errors import EngineBusy
 from kvpilot_operator.probes.packs import Message, ProbePrompt
-from kvpilot_operator.probes.run import GiveWay, Settings, capture, measure
+from kvpilot_operator.probes.run import capture, measure
+from kvpilot_operator.probes.session import Settings
 from kvpilot_operator.probes.stats import Logprobs, Measurement
-from kvpilot_operator.probes.throttle import Throttle
+from kvpilot_operator.probes.throttle import GiveWay, Throttle
 from support.probe_engine import Body, Handler, Writer, counting, engine, respond
 from support.scrape_loop import scraping
 from support.services import KEY

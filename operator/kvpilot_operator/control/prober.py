@@ -15,12 +15,14 @@ from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.control.probe import Found
 from kvpilot_operator.errors import PlaceLost
 from kvpilot_operator.observe import baselines
-from kvpilot_operator.observe.pack_texts import PackTexts
-from kvpilot_operator.observe.probe_plan import probe_prompts
+from kvpilot_operator.observe.probe_packs import PackTexts, probe_prompts
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.probes import run
+from kvpilot_operator.probes.client import Progress
 from kvpilot_operator.probes.codec import Control
 from kvpilot_operator.probes.errors import MalformedBaseline
+from kvpilot_operator.probes.session import TOKEN_BUDGET, Settings
+from kvpilot_operator.probes.throttle import GiveWay
 from kvpilot_operator.state.decision import Capture, Find, Measure, Request
 from kvpilot_operator.state.enums import Reason
 from kvpilot_operator.state.snapshot import Captured, NothingKept, ProbeFailed, ServiceKey
@@ -58,7 +60,7 @@ class Prober:
                 log.info("probe begins anew: %s", lost, extra={"service": str(key), "probe": request.identity})
                 patience = min(2 * patience, MAX_PATIENCE_SECONDS)
 
-    async def _run(self, key: ServiceKey, spec: Spec, request: Request, progress: run.Progress) -> Found:
+    async def _run(self, key: ServiceKey, spec: Spec, request: Request, progress: Progress) -> Found:
         if isinstance(request, Measure):
             try:
                 baseline = await baselines.read(self._cluster, key, request.config_map)
@@ -73,7 +75,7 @@ class Prober:
             return NothingKept()
         return await self._capture(key, spec, request, progress)
 
-    async def _capture(self, key: ServiceKey, spec: Spec, request: Capture, progress: run.Progress) -> Captured:
+    async def _capture(self, key: ServiceKey, spec: Spec, request: Capture, progress: Progress) -> Captured:
         settings = self._settings(key, spec, request)
         prompts = probe_prompts(spec, await self._texts.of(key, spec))
         baseline = await run.capture(
@@ -96,16 +98,16 @@ class Prober:
         )
         return Captured(replace(baseline, control=control))
 
-    def _settings(self, key: ServiceKey, spec: Spec, request: Capture | Measure) -> run.Settings:
+    def _settings(self, key: ServiceKey, spec: Spec, request: Capture | Measure) -> Settings:
         """Beside users a probe gives way. A capture goes on in the end: a service under pressure needs its relief."""
         priority = LOW_PRIORITY if schedules_by_priority(spec.engine.extra_args) else None
         if not request.serving:
-            return run.Settings(priority=priority)
+            return Settings(priority=priority)
         insist = isinstance(request, Capture)
-        give_way = run.GiveWay(partial(self._scraper.waiting, key, request.url), GIVE_WAY_SECONDS, insist)
+        give_way = GiveWay(partial(self._scraper.waiting, key, request.url), GIVE_WAY_SECONDS, insist)
         if insist:
-            return run.Settings(priority=priority, give_way=give_way)
-        return run.Settings(concurrency=1, priority=priority, give_way=give_way, token_budget=run.TOKEN_BUDGET)
+            return Settings(priority=priority, give_way=give_way)
+        return Settings(concurrency=1, priority=priority, give_way=give_way, token_budget=TOKEN_BUDGET)
 
 
 def schedules_by_priority(extra_args: Sequence[str]) -> bool:

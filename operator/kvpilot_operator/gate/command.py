@@ -26,7 +26,9 @@ from kvpilot_operator.api.spec import Accuracy, parse
 from kvpilot_operator.errors import KvpilotError
 from kvpilot_operator.gate import report
 from kvpilot_operator.gate.compare import Endpoint, compare
-from kvpilot_operator.probes import packs, run
+from kvpilot_operator.numbers import whole
+from kvpilot_operator.probes import packs, session
+from kvpilot_operator.probes.client import Progress
 from kvpilot_operator.probes.errors import ProbeError
 
 PASSED, REGRESSED, NO_MEASUREMENT, INCONCLUSIVE = 0, 1, 2, 3
@@ -60,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _judged(options: argparse.Namespace) -> int:
     baseline, candidate = (_endpoint(options, side) for side in ("baseline", "candidate"))
     limits, prompts = _limits(options), _prompts(options)
-    settings = run.Settings(
+    settings = session.Settings(
         tokens=options.tokens, concurrency=options.concurrency, deadline_seconds=options.deadline_seconds
     )
     try:
@@ -100,36 +102,36 @@ def _parser() -> _Parser:
     add("--prompts", action="append", default=[], type=Path, metavar="FILE", help="a probe pack of your own, in YAML")
     add(
         "--context-tokens",
-        type=_whole,
+        type=_WHOLE,
         default=packs.DEFAULT_CONTEXT_TOKENS,
         metavar="N",
         help=f"context that long prompts are filled for (default {packs.DEFAULT_CONTEXT_TOKENS})",
     )
     add(
         "--max-excess-kl-millinats",
-        type=_whole,
+        type=_WHOLE,
         default=accuracy.max_excess_kl_millinats,
         metavar="N",
         help=f"default {accuracy.max_excess_kl_millinats}",
     )
     add(
         "--min-top1-agreement-percent",
-        type=_percent,
+        type=_PERCENT,
         default=accuracy.min_top1_agreement_percent,
         metavar="N",
         help=f"default {accuracy.min_top1_agreement_percent}",
     )
     add(
         "--tokens",
-        type=_between(run.MIN_TOKENS, run.MAX_TOKENS),
-        default=run.DEFAULT_TOKENS,
+        type=_between(session.MIN_TOKENS, session.MAX_TOKENS),
+        default=session.DEFAULT_TOKENS,
         metavar="N",
-        help=f"of each answer (default {run.DEFAULT_TOKENS})",
+        help=f"of each answer (default {session.DEFAULT_TOKENS})",
     )
     add("--concurrency", type=_between(1, 64), default=2, metavar="N", help="requests in flight (default 2)")
     add(
         "--deadline-seconds",
-        type=_whole,
+        type=_WHOLE,
         metavar="N",
         help="of each of the three passes (default: by the number of their tokens)",
     )
@@ -185,7 +187,7 @@ def _limits(options: argparse.Namespace) -> Accuracy:
     )
 
 
-def _told(stage: str) -> run.Progress:
+def _told(stage: str) -> Progress:
     """Progress on a terminal; nothing anywhere else."""
     if not sys.stderr.isatty():
         return lambda: None
@@ -206,19 +208,14 @@ def _in_options(message: str) -> str:
     return message.replace("spec.accuracy.probeSets", "--probe-set").replace("configmap/", "")
 
 
-def _whole(text: str) -> int:
-    return _between(1, 2**31 - 1)(text)
-
-
-def _percent(text: str) -> int:
-    return _between(0, 100)(text)
-
-
 def _between(low: int, high: int) -> Callable[[str], int]:
     def number(text: str) -> int:
-        value = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else -1
-        if not low <= value <= high:
+        value = whole(text, high)
+        if value is None or value < low:
             raise argparse.ArgumentTypeError(f"{text[:40]!r}: give a whole number from {low} to {high}")
         return value
 
     return number
+
+
+_WHOLE, _PERCENT = _between(1, 2**31 - 1), _between(0, 100)

@@ -9,13 +9,14 @@ from datetime import UTC, datetime
 from kvpilot_operator.api.spec import Accuracy
 from kvpilot_operator.decide.accuracy.verdict import Judgement, judge
 from kvpilot_operator.probes import codec, run
-from kvpilot_operator.probes.client import http_client, served_models
+from kvpilot_operator.probes.client import Progress, http_client, served_models
 from kvpilot_operator.probes.errors import ProbeError
 from kvpilot_operator.probes.packs import ProbePrompt
+from kvpilot_operator.probes.session import Settings
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.state.status import Baseline
 
-Tell = Callable[[str], run.Progress]
+Tell = Callable[[str], Progress]
 """Given what begins now, in words; what it returns is called at each answer of an engine."""
 
 
@@ -52,7 +53,7 @@ async def compare(
     candidate: Endpoint,
     prompts: Sequence[ProbePrompt],
     limits: Accuracy,
-    settings: run.Settings,
+    settings: Settings,
     tell: Tell,
 ) -> Comparison:
     """Judge `candidate` as the operator judges a canary; raises a `ProbeError` where it cannot."""

@@ -16,10 +16,9 @@ from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.pace import Pace
-from kvpilot_operator.observe.pack_texts import PackTexts
 from kvpilot_operator.observe.page import PodMetrics
 from kvpilot_operator.observe.plausible import Judged
-from kvpilot_operator.observe.probe_plan import probe_plan
+from kvpilot_operator.observe.probe_packs import PackTexts, probe_plan
 from kvpilot_operator.observe.questions import observed
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.observe.views import node_facts, route_view

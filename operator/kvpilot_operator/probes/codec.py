@@ -19,8 +19,8 @@ import json
 import zlib
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from itertools import islice
 from typing import Annotated
 
@@ -52,15 +52,6 @@ _STEPS_PER_NAT = 2048
 _Figure = Annotated[int, Meta(ge=0, lt=2**32)]
 
 
-class _Control(msgspec.Struct, frozen=True):
-    captured: _Figure
-    prompts: _Figure
-    positions: _Figure
-    mean_kl_micronats: _Figure
-    p99_kl_micronats: _Figure
-    top1_agreement_permille: _Figure
-
-
 class _Prompt(msgspec.Struct, frozen=True):
     name: str
     tail: str
@@ -75,7 +66,8 @@ class _Header(msgspec.Struct, frozen=True):
     dtype: str
     prompts: Annotated[list[_Prompt], Meta(max_length=MAX_PROMPTS)]
     left_out: list[str] = msgspec.field(name="leftOut")
-    control: _Control | None = None
+    control: dict[str, _Figure] | None = None
+    """With its time in Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +213,7 @@ def _read(raw: bytes) -> Baseline:
         dtype=header.dtype,
         prompts=tuple(prompts),
         left_out=tuple(header.left_out),
-        control=None if header.control is None else _control(header.control),
+        control=None if header.control is None else msgspec.convert(header.control, Control, strict=False),
     )
 
 
@@ -230,26 +222,8 @@ def _position(top: Iterable[tuple[int, float]]) -> Logprobs:
     return Logprobs(next(iter(found)), found)
 
 
-def _kept(control: Control) -> _Control:
-    return _Control(
-        int(control.captured.timestamp()),
-        control.prompts,
-        control.positions,
-        control.mean_kl_micronats,
-        control.p99_kl_micronats,
-        control.top1_agreement_permille,
-    )
-
-
-def _control(kept: _Control) -> Control:
-    return Control(
-        datetime.fromtimestamp(kept.captured, UTC),
-        kept.prompts,
-        kept.positions,
-        kept.mean_kl_micronats,
-        kept.p99_kl_micronats,
-        kept.top1_agreement_permille,
-    )
+def _kept(control: Control) -> dict[str, int]:
+    return {**asdict(control), "captured": int(control.captured.timestamp())}
 
 
 def check_limits(prompt_tokens: int, positions: int) -> None:

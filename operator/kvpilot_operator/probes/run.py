@@ -29,17 +29,7 @@ from kvpilot_operator.probes.client import Engine, Progress, untold
 from kvpilot_operator.probes.codec import MAX_TEXT, Baseline, BaselinePrompt, check_limits
 from kvpilot_operator.probes.errors import MalformedAnswer, NothingFits, ProbeError
 from kvpilot_operator.probes.packs import ProbePrompt
-from kvpilot_operator.probes.session import (
-    DEFAULT_TOKENS,
-    MAX_TOKENS,
-    MIN_TOKENS,
-    TOKEN_BUDGET,
-    TOP_K,
-    Settings,
-    allow,
-    probing,
-    throttle_of,
-)
+from kvpilot_operator.probes.session import Settings, allow, probing
 from kvpilot_operator.probes.stats import (
     MAX_SAMPLE_CHARACTERS,
     AnswerPair,
@@ -51,23 +41,7 @@ from kvpilot_operator.probes.stats import (
     summarise,
     worst_prompt,
 )
-from kvpilot_operator.probes.throttle import GiveWay, Throttle
-
-__all__ = [
-    "DEFAULT_TOKENS",
-    "MAX_TOKENS",
-    "MIN_TOKENS",
-    "TOKEN_BUDGET",
-    "TOP_K",
-    "Baseline",
-    "GiveWay",
-    "Measurement",
-    "Progress",
-    "Settings",
-    "capture",
-    "control",
-    "measure",
-]
+from kvpilot_operator.probes.throttle import Throttle
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -92,8 +66,7 @@ async def capture(
     `NothingFits` when no prompt is left, `BaselineTooLarge` before anything is decoded.
     """
     settings = settings or Settings()
-    async with probing(base_url, model, settings, progress) as (engine, deadline):
-        throttle = throttle_of(engine, settings)
+    async with probing(base_url, model, settings, progress) as (engine, throttle, deadline):
         kept = 0
 
         async def tokenized(prompt: ProbePrompt) -> Tokenized:
@@ -158,8 +131,7 @@ async def _measure(
     base_url: str, model: str, baseline: Baseline, order: range, settings: Settings, progress: Progress
 ) -> Measurement:
     began = time.monotonic()
-    async with probing(base_url, model, settings, progress) as (engine, deadline):
-        throttle = throttle_of(engine, settings)
+    async with probing(base_url, model, settings, progress) as (engine, throttle, deadline):
         allow(deadline, settings, sum(len(p.tokens) for p in baseline.prompts), baseline.positions)
 
         async def followed(index: int) -> _Followed:

@@ -68,13 +68,14 @@ class Settings:
 @asynccontextmanager
 async def probing(
     base_url: str, model: str, settings: Settings, progress: Progress
-) -> AsyncIterator[tuple[Engine, asyncio.Timeout]]:
-    """The engine, and the deadline of all that is done with it, after which a `ProbeTimeout` is raised."""
+) -> AsyncIterator[tuple[Engine, Throttle, asyncio.Timeout]]:
+    """The engine, how its users are treated, and the deadline of all that is done, when a `ProbeTimeout` is raised."""
     began = asyncio.get_running_loop().time()
     deadline = asyncio.timeout(settings.deadline_seconds or START_SECONDS)
     try:
         async with deadline, http_client(settings.api_key) as http:
-            yield Engine(base_url.rstrip("/"), model, http, progress), deadline
+            engine = Engine(base_url.rstrip("/"), model, http, progress)
+            yield engine, Throttle(engine.base_url, settings.give_way, settings.token_budget), deadline
     except TimeoutError as error:
         raise ProbeTimeout(
             f"{base_url}: not probed within {(deadline.when() or began) - began:.0f} s; the engine is overloaded or "
@@ -88,8 +89,3 @@ def allow(deadline: asyncio.Timeout, settings: Settings, prompt_tokens: int, ans
         needed = prompt_tokens / PREFILL_TOKENS_PER_SECOND + answer_tokens / DECODE_TOKENS_PER_SECOND
         waits = settings.give_way.seconds if settings.give_way is not None else 0.0
         deadline.reschedule(asyncio.get_running_loop().time() + START_SECONDS + needed + waits)
-
-
-def throttle_of(engine: Engine, settings: Settings) -> Throttle:
-    """How a run with these settings treats the engine's users."""
-    return Throttle(engine.base_url, settings.give_way, settings.token_budget)

@@ -1,4 +1,4 @@
-"""Writes the reference page of the API from the CRD: `python -m kvpilot_operator.api.docs PAGE`."""
+"""The reference page of the API, from the CRD (`make generate`): `python scripts/api_reference.py PAGE`."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The texts of a service's own probe packs, out of the ConfigMaps that it names, within the budget."""
+"""Which prompts is accuracy measured on? The packs that a service names, its own ones read from ConfigMaps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.budget import CONFIG_MAP, PACKS_BYTES, Places
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.errors import ClusterError, OverBudget
-from kvpilot_operator.probes.errors import PackTooLarge
-from kvpilot_operator.probes.packs import CONFIG_MAP_KEY
-from kvpilot_operator.state.snapshot import ServiceKey
+from kvpilot_operator.probes import codec, packs
+from kvpilot_operator.probes.errors import PackError, PackTooLarge
+from kvpilot_operator.probes.packs import CONFIG_MAP_KEY, ProbePrompt
+from kvpilot_operator.probes.session import DEFAULT_TOKENS, TOP_K
+from kvpilot_operator.state.snapshot import ProbePlan, ServiceKey
 
 # Of a ConfigMap without the key so many others are named to the user.
 _OTHER_KEYS = 8
@@ -76,3 +78,19 @@ def texts_of(answer: bytes) -> dict[str, str]:
         return {CONFIG_MAP_KEY: msgspec.json.decode(text, type=str)}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ClusterError("GET", "a ConfigMap", 200, f"the answer is none: {str(error)[:300]}") from error
+
+
+def probe_prompts(spec: Spec, config_maps: Mapping[str, Mapping[str, str]]) -> tuple[ProbePrompt, ...]:
+    """The prompts of `spec.accuracy.probeSets`; raises PackError."""
+    context = spec.model.max_model_len or packs.DEFAULT_CONTEXT_TOKENS
+    return packs.load(spec.accuracy.probe_sets, config_maps, context)
+
+
+def probe_plan(spec: Spec, config_maps: Mapping[str, Mapping[str, str]]) -> ProbePlan:
+    """The packs' identity, which their content names, or the fault that keeps them from being used."""
+    try:
+        prompts = probe_prompts(spec, config_maps)
+    except PackError as error:
+        return ProbePlan(fault=str(error))
+    about = (spec.model.source, spec.model.revision or "", spec.kv_cache.baseline)
+    return ProbePlan(identity=codec.identity(*about, prompts, DEFAULT_TOKENS, TOP_K))
