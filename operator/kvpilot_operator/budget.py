@@ -19,7 +19,6 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Hashable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from kvpilot_operator.errors import OverBudget, PlaceLost
 
@@ -101,7 +100,7 @@ CHECK = Door(
 DOORS = (METRICS, CONFIG_MAP, CONFIG_MAP, CANARY_PROBE, CHECK)
 
 
-async def read_body(chunks: AsyncIterator[bytes], most: int, where: str) -> bytes:
+async def read_body(chunks: AsyncIterator[bytes], most: float, where: str) -> bytes:
     """All of an answer's body; OverBudget as soon as it has more than `most` bytes, which names `where`."""
     body = bytearray()
     async for chunk in chunks:
@@ -111,19 +110,18 @@ async def read_body(chunks: AsyncIterator[bytes], most: int, where: str) -> byte
     return bytes(body)
 
 
+@dataclass(eq=False, slots=True)
 class Place:
-    """One place of a pool: `async with places.of(service, tenant) as place`."""
+    """One place of a pool, while a task holds it or waits for it."""
 
-    def __init__(self, pool: Places, service: Hashable, tenant: Hashable, patience: float) -> None:
-        self._pool = pool
-        self.service = service
-        self.tenant = tenant
-        self._patience = patience
-        self.since = self.moved = 0.0
-        """When it was taken, and when its holder last got on (the loop's clock)."""
-        self._task: asyncio.Task[object] | None = None
-        self._cancelling = 0
-        self._lost = False
+    service: Hashable
+    tenant: Hashable
+    patience: float
+    task: asyncio.Task[object]
+    since: float = 0.0
+    moved: float = 0.0
+    """When it was taken, and when its holder last got on (the loop's clock)."""
+    lost: bool = False
 
     def progress(self) -> None:
         """Tell that the work goes on: of those that hold a slow place, the one that is silent for longest loses it."""
@@ -132,32 +130,7 @@ class Place:
     @property
     def silent_until(self) -> float:
         """Until when its holder may say nothing before it may lose the place."""
-        return self.moved + self._patience
-
-    def lose(self) -> None:
-        """Cancel what the place is held for; its `async with` raises PlaceLost."""
-        self._lost = True
-        if self._task is not None:
-            self._task.cancel()
-
-    async def __aenter__(self) -> Place:
-        self._task = asyncio.current_task()
-        self._cancelling = self._task.cancelling() if self._task is not None else 0
-        await self._pool.enter(self)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pool.leave(self)
-        if self._lost and self._task is not None:
-            mine = self._task.uncancel() <= self._cancelling
-            if mine and kind is not None and issubclass(kind, asyncio.CancelledError):
-                raise PlaceLost(f"{self._pool.door.what}: stopped after {self.held():.1f} s, others wait") from error
-
-    def held(self) -> float:
-        """Seconds since it was taken."""
-        return asyncio.get_running_loop().time() - self.since
+        return self.moved + self.patience
 
 
 class Places:
@@ -185,20 +158,39 @@ class Places:
         """By tenant, in the order of their turns, services that wait and hold less than their share, in theirs."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def of(self, service: Hashable, tenant: Hashable, patience_seconds: float | None = None) -> Place:
-        """A place for one piece of work of a tenant's service; it is waited for in `async with`.
+    @contextlib.asynccontextmanager
+    async def of(
+        self, service: Hashable, tenant: Hashable, patience_seconds: float | None = None
+    ) -> AsyncIterator[Place]:
+        """A place for one piece of work of a tenant's service: waits for it, and gives it back.
 
         Work that lost its place and begins anew may be given more patience than the door's, or it might never end.
+
+        Raises:
+            PlaceLost: others have got the place; the work is cancelled.
         """
-        return Place(self, service, tenant, patience_seconds or self.door.patience_seconds)
+        task, cancelled = asyncio.current_task(), None
+        assert task is not None  # noqa: S101 - whoever waits is a task
+        cancelling = task.cancelling()
+        place = Place(service, tenant, patience_seconds or self.door.patience_seconds, task)
+        await self._enter(place)
+        try:
+            yield place
+        except asyncio.CancelledError as error:
+            cancelled = error
+            raise
+        finally:
+            self._leave(place)
+            if place.lost and task.uncancel() <= cancelling and cancelled is not None:
+                held = asyncio.get_running_loop().time() - place.since
+                raise PlaceLost(f"{self.door.what}: stopped after {held:.1f} s, others wait") from cancelled
 
     @property
     def taken(self) -> int:
         """How many places are taken."""
         return len(self._quick) + len(self._slow)
 
-    async def enter(self, place: Place) -> None:
-        """Wait for a place."""
+    async def _enter(self, place: Place) -> None:
         asked = asyncio.get_running_loop().create_future()
         queue = self._waiting.setdefault(place.service, deque())
         queue.append((place, asked))
@@ -208,14 +200,14 @@ class Places:
             await asked
         except asyncio.CancelledError:
             if place in self._quick or place in self._slow:
-                self.leave(place)
+                self._leave(place)
             else:
                 with contextlib.suppress(ValueError):  # its turn may have come when it was cancelled already
                     queue.remove((place, asked))
                 self._queue_up(place)
             raise
 
-    def leave(self, place: Place) -> None:
+    def _leave(self, place: Place) -> None:
         """Give a place back; one that was lost is gone already."""
         if self._drop(place):
             self._share_out()
@@ -279,7 +271,8 @@ class Places:
             if loser is None:
                 return False
             self._drop(loser)
-            loser.lose()
+            loser.lost = True
+            loser.task.cancel()
             if loser is oldest:
                 return True
         del self._quick[oldest]

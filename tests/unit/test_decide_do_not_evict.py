@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvpilot_operator.act.shelter import shelter
+from kvpilot_operator.act.perform import shelter
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.trial.placement import do_not_evict

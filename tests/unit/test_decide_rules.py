@@ -11,7 +11,7 @@ import pytest
 
 from kvpilot_operator.decide import context, decide
 from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.questions import Rule, fold
+from kvpilot_operator.decide.decide import Rule, fold
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 from support.services import manifest, running, spec_of

@@ -20,12 +20,12 @@ from kvpilot_operator.act import baselines
 from kvpilot_operator.act.events import Events
 from kvpilot_operator.act.ownership import claim, is_owned, own
 from kvpilot_operator.act.rejections import Rejections
-from kvpilot_operator.act.shelter import shelter
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import version_of
-from kvpilot_operator.errors import Conflict, Rejected
+from kvpilot_operator.errors import ClusterError, Conflict, Rejected
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.names import API_VERSION, KIND, REVISION_LABEL, deployment_name
+from kvpilot_operator.render.objects import pod_shelter
 from kvpilot_operator.state.decision import Decision, Manifest, Objects
 from kvpilot_operator.state.snapshot import Rejection, Snapshot
 from kvpilot_operator.state.status import dump_status
@@ -224,6 +224,23 @@ class Actor:
         delete = partial(self._cluster.delete, api_version, kind, s.key.namespace, name, uid=uid)
         if not uid or await self._attempt(s, what, b"", delete):
             self._applied[what] = None
+
+
+async def shelter(cluster: Cluster, s: Snapshot, wanted: frozenset[str]) -> None:
+    """Ask cluster autoscalers to leave these pods where they are, and take it back of all others.
+
+    The annotations are applied under our field manager to single pods: a change of the pod template would roll them,
+    and what a user has annotated stays. A pod that cannot be annotated fails nothing.
+    """
+    for pod in s.pods:
+        asked = pod.name in wanted
+        if pod.terminating or pod.do_not_evict == asked:
+            continue
+        try:
+            await cluster.apply(pod_shelter(s.key, pod, asked))
+        except ClusterError as error:
+            # Most often it has just gone: its uid keeps the server from taking the annotations for a new pod.
+            log.info("pod not annotated: %s", error, extra={"service": str(s.key), "pod": pod.name})
 
 
 def _hash(manifest: Manifest) -> bytes:

@@ -83,7 +83,9 @@ class Cluster:
     async def find_json(self, api_version: str, kind: str, namespace: str, name: str, *, most: int) -> bytes | None:
         """One object's JSON, unparsed, or None; OverBudget where it has more than `most` bytes."""
         try:
-            return await self._transport.read(Request("GET", kind, path_of(api_version, kind, namespace, name)), most)
+            return await self._transport.read(
+                Request("GET", kind, path_of(api_version, kind, namespace, name)), most=most
+            )
         except NotFound:
             return None
 

@@ -21,19 +21,13 @@ from kubernetes.aio.client import ApiClient
 from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.objects import Object, path_of
 from kvpilot_operator.cluster.sockets import connector
-from kvpilot_operator.cluster.transport import OnRequest, whole_lines
+from kvpilot_operator.cluster.transport import REMEDIES, OnRequest, whole_lines
 
 log = logging.getLogger(__name__)
 
 _SHORTEST_WATCH_SECONDS = 1.0
 _PAUSE_SECONDS = 3.0
 _GONE = b'{"type":"ERROR","object":{"code":410}}\n'
-# What somebody can do about an answer that does not change by itself.
-_REMEDIES = {
-    401: " (its credentials are refused: is the ServiceAccount there?)",
-    403: " (let the operator's role list and watch it)",
-    404: " (install its CustomResourceDefinition: kubectl apply -f crds/)",
-}
 
 
 class _Metadata(msgspec.Struct, rename="camel"):
@@ -107,19 +101,14 @@ class KopfSession:
         try:
             if "watch" in request.url.query:
                 return await self._watch(path, request, send)
-            return await self._list(path, request, send)
+            response = await _checked(await self._timed("LIST", request, send), _List)
+            if response.status == 200:
+                self._unreported.add(path)
+            return response
         except aiohttp.ClientPayloadError as error:
             log.warning("%s is not watched, again in %g s: %s", self._kind, _PAUSE_SECONDS, error)
             await asyncio.sleep(_PAUSE_SECONDS)
             raise
-
-    async def _list(
-        self, path: str, request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType
-    ) -> aiohttp.ClientResponse:
-        response = await _checked(await self._timed("LIST", request, send), _List)
-        if response.status == 200:
-            self._unreported.add(path)
-        return response
 
     async def _watch(
         self, path: str, request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType
@@ -158,7 +147,7 @@ def _refuse(response: aiohttp.ClientResponse) -> None:
     if response.status == 200 or response.status == 429 or response.status >= 500:
         return
     response.close()
-    raise aiohttp.ClientPayloadError(f"{response.url.path}: HTTP {response.status}{_REMEDIES.get(response.status, '')}")
+    raise aiohttp.ClientPayloadError(f"{response.url.path}: HTTP {response.status}{REMEDIES.get(response.status, '')}")
 
 
 async def _checked(response: aiohttp.ClientResponse, kind: type) -> aiohttp.ClientResponse:
@@ -166,7 +155,7 @@ async def _checked(response: aiohttp.ClientResponse, kind: type) -> aiohttp.Clie
     if kind is _List:
         _refuse(response)
     elif response.status == 401:
-        raise aiohttp.ClientConnectionError(f"{response.url.path}: HTTP 401{_REMEDIES[401]}")
+        raise aiohttp.ClientConnectionError(f"{response.url.path}: HTTP 401{REMEDIES[401]}")
     if response.status == 200:
         try:
             msgspec.json.decode(await response.read(), type=kind)

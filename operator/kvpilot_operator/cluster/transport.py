@@ -31,6 +31,13 @@ _LASTING = ("failed to create typed patch object", "failed calling webhook")
 # More than a status can hold anyway.
 _MAX_CAUSES = 8
 
+REMEDIES = {
+    401: " (its credentials are refused: is the ServiceAccount there?)",
+    403: " (let the operator's role list and watch it)",
+    404: " (install its CustomResourceDefinition: kubectl apply -f crds/)",
+}
+"""What somebody can do about an answer that does not change by itself."""
+
 # Called after every request: method (LIST and WATCH are told from GET), kind, HTTP status (0: not reached), seconds.
 OnRequest = Callable[[str, str, int, float], None]
 
@@ -61,41 +68,37 @@ class Transport:
         await self.api.close()
 
     async def send(self, request: Request, *, verb: str = "") -> Object:
-        """The answer, an object. A write waits for nothing: it goes through the fence now, or NotLeader is raised."""
+        """The answer, an object."""
+        body = await self.read(request, verb=verb)
+        try:
+            return msgspec.json.decode(body, type=Object)
+        except msgspec.DecodeError:
+            words = f"the answer is no JSON object but {body[:100]!r}"
+            raise ClusterError(request.method, request.path, 200, words) from None
+
+    async def read(self, request: Request, *, most: float = math.inf, verb: str = "") -> bytes:
+        """The answer as the server sent it; OverBudget where it has more than `most` bytes.
+
+        A write waits for nothing: it goes through the fence now, or NotLeader is raised.
+        """
         status, began = 0, time.perf_counter()
         try:
             if request.method == "GET":
-                answer = await self._object(request, {}, TIMEOUT_SECONDS)
+                body = await self._body(request, {}, TIMEOUT_SECONDS, most)
             else:
                 with self.fence.write(request.method, request.path) as left:
                     seconds = min(TIMEOUT_SECONDS, left)
                     # The server, too, gives up when we do: no write of ours lands later.
-                    answer = await self._object(request, {"timeout": f"{seconds * 1000:.0f}ms"}, seconds)
+                    body = await self._body(request, {"timeout": f"{seconds * 1000:.0f}ms"}, seconds, most)
             status = 200
+        except OverBudget:
+            status = 200
+            raise
         except ClusterError as error:
             status = error.status
             raise
         finally:
             self.on_request(verb or request.method, request.kind, status, time.perf_counter() - began)
-        return answer
-
-    async def read(self, request: Request, most: int) -> bytes:
-        """The answer to a GET as the server sent it; OverBudget where it has more than `most` bytes."""
-        about = (request.method, request.path)
-        limit = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS, ceil_threshold=math.inf)
-        status, began = 0, time.perf_counter()
-        try:
-            async with await self._call(request, {}, limit) as answer:
-                status = answer.status
-                if (answer.content_length or 0) > most:
-                    raise OverBudget(f"{request.path}: {answer.content_length} bytes, more than {most}")
-                body = await read_body(answer.content.iter_any(), most, request.path)
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise ClusterError(*about, 0, f"{type(error).__name__}: {error}") from error
-        finally:
-            self.on_request(request.method, request.kind, status, time.perf_counter() - began)
-        if status != 200:
-            raise _typed(*about, status, body, answer.headers)
         return body
 
     async def watch(self, request: Request) -> AsyncIterator[tuple[str, Object]]:
@@ -120,21 +123,20 @@ class Transport:
         finally:
             self.on_request("WATCH", request.kind, status, time.perf_counter() - began)
 
-    async def _object(self, request: Request, more: Mapping[str, str], seconds: float) -> Object:
+    async def _body(self, request: Request, more: Mapping[str, str], seconds: float, most: float) -> bytes:
         about = (request.method, request.path)
         # For the whole request; without the second argument it would be rounded up to a full second.
         limit = aiohttp.ClientTimeout(total=seconds, ceil_threshold=math.inf)
         try:
-            async with await self._call(request, more, limit) as response:
-                body = await response.read()
+            async with await self._call(request, more, limit) as answer:
+                if (answer.content_length or 0) > most:
+                    raise OverBudget(f"{request.path}: {answer.content_length} bytes, more than {most}")
+                body = await read_body(answer.content.iter_any(), most, request.path)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ClusterError(*about, 0, f"{type(error).__name__}: {error}") from error
-        if not 200 <= response.status < 300:
-            raise _typed(*about, response.status, body, response.headers)
-        try:
-            return msgspec.json.decode(body, type=Object)
-        except msgspec.DecodeError:
-            raise ClusterError(*about, 200, f"the answer is no JSON object but {body[:100]!r}") from None
+        if not 200 <= answer.status < 300:
+            raise _typed(*about, answer.status, body, answer.headers)
+        return body
 
     async def _call(
         self, request: Request, more: Mapping[str, str], limit: aiohttp.ClientTimeout

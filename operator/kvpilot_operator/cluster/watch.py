@@ -12,6 +12,7 @@ from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.cluster.cache import Name, Store
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.cluster.transport import REMEDIES
 from kvpilot_operator.errors import ClusterError, Throttled
 
 log = logging.getLogger(__name__)
@@ -20,11 +21,6 @@ log = logging.getLogger(__name__)
 _BACKOFF = Backoff(0.2, 5.0)
 # A server, or a proxy, that ends every watch at once must not be asked a thousand times a second.
 _SHORT_WATCH_SECONDS = 1.0
-# What somebody can do about an answer that does not change by itself.
-_REMEDIES = {
-    403: " (let the operator's role list and watch it)",
-    404: " (install its CustomResourceDefinition: kubectl apply -f crds/)",
-}
 
 
 class Reflector:
@@ -70,7 +66,7 @@ class Reflector:
                     self._version = ""
                 wait = error.retry_after if isinstance(error, Throttled) else pause * random.uniform(0.8, 1.2)  # noqa: S311
                 level = logging.DEBUG if error.status in (0, 410) else logging.WARNING
-                remedy = _REMEDIES.get(error.status, "")
+                remedy = REMEDIES.get(error.status, "")
                 log.log(level, "watch of %s ended, again in %.1f s: %s%s", self._what[1], wait, error, remedy)
             except Exception:
                 # Whatever a server says of one collection must not stop the fleet.

@@ -14,11 +14,11 @@ from kvpilot_operator.control.registry import Registry, ServiceRecord
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.control.workqueue import Attempts, WorkQueue
 from kvpilot_operator.decide import decide
-from kvpilot_operator.decide.questions import CONDITION
 from kvpilot_operator.errors import Conflict, NotFound
 from kvpilot_operator.observe.gather import Observations, Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.state.decision import Decision
+from kvpilot_operator.state.questions import CONDITION
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
 
 log = logging.getLogger(__name__)

@@ -9,14 +9,13 @@ from kvpilot_operator.decide import measured
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.draft import Draft
 from kvpilot_operator.decide.measured import Line
-from kvpilot_operator.decide.questions import CONDITION
 from kvpilot_operator.decide.rejections import finding, rejected
 from kvpilot_operator.decide.trial import traffic
 from kvpilot_operator.decide.trial.refusal import engine_failure, pending_reason
 from kvpilot_operator.decide.trial.rollout import start_fault
 from kvpilot_operator.render.names import deployment_name
 from kvpilot_operator.state.enums import Stage, TrafficMode
-from kvpilot_operator.state.questions import keeps_probe
+from kvpilot_operator.state.questions import CONDITION, keeps_probe
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Canary, Condition, clip
 

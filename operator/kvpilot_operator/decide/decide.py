@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from kvpilot_operator.decide import conditions, journal, pressure, summary, target
 from kvpilot_operator.decide.accuracy import probing
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.draft import Draft
-from kvpilot_operator.decide.questions import D, Rule, fold
 from kvpilot_operator.decide.trial import placement, rollout
 from kvpilot_operator.state.decision import Decision
-from kvpilot_operator.state.questions import Question
+from kvpilot_operator.state.questions import Question, unanswered
 from kvpilot_operator.state.snapshot import Snapshot
+
+D = TypeVar("D", bound=Draft)
+
+
+def unchanged(draft: D) -> D:
+    """Leave everything as the rules before have it."""
+    return draft
+
+
+@dataclass(frozen=True, slots=True)
+class Rule(Generic[D]):
+    """One step of a decision, a pure function. `otherwise`, which never fails, stands where `answer` raises."""
+
+    question: Question
+    answer: Callable[[D], D]
+    otherwise: Callable[[D], D] = unchanged
+
+
+def fold(draft: D, rules: Sequence[Rule[D]]) -> D:
+    """Every rule in turn, each on what the ones before it returned; an unexpected error is caught here alone."""
+    for rule in rules:
+        try:
+            draft = rule.answer(draft)
+        except Exception as error:
+            kept = rule.otherwise(draft)
+            draft = replace(kept, unanswered=(*kept.unanswered, unanswered(rule.question, error)))
+    return draft
+
 
 RULES: tuple[Rule[Context], ...] = (
     Rule(Question.WORKLOAD, pressure.judge_workload),

@@ -7,25 +7,24 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.errors import ScrapeError
+from kvpilot_operator.errors import ClusterError, ScrapeError, Throttled
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.pace import Pace
 from kvpilot_operator.observe.page import PodMetrics
 from kvpilot_operator.observe.plausible import Judged
 from kvpilot_operator.observe.probe_packs import PackTexts, probe_plan
-from kvpilot_operator.observe.questions import observed
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.observe.views import node_facts, route_view
 from kvpilot_operator.observe.windows import Windows, need
 from kvpilot_operator.probes.errors import PackError
 from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND, deployment_name, engine_url
-from kvpilot_operator.state.questions import Question, Unanswered
+from kvpilot_operator.state.questions import Question, Unanswered, unanswered
 from kvpilot_operator.state.snapshot import (
     NodeFacts,
     PodView,
@@ -39,12 +38,16 @@ from kvpilot_operator.state.snapshot import (
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # A service's packs are read again after this long, or when its spec has changed: of up to 16 ConfigMaps each is a
 # request, and a reconcile has no time for them after every scrape.
 PACKS_SECONDS = 15.0
 # What is known of a node with GPUs holds for so long, and of one that shows none: its labels may still come.
 NODE_SECONDS = 600.0
 BARE_NODE_SECONDS = 30.0
+# The API server itself is away (0), overloaded or behind something that is: nothing of a service can be read.
+_AWAY = (0, 429, 502, 503, 504)
 
 
 class _Plan(NamedTuple):
@@ -102,10 +105,10 @@ class Observer:
         spec = service.spec
         # Whatever has to be asked for comes first: after it, nothing of the snapshot is older than the rest.
         failed: list[Unanswered] = []
-        route = await observed(Question.ROUTE, self._route(key, spec), None, failed)
-        probes = await observed(Question.PROBE_SETS, self._probe_plan(known, spec), ProbePlan(), failed)
+        route = await _observed(Question.ROUTE, self._route(key, spec), None, failed)
+        probes = await _observed(Question.PROBE_SETS, self._probe_plan(known, spec), ProbePlan(), failed)
         pods = self._cache.pods.of(key)
-        node = await observed(Question.NODE, self._node_facts(pods), self._known_facts(pods), failed)
+        node = await _observed(Question.NODE, self._node_facts(pods), self._known_facts(pods), failed)
         service = self._cache.services.get(*key)
         if service is None or service.spec is not spec:
             return await self.snapshot(known, probe_result)
@@ -235,6 +238,22 @@ class Observer:
         plan = known.plan if known is not None and known.about == about else probe_plan(spec, texts)
         remembered.plan = _Plan(now, spec, about, plan)
         return plan
+
+
+async def _observed(question: Question, reading: Awaitable[T], otherwise: T, failed: list[Unanswered]) -> T:
+    """What was read; where that fails, `otherwise`, with the reason added to `failed`.
+
+    Raises:
+        ClusterError: the API server answers nobody now; the whole reconcile is to be tried again.
+    """
+    try:
+        return await reading
+    except Exception as error:
+        # An error with a type of its own is about what was asked for, not about who was asked.
+        if isinstance(error, Throttled) or (type(error) is ClusterError and error.status in _AWAY):
+            raise
+        failed.append(unanswered(question, error))
+        return otherwise
 
 
 def _nodes_of(pods: Sequence[PodView]) -> list[str]:

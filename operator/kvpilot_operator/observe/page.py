@@ -17,9 +17,10 @@ from functools import lru_cache
 
 from kvpilot_kernels import formats
 from kvpilot_operator.errors import ScrapeError
+from kvpilot_operator.numbers import whole
 from kvpilot_operator.observe.series import SeriesReader, labels_of
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.snapshot import ModelFacts
+from kvpilot_operator.state.snapshot import Flows, ModelFacts
 
 _USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 _ITL = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
@@ -75,28 +76,17 @@ _HASH = re.compile(r"[0-9a-f]{4,64}")
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
-    """What an engine counted since its process started. Counts are never negative."""
+class Totals(Flows):
+    """What an engine counted since its process started, but for `seconds` and `failed`. Counts are never negative.
 
-    preemptions: float = 0
-    prompt_tokens: float = 0
-    generation_tokens: float = 0
-    prefix_queries: float = 0
-    """Prompt tokens looked up in the prefix cache, and those of them that it held."""
-    prefix_hits: float = 0
-    finished: float = 0
-    """Requests whose end the engine saw, errors included. Those whose client left are mostly not among them."""
+    Of `finished` are requests whose end the engine saw, mostly without those whose client left. A request that failed
+    before its first token may lower `prefill_seconds`, in vLLM, even below zero.
+    """
+
     errors: float = 0
-    """Of them, those that ended in an error of the engine (finished_reason "error")."""
+    """Of the finished requests, those that ended in an error of the engine (finished_reason "error")."""
     server_errors: float = 0
     """HTTP answers 5xx of the API (/v1/...)."""
-    prefill_seconds: float = 0.0
-    """Over finished requests; one that failed before its first token may lower it, in vLLM, even below zero."""
-    decode_seconds: float = 0.0
-    ttft: Histogram = _NOTHING
-    itl: Histogram = _NOTHING
-    prompt_lengths: Histogram = _NOTHING
-    generation_lengths: Histogram = _NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,4 +343,4 @@ def _tokens(what: str, number: int) -> int:
 
 def _number(text: str) -> int:
     """A label's whole number; 0 where it is none ("None", as vLLM writes what it does not know)."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= 15 else 0
+    return whole(text, 10**15) or 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+
+import msgspec
 
 from kvpilot_operator.api.spec import Accuracy
 from kvpilot_operator.decide.trial.intervals import share_change
@@ -48,11 +50,10 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
         f"(limit {needed / 10:.1f}%{chance}), {found.positions} positions of {found.prompts} prompts"
     )
     # Damage beyond the limits stays damage however few positions were reached: probes of garbage stop early.
-    if excess > allowed or disagrees:
-        few = found.positions < MIN_POSITIONS and excess <= 10 * allowed
-        if not few:
-            return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, numbers, excess)
-    if found.positions < MIN_POSITIONS:
+    few = found.positions < MIN_POSITIONS
+    if (excess > allowed or disagrees) and (not few or excess > 10 * allowed):
+        return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, numbers, excess)
+    if few:
         return Judgement(
             Verdict.INCONCLUSIVE, "TooFewPositions", f"{numbers}; at least {MIN_POSITIONS} are needed", excess
         )
@@ -76,6 +77,8 @@ def _surely(found: Measurement, control: Baseline, limits: Accuracy) -> bool:
 def measured(s: Snapshot, m: Measurement, judgement: Judgement, *, revision: str, dtype: str, pod: str) -> Measured:
     """What `status.accuracy.last` says of a probe run of this pod."""
     sample = m.sample
+    if sample is not None:
+        sample = replace(sample, **{side: clip(text, MAX_SAMPLE) for side, text in asdict(sample).items()})
     return Measured(
         revision=revision,
         dtype=dtype,
@@ -88,20 +91,6 @@ def measured(s: Snapshot, m: Measurement, judgement: Judgement, *, revision: str
         p99_kl_micronats=m.p99_kl_micronats,
         excess_kl_micronats=judgement.excess_kl_micronats,
         top1_agreement_permille=m.top1_agreement_permille,
-        buckets=tuple(
-            Bucket(
-                from_position=b.from_position,
-                to_position=b.to_position,
-                mean_kl_micronats=b.mean_kl_micronats,
-                top1_agreement_permille=b.top1_agreement_permille,
-            )
-            for b in m.buckets
-        ),
-        sample=None
-        if sample is None
-        else Sample(
-            prompt=clip(sample.prompt, MAX_SAMPLE),
-            stable=clip(sample.stable, MAX_SAMPLE),
-            canary=clip(sample.canary, MAX_SAMPLE),
-        ),
+        buckets=msgspec.convert(m.buckets, tuple[Bucket, ...], from_attributes=True),
+        sample=msgspec.convert(sample, Sample | None, from_attributes=True),
     )
