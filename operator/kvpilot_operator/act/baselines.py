@@ -32,19 +32,16 @@ async def prune(cluster: Cluster, s: Snapshot, but: Baseline) -> None:
 
     Where the API server refuses to delete, one too many is kept: no reason to throw away a capture.
     """
-    try:
-        await _prune(cluster, s, baseline_name(s.key.name, but.identity))
-    except ClusterError as error:
-        log.warning("old baselines are not deleted: %s", error, extra={"service": str(s.key)})
-
-
-async def _prune(cluster: Cluster, s: Snapshot, but: str) -> None:
+    kept = baseline_name(s.key.name, but.identity)
     selector, beginning = f"{SERVICE_LABEL}={s.key.name}", baseline_name(s.key.name, "")
     ours: list[Object] = []
-    async for metadata in cluster.metadata("v1", "ConfigMap", s.key.namespace, selector, most=MAX_SEEN):
-        name = metadata["name"]
-        if name.startswith(beginning) and name != but and is_owned({"metadata": metadata}, s.uid):
-            ours.append(metadata)
-    ours.sort(key=lambda metadata: (metadata.get("creationTimestamp") or "", metadata["name"]), reverse=True)
-    for metadata in ours[MAX_KEPT - 1 :]:
-        await cluster.delete("v1", "ConfigMap", s.key.namespace, metadata["name"], uid=metadata["uid"])
+    try:
+        async for metadata in cluster.metadata("v1", "ConfigMap", s.key.namespace, selector, most=MAX_SEEN):
+            name = metadata["name"]
+            if name.startswith(beginning) and name != kept and is_owned({"metadata": metadata}, s.uid):
+                ours.append(metadata)
+        ours.sort(key=lambda metadata: (metadata.get("creationTimestamp") or "", metadata["name"]), reverse=True)
+        for metadata in ours[MAX_KEPT - 1 :]:
+            await cluster.delete("v1", "ConfigMap", s.key.namespace, metadata["name"], uid=metadata["uid"])
+    except ClusterError as error:
+        log.warning("old baselines are not deleted: %s", error, extra={"service": str(s.key)})

@@ -59,7 +59,7 @@ def _broken(value: Json, schema: Mapping[str, Json]) -> list[tuple[str, str]]:
     activation = {"self": _to_cel(value, schema)}
     broken: list[tuple[str, str]] = []
     for rule in schema["x-kubernetes-validations"]:
-        if _needs_old_self(rule["rule"]):
+        if re.search(r"\boldSelf\b", rule["rule"]):
             continue
         try:
             holds = bool(_program(rule["rule"]).evaluate(activation))
@@ -82,10 +82,6 @@ def _message(rule: Mapping[str, str], activation: Mapping[str, celtypes.Value]) 
         return rule["message"]
     is_one_line = text and "\n" not in text and len(text.encode()) <= _MAX_MESSAGE_BYTES
     return text if is_one_line else rule["message"]
-
-
-def _needs_old_self(rule: str) -> bool:
-    return re.search(r"\boldSelf\b", rule) is not None
 
 
 @cache

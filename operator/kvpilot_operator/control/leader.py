@@ -43,7 +43,7 @@ class Leader:
         cache = InformerCache(cluster, namespaces)
         self.services = cache.feed
         self._scraper = Scraper()
-        observer = Observer(cluster, cache, self._scraper, server, _now, telemetry.engine_scraped)
+        observer = Observer(cluster, cache, self._scraper, server, partial(datetime.now, UTC), telemetry.engine_scraped)
         make_actor = partial(Actor, cluster.telling(cache.wrote))
         pilot = Pilot(cache, observer, make_actor, Prober(cluster, self._scraper), telemetry, scrape)
         self._registry = pilot.registry
@@ -104,7 +104,3 @@ def prepare() -> None:
     faults(apply_defaults(manifest))
     gc.collect()
     gc.freeze()
-
-
-def _now() -> datetime:
-    return datetime.now(UTC)

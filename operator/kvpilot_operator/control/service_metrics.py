@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide import canary_deadline
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
@@ -219,15 +218,9 @@ def _canary(s: Snapshot, status: Status) -> _Rows:
     if canary is not None:
         yield CANARY_STAGE, (canary.stage, canary.dtype), 1
         yield CANARY_WEIGHT, (), (canary.weight_percent or 0) / 100
-        yield CANARY_DEADLINE, (), _deadline(s.spec, status)
+        yield CANARY_DEADLINE, (), canary_deadline(s.spec, canary).timestamp() if s.spec is not None else None
     if last is not None:
         yield LAST_CANARY, (last.stage, last.dtype, last.verdict, last.reason), last.stage_time.timestamp()
-
-
-def _deadline(spec: Spec | None, status: Status) -> float | None:
-    if spec is None or status.canary is None:
-        return None
-    return canary_deadline(spec, status.canary).timestamp()
 
 
 def _probes(accuracy: Accuracy) -> _Rows:

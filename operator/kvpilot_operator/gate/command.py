@@ -61,7 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _judged(options: argparse.Namespace) -> int:
     baseline, candidate = (_endpoint(options, side) for side in ("baseline", "candidate"))
-    limits, prompts = _limits(options), _prompts(options)
+    prompts = _prompts(options)
+    limits = replace(
+        _default_limits(),
+        max_excess_kl_millinats=options.max_excess_kl_millinats,
+        min_top1_agreement_percent=options.min_top1_agreement_percent,
+    )
     settings = session.Settings(
         tokens=options.tokens, concurrency=options.concurrency, deadline_seconds=options.deadline_seconds
     )
@@ -77,10 +82,9 @@ def _judged(options: argparse.Namespace) -> int:
 
 def _parser() -> _Parser:
     accuracy = _default_limits()
-    first, _, rest = (__doc__ or "").partition("\n\n")
     parser = _Parser(
         prog="kvpilot probe",
-        description=f"{first}\n\n{rest}",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -177,14 +181,6 @@ def _default_limits() -> Accuracy:
     """What the API has where a service says nothing."""
     least = {"metadata": {"name": "probe"}, "spec": {"model": {"source": "file:///m"}, "engine": {"image": "i"}}}
     return parse(apply_defaults(least)).accuracy
-
-
-def _limits(options: argparse.Namespace) -> Accuracy:
-    return replace(
-        _default_limits(),
-        max_excess_kl_millinats=options.max_excess_kl_millinats,
-        min_top1_agreement_percent=options.min_top1_agreement_percent,
-    )
 
 
 def _told(stage: str) -> Progress:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from kvpilot_operator.api.schema import Fault, apply_defaults, faults
@@ -27,11 +28,7 @@ from kvpilot_operator.state.status import Status, parse_status
 
 V = TypeVar("V")
 
-_CHILDREN = (
-    ("apps/v1", "Deployment", SERVICE_LABEL),
-    ("v1", "Pod", SERVICE_LABEL),
-    ("v1", "Service", SERVICE_LABEL),
-)
+_CHILDREN = (("apps/v1", "Deployment"), ("v1", "Pod"), ("v1", "Service"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +64,18 @@ class InformerCache:
 
     def __init__(self, cluster: Cluster, namespaces: Sequence[str]) -> None:
         self.on_change: Callable[[ServiceKey], None] = lambda _: None
-        self.services: Store[ServiceKey, ServiceView] = Store(self._service_view, _itself, self._changed)
-        self.deployments: Store[ServiceKey, Placed[DeploymentView]] = Store(_deployment, _owner, self._changed)
-        self.pods: Store[ServiceKey, PodView] = Store(_pod, _owner, self._changed)
-        self.traffic: Store[ServiceKey, Placed[str | None]] = Store(_traffic, _owner, self._changed)
+
+        def changed(key: ServiceKey) -> None:
+            self.on_change(key)
+
+        self.services: Store[ServiceKey, ServiceView] = Store(self._service_view, _itself, changed)
+        self.deployments: Store[ServiceKey, Placed[DeploymentView]] = Store(
+            partial(_placed, "Deployment", deployment_view), _owner, changed
+        )
+        self.pods: Store[ServiceKey, PodView] = Store(_pod, _owner, changed)
+        self.traffic: Store[ServiceKey, Placed[str | None]] = Store(
+            partial(_placed, "Service", traffic_of), _owner, changed
+        )
         self._stores: dict[str, Store[Any, Any]] = {
             KIND: self.services,
             "Deployment": self.deployments,
@@ -78,9 +83,9 @@ class InformerCache:
             "Service": self.traffic,
         }
         self._reflectors = [
-            Reflector(cluster, api_version, kind, namespace, selector, self._stores[kind])
+            Reflector(cluster, api_version, kind, namespace, SERVICE_LABEL, self._stores[kind])
             for namespace in namespaces or ("",)
-            for api_version, kind, selector in _CHILDREN
+            for api_version, kind in _CHILDREN
         ]
         self.feed = ServiceFeed(cluster, self.services, namespaces or ("",))
 
@@ -109,11 +114,11 @@ class InformerCache:
 
     def objects(self, key: ServiceKey, uid: str) -> dict[tuple[str, str], ObjectView]:
         """By kind and name, the Deployments and Services that carry a service's label; `uid` is the service's."""
-        found = {(one.kind, one.name): _object(one, uid, None) for one in self.deployments.of(key)}
-        return found | {(one.kind, one.name): _object(one, uid, one.view) for one in self.traffic.of(key)}
-
-    def _changed(self, key: ServiceKey) -> None:
-        self.on_change(key)
+        placed = [(one, None) for one in self.deployments.of(key)] + [(one, one.view) for one in self.traffic.of(key)]
+        return {
+            (one.kind, one.name): ObjectView(one.uid, uid in one.owners, one.version, selects)
+            for one, selects in placed
+        }
 
     def _service_view(self, obj: Object) -> ServiceView | None:
         metadata = obj["metadata"]
@@ -151,22 +156,10 @@ def _owner(obj: Object) -> ServiceKey | None:
     return ServiceKey(obj["metadata"]["namespace"], name) if name else None
 
 
-def _deployment(obj: Object) -> Placed[DeploymentView]:
-    return _placed("Deployment", obj, deployment_view(obj))
-
-
-def _traffic(obj: Object) -> Placed[str | None]:
-    return _placed("Service", obj, traffic_of(obj))
-
-
-def _placed(kind: str, obj: Object, view: V) -> Placed[V]:
+def _placed(kind: str, view: Callable[[Object], V], obj: Object) -> Placed[V]:
     metadata = obj["metadata"]
     owners = frozenset(str(owner.get("uid")) for owner in metadata.get("ownerReferences") or ())
-    return Placed(view, kind, metadata["name"], metadata.get("uid", ""), owners, version_of(kind, obj))
-
-
-def _object(one: Placed[Any], uid: str, selects: str | None) -> ObjectView:
-    return ObjectView(one.uid, uid in one.owners, one.version, selects)
+    return Placed(view(obj), kind, metadata["name"], metadata.get("uid", ""), owners, version_of(kind, obj))
 
 
 def _pod(obj: Object) -> PodView | None:

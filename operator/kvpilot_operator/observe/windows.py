@@ -7,12 +7,11 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from math import floor
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.observe.page import PodMetrics
 from kvpilot_operator.observe.plausible import Judged, Known, plausible_sample
-from kvpilot_operator.state.snapshot import NOTHING_OBSERVED, Flows, ModelFacts, Sample, ServiceKey
+from kvpilot_operator.state.snapshot import NOTHING_OBSERVED, ModelFacts, Sample, ServiceKey
 
 log = logging.getLogger(__name__)
 
@@ -118,13 +117,15 @@ class _Series:
             self.far.popleft()
 
     def _thin(self, now: datetime, seconds: float) -> None:
-        """Drop the histograms of what is older; older still, they are gone already."""
+        """Drop the histograms of what is older, most of what a sample takes; older still, they are gone already."""
         for cell in reversed(self.near):
             flows = cell.sample.flows
             if _age(cell, now) > seconds:
                 if flows.prompt_lengths is flows.generation_lengths is NOTHING_OBSERVED:
                     return
-                cell.sample = replace(cell.sample, flows=_scalars(flows))
+                none = NOTHING_OBSERVED
+                scalars = replace(flows, ttft=none, itl=none, prompt_lengths=none, generation_lengths=none)
+                cell.sample = replace(cell.sample, flows=scalars)
 
 
 class Windows:
@@ -184,21 +185,11 @@ class Windows:
             del self._series[name]
 
 
-def _scalars(flows: Flows) -> Flows:
-    """Without histograms, most of what a sample takes."""
-    none = NOTHING_OBSERVED
-    return replace(flows, ttft=none, itl=none, prompt_lengths=none, generation_lengths=none)
-
-
 def _append(cells: deque[_Cell], cell: _Cell, width: float) -> None:
-    if cells and _same(cells[-1].sample.time, cell.sample.time, width):
+    if cells and cells[-1].sample.time.timestamp() // width == cell.sample.time.timestamp() // width:
         cells[-1].merge(cell)
     else:
         cells.append(cell)
-
-
-def _same(one: datetime, other: datetime, width: float) -> bool:
-    return floor(one.timestamp() / width) == floor(other.timestamp() / width)
 
 
 def _age(cell: _Cell, now: datetime) -> float:

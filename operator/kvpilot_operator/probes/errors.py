@@ -1,21 +1,4 @@
-"""Every error that a probe raises on purpose; each message names what, the value and what to do.
-
-KvpilotError
-+-- ProbeError
-    +-- PackError
-    |   +-- UnknownPack          a probe set that is neither built in nor a ConfigMap given
-    |   +-- EmptyPack            a pack without prompts
-    |   +-- MalformedPack        not the YAML that a pack is
-    |   +-- PackTooLarge         more prompts or text than a probe may cost
-    |   +-- NothingFits          no prompt fits the model's context
-    +-- EngineUnreachable        no connection, twice
-    +-- EngineBusy               users' requests waited for longer than a probe gives way
-    +-- EngineRefused            the engine answered with an HTTP error; has `status` and `excerpt`
-    +-- MalformedAnswer          the engine answered something that is not its API
-    +-- ProbeTimeout             the deadline passed first
-    +-- BaselineTooLarge         a baseline that would not fit in a ConfigMap
-    +-- MalformedBaseline        stored bytes that are not a baseline of this version
-"""
+"""Every error that a probe raises on purpose; each message names what, the value and what to do."""
 
 from kvpilot_operator.errors import KvpilotError
 

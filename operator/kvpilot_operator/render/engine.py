@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 from typing import Any
 
 from kvpilot_kernels import formats
-from kvpilot_operator.api.spec import Engine, EnvVar, KeyRef, Spec, Toleration
+from kvpilot_operator.api.spec import Engine, EnvVar, KeyRef, NodeExpression, Spec, Toleration, TopologySpread, camel
 from kvpilot_operator.render.names import (
     DTYPE_LABEL,
     ENGINE_CONTAINER,
@@ -110,15 +111,10 @@ def _placement(service: str, engine: Engine) -> dict[str, Any]:
         "nodeSelector": dict(engine.node_selector),
         "affinity": _affinity(engine),
         "topologySpreadConstraints": [
-            {
-                "topologyKey": spread.topology_key,
-                "maxSkew": spread.max_skew,
-                "whenUnsatisfiable": spread.when_unsatisfiable,
-                "labelSelector": {"matchLabels": {SERVICE_LABEL: service}},
-            }
+            {**_as_written(spread), "labelSelector": {"matchLabels": {SERVICE_LABEL: service}}}
             for spread in engine.topology_spread
         ],
-        "tolerations": [_toleration(toleration) for toleration in engine.tolerations],
+        "tolerations": [_as_written(toleration) for toleration in engine.tolerations],
         "serviceAccountName": engine.service_account_name,
         "runtimeClassName": engine.runtime_class_name,
         "priorityClassName": engine.priority_class_name,
@@ -129,23 +125,15 @@ def _placement(service: str, engine: Engine) -> dict[str, Any]:
 def _affinity(engine: Engine) -> dict[str, Any]:
     if not engine.node_affinity:
         return {}
-    expressions = [
-        {"key": e.key, "operator": e.operator, **({"values": list(e.values)} if e.values else {})}
-        for e in engine.node_affinity
-    ]
+    expressions = [_as_written(expression) for expression in engine.node_affinity]
     terms = {"nodeSelectorTerms": [{"matchExpressions": expressions}]}
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
 
 
-def _toleration(toleration: Toleration) -> dict[str, Any]:
-    fields = {
-        "key": toleration.key,
-        "operator": toleration.operator,
-        "value": toleration.value,
-        "effect": toleration.effect,
-        "tolerationSeconds": toleration.toleration_seconds,
-    }
-    return {name: value for name, value in fields.items() if value is not None}
+def _as_written(item: NodeExpression | TopologySpread | Toleration) -> dict[str, Any]:
+    """What Kubernetes calls as the CRD does, without what was left out."""
+    given = {camel(name): list(value) if isinstance(value, tuple) else value for name, value in asdict(item).items()}
+    return {name: value for name, value in given.items() if value not in (None, [])}
 
 
 def _arguments(spec: Spec, dtype: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -124,16 +124,9 @@ class Flows:
 
     def __add__(self, other: Flows) -> Flows:
         """Both together; histograms of other buckets than ours (an engine of another version) are left out."""
-        return Flows(*(_plus(getattr(self, f.name), getattr(other, f.name)) for f in fields(Flows)))
-
-
-def _plus(ours: float | Histogram, theirs: float | Histogram) -> Any:
-    if isinstance(ours, Histogram) and isinstance(theirs, Histogram):
-        return Histogram.together((theirs, ours))
-    return ours + theirs  # type: ignore[operator]
-
-
-NO_FLOWS = Flows()
+        pairs: Iterator[tuple[Any, Any]] = ((getattr(other, f.name), getattr(self, f.name)) for f in fields(Flows))
+        both: list[Any] = [Histogram.together(p) if isinstance(p[0], Histogram) else sum(p) for p in pairs]
+        return Flows(*both)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +142,7 @@ class Sample:
     waiting: float
     capacity_tokens: int
     observed_dtype: str
-    flows: Flows = NO_FLOWS
+    flows: Flows = Flows()
     implausible: tuple[str, ...] = ()
     """Pods that answered with an implausible page, each as "NAME: why"."""
     unanswered: int = 0

@@ -77,8 +77,6 @@ class Workload:
     """That one replica finishes."""
     best_requests_per_second: float | None = None
     """The most that one replica finished over any such window of the samples; only where requests wait."""
-    tokens_per_second: float | None = None
-    """Generated tokens of one replica."""
     itl_seconds: float | None = None
     """Mean time between two tokens of one request."""
     calm: bool = False
@@ -238,7 +236,6 @@ def _workload(
         mean_generation=seen.generated / finished if finished else None,
         requests_per_second=finished / seconds if seconds else None,
         best_requests_per_second=best,
-        tokens_per_second=seen.generated / seconds if seconds else None,
         itl_seconds=seen.decode / seen.generated if seen.generated else None,
         calm=calm is not None,
         peak_load=calm if calm is not None else 0.0,

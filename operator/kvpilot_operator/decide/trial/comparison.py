@@ -76,7 +76,8 @@ def compare(
         )
     if len(ours.batches) < MIN_BATCHES:
         return Finding(Verdict.INCONCLUSIVE, "TooFewScrapes", f"{sizes}; at least {MIN_BATCHES} scrapes are needed")
-    if _incomparable(ours.total.ttft, theirs.total.ttft) or _incomparable(ours.total.itl, theirs.total.itl):
+    both = ((ours.total.ttft, theirs.total.ttft), (ours.total.itl, theirs.total.itl))
+    if any(a.count and b.count and not common(a, b) for a, b in both):
         return Finding(Verdict.ERROR, "BucketsDiffer", f"{sizes}; their latency histograms have no bucket in common")
     figures = _figures(ours, theirs, limits)
     share = alpha / len(figures)
@@ -109,14 +110,16 @@ def _figures(ours: _Side, theirs: _Side, limits: Canary) -> tuple[_Figure, ...]:
             "ThroughputRegressed",
             rate,
             # Both sums are of requests that ended, so that tokens and time belong together.
-            lambda a: _ratio(ours, theirs, _busy, lambda f: f.generation_lengths.total, a),
+            lambda a: _ratio(
+                ours, theirs, lambda f: f.prefill_seconds + f.decode_seconds, lambda f: f.generation_lengths.total, a
+            ),
             lambda value: f"{100 * math.expm1(-value):+.0f}%" if math.isfinite(value) else f"{-value}",
         ),
         _Figure(
             "failed requests",
             "ErrorsIncreased",
             limits.max_error_increase_percent / 100,
-            lambda a: share_change(_errors(ours), _errors(theirs), a),
+            lambda a: share_change(_failures(ours), _failures(theirs), a),
             lambda value: f"{100 * value:+.1f} points",
         ),
     )
@@ -140,16 +143,8 @@ def _ratio(
     return ratio_change(pairs[0], pairs[1], alpha)
 
 
-def _busy(f: Flows) -> float:
-    return f.prefill_seconds + f.decode_seconds
-
-
-def _errors(side: _Side) -> tuple[float, float]:
+def _failures(side: _Side) -> tuple[float, float]:
     return side.total.failed, side.total.finished
-
-
-def _incomparable(a: Histogram, b: Histogram) -> bool:
-    return bool(a.count and b.count and not common(a, b))
 
 
 def _tell(figure: _Figure, found: Estimate | None) -> str:

@@ -128,7 +128,7 @@ def _start_canary(c: Context, stable: Stable) -> Context:
         generation=c.snapshot.generation,
         reason=target.reason,
         message=clip(target.message),
-        stable_capacity_tokens=sample.capacity_tokens // sample.pods if sample and sample.pods else None,
+        stable_capacity_tokens=sample.capacity_tokens // sample.pods if sample is not None else None,
         replaces_one=c.spec.canary.capacity_policy == "ReplaceOne",
         traffic_mode=TrafficMode.PROBE_ONLY if target.reason == URGENT else None,
     )
@@ -169,9 +169,9 @@ def _advance_canary(c: Context) -> Context:
     failure = engine_failure(_pods_on_trial(c))
     if failure is not None:
         return roll_back(c, Verdict.ERROR, *failure)
+    # What its probes say of one pod would not hold for others.
     differ = factors.mixed(s, canary.revision)
     if differ is not None:
-        # What its probes say of one pod would not hold for the others.
         return roll_back(c, Verdict.ERROR, Reason.MIXED_FACTORS, differ)
     c = _note_capacity(c)
     if overdue:
@@ -249,10 +249,11 @@ def _note_shares(c: Context) -> Context:
 def _pods_on_trial(c: Context) -> Sequence[PodView]:
     """The canary's pods and, before its verdict, those that are borrowed for its baseline."""
     canary = in_flight(c)
-    pods = c.snapshot.pods_of(canary.revision)
-    if canary.stage not in (Stage.STARTING, Stage.PROBING) or c.reference == canary.revision:
-        return pods
-    borrows = c.stable is None or c.stable.revision != c.reference
+    pods, sides = (
+        c.snapshot.pods_of(canary.revision),
+        [part.revision for part in (c.stable, canary) if part is not None],
+    )
+    borrows = canary.stage in (Stage.STARTING, Stage.PROBING) and c.reference not in sides
     return (*pods, *c.snapshot.pods_of(c.reference)) if borrows else pods
 
 
