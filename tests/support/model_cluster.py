@@ -19,7 +19,7 @@ from kvpilot_operator.probes.codec import Baseline, Control
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.render.names import REVISION_LABEL
 from kvpilot_operator.state.decision import Capture, Decision, Find, Measure
-from kvpilot_operator.state.questions import Question, Unanswered
+from kvpilot_operator.state.questions import Question, Unanswered, keeps_probe
 from kvpilot_operator.state.snapshot import (
     Captured,
     DeploymentView,
@@ -165,7 +165,7 @@ class ModelCluster:
             self.probe = None
             self._start_operator()
             return None
-        if not decision.keeps_probe:
+        if not keeps_probe(decision.unanswered):
             self._answer(decision)
         return decision
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.state.decision import Decision
-from kvpilot_operator.state.questions import Question, Unanswered, unanswered
+from kvpilot_operator.state.questions import Question, Unanswered, keeps_probe, unanswered
 from kvpilot_operator.state.snapshot import ProbePlan, Snapshot
 from kvpilot_operator.state.status import parse_status
 from support.failing_questions import SECRET, failing
@@ -172,7 +172,7 @@ def test_for_random_failing_questions_the_answers_of_the_others_are_as_without_t
     if Question.TRIAL in failed and Question.ACCURACY in failed:
         assert disturbed.status.canary == s.status.canary
     if Question.ACCURACY in failed:
-        assert disturbed.keeps_probe
+        assert keeps_probe(disturbed.unanswered)
         assert disturbed.do_not_evict >= {p.name for p in s.pods if p.do_not_evict and not p.terminating}
 
 
@@ -245,5 +245,5 @@ def test_probe_sets_that_cannot_be_read_cancel_no_probe_and_say_nothing_new_of_a
     s = running(manifest(), OLD, samples={"x": samples(usage=0.1, waiting=0)})
     known = decide(s)
     decision = decide(unread(Question.PROBE_SETS, replace(s, status=known.status)))
-    assert decision.keeps_probe
+    assert keeps_probe(decision.unanswered)
     assert decision.status.condition("AccuracyVerified") == known.status.condition("AccuracyVerified")

@@ -18,7 +18,7 @@ from kvpilot_operator.errors import Conflict, NotFound
 from kvpilot_operator.observe.gather import Observations, Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.state.decision import Decision
-from kvpilot_operator.state.questions import CONDITION
+from kvpilot_operator.state.questions import CONDITION, keeps_probe
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Pilot:
             except (Conflict, NotFound):
                 await self._observer.refresh(key)
                 raise
-            if snapshot.spec is not None and not decision.keeps_probe:
+            if snapshot.spec is not None and not keeps_probe(decision.unanswered):
                 record.probe.ensure(snapshot.spec, decision.probe)
         record.series.show(snapshot, decision)
         _tell(snapshot, decision)

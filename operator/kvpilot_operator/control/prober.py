@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,12 +16,11 @@ from kvpilot_operator.budget import CANARY_PROBE, CHECK, Places
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.control.probe import Found
 from kvpilot_operator.errors import PlaceLost
-from kvpilot_operator.observe import baselines
 from kvpilot_operator.observe.probe_packs import PackTexts, probe_prompts
 from kvpilot_operator.observe.scrape import Scraper
-from kvpilot_operator.probes import run
+from kvpilot_operator.probes import codec, run
 from kvpilot_operator.probes.client import Progress
-from kvpilot_operator.probes.codec import Control
+from kvpilot_operator.probes.codec import Baseline, Control
 from kvpilot_operator.probes.errors import MalformedBaseline
 from kvpilot_operator.probes.session import TOKEN_BUDGET, Settings
 from kvpilot_operator.probes.throttle import GiveWay
@@ -63,17 +64,31 @@ class Prober:
     async def _run(self, key: ServiceKey, spec: Spec, request: Request, progress: Progress) -> Found:
         if isinstance(request, Measure):
             try:
-                baseline = await baselines.read(self._cluster, key, request.config_map)
+                baseline = await self._kept(key, request.config_map)
             except MalformedBaseline as error:
                 return ProbeFailed(Reason.BASELINE_LOST, str(error))
             settings = self._settings(key, spec, request)
             return await run.measure(request.url, request.model, baseline, settings=settings, progress=progress)
-        kept = await baselines.find(self._cluster, key, request.config_map, request.baseline)
-        if kept is not None:
-            return Captured(kept, adopted=True)
+        try:
+            kept = await self._kept(key, request.config_map)
+        except MalformedBaseline as error:
+            log.debug("no baseline to adopt: %s", error, extra={"service": str(key)})
+        else:
+            if kept.identity == request.baseline and kept.control is not None:
+                return Captured(kept, adopted=True)
         if isinstance(request, Find):
             return NothingKept()
         return await self._capture(key, spec, request, progress)
+
+    async def _kept(self, key: ServiceKey, config_map: str) -> Baseline:
+        """The baseline in a ConfigMap; raises `MalformedBaseline` where there is none that can be read."""
+        found = await self._cluster.find("v1", "ConfigMap", key.namespace, config_map)
+        try:
+            content = base64.b64decode((found or {})["binaryData"]["baseline"], validate=True)
+        except (KeyError, TypeError, binascii.Error) as error:
+            words = f"ConfigMap {config_map} holds no baseline: {type(error).__name__}: {error}"
+            raise MalformedBaseline(words) from error
+        return codec.decode(content)
 
     async def _capture(self, key: ServiceKey, spec: Spec, request: Capture, progress: Progress) -> Captured:
         settings = self._settings(key, spec, request)

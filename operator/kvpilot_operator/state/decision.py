@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvpilot_operator.probes.codec import Baseline
-from kvpilot_operator.state.questions import Unanswered, keeps_probe
+from kvpilot_operator.state.questions import Unanswered
 from kvpilot_operator.state.status import Status
 
 Manifest = Mapping[str, Any]
@@ -99,8 +99,3 @@ class Decision:
     """The questions that had no answer; what they decide is left as it is."""
     again_seconds: float | None = None
     """Reconcile again after this many seconds, even if nothing happens."""
-
-    @property
-    def keeps_probe(self) -> bool:
-        """Whether a probe that runs goes on: what is to be asked had no answer, so `probe` says nothing."""
-        return keeps_probe(self.unanswered)
