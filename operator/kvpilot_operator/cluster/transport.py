@@ -111,7 +111,8 @@ class Transport:
                 status = answer.status
                 if status != 200:
                     raise _typed("WATCH", request.path, status, await answer.read(), answer.headers)
-                async for event in _events(answer):
+                async for line in whole_lines(answer.content.iter_any()):
+                    event = msgspec.json.decode(line, type=_Event)
                     if event.type == "ERROR":
                         status = _code(event.object)
                         raise ClusterError("WATCH", request.path, status, str(event.object.get("message")))
@@ -157,11 +158,6 @@ class Transport:
 class _Event(msgspec.Struct):
     type: str
     object: Object
-
-
-async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[_Event]:
-    async for line in whole_lines(answer.content.iter_any()):
-        yield msgspec.json.decode(line, type=_Event)
 
 
 async def whole_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -177,17 +177,12 @@ def rejected(s: Snapshot) -> tuple[Rejection, ...]:
 
 def finding(rejections: Sequence[Rejection]) -> Cause:
     """All of it (at least one) in one message, with the reason of the first."""
-    told = [(rejection, _told(rejection)) for rejection in rejections]
+    told = [(one, [_piece(one, field, words) for field, words in _faults(one)]) for one in rejections]
     message = "; ".join(
         f"{', '.join(dict.fromkeys(words for _, words in pieces))} ({rejection.kind} {rejection.name})"
         for rejection, pieces in told
     )
     return Cause(told[0][1][0][0], message)
-
-
-def _told(rejection: Rejection) -> list[tuple[str, str]]:
-    """Reason and words of each fault."""
-    return [_piece(rejection, field, words) for field, words in _faults(rejection)]
 
 
 def _faults(rejection: Rejection) -> Iterator[tuple[str, str]]:
@@ -202,6 +197,7 @@ def _faults(rejection: Rejection) -> Iterator[tuple[str, str]]:
 
 
 def _piece(rejection: Rejection, field: str, words: str) -> tuple[str, str]:
+    """Reason and words of one fault."""
     if rejection.kind == "Deployment" and field == "spec.selector":
         words = f"a Deployment of this name exists and is not kvpilot's ({words})"
     shown, own = _GO.sub("", words), _field(field)

@@ -22,7 +22,6 @@ from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS, denial
 from kvpilot_operator.decide.trial import baseline
 from kvpilot_operator.decide.trial.ending import deny
 from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.render.names import engine_url
 from kvpilot_operator.state.decision import Measure
 from kvpilot_operator.state.enums import Action, Reason, Verdict
 from kvpilot_operator.state.snapshot import PodView, ProbeFailed, Snapshot
@@ -57,14 +56,7 @@ def check(c: Context) -> Measure | None:
     pod = c.snapshot.pod_to_ask(pods)
     if running is None or running.request.identity != _identity(kept, stable, pod, accuracy):
         pod = next_pod(pods, accuracy, stable.revision)
-    return Measure(
-        identity=_identity(kept, stable, pod, accuracy),
-        pod=pod.name,
-        url=engine_url(pod.ip),
-        model=c.spec.model.served_name,
-        config_map=kept.config_map,
-        serving=True,
-    )
+    return baseline.measure(c, kept, pod, _identity(kept, stable, pod, accuracy), serving=True)
 
 
 def take(c: Context, asked: Measure, outcome: Measurement | ProbeFailed) -> Context:

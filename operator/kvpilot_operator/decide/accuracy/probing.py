@@ -13,7 +13,6 @@ from kvpilot_operator.decide.rejections import finding
 from kvpilot_operator.decide.trial import baseline
 from kvpilot_operator.decide.trial.ending import roll_back
 from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.render.names import engine_url
 from kvpilot_operator.state.decision import Find, Measure, Request
 from kvpilot_operator.state.enums import Action, Reason, Stage, Verdict
 from kvpilot_operator.state.questions import Question
@@ -51,13 +50,8 @@ def _next(c: Context) -> Request | None:
     if kept is None or not pods or not _is_probed(canary):
         return None
     pod = c.snapshot.pod_to_ask(pods)
-    return Measure(
-        identity=f"measure/{kept.identity}/{canary.revision}/{canary.errors + canary.failures}/{pod.name}",
-        pod=pod.name,
-        url=engine_url(pod.ip),
-        model=c.spec.model.served_name,
-        config_map=kept.config_map,
-    )
+    identity = f"measure/{kept.identity}/{canary.revision}/{canary.errors + canary.failures}/{pod.name}"
+    return baseline.measure(c, kept, pod, identity)
 
 
 def _take_result(c: Context) -> Context:

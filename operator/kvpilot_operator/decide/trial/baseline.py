@@ -11,9 +11,9 @@ from dataclasses import replace
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.draft import Draft
 from kvpilot_operator.render.names import baseline_name, engine_url
-from kvpilot_operator.state.decision import Capture, Find
+from kvpilot_operator.state.decision import Capture, Find, Measure
 from kvpilot_operator.state.enums import Action, Stage, Verdict
-from kvpilot_operator.state.snapshot import Captured, NothingKept, Snapshot
+from kvpilot_operator.state.snapshot import Captured, NothingKept, PodView, Snapshot
 from kvpilot_operator.state.status import Baseline
 
 
@@ -56,6 +56,12 @@ def wanted(c: Context) -> Find | Capture | None:
     if on_trial(c) or (stable is not None and stable.dtype != c.spec.kv_cache.baseline):
         return Find(_find_identity(s), s.probes.identity, config_map)
     return None
+
+
+def measure(c: Context, kept: Baseline, pod: PodView, identity: str, *, serving: bool = False) -> Measure:
+    """The request to compare a pod with a kept baseline."""
+    model = c.spec.model.served_name
+    return Measure(identity, pod.name, engine_url(pod.ip), model, kept.config_map, serving)
 
 
 def borrowed(c: Context) -> str | None:
