@@ -4,7 +4,7 @@ Names are the CRD's in snake_case, and so are their meanings, units, defaults an
 they only get types. A field is None exactly where the CRD gives it no default and the user left it out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache
 from types import NoneType
@@ -253,7 +253,7 @@ def parse(obj: Mapping[str, Json]) -> Spec:
         },
         "canary": {**canary, "routeRef": canary.get("routeRef", {}).get("name")},
     }
-    parsed: Spec = _read(Spec, flat)
+    parsed: Spec = _reader(Spec)(flat)
     return parsed
 
 
@@ -267,23 +267,22 @@ def camel(name: str) -> str:
     return head + "".join(_WORDS.get(part, part.capitalize()) for part in rest)
 
 
-def _read(kind: Any, value: Json) -> Any:
-    """A JSON value as `kind`: a dataclass by its fields' names in the CRD, a list as a tuple; None where absent."""
+@cache
+def _reader(kind: Any) -> Callable[[Json], Any]:
+    """Reads a JSON value as `kind`: a dataclass by its fields' names in the CRD, a list as a tuple."""
     if isinstance(kind, type) and is_dataclass(kind):
-        given = {name: (hint, value.get(camel(name))) for name, hint in _hints(kind).items()}
-        return kind(**{name: _read(*one) for name, one in given.items() if one[1] is not None or _is_optional(one[0])})
+        hints = get_type_hints(kind)
+        fields = [(name, camel(name), _reader(hint), NoneType in get_args(hint)) for name, hint in hints.items()]
+        return lambda value: kind(
+            **{name: read(value.get(key)) for name, key, read, may in fields if may or key in value}
+        )
     if get_origin(kind) is tuple:
-        return tuple(_read(get_args(kind)[0], item) for item in value)
-    if _is_optional(kind):
-        return None if value is None else _read(get_args(kind)[0], value)
-    return value
-
-
-_hints = cache(get_type_hints)
-
-
-def _is_optional(kind: Any) -> bool:
-    return NoneType in get_args(kind)
+        item = _reader(get_args(kind)[0])
+        return lambda value: tuple(map(item, value))
+    if NoneType in get_args(kind):
+        given = _reader(get_args(kind)[0])
+        return lambda value: None if value is None else given(value)
+    return lambda value: value
 
 
 def _env_var(variable: Mapping[str, Json]) -> dict[str, Json]:
