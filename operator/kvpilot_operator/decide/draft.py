@@ -45,6 +45,11 @@ class Draft:
         """The canary in flight, as decided so far."""
         return self.status.canary
 
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """The revision that serves and the one on trial, as far as there are any."""
+        return tuple(part.revision for part in (self.stable, self.canary) if part is not None)
+
     def set(self, **changes: Any) -> Self:
         """Replace fields of the status."""
         return replace(self, status=msgspec.structs.replace(self.status, **changes))

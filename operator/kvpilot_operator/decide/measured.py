@@ -119,8 +119,7 @@ def accuracy(c: Context) -> Line:
 def calibration(c: Context) -> Line:
     """Whether the engines that serve, and those on trial, have the factors of their revision."""
     s, stable, kind = c.snapshot, c.stable, "CalibrationConsistent"
-    sides = [part.revision for part in (stable, c.canary) if part is not None]
-    found = [text for revision in sides if (text := factors.mixed(s, revision)) is not None]
+    found = [text for revision in c.sides if (text := factors.mixed(s, revision)) is not None]
     if found:
         return Line(kind, "False", Reason.MIXED_FACTORS, "; ".join(found))
     sample = s.last_sample(stable.revision) if stable is not None else None

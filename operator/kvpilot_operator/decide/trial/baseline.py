@@ -69,7 +69,7 @@ def borrowed(c: Context) -> str | None:
     s = c.snapshot
     if s.probes.fault is not None or not on_trial(c) or known(c) is not None:
         return None
-    if c.reference in {part.revision for part in (c.stable, c.canary) if part is not None}:
+    if c.reference in c.sides:
         return None
     # What is borrowed already stays until the baseline is there: the search's answer is not repeated.
     return c.reference if c.reference in s.deployments or _nothing_kept(s) else None

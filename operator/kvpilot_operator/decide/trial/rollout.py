@@ -249,11 +249,8 @@ def _note_shares(c: Context) -> Context:
 def _pods_on_trial(c: Context) -> Sequence[PodView]:
     """The canary's pods and, before its verdict, those that are borrowed for its baseline."""
     canary = in_flight(c)
-    pods, sides = (
-        c.snapshot.pods_of(canary.revision),
-        [part.revision for part in (c.stable, canary) if part is not None],
-    )
-    borrows = canary.stage in (Stage.STARTING, Stage.PROBING) and c.reference not in sides
+    pods = c.snapshot.pods_of(canary.revision)
+    borrows = canary.stage in (Stage.STARTING, Stage.PROBING) and c.reference not in c.sides
     return (*pods, *c.snapshot.pods_of(c.reference)) if borrows else pods
 
 

@@ -37,21 +37,19 @@ def selected(c: Context) -> str:
 
 def orphans(c: Context) -> tuple[str, ...]:
     """Deployments and pods of the service that are of neither side: none of them may get requests."""
-    sides = {part.revision for part in (c.stable, c.canary) if part is not None}
-    pods = [p.name for p in c.snapshot.pods if not p.terminating and p.revision not in sides]
-    return (*sorted(set(c.snapshot.deployments) - sides), *pods)
+    pods = [p.name for p in c.snapshot.pods if not p.terminating and p.revision not in c.sides]
+    return (*sorted(set(c.snapshot.deployments).difference(c.sides)), *pods)
 
 
 def serving(draft: Draft) -> tuple[str, ...]:
     """The revisions that get requests now, as far as is observed."""
     s, stable, canary = draft.snapshot, draft.stable, draft.canary
-    sides = tuple(part.revision for part in (stable, canary) if part is not None)
     if canary is None or stable is None:
-        return (s.traffic,) if s.traffic else sides
+        return (s.traffic,) if s.traffic else draft.sides
     if not s.traffic:
-        return sides if canary.stage not in (Stage.STARTING, Stage.PROBING) else (stable.revision,)
+        return draft.sides if canary.stage not in (Stage.STARTING, Stage.PROBING) else (stable.revision,)
     shared = routed(s) and canary.stage == Stage.SHIFTING
-    return sides if shared else (s.traffic,)
+    return draft.sides if shared else (s.traffic,)
 
 
 def routed(s: Snapshot) -> bool:
