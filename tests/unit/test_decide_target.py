@@ -192,6 +192,7 @@ def test_a_sound_revision_of_a_fixed_dtype_stays_where_the_dtype_is_denied_with_
         manifest(kvCache={"mode": "Fixed", "dtype": "k4v4"}, engine={"image": f"kvpilot/runtime:{tag}"})
         for tag in (1, 2)
     )
+    k8v4 = {"kvCache": {"mode": "Fixed", "dtype": "k8v4"}, "engine": {"image": "kvpilot/runtime:2"}}
     refused = msgspec.structs.replace(denied("k4v4", "AccuracyRegressed"), image="kvpilot/runtime:2")
     s = serving(old, "k4v4", usage=0.5, waiting=0, status=Status(kv_cache=KVCache(denied=(refused,))))
     s = replace(s, spec=serving(new, "k4v4").spec)
@@ -202,6 +203,10 @@ def test_a_sound_revision_of_a_fixed_dtype_stays_where_the_dtype_is_denied_with_
     assert progressing is not None
     assert (progressing.status, progressing.reason) == ("False", "DtypeDenied")
     assert "kvpilot/runtime:2" in progressing.message
+    other = replace(s, deployments=views, spec=serving(manifest(**k8v4), "k4v4").spec)
+    tried = decide(other).status.canary
+    assert tried is not None
+    assert tried.dtype == "k8v4"
     fallen = {name: replace(view, image="kvpilot/runtime:2") for name, view in s.deployments.items()}
     left = decide(replace(s, deployments=fallen)).status.canary
     assert left is not None

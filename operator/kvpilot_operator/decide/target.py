@@ -41,6 +41,8 @@ def _left_behind(c: Context) -> Target | None:
     if standing is None or standing.reason not in ACCURACY_REASONS:
         return None
     if c.spec.kv_cache.mode == "Fixed" and _has_another_image(c, stable):
+        if c.spec.kv_cache.dtype != stable.dtype:
+            return None
         held = (
             f"{stable.dtype} with {standing.image} {_denied(standing)}; what serves keeps its own image. "
             "Choose another image or dtype, or set spec.rollout.denySeconds to 0 to try again"
