@@ -77,6 +77,15 @@ def test_a_soft_cap_of_the_class_is_known_though_the_config_leaves_it_out():
     assert read(GEMMA_3_12B).softcap is None
 
 
+@pytest.mark.parametrize(
+    "cap",
+    [10**400, -1, 0, True, "50", float("inf"), float("nan")],
+    ids=["huge", "negative", "zero", "true", "text", "infinite", "no number"],
+)
+def test_a_soft_cap_that_cannot_be_is_none(cap):
+    assert read({**GEMMA_2_9B, "attn_logit_softcapping": cap}).softcap is None
+
+
 def test_a_field_that_is_null_is_not_the_classs_default():
     base = {"model_type": "mistral", "num_hidden_layers": 4, "max_position_embeddings": 32768}
     assert layers(base) == {"window": 4}  # the class has one of 4,096

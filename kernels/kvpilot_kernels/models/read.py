@@ -20,6 +20,7 @@ _SINKS = frozenset({"gpt_oss"})
 _ALIBI = frozenset({"bloom", "mpt"})
 _INDEX_SCALE_BYTES = 4  # vLLM keeps an index in fp8 with a float32 scale
 _INDEXED = "index_topk"
+_LARGEST_CAP = 1e6  # beyond any logit
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
@@ -45,7 +46,6 @@ def read(raw: Mapping[str, Any]) -> Architecture:
             counted[_group(fields, index, kind, reach, crossed)] += 1
     state = sum(word == HYBRID or WORDS.get(word) is Kind.STATE for word in words)
     other = sorted({word for word in own if word != HYBRID and word not in WORDS})
-    softcap = fields.get("attn_logit_softcapping")
     return Architecture(
         model_type=_text(raw.get("model_type")),
         architectures=_architectures(raw),
@@ -56,7 +56,7 @@ def read(raw: Mapping[str, Any]) -> Architecture:
         other_layers=sum(word in other for word in own),
         latent=_latent(fields),
         index_bytes=fields.size("index_head_dim") + _INDEX_SCALE_BYTES if fields.size(_INDEXED) else 0,
-        softcap=float(softcap) if isinstance(softcap, int | float) and softcap else None,
+        softcap=_softcap(fields),
         sinks=fields.model_type in _SINKS or fields.get("add_full_attention_sink_bias") is True,
         alibi=fields.model_type in _ALIBI or fields.get("alibi") is True,
         encoder_decoder=crossed,
@@ -153,6 +153,12 @@ def _kv_heads(fields: Fields, heads: int, index: int) -> int:
     if isinstance(listed, list) and index < len(listed):
         return Fields.checked("num_key_value_heads", listed[index]) or heads
     return fields.size("num_key_value_heads") or heads
+
+
+def _softcap(fields: Fields) -> float | None:
+    value = fields.get("attn_logit_softcapping")
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LARGEST_CAP
+    return float(value) if usable else None
 
 
 def _latent(fields: Fields) -> int:
