@@ -152,7 +152,7 @@ def ours(
 
     def store() -> GpuPages:
         at = pages[next(turn) % len(pages)]
-        at.store(query, key, value, slots, plan, case.batch, case.dim**-0.5, ring)
+        at.store(query, key, value, slots, plan, case.batch, case.dim**-0.5, ring, lens)
         return at
 
     def layer() -> None:

@@ -51,7 +51,7 @@ def check(case: tuple[str, int, int, int]) -> dict[str, Any]:
     for i, part in enumerate(blocks[: sum(per)].split(per)):
         table[i, : per[i]] = part
     ring_table = blocks[sum(per) :].view(count, rings) if rings else None
-    factors = Factors(*(torch.rand(KV_HEADS, dim) + 0.5 for _ in range(4)))
+    factors = Factors(*(torch.rand(KV_HEADS, dim) + 0.5 for _ in range(4)), 2 * torch.randn(KV_HEADS, dim))
     shape = Shape(fmt, dim, KV_HEADS, ratio, BLOCK, device, recent=recent)
     ring = cache if recent else None
     pages, plan = GpuPages(cache, shape, factors.to(device), ring=ring), Plan(shape, count)
@@ -66,10 +66,10 @@ def check(case: tuple[str, int, int, int]) -> dict[str, Any]:
         return slots.to(device), ring_slots(at, torch.full_like(at, end), rows, recent, tokens).to(device)
 
     def store(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, at: torch.Tensor | None,
-              query: torch.Tensor | None = None) -> None:  # fmt: skip
-        decodes = 0 if query is None else len(query)
-        query = torch.zeros(len(key), KV_HEADS * ratio, dim, dtype=key.dtype) if query is None else query
-        pages.store(query.to(device), key.to(device), value.to(device), slots, plan, decodes, scale, at)
+              begin: int = 1) -> None:  # fmt: skip
+        query = torch.zeros(len(key), KV_HEADS * ratio, dim, dtype=key.dtype)
+        ordinals = torch.arange(begin + 1, begin + 1 + len(key), dtype=torch.int32)
+        pages.store(query.to(device), key.to(device), value.to(device), slots, plan, 0, scale, at, ordinals.to(device))
 
     for i, n in enumerate(LENGTHS):
         if ring_table is not None:  # another sequence's rows in all of the ring, their pages in block 0
@@ -82,9 +82,9 @@ def check(case: tuple[str, int, int, int]) -> dict[str, Any]:
         hit = max(0, n - 1 - HIT)
         if hit:
             slots, at = where(i, 0, hit)
-            store(keys[i][:hit], values[i][:hit], slots, None if at is None else torch.full_like(at, -1))
+            store(keys[i][:hit], values[i][:hit], slots, None if at is None else torch.full_like(at, -1), 0)
         if hit < n - 1:
-            store(keys[i][hit : n - 1], values[i][hit : n - 1], *where(i, hit, n - 1))
+            store(keys[i][hit : n - 1], values[i][hit : n - 1], *where(i, hit, n - 1), hit)
     query = torch.randn(count, KV_HEADS * ratio, dim).bfloat16().to(device)
     key, value = (torch.stack([x[-1] for x in side]).to(device) for side in (keys, values))
     steps = [where(i, n - 1, n) for i, n in enumerate(LENGTHS)]
@@ -96,7 +96,7 @@ def check(case: tuple[str, int, int, int]) -> dict[str, Any]:
 
     def step() -> None:
         plan.update(lens, overlap=True)
-        pages.store(query, key, value, slots, plan, count, scale, at)
+        pages.store(query, key, value, slots, plan, count, scale, at, lens)
         pages.decode(seen, lens, plan, out, rows)
 
     step()
@@ -106,7 +106,7 @@ def check(case: tuple[str, int, int, int]) -> dict[str, Any]:
         step()
     worst = 0.0
     for _ in range(3):
-        for scratch in (out, plan.partial, plan.lse, plan.rotated):
+        for scratch in (out, plan.partial, plan.lse, plan.rotated, plan.apart):
             scratch.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()
@@ -119,7 +119,7 @@ def check(case: tuple[str, int, int, int]) -> dict[str, Any]:
     theirs = torch.full_like(stored, 255)
     cpu = PackedPages(theirs, fmt, dim, factors)
     for i, n in enumerate(LENGTHS):
-        cpu.store(keys[i], values[i], where(i, 0, n)[0].cpu())
+        cpu.store(keys[i], values[i], where(i, 0, n)[0].cpu(), ordinals=torch.arange(1, n + 1))
     starts = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
     read = torch.full((2, int(starts[-1]), KV_HEADS, dim), torch.nan, dtype=torch.bfloat16, device=device)
     pages.gather(seen, starts.to(device), 0, max(LENGTHS), read[0], read[1])

@@ -114,6 +114,22 @@ def ring_slots(ring_slots: torch.Tensor | None, slot_mapping: torch.Tensor, rece
         )
 
 
+def ordinals(ordinals: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
+    """Places in sequences: an integer for each token, or for fewer where padding follows; None for none.
+
+    Raises:
+        BadInputError: another type, or more than there are slots.
+    """
+    if ordinals is None:
+        return
+    if ordinals.dtype not in _INTEGERS or ordinals.dim() != 1 or ordinals.shape[0] > slot_mapping.shape[0]:
+        raise BadInputError(
+            "ordinals",
+            f"are {ordinals.dtype} {tuple(ordinals.shape)}",
+            f"give one int32 for each of the {slot_mapping.shape[0]} slots, 1 for the first token of a sequence",
+        )
+
+
 def ring_table(ring_table: torch.Tensor | None, sequences: int, ring_blocks: int) -> None:
     """Rings of sequences: integers [sequences or more, ring_blocks]; None where there is no window.
 

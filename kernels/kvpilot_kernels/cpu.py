@@ -70,14 +70,17 @@ class PackedPages:
         self.recent = recent
 
     def store(
-        self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, ring_slots: torch.Tensor | None = None
-    ) -> None:
+        self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, ring_slots: torch.Tensor | None = None,
+        ordinals: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Rotate, quantize and write tokens.
 
         Args:
             key, value: [tokens, kv_heads, head_dim], any float dtype.
             slots: int64 [tokens], block * block_size + place in the block; a negative slot is padding.
             ring_slots: int64 [tokens], as `ring.ring_slots` makes them, negative for none; None without a ring.
+            ordinals: int [tokens], each token's place in its sequence from 1 on; None where none of them is its
+                sequence's first. For fewer than all tokens where padding follows.
 
         Raises:
             BadInputError: another type or shape, or a slot beyond the cache; nothing is written.
@@ -85,12 +88,16 @@ class PackedPages:
         check.tokens(key, value, slots, self.key_codes.shape[1], self.head_dim)
         check.slots(slots, self.key_codes.shape[0], self.block_size)
         check.ring_slots(ring_slots, slots, self.recent)
+        check.ordinals(ordinals, slots)
         if self.ring is not None and ring_slots is not None:
             check.slots(ring_slots, self.ring.blocks, self.ring.tokens, "ring_slots")
         key, value = key[: slots.shape[0]], value[: slots.shape[0]]
+        first = torch.zeros(len(slots), dtype=torch.bool)
+        if ordinals is not None:
+            first[: len(ordinals)] = ordinals == 1
         if slots.numel() and int(slots.min()) < 0:
             kept = slots >= 0
-            key, value, slots = key[kept], value[kept], slots[kept]
+            key, value, slots, first = key[kept], value[kept], slots[kept], first[kept]
             ring_slots = ring_slots[kept] if ring_slots is not None else None
         block = slots.div(self.block_size, rounding_mode="floor")
         place = slots - block * self.block_size
@@ -103,6 +110,8 @@ class PackedPages:
             x = x.float()
             if self.factors is not None:
                 mean, scale = self.factors.of(side)
+                if side == "key":
+                    mean = torch.where(first[:, None, None], self.factors.key_first, mean)
                 x = (x - mean) * scale
             x = x @ rotation
             codes, meta = encode(x, bits, group)
@@ -153,8 +162,11 @@ class PackedPages:
         sequences, heads = query.shape[:2]
         kv_heads = self.key_codes.shape[1]
         q = query.float().view(sequences, kv_heads, heads // kv_heads, self.head_dim)
+        apart = None
         if self.factors is not None:
-            q = q / self.factors.key_scale[:, None]  # and q . key_mean is the same for all tokens: no softmax sees it
+            # q . key_mean is the same for all tokens: no softmax sees it. The token at position 0 has another mean.
+            apart = (q * (self.factors.key_first - self.factors.key_mean)[:, None]).sum(-1).mul_(scale)
+            q = q / self.factors.key_scale[:, None]
         q = split((q @ rotation).mul_(scale), self.groups).transpose(2, 3)  # [S, H, groups, queries, g]
 
         group_scale, zero = self._meta(self.key_meta, table, self.fmt.key.bits)  # [S, H, groups, 1, L]
@@ -168,6 +180,8 @@ class PackedPages:
         if at is not None and fine_key is not None:
             finer = torch.matmul(q, fine_key.values.transpose(-1, -2)).mul_(fine_key.scales.unsqueeze(3)).sum(2)
             scores.scatter_add_(-1, at, finer)  # positions that are none have a scale of 0
+        if apart is not None:
+            scores[..., 0] += apart
         if softcap:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         p = scores.masked_fill_(past[:, None, None, :], -torch.inf).softmax(-1).unsqueeze(2)
@@ -246,6 +260,8 @@ class PackedPages:
             if self.factors is not None:
                 mean, scale = self.factors.of(side)
                 back = back / scale + mean
+                if side == "key":
+                    back[:1] += self.factors.key_first - mean
             sides.append(back)
         return sides[0], sides[1]
 

@@ -17,7 +17,8 @@ which is minimised in turns, each in closed form: m_c' is the mean of x_tc' weig
 M_cc' = sum_t g_tc^2 (x_tc' - m_c')^2 the scale obeys s_c^4 = (sum_c' M_cc' s_c'^2) / (sum_c' M_c'c / s_c'^2).
 
 Weighting the mean matters: the first token of a text is an attention sink whose key and value are far from all others'
-and which most queries look at; an unweighted mean of values doubles its error.
+and which most queries look at; an unweighted mean of values doubles its error. Its key, at position 0, has a mean of
+its own (`factors`), so it does not count in the fit of the others' mean and scale.
 
 From a forward pass alone (`Observed`; what an engine does by itself at start)
 ------------------------------------------------------------------------------
@@ -27,7 +28,8 @@ and the output o_i by p_it (v_t - o_i) of that; an error of a value by p_it e. W
     g_tc^2 ~ sum_i p_it^2 |v_t - o_i|^2 q_ic^2   for keys         g_tc^2 ~ sum_i p_it^2   for values
 
 over the queries i that read the token at the page's bits: at least RECENT tokens after it, since the recent window
-reads nearer ones at 8. Sinks count as much as they are looked at, which is most.
+reads nearer ones at 8. Sinks count as much as they are looked at, which is most; of a sequence's first token that is
+its value alone.
 """
 
 from __future__ import annotations
@@ -116,13 +118,21 @@ class Observed:
 
     def __init__(self, kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> None:
         self._key, self._value = (Moments(kv_heads, head_dim, device) for _ in range(2))
+        self._first = torch.zeros(kv_heads, head_dim, dtype=torch.float64, device=device)
+        self._sequences = 0
         self._broken = ""
+
+    def add_first(self, key: torch.Tensor) -> None:
+        """Count keys that stand at position 0 of a sequence: [sequences, kv_heads, D], any float dtype."""
+        self._note_broken(("keys", key))
+        self._first += key.double().sum(0)
+        self._sequences += key.shape[0]
 
     def add(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float = 0.0,
         sliding_window: int | None = None,
     ) -> None:  # fmt: skip
-        """Count one sequence, as causal attention sees it (after RoPE).
+        """Count one sequence, as causal attention sees it (after RoPE). Its first key tells nothing of the others.
 
         Args:
             query: [tokens, heads, D], any float dtype; heads is a multiple of kv_heads, grouped as in attention.
@@ -138,9 +148,7 @@ class Observed:
                 f"queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)} do not fit a "
                 f"layer of [tokens, {kv_heads}, {dim}]; give one layer's"
             )
-        for name, x in (("queries", query), ("keys", key), ("values", value)):
-            if not x.isfinite().all():
-                self._broken = self._broken or f"{name} are not finite in {int((~x.isfinite()).any(0).sum())} channels"
+        self._note_broken(("queries", query), ("keys", key), ("values", value))
         if self._broken:
             return
         group = query.shape[1] // kv_heads
@@ -149,7 +157,7 @@ class Observed:
                          softcap, sliding_window)
             for i in range(kv_heads)
         ]  # fmt: skip
-        self._key.add(key, torch.stack([k for k, _ in weights], 1))
+        self._key.add(key[1:], torch.stack([k for k, _ in weights], 1)[1:])
         self._value.add(value, torch.stack([v for _, v in weights], 1)[..., None].expand(value.shape))
 
     def still(self) -> int:
@@ -157,7 +165,8 @@ class Observed:
         return self._key.still() + self._value.still()
 
     def factors(self) -> Factors:
-        """The layer's factors, float32; scales have the geometric mean 1 per head.
+        """The layer's factors, float32; scales have the geometric mean 1 per head. Where no key of position 0 was
+        counted, its mean is that of the others.
 
         Raises:
             ValueError: queries, keys or values were not finite, or nothing was counted.
@@ -166,7 +175,14 @@ class Observed:
             raise ValueError(self._broken)
         if not self._key.tokens:
             raise ValueError("no token was counted; give text")
-        return Factors(*fit(self._key), *fit(self._value))
+        key = fit(self._key)
+        first = (self._first / self._sequences).float() if self._sequences else key[0].clone()
+        return Factors(*key, *fit(self._value), first)
+
+    def _note_broken(self, *read: tuple[str, torch.Tensor]) -> None:
+        for name, x in read:
+            if not self._broken and not x.isfinite().all():
+                self._broken = f"{name} are not finite in {int((~x.isfinite()).any(0).sum())} channels"
 
 
 def _information(

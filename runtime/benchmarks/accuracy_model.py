@@ -59,6 +59,7 @@ class Probe:
         self.head = self.model.get_output_embeddings().weight
         self.reading: Reading | None = None
         self._seen: dict[int, Observed] | None = None
+        self._lone = False
         self.rounded = False
         """Attention with probabilities rounded to the model's dtype: another kernel for the same formula."""
 
@@ -76,6 +77,9 @@ class Probe:
             ids, positions = tokens[at : at + length], torch.arange(first, first + length)
             self.model.model(ids[None], position_ids=positions[None], use_cache=False)
             at += length
+        self._lone = True
+        self.model.model(tokens[at:, None], use_cache=False)
+        self._lone = False
         found, self._seen = self._seen, None
         return [found[layer].factors() for layer in sorted(found)]
 
@@ -93,7 +97,10 @@ class Probe:
         if self._seen is not None:
             seen = self._seen.setdefault(module.layer_idx, Observed(key.shape[1], key.shape[3], key.device))
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-            seen.add(q, k, v, scale)
+            if self._lone:
+                seen.add_first(key[:, :, 0])
+            else:
+                seen.add(q, k, v, scale)
         if self.reading is None:
             out = _rounded(query, key, value, scale) if self.rounded else _causal(query, key, value, scale)
         else:

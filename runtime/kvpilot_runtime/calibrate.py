@@ -28,7 +28,7 @@ from kvpilot_kernels.fit import RECENT, Moments, fit
 from kvpilot_kernels.reference.windowed import windowed
 from kvpilot_runtime import calibration, held_out
 from kvpilot_runtime.calibration import ModelFacts
-from kvpilot_runtime.calibration_text import LONGEST, text_ids
+from kvpilot_runtime.calibration_text import LONGEST, beginnings, lone, text_ids
 
 _HOOK = "kvpilot_calibrate"
 _CHUNK = 256  # tokens whose logits are held at once
@@ -92,13 +92,15 @@ def sequences(tokenizer: Any, texts: list[str], length: int, limit: int) -> list
 
 
 def calibrate(
-    model: Any, pieces: list[torch.Tensor], facts: ModelFacts, recent: int = RECENT, progress: Progress | None = None
-) -> list[Factors]:
+    model: Any, pieces: list[torch.Tensor], first: torch.Tensor, facts: ModelFacts, recent: int = RECENT,
+    progress: Progress | None = None,
+) -> list[Factors]:  # fmt: skip
     """Factors of every layer of a transformers causal language model that was loaded with `attn_implementation` of
     `hook()`. Layers without attention get factors that change nothing.
 
     Args:
-        pieces: token ids, int64 [tokens] each. recent: tokens of the window that will be served.
+        pieces: token ids, int64 [tokens] each. first: token ids, int64 [n], that prompts begin with.
+        recent: tokens of the window that will be served.
 
     Raises:
         CalibrateError: attention that our formats do not serve, or gradients that are not finite.
@@ -119,8 +121,10 @@ def calibrate(
     if not recorder.keys:
         raise CalibrateError(f"no layer of {type(model).__name__} keeps keys and values; there is nothing to calibrate")
     found = [Factors.identity(facts.kv_heads, facts.head_dim) for _ in range(facts.layers)]
+    at_zero = held_out.first_keys(model, _HOOK, first.to(model.get_input_embeddings().weight.device))
     for layer in recorder.keys:
-        found[layer] = Factors(*fit(recorder.keys[layer]), *fit(recorder.values[layer])).to("cpu")
+        mean = at_zero[layer].float().mean(0)
+        found[layer] = Factors(*fit(recorder.keys[layer]), *fit(recorder.values[layer]), mean).to("cpu")
     return found
 
 
@@ -188,8 +192,10 @@ class _Recorder:
                 moments = side.setdefault(layer, Moments(x.shape[1], x.shape[3], x.device))
                 if x.grad is None:
                     raise CalibrateError(f"layer {layer} has no gradient; this model cannot be calibrated")
+                # Position 0 has a mean of its own for its key.
+                past = slice(1 if side is self.keys else 0, None)
                 try:
-                    moments.add(x.detach()[0].transpose(0, 1), x.grad[0].transpose(0, 1).double().square())
+                    moments.add(x.detach()[0].transpose(0, 1)[past], x.grad[0].transpose(0, 1)[past].double().square())
                 except ValueError as error:
                     raise CalibrateError(f"layer {layer}: {error}") from error
         self._pass.clear()
@@ -268,7 +274,9 @@ def run(
     def report(done: int, total: int) -> None:
         print(f"\r{done:,} of {total:,} tokens", end="" if done < total else "\n", file=sys.stderr, flush=True)
 
-    layers = calibrate(loaded, pieces, facts, recent, report)
+    text = torch.cat(pieces).tolist()
+    first = torch.tensor(beginnings(tokenizer, text, max(1, lone(len(text)))))
+    layers = calibrate(loaded, pieces, first, facts, recent, report)
     calibration.save(output, layers, facts)
     read = sum(piece.numel() for piece in pieces)
     print(gain(loaded, tokenizer, kept_back, layers, recent, facts, read), file=sys.stderr)

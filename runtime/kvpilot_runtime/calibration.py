@@ -1,8 +1,9 @@
 """Calibration files: the static factors of every layer of one model, as `kvpilot calibrate` writes them.
 
-A file is safetensors: float32 tensors `layers.{i}.key_mean`, `.key_scale`, `.value_mean` and `.value_scale`, each
-[kv_heads, head_dim], for keys after RoPE (what the cache stores), and in the metadata the facts of the model that they
-belong to. A file for another model would give wrong answers without any error later, so it is refused here.
+A file is safetensors: float32 tensors `layers.{i}.key_mean`, `.key_scale`, `.value_mean`, `.value_scale` and
+`.key_first`, each [kv_heads, head_dim], for keys after RoPE (what the cache stores), and in the metadata the facts of
+the model that they belong to. A file for another model would give wrong answers without any error later, so it is
+refused here. A file of version 1 has no `key_first`, and `key_mean` stands for it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ VARIABLE = "KVPILOT_CALIBRATION"
 
 OFF = "off"
 
-_KIND, _VERSION = "kvpilot-calibration", "1"
+_KIND, _VERSION, _WITHOUT_FIRST = "kvpilot-calibration", "2", "1"
 _NAMES = tuple(f.name for f in fields(Factors))
 _NOT_IDENTITY = {
     "_name_or_path", "architectures", "attn_implementation", "dtype", "torch_dtype", "transformers_version",
@@ -191,21 +192,24 @@ def load(path: Path, facts: ModelFacts) -> Calibration:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
     except (SafetensorError, OSError) as error:
         raise CalibrationError(path, f"it is no safetensors file ({error})", again) from error
-    if metadata.get("format") != _KIND or metadata.get("version") != _VERSION:
-        got = f"format {metadata.get('format')!r} version {metadata.get('version')!r}"
+    version = metadata.get("version")
+    if metadata.get("format") != _KIND or version not in (_VERSION, _WITHOUT_FIRST):
+        got = f"format {metadata.get('format')!r} version {version!r}"
         raise CalibrationError(path, f"{got} is not {_KIND!r} version {_VERSION!r}", again)
     for f in fields(facts):
         wanted, held = str(getattr(facts, f.name)), metadata.get(f.name)
         if held != wanted:
             raise CalibrationError(path, f"{f.name} is {held!r} and the model's is {wanted!r}", again)
-    shape = (facts.kv_heads, facts.head_dim)
-    return Calibration(tuple(Factors(*_checked(path, tensors, i, shape)) for i in range(facts.layers)))
+    shape, names = (facts.kv_heads, facts.head_dim), _NAMES if version == _VERSION else _NAMES[:-1]
+    return Calibration(tuple(Factors(*_checked(path, tensors, i, shape, names)) for i in range(facts.layers)))
 
 
-def _checked(path: Path, tensors: dict[str, torch.Tensor], layer: int, shape: tuple[int, int]) -> list[torch.Tensor]:
-    """The tensors of one layer, in the order of Factors' fields."""
+def _checked(
+    path: Path, tensors: dict[str, torch.Tensor], layer: int, shape: tuple[int, int], names: Sequence[str]
+) -> list[torch.Tensor]:
+    """The tensors `names` of one layer."""
     found = []
-    for name in _NAMES:
+    for name in names:
         key = f"layers.{layer}.{name}"
         tensor = tensors.get(key)
         problem = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import MultipleOf
 
 from kvpilot_kernels.cpu import PackedPages
@@ -39,6 +40,7 @@ class Metadata:
         seq_lens: int32 [sequences], tokens stored after this step.
         decode_sequences, decode_rows: int64, sequences with one new token and the batch rows of these tokens.
         prefills: the other sequences.
+        ordinals: int64 [tokens], each token's place in its sequence from 1 on.
     """
 
     block_table: torch.Tensor
@@ -47,6 +49,17 @@ class Metadata:
     decode_rows: torch.Tensor
     prefills: list[Prefill]
     slot_mapping: torch.Tensor
+    ordinals: torch.Tensor
+
+
+def positions_of(starts: torch.Tensor, seq_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each token of a batch its sequence and its position there, int64 [tokens].
+
+    Args:
+        starts: int64 [sequences + 1], first rows. seq_lens: int [sequences], tokens stored after this step.
+    """
+    owner = torch.repeat_interleave(torch.arange(len(seq_lens)), starts[1:] - starts[:-1])
+    return owner, seq_lens.long()[owner] - (starts[1:][owner] - torch.arange(len(owner)))
 
 
 class CpuBuilder(PackedBuilder):
@@ -64,8 +77,9 @@ class CpuBuilder(PackedBuilder):
         for i in (lengths > 1).nonzero().flatten().tolist():
             start, end = int(starts[i]), int(starts[i + 1])
             prefills.append(Prefill(i, start, end, int(seq_lens[i]) - (end - start)))
+        _, positions = positions_of(starts, seq_lens)
         return Metadata(common.block_table_tensor[:sequences], seq_lens, decode, starts[:-1][decode], prefills,
-                        common.slot_mapping)  # fmt: skip
+                        common.slot_mapping, positions + 1)  # fmt: skip
 
 
 class CpuRingBuilder(PackedBuilder):
@@ -76,13 +90,12 @@ class CpuRingBuilder(PackedBuilder):
         common, spec = common_attn_metadata, self.kv_cache_spec
         sequences = common.num_reqs
         starts = common.query_start_loc[: sequences + 1].long()
-        owner = torch.repeat_interleave(torch.arange(sequences), starts[1:] - starts[:-1])
-        ends = common.seq_lens[:sequences].long()[owner]
-        positions = ends - (starts[1:][owner] - torch.arange(len(owner)))
+        seq_lens = common.seq_lens[:sequences].long()
+        owner, positions = positions_of(starts, seq_lens)
         table = common.block_table_tensor[:sequences, : spec.ring_blocks]
         table = table.masked_fill(table <= 0, -1)  # vLLM fills what nobody has with block 0, which nobody may have
         slots = torch.full((common.slot_mapping.shape[0],), -1)
-        slots[: len(owner)] = ring_slots(positions, ends, table[owner], spec.recent, spec.ring_tokens)
+        slots[: len(owner)] = ring_slots(positions, seq_lens[owner], table[owner], spec.recent, spec.ring_tokens)
         return Rings(slots, table)
 
 
@@ -104,7 +117,9 @@ class CpuImpl(PackedImpl):
         rings, ring_slots = self.rings(), None
         if self.ring is not None:
             ring_slots = torch.full_like(slot_mapping, -1) if rings is None else rings.slots[: slot_mapping.shape[0]]
-        self._packed(layer, kv_cache).store(key, value, slot_mapping, ring_slots)
+        step = get_forward_context().attn_metadata  # none where vLLM warms up, with slots of padding
+        ordinals = step[layer.layer_name].ordinals if step else None
+        self._packed(layer, kv_cache).store(key, value, slot_mapping, ring_slots, ordinals)
 
     def forward(
         self,

@@ -79,7 +79,9 @@ class CudaImpl(PackedImpl):
         pages = self._pages_of(layer, kv_cache, meta.plan.shape)
         rings = self.rings()
         ring_slots = None if rings is None else rings.slots[: meta.slot_mapping.shape[0]]
-        pages.store(query, key, value, meta.slot_mapping, meta.plan, meta.decodes, self.scale, ring_slots)
+        pages.store(
+            query, key, value, meta.slot_mapping, meta.plan, meta.decodes, self.scale, ring_slots, meta.ordinals
+        )
         if meta.decodes:
             pages.decode(meta.block_table, meta.seq_lens, meta.plan, out, None if rings is None else rings.table)
         if meta.prefills is not None:

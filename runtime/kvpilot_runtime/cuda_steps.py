@@ -38,7 +38,8 @@ class Prefills:
     Attributes:
         starts: int32 [sequences + 1], first rows counted from the first prefilling token.
         longest, tokens: new tokens of one sequence at most, and of all; rows after them are padding.
-        block_table: int32 [sequences, blocks]. context_chunks: of their contexts, empty where nobody has one.
+        block_table: int32 [sequences, blocks]. ordinals: int32 [tokens], each one's place in its sequence from 1 on.
+        context_chunks: of their contexts, empty where nobody has one.
         whole: context and new tokens at once, where chunks read themselves back (`PREFILL_FROM_PAGES`).
     """
 
@@ -46,19 +47,24 @@ class Prefills:
     longest: int
     tokens: int
     block_table: torch.Tensor
+    ordinals: torch.Tensor
     context_chunks: list[ContextChunk]
     whole: ContextChunk | None = None
 
 
 @dataclass
 class Metadata:
-    """What `forward` needs of a batch: the first `decodes` rows decode, the others are `prefills`."""
+    """What `forward` needs of a batch: the first `decodes` rows decode, the others are `prefills`.
+
+    `ordinals`: int32 [tokens without padding], each token's place in its sequence from 1 on.
+    """
 
     plan: Plan
     decodes: int
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     slot_mapping: torch.Tensor
+    ordinals: torch.Tensor
     prefills: Prefills | None
 
 
@@ -115,11 +121,11 @@ class CudaBuilder(PackedBuilder):
         common = common_attn_metadata
         self.warm_up(common.block_table_tensor.stride(0))
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
-        self.plan.update(common.seq_lens[:decodes], overlap=not prefills)
-        return Metadata(
-            self.plan, decodes, common.block_table_tensor, common.seq_lens[:decodes], common.slot_mapping,
-            self._prefills(common, decodes, decode_tokens) if prefills else None,
-        )  # fmt: skip
+        lens = common.seq_lens[:decodes]
+        self.plan.update(lens, overlap=not prefills)
+        found = self._prefills(common, decodes, decode_tokens) if prefills else None
+        ordinals = torch.cat([lens, found.ordinals]) if found else lens
+        return Metadata(self.plan, decodes, common.block_table_tensor, lens, common.slot_mapping, ordinals, found)
 
     def warm_up(self, width: int) -> None:
         """Compile every variant of our kernels that serving can reach, for block tables of `width` columns.
@@ -151,8 +157,9 @@ class CudaBuilder(PackedBuilder):
                 self.plan.update(lens[:count], overlap)
                 ring_slots, ring_table = (slots[:count], rings[:count]) if shape.recent else (None, None)
                 pages.store(
-                    query[:count], fresh[:count], fresh[:count], slots[:count], self.plan, count, 1.0, ring_slots
-                )
+                    query[:count], fresh[:count], fresh[:count], slots[:count], self.plan, count, 1.0, ring_slots,
+                    lens[:count],
+                )  # fmt: skip
                 pages.decode(table[:count], lens[:count], self.plan, query[:count], ring_table)
         rows = torch.tensor([0, 1], dtype=torch.int32, **make)
         for first in range(2):
@@ -165,7 +172,10 @@ class CudaBuilder(PackedBuilder):
         lens = common.seq_lens.cpu() if lens is None else lens
         context = lens[decodes : common.num_reqs] - new
         block_table = common.block_table_tensor[decodes : common.num_reqs]
-        prefills = Prefills(self._upload(starts.int()), int(new.max()), int(starts[-1]), block_table, [])
+        ordinals = torch.arange(1, int(starts[-1]) + 1) + torch.repeat_interleave(context - starts[:-1], new)
+        prefills = Prefills(
+            self._upload(starts.int()), int(new.max()), int(starts[-1]), block_table, self._upload(ordinals.int()), []
+        )
         if self.read_back:
             prefills.whole = self._context_chunk(0, context + new)
             return prefills

@@ -41,12 +41,28 @@ class Attention:
 def exact(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attention in the model's own elements: one sequence, [1, heads, tokens, D]."""
+    """Attention in the model's own elements: sequences of one length, [sequences, heads, tokens, D]."""
     how, fresh = Attention.of(module, options), (key, value)
     out = windowed(
         query, fresh, fresh, how.scale, 0, softcap=how.softcap, sliding_window=how.sliding_window
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
+
+
+def first_keys(model: Any, hook: str, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
+    """The keys of `tokens`, int64 [n], where each stands alone at position 0: by layer, [n, kv_heads, D]."""
+    seen: dict[int, torch.Tensor] = {}
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+    ) -> Any:
+        seen[module.layer_idx] = key[:, :, 0]
+        return exact(module, query, key, value, mask, **options)
+
+    AttentionInterface.register(hook, attend)
+    with torch.inference_mode():
+        model.get_decoder()(tokens[:, None], use_cache=False)
+    return seen
 
 
 def self_calibrated(model: Any, hook: str, tokens: torch.Tensor, context: int) -> dict[int, Factors]:
@@ -70,6 +86,10 @@ def self_calibrated(model: Any, hook: str, tokens: torch.Tensor, context: int) -
             positions = torch.arange(first, first + length, device=tokens.device)[None]
             model.get_decoder()(tokens[None, at : at + length], position_ids=positions, use_cache=False)
             at += length
+    with torch.inference_mode():
+        for layer, keys in first_keys(model, hook, tokens[at:]).items():
+            if layer in seen:
+                seen[layer].add_first(keys)
     return {layer: found.factors() for layer, found in seen.items()}
 
 

@@ -111,7 +111,9 @@ def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[st
     seen = {name: Observed(layer.impl.num_kv_heads, layer.impl.head_size, device) for name, layer in layers.items()}
     ids = torch.tensor(tokens, device=device)
     plan = passes(len(tokens), config.model_config.max_model_len)
-    positions = torch.cat([torch.arange(first, first + length, device=device) for length, first in plan])
+    positions = torch.zeros(len(tokens), dtype=torch.int64, device=device)  # as it is for those that stand alone
+    in_sequences = torch.cat([torch.arange(first, first + length, device=device) for length, first in plan])
+    positions[: len(in_sequences)] = in_sequences
     if config.model_config.uses_mrope:
         positions = positions.expand(3, -1)
     try:
@@ -142,7 +144,10 @@ def _fill(layers: dict[str, Any], seen: dict[str, Observed]) -> None:
 
 
 class _Chunk:
-    """Stands in for a layer's attention: each sequence of the chunk attends to itself, and is counted."""
+    """Stands in for a layer's attention: each sequence of the chunk attends to itself, and is counted.
+
+    The tokens after the sequences of `lengths` stand alone.
+    """
 
     def __init__(self, impl: Any, sliding_window: int | None, seen: Observed | None, lengths: list[int]) -> None:
         self.scale, self.softcap = float(impl.scale), float(_softcap(impl))
@@ -162,6 +167,9 @@ class _Chunk:
                 self.seen.add(query[rows], key[rows], value[rows], *how)
             out[rows] = causal(query[rows], key[rows], value[rows], *how)
             start += length
+        if self.seen is not None:
+            self.seen.add_first(key[start:])
+        out[start:] = value[start:].repeat_interleave(query.shape[1] // value.shape[1], 1)
         return output
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kvpilot_kernels import formats
+from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.pages import GpuPages
 from kvpilot_kernels.gpu.tuning import Choice
@@ -101,6 +102,10 @@ class Engine:
         self.impl = module.CudaImpl(HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, name)
         self.impl.recent = recent
         layer = SimpleNamespace(impl=self.impl, layer_name="model.layers.0.self_attn.attn")
+        # Keys at position 0 alone have a mean: every step must know which they are.
+        self.factors = Factors.identity(KV_HEADS, DIM)
+        self.factors.key_first.copy_(torch.arange(DIM).cos())
+        self.impl.set_factors(layer, self.factors)
         config = SimpleNamespace(
             compilation_config=SimpleNamespace(static_forward_context={"x": layer}, max_cudagraph_capture_size=8),
             scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=256),
@@ -166,9 +171,9 @@ class Engine:
             if count == 1 and self.recent:
                 wanted = self.with_window(query[at], keys, values)[None]
             elif count == 1:
-                wanted = decode_reference(query[at], keys, values, self.fmt, scale)[None]
+                wanted = decode_reference(query[at], keys, values, self.fmt, scale, self.factors)[None]
             else:
-                wanted = prefill_reference(query[rows], keys, values, before[name], self.fmt, scale)
+                wanted = prefill_reference(query[rows], keys, values, before[name], self.fmt, scale, self.factors)
             found = out[rows].view(count, HEADS, DIM)
             assert ((found - wanted).norm(dim=-1) < 2e-3 * wanted.norm(dim=-1)).all(), name
             at += count
@@ -188,7 +193,7 @@ class Engine:
         """Attention of one query that reads the window's tokens finer."""
         near = (torch.arange(len(keys)) >= len(keys) - self.recent)[:, None, None]
         read = [
-            torch.where(near, *(round_trip(x, self.fmt, side, recent=r) for r in (True, False)))
+            torch.where(near, *(round_trip(x, self.fmt, side, self.factors, r) for r in (True, False)))
             for x, side in ((keys, "key"), (values, "value"))
         ]
         return attend(query[None], *read, DIM**-0.5)[0]
@@ -211,7 +216,8 @@ def test_prompts_in_chunks_decodes_and_mixed_steps_equal_the_reference(cuda: Any
     engine.step({"a": 40}, padding=0)
     engine.step({"a": 1, "b": 70}, padding=9)
     engine.step({"a": 1, "b": 30, "c": 20}, padding=3)
-    engine.step({"a": 1, "b": 1, "c": 44}, padding=20)
+    engine.step({"a": 1, "d": 1, "b": 1, "c": 44}, padding=20)  # d is a prompt of one token
+    engine.step({"a": 1, "d": 1}, padding=0)
     engine.step({"a": 1, "b": 1, "c": 1}, padding=5)
 
 

@@ -9,7 +9,7 @@ from kvpilot_kernels import formats
 from kvpilot_kernels.gpu import decode, pages
 from kvpilot_kernels.reference.attention import decode_reference
 from support.gluon_eager import EagerKernel
-from support.gpu_batch import Batch
+from support.gpu_batch import Batch, ordinals
 
 CLOSE = 1e-3
 """Of a head's norm: queries are float16 on their way into decode, and probabilities into the tensor cores."""
@@ -32,8 +32,10 @@ def assert_equals_reference(batch: Batch) -> None:
             assert torch.equal(out[i], torch.zeros_like(out[i]))
             continue
         last = slice(-batch.window if batch.window else None, None)
-        key, value = batch.keys[i], batch.values[i]
-        wanted = decode_reference(query[i], key[last], value[last], batch.fmt, batch.scale, batch.factors)
+        key, value, begin = batch.keys[i], batch.values[i], max(0, n - batch.window) if batch.window else 0
+        wanted = decode_reference(
+            query[i], key[last], value[last], batch.fmt, batch.scale, batch.factors, begin=begin
+        )  # fmt: skip
         assert off(out[i].double(), wanted) < CLOSE
 
 
@@ -63,7 +65,7 @@ def test_decode_equals_the_reference_however_the_work_is_cut(
 @given(st.sampled_from(formats.own_names()), st.lists(st.integers(0, 120), min_size=1, max_size=2),
        st.integers(1, 60), st.integers(1, 3), seeds)  # fmt: skip
 def test_a_window_sees_the_last_tokens_only(name: str, lengths: list[int], window: int, wave: int, seed: int) -> None:
-    assert_equals_reference(Batch(name, 64, lengths, seed, ratio=2, wave=wave, window=window))
+    assert_equals_reference(Batch(name, 64, lengths, seed, ratio=2, wave=wave, window=window, calibrated=True))
 
 
 @settings(max_examples=8)
@@ -75,6 +77,16 @@ def test_softcap_bends_scores_as_on_cpu(name: str, length: int, softcap: float, 
     assert off(out, wanted) < CLOSE
     if softcap < 10:  # scores reach about 10
         assert off(out, batch.cpu.decode(query, batch.table, batch.lens, batch.scale)) > 5 * CLOSE
+
+
+@pytest.mark.parametrize("softcap", [0.5, 5.0, 30.0])
+def test_the_first_key_has_its_mean_before_softcap_bends_its_score(softcap: float) -> None:
+    batch = Batch("k4v4", 64, [40], seed=3, ratio=2, softcap=softcap, calibrated=True)
+    query = batch.queries()
+    out, wanted = batch.decode(query), batch.cpu.decode(query, batch.table, batch.lens, batch.scale, softcap)
+    assert off(out, wanted) < 5 * CLOSE  # factors make scores larger, and queries are float16
+    batch.factors.key_first.copy_(batch.factors.key_mean)
+    assert off(out, batch.cpu.decode(query, batch.table, batch.lens, batch.scale, softcap)) > 10 * CLOSE
 
 
 def test_one_token_out_of_many_can_take_all_the_weight() -> None:
@@ -155,13 +167,14 @@ def test_a_kernel_that_starts_early_reads_queries_and_the_last_two_tokens_only_a
     query = batch.queries()
     wanted, plan, waits = batch.decode(query), batch.plan(), 0
     batch.rotate(query, plan)
-    rotated = plan.rotated.clone()
+    rotated, apart = plan.rotated.clone(), plan.apart.clone()
     stored = [i for i, n in enumerate(lengths) if n]
     # Not there yet: the step's own token, and the end of a block that another sequence fills in the same step.
     late = torch.cat([batch.slots[i][-2:] for i in stored])
 
     def hold_back() -> None:
         plan.rotated.fill_(torch.nan)
+        plan.apart.fill_(torch.nan)
         for part in (batch.cpu.key_codes, batch.cpu.value_codes):
             part[late // 16, :, late % 16] = 255
         for part in (batch.cpu.key_meta, batch.cpu.value_meta):
@@ -171,8 +184,13 @@ def test_a_kernel_that_starts_early_reads_queries_and_the_last_two_tokens_only_a
         nonlocal waits
         waits += 1
         plan.rotated.copy_(rotated)
+        plan.apart.copy_(apart)
         for i in stored:
-            batch.cpu.store(batch.keys[i][-2:], batch.values[i][-2:], batch.slots[i][-2:])
+            n = batch.lengths[i]
+            these = slice(max(0, n - 2), n)
+            batch.cpu.store(
+                batch.keys[i][these], batch.values[i][these], batch.slots[i][these], ordinals=ordinals(these.start, n)
+            )  # fmt: skip
 
     monkeypatch.setattr(pages, "decode_kernel", EagerKernel(decode, "decode_kernel", hold_back, store))
     plan.overlap = True

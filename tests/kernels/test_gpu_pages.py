@@ -10,7 +10,7 @@ from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.gpu.tuning import Choice
 from kvpilot_kernels.reference.attention import decode_reference
-from support.gpu_batch import CPU, PAST_THE_END, generator, poisoned, some_factors
+from support.gpu_batch import CPU, PAST_THE_END, generator, ordinals, poisoned, some_factors
 
 K4V4 = formats.parse("k4v4")
 ROW = K4V4.row_bytes(64)
@@ -140,19 +140,21 @@ def test_sequences_grow_token_by_token_as_the_reference_says(name: str, dim: int
 
     key, value = both([slice(0, n) for n in prompts])
     where = torch.cat([slots(i, 0, n) for i, n in enumerate(prompts)])
-    pages.store(key.repeat_interleave(ratio, 1), key, value, where, plan, 0, 1.0)
+    first = torch.cat([ordinals(0, n) for n in prompts])
+    pages.store(key.repeat_interleave(ratio, 1), key, value, where, plan, 0, 1.0, ordinals=first)
     for step in range(steps):
         lens = [n + step + 1 for n in prompts]
         key, value = both([slice(n - 1, n) for n in lens])
         query = torch.randn(3, heads * ratio, dim, generator=rng)
-        plan.update(torch.tensor(lens, dtype=torch.int32))
+        counts = torch.tensor(lens, dtype=torch.int32)
+        plan.update(counts)
         where = torch.cat([slots(i, n - 1, n) for i, n in enumerate(lens)])
-        pages.store(query, key, value, where, plan, 3, dim**-0.5)
+        pages.store(query, key, value, where, plan, 3, dim**-0.5, ordinals=counts)
         seen = table.clone()
         for i, n in enumerate(lens):
             seen[i, -(-n // 16) :] = PAST_THE_END
         out = torch.full((3, heads * ratio, dim), torch.nan)
-        pages.decode(seen, torch.tensor(lens, dtype=torch.int32), plan, out)
+        pages.decode(seen, counts, plan, out)
         for i, n in enumerate(lens):
             wanted = decode_reference(query[i], keys[i][:n], values[i][:n], fmt, dim**-0.5, factors)
             assert ((out[i] - wanted).norm(dim=-1) < 2e-3 * wanted.norm(dim=-1)).all()

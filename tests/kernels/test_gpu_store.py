@@ -11,7 +11,7 @@ from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu.pages import LOG2_E, GpuPages, Plan, Shape
 from kvpilot_kernels.reference.hadamard import hadamard
 from kvpilot_kernels.reference.quantize import encode, pack
-from support.gpu_batch import CPU, generator, poisoned, some_factors
+from support.gpu_batch import CPU, generator, ordinals, poisoned, some_factors
 
 KV_HEADS, RATIO, BLOCKS = 2, 3, 5
 names, dims = st.sampled_from(formats.own_names()), st.sampled_from(formats.HEAD_DIMS)
@@ -32,13 +32,13 @@ def whole(tokens: int, dim: int, rng: torch.Generator) -> torch.Tensor:
 
 
 def store(cache: torch.Tensor, fmt: formats.Format, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor,
-          factors: Factors | None = None) -> None:  # fmt: skip
+          factors: Factors | None = None, ordinals: torch.Tensor | None = None) -> None:  # fmt: skip
     """Store by the GPU's kernel, without queries."""
     dim = key.shape[-1]
     shape = Shape(fmt, dim, KV_HEADS, RATIO, cache.shape[2], CPU)
     query = torch.full((len(key), KV_HEADS * RATIO, dim), torch.nan)
     pages = GpuPages(cache, shape, factors or Factors.identity(KV_HEADS, dim))
-    pages.store(query, key, value, slots, Plan(shape, 1), 0, 1.0)
+    pages.store(query, key, value, slots, Plan(shape, 1), 0, 1.0, ordinals=ordinals)
 
 
 def store_rounded_once(cache: torch.Tensor, fmt: formats.Format, key: torch.Tensor, value: torch.Tensor,
@@ -77,11 +77,11 @@ def test_what_is_read_back_is_as_close_as_the_cpus(
     factors = some_factors(KV_HEADS, dim, rng) if calibrated else Factors.identity(KV_HEADS, dim)
     key, value = (torch.randn(tokens, KV_HEADS, dim, generator=rng).to(dtype) for _ in "kv")
     ours, theirs = (poisoned(1 + -(-tokens // block_size), KV_HEADS, block_size, fmt, dim) for _ in range(2))
-    slots = block_size + torch.arange(tokens)
+    slots, numbers = block_size + torch.arange(tokens), ordinals(0, tokens)
     table = 1 + torch.arange(-(-tokens // block_size))
-    store(ours, fmt, key, value, slots, factors)
+    store(ours, fmt, key, value, slots, factors, numbers)
     cpu = PackedPages(theirs, fmt, dim, factors)
-    cpu.store(key, value, slots)
+    cpu.store(key, value, slots, ordinals=numbers)
     # Sums in another order move an element across a boundary now and then, never the accuracy.
     assert (ours != theirs).float().mean() < 2e-3
     read, wanted = PackedPages(ours, fmt, dim, factors).read(table, tokens), cpu.read(table, tokens)
@@ -146,11 +146,16 @@ def test_queries_that_decode_are_divided_rotated_and_scaled(
     query = torch.randn(tokens, KV_HEADS * ratio, dim, generator=rng)
     nothing, plan = torch.zeros(tokens, KV_HEADS, dim), Plan(shape, tokens)
     plan.rotated.fill_(torch.nan)
+    plan.apart.fill_(torch.nan)
     pages = GpuPages(poisoned(1, KV_HEADS, 16, fmt, dim), shape, factors)
     pages.store(query, nothing, nothing, torch.full((tokens,), -1), plan, decodes, dim**-0.5)
     wanted = query.double() / factors.key_scale.double().repeat_interleave(ratio, 0)
     wanted = wanted @ hadamard(dim, torch.float64) * (dim**-0.5 * LOG2_E)
     assert torch.allclose(plan.rotated[:decodes].double(), wanted[:decodes], rtol=2**-10, atol=1e-6)
+    apart = (factors.key_first - factors.key_mean).double().repeat_interleave(ratio, 0)
+    apart = (query.double() * apart).sum(-1) * (dim**-0.5 * LOG2_E)
+    assert torch.allclose(plan.apart[:decodes].double(), apart[:decodes], rtol=1e-4, atol=1e-5)
+    assert plan.apart[decodes:].isnan().all()
     assert plan.rotated[decodes:].isnan().all()
     assert (pages.cache == 255).all()
 

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.reference.attention import decode_reference
-from kvpilot_runtime import backend, compat
+from kvpilot_runtime import backend, compat, cpu
 
 MADE_UP = replace(formats.parse("k8v4"), name="k8v2", value=formats.Side(2, 2, 64))
 
@@ -68,19 +68,24 @@ def test_one_row_of_the_table_is_enough_to_serve_a_token(
     layer = SimpleNamespace(layer_name="model.layers.0.self_attn.attn")
     rng = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(tokens, n, dim, generator=rng) for n in (heads, kv_heads, kv_heads))
-    for t in range(tokens):
-        new = slice(t, t + 1)
-        impl.do_kv_cache_update(layer, key[new], value[new], pages, torch.tensor([32 + t]))
+    factors = Factors.identity(kv_heads, dim)
+    factors.key_first.add_(5.0)  # of the key at position 0 alone: the layer must know which that is
+    impl.set_factors(layer, factors)
     config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=made_up.name))
     builder = cls.get_builder_cls()(spec, ["x"], config, torch.device("cpu"))
-    lens = torch.tensor([tokens], dtype=torch.int32)
-    meta = builder.build(0, SimpleNamespace(
-        num_reqs=1, query_start_loc=torch.tensor([0, 1]), seq_lens=lens, slot_mapping=torch.tensor([36]),
-        block_table_tensor=torch.tensor([[2]], dtype=torch.int32),
-    ))  # fmt: skip
+    step = SimpleNamespace(attn_metadata=None)
+    monkeypatch.setattr(cpu, "get_forward_context", lambda: step)
+    for new in (slice(0, 3), slice(3, 4), slice(4, 5)):  # a prompt, then step by step
+        lens, slots = torch.tensor([new.stop], dtype=torch.int32), 32 + torch.arange(new.start, new.stop)
+        meta = builder.build(0, SimpleNamespace(
+            num_reqs=1, query_start_loc=torch.tensor([0, len(slots)]), seq_lens=lens, slot_mapping=slots,
+            block_table_tensor=torch.tensor([[2]], dtype=torch.int32),
+        ))  # fmt: skip
+        step.attn_metadata = {layer.layer_name: meta}
+        impl.do_kv_cache_update(layer, key[new], value[new], pages, slots)
     out = torch.empty(1, heads, dim)
     impl.forward(layer, query[-1:], key[-1:], value[-1:], pages, meta, out)
-    wanted = decode_reference(query[-1], key, value, made_up, dim**-0.5)
+    wanted = decode_reference(query[-1], key, value, made_up, dim**-0.5, factors)
     torch.testing.assert_close(out[0].double(), wanted, atol=1e-4, rtol=0)
 
 

@@ -23,7 +23,8 @@ def some_layers(facts: calibration.ModelFacts, seed: int = 0) -> list[Factors]:
     shape = (facts.kv_heads, facts.head_dim)
     return [
         Factors(torch.randn(shape, generator=rng), torch.rand(shape, generator=rng) + 0.5,
-                torch.randn(shape, generator=rng), torch.rand(shape, generator=rng) + 0.5)
+                torch.randn(shape, generator=rng), torch.rand(shape, generator=rng) + 0.5,
+                torch.randn(shape, generator=rng))
         for _ in range(facts.layers)
     ]  # fmt: skip
 
@@ -40,15 +41,30 @@ def changed(file: Path, metadata: dict[str, str] | None = None, **tensors: torch
     data = {**load_file(file), **{name.replace("__", "."): tensor for name, tensor in tensors.items()}}
     save_file(
         {name: tensor for name, tensor in data.items() if tensor is not None},
-        file, {"format": "kvpilot-calibration", "version": "1", **facts, **(metadata or {})},
+        file, {"format": "kvpilot-calibration", "version": "2", **facts, **(metadata or {})},
     )  # fmt: skip
 
 
 def test_what_is_saved_is_loaded(file: Path) -> None:
     loaded = calibration.load(file, FACTS)
     for wanted, got in zip(some_layers(FACTS), loaded.layers, strict=True):
-        assert all(torch.equal(getattr(wanted, n), getattr(got, n)) for n in ("key_mean", "key_scale", "value_mean", "value_scale"))  # fmt: skip  # noqa: E501
+        assert all(torch.equal(getattr(wanted, f.name), getattr(got, f.name)) for f in dataclasses.fields(Factors))
     assert loaded.for_layer("model.layers.2.self_attn.attn") is loaded.layers[2]
+
+
+def test_a_file_from_before_the_first_key_had_a_mean_of_its_own_means_the_common_one(file: Path) -> None:
+    now = calibration.load(file, FACTS).layers
+    changed(file, {"version": "1"}, **{f"layers__{i}__key_first": None for i in range(3)})
+    before = calibration.load(file, FACTS).layers
+    assert all(torch.equal(layer.key_first, layer.key_mean) for layer in before)
+    assert all(torch.equal(a.key_mean, b.key_mean) for a, b in zip(before, now, strict=True))
+
+
+def test_the_hash_is_over_the_first_keys_too() -> None:
+    layers = some_layers(FACTS)
+    other = [*layers[:2], dataclasses.replace(layers[2], key_first=layers[2].key_first + 1)]
+    assert calibration.digest(layers) == calibration.digest(some_layers(FACTS))
+    assert calibration.digest(layers) != calibration.digest(other)
 
 
 @pytest.mark.parametrize("name", ["model.layers.3.self_attn.attn", "model.layers.x.attn", "lm_head"])
@@ -77,6 +93,7 @@ def test_shards_hold_every_head_once_and_copies_when_ranks_outnumber_heads(file:
         ({"metadata": {"version": "9"}}, "version '9' is not"),
         ({"metadata": {"format": "other"}}, "format 'other'"),
         ({"layers__1__key_mean": None}, "layers.1.key_mean is missing"),
+        ({"layers__1__key_first": None}, "layers.1.key_first is missing"),
         ({"layers__0__key_scale": torch.zeros(4, 64)}, "layers.0.key_scale holds the scale 0.0"),
         ({"layers__2__value_mean": torch.full((4, 64), torch.nan)}, "layers.2.value_mean holds 256 numbers"),
         ({"layers__2__value_mean": torch.ones(4, 32)}, r"is torch.float32 \(4, 32\) and should be .*\(4, 64\)"),

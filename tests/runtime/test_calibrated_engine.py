@@ -19,14 +19,14 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 def write_factors(model: Path, file: Path) -> list[Factors]:
-    """Factors that move answers: means of half the data's spread, scales from a half to twice."""
+    """Factors that move answers: means of half the data's spread, all of it for the first key, scales to twice."""
     facts, rng = calibration.ModelFacts.read(model), torch.Generator().manual_seed(3)
     shape = (facts.kv_heads, facts.head_dim)
 
     def one() -> Factors:
         means = [torch.randn(shape, generator=rng) / 2 for _ in "kv"]
         scales = [(torch.rand(shape, generator=rng) * 2 - 1).exp2() for _ in "kv"]
-        return Factors(means[0], scales[0], means[1], scales[1])
+        return Factors(means[0], scales[0], means[1], scales[1], torch.randn(shape, generator=rng))
 
     layers = [one() for _ in range(facts.layers)]
     calibration.save(file, layers, facts)

@@ -6,6 +6,7 @@ import random
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.fit import Observed
 from kvpilot_localcluster.engines.real import engine, refused_by_vllm
 from kvpilot_runtime import calibration_info, self_calibration
-from kvpilot_runtime.calibration_text import NoTokensError, passes, text_ids
+from kvpilot_runtime.calibration_text import NoTokensError, lone, passes, text_ids
 from kvpilot_runtime.worker_info import Reported
 from support.oracle import Oracle
 
@@ -44,7 +45,10 @@ def factors_of(folder: Path) -> list[Factors]:
         window = sliding_window or getattr(layer, "sliding_window", None)
         found = seen.setdefault(layer.layer_idx, Observed(key.shape[1], key.shape[3]))
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        found.add(q, k, v, scaling, sliding_window=window)
+        if len(key) > 1:
+            found.add_first(key[:, :, 0])
+        else:
+            found.add(q, k, v, scaling, sliding_window=window)
         length = query.shape[2]
         ago = torch.arange(length)[:, None] - torch.arange(length)[None, :]
         seen_by = (ago >= 0) & (ago < (window or length))
@@ -62,6 +66,9 @@ def factors_of(folder: Path) -> list[Factors]:
                 tokens[None, at : at + length], position_ids=torch.arange(first, first + length)[None], use_cache=False
             )
         at += length
+    assert CHUNK - at == 32  # that stand alone
+    with torch.inference_mode():
+        model(tokens[at:, None], use_cache=False)
     return [seen[layer].factors() for layer in sorted(seen)]
 
 
@@ -124,14 +131,19 @@ def test_the_text_is_long_enough_repeats_and_begins_as_a_prompt_does() -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2_135m())
     ids = text_ids(tokenizer, 10_000)
     assert len(ids) == 10_000
-    assert ids[:100] == text_ids(tokenizer, 100)
+    assert ids[:90] == text_ids(tokenizer, 100)[:90]
+    # The last are tokens that prompts begin with: any of the text's where the tokenizer has none of its own.
+    assert ids[-lone(10_000) :] == [ids[i * 10_000 // 64] for i in range(64)]
+    assert len(set(ids[-64:])) > 30
     assert len(set(ids[:4000])) > 800
 
     class Opening:
         def encode(self, text: str, add_special_tokens: bool) -> list[int]:
             return [1] * add_special_tokens + [5] * len(text)
 
-    assert text_ids(Opening(), 50_000).count(1) == 1
+    ids = text_ids(Opening(), 50_000)
+    assert ids[:-64].count(1) == ids[0] == 1
+    assert ids[-64:] == [1] * 64
 
 
 def test_a_tokenizer_that_gives_nothing_is_said() -> None:
@@ -143,6 +155,7 @@ def test_a_tokenizer_that_gives_nothing_is_said() -> None:
 def test_the_text_is_read_at_positions_all_over_the_context_and_never_beyond_it(tokens: int, more: int) -> None:
     context = tokens + more
     found = passes(tokens, context)
+    tokens -= lone(tokens)
     assert sum(length for length, _ in found) == tokens
     assert all(length > 0 and first >= 0 and first + length <= context for length, first in found)
     assert found[0][1] == 0
@@ -189,17 +202,22 @@ def test_a_chunk_attends_to_itself_as_the_formula_says(
 
 def test_each_sequence_of_the_chunk_attends_to_itself_and_is_counted_alone() -> None:
     rng = torch.Generator().manual_seed(5)
-    query, key, value = (torch.randn(60, n, 64, generator=rng) for n in (4, 2, 2))
-    seen, apart, output = Observed(2, 64), Observed(2, 64), torch.empty(60, 4 * 64)
+    query, key, value = (torch.randn(65, n, 64, generator=rng) for n in (4, 2, 2))
+    seen, apart, output = Observed(2, 64), Observed(2, 64), torch.empty(65, 4 * 64)
     impl = SimpleNamespace(scale=0.1, softcap=3.0)
     chunk = self_calibration._Chunk(impl, None, seen, [40, 20])
     assert chunk.forward(None, query, key, value, key, None, output) is output
     for rows in (slice(0, 40), slice(40, 60)):
         wanted = self_calibration.causal(query[rows], key[rows], value[rows], 0.1, 3.0)
-        torch.testing.assert_close(output.view(60, 4, 64)[rows], wanted)
+        torch.testing.assert_close(output.view(65, 4, 64)[rows], wanted)
         apart.add(query[rows], key[rows], value[rows], 0.1, 3.0)
-    for name in ("key_mean", "key_scale", "value_mean", "value_scale"):
-        assert torch.equal(getattr(seen.factors(), name), getattr(apart.factors(), name))
+    for row in range(60, 65):  # each of them alone
+        wanted = self_calibration.causal(*(x[row : row + 1] for x in (query, key, value)), 0.1, 3.0)
+        torch.testing.assert_close(output.view(65, 4, 64)[row : row + 1], wanted)
+        apart.add_first(key[row : row + 1])
+    torch.testing.assert_close(seen.factors().key_first, key[60:].mean(0))
+    for field in fields(Factors):
+        torch.testing.assert_close(getattr(seen.factors(), field.name), getattr(apart.factors(), field.name))
 
 
 @pytest.mark.parametrize(

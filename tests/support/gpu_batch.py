@@ -27,11 +27,17 @@ def poisoned(blocks: int, kv_heads: int, block_size: int, fmt: formats.Format, d
     return torch.full((blocks, kv_heads, block_size, fmt.row_bytes(dim)), 255, dtype=torch.uint8)
 
 
+def ordinals(begin: int, end: int) -> torch.Tensor:
+    """int32 [end - begin], the places of the tokens at positions from `begin` on in their sequence, from 1."""
+    return torch.arange(begin + 1, end + 1, dtype=torch.int32)
+
+
 def some_factors(kv_heads: int, dim: int, rng: torch.Generator) -> Factors:
-    """Factors that matter: means of the size of the data, scales from a half to twice."""
+    """Factors that matter: means of the size of the data, twice that for the first key, scales from a half to twice."""
     means = [torch.randn(kv_heads, dim, generator=rng) for _ in "kv"]
+    first = 2 * means[0].roll(1, -1)
     scales = [(torch.rand(kv_heads, dim, generator=rng) * 2 - 1).exp2() for _ in "kv"]
-    return Factors(means[0], scales[0], means[1], scales[1])
+    return Factors(means[0], scales[0], means[1], scales[1], first)
 
 
 @dataclass
@@ -75,7 +81,7 @@ class Batch:
         self.cpu = PackedPages(self.cache, self.fmt, self.dim, self.factors)
         self.slots = [self._slots(i, n) for i, n in enumerate(self.lengths)]
         for key, value, slots in zip(self.keys, self.values, self.slots, strict=True):
-            self.cpu.store(key, value, slots)
+            self.cpu.store(key, value, slots, ordinals=ordinals(0, len(slots)))
         for i, n in enumerate(self.lengths):
             self.table[i, -(-n // self.block_size) :] = PAST_THE_END
         self.table = self.table.int()
@@ -91,7 +97,7 @@ class Batch:
     def plan(self) -> Plan:
         """The step's plan, its scratch all NaN."""
         plan = Plan(self.shape, max(1, len(self.lengths)))
-        for scratch in (plan.partial, plan.lse, plan.rotated):
+        for scratch in (plan.partial, plan.lse, plan.rotated, plan.apart):
             scratch.fill_(torch.nan)
         plan.update(self.lens)
         return plan

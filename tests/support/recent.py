@@ -11,7 +11,7 @@ from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.reference.attention import attend, round_trip
 from kvpilot_kernels.ring import ring_slots
-from support.gpu_batch import generator, poisoned, some_factors
+from support.gpu_batch import generator, ordinals, poisoned, some_factors
 
 
 @dataclass
@@ -74,13 +74,14 @@ class Sequences:
             ring_slots = torch.full_like(ring_slots, -1)
         new = slice(begin, end)
         self.cpu.store(
-            self.keys[sequence][new], self.values[sequence][new], self.slots(sequence, begin, end), ring_slots
-        )
+            self.keys[sequence][new], self.values[sequence][new], self.slots(sequence, begin, end), ring_slots,
+            ordinals(begin, end),
+        )  # fmt: skip
         self.fine[sequence][new] = ring_slots >= 0
         # As the same batch: sums in another order would move a code now and then.
         for side, (name, x) in enumerate((("key", self.keys), ("value", self.values))):
             for kept, recent in ((self.plain, False), (self.refined, True)):
-                kept[sequence][side, new] = round_trip(x[sequence][new], self.fmt, name, self.factors, recent)
+                kept[sequence][side, new] = round_trip(x[sequence][new], self.fmt, name, self.factors, recent, begin)
 
     def poison_rings(self) -> None:
         """Fill every ring with whole rows of tokens that are in no page."""

@@ -35,7 +35,7 @@ LARGEST = gl.constexpr(32512.0)
 
 
 @gluon.jit
-def load_query(query_ptr, count, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, Q: gl.constexpr):
+def load_query(query_ptr, apart_ptr, count, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, Q: gl.constexpr):
     """`count` queries of a KV head as integers, int8 [bytes, 2 Q] by plane, and what products with them need.
 
     An element x becomes round(x / factor / unit), which is at most LARGEST: off by half of its query's `unit` at most,
@@ -44,7 +44,8 @@ def load_query(query_ptr, count, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.c
 
     Returns:
         By plane int8 [bytes, 2 Q]; by group what sums start with, int32 [2 Q], for codes that are less by 128; by group
-        what a zero code takes off a product, float32 [Q], over UNIT; `unit`, float32 [Q], NaN where a query has one.
+        what a zero code takes off a product, float32 [Q], over UNIT; `unit`, float32 [Q], NaN where a query has one;
+        in units what the score of the sequence's first token starts with, float32 [Q].
     """
     PLANES: gl.constexpr = key_planes(KEY.bits, D, GROUP)
     WORDS: gl.constexpr = chunk_words(KEY.bits, D, GROUP)
@@ -85,7 +86,10 @@ def load_query(query_ptr, count, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.c
         taken = total.to(gl.float32) * (zero_unit(KEY.bits) / UNIT * 2 ** key_shift(KEY.bits, D, GROUP, g))
         starts = starts + (gl.convert_layout(start, gl.SliceLayout(0, MMA)),)
         zeros = zeros + (even_columns(taken, Q),)
-    return operands, starts, zeros, even_columns(largest * (1.0 / LARGEST) + nothing, Q)
+    unit = even_columns(largest * (1.0 / LARGEST) + nothing, Q)
+    i = gl.arange(0, Q, COLS)
+    apart = gl.load(apart_ptr + i, mask=i < count, other=0.0)
+    return operands, starts, zeros, unit, apart / unit
 
 
 @gluon.jit

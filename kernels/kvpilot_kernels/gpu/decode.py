@@ -74,18 +74,22 @@ def dot(codes, operands, start, g: gl.constexpr, BITS: gl.constexpr, D: gl.const
 
 
 @gluon.jit
-def score(keys, meta, stage, live, query, digits, fine, softcap, KEY: gl.constexpr,
+def score(keys, meta, stage, t, live, query, digits, fine, softcap, KEY: gl.constexpr,
           D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr, SOFTCAP: gl.constexpr,
           RECENT: gl.constexpr):  # fmt: skip
     """A tile's scores, float32 [TILE, Q], in their query's `unit` or, with SOFTCAP, as they are; -1e38 if not `live`.
 
-    With RECENT, with what `digits` add: `fine` as `refine` has it.
+    With RECENT, with what `digits` add: `fine` as `refine` has it. Token 0 of the sequence has a mean of its own, so
+    its score starts with `apart`; t: the tile's first token.
     """
     COUNT: gl.constexpr = chunks(KEY.bits, D, GROUP)
     DIGITS: gl.constexpr = KEY.digits if RECENT else 0
-    operands, starts, taken, unit = query
+    operands, starts, taken, unit, apart = query
     codes = load_keys(keys, stage, COUNT)
-    score = gl.full([TILE, Q], 0.0, gl.float32, SCORES)
+    token = gl.arange(0, TILE, ROWS)
+    score = gl.where(
+        (token == 0)[:, None], gl.where(t == 0, apart, 0.0)[None, :], gl.full([TILE, Q], 0.0, gl.float32, SCORES)
+    )
     fine_scales = ()
     for g in gl.static_range(D // GROUP):
         word = meta.slice(g * TILE, TILE).load(ROWS)
@@ -229,7 +233,7 @@ def attend(query, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, ring_t
         if WINDOW > 0:
             live = live & (t + token >= length - WINDOW)
         scores = score(
-            keys, meta.index(stage), stage, live, query, key_digits, fine, softcap, KEY, D, GROUP, TILE, Q,
+            keys, meta.index(stage), stage, t, live, query, key_digits, fine, softcap, KEY, D, GROUP, TILE, Q,
             SOFTCAP, RECENT > 0,
         )  # fmt: skip
         m, total, zeros, acc = accumulate(
@@ -248,17 +252,18 @@ def attend(query, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, ring_t
 
 @gluon.jit
 def decode_kernel(
-    query_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr, splits_ptr, lens_ptr, out_ptr, lse_ptr, page_stride,
-    head_stride, ring_page_stride, ring_head_stride, table_stride, ring_table_stride, softcap, KEY: gl.constexpr,
-    VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr, TAKE: gl.constexpr,
-    TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
-    RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr, OVERLAP: gl.constexpr,
+    query_ptr, apart_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr, splits_ptr, lens_ptr, out_ptr, lse_ptr,
+    page_stride, head_stride, ring_page_stride, ring_head_stride, table_stride, ring_table_stride, softcap,
+    KEY: gl.constexpr, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr,
+    TAKE: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
+    WINDOW: gl.constexpr, RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Partial attention of one split of the plan and TAKE queries of a KV head, at most 8; one warp.
 
     Grid (kv_heads * cdiv(RATIO, TAKE), splits).
 
     query: float16 [sequences, kv_heads * RATIO, D], rotated, scaled by softmax scale * log2(e).
+    apart: float32 [sequences, kv_heads * RATIO], added to the score of the sequence's first token.
     cache: packed pages; table: int32 [sequences, blocks]; splits: int32 [splits, 4] as (sequence, start, end, -), a
     sequence of -1 is no work; lens: int32 [sequences]; KEY, VALUE: a `codec.SideLayout`.
     ring: pages of the last RECENT tokens' residuals, RING tokens in each of RING_BLOCKS; ring_table: int32 [sequences,
@@ -332,7 +337,7 @@ def decode_kernel(
                 )  # fmt: skip
 
         at = (sequence * heads + head).to(gl.int64) * RATIO + first
-        query = load_query(query_ptr + at * D, count, KEY, D, GROUP, Q)
+        query = load_query(query_ptr + at * D, apart_ptr + at, count, KEY, D, GROUP, Q)
         stage = 0
         m = gl.full([Q], -1e30, gl.float32, COLS)
         total = gl.full([8, Q], 0.0, gl.float32, SCORES)

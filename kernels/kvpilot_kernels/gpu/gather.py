@@ -31,8 +31,8 @@ def read_side(page_ptr, place, live, rotation_ptr, head, mean_ptr, scale_ptr, SI
 
 @triton.jit(do_not_specialize=["begin"])
 def gather_kernel(
-    cache_ptr, table_ptr, rows_ptr, key_out_ptr, value_out_ptr, key_rotation_ptr, value_rotation_ptr, key_mean_ptr,
-    key_scale_ptr, value_mean_ptr, value_scale_ptr, begin, page_stride, head_stride, table_stride,
+    cache_ptr, table_ptr, rows_ptr, key_out_ptr, value_out_ptr, key_rotation_ptr, value_rotation_ptr, key_first_ptr,
+    key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr, begin, page_stride, head_stride, table_stride,
     KV_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
     PAGE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -56,6 +56,9 @@ def gather_kernel(
         mask = live[:, None] & (d < D)[None, :]
         to = ((row + at).to(tl.int64) * KV_HEADS + head)[:, None] * D + d[None, :]
         y = read_side(page, place, live, key_rotation_ptr, head, key_mean_ptr, key_scale_ptr, KEY, D, WIDE, PAGE)
+        apart = tl.load(key_first_ptr + head * D + d, mask=d < D, other=0.0)
+        apart -= tl.load(key_mean_ptr + head * D + d, mask=d < D, other=0.0)
+        y += tl.where((token == 0)[:, None], apart[None, :], 0.0)
         tl.store(key_out_ptr + to, y.to(key_out_ptr.dtype.element_ty), mask=mask)
         y = read_side(
             page, place, live, value_rotation_ptr, head, value_mean_ptr, value_scale_ptr, VALUE, D, WIDE, PAGE

@@ -78,6 +78,7 @@ class Plan:
         splits: int32 [count, 4]; spans: int32 [sequences, 2] (`plan`).
         partial: float32 [count, kv_heads, ratio, D]; lse: float32 [count, kv_heads, ratio].
         rotated: float16 [sequences, kv_heads * ratio, D], the rotated queries.
+        apart: float32 [sequences, kv_heads * ratio], what is added to the scores of the sequences' first tokens.
     """
 
     def __init__(self, shape: Shape, sequences: int) -> None:
@@ -93,6 +94,7 @@ class Plan:
         self.spans = torch.zeros(sequences, 2, dtype=torch.int32, **make)  # type: ignore[call-overload]
         self.partial = torch.empty(count, *heads, dim, **make)  # type: ignore[call-overload]
         self.lse = torch.empty(count, *heads, **make)  # type: ignore[call-overload]
+        self.apart = torch.empty(sequences, heads[0] * heads[1], **make)  # type: ignore[call-overload]
         self.rotated = torch.empty(sequences, heads[0] * heads[1], dim, dtype=torch.float16, **make)  # type: ignore[call-overload]
 
     def update(self, seq_lens: torch.Tensor, overlap: bool = False) -> None:
@@ -136,13 +138,16 @@ class GpuPages:
         self.ring = cache if ring is None else ring
 
     def store(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor,
-              plan: Plan, decodes: int, scale: float, ring_slots: torch.Tensor | None = None) -> None:  # fmt: skip
+              plan: Plan, decodes: int, scale: float, ring_slots: torch.Tensor | None = None,
+              ordinals: torch.Tensor | None = None) -> None:  # fmt: skip
         """Write tokens into their slots, and rotate the queries of the first `decodes` of them into the plan.
 
         Args:
             query: [tokens, heads, D]; key, value: [tokens, kv_heads, D], heads and elements contiguous.
             slot_mapping: int64 [tokens], block * block_size + place; negative is padding. scale: factor on the scores.
             ring_slots: int64 [tokens], as `ring.ring_slots` makes them; None without a recent window.
+            ordinals: int [tokens or fewer, then padding follows], each token's place in its sequence from 1 on; None
+                where none of them is its sequence's first.
 
         Raises:
             BadInputError: another shape, type or stride; nothing was launched.
@@ -154,16 +159,18 @@ class GpuPages:
             if x.stride()[1:] != (s.head_dim, 1):
                 raise check.BadInputError(name, f"has strides {x.stride()}", "make heads and elements contiguous")
         check.ring_slots(ring_slots, slot_mapping, s.recent)
+        check.ordinals(ordinals, slot_mapping)
         tokens = slot_mapping.shape[0]
         if tokens == 0:
             return
         heads = s.kv_heads * (2 + (s.ratio if decodes else 0))
         store_kernel[(triton.cdiv(tokens, STORE_TOKENS), heads)](
-            query, key, value, slot_mapping, self.cache, slot_mapping if ring_slots is None else ring_slots, self.ring,
-            plan.rotated, s.key_rotation, s.value_rotation, s.rotation, f.key_mean, f.key_scale, f.value_mean,
-            f.value_scale, tokens, decodes, query.stride(0), key.stride(0), value.stride(0), self.cache.stride(0),
-            self.cache.stride(1), self.ring.stride(0), self.ring.stride(1), scale * LOG2_E, RATIO=s.ratio,
-            RING=s.ring_tokens, TOKENS=STORE_TOKENS, OVERLAP=plan.overlap, **s.codec,
+            query, key, value, slot_mapping, slot_mapping if ordinals is None else ordinals, self.cache,
+            slot_mapping if ring_slots is None else ring_slots, self.ring, plan.rotated, plan.apart, s.key_rotation,
+            s.value_rotation, s.rotation, f.key_first, f.key_mean, f.key_scale, f.value_mean, f.value_scale, tokens,
+            0 if ordinals is None else ordinals.shape[0], decodes, query.stride(0), key.stride(0), value.stride(0),
+            self.cache.stride(0), self.cache.stride(1), self.ring.stride(0), self.ring.stride(1), scale * LOG2_E,
+            RATIO=s.ratio, RING=s.ring_tokens, TOKENS=STORE_TOKENS, OVERLAP=plan.overlap, **s.codec,
             num_warps=s.store_warps,
         )  # fmt: skip
 
@@ -198,8 +205,8 @@ class GpuPages:
         """The first half of `decode`: partial results of every split, into the plan."""
         s, rings = self.shape, block_table if ring_table is None else ring_table
         decode_kernel[(s.kv_heads * triton.cdiv(s.ratio, s.queries), most_splits(seq_lens.shape[0], s.wave))](
-            plan.rotated, self.cache, block_table, self.ring, rings, plan.splits, seq_lens, plan.partial, plan.lse,
-            self.cache.stride(0), self.cache.stride(1), self.ring.stride(0), self.ring.stride(1),
+            plan.rotated, plan.apart, self.cache, block_table, self.ring, rings, plan.splits, seq_lens, plan.partial,
+            plan.lse, self.cache.stride(0), self.cache.stride(1), self.ring.stride(0), self.ring.stride(1),
             block_table.stride(0), rings.stride(0), s.softcap, KEY=s.key, VALUE=s.value, D=s.head_dim,
             GROUP=s.fmt.group_size(s.head_dim), RATIO=s.ratio, TAKE=s.queries, TILE=s.choice.tile, PAGE=s.block_size,
             STAGES=s.choice.stages, SOFTCAP=s.softcap > 0, WINDOW=s.window, RECENT=s.recent, RING=s.ring_tokens,
@@ -231,8 +238,8 @@ class GpuPages:
         s, f = self.shape, self.factors
         check.int32(block_table=block_table, rows=rows)
         gather_kernel[(triton.cdiv(longest, GATHER_TOKENS), s.kv_heads, rows.shape[0] - 1)](
-            self.cache, block_table, rows, key_out, value_out, s.key_rotation, s.value_rotation, f.key_mean,
-            f.key_scale, f.value_mean, f.value_scale, begin, self.cache.stride(0), self.cache.stride(1),
+            self.cache, block_table, rows, key_out, value_out, s.key_rotation, s.value_rotation, f.key_first,
+            f.key_mean, f.key_scale, f.value_mean, f.value_scale, begin, self.cache.stride(0), self.cache.stride(1),
             block_table.stride(0),
             TOKENS=GATHER_TOKENS, **s.codec, num_warps=s.gather_warps,
         )  # fmt: skip

@@ -138,8 +138,9 @@ def store_side(x, rotation_ptr, page_ptr, place, live, ring_ptr, ring_place, rec
 
 
 @triton.jit
-def load_rows(x_ptr, stride, token, live, head, mean_ptr, scale_ptr, D: tl.constexpr, WIDE: tl.constexpr):
-    """(x - mean) * scale, float32 [TOKENS, WIDE], of `head`'s keys or values."""
+def load_rows(x_ptr, stride, token, live, first, head, first_ptr, mean_ptr, scale_ptr, D: tl.constexpr,
+              WIDE: tl.constexpr):  # fmt: skip
+    """(x - mean) * scale, float32 [TOKENS, WIDE], of `head`'s keys or values; tokens `first` have another mean."""
     d = tl.arange(0, WIDE)
     real = d < D
     x = tl.load(
@@ -148,23 +149,28 @@ def load_rows(x_ptr, stride, token, live, head, mean_ptr, scale_ptr, D: tl.const
     )  # fmt: skip
     mean = tl.load(mean_ptr + head * D + d, mask=real, other=0.0)
     factor = tl.load(scale_ptr + head * D + d, mask=real, other=0.0)
-    return (x.to(tl.float32) - mean[None, :]) * factor[None, :]
+    apart = tl.load(first_ptr + head * D + d, mask=real, other=0.0)
+    mean = tl.where(first[:, None], apart[None, :], mean[None, :])
+    return (x.to(tl.float32) - mean) * factor[None, :]
 
 
-@triton.jit(do_not_specialize=["tokens", "decodes"])
+@triton.jit(do_not_specialize=["tokens", "numbered", "decodes"])
 def store_kernel(
-    query_ptr, key_ptr, value_ptr, slots_ptr, cache_ptr, ring_slots_ptr, ring_ptr, rotated_ptr, key_rotation_ptr,
-    value_rotation_ptr, query_rotation_ptr, key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr, tokens,
-    decodes, query_stride, key_stride, value_stride, page_stride, head_stride, ring_page_stride, ring_head_stride,
-    scale, KV_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr,
-    WIDE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
+    query_ptr, key_ptr, value_ptr, slots_ptr, ordinals_ptr, cache_ptr, ring_slots_ptr, ring_ptr, rotated_ptr, apart_ptr,
+    key_rotation_ptr, value_rotation_ptr, query_rotation_ptr, key_first_ptr, key_mean_ptr, key_scale_ptr,
+    value_mean_ptr, value_scale_ptr, tokens, numbered, decodes, query_stride, key_stride, value_stride, page_stride,
+    head_stride, ring_page_stride, ring_head_stride, scale, KV_HEADS: tl.constexpr, RATIO: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
+    RING: tl.constexpr, TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(tokens, TOKENS), KV_HEADS * (2 + RATIO)): keys, values, then queries of the first `decodes` tokens.
 
     query: [tokens, KV_HEADS * RATIO, D], key and value: [tokens, KV_HEADS, D], any float dtype, strides per token in
-    elements; slots: int64 [tokens], negative for padding; cache: uint8 pages, strides in bytes; ring_slots and ring:
-    the same of the ring, of RING tokens a page, unread where RING is 0; rotated: float16 [decodes, KV_HEADS * RATIO,
-    D]; rotations: [WIDE, WIDE] (`rotation`); factors: float32 [KV_HEADS, D]; KEY, VALUE: a `SideLayout`.
+    elements; slots: int64 [tokens], negative for padding; ordinals: int [numbered], 1 for a sequence's first token;
+    cache: uint8 pages, strides in bytes; ring_slots and ring: the same of the ring, of RING tokens a page, unread where
+    RING is 0; rotated: float16 [decodes, KV_HEADS * RATIO, D]; apart: float32 [decodes, KV_HEADS * RATIO], to be added
+    to the scores of first tokens; rotations: [WIDE, WIDE] (`rotation`); factors: float32 [KV_HEADS, D]; KEY, VALUE: a
+    `SideLayout`.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -187,12 +193,17 @@ def store_kernel(
             ring = ring_ptr + slot // RING * ring_page_stride + kv.to(tl.int64) * ring_head_stride
             ring_place = (slot % RING).to(tl.int32)
         if head < KV_HEADS:
-            x = load_rows(key_ptr, key_stride, token, live, kv, key_mean_ptr, key_scale_ptr, D, WIDE)
+            first = tl.load(ordinals_ptr + token, mask=token < numbered, other=0) == 1
+            x = load_rows(
+                key_ptr, key_stride, token, live, first, kv, key_first_ptr, key_mean_ptr, key_scale_ptr, D, WIDE
+            )  # fmt: skip
             store_side(
                 x, key_rotation_ptr, page, place, live, ring, ring_place, recent, KEY, D, WIDE, TOKENS, PAGE, RING
             )  # fmt: skip
         else:
-            x = load_rows(value_ptr, value_stride, token, live, kv, value_mean_ptr, value_scale_ptr, D, WIDE)
+            x = load_rows(
+                value_ptr, value_stride, token, live, live, kv, value_mean_ptr, value_mean_ptr, value_scale_ptr, D, WIDE
+            )  # fmt: skip
             store_side(
                 x, value_rotation_ptr, page, place, live, ring, ring_place, recent, VALUE, D, WIDE, TOKENS, PAGE, RING
             )  # fmt: skip
@@ -204,8 +215,13 @@ def store_kernel(
         x = tl.load(
             query_ptr + token[:, None].to(tl.int64) * query_stride + (head * D + d)[None, :], mask=mask, other=0.0
         )
+        x = x.to(tl.float32)
+        apart = tl.load(key_first_ptr + head // RATIO * D + d, mask=real, other=0.0)
+        apart -= tl.load(key_mean_ptr + head // RATIO * D + d, mask=real, other=0.0)
+        apart = tl.sum(x * apart[None, :], 1) * scale
+        tl.store(apart_ptr + token.to(tl.int64) * (KV_HEADS * RATIO) + head, apart, mask=token < decodes)
         factor = tl.load(key_scale_ptr + head // RATIO * D + d, mask=real, other=1.0)
         rotation = tl.load(query_rotation_ptr + d[:, None] * WIDE + d[None, :])
-        y = rotate(x.to(tl.float32) / factor[None, :], rotation, D) * scale
+        y = rotate(x / factor[None, :], rotation, D) * scale
         to = rotated_ptr + token[:, None].to(tl.int64) * (KV_HEADS * RATIO * D) + (head * D + d)[None, :]
         tl.store(to, y.to(tl.float16), mask=mask)

@@ -17,13 +17,14 @@ from kvpilot_kernels.reference.residual import decode_residual, encode_residual
 
 
 def round_trip(
-    x: torch.Tensor, fmt: Format, side: str, factors: Factors | None = None, recent: bool = False
+    x: torch.Tensor, fmt: Format, side: str, factors: Factors | None = None, recent: bool = False, begin: int = 0
 ) -> torch.Tensor:
     """What the cache gives back for keys (`side="key"`) or values (`"value"`).
 
     Args:
-        x: [..., D], or [..., kv_heads, D] with `factors`, which are applied before the rotation and undone after it.
-        fmt: the format. recent: with what the recent window's ring adds.
+        x: [..., D], or [..., tokens, kv_heads, D] with `factors`, which are applied before the rotation and undone
+            after it.
+        fmt: the format. recent: with what the recent window's ring adds. begin: position of the first token.
 
     Returns:
         float64 in the shape of x.
@@ -31,7 +32,10 @@ def round_trip(
     dim, bits = x.shape[-1], (fmt.key if side == "key" else fmt.value).bits
     x = x.float()
     mean, scale = factors.of(side) if factors else (None, None)
-    if mean is not None and scale is not None:
+    if factors is not None and mean is not None and scale is not None:
+        if side == "key" and begin == 0 and x.shape[-3]:
+            first = (torch.arange(x.shape[-3], device=x.device) == 0)[:, None, None]
+            mean = torch.where(first, factors.key_first, mean)
         x = (x - mean) * scale
     x = x @ hadamard(dim).to(x.device)
     codes, meta = encode(x, bits, fmt.group_size(dim))
@@ -50,6 +54,7 @@ def decode_reference(
     scale: float,
     factors: Factors | None = None,
     fine: torch.Tensor | None = None,
+    begin: int = 0,
 ) -> torch.Tensor:
     """One query token over all stored tokens of one sequence.
 
@@ -57,16 +62,18 @@ def decode_reference(
         query: [heads, D]. key, value: [tokens, kv_heads, D] before quantization, the query's own token included.
         fmt: the format that they are stored in. scale: factor on the scores. factors: the layer's, or None.
         fine: bool [tokens], those that are read with what the recent window's ring adds; None for none.
+        begin: position of the first of these tokens.
 
     Returns:
         float64 [heads, D].
     """
-    stored = [round_trip(key, fmt, "key", factors), round_trip(value, fmt, "value", factors)]
+
+    def read(recent: bool) -> list[torch.Tensor]:
+        return [round_trip(x, fmt, side, factors, recent, begin) for x, side in ((key, "key"), (value, "value"))]
+
+    stored = read(recent=False)
     if fine is not None:
-        refined = (
-            round_trip(key, fmt, "key", factors, recent=True),
-            round_trip(value, fmt, "value", factors, recent=True),
-        )
+        refined = read(recent=True)
         stored = [torch.where(fine[:, None, None], x, y) for x, y in zip(refined, stored, strict=True)]
     return attend(query[None], stored[0], stored[1], scale)[0]
 

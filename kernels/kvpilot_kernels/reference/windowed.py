@@ -9,7 +9,7 @@ _PIECE = 512
 """Queries whose scores are held at once."""
 
 Sides = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values, [1, kv_heads, tokens, D] each."""
+"""Keys and values, [sequences, kv_heads, tokens, D] each."""
 
 
 def windowed(
@@ -19,13 +19,13 @@ def windowed(
     """Causal attention that reads a query's last `recent` tokens, its own among them, by `fine`, the others by `pages`.
 
     Args:
-        query: [1, heads, tokens, D]; heads is a multiple of kv_heads.
+        query: [sequences, heads, tokens, D]; heads is a multiple of kv_heads.
         scale: factor on the scores. softcap: 0 for none, else scores become cap * tanh(score / cap).
         since: tokens before this position are read by `pages` at any distance.
         sliding_window: the last tokens that a query sees; None for all.
 
     Returns:
-        [1, heads, tokens, D]. A backward pass computes the scores anew, piece by piece.
+        [sequences, heads, tokens, D]. A backward pass computes the scores anew, piece by piece.
     """
     group = query.shape[1] // pages[0].shape[1]
     far, near = (tuple(x.repeat_interleave(group, 1) for x in side) for side in (pages, fine))
