@@ -26,8 +26,10 @@ Rows `+self` have the factors that an engine gives itself at start, from 8,192 t
 `+calibrated` use `kvpilot calibrate` on 16,384 tokens of other documents (licences, docstrings, the manual of
 findutils, other source code), three sequences of 4,096 and four of 1,024, in bf16 on a GPU. In rows `+wN` a query
 reads its last N tokens at 8 bits, as the ring of the [recent window](../decisions/0016-a-ring-of-residuals.md) keeps
-them. The first tokens of a sequence are not treated apart, as in the engine; only the row `+first128` keeps 128 in 16
-bits, to compare with KVarN (`+exact`), which keeps the first 128 tokens and the open tile.
+them. The row `+first128` keeps the first 128 tokens in 16 bits, to compare with KVarN (`+exact`), which keeps them and
+the open tile. **Rows with factors are from before the first key of a sequence had
+[a mean of its own](../decisions/0022-a-mean-of-its-own-for-the-first-key.md)**, which lowers them; they are to be made
+anew.
 
 The control compares the model in bf16 with itself, through two kernels of attention: this much is noise of 16 bits.
 
