@@ -133,8 +133,9 @@ def store_side(x, rotation_ptr, page_ptr, place, live, ring_ptr, ring_place, rec
     group = tl.arange(0, GROUPS)
     to = (page_ptr + SIDE.meta).to(tl.pointer_type(tl.int16))[:, None] + (group[None, :] * PAGE + place[:, None])
     tl.store(to, meta.to(tl.int16), mask=live[:, None])
-    if RING > 0:
-        store_ring(y, codes, meta, packed, ring_ptr, ring_place, recent, SIDE, D, WIDE, TOKENS, RING)
+    if RING > 0:  # noqa: SIM102  a constant, and what is only known in a launch
+        if tl.max(recent.to(tl.int32), 0) > 0:  # of a prompt, the last tokens only
+            store_ring(y, codes, meta, packed, ring_ptr, ring_place, recent, SIDE, D, WIDE, TOKENS, RING)
 
 
 @triton.jit
