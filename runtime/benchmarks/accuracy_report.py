@@ -27,7 +27,7 @@ Rows `+self` have the factors that an engine gives itself at start, from 8,192 t
 findutils, other source code), three sequences of 4,096 and four of 1,024, in bf16 on a GPU. In rows `+wN` a query
 reads its last N tokens at 8 bits, as the ring of the [recent window](../decisions/0016-a-ring-of-residuals.md) keeps
 them. The row `+first128` keeps the first 128 tokens in 16 bits, to compare with KVarN (`+exact`), which keeps them and
-the open tile. **Rows with factors are from before the first key of a sequence had
+the open tile. **Rows `+calibrated` are from before the first key of a sequence had
 [a mean of its own](../decisions/0022-a-mean-of-its-own-for-the-first-key.md)**, which lowers them; they are to be made
 anew.
 
@@ -42,7 +42,7 @@ PPL is the change of perplexity.
 SERVED_HEAD = """
 ## As served
 
-With the recent window and without other options; `+calibrated` with a file, and `k2v2` with a window of 512.
+With a recent window of 64 and without other options; `+calibrated` with a file, `w128` and `w512` with a longer window.
 
 """
 ALONE_HEAD = "\n## Codecs alone, and rivals\n\n"

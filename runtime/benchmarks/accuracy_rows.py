@@ -25,9 +25,9 @@ SELF = "self"
 
 SERVED = (
     "int8+self", "k8v4+self+w64", "k4v4+self+w64", "k4v4+calibrated+w64", "k4v2+self+w64", "k4v2+calibrated+w64",
-    "k2v2+self+w512", "k2v2+calibrated+w512",
+    "k4v2+self+w128", "k2v2+self+w512", "k2v2+calibrated+w512",
 )  # fmt: skip
-"""As an engine serves them: without options, or with a file where the name says so, and a longer window for `k2v2`."""
+"""As an engine serves them: without options, or with a file or more than 64 recent tokens where the name says so."""
 
 AGAINST_EXACT = ("k4v4+self+w128+first128", "k4v4+self+w128")
 """Beside `kvarn_k4v4+exact`, which keeps as many tokens."""
