@@ -91,6 +91,9 @@ class MemoryApi:
         what = self._begin(f"apply {subresource}".strip(), manifest["kind"], manifest["metadata"]["name"], manifest)
         known = self.objects.get(what)
         self._same(known, manifest["metadata"].get("uid"))
+        if known is not None and subresource:
+            # The operator alone writes what it applies to here, so what it leaves out is gone.
+            known = {key: value for key, value in known.items() if key != subresource}
         return self.put(_merged(known or {}, manifest))
 
     async def merge(self, api_version: str, kind: str, namespace: str, name: str, patch: Object) -> Object:
