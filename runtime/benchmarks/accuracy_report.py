@@ -27,9 +27,9 @@ Rows `+self` have the factors that an engine gives itself at start, from 8,192 t
 findutils, other source code), three sequences of 4,096 and four of 1,024, in bf16 on a GPU. In rows `+wN` a query
 reads its last N tokens at 8 bits, as the ring of the [recent window](../decisions/0016-a-ring-of-residuals.md) keeps
 them. The row `+first128` keeps the first 128 tokens in 16 bits, to compare with KVarN (`+exact`), which keeps them and
-the open tile. **Rows `+calibrated` are from before the first key of a sequence had
-[a mean of its own](../decisions/0022-a-mean-of-its-own-for-the-first-key.md)**, which lowers them; they are to be made
-anew.
+the open tile. The row `k4v4+calibrated` is from before the first key of a sequence had
+[a mean of its own](../decisions/0022-a-mean-of-its-own-for-the-first-key.md), which lowers it. The other rows
+`+calibrated` were computed on a CPU, with the file that was made on the GPU.
 
 The control compares the model in bf16 with itself, through two kernels of attention: this much is noise of 16 bits.
 
