@@ -13,6 +13,8 @@ every position is a decode step over pages and rings, as a user's tokens are. Co
 whole vocabulary, made from the engine's states after the last norm, with those of the same engine with the cache in the
 model's dtype, in millinats of KL. `model` is what the table's model says of the same tokens. The control is the latter
 engine again, with each text in one prefill: two kernels of attention.
+Rows of 2026-11-22 are, on both sides, from before the first key of a sequence had
+[a mean of its own](../decisions/0022-a-mean-of-its-own-for-the-first-key.md).
 
 """
 
