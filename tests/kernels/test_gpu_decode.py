@@ -10,9 +10,10 @@ from kvpilot_kernels.gpu import decode, pages
 from kvpilot_kernels.reference.attention import decode_reference
 from support.gluon_eager import EagerKernel
 from support.gpu_batch import Batch, ordinals
+from support.rounding import assert_within_rounding
 
 CLOSE = 1e-3
-"""Of a head's norm: queries are float16 on their way into decode, and probabilities into the tensor cores."""
+"""Of a head's norm, of fixed inputs: queries are float16 on their way into decode, probabilities in tensor cores."""
 ratios = st.sampled_from([1, 2, 3, 5, 7, 8, 9, 12, 16])
 # (block size, tile): a tile divides its block.
 cuts = st.sampled_from([(16, 16), (32, 16), (32, 32), (48, 16), (64, 32), (64, 64), (128, 64)])
@@ -32,11 +33,12 @@ def assert_equals_reference(batch: Batch) -> None:
             assert torch.equal(out[i], torch.zeros_like(out[i]))
             continue
         last = slice(-batch.window if batch.window else None, None)
-        key, value, begin = batch.keys[i], batch.values[i], max(0, n - batch.window) if batch.window else 0
-        wanted = decode_reference(
-            query[i], key[last], value[last], batch.fmt, batch.scale, batch.factors, begin=begin
+        begin = max(0, n - batch.window) if batch.window else 0
+        key, value = batch.keys[i][last], batch.values[i][last]
+        wanted = decode_reference(query[i], key, value, batch.fmt, batch.scale, batch.factors, begin=begin)
+        assert_within_rounding(
+            out[i], wanted, query[i], *batch.read_back(i, begin), batch.factors, batch.scale, begin=begin
         )  # fmt: skip
-        assert off(out[i].double(), wanted) < CLOSE
 
 
 @pytest.mark.parametrize("dim", formats.HEAD_DIMS)
@@ -74,7 +76,9 @@ def test_softcap_bends_scores_as_on_cpu(name: str, length: int, softcap: float, 
     batch = Batch(name, 64, [length], seed, ratio=2, softcap=softcap)
     query = batch.queries() * 3
     out, wanted = batch.decode(query), batch.cpu.decode(query, batch.table, batch.lens, batch.scale, softcap)
-    assert off(out, wanted) < CLOSE
+    assert_within_rounding(
+        out[0], wanted[0], query[0], *batch.read_back(0), batch.factors, batch.scale, softcap
+    )  # fmt: skip
     if softcap < 10:  # scores reach about 10
         assert off(out, batch.cpu.decode(query, batch.table, batch.lens, batch.scale)) > 5 * CLOSE
 

@@ -11,6 +11,7 @@ from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.gpu.tuning import Choice
+from kvpilot_kernels.reference.attention import round_trip
 
 CPU = torch.device("cpu")
 PAST_THE_END = -(2**30)
@@ -105,6 +106,13 @@ class Batch:
     def queries(self) -> torch.Tensor:
         """float32 [sequences, heads, dim]."""
         return torch.randn(len(self.lengths), self.kv_heads * self.ratio, self.dim, generator=self.rng)
+
+    def read_back(self, sequence: int, begin: int = 0) -> list[torch.Tensor]:
+        """Keys and values of the tokens from `begin` on as pages give them back, float64 [tokens, kv_heads, dim]."""
+        return [
+            round_trip(x[sequence][begin:], self.fmt, side, self.factors, begin=begin)
+            for x, side in ((self.keys, "key"), (self.values, "value"))
+        ]
 
     def rotate(self, query: torch.Tensor, plan: Plan) -> None:
         """Rotate queries into the plan by `store`, which writes no token: every slot is padding."""

@@ -105,11 +105,15 @@ class Sequences:
         lens = torch.tensor(self.lengths)
         return self.cpu.decode(query, self.table, lens, self.scale, ring_table=self.ring_table)
 
-    def wanted(self, query: torch.Tensor, sequence: int, length: int, window: int = 0) -> torch.Tensor:
-        """The reference's answer, float64 [heads, dim], of a query that sees the last `window` tokens, 0 for all."""
+    def read_back(self, sequence: int, length: int, window: int = 0) -> torch.Tensor:
+        """Keys and values, float64 [2, tokens, kv_heads, dim], of the last `window` of `length` tokens, 0 for all."""
         fine = self.fine[sequence][:length] & (torch.arange(length) >= length - self.recent)
         plain, refined = self.plain[sequence][:, :length], self.refined[sequence][:, :length]
-        key, value = torch.where(fine[:, None, None], refined, plain)[:, -window:]
+        return torch.where(fine[:, None, None], refined, plain)[:, -window:]
+
+    def wanted(self, query: torch.Tensor, sequence: int, length: int, window: int = 0) -> torch.Tensor:
+        """The reference's answer, float64 [heads, dim], of a query that sees the last `window` tokens, 0 for all."""
+        key, value = self.read_back(sequence, length, window)
         return attend(query[None], key, value, self.scale)[0]
 
     def assert_decode_equals_the_reference(

@@ -1,0 +1,71 @@
+"""How far a decode step in float16 may be off the reference: from where it rounds, so that no draw crosses the limit.
+
+Decode rounds twice; all else is float32 and far smaller:
+
+- a rotated query's elements q_i, to float16 and then to 2^-14 of the largest. With e_i the error of element i, p the
+  probabilities, and k' the rotated keys as they are read back, the output o moves by
+      sum_i e_i scale sum_t p_t k'_ti (v_t - o)
+- each token's weights p_t s of the value's codes, to float16: a share of 2^-11 at most of what the token adds, for each
+  group on its own. A group's codes span less than twice its largest element.
+
+Errors of rounding are independent and uniform, a third of their largest square on average. The root of the summed
+squares is one standard deviation, and `DEVIATIONS` of them are out of any draw's reach: of 5,657 heads in 300 random
+batches, the furthest was 1.4 off, half were below 0.25.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.reference.hadamard import hadamard
+
+HALF = 2.0**-11
+DIGITS = 2.0**-14
+DEVIATIONS = 6
+
+
+def assert_within_rounding(
+    out: torch.Tensor,
+    wanted: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    factors: Factors,
+    scale: float,
+    softcap: float = 0.0,
+    begin: int = 0,
+) -> None:
+    """Hold one sequence's output, [heads, dim], against the reference's.
+
+    Args:
+        query: [heads, dim]. key, value: float64 [tokens, kv_heads, dim], as they are read back, of all tokens seen.
+        factors: what they are stored with. scale, softcap: of the scores. begin: position of the first token.
+    """
+    heads, dim = query.shape
+    ratio = heads // key.shape[1]
+    mean = factors.key_mean.double().expand_as(key).clone()
+    if begin == 0:
+        mean[0] = factors.key_first.double()
+    turn = hadamard(dim, torch.float64)
+    rows = [((key - mean) * factors.key_scale) @ turn, ((value - factors.value_mean) * factors.value_scale) @ turn]
+    wide = [
+        x.double().repeat_interleave(ratio, -2) for x in (*rows, key, value, factors.key_scale, factors.value_scale)
+    ]
+    key_rows, value_rows, key, value, key_scale, value_scale = wide
+
+    scores = torch.einsum("hd,thd->ht", query.double(), key) * scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    weights = scores.softmax(-1)
+    mean_value = torch.einsum("ht,thd->hd", weights, value)
+    rotated = query.double() / key_scale @ turn
+    moved = torch.einsum("ht,thi,thd->hid", weights, key_rows, value - mean_value)
+    steps = (HALF * rotated) ** 2 + (DIGITS * rotated.abs().amax(-1, keepdim=True)) ** 2
+    of_query = torch.einsum("hi,hid->h", steps * scale**2, moved**2)
+    largest = value_rows.abs().amax(-1)
+    of_weights = torch.einsum("ht,th->h", weights**2, largest**2) * HALF**2 * value_scale.pow(-2).sum(-1)
+
+    off = (out.double() - wanted).norm(dim=-1)
+    limit = DEVIATIONS * ((of_query + of_weights) / 3).sqrt()
+    assert (off <= limit).all(), f"off by {off.tolist()}, where rounding explains {limit.tolist()}"
