@@ -144,10 +144,7 @@ ODD_READS = [
 
 @pytest.mark.parametrize("error", ODD_READS, ids=repr)
 @pytest.mark.parametrize("kind", ["HTTPRoute", "ConfigMap", "Node"])
-async def test_one_object_that_cannot_be_read_is_one_question_less(
-    kind: str, error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = World(monkeypatch, http_routes=True)
+async def test_one_object_that_cannot_be_read_is_one_question_less(kind: str, error: Exception, world: World) -> None:
     world.put(edited(canary={"routeRef": {"name": "chat-route"}}, accuracy={"probeSets": ["configmap/mine"]}))
     world.cluster.objects[path_of(HTTP_ROUTE_API, "HTTPRoute", KEY.namespace, "chat-route")] = route()
     world.cluster.broken = {kind: error}
@@ -163,20 +160,14 @@ async def test_one_object_that_cannot_be_read_is_one_question_less(
 
 @pytest.mark.parametrize("status", [0, 429, 502, 503, 504])
 @pytest.mark.parametrize("kind", ["HTTPRoute", "ConfigMap", "Node"])
-async def test_an_api_server_that_is_away_is_no_fault_of_one_question(
-    kind: str, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = World(monkeypatch, http_routes=True)
+async def test_an_api_server_that_is_away_is_no_fault_of_one_question(kind: str, status: int, world: World) -> None:
     world.put(edited(canary={"routeRef": {"name": "chat-route"}}, accuracy={"probeSets": ["configmap/mine"]}))
     world.cluster.broken = {kind: ClusterError("GET", "/x", status, "away")}
     with pytest.raises(ClusterError):
         await world.snapshot()
 
 
-async def test_a_node_that_was_read_before_is_still_known_when_it_cannot_be_read_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world = World(monkeypatch)
+async def test_a_node_that_was_read_before_is_still_known_when_it_cannot_be_read_again(world: World) -> None:
     before = await world.snapshot()
     world.cluster.broken = {"Node": ClusterError("GET", "/x", 403, "forbidden")}
     world.now += timedelta(seconds=NODE_SECONDS + 1)
@@ -186,12 +177,11 @@ async def test_a_node_that_was_read_before_is_still_known_when_it_cannot_be_read
 
 
 async def test_a_spec_that_cannot_be_read_for_an_unforeseen_error_is_refused_aloud(
-    monkeypatch: pytest.MonkeyPatch,
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def odd(_: Any) -> Any:
         raise RecursionError("hunter2")
 
-    world = World(monkeypatch)
     monkeypatch.setattr(informers, "parse", odd)
     world.put(edited(replicas=3))
     found = await world.snapshot()
