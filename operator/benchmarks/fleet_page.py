@@ -1,14 +1,14 @@
 """The page and the plot of a run of fleet.py.
 
-    python operator/benchmarks/fleet_page.py docs/benchmarks/fleet.json
+    python operator/benchmarks/fleet_page.py docs/benchmarks/fleet.json [--before OLDER.json]
 
-writes fleet.md and fleet.svg beside it.
+writes fleet.md and fleet.svg beside it. An older run, in the same folder, has its table below.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ mpl.rcParams["svg.hashsalt"] = "kvpilot"
 _HEAD = """# The operator with a fleet
 
     python operator/benchmarks/fleet.py{options}
-    python operator/benchmarks/fleet_page.py docs/benchmarks/fleet.json
+    python operator/benchmarks/fleet_page.py docs/benchmarks/fleet.json{before}
 
 {date}. The real API server and etcd (Kubernetes 1.20, `localcluster/kvpilot_localcluster`), the real operator process, and two processes
 of the benchmark: one makes the Deployments' pods (real objects that are Running and Ready on 100 nodes; nothing runs in
@@ -38,7 +38,9 @@ made unready a second, and every 30 s the operator's own metrics are read.
 - *own page*: KiB of the operator's own `/metrics`, and how long the slowest one took.
 - *up*: from the first new service's creation until all new ones have their three ready replicas.
 
-| services | pods | up s | edit p50/p95/p99 ms | pod p50/p95/p99 ms | gap p50/p99 s | passes/s | requests/s | own page KiB, s | cores | RSS MiB |
+"""  # noqa: E501
+
+_COLUMNS = """| services | pods | up s | edit p50/p95/p99 ms | pod p50/p95/p99 ms | gap p50/p99 s | passes/s | requests/s | own page KiB, s | cores | RSS MiB |
 |---|---|---|---|---|---|---|---|---|---|---|
 """  # noqa: E501
 
@@ -128,14 +130,25 @@ def plot(result: dict[str, Any], file: Path) -> None:
     figure.savefig(file, metadata={"Date": None})
 
 
+def table(result: dict[str, Any]) -> str:
+    """One line a size."""
+    return _COLUMNS + "\n".join(row(one) for one in result["sizes"]) + "\n"
+
+
 def main() -> None:
     """Command line."""
-    source = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("--before", type=Path)
+    asked = parser.parse_args()
+    source, older = asked.source, asked.before
     result = json.loads(source.read_text())
     options = f" --soak {result['soak']['seconds']:.0f}" if "soak" in result else ""
-    text = _HEAD.format(date=result["date"], cores=result["cores"], pages=result["pages_per_second"], options=options)
-    text += "\n".join(row(one) for one in result["sizes"]) + "\n"
-    text += bars(result)
+    before = f" --before {older}" if older else ""
+    text = _HEAD.format(
+        date=result["date"], cores=result["cores"], pages=result["pages_per_second"], options=options, before=before
+    )
+    text += table(result) + bars(result)
     if "soak" in result:
         text += soak(result["soak"])
     if "note" in result:
@@ -143,7 +156,14 @@ def main() -> None:
     text += (
         f"\n![growth from {result['sizes'][0]['services']} to {result['sizes'][-1]['services']} services](fleet.svg)\n"
     )
-    text += f"\nRaw: [{source.name}]({source.name}).\n"
+    raw = f"[{source.name}]({source.name})"
+    if older:
+        past = json.loads(older.read_text())
+        text += f"\n## Before, {past['date']}\n\n{past['note']}\n\n" + table(past) + bars(past)
+        if "soak" in past:
+            text += soak(past["soak"])
+        raw += f", [{older.name}]({older.name})"
+    text += f"\nRaw: {raw}.\n"
     source.with_suffix(".md").write_text(text)
     plot(result, source.with_suffix(".svg"))
 
