@@ -27,9 +27,9 @@ and the output o_i by p_it (v_t - o_i) of that; an error of a value by p_it e. W
 
     g_tc^2 ~ sum_i p_it^2 |v_t - o_i|^2 q_ic^2   for keys         g_tc^2 ~ sum_i p_it^2   for values
 
-over the queries i that read the token at the page's bits: at least RECENT tokens after it, since the recent window
-reads nearer ones at 8. Sinks count as much as they are looked at, which is most; of a sequence's first token that is
-its value alone.
+over the queries i that read the token at the page's bits: at least RECENT tokens after it, since a recent window
+reads nearer ones at 8, whichever dtype is served. Sinks count as much as they are looked at, which is most; of a
+sequence's first token that is its value alone.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def _mean(moments: Moments, squared: torch.Tensor) -> torch.Tensor:
 
 
 RECENT = 64
-"""Tokens that a query reads at 8 bits by default: what lies nearer than that does not count in a fit."""
+"""Tokens that every dtype's default window has at least: what lies nearer does not count in an engine's own fit. The
+same for all, so that a model has one set of factors."""
 
 _SCORES = 2**24  # held at once, float32: some 64 MiB, and a handful of arrays like it
 

@@ -91,9 +91,6 @@ RING_REACH = 0.6
 RECENT_CHOICES = (0, 64, 128, 256, 512)
 """Tokens that a recent window may have; 0 is none."""
 
-RECENT_TOKENS = 64
-"""Tokens of the recent window where nobody says otherwise, for every format that has a ring."""
-
 
 class FormatError(ValueError):
     """A format was asked for something that it does not have; the message names field, value and remedy."""
@@ -204,6 +201,7 @@ class Format:
         name: the value of `--kv-cache-dtype`.
         key, value: how a key and a value are stored (at a head dimension that is a multiple of 64, for ours).
         origin: who implements it.
+        window: tokens of the recent window where nobody says otherwise, one of `RECENT_CHOICES`; 0 for none.
         calibrated_only: not to be chosen without a calibration file: the accuracy is not there otherwise.
         summary: one line for people. colour: of its line in every plot, grey for the dtypes that none is about.
     """
@@ -214,6 +212,7 @@ class Format:
     origin: Origin
     summary: str
     colour: str = "#9a9a9a"
+    window: int = 0
     calibrated_only: bool = False
 
     @property
@@ -280,8 +279,11 @@ class Format:
         """Whether a recent window makes this format more accurate: it is ours, and a side has less than 8 bits."""
         return self.ours and min(self.key.bits, self.value.bits) < 8
 
-    def recent_tokens(self, asked: int | None = None) -> int:
-        """Tokens of the recent window that is served where `asked` is wanted, None for the default; 0 without a ring.
+    def recent_tokens(self, asked: int | None = None, context: int | None = None) -> int:
+        """Tokens of the recent window that is served where `asked` is wanted; 0 without a ring.
+
+        `asked` is None for the default: `window`, or the largest choice that is not longer than `context`, the tokens
+        that are served at most, where these are known.
 
         Raises:
             FormatError: not one of `RECENT_CHOICES`.
@@ -291,7 +293,10 @@ class Format:
             raise FormatError(f"recentTokens {asked} is not a window that can be served; use one of {choices}")
         if not self.has_ring:
             return 0
-        return RECENT_TOKENS if asked is None else asked
+        if asked is not None:
+            return asked
+        most = self.window if context is None else min(self.window, context)
+        return max(choice for choice in RECENT_CHOICES if choice <= most)
 
     def ring_layout(self, head_dim: int, block_size: int) -> RingLayout:
         """Offsets of a ring's page, which has the bytes of a page of `block_size` tokens; the module's second table.
@@ -329,11 +334,12 @@ class Format:
 
 
 def own(
-    name: str, key_bits: int, value_bits: int, summary: str, colour: str = "#9a9a9a", *, calibrated_only: bool = False
-) -> Format:
+    name: str, key_bits: int, value_bits: int, summary: str, colour: str = "#9a9a9a", *, window: int = 0,
+    calibrated_only: bool = False,
+) -> Format:  # fmt: skip
     """A format of ours: keys and values of 2, 4 or 8 bits in groups with a scale each."""
     key, value = Side(key_bits, 2, 64), Side(value_bits, 2, 64)
-    return Format(name, key, value, Origin.KVPILOT, summary, colour, calibrated_only)
+    return Format(name, key, value, Origin.KVPILOT, summary, colour, window, calibrated_only)
 
 
 def _vllm(name: str, key: Side, value: Side | None = None, *, summary: str, colour: str = "#9a9a9a") -> Format:
@@ -362,10 +368,10 @@ FORMATS: dict[str, Format] = {
         _vllm("turboquant_k3v4_nc", Side(3, 2), Side(4, 4), summary="TurboQuant, 3-bit keys and 4-bit values"),
         _vllm("turboquant_3bit_nc", Side(3, 2), Side(3, 4), summary="TurboQuant, 3-bit keys and values"),
         own("int8", 8, 8, "8-bit keys and values in groups of 64, for GPUs without fp8", "#7a9e3a"),
-        own("k8v4", 8, 4, "8-bit keys, 4-bit values", "#e2a21b"),
-        own("k4v4", 4, 4, "4-bit keys and values: the workhorse", "#d1491f"),
-        own("k4v2", 4, 2, "4-bit keys, 2-bit values: for long contexts", "#8f2d8c"),
-        own("k2v2", 2, 2, "2-bit keys and values", "#c87fb4", calibrated_only=True),
+        own("k8v4", 8, 4, "8-bit keys, 4-bit values", "#e2a21b", window=64),
+        own("k4v4", 4, 4, "4-bit keys and values: the workhorse", "#d1491f", window=64),
+        own("k4v2", 4, 2, "4-bit keys, 2-bit values: for long contexts", "#8f2d8c", window=128),
+        own("k2v2", 2, 2, "2-bit keys and values", "#c87fb4", window=512, calibrated_only=True),
     )
 }
 """Every dtype by name, vLLM's first: the one list of them."""
@@ -400,6 +406,11 @@ def names() -> tuple[str, ...]:
 def own_names() -> tuple[str, ...]:
     """The dtypes that kvpilot's own backend serves."""
     return tuple(f.name for f in FORMATS.values() if f.ours)
+
+
+def default_windows() -> str:
+    """The default recent window of every dtype that has one, for help and messages."""
+    return ", ".join(f"{f.window} for {f.name}" for f in FORMATS.values() if f.window)
 
 
 def capacity_ratio(dtype: str, over: str = "auto", head_dim: int = 128) -> float:

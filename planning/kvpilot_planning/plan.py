@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from kvpilot_kernels.formats import RECENT_CHOICES, RECENT_TOKENS, FormatError, parse
+from kvpilot_kernels.formats import RECENT_CHOICES, FormatError, default_windows, parse
 from kvpilot_operator.decide.judging.gpus import GPUS
 from kvpilot_planning import models, plan_json, plan_plot, plan_text
 from kvpilot_planning.facts import Model, PlanError
@@ -77,7 +77,7 @@ def _parser() -> _Parser:
         type=_window,
         metavar="N",
         help="of each sequence, read at 8 bits by our dtypes below: "
-        f"{', '.join(map(str, RECENT_CHOICES))} (default {RECENT_TOKENS})",
+        f"{', '.join(map(str, RECENT_CHOICES))} (default {default_windows()})",
     )
     add("--utilization", type=_share, default=0.9, metavar="X", help="share of the GPU that vLLM takes (default 0.9)")
     add("--weights-dtype", choices=WEIGHTS, help="how the weights are stored (default: as they are published)")

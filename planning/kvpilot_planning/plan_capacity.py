@@ -126,14 +126,14 @@ class Cache:
 def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None) -> Cache:
     """The layout of this dtype. Layers with a window stay in 16 bits, as the operator starts engines by default.
 
-    `recent_tokens` are those of the recent window (None for the engine's default), where the dtype has one.
+    `recent_tokens` are those of the recent window (None for the dtype's default), where the dtype has one.
 
     Raises:
         PlanError: the heads cannot be cut into `gpus` parts.
         FormatError: the dtype has no layout for the model's head_dim, or the window cannot be served.
     """
     stored = formats.parse(dtype)
-    recent = stored.recent_tokens(recent_tokens)
+    recent = stored.recent_tokens(recent_tokens, model.max_positions)
     heads = kv_heads_per_gpu(model, gpus)
     block = OWN_BLOCK if stored.ours else BLOCK
     window_heads = max(1, (model.window_kv_heads or model.kv_heads) // gpus)

@@ -22,7 +22,7 @@ CONTEXTS = (2_048, 8_192, 32_768, 131_072)
 class Request:
     """What to plan. `weights` and `kv` are bytes of all GPUs together that replace the estimates.
 
-    `recent_tokens` are those of the recent window, None for the engine's default.
+    `recent_tokens` are those of the recent window, None for each dtype's default.
     """
 
     model: Model
@@ -139,7 +139,7 @@ def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[in
         bits=formats.parse(dtype).bits_per_element(model.head_dim),
         token_bytes=layout.full_token_bytes * gpus,
         window_bytes=layout.window_token_bytes * layout.window * gpus,
-        recent_tokens=formats.parse(dtype).recent_tokens(request.recent_tokens),
+        recent_tokens=formats.parse(dtype).recent_tokens(request.recent_tokens, model.max_positions),
         recent_bytes=layout.ring_blocks * layout.full_token_bytes * layout.block * gpus,
         fits=tuple(Fit(c, layout.tokens(kv, c), layout.sequences(kv, c)) for c in contexts),
         notes=plan_veto.notes(model, dtype),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from accuracy_rows import AGAINST_EXACT, SERVED
+from accuracy_rows import AGAINST_EXACT, OTHER_WINDOWS, SERVED
 
 HEAD = """\
 # Accuracy of KV-cache codecs
@@ -42,8 +42,9 @@ PPL is the change of perplexity.
 SERVED_HEAD = """
 ## As served
 
-With a recent window of 64 and without other options; `+calibrated` with a file, `w128` and `w512` with a longer window.
-
+Each dtype with its [default recent window](../decisions/0023-a-default-window-for-each-dtype.md); `+calibrated` with a
+file, fitted for a window of 64, which `k2v2` is not served without. After them `k4v2` with a window of 64.
+{missing}
 """
 ALONE_HEAD = "\n## Codecs alone, and rivals\n\n"
 
@@ -63,11 +64,17 @@ def markdown(data: dict[str, Any], bits: Callable[[str, int], float]) -> str:
     """The page. `bits` gives a row's bits per element at a head_dim."""
     texts: dict[str, Any] = data["texts"]
     names = sorted((n for n in texts if n != "control"), key=lambda n: (-bits(n, 128), texts[n]["mean_kl"]))
-    served = [name for name in SERVED if name in texts]
+    served = [name for name in (*SERVED, *OTHER_WINDOWS) if name in texts]
+    missing = "".join(f"Not measured: `{name}`.\n" for name in SERVED if name not in texts)
     beside = ["control", "fp8_e4m3", "kvarn_k4v4+exact", *(name for name in AGAINST_EXACT if name in texts)]
     alone = ["control", *(name for name in names if name not in served)]
     parts = [HEAD.format(tokens=f"{min(row['tokens'] for row in texts.values()):,}")]
-    parts += [SERVED_HEAD, *_table([*served, *beside], texts, bits), ALONE_HEAD, *_table(alone, texts, bits)]
+    parts += [
+        SERVED_HEAD.format(missing=missing),
+        *_table([*served, *beside], texts, bits),
+        ALONE_HEAD,
+        *_table(alone, texts, bits),
+    ]
     parts += _split("By position in the context (mean KL)", "buckets", texts, names)
     parts += _split("By text (mean KL)", "texts", texts, names)
     if "needle" in data:

@@ -23,11 +23,19 @@ from kvpilot_kernels.reference.turboquant import turboquant
 
 SELF = "self"
 
-SERVED = (
-    "int8+self", "k8v4+self+w64", "k4v4+self+w64", "k4v4+calibrated+w64", "k4v2+self+w64", "k4v2+calibrated+w64",
-    "k4v2+self+w128", "k2v2+self+w512", "k2v2+calibrated+w512",
-)  # fmt: skip
-"""As an engine serves them: without options, or with a file or more than 64 recent tokens where the name says so."""
+CALIBRATED = "calibrated"
+
+
+def _served(fmt: formats.Format) -> list[str]:
+    window = f"+w{fmt.window}" if fmt.window else ""
+    return [f"{fmt.name}+{label}{window}" for label in (SELF, *([CALIBRATED] if fmt.key.bits < 8 else []))]
+
+
+SERVED = tuple(row for name in formats.own_names() for row in _served(formats.parse(name)))
+"""With the default recent window: without options, and with a file where keys have fewer than 8 bits."""
+
+OTHER_WINDOWS = ("k4v2+self+w64", "k4v2+calibrated+w64")
+"""Beside what is served by default."""
 
 AGAINST_EXACT = ("k4v4+self+w128+first128", "k4v4+self+w128")
 """Beside `kvarn_k4v4+exact`, which keeps as many tokens."""
@@ -49,7 +57,7 @@ def rivals() -> dict[str, Codec]:
 def every_name(labels: Sequence[str]) -> list[str]:
     """The table's rows with factors of `labels`."""
     mine = [name + suffix for name in formats.own_names() for suffix in ("", *(f"+{label}" for label in labels))]
-    return [*rivals(), *mine, *SERVED, *AGAINST_EXACT]
+    return [*rivals(), *mine, *SERVED, *OTHER_WINDOWS, *AGAINST_EXACT]
 
 
 def reading(name: str, factors: dict[str, Sequence[Factors]]) -> Reading:

@@ -24,11 +24,14 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.fit import RECENT, Moments, fit
+from kvpilot_kernels.fit import Moments, fit
 from kvpilot_kernels.reference.windowed import windowed
 from kvpilot_runtime import calibration, held_out
 from kvpilot_runtime.calibration import ModelFacts
 from kvpilot_runtime.calibration_text import LONGEST, beginnings, lone, text_ids
+
+DTYPE = "k4v4"
+"""The KV-cache dtype whose recent window factors are fitted to, unless another one is named."""
 
 _HOOK = "kvpilot_calibrate"
 _CHUNK = 256  # tokens whose logits are held at once
@@ -92,7 +95,7 @@ def sequences(tokenizer: Any, texts: list[str], length: int, limit: int) -> list
 
 
 def calibrate(
-    model: Any, pieces: list[torch.Tensor], first: torch.Tensor, facts: ModelFacts, recent: int = RECENT,
+    model: Any, pieces: list[torch.Tensor], first: torch.Tensor, facts: ModelFacts, recent: int,
     progress: Progress | None = None,
 ) -> list[Factors]:  # fmt: skip
     """Factors of every layer of a transformers causal language model that was loaded with `attn_implementation` of
@@ -215,7 +218,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", type=int, default=16384, help="at most this many in all (default %(default)s)")
     parser.add_argument(
-        "--recent", type=int, default=RECENT, help="tokens of the recent window that is served (default %(default)s)"
+        "--dtype", choices=formats.own_names(), default=DTYPE, help="KV-cache dtype to serve (default %(default)s)"
+    )
+    parser.add_argument(
+        "--recent",
+        type=int,
+        help=f"tokens of the recent window that is served (default: the dtype's, {formats.default_windows()})",
     )
     parser.add_argument(
         "--device",
@@ -231,6 +239,7 @@ def main(argv: list[str] | None = None) -> int:
             options.length,
             options.tokens,
             options.device,
+            options.dtype,
             options.recent,
         )
     except CalibrateError as error:
@@ -241,15 +250,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(
-    model: Path, prompts: Path, output: Path | None, length: int, tokens: int, device: str, recent: int = RECENT
-) -> Path:
+    model: Path, prompts: Path, output: Path | None, length: int, tokens: int, device: str, dtype: str = DTYPE,
+    recent: int | None = None,
+) -> Path:  # fmt: skip
     """Calibrate the model in a folder, write the file, and say what it gains; returns the file's path.
+
+    Args:
+        dtype: of the KV cache that will be served. recent: tokens of its recent window, None for its default.
 
     Raises:
         CalibrateError: whatever cannot work, named.
     """
     if length < 2 or tokens < length:
         raise CalibrateError(f"--length {length} and --tokens {tokens} leave no sequence; use at least 2 and --length")
+    if recent is None:
+        recent = formats.parse(dtype).recent_tokens(context=length - 1)
     if not 0 <= recent < length:
         raise CalibrateError(f"--recent {recent} leaves no token outside the window; use 0 to --length {length}")
     try:
@@ -265,8 +280,8 @@ def run(
         raise CalibrateError(f"--output {str(output)!r}: there is no folder {str(output.parent)!r}; make it first")
     texts = read_prompts(prompts)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=hook()).to(device)
+    exact = torch.float32 if device == "cpu" else torch.bfloat16
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=exact, attn_implementation=hook()).to(device)
     pieces, kept_back = split(tokenizer, texts, length, tokens)
     if not pieces:
         raise CalibrateError(f"--prompts {str(prompts)!r} gives no sequence of two tokens; give more text")
@@ -279,7 +294,7 @@ def run(
     layers = calibrate(loaded, pieces, first, facts, recent, report)
     calibration.save(output, layers, facts)
     read = sum(piece.numel() for piece in pieces)
-    print(gain(loaded, tokenizer, kept_back, layers, recent, facts, read), file=sys.stderr)
+    print(gain(loaded, tokenizer, kept_back, layers, dtype, recent, facts, read), file=sys.stderr)
     return output
 
 
@@ -297,6 +312,7 @@ def gain(
     tokenizer: Any,
     kept_back: list[torch.Tensor],
     layers: list[Factors],
+    dtype: str,
     recent: int,
     facts: ModelFacts,
     read: int,
@@ -315,10 +331,10 @@ def gain(
     file = {layer: layers[layer].to(device) for layer in own}
     none = {layer: Factors.identity(facts.kv_heads, facts.head_dim, device) for layer in own}
     pieces = [piece.to(device) for piece in kept_back]
-    found = [held_out.damage(model, _HOOK, pieces, "k4v4", factors, recent) for factors in (file, own, none)]
+    found = [held_out.damage(model, _HOOK, pieces, dtype, factors, recent) for factors in (file, own, none)]
     return (
-        f"k4v4 with a recent window of {recent}, on {sum(map(len, pieces)):,} other tokens: {found[0]:.1f} millinats "
-        f"with this file, {found[1]:.1f} as an engine calibrates itself, {found[2]:.1f} without calibration"
+        f"{dtype} with a recent window of {recent}, on {sum(map(len, pieces)):,} other tokens: {found[0]:.1f} "
+        f"millinats with this file, {found[1]:.1f} as an engine calibrates itself, {found[2]:.1f} without calibration"
     )
 
 

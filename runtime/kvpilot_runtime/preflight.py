@@ -244,7 +244,7 @@ def _memory(
     length = request.max_model_len or config.max_positions
     in_16_bits = len({layer for layer in request.skip_layers or () if layer.isdecimal()})
     per_token = config.token_bytes(fmt, in_16_bits)
-    ring = _ring_tokens(fmt, config, request, platform) * per_token
+    ring = _ring_tokens(fmt, config, request, length, platform) * per_token
     # A latent cache is kept whole by every rank, and so is a KV head that several share.
     shares = 1 if config.latent else max(1, min(request.tensor_parallel, config.kv_heads))
     wanted = ((length or 0) * per_token + ring) // shares
@@ -283,12 +283,14 @@ def _memory(
         )
 
 
-def _ring_tokens(fmt: formats.Format, config: models.Architecture, request: Request, platform: machine.Platform) -> int:
+def _ring_tokens(
+    fmt: formats.Format, config: models.Architecture, request: Request, context: int | None, platform: machine.Platform
+) -> int:
     """Tokens whose pages a request's ring takes, in blocks of the platform's usual size."""
     if not fmt.ours or config.state_layers:
         return 0  # vLLM keeps no rings beside states (docs/serving.md)
     block = BLOCK_TOKENS[platform]
-    return fmt.ring_blocks(fmt.recent_tokens(request.recent), config.head_dim, block) * block
+    return fmt.ring_blocks(fmt.recent_tokens(request.recent, context), config.head_dim, block) * block
 
 
 def _mib(size: int) -> str:

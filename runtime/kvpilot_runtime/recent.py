@@ -77,7 +77,7 @@ def asked() -> int | None:
     if not text.isdecimal() or int(text) not in formats.RECENT_CHOICES:
         raise UnsupportedModelError(
             f"{VARIABLE} is {text!r}; use one of {', '.join(map(str, formats.RECENT_CHOICES))}, or leave it out for "
-            f"{formats.RECENT_TOKENS}"
+            f"the default ({formats.default_windows()})"
         )
     return int(text)
 
@@ -91,26 +91,30 @@ def attach(config: Any, layers: dict[str, Any]) -> None:
     if any(layer.impl.recent is not None for layer in layers.values()):
         return
     fmt = formats.parse(config.cache_config.cache_dtype)
-    wanted = fmt.recent_tokens(asked())
-    if asked() is not None and wanted > config.model_config.max_model_len:
+    context = config.model_config.max_model_len
+    wanted = fmt.recent_tokens(asked(), context)
+    if wanted > context:
         raise UnsupportedModelError(
-            f"{VARIABLE} is {wanted}, and the context is {config.model_config.max_model_len} tokens (--max-model-len): "
-            "a window must not be longer; use a smaller one, or 0"
+            f"{VARIABLE} is {wanted}, and the context is {context} tokens (--max-model-len): a window must not be "
+            "longer; use a smaller one, or 0"
         )
     reason = _cannot(config, layers) if wanted else ""
     recent = 0 if reason else wanted
-    context = config.compilation_config.static_forward_context
+    every = config.compilation_config.static_forward_context
     for name, layer in layers.items():
         layer.impl.recent = recent
         if recent and layer.impl.kv_sharing_target_layer_name is None:
-            layer.impl.ring = context[name + SUFFIX] = RecentLayer(name + SUFFIX, layer, recent)
+            layer.impl.ring = every[name + SUFFIX] = RecentLayer(name + SUFFIX, layer, recent)
     for layer in layers.values():
         if recent and (target := layer.impl.kv_sharing_target_layer_name) is not None:
-            layer.impl.ring = context[target + SUFFIX]
+            layer.impl.ring = every[target + SUFFIX]
     if reason:
         log.warning("No recent window (%s): kv-cache dtype %r reads the last %d tokens with its own bits, less "
                     "accurate than it could be; set %s to 0 if that is meant",
                     reason, fmt.name, wanted, VARIABLE)  # fmt: skip
+    elif wanted < fmt.recent_tokens(asked()):
+        log.info("The default recent window of kv-cache dtype %r, %d tokens, is cut to %d: the context is %d tokens",
+                 fmt.name, fmt.window, wanted, context)  # fmt: skip
 
 
 def report(config: Any, layers: dict[str, Any]) -> None:
@@ -125,7 +129,7 @@ def report(config: Any, layers: dict[str, Any]) -> None:
         reason = "NotAttached"
         log.warning("No recent window: this model loader does not call its layers after loading")
     elif found < wanted:
-        reason = _cannot(config, layers)
+        reason = _cannot(config, layers) or "ShortContext"
     recent_info.report(recent_info.Window(dtype, found or 0, reason))
 
 

@@ -1,6 +1,7 @@
 """The recent window of an engine, on its own /metrics: ``kvpilot_recent_window_info{dtype,tokens,reason} 1``.
 
-`tokens` is what is served, 0 for none, and `reason` a word where it is not what was asked for.
+`tokens` is what is served, 0 for none, and `reason` a word where it is neither what was asked for nor
+the default.
 """
 
 from __future__ import annotations

@@ -54,6 +54,26 @@ def test_a_window_takes_the_fewest_pages_that_hold_it(name: str, dim: int, size:
     assert (blocks - 1) * tokens < recent <= blocks * tokens or recent == blocks == 0
 
 
+def test_each_format_has_the_default_window_of_its_row_and_takes_any_other_choice() -> None:
+    defaults = {name: formats.parse(name).recent_tokens() for name in formats.names()}
+    assert {name: tokens for name, tokens in defaults.items() if tokens} == {
+        "k8v4": 64, "k4v4": 64, "k4v2": 128, "k2v2": 512
+    }  # fmt: skip
+    for name in WITH_RING:
+        assert [formats.parse(name).recent_tokens(n) for n in formats.RECENT_CHOICES] == list(formats.RECENT_CHOICES)
+
+
+@given(names, st.integers(0, 1024))
+def test_a_default_window_is_cut_to_the_largest_choice_within_the_context_and_an_explicit_one_never(
+    name: str, context: int
+) -> None:
+    fmt = formats.parse(name)
+    cut = fmt.recent_tokens(context=context)
+    assert cut in formats.RECENT_CHOICES and cut <= min(context, fmt.window)
+    assert not any(cut < choice <= min(context, fmt.window) for choice in formats.RECENT_CHOICES)
+    assert all(fmt.recent_tokens(choice, context) == choice for choice in formats.RECENT_CHOICES)
+
+
 def test_a_format_of_8_bits_has_no_ring_and_a_negative_window_is_refused() -> None:
     int8 = formats.parse("int8")
     assert not int8.has_ring and int8.ring_blocks(64, 128, 64) == 0

@@ -192,6 +192,22 @@ def test_a_real_model_is_calibrated_on_one_text_does_better_on_another_and_says_
     assert float(found[2]) < float(found[4])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "length", "window"),
+    [([], 256, 64), (["--dtype", "k4v2"], 256, 128), (["--dtype", "k2v2"], 256, 128), (["--dtype", "int8"], 64, 0)],
+)
+def test_factors_are_fitted_for_the_default_window_of_the_dtype_that_is_named_or_what_a_sequence_has_room_for(
+    dtype: list[str], length: int, window: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, prompts = tiny(SOFT_CAP, tmp_path), tmp_path / "prompts.txt"
+    prompts.write_text(TRAINING * 12)
+    arguments = [str(folder), "--prompts", str(prompts), "--output", str(tmp_path / "factors"), "--device", "cpu",
+                 "--length", str(length), "--tokens", str(length), *dtype]  # fmt: skip
+    assert calibrate.main(arguments) == 0
+    name = dtype[-1] if dtype else "k4v4"
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"{name} with a recent window of {window}, on ")
+
+
 def tiny(config: PreTrainedConfig, tmp_path: Path) -> Path:
     """A model of random weights with a tokenizer."""
     torch.manual_seed(1)

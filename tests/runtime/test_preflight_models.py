@@ -189,6 +189,19 @@ def test_a_window_is_one_that_can_be_served_and_not_longer_than_the_context() ->
             serve.parse(["--model=m", f"--recent-tokens={wrong}"])
 
 
+def test_a_default_window_longer_than_the_context_is_cut_and_only_what_is_left_of_it_is_counted(tmp_path: Path) -> None:
+    file = tmp_path / "factors.safetensors"
+    file.write_bytes(b"")
+    # 256 tokens of 144 bytes, and of the ring as many pages of 128 tokens as 256 tokens take at head_dim 64.
+    pages = formats.parse("k2v2").ring_blocks(256, 64, 128)
+    exact = Request(
+        str(tiny_llama()), "k2v2", max_model_len=256, kv_bytes=(256 + 128 * pages) * 144, calibration=str(file)
+    )
+    assert silent(check(exact))
+    assert "for the recent window" in refusal(replace(exact, kv_bytes=(exact.kv_bytes or 0) - 1)).message
+    assert "--recent-tokens 512 is more than the context of 256" in refusal(replace(exact, recent=512)).message
+
+
 @pytest.mark.parametrize("dtype", ["auto", "fp8", "int8"])
 def test_a_window_for_a_dtype_of_8_bits_is_of_no_effect_and_said_to_be(dtype: str) -> None:
     assert silent(check(Request(str(tiny_llama()), dtype, recent=0)))

@@ -67,16 +67,18 @@ def rings(config: Any) -> list[RecentLayer]:
     return [x for x in config.compilation_config.static_forward_context.values() if isinstance(x, RecentLayer)]
 
 
-@pytest.mark.parametrize(("dtype", "blocks"), [("k8v4", 1), ("k4v4", 1), ("k4v2", 2), ("k2v2", 3)])
-def test_a_ring_has_the_pages_of_its_layer_and_as_many_as_the_window_needs(
-    config: Any, dtype: str, blocks: int
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "blocks"), [("k8v4", 64, 1), ("k4v4", 64, 1), ("k4v2", 128, 4), ("k2v2", 512, 23)]
+)
+def test_a_ring_has_the_pages_of_its_layer_and_as_many_as_its_dtypes_window_needs(
+    config: Any, dtype: str, tokens: int, blocks: int
 ) -> None:
     config.cache_config.cache_dtype = dtype
     layers = attached(config)
     assert [ring.layer_name for ring in rings(config)] == [f"{name}.recent" for name in NAMES]
     spec = rings(config)[0].get_kv_cache_spec(config)
     page = layers[0].get_attn_backend().customize_spec(layers[0].get_kv_cache_spec(config))
-    assert (spec.ring_blocks, spec.recent) == (blocks, 64)
+    assert (spec.ring_blocks, spec.recent) == (blocks, tokens)
     assert (spec.page_size_bytes, spec.block_size) == (page.page_size_bytes, page.block_size)
     assert not spec.prefix_cacheable
     assert spec.max_memory_usage_bytes(config) == blocks * page.page_size_bytes
@@ -122,6 +124,27 @@ def test_a_window_longer_than_the_context_is_refused(config: Any, monkeypatch: p
     config.model_config.max_model_len = 400
     with pytest.raises(UnsupportedModelError, match=r"is 512, and the context is 400 tokens .*use a smaller one"):
         attached(config)
+
+
+@pytest.mark.parametrize(("context", "tokens"), [(2048, 512), (512, 512), (511, 256), (256, 256), (127, 64), (63, 0)])
+def test_a_default_window_longer_than_the_context_is_cut_and_log_and_metric_say_so(
+    config: Any, context: int, tokens: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(recent.recent_info, "report", told.append)
+    monkeypatch.setattr(recent.log, "propagate", True)
+    config.cache_config.cache_dtype = "k2v2"
+    config.model_config.max_model_len = context
+    with caplog.at_level(logging.INFO, recent.log.name):
+        layers = attached(config)
+    assert [layer.impl.recent for layer in layers] == [tokens] * 2
+    assert [ring.recent for ring in rings(config)] == ([tokens] * 2 if tokens else [])
+    recent.report(config, dict(zip(NAMES, layers, strict=True)))
+    assert told == [recent.recent_info.Window("k2v2", tokens, "" if tokens == 512 else "ShortContext")]
+    if tokens < 512:
+        assert f"'k2v2', 512 tokens, is cut to {tokens}: the context is {context} tokens" in caplog.text
+    else:
+        assert "is cut" not in caplog.text
 
 
 @pytest.mark.parametrize("reason", ["VllmWithoutRings", "HybridManagerOff", "UnlikeLayers", "OtherLayers"])

@@ -124,7 +124,7 @@ def test_dtypes_are_exactly_those_of_the_formats_module() -> None:
 def test_the_recent_window_is_bounded_and_described_as_the_formats_module_has_it() -> None:
     field = SPEC["properties"]["kvCache"]["properties"]["recentTokens"]
     assert tuple(field["enum"]) == formats.RECENT_CHOICES
-    assert f"the engine's default, {formats.RECENT_TOKENS}." in field["description"]
+    assert f"each dtype's default: {formats.default_windows()}." in field["description"]
     of_effect = [name for name in formats.own_names() if formats.parse(name).has_ring]
     assert f"with {', '.join(of_effect[:-1])} and {of_effect[-1]};" in field["description"]
 

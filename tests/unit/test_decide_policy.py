@@ -172,6 +172,18 @@ def test_the_pages_of_recent_windows_count_where_sequences_are_short():
     assert step(without) == ("DtypeDown", "k4v4", 1)
 
 
+def test_the_pages_of_a_default_window_are_those_of_the_dtype_cut_to_the_longest_context():
+    def capacity(dtype, length, *, longest=None, asked=None):
+        w = workload(demand=1500, mean_prompt=float(length), mean_generation=0.0)
+        kv_cache = {"ladder": [dtype]} | ({"recentTokens": asked} if asked is not None else {})
+        about = {"kvCache": kv_cache} | ({"model": {"maxModelLen": longest}} if longest else {})
+        return next(o.capacity_tokens for o in choose_step(policy_input(w, spec=spec(**about))).options if o.dtype)
+
+    assert capacity("k4v4", 4000) == capacity("k4v4", 4000, asked=64) > capacity("k4v4", 4000, asked=128)
+    assert capacity("k4v2", 4000) == capacity("k4v2", 4000, asked=128) < capacity("k4v2", 4000, asked=64)
+    assert capacity("k4v2", 96, longest=100) == capacity("k4v2", 96, asked=64) > capacity("k4v2", 96)
+
+
 def test_a_dtype_without_a_recent_window_gets_back_what_the_engines_say_that_theirs_takes():
     w = workload(demand=1500, mean_prompt=100.0, mean_generation=56.0)
     tokens = {}

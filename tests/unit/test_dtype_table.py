@@ -21,6 +21,13 @@ def test_every_dtype_of_ours_has_a_measured_share_of_bandwidth(name: str) -> Non
     assert 0 < HEAD_DIM_256[name] < 1, "measure it with kernels/benchmarks/decode.py"
 
 
+@pytest.mark.parametrize("name", formats.names())
+def test_every_dtype_of_ours_below_8_bits_has_a_default_window_that_can_be_served(name: str) -> None:
+    fmt = formats.parse(name)
+    assert bool(fmt.window) == fmt.has_ring, "say which window is its default: runtime/benchmarks/accuracy.py measures"
+    assert fmt.window in formats.RECENT_CHOICES
+
+
 def test_plans_and_plots_tell_the_dtypes_apart() -> None:
     colours = [formats.parse(name).colour for name in DTYPES]
     assert len(set(colours)) == len(DTYPES) == len(formats.own_names()) + 2
@@ -33,4 +40,8 @@ def test_the_page_on_formats_says_what_the_table_says(name: str) -> None:
         f"| `{name}` | {fmt.key.bits} bits | {fmt.value.bits} bits | {fmt.bits_per_element():g} "
         f"| {formats.capacity_ratio(name):.2f}x"
     )
-    assert row in (ROOT / "docs" / "formats.md").read_text()
+    page = (ROOT / "docs" / "formats.md").read_text()
+    assert row in page
+    if fmt.has_ring:
+        ring = f"| {fmt.ring_layout(128, 64).tokens} | {fmt.window} | {fmt.ring_blocks(fmt.window, 128, 64)} |"
+        assert any(line.startswith(f"| `{name}` |") and line.endswith(ring) for line in page.splitlines())

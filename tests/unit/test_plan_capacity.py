@@ -114,7 +114,9 @@ def test_fewer_bits_never_hold_less(model, blocks, gigabytes, data):
         ("k4v4", None, 2048, 32 + 1),
         ("k4v4", 0, 2048, 32),
         ("k8v4", None, 2048, 32 + 1),
-        ("k4v2", None, 2048, 32 + 2),
+        ("k4v2", None, 2048, 32 + 4),
+        ("k4v2", 64, 2048, 32 + 2),
+        ("k2v2", None, 2048, 32 + 23),
         ("k2v2", 512, 2048, 32 + 23),
         ("k2v2", 512, 30, 1 + 2),  # a ring's page holds 23 tokens, and the sequence has 30
         ("int8", 512, 2048, 32),
@@ -123,6 +125,13 @@ def test_fewer_bits_never_hold_less(model, blocks, gigabytes, data):
 )
 def test_every_sequence_holds_the_pages_of_its_recent_window(dtype, recent, context, blocks):
     assert cache(models.find("Llama-3.1-8B"), dtype, 1, recent).held(context) == blocks
+
+
+def test_the_default_window_of_a_model_of_short_contexts_is_cut_as_its_engine_cuts_it():
+    short = replace(models.find("Llama-3.1-8B"), max_positions=300)
+    assert cache(short, "k2v2", 1).held(300) == 5 + 12  # 256 tokens, 23 in a page
+    (row,) = make(Request(short, find_gpu("H200"), dtypes=("k2v2",))).rows
+    assert (row.recent_tokens, row.fits[-1].context) == (256, 300)
 
 
 def test_a_recent_window_beside_layers_with_a_sliding_one_is_of_the_full_layers_alone():

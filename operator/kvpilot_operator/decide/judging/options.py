@@ -202,7 +202,7 @@ def _gain(s: PolicyInput, dtype: str) -> float:
         return measured / 100
     kv_cache, w = s.spec.kv_cache, s.workload
     tokens = None if w.mean_prompt is None or w.mean_generation is None else int(w.mean_prompt + w.mean_generation / 2)
-    asked = formats.parse(dtype).recent_tokens(kv_cache.recent_tokens)
+    asked = formats.parse(dtype).recent_tokens(kv_cache.recent_tokens, s.spec.model.max_model_len)
     rings = ring_share(s.dtype, s.model, s.recent_tokens, tokens), ring_share(dtype, s.model, asked, tokens)
     return gain(s.dtype, dtype, s.model, kv_cache.skip_layers, rings)
 
