@@ -93,6 +93,20 @@ def test_a_denied_dtype_is_tried_again_once_denials_are_switched_off():
     assert cluster.settle().kv_cache.active_dtype == BAD
 
 
+def test_a_denied_dtype_that_passes_when_tried_again_stays_when_denials_are_switched_on_again():
+    cluster = ModelCluster(manifest(**AUTO), bad=frozenset({BAD}))
+    cluster.settle()
+    cluster.edit(fixed(BAD))
+    assert [d.dtype for d in cluster.settle().kv_cache.denied] == [BAD]
+    cluster.bad = frozenset()
+    cluster.edit(manifest(kvCache={"mode": "Fixed", "dtype": BAD}, rollout={"denySeconds": 0}))
+    assert cluster.settle().kv_cache.active_dtype == BAD
+    cluster.edit(fixed(BAD))
+    status = cluster.settle()
+    assert status.kv_cache.active_dtype == BAD
+    assert status.kv_cache.denied == ()
+
+
 def test_a_baseline_replica_is_borrowed_when_no_16_bit_engine_serves():
     cluster = ModelCluster(fixed("k4v4"))
     status = cluster.settle()

@@ -44,8 +44,13 @@ def denial(dtype: str, spec: Spec, node: NodeFacts, denied: Sequence[Denied], no
     """The standing denial of this dtype for this model, image, GPU and recent window, if any."""
     if spec.rollout.deny_seconds == 0:
         return None
-    wanted = (dtype, spec.model.source, spec.engine.image, node.gpu, spec.kv_cache.recent_tokens_of(dtype))
+    wanted = subject(dtype, spec, node)
     return next((d for d in denied if about(d) == wanted and d.until > now), None)
+
+
+def subject(dtype: str, spec: Spec, node: NodeFacts) -> tuple[str, str, str, str, int | None]:
+    """What a denial of this dtype would be of now."""
+    return dtype, spec.model.source, spec.engine.image, node.gpu, spec.kv_cache.recent_tokens_of(dtype)
 
 
 def about(d: Denied) -> tuple[str, str, str, str, int | None]:

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.draft import in_flight
-from kvpilot_operator.decide.judging.ladder import RETRY_SECONDS, about
+from kvpilot_operator.decide.judging.ladder import RETRY_SECONDS, about, subject
 from kvpilot_operator.decide.trial.traffic import routed
 from kvpilot_operator.state.enums import Action, Reason, Stage, Verdict
 from kvpilot_operator.state.status import MAX_DENIED, MAX_HISTORY, Denied, Experience, Stable, clip
@@ -54,7 +54,10 @@ def finish_promotion(c: Context) -> Context:
     stable = Stable(revision=canary.revision, dtype=canary.dtype, since=c.now, ever_ready=True)
     c = c.set(last_canary=c.canary, canary=None, stable=stable)
     if canary.dtype != canary.from_dtype:
-        c = c.set_kv(changed_time=c.now)
+        # It was tried although it is denied (denySeconds was 0), and has passed: the denial is out of date.
+        passed = subject(canary.dtype, c.spec, c.snapshot.node)
+        denied = tuple(one for one in c.status.kv_cache.denied if about(one) != passed)
+        c = c.set_kv(changed_time=c.now, denied=denied)
     gained = ""
     if canary.capacity_tokens and canary.stable_capacity_tokens:
         ratio = canary.capacity_tokens / canary.stable_capacity_tokens
