@@ -22,7 +22,7 @@ quick: install
 check: install
 	$(RUN)ruff format --check .
 	$(RUN)ruff check .
-	$(RUN)mypy operator/kvpilot_operator runtime/kvpilot_runtime kernels/kvpilot_kernels planning/kvpilot_planning demo/kvpilot_demo localcluster/kvpilot_localcluster tests/support
+	$(RUN)mypy operator/kvpilot_operator runtime/kvpilot_runtime kernels/kvpilot_kernels planning/kvpilot_planning kubectl/kvpilot_kubectl demo/kvpilot_demo localcluster/kvpilot_localcluster tests/support
 	$(RUN)lint-imports
 	$(RUN)python scripts/generate.py --check
 

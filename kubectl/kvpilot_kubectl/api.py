@@ -1,0 +1,177 @@
+"""The user's cluster, by the rules of kubectl: --kubeconfig, KUBECONFIG, ~/.kube/config, and their current context.
+
+Every failure is a ToolError of one line with its remedy. This is the only module that talks to a cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import urllib3.exceptions
+from kubernetes import config
+from kubernetes.client import ApiClient, ApiException, Configuration, CoreV1Api, CustomObjectsApi
+
+from kvpilot_kubectl.errors import Forbidden, Missing, ToolError
+from kvpilot_kubectl.fields import Json, items, text
+from kvpilot_operator.render.names import GROUP, KIND, PLURAL, SERVICE_LABEL, VERSION
+
+_PAGE = 500
+_CONNECT_SECONDS, _READ_SECONDS = 10, 60
+_MERGE = "application/merge-patch+json"
+_MANAGER = "kubectl-kvpilot"
+"""Whose change it is, in managedFields."""
+_SHOWN = 300
+
+
+def contexts(kubeconfig: str | None) -> tuple[dict[str, str], str]:
+    """The default namespace of each context by its name, and which one is current.
+
+    Raises:
+        ToolError: there is no client configuration, or it cannot be read.
+    """
+    found, current = _configured(lambda: config.list_kube_config_contexts(config_file=kubeconfig))
+    return {text(one, "name"): text(one, "context", "namespace") or "default" for one in found}, text(current, "name")
+
+
+class Cluster:
+    """One cluster as the user may see it. `namespace` is where they are unless they say otherwise."""
+
+    def __init__(self, kubeconfig: str | None = None, context: str | None = None, namespace: str | None = None) -> None:
+        known, current = contexts(kubeconfig)
+        if context is not None and context not in known:
+            names = ", ".join(sorted(known)) or "none"
+            raise ToolError(f"--context {context!r} is not in the client configuration; it has {names}")
+        self.namespace = namespace or known.get(context or current, "default")
+        settings = Configuration()
+        _configured(
+            lambda: config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=settings)
+        )
+        settings.retries = False
+        self.server = str(settings.host)
+        api = ApiClient(settings)
+        api.user_agent = _MANAGER
+        self._custom, self._core = CustomObjectsApi(api), CoreV1Api(api)
+        # What fails is said once, below.
+        logging.getLogger("urllib3").addHandler(logging.NullHandler())
+
+    def services(self, *, everywhere: bool = False) -> Iterator[Json]:
+        """The services of the namespace, or of all of them."""
+        where = {} if everywhere else {"namespace": self.namespace}
+        ask = self._custom.list_cluster_custom_object if everywhere else self._custom.list_namespaced_custom_object
+        for page in self._pages("list", PLURAL, ask, group=GROUP, version=VERSION, plural=PLURAL, **where):
+            yield from items(page, "items")
+
+    def service(self, name: str) -> Json:
+        """One service; Missing where there is none of this name."""
+        about = {"group": GROUP, "version": VERSION, "plural": PLURAL, "namespace": self.namespace, "name": name}
+        return self._ask("get", PLURAL, self._custom.get_namespaced_custom_object, **about)
+
+    def patch(self, name: str, spec: dict[str, Any]) -> Json:
+        """Merge into a service's spec; the object as it is then."""
+        about = {"group": GROUP, "version": VERSION, "plural": PLURAL, "namespace": self.namespace, "name": name}
+        how = {"body": {"spec": spec}, "field_manager": _MANAGER, "_content_type": _MERGE}
+        return self._ask("patch", PLURAL, self._custom.patch_namespaced_custom_object, **about, **how)
+
+    def events(self, name: str) -> Iterator[Json]:
+        """What is still remembered of a service's Events."""
+        about = {
+            "namespace": self.namespace,
+            "field_selector": f"involvedObject.kind={KIND},involvedObject.name={name}",
+        }
+        for page in self._pages("list", "events", self._core.list_namespaced_event, **about):
+            yield from items(page, "items")
+
+    def pods(self, name: str) -> Iterator[Json]:
+        """The engine pods of a service."""
+        about = {"namespace": self.namespace, "label_selector": f"{SERVICE_LABEL}={name}"}
+        for page in self._pages("list", "pods", self._core.list_namespaced_pod, **about):
+            yield from items(page, "items")
+
+    def node(self, name: str) -> Json:
+        """One node."""
+        return self._ask("get", "nodes", self._core.read_node, name=name)
+
+    def namespaces(self) -> Iterator[str]:
+        """The names of all namespaces."""
+        for page in self._pages("list", "namespaces", self._core.list_namespace):
+            yield from (text(one, "metadata", "name") for one in items(page, "items"))
+
+    def _pages(self, verb: str, what: str, call: Callable[..., Any], **about: Any) -> Iterator[Json]:
+        token = ""
+        while True:
+            more = {"_continue": token} if token else {}
+            page = self._ask(verb, what, call, limit=_PAGE, **about, **more)
+            yield page
+            token = text(page, "metadata", "continue")
+            if not token:
+                return
+
+    def _ask(self, verb: str, what: str, call: Callable[..., Any], **about: Any) -> Json:
+        try:
+            answer = call(**about, _preload_content=False, _request_timeout=(_CONNECT_SECONDS, _READ_SECONDS))
+            return json.loads(answer.data)
+        except ApiException as error:
+            raise self._refusal(error, verb, what, about.get("namespace", ""), about.get("name", "")) from error
+        except urllib3.exceptions.HTTPError as error:
+            raise ToolError(
+                f"no answer from the API server at {self.server} ({_brief(error)}): see that the cluster runs and "
+                "can be reached from here, or name another one with --context or --kubeconfig"
+            ) from error
+        except ValueError as error:
+            raise ToolError(
+                f"{self.server} does not answer as an API server: name another one with --context"
+            ) from error
+
+    def _refusal(self, error: ApiException, verb: str, what: str, namespace: str, name: str) -> ToolError:
+        """What the API server's status code means to a person."""
+        try:
+            answer = json.loads(error.body)
+        except (TypeError, ValueError):
+            answer = None
+        said = text(answer, "message")[:_SHOWN] or text(str(error.reason))[:_SHOWN]
+        where = f" -n {namespace}" if namespace else " -A" if what == PLURAL else ""
+        if error.status == 401:
+            return ToolError(f"{self.server} does not know who you are: sign in again, or name a user with --context")
+        if error.status == 403:
+            resource = f"{PLURAL}.{GROUP}" if what == PLURAL else what
+            return Forbidden(
+                f"you may not {verb} {what}{f' in namespace {namespace}' if namespace else ''}: ask for the right, "
+                f"which `kubectl auth can-i {verb} {resource}{where}` checks ({said})"
+            )
+        if error.status == 404 and text(answer, "details", "name"):
+            hint = f"`kubectl kvpilot status{where}` lists those that are there" if what == PLURAL else "it has gone"
+            return Missing(f"there is no {text(answer, 'details', 'name')} among the {what}{_in(namespace)}: {hint}")
+        if error.status == 404:
+            return ToolError(
+                f"{self.server} does not serve {PLURAL}.{GROUP} {VERSION}: kvpilot is not installed there; install it "
+                "(docs/install.md), or name another cluster with --context"
+            )
+        if error.status in (400, 409, 422):
+            return ToolError(f"the API server refuses the change of {name}: {said}")
+        if error.status == 0:
+            return ToolError(
+                f"no trust in {self.server}: {said}; see certificate-authority of the client configuration"
+            )
+        return ToolError(f"the API server at {self.server} answers {error.status} ({said}): try again")
+
+
+def _in(namespace: str) -> str:
+    return f" of namespace {namespace}" if namespace else ""
+
+
+def _configured(read: Callable[[], Any]) -> Any:
+    """Run what reads the client configuration; it is a file of the user's, and says what it likes."""
+    try:
+        return read()
+    except Exception as error:
+        raise ToolError(
+            f"no cluster is known ({_brief(error)}): set KUBECONFIG, or name a file with --kubeconfig and a context "
+            "of it with --context"
+        ) from error
+
+
+def _brief(error: Exception) -> str:
+    return text(str(error) or type(error).__name__)[:_SHOWN].strip()

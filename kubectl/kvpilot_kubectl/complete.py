@@ -1,0 +1,147 @@
+"""Completion: commands, options, and the names that the cluster knows.
+
+kubectl (1.26 and newer) runs `kubectl_complete-kvpilot WORD... LAST` for completion of `kubectl kvpilot`; shells that
+are set up with argcomplete's register-python-argcomplete complete `kubectl-kvpilot` by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator
+
+import argcomplete
+from argcomplete.finders import CompletionFinder
+
+from kvpilot_kubectl.errors import ToolError
+
+# What kubectl reads in the last line (cobra's ShellCompDirective): nothing special, and no file names.
+_FILES, _NO_FILES = ":0", ":4"
+_PROGRAM = "kubectl-kvpilot"
+
+
+def main() -> int:
+    """Print what may stand in place of the last argument, a line each, and kubectl's directive."""
+    words = sys.argv[1:] or [""]
+    for one in candidates(words):
+        print(one)
+    print(_FILES if _wants_file(words) else _NO_FILES)
+    return 0
+
+
+def candidates(words: list[str]) -> list[str]:
+    """What the last word may become."""
+    if _wants_file(words):
+        return []
+    line = f"{shlex.join([_PROGRAM, *words[:-1]])} {words[-1]}"
+    told = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_IFS": "\n",
+        "_ARGCOMPLETE_SUPPRESS_SPACE": "1",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line.encode())),
+    }
+    before = dict(os.environ)
+    os.environ.update(told)
+    found = io.StringIO()
+    try:
+        _Finder()(_parser(), exit_method=_stay, output_stream=found, always_complete_options=False)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return sorted({one.strip() for one in found.getvalue().split("\n")} - {""})
+
+
+def in_shell() -> None:
+    """Answer a shell that asks by argcomplete's protocol, and end the process."""
+    argcomplete.autocomplete(_parser(), always_complete_options=False)
+
+
+class _Finder(CompletionFinder):
+    """Within a process of ours: file descriptor 9, which a shell sets up for debugging, is something else here."""
+
+    def _init_debug_stream(self) -> None:
+        pass
+
+
+def _stay(_: int = 0) -> None:
+    """In place of ending the process."""
+
+
+def _wants_file(words: list[str]) -> bool:
+    return words[-1].startswith("--kubeconfig=") or words[-2:-1] in (["--kubeconfig"], ["--model"])
+
+
+def _parser() -> argparse.ArgumentParser:
+    from kvpilot_kubectl.main import parser
+
+    whole = parser()
+    for part in parts(whole):
+        for action in part._actions:
+            if (completer := _COMPLETERS.get(action.dest)) is not None:
+                action.completer = completer  # type: ignore[attr-defined]
+    return whole
+
+
+def parts(whole: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """A parser and those of its commands."""
+    yield whole
+    for action in whole._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.values()
+
+
+def _known(ask: Callable[[argparse.Namespace], Iterable[str]]) -> Callable[..., list[str]]:
+    """A completer of argcomplete's; a cluster that does not answer completes nothing."""
+
+    def complete(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
+        try:
+            return [one for one in ask(parsed_args) if one.startswith(prefix)]
+        except ToolError:
+            return []
+
+    return complete
+
+
+def _services(options: argparse.Namespace) -> Iterator[str]:
+    from kvpilot_kubectl.main import cluster
+    from kvpilot_kubectl.service import read
+
+    yield from (read(one).name for one in cluster(options).services())
+
+
+def _denied(options: argparse.Namespace) -> Iterator[str]:
+    from kvpilot_kubectl.main import cluster
+    from kvpilot_kubectl.service import read
+
+    yield from {one.dtype for one in read(cluster(options).service(options.service)).denied}
+
+
+def _namespaces(options: argparse.Namespace) -> Iterator[str]:
+    from kvpilot_kubectl.main import cluster
+
+    yield from cluster(options).namespaces()
+
+
+def _contexts(options: argparse.Namespace) -> Iterator[str]:
+    from kvpilot_kubectl.api import contexts
+
+    yield from contexts(getattr(options, "kubeconfig", None))[0]
+
+
+def _gpus(_: argparse.Namespace) -> Iterator[str]:
+    from kvpilot_planning.gpus import BF16_TFLOPS
+
+    yield from BF16_TFLOPS
+
+
+_COMPLETERS = {
+    "service": _known(_services),
+    "dtype": _known(_denied),
+    "namespace": _known(_namespaces),
+    "context": _known(_contexts),
+    "gpu": _known(_gpus),
+}

@@ -1,0 +1,25 @@
+"""What ends a command: one line with the remedy, and the exit code."""
+
+from __future__ import annotations
+
+DONE, REFUSED, USAGE = 0, 1, 2
+
+
+class ToolError(Exception):
+    """What was asked for is not there, or is refused; the message says what to do."""
+
+    code = REFUSED
+
+
+class UsageError(ToolError):
+    """A wrong argument: its name, its value and the remedy."""
+
+    code = USAGE
+
+
+class Missing(ToolError):
+    """The API server has no object of that name."""
+
+
+class Forbidden(ToolError):
+    """The user may not do this."""

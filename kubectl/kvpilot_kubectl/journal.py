@@ -1,0 +1,135 @@
+"""What happened to a service and why: the journal of its status, and the Events that say more. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole
+from kvpilot_operator.state.enums import Action
+
+_WARNINGS = (Action.ROLL_BACK, Action.HOLD)
+_BEGINNING = datetime.min.replace(tzinfo=UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that was weighed; `gpus` and `itl_change` (percent) are relative to then, the rest is what it leads to."""
+
+    action: str
+    dtype: str
+    replicas: int | None
+    gpus: int | None
+    capacity: int | None
+    usage: int | None
+    itl_change: int | None
+    outcome: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A decision, or an Event, which has no steps; `move` is such as "auto -> k4v4"."""
+
+    time: datetime | None
+    action: str
+    reason: str
+    message: str
+    move: str = ""
+    steps: tuple[Step, ...] = ()
+    warning: bool = False
+    event: bool = False
+    count: int = 1
+
+
+def entries(obj: Json, events: Iterable[Json]) -> tuple[Entry, ...]:
+    """The decisions in a service's status and its Events in one order, oldest first.
+
+    An Event that says what a decision says is left out; one of an earlier service of the same name, too.
+    """
+    uid = text(obj, "metadata", "uid")
+    decided = [_decision(one) for one in items(obj, "status", "decisions")]
+    said = {one.message for one in decided}
+    told = [_event(one) for one in events if text(one, "involvedObject", "uid") == uid]
+    # The newest decision comes first in the status: of several at one time it stays the last one.
+    together = [*reversed(decided), *(one for one in told if one.message not in said)]
+    return tuple(sorted(together, key=lambda one: one.time or _BEGINNING))
+
+
+def _decision(one: Json) -> Entry:
+    before, after = text(one, "fromDtype"), text(one, "toDtype")
+    action = text(one, "action")
+    return Entry(
+        time=moment(one, "time"),
+        action=action or "(no action)",
+        reason=text(one, "reason"),
+        message=text(one, "message"),
+        move=f"{before} -> {after}".strip() if before or after else "",
+        steps=tuple(_step(step) for step in items(one, "options")),
+        warning=action in _WARNINGS,
+    )
+
+
+def _step(one: Json) -> Step:
+    return Step(
+        action=text(one, "action"),
+        dtype=text(one, "dtype"),
+        replicas=whole(one, "replicas"),
+        gpus=whole(one, "gpus"),
+        capacity=whole(one, "capacityTokens"),
+        usage=whole(one, "usagePercent"),
+        itl_change=whole(one, "itlChangePercent"),
+        outcome=text(one, "outcome"),
+        message=text(one, "message"),
+    )
+
+
+def _event(one: Json) -> Entry:
+    times = (moment(one, *path) for path in (("lastTimestamp",), ("eventTime",), ("metadata", "creationTimestamp")))
+    return Entry(
+        time=next((time for time in times if time is not None), None),
+        action=text(one, "reason") or "(no reason)",
+        reason="",
+        message=text(one, "message"),
+        warning=text(one, "type") == "Warning",
+        event=True,
+        count=whole(one, "count") or 1,
+    )
+
+
+def document(obj: Json, found: Iterable[Entry]) -> dict[str, Any]:
+    """The timeline for programs; what was measured is as it stands in the status."""
+    return {
+        "namespace": text(obj, "metadata", "namespace"),
+        "name": text(obj, "metadata", "name"),
+        "timeline": [
+            {
+                "time": stamp(one.time) or None,
+                "kind": "Event" if one.event else "Decision",
+                "action": one.action,
+                "reason": one.reason or None,
+                "message": one.message,
+                "move": one.move or None,
+                "warning": one.warning,
+                "count": one.count,
+                "options": [
+                    {
+                        "action": step.action,
+                        "dtype": step.dtype,
+                        "replicas": step.replicas,
+                        "gpus": step.gpus,
+                        "capacityTokens": step.capacity,
+                        "usagePercent": step.usage,
+                        "itlChangePercent": step.itl_change,
+                        "outcome": step.outcome,
+                        "message": step.message,
+                    }
+                    for step in one.steps
+                ],
+            }
+            for one in found
+        ],
+        "lastProbe": at(obj, "status", "accuracy", "last"),
+    }

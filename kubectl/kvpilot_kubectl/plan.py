@@ -1,0 +1,92 @@
+"""`kubectl kvpilot plan SERVICE`: what `kvpilot plan` says of the service's own model, on the GPU that it runs on."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from kvpilot_kubectl.api import Cluster
+from kvpilot_kubectl.errors import DONE, REFUSED, Forbidden, Missing, ToolError
+from kvpilot_kubectl.fields import Json, at, items, text, whole
+from kvpilot_planning import plan
+from kvpilot_planning.plan_make import CONTEXTS
+
+_PRODUCT = "nvidia.com/gpu.product"
+_HUB = "hf://"
+_NO_GPU = ("", "cpu", "unlabelled-gpu")
+
+
+def show(cluster: Cluster, name: str, *, gpu: str | None, model: str | None, as_json: bool) -> int:
+    """Print the plan; where it cannot be made, `kvpilot plan` has said why on stderr."""
+    obj = cluster.service(name)
+    argv = arguments(obj, gpu or gpu_of(cluster, obj), model)
+    if as_json:
+        return DONE if plan.main([*argv, "--json"]) == 0 else REFUSED
+    print(f"$ kvpilot plan {shlex.join(argv)}", flush=True)
+    return DONE if plan.main(argv) == 0 else REFUSED
+
+
+def arguments(obj: Json, gpu: str, model: str | None = None) -> list[str]:
+    """The arguments of `kvpilot plan` that say what the service's spec says; what it leaves out has plan's defaults.
+
+    Raises:
+        ToolError: the spec does not tell which model it is.
+    """
+    spec = at(obj, "spec")
+    source = text(spec, "model", "source")
+    if model is None and (not source.startswith(_HUB) or source.startswith(f"{_HUB}-") or source == _HUB):
+        raise ToolError(
+            f"spec.model.source {source!r} does not tell which model it is: name it, or a folder with its config.json, "
+            "with --model"
+        )
+    argv = [source.removeprefix(_HUB) if model is None else model, f"--gpu={gpu}"]
+    if (gpus := whole(spec, "engine", "tensorParallelSize")) is not None:
+        argv.append(f"--gpus={gpus}")
+    if (percent := whole(spec, "engine", "gpuMemoryUtilizationPercent")) is not None:
+        argv.append(f"--utilization={percent / 100:g}")
+    if (longest := whole(spec, "model", "maxModelLen")) is not None:
+        argv.append(f"--context={','.join(map(str, (*(c for c in CONTEXTS if c < longest), longest)))}")
+    if (recent := whole(spec, "kvCache", "recentTokens")) is not None:
+        argv.append(f"--recent-tokens={recent}")
+    return argv
+
+
+def gpu_of(cluster: Cluster, obj: Json) -> str:
+    """The GPU that the service runs on: by its pods' nodes, else what its spec selects, else what its last trials had.
+
+    Raises:
+        ToolError: nothing says which, or there are several.
+    """
+    for found in (_by_nodes(cluster, text(obj, "metadata", "name")), _selected(obj), _tried(obj)):
+        known = sorted({one for one in found if one not in _NO_GPU})
+        if len(known) > 1:
+            raise ToolError(f"the service has GPUs of several kinds, {' and '.join(known)}: name one with --gpu")
+        if known:
+            return known[0]
+    raise ToolError(
+        f"no node, nodeSelector or trial says which GPU the service has (label {_PRODUCT}): name one, such as "
+        "--gpu H100-80GB"
+    )
+
+
+def _by_nodes(cluster: Cluster, name: str) -> Iterator[str]:
+    """Nodes are objects of the whole cluster, which few users may read."""
+    try:
+        for node in {text(pod, "spec", "nodeName") for pod in cluster.pods(name)} - {""}:
+            yield text(cluster.node(node), "metadata", "labels", _PRODUCT)
+    except (Forbidden, Missing):
+        return
+
+
+def _selected(obj: Json) -> Iterator[str]:
+    engine = at(obj, "spec", "engine")
+    yield text(engine, "nodeSelector", _PRODUCT)
+    for one in items(engine, "nodeAffinity"):
+        values = at(one, "values")
+        if text(one, "key") == _PRODUCT and text(one, "operator") == "In" and isinstance(values, list):
+            yield from (text(value) for value in values)
+
+
+def _tried(obj: Json) -> Iterator[str]:
+    """Of the newest trial alone: before, the service may have had others."""
+    yield from (text(one, "gpu") for one in list(items(obj, "status", "history"))[:1])

@@ -1,0 +1,242 @@
+"""One QuantizedLLMService as a person reads it: from the object's JSON, whoever wrote its status. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole
+
+DENY_SECONDS = 604_800
+"""The default of spec.rollout.denySeconds, for an object that has none."""
+
+# What a calm service has; of any other condition nothing is known here.
+_CALM = {
+    "Ready": ("True",),
+    "Available": ("True",),
+    "ModelCached": ("True",),
+    "MetricsAvailable": ("True",),
+    "MemoryPressured": ("False", "Unknown"),
+    "CanaryHealthy": ("True", "Unknown"),
+    "AccuracyVerified": ("True", "Unknown"),
+    "CalibrationConsistent": ("True", "Unknown"),
+    "SpecAccepted": ("True",),
+    "ObjectsAccepted": ("True", "Unknown"),
+    "ReconcileSucceeded": ("True",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One of status.conditions."""
+
+    type: str
+    status: str
+    reason: str
+    message: str
+    since: datetime | None
+    generation: int | None
+
+    @property
+    def calm(self) -> bool:
+        """Whether nobody needs to look; a type that is not known here is calm."""
+        if self.type == "Progressing":
+            return self.status == "True" or self.reason == "Settled"
+        return self.status in _CALM.get(self.type, (self.status,))
+
+
+@dataclass(frozen=True, slots=True)
+class Denied:
+    """A dtype that is not tried again before `until`."""
+
+    dtype: str
+    reason: str
+    message: str
+    until: datetime | None
+    gpu: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A canary in flight, or how the last one ended; changes are in percent of the stable side."""
+
+    dtype: str
+    from_dtype: str
+    revision: str
+    stage: str
+    verdict: str
+    reason: str
+    message: str
+    weight: int | None
+    since: datetime | None
+    started: datetime | None
+    stable_capacity: int | None
+    capacity: int | None
+    ttft_change: int | None
+    itl_change: int | None
+    throughput_change: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What is known of one service; None or empty is what no operator has said."""
+
+    namespace: str
+    name: str
+    uid: str
+    mode: str
+    paused: bool
+    deny_seconds: int
+    generation: int | None
+    written: bool
+    dtype: str
+    revision: str
+    recommended: str
+    ready: int | None
+    replicas: int | None
+    usage: int | None
+    capacity: int | None
+    canary: Trial | None
+    last_canary: Trial | None
+    denied: tuple[Denied, ...]
+    conditions: tuple[Condition, ...]
+
+    def condition(self, kind: str) -> Condition | None:
+        """The condition of that type."""
+        return next((one for one in self.conditions if one.type == kind), None)
+
+    @property
+    def load(self) -> str:
+        """What binds the engines, as the operator found it."""
+        found = self.condition("MemoryPressured")
+        return found.reason if found is not None else ""
+
+    @property
+    def behind(self) -> bool:
+        """Whether the conditions are of an older spec than the newest."""
+        seen = [one.generation for one in self.conditions if one.generation is not None]
+        return self.generation is not None and bool(seen) and max(seen) < self.generation
+
+    def standing(self, now: datetime) -> tuple[Denied, ...]:
+        """The denials that have not run out; what has no readable end has not."""
+        return tuple(one for one in self.denied if one.until is None or one.until > now)
+
+
+def read(obj: Json) -> Service:
+    """Read the object, as the API server gave it."""
+    spec, status = at(obj, "spec"), at(obj, "status")
+    deny = whole(spec, "rollout", "denySeconds")
+    return Service(
+        namespace=text(obj, "metadata", "namespace"),
+        name=text(obj, "metadata", "name"),
+        uid=text(obj, "metadata", "uid"),
+        mode=text(spec, "kvCache", "mode"),
+        paused=at(spec, "rollout", "paused") is True,
+        deny_seconds=DENY_SECONDS if deny is None else deny,
+        generation=whole(obj, "metadata", "generation"),
+        written=isinstance(status, Mapping) and bool(status),
+        dtype=text(status, "kvCache", "activeDtype") or text(status, "stable", "dtype"),
+        revision=text(status, "stable", "revision"),
+        recommended=text(status, "kvCache", "recommendedDtype"),
+        ready=whole(status, "readyReplicas"),
+        replicas=whole(status, "replicas"),
+        usage=whole(status, "kvCache", "usagePercent"),
+        capacity=whole(status, "kvCache", "capacityTokens"),
+        canary=_trial(at(status, "canary")),
+        last_canary=_trial(at(status, "lastCanary")),
+        denied=tuple(
+            Denied(
+                text(one, "dtype"), text(one, "reason"), text(one, "message"), moment(one, "until"), text(one, "gpu")
+            )
+            for one in items(status, "kvCache", "denied")
+        ),
+        conditions=tuple(
+            Condition(
+                text(one, "type"),
+                text(one, "status"),
+                text(one, "reason"),
+                text(one, "message"),
+                moment(one, "lastTransitionTime"),
+                whole(one, "observedGeneration"),
+            )
+            for one in items(status, "conditions")
+        ),
+    )
+
+
+def _trial(value: Json) -> Trial | None:
+    if not isinstance(value, Mapping) or not value:
+        return None
+    return Trial(
+        dtype=text(value, "dtype"),
+        from_dtype=text(value, "fromDtype"),
+        revision=text(value, "revision"),
+        stage=text(value, "stage"),
+        verdict=text(value, "verdict"),
+        reason=text(value, "reason"),
+        message=text(value, "message"),
+        weight=whole(value, "weightPercent"),
+        since=moment(value, "stageTime"),
+        started=moment(value, "startedTime"),
+        stable_capacity=whole(value, "stableCapacityTokens"),
+        capacity=whole(value, "capacityTokens"),
+        ttft_change=whole(value, "ttftP95ChangePercent"),
+        itl_change=whole(value, "itlP95ChangePercent"),
+        throughput_change=whole(value, "throughputChangePercent"),
+    )
+
+
+def document(service: Service) -> dict[str, Any]:
+    """The same for programs: stable keys, units in their names, null for what is not known."""
+    return {
+        "namespace": service.namespace,
+        "name": service.name,
+        "mode": service.mode or None,
+        "paused": service.paused,
+        "dtype": service.dtype or None,
+        "revision": service.revision or None,
+        "recommendedDtype": service.recommended or None,
+        "readyReplicas": service.ready,
+        "replicas": service.replicas,
+        "kvUsagePercent": service.usage,
+        "kvCapacityTokens": service.capacity,
+        "load": service.load or None,
+        "upToDate": service.written and not service.behind,
+        "canary": None if service.canary is None else trial_document(service.canary),
+        "denied": [
+            {"dtype": one.dtype, "reason": one.reason, "until": stamp(one.until) or None, "message": one.message}
+            for one in service.denied
+        ],
+        "conditions": [
+            {
+                "type": one.type,
+                "status": one.status,
+                "reason": one.reason,
+                "message": one.message,
+                "lastTransitionTime": stamp(one.since) or None,
+            }
+            for one in service.conditions
+        ],
+    }
+
+
+def trial_document(trial: Trial) -> dict[str, Any]:
+    """A trial for programs."""
+    return {
+        "dtype": trial.dtype,
+        "fromDtype": trial.from_dtype,
+        "revision": trial.revision,
+        "stage": trial.stage,
+        "verdict": trial.verdict,
+        "reason": trial.reason,
+        "message": trial.message,
+        "weightPercent": trial.weight,
+        "startedTime": stamp(trial.started) or None,
+        "stableCapacityTokens": trial.stable_capacity,
+        "capacityTokens": trial.capacity,
+        "ttftP95ChangePercent": trial.ttft_change,
+        "itlP95ChangePercent": trial.itl_change,
+        "throughputChangePercent": trial.throughput_change,
+    }

@@ -1,0 +1,227 @@
+"""What a person reads, as rich renders it: in colour on a terminal, in plain lines of any length elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from kvpilot_kubectl.fields import ago, duration, stamp
+from kvpilot_kubectl.journal import Entry
+from kvpilot_kubectl.service import Condition, Service, Trial
+from kvpilot_operator.state.enums import Outcome
+
+_GOOD, _BAD, _DIM, _BOLD = "green", "bold red", "dim", "bold"
+_UNBOUNDED = 100_000
+_NONE = "-"
+# What stands in a status is text, and no markup of ours.
+_PLAIN: Final[dict[str, Any]] = {"markup": False, "emoji": False, "highlight": False}
+
+
+def display(parts: Iterable[RenderableType]) -> None:
+    """Print to stdout. Colours are for terminals, and NO_COLOR is heeded."""
+    sys.stdout.write(rendered(parts, Console(**_PLAIN)))
+
+
+def rendered(parts: Iterable[RenderableType], console: Console) -> str:
+    """What `display` prints on this console: where it is no terminal, lines are as long as they must be."""
+    if not console.is_terminal:
+        console = Console(**_PLAIN, width=_UNBOUNDED, color_system=None, force_terminal=False)
+    with console.capture() as captured:
+        for part in parts:
+            console.print(part)
+    shown = captured.get()
+    return shown if console.is_terminal else "".join(f"{line.rstrip()}\n" for line in shown.split("\n")[:-1])
+
+
+def listed(services: Sequence[Service], *, everywhere: bool) -> RenderableType:
+    """A line for each service, and what of its conditions somebody should look at."""
+    head = ["NAME", "READY", "REASON", "DTYPE", "REVISION", "REPLICAS", "KV%", "LOAD", "CANARY", "MODE", "ATTENTION"]
+    table = _table(["NAMESPACE", *head] if everywhere else head, right=("REPLICAS", "KV%"))
+    for one in services:
+        ready = one.condition("Ready")
+        cells: list[str | Text] = [
+            Text(one.name, _BOLD),
+            _word(ready) if ready is not None else _NONE,
+            ready.reason if ready is not None else _NONE,
+            one.dtype or _NONE,
+            one.revision or _NONE,
+            replicas(one),
+            _number(one.usage),
+            one.load or _NONE,
+            trial(one.canary) if one.canary is not None else _NONE,
+            mode(one),
+            _attention(one),
+        ]
+        table.add_row(*([one.namespace, *cells] if everywhere else cells))
+    return table
+
+
+def detailed(service: Service, now: datetime) -> list[RenderableType]:
+    """All of one service."""
+    facts = _table(())
+    rows = [
+        ("dtype", _joined(service.dtype or _NONE, _wanted(service))),
+        ("revision", service.revision or _NONE),
+        ("replicas", f"{replicas(service)} answer"),
+        ("KV cache", _cache(service)),
+        ("load", service.load or _NONE),
+        ("mode", mode(service)),
+        ("canary", f"{trial(service.canary)}: {service.canary.message}" if service.canary is not None else "none"),
+    ]
+    for name, value in rows:
+        facts.add_row(Text(name, _DIM), value)
+    for one in service.standing(now):
+        facts.add_row(Text("denied", _DIM), f"{one.dtype} until {stamp(one.until)} ({one.reason}): {one.message}")
+    shown: list[RenderableType] = [Text(f"{service.namespace}/{service.name}", _BOLD), facts]
+    if note := unread(service):
+        shown.append(Text(note, _BAD))
+    if service.conditions:
+        table = _table(("CONDITION", "STATUS", "REASON", "FOR", "MESSAGE"))
+        for condition in service.conditions:
+            age = duration(now - condition.since) if condition.since is not None else _NONE
+            table.add_row(condition.type, _word(condition), condition.reason, age, condition.message)
+        shown += ["", table]
+    return shown
+
+
+def timeline(service: Service, entries: Sequence[Entry], now: datetime, notes: Sequence[str]) -> list[RenderableType]:
+    """The journal, oldest first, each decision with its figures; then the trial, the answers and what is denied."""
+    head = f"{service.namespace}/{service.name}: {service.dtype or 'nothing'} serves"
+    shown: list[RenderableType] = [Text(head, _BOLD)]
+    if note := unread(service):
+        shown.append(Text(note, _BAD))
+    for entry in entries:
+        line = Text(stamp(entry.time) or "(no time)", _DIM)
+        line.append(f"  {ago(entry.time, now):<12}", _DIM)
+        line.append(f"  {entry.action}", _BAD if entry.warning else _BOLD)
+        for part in (entry.move, entry.reason, f"x{entry.count}" if entry.count > 1 else ""):
+            line.append(f"  {part}" if part else "")
+        shown += ["", line, Padding(Text(entry.message), (0, 0, 0, 4))]
+        if entry.steps:
+            shown.append(Padding(_weighed(entry), (0, 0, 0, 4)))
+    if not entries:
+        shown += ["", "no decision has been written down yet"]
+    closing = [
+        f"{'trial' if one is service.canary else 'last trial'}: {_figures(one)}"
+        for one in (service.canary, service.last_canary)
+        if one is not None
+    ]
+    closing += [
+        f"denied: {one.dtype} until {stamp(one.until)} ({ago(one.until, now)}), {one.reason}: {one.message}"
+        for one in service.standing(now)
+    ]
+    closing += notes
+    return [*shown, *([""] if closing else []), *map(Text, closing)]
+
+
+def replicas(service: Service) -> str:
+    """How many answer, of how many."""
+    return f"{_number(service.ready, '0' if service.replicas is not None else _NONE)}/{_number(service.replicas)}"
+
+
+def mode(service: Service) -> str:
+    """Who chooses the dtype, and whether changes are held."""
+    return _joined(service.mode or _NONE, "paused" if service.paused else "")
+
+
+def trial(canary: Trial) -> str:
+    """A canary in a few words."""
+    share = f" {canary.weight}%" if canary.weight is not None else ""
+    return f"{canary.dtype or _NONE} {canary.stage or 'Unknown'}{share}"
+
+
+def unread(service: Service) -> str:
+    """What is to be known where the status is not of the newest spec."""
+    if not service.written:
+        return "no operator has written a status yet: see that one runs and watches this namespace (docs/install.md)"
+    if service.behind:
+        return "the operator has not acted on the newest spec yet: what follows is of an older one"
+    return ""
+
+
+def _weighed(entry: Entry) -> Table:
+    table = _table(
+        ("STEP", "DTYPE", "REPLICAS", "GPUS", "TOKENS", "FULL", "ITL", "OUTCOME", "WHY"),
+        right=("REPLICAS", "GPUS", "TOKENS", "FULL", "ITL"),
+    )
+    for one in entry.steps:
+        table.add_row(
+            one.action,
+            one.dtype,
+            _number(one.replicas),
+            _signed(one.gpus),
+            _number(one.capacity),
+            _percent(one.usage),
+            _change(one.itl_change),
+            Text(one.outcome, _GOOD if one.outcome == Outcome.CHOSEN else ""),
+            "as above" if one.message and one.message in entry.message else one.message,
+        )
+    return table
+
+
+def _figures(one: Trial) -> str:
+    parts = [f"{one.from_dtype or _NONE} -> {one.dtype or _NONE} {one.stage}, {one.verdict}"]
+    if one.stable_capacity and one.capacity:
+        ratio = one.capacity / one.stable_capacity
+        parts.append(f"a replica holds {one.stable_capacity:,} -> {one.capacity:,} tokens ({ratio:.2f}x)")
+    named = (("TTFT p95", one.ttft_change), ("ITL p95", one.itl_change), ("throughput", one.throughput_change))
+    parts += [f"{name} {_change(number)}" for name, number in named if number is not None]
+    return f"{'; '.join(parts)}; {one.message}" if one.message else "; ".join(parts)
+
+
+def _attention(service: Service) -> Text:
+    if not service.written:
+        return Text("no status yet", _BAD)
+    found = [
+        f"{one.type}={one.status} ({one.reason})" for one in service.conditions if not one.calm and one.type != "Ready"
+    ]
+    return Text(", ".join([*(["spec not read yet"] if service.behind else []), *found]) or _NONE, _BAD if found else "")
+
+
+def _wanted(service: Service) -> str:
+    return f"{service.recommended} recommended" if service.recommended not in ("", service.dtype) else ""
+
+
+def _cache(service: Service) -> str:
+    if service.usage is None and service.capacity is None:
+        return _NONE
+    return f"{_percent(service.usage)} of {_number(service.capacity)} tokens"
+
+
+def _joined(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)
+
+
+def _word(condition: Condition) -> Text:
+    return Text(condition.status, _GOOD if condition.calm else _BAD)
+
+
+def _number(value: int | None, unknown: str = _NONE) -> str:
+    return unknown if value is None else f"{value:,}"
+
+
+def _percent(value: int | None) -> str:
+    return _NONE if value is None else f"{value}%"
+
+
+def _change(value: int | None) -> str:
+    return _NONE if value is None else f"{value:+}%"
+
+
+def _signed(value: int | None) -> str:
+    return _NONE if value is None else f"{value:+}"
+
+
+def _table(head: Sequence[str], right: Sequence[str] = ()) -> Table:
+    """A table as kubectl has them: no lines, two blanks between columns."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=bool(head), header_style=_BOLD, pad_edge=False)
+    for name in head:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return table

@@ -1,0 +1,196 @@
+"""`kubectl kvpilot` as a process of the user's, against a real API server (Kubernetes 1.20) with the real CRD."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvpilot_localcluster import build, certs
+from kvpilot_localcluster.controlplane import ControlPlane
+from kvpilot_localcluster.definitions import directly
+from support.model_cluster import ModelCluster
+from support.services import manifest
+
+Json = Any
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(sys.executable).with_name("kubectl-kvpilot")
+SERVICES = "/apis/kvpilot.io/v1alpha1/namespaces/models/quantizedllmservices"
+BAD = "int4_per_token_head"
+
+
+def kvpilot(kubeconfig: Path, *argv: str, program: Path = PROGRAM) -> subprocess.CompletedProcess[str]:
+    """Run it as a user does, with KUBECONFIG."""
+    env = {**os.environ, "KUBECONFIG": str(kubeconfig)}
+    return subprocess.run([program, *argv], capture_output=True, text=True, check=False, env=env, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    with ControlPlane(tmp_path_factory.mktemp("kubectl"), build.build()) as plane:
+        for name in ("models", "empty"):
+            plane.rest.create("/api/v1/namespaces", {"metadata": {"name": name}})
+        yield plane
+        plane.check()
+
+
+@dataclass
+class World:
+    """The API server with one service whose Fixed dtype was denied, as the operator's own rules left it."""
+
+    plane: ControlPlane
+    without_crd: subprocess.CompletedProcess[str]
+    status: Json = field(default_factory=dict)
+
+    def run(self, *argv: str) -> str:
+        """Its stdout; it must succeed and say nothing else."""
+        done = kvpilot(self.plane.kubeconfig, *argv, "-n", "models")
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        return done.stdout
+
+    def refused(self, *argv: str, kubeconfig: Path | None = None) -> str:
+        """The one line on stderr."""
+        done = kvpilot(kubeconfig or self.plane.kubeconfig, *argv)
+        assert (done.returncode, done.stdout) == (1, "")
+        (line,) = done.stderr.splitlines()
+        return line
+
+    def service(self) -> Json:
+        """The object in the API server."""
+        return self.plane.rest.get(f"{SERVICES}/chat")
+
+
+@pytest.fixture(scope="module")
+def world(plane: ControlPlane) -> World:
+    world = World(plane, kvpilot(plane.kubeconfig, "status"))
+    directly(plane.rest, [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "crds").glob("*.yaml"))])
+    cluster = ModelCluster(manifest(kvCache={"mode": "Fixed", "dtype": "auto"}), bad=frozenset({BAD}))
+    cluster.settle()
+    cluster.edit(manifest(kvCache={"mode": "Fixed", "dtype": BAD}))
+    cluster.settle()
+    metadata = {"name": "chat", "namespace": "models"}
+    made = plane.rest.create(SERVICES, {**cluster.obj, "metadata": metadata})
+    world.status = json.loads(json.dumps(cluster.status))
+    # Denials are of the time of the model cluster; here they hold on.
+    for one in world.status["kvCache"]["denied"]:
+        one["until"] = "2999-01-01T00:00:00Z"
+    plane.rest.merge(f"{SERVICES}/chat/status", {"status": world.status})
+    about = {"kind": "QuantizedLLMService", "namespace": "models", "name": "chat", "uid": made["metadata"]["uid"]}
+    event = {"metadata": {"name": "chat.1"}, "involvedObject": {"apiVersion": "kvpilot.io/v1alpha1", **about}}
+    said = {"type": "Warning", "reason": "DtypeDenied", "message": "an Event of the service", "count": 2}
+    plane.rest.create("/api/v1/namespaces/models/events", {**event, **said, "lastTimestamp": "2026-11-21T23:00:00Z"})
+    return world
+
+
+def test_a_cluster_without_the_crd_is_said_to_have_no_kvpilot(world: World) -> None:
+    assert world.without_crd.returncode == 1
+    assert "kvpilot is not installed there" in world.without_crd.stderr
+
+
+def test_status_is_a_line_a_service_and_all_of_one(world: World) -> None:
+    head, row = world.run("status").splitlines()
+    assert head.split()[:6] == ["NAME", "READY", "REASON", "DTYPE", "REVISION", "REPLICAS"]
+    assert row.split()[:6] == ["chat", "True", "Serving", "auto", world.status["stable"]["revision"], "1/1"]
+    assert "Progressing=False (DtypeDenied)" in row
+    whole = world.run("status", "chat")
+    assert all(f"\n{one['type']} " in whole for one in world.status["conditions"])
+    everywhere = kvpilot(world.plane.kubeconfig, "status", "-A").stdout.splitlines()
+    assert everywhere[1].split()[:2] == ["models", "chat"]
+
+
+def test_json_is_what_programs_read(world: World) -> None:
+    (listed,) = json.loads(world.run("status", "-o", "json"))["items"]
+    one = json.loads(world.run("status", "chat", "-o", "json"))
+    assert listed == one
+    assert (one["dtype"], one["revision"]) == ("auto", world.status["stable"]["revision"])
+    assert [denied["dtype"] for denied in one["denied"]] == [BAD]
+
+
+def test_why_tells_the_journal_and_the_events_of_the_service(world: World) -> None:
+    text = world.run("why", "chat")
+    for one in world.status["decisions"]:
+        assert one["message"] in text
+    assert "DtypeDenied  x2" in text
+    assert "an Event of the service" in text
+
+
+def test_plan_takes_model_and_gpu_of_the_service(world: World) -> None:
+    assert "Qwen/Qwen3-8B on H200" in world.run("plan", "chat", "--gpu", "NVIDIA-H200")
+    assert "name one, such as --gpu" in world.refused("plan", "chat", "-n", "models")
+
+
+@pytest.mark.parametrize(("command", "paused"), [("pause", True), ("resume", False)])
+def test_pause_and_resume_write_the_spec_under_a_name_of_their_own(world: World, command: str, paused: bool) -> None:
+    before = world.service()
+    assert json.loads(world.run(command, "chat", "-o", "json"))["paused"] is paused
+    after = world.service()
+    assert after["spec"]["rollout"]["paused"] is paused
+    assert {**after["spec"], "rollout": {}} == {**before["spec"], "rollout": {}}
+    assert after["status"] == before["status"]
+    assert "kubectl-kvpilot" in {one["manager"] for one in after["metadata"]["managedFields"]}
+
+
+def test_undeny_writes_what_the_operator_heeds_and_the_way_back_works(world: World) -> None:
+    text = world.run("undeny", "chat", BAD)
+    assert world.service()["spec"]["rollout"]["denySeconds"] == 0
+    patch = json.loads(text.partition(" -p '")[2].partition("'\n")[0])
+    world.plane.rest.merge(f"{SERVICES}/chat", patch)
+    assert world.service()["spec"]["rollout"]["denySeconds"] == 604800
+
+
+def test_what_is_not_there_is_said(world: World) -> None:
+    assert "no chit among" in world.refused("why", "chit", "-n", "models")
+    nothing = kvpilot(world.plane.kubeconfig, "status", "-n", "empty")
+    assert (nothing.returncode, nothing.stdout) == (0, "")
+    assert nothing.stderr == "there are no services in namespace empty\n"
+
+
+@pytest.fixture(scope="module")
+def reader(world: World) -> Path:
+    """A user who may read the services of the namespace and nothing else."""
+    rules = [{"apiGroups": ["kvpilot.io"], "resources": ["quantizedllmservices"], "verbs": ["get", "list"]}]
+    of_rbac = "/apis/rbac.authorization.k8s.io/v1/namespaces/models"
+    world.plane.rest.create(f"{of_rbac}/roles", {"metadata": {"name": "reader"}, "rules": rules})
+    bound = {
+        "metadata": {"name": "reader"},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "reader"},
+        "subjects": [{"kind": "User", "name": "reader"}],
+    }
+    world.plane.rest.create(f"{of_rbac}/rolebindings", bound)
+    return user(world, "reader")
+
+
+def user(world: World, name: str) -> Path:
+    """The client configuration of a user with no rights but those that are bound to the name."""
+    certs.certificate(world.plane.folder, name, f"/CN={name}")
+    return certs.kubeconfig(world.plane.folder, name, world.plane.rest.server)
+
+
+def test_a_user_without_a_right_is_told_which_one_is_missing(world: World, reader: Path) -> None:
+    for argv, verb in ((("status",), "list"), (("status", "chat"), "get"), (("undeny", "chat"), "get")):
+        line = world.refused(*argv, "-n", "models", kubeconfig=user(world, "stranger"))
+        assert f"`kubectl auth can-i {verb} quantizedllmservices.kvpilot.io -n models`" in line
+    assert "can-i patch quantizedllmservices" in world.refused("pause", "chat", "-n", "models", kubeconfig=reader)
+
+
+def test_a_user_who_may_only_read_services_gets_the_journal_and_the_plan(world: World, reader: Path) -> None:
+    why = kvpilot(reader, "why", "chat", "-n", "models")
+    assert (why.returncode, why.stderr) == (0, "")
+    assert world.status["decisions"][0]["message"] in why.stdout
+    assert "without Events: you may not list events in namespace models" in why.stdout
+    line = world.refused("plan", "chat", "-n", "models", kubeconfig=reader)
+    assert "name one, such as --gpu" in line
+
+
+def test_kubectl_completes_names_of_services(world: World) -> None:
+    program = PROGRAM.with_name("kubectl_complete-kvpilot")
+    found = kvpilot(world.plane.kubeconfig, "undeny", "-n", "models", "", program=program)
+    assert (found.stdout, found.stderr) == ("chat\n:4\n", "")

@@ -1,0 +1,279 @@
+"""What `kubectl kvpilot` shows of a service: of statuses that the operator's own rules wrote, and of any other JSON."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import json
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from kvpilot_kubectl import fields, journal, service, show
+from support.model_cluster import ModelCluster
+from support.services import manifest
+
+BAD = "int4_per_token_head"
+AUTO = {
+    "kvCache": {"mode": "Auto", "ladder": ["k8v4", "k4v4"], "pressure": {"sustainedSeconds": 30}},
+    "canary": {"steps": []},
+}
+PLAIN = Console(file=io.StringIO())
+COLOURED = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=80, markup=False)
+
+
+def fixed(dtype: str) -> dict[str, Any]:
+    return manifest(kvCache={"mode": "Fixed", "dtype": dtype}, canary={"steps": []})
+
+
+@functools.cache
+def story() -> dict[str, dict[str, Any]]:
+    """The object as the operator left it: serving, on trial, promoted after pressure, and with a dtype denied."""
+    seen = {}
+    cluster = ModelCluster(manifest(**AUTO), bad=frozenset({BAD}))
+    cluster.settle()
+    seen["serving"] = here(cluster)
+    cluster.demand = 9000
+    cluster.until(lambda status: status.canary is not None)
+    seen["trial"] = here(cluster)
+    cluster.settle()
+    seen["promoted"] = here(cluster)
+    cluster.demand = 0
+    cluster.edit(fixed(BAD))
+    cluster.settle()
+    seen["denied"] = here(cluster)
+    return seen
+
+
+def here(cluster: ModelCluster) -> dict[str, Any]:
+    """The object as the API server would give it, by way of JSON."""
+    obj = {**cluster.obj, "status": json.loads(json.dumps(cluster.status, default=str))}
+    return copy.deepcopy(obj)
+
+
+def now() -> datetime:
+    return datetime(2026, 11, 22, tzinfo=UTC)
+
+
+def listed(*objects: Any, everywhere: bool = False) -> list[dict[str, str]]:
+    """The table's rows by its head, cut where the columns begin."""
+    text = show.rendered([show.listed([service.read(one) for one in objects], everywhere=everywhere)], PLAIN)
+    head, *rows = text.splitlines()
+    starts = [found.start() for found in re.finditer(r"\S+", head)]
+    names = head.split()
+    # Numbers are flush right, below the end of their name.
+    bounds = [*(start if names[i] not in ("REPLICAS", "KV%") else start - 2 for i, start in enumerate(starts)), None]
+    return [{name: row[bounds[i] : bounds[i + 1]].strip() for i, name in enumerate(names)} for row in rows]
+
+
+def detailed(obj: Any) -> str:
+    return show.rendered(show.detailed(service.read(obj), now()), PLAIN)
+
+
+def why(obj: Any, *events: Any) -> str:
+    return show.rendered(show.timeline(service.read(obj), journal.entries(obj, events), now(), []), PLAIN)
+
+
+def test_a_line_has_dtype_revision_replicas_load_and_the_stage_of_the_canary() -> None:
+    obj = story()["trial"]
+    (row,) = listed(obj)
+    assert row["NAME"] == "chat"
+    assert row["DTYPE"] == "auto"
+    assert row["REVISION"] == obj["status"]["stable"]["revision"]
+    assert row["REPLICAS"] == f"{obj['status']['readyReplicas']}/{obj['status']['replicas']}"
+    assert row["LOAD"] == "MemoryBound"
+    assert row["CANARY"] == f"k4v4 {obj['status']['canary']['stage']}"
+    assert row["MODE"] == "Auto"
+
+
+def test_a_calm_service_asks_for_no_attention_and_one_under_pressure_does() -> None:
+    (calm,), (pressed,) = listed(story()["serving"]), listed(story()["trial"])
+    assert calm["ATTENTION"] == "-"
+    assert "MemoryPressured=True (MemoryBound)" in pressed["ATTENTION"]
+
+
+def test_services_of_all_namespaces_are_told_apart() -> None:
+    (row,) = listed(story()["serving"], everywhere=True)
+    assert (row["NAMESPACE"], row["NAME"]) == ("models", "chat")
+
+
+def test_one_service_is_shown_with_each_condition_on_a_line_and_its_denials() -> None:
+    obj = story()["denied"]
+    lines = detailed(obj).splitlines()
+    for one in obj["status"]["conditions"]:
+        (line,) = (line for line in lines if line.startswith(f"{one['type']} "))
+        assert line.split()[1:3] == [one["status"], one["reason"]]
+        assert line.endswith(one["message"].rstrip())
+    assert any(line.startswith("denied") and BAD in line and "AccuracyRegressed" in line for line in lines)
+
+
+def test_a_denial_that_has_run_out_is_not_shown() -> None:
+    obj = copy.deepcopy(story()["denied"])
+    obj["status"]["kvCache"]["denied"][0]["until"] = "2026-11-21T12:00:00Z"
+    assert "denied   " not in detailed(obj)
+
+
+def test_why_tells_every_decision_oldest_first_with_the_options_that_were_weighed() -> None:
+    obj = story()["promoted"]
+    text = why(obj)
+    decisions = obj["status"]["decisions"][::-1]
+    places = [text.index(f"  {one['action']}  ") for one in decisions]
+    assert places == sorted(places)
+    assert all(one["message"] in text for one in decisions)
+    (weighed,) = (one["options"] for one in decisions if one.get("options"))
+    chosen = weighed[0]
+    begins = [chosen["action"], chosen["dtype"], str(chosen["replicas"])]
+    (line,) = (line for line in text.splitlines() if line.split()[:3] == begins)
+    assert "Chosen" in line
+    assert f"{chosen['usagePercent']}%" in line.split()
+    assert f"{chosen['capacityTokens']:,}" in line.split()
+
+
+def test_why_ends_with_the_figures_of_the_last_trial() -> None:
+    last = story()["promoted"]["status"]["lastCanary"]
+    (line,) = (line for line in why(story()["promoted"]).splitlines() if line.startswith("last trial:"))
+    assert f"{last['stableCapacityTokens']:,} -> {last['capacityTokens']:,} tokens" in line
+    assert "auto -> k4v4 Promoted, Passed" in line
+
+
+def event(obj: Any, **more: Any) -> dict[str, Any]:
+    base = {
+        "involvedObject": {"uid": obj["metadata"]["uid"]},
+        "type": "Warning",
+        "reason": "DtypeDenied",
+        "message": "k4v4 is denied",
+        "lastTimestamp": "2026-11-21T12:00:01Z",
+        "count": 3,
+    }
+    return {**base, **more}
+
+
+def test_an_event_stands_in_the_timeline_where_it_says_more_than_the_journal() -> None:
+    obj = story()["promoted"]
+    told = obj["status"]["decisions"][0]["message"]
+    found = journal.entries(obj, [event(obj), event(obj, message=told)])
+    assert [(one.action, one.count, one.warning) for one in found if one.event] == [("DtypeDenied", 3, True)]
+    assert "DtypeDenied  x3" in why(obj, event(obj))
+
+
+def test_events_of_an_earlier_service_of_the_name_are_left_out() -> None:
+    obj = story()["promoted"]
+    assert not [one for one in journal.entries(obj, [event(obj, involvedObject={"uid": "other"})]) if one.event]
+
+
+def test_decisions_of_one_moment_keep_their_order() -> None:
+    obj = {"status": {"decisions": [{"time": "2026-11-21T12:00:00Z", "action": str(n)} for n in (3, 2, 1)]}}
+    assert [one.action for one in journal.entries(obj, [])] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("status", [None, {}, [], "no"])
+def test_a_service_without_a_status_says_that_no_operator_has_written_one(status: Any) -> None:
+    obj = {**manifest(), "status": status}
+    assert "no operator has written a status yet" in detailed(obj)
+    assert "no operator has written a status yet" in why(obj)
+    assert listed(obj)[0]["ATTENTION"] == "no status yet"
+    assert service.document(service.read(obj))["upToDate"] is False
+
+
+def test_a_status_of_an_older_spec_is_said_to_be_one() -> None:
+    obj = copy.deepcopy(story()["serving"])
+    assert "newest spec" not in detailed(obj)
+    obj["metadata"]["generation"] += 1
+    assert "has not acted on the newest spec yet" in detailed(obj)
+    assert listed(obj)[0]["ATTENTION"].startswith("spec not read yet")
+
+
+def test_words_of_a_newer_operator_are_shown_as_they_are() -> None:
+    obj = copy.deepcopy(story()["promoted"])
+    obj["status"]["decisions"].insert(0, {"time": "2026-11-21T23:00:00Z", "action": "Teleport", "message": "why not"})
+    obj["status"]["conditions"].append({"type": "Novel", "status": "False", "reason": "Later"})
+    assert "Teleport" in why(obj)
+    assert "Novel" in detailed(obj)
+
+
+def test_json_has_the_same_facts() -> None:
+    obj = story()["trial"]
+    found = service.document(service.read(obj))
+    assert (found["dtype"], found["canary"]["dtype"], found["load"]) == ("auto", "k4v4", "MemoryBound")
+    assert [one["type"] for one in found["conditions"]] == [one["type"] for one in obj["status"]["conditions"]]
+    document = journal.document(obj, journal.entries(obj, []))
+    assert [one["message"] for one in document["timeline"]] == [
+        one["message"] for one in obj["status"]["decisions"][::-1]
+    ]
+
+
+def test_a_message_can_neither_steer_the_terminal_nor_break_its_line() -> None:
+    obj = copy.deepcopy(story()["serving"])
+    obj["status"]["conditions"][0]["message"] = "a\x1b]0;owned\x07b\nc\x9bd\u202ee [red]not markup[/red] :smile:"
+    (line,) = (line for line in detailed(obj).splitlines() if "owned" in line)
+    assert line.endswith("a ]0;owned b c d e [red]not markup[/red] :smile:")
+
+
+def test_colours_are_for_terminals_alone() -> None:
+    parts = show.detailed(service.read(story()["denied"]), now())
+    assert "\x1b[" in show.rendered(parts, COLOURED)
+    assert "\x1b" not in show.rendered(parts, PLAIN)
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.datetimes().map(str),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a JSON value."""
+    yield path
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in keys:
+        yield from places(value[key], (*path, key))
+
+
+@st.composite
+def odd_objects(draw: st.DrawFn) -> Any:
+    """A real object of which parts are something else, or are missing."""
+    obj = copy.deepcopy(draw(st.sampled_from(sorted(story().items())))[1])
+    for _ in range(draw(st.integers(1, 4))):
+        path = draw(st.sampled_from([one for one in places(obj) if one]))
+        inner = functools.reduce(lambda value, key: value[key], path[:-1], obj)
+        if draw(st.booleans()):
+            inner[path[-1]] = draw(ANY)
+        else:
+            del inner[path[-1]]
+    return obj
+
+
+@given(odd_objects() | ANY, st.lists(ANY, max_size=2))
+def test_no_object_of_whatever_shape_ends_in_an_error(obj: Any, events: list[Any]) -> None:
+    found, entries = service.read(obj), journal.entries(obj, events)
+    for console in (PLAIN, COLOURED):
+        parts = [show.listed([found], everywhere=True), *show.detailed(found, now())]
+        text = show.rendered([*parts, *show.timeline(found, entries, now(), ["a note"])], console)
+        text.encode()
+        assert not re.search(r"[\x00-\x09\x0b-\x1a\x1c-\x1f\x7f-\x9f]", text)
+    assert "\x1b" not in show.rendered(parts, PLAIN)
+    json.dumps(service.document(found))
+    json.dumps(journal.document(obj, entries))
+
+
+@given(st.datetimes(timezones=st.just(UTC)), st.timedeltas())
+def test_every_span_has_at_most_two_units(then: datetime, span: timedelta) -> None:
+    assert re.fullmatch(r"0s|(\d+d)?(\d+h)?(\d+m)?(\d+s)?", fields.duration(span))
+    assert len(re.findall(r"\d+", fields.duration(span))) <= 2
+    assert fields.moment(fields.stamp(then)) == then.replace(microsecond=0) or then.year < 1000
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0s"), (59, "59s"), (60, "1m"), (330, "5m30s"), (7260, "2h1m"), (7205, "2h"), (273600, "3d4h"), (-5, "0s")],
+)
+def test_spans_are_written_as_kubectl_writes_ages(seconds: int, text: str) -> None:
+    assert fields.duration(timedelta(seconds=seconds)) == text
