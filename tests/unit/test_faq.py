@@ -1,0 +1,37 @@
+"""docs/faq.md is true of today: its figures are those of the pages that it points to."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+FAQ = (DOCS / "faq.md").read_text()
+
+
+def section(title: str) -> str:
+    return FAQ.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_the_models_that_take_our_dtypes_are_counted_as_the_table_has_them() -> None:
+    rows = [line.split(" | ") for line in (DOCS / "models.md").read_text().splitlines() if line.count(" | ") == 11]
+    verdicts = [row[10] for row in rows if row[10].startswith(("yes", "no:"))]
+    counted = {
+        "published": len(verdicts),
+        "yes": verdicts.count("yes"),
+        "latent": sum("latent" in one for one in verdicts),
+        "head_dim": sum(one.startswith("no: head_dim") for one in verdicts),
+    }
+    found = re.search(
+        r"has (\d+) published.*: (\d+) take.*latent attention \((\d+)\), head dimensions.*\((\d+)\)",
+        section("Is my model served?"),
+        re.DOTALL,
+    )
+    assert found is not None
+    assert dict(zip(counted, map(int, found.groups()), strict=True)) == counted
+
+
+def test_every_page_that_it_names_is_there() -> None:
+    linked = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", FAQ)
+    assert linked
+    assert [one for one in linked if not (DOCS / one).is_file()] == []
