@@ -28,7 +28,8 @@ models with images or sound for their text part.
 - **bytes a token**, by dtype: in the full layers, of all KV heads; a latent (MLA) cache is the same on every GPU.
   Windows come on top, in 16 bits, and do not grow with a sequence; nor do states.
 - **our dtypes**: what keeps them from the model on a GPU; it is served in `auto` and in vLLM's own dtypes all the same.
-  *yes* is that `kvpilot-serve` starts the engine; what was run is below.
+  *yes* is that `kvpilot-serve` starts the engine, *text alone* that it does with `--language-model-only`; what was run
+  is below.
 - **vLLM**: *same* where its specs are these, or why they were not built.
 """
 
@@ -62,7 +63,7 @@ def row(entry: dict[str, Any]) -> list[str]:
     facts = read(entry["config"])
     refusal = unsupported(facts, gpu=True)
     sizes = [size(facts, dtype, refusal) for dtype in DTYPES]
-    verdict = "yes" if refusal is None else f"no: {refusal}"
+    verdict = f"no: {refusal}" if refusal else "yes, text alone" if facts.image_prefix else "yes"
     return [entry["model"], layers(facts), heads(facts), *sizes, verdict, entry.get("vllm", "same")]
 
 

@@ -54,7 +54,9 @@ def page_cache(cache: torch.Tensor, fmt: Format, head_dim: int, field: str = "ca
 
 
 def tokens(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, kv_heads: int, head_dim: int) -> None:
-    """New tokens: key and value floats [tokens, kv_heads, head_dim], slots an integer for each of them or fewer.
+    """New tokens: key and value floats [tokens, kv_heads, head_dim], slots an int64 for each of them or fewer.
+
+    A slot's page times the page's bytes would leave 32 bits in a cache of 2 GiB.
 
     Raises:
         BadInputError: another type or shape.
@@ -64,7 +66,7 @@ def tokens(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, k
             raise BadInputError(
                 name, f"is {x.dtype} {tuple(x.shape)}", f"this cache takes floats [tokens, {kv_heads}, {head_dim}]"
             )
-    if slot_mapping.dtype not in _INTEGERS or slot_mapping.dim() != 1:
+    if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
         raise BadInputError(
             "slots", f"is {slot_mapping.dtype} {tuple(slot_mapping.shape)}", "give one int64 for each token"
         )

@@ -17,6 +17,7 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
@@ -28,6 +29,15 @@ from kvpilot_runtime.recent import RecentLayer, Rings, attach
 PREFILL_FROM_PAGES = "KVPILOT_PREFILL_FROM_PAGES"
 """Set to 1, a chunk reads itself back from its pages too: outputs then do not depend on how prompts were chunked,
 cached or preempted (slightly less accurate; it is what the equivalence tests compare)."""
+
+
+_REMEDIES = {
+    "sliding window not supported": "a sliding-window layer is not supported (keep these in 16 bits: "
+    "--kv-cache-dtype-skip-layers sliding_window)",
+    "partial multimodal token full attention not supported": "images whose tokens attend to each other both ways are "
+    "not supported (serve text alone: --language-model-only)",
+    "batch invariance not supported": "batch invariance is not supported (unset VLLM_BATCH_INVARIANT)",
+}
 
 
 def classes_of(parent: type[PackedBackend]) -> Callable[[str], type[PackedBackend]]:
@@ -65,16 +75,26 @@ class PackedBackend(HeadMajorPages, AttentionBackend):  # type: ignore[misc]  # 
         return list(formats.HEAD_DIMS)
 
     @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """vLLM's reasons against this backend for a layer, with the remedy where there is one of its own."""
+        return [_REMEDIES.get(reason, reason) for reason in super().validate_configuration(*args, **kwargs)]
+
+    @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """The page size of this dtype: `Format.row_bytes` per token and KV head.
 
         vLLM also asks for the page of a layer that stays in 16 bits, to make both one size: that one is left alone.
 
         Raises:
-            UnsupportedModelError: no layout for this head dimension, or keys and values of different sizes.
+            UnsupportedModelError: no layout for this head dimension, keys and values of different sizes, or a layer
+                that attends within chunks.
         """
         if spec.dtype != torch.uint8:
             return spec
+        if isinstance(spec, ChunkedLocalAttentionSpec):
+            raise UnsupportedModelError(
+                f"chunked attention is not supported with kv-cache dtype {cls.fmt.name!r}; use --kv-cache-dtype auto"
+            )
         if spec.head_size_v != spec.head_size:
             raise UnsupportedModelError(
                 f"keys of {spec.head_size} and values of {spec.head_size_v} elements: kv-cache dtype {cls.fmt.name!r} "
@@ -121,7 +141,7 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
 
 
 class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """The builder of a batch's metadata.
+    """The builder of a batch's metadata: subclasses have `describe`.
 
     Raises (at start):
         UnsupportedModelError: speculative decoding or KV transfer is on.
@@ -130,6 +150,24 @@ class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         refuse_unsupported_options(vllm_config)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """Metadata of one batch.
+
+        Raises:
+            UnsupportedModelError: its tokens are to attend to later ones, which our kernels do not do.
+        """
+        if common_attn_metadata.causal is not True:  # False, or a tensor with a word for each sequence
+            dtype = self.vllm_config.cache_config.cache_dtype
+            raise UnsupportedModelError(
+                f"attention to later tokens (causal=False) is not supported with kv-cache dtype {dtype!r}; use "
+                "--kv-cache-dtype auto"
+            )
+        return self.describe(common_attn_metadata)
+
+    def describe(self, common: Any) -> Any:
+        """What the layers' `forward` needs of a batch that vLLM describes as `CommonAttentionMetadata`."""
+        raise NotImplementedError
 
 
 class PackedImpl(AttentionImpl):  # type: ignore[misc]

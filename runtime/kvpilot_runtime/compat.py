@@ -119,15 +119,8 @@ def route_cpu_backends(paths: Mapping[str, str]) -> None:
     def get_attn_backend_cls(
         cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        path = paths.get(attn_selector_config.kv_cache_dtype or "auto")
-        if path is None:
-            return stock(cls, selected_backend, attn_selector_config, *args, **kwargs)
-        if attn_selector_config.use_mla:
-            raise UnsupportedModelError(
-                "a model with multi-head latent attention is not supported with kv-cache dtype "
-                f"{attn_selector_config.kv_cache_dtype!r}; use --kv-cache-dtype auto"
-            )
-        return path
+        found = _ours(cls, paths, attn_selector_config)
+        return found or stock(cls, selected_backend, attn_selector_config, *args, **kwargs)
 
     update = CpuPlatform.update_block_size_for_backend.__func__
 
@@ -147,7 +140,6 @@ def route_cpu_backends(paths: Mapping[str, str]) -> None:
 def route_cuda_backends(paths: Mapping[str, str]) -> None:
     """On a CUDA platform, serve each KV-cache dtype in `paths` with the backend class at that import path."""
     from vllm.platforms.cuda import CudaPlatformBase
-    from vllm.utils.import_utils import resolve_obj_by_qualname
 
     if getattr(CudaPlatformBase, "_kvpilot_routed", False):
         return
@@ -156,20 +148,31 @@ def route_cuda_backends(paths: Mapping[str, str]) -> None:
     def get_attn_backend_cls(
         cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        dtype = attn_selector_config.kv_cache_dtype or "auto"
-        if dtype not in paths:
-            return stock(cls, selected_backend, attn_selector_config, *args, **kwargs)
-        reasons = resolve_obj_by_qualname(paths[dtype]).validate_configuration(
-            device_capability=cls.get_device_capability(), **attn_selector_config._asdict()
-        )
-        if reasons:
-            raise UnsupportedModelError(
-                f"kv-cache dtype {dtype!r} cannot serve this model: {', '.join(reasons)}; use --kv-cache-dtype auto"
-            )
-        return paths[dtype]
+        found = _ours(cls, paths, attn_selector_config)
+        return found or stock(cls, selected_backend, attn_selector_config, *args, **kwargs)
 
     CudaPlatformBase.get_attn_backend_cls = classmethod(get_attn_backend_cls)
     CudaPlatformBase._kvpilot_routed = True
+
+
+def _ours(platform: Any, paths: Mapping[str, str], asked: Any) -> str | None:
+    """The path of our backend for a layer, or None where its KV-cache dtype is not ours.
+
+    Raises:
+        UnsupportedModelError: our backend does not serve such a layer; with all of the backend's reasons.
+    """
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    dtype = asked.kv_cache_dtype or "auto"
+    if dtype not in paths:
+        return None
+    backend = resolve_obj_by_qualname(paths[dtype])
+    reasons = backend.validate_configuration(device_capability=platform.get_device_capability(), **asked._asdict())
+    if reasons:
+        raise UnsupportedModelError(
+            f"kv-cache dtype {dtype!r} cannot serve this model: {', '.join(reasons)}; use --kv-cache-dtype auto"
+        )
+    return paths[dtype]
 
 
 def before_kv_cache(path: str) -> None:

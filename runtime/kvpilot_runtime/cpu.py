@@ -65,9 +65,8 @@ def positions_of(starts: torch.Tensor, seq_lens: torch.Tensor) -> tuple[torch.Te
 class CpuBuilder(PackedBuilder):
     """Splits a batch into decodes and prefills, once for all layers."""
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
+    def describe(self, common: Any) -> Metadata:
         """Metadata of one batch."""
-        common = common_attn_metadata
         sequences = common.num_reqs
         starts = common.query_start_loc[: sequences + 1].long()
         seq_lens = common.seq_lens[:sequences]
@@ -85,9 +84,9 @@ class CpuBuilder(PackedBuilder):
 class CpuRingBuilder(PackedBuilder):
     """Where a step's tokens go in the rings, once for all layers."""
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Rings:
+    def describe(self, common: Any) -> Rings:
         """Rings of one batch."""
-        common, spec = common_attn_metadata, self.kv_cache_spec
+        spec = self.kv_cache_spec
         sequences = common.num_reqs
         starts = common.query_start_loc[: sequences + 1].long()
         seq_lens = common.seq_lens[:sequences].long()

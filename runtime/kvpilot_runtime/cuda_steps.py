@@ -84,9 +84,8 @@ class CudaRingBuilder(PackedBuilder):
             zeros = torch.zeros(count + 1, kv_cache_spec.ring_blocks, dtype=torch.int32, device=device)
             self._fill(self.slots[:1], zeros[:, 0].contiguous(), zeros[:-1, 0].contiguous(), zeros[:-1])
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Rings:
+    def describe(self, common: Any) -> Rings:
         """Rings of one batch; what a captured graph reads is rewritten in place."""
-        common = common_attn_metadata
         slots = self.slots[: common.slot_mapping.shape[0]]
         table = common.block_table_tensor[: common.num_reqs, : self.kv_cache_spec.ring_blocks]
         self._fill(slots, common.query_start_loc, common.seq_lens[: common.num_reqs], table)
@@ -116,9 +115,8 @@ class CudaBuilder(PackedBuilder):
         self._warmed: set[tuple[bool, bool]] = set()
         self.warm_up(triton.cdiv(vllm_config.model_config.max_model_len, kv_cache_spec.block_size))
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
+    def describe(self, common: Any) -> Metadata:
         """Metadata of one batch; what a captured graph reads is rewritten in place."""
-        common = common_attn_metadata
         self.warm_up(common.block_table_tensor.stride(0))
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
         lens = common.seq_lens[:decodes]

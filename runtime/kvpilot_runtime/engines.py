@@ -8,24 +8,38 @@ import importlib.util
 from pathlib import Path
 
 _NOT_SERVED = {"_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS"}
+_POOLING = {
+    "_EMBEDDING_MODELS", "_LATE_INTERACTION_MODELS", "_REWARD_MODELS", "_TOKEN_CLASSIFICATION_MODELS",
+    "_SEQUENCE_CLASSIFICATION_MODELS",
+}  # fmt: skip
+
+
+def known_architectures() -> frozenset[str]:
+    """Names in vLLM's model registry; empty when vLLM is absent or keeps its registry elsewhere."""
+    return frozenset().union(*_registry().values())
+
+
+def pooling_architectures() -> frozenset[str]:
+    """Of these, the ones that generate nothing: they embed, score or classify."""
+    tables = _registry()
+    return known_architectures().difference(*(names for table, names in tables.items() if table not in _POOLING))
 
 
 @functools.cache
-def known_architectures() -> frozenset[str]:
-    """Names in vLLM's model registry; empty when vLLM is absent or keeps its registry elsewhere."""
+def _registry() -> dict[str, frozenset[str]]:
+    """Names in each table of vLLM's model registry; empty as above."""
     tree = _parse("vllm", "model_executor/models/registry.py")
-    if tree is None:
-        return frozenset()
-    names: set[str] = set()
-    for node in tree.body:
+    found: dict[str, frozenset[str]] = {}
+    for node in tree.body if tree is not None else ():
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         )
         value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
         tables = [t.id for t in targets if isinstance(t, ast.Name)]
         if isinstance(value, ast.Dict) and any(t.endswith("_MODELS") and t not in _NOT_SERVED for t in tables):
-            names.update(k.value for k in value.keys if isinstance(k, ast.Constant) and isinstance(k.value, str))
-    return frozenset(names)
+            keys = (k.value for k in value.keys if isinstance(k, ast.Constant))
+            found[tables[0]] = frozenset(k for k in keys if isinstance(k, str))
+    return found
 
 
 @functools.cache

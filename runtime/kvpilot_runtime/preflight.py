@@ -10,19 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvpilot_kernels import formats, models
-from kvpilot_runtime import engines, hub, machine
-from kvpilot_runtime.errors import PreflightError
+from kvpilot_runtime import compat, engines, hub, machine, memory, options
+from kvpilot_runtime.errors import PreflightError, UnsupportedEngineError
 from kvpilot_runtime.modelconfig import read_config, weight_bytes
 
 CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})
 """vLLM's own dtypes that its CPU backend really implements; it accepts the others and reads garbage."""
-
-CPU_OVERHEAD = 2_500 * 2**20
-"""Bytes that vLLM's three processes take on CPU beyond weights and KV cache: an estimate (0.32.0, SmolLM2-135M)."""
-
-GPU_OVERHEAD = 3 * 2**30
-"""Bytes kept per GPU for activations, CUDA graphs and the allocator's slack: an allowance, not a measurement."""
-
 
 OLDEST_GPU = (8, 0)
 """Compute capability from which on our formats run: their kernels multiply in bfloat16 on tensor cores."""
@@ -30,16 +23,12 @@ OLDEST_GPU = (8, 0)
 CALIBRATION_OFF = "off"
 """In the place of a calibration file: serve without factors."""
 
-BLOCK_TOKENS: dict[machine.Platform, int] = {"cpu": 128, "cuda": 64}
-"""Tokens of a block where `--block-size` does not say otherwise."""
-
 SLIDING = "sliding_window"
 """vLLM's word for "the layers that attend to a window only" among the layers that skip the KV-cache dtype."""
 
-_NOT_TOGETHER = {
-    "speculative decoding": ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"),
-    "KV transfer": ("--kv-transfer-config", "--kv-offloading-size"),
-}
+_POOLING = ("ForSequenceClassification", "ForTokenClassification", "RewardModel", "ForRewardModeling", "EmbeddingModel",
+            "ForTextEncoding")  # fmt: skip
+"""Ends of the names of classes that vLLM turns into pooling models."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +94,7 @@ def check(request: Request) -> Findings:
     elif fmt.ours and request.skip_layers is None:
         findings.skip_layers = (SLIDING,)  # of no effect on a model without such layers
     if folder is not None and findings.config is not None:
-        _memory(fmt, findings.config, weight_bytes(folder), request, platform)
+        memory.check(fmt, findings.config, weight_bytes(folder), request, platform)
     return findings
 
 
@@ -181,7 +170,7 @@ def _platform_dtype(fmt: formats.Format, platform: machine.Platform, request: Re
                  f"the answers are wrong; use one of {', '.join([*sorted(CPU_DTYPES), *formats.own_names()])}")
             )  # fmt: skip
         return
-    for gpu in machine.gpus()[: request.tensor_parallel]:
+    for gpu in machine.gpus()[: memory.ranks(request)]:
         have = ".".join(map(str, gpu.capability))
         instead = "'auto' or 'int8'" if gpu.capability >= OLDEST_GPU else "'auto'"
         if fmt.name.startswith("fp8") and gpu.capability < (8, 9):
@@ -194,15 +183,24 @@ def _platform_dtype(fmt: formats.Format, platform: machine.Platform, request: Re
 
 def _our_options(fmt: formats.Format, request: Request) -> None:
     """What else was asked for, whatever the model is."""
-    for what, options in _NOT_TOGETHER.items():
-        for option in options:
-            if any(arg.split("=", 1)[0].split(".", 1)[0] == option for arg in request.others):
-                raise PreflightError("BadArguments", f"{option}: {what} does not work with kv-cache dtype {fmt.name!r} yet; leave one of the two out")  # fmt: skip  # noqa: E501
+    if (found := options.refused(request.others, os.environ)) is not None:
+        option, what = found
+        raise PreflightError("BadArguments", f"{option}: {what} does not work with kv-cache dtype {fmt.name!r}; leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
+    if any(options.given(request.others, "--enable-sleep-mode")) and not _wakes():
+        raise PreflightError("BadArguments", f"--enable-sleep-mode: before vLLM {'.'.join(map(str, options.SLEEP_FROM))} an engine with kv-cache dtype {fmt.name!r} does not wake up as it was; leave it out, or use a runtime image with a newer vLLM")  # fmt: skip  # noqa: E501
     named = request.calibration not in (None, CALIBRATION_OFF)
     if fmt.calibrated_only and not named:
         raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} needs a calibration of the model from its gradients: give the file of `kvpilot calibrate` with --calibration, or use 'k4v4' or 'k4v2'")  # fmt: skip  # noqa: E501
     if named and not Path(request.calibration or "").is_file():
         raise PreflightError("BadArguments", f"--calibration {request.calibration!r}: there is no such file; check that its volume is mounted, or leave the option out: the engine then calibrates itself")  # fmt: skip  # noqa: E501
+
+
+def _wakes() -> bool:
+    """Whether sleep mode leaves an engine with our dtypes as it was."""
+    try:
+        return compat.vllm_version() >= options.SLEEP_FROM
+    except UnsupportedEngineError:
+        return True  # its plugin says so itself
 
 
 def _window(fmt: formats.Format, request: Request, findings: Findings) -> None:
@@ -230,6 +228,10 @@ def _our_dtype(
     what = models.unsupported(config, platform == "cuda", request.tensor_parallel)
     if what is not None:
         refuse(what)
+    if _pools(config, request):
+        refuse(f"pooling, which is what vLLM serves {config.architectures[0]!r} for")
+    if config.image_prefix and not any(options.given(request.others, "--language-model-only")):
+        refuse("images whose tokens attend to each other both ways", "serve text alone with --language-model-only, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
     findings.disable_window = config.idle_window
     if config.window_layers:
         if request.skip_layers is None:
@@ -238,71 +240,11 @@ def _our_dtype(
             refuse(f"the {config.window_layers} sliding-window layers of this model", f"keep them in 16 bits with --kv-cache-dtype-skip-layers={SLIDING}")  # fmt: skip  # noqa: E501
 
 
-def _memory(
-    fmt: formats.Format, config: models.Architecture, weights: int, request: Request, platform: machine.Platform
-) -> None:
-    length = request.max_model_len or config.max_positions
-    in_16_bits = len({layer for layer in request.skip_layers or () if layer.isdecimal()})
-    per_token = config.token_bytes(fmt, in_16_bits)
-    ring = _ring_tokens(fmt, config, request, length, platform) * per_token
-    # A latent cache is kept whole by every rank, and so is a KV head that several share.
-    shares = 1 if config.latent else max(1, min(request.tensor_parallel, config.kv_heads))
-    wanted = ((length or 0) * per_token + ring) // shares
-    if request.kv_bytes is not None and wanted > request.kv_bytes:
-        most = max((request.kv_bytes * shares - ring) // per_token, 0)
-        window = f", {_mib(ring)} of it for the recent window" if ring else ""
-        raise PreflightError(
-            "DoesNotFit",
-            f"one request of {length} tokens needs {_mib(wanted)} of KV cache in {fmt.name!r} ({per_token} bytes a "
-            f"token{window}) and the KV cache has {_mib(request.kv_bytes)}; set maxModelLen to at most {most}, or give "
-            "the cache more",
-        )
-    if platform == "cpu":
-        have = machine.available_memory()
-        kv = wanted if request.kv_bytes is None else request.kv_bytes
-        need, what, extra = weights + kv + CPU_OVERHEAD, "memory available here", CPU_OVERHEAD
-    else:
-        gpus = machine.gpus()
-        if not gpus:
-            raise PreflightError("DoesNotFit", "no GPU is visible and the installed vLLM is made for GPUs; request nvidia.com/gpu, or use the CPU image")  # fmt: skip  # noqa: E501
-        if len(gpus) < request.tensor_parallel:
-            raise PreflightError("DoesNotFit", f"--tensor-parallel-size {request.tensor_parallel} needs as many GPUs and {len(gpus)} are visible; request more, or lower it")  # fmt: skip  # noqa: E501
-        # vLLM takes its fraction of a whole GPU, but cannot take what others hold.
-        have = min(
-            min(int(g.total * request.memory_fraction), g.total - g.used) for g in gpus[: request.tensor_parallel]
-        )
-        kv = wanted if request.kv_bytes is None else request.kv_bytes
-        need = weights // request.tensor_parallel + kv + GPU_OVERHEAD
-        what, extra = f"{request.memory_fraction:.0%} of each GPU's memory, less what others use", GPU_OVERHEAD
-    if need > have:
-        raise PreflightError(
-            "DoesNotFit",
-            f"weights {_mib(weights // request.tensor_parallel)} + KV cache {_mib(kv)} + engine {_mib(extra)} = "
-            f"{_mib(need)} do not fit in {_mib(have)} ({what}); use a smaller model, a shorter maxModelLen, a smaller "
-            "KV-cache dtype, or more memory",
-        )
-
-
-def _ring_tokens(
-    fmt: formats.Format, config: models.Architecture, request: Request, context: int | None, platform: machine.Platform
-) -> int:
-    """Tokens whose pages a request's ring takes, in blocks of the platform's usual size."""
-    if not fmt.ours or config.state_layers:
-        return 0  # vLLM keeps no rings beside states (docs/serving.md)
-    block = BLOCK_TOKENS[platform]
-    return fmt.ring_blocks(fmt.recent_tokens(request.recent, context), config.head_dim, block) * block
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.0f} MiB" if size < 10 * 2**30 else f"{size / 2**30:,.1f} GiB"
-
-
-def cpu_kv_bytes() -> int | None:
-    """The KV cache's size that the environment sets for vLLM on CPU (`VLLM_CPU_KVCACHE_SPACE`, whole GiB)."""
-    text = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
-    if not text:
-        return None
-    try:
-        return int(text) * 2**30
-    except ValueError:
-        raise PreflightError("BadArguments", f"VLLM_CPU_KVCACHE_SPACE is {text!r}, and vLLM takes whole GiB; use --kv-cache-memory-bytes, which takes bytes (64M)") from None  # fmt: skip  # noqa: E501
+def _pools(config: models.Architecture, request: Request) -> bool:
+    """Whether vLLM would serve this model for embeddings, scores or classes, as far as is known without asking it."""
+    if ("--runner", "generate") in options.given(request.others, "--runner"):
+        return False
+    folder, name = model_folder(request.model), config.architectures[0]
+    if folder is not None and (folder / "modules.json").exists():  # sentence-transformers
+        return True
+    return name in engines.pooling_architectures() or name.endswith(_POOLING)

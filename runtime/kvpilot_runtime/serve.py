@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from kvpilot_kernels import formats
-from kvpilot_runtime import machine, model_info, preflight
+from kvpilot_runtime import machine, memory, model_info, preflight
 from kvpilot_runtime.errors import PreflightError
 
 REFUSED = 78
@@ -102,7 +102,7 @@ def parse(argv: Sequence[str]) -> tuple[preflight.Request, list[str]]:
         skip = tuple(part for part in skip.split(",") if part)
     kv_bytes = known.kv_cache_memory_bytes
     if kv_bytes is None and machine.platform() == "cpu":
-        kv_bytes = preflight.cpu_kv_bytes()
+        kv_bytes = memory.cpu_kv_bytes()
     request = preflight.Request(
         known.model, known.kv_cache_dtype, known.dtype, known.max_model_len, known.tensor_parallel_size,
         known.gpu_memory_utilization, kv_bytes, skip, known.calibration, known.revision,

@@ -95,6 +95,7 @@ BAD_STORES: dict[str, tuple[str, Call]] = {
     "heads flattened": ("key", lambda p: p.store(K.flatten(1), K.flatten(1), torch.arange(4))),
     "more slots than tokens": ("slots", lambda p: p.store(K, K, torch.arange(5))),
     "slots of floats": ("slots", lambda p: p.store(K, K, torch.arange(4.0))),
+    "slots of 32 bits": ("slots", lambda p: p.store(K, K, torch.arange(4, dtype=torch.int32))),
     "slots in two dimensions": ("slots", lambda p: p.store(K, K, torch.arange(4)[None])),
     "a slot just beyond": ("slots", lambda p: p.store(K, K, torch.tensor([0, 1, 2, BLOCKS * SIZE]))),
     "a slot far beyond": ("slots", lambda p: p.store(K, K, torch.tensor([2**40, 1, 2, 3]))),
@@ -239,7 +240,7 @@ def test_a_nan_query_spoils_its_own_row_only() -> None:
 def test_checks_that_look_at_shapes_only_take_what_is_right() -> None:
     check.page_cache(cache(), K4V4, DIM)
     check.tokens(K, K, torch.arange(4), HEADS, DIM)
-    check.tokens(K.bfloat16(), K.half(), torch.arange(3, dtype=torch.int32), HEADS, DIM)
+    check.tokens(K.bfloat16(), K.half(), torch.arange(3), HEADS, DIM)
     check.queries(QUERY, HEADS, DIM)
     check.slots(torch.tensor([-1, BLOCKS * SIZE - 1]), BLOCKS, SIZE)
     check.tables(TABLE.int(), LENGTHS.int(), BLOCKS, SIZE)

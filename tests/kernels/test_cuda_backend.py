@@ -154,7 +154,7 @@ class Engine:
             at += count
         lens = torch.tensor([len(self.keys[name]) for name in new], dtype=torch.int32)
         common = SimpleNamespace(
-            num_reqs=len(new), max_query_len=max(counts), num_actual_tokens=total + padding, seq_lens=lens,
+            num_reqs=len(new), causal=True, max_query_len=max(counts), num_actual_tokens=total + padding, seq_lens=lens,
             query_start_loc_cpu=(starts := torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)),
             query_start_loc=starts,
             seq_lens_cpu_upper_bound=lens, block_table_tensor=table,

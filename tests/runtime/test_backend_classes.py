@@ -78,7 +78,7 @@ def test_one_row_of_the_table_is_enough_to_serve_a_token(
     for new in (slice(0, 3), slice(3, 4), slice(4, 5)):  # a prompt, then step by step
         lens, slots = torch.tensor([new.stop], dtype=torch.int32), 32 + torch.arange(new.start, new.stop)
         meta = builder.build(0, SimpleNamespace(
-            num_reqs=1, query_start_loc=torch.tensor([0, len(slots)]), seq_lens=lens, slot_mapping=slots,
+            num_reqs=1, causal=True, query_start_loc=torch.tensor([0, len(slots)]), seq_lens=lens, slot_mapping=slots,
             block_table_tensor=torch.tensor([[2]], dtype=torch.int32),
         ))  # fmt: skip
         step.attn_metadata = {layer.layer_name: meta}

@@ -11,6 +11,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvpilot_operator.api.rules import broken_rules
 from kvpilot_operator.api.schema import root_schema
+from kvpilot_runtime import options as options_beside_ours
 
 ITEM = root_schema()["properties"]["spec"]["properties"]["engine"]["properties"]["extraArgs"]["items"]
 
@@ -94,3 +95,21 @@ def test_an_option_that_a_variable_would_name_is_refused(item: str) -> None:
 @pytest.mark.parametrize("item", ["0", "-1", "{}", "priority", "--enable-lora", "--seed=$(SEED)", "--dtype=bfloat16"])
 def test_what_is_left_goes_through(item: str) -> None:
     assert not refused(item)
+
+
+OURS = {option for switch in options_beside_ours.REFUSED for option in switch.options}
+
+
+def test_an_option_that_our_dtypes_refuse_is_found_in_every_spelling_and_no_other_is(
+    parser: FlexibleArgumentParser,
+) -> None:
+    refused_dests = {parser._option_string_actions[name].dest for name in OURS}
+    tried = list(beginnings(parser))
+    assert {"-sc", "-dcp", "--decode-context", "--enable-db"} <= {name for name, dest in tried if dest in refused_dests}
+    wrong = [
+        name
+        for name, dest in tried
+        for spelling in (name, f"{name}=x", f"{name}.key=x")
+        if any(options_beside_ours.given([spelling], *OURS)) != (dest in refused_dests)
+    ]
+    assert wrong == []

@@ -39,12 +39,12 @@ TRANSFER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both",
             "kv_connector_extra_config": {"shared_storage_path": "unused"}}  # fmt: skip
 # What is asked for, and the words that must be in the log beside the dtype's name.
 CASES: dict[str, tuple[str | None, list[str], str]] = {
-    "mla": ("mla", [], "a model with multi-head latent attention is not supported"),
+    "mla": ("mla", [], "MLA not supported"),
     "alibi": ("alibi", [], "a model with ALiBi is not supported"),
     "sinks": (
         "sinks",
         ["--kv-cache-dtype-skip-layers=sliding_window"],
-        "a model with attention sinks is not supported",
+        "attention sinks not supported",
     ),
     "windows": ("windows", [], "keep these in 16 bits: --kv-cache-dtype-skip-layers sliding_window"),
     "speculation": (None, [f"--speculative-config={json.dumps(SPECULATION)}"], "--speculative-config is not supported"),

@@ -69,6 +69,27 @@ class Oracle:
         below: list[float] = (logits.amax(1) - chosen).tolist()
         return below
 
+    @torch.inference_mode()
+    def logprobs(self, prompt: list[int], answer: list[int]) -> list[float]:
+        """The log-probability of each token of an answer, computed without a recent window."""
+        self._jitter, self._misread = 0.0, None
+        ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
+        tokens = torch.tensor([prompt + answer[:-1]])
+        self._fine = self._fine_keys(tokens.shape[1], ())
+        logits = self._model(tokens, use_cache=False, logits_to_keep=len(answer)).logits[0].double()
+        found: list[float] = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
+        return found
+
+    @torch.inference_mode()
+    def best(self, prompt: list[int], count: int) -> list[tuple[int, float]]:
+        """The most likely next tokens with their log-probabilities, best first; as `logprobs`."""
+        self._jitter, self._misread = 0.0, None
+        ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
+        self._fine = self._fine_keys(len(prompt), ())
+        logits = self._model(torch.tensor([prompt]), use_cache=False, logits_to_keep=1).logits[0, -1].double()
+        values, tokens = logits.log_softmax(-1).topk(count)
+        return list(zip(tokens.tolist(), values.tolist(), strict=True))
+
     def sound(
         self, prompt: list[int], answer: list[int], *, misread: int | None = None, rounds: int = 100,
         rings: Sequence[int | None] = (), judged: slice = slice(None),

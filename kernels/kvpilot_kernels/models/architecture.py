@@ -54,6 +54,8 @@ class Architecture:
         index_bytes: bytes that a token's index takes in each layer of sparse attention, whatever the dtype.
         softcap: the cap of attention's logits, or None.
         sinks, alibi, encoder_decoder: attention has sinks; biases by distance; the model has cross attention.
+        bidirectional: tokens attend to those after them, too, as in models for embeddings.
+        image_prefix: the tokens of an image do, among themselves.
         custom_code: the repository brings its own model code (`auto_map`).
         max_positions: the longest context, or None when the model does not say.
         idle_window: the config has a window that is no shorter than the longest context; its layers count as full.
@@ -74,6 +76,8 @@ class Architecture:
     sinks: bool = False
     alibi: bool = False
     encoder_decoder: bool = False
+    bidirectional: bool = False
+    image_prefix: bool = False
     custom_code: bool = False
     max_positions: int | None = None
     idle_window: bool = False

@@ -18,6 +18,7 @@ LATENT = frozenset({
 
 _SINKS = frozenset({"gpt_oss"})
 _ALIBI = frozenset({"bloom", "mpt"})
+_IMAGE_PREFIX = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "paligemma"})
 _INDEX_SCALE_BYTES = 4  # vLLM keeps an index in fp8 with a float32 scale
 _INDEXED = "index_topk"
 _LARGEST_CAP = 1e6  # beyond any logit
@@ -60,6 +61,8 @@ def read(raw: Mapping[str, Any]) -> Architecture:
         sinks=fields.model_type in _SINKS or fields.get("add_full_attention_sink_bias") is True,
         alibi=fields.model_type in _ALIBI or fields.get("alibi") is True,
         encoder_decoder=crossed,
+        bidirectional=fields.get("is_causal") is False or fields.get("use_bidirectional_attention") in (True, "all"),
+        image_prefix=_image_prefix(fields),
         custom_code="auto_map" in raw,
         max_positions=limit,
         idle_window=idle and any(WORDS.get(word) is Kind.WINDOW for word in own),
@@ -75,6 +78,13 @@ def _doubt(fields: Fields, other: list[str]) -> str:
     if fields.known or fields.model_type in LATENT:
         return ""
     return f"model_type {shown(fields.model_type)} is not known here, and was read as a plain decoder"
+
+
+def _image_prefix(fields: Fields) -> bool:
+    said = fields.raw.get("is_mm_prefix_lm")
+    if isinstance(said, bool):
+        return said
+    return _text(fields.raw.get("model_type")) in _IMAGE_PREFIX or fields.get("use_bidirectional_attention") == "vision"
 
 
 def _decoder(fields: Fields) -> list[str]:

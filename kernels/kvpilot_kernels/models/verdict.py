@@ -22,6 +22,7 @@ def unsupported(model: Architecture, gpu: bool, ranks: int = 1) -> str | None:
         (model.encoder_decoder, "encoder-decoder models"),
         (model.alibi, "ALiBi"),
         (model.sinks, "attention sinks"),
+        (model.bidirectional, "attention to later tokens (a bidirectional model)"),
         (not model.layers and not model.other_layers, "a model without attention: there is no KV cache to quantize"),
         (model.other_layers, "layers whose cache is neither keys and values nor a state"),
         (any(group.kind is Kind.CHUNKED for group in model.groups), "chunked attention"),

@@ -1,0 +1,169 @@
+"""What people switch on in vLLM beside `k4v4`, in one real engine: answers are those of the same weights and codec.
+
+Chunks read themselves back and there is no window, so that an answer depends on the codec alone (`support.oracle`).
+No request has a seed: with one and a prompt in chunks, vLLM 0.32 ends on a CPU, whatever the dtype.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvpilot_demo.models import tiny_llama
+from kvpilot_localcluster.engines.real import HANGS, engine
+from support.oracle import SLACK, Oracle
+
+pytestmark = pytest.mark.timeout(1800)
+
+RANK, ALPHA = 4, 8
+PROMPT = [5, 812, 77, 3001, 9, 45000, 18, 2, 404, 31, 27, 1999, 60, 7, 8, 15000] * 3
+SCHEMA = {
+    "type": "object", "additionalProperties": False, "required": ["city", "warm", "days"],
+    "properties": {"city": {"enum": ["Ghent", "Oslo", "Porto"]}, "warm": {"type": "boolean"},
+                   "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A random adapter of queries, keys and values, and the model with its weights added."""
+    adapter, merged = tmp_path_factory.mktemp("adapter"), tmp_path_factory.mktemp("merged")
+    for file in tiny_llama().iterdir():
+        (merged / file.name).write_bytes(file.read_bytes())
+    weights = {name: w.float() for name, w in load_file(merged / "model.safetensors").items()}
+    rng, parts = torch.Generator().manual_seed(4), {}
+    for name in [n for n in weights if n.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
+        out, into = weights[name].shape
+        a, b = torch.randn(RANK, into, generator=rng) / 8, torch.randn(out, RANK, generator=rng) / 4
+        weights[name] += b @ a * (ALPHA / RANK)
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        parts |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    save_file(parts, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text(json.dumps({
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "bias": "none",
+        "target_modules": ["q_proj", "k_proj", "v_proj"], "base_model_name_or_path": "m",
+    }))  # fmt: skip
+    return adapter, merged
+
+
+@pytest.fixture(scope="module")
+def served(lora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of the engine."""
+    arguments = (
+        "--dtype=float32", "--recent-tokens=0", "--kv-cache-memory-bytes=64M", "--max-num-seqs=8",
+        "--max-num-batched-tokens=32", "--enable-lora", "--max-lora-rank=8", f"--lora-modules=adapter={lora[0]}",
+        "--enable-auto-tool-choice", "--tool-call-parser=hermes",
+        # Random weights would write spaces for ever.
+        "--structured-outputs-config.backend=xgrammar", "--structured-outputs-config.disable_any_whitespace=true",
+    )  # fmt: skip
+    exact = {"KVPILOT_PREFILL_FROM_PAGES": "1", "KVPILOT_CALIBRATION": "off"}
+    compact = {"VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}  # for its tags know no option against spaces
+    with (
+        engine(
+            tiny_llama(), "k4v4", tmp_path_factory.mktemp("features"), *arguments, env={**exact, **compact}
+        ) as running,
+        httpx.Client(base_url=running.url, timeout=HANGS) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    return Oracle(tiny_llama(), "k4v4")
+
+
+@pytest.fixture(scope="module")
+def plain() -> Oracle:
+    """The same model with a 16-bit cache: what an answer would be without our codec."""
+    return Oracle(tiny_llama(), "auto")
+
+
+def completed(client: httpx.Client, **body: Any) -> dict[str, Any]:
+    asked = {"model": "m", "prompt": PROMPT, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **body}
+    answer: dict[str, Any] = client.post("/v1/completions", json=asked).raise_for_status().json()
+    return answer
+
+
+def chatted(client: httpx.Client, **body: Any) -> Any:
+    asked = {"model": "m", "messages": [{"role": "user", "content": "Where is it warm?"}], "max_tokens": 200, **body}
+    return client.post("/v1/chat/completions", json=asked).raise_for_status().json()["choices"][0]["message"]
+
+
+def apart(found: list[float], wanted: list[float]) -> float:
+    """How far log-probabilities are from others, in the middle: a value on the edge of two codes may move some."""
+    assert len(found) == len(wanted)
+    return median(abs(a - b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_prompt_logprobs_are_those_of_the_codec(served: httpx.Client, oracle: Oracle, plain: Oracle) -> None:
+    choice = completed(served, max_tokens=1, prompt_logprobs=0)["choices"][0]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    found = [entry[str(token)]["logprob"] for token, entry in zip(PROMPT[1:], others, strict=True)]
+    assert apart(found, oracle.logprobs(PROMPT[:1], PROMPT[1:])) < SLACK
+    assert apart(found, plain.logprobs(PROMPT[:1], PROMPT[1:])) > 10 * SLACK
+
+
+def test_parallel_samples_have_the_codecs_probabilities(served: httpx.Client, oracle: Oracle, plain: Oracle) -> None:
+    answer = completed(served, n=4, temperature=1.0, max_tokens=24, logprobs=0)
+    samples = [(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in answer["choices"]]
+    assert len({tuple(tokens) for tokens, _ in samples}) == 4
+    for tokens, found in samples:
+        assert apart(found, oracle.logprobs(PROMPT, tokens)) < SLACK
+        assert apart(found, plain.logprobs(PROMPT, tokens)) > 10 * SLACK
+
+
+def test_beams_are_the_best_of_their_steps(served: httpx.Client, oracle: Oracle) -> None:
+    answer = completed(served, use_beam_search=True, n=2, max_tokens=4, return_token_ids=None)
+    texts = [choice["text"] for choice in answer["choices"]]
+    beams: list[tuple[list[int], float]] = [([], 0.0)]
+    for _ in range(4):
+        longer = [
+            ([*tokens, token], total + logprob) for tokens, total in beams
+            for token, logprob in oracle.best(PROMPT + tokens, 4)
+        ]  # fmt: skip
+        beams = sorted(longer, key=lambda beam: -beam[1])[:2]
+    wanted = [served.post("/detokenize", json={"model": "m", "tokens": b}).json()["prompt"] for b, _ in beams]
+    assert texts == wanted
+
+
+def test_structured_output_holds_to_its_schema(served: httpx.Client) -> None:
+    asked = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+    for _ in range(4):
+        found = json.loads(chatted(served, response_format=asked)["content"])
+        assert set(found) == {"city", "warm", "days"}
+        assert found["city"] in ("Ghent", "Oslo", "Porto")
+        assert isinstance(found["warm"], bool)
+        assert 1 <= found["days"] <= 9
+    # The check can fail: a model of random weights writes no JSON by itself.
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(chatted(served)["content"])
+
+
+def test_a_tool_is_called_with_the_arguments_that_it_declares(served: httpx.Client) -> None:
+    tool = {"type": "function", "function": {"name": "forecast", "parameters": SCHEMA}}
+    [call] = chatted(
+        served, tools=[tool], tool_choice={"type": "function", "function": {"name": "forecast"}}
+    )["tool_calls"]  # fmt: skip
+    assert call["function"]["name"] == "forecast"
+    assert set(json.loads(call["function"]["arguments"])) == {"city", "warm", "days"}
+
+
+def test_an_adapter_answers_as_the_model_with_its_weights_added(
+    served: httpx.Client, lora: tuple[Path, Path], oracle: Oracle
+) -> None:
+    tokens = completed(served, model="adapter", max_tokens=24)["choices"][0]["token_ids"]
+    merged = Oracle(lora[1], "k4v4")
+    assert merged.sound(PROMPT, tokens, rounds=20)
+    base = completed(served, max_tokens=24)["choices"][0]["token_ids"]
+    assert oracle.sound(PROMPT, base, rounds=20)
+    assert base != tokens

@@ -1,0 +1,86 @@
+"""What our backends must not serve is refused where vLLM asks for them, should it be started without preflight."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.platforms.cpu import CpuPlatform
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec
+
+from kvpilot_runtime import backend, plugin
+from kvpilot_runtime.errors import UnsupportedModelError
+
+RIGHT = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="k4v4", block_size=None)
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "latent attention": ({"use_mla": True}, "MLA not supported"),
+    "sinks": ({"has_sink": True}, "attention sinks not supported"),
+    "a window": ({"has_sliding_window": True}, "--kv-cache-dtype-skip-layers sliding_window"),
+    "an encoder": ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type"),
+    "cross attention": ({"attn_type": AttentionType.ENCODER_DECODER}, "attention type"),
+    "not causal": ({"use_non_causal": True}, "non-causal attention not supported"),
+    "images that attend both ways": ({"use_mm_prefix": True}, "--language-model-only"),
+    "batch invariance": ({"use_batch_invariant": True}, "VLLM_BATCH_INVARIANT"),
+    "a head_dim": ({"head_size": 80}, "head_size not supported"),
+    "64-bit weights": ({"dtype": torch.float64}, "dtype not supported"),
+    "blocks": ({"block_size": 24}, "block_size not supported"),
+}
+
+
+def chosen(**asked: Any) -> Any:
+    """The class that vLLM's selector takes on a CPU for a layer like this."""
+    plugin.register()
+    return resolve_obj_by_qualname(CpuPlatform.get_attn_backend_cls(None, RIGHT._replace(**asked), 4))
+
+
+def test_a_layer_that_is_served_gets_our_backend_and_other_dtypes_vllms_own() -> None:
+    assert chosen() is resolve_obj_by_qualname("kvpilot_runtime.cpu.K4V4Backend")
+    assert chosen(block_size=16).fmt.name == "k4v4"
+    assert chosen(kv_cache_dtype="auto", has_sliding_window=True).get_name() == "CPU_ATTN"
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_the_cpu_platform_asks_our_backend_what_it_cannot_serve(what: str) -> None:
+    asked, word = WRONG[what]
+    with pytest.raises(UnsupportedModelError, match=r"kv-cache dtype 'k4v4' cannot serve this model: .*auto") as caught:
+        chosen(**asked)
+    assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [AttentionType.ENCODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER])
+def test_a_layer_of_another_kind_is_refused_by_our_class_itself(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: None)
+    monkeypatch.setattr(backend, "calibration_of", lambda _config: None)
+    with pytest.raises(UnsupportedModelError, match=r"k4v4.*--kv-cache-dtype auto"):
+        chosen().get_impl_cls()(4, 64, 0.125, 2, None, None, "k4v4", attn_type=kind)
+
+
+def batch(causal: Any) -> SimpleNamespace:
+    """A step of one sequence of three tokens."""
+    return SimpleNamespace(
+        num_reqs=1, causal=causal, query_start_loc=torch.tensor([0, 3]), seq_lens=torch.tensor([3], dtype=torch.int32),
+        slot_mapping=torch.arange(3), block_table_tensor=torch.tensor([[0]], dtype=torch.int32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [False, torch.tensor([False]), torch.tensor([True])], ids=["no", "none", "each"])
+def test_a_step_that_is_not_causal_is_not_served_as_if_it_were(causal: Any) -> None:
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.uint8)
+    config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="k4v4"))
+    builder = chosen().get_builder_cls()(spec, ["x"], config, torch.device("cpu"))
+    assert builder.build(0, batch(True)).prefills
+    with pytest.raises(UnsupportedModelError, match=r"causal=False.*'k4v4'.*--kv-cache-dtype auto"):
+        builder.build(0, batch(causal))
+
+
+def test_layers_that_attend_within_chunks_get_no_page_of_ours() -> None:
+    spec = ChunkedLocalAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=64, dtype=torch.uint8, attention_chunk_size=64
+    )
+    with pytest.raises(UnsupportedModelError, match=r"chunked attention.*'k4v4'"):
+        chosen().customize_spec(spec)

@@ -1,0 +1,236 @@
+"""What people switch on in vLLM beside our dtypes: what cannot work is refused before vLLM starts, all else goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpilot_demo.models import tiny_llama
+from kvpilot_kernels.models import read
+from kvpilot_runtime import compat, machine, options, serve
+from kvpilot_runtime.errors import PreflightError
+from kvpilot_runtime.preflight import Request, check
+
+H200 = machine.Gpu("NVIDIA H200", 141 * 2**30, 0, (9, 0))
+SMALL = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2,
+         "torch_dtype": "bfloat16"}  # fmt: skip
+GEMMA3 = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "torch_dtype": "bfloat16",
+    "text_config": {"hidden_size": 2560, "model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024},
+}  # fmt: skip
+
+
+def asked(*arguments: str, dtype: str = "k4v4", model: str | None = None) -> Request:
+    """What kvpilot-serve makes of its arguments."""
+    return serve.parse([f"--model={model or tiny_llama()}", f"--kv-cache-dtype={dtype}", *arguments])[0]
+
+
+def refusal(request: Request) -> PreflightError:
+    with pytest.raises(PreflightError) as caught:
+        check(request)
+    return caught.value
+
+
+def folder(path: Path, config: dict[str, Any]) -> str:
+    """A model of this config, and a little that stands for weights."""
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "model.bin").write_bytes(b"0")
+    return str(path)
+
+
+REFUSED = {
+    "decode context parallelism": [
+        ("--decode-context-parallel-size=2",), ("--decode-context-parallel-size", "2"), ("-dcp", "4"),
+        ("--decode-context-par=2",), ("--decode_context_parallel_size=2",),
+    ],
+    "prefill context parallelism": [("--prefill-context-parallel-size=2",), ("-pcp=2",)],
+    "dual batch overlap": [("--enable-dbo",), ("--ubatch-size=2",), ("--enable-db", "--seed=1")],
+    "pooling": [("--runner=pooling",), ("--runner", "pooling"), ("--convert=embed",), ("--convert", "classify"),
+                ("--pooler-config.pooling_type=MEAN",)],
+    "speculative decoding": [("--speculative-config", "{}"), ("-sc.method=ngram",), ("--spec-method=ngram",),
+                             ("--spec-tokens", "3")],
+    "KV transfer": [("--kv-transfer-config={}",), ("--kv-offloading-size", "4")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("what", "arguments"), [(what, arguments) for what, each in REFUSED.items() for arguments in each]
+)
+def test_an_option_that_does_not_go_with_our_dtypes_is_refused_beside_them_alone(
+    what: str, arguments: tuple[str, ...]
+) -> None:
+    error = refusal(asked(*arguments))
+    assert error.reason == "BadArguments"
+    assert what in error.message
+    assert "'k4v4'" in error.message
+    assert "--kv-cache-dtype=auto" in error.message
+    check(asked(*arguments, dtype="auto"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--decode-context-parallel-size=1",), ("-dcp", "1"), ("--ubatch-size", "0"), ("--no-enable-dbo",),
+     ("--runner=generate",), ("--runner", "auto"), ("--convert=none",), ("-dc", "{}"), ("--enable-sleep-mode",)],
+)  # fmt: skip
+def test_an_option_that_leaves_such_a_thing_off_is_none_of_them(arguments: tuple[str, ...]) -> None:
+    check(asked(*arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--enable-lora", "--max-lora-rank=8"), ("--structured-outputs-config.backend=xgrammar",),
+     ("--enable-auto-tool-choice", "--tool-call-parser=hermes"), ("--max-logprobs=-1",), ("--data-parallel-size=2",),
+     ("--enable-expert-parallel",), ("--quantization=fp8",), ("--kv-events-config={}",)],
+)  # fmt: skip
+def test_what_asks_nothing_of_attention_goes_on_to_vllm_as_it_is(arguments: tuple[str, ...]) -> None:
+    request = asked(*arguments)
+    check(request)
+    assert request.others == arguments
+
+
+@pytest.mark.parametrize("value", ["1", "2"])
+def test_batch_invariance_is_refused_beside_our_dtypes_alone(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    error = refusal(asked())
+    assert error.reason == "BadArguments"
+    assert all(word in error.message for word in ("VLLM_BATCH_INVARIANT", "'k4v4'", "leave it out"))
+    check(asked(dtype="auto"))
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    check(asked())
+
+
+@pytest.mark.parametrize("version", [(0, 28), (0, 29)])
+def test_sleep_mode_is_refused_where_vllm_frees_more_than_the_cache(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(compat, "vllm_version", lambda: version)
+    error = refusal(asked("--enable-sleep-mode"))
+    assert error.reason == "BadArguments"
+    assert "before vLLM 0.30" in error.message
+    assert "newer vLLM" in error.message
+    check(asked("--enable-sleep-mode", dtype="auto"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({**SMALL, "architectures": ["BertModel"], "model_type": "bert"}, id="embeds"),
+        pytest.param({**SMALL, "architectures": ["LlamaModel"], "model_type": "llama", "head_dim": 64}, id="no-head"),
+        pytest.param({**SMALL, "architectures": ["Qwen3ForSequenceClassification"], "model_type": "qwen3",
+                      "head_dim": 64}, id="classifies"),
+    ],
+)  # fmt: skip
+def test_a_model_that_vllm_serves_for_pooling_is_refused_beside_our_dtypes_alone(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    model = folder(tmp_path, config)
+    error = refusal(asked(model=model))
+    assert error.reason == "DtypeUnsupported"
+    assert "pooling" in error.message
+    assert config["architectures"][0] in error.message
+    check(asked(model=model, dtype="auto"))
+
+
+def test_a_sentence_transformer_pools_unless_it_is_asked_to_generate(tmp_path: Path) -> None:
+    for file in tiny_llama().iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    check(asked(model=str(tmp_path)))
+    (tmp_path / "modules.json").write_text("[]")
+    assert "pooling" in refusal(asked(model=str(tmp_path))).message
+    assert "pooling" in refusal(asked("--runner=auto", model=str(tmp_path))).message
+    check(asked("--runner=generate", model=str(tmp_path)))
+
+
+def test_images_that_attend_both_ways_are_refused_unless_text_alone_is_served(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(machine, "platform", lambda: "cuda")
+    monkeypatch.setattr(machine, "gpus", lambda: [H200])
+    model = folder(tmp_path, GEMMA3)
+    error = refusal(asked("--max-model-len=8192", model=model))
+    assert error.reason == "DtypeUnsupported"
+    assert "--language-model-only" in error.message
+    check(asked("--max-model-len=8192", "--language-model-only", model=model))
+    check(asked("--max-model-len=8192", model=model, dtype="fp8"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"is_mm_prefix_lm": False}, False),
+        ({"model_type": "paligemma"}, True),
+        ({"model_type": "qwen2_vl", "text_config": {**SMALL, "model_type": "qwen2"}}, False),
+        ({"model_type": "gemma4", "text_config": {**SMALL, "model_type": "gemma4_text",
+                                                  "use_bidirectional_attention": "vision"}}, True),
+        ({"model_type": "gemma4", "text_config": {**SMALL, "model_type": "gemma4_text"}}, False),
+        ({"model_type": ["gemma3"]}, False),
+    ],
+)  # fmt: skip
+def test_which_images_attend_both_ways_is_read_as_vllm_reads_it(changes: dict[str, Any], found: bool) -> None:
+    base = {**GEMMA3, "text_config": {**GEMMA3["text_config"], "num_attention_heads": 8}}
+    assert read({**base, **changes}).image_prefix is found
+
+
+@pytest.mark.parametrize("field", [{"is_causal": False}, {"use_bidirectional_attention": True}])
+def test_a_model_that_attends_to_later_tokens_is_refused_by_name(tmp_path: Path, field: dict[str, Any]) -> None:
+    config = {**SMALL, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **field}
+    error = refusal(asked(model=folder(tmp_path, config)))
+    assert error.reason == "DtypeUnsupported"
+    assert "attention to later tokens" in error.message
+
+
+@pytest.mark.parametrize(
+    ("model", "word"),
+    [("openai/gpt-oss-20b", "attention sinks"), ("openai/whisper-tiny", "encoder-decoder"),
+     ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "chunked attention")],
+)  # fmt: skip
+def test_attention_of_another_kind_is_refused_by_name(tmp_path: Path, model: str, word: str) -> None:
+    corpus = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text())["models"]
+    [config] = [entry["config"] for entry in corpus if entry["model"] == model]
+    error = refusal(asked(model=folder(tmp_path, config)))
+    assert error.reason == "DtypeUnsupported"
+    assert word in error.message
+    assert "--kv-cache-dtype=auto" in error.message
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors", "fp8"])
+def test_weights_that_are_quantized_are_counted_as_the_files_have_them_and_go_on(tmp_path: Path, method: str) -> None:
+    for file in tiny_llama().iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+    findings = check(asked(model=str(tmp_path)))
+    assert findings.warnings == []
+
+
+def test_stages_and_data_parallel_engines_share_weights_and_stages_share_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cards = [H200]
+    monkeypatch.setattr(machine, "platform", lambda: "cuda")
+    monkeypatch.setattr(machine, "gpus", lambda: cards)
+    config = json.loads((tiny_llama() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with (tmp_path / "model.bin").open("wb") as stream:
+        stream.truncate(200 * 2**30)  # more than a GPU has
+    model = str(tmp_path)
+    assert refusal(asked(model=model)).reason == "DoesNotFit"
+    assert "--pipeline-parallel-size 2" in refusal(asked("--pipeline-parallel-size=2", model=model)).message
+    cards.append(H200)
+    check(asked("--pipeline-parallel-size=2", model=model))
+    check(asked("-dp", "2", model=model))
+    # 4,096 tokens of 272 bytes in each of two layers: half of it on each of two stages.
+    short = ("--max-model-len=4096", "--recent-tokens=0", f"--kv-cache-memory-bytes={4096 * 272 * 2 // 2 // 2}")
+    assert refusal(asked(*short, "--tensor-parallel-size=1", model=model)).reason == "DoesNotFit"
+    check(asked(*short, "-pp", "2", model=model))
+
+
+@pytest.mark.parametrize("dtype", ["k4v4", "int8"])
+def test_every_switch_has_a_refusal_that_is_tried_here(dtype: str) -> None:
+    tried = [arguments for each in REFUSED.values() for arguments in each]
+    assert {switch.what for switch in options.REFUSED} == set(REFUSED)
+    assert all(refusal(asked(*arguments, dtype=dtype)).reason == "BadArguments" for arguments in tried)

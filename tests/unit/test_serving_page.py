@@ -1,0 +1,57 @@
+"""docs/serving.md: each line of what people switch on names tests that exist, or says that nothing was run."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "serving.md").read_text()
+SECTION = PAGE.partition("## What people switch on\n")[2].partition("\n## ")[0]
+ROWS = [
+    tuple(cell.strip() for cell in line.strip("|").split("|"))
+    for line in SECTION.splitlines()
+    if line.startswith("|") and not line.startswith(("|---", "| what |"))
+]
+TEST = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
+
+
+def defined_in(file: str) -> set[str]:
+    """Names of the tests in a module of tests/runtime."""
+    tree = ast.parse((ROOT / "tests" / "runtime" / file).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_a_line_names_tests_that_exist_or_says_that_nothing_was_run(row: tuple[str, ...]) -> None:
+    _, _, verdict, proof = row
+    named = TEST.findall(proof)
+    assert all(name in defined_in(file) for file, name in named), named
+    assert verdict.startswith(("served", "refused", "passed on"))
+    if verdict.startswith("passed on"):
+        assert "not run" in proof
+    else:
+        assert named
+        assert "not run" not in proof
+    # An engine is what shows that something is served, and none is started where it is refused.
+    assert all(("engine" in file) == verdict.startswith("served") for file, _ in named)
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["LoRA", "structured output", "tool calling", "prompt logprobs", "parallel sampling", "beam search", "pooling",
+     "sleep mode", "data parallel", "expert parallel", "pipeline parallel", "context parallel", "batch invariance",
+     "dual batch overlap", "speculative decoding", "KV connectors", "AWQ", "images", "sinks", "cross attention",
+     "chunked attention"],
+)  # fmt: skip
+def test_what_people_switch_on_has_a_line(what: str) -> None:
+    assert any(what in row[0] for row in ROWS)
+
+
+def test_what_is_named_beside_the_table_exists_too() -> None:
+    named = TEST.findall(SECTION)
+    assert len(named) > len(ROWS) / 2
+    assert all(name in defined_in(file) for file, name in named)
