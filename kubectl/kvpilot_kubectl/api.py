@@ -51,7 +51,8 @@ class Cluster:
         )
         settings.retries = False
         self.server = str(settings.host)
-        api = ApiClient(settings)
+        # Certificates and a proxy's address are looked at here.
+        api = _configured(lambda: ApiClient(settings))
         api.user_agent = _MANAGER
         self._custom, self._core = CustomObjectsApi(api), CoreV1Api(api)
         # What fails is said once, below.
@@ -152,9 +153,7 @@ class Cluster:
         if error.status in (400, 409, 422):
             return ToolError(f"the API server refuses the change of {name}: {said}")
         if error.status == 0:
-            return ToolError(
-                f"no trust in {self.server}: {said}; see certificate-authority of the client configuration"
-            )
+            return ToolError(f"no trust in {self.server}: {said}; see the certificates of the client configuration")
         return ToolError(f"the API server at {self.server} answers {error.status} ({said}): try again")
 
 

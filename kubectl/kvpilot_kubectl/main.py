@@ -118,7 +118,7 @@ def _status(options: argparse.Namespace) -> int:
     if _json(options):
         return _print({"items": [service.document(one) for one in services]})
     if services:
-        show.display([show.listed(services, everywhere=options.all_namespaces)])
+        show.display([show.listed(services, everywhere=options.all_namespaces)], fold=False)
     else:
         place = "in any namespace" if options.all_namespaces else f"in namespace {where.namespace}"
         print(f"there are no services {place}", file=sys.stderr)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -19,25 +21,28 @@ from kvpilot_operator.state.enums import Outcome
 
 _GOOD, _BAD, _DIM, _BOLD = "green", "bold red", "dim", "bold"
 _UNBOUNDED = 100_000
+# Columns before a message take up to 70 of these.
+_NARROWEST = 100
+_TRAILING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$", re.MULTILINE)
 _NONE = "-"
 # What stands in a status is text, and no markup of ours.
 _PLAIN: Final[dict[str, Any]] = {"markup": False, "emoji": False, "highlight": False}
 
 
-def display(parts: Iterable[RenderableType]) -> None:
+def display(parts: Iterable[RenderableType], *, fold: bool = True) -> None:
     """Print to stdout. Colours are for terminals, and NO_COLOR is heeded."""
-    sys.stdout.write(rendered(parts, Console(**_PLAIN)))
+    sys.stdout.write(rendered(parts, Console(**_PLAIN), fold=fold))
 
 
-def rendered(parts: Iterable[RenderableType], console: Console) -> str:
-    """What `display` prints on this console: where it is no terminal, lines are as long as they must be."""
-    if not console.is_terminal:
-        console = Console(**_PLAIN, width=_UNBOUNDED, color_system=None, force_terminal=False)
-    with console.capture() as captured:
+def rendered(parts: Iterable[RenderableType], console: Console, *, fold: bool = True) -> str:
+    """What `display` prints on this console: lines are folded on terminals alone, and there where `fold` is set."""
+    width = max(console.width, _NARROWEST) if console.is_terminal and fold else _UNBOUNDED
+    own = copy.copy(console) if console.is_terminal else Console(**_PLAIN, color_system=None, force_terminal=False)
+    own.width = width
+    with own.capture() as captured:
         for part in parts:
-            console.print(part)
-    shown = captured.get()
-    return shown if console.is_terminal else "".join(f"{line.rstrip()}\n" for line in shown.split("\n")[:-1])
+            own.print(part)
+    return _TRAILING.sub(r"\1", captured.get())
 
 
 def listed(services: Sequence[Service], *, everywhere: bool) -> RenderableType:
@@ -223,5 +228,5 @@ def _table(head: Sequence[str], right: Sequence[str] = ()) -> Table:
     """A table as kubectl has them: no lines, two blanks between columns."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=bool(head), header_style=_BOLD, pad_edge=False)
     for name in head:
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=name != head[-1])
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import os
@@ -177,6 +178,33 @@ def test_a_server_that_does_not_answer_is_named(run: Run, api: LoopbackApi) -> N
 def test_a_client_configuration_that_is_none_is_said_with_the_remedy(run: Run, api: LoopbackApi, text: str) -> None:
     api.kubeconfig.write_text(text)
     assert "set KUBECONFIG" in refused(run, "status")
+
+
+GARBAGE = base64.b64encode(b"x").decode()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "user", "said"),
+    [
+        ({"proxy-url": "gopher://"}, {}, "Proxy URL had unsupported scheme gopher"),
+        ({"proxy-url": "http://127.0.0.1:9"}, {}, "Unable to connect to proxy"),
+        ({"server": "not a url"}, {}, "no answer from the API server at not a url"),
+        ({"server": 3}, {}, "no cluster is known"),
+        ({"certificate-authority": "/no-such-file"}, {}, "/no-such-file"),
+        ({"certificate-authority-data": GARBAGE}, {}, "see the certificates of the client configuration"),
+        ({}, {"client-certificate-data": GARBAGE, "client-key-data": GARBAGE}, "see the certificates of"),
+        ({}, {}, "WRONG_VERSION_NUMBER"),
+    ],
+    ids=str,
+)
+def test_a_cluster_that_cannot_be_trusted_or_reached_is_said_in_a_line(
+    run: Run, api: LoopbackApi, cluster: dict[str, Any], user: dict[str, Any], said: str
+) -> None:
+    raw = client_configuration(api.url.replace("http:", "https:"))
+    raw["clusters"][0]["cluster"].update(cluster)
+    raw["users"][0]["user"].update(user)
+    api.kubeconfig.write_text(yaml.safe_dump(raw))
+    assert said in refused(run, "status")
 
 
 def test_a_missing_client_configuration_is_said_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -216,6 +216,15 @@ def test_a_message_can_neither_steer_the_terminal_nor_break_its_line() -> None:
     assert line.endswith("a ]0;owned b c d e [red]not markup[/red] :smile:")
 
 
+def test_a_narrow_terminal_folds_messages_and_nothing_else() -> None:
+    narrow = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=60)
+    lines = show.rendered(show.detailed(service.read(story()["denied"]), now()), narrow).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any(line.startswith("CalibrationConsistent  True ") for line in lines)
+    table = [show.listed([service.read(one) for one in story().values()], everywhere=False)]
+    assert show.rendered(table, narrow, fold=False) == show.rendered(table, PLAIN)
+
+
 def test_colours_are_for_terminals_alone() -> None:
     parts = show.detailed(service.read(story()["denied"]), now())
     assert "\x1b[" in show.rendered(parts, COLOURED)
