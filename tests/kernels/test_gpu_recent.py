@@ -97,6 +97,16 @@ def test_stale_rings_and_prefix_hits_are_read_as_the_reference_says_however_the_
     assert_right(s, gpu(s, (cut[1], stages, wave)))
 
 
+@pytest.mark.parametrize("name", [n for n in formats.own_names() if formats.parse(n).window])
+def test_the_default_window_of_each_format_is_read_in_all_its_pages(name: str) -> None:
+    recent = formats.parse(name).window
+    s = Sequences(name, 64, [recent + 70, recent - 3], recent, seed=9, block_size=64)
+    s.poison_rings()
+    for i, n in enumerate(s.lengths):
+        s.store(i, 0, n)
+    assert_right(s, gpu(s, (64, 2, 3)))
+
+
 def test_sliding_windows_and_soft_caps_go_with_it() -> None:
     s = Sequences("k4v4", 64, [90, 33], 40, seed=6)
     for i, n in enumerate(s.lengths):
