@@ -14,6 +14,7 @@ Rows are named as the table's, and beside each stands what the table's model say
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import shlex
@@ -37,9 +38,9 @@ from kvpilot_demo.models import smollm2_135m
 from kvpilot_kernels.reference import plain
 from kvpilot_runtime.calibration_text import text_ids
 
-ROWS = "k4v4+self+w64,k8v4+self+w64,k4v2+self+w64,k4v4+self,int8+self"
+ROWS = "k4v4+self+w64,k8v4+self+w64,k4v2+self+w128,k4v4+self,int8+self"
 AFTER_HIT = 64
-"""Tokens after a hit that are measured: with the default window, those that do not see it whole."""
+"""Tokens after a hit that are measured: with the shortest window, those that do not see it whole."""
 
 CONTEXT = 8192
 """Tokens of context that engines serve, at most."""
@@ -62,6 +63,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="folder of the model (default: SmolLM2-135M, made once)")
     parser.add_argument("--texts", type=Path, help="what accuracy.py --cut has written")
     parser.add_argument("--limit", type=float, default=1800, help="seconds an engine may take (default: %(default)s)")
+    parser.add_argument("--raw", type=Path, help="keep each engine's answers here, and do not ask again for those kept")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
     parser.add_argument("--report", type=Path, help="write this Markdown file from --out, and do nothing else")
     return parser.parse_args()
@@ -79,8 +81,12 @@ def answers(args: argparse.Namespace, name: str, texts: list[Sequence]) -> dict[
     log = args.out.with_name(f"{args.out.stem}-{name}.log")
     with tempfile.TemporaryDirectory(prefix="kvpilot-kl-") as folder, environment(extra) as env:
         out, job = Path(folder, "answers.pt"), Path(folder, "job.json")
-        tokens = [x.tolist() for _, x in texts]
-        job.write_text(json.dumps(asdict(Job(options, tokens, args.hit, name != "control", str(out)))))
+        asked = asdict(Job(options, [x.tolist() for _, x in texts], args.hit, name != "control", str(out)))
+        key = hashlib.sha256(json.dumps([{**asked, "out": name}, extra], sort_keys=True).encode()).hexdigest()[:16]
+        kept = args.raw and args.raw / f"{name}-{key}.pt"
+        if kept and kept.exists():
+            return dict(torch.load(kept, map_location=args.device))
+        job.write_text(json.dumps(asked))
         say(f"{name}: starting")
         try:
             run_child("engine_kl_run.py", job, log, args.limit, env)
@@ -88,7 +94,11 @@ def answers(args: argparse.Namespace, name: str, texts: list[Sequence]) -> dict[
             return {"error": str(error)}
         found: dict[str, Any] = torch.load(out, map_location=args.device)
     said = re.findall(r"(?:Calibrat|Recent window)[^\n\x1b]*", log.read_text())
-    return {**found, "said": list(dict.fromkeys(line.strip() for line in said))}
+    found["said"] = list(dict.fromkeys(line.strip() for line in said))
+    if kept:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(found, kept)
+    return found
 
 
 def unlike(probe: Probe, found: dict[str, Any], texts: list[Sequence], hit: int) -> float:
@@ -132,7 +142,7 @@ def cut(args: argparse.Namespace, probe: Probe) -> list[Sequence]:
 def command_line(words: list[str]) -> str:
     """The command, without what names folders of one machine."""
     kept = list(words)
-    for option in ("--out", "--model", "--texts"):
+    for option in ("--out", "--model", "--texts", "--raw"):
         if option in kept:
             at = kept.index(option)
             del kept[at : at + 2]
@@ -177,14 +187,17 @@ def main() -> None:
         }  # fmt: skip
         say(f"{name}: engine {engine_row['mean_kl']}, model {model_row and model_row['mean_kl']} millinats")
     section = {
-        "command": command_line(sys.argv[1:]), "date": f"{datetime.now(UTC):%Y-%m-%d}", "dtype": args.dtype,
+        "commands": [command_line(sys.argv[1:])], "date": f"{datetime.now(UTC):%Y-%m-%d}", "dtype": args.dtype,
         "hit": args.hit, "versions": found["base"]["versions"], "rows": table,
     }  # fmt: skip
     data = json.loads(args.out.read_text()) if args.out.exists() else {}
     key = f"{section['versions']['device']}, {args.dtype}" + (f", after a hit of {args.hit}" if args.hit else "")
     positions = sum(len(tokens) - args.hit for _, tokens in texts)
-    former = data.get(key, {}).get("rows", {})
-    section["rows"] = {n: row for n, row in former.items() if row["engine"]["tokens"] == positions} | table
+    former = data.get(key, {"rows": {}, "commands": []})
+    kept = {name: row for name, row in former["rows"].items() if row["engine"]["tokens"] == positions}
+    if kept.keys() - table.keys():
+        section["rows"] = kept | table
+        section["commands"] = list(dict.fromkeys([*former["commands"], *section["commands"]]))
     data[key] = section
     args.out.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
     if len(table) < len(names) - 1:

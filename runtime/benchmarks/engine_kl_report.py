@@ -13,8 +13,8 @@ every position is a decode step over pages and rings, as a user's tokens are. Co
 whole vocabulary, made from the engine's states after the last norm, with those of the same engine with the cache in the
 model's dtype, in millinats of KL. `model` is what the table's model says of the same tokens. The control is the latter
 engine again, with each text in one prefill: two kernels of attention.
-Rows of 2026-11-22 are, on both sides, from before the first key of a sequence had
-[a mean of its own](../decisions/0022-a-mean-of-its-own-for-the-first-key.md).
+Rows of the H200, of 2026-11-22, are, on both sides, from before the first key of a sequence had
+[a mean of its own](../decisions/0022-a-mean-of-its-own-for-the-first-key.md); those of a CPU (x86_64) are not.
 
 """
 
@@ -49,7 +49,8 @@ def _section(name: str, section: dict[str, Any]) -> str:
     hit = HIT.format(hit=section["hit"]) if section["hit"] else ""
     said = "".join(f"* `{row}`: {'; '.join(found['said'])}\n" for row, found in rows.items() if found["said"])
     table = "".join(_row(*item) for item in rows.items())
-    return f"## {name}\n\n`{section['command']}`\n\n{about}{hit}\n{TABLE}{table}\n{said and SAID + said}"
+    commands = "\n\n".join(f"`{command}`" for command in section["commands"])
+    return f"## {name}\n\n{commands}\n\n{about}{hit}\n{TABLE}{table}\n{said and SAID + said}"
 
 
 def _row(name: str, row: dict[str, Any]) -> str:
