@@ -124,6 +124,17 @@ def test_answers_are_those_of_attention_with_a_window_however_requests_came_to_i
     assert len(plain.wrong) > count // 10
 
 
+def test_a_default_window_is_cut_where_the_context_is_shorter_and_answers_are_those_of_what_is_left() -> None:
+    question = asked(tiny_llama(), "k2v2", 30, 160, 240, seed=20261122)
+    assert question.options["max_model_len"] == 224
+    question.recent = None
+    told = serve(question)
+    assert not Judge(question, told, Oracle(tiny_llama(), "k2v2", recent=128)).wrong
+    assert told.poisoned > 0
+    for other in (64, 256):
+        assert len(Judge(question, told, Oracle(tiny_llama(), "k2v2", recent=other), rounds=0).wrong) > 3
+
+
 def test_rows_of_other_tokens_would_be_seen_if_they_were_used() -> None:
     question = asked(tiny_llama(), "k4v4", 30, 160, 44, seed=20261122)
     question.trusting = True

@@ -20,7 +20,8 @@ HANGS = 900
 class Asked:
     """What is served: `rounds` of prompts, each round's together; `tokens` of each. `options` go to vLLM's LLM.
 
-    `trusting`: rows of a ring are used whatever their tags say, which no engine of ours does.
+    `recent`: tokens of the window, None for the dtype's default. `trusting`: rows of a ring are used whatever their
+    tags say, which no engine of ours does.
     """
 
     model: str
@@ -28,7 +29,7 @@ class Asked:
     rounds: list[list[list[int]]]
     tokens: list[list[int]]
     options: dict[str, Any]
-    recent: int = 64
+    recent: int | None = 64
     trusting: bool = False
 
 
@@ -57,7 +58,7 @@ def serve(asked: Asked) -> Told:
     environment = {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "KVPILOT_PREFILL_FROM_PAGES": "1",
-        "KVPILOT_CALIBRATION": "off", "KVPILOT_RECENT_TOKENS": str(asked.recent),
+        "KVPILOT_CALIBRATION": "off", "KVPILOT_RECENT_TOKENS": "" if asked.recent is None else str(asked.recent),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }  # fmt: skip
     ended = subprocess.run(
