@@ -1,14 +1,14 @@
-"""The spec of one QuantizedLLMService as frozen dataclasses, one field per field of the CRD.
+"""The spec of one QuantizedLLMService as frozen structs, one field per field of the CRD.
 
 Names are the CRD's in snake_case, and so are their meanings, units, defaults and limits: the CRD describes them, here
 they only get types. A field is None exactly where the CRD gives it no default and the user left it out.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Mapping
 from functools import cache
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
+
+import msgspec
 
 from kvpilot_kernels import formats
 
@@ -16,8 +16,21 @@ Json = Any
 """A value as a JSON decoder returns it."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeyRef:
+_WORDS = {"kl": "KL", "ttft": "TTFT", "itl": "ITL", "mib": "MiB"}
+
+
+@cache
+def camel(name: str) -> str:
+    """The CRD's name of a field."""
+    head, *rest = name.split("_")
+    return head + "".join(_WORDS.get(part, part.capitalize()) for part in rest)
+
+
+class _Part(msgspec.Struct, frozen=True, rename=camel):
+    pass
+
+
+class KeyRef(_Part, frozen=True):
     """One key of a Secret or ConfigMap of the service's namespace."""
 
     name: str
@@ -25,38 +38,34 @@ class KeyRef:
     optional: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
+class Model(_Part, frozen=True):
     """spec.model; served_name falls back to the object's name."""
 
     source: str
-    revision: str | None
     served_name: str
-    token_secret_ref: KeyRef | None
-    max_model_len: int | None
+    revision: str | None = None
+    token_secret_ref: KeyRef | None = None
+    max_model_len: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EnvVar:
+class EnvVar(_Part, frozen=True):
     """One item of spec.engine.env: a value, or the one place it comes from, or neither for an empty value."""
 
     name: str
-    value: str | None
-    secret_key_ref: KeyRef | None
-    config_map_key_ref: KeyRef | None
-    field_path: str | None
+    value: str | None = None
+    secret_key_ref: KeyRef | None = None
+    config_map_key_ref: KeyRef | None = None
+    field_path: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Resources:
+class Resources(_Part, frozen=True):
     """spec.engine.resources: (resource name, quantity) pairs sorted by name, quantities as text ("1", "24Gi")."""
 
     requests: tuple[tuple[str, str], ...]
     limits: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class NodeExpression:
+class NodeExpression(_Part, frozen=True):
     """One item of spec.engine.nodeAffinity."""
 
     key: str
@@ -64,8 +73,7 @@ class NodeExpression:
     values: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TopologySpread:
+class TopologySpread(_Part, frozen=True):
     """One item of spec.engine.topologySpread."""
 
     topology_key: str
@@ -73,19 +81,17 @@ class TopologySpread:
     when_unsatisfiable: Literal["DoNotSchedule", "ScheduleAnyway"]
 
 
-@dataclass(frozen=True, slots=True)
-class Toleration:
+class Toleration(_Part, frozen=True):
     """One item of spec.engine.tolerations."""
 
-    key: str | None
     operator: Literal["Equal", "Exists"]
-    value: str | None
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None
-    toleration_seconds: int | None
+    key: str | None = None
+    value: str | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    toleration_seconds: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
+class Engine(_Part, frozen=True):
     """spec.engine; image_pull_secrets are names, node_selector is (label, value) pairs sorted by label."""
 
     image: str
@@ -100,21 +106,19 @@ class Engine:
     topology_spread: tuple[TopologySpread, ...]
     tolerations: tuple[Toleration, ...]
     shm_size_mib: int
-    runtime_class_name: str | None
-    priority_class_name: str | None
-    service_account_name: str | None
+    runtime_class_name: str | None = None
+    priority_class_name: str | None = None
+    service_account_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Cache:
+class Cache(_Part, frozen=True):
     """spec.cache."""
 
-    weights_claim_name: str | None
-    compile_claim_name: str | None
+    weights_claim_name: str | None = None
+    compile_claim_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Pressure:
+class Pressure(_Part, frozen=True):
     """spec.kvCache.pressure."""
 
     high_percent: int
@@ -124,26 +128,24 @@ class Pressure:
     sustained_seconds: int
 
 
-@dataclass(frozen=True, slots=True)
-class KVCache:
+class KVCache(_Part, frozen=True):
     """spec.kvCache; dtype is set exactly when mode is Fixed."""
 
     mode: Literal["Fixed", "Recommend", "Auto"]
-    dtype: str | None
     baseline: str
     ladder: tuple[str, ...]
     skip_layers: tuple[str, ...]
-    recent_tokens: int | None
     pressure: Pressure
     min_dwell_seconds: int
+    dtype: str | None = None
+    recent_tokens: int | None = None
 
     def recent_tokens_of(self, dtype: str) -> int | None:
         """What is asked of an engine with this dtype; None where nothing is, or the dtype has no recent window."""
         return self.recent_tokens if formats.parse(dtype).has_ring else None
 
 
-@dataclass(frozen=True, slots=True)
-class Scaling:
+class Scaling(_Part, frozen=True):
     """spec.scaling."""
 
     mode: Literal["Operator", "External"]
@@ -156,21 +158,18 @@ class Scaling:
         return max(self.min_replicas, min(self.max_replicas, replicas))
 
 
-@dataclass(frozen=True, slots=True)
-class CanaryStep:
+class CanaryStep(_Part, frozen=True):
     """One item of spec.canary.steps."""
 
     weight_percent: int
     hold_seconds: int
 
 
-@dataclass(frozen=True, slots=True)
-class Canary:
+class Canary(_Part, frozen=True):
     """spec.canary; route_ref is its name."""
 
     capacity_policy: Literal["Surge", "ReplaceOne", "SurgeOrReplaceOne"]
     steps: tuple[CanaryStep, ...]
-    route_ref: str | None
     warm_up_seconds: int
     min_requests: int
     max_ttft_p95_regression_percent: int
@@ -178,10 +177,10 @@ class Canary:
     max_throughput_regression_percent: int
     max_error_increase_percent: int
     progress_deadline_seconds: int
+    route_ref: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Accuracy:
+class Accuracy(_Part, frozen=True):
     """spec.accuracy."""
 
     probe_sets: tuple[str, ...]
@@ -193,31 +192,27 @@ class Accuracy:
     on_failure: Literal["Rollback", "Report"]
 
 
-@dataclass(frozen=True, slots=True)
-class Rollout:
+class Rollout(_Part, frozen=True):
     """spec.rollout."""
 
     deny_seconds: int
     paused: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
+class Drain(_Part, frozen=True):
     """spec.drain."""
 
     pre_stop_seconds: int
     timeout_seconds: int
 
 
-@dataclass(frozen=True, slots=True)
-class Disruption:
+class Disruption(_Part, frozen=True):
     """spec.disruption."""
 
     min_available: int
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
+class Spec(_Part, frozen=True):
     """The whole spec of one service."""
 
     replicas: int
@@ -237,7 +232,7 @@ def parse(obj: Mapping[str, Json]) -> Spec:
     """Read the spec of a QuantizedLLMService.
 
     `obj` is the whole object as JSON, after schema.apply_defaults and without schema.faults; anything else may raise
-    KeyError or TypeError.
+    KeyError or msgspec.ValidationError.
     """
     spec = obj["spec"]
     engine, resources, canary = spec["engine"], spec["engine"]["resources"], spec["canary"]
@@ -253,36 +248,8 @@ def parse(obj: Mapping[str, Json]) -> Spec:
         },
         "canary": {**canary, "routeRef": canary.get("routeRef", {}).get("name")},
     }
-    parsed: Spec = _reader(Spec)(flat)
-    return parsed
-
-
-_WORDS = {"kl": "KL", "ttft": "TTFT", "itl": "ITL", "mib": "MiB"}
-
-
-@cache
-def camel(name: str) -> str:
-    """The CRD's name of a field."""
-    head, *rest = name.split("_")
-    return head + "".join(_WORDS.get(part, part.capitalize()) for part in rest)
-
-
-@cache
-def _reader(kind: Any) -> Callable[[Json], Any]:
-    """Reads a JSON value as `kind`: a dataclass by its fields' names in the CRD, a list as a tuple."""
-    if isinstance(kind, type) and is_dataclass(kind):
-        hints = get_type_hints(kind)
-        fields = [(name, camel(name), _reader(hint), NoneType in get_args(hint)) for name, hint in hints.items()]
-        return lambda value: kind(
-            **{name: read(value.get(key)) for name, key, read, may in fields if may or key in value}
-        )
-    if get_origin(kind) is tuple:
-        item = _reader(get_args(kind)[0])
-        return lambda value: tuple(map(item, value))
-    if NoneType in get_args(kind):
-        given = _reader(get_args(kind)[0])
-        return lambda value: None if value is None else given(value)
-    return lambda value: value
+    # The API server takes 3.0 for a whole number, and so does this.
+    return msgspec.convert(flat, Spec, strict=False)
 
 
 def _env_var(variable: Mapping[str, Json]) -> dict[str, Json]:

@@ -16,10 +16,11 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
+
+import msgspec
 
 from kvpilot_operator.api.schema import apply_defaults
 from kvpilot_operator.api.spec import Accuracy, parse
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _judged(options: argparse.Namespace) -> int:
     baseline, candidate = (_endpoint(options, side) for side in ("baseline", "candidate"))
     prompts = _prompts(options)
-    limits = replace(
+    limits = msgspec.structs.replace(
         _default_limits(),
         max_excess_kl_millinats=options.max_excess_kl_millinats,
         min_top1_agreement_percent=options.min_top1_agreement_percent,

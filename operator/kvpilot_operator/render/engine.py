@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
 from typing import Any
+
+import msgspec
 
 from kvpilot_kernels import formats
 from kvpilot_operator.api.spec import Engine, EnvVar, KeyRef, NodeExpression, Spec, Toleration, TopologySpread, camel
@@ -132,7 +133,10 @@ def _affinity(engine: Engine) -> dict[str, Any]:
 
 def _as_written(item: NodeExpression | TopologySpread | Toleration) -> dict[str, Any]:
     """What Kubernetes calls as the CRD does, without what was left out."""
-    given = {camel(name): list(value) if isinstance(value, tuple) else value for name, value in asdict(item).items()}
+    given = {
+        camel(name): list(value) if isinstance(value, tuple) else value
+        for name, value in msgspec.structs.asdict(item).items()
+    }
     return {name: value for name, value in given.items() if value not in (None, [])}
 
 
