@@ -13,7 +13,6 @@ import secrets
 import socket
 import sys
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any
 
 import kopf
@@ -21,7 +20,7 @@ import kopf
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.fence import WriteFence
-from kvpilot_operator.cluster.lease import Timing
+from kvpilot_operator.cluster.lease import Candidate, Timing
 from kvpilot_operator.control.access import MetricsAccess
 from kvpilot_operator.control.election import Election
 from kvpilot_operator.control.http import serve_http
@@ -113,20 +112,11 @@ class Operator:
         access = MetricsAccess(beside) if options.metrics_authentication else None
         http = await serve_http(options.http_host, options.http_port, self._telemetry.registry, self._ready, access)
         self._closing.push_async_callback(http.cleanup)
-        begin = partial(
-            Leader.start,
-            self._cluster,
-            self._fence,
-            self._telemetry,
-            namespaces=options.namespace,
-            scrape_seconds=options.scrape_seconds,
-            ready=self._ready,
-        )
         election = None
         if options.leader_elect:
-            names = (options.lease_namespace, options.lease_name)
-            election = Election(beside, self._fence, self.identity, *names, Timing(options.lease_seconds), self._ready)
-        self._replica = Replica(self._fence, begin, election)
+            lease = (options.lease_namespace, options.lease_name, Timing(options.lease_seconds))
+            election = Election(beside, self._fence, Candidate(self.identity, *lease), self._ready)
+        self._replica = Replica(self._fence, self._begin, election)
 
     async def lead(self) -> kopf.AiohttpSession:
         """Wait until this replica leads; kopf's connection from then on."""
@@ -148,6 +138,10 @@ class Operator:
             await asyncio.gather(self._end, return_exceptions=True)
         await self._replica.end()
         await self._closing.aclose()
+
+    async def _begin(self) -> Leader:
+        namespaces, seconds = self._options.namespace, self._options.scrape_seconds
+        return await Leader(self._cluster, self._fence, self._telemetry, namespaces, seconds, self._ready).start()
 
     async def _until_ended(self) -> None:
         try:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot_operator.cluster.fence import WriteFence
-from kvpilot_operator.cluster.lease import Timing
+from kvpilot_operator.cluster.lease import Candidate, Timing
 from kvpilot_operator.control.election import Election
 from kvpilot_operator.control.replica import Replica as Leading
 from kvpilot_operator.control.replica import first_of
@@ -209,9 +209,8 @@ class Replica:
         while self._wanted:
             lives += 1
             identity, fence, link = f"replica-{self._number}_{lives}", WriteFence(self.clock), self.link
-            election = Election(
-                Leases(self.lease_link), fence, identity, "ns", "lease", self._timing, asyncio.Event(), self.clock
-            )
+            candidate = Candidate(identity, "ns", "lease", self._timing)
+            election = Election(Leases(self.lease_link), fence, candidate, asyncio.Event(), self.clock)
 
             async def start(identity=identity, fence=fence, link=link):
                 return Writer(identity, fence, link, self._dice)

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 
 import aiohttp
 import kopf
@@ -54,46 +55,43 @@ class _Event(msgspec.Struct):
     object: msgspec.Raw
 
 
+@dataclass(eq=False)
 class KopfSession:
     """A middleware of kopf's aiohttp session. `listed` is called with a namespace that kopf has listed."""
 
-    def __init__(
-        self,
-        api: ApiClient,
-        fence: WriteFence,
-        on_request: OnRequest,
-        api_version: str,
-        kind: str,
-        namespaces: Sequence[str],
-        listed: Callable[[str], None],
-    ) -> None:
-        self._api = api
-        self._fence = fence
-        self._on_request = on_request
-        self._kind = kind
-        self._listed = listed
-        self._collections = {path_of(api_version, kind, namespace): namespace for namespace in namespaces}
+    api: ApiClient
+    fence: WriteFence
+    on_request: OnRequest
+    api_version: str
+    kind: str
+    namespaces: Sequence[str]
+    listed: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._collections = {
+            path_of(self.api_version, self.kind, namespace): namespace for namespace in self.namespaces
+        }
         self._unreported: set[str] = set()
         self._watched: dict[str, float] = {}
 
     def login(self) -> kopf.AiohttpSession:
         """What kopf takes for credentials: a session of its own, that it closes."""
         session = aiohttp.ClientSession(
-            connector=connector(self._api.rest_client.ssl_context),
-            headers={"User-Agent": self._api.user_agent},
-            proxy=self._api.configuration.proxy,
+            connector=connector(self.api.rest_client.ssl_context),
+            headers={"User-Agent": self.api.user_agent},
+            proxy=self.api.configuration.proxy,
             trust_env=False,
             middlewares=(self._ask,),
         )
-        return kopf.AiohttpSession(aiohttp_session=session, server=self._api.configuration.host)
+        return kopf.AiohttpSession(aiohttp_session=session, server=self.api.configuration.host)
 
     async def _ask(self, request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-        token = (await self._api.configuration.auth_settings()).get("BearerToken")
+        token = (await self.api.configuration.auth_settings()).get("BearerToken")
         if token is not None:
             request.headers[token["key"]] = token["value"]
         path = request.url.path
         if request.method != "GET":
-            with self._fence.write(request.method, path) as seconds:
+            with self.fence.write(request.method, path) as seconds:
                 async with asyncio.timeout(seconds):
                     return await send(request)
         if path not in self._collections:
@@ -106,7 +104,7 @@ class KopfSession:
                 self._unreported.add(path)
             return response
         except aiohttp.ClientPayloadError as error:
-            log.warning("%s is not watched, again in %g s: %s", self._kind, _PAUSE_SECONDS, error)
+            log.warning("%s is not watched, again in %g s: %s", self.kind, _PAUSE_SECONDS, error)
             await asyncio.sleep(_PAUSE_SECONDS)
             raise
 
@@ -115,7 +113,7 @@ class KopfSession:
     ) -> aiohttp.ClientResponse:
         if path in self._unreported:
             self._unreported.discard(path)
-            self._listed(self._collections[path])
+            self.listed(self._collections[path])
         now = time.monotonic()
         wait = self._watched.get(path, now - _SHORTEST_WATCH_SECONDS) + _SHORTEST_WATCH_SECONDS - now
         self._watched[path] = now + max(0.0, wait)
@@ -138,7 +136,7 @@ class KopfSession:
             response = await send(request)
             status = response.status
         finally:
-            self._on_request(verb, self._kind, status, time.perf_counter() - began)
+            self.on_request(verb, self.kind, status, time.perf_counter() - began)
         return response
 
 

@@ -51,18 +51,23 @@ class Timing:
         return self.lease / 3
 
 
+@dataclass(eq=False)
 class Candidate:
     """What one replica knows of the Lease, and since when."""
 
-    def __init__(self, identity: str, namespace: str, name: str, timing: Timing) -> None:
-        self.identity = identity
-        self._namespace = namespace
-        self._name = name
-        self._timing = timing
+    identity: str
+    namespace: str
+    name: str
+    timing: Timing
+
+    def __post_init__(self) -> None:
         self._found: Object | None = None
         self._changed: float | None = None
         self._renewed: float | None = None
         self.blind = False
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
 
     @property
     def holder(self) -> str:
@@ -79,11 +84,11 @@ class Candidate:
     def wait(self, now: float) -> float:
         """Seconds until the Lease may be claimed as far as is known; 0 for: now."""
         if self._changed is None:
-            return self._timing.lease
+            return self.timing.lease
         if self._found is None or self.holder == "" or (self.holder == self.identity and not self.blind):
             return 0.0
         promised = self._spec.get("leaseDurationSeconds")
-        lasts = max(self._timing.lease, promised if isinstance(promised, int) else 0)
+        lasts = max(self.timing.lease, promised if isinstance(promised, int) else 0)
         return max(0.0, self._changed + lasts - now)
 
     def claim(self, wall: datetime, now: float) -> Object:
@@ -99,7 +104,7 @@ class Candidate:
             {
                 **spec,
                 "holderIdentity": self.identity,
-                "leaseDurationSeconds": self._timing.lease,
+                "leaseDurationSeconds": self.timing.lease,
                 "acquireTime": spec.get("acquireTime", time) if ours else time,
                 "renewTime": time,
                 "leaseTransitions": int(spec.get("leaseTransitions") or 0) + (0 if ours or self._found is None else 1),
@@ -117,7 +122,7 @@ class Candidate:
 
     def left(self, now: float) -> float:
         """Seconds until the renew deadline, negative once it has passed."""
-        return -math.inf if self._renewed is None else self._renewed + self._timing.renew_deadline - now
+        return -math.inf if self._renewed is None else self._renewed + self.timing.renew_deadline - now
 
     def lost(self) -> bool:
         """True where somebody else holds the Lease, or nobody."""
@@ -134,7 +139,7 @@ class Candidate:
 
     def _with(self, spec: Object) -> Object:
         """What others wrote beside the spec (labels, an owner) stays, and so does the version that was read."""
-        found = self._found or {"metadata": {"namespace": self._namespace, "name": self._name}}
+        found = self._found or {"metadata": {"namespace": self.namespace, "name": self.name}}
         return {**found, "apiVersion": API_VERSION, "kind": KIND, "spec": spec}
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from kvpilot_operator.backoff import Backoff
@@ -23,21 +24,19 @@ _BACKOFF = Backoff(0.2, 5.0)
 _SHORT_WATCH_SECONDS = 1.0
 
 
+@dataclass(eq=False)
 class Reflector:
     """One collection (of one namespace, or of all where it is empty) in a Store; `filled` once it was listed."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        api_version: str,
-        kind: str,
-        namespace: str,
-        selector: str,
-        store: Store[Any, Any],
-    ) -> None:
-        self._cluster = cluster
-        self._what = (api_version, kind, namespace, selector)
-        self._store = store
+    cluster: Cluster
+    api_version: str
+    kind: str
+    namespace: str
+    selector: str
+    store: Store[Any, Any]
+
+    def __post_init__(self) -> None:
+        self._what = (self.api_version, self.kind, self.namespace, self.selector)
         self._version = ""
         self.filled = asyncio.Event()
 
@@ -55,7 +54,7 @@ class Reflector:
                 if not self._version:
                     await self._list()
                 began = time.monotonic()
-                async for event, obj in self._cluster.watch(*self._what, self._version):
+                async for event, obj in self.cluster.watch(*self._what, self._version):
                     self._take(event, obj)
                     failures, pause = 0, _BACKOFF.first
                 if time.monotonic() - began > _SHORT_WATCH_SECONDS:
@@ -67,10 +66,10 @@ class Reflector:
                 wait = error.retry_after if isinstance(error, Throttled) else pause * random.uniform(0.8, 1.2)  # noqa: S311
                 level = logging.DEBUG if error.status in (0, 410) else logging.WARNING
                 remedy = REMEDIES.get(error.status, "")
-                log.log(level, "watch of %s ended, again in %.1f s: %s%s", self._what[1], wait, error, remedy)
+                log.log(level, "watch of %s ended, again in %.1f s: %s%s", self.kind, wait, error, remedy)
             except Exception:
                 # Whatever a server says of one collection must not stop the fleet.
-                log.exception("watch of %s failed, again in %.1f s", self._what[1], pause)
+                log.exception("watch of %s failed, again in %.1f s", self.kind, pause)
                 self._version, wait = "", pause
             await asyncio.sleep(wait)
             failures += 1
@@ -78,19 +77,19 @@ class Reflector:
     async def _list(self) -> None:
         names: set[Name] = set()
         version = ""
-        async for items, listed in self._cluster.pages(*self._what):
+        async for items, listed in self.cluster.pages(*self._what):
             version = listed
             for item in items:
-                self._store.put(item)
+                self.store.put(item)
                 names.add((item["metadata"].get("namespace", ""), item["metadata"]["name"]))
             await asyncio.sleep(0)
-        self._store.keep_only(self._what[2], names, version)
+        self.store.keep_only(self.namespace, names, version)
         self._version = version
         self.filled.set()
 
     def _take(self, event: str, obj: Object) -> None:
         if event in ("ADDED", "MODIFIED"):
-            self._store.put(obj)
+            self.store.put(obj)
         elif event == "DELETED":
-            self._store.drop(obj)
+            self.store.drop(obj)
         self._version = obj["metadata"]["resourceVersion"]

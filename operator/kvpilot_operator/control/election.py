@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from kvpilot_operator.cluster import lease
@@ -15,43 +16,30 @@ from kvpilot_operator.errors import ClusterError, Conflict, LeadershipLost
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Election:
     """`stand_by` returns once this replica leads; `hold` then keeps the Lease, and raises when it cannot; `release`
     gives it to whoever looks next. The fence is open while, and only while, no other replica can lead; `observed` is
     set once the Lease, or that there is none, has been read.
     """
 
-    def __init__(
-        self,
-        leases: Cluster,
-        fence: WriteFence,
-        identity: str,
-        namespace: str,
-        name: str,
-        timing: lease.Timing,
-        observed: asyncio.Event,
-        clock: Callable[[], float] = steady_time,
-    ) -> None:
-        self._leases = leases
-        self._fence = fence
-        self._namespace = namespace
-        self._name = name
-        self._timing = timing
-        self._observed = observed
-        self._clock = clock
-        self._candidate = lease.Candidate(identity, namespace, name, timing)
+    leases: Cluster
+    fence: WriteFence
+    candidate: lease.Candidate
+    observed: asyncio.Event
+    clock: Callable[[], float] = steady_time
 
     async def stand_by(self) -> None:
         """Wait until this replica leads."""
         told: str | None = None
-        while not await self._attempt(self._timing.request):
-            if self._observed.is_set() and self._candidate.holder != told:
-                told = self._candidate.holder
+        while not await self._attempt(self.candidate.timing.request):
+            if self.observed.is_set() and self.candidate.holder != told:
+                told = self.candidate.holder
                 log.info("standing by: %s", f"{told} leads" if told else "nobody leads yet")
             # A look the moment the Lease runs out: no takeover waits for the next round.
-            wait = self._candidate.wait(self._clock())
-            await asyncio.sleep(min(self._timing.look, wait) if wait > 0 else self._timing.look)
-        log.info("leading as %s", self._candidate.identity)
+            wait = self.candidate.wait(self.clock())
+            await asyncio.sleep(min(self.candidate.timing.look, wait) if wait > 0 else self.candidate.timing.look)
+        log.info("leading as %s", self.candidate.identity)
 
     async def hold(self) -> None:
         """Renew for ever.
@@ -59,27 +47,27 @@ class Election:
         Raises:
             LeadershipLost: another replica leads, or the renew deadline has passed; the fence is closed.
         """
-        while (left := self._candidate.left(self._clock())) > 0:
-            await asyncio.sleep(min(self._timing.retry, left))
-            left = self._candidate.left(self._clock())
+        while (left := self.candidate.left(self.clock())) > 0:
+            await asyncio.sleep(min(self.candidate.timing.retry, left))
+            left = self.candidate.left(self.clock())
             if left > 0:
-                await self._attempt(min(self._timing.request, left))
-            if self._candidate.lost():
-                self._fence.close()
-                holder = self._candidate.holder or "nobody"
-                raise LeadershipLost(f"Lease {self._namespace}/{self._name} was taken away: {holder} holds it")
-        self._fence.close()
-        seconds = self._timing.renew_deadline
-        raise LeadershipLost(f"Lease {self._namespace}/{self._name} could not be renewed for {seconds:g} s")
+                await self._attempt(min(self.candidate.timing.request, left))
+            if self.candidate.lost():
+                self.fence.close()
+                holder = self.candidate.holder or "nobody"
+                raise LeadershipLost(f"Lease {self.candidate} was taken away: {holder} holds it")
+        self.fence.close()
+        seconds = self.candidate.timing.renew_deadline
+        raise LeadershipLost(f"Lease {self.candidate} could not be renewed for {seconds:g} s")
 
     async def release(self) -> None:
         """Let the Lease go. Call it when no write of this replica can reach the server any more."""
-        self._fence.close()
+        self.fence.close()
         try:
-            async with asyncio.timeout(self._timing.request):
+            async with asyncio.timeout(self.candidate.timing.request):
                 await self._read()
-                if self._candidate.exists and not self._candidate.lost() and not self._candidate.blind:
-                    await self._leases.replace(self._candidate.release(datetime.now(UTC)))
+                if self.candidate.exists and not self.candidate.lost() and not self.candidate.blind:
+                    await self.leases.replace(self.candidate.release(datetime.now(UTC)))
                     log.info("the Lease is released")
         except (ClusterError, TimeoutError) as error:
             log.warning("the Lease is not released and has to run out: %s", _words(error))
@@ -89,11 +77,11 @@ class Election:
         try:
             async with asyncio.timeout(seconds):
                 await self._read()
-                if self._candidate.wait(self._clock()) > 0:
+                if self.candidate.wait(self.clock()) > 0:
                     return False
-                sent = self._clock()
-                claim = self._candidate.claim(datetime.now(UTC), sent)
-                write = self._leases.replace if self._candidate.exists else self._leases.create
+                sent = self.clock()
+                claim = self.candidate.claim(datetime.now(UTC), sent)
+                write = self.leases.replace if self.candidate.exists else self.leases.create
                 answer = await write(claim)
         except Conflict:
             # Another replica was quicker, or a claim of ours whose answer was lost: the next look tells.
@@ -101,17 +89,17 @@ class Election:
         except (ClusterError, TimeoutError) as error:
             log.warning("the Lease could not be read or written: %s", _words(error))
             return False
-        if self._candidate.blind:
-            self._candidate.observe(answer, self._clock())
+        if self.candidate.blind:
+            self.candidate.observe(answer, self.clock())
             return False
-        self._candidate.renewed(answer, sent)
-        self._fence.open(sent + self._timing.renew_deadline, sent + self._timing.write_deadline)
+        self.candidate.renewed(answer, sent)
+        self.fence.open(sent + self.candidate.timing.renew_deadline, sent + self.candidate.timing.write_deadline)
         return True
 
     async def _read(self) -> None:
-        found = await self._leases.find(lease.API_VERSION, lease.KIND, self._namespace, self._name)
-        self._candidate.observe(found, self._clock())
-        self._observed.set()
+        found = await self.leases.find(lease.API_VERSION, lease.KIND, self.candidate.namespace, self.candidate.name)
+        self.candidate.observe(found, self.clock())
+        self.observed.set()
 
 
 def _words(error: Exception) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 
@@ -25,49 +26,36 @@ from kvpilot_operator.state.snapshot import ServerFacts
 DRAIN_SECONDS = 20.0
 
 
+@dataclass(eq=False)
 class Leader:
     """Made anew whenever a replica begins to lead, so that nothing is believed that was seen before."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        fence: WriteFence,
-        telemetry: Telemetry,
-        server: ServerFacts,
-        namespaces: Sequence[str],
-        scrape: float,
-        ready: asyncio.Event,
-    ) -> None:
-        self._fence = fence
-        self._telemetry = telemetry
-        cache = InformerCache(cluster, namespaces)
-        self.services = cache.feed
-        self._scraper = Scraper()
-        observer = Observer(cluster, cache, self._scraper, server, partial(datetime.now, UTC), telemetry.engine_scraped)
-        make_actor = partial(Actor, cluster.telling(cache.wrote))
-        pilot = Pilot(cache, observer, make_actor, Prober(cluster, self._scraper), telemetry, scrape)
-        self._registry = pilot.registry
-        self._work = asyncio.create_task(pilot.run(ready))
-        telemetry.leads(True)
+    cluster: Cluster
+    fence: WriteFence
+    telemetry: Telemetry
+    namespaces: Sequence[str]
+    scrape_seconds: float
+    ready: asyncio.Event
+    """Set, at the latest, once all that is watched has been read."""
 
-    @classmethod
-    async def start(
-        cls,
-        cluster: Cluster,
-        fence: WriteFence,
-        telemetry: Telemetry,
-        *,
-        namespaces: Sequence[str],
-        scrape_seconds: float,
-        ready: asyncio.Event,
-    ) -> Leader:
-        """Begin to lead; `ready` is set, at the latest, once all that is watched has been read."""
+    async def start(self) -> Leader:
+        """Begin to lead."""
+        cluster, telemetry = self.cluster, self.telemetry
         server = ServerFacts(
             pod_disruption_budgets=await cluster.serves("policy/v1"),
             http_routes=await cluster.serves(HTTP_ROUTE_API),
             unhealthy_pod_eviction=await cluster.version() >= (1, 27),
         )
-        return cls(cluster, fence, telemetry, server, namespaces, scrape_seconds, ready)
+        cache = InformerCache(cluster, self.namespaces)
+        self.services = cache.feed
+        self._scraper = Scraper()
+        observer = Observer(cluster, cache, self._scraper, server, partial(datetime.now, UTC), telemetry.engine_scraped)
+        make_actor = partial(Actor, cluster.telling(cache.wrote))
+        pilot = Pilot(cache, observer, make_actor, Prober(cluster, self._scraper), telemetry, self.scrape_seconds)
+        self._registry = pilot.registry
+        self._work = asyncio.create_task(pilot.run(self.ready))
+        telemetry.leads(True)
+        return self
 
     async def ended(self) -> None:
         """Return, or raise, when the work ends that should go on for ever."""
@@ -75,9 +63,9 @@ class Leader:
 
     async def quiet(self, seconds: float = DRAIN_SECONDS) -> bool:
         """Let no write start, and wait for those under way; True where none can reach the API server any more."""
-        self._fence.close()
-        self._telemetry.leads(False)
-        drained = await self._fence.drained(seconds)
+        self.fence.close()
+        self.telemetry.leads(False)
+        drained = await self.fence.drained(seconds)
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
         await self._registry.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.control.probe import Probe
@@ -28,42 +28,36 @@ log = logging.getLogger(__name__)
 PAGES_PER_SECOND = 450.0
 
 
+@dataclass(eq=False)
 class Pilot:
     """All services of the fleet: one reconcile of one of them, and the loop that scrapes them."""
 
-    def __init__(
-        self,
-        cache: InformerCache,
-        observer: Observer,
-        make_actor: Callable[[], Actor],
-        prober: Prober,
-        telemetry: Telemetry,
-        scrape_seconds: float,
-    ) -> None:
-        self._cache = cache
-        self._observer = observer
-        self._make_actor = make_actor
-        self._prober = prober
-        self._telemetry = telemetry
-        self._scrape_seconds = scrape_seconds
+    cache: InformerCache
+    observer: Observer
+    make_actor: Callable[[], Actor]
+    prober: Prober
+    telemetry: Telemetry
+    scrape_seconds: float
+
+    def __post_init__(self) -> None:
         self.registry = Registry(self._record)
         self.queue = WorkQueue(self._reconcile, self._attempts)
-        telemetry.queue(lambda: self.queue.depth)
-        telemetry.services(lambda: ((record.key, record.series) for record in self.registry))
-        cache.on_change = self._changed
+        self.telemetry.queue(lambda: self.queue.depth)
+        self.telemetry.services(lambda: ((record.key, record.series) for record in self.registry))
+        self.cache.on_change = self._changed
 
     async def run(self, ready: asyncio.Event) -> None:
         """Work until cancelled; nothing is decided before the cluster's state has been read once (`ready` is set)."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._cache.run())
-            await self._cache.filled()
+            group.create_task(self.cache.run())
+            await self.cache.filled()
             ready.set()
             group.create_task(self.queue.work())
             group.create_task(self._scrape_for_ever(group))
 
     def _record(self, key: ServiceKey, uid: str) -> ServiceRecord:
-        probe = Probe(key, self._prober.probe, self.queue.add)
-        return ServiceRecord(key, uid, Observations(key, uid), self._make_actor(), probe)
+        probe = Probe(key, self.prober.probe, self.queue.add)
+        return ServiceRecord(key, uid, Observations(key, uid), self.make_actor(), probe)
 
     def _attempts(self, key: ServiceKey) -> Attempts | None:
         record = self.registry.get(key)
@@ -71,7 +65,7 @@ class Pilot:
 
     def _changed(self, key: ServiceKey) -> None:
         """Something about a service is not what it was in the cache: it may have come, gone, or be another one."""
-        service = self._cache.services.get(*key)
+        service = self.cache.services.get(*key)
         self.registry.follow(key, service.uid if service is not None else None)
         self.queue.add(key)
 
@@ -79,8 +73,8 @@ class Pilot:
         record = self.registry.get(key)
         if record is None:
             return None
-        with self._telemetry.timed_reconcile():
-            snapshot = await self._observer.snapshot(record.observations, record.probe.result)
+        with self.telemetry.timed_reconcile():
+            snapshot = await self.observer.snapshot(record.observations, record.probe.result)
             if snapshot is None:
                 return None
             snapshot = replace(snapshot, rejections=record.actor.rejections)
@@ -88,7 +82,7 @@ class Pilot:
             try:
                 await record.actor.perform(snapshot, decision)
             except (Conflict, NotFound):
-                await self._observer.refresh(key)
+                await self.observer.refresh(key)
                 raise
             if snapshot.spec is not None and not keeps_probe(decision.unanswered):
                 record.probe.ensure(snapshot.spec, decision.probe)
@@ -104,7 +98,7 @@ class Pilot:
         while True:
             began = clock()
             records = sorted(self.registry, key=lambda record: record.key)
-            seconds = max(self._scrape_seconds, self._observer.engines / PAGES_PER_SECOND)
+            seconds = max(self.scrape_seconds, self.observer.engines / PAGES_PER_SECOND)
             for i, record in enumerate(records):
                 if not record.scraping:
                     record.scraping = True
@@ -112,11 +106,11 @@ class Pilot:
                 await asyncio.sleep(max(0.0, began + seconds * (i + 1) / len(records) - clock()))
             if not records:
                 await asyncio.sleep(seconds)
-            self._telemetry.scraped(clock() - began)
+            self.telemetry.scraped(clock() - began)
 
     async def _scrape(self, record: ServiceRecord) -> None:
         try:
-            await self._observer.scrape(record.observations)
+            await self.observer.scrape(record.observations)
         except Exception:
             # Whatever one service's engines say must not stop the fleet.
             log.exception("scrape failed", extra={"service": str(record.key)})

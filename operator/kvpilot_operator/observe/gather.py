@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple, TypeVar
 
@@ -72,34 +73,27 @@ class Observations:
         self.plan: _Plan | None = None
 
 
+@dataclass(eq=False)
 class Observer:
     """Builds Snapshots from the fleet's cache; `clock` gives the time in UTC, `elapsed` seconds that never go back, and
     `on_scrape` hears how a scrape went."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        cache: InformerCache,
-        scraper: Scraper,
-        server: ServerFacts,
-        clock: Callable[[], datetime],
-        on_scrape: Callable[[bool], None],
-        elapsed: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._cluster = cluster
-        self._cache = cache
-        self._server = server
-        self._clock = clock
-        self._on_scrape = on_scrape
-        self._elapsed = elapsed
-        self._scraper = scraper
-        self._texts = PackTexts(cluster)
+    cluster: Cluster
+    cache: InformerCache
+    scraper: Scraper
+    server: ServerFacts
+    clock: Callable[[], datetime]
+    on_scrape: Callable[[bool], None]
+    elapsed: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._texts = PackTexts(self.cluster)
         self._nodes: dict[str, tuple[datetime, NodeFacts]] = {}
 
     async def snapshot(self, known: Observations, probe_result: ProbeResult | None) -> Snapshot | None:
         """Everything about one service now, or None where it does not exist any more, or is being deleted."""
         key, windows = known.key, known.windows
-        service = self._cache.services.get(*key)
+        service = self.cache.services.get(*key)
         if service is None or service.uid != known.uid:
             return None
         spec = service.spec
@@ -107,15 +101,15 @@ class Observer:
         failed: list[Unanswered] = []
         route = await _observed(Question.ROUTE, self._route(key, spec), None, failed)
         probes = await _observed(Question.PROBE_SETS, self._probe_plan(known, spec), ProbePlan(), failed)
-        pods = self._cache.pods.of(key)
+        pods = self.cache.pods.of(key)
         node = await _observed(Question.NODE, self._node_facts(pods), self._known_facts(pods), failed)
-        service = self._cache.services.get(*key)
+        service = self.cache.services.get(*key)
         if service is None or service.spec is not spec:
             return await self.snapshot(known, probe_result)
-        objects = self._cache.objects(key, service.uid)
+        objects = self.cache.objects(key, service.uid)
         revisions = {
             placed.view.revision: placed.view
-            for placed in self._cache.deployments.of(key)
+            for placed in self.cache.deployments.of(key)
             if objects["Deployment", placed.name].owned
             and placed.name == deployment_name(key.name, placed.view.revision)
         }
@@ -124,7 +118,7 @@ class Observer:
         if spec is not None:
             windows.keep(need(spec, trial=service.status.canary is not None))
         return Snapshot(
-            now=self._clock().replace(microsecond=0),
+            now=self.clock().replace(microsecond=0),
             key=key,
             uid=service.uid,
             generation=service.generation,
@@ -133,14 +127,14 @@ class Observer:
             spec=spec,
             status=service.status,
             deployments=revisions,
-            pods=tuple(self._cache.pods.of(key)),
+            pods=tuple(self.cache.pods.of(key)),
             traffic=traffic.selects if traffic is not None and traffic.owned else None,
             objects=objects,
             samples=windows.samples(),
             node=node,
             model=windows.model(),
             route=route,
-            server=self._server,
+            server=self.server,
             probes=probes,
             probe_result=probe_result,
             unanswered=tuple(failed),
@@ -149,24 +143,22 @@ class Observer:
 
     async def refresh(self, key: ServiceKey) -> None:
         """Read a service from the API server: what the cache has of it has proved to be old."""
-        found = await self._cluster.find(API_VERSION, KIND, key.namespace, key.name)
-        self._cache.wrote(KIND, key.namespace, key.name, found)
+        found = await self.cluster.find(API_VERSION, KIND, key.namespace, key.name)
+        self.cache.wrote(KIND, key.namespace, key.name, found)
 
     @property
     def engines(self) -> int:
         """Pods of the fleet, all of which may have to be scraped."""
-        return len(self._cache.pods)
+        return len(self.cache.pods)
 
     async def scrape(self, known: Observations) -> None:
         """Scrape every ready engine of a service that is due; a pod that gives no page is left out of this sample."""
         key, pace = known.key, known.pace
-        service = self._cache.services.get(*key)
+        service = self.cache.services.get(*key)
         if service is None or service.uid != known.uid:
             return
-        ready = {
-            view.name: view for view in self._cache.pods.of(key) if view.ready and view.ip and not view.terminating
-        }
-        due = pace.due(ready.keys(), self._elapsed())
+        ready = {view.name: view for view in self.cache.pods.of(key) if view.ready and view.ip and not view.terminating}
+        due = pace.due(ready.keys(), self.elapsed())
         by_revision: dict[str, list[PodView]] = {}
         for view in ready.values() if due else ():
             by_revision.setdefault(view.revision, []).append(view)
@@ -176,20 +168,18 @@ class Observer:
             pages = {view.name: page for view, page in zip(asked, answers, strict=True) if page is not None}
             gpus = {view.name: self._nodes[view.node][1].gpu for view in views if view.node in self._nodes}
             if pages:
-                judged = known.windows.add(
-                    revision, self._clock(), pages, unanswered=len(views) - len(pages), gpus=gpus
-                )
+                judged = known.windows.add(revision, self.clock(), pages, unanswered=len(views) - len(pages), gpus=gpus)
                 _tell(known, revision, pages, judged)
 
     async def _scrape_pod(self, key: ServiceKey, pod: PodView, pace: Pace) -> PodMetrics | None:
         try:
-            page = await self._scraper.scrape(key, engine_url(pod.ip), lambda work: pace.spend(work, self._elapsed()))
+            page = await self.scraper.scrape(key, engine_url(pod.ip), lambda work: pace.spend(work, self.elapsed()))
         except ScrapeError as error:
             log.warning("scrape failed: %s", error, extra={"service": str(key), "pod": pod.name})
-            self._on_scrape(False)
-            pace.failed(pod.name, self._elapsed(), str(error))
+            self.on_scrape(False)
+            pace.failed(pod.name, self.elapsed(), str(error))
             return None
-        self._on_scrape(True)
+        self.on_scrape(True)
         pace.answered(pod.name)
         return page
 
@@ -204,11 +194,11 @@ class Observer:
 
     async def _read_node(self, name: str) -> None:
         """Nodes are many and their labels hardly ever change: each is read once in a while, and watched never."""
-        known, now = self._nodes.get(name), self._clock()
+        known, now = self._nodes.get(name), self.clock()
         keep = NODE_SECONDS if known is not None and known[1].gpu != "cpu" else BARE_NODE_SECONDS
         if known is not None and 0 <= (now - known[0]).total_seconds() < keep:
             return
-        found = await self._cluster.find("v1", "Node", "", name)
+        found = await self.cluster.find("v1", "Node", "", name)
         if found is None:
             self._nodes.pop(name, None)
         else:
@@ -216,14 +206,14 @@ class Observer:
 
     async def _route(self, key: ServiceKey, spec: Spec | None) -> RouteView | None:
         name = spec.canary.route_ref if spec is not None else None
-        if name is None or not self._server.http_routes:
+        if name is None or not self.server.http_routes:
             return None
-        return route_view(await self._cluster.find(HTTP_ROUTE_API, "HTTPRoute", key.namespace, name), key)
+        return route_view(await self.cluster.find(HTTP_ROUTE_API, "HTTPRoute", key.namespace, name), key)
 
     async def _probe_plan(self, remembered: Observations, spec: Spec | None) -> ProbePlan:
         if spec is None:
             return ProbePlan()
-        known, now = remembered.plan, self._clock()
+        known, now = remembered.plan, self.clock()
         if known is not None and known.spec is spec and 0 <= (now - known.read).total_seconds() < PACKS_SECONDS:
             return known.plan
         try:
