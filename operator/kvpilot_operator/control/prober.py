@@ -19,8 +19,7 @@ from kvpilot_operator.errors import PlaceLost
 from kvpilot_operator.observe.probe_packs import PackTexts, probe_prompts
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.probes import codec, run
-from kvpilot_operator.probes.client import Progress
-from kvpilot_operator.probes.codec import Baseline, Control
+from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.probes.errors import MalformedBaseline
 from kvpilot_operator.probes.session import TOKEN_BUDGET, Settings
 from kvpilot_operator.probes.throttle import GiveWay
@@ -56,19 +55,19 @@ class Prober:
         while True:
             try:
                 async with places.of(key, key.namespace, patience) as place:
-                    return await self._run(key, spec, request, place.progress)
+                    settings = replace(self._settings(key, spec, request), progress=place.progress)
+                    return await self._run(key, spec, request, settings)
             except PlaceLost as lost:
                 log.info("probe begins anew: %s", lost, extra={"service": str(key), "probe": request.identity})
                 patience = min(2 * patience, MAX_PATIENCE_SECONDS)
 
-    async def _run(self, key: ServiceKey, spec: Spec, request: Request, progress: Progress) -> Found:
+    async def _run(self, key: ServiceKey, spec: Spec, request: Request, settings: Settings) -> Found:
         if isinstance(request, Measure):
             try:
                 baseline = await self._kept(key, request.config_map)
             except MalformedBaseline as error:
                 return ProbeFailed(Reason.BASELINE_LOST, str(error))
-            settings = self._settings(key, spec, request)
-            return await run.measure(request.url, request.model, baseline, settings=settings, progress=progress)
+            return await run.measure(request.url, request.model, baseline, settings=settings)
         try:
             kept = await self._kept(key, request.config_map)
         except MalformedBaseline as error:
@@ -78,7 +77,7 @@ class Prober:
                 return Captured(kept, adopted=True)
         if isinstance(request, Find):
             return NothingKept()
-        return await self._capture(key, spec, request, progress)
+        return await self._capture(key, spec, request, settings)
 
     async def _kept(self, key: ServiceKey, config_map: str) -> Baseline:
         """The baseline in a ConfigMap; raises `MalformedBaseline` where there is none that can be read."""
@@ -90,33 +89,17 @@ class Prober:
             raise MalformedBaseline(words) from error
         return codec.decode(content)
 
-    async def _capture(self, key: ServiceKey, spec: Spec, request: Capture, progress: Progress) -> Captured:
-        settings = self._settings(key, spec, request)
-        prompts = probe_prompts(spec, await self._texts.of(key, spec))
-        baseline = await run.capture(
-            request.url,
-            request.model,
-            prompts,
-            identity=request.baseline,
-            dtype=spec.kv_cache.baseline,
-            settings=settings,
-            progress=progress,
-        )
-        noise = await run.control(request.url, request.model, baseline, settings=settings, progress=progress)
-        control = Control(
-            captured=datetime.now(UTC).replace(microsecond=0),
-            prompts=noise.prompts,
-            positions=noise.positions,
-            mean_kl_micronats=noise.mean_kl_micronats,
-            p99_kl_micronats=noise.p99_kl_micronats,
-            top1_agreement_permille=noise.top1_agreement_permille,
-        )
-        return Captured(replace(baseline, control=control))
+    async def _capture(self, key: ServiceKey, spec: Spec, request: Capture, settings: Settings) -> Captured:
+        prompts, dtype = probe_prompts(spec, await self._texts.of(key, spec)), spec.kv_cache.baseline
+        about = (request.url, request.model)
+        baseline = await run.capture(*about, prompts, identity=request.baseline, dtype=dtype, settings=settings)
+        noise = await run.control(*about, baseline, settings=settings)
+        return Captured(codec.with_control(baseline, noise, datetime.now(UTC).replace(microsecond=0)))
 
-    def _settings(self, key: ServiceKey, spec: Spec, request: Capture | Measure) -> Settings:
+    def _settings(self, key: ServiceKey, spec: Spec, request: Request) -> Settings:
         """Beside users a probe gives way. A capture goes on in the end: a service under pressure needs its relief."""
         priority = LOW_PRIORITY if schedules_by_priority(spec.engine.extra_args) else None
-        if not request.serving:
+        if isinstance(request, Find) or not request.serving:
             return Settings(priority=priority)
         insist = isinstance(request, Capture)
         give_way = GiveWay(partial(self._scraper.waiting, key, request.url), GIVE_WAY_SECONDS, insist)

@@ -8,13 +8,13 @@ from datetime import UTC, datetime
 
 from kvpilot_operator.api.spec import Accuracy
 from kvpilot_operator.decide.accuracy.verdict import Judgement, judge
+from kvpilot_operator.decide.trial.baseline import described
 from kvpilot_operator.probes import codec, run
 from kvpilot_operator.probes.client import Progress, http_client, served_models
 from kvpilot_operator.probes.errors import ProbeError
 from kvpilot_operator.probes.packs import ProbePrompt
 from kvpilot_operator.probes.session import Settings
 from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.state.status import Baseline
 
 Tell = Callable[[str], Progress]
 """Given what begins now, in words; what it returns is called at each answer of an engine."""
@@ -58,12 +58,15 @@ async def compare(
 ) -> Comparison:
     """Judge `candidate` as the operator judges a canary; raises a `ProbeError` where it cannot."""
     models = await _model(baseline), await _model(candidate)
-    ours, theirs = (replace(settings, api_key=side.api_key) for side in (baseline, candidate))
-    kept = await run.capture(
-        baseline.url, models[0], prompts, identity="", dtype="", settings=ours, progress=tell("baseline")
-    )
-    noise = await run.control(baseline.url, models[0], kept, settings=ours, progress=tell("control"))
-    found = await run.measure(candidate.url, models[1], kept, settings=theirs, progress=tell("candidate"))
+
+    def of(side: Endpoint, stage: str) -> Settings:
+        return replace(settings, api_key=side.api_key, progress=tell(stage))
+
+    asked = of(baseline, "baseline")
+    kept = await run.capture(baseline.url, models[0], prompts, identity="", dtype="", settings=asked)
+    noise = await run.control(baseline.url, models[0], kept, settings=of(baseline, "control"))
+    kept = codec.with_control(kept, noise, datetime.now(UTC))
+    found = await run.measure(candidate.url, models[1], kept, settings=of(candidate, "candidate"))
     return Comparison(
         models=models,
         prompts=len(kept.prompts),
@@ -71,7 +74,7 @@ async def compare(
         left_out=kept.left_out,
         control=noise,
         measured=found,
-        judgement=judge(found, _control(kept, noise), limits),
+        judgement=judge(found, described(kept, ""), limits),
     )
 
 
@@ -84,18 +87,3 @@ async def _model(side: Endpoint) -> str:
         return served[0]
     found = ", ".join(served[:8]) or "no model"
     raise UnknownModel(f"{side.option} {side.url} serves {found}: name one with {side.option}-model")
-
-
-def _control(kept: codec.Baseline, noise: Measurement) -> Baseline:
-    """The noise as a verdict wants it."""
-    return Baseline(
-        config_map="",
-        identity=kept.identity,
-        dtype=kept.dtype,
-        captured_time=datetime.now(UTC),
-        prompts=noise.prompts,
-        positions=noise.positions,
-        control_mean_kl_micronats=noise.mean_kl_micronats,
-        control_p99_kl_micronats=noise.p99_kl_micronats,
-        control_top1_agreement_permille=noise.top1_agreement_permille,
-    )

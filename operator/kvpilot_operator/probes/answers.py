@@ -15,6 +15,7 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
+from kvpilot_operator.numbers import whole
 from kvpilot_operator.probes.codec import MAX_TEXT, MAX_TOKEN_ID, MAX_TOP
 from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer
 from kvpilot_operator.probes.stats import MIN_LOGPROB, Logprobs
@@ -78,13 +79,13 @@ class _Error(msgspec.Struct):
     code: Annotated[int, Meta(ge=100, le=599)] = 500
 
 
-def read_tokens(url: str, data: bytes | bytearray) -> Tokenized:
+def read_tokens(url: str, data: bytes) -> Tokenized:
     """Return what /tokenize said; raises `MalformedAnswer`."""
     answer = _decoded(url, data, _Tokenized)
     return Tokenized(array("I", answer.tokens), answer.max_model_len)
 
 
-def read_models(url: str, data: bytes | bytearray) -> tuple[str, ...]:
+def read_models(url: str, data: bytes) -> tuple[str, ...]:
     """Return the names that /v1/models lists; raises `MalformedAnswer`."""
     return tuple(model.id for model in _decoded(url, data, _Models).data)
 
@@ -118,7 +119,7 @@ def read_streamed(url: str, data: bytes) -> list[StreamedToken]:
     return steps
 
 
-def _decoded(url: str, data: bytes | bytearray, kind: type[T]) -> T:
+def _decoded(url: str, data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -147,12 +148,12 @@ def _top(
 
 
 def _token(url: str, name: str) -> int:
-    digits = name.removeprefix(_TOKEN_PREFIX) if name.startswith(_TOKEN_PREFIX) else ""
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= 8 and int(digits) <= MAX_TOKEN_ID):
+    ident = whole(name.removeprefix(_TOKEN_PREFIX), MAX_TOKEN_ID) if name.startswith(_TOKEN_PREFIX) else None
+    if ident is None:
         raise MalformedAnswer(f"{url}: token {name[:60]!r}; expected {_TOKEN_PREFIX} and a number up to {MAX_TOKEN_ID}")
-    return int(digits)
+    return ident
 
 
-def printable(data: bytes | bytearray) -> str:
+def printable(data: bytes) -> str:
     """Return the start of a body on one line, for a message."""
     return " ".join(data[: 4 * MAX_EXCERPT].decode("utf-8", "replace").split())[:MAX_EXCERPT]

@@ -17,7 +17,8 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from kvpilot_operator.budget import CANARY_PROBE
+from kvpilot_operator.budget import CANARY_PROBE, read_body
+from kvpilot_operator.errors import OverBudget
 from kvpilot_operator.probes.answers import (
     BYTES_A_TOKEN,
     StreamedToken,
@@ -60,13 +61,15 @@ def untold() -> None:
 class Engine:
     """An engine's address (`http://host:port`) and the model's served name; `http` is shared by all requests.
 
-    `progress` is called whenever the engine has answered a question, or a token of one.
+    `progress` is called whenever the engine has answered a question, or a token of one. `priority` is for an engine
+    that schedules by it (a larger one waits longer).
     """
 
     base_url: str
     model: str
     http: aiohttp.ClientSession
     progress: Progress = untold
+    priority: int | None = None
 
     async def tokenize(self, messages: Sequence[Message], tools: str = "") -> Tokenized:
         """Return the chat rendered by the engine's own template, ready for an answer.
@@ -117,19 +120,12 @@ class Engine:
         return await _twice(url, ask)
 
     async def decode(
-        self,
-        prompt: Sequence[int],
-        tokens: int,
-        top_k: int,
-        *,
-        past_end: bool = False,
-        priority: int | None = None,
+        self, prompt: Sequence[int], tokens: int, top_k: int, *, past_end: bool = False
     ) -> AsyncGenerator[StreamedToken, None]:
         """Yield the greedy continuation of `prompt` token by token; closing the iterator stops the engine's work.
 
-        At most `tokens` steps. With `past_end` the model's end token is a token like any other. `priority` is for an
-        engine that schedules by it (a larger one waits longer). A connection that fails before the first token is tried
-        once more; later failures raise `EngineUnreachable`.
+        At most `tokens` steps. With `past_end` the model's end token is a token like any other. A connection that fails
+        before the first token is tried once more; later failures raise `EngineUnreachable`.
         """
         body: dict[str, object] = {
             "model": self.model,
@@ -141,8 +137,8 @@ class Engine:
             "ignore_eos": past_end,
             "stream": True,
         }
-        if priority is not None:
-            body["priority"] = priority
+        if self.priority is not None:
+            body["priority"] = self.priority
         asked = msgspec.json.encode(body)
         # A list of numbers takes four times what it says.
         del body
@@ -236,13 +232,11 @@ async def _check(url: str, response: aiohttp.ClientResponse) -> None:
     raise EngineRefused(url, response.status, printable(bytes(said)))
 
 
-async def _read(url: str, response: aiohttp.ClientResponse, limit: int) -> bytearray:
-    body = bytearray()
-    async for chunk in response.content.iter_any():
-        body += chunk
-        if len(body) > limit:
-            raise MalformedAnswer(f"{url}: more than {limit} bytes")
-    return body
+async def _read(url: str, response: aiohttp.ClientResponse, limit: int) -> bytes:
+    try:
+        return await read_body(response.content.iter_any(), limit, url)
+    except OverBudget as error:
+        raise MalformedAnswer(str(error)) from error
 
 
 async def _lines(url: str, response: aiohttp.ClientResponse, limit: int) -> AsyncIterator[bytes]:

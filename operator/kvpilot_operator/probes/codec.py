@@ -19,7 +19,7 @@ import json
 import zlib
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from itertools import islice
 from typing import Annotated
@@ -29,7 +29,7 @@ from msgspec import Meta
 
 from kvpilot_operator.probes.errors import BaselineTooLarge, MalformedBaseline
 from kvpilot_operator.probes.packs import MAX_PROMPTS, ProbePrompt
-from kvpilot_operator.probes.stats import MIN_LOGPROB, Answers, Logprobs
+from kvpilot_operator.probes.stats import MIN_LOGPROB, Answers, Logprobs, Measurement
 
 VERSION = 2
 _READABLE = (1, 2)
@@ -115,6 +115,11 @@ class Baseline:
     def positions(self) -> int:
         """All positions of all prompts."""
         return sum(len(p.answer) for p in self.prompts)
+
+
+def with_control(baseline: Baseline, noise: Measurement, captured: datetime) -> Baseline:
+    """The baseline with what was measured of its own engine against it."""
+    return replace(baseline, control=msgspec.convert({**asdict(noise), "captured": captured}, Control))
 
 
 def identity(model: str, revision: str, dtype: str, prompts: Sequence[ProbePrompt], tokens: int, top_k: int) -> str:

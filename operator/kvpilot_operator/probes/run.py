@@ -25,11 +25,11 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kvpilot_operator.probes.answers import Tokenized
-from kvpilot_operator.probes.client import Engine, Progress, untold
+from kvpilot_operator.probes.client import Engine
 from kvpilot_operator.probes.codec import MAX_TEXT, Baseline, BaselinePrompt, check_limits
 from kvpilot_operator.probes.errors import MalformedAnswer, NothingFits, ProbeError
 from kvpilot_operator.probes.packs import ProbePrompt
-from kvpilot_operator.probes.session import Settings, allow, probing
+from kvpilot_operator.probes.session import TOP_K, USUAL, Settings, allow, probing
 from kvpilot_operator.probes.stats import (
     MAX_SAMPLE_CHARACTERS,
     AnswerPair,
@@ -57,16 +57,14 @@ async def capture(
     *,
     identity: str,
     dtype: str,
-    settings: Settings | None = None,
-    progress: Progress = untold,
+    settings: Settings = USUAL,
 ) -> Baseline:
-    """Return what the 16-bit engine at `base_url` answers to `prompts`; `progress` is called at each of its answers.
+    """Return what the 16-bit engine at `base_url` answers to `prompts`.
 
     Prompts that do not fit the model's context are named in the result's `left_out`. Raises a `ProbeError`: among them
     `NothingFits` when no prompt is left, `BaselineTooLarge` before anything is decoded.
     """
-    settings = settings or Settings()
-    async with probing(base_url, model, settings, progress) as (engine, throttle, deadline):
+    async with probing(base_url, model, settings) as (engine, throttle, deadline):
         kept = 0
 
         async def tokenized(prompt: ProbePrompt) -> Tokenized:
@@ -96,42 +94,24 @@ async def capture(
     return Baseline(identity=identity, model=model, dtype=dtype, prompts=tuple(answers), left_out=left_out)
 
 
-async def measure(
-    base_url: str,
-    model: str,
-    baseline: Baseline,
-    *,
-    settings: Settings | None = None,
-    progress: Progress = untold,
-) -> Measurement:
+async def measure(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> Measurement:
     """Return the damage of the engine at `base_url` against `baseline`; raises a `ProbeError` if it cannot."""
-    return await _measure(base_url, model, baseline, range(len(baseline.prompts)), settings or Settings(), progress)
+    return await _measure(base_url, model, baseline, range(len(baseline.prompts)), settings)
 
 
-async def control(
-    base_url: str,
-    model: str,
-    baseline: Baseline,
-    *,
-    settings: Settings | None = None,
-    progress: Progress = untold,
-) -> Measurement:
+async def control(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> Measurement:
     """Return the 16-bit engine's damage against its own baseline: the noise that a candidate's damage must exceed.
 
     The batches are composed differently: twice the concurrency, the prompts in reverse order, resumes and a warm prefix
     cache. Those are what production changes from one minute to the next.
     """
-    settings = settings or Settings()
-    order = range(len(baseline.prompts))[::-1]
     twice = replace(settings, concurrency=min(2 * settings.concurrency, 64))
-    return await _measure(base_url, model, baseline, order, twice, progress)
+    return await _measure(base_url, model, baseline, range(len(baseline.prompts))[::-1], twice)
 
 
-async def _measure(
-    base_url: str, model: str, baseline: Baseline, order: range, settings: Settings, progress: Progress
-) -> Measurement:
+async def _measure(base_url: str, model: str, baseline: Baseline, order: range, settings: Settings) -> Measurement:
     began = time.monotonic()
-    async with probing(base_url, model, settings, progress) as (engine, throttle, deadline):
+    async with probing(base_url, model, settings) as (engine, throttle, deadline):
         allow(deadline, settings, sum(len(p.tokens) for p in baseline.prompts), baseline.positions)
 
         async def followed(index: int) -> _Followed:
@@ -141,7 +121,7 @@ async def _measure(
         followed_all = await _bounded(order, followed, settings.concurrency)
         compared = [c for f in followed_all for c in f.compared]
         worst = worst_prompt(compared)
-        sample = None if worst is None else await _sample(engine, throttle, baseline.prompts[worst], settings)
+        sample = None if worst is None else await _sample(engine, throttle, baseline.prompts[worst])
     return summarise(
         compared,
         unmeasured=baseline.positions - len(compared),
@@ -155,7 +135,7 @@ async def _measure(
 async def _answer(engine: Engine, prompt: ProbePrompt, tokens: Sequence[int], settings: Settings) -> BaselinePrompt:
     answer: list[Logprobs] = []
     text = ""
-    async with aclosing(engine.decode(tokens, settings.tokens, settings.top_k, priority=settings.priority)) as steps:
+    async with aclosing(engine.decode(tokens, settings.tokens, TOP_K)) as steps:
         async for step in steps:
             if not step.logprobs.top:
                 raise MalformedAnswer(
@@ -192,7 +172,7 @@ async def _follow(
     answer = prompt.answer
     forced = array("I", (a.token for a in answer))
     compared: list[Compared] = []
-    requests = await _ask_half(engine, throttle, prompt, settings)
+    requests = await _ask_half(engine, throttle, prompt)
     start, resumes = 0, -1
     while start < len(answer) and resumes < settings.max_resumes:
         reached = start
@@ -203,9 +183,7 @@ async def _follow(
         requests += 1
         resumes += 1
         # The baseline knows where the model ended; the candidate's own end token is one more way to part from it.
-        async with aclosing(
-            engine.decode(context, wanted, settings.top_k, past_end=True, priority=settings.priority)
-        ) as steps:
+        async with aclosing(engine.decode(context, wanted, TOP_K, past_end=True)) as steps:
             async for step in steps:
                 judged = compare(index, len(prompt.tokens) + reached, answer[reached], step.logprobs)
                 # A first token comes from a prefill, which need not have read a page: that it agrees proves nothing,
@@ -223,24 +201,22 @@ async def _follow(
     return _Followed(tuple(compared), requests)
 
 
-async def _ask_half(engine: Engine, throttle: Throttle, prompt: BaselinePrompt, settings: Settings) -> int:
+async def _ask_half(engine: Engine, throttle: Throttle, prompt: BaselinePrompt) -> int:
     """Leave the first half of the prompt in the engine's prefix cache; return the number of requests that it took."""
     half = prompt.tokens[: len(prompt.tokens) // 2]
     if len(half) < MIN_HALF_TOKENS or not throttle.afford(len(half) + 1):
         return 0
-    async with aclosing(engine.decode(half, 1, 1, past_end=True, priority=settings.priority)) as steps:
+    async with aclosing(engine.decode(half, 1, 1, past_end=True)) as steps:
         async for _ in steps:
             pass
     return 1
 
 
-async def _sample(engine: Engine, throttle: Throttle, prompt: BaselinePrompt, settings: Settings) -> AnswerPair | None:
+async def _sample(engine: Engine, throttle: Throttle, prompt: BaselinePrompt) -> AnswerPair | None:
     if not throttle.afford(len(prompt.tokens) + len(prompt.answer)):
         return None
     text = ""
-    async with aclosing(
-        engine.decode(prompt.tokens, len(prompt.answer), settings.top_k, priority=settings.priority)
-    ) as steps:
+    async with aclosing(engine.decode(prompt.tokens, len(prompt.answer), TOP_K)) as steps:
         async for step in steps:
             text += step.text
     size = MAX_SAMPLE_CHARACTERS

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from kvpilot_operator.probes.client import Engine, Progress, http_client
+from kvpilot_operator.probes.client import Engine, Progress, http_client, untold
 from kvpilot_operator.probes.codec import MAX_PROMPT_TOKENS
 from kvpilot_operator.probes.errors import ProbeTimeout
 from kvpilot_operator.probes.throttle import GiveWay, Throttle
@@ -41,10 +41,10 @@ class Settings:
     `give_way` lets users' requests go first (None: it does not look). `token_budget` bounds the tokens of all requests
     together, prompts included; what it does not cover stays unmeasured. `priority` goes with each request, for an
     engine that schedules by priority: a larger one is served later. `api_key` is what an engine behind a gateway wants.
+    `progress` is called at each of an engine's answers.
     """
 
     tokens: int = DEFAULT_TOKENS
-    top_k: int = TOP_K
     concurrency: int = 2
     deadline_seconds: float | None = None
     max_resumes: int = MAX_RESUMES
@@ -52,11 +52,11 @@ class Settings:
     token_budget: int | None = None
     priority: int | None = None
     api_key: str | None = field(default=None, repr=False)
+    progress: Progress = untold
 
     def __post_init__(self) -> None:
         bounds = (
             ("tokens", self.tokens, MIN_TOKENS, MAX_TOKENS),
-            ("top_k", self.top_k, 1, TOP_K),
             ("concurrency", self.concurrency, 1, 64),
             ("max_resumes", self.max_resumes, 0, MAX_TOKENS),
         )
@@ -65,16 +65,19 @@ class Settings:
                 raise ValueError(f"{name}: {value}; give {low} to {high}")
 
 
+USUAL = Settings()
+
+
 @asynccontextmanager
 async def probing(
-    base_url: str, model: str, settings: Settings, progress: Progress
+    base_url: str, model: str, settings: Settings
 ) -> AsyncIterator[tuple[Engine, Throttle, asyncio.Timeout]]:
     """The engine, how its users are treated, and the deadline of all that is done, when a `ProbeTimeout` is raised."""
     began = asyncio.get_running_loop().time()
     deadline = asyncio.timeout(settings.deadline_seconds or START_SECONDS)
     try:
         async with deadline, http_client(settings.api_key) as http:
-            engine = Engine(base_url.rstrip("/"), model, http, progress)
+            engine = Engine(base_url.rstrip("/"), model, http, settings.progress, settings.priority)
             yield engine, Throttle(engine.base_url, settings.give_way, settings.token_budget), deadline
     except TimeoutError as error:
         raise ProbeTimeout(

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.probes import codec
 from kvpilot_operator.render.names import baseline_name, engine_url
 from kvpilot_operator.state.decision import Capture, Find, Measure
 from kvpilot_operator.state.enums import Action, Stage, Verdict
@@ -80,17 +81,7 @@ def take(c: Context, found: Captured) -> Context:
     probes, control = c.snapshot.probes, found.baseline.control
     if control is None or found.baseline.identity != probes.identity or known(c) is not None:
         return c
-    baseline = Baseline(
-        config_map=baseline_name(c.snapshot.key.name, probes.identity),
-        identity=probes.identity,
-        dtype=found.baseline.dtype,
-        captured_time=control.captured,
-        prompts=control.prompts,
-        positions=control.positions,
-        control_mean_kl_micronats=control.mean_kl_micronats,
-        control_p99_kl_micronats=control.p99_kl_micronats,
-        control_top1_agreement_permille=control.top1_agreement_permille,
-    )
+    baseline = described(found.baseline, baseline_name(c.snapshot.key.name, probes.identity))
     when = f", captured at {control.captured:%Y-%m-%dT%H:%M:%SZ}" if found.adopted else ""
     c = c.set_accuracy(baseline=baseline).record(
         Action.KEEP_BASELINE,
@@ -100,6 +91,23 @@ def take(c: Context, found: Captured) -> Context:
         f"{control.top1_agreement_permille / 10:.1f}%",
     )
     return c if found.adopted else replace(c, captured=found.baseline)
+
+
+def described(kept: codec.Baseline, config_map: str) -> Baseline:
+    """What the status says of a baseline with its control."""
+    control = kept.control
+    assert control is not None  # noqa: S101 - whoever has none has nothing to compare with
+    return Baseline(
+        config_map=config_map,
+        identity=kept.identity,
+        dtype=kept.dtype,
+        captured_time=control.captured,
+        prompts=control.prompts,
+        positions=control.positions,
+        control_mean_kl_micronats=control.mean_kl_micronats,
+        control_p99_kl_micronats=control.p99_kl_micronats,
+        control_top1_agreement_permille=control.top1_agreement_permille,
+    )
 
 
 def _find_identity(s: Snapshot) -> str:
