@@ -13,7 +13,8 @@ import pytest
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
 from kvpilot_localcluster.engines.real import HANGS, Engine, engine
-from kvpilot_operator.observe.page import PodMetrics, parse_page
+from kvpilot_operator.observe.page import parse_page
+from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.state.snapshot import ModelFacts
 
 pytestmark = pytest.mark.timeout(1800)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpilot_operator.observe.page import PodMetrics, Totals
+from kvpilot_operator.observe.pod_metrics import PodMetrics, Totals
 from kvpilot_operator.state.histogram import Histogram
 
 LATENCIES = (0.01, 0.1, 1.0, 10.0)
@@ -118,7 +118,6 @@ class EngineModel:
         usage, running, waiting = self._gauges
         return PodMetrics(
             usage,
-            "vllm:kv_cache_usage_perc",
             running,
             waiting,
             self._blocks * self._size,

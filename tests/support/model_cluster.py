@@ -18,20 +18,9 @@ from kvpilot_operator.decide import decide
 from kvpilot_operator.probes.codec import Baseline, Control
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.render.names import REVISION_LABEL
-from kvpilot_operator.state.decision import Capture, Decision, Find, Measure
+from kvpilot_operator.state.decision import Capture, Captured, Decision, Find, Measure, NothingKept, ProbeResult
 from kvpilot_operator.state.questions import Question, Unanswered, keeps_probe
-from kvpilot_operator.state.snapshot import (
-    Captured,
-    DeploymentView,
-    NothingKept,
-    PodView,
-    ProbePlan,
-    ProbeResult,
-    RouteView,
-    Sample,
-    ServerFacts,
-    Snapshot,
-)
+from kvpilot_operator.state.snapshot import DeploymentView, PodView, ProbePlan, RouteView, Sample, ServerFacts, Snapshot
 from kvpilot_operator.state.status import Status, parse_status
 from support.model_api import Killed, ModelApi, run_to_end
 from support.model_engines import ModelEngines, flows

@@ -7,14 +7,14 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-from kvpilot_operator.observe.page import PodMetrics
 from kvpilot_operator.observe.plausible import Judged, Known, plausible_sample
+from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.state.histogram import Histogram
 
 T0 = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 START = T0.timestamp() - 3600
-IDLE = PodMetrics(0.0, "vllm:kv_cache_usage_perc", 0, 0, 16_000, 1000, "auto", process_start=START)
+IDLE = PodMetrics(0.0, 0, 0, 16_000, 1000, "auto", process_start=START)
 BUSY = replace(IDLE, usage=0.6, running=8)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_operator.state.snapshot import ProbeFailed
+from kvpilot_operator.state.decision import ProbeFailed
 from kvpilot_operator.state.status import Denied, dump_status, parse_status
 from support.model_cluster import measurement
 from support.services import revision_of

@@ -13,16 +13,17 @@ from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.trial import baseline as borrowing
 from kvpilot_operator.probes.codec import Baseline, Control
 from kvpilot_operator.render.names import baseline_name
-from kvpilot_operator.state.decision import Capture, Decision, Find, Measure
-from kvpilot_operator.state.snapshot import (
+from kvpilot_operator.state.decision import (
+    Capture,
     Captured,
-    DeploymentView,
+    Decision,
+    Find,
+    Measure,
     NothingKept,
     ProbeFailed,
-    ProbePlan,
     ProbeResult,
-    Snapshot,
 )
+from kvpilot_operator.state.snapshot import DeploymentView, ProbePlan, Snapshot
 from kvpilot_operator.state.status import Accuracy, Canary, Status, parse_status
 from support.model_cluster import ModelCluster, measurement
 from support.services import KEY, NOW, PROBES, baseline, manifest, pod, revision_of, running

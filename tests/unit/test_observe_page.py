@@ -37,7 +37,7 @@ vllm:time_to_first_token_seconds_sum{engine="0"} 4.5
 
 def test_a_real_page_is_read_whole() -> None:
     page = parse_page(REAL)
-    assert (page.usage_name, page.itl_name) == ("vllm:kv_cache_usage_perc", "vllm:inter_token_latency_seconds")
+    assert page.older_names == ()
     assert (page.running, page.waiting) == (8, 0)
     assert page.usage == pytest.approx(16 / 59)
     assert (page.capacity_tokens, page.blocks, page.dtype) == (7680, 60, "k4v4")
@@ -73,8 +73,7 @@ def test_where_both_names_are_given_nothing_counts_twice() -> None:
     both += TTFT.replace("time_to_first_token", "inter_token_latency")
     page = parse_page(both)
     assert page.totals.itl.count == 6
-    assert page.itl_name == "vllm:inter_token_latency_seconds"
-    assert page.usage_name == "vllm:kv_cache_usage_perc"
+    assert page.older_names == ()
 
 
 def test_only_requests_that_wait_for_room_are_evidence_of_too_little_of_it() -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_operator.observe.page import PodMetrics
 from kvpilot_operator.observe.plausible import LASTING_PAGES, MOST_NAMED
+from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.state.snapshot import Flows
 from support.engine_model import EngineModel
 from support.scrape_loop import BUSY, IDLE, START, ScrapeLoop, at, counted
@@ -54,7 +54,7 @@ def test_honest_engines_are_never_doubted_and_all_of_their_work_is_counted(
         judged = fleet.scrape(5 * scrape, pages)
         assert judged.sample.implausible == ()
         skipped += len(pages) - judged.sample.pods
-        seen += judged.sample.flows
+        seen = Flows.together((seen, judged.sample.flows))
     # A page on which somebody waits at the very moment that nothing runs is odd once: it is left out, not doubted.
     assert skipped <= 2
     for name in ("prompt_tokens", "generation_tokens", "finished", "prefill_seconds", "decode_seconds"):

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_operator.observe.page import PodMetrics, Totals
+from kvpilot_operator.observe.pod_metrics import PodMetrics, Totals
 from kvpilot_operator.observe.windows import Need, Windows, need
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.snapshot import ModelFacts, Sample
 from support.services import KEY, manifest, spec_of
 
 T0 = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
-PAGE = PodMetrics(0.5, "vllm:kv_cache_usage_perc", 8, 2, 16_000, 1000, "auto", process_start=0.0)
+PAGE = PodMetrics(0.5, 8, 2, 16_000, 1000, "auto", process_start=0.0)
 LLAMA = ModelFacts(head_dim=128, kv_heads=8, layers=32, window_layers=0, mla=False)
 
 

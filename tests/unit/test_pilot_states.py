@@ -14,8 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvpilot_operator.api import status_faults
 from kvpilot_operator.api.schema import faults
 from kvpilot_operator.render.names import REVISION_LABEL
-from kvpilot_operator.state.decision import Decision
-from kvpilot_operator.state.snapshot import ProbeFailed, ProbeResult
+from kvpilot_operator.state.decision import Decision, ProbeFailed, ProbeResult
 from kvpilot_operator.state.status import Status, parse_status
 from support.model_cluster import STEP, ModelCluster
 from support.services import manifest

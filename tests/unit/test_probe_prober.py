@@ -21,8 +21,8 @@ from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.render.names import baseline_name
 from kvpilot_operator.render.objects import baseline_config_map
-from kvpilot_operator.state.decision import Capture, Find, Measure
-from kvpilot_operator.state.snapshot import Captured, NothingKept, ProbeFailed, ProbeResult, ServiceKey
+from kvpilot_operator.state.decision import Capture, Captured, Find, Measure, NothingKept, ProbeFailed, ProbeResult
+from kvpilot_operator.state.snapshot import ServiceKey
 from support.probe_engine import Body, Writer, counting, engine, respond
 from support.services import KEY, manifest, spec_of
 

@@ -171,9 +171,7 @@ async def test_a_baseline_that_could_not_be_kept_is_refused_before_anything_is_d
             await capture(url, "m", long, identity="i", dtype="auto", settings=SETTINGS)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"tokens": 4}, {"tokens": 1000}, {"concurrency": 0}, {"max_resumes": -1}]
-)
+@pytest.mark.parametrize("wrong", [{"tokens": 4}, {"tokens": 1000}, {"concurrency": 0}, {"max_resumes": -1}])
 def test_settings_out_of_bounds_are_refused_by_name_and_value(wrong: dict[str, int]) -> None:
     ((name, value),) = wrong.items()
     with pytest.raises(ValueError, match=f"{name}: {value}; give"):

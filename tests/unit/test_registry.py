@@ -29,10 +29,11 @@ from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import KvpilotError, Rejected
 from kvpilot_operator.observe.gather import Observer
 from kvpilot_operator.observe.informers import InformerCache
-from kvpilot_operator.observe.page import PodMetrics, parse_page
+from kvpilot_operator.observe.page import parse_page
+from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.render.names import KIND
-from kvpilot_operator.state.decision import Decision
-from kvpilot_operator.state.snapshot import NothingKept, ServerFacts, ServiceKey, Snapshot
+from kvpilot_operator.state.decision import Decision, NothingKept
+from kvpilot_operator.state.snapshot import ServerFacts, ServiceKey, Snapshot
 from support.memory_api import MemoryApi, tell
 from support.services import KEY, manifest
 

@@ -9,9 +9,8 @@ from collections.abc import Awaitable, Callable
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.errors import KvpilotError
-from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.state.decision import Request
-from kvpilot_operator.state.snapshot import Captured, NothingKept, ProbeFailed, ProbeResult, ServiceKey
+from kvpilot_operator.state.decision import Found, ProbeFailed, ProbeResult, Request
+from kvpilot_operator.state.snapshot import ServiceKey
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +18,6 @@ log = logging.getLogger(__name__)
 # as long each time it fails again.
 BACKOFF = Backoff(15.0, 900.0)
 
-Found = Captured | NothingKept | Measurement | ProbeFailed
 Run = Callable[[ServiceKey, Spec, Request], Awaitable[Found]]
 
 

@@ -14,7 +14,6 @@ from itertools import pairwise
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.budget import CANARY_PROBE, CHECK, Places
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.control.probe import Found
 from kvpilot_operator.errors import PlaceLost
 from kvpilot_operator.observe.probe_packs import PackTexts, probe_prompts
 from kvpilot_operator.observe.scrape import Scraper
@@ -23,9 +22,9 @@ from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.probes.errors import MalformedBaseline
 from kvpilot_operator.probes.session import TOKEN_BUDGET, Settings
 from kvpilot_operator.probes.throttle import GiveWay
-from kvpilot_operator.state.decision import Capture, Find, Measure, Request
+from kvpilot_operator.state.decision import Capture, Captured, Find, Found, Measure, NothingKept, ProbeFailed, Request
 from kvpilot_operator.state.enums import Reason
-from kvpilot_operator.state.snapshot import Captured, NothingKept, ProbeFailed, ServiceKey
+from kvpilot_operator.state.snapshot import ServiceKey
 
 log = logging.getLogger(__name__)
 

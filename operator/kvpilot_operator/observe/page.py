@@ -11,24 +11,26 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
 from functools import lru_cache
+from typing import Any
 
 from kvpilot_kernels import formats
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.numbers import whole
+from kvpilot_operator.observe.pod_metrics import PodMetrics, Totals
 from kvpilot_operator.observe.series import SeriesReader, labels_of
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.snapshot import Flows, ModelFacts
+from kvpilot_operator.state.snapshot import NOTHING_OBSERVED, ModelFacts
 
+# The newer spelling first.
 _USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 _ITL = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
 # Of the waiting requests, those that wait for room; others wait for a grammar, an adapter or a transfer (from 0.28).
 _WAITING_BY_REASON = "vllm:num_requests_waiting_by_reason"
-_FINISHED = "vllm:request_success_total"
 _HTTP = "http_requests_total"
 _CONFIG = "vllm:cache_config_info"
 _MODEL = "kvpilot_model_info"
@@ -36,36 +38,40 @@ _FACTORS = "kvpilot_calibration_info"
 _RECENT = "kvpilot_recent_window_info"
 _START = "process_start_time_seconds"
 
-_PREEMPTIONS = "vllm:num_preemptions_total"
-_PROMPT_TOKENS = "vllm:prompt_tokens_total"
-_GENERATION_TOKENS = "vllm:generation_tokens_total"
-_PREFIX_QUERIES = "vllm:prefix_cache_queries_total"
-_PREFIX_HITS = "vllm:prefix_cache_hits_total"
-_PREFILL = "vllm:request_prefill_time_seconds_sum"
-_DECODE = "vllm:request_decode_time_seconds_sum"
+# By the field of `Totals`.
+_COUNTED = {
+    "preemptions": "vllm:num_preemptions_total",
+    "prompt_tokens": "vllm:prompt_tokens_total",
+    "generation_tokens": "vllm:generation_tokens_total",
+    "prefix_queries": "vllm:prefix_cache_queries_total",
+    "prefix_hits": "vllm:prefix_cache_hits_total",
+    "finished": "vllm:request_success_total",
+}
+_SECONDS = {
+    "prefill_seconds": "vllm:request_prefill_time_seconds_sum",
+    "decode_seconds": "vllm:request_decode_time_seconds_sum",
+}
+_HISTOGRAMS = {
+    "ttft": ("vllm:time_to_first_token_seconds",),
+    "itl": _ITL,
+    "prompt_lengths": ("vllm:request_prompt_tokens",),
+    "generation_lengths": ("vllm:request_generation_tokens",),
+}
 
-_TTFT = "vllm:time_to_first_token_seconds"
-_PROMPT_LENGTHS = "vllm:request_prompt_tokens"
-_GENERATION_LENGTHS = "vllm:request_generation_tokens"
-
-_HISTOGRAMS = (*_ITL, _TTFT, _PROMPT_LENGTHS, _GENERATION_LENGTHS)
-_SINGLE = (_RUNNING, _WAITING, _PREEMPTIONS, _PROMPT_TOKENS, _GENERATION_TOKENS, _PREFIX_QUERIES, _PREFIX_HITS, _START)
 # Of these a part is counted by itself, told by a label.
-_PARTED = (_WAITING_BY_REASON, _FINISHED, _HTTP)
-_COUNTERS = frozenset((*_SINGLE, *_PARTED))
+_PARTED = (_WAITING_BY_REASON, _COUNTED["finished"], _HTTP)
+_COUNTERS = frozenset((*_COUNTED.values(), *_PARTED, _RUNNING, _WAITING, _START))
+_BUCKETS = {f"{name}_bucket": name for names in _HISTOGRAMS.values() for name in names}
 # Seconds and lengths, which a request that failed may lower.
-_SUMS = frozenset([_PREFILL, _DECODE, *(f"{name}_sum" for name in _HISTOGRAMS)])
-_BUCKETS = {f"{name}_bucket": name for name in _HISTOGRAMS}
-WANTED = frozenset(
-    name.encode() for name in (*_USAGE, *_COUNTERS, *_SUMS, *_BUCKETS, _CONFIG, _MODEL, _FACTORS, _RECENT)
-)
+_SUMS = frozenset([*_SECONDS.values(), *(f"{name}_sum" for name in _BUCKETS.values())])
+_INFO = (_CONFIG, _MODEL, _FACTORS, _RECENT)
+WANTED = frozenset(name.encode() for name in (*_USAGE, *_COUNTERS, *_SUMS, *_BUCKETS, *_INFO))
 """The names of the series that are read."""
-_NOTHING = Histogram()
 
 # One pod holds a connection for each request; a process may open about a million files.
 MOST_REQUESTS = 1_000_000
 # Far beyond any machine and any uptime, and still exact enough to count with; a broken page may say anything.
-MOST_COUNTED = 1e18
+MOST__COUNTED = 1e18
 MOST_TOKENS = 10**12
 # vLLM's histograms have some thirty. The bounds of a page are kept, so a page must not invent more at every scrape.
 MOST_BUCKETS = 200
@@ -73,52 +79,6 @@ _LONGEST_BOUND = 32
 # What status.kvCache.observedDtype holds.
 _LONGEST_DTYPE = 63
 _HASH = re.compile(r"[0-9a-f]{4,64}")
-
-
-@dataclass(frozen=True, slots=True)
-class Totals(Flows):
-    """What an engine counted since its process started, but for `seconds` and `failed`. Counts are never negative.
-
-    Of `finished` are requests whose end the engine saw, mostly without those whose client left. A request that failed
-    before its first token may lower `prefill_seconds`, in vLLM, even below zero.
-    """
-
-    errors: float = 0
-    """Of the finished requests, those that ended in an error of the engine (finished_reason "error")."""
-    server_errors: float = 0
-    """HTTP answers 5xx of the API (/v1/...)."""
-
-
-@dataclass(frozen=True, slots=True)
-class PodMetrics:
-    """One pod's page."""
-
-    usage: float
-    """Share of the KV blocks in use, 0 to 1."""
-    usage_name: str
-    running: float
-    waiting: float
-    """Requests that wait for room in a batch or in the cache."""
-    capacity_tokens: int
-    """0 where the page does not say it."""
-    blocks: int
-    """KV blocks, 0 where the page does not say it."""
-    dtype: str
-    itl_name: str = ""
-    """The name that inter-token latency was read under; empty where the page has none."""
-    process_start: float | None = None
-    """Unix time at which the API server's process started; vLLM with several API servers does not say it."""
-    totals: Totals = Totals()
-    model: ModelFacts | None = None
-    factors: str = ""
-    """Hash of the static factors that keys and values are quantized with; empty where the page does not say it."""
-    recent_tokens: int | None = None
-    """The last tokens of each sequence that are read at 8 bits; None where the page does not say it."""
-
-    @property
-    def older_names(self) -> tuple[str, ...]:
-        """The names on this page that newer vLLMs have given up."""
-        return tuple(name for name in (self.usage_name, self.itl_name) if name in (_USAGE[1], _ITL[1]))
 
 
 def parse_page(text: str) -> PodMetrics:
@@ -164,26 +124,26 @@ class PageReader:
     def close(self) -> PodMetrics:
         """What the page said; it is over."""
         self._series.close()
-        usage_name = next((name for name in _USAGE if name in self._shares), None)
+        usage_name = _first(_USAGE, self._shares)
         if usage_name is None:
             raise ScrapeError(f"none of {', '.join(_USAGE)} is on the page: is this a vLLM server?")
         total, ranks = self._shares[usage_name]
-        itl_name = next((name for name in _ITL if name in self._buckets), "")
         waiting = self._for_room if self._for_room is not None else self._sums.get(_WAITING, 0.0)
         return PodMetrics(
             usage=total / ranks,
-            usage_name=usage_name,
             running=_requests(_RUNNING, self._sums.get(_RUNNING, 0.0)),
             waiting=_requests(_WAITING, waiting),
             capacity_tokens=_tokens("the capacity", self._capacity),
             blocks=_tokens("num_gpu_blocks", self._blocks),
             dtype=self._dtype,
-            itl_name=itl_name,
             process_start=self._count(_START) if _START in self._sums else None,
-            totals=self._totals(itl_name),
+            totals=self._totals(),
             model=self._model,
             factors=self._factors,
             recent_tokens=self._recent,
+            older_names=tuple(
+                name for name in (usage_name, _first(_ITL, self._buckets)) if name in (_USAGE[1], _ITL[1])
+            ),
         )
 
     def _add(self, name: str, labels: str, value: float) -> None:
@@ -204,7 +164,9 @@ class PageReader:
         elif name == _CONFIG:
             self._add_config(labels_of(labels))
         elif name == _FACTORS:
-            self._factors = self._factors or _hash(labels_of(labels).get("hash", ""))
+            told = labels_of(labels).get("hash", "")
+            # One string for all pages that have it.
+            self._factors = self._factors or (sys.intern(told) if _HASH.fullmatch(told) else "")
         elif name == _RECENT:
             self._recent = _recent(labels_of(labels).get("tokens", ""))
         elif self._model is None:
@@ -213,7 +175,7 @@ class PageReader:
     def _add_part(self, name: str, labels: Mapping[str, str], value: float) -> None:
         if name == _WAITING_BY_REASON and labels.get("reason") == "capacity":
             self._for_room = (self._for_room or 0.0) + value
-        elif name == _FINISHED and labels.get("finished_reason") == "error":
+        elif name == _COUNTED["finished"] and labels.get("finished_reason") == "error":
             self._errors += value
         elif (
             name == _HTTP and labels.get("status", "").startswith("5") and labels.get("handler", "").startswith("/v1/")
@@ -239,38 +201,27 @@ class PageReader:
         )
         self._dtype = dtype
 
-    def _totals(self, itl_name: str) -> Totals:
-        return Totals(
-            preemptions=self._count(_PREEMPTIONS),
-            prompt_tokens=self._count(_PROMPT_TOKENS),
-            generation_tokens=self._count(_GENERATION_TOKENS),
-            prefix_queries=self._count(_PREFIX_QUERIES),
-            prefix_hits=self._count(_PREFIX_HITS),
-            finished=self._count(_FINISHED),
-            errors=_whole(_FINISHED, self._errors),
-            server_errors=_whole(_HTTP, self._server_errors),
-            prefill_seconds=self._sum(_PREFILL),
-            decode_seconds=self._sum(_DECODE),
-            ttft=self._histogram(_TTFT),
-            itl=self._histogram(itl_name),
-            prompt_lengths=self._histogram(_PROMPT_LENGTHS),
-            generation_lengths=self._histogram(_GENERATION_LENGTHS),
-        )
+    def _totals(self) -> Totals:
+        counts: dict[str, Any] = {field: self._count(name) for field, name in _COUNTED.items()}
+        counts |= {field: self._sum(name) for field, name in _SECONDS.items()}
+        counts |= {field: self._histogram(_first(names, self._buckets) or "") for field, names in _HISTOGRAMS.items()}
+        errors, server_errors = _whole(_COUNTED["finished"], self._errors), _whole(_HTTP, self._server_errors)
+        return Totals(errors=errors, server_errors=server_errors, **counts)
 
     def _count(self, name: str) -> float:
         return _whole(name, self._sums.get(name, 0.0))
 
     def _sum(self, name: str) -> float:
         total = self._sums.get(name, 0.0)
-        if not abs(total) <= MOST_COUNTED:
-            raise ScrapeError(f"{name} is {total}: not a number, or beyond {MOST_COUNTED:g}")
+        if not abs(total) <= MOST__COUNTED:
+            raise ScrapeError(f"{name} is {total}: not a number, or beyond {MOST__COUNTED:g}")
         return total
 
     def _histogram(self, name: str) -> Histogram:
         """The histogram over all of its series; an empty one where the page has none."""
         reached = self._buckets.get(name)
         if not reached:
-            return _NOTHING
+            return NOTHING_OBSERVED
         bounds = _bounds(name, tuple(reached))
         counts: list[float] = []
         below = 0.0
@@ -283,6 +234,11 @@ class PageReader:
         return Histogram(bounds, tuple(counts), self._sum(f"{name}_sum"))
 
 
+def _first(names: tuple[str, ...], found: Collection[str]) -> str | None:
+    """The newest spelling that is there."""
+    return next((name for name in names if name in found), None)
+
+
 def _counted(name: str, value: float) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise ScrapeError(f"{name} is {value}: negative or not a number")
@@ -291,8 +247,8 @@ def _counted(name: str, value: float) -> float:
 
 def _whole(name: str, total: float) -> float:
     """The sum of a counter's series, as an int where it is whole: small ints cost no memory."""
-    if total > MOST_COUNTED:
-        raise ScrapeError(f"{name} is {total:g}: impossible, nothing counts beyond {MOST_COUNTED:g}")
+    if total > MOST__COUNTED:
+        raise ScrapeError(f"{name} is {total:g}: impossible, nothing counts beyond {MOST__COUNTED:g}")
     return int(total) if total.is_integer() else total
 
 
@@ -323,11 +279,6 @@ def _model(labels: Mapping[str, str]) -> ModelFacts | None:
     if all(_number(size) or size == "0" for size in sizes.values()) and mla in ("true", "false"):
         return ModelFacts(**{name: int(size) for name, size in sizes.items()}, mla=mla == "true")
     return None
-
-
-def _hash(text: str) -> str:
-    """A hash in hexadecimal, one string for all pages that have it; empty for anything else."""
-    return sys.intern(text) if _HASH.fullmatch(text) else ""
 
 
 def _recent(text: str) -> int | None:

@@ -23,8 +23,7 @@ from datetime import datetime
 from statistics import median
 from typing import TypeVar
 
-from kvpilot_operator.observe.increments import LONGEST_GAP_SECONDS, increments
-from kvpilot_operator.observe.page import PodMetrics
+from kvpilot_operator.observe.pod_metrics import LONGEST_GAP_SECONDS, PodMetrics, increments
 from kvpilot_operator.state.snapshot import Flows, Sample
 
 _T = TypeVar("_T", int, str)
@@ -232,7 +231,7 @@ def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> 
     names = [name for name, _, _ in pods]
     pages = [page for _, page, _ in pods]
     weights = [page.capacity_tokens or 1 for page in pages]
-    flows = sum((flow for _, _, flow in pods), Flows())
+    flows = Flows.together([flow for _, _, flow in reversed(pods)])
     waiting, cut_waiting = _cut("waiting", names, [page.waiting for page in pages])
     running, cut_running = _cut("running", names, [page.running for page in pages], times=10, more=64)
     preemptions, cut_preemptions = _cut("preempted", names, [flow.preemptions for _, _, flow in pods])

@@ -10,7 +10,8 @@ import aiohttp
 
 from kvpilot_operator.budget import METRICS, METRICS_CHUNK_BYTES, METRICS_SOCKET_BYTES, METRICS_TURN, Places
 from kvpilot_operator.errors import PlaceLost, ScrapeError, ScrapeTimeout
-from kvpilot_operator.observe.page import PageReader, PodMetrics
+from kvpilot_operator.observe.page import PageReader
+from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.state.snapshot import ServiceKey
 
 # For all that an engine sends: a server that drips a byte a second must not hold a scrape.

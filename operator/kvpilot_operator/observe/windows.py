@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.observe.page import PodMetrics
 from kvpilot_operator.observe.plausible import Judged, Known, plausible_sample
-from kvpilot_operator.state.snapshot import NOTHING_OBSERVED, ModelFacts, Sample, ServiceKey
+from kvpilot_operator.observe.pod_metrics import PodMetrics
+from kvpilot_operator.state.snapshot import NOTHING_OBSERVED, Flows, ModelFacts, Sample, ServiceKey
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class _Cell:
             usage=ours.usage + (theirs.usage - ours.usage) * share,
             running=ours.running + (theirs.running - ours.running) * share,
             waiting=ours.waiting + (theirs.waiting - ours.waiting) * share,
-            flows=ours.flows + theirs.flows,
+            flows=Flows.together((theirs.flows, ours.flows)),
         )
         self.scrapes = both
 

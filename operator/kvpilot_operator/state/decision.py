@@ -1,12 +1,16 @@
-"""What one reconcile decided: data for `act`, with the reason of every step in the status' journal."""
+"""What one reconcile decided: data for `act`, with the reason of every step in the status' journal.
+
+A probe that it asks for answers to a later one: requests and what they found stand here side by side.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from kvpilot_operator.probes.codec import Baseline
+from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.state.questions import Unanswered
 from kvpilot_operator.state.status import Status
 
@@ -54,6 +58,38 @@ class Measure:
 
 
 Request = Find | Capture | Measure
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The baseline with its 16-bit-against-16-bit control; `adopted` where it was found kept and not captured anew."""
+
+    baseline: Baseline
+    adopted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NothingKept:
+    """A search for a kept baseline that found none that can be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeFailed:
+    """A probe that ended without a measurement."""
+
+    reason: str
+    message: str
+
+
+Found = Captured | NothingKept | Measurement | ProbeFailed
+
+
+class ProbeResult(NamedTuple):
+    """What was asked, and what was found."""
+
+    request: Request
+    outcome: Found | None
+    """None while the probe runs."""
 
 
 @dataclass(frozen=True, slots=True)

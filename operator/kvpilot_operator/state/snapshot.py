@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any, NamedTuple
 
 from kvpilot_operator.api.schema import Fault
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.probes.codec import Baseline
-from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.state.decision import Find, Request
+from kvpilot_operator.state.decision import Find, ProbeResult
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.status import Status
@@ -122,11 +120,12 @@ class Flows:
     prompt_lengths: Histogram = NOTHING_OBSERVED
     generation_lengths: Histogram = NOTHING_OBSERVED
 
-    def __add__(self, other: Flows) -> Flows:
-        """Both together; histograms of other buckets than ours (an engine of another version) are left out."""
-        pairs: Iterator[tuple[Any, Any]] = ((getattr(other, f.name), getattr(self, f.name)) for f in fields(Flows))
-        both: list[Any] = [Histogram.together(p) if isinstance(p[0], Histogram) else sum(p) for p in pairs]
-        return Flows(*both)
+    @classmethod
+    def together(cls, flows: Sequence[Flows]) -> Flows:
+        """Their sum; histograms of other buckets than the last (an engine of another version) are left out."""
+        columns: list[list[Any]] = [[getattr(one, f.name) for one in flows] for f in fields(cls) if flows]
+        sums: list[Any] = [Histogram.together(c) if isinstance(c[0], Histogram) else sum(c) for c in columns]
+        return cls(*sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,36 +186,6 @@ class RouteView:
     """`spec.rules`, raw."""
     weights: Mapping[str, int]
     """Weight by backend Service name, over the rules that send traffic to this service."""
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """The baseline with its 16-bit-against-16-bit control; `adopted` where it was found kept and not captured anew."""
-
-    baseline: Baseline
-    adopted: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class NothingKept:
-    """A search for a kept baseline that found none that can be used."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeFailed:
-    """A probe that ended without a measurement."""
-
-    reason: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeResult:
-    """What was asked, and what was found."""
-
-    request: Request
-    outcome: Captured | NothingKept | Measurement | ProbeFailed | None
-    """None while the probe runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
-from kvpilot_operator.state.snapshot import Sample
+from kvpilot_operator.state.snapshot import Flows, Sample
 from kvpilot_planning.backtest.buckets import FINE, Tally
 from kvpilot_planning.backtest.costs import Profile
 from kvpilot_planning.backtest.engine import EPOCH, Engine
@@ -135,9 +135,7 @@ class Service:
         if not pages:
             return None
         capacity = sum(p.capacity_tokens for p in pages)
-        flows = pages[0].flows
-        for page in pages[1:]:
-            flows = flows + page.flows
+        flows = Flows.together([page.flows for page in reversed(pages)])
         return replace(
             pages[0], time=EPOCH + timedelta(seconds=self.now), pods=len(pages), flows=flows, capacity_tokens=capacity,
             usage=sum(p.usage * p.capacity_tokens for p in pages) / capacity,

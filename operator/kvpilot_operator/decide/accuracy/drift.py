@@ -22,9 +22,9 @@ from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS, denial
 from kvpilot_operator.decide.trial import baseline
 from kvpilot_operator.decide.trial.ending import deny
 from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.state.decision import Measure
+from kvpilot_operator.state.decision import Measure, ProbeFailed
 from kvpilot_operator.state.enums import Action, Reason, Verdict
-from kvpilot_operator.state.snapshot import PodView, ProbeFailed, Snapshot
+from kvpilot_operator.state.snapshot import PodView, Snapshot
 from kvpilot_operator.state.status import Accuracy, Baseline, Stable
 
 

@@ -13,10 +13,9 @@ from kvpilot_operator.decide.rejections import finding
 from kvpilot_operator.decide.trial import baseline
 from kvpilot_operator.decide.trial.ending import roll_back
 from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.state.decision import Find, Measure, Request
+from kvpilot_operator.state.decision import Captured, Find, Measure, NothingKept, ProbeFailed, Request
 from kvpilot_operator.state.enums import Action, Reason, Stage, Verdict
 from kvpilot_operator.state.questions import Question
-from kvpilot_operator.state.snapshot import Captured, NothingKept, ProbeFailed
 from kvpilot_operator.state.status import Baseline, Canary
 
 # After a probe that ended in an error the next waits this long, times the errors so far.

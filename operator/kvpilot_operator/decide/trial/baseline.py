@@ -12,9 +12,9 @@ from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.draft import Draft
 from kvpilot_operator.probes import codec
 from kvpilot_operator.render.names import baseline_name, engine_url
-from kvpilot_operator.state.decision import Capture, Find, Measure
+from kvpilot_operator.state.decision import Capture, Captured, Find, Measure, NothingKept
 from kvpilot_operator.state.enums import Action, Stage, Verdict
-from kvpilot_operator.state.snapshot import Captured, NothingKept, PodView, Snapshot
+from kvpilot_operator.state.snapshot import PodView, Snapshot
 from kvpilot_operator.state.status import Baseline
 
 

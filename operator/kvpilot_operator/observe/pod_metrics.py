@@ -1,15 +1,59 @@
-"""What happened on one pod between two of its pages. Pure."""
+"""What one pod's page says, and what happened on it between two of them. Pure."""
 
 from __future__ import annotations
 
-from kvpilot_operator.observe.page import PodMetrics
-from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.snapshot import Flows
+from dataclasses import dataclass
+from typing import Any
 
+from kvpilot_operator.state.histogram import Histogram
+from kvpilot_operator.state.snapshot import Flows, ModelFacts
+
+_COUNTS = ("preemptions", "prompt_tokens", "generation_tokens", "prefix_queries", "prefix_hits", "finished")
+_HISTOGRAMS = ("ttft", "itl", "prompt_lengths", "generation_lengths")
 # Two pages further apart say nothing of the time that decisions look at: the later one counts as a first page.
 LONGEST_GAP_SECONDS = 600.0
 # A process' start is derived from the host's boot time, which a clock that is set moves by a little.
 _START_JITTER_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Totals(Flows):
+    """What an engine counted since its process started, but for `seconds` and `failed`. Counts are never negative.
+
+    Of `finished` are requests whose end the engine saw, mostly without those whose client left. A request that failed
+    before its first token may lower `prefill_seconds`, in vLLM, even below zero.
+    """
+
+    errors: float = 0
+    """Of the finished requests, those that ended in an error of the engine (finished_reason "error")."""
+    server_errors: float = 0
+    """HTTP answers 5xx of the API (/v1/...)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodMetrics:
+    """One pod's page."""
+
+    usage: float
+    """Share of the KV blocks in use, 0 to 1."""
+    running: float
+    waiting: float
+    """Requests that wait for room in a batch or in the cache."""
+    capacity_tokens: int
+    """0 where the page does not say it."""
+    blocks: int
+    """KV blocks, 0 where the page does not say it."""
+    dtype: str
+    process_start: float | None = None
+    """Unix time at which the API server's process started; vLLM with several API servers does not say it."""
+    totals: Totals = Totals()
+    model: ModelFacts | None = None
+    factors: str = ""
+    """Hash of the static factors that keys and values are quantized with; empty where the page does not say it."""
+    recent_tokens: int | None = None
+    """The last tokens of each sequence that are read at 8 bits; None where the page does not say it."""
+    older_names: tuple[str, ...] = ()
+    """The names on this page that newer vLLMs have given up."""
 
 
 def restarted(before: PodMetrics, after: PodMetrics) -> bool:
@@ -33,29 +77,20 @@ def increments(before: PodMetrics, after: PodMetrics, elapsed: float, now: float
     def step(was: float, now_is: float) -> float:
         return now_is if fresh or now_is < was else now_is - was
 
-    def grown(was: Histogram, now_is: Histogram) -> Histogram:
-        return _grown(was, now_is, fresh)
-
     # Request-seconds fall in vLLM when a request fails before its first token: the count of requests tells a reset.
     reset = fresh or new.finished < old.finished
     errors = step(old.errors, new.errors)
     # An engine's error is an HTTP 500, too, unless the answer had begun: neither count alone has them all.
     failed = max(errors, step(old.server_errors, new.server_errors))
+    counts: dict[str, Any] = {field: step(getattr(old, field), getattr(new, field)) for field in _COUNTS}
+    counts["finished"] += failed - errors
+    counts |= {field: _grown(getattr(old, field), getattr(new, field), fresh) for field in _HISTOGRAMS}
     return Flows(
         seconds=_covered(after, elapsed, now) if fresh else elapsed,
-        preemptions=step(old.preemptions, new.preemptions),
-        prompt_tokens=step(old.prompt_tokens, new.prompt_tokens),
-        generation_tokens=step(old.generation_tokens, new.generation_tokens),
-        prefix_queries=step(old.prefix_queries, new.prefix_queries),
-        prefix_hits=step(old.prefix_hits, new.prefix_hits),
-        finished=step(old.finished, new.finished) + failed - errors,
         failed=failed,
         prefill_seconds=max(0.0, new.prefill_seconds - (0.0 if reset else old.prefill_seconds)),
         decode_seconds=max(0.0, new.decode_seconds - (0.0 if reset else old.decode_seconds)),
-        ttft=grown(old.ttft, new.ttft),
-        itl=grown(old.itl, new.itl),
-        prompt_lengths=grown(old.prompt_lengths, new.prompt_lengths),
-        generation_lengths=grown(old.generation_lengths, new.generation_lengths),
+        **counts,
     )
 
 
