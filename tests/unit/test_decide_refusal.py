@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.rejections import Cause
 from kvpilot_operator.decide.trial.refusal import MAX_RESTARTS, engine_failure
+from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.snapshot import PodView
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TypeVar
 
 from kvpilot_operator.decide import measured
@@ -28,19 +28,19 @@ def tell(c: Context) -> Context:
     """All conditions of a service whose spec is accepted; an event where objects are refused anew."""
     objects = _objects_accepted(c.snapshot)
     available, calibration = _available(c, objects), measured.calibration(c)
-    lines = [
-        _ready(c, available, objects, calibration),
-        available,
-        _progressing(c, objects),
-        measured.model_cached(c),
-        measured.metrics(c),
-        measured.memory_pressured(c),
-        measured.canary_healthy(c),
-        measured.accuracy(c),
-        calibration,
-        _spec_accepted(c, objects),
-        objects,
-    ]
+    lines = {
+        "Ready": _ready(c, available, objects, calibration),
+        "Available": available,
+        "Progressing": _progressing(c, objects),
+        "ModelCached": measured.model_cached(c),
+        "MetricsAvailable": measured.metrics(c),
+        "MemoryPressured": measured.memory_pressured(c),
+        "CanaryHealthy": measured.canary_healthy(c),
+        "AccuracyVerified": measured.accuracy(c),
+        "CalibrationConsistent": calibration,
+        "SpecAccepted": _spec_accepted(c, objects),
+        "ObjectsAccepted": objects,
+    }
     c = c.set(conditions=_stamped(c.snapshot, lines))
     return _announce(_announce(c, "ObjectsAccepted", objects.reason), "CalibrationConsistent", calibration.reason)
 
@@ -49,15 +49,11 @@ def refuse(draft: Draft) -> Draft:
     """The conditions of a service whose spec breaks the rules: what runs is left as it is."""
     s = draft.snapshot
     message = clip("; ".join(f"{fault.field}: {fault.message}" for fault in s.faults))
-    kept = [
-        Line(one.type, one.status, one.reason, one.message)
-        for one in s.status.conditions
-        if one.type not in ("Ready", "SpecAccepted")
-    ]
+    before = {one.type: Line(one.status, one.reason, one.message) for one in s.status.conditions}
     serving = any(pod.ready for pod in s.pods)
     suffix = " (the last accepted spec keeps serving)" if serving else ""
-    ready = Line("Ready", "False", "SpecInvalid", message + suffix)
-    lines = [ready, *kept, Line("SpecAccepted", "False", "Invalid", message)]
+    ready, refused = Line("False", "SpecInvalid", message + suffix), Line("False", "Invalid", message)
+    lines = {"Ready": ready, **before} | {"Ready": ready, "SpecAccepted": refused}
     return _announce(draft.set(conditions=_stamped(s, lines)), "SpecAccepted", "SpecInvalid")
 
 
@@ -67,15 +63,15 @@ def report(draft: D) -> D:
     if keeps_probe(draft.unanswered):
         accuracy = draft.before.condition("AccuracyVerified")
         found |= {accuracy.type: accuracy} if accuracy is not None else {}
-    said = Line(CONDITION, "True", "AllAnswered", "every question of the last reconcile was answered")
+    said = Line("True", "AllAnswered", "every question of the last reconcile was answered")
     if draft.unanswered:
         named = ", ".join(dict.fromkeys(map(str, draft.unanswered)))
         text = (
             f"not answered: {named}. What these decide stays as it is, and everything else goes on. The operator's log "
             "has more about it; where the API server gave no error of its own, please report it"
         )
-        said = Line(CONDITION, "False", f"{draft.unanswered[0].question}Unanswered", text)
-    return draft.set(conditions=(*found.values(), *_stamped(draft.snapshot, [said])))
+        said = Line("False", f"{draft.unanswered[0].question}Unanswered", text)
+    return draft.set(conditions=(*found.values(), *_stamped(draft.snapshot, {CONDITION: said})))
 
 
 def _announce(draft: D, kind: str, reason: str) -> D:
@@ -86,15 +82,15 @@ def _announce(draft: D, kind: str, reason: str) -> D:
     return draft.event(reason, after.message, warning=True)
 
 
-def _stamped(s: Snapshot, lines: Sequence[Line]) -> tuple[Condition, ...]:
+def _stamped(s: Snapshot, lines: Mapping[str, Line]) -> tuple[Condition, ...]:
     """Conditions with `lastTransitionTime` moved only where the status word changed."""
     result = []
-    for one in lines:
-        before = s.status.condition(one.type)
+    for kind, one in lines.items():
+        before = s.status.condition(kind)
         kept = before is not None and before.status == one.status
         result.append(
             Condition(
-                type=one.type,
+                type=kind,
                 status=one.status,
                 reason=one.reason,
                 message=clip(one.message),
@@ -109,30 +105,26 @@ def _objects_accepted(s: Snapshot) -> Line:
     """What of the service's objects and pods the API server will not have, with the spec's field and the remedy."""
     refused = rejected(s)
     if refused:
-        return Line("ObjectsAccepted", "False", *finding(refused))
+        return Line("False", *finding(refused))
     before = s.status.condition("ObjectsAccepted")
     if s.rejections is None and before is not None:
         # Nothing was written yet in this life of the operator: what was refused before most likely still is.
-        return Line("ObjectsAccepted", before.status, before.reason, before.message)
+        return Line(before.status, before.reason, before.message)
     if s.rejections is None:
-        return Line("ObjectsAccepted", "Unknown", "NotWrittenYet", "no object has been written yet")
-    return Line("ObjectsAccepted", "True", "Written", "the API server has taken every object")
+        return Line("Unknown", "NotWrittenYet", "no object has been written yet")
+    return Line("True", "Written", "the API server has taken every object")
 
 
 def _ready(c: Context, available: Line, objects: Line, calibration: Line) -> Line:
     stable, canary = c.stable, c.canary
     if available.status != "True" or stable is None:
-        return available._replace(type="Ready", status="False")
+        return available._replace(status="False")
     but = "; not all is as the spec asks, see ObjectsAccepted" if objects.status == "False" else ""
     but += "; its engines do not all quantize alike, see CalibrationConsistent" if calibration.status == "False" else ""
     if canary is not None:
-        return Line(
-            "Ready",
-            "True",
-            f"Canary{canary.stage}",
-            f"{stable.dtype} serves; {canary.dtype} is on trial{_share(canary)}{but}",
-        )
-    return Line("Ready", "True", "Serving", f"{stable.dtype} serves{but}")
+        trial = f"{stable.dtype} serves; {canary.dtype} is on trial{_share(canary)}{but}"
+        return Line("True", f"Canary{canary.stage}", trial)
+    return Line("True", "Serving", f"{stable.dtype} serves{but}")
 
 
 def _available(c: Context, objects: Line) -> Line:
@@ -143,60 +135,56 @@ def _available(c: Context, objects: Line) -> Line:
     """
     s, replicas = c.snapshot, c.replicas
     if c.stable is None:
-        return Line("Available", "False", "NoRevision", "nothing serves yet")
+        return Line("False", "NoRevision", "nothing serves yet")
     serving = traffic.serving(c)
     pods = [pod for revision in serving for pod in s.pods_of(revision)]
     ready = sum(len(s.ready_pods(revision)) for revision in serving)
     if ready and ready >= min(replicas, 1) and s.traffic is None:
         return _unserved(s, ready)
     if ready and ready >= min(replicas, 1):
-        return Line("Available", "True", "EnginesReady", f"{ready} of {max(replicas, len(pods))} replicas answer")
+        return Line("True", "EnginesReady", f"{ready} of {max(replicas, len(pods))} replicas answer")
     if replicas == 0:
-        return Line("Available", "False", "ScaledToZero", "spec.replicas is 0")
+        return Line("False", "ScaledToZero", "spec.replicas is 0")
     names = [("Service", s.key.name), *(("Deployment", deployment_name(s.key.name, one)) for one in serving)]
     blocking = [one for one in rejected(s) if (one.kind, one.name) in names]
     why = engine_failure(pods) or pending_reason(pods) or (finding(blocking) if blocking else None)
     if why is not None:
-        return Line("Available", "False", *why)
+        return Line("False", *why)
     if s.rejections is None and objects.status == "False":
-        return objects._replace(type="Available")
-    return Line("Available", "False", "EnginesStarting", f"0 of {replicas} replicas answer yet")
+        return objects
+    return Line("False", "EnginesStarting", f"0 of {replicas} replicas answer yet")
 
 
 def _unserved(s: Snapshot, ready: int) -> Line:
     """Engines answer, and no Service of ours sends them anything."""
     refused = s.rejection("Service", s.key.name)
     if refused is not None:
-        return Line("Available", "False", *finding([refused]))
+        return Line("False", *finding([refused]))
     text = f"{ready} replicas answer, and no Service {s.key.name} of kvpilot's selects them: it is written now"
-    return Line("Available", "False", "NoService", text)
+    return Line("False", "NoService", text)
 
 
 def _progressing(c: Context, objects: Line) -> Line:
     canary, stable, target, paused = c.canary, c.stable, c.target, c.spec.rollout.paused
     if canary is not None:
         stopped = paused and canary.stage != Stage.ROLLING_BACK
-        return Line(
-            "Progressing",
-            "False" if stopped else "True",
-            "RolloutPaused" if stopped else f"Canary{canary.stage}",
-            f"{canary.from_dtype} -> {canary.dtype}{_share(canary)}: {canary.message}",
-        )
+        text = f"{canary.from_dtype} -> {canary.dtype}{_share(canary)}: {canary.message}"
+        return Line("False", "RolloutPaused", text) if stopped else Line("True", f"Canary{canary.stage}", text)
     if target.held is not None:
-        return Line("Progressing", "False", target.reason, target.held)
+        return Line("False", target.reason, target.held)
     if stable is not None and stable.ever_ready and target.revision != stable.revision:
         fault = start_fault(c, target)
         if fault is not None:
-            return Line("Progressing", "False", *fault)
+            return Line("False", *fault)
         if paused:
             text = f"spec.rollout.paused is true: no canary for {target.dtype} is started ({target.message})"
-            return Line("Progressing", "False", "RolloutPaused", text)
+            return Line("False", "RolloutPaused", text)
     if objects.status == "False":
-        return objects._replace(type="Progressing")
+        return objects
     if stable is not None and not stable.ever_ready:
         starting = f"revision {stable.revision} ({stable.dtype}) is starting"
-        return Line("Progressing", "True", "EnginesStarting", starting)
-    return Line("Progressing", "False", "Settled", target.message)
+        return Line("True", "EnginesStarting", starting)
+    return Line("False", "Settled", target.message)
 
 
 def _share(canary: Canary) -> str:
@@ -214,8 +202,8 @@ def _spec_accepted(c: Context, objects: Line) -> Line:
     if objects.status == "False":
         note = "the spec is valid, and not all that it asks for could be written: see ObjectsAccepted"
     if note is not None:
-        return Line("SpecAccepted", "True", "PartlyActedOn", note)
-    return Line("SpecAccepted", "True", "Accepted", "every field that is set is acted on")
+        return Line("True", "PartlyActedOn", note)
+    return Line("True", "Accepted", "every field that is set is acted on")
 
 
 def _window_note(c: Context) -> str | None:

@@ -17,9 +17,8 @@ Word = Literal["True", "False", "Unknown"]
 
 
 class Line(NamedTuple):
-    """A condition before it has its times."""
+    """What a condition says, before it has its type and times."""
 
-    type: str
     status: Word
     reason: str
     message: str
@@ -29,11 +28,11 @@ def model_cached(c: Context) -> Line:
     """Whether an engine has ever loaded the model."""
     stable = c.stable
     if stable is not None and stable.ever_ready:
-        return Line("ModelCached", "True", "EngineLoadedIt", "an engine has loaded the model")
+        return Line("True", "EngineLoadedIt", "an engine has loaded the model")
     failure = engine_failure(c.snapshot.pods_of(stable.revision)) if stable is not None else None
     if failure is not None and failure.reason in ("ModelNotFound", "ModelUnsupported"):
-        return Line("ModelCached", "False", *failure)
-    return Line("ModelCached", "Unknown", "NotLoadedYet", "no engine has loaded the model yet")
+        return Line("False", *failure)
+    return Line("Unknown", "NotLoadedYet", "no engine has loaded the model yet")
 
 
 def metrics(c: Context) -> Line:
@@ -45,25 +44,25 @@ def metrics(c: Context) -> Line:
         many = "1 pod is" if number == 1 else f"{number} pods are"
         less = f"; {many} scraped less often; {first}: {backed_off[first]}"
     if workload.kind == WorkloadKind.NO_METRICS:
-        return Line("MetricsAvailable", "False", "NoMetrics", f"{workload.message}{less}")
+        return Line("False", "NoMetrics", f"{workload.message}{less}")
     capacity = f"KV capacity {workload.capacity_tokens} tokens"
     if workload.implausible:  # names alone: why holds figures that move, and is in the operator's log
         names = ", ".join(sorted(one.partition(":")[0] for one in workload.implausible))
-        return Line("MetricsAvailable", "True", "PartlyBelieved", f"{capacity}; implausible: {names}{less}")
-    return Line("MetricsAvailable", "True", "Scraped", f"{capacity}{less}")
+        return Line("True", "PartlyBelieved", f"{capacity}; implausible: {names}{less}")
+    return Line("True", "Scraped", f"{capacity}{less}")
 
 
 def memory_pressured(c: Context) -> Line:
     """What binds, and whether it is memory."""
     workload, before, usage = c.workload, c.before.condition("MemoryPressured"), c.before.kv_cache.usage_percent
     if workload.kind == WorkloadKind.NO_METRICS:
-        return Line("MemoryPressured", "Unknown", "NoMetrics", workload.message)
+        return Line("Unknown", "NoMetrics", workload.message)
     held = workload.kind == WorkloadKind.WARMING and before is not None and before.status == "True"
     word: Word = "True" if workload.kind == WorkloadKind.MEMORY_BOUND or held else "False"
     same = before is not None and (before.status, before.reason) == (word, workload.kind)
     if before is not None and same and usage is not None and abs(usage - workload.usage_percent) < USAGE_STEP_PERCENT:
-        return Line("MemoryPressured", word, workload.kind, before.message)  # no write for figures that hardly moved
-    return Line("MemoryPressured", word, workload.kind, workload.message)
+        return Line(word, workload.kind, before.message)  # no write for figures that hardly moved
+    return Line(word, workload.kind, workload.message)
 
 
 def canary_healthy(c: Context) -> Line:
@@ -72,22 +71,22 @@ def canary_healthy(c: Context) -> Line:
     if canary is not None:
         passed: Word = "True" if canary.verdict == Verdict.PASSED else "Unknown"
         word: Word = "False" if canary.stage == Stage.ROLLING_BACK else passed
-        return Line("CanaryHealthy", word, canary.reason or canary.stage, f"{canary.dtype}: {canary.message}")
+        return Line(word, canary.reason or canary.stage, f"{canary.dtype}: {canary.message}")
     if last is None:
-        return Line("CanaryHealthy", "Unknown", "NoCanary", "no canary has run")
+        return Line("Unknown", "NoCanary", "no canary has run")
     ended: Word = "True" if last.stage == Stage.PROMOTED else "False"
-    return Line("CanaryHealthy", ended, last.reason or last.stage, f"{last.stage} {last.dtype}: {last.message}")
+    return Line(ended, last.reason or last.stage, f"{last.stage} {last.dtype}: {last.message}")
 
 
 def accuracy(c: Context) -> Line:
     """Whether the serving dtype still answers as 16 bits do."""
     stable, accuracy, spec = c.stable, c.status.accuracy, c.spec
     if c.snapshot.probes.fault is not None:
-        return Line("AccuracyVerified", "False", "ProbeSetInvalid", c.snapshot.probes.fault)
+        return Line("False", "ProbeSetInvalid", c.snapshot.probes.fault)
     if stable is None:
-        return Line("AccuracyVerified", "Unknown", "NoRevision", "nothing serves yet")
+        return Line("Unknown", "NoRevision", "nothing serves yet")
     if stable.dtype == spec.kv_cache.baseline:
-        return Line("AccuracyVerified", "True", "Reference", f"{stable.dtype} is what accuracy is measured against")
+        return Line("True", "Reference", f"{stable.dtype} is what accuracy is measured against")
     last, runs = accuracy.last, f"of {spec.accuracy.failure_limit} runs in a row failed"
     if last is None or last.revision != stable.revision:
         found = f"{stable.dtype} has not been compared with a 16-bit engine"
@@ -97,34 +96,30 @@ def accuracy(c: Context) -> Line:
             f"{last.excess_kl_micronats / 1000:.1f} millinats, top-1 agreement {last.top1_agreement_permille / 10:.1f}%"
         )
     if drifted(c):
-        return Line(
-            "AccuracyVerified", "False", Reason.ACCURACY_DRIFTED, f"{found}; {accuracy.failures} runs in a row failed"
-        )
+        return Line("False", Reason.ACCURACY_DRIFTED, f"{found}; {accuracy.failures} runs in a row failed")
     if accuracy.errors >= spec.accuracy.consecutive_error_limit:
         # Not the number: it grows with every run, and nobody is helped by a new message each time.
-        return Line(
-            "AccuracyVerified", "Unknown", "ProbeErrors", f"the last runs brought no verdict (see events); {found}"
-        )
+        return Line("Unknown", "ProbeErrors", f"the last runs brought no verdict (see events); {found}")
     if last is None or last.revision != stable.revision:
-        return Line("AccuracyVerified", "Unknown", "NotProbed", found)
+        return Line("Unknown", "NotProbed", found)
     if accuracy.failures:
-        return Line("AccuracyVerified", "Unknown", "ProbeFailed", f"{found}; {accuracy.failures} {runs}")
+        return Line("Unknown", "ProbeFailed", f"{found}; {accuracy.failures} {runs}")
     if known(c) is None:
         unwatched = "no 16-bit reference is kept for the present model and probe sets, the next canary captures one"
-        return Line("AccuracyVerified", "Unknown", "NotWatched", f"{found}; not watched since: {unwatched}")
+        return Line("Unknown", "NotWatched", f"{found}; not watched since: {unwatched}")
     word: Word = "True" if last.verdict == Verdict.PASSED else "False"
-    return Line("AccuracyVerified", word, f"Probe{last.verdict}", found)
+    return Line(word, f"Probe{last.verdict}", found)
 
 
 def calibration(c: Context) -> Line:
     """Whether the engines that serve, and those on trial, have the factors of their revision."""
-    s, stable, kind = c.snapshot, c.stable, "CalibrationConsistent"
+    s, stable = c.snapshot, c.stable
     found = [text for revision in c.sides if (text := factors.mixed(s, revision)) is not None]
     if found:
-        return Line(kind, "False", Reason.MIXED_FACTORS, "; ".join(found))
+        return Line("False", Reason.MIXED_FACTORS, "; ".join(found))
     sample = s.last_sample(stable.revision) if stable is not None else None
     if stable is not None and not formats.parse(stable.dtype).ours:
-        return Line(kind, "True", "NotCalibrated", f"{stable.dtype} has no calibration factors")
+        return Line("True", "NotCalibrated", f"{stable.dtype} has no calibration factors")
     if sample is None or not sample.factors:
-        return Line(kind, "Unknown", "NotReported", "no engine has told its calibration factors yet")
-    return Line(kind, "True", "SameFactors", f"all engines have the calibration factors {sample.factors}")
+        return Line("Unknown", "NotReported", "no engine has told its calibration factors yet")
+    return Line("True", "SameFactors", f"all engines have the calibration factors {sample.factors}")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvpilot_operator.render.names import deployment_name
+from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.snapshot import Rejection, Snapshot
 
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
@@ -156,13 +156,6 @@ TABLE = (
         "letter or digit",
     ),
 )  # fmt: skip
-
-
-class Cause(NamedTuple):
-    """Why something cannot be: a CamelCase reason, and words that name what is at fault and the remedy."""
-
-    reason: str
-    message: str
 
 
 def rejected(s: Snapshot) -> tuple[Rejection, ...]:

@@ -20,7 +20,6 @@ from kvpilot_operator.render.names import (
 )
 from kvpilot_operator.render.startup import startup_budget_seconds
 
-STARTUP_PERIOD_SECONDS = 5
 # The user of docker/runtime.Dockerfile; its group owns what is written to claims.
 ENGINE_USER = 65532
 _WEIGHTS_PATH = "/models"
@@ -56,25 +55,10 @@ def _pod_spec(service: str, spec: Spec, dtype: str) -> dict[str, Any]:
         "ports": [{"name": "http", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
         "volumeMounts": mounts,
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "startupProbe": {
-            "httpGet": {"path": "/health", "port": "http"},
-            "periodSeconds": STARTUP_PERIOD_SECONDS,
-            "timeoutSeconds": 5,
-            "failureThreshold": -(-startup_budget_seconds(spec) // STARTUP_PERIOD_SECONDS),
-        },
-        "readinessProbe": {
-            "httpGet": {"path": "/health", "port": "http"},
-            "periodSeconds": 5,
-            "timeoutSeconds": 5,
-            "failureThreshold": 3,
-        },
+        "startupProbe": _health(5, 5, -(-startup_budget_seconds(spec) // 5)),
+        "readinessProbe": _health(5, 5, 3),
         # A busy engine answers /health late: it is restarted only after two minutes of silence.
-        "livenessProbe": {
-            "httpGet": {"path": "/health", "port": "http"},
-            "periodSeconds": 15,
-            "timeoutSeconds": 10,
-            "failureThreshold": 8,
-        },
+        "livenessProbe": _health(15, 10, 8),
         # The pod leaves the Service first; the engine then finishes what it has (--shutdown-timeout).
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(drain.pre_stop_seconds)]}}},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
@@ -91,6 +75,12 @@ def _pod_spec(service: str, spec: Spec, dtype: str) -> dict[str, Any]:
         "automountServiceAccountToken": bool(engine.service_account_name),
     }
     return pod | {field: value for field, value in _placement(service, engine).items() if value}
+
+
+def _health(period: int, timeout: int, failures: int) -> dict[str, Any]:
+    """A kubelet's question every `period` seconds, given up after `timeout`, until so many `failures` in a row."""
+    asked = {"path": "/health", "port": "http"}
+    return {"httpGet": asked, "periodSeconds": period, "timeoutSeconds": timeout, "failureThreshold": failures}
 
 
 def _security_context() -> dict[str, Any]:

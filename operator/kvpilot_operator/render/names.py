@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 GROUP = "kvpilot.io"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
@@ -51,15 +49,3 @@ def canary_service(service: str) -> str:
 def baseline_name(service: str, identity: str) -> str:
     """The ConfigMap that keeps the 16-bit answers of one set of probes."""
     return f"{service}-baseline-{identity[:8]}"
-
-
-def owner_reference(name: str, uid: str) -> dict[str, Any]:
-    """Owner reference to the service: deleting it cleans up everything."""
-    return {
-        "apiVersion": API_VERSION,
-        "kind": KIND,
-        "name": name,
-        "uid": uid,
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }

@@ -6,17 +6,17 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvpilot_operator.render.engine import revision as revision_of
 from kvpilot_operator.render.names import (
+    API_VERSION,
     DTYPE_LABEL,
     HTTP_ROUTE_API,
+    KIND,
     REVISION_LABEL,
     SERVICE_LABEL,
     SHELTER_ANNOTATION,
     baseline_name,
     deployment_name,
     owned_labels,
-    owner_reference,
 )
 from kvpilot_operator.state.snapshot import PodView, RouteView, ServiceKey
 
@@ -27,13 +27,19 @@ _SHELTER = {
 }
 
 
-def _metadata(key: ServiceKey, uid: str, name: str, labels: dict[str, str] | None = None) -> dict[str, Any]:
-    return {
+def _owned(
+    key: ServiceKey, uid: str, what: tuple[str, str, str], labels: Mapping[str, str] | None = None, **content: Any
+) -> dict[str, Any]:
+    """An object of the service's own, which goes with it; `what` is its apiVersion, kind and name."""
+    api_version, kind, name = what
+    service = {"apiVersion": API_VERSION, "kind": KIND, "name": key.name, "uid": uid}
+    metadata = {
         "name": name,
         "namespace": key.namespace,
         "labels": {**owned_labels(key.name), **(labels or {})},
-        "ownerReferences": [owner_reference(key.name, uid)],
+        "ownerReferences": [{**service, "controller": True, "blockOwnerDeletion": True}],
     }
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **content}
 
 
 def deployment(
@@ -41,32 +47,22 @@ def deployment(
 ) -> dict[str, Any]:
     """One revision's Deployment."""
     labels = {k: v for k, v in template["metadata"]["labels"].items() if k in (REVISION_LABEL, DTYPE_LABEL)}
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": _metadata(key, uid, deployment_name(key.name, revision_of(template)), labels),
-        "spec": {
-            "replicas": replicas,
-            "selector": {"matchLabels": {SERVICE_LABEL: key.name, REVISION_LABEL: revision_of(template)}},
-            "template": template,
-            "progressDeadlineSeconds": startup_seconds + 60,
-            "revisionHistoryLimit": 0,
-        },
+    revision = labels[REVISION_LABEL]
+    spec = {
+        "replicas": replicas,
+        "selector": {"matchLabels": _selector(key, revision)},
+        "template": template,
+        "progressDeadlineSeconds": startup_seconds + 60,
+        "revisionHistoryLimit": 0,
     }
+    return _owned(key, uid, ("apps/v1", "Deployment", deployment_name(key.name, revision)), labels, spec=spec)
 
 
 def service(key: ServiceKey, uid: str, name: str, revision: str) -> dict[str, Any]:
     """A Service, which selects one revision, or every one where `revision` is empty: the traffic switch."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _metadata(key, uid, name),
-        "spec": {
-            "type": "ClusterIP",
-            "selector": _selector(key, revision),
-            "ports": [{"name": "http", "port": 80, "protocol": "TCP", "targetPort": "http"}],
-        },
-    }
+    ports = [{"name": "http", "port": 80, "protocol": "TCP", "targetPort": "http"}]
+    spec = {"type": "ClusterIP", "selector": _selector(key, revision), "ports": ports}
+    return _owned(key, uid, ("v1", "Service", name), spec=spec)
 
 
 def disruption_budget(
@@ -77,12 +73,8 @@ def disruption_budget(
     With `evict_unready` a pod that is not ready may always leave: an engine that never starts keeps no node.
     """
     policy = {"unhealthyPodEvictionPolicy": "AlwaysAllow"} if evict_unready else {}
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": _metadata(key, uid, key.name),
-        "spec": {"minAvailable": min_available, "selector": {"matchLabels": _selector(key, revision)}, **policy},
-    }
+    spec = {"minAvailable": min_available, "selector": {"matchLabels": _selector(key, revision)}, **policy}
+    return _owned(key, uid, ("policy/v1", "PodDisruptionBudget", key.name), spec=spec)
 
 
 def pod_shelter(key: ServiceKey, pod: PodView, sheltered: bool) -> dict[str, Any]:
@@ -115,9 +107,5 @@ def _selector(key: ServiceKey, revision: str) -> dict[str, str]:
 
 def baseline_config_map(key: ServiceKey, uid: str, identity: str, content: bytes) -> dict[str, Any]:
     """The ConfigMap that keeps the 16-bit answers (compressed, under a ConfigMap's limit of 1 MiB)."""
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": _metadata(key, uid, baseline_name(key.name, identity)),
-        "binaryData": {"baseline": base64.b64encode(content).decode()},
-    }
+    data = {"baseline": base64.b64encode(content).decode()}
+    return _owned(key, uid, ("v1", "ConfigMap", baseline_name(key.name, identity)), binaryData=data)

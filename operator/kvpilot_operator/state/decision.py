@@ -17,6 +17,13 @@ from kvpilot_operator.state.status import Status
 Manifest = Mapping[str, Any]
 
 
+class Cause(NamedTuple):
+    """Why something cannot be: a CamelCase reason, and words that name what is at fault and the remedy."""
+
+    reason: str
+    message: str
+
+
 @dataclass(frozen=True, slots=True)
 class Find:
     """Look for a baseline that was captured before, in the ConfigMap of its identity."""

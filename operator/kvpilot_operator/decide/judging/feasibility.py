@@ -5,11 +5,10 @@ Facts that are not known rule nothing out: the engine's own preflight still refu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvpilot_kernels import formats
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.judging.capacity import gain, kept_layers
+from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 
 # vLLM's CPU backend accepts these names and computes something else: perplexity 40,000 and more where bf16 has 27
@@ -21,14 +20,6 @@ MIN_GAIN = 1.2
 _FP8_SLOW_HEAD_DIM = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Infeasible:
-    """One CamelCase word and the facts behind it."""
-
-    reason: str
-    message: str
-
-
 def calibrated(spec: Spec) -> bool:
     """Whether the engine is given a calibration file: KVPILOT_CALIBRATION in its environment, or --calibration."""
     given = [v.value for v in spec.engine.env if v.name == "KVPILOT_CALIBRATION"]
@@ -37,34 +28,34 @@ def calibrated(spec: Spec) -> bool:
     return any(value not in ("", "off") for value in given)
 
 
-def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None) -> Infeasible | None:
+def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None) -> Cause | None:
     """Why this dtype cannot, or should not, serve this model on this hardware; None where nothing speaks against it."""
     hardware = hardware_fault(dtype, node)
     if hardware is not None:
-        return Infeasible("HardwareUnsupported", hardware)
+        return Cause("HardwareUnsupported", hardware)
     stored = formats.parse(dtype)
     if stored.calibrated_only and not calibrated(spec):
-        return Infeasible(
+        return Cause(
             "NotCalibrated", f"{dtype} is accurate only with a calibration: name its file in KVPILOT_CALIBRATION"
         )
     if model is None or stored.bits_per_element() >= 16:
         return None
     if model.mla and stored.ours:
-        return Infeasible(
+        return Cause(
             "ModelUnsupported", f"{dtype} does not support multi-head latent attention, which has its own formats"
         )
     if stored.ours and model.head_dim not in formats.HEAD_DIMS:
         dims = ", ".join(map(str, formats.HEAD_DIMS))
-        return Infeasible("ModelUnsupported", f"{dtype} supports head_dim {dims}; the model has {model.head_dim}")
+        return Cause("ModelUnsupported", f"{dtype} supports head_dim {dims}; the model has {model.head_dim}")
     return _little_gain(dtype, spec, model)
 
 
-def _little_gain(dtype: str, spec: Spec, model: ModelFacts) -> Infeasible | None:
+def _little_gain(dtype: str, spec: Spec, model: ModelFacts) -> Cause | None:
     skip = spec.kv_cache.skip_layers
     effective = gain(spec.kv_cache.baseline, dtype, model, skip)
     if effective >= MIN_GAIN:
         return None
-    return Infeasible(
+    return Cause(
         "LittleGain",
         f"{dtype} would hold {effective:.2f}x the tokens of {spec.kv_cache.baseline}: {kept_layers(model, skip)} of "
         f"{model.layers} layers stay in 16 bits (spec.kvCache.skipLayers); {MIN_GAIN}x is the least worth a restart",

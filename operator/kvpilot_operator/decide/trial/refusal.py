@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from kvpilot_operator.decide.rejections import Cause
+from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.snapshot import PodView
 from kvpilot_operator.state.status import clip
 

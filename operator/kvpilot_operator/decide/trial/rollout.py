@@ -20,11 +20,12 @@ from kvpilot_operator.decide.context import Context, Target
 from kvpilot_operator.decide.draft import in_flight
 from kvpilot_operator.decide.judging import factors
 from kvpilot_operator.decide.judging.traffic_plan import counts, one_can_leave
-from kvpilot_operator.decide.rejections import Cause, finding, rejected
+from kvpilot_operator.decide.rejections import finding, rejected
 from kvpilot_operator.decide.trial import shifting, traffic
 from kvpilot_operator.decide.trial.ending import finish_promotion, finish_rollback, roll_back
 from kvpilot_operator.decide.trial.refusal import engine_failure
 from kvpilot_operator.render.names import deployment_name
+from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.enums import Action, Reason, Stage, TrafficMode, Verdict
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import PodView
