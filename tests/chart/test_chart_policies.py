@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from kvpilot_localcluster.toolbox.checkov import checkov
-from kvpilot_operator.api import apply_defaults, parse
+from kvpilot_operator.api.schema import apply_defaults
+from kvpilot_operator.api.spec import parse
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.objects import deployment, disruption_budget, service
 from kvpilot_operator.state.snapshot import ServiceKey

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.rest import ApiError
-from kvpilot_operator.api import apply_defaults, faults
+from kvpilot_operator.api.schema import apply_defaults, faults
 from support.bad_manifests import BAD, GOOD, GOOD_GPU_LIMITS, Bad, with_gpus
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

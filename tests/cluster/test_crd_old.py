@@ -9,7 +9,7 @@ import pytest
 
 from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.rest import ApiError, Rest, until
-from kvpilot_operator.api import apply_defaults, faults, load_crd
+from kvpilot_operator.api.schema import apply_defaults, faults, load_crd
 from support.bad_manifests import BAD, GOOD, Bad
 
 SERVICES = "/apis/kvpilot.io/v1alpha1/namespaces/default/quantizedllmservices"

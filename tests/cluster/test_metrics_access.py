@@ -19,8 +19,7 @@ from kvpilot_localcluster.controlplane import ControlPlane, free_port
 from kvpilot_localcluster.rest import until
 from kvpilot_localcluster.toolbox.helm import render
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.control.access import MetricsAccess
-from kvpilot_operator.control.http import serve_http
+from kvpilot_operator.control.http import MetricsAccess, serve_http
 
 CHART = Path(__file__).parents[2] / "charts" / "kvpilot"
 CORE = "/api/v1/namespaces/default"

@@ -15,7 +15,7 @@ import asyncio, fcntl, json, socket, struct, sys
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.sockets import give_up_early
+from kvpilot_operator.cluster.transport import give_up_early
 from kvpilot_operator.errors import ClusterError
 
 def loopback(up):

@@ -75,7 +75,7 @@ def test_the_operator_starts_there(operator_env: Path) -> None:
 
 
 def test_the_operator_finds_its_crd_there(operator_env: Path) -> None:
-    code = "from kvpilot_operator.api import faults; print([f.field for f in faults({'spec': {}})])"
+    code = "from kvpilot_operator.api.schema import faults; print([f.field for f in faults({'spec': {}})])"
     done = subprocess.run(
         [operator_env / "bin/python", "-c", code], capture_output=True, text=True, check=True, cwd="/"
     )

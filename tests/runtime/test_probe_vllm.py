@@ -22,9 +22,8 @@ from kvpilot_operator.probes.client import http_client
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.probes.errors import EngineBusy
 from kvpilot_operator.probes.run import capture, control, measure
-from kvpilot_operator.probes.session import Settings
+from kvpilot_operator.probes.session import GiveWay, Settings
 from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.probes.throttle import GiveWay
 from kvpilot_operator.state.snapshot import ServiceKey
 from support.scrape_loop import scraping
 

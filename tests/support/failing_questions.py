@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
+from kvpilot_operator.decide.context import Draft
 from kvpilot_operator.decide.decide import Rule
-from kvpilot_operator.decide.draft import Draft
 from kvpilot_operator.state.questions import Question
 
 SECRET = "hunter2"  # what no condition and no log may repeat

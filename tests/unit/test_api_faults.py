@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes.utils.quantity import parse_quantity
 
-from kvpilot_operator.api import apply_defaults, faults, parse, status_faults
-from kvpilot_operator.api.schema import MAX_FAULTS, MAX_SPEC_BYTES, root_schema
+from kvpilot_operator.api.schema import MAX_FAULTS, MAX_SPEC_BYTES, apply_defaults, faults, root_schema, status_faults
+from kvpilot_operator.api.spec import parse
 from support.bad_manifests import BAD, GOOD, GOOD_GPU_LIMITS, Bad, with_gpus
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

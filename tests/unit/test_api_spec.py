@@ -9,9 +9,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.api import Spec, apply_defaults, parse
-from kvpilot_operator.api.schema import root_schema
-from kvpilot_operator.api.spec import EnvVar, KeyRef, Resources, Scaling, Toleration
+from kvpilot_operator.api.schema import apply_defaults, root_schema
+from kvpilot_operator.api.spec import EnvVar, KeyRef, Resources, Scaling, Spec, Toleration, parse
 from support.bad_manifests import GOOD
 
 FLATTENED = {EnvVar, KeyRef}

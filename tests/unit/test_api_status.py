@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvpilot_operator.api import status_faults
-from kvpilot_operator.api.schema import root_schema
+from kvpilot_operator.api.schema import root_schema, status_faults
 from kvpilot_operator.state.status import MAX_DECISIONS, MAX_DENIED, Status, dump_status
 
 SCHEMA = root_schema()["properties"]["status"]

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from kvpilot_kernels import formats
 from kvpilot_operator.decide.judging.capacity import OWN_BLOCK, gain, ring_share
-from kvpilot_operator.decide.judging.feasibility import hardware_fault, infeasible
-from kvpilot_operator.decide.judging.ladder import rungs
+from kvpilot_operator.decide.judging.ladder import hardware_fault, infeasible, rungs
 from kvpilot_operator.observe.views import node_facts
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from support.policy_inputs import denied

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from kvpilot_kernels import formats
 from kvpilot_operator.decide.judging.capacity import smaller
-from kvpilot_operator.decide.judging.feasibility import infeasible
-from kvpilot_operator.decide.judging.ladder import denial
+from kvpilot_operator.decide.judging.ladder import denial, infeasible
 from kvpilot_operator.decide.judging.policy import choose_step
 from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.workload import Workload

@@ -12,7 +12,7 @@ from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.sockets import UNACKNOWLEDGED_MILLISECONDS, give_up_early
+from kvpilot_operator.cluster.transport import UNACKNOWLEDGED_MILLISECONDS, give_up_early
 
 
 def own_socket(address: tuple[str, int]) -> socket.socket:

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from kvpilot_localcluster.engines import PAGE_LATER
-from kvpilot_operator.api import apply_defaults, parse
+from kvpilot_operator.api.schema import apply_defaults
+from kvpilot_operator.api.spec import parse
 from kvpilot_operator.control.service_metrics import FAMILIES
 from kvpilot_operator.render.names import API_VERSION, KIND
 from support.kinds import unknown

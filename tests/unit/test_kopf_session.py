@@ -20,10 +20,10 @@ from kvpilot_operator.cluster.cache import Store
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.objects import path_of
-from kvpilot_operator.cluster.sockets import give_up_early
+from kvpilot_operator.cluster.transport import give_up_early
 from kvpilot_operator.errors import NotLeader
 from kvpilot_operator.main import configure_kopf
-from kvpilot_operator.observe.services import ServiceFeed
+from kvpilot_operator.observe.informers import ServiceFeed
 from kvpilot_operator.render.names import API_VERSION, GROUP, KIND, PLURAL, VERSION
 from kvpilot_operator.state.snapshot import ServiceKey
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpilot_operator.control.access import KEPT_SECONDS, MAX_ASKED_AT_ONCE, MAX_KEPT, MetricsAccess
+from kvpilot_operator.control.http import KEPT_SECONDS, MAX_ASKED_AT_ONCE, MAX_KEPT, MetricsAccess
 from kvpilot_operator.errors import ClusterError
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvpilot_operator.api import apply_defaults, parse
+from kvpilot_operator.api.schema import apply_defaults
+from kvpilot_operator.api.spec import parse
 from kvpilot_operator.render.engine import pod_template
 
 VOLUMES = {

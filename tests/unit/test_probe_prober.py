@@ -12,8 +12,7 @@ import pytest
 
 from kvpilot_operator.budget import CANARY_PROBE, CHECK
 from kvpilot_operator.control import prober as module
-from kvpilot_operator.control.probe import BACKOFF, Probe
-from kvpilot_operator.control.prober import Prober, schedules_by_priority
+from kvpilot_operator.control.prober import BACKOFF, Probe, Prober, schedules_by_priority
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.probes import codec
@@ -281,7 +280,7 @@ async def test_a_probe_that_nobody_counts_is_tried_again_later_and_later(
             waits.append(BACKOFF.pause(failures))
             return waits[-1]
 
-    monkeypatch.setattr("kvpilot_operator.control.probe.BACKOFF", Spy())
+    monkeypatch.setattr("kvpilot_operator.control.prober.BACKOFF", Spy())
     for attempt in range(9):
         found = await bench.ask(Find(f"find/{attempt}", IDENTITY, NAME))
         assert isinstance(found.outcome, ProbeFailed)

@@ -8,14 +8,13 @@ from functools import partial
 import pytest
 
 from kvpilot_operator.observe.page import parse_page
-from kvpilot_operator.probes import throttle
+from kvpilot_operator.probes import session
 from kvpilot_operator.probes.codec import Baseline, BaselinePrompt
 from kvpilot_operator.probes.errors import EngineBusy
 from kvpilot_operator.probes.packs import Message, ProbePrompt
 from kvpilot_operator.probes.run import capture, measure
-from kvpilot_operator.probes.session import Settings
+from kvpilot_operator.probes.session import GiveWay, Settings, Throttle
 from kvpilot_operator.probes.stats import Logprobs, Measurement
-from kvpilot_operator.probes.throttle import GiveWay, Throttle
 from support.probe_engine import Body, Handler, Writer, counting, engine, respond
 from support.scrape_loop import scraping
 from support.services import KEY
@@ -31,7 +30,7 @@ vllm:num_requests_waiting{engine="1",model_name="a b"} %s
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throttle, "LOOK_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(session, "LOOK_AGAIN_SECONDS", 0.01)
 
 
 def kept(prompts: int = 3) -> Baseline:

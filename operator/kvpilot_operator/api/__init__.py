@@ -3,16 +3,3 @@
 `schema` fills defaults and finds faults, by the very schema and rules that the API server enforces; `spec` turns a
 defaulted, faultless object into frozen dataclasses. Nothing here talks to a cluster.
 """
-
-from kvpilot_operator.api.schema import Fault, apply_defaults, faults, load_crd, status_faults
-from kvpilot_operator.api.spec import Spec, parse
-
-__all__ = [
-    "Fault",
-    "Spec",
-    "apply_defaults",
-    "faults",
-    "load_crd",
-    "parse",
-    "status_faults",
-]

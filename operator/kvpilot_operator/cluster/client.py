@@ -13,8 +13,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.kopf_session import KopfSession
 from kvpilot_operator.cluster.objects import Object, name_of, path_of
-from kvpilot_operator.cluster.sockets import give_up_early
-from kvpilot_operator.cluster.transport import OnRequest, Request, Transport
+from kvpilot_operator.cluster.transport import OnRequest, Request, Transport, give_up_early
 from kvpilot_operator.errors import ClusterError, NotFound
 
 _PAGE = 500

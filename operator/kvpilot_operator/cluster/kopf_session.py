@@ -21,8 +21,7 @@ from kubernetes.aio.client import ApiClient
 
 from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.objects import Object, path_of
-from kvpilot_operator.cluster.sockets import connector
-from kvpilot_operator.cluster.transport import REMEDIES, OnRequest, whole_lines
+from kvpilot_operator.cluster.transport import REMEDIES, OnRequest, connector, whole_lines
 
 log = logging.getLogger(__name__)
 

@@ -1,13 +1,102 @@
-"""/healthz, /readyz and /metrics of the operator itself."""
+"""/healthz, /readyz and /metrics of the operator itself, and who may read the last: where that is asked, whom the API
+server knows by a bearer token and lets `get` that path.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from kvpilot_operator.control.access import MetricsAccess
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.errors import ClusterError
+
+log = logging.getLogger(__name__)
+
+PATH = "/metrics"
+# How long a right holds: a scrape in 15 s then costs two requests to the API server a minute.
+KEPT_SECONDS = 60.0
+# Somebody without it, who may have any number of tokens, must not keep the API server busy, nor take a reader's place:
+# refusals are not kept, and a reader that was known once is asked about at any time.
+MAX_KEPT = 256
+MAX_ASKED_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An HTTP status, 200 where the request may pass, and what to tell the client otherwise."""
+
+    status: int
+    text: str = ""
+
+
+_NOBODY = Verdict(401, "send the token of a ServiceAccount or user: Authorization: Bearer TOKEN\n")
+_BUSY = Verdict(503, "too many tokens are being reviewed: try again\n")
+
+
+class MetricsAccess:
+    """Asks by TokenReview and SubjectAccessReview, as the metrics server of controller-runtime does."""
+
+    def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
+        """The cluster's client must not be behind a fence: a replica that stands by is asked, too."""
+        self._cluster = cluster
+        self._clock = clock
+        self._kept: dict[bytes, tuple[float, Verdict]] = {}
+        self._asked = 0
+
+    async def verdict(self, authorization: str) -> Verdict:
+        """Judge a request by its Authorization header, empty where it has none."""
+        scheme, _, token = authorization.partition(" ")
+        token = token.strip()
+        if scheme.lower() != "bearer" or not token:
+            return _NOBODY
+        # A token is never kept, nor logged.
+        key = hashlib.sha256(token.encode(errors="surrogateescape")).digest()
+        until, verdict = self._kept.get(key, (-math.inf, _BUSY))
+        if self._clock() < until:
+            return verdict
+        if key not in self._kept and self._asked >= MAX_ASKED_AT_ONCE:
+            return _BUSY
+        self._asked += 1
+        try:
+            verdict = await self._ask(token)
+        except ClusterError as error:
+            log.warning("a token for %s could not be reviewed: %s", PATH, error)
+            return Verdict(503, "the API server could not be asked about the token: try again\n")
+        finally:
+            self._asked -= 1
+        self._kept.pop(key, None)
+        if verdict.status == 200:
+            self._kept[key] = (self._clock() + KEPT_SECONDS, verdict)
+            if len(self._kept) > MAX_KEPT:
+                self._kept.pop(next(iter(self._kept)))
+        return verdict
+
+    async def _ask(self, token: str) -> Verdict:
+        known = await self._cluster.review("authentication.k8s.io/v1", "TokenReview", {"token": token})
+        user = known.get("user") or {}
+        if known.get("authenticated") is not True or not user.get("username"):
+            return _NOBODY
+        spec = {
+            "user": user["username"],
+            "groups": user.get("groups") or [],
+            "uid": user.get("uid") or "",
+            "extra": user.get("extra") or {},
+            "nonResourceAttributes": {"path": PATH, "verb": "get"},
+        }
+        allowed = await self._cluster.review("authorization.k8s.io/v1", "SubjectAccessReview", spec)
+        if allowed.get("allowed") is True:
+            return Verdict(200)
+        words = f"{user['username']} may not get {PATH}: bind it to a ClusterRole with nonResourceURLs [{PATH}]\n"
+        return Verdict(403, words)
+
 
 _REFUSED = {401: {"WWW-Authenticate": "Bearer"}}
 

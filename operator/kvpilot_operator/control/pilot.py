@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvpilot_operator.act.perform import Actor
-from kvpilot_operator.control.probe import Probe
-from kvpilot_operator.control.prober import Prober
+from kvpilot_operator.control.prober import Probe, Prober
 from kvpilot_operator.control.registry import Registry, ServiceRecord
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.control.workqueue import Attempts, WorkQueue

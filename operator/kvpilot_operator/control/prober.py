@@ -1,30 +1,133 @@
-"""Runs probes beside the reconciles, in places that services and namespaces share, gently to the users of an engine."""
+"""Runs probes beside the reconciles: one at a time for a service, in places that services and namespaces share, and
+gently to the users of an engine.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import pairwise
 
 from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.budget import CANARY_PROBE, CHECK, Places
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.errors import PlaceLost
+from kvpilot_operator.errors import KvpilotError, PlaceLost
 from kvpilot_operator.observe.probe_packs import PackTexts, probe_prompts
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.probes import codec, run
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.probes.errors import MalformedBaseline
-from kvpilot_operator.probes.session import TOKEN_BUDGET, Settings
-from kvpilot_operator.probes.throttle import GiveWay
-from kvpilot_operator.state.decision import Capture, Captured, Find, Found, Measure, NothingKept, ProbeFailed, Request
+from kvpilot_operator.probes.session import TOKEN_BUDGET, GiveWay, Settings
+from kvpilot_operator.state.decision import (
+    Capture,
+    Captured,
+    Find,
+    Found,
+    Measure,
+    NothingKept,
+    ProbeFailed,
+    ProbeResult,
+    Request,
+)
 from kvpilot_operator.state.enums import Reason
 from kvpilot_operator.state.snapshot import ServiceKey
+
+# A probe that failed and that nobody counts (a baseline captured ahead of need) is tried again after this long, twice
+# as long each time it fails again.
+BACKOFF = Backoff(15.0, 900.0)
+
+Run = Callable[[ServiceKey, Spec, Request], Awaitable[Found]]
+
+
+class Probe:
+    """`ensure` starts what a decision asks for; `on_result` is called with the service when something was found."""
+
+    __slots__ = ("_closed", "_failures", "_key", "_on_result", "_result", "_retry", "_run", "_running", "_task")
+
+    def __init__(self, key: ServiceKey, run: Run, on_result: Callable[[ServiceKey], None]) -> None:
+        self._key = key
+        self._run = run
+        self._on_result = on_result
+        self._running: Request | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._result: ProbeResult | None = None
+        self._failures = 0
+        self._retry: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    @property
+    def result(self) -> ProbeResult | None:
+        """One that is done and still of interest, or the one that runs."""
+        return self._result or (ProbeResult(self._running, None) if self._running is not None else None)
+
+    def ensure(self, spec: Spec, request: Request | None) -> None:
+        """Make `request` the only probe: start it unless it runs or is done, cancel what is not asked for."""
+        wanted = request.identity if request is not None else None
+        if self._running is not None and self._running.identity != wanted:
+            self._cancel()
+        if self._result is not None and self._result.request.identity != wanted:
+            self._drop()
+        if request is not None and self.result is None and not self._closed:
+            self._running = request
+            self._task = asyncio.create_task(self._probe(spec, request))
+
+    def close(self) -> None:
+        """The service is gone: cancel its probe, and start no other."""
+        self._closed = True
+        self._cancel()
+        self._drop()
+
+    async def ended(self) -> None:
+        """Wait for a probe that was cancelled."""
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _cancel(self) -> None:
+        self._running = None
+        if self._task is not None:
+            self._task.cancel()
+
+    def _drop(self) -> None:
+        self._result = None
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+
+    async def _probe(self, spec: Spec, request: Request) -> None:
+        extra = {"service": str(self._key), "probe": request.identity}
+        log.info("probe starts", extra=extra)
+        outcome: Found
+        try:
+            outcome = await self._run(self._key, spec, request)
+        except KvpilotError as error:
+            outcome = ProbeFailed(type(error).__name__, str(error))
+            log.warning("probe failed: %s", error, extra=extra)
+        except Exception as error:
+            outcome = ProbeFailed("ProbeCrashed", f"{type(error).__name__}: {error}")
+            log.exception("probe crashed", extra=extra)
+        else:
+            log.info("probe is done", extra=extra)
+        if self._running is not request:
+            return  # it was cancelled in the moment in which it ended
+        self._running, self._result = None, ProbeResult(request, outcome)
+        if isinstance(outcome, ProbeFailed):
+            self._retry = asyncio.get_running_loop().call_later(BACKOFF.pause(self._failures), self._again)
+            self._failures += 1
+        else:
+            self._failures = 0
+        self._on_result(self._key)
+
+    def _again(self) -> None:
+        self._drop()
+        self._on_result(self._key)
+
 
 log = logging.getLogger(__name__)
 

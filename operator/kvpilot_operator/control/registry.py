@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvpilot_operator.act.perform import Actor
-from kvpilot_operator.control.probe import Probe
+from kvpilot_operator.control.prober import Probe
 from kvpilot_operator.control.service_metrics import ServiceSeries
 from kvpilot_operator.control.workqueue import Attempts
 from kvpilot_operator.observe.gather import Observations

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from kvpilot_operator.decide import measured
-from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.measured import Line
 from kvpilot_operator.decide.rejections import finding, rejected
 from kvpilot_operator.decide.trial import traffic

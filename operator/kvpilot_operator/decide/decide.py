@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from kvpilot_operator.decide import conditions, journal, pressure, summary, target
+from kvpilot_operator.decide import conditions, pressure, summary, target
 from kvpilot_operator.decide.accuracy import probing
-from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.trial import placement, rollout
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.questions import Question, unanswered
@@ -57,7 +56,7 @@ RULES: tuple[Rule[Context], ...] = (
     Rule(Question.TRAFFIC, placement.own_service),
     Rule(Question.SHARE, placement.share),
     Rule(Question.SHELTER, placement.do_not_evict, otherwise=placement.evict_as_now),
-    Rule(Question.JOURNAL, journal.explain),
+    Rule(Question.JOURNAL, summary.explain),
     Rule(Question.CONDITIONS, conditions.tell),
 )
 """A rule sees what the ones above it decided, in the Context that they return."""

@@ -7,10 +7,9 @@ from typing import Literal, NamedTuple
 from kvpilot_kernels import formats
 from kvpilot_operator.decide.accuracy.drift import drifted
 from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.judging import factors
 from kvpilot_operator.decide.judging.workload import USAGE_STEP_PERCENT
 from kvpilot_operator.decide.trial.baseline import known
-from kvpilot_operator.decide.trial.refusal import engine_failure
+from kvpilot_operator.decide.trial.refusal import engine_failure, mixed_factors
 from kvpilot_operator.state.enums import Reason, Stage, Verdict, WorkloadKind
 
 Word = Literal["True", "False", "Unknown"]
@@ -114,7 +113,7 @@ def accuracy(c: Context) -> Line:
 def calibration(c: Context) -> Line:
     """Whether the engines that serve, and those on trial, have the factors of their revision."""
     s, stable = c.snapshot, c.stable
-    found = [text for revision in c.sides if (text := factors.mixed(s, revision)) is not None]
+    found = [text for revision in c.sides if (text := mixed_factors(s, revision)) is not None]
     if found:
         return Line("False", Reason.MIXED_FACTORS, "; ".join(found))
     sample = s.last_sample(stable.revision) if stable is not None else None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.judging import scaling
 from kvpilot_operator.decide.judging.engine_args import step_tokens
 from kvpilot_operator.decide.judging.policy import choose_step, nothing_weighed

@@ -7,8 +7,7 @@ from datetime import timedelta
 
 from kvpilot_operator.decide.context import Context, Target
 from kvpilot_operator.decide.judging.capacity import smaller
-from kvpilot_operator.decide.judging.feasibility import infeasible
-from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS, RETRY_SECONDS, denial, rungs
+from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS, RETRY_SECONDS, denial, infeasible, rungs
 from kvpilot_operator.state.enums import Action, Reason, Stage, Verdict
 from kvpilot_operator.state.status import Denied, Stable
 

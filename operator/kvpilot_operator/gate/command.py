@@ -93,53 +93,27 @@ def _parser() -> _Parser:
     for side, what in (("baseline", "the 16-bit engine"), ("candidate", "the engine that is judged")):
         add(f"--{side}", required=True, metavar="URL", help=f"{what}, such as http://host:8000")
         add(f"--{side}-model", metavar="NAME", help="its served name (default: the only one that it lists)")
-        add(
-            f"--{side}-key-variable",
-            metavar="NAME",
-            help="environment variable that holds the key to send as a bearer token",
-        )
-    add(
-        "--probe-set",
-        action="append",
-        metavar="SET",
-        help=f"builtin/NAME, may be repeated (default {' '.join(accuracy.probe_sets)})",
-    )
+        key = "environment variable that holds the key to send as a bearer token"
+        add(f"--{side}-key-variable", metavar="NAME", help=key)
+    sets = f"builtin/NAME, may be repeated (default {' '.join(accuracy.probe_sets)})"
+    add("--probe-set", action="append", metavar="SET", help=sets)
     add("--prompts", action="append", default=[], type=Path, metavar="FILE", help="a probe pack of your own, in YAML")
-    add(
-        "--context-tokens",
-        type=_WHOLE,
-        default=packs.DEFAULT_CONTEXT_TOKENS,
-        metavar="N",
-        help=f"context that long prompts are filled for (default {packs.DEFAULT_CONTEXT_TOKENS})",
-    )
-    add(
-        "--max-excess-kl-millinats",
-        type=_WHOLE,
-        default=accuracy.max_excess_kl_millinats,
-        metavar="N",
-        help=f"default {accuracy.max_excess_kl_millinats}",
-    )
-    add(
-        "--min-top1-agreement-percent",
-        type=_PERCENT,
-        default=accuracy.min_top1_agreement_percent,
-        metavar="N",
-        help=f"default {accuracy.min_top1_agreement_percent}",
-    )
-    add(
-        "--tokens",
-        type=_between(session.MIN_TOKENS, session.MAX_TOKENS),
-        default=session.DEFAULT_TOKENS,
-        metavar="N",
-        help=f"of each answer (default {session.DEFAULT_TOKENS})",
-    )
-    add("--concurrency", type=_between(1, 64), default=2, metavar="N", help="requests in flight (default 2)")
-    add(
-        "--deadline-seconds",
-        type=_WHOLE,
-        metavar="N",
-        help="of each of the three passes (default: by the number of their tokens)",
-    )
+    answer = _between(session.MIN_TOKENS, session.MAX_TOKENS)
+    for option, kind, default, what in (
+        ("context-tokens", _WHOLE, packs.DEFAULT_CONTEXT_TOKENS, "context that long prompts are filled for"),
+        (
+            "max-excess-kl-millinats",
+            _WHOLE,
+            accuracy.max_excess_kl_millinats,
+            "most damage beyond the noise",
+        ),
+        ("min-top1-agreement-percent", _PERCENT, accuracy.min_top1_agreement_percent, "least share of equal choices"),
+        ("tokens", answer, session.DEFAULT_TOKENS, "of each answer"),
+        ("concurrency", _between(1, 64), 2, "requests in flight"),
+    ):
+        add(f"--{option}", type=kind, default=default, metavar="N", help=f"{what} (default {default})")
+    passes = "of each of the three passes (default: by the number of their tokens)"
+    add("--deadline-seconds", type=_WHOLE, metavar="N", help=passes)
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
 

@@ -21,7 +21,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from kvpilot_operator.probes.answers import Tokenized
@@ -29,7 +29,7 @@ from kvpilot_operator.probes.client import Engine
 from kvpilot_operator.probes.codec import MAX_TEXT, Baseline, BaselinePrompt, check_limits
 from kvpilot_operator.probes.errors import MalformedAnswer, NothingFits, ProbeError
 from kvpilot_operator.probes.packs import ProbePrompt
-from kvpilot_operator.probes.session import TOP_K, USUAL, Settings, allow, probing
+from kvpilot_operator.probes.session import TOP_K, USUAL, Settings, Throttle, allow, probing
 from kvpilot_operator.probes.stats import (
     MAX_SAMPLE_CHARACTERS,
     AnswerPair,
@@ -41,7 +41,6 @@ from kvpilot_operator.probes.stats import (
     summarise,
     worst_prompt,
 )
-from kvpilot_operator.probes.throttle import Throttle
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -114,18 +113,18 @@ async def _measure(base_url: str, model: str, baseline: Baseline, order: range, 
     async with probing(base_url, model, settings) as (engine, throttle, deadline):
         allow(deadline, settings, sum(len(p.tokens) for p in baseline.prompts), baseline.positions)
 
-        async def followed(index: int) -> _Followed:
+        async def followed(index: int) -> tuple[list[Compared], int]:
             await throttle.let_users_go_first()
             return await _follow(engine, throttle, index, baseline.prompts[index], settings)
 
-        followed_all = await _bounded(order, followed, settings.concurrency)
-        compared = [c for f in followed_all for c in f.compared]
+        found = await _bounded(order, followed, settings.concurrency)
+        compared = [c for judged, _ in found for c in judged]
         worst = worst_prompt(compared)
         sample = None if worst is None else await _sample(engine, throttle, baseline.prompts[worst])
     return summarise(
         compared,
         unmeasured=baseline.positions - len(compared),
-        requests=sum(f.requests for f in followed_all) + (sample is not None),
+        requests=sum(requests for _, requests in found) + (sample is not None),
         tokens=throttle.spent,
         milliseconds=round((time.monotonic() - began) * 1000),
         sample=sample,
@@ -157,18 +156,13 @@ async def _answer(engine: Engine, prompt: ProbePrompt, tokens: Sequence[int], se
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Followed:
-    """One prompt's judged positions and the requests that they took."""
-
-    compared: tuple[Compared, ...]
-    requests: int
-
-
 async def _follow(
     engine: Engine, throttle: Throttle, index: int, prompt: BaselinePrompt, settings: Settings
-) -> _Followed:
-    """Decode along the baseline's answer, with a new request after every position where the candidate parts from it."""
+) -> tuple[list[Compared], int]:
+    """Decode along the baseline's answer, with a new request after every position where the candidate parts from it.
+
+    Returns the prompt's judged positions and the number of requests that they took.
+    """
     answer = prompt.answer
     forced = array("I", (a.token for a in answer))
     compared: list[Compared] = []
@@ -198,7 +192,7 @@ async def _follow(
                 f"{engine.base_url}: prompt {prompt.name!r}: no token in the answer; see the engine's log"
             )
         start = reached
-    return _Followed(tuple(compared), requests)
+    return compared, requests
 
 
 async def _ask_half(engine: Engine, throttle: Throttle, prompt: BaselinePrompt) -> int:

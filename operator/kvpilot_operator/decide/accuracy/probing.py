@@ -7,8 +7,7 @@ from datetime import timedelta
 
 from kvpilot_operator.decide.accuracy import drift
 from kvpilot_operator.decide.accuracy.verdict import judge, measured
-from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.draft import in_flight
+from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.rejections import finding
 from kvpilot_operator.decide.trial import baseline
 from kvpilot_operator.decide.trial.ending import roll_back
@@ -83,7 +82,7 @@ def _judge(c: Context, pod: str, found: Measurement, kept: Baseline) -> Context:
         return _count_error(c, ProbeFailed(reason, message), Verdict.INCONCLUSIVE)
     if judgement.verdict == Verdict.PASSED:
         c = c.set_canary(verdict=Verdict.PASSED, reason=reason, message=message)
-        return c.record(Action.JUDGE, "CanaryPassed", message, from_dtype=canary.from_dtype, to_dtype=canary.dtype)
+        return c.record_trial(Action.JUDGE, "CanaryPassed", message)
     failures = canary.failures + 1
     c = c.set_canary(failures=failures)
     if failures >= c.spec.accuracy.failure_limit:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.draft import Draft
+from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.probes import codec
 from kvpilot_operator.render.names import baseline_name, engine_url
 from kvpilot_operator.state.decision import Capture, Captured, Find, Measure, NothingKept

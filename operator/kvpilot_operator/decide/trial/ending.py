@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.draft import in_flight
+from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.judging.ladder import RETRY_SECONDS, about, subject
 from kvpilot_operator.decide.trial.traffic import routed
 from kvpilot_operator.state.enums import Action, Reason, Stage, Verdict

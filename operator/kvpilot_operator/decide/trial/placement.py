@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 
-from kvpilot_operator.decide.context import Context, Placed
-from kvpilot_operator.decide.draft import in_flight
+from kvpilot_operator.decide.context import Context, Placed, in_flight
 from kvpilot_operator.decide.judging.route import weighted
 from kvpilot_operator.decide.judging.traffic_plan import counts, floor, rolling_step, total
 from kvpilot_operator.decide.trial import baseline, traffic

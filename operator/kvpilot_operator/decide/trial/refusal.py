@@ -1,4 +1,6 @@
-"""Why an engine does not start: kvpilot-serve's refusal, or the end of its log."""
+"""What is wrong with engines? Why one does not start (kvpilot-serve's refusal, or the end of its log), and which of
+them quantize otherwise than the rest: those with other calibration factors give other answers.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.snapshot import PodView
+from kvpilot_operator.state.snapshot import PodView, Snapshot
 from kvpilot_operator.state.status import clip
 
 # An engine may be killed once or twice by a busy node; the third time is no accident.
@@ -64,3 +66,23 @@ def pending_reason(pods: Sequence[PodView]) -> Cause | None:
         if pod.waiting_reason:
             return Cause(_reason(pod.waiting_reason, "Waiting"), clip((pod.exit_message or "").strip()[-600:]))
     return None
+
+
+def mixed_factors(s: Snapshot, revision: str) -> str | None:
+    """Which of a revision's pods have other factors than most of them, with the remedy; None where none has.
+
+    Within a revision, model, text, context and tensor parallelism are the same, and so are the factors on one kind of
+    GPU (docs/calibration.md). Accuracy is measured on one pod, and holds for those with its factors.
+    """
+    sample = s.last_sample(revision)
+    if sample is None:
+        return None
+    there = {pod.name for pod in s.pods_of(revision)}
+    others = [f"{pod} has {factors}" for pod, factors in sample.mixed if pod in there]
+    if not others:
+        return None
+    return (
+        f"the calibration factors of revision {revision} differ: {', '.join(others)}, where others have "
+        f"{sample.factors}. Delete these pods if the model's files have changed meanwhile, keep all engines on one "
+        "kind of GPU (spec.engine.nodeSelector), or give them one file (KVPILOT_CALIBRATION in spec.engine.env)"
+    )

@@ -16,14 +16,12 @@ from datetime import timedelta
 
 import msgspec
 
-from kvpilot_operator.decide.context import Context, Target
-from kvpilot_operator.decide.draft import in_flight
-from kvpilot_operator.decide.judging import factors
+from kvpilot_operator.decide.context import Context, Target, in_flight
 from kvpilot_operator.decide.judging.traffic_plan import counts, one_can_leave
 from kvpilot_operator.decide.rejections import finding, rejected
 from kvpilot_operator.decide.trial import shifting, traffic
 from kvpilot_operator.decide.trial.ending import finish_promotion, finish_rollback, roll_back
-from kvpilot_operator.decide.trial.refusal import engine_failure
+from kvpilot_operator.decide.trial.refusal import engine_failure, mixed_factors
 from kvpilot_operator.render.names import deployment_name
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.enums import Action, Reason, Stage, TrafficMode, Verdict
@@ -134,14 +132,9 @@ def _start_canary(c: Context, stable: Stable) -> Context:
         traffic_mode=TrafficMode.PROBE_ONLY if target.reason == URGENT else None,
     )
     known = msgspec.structs.replace(c.status.scaling, saturations=c.policy.saturations)
-    c = c.set(canary=canary, scaling=known).record(
-        Action.START_CANARY,
-        target.reason,
-        target.message,
-        from_dtype=stable.dtype,
-        to_dtype=target.dtype,
-        event="CanaryStarted",
-        options=target.options,
+    c = c.set(canary=canary, scaling=known)
+    c = c.record_trial(
+        Action.START_CANARY, target.reason, target.message, event="CanaryStarted", options=target.options
     )
     return c if target.warning is None else c.event("PreflightWarning", target.warning, warning=True)
 
@@ -161,9 +154,8 @@ def _advance_canary(c: Context) -> Context:
     if c.target.revision != canary.revision:
         return roll_back(c, Verdict.ERROR, Reason.SUPERSEDED, "the spec changed while the canary was on trial")
     if c.replicas == 0 and canary.stage != Stage.PROMOTING:
-        return roll_back(
-            c, Verdict.ERROR, Reason.SUPERSEDED, "the service was scaled to 0 while the canary was on trial"
-        )
+        zero = "the service was scaled to 0 while the canary was on trial"
+        return roll_back(c, Verdict.ERROR, Reason.SUPERSEDED, zero)
     judged = canary.verdict not in (Verdict.PENDING, Verdict.PASSED)
     if canary.stage in (Stage.STARTING, Stage.PROBING) and judged:
         return roll_back(c, canary.verdict, canary.reason, canary.message)
@@ -171,7 +163,7 @@ def _advance_canary(c: Context) -> Context:
     if failure is not None:
         return roll_back(c, Verdict.ERROR, *failure)
     # What its probes say of one pod would not hold for others.
-    differ = factors.mixed(s, canary.revision)
+    differ = mixed_factors(s, canary.revision)
     if differ is not None:
         return roll_back(c, Verdict.ERROR, Reason.MIXED_FACTORS, differ)
     c = _note_capacity(c)
@@ -211,10 +203,9 @@ def _share_traffic(c: Context) -> Context:
         return _promote(c.set_canary(traffic_mode=TrafficMode.PROBE_ONLY))
     if _stable_is_down(c):
         # It is no measure of anything, and the canary may be its cure.
-        c = c.set_canary(traffic_mode=TrafficMode.PROBE_ONLY)
-        return _promote(
-            c.event("NothingToCompare", "no stable replica answers: the canary's probes decide", warning=True)
-        )
+        down = "no stable replica answers: the canary's probes decide"
+        c = c.set_canary(traffic_mode=TrafficMode.PROBE_ONLY).event("NothingToCompare", down, warning=True)
+        return _promote(c)
     return shifting.begin(c) if c.stable is not None and c.snapshot.ready_pods(c.stable.revision) else c
 
 
@@ -227,14 +218,9 @@ def _stable_is_down(c: Context) -> bool:
 
 
 def _promote(c: Context) -> Context:
-    canary = in_flight(c)
-    return c.set_canary(stage=Stage.PROMOTING, step_time=None, verdict=Verdict.PASSED).record(
-        Action.PROMOTE,
-        "Promoting",
-        f"scaling to {c.replicas} and switching traffic: {canary.message}",
-        from_dtype=canary.from_dtype,
-        to_dtype=canary.dtype,
-    )
+    text = f"scaling to {c.replicas} and switching traffic: {in_flight(c).message}"
+    c = c.set_canary(stage=Stage.PROMOTING, step_time=None, verdict=Verdict.PASSED)
+    return c.record_trial(Action.PROMOTE, "Promoting", text)
 
 
 def _note_shares(c: Context) -> Context:
@@ -267,21 +253,15 @@ def _homeless(c: Context) -> str | None:
 
 def _replace_one(c: Context, homeless: str) -> Context:
     """Give up on spare capacity, where a replica can give way."""
-    canary = in_flight(c)
     if not one_can_leave(c.spec, c.replicas):
         text = (
             f"no node has room for it ({homeless}), and none of {c.replicas} replicas can give way: "
             f"spec.disruption.minAvailable is {c.spec.disruption.min_available}; it waits for spare capacity"
         )
         return _advance_stage(shifting.noted(c, text))
-    return c.set_canary(replaces_one=True, stage_time=c.now).record(
-        Action.REPLACE_ONE,
-        "NoSpareCapacity",
-        f"no node had room for the canary in {SURGE_SECONDS} s ({homeless}): one of {c.replicas} replicas gives way to "
-        "it",
-        from_dtype=canary.from_dtype,
-        to_dtype=canary.dtype,
-    )
+    room = f"no node had room for the canary in {SURGE_SECONDS} s ({homeless})"
+    text = f"{room}: one of {c.replicas} replicas gives way to it"
+    return c.set_canary(replaces_one=True, stage_time=c.now).record_trial(Action.REPLACE_ONE, "NoSpareCapacity", text)
 
 
 def _give_up(c: Context) -> Context:

@@ -15,8 +15,7 @@ import math
 from datetime import datetime, timedelta
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.draft import in_flight
+from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.judging.route import weighted
 from kvpilot_operator.decide.judging.traffic_plan import TrafficPlan, TrafficStep, counts
 from kvpilot_operator.decide.trial import traffic
@@ -168,7 +167,7 @@ def _conclude(c: Context, plan: TrafficPlan, place: int, found: Finding) -> Cont
         return c.set_canary(verdict=Verdict.INCONCLUSIVE, reason=found.reason, message=text)
     if found.outcome == Verdict.PASSED:
         c = c.set_canary(verdict=Verdict.PASSED, reason="StepPassed", message=text)
-        c = c.record(Action.JUDGE, "StepPassed", text, from_dtype=canary.from_dtype, to_dtype=canary.dtype)
+        c = c.record_trial(Action.JUDGE, "StepPassed", text)
         return c if place + 1 == len(plan.steps) else _enter(c, plan, place + 1)
     failed = found.outcome == Verdict.FAILED
     failures, errors = canary.failures + failed, canary.errors + (not failed)

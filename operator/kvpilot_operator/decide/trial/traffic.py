@@ -7,8 +7,7 @@ promotion): then it names none and admits both. It never does while other pods o
 
 from __future__ import annotations
 
-from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.draft import Draft, in_flight
+from kvpilot_operator.decide.context import Context, Draft, in_flight
 from kvpilot_operator.decide.judging import route
 from kvpilot_operator.decide.judging.traffic_plan import floor
 from kvpilot_operator.render.names import canary_service
