@@ -8,7 +8,7 @@ from datetime import timedelta
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.judging.capacity import projected_tokens
+from kvpilot_operator.decide.judging.capacity import gain
 from kvpilot_operator.decide.judging.policy import choose_step
 from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.workload import Workload, classify
@@ -32,7 +32,7 @@ class Fluid:
     """Tokens of a replica with dtype auto."""
 
     def sample(self, time, dtype, pods) -> Sample:
-        capacity = projected_tokens(self.capacity, "auto", dtype)
+        capacity = int(self.capacity * gain("auto", dtype))
         rate, each = self.rate / pods, self.prompt + self.answer / 2
         busy = min(rate * self.prompt * self.prefill, 0.999)
         # held = rate * residence * each, residence = answer * step, step = (base + per_token * held) / (1 - busy)

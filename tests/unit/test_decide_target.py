@@ -213,6 +213,26 @@ def test_a_sound_revision_of_a_fixed_dtype_stays_where_the_dtype_is_denied_with_
     assert left.dtype == "auto"
 
 
+def test_a_sound_revision_of_a_fixed_dtype_stays_where_the_dtype_is_denied_with_another_model():
+    fixed = {"mode": "Fixed", "dtype": "k4v4"}
+    refused = msgspec.structs.replace(denied("k4v4", "AccuracyRegressed"), model="hf://Qwen/Qwen3-4B")
+    s = serving(
+        manifest(kvCache=fixed), "k4v4", usage=0.5, waiting=0, status=Status(kv_cache=KVCache(denied=(refused,)))
+    )
+    s = replace(s, spec=serving(manifest(kvCache=fixed, model={"source": "hf://Qwen/Qwen3-4B"}), "k4v4").spec)
+    views = {name: replace(view, model="Qwen/Qwen3-8B") for name, view in s.deployments.items()}
+    decision = decide(replace(s, deployments=views))
+    assert decision.status.canary is None
+    progressing = decision.status.condition("Progressing")
+    assert progressing is not None
+    assert (progressing.status, progressing.reason) == ("False", "DtypeDenied")
+    assert "Qwen3-4B" in progressing.message
+    fallen = {name: replace(view, model="Qwen/Qwen3-4B") for name, view in s.deployments.items()}
+    left = decide(replace(s, deployments=fallen)).status.canary
+    assert left is not None
+    assert left.dtype == "auto"
+
+
 def test_a_canary_further_down_gives_way_when_the_serving_dtype_drifts():
     obj = auto()
     trial = Canary(

@@ -301,7 +301,8 @@ async def test_a_probe_that_nobody_counts_is_tried_again_later_and_later(
     ],
 )
 def test_low_priority_is_asked_for_only_where_the_engine_schedules_by_it(arguments: list[str], expected: bool) -> None:
-    assert schedules_by_priority(arguments) is expected
+    engine = spec_of(manifest(engine={"extraArgs": arguments})).engine
+    assert schedules_by_priority(engine) is expected
 
 
 async def test_probes_of_an_engine_with_priorities_come_after_everybody_elses(bench: Bench) -> None:

@@ -8,10 +8,8 @@ from kvpilot_operator.act.ownership import is_owned
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.probes import codec
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.names import SERVICE_LABEL, baseline_name
-from kvpilot_operator.render.objects import baseline_config_map
 from kvpilot_operator.state.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -20,11 +18,6 @@ log = logging.getLogger(__name__)
 MAX_KEPT = 4
 # Whoever writes ConfigMaps in the namespace may give any number of them our label: so many are looked at.
 MAX_SEEN = 64
-
-
-def manifest(s: Snapshot, baseline: Baseline) -> Object:
-    """The ConfigMap of a baseline."""
-    return baseline_config_map(s.key, s.uid, baseline.identity, codec.encode(baseline))
 
 
 async def prune(cluster: Cluster, s: Snapshot, but: Baseline) -> None:

@@ -23,9 +23,10 @@ from kvpilot_operator.act.rejections import Rejections
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import version_of
 from kvpilot_operator.errors import ClusterError, Conflict, Rejected
+from kvpilot_operator.probes import codec
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.names import API_VERSION, KIND, REVISION_LABEL, deployment_name
-from kvpilot_operator.render.objects import pod_shelter
+from kvpilot_operator.render.objects import baseline_config_map, pod_shelter
 from kvpilot_operator.state.decision import Decision, Manifest, Objects
 from kvpilot_operator.state.snapshot import Rejection, Snapshot
 from kvpilot_operator.state.status import dump_status
@@ -83,7 +84,7 @@ class Actor:
     async def _keep(self, s: Snapshot, baseline: Baseline) -> bool:
         """Write a captured baseline; False where it is refused."""
         await baselines.prune(self._cluster, s, baseline)
-        manifest = baselines.manifest(s, baseline)
+        manifest = baseline_config_map(s.key, s.uid, baseline.identity, codec.encode(baseline))
         about = ("ConfigMap", manifest["metadata"]["name"])
         content = _hash(manifest)
         # It was captured since none is kept: whatever was written once is gone.
@@ -93,19 +94,10 @@ class Actor:
     async def _write_status(self, s: Snapshot, decision: Decision) -> None:
         if decision.status == s.status:
             return
-        await self._cluster.apply(
-            {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "metadata": {
-                    "name": s.key.name,
-                    "namespace": s.key.namespace,
-                    "resourceVersion": s.resource_version,
-                },
-                "status": dump_status(decision.status),
-            },
-            subresource="status",
-        )
+        metadata = {**s.key._asdict(), "resourceVersion": s.resource_version}
+        status = dump_status(decision.status)
+        service = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "status": status}
+        await self._cluster.apply(service, subresource="status")
 
     async def _place(self, s: Snapshot, objects: Objects) -> None:
         asked = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in objects.apply}

@@ -6,6 +6,7 @@ they only get types. A field is None exactly where the CRD gives it no default a
 
 from collections.abc import Mapping
 from functools import cache
+from itertools import pairwise
 from typing import Any, Literal
 
 import msgspec
@@ -109,6 +110,15 @@ class Engine(_Part, frozen=True):
     runtime_class_name: str | None = None
     priority_class_name: str | None = None
     service_account_name: str | None = None
+
+    def option(self, name: str, shortest: str = "") -> list[str]:
+        """What extra_args set an option to, in order: the last one counts.
+
+        vLLM takes underscores, and a beginning of the name, down to `shortest`, that no other option has.
+        """
+        words = [word for arg in self.extra_args for word in arg.split("=", 1)]
+        options = ((word.replace("_", "-"), value) for word, value in pairwise(words))
+        return [value for word, value in options if word.startswith(shortest or name) and name.startswith(word)]
 
 
 class Cache(_Part, frozen=True):

@@ -19,7 +19,7 @@ from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.observe.gather import Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.scrape import Scraper
-from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND
+from kvpilot_operator.render.names import HTTP_ROUTE_API
 from kvpilot_operator.state.snapshot import ServerFacts
 
 # Every write has a time-out of its own, well below this.
@@ -83,12 +83,6 @@ def prepare() -> None:
     the operator did nothing else.
     """
     spec = {"model": {"source": "hf://kvpilot/none"}, "engine": {"image": "none"}}
-    manifest = {
-        "apiVersion": API_VERSION,
-        "kind": KIND,
-        "metadata": {"name": "none", "namespace": "none"},
-        "spec": spec,
-    }
-    faults(apply_defaults(manifest))
+    faults(apply_defaults({"metadata": {"name": "none"}, "spec": spec}))
     gc.collect()
     gc.freeze()

@@ -128,16 +128,6 @@ def _tell(s: Snapshot, decision: Decision) -> None:
             )  # fmt: skip
     for entry in decision.status.decisions:
         if entry.time == s.now and entry not in s.status.decisions:
-            log.info(
-                "%s: %s: %s",
-                entry.action,
-                entry.reason,
-                entry.message,
-                extra={
-                    "service": str(s.key),
-                    "action": entry.action,
-                    "reason": entry.reason,
-                    "from_dtype": entry.from_dtype,
-                    "to_dtype": entry.to_dtype,
-                },
-            )
+            words = {name: getattr(entry, name) for name in ("action", "reason", "from_dtype", "to_dtype")}
+            extra = {"service": str(s.key), **words}
+            log.info("%s: %s: %s", entry.action, entry.reason, entry.message, extra=extra)

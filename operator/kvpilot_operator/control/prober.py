@@ -8,13 +8,12 @@ import asyncio
 import base64
 import binascii
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from itertools import pairwise
 
-from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.api.spec import Engine, Spec
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.budget import CANARY_PROBE, CHECK, Places
 from kvpilot_operator.cluster.client import Cluster
@@ -200,7 +199,7 @@ class Prober:
 
     def _settings(self, key: ServiceKey, spec: Spec, request: Request) -> Settings:
         """Beside users a probe gives way. A capture goes on in the end: a service under pressure needs its relief."""
-        priority = LOW_PRIORITY if schedules_by_priority(spec.engine.extra_args) else None
+        priority = LOW_PRIORITY if schedules_by_priority(spec.engine) else None
         if isinstance(request, Find) or not request.serving:
             return Settings(priority=priority)
         insist = isinstance(request, Capture)
@@ -210,11 +209,9 @@ class Prober:
         return Settings(concurrency=1, priority=priority, give_way=give_way, token_budget=TOKEN_BUDGET)
 
 
-def schedules_by_priority(extra_args: Sequence[str]) -> bool:
-    """Whether the engine was started with vLLM's --scheduling-policy priority; the last one counts, as it does there.
+def schedules_by_priority(engine: Engine) -> bool:
+    """Whether the engine was started with vLLM's --scheduling-policy priority.
 
     Under its default policy vLLM documents a `priority` as an error, so none is sent.
     """
-    words = " ".join(extra_args).replace("=", " ").split()
-    policies = [policy for name, policy in pairwise(words) if name.replace("_", "-") == "--scheduling-policy"]
-    return policies[-1:] == ["priority"]
+    return engine.option("--scheduling-policy")[-1:] == ["priority"]

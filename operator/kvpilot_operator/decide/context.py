@@ -14,6 +14,7 @@ import msgspec
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.judging import scaling
+from kvpilot_operator.decide.judging.ladder import denial
 from kvpilot_operator.decide.judging.policy import PolicyDecision, nothing_weighed
 from kvpilot_operator.decide.judging.traffic_plan import TrafficPlan, traffic_plan
 from kvpilot_operator.decide.judging.workload import Workload
@@ -23,7 +24,7 @@ from kvpilot_operator.state.decision import Event, Manifest, Request
 from kvpilot_operator.state.enums import Action, TrafficMode, WorkloadKind
 from kvpilot_operator.state.questions import Unanswered
 from kvpilot_operator.state.snapshot import Snapshot
-from kvpilot_operator.state.status import MAX_DECISIONS, Canary, JournalEntry, Option, Stable, Status, clip
+from kvpilot_operator.state.status import MAX_DECISIONS, Canary, Denied, JournalEntry, Option, Stable, Status, clip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +208,10 @@ class Context(Draft):
     def replicas(self) -> int:
         """How many replicas are kept up, as decided so far."""
         return scaling.replicas(self.spec, self.status.scaling)
+
+    def denial(self, dtype: str) -> Denied | None:
+        """Why a dtype must not be tried now, if it must not."""
+        return denial(dtype, self.spec, self.snapshot.node, self.status.kv_cache.denied, self.now)
 
     @property
     def reference(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvpilot_operator.render.names import deployment_name
 from kvpilot_operator.state.decision import Cause
@@ -21,136 +21,129 @@ _ABOUT = re.compile(r'^[\w.-]+ "[^"]*" is (?:forbidden|invalid): ')
 _GO = re.compile(r"^Invalid value: (?:resource|core|v1)\.\w+\{.*\}: ", re.DOTALL)
 
 _POD = r"^spec\.(?:template\.spec\.)?"
-_FIELDS = tuple(
-    (re.compile(pattern), field)
-    for pattern, field in (
-        (_POD + r"containers\[\d+\]\.resources", "spec.engine.resources"),
-        (_POD + r"containers\[\d+\]\.env(?:\[\d+\])?", "spec.engine.env"),
-        (_POD + r"containers\[\d+\]\.image", "spec.engine.image"),
-        (_POD + r"containers\[\d+\]\.args", "spec.engine.extraArgs"),
-        (_POD + r"nodeSelector", "spec.engine.nodeSelector"),
-        (_POD + r"tolerations", "spec.engine.tolerations"),
-        (_POD + r"affinity\.nodeAffinity\.\w+\.nodeSelectorTerms\[0\]\.matchExpressions", "spec.engine.nodeAffinity"),
-        (_POD + r"topologySpreadConstraints", "spec.engine.topologySpread"),
-        (_POD + r"imagePullSecrets", "spec.engine.imagePullSecrets"),
-        (_POD + r"serviceAccountName", "spec.engine.serviceAccountName"),
-        (_POD + r"runtimeClassName", "spec.engine.runtimeClassName"),
-        (_POD + r"priorityClassName", "spec.engine.priorityClassName"),
-        (_POD + r"volumes\[\d+\]\.emptyDir.*", "spec.engine.shmSizeMiB"),
-        (_POD + r"volumes\[\d+\]\.image.*", "spec.model.source"),
-        (_POD + r"volumes\[\d+\]\.persistentVolumeClaim.*", "spec.cache"),
-        (_POD + r"terminationGracePeriodSeconds", "spec.drain"),
-        (r"^spec\.minAvailable", "spec.disruption.minAvailable"),
-        (r"^metadata\.name$", "metadata.name"),
-    )
+_FIELDS = (
+    (_POD + r"containers\[\d+\]\.resources", "spec.engine.resources"),
+    (_POD + r"containers\[\d+\]\.env(?:\[\d+\])?", "spec.engine.env"),
+    (_POD + r"containers\[\d+\]\.image", "spec.engine.image"),
+    (_POD + r"containers\[\d+\]\.args", "spec.engine.extraArgs"),
+    (_POD + r"nodeSelector", "spec.engine.nodeSelector"),
+    (_POD + r"tolerations", "spec.engine.tolerations"),
+    (_POD + r"affinity\.nodeAffinity\.\w+\.nodeSelectorTerms\[0\]\.matchExpressions", "spec.engine.nodeAffinity"),
+    (_POD + r"topologySpreadConstraints", "spec.engine.topologySpread"),
+    (_POD + r"imagePullSecrets", "spec.engine.imagePullSecrets"),
+    (_POD + r"serviceAccountName", "spec.engine.serviceAccountName"),
+    (_POD + r"runtimeClassName", "spec.engine.runtimeClassName"),
+    (_POD + r"priorityClassName", "spec.engine.priorityClassName"),
+    (_POD + r"volumes\[\d+\]\.emptyDir.*", "spec.engine.shmSizeMiB"),
+    (_POD + r"volumes\[\d+\]\.image.*", "spec.model.source"),
+    (_POD + r"volumes\[\d+\]\.persistentVolumeClaim.*", "spec.cache"),
+    (_POD + r"terminationGracePeriodSeconds", "spec.drain"),
+    (r"^spec\.minAvailable", "spec.disruption.minAvailable"),
+    (r"^metadata\.name$", "metadata.name"),
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One kind of refusal: `words` as the server says it, and what the user is told; both texts may use its groups."""
 
-    words: re.Pattern[str]
+    words: str
+    """A regular expression."""
     reason: str
     field: str
     """The spec's field; "" where the server's own field says it, or none is at fault."""
     remedy: str
 
 
-def _row(words: str, reason: str, field: str, remedy: str) -> Row:
-    return Row(re.compile(words, re.DOTALL), reason, field, remedy)
-
-
 TABLE = (
-    _row(
+    Row(
         r"must be less than or equal to (?P<what>\S+) limit", "RequestAboveLimit",
         "spec.engine.resources.requests.{what}",
         "lower it, or raise spec.engine.resources.limits.{what} (a LimitRange of the namespace sets one where none is)",
     ),
-    _row(
+    Row(
         r"must be equal to (?P<what>\S+) limit", "RequestNotLimit", "spec.engine.resources.requests.{what}",
         "set requests and limits of {what} to the same number, or the limit alone",
     ),
-    _row(
+    Row(
         r"Limit must be set for non overcommit", "LimitMissing", "spec.engine.resources.limits",
         "set a limit for every extended resource that is requested, such as nvidia.com/gpu",
     ),
-    _row(r"must be an integer", "NotAWholeNumber", "", "ask for a whole number: GPUs and the like are not shared"),
-    _row(
+    Row(r"must be an integer", "NotAWholeNumber", "", "ask for a whole number: GPUs and the like are not shared"),
+    Row(
         r"must be a standard resource", "UnknownResource", "",
         "write cpu, memory or ephemeral-storage, or the whole name of an extended resource, such as nvidia.com/gpu",
     ),
-    _row(
+    Row(
         r"no PriorityClass with name (?P<name>\S+) was found", "PriorityClassMissing", "spec.engine.priorityClassName",
         "create the PriorityClass {name}, or name another one",
     ),
-    _row(
+    Row(
         r'serviceaccount "(?P<name>[^"]+)" not found', "ServiceAccountMissing", "spec.engine.serviceAccountName",
         "create the ServiceAccount {name} in the namespace, or name another one",
     ),
-    _row(
+    Row(
         r'RuntimeClass "(?P<name>[^"]+)" not found', "RuntimeClassMissing", "spec.engine.runtimeClassName",
         "create the RuntimeClass {name}, or name another one",
     ),
-    _row(
+    Row(
         r"exceeded quota: (?P<name>[^,]+), requested: (?:count/)?pods=\d+, used", "QuotaExceeded", "spec.replicas",
         "raise ResourceQuota {name} of the namespace, or run fewer replicas there",
     ),
-    _row(
+    Row(
         r"exceeded quota: (?P<name>[^,]+), requested: (?:count/|services)", "QuotaExceeded", "",
         "raise ResourceQuota {name} of the namespace, or remove what is not needed there",
     ),
-    _row(
+    Row(
         r"exceeded quota: (?P<name>[^,]+)", "QuotaExceeded", "spec.engine.resources",
         "raise ResourceQuota {name} of the namespace, ask for less, or run fewer replicas",
     ),
-    _row(
+    Row(
         r"failed quota: (?P<name>[^:]+): must specify (?P<what>[\w./-]+)", "QuotaNeedsResources",
         "spec.engine.resources.{what}", "set it: ResourceQuota {name} of the namespace asks for it of every pod",
     ),
-    _row(
+    Row(
         r"(?:maximum|minimum) (?P<what>\S+) usage per (?:Container|Pod) is \S+, but (?P<which>limit|request)",
         "LimitRangeViolated", "spec.engine.resources.{which}s.{what}",
         "keep to the bounds of the namespace's LimitRange, or change it",
     ),
-    _row(
+    Row(
         r"(?:maximum|minimum) (?P<what>\S+) usage per (?:Container|Pod) is|(?:\S+) max limit to request ratio",
         "LimitRangeViolated", "spec.engine.resources", "keep to the bounds of the namespace's LimitRange, or change it",
     ),
-    _row(
+    Row(
         r'volumes\[name="model"\]\.image: field not declared', "ImageVolumesUnsupported", "spec.model.source",
         "this Kubernetes has no image volumes, which oci:// needs (1.31 and newer, feature gate ImageVolume): copy the "
         "model to a claim and write pvc://CLAIM/PATH, or take it from hf://",
     ),
-    _row(
+    Row(
         r"duplicate entries for key \[name=\"(?P<name>[^\"]+)\"\]", "DuplicateVariable", "spec.engine.env",
         "set {name} once",
     ),
-    _row(
+    Row(
         r"violates PodSecurity", "PodSecurityViolated", "spec.engine",
         "loosen the namespace's label pod-security.kubernetes.io/enforce, or change what it names",
     ),
-    _row(
+    Row(
         r'admission webhook "(?P<name>[^"]+)" denied the request', "DeniedByWebhook", "",
         "change what it names through spec.engine, or make an exception for it in that policy",
     ),
-    _row(
+    Row(
         r'failed calling webhook "(?P<name>[^"]+)"', "WebhookUnavailable", "",
         "no change of the spec helps: the cluster's administrator mends that webhook or takes it away",
     ),
-    _row(
+    Row(
         r"unable to create new content in namespace", "NamespaceTerminating", "",
         "create the service in another namespace",
     ),
-    _row(
+    Row(
         r'User "[^"]+" cannot (?P<verb>\S+) resource', "OperatorForbidden", "",
         "no change of the spec helps: give the operator the role of its own version (upgrade the chart, or config/)",
     ),
-    _row(
+    Row(
         r"exists and is not kvpilot's", "NameTaken", "metadata.name",
         "rename the QuantizedLLMService, or delete the other object if nobody needs it",
     ),
-    _row(
+    Row(
         r"(?:name part|prefix part|a valid label|a qualified name) must", "InvalidLabel", "",
         "write a label's key and value: letters, digits, '-', '_' and '.', at most 63, beginning and ending with a "
         "letter or digit",
@@ -195,7 +188,7 @@ def _piece(rejection: Rejection, field: str, words: str) -> tuple[str, str]:
         words = f"a Deployment of this name exists and is not kvpilot's ({words})"
     shown, own = _GO.sub("", words), _field(field)
     for row in TABLE:
-        found = row.words.search(words)
+        found = re.search(row.words, words, re.DOTALL)
         if found is not None:
             groups = {name: value or "" for name, value in found.groupdict().items()}
             own = row.field.format(**groups) or own
@@ -207,7 +200,7 @@ def _piece(rejection: Rejection, field: str, words: str) -> tuple[str, str]:
 def _field(field: str) -> str:
     """The spec's field for one of an object; the object's own where no field of the spec is rendered into it alone."""
     for pattern, own in _FIELDS:
-        replaced, count = pattern.subn(own, field)
+        replaced, count = re.subn(pattern, own, field)
         if count:
             return replaced
     return field

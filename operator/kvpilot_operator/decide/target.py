@@ -7,7 +7,8 @@ from datetime import timedelta
 
 from kvpilot_operator.decide.context import Context, Target
 from kvpilot_operator.decide.judging.capacity import smaller
-from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS, RETRY_SECONDS, denial, infeasible, rungs
+from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS, RETRY_SECONDS, infeasible, rungs
+from kvpilot_operator.render.engine import model_location
 from kvpilot_operator.state.enums import Action, Reason, Stage, Verdict
 from kvpilot_operator.state.status import Denied, Stable
 
@@ -36,15 +37,15 @@ def _left_behind(c: Context) -> Target | None:
     stable, canary = c.stable, c.canary
     if stable is None:
         return None
-    standing = _standing(c, stable.dtype)
+    standing = c.denial(stable.dtype)
     if standing is None or standing.reason not in ACCURACY_REASONS:
         return None
-    if c.spec.kv_cache.mode == "Fixed" and _has_another_image(c, stable):
+    if c.spec.kv_cache.mode == "Fixed" and _has_another_engine(c, stable):
         if c.spec.kv_cache.dtype != stable.dtype:
             return None
         held = (
-            f"{stable.dtype} with {standing.image} {_denied(standing)}; what serves keeps its own image. "
-            "Choose another image or dtype, or set spec.rollout.denySeconds to 0 to try again"
+            f"{stable.dtype} with {standing.image} and {standing.model} {_denied(standing)}; what serves keeps its own "
+            "image and model. Choose another image, model or dtype, or set spec.rollout.denySeconds to 0 to try again"
         )
         return Target(stable.dtype, stable.revision, "DtypeDenied", held, held, startable=False)
     if canary is not None and canary.stage != Stage.ROLLING_BACK and smaller(stable.dtype, canary.dtype):
@@ -57,10 +58,12 @@ def _left_behind(c: Context) -> Target | None:
     return _guarded(c, safer, Reason.ACCURACY_DRIFTED, f"{why}; {safer} takes its place", recommended=safer)
 
 
-def _has_another_image(c: Context, stable: Stable) -> bool:
-    """Whether what serves is known to have another image than the spec: a denial with the spec's says nothing of it."""
+def _has_another_engine(c: Context, stable: Stable) -> bool:
+    """Whether what serves is known to have another image or model than the spec: the spec's denial is not about it."""
     there = c.snapshot.deployments.get(stable.revision)
-    return there is not None and there.image not in (None, c.spec.engine.image)
+    if there is None:
+        return False
+    return there.image not in (None, c.spec.engine.image) or there.model not in (None, model_location(c.spec))
 
 
 def _safer(c: Context, stable: Stable) -> str | None:
@@ -72,10 +75,6 @@ def _safer(c: Context, stable: Stable) -> str | None:
     return larger[-1] if larger else None
 
 
-def _standing(c: Context, dtype: str) -> Denied | None:
-    return denial(dtype, c.spec, c.snapshot.node, c.status.kv_cache.denied, c.now)
-
-
 def _denied(standing: Denied) -> str:
     return f"is denied until {standing.until:%Y-%m-%dT%H:%M:%SZ}: {standing.message}"
 
@@ -83,7 +82,7 @@ def _denied(standing: Denied) -> str:
 def _fixed(c: Context) -> Target:
     wanted, stable = c.spec.kv_cache.dtype, c.stable
     assert wanted is not None  # noqa: S101 - the API's rule: Fixed comes with a dtype
-    standing = _standing(c, wanted)
+    standing = c.denial(wanted)
     against = infeasible(wanted, c.spec, c.snapshot.node, c.snapshot.model)
     warning = against.message if against is not None else None
     if standing is not None and standing.reason in ACCURACY_REASONS and stable is not None and stable.dtype != wanted:

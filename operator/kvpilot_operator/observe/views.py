@@ -64,13 +64,15 @@ def is_ours(pod: Object, service: str) -> bool:
 def deployment_view(deployment: Object) -> DeploymentView:
     """One revision's Deployment."""
     labels, spec = deployment["metadata"].get("labels") or {}, deployment.get("spec") or {}
-    containers = ((spec.get("template") or {}).get("spec") or {}).get("containers") or ()
+    engine = _engine_of(((spec.get("template") or {}).get("spec") or {}).get("containers") or ())
+    told = dict(str(argument).partition("=")[::2] for argument in engine.get("args") or ())
     return DeploymentView(
         revision=labels.get(REVISION_LABEL, ""),
         dtype=labels.get(DTYPE_LABEL, ""),
         replicas=int(spec.get("replicas", 1)),
         failure=_replica_failure(deployment.get("status") or {}),
-        image=_engine_of(containers).get("image"),
+        image=engine.get("image"),
+        model=told.get("--model"),
     )
 
 

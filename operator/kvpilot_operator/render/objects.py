@@ -79,16 +79,9 @@ def disruption_budget(
 
 def pod_shelter(key: ServiceKey, pod: PodView, sheltered: bool) -> dict[str, Any]:
     """The annotations of ours on one pod: those that cluster autoscalers know, with a mark of ours, or none."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": pod.name,
-            "namespace": key.namespace,
-            "uid": pod.uid,
-            "annotations": dict(_SHELTER) if sheltered else {},
-        },
-    }
+    annotations = dict(_SHELTER) if sheltered else {}
+    metadata = {"name": pod.name, "namespace": key.namespace, "uid": pod.uid, "annotations": annotations}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}
 
 
 def route_rules(key: ServiceKey, route: RouteView, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

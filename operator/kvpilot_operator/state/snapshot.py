@@ -57,7 +57,8 @@ class DeploymentView:
     failure: str | None = None
     """Why pods that it lacks cannot be created, in the API server's words (the condition ReplicaFailure)."""
     image: str | None = None
-    """The engine's."""
+    model: str | None = None
+    """The engine's, as it is told."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvpilot_operator.decide.judging.capacity import projected_tokens
+from kvpilot_operator.decide.judging.capacity import gain
 
 
 class BacktestError(ValueError):
@@ -73,8 +73,8 @@ class Profile:
         if not self.costs:
             raise BacktestError(f"profile {self.name}: no dtype was measured; give at least `auto`")
         source = max(
-            (d for d in self.costs if projected_tokens(10**6, dtype, d) >= 10**6),
-            key=lambda d: -projected_tokens(10**6, dtype, d),
+            (d for d in self.costs if gain(dtype, d) >= 1),
+            key=lambda d: -gain(dtype, d),
             default=None,
         )
         if source is None:
@@ -83,7 +83,7 @@ class Profile:
                 f"dtype: {dtype} has no costs in profile {self.name}; use one of {known}, or measure it"
             )
         costs = self.costs[source]
-        return replace(costs, kv_tokens=projected_tokens(costs.kv_tokens, source, dtype))
+        return replace(costs, kv_tokens=int(costs.kv_tokens * gain(source, dtype)))
 
 
 def load_profile(path: Path | None = None) -> Profile:

@@ -18,7 +18,7 @@ from datetime import datetime
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.accuracy.verdict import judge, measured
 from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS, denial
+from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS
 from kvpilot_operator.decide.trial import baseline
 from kvpilot_operator.decide.trial.ending import deny
 from kvpilot_operator.probes.stats import Measurement
@@ -134,7 +134,7 @@ def _act_on_drift(c: Context, dtype: str, text: str, *, new: bool) -> Context:
     seconds, reason = c.spec.rollout.deny_seconds, Reason.ACCURACY_DRIFTED
     if c.spec.accuracy.on_failure == "Rollback" and seconds > 0:
         # A denial for another reason, such as its latency, keeps a dtype from being tried and does not end its service.
-        standing = denial(dtype, c.spec, c.snapshot.node, c.status.kv_cache.denied, c.now)
+        standing = c.denial(dtype)
         if standing is not None and standing.reason in ACCURACY_REASONS:
             return c
         c = c.record(Action.ROLL_BACK, reason, f"{text}; {dtype} gives way", from_dtype=dtype, warning=True)

@@ -15,11 +15,6 @@ OWN_BLOCK = 64
 _KEPT_BITS = 16.0
 
 
-def projected_tokens(capacity_tokens: int, from_dtype: str, to_dtype: str) -> int:
-    """Capacity after a change of dtype: memory is the same, so tokens go with the inverse of the bits an element."""
-    return int(capacity_tokens * gain(from_dtype, to_dtype))
-
-
 def smaller(dtype: str, than: str) -> bool:
     """True where `dtype` needs fewer bits an element."""
     return formats.parse(dtype).bits_per_element() < formats.parse(than).bits_per_element()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from itertools import pairwise
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.judging.gpus import by_product
@@ -20,7 +18,7 @@ _MAX_TOKENS = 2**31 - 1
 
 def step_tokens(spec: Spec, node: NodeFacts) -> int:
     """The engine's max_num_batched_tokens: from spec.engine.extraArgs, else vLLM 0.32's default for a server there."""
-    asked = [_tokens(value) for value in _values(spec.engine.extra_args, "--max-num-batched-tokens", "--max-num-b")]
+    asked = [_tokens(value) for value in spec.engine.option("--max-num-batched-tokens", "--max-num-b")]
     if asked and asked[-1]:
         return asked[-1]
     gpu = by_product(node.gpu)
@@ -28,13 +26,6 @@ def step_tokens(spec: Spec, node: NodeFacts) -> int:
     if memory >= _LARGEST_MIB:
         return 16_384
     return 8192 if memory >= _LARGE_MIB and "a100" not in node.gpu.lower() else 2048
-
-
-def _values(extra_args: Sequence[str], name: str, shortest: str) -> list[str]:
-    """What an option is set to, in order: the last one counts. vLLM takes underscores and a beginning of the name."""
-    words = [word for arg in extra_args for word in arg.split("=", 1)]
-    options = ((word.replace("_", "-"), value) for word, value in pairwise(words))
-    return [value for word, value in options if word.startswith(shortest) and name.startswith(word)]
 
 
 def _tokens(text: str) -> int | None:

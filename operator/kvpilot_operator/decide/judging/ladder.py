@@ -30,8 +30,7 @@ _FP8_SLOW_HEAD_DIM = 256
 def calibrated(spec: Spec) -> bool:
     """Whether the engine is given a calibration file: KVPILOT_CALIBRATION in its environment, or --calibration."""
     given = [v.value for v in spec.engine.env if v.name == "KVPILOT_CALIBRATION"]
-    options = [arg.partition("=") for arg in spec.engine.extra_args]
-    given += [value or None for name, _, value in options if name == "--calibration"]
+    given += spec.engine.option("--calibration")
     return any(value not in ("", "off") for value in given)
 
 
