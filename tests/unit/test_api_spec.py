@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_operator.api.schema import apply_defaults, root_schema
-from kvpilot_operator.api.spec import EnvVar, KeyRef, Resources, Scaling, Spec, Toleration, parse
+from kvpilot_operator.api.spec import EnvVar, FieldRef, KeyRef, Resources, Scaling, Spec, Toleration, ValueFrom, parse
 from support.bad_manifests import GOOD
 
-FLATTENED = {EnvVar, KeyRef}
-"""Structs that join several of the CRD's objects."""
+FLATTENED = {KeyRef}
+"""Stands for several of the CRD's objects."""
 
 
 def snake(name: str) -> str:
@@ -64,9 +64,9 @@ def test_references_lists_and_maps_become_plain_hashable_data() -> None:
     spec = parse(service(engine=engine, model={"source": "hf://a/b", "tokenSecretRef": {"name": "hf"}}))
     assert spec.model.token_secret_ref == KeyRef("hf", "token")
     assert spec.engine.env == (
-        EnvVar("A", "1", None, None, None),
-        EnvVar("B", None, KeyRef("s", "k", optional=True), None, None),
-        EnvVar("C", None, None, None, "status.podIP"),
+        EnvVar("A", "1"),
+        EnvVar("B", value_from=ValueFrom(KeyRef("s", "k", optional=True))),
+        EnvVar("C", value_from=ValueFrom(field_ref=FieldRef("status.podIP"))),
     )
     assert spec.engine.resources == Resources((), (("memory", "24Gi"), ("nvidia.com/gpu", "2")))
     assert spec.engine.node_selector == (("a", "1"), ("b", "2"))

@@ -102,9 +102,9 @@ def test_each_figure_fails_by_its_own_name(changed, reason):
 def test_a_faster_canary_passes_with_its_changes_in_percent():
     verdict = compare(steady(), steady(slow=0.7), LIMITS, *span(20), 0.025)
     assert verdict.outcome == "Passed"
-    assert verdict.ttft_p95_change == pytest.approx(-30, abs=3)
-    assert verdict.itl_p95_change == pytest.approx(-30, abs=3)
-    assert verdict.throughput_change == pytest.approx(43, abs=2)
+    assert verdict.ttft_p95_change_percent == pytest.approx(-30, abs=3)
+    assert verdict.itl_p95_change_percent == pytest.approx(-30, abs=3)
+    assert verdict.throughput_change_percent == pytest.approx(43, abs=2)
 
 
 def test_engines_that_cut_their_buckets_differently_are_compared_by_the_bounds_they_share():
@@ -138,7 +138,7 @@ def test_scrapes_before_the_window_and_after_it_do_not_count():
     late = span(20)[0] + SCRAPE * 10
     slow_start = (*steady(slow=3.0)[:10], *steady()[10:])
     verdict = compare(steady(), slow_start, LIMITS, late, span(20)[1], 0.025)
-    assert verdict.ttft_p95_change == 0
+    assert verdict.ttft_p95_change_percent == 0
 
 
 def test_both_sides_load_is_told():

@@ -27,8 +27,11 @@ def camel(name: str) -> str:
     return head + "".join(_WORDS.get(part, part.capitalize()) for part in rest)
 
 
-class _Part(msgspec.Struct, frozen=True, rename=camel):
-    pass
+class _Part(msgspec.Struct, frozen=True, rename=camel, omit_defaults=True):
+    def as_written(self) -> dict[str, Json]:
+        """The part as the CRD has it, without what was left out."""
+        written: dict[str, Json] = msgspec.to_builtins(self)
+        return written
 
 
 class KeyRef(_Part, frozen=True):
@@ -49,14 +52,26 @@ class Model(_Part, frozen=True):
     max_model_len: int | None = None
 
 
+class FieldRef(_Part, frozen=True):
+    """A field of the pod."""
+
+    field_path: str
+
+
+class ValueFrom(_Part, frozen=True):
+    """The one place that a variable's value comes from."""
+
+    secret_key_ref: KeyRef | None = None
+    config_map_key_ref: KeyRef | None = None
+    field_ref: FieldRef | None = None
+
+
 class EnvVar(_Part, frozen=True):
     """One item of spec.engine.env: a value, or the one place it comes from, or neither for an empty value."""
 
     name: str
     value: str | None = None
-    secret_key_ref: KeyRef | None = None
-    config_map_key_ref: KeyRef | None = None
-    field_path: str | None = None
+    value_from: ValueFrom | None = None
 
 
 class Resources(_Part, frozen=True):
@@ -71,7 +86,7 @@ class NodeExpression(_Part, frozen=True):
 
     key: str
     operator: Literal["In", "NotIn", "Exists", "DoesNotExist", "Gt", "Lt"]
-    values: tuple[str, ...]
+    values: tuple[str, ...] = ()
 
 
 class TopologySpread(_Part, frozen=True):
@@ -252,7 +267,6 @@ def parse(obj: Mapping[str, Json]) -> Spec:
         "engine": {
             **engine,
             "imagePullSecrets": [secret["name"] for secret in engine["imagePullSecrets"]],
-            "env": [_env_var(variable) for variable in engine["env"]],
             "resources": {kind: _pairs(resources.get(kind, {})) for kind in ("requests", "limits")},
             "nodeSelector": _pairs(engine["nodeSelector"]),
         },
@@ -260,11 +274,6 @@ def parse(obj: Mapping[str, Json]) -> Spec:
     }
     # The API server takes 3.0 for a whole number, and so does this.
     return msgspec.convert(flat, Spec, strict=False)
-
-
-def _env_var(variable: Mapping[str, Json]) -> dict[str, Json]:
-    source = variable.get("valueFrom", {})
-    return {**variable, **source, "fieldPath": source.get("fieldRef", {}).get("fieldPath")}
 
 
 def _pairs(mapping: Mapping[str, Json]) -> list[tuple[str, str]]:

@@ -6,10 +6,8 @@ import hashlib
 import json
 from typing import Any
 
-import msgspec
-
 from kvpilot_kernels import formats
-from kvpilot_operator.api.spec import Engine, EnvVar, KeyRef, NodeExpression, Spec, Toleration, TopologySpread, camel
+from kvpilot_operator.api.spec import Engine, Spec
 from kvpilot_operator.render.names import (
     DTYPE_LABEL,
     ENGINE_CONTAINER,
@@ -102,10 +100,10 @@ def _placement(service: str, engine: Engine) -> dict[str, Any]:
         "nodeSelector": dict(engine.node_selector),
         "affinity": _affinity(engine),
         "topologySpreadConstraints": [
-            {**_as_written(spread), "labelSelector": {"matchLabels": {SERVICE_LABEL: service}}}
+            {**spread.as_written(), "labelSelector": {"matchLabels": {SERVICE_LABEL: service}}}
             for spread in engine.topology_spread
         ],
-        "tolerations": [_as_written(toleration) for toleration in engine.tolerations],
+        "tolerations": [toleration.as_written() for toleration in engine.tolerations],
         "serviceAccountName": engine.service_account_name,
         "runtimeClassName": engine.runtime_class_name,
         "priorityClassName": engine.priority_class_name,
@@ -116,18 +114,9 @@ def _placement(service: str, engine: Engine) -> dict[str, Any]:
 def _affinity(engine: Engine) -> dict[str, Any]:
     if not engine.node_affinity:
         return {}
-    expressions = [_as_written(expression) for expression in engine.node_affinity]
+    expressions = [expression.as_written() for expression in engine.node_affinity]
     terms = {"nodeSelectorTerms": [{"matchExpressions": expressions}]}
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
-
-
-def _as_written(item: NodeExpression | TopologySpread | Toleration) -> dict[str, Any]:
-    """What Kubernetes calls as the CRD does, without what was left out."""
-    given = {
-        camel(name): list(value) if isinstance(value, tuple) else value
-        for name, value in msgspec.structs.asdict(item).items()
-    }
-    return {name: value for name, value in given.items() if value not in (None, [])}
 
 
 def _arguments(spec: Spec, dtype: str) -> list[str]:
@@ -168,26 +157,13 @@ def model_location(spec: Spec) -> str:
 def _environment(spec: Spec) -> list[dict[str, Any]]:
     env: list[dict[str, Any]] = []
     if spec.model.token_secret_ref is not None:
-        env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": _key_ref(spec.model.token_secret_ref)}})
+        env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": spec.model.token_secret_ref.as_written()}})
     if spec.cache.weights_claim_name and spec.model.source.startswith("hf://"):
         env.append({"name": "HF_HOME", "value": _WEIGHTS_PATH})
     if spec.cache.compile_claim_name:
         env.append({"name": "VLLM_CACHE_ROOT", "value": _COMPILE_PATH})
-    return [*env, *(_variable(variable) for variable in spec.engine.env)]
-
-
-def _variable(variable: EnvVar) -> dict[str, Any]:
-    if variable.secret_key_ref is not None:
-        return {"name": variable.name, "valueFrom": {"secretKeyRef": _key_ref(variable.secret_key_ref)}}
-    if variable.config_map_key_ref is not None:
-        return {"name": variable.name, "valueFrom": {"configMapKeyRef": _key_ref(variable.config_map_key_ref)}}
-    if variable.field_path is not None:
-        return {"name": variable.name, "valueFrom": {"fieldRef": {"fieldPath": variable.field_path}}}
-    return {"name": variable.name, "value": variable.value or ""}
-
-
-def _key_ref(ref: KeyRef) -> dict[str, Any]:
-    return {"name": ref.name, "key": ref.key, **({"optional": True} if ref.optional else {})}
+    empty = {"value": ""}
+    return [*env, *((empty if one.value_from is None else {}) | one.as_written() for one in spec.engine.env)]
 
 
 def _volumes(spec: Spec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

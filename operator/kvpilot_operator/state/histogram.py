@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +26,6 @@ class Histogram:
         """How many were observed."""
         return sum(self.counts)
 
-    @property
-    def mean(self) -> float:
-        """Their mean, or 0 for none."""
-        return self.total / self.count if self.count > 0 else 0.0
-
     def __add__(self, other: Histogram) -> Histogram:
         """Both together; an empty one takes the other's buckets. ValueError where two full ones differ in buckets."""
         if self.bounds == other.bounds:
@@ -52,19 +46,3 @@ class Histogram:
             return same[0] if same else cls()
         counts = tuple(sum(column) for column in zip(*(h.counts for h in same), strict=True))
         return cls(same[0].bounds, counts, sum(h.total for h in same))
-
-    def quantile(self, q: float) -> float:
-        """The value below which a share `q` lies, interpolated within its bucket as PromQL's histogram_quantile does.
-
-        The lowest bucket is taken to start at 0 and the open one to hold its lower bound. NaN for no observation.
-        """
-        if self.count <= 0:
-            return float("nan")
-        rank = q * self.count
-        for i, reached in enumerate(accumulate(self.counts)):
-            if reached >= rank and self.counts[i] > 0:
-                if i == len(self.bounds):
-                    return self.bounds[-1] if self.bounds else float("nan")
-                low = self.bounds[i - 1] if i else 0.0
-                return low + (self.bounds[i] - low) * (rank - (reached - self.counts[i])) / self.counts[i]
-        return self.bounds[-1] if self.bounds else float("nan")

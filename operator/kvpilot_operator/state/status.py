@@ -115,6 +115,16 @@ class Canary(_Struct, frozen=True, kw_only=True):
     itl_p95_change_percent: int | None = None
     throughput_change_percent: int | None = None
 
+    @property
+    def capacity_ratio(self) -> float | None:
+        """What a replica holds, over what one of the stable side does; None where either is not known."""
+        ours, theirs = self.capacity_tokens, self.stable_capacity_tokens
+        return ours / theirs if ours and theirs else None
+
+
+CHANGES = ("ttft_p95_change_percent", "itl_p95_change_percent", "throughput_change_percent")
+"""Of a trial's fields those that say how the canary did beside the stable side."""
+
 
 class Experience(_Struct, frozen=True, kw_only=True):
     """How a canary turned out: what the policy expects of the same dtype next time."""

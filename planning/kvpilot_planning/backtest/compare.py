@@ -13,6 +13,7 @@ from kvpilot_operator.state.histogram import Histogram
 from kvpilot_planning.backtest.costs import Profile
 from kvpilot_planning.backtest.hpa import Hpa
 from kvpilot_planning.backtest.loads import Load
+from kvpilot_planning.backtest.moments import quantile
 from kvpilot_planning.backtest.pilot import Pilot, model_of, node_of
 from kvpilot_planning.backtest.policies import HPA_TARGET, SCRAPE, Autoscaled, Piloted, Policy, Static
 from kvpilot_planning.backtest.service import Objective, Service
@@ -91,7 +92,7 @@ def run(
     ttft, itl, latency = o.ttft.take(), o.itl.take(), o.latency.take()
 
     def at(histogram: Histogram, q: float) -> float:
-        return round(histogram.quantile(q), 4) if histogram.count else math.nan
+        return round(quantile(histogram, q), 4) if histogram.count else math.nan
 
     return Row(
         load.name, name, round(o.gpu_seconds / 3600, 2), o.finished, o.good, o.lost, at(ttft, 0.95), at(ttft, 0.99),

@@ -36,9 +36,9 @@ class Finding:
     outcome: Verdict
     reason: str
     message: str
-    ttft_p95_change: int | None = None
-    itl_p95_change: int | None = None
-    throughput_change: int | None = None
+    ttft_p95_change_percent: int | None = None
+    itl_p95_change_percent: int | None = None
+    throughput_change_percent: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

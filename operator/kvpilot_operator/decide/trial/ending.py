@@ -8,7 +8,7 @@ from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.judging.ladder import RETRY_SECONDS, about, subject
 from kvpilot_operator.decide.trial.traffic import routed
 from kvpilot_operator.state.enums import Action, Reason, Stage, Verdict
-from kvpilot_operator.state.status import MAX_DENIED, MAX_HISTORY, Denied, Experience, Stable, clip
+from kvpilot_operator.state.status import CHANGES, MAX_DENIED, MAX_HISTORY, Denied, Experience, Stable, clip
 
 
 def roll_back(c: Context, verdict: Verdict, reason: str, message: str) -> Context:
@@ -58,9 +58,9 @@ def finish_promotion(c: Context) -> Context:
         denied = tuple(one for one in c.status.kv_cache.denied if about(one) != passed)
         c = c.set_kv(changed_time=c.now, denied=denied)
     gained = ""
-    if canary.capacity_tokens and canary.stable_capacity_tokens:
-        ratio = canary.capacity_tokens / canary.stable_capacity_tokens
-        gained = f"; a replica holds {canary.stable_capacity_tokens} -> {canary.capacity_tokens} tokens ({ratio:.2f}x)"
+    if canary.capacity_ratio is not None:
+        tokens = f"{canary.stable_capacity_tokens} -> {canary.capacity_tokens} tokens"
+        gained = f"; a replica holds {tokens} ({canary.capacity_ratio:.2f}x)"
     text = f"{canary.dtype} serves{gained}"
     return c.record(Action.PROMOTED, "TrafficSwitched", text, from_dtype=canary.from_dtype, to_dtype=canary.dtype)
 
@@ -86,9 +86,7 @@ def deny(c: Context, dtype: str, reason: str, message: str, seconds: int) -> Con
 
 def _remember(c: Context) -> Context:
     canary, last = in_flight(c), c.status.accuracy.last
-    capacity = None
-    if canary.capacity_tokens and canary.stable_capacity_tokens:
-        capacity = round(100 * canary.capacity_tokens / canary.stable_capacity_tokens)
+    capacity = round(100 * canary.capacity_ratio) if canary.capacity_ratio is not None else None
     probed = last is not None and last.revision == canary.revision and last.probe_time >= canary.started_time
     experience = Experience(
         dtype=canary.dtype,
@@ -101,9 +99,7 @@ def _remember(c: Context) -> Context:
         verdict=canary.verdict,
         reason=canary.reason,
         capacity_percent=capacity,
-        ttft_p95_change_percent=canary.ttft_p95_change_percent,
-        itl_p95_change_percent=canary.itl_p95_change_percent,
-        throughput_change_percent=canary.throughput_change_percent,
         excess_kl_micronats=last.excess_kl_micronats if probed and last is not None else None,
+        **{name: getattr(canary, name) for name in CHANGES},
     )
     return c.set(history=(experience, *c.status.history)[:MAX_HISTORY])

@@ -23,7 +23,7 @@ from kvpilot_operator.decide.trial.comparison import Finding, compare
 from kvpilot_operator.decide.trial.ending import roll_back
 from kvpilot_operator.render.names import canary_service
 from kvpilot_operator.state.enums import Action, Reason, Stage, TrafficMode, Verdict
-from kvpilot_operator.state.status import Canary
+from kvpilot_operator.state.status import CHANGES, Canary
 
 ALPHA = 0.05
 EARLY_ALPHA = 0.001
@@ -158,11 +158,8 @@ def _missing(c: Context, step: TrafficStep) -> str | None:
 def _conclude(c: Context, plan: TrafficPlan, place: int, found: Finding) -> Context:
     """Act on a look."""
     canary, text = in_flight(c), f"{_named(plan, plan.steps[place])}: {found.message}"
-    c = c.set_canary(
-        ttft_p95_change_percent=_kept(found.ttft_p95_change, canary.ttft_p95_change_percent),
-        itl_p95_change_percent=_kept(found.itl_p95_change, canary.itl_p95_change_percent),
-        throughput_change_percent=_kept(found.throughput_change, canary.throughput_change_percent),
-    )
+    known = {name: getattr(found, name) for name in CHANGES}
+    c = c.set_canary(**{name: change for name, change in known.items() if change is not None})
     if found.outcome == Verdict.INCONCLUSIVE:
         return c.set_canary(verdict=Verdict.INCONCLUSIVE, reason=found.reason, message=text)
     if found.outcome == Verdict.PASSED:
@@ -177,7 +174,3 @@ def _conclude(c: Context, plan: TrafficPlan, place: int, found: Finding) -> Cont
     # Measured anew: what was seen so far is not counted twice.
     c = c.set_canary(step_time=c.now)
     return c.event("StepRepeated", f"{text} ({failures} failures, {errors} errors so far)", warning=True)
-
-
-def _kept(new: int | None, old: int | None) -> int | None:
-    return old if new is None else new
