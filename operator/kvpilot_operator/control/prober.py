@@ -38,6 +38,8 @@ from kvpilot_operator.state.decision import (
 from kvpilot_operator.state.enums import Reason
 from kvpilot_operator.state.snapshot import ServiceKey
 
+log = logging.getLogger(__name__)
+
 # A probe that failed and that nobody counts (a baseline captured ahead of need) is tried again after this long, twice
 # as long each time it fails again.
 BACKOFF = Backoff(15.0, 900.0)
@@ -127,8 +129,6 @@ class Probe:
         self._drop()
         self._on_result(self._key)
 
-
-log = logging.getLogger(__name__)
 
 # A probe that lost its place to others, because its engine said nothing for longer than the door's patience, begins
 # anew with twice the patience: an engine that is only slow gets through in the end.
