@@ -29,9 +29,8 @@ def camel(name: str) -> str:
 
 class _Part(msgspec.Struct, frozen=True, rename=camel, omit_defaults=True):
     def as_written(self) -> dict[str, Json]:
-        """The part as the CRD has it, without what was left out."""
-        written: dict[str, Json] = msgspec.to_builtins(self)
-        return written
+        """The part as JSON, as the CRD has it, without what was left out."""
+        return msgspec.json.decode(msgspec.json.encode(self), type=dict[str, Json])
 
 
 class KeyRef(_Part, frozen=True):
