@@ -30,7 +30,7 @@ COMMANDS = (
     ("scripts/api_reference.py", "docs/reference/quantizedllmservice.md"),
     ("planning/benchmarks/backtest_profile.py",),
     ("operator/benchmarks/doors.py", "--page", f"{FIGURES}/operator-doors.json"),
-    ("operator/benchmarks/fleet_page.py", f"{FIGURES}/fleet.json"),
+    ("operator/benchmarks/fleet_page.py", f"{FIGURES}/fleet.json", "--before", f"{FIGURES}/fleet-before-kopf.json"),
     ("operator/benchmarks/hostile_page.py", f"{FIGURES}/operator-hostile.json"),
     ("runtime/benchmarks/accuracy.py", "--out", f"{FIGURES}/accuracy.json", "--report", f"{FIGURES}/accuracy.md"),
     ("runtime/benchmarks/cpu_backend.py", "--page"),
