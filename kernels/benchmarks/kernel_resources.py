@@ -1,8 +1,8 @@
 """What every GPU kernel takes of a GPU, without one: `python kernels/benchmarks/kernel_resources.py`.
 
 Compiles with the installed Triton for each compute capability and reads what the assembler allotted from the machine
-code. A stack is registers that did not fit: no kernel has local arrays. Writes docs/benchmarks/kernel-resources.md;
-`--few` compiles one variant of each kind and prints it, for tests, which exit 1 where one does not fit.
+code. A stack is registers that did not fit: no kernel has local arrays. Prints each program and exits 1 where one
+spills or asks for more shared memory than there is; `--page` writes docs/benchmarks/kernel-resources.md.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +31,27 @@ from kvpilot_kernels.gpu.rotation import slots
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "kernel-resources.md"
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """Shared memory that a block may ask for, by compute capability."""
-SPILLS = {"store_kernel": 64, "gather_kernel": 64}
-"""Bytes of a thread's registers that may go to its stack: these kernels have no loop. In decode none."""
+triton.knobs.compilation.disable_line_info = True  # a tenth of the time, and the same machine code
 BLOCK, TOOLS = 64, Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {
     "query_ptr": "*bf16", "key_ptr": "*bf16", "value_ptr": "*bf16", "out_ptr": "*bf16", "key_out_ptr": "*bf16",
     "value_out_ptr": "*bf16", "cache_ptr": "*u8", "ring_ptr": "*u8", "rotated_ptr": "*fp16", "slots_ptr": "*i64",
     "ring_slots_ptr": "*i64", "table_ptr": "*i32", "ring_table_ptr": "*i32", "splits_ptr": "*i32", "lens_ptr": "*i32",
     "spans_ptr": "*i32", "rows_ptr": "*i32", "starts_ptr": "*i32", "rotation_ptr": "*bf16", "key_rotation_ptr": "*bf16",
-    "value_rotation_ptr": "*bf16", "query_rotation_ptr": "*bf16",
+    "value_rotation_ptr": "*bf16", "query_rotation_ptr": "*bf16", "ordinals_ptr": "*i32",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with its constants; `shape` and `dtype` say in a table which."""
+    """A kernel with its constants; `shape` and `dtype` say in a table which. `registers`: as in `tuning.Choice`."""
 
     kernel: str
     dtype: str
     shape: str
     warps: int
     constants: dict[str, Any] = field(hash=False)
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Resources:
     shared: int
     stack: int
 
-    def misfit(self, kernel: str, capability: int) -> str:
-        """Why this kernel must not be served on such a GPU; empty if it may."""
-        if self.stack > SPILLS.get(kernel, 0):
+    def misfit(self, capability: int) -> str:
+        """Why such a program must not be launched on such a GPU; empty if it may."""
+        if self.stack:
             return f"spills {self.stack} bytes of registers"
         if self.shared > SHARED_KIB[capability] * 1024:
             return f"takes {self.shared} bytes of shared memory, of {SHARED_KIB[capability]} KiB"
@@ -78,67 +78,83 @@ def kernels() -> dict[str, Any]:
     return {kernel.__name__: kernel for kernel in found}
 
 
-def decode_variant(name: str, dim: int, ratio: int, recent: int) -> Variant:
-    """Decode as `GpuPages` launches it for a format, head_dim, query heads of a KV head, and recent window."""
+def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int, page: int = BLOCK,
+                   softcap: bool = False, window: int = 0) -> Variant:  # fmt: skip
+    """Decode as `GpuPages` launches it for a format, head_dim, query heads of a KV head, recent window, and so on."""
     fmt, queries = formats.parse(name), -(-ratio // -(-ratio // 8))
-    key, value = side_layouts(fmt, dim, BLOCK, recent)
-    choice = tuning.choose(dim, queries, fmt.key.bits + fmt.value.bits, BLOCK)
-    ring = fmt.ring_layout(dim, BLOCK).tokens if recent else 0
-    shape = f"head_dim {dim}, {ratio} queries" + (f", window {recent}" if recent else "")
+    key, value = side_layouts(fmt, dim, page, recent)
+    choice = tuning.choose(dim, queries, fmt.key.bits + fmt.value.bits, page, divmod(capability, 10))
+    ring = fmt.ring_layout(dim, page).tokens if recent else 0
+    parts = [f"head_dim {dim}", f"{ratio} queries", recent and f"window {recent}",
+             page != BLOCK and f"blocks of {page}", softcap and "soft cap", window and f"sliding {window}"]  # fmt: skip
     return Variant(
-        "decode_kernel", name, shape, 1,
+        "decode_kernel", name, ", ".join(part for part in parts if part), 1,
         {"KEY": key, "VALUE": value, "D": dim, "GROUP": fmt.group_size(dim), "RATIO": ratio, "TAKE": queries,
-         "TILE": choice.tile, "PAGE": BLOCK, "STAGES": choice.stages, "SOFTCAP": False, "WINDOW": 0, "RECENT": recent,
-         "RING": ring, "RING_BLOCKS": fmt.ring_blocks(recent, dim, BLOCK) if recent else 0},
+         "TILE": choice.tile, "PAGE": page, "STAGES": choice.stages, "SOFTCAP": softcap, "WINDOW": window,
+         "RECENT": recent, "RING": ring, "RING_BLOCKS": fmt.ring_blocks(recent, dim, page)}, choice.registers,
     )  # fmt: skip
 
 
-def page_variants(name: str, dim: int) -> Iterator[Variant]:
-    """Store, with and without a ring, and gather."""
-    fmt = formats.parse(name)
-    wide = slots(dim)
-    for recent in (0, 64) if fmt.has_ring else (0,):
-        key, value = side_layouts(fmt, dim, BLOCK, recent)
-        codec = {"KV_HEADS": 8, "KEY": key, "VALUE": value, "D": dim, "WIDE": wide, "PAGE": BLOCK}
-        ring, window = fmt.ring_layout(dim, BLOCK).tokens if recent else 0, ", window 64" if recent else ""
-        constants = {"RATIO": 4, "RING": ring, "TOKENS": 16, **codec}
-        yield Variant("store_kernel", name, f"head_dim {dim}{window}", tuning.store_warps(dim, recent), constants)
-        if not recent:
-            yield Variant("gather_kernel", name, f"head_dim {dim}", 4 if dim <= 128 else 8, {"TOKENS": 64, **codec})
+def store_variant(name: str, dim: int, recent: int) -> Variant:
+    """Store as `GpuPages` launches it."""
+    fmt, block = formats.parse(name), tuning.store_block(dim, recent)
+    key, value = side_layouts(fmt, dim, BLOCK, recent)
+    ring = fmt.ring_layout(dim, BLOCK).tokens if recent else 0
+    constants = {"KV_HEADS": 8, "RATIO": 4, "KEY": key, "VALUE": value, "D": dim, "WIDE": slots(dim), "PAGE": BLOCK,
+                 "RING": ring, "TOKENS": block.tokens}  # fmt: skip
+    return Variant("store_kernel", name, f"head_dim {dim}" + (f", window {recent}" if recent else ""), block.warps,
+                   constants)  # fmt: skip
 
 
-def step_variants(dim: int) -> Iterator[Variant]:
-    """Plan, ring slots and reduce, which know no format."""
-    if dim == 128:
-        constants = {"TILE": 64, "WINDOW": 0, "SEQUENCES": 64, "SPLITS": 128}
-        yield Variant("plan_kernel", "any", "64 sequences", 8, constants)
-        constants = {"RECENT": 64, "RING": 39, "RING_BLOCKS": 2, "ROUNDS": 8, "TOKENS": ring.TOKENS}
-        yield Variant("ring_slots_kernel", "any", "window 64", 4, constants)
-    for take in (1, 4, 8):
-        constants = {"KV_HEADS": 8, "RATIO": 8, "TAKE": take, "D": dim, "WIDE": slots(dim), "ROWS": take,
-                     "STEP": 32 // take}  # fmt: skip
-        yield Variant("reduce_kernel", "any", f"head_dim {dim}, {take} of 8 queries", 4, constants)
+def gather_variant(name: str, dim: int, block: tuning.Block) -> Variant:
+    """Gather with so many tokens and warps."""
+    key, value = side_layouts(formats.parse(name), dim, BLOCK, 0)
+    constants = {"KV_HEADS": 8, "KEY": key, "VALUE": value, "D": dim, "WIDE": slots(dim), "PAGE": BLOCK,
+                 "TOKENS": block.tokens}  # fmt: skip
+    return Variant("gather_kernel", name, f"head_dim {dim}", block.warps, constants)
 
 
-def every_variant() -> list[Variant]:
-    """Each kernel for each format and head_dim, decode for 4 and for 8 queries, with a recent window and without."""
-    found = []
+def reduce_variant(dim: int, take: int) -> Variant:
+    """Reduce for so many of 8 query heads; it knows no format."""
+    constants = {"KV_HEADS": 8, "RATIO": 8, "TAKE": take, "D": dim, "WIDE": slots(dim), "ROWS": take,
+                 "STEP": 32 // take}  # fmt: skip
+    return Variant("reduce_kernel", "any", f"head_dim {dim}, {take} of 8 queries", 4, constants)
+
+
+def step_variants() -> list[Variant]:
+    """Plan and ring slots, which know no head."""
+    plan_constants = {"TILE": 64, "WINDOW": 0, "SEQUENCES": 64, "SPLITS": 128}
+    slot_constants = {"RECENT": 64, "RING": 39, "RING_BLOCKS": 2, "ROUNDS": 8, "TOKENS": ring.TOKENS}
+    return [Variant("plan_kernel", "any", "64 sequences", 8, plan_constants),
+            Variant("ring_slots_kernel", "any", "window 64", 4, slot_constants)]  # fmt: skip
+
+
+def every_variant(capability: int) -> list[Variant]:
+    """Each kernel for each format and head_dim, with a recent window and without, decode for 4 and for 8 queries."""
+    found = step_variants()
     for dim in formats.HEAD_DIMS:
         for name in formats.own_names():
             windows = (0, 64) if formats.parse(name).has_ring else (0,)
-            found += [decode_variant(name, dim, ratio, recent) for ratio in (4, 8) for recent in windows]
-            found += page_variants(name, dim)
-        found += step_variants(dim)
+            found += [decode_variant(name, dim, ratio, recent, capability) for ratio in (4, 8) for recent in windows]
+            found += [store_variant(name, dim, recent) for recent in windows]
+            found.append(gather_variant(name, dim, tuning.gather_block(dim, divmod(capability, 10))))
+        found.append(decode_variant("k4v4", dim, 8, 64, capability, page=16))
+        found.append(decode_variant("k4v4", dim, 8, 64, capability, softcap=True, window=4096))
+        found += [reduce_variant(dim, take) for take in (1, 4, 8)]
     return found
 
 
-def few_variants() -> list[Variant]:
-    """One of each kernel, and of decode two that take most."""
-    hard = decode_variant("k2v2", 128, 4, 64), decode_variant("k4v4", 256, 16, 0)
-    return [*hard, *list(page_variants("k4v2", 128))[1:], *list(step_variants(128))[:3]]
+def few_variants(capability: int) -> list[Variant]:
+    """Of each kernel and format the one that Llama-3-8B is served with; int8's are of head_dim 256, as Gemma's."""
+    found = [*step_variants(), reduce_variant(128, 1), reduce_variant(256, 8)]
+    for name in formats.own_names():
+        recent, dim = formats.parse(name).recent_tokens(), 256 if name == "int8" else 128
+        found += [decode_variant(name, dim, 4, recent, capability), store_variant(name, dim, recent)]
+        found.append(gather_variant(name, dim, tuning.gather_block(dim, divmod(capability, 10))))
+    return found
 
 
-def compile_for(capability: int, variant: Variant) -> Resources:
+def compile_for(variant: Variant, capability: int) -> Resources:
     """Compile to machine code, and read what it takes; raises whatever Triton does."""
     kernel, types = kernels()[variant.kernel], {}
     constants = dict(variant.constants)
@@ -161,7 +177,7 @@ def compile_for(capability: int, variant: Variant) -> Resources:
     source = GluonASTSource if variant.kernel == "decode_kernel" else ASTSource
     compiled = triton.compile(
         source(kernel, types, constants, aligned), target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": variant.warps},
+        options={"num_warps": variant.warps, "maxnreg": variant.registers},
     )  # fmt: skip
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
@@ -173,50 +189,59 @@ def compile_for(capability: int, variant: Variant) -> Resources:
     return Resources(registers, compiled.metadata.shared, stack)
 
 
-def row(variant: Variant, capabilities: list[int]) -> list[Resources]:
-    """A variant's resources on each compute capability."""
-    return [compile_for(capability, variant) for capability in capabilities]
-
-
-def page(rows: list[tuple[Variant, list[Resources]]], capabilities: list[int]) -> str:
-    """The table."""
+def page(found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]], capabilities: list[int]) -> str:
+    """The table: of each kernel, dtype and shape the warps and `Resources` by compute capability."""
     names = [f"{capability // 10}.{capability % 10}" for capability in capabilities]
     limits = ", ".join(f"{SHARED_KIB[c]} KiB on {n}" for c, n in zip(capabilities, names, strict=True))
+    tools = ", ".join(f"{tool} {version(tool)}" for tool in ("ptxas", "ptxas-blackwell"))
+    spills = sum(r.stack > 0 for cells in found.values() for _, r in cells.values())
     lines = [
         "# What the GPU kernels take",
         "",
-        f"`python {' '.join(sys.argv)}`, Triton {triton.__version__}, no GPU. By compute capability: KiB of shared",
-        "memory of a program / registers of a thread, and bold, in bytes of a thread's stack, registers that did not",
-        f"fit. A program may have {limits}, and a thread 255 registers.",
+        f"`python {' '.join(sys.argv)}`, {datetime.now(UTC).date()}, Triton {triton.__version__} with {tools}; no GPU.",
+        "By compute capability: warps of a program x registers of a thread, KiB of shared memory, and in bold bytes of",
+        f"registers that spill: in {spills or 'none'} of {sum(map(len, found.values()))} programs. A program may have",
+        f"{limits}; a thread has 255 registers.",
         "",
-        f"| kernel | dtype | shape | warps | {' | '.join(names)} |",
-        f"|---|---|---|---|{'---|' * len(names)}",
+        f"| kernel | dtype | shape | {' | '.join(names)} |",
+        f"|---|---|---|{'---|' * len(names)}",
     ]
-    for variant, found in rows:
-        cells = [f"{r.shared / 1024:.1f} / {r.registers}" + (f" **{r.stack}**" if r.stack else "") for r in found]
-        what = f"{variant.kernel.removesuffix('_kernel')} | {variant.dtype} | {variant.shape} | {variant.warps}"
-        lines.append(f"| {what} | {' | '.join(cells)} |")
+    for (kernel, dtype, shape), cells in found.items():
+        told = [
+            f"{warps} x {r.registers}, {r.shared / 1024:.1f}" + (f" **{r.stack}**" if r.stack else "")
+            for warps, r in (cells[capability] for capability in capabilities)
+        ]
+        lines.append(f"| {kernel.removesuffix('_kernel')} | {dtype} | {shape} | {' | '.join(told)} |")
     return "\n".join(lines) + "\n"
+
+
+def version(tool: str) -> str:
+    """The version of one of Triton's assemblers."""
+    said = subprocess.run([TOOLS / tool, "--version"], check=True, capture_output=True, text=True).stdout
+    return re.search(r"V([\d.]+)", said)[1]  # type: ignore[index]
 
 
 def main() -> int:
     """Compile, and write or print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--few", action="store_true", help="one variant of each kind, printed")
+    parser.add_argument("--few", action="store_true", help="of each kernel and format one variant alone")
+    parser.add_argument("--page", action="store_true", help="write the page")
     parser.add_argument("--capabilities", type=int, nargs="+", default=list(SHARED_KIB), choices=list(SHARED_KIB))
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    variants, rows, misfits = few_variants() if options.few else every_variant(), [], 0
+    variants = few_variants if options.few else every_variant
+    jobs = [(variant, capability) for capability in options.capabilities for variant in variants(capability)]
+    found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]] = {}
+    misfits = 0
     with ProcessPoolExecutor(options.processes) as pool:
-        futures = [pool.submit(row, variant, options.capabilities) for variant in variants]
-        for variant, future in zip(variants, futures, strict=True):
-            rows.append((variant, future.result()))
-            for capability, resources in zip(options.capabilities, rows[-1][1], strict=True):
-                wrong = resources.misfit(variant.kernel, capability)
-                misfits += bool(wrong)
-                print(variant.kernel, variant.dtype, variant.shape, capability, resources, wrong, flush=True)
-    if not options.few:
-        PAGE.write_text(page(rows, options.capabilities))
+        for (variant, capability), taken in zip(jobs, pool.map(compile_for, *zip(*jobs, strict=True)), strict=True):
+            wrong = taken.misfit(capability)
+            misfits += bool(wrong)
+            row = found.setdefault((variant.kernel, variant.dtype, variant.shape), {})
+            row[capability] = variant.warps, taken
+            print(capability, variant.kernel, variant.dtype, variant.shape, taken, wrong or "fits", flush=True)
+    if options.page:
+        PAGE.write_text(page(found, options.capabilities))
     return 1 if misfits else 0
 
 

@@ -1,4 +1,8 @@
-"""The kernels compile to machine code with the installed Triton, which a GPU would otherwise be the first to try."""
+"""The kernels compile to machine code with the installed Triton, which a GPU would otherwise be the first to try.
+
+A program that spills is slow where nobody sees why, and one that asks for more shared memory than a GPU has ends in an
+error with the first request: `tuning` chooses neither on any of these GPUs.
+"""
 
 import os
 import subprocess
@@ -7,20 +11,68 @@ from pathlib import Path
 
 import pytest
 
-COMMAND = Path(__file__).parents[2] / "kernels" / "benchmarks" / "kernel_resources.py"
+from kvpilot_kernels import formats
+
+FOLDER = Path(__file__).parents[2] / "kernels" / "benchmarks"
+CAPABILITIES = (80, 86, 89, 90, 100, 120)
 
 
-# 86 has the shared memory of 89 and the instructions of 80, 100 has both of 90.
-@pytest.mark.parametrize(
-    "capability",
-    [80, pytest.param(86, marks=pytest.mark.long), 89, 90, pytest.param(100, marks=pytest.mark.long), 120],
-)
-def test_kernels_compile_and_fit_on_a_gpu_that_is_not_here(capability: int, tmp_path: Path) -> None:
+def python(*arguments: str, cache: Path, timeout: int) -> subprocess.CompletedProcess[str]:
+    """Run what compiles: in this process kernels are interpreted."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(COMMAND), "--few", "--processes", "1", "--capabilities", str(capability)],
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, timeout=900,
+    return subprocess.run(
+        [sys.executable, *arguments], env={**environment, "TRITON_CACHE_DIR": str(cache)}, cwd=FOLDER,
+        capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """Of each kernel and format the program that is served most, for every GPU."""
+    return python("kernel_resources.py", "--few", "--processes", "1", cache=tmp_path_factory.mktemp("c"), timeout=1800)
+
+
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_each_kernel_and_format_compiles_fits_and_spills_nothing_on_a_gpu_that_is_not_here(
+    capability: int, served: subprocess.CompletedProcess[str]
+) -> None:
+    lines = [line.split() for line in served.stdout.splitlines() if line.startswith(f"{capability} ")]
+    wanted = {(f"{name}_kernel", dtype) for name in ("store", "gather", "decode") for dtype in formats.own_names()}
+    wanted |= {(f"{name}_kernel", "any") for name in ("plan", "ring_slots", "reduce")}
+    assert {(line[1], line[2]) for line in lines} == wanted, served.stderr[-3000:]
+    assert all(line[-1] == "fits" for line in lines), served.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(5000)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_head_dim_window_and_group_of_queries_fits_and_spills_nothing(capability: int, tmp_path: Path) -> None:
+    done = python("kernel_resources.py", "--capabilities", str(capability), cache=tmp_path, timeout=4500)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    kernels = {line.split()[0] for line in done.stdout.splitlines() if "_kernel" in line}
-    assert kernels == {f"{name}_kernel" for name in ("store", "gather", "plan", "ring_slots", "reduce", "decode")}
+    assert f"head_dim {max(formats.HEAD_DIMS)}" in done.stdout
+
+
+def test_a_program_that_would_spill_is_told_and_not_chosen(tmp_path: Path) -> None:
+    code = """
+from kernel_resources import compile_for, gather_variant, tuning
+for block in (tuning.gather_block(128, (9, 0)), tuning.gather_block(128, (8, 0))):
+    print(compile_for(gather_variant("k4v4", 128, block), 80).misfit(80))
+"""
+    done = python("-c", code, cache=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    hopper, ampere = done.stdout.splitlines()
+    assert hopper.startswith("spills ")
+    assert ampere == ""
+
+
+def test_what_a_gpu_has_no_shared_memory_for_is_told(tmp_path: Path) -> None:
+    code = """
+from kernel_resources import SHARED_KIB, Resources
+for capability in SHARED_KIB:
+    print(Resources(255, 100 * 1024, 0).misfit(capability))
+"""
+    done = python("-c", code, cache=tmp_path, timeout=300)
+    told = dict(zip(CAPABILITIES, done.stdout.splitlines(), strict=True))
+    assert {capability for capability, misfit in told.items() if "of 99 KiB" in misfit} == {86, 89, 120}
+    assert not any(told[capability] for capability in (80, 90, 100))

@@ -60,7 +60,7 @@ def test_vllms_own_formats_are_refused() -> None:
 @pytest.mark.parametrize("dim", formats.HEAD_DIMS)
 def test_every_shape_has_a_choice_whose_tile_lies_in_one_block(dim: int, queries: int, block_size: int) -> None:
     fmt = formats.parse(formats.own_names()[queries % len(formats.own_names())])
-    choice = tuning.choose(dim, queries, fmt.key.bits + fmt.value.bits, block_size)
+    choice = tuning.choose(dim, queries, fmt.key.bits + fmt.value.bits, block_size, (9, 0))
     assert block_size % choice.tile == 0 == choice.tile % 16
     assert choice.stages >= 2
     assert choice.programs >= 1

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kvpilot_kernels.gpu.codec import byte_of, read_codes, scale_and_zero
-from kvpilot_kernels.gpu.rotation import rotate
+from kvpilot_kernels.gpu.rotation import load_rotation, rotate
 
 
 @triton.jit
@@ -22,8 +22,7 @@ def read_side(page_ptr, place, live, rotation_ptr, head, mean_ptr, scale_ptr, SI
     at += (slot // 64)[None, :] * PAGE + place[:, None]
     meta = tl.load(at, mask=live[:, None] & real[None, :], other=0).to(tl.int32)
     scale, zero = scale_and_zero(meta, SIDE.bits)
-    rotation = tl.load(rotation_ptr + slot[None, :] * WIDE + slot[:, None])
-    y = rotate((code.to(tl.float32) - zero) * scale, rotation, D)
+    y = rotate((code.to(tl.float32) - zero) * scale, load_rotation(rotation_ptr, WIDE, True), D)
     factor = tl.load(scale_ptr + head * D + slot, mask=slot < D, other=1.0)
     mean = tl.load(mean_ptr + head * D + slot, mask=slot < D, other=0.0)
     return y / factor[None, :] + mean[None, :]

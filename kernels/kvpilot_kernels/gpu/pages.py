@@ -22,8 +22,6 @@ from kvpilot_kernels.gpu.reduce import reduce_kernel
 from kvpilot_kernels.gpu.rotation import packing_rotation, plain_rotation, slots
 from kvpilot_kernels.gpu.store import store_kernel
 
-STORE_TOKENS = 16
-GATHER_TOKENS = 64
 REDUCE_STEP = 32
 """Rows of partial results that a merging program has in flight."""
 LOG2_E = 1.4426950408889634
@@ -57,13 +55,15 @@ class Shape:
         self.recent, self.ring_blocks = recent, fmt.ring_blocks(recent, head_dim, block_size)
         self.ring_tokens = fmt.ring_layout(head_dim, block_size).tokens if recent else 0
         self.key, self.value = side_layouts(fmt, head_dim, block_size, recent)
-        self.choice = tuning.choose(head_dim, self.queries, fmt.key.bits + fmt.value.bits, block_size)
+        capability = tuning.capability(device)
+        self.choice = tuning.choose(head_dim, self.queries, fmt.key.bits + fmt.value.bits, block_size, capability)
         self.wave = max(1, tuning.multiprocessors(device) * self.choice.programs // (kv_heads * parts))
         self.codec: dict[str, Any] = {
             "KV_HEADS": kv_heads, "KEY": self.key, "VALUE": self.value, "D": head_dim, "WIDE": slots(head_dim),
             "PAGE": block_size,
         }  # fmt: skip
-        self.store_warps, self.gather_warps = tuning.store_warps(head_dim, recent), 4 if head_dim <= 128 else 8
+        self.store_block = tuning.store_block(head_dim, recent)
+        self.gather_block = tuning.gather_block(head_dim, capability)
         self.can_overlap = tuning.overlaps(device)
         self.key_rotation, self.value_rotation = (
             packing_rotation(head_dim, b, device) for b in (fmt.key.bits, fmt.value.bits)
@@ -164,14 +164,14 @@ class GpuPages:
         if tokens == 0:
             return
         heads = s.kv_heads * (2 + (s.ratio if decodes else 0))
-        store_kernel[(triton.cdiv(tokens, STORE_TOKENS), heads)](
+        store_kernel[(triton.cdiv(tokens, s.store_block.tokens), heads)](
             query, key, value, slot_mapping, slot_mapping if ordinals is None else ordinals, self.cache,
             slot_mapping if ring_slots is None else ring_slots, self.ring, plan.rotated, plan.apart, s.key_rotation,
             s.value_rotation, s.rotation, f.key_first, f.key_mean, f.key_scale, f.value_mean, f.value_scale, tokens,
             0 if ordinals is None else ordinals.shape[0], decodes, query.stride(0), key.stride(0), value.stride(0),
             self.cache.stride(0), self.cache.stride(1), self.ring.stride(0), self.ring.stride(1), scale * LOG2_E,
-            RATIO=s.ratio, RING=s.ring_tokens, TOKENS=STORE_TOKENS, OVERLAP=plan.overlap, **s.codec,
-            num_warps=s.store_warps,
+            RATIO=s.ratio, RING=s.ring_tokens, TOKENS=s.store_block.tokens, OVERLAP=plan.overlap, **s.codec,
+            num_warps=s.store_block.warps,
         )  # fmt: skip
 
     def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, out: torch.Tensor,
@@ -210,7 +210,7 @@ class GpuPages:
             block_table.stride(0), rings.stride(0), s.softcap, KEY=s.key, VALUE=s.value, D=s.head_dim,
             GROUP=s.fmt.group_size(s.head_dim), RATIO=s.ratio, TAKE=s.queries, TILE=s.choice.tile, PAGE=s.block_size,
             STAGES=s.choice.stages, SOFTCAP=s.softcap > 0, WINDOW=s.window, RECENT=s.recent, RING=s.ring_tokens,
-            RING_BLOCKS=s.ring_blocks, OVERLAP=plan.overlap, num_warps=1,
+            RING_BLOCKS=s.ring_blocks, OVERLAP=plan.overlap, num_warps=1, maxnreg=s.choice.registers,
             **plan.launch,
         )  # fmt: skip
 
@@ -237,9 +237,8 @@ class GpuPages:
         """
         s, f = self.shape, self.factors
         check.int32(block_table=block_table, rows=rows)
-        gather_kernel[(triton.cdiv(longest, GATHER_TOKENS), s.kv_heads, rows.shape[0] - 1)](
+        gather_kernel[(triton.cdiv(longest, s.gather_block.tokens), s.kv_heads, rows.shape[0] - 1)](
             self.cache, block_table, rows, key_out, value_out, s.key_rotation, s.value_rotation, f.key_first,
             f.key_mean, f.key_scale, f.value_mean, f.value_scale, begin, self.cache.stride(0), self.cache.stride(1),
-            block_table.stride(0),
-            TOKENS=GATHER_TOKENS, **s.codec, num_warps=s.gather_warps,
+            block_table.stride(0), TOKENS=s.gather_block.tokens, **s.codec, num_warps=s.gather_block.warps,
         )  # fmt: skip

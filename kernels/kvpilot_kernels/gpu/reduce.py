@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from kvpilot_kernels.gpu.rotation import rotate
+from kvpilot_kernels.gpu.rotation import load_rotation, rotate
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, rotation_ptr, value_mean_ptr,
     first = tl.load(spans_ptr + 2 * sequence)
     number = tl.load(spans_ptr + 2 * sequence + 1)
     d = tl.arange(0, WIDE)
-    rotation = tl.load(rotation_ptr + d[None, :] * WIDE + d[:, None])
+    rotation = load_rotation(rotation_ptr, WIDE, True)
     factor = tl.load(value_scale_ptr + head * D + d, mask=d < D, other=1.0)
     mean = tl.load(value_mean_ptr + head * D + d, mask=d < D, other=0.0)
     if OVERLAP:

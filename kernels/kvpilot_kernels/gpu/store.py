@@ -28,7 +28,7 @@ from kvpilot_kernels.gpu.codec import (
     write_codes,
     zero_of,
 )
-from kvpilot_kernels.gpu.rotation import rotate
+from kvpilot_kernels.gpu.rotation import load_rotation, rotate
 
 REACH = tl.constexpr(formats.RING_REACH)
 
@@ -124,9 +124,7 @@ def store_side(x, rotation_ptr, page_ptr, place, live, ring_ptr, ring_place, rec
                RING: tl.constexpr):  # fmt: skip
     """Quantize rows x [TOKENS, WIDE] of a side; write them at each token's page [TOKENS] and place, and in the ring."""
     GROUPS: tl.constexpr = WIDE // 64
-    slot = tl.arange(0, WIDE)
-    rotation = tl.load(rotation_ptr + slot[:, None] * WIDE + slot[None, :])
-    y = tl.reshape(rotate(x, rotation, D), [TOKENS, GROUPS, 64])
+    y = tl.reshape(rotate(x, load_rotation(rotation_ptr, WIDE, False), D), [TOKENS, GROUPS, 64])
     codes, meta = encode(y, SIDE, D, WIDE)
     packed = pack_codes(tl.reshape(codes, [TOKENS, WIDE]), SIDE.bits, WIDE, TOKENS)
     write_codes(page_ptr + (SIDE.codes + place * SIDE.row), packed, live, SIDE.bits, D, WIDE)
@@ -222,7 +220,6 @@ def store_kernel(
         apart = tl.sum(x * apart[None, :], 1) * scale
         tl.store(apart_ptr + token.to(tl.int64) * (KV_HEADS * RATIO) + head, apart, mask=token < decodes)
         factor = tl.load(key_scale_ptr + head // RATIO * D + d, mask=real, other=1.0)
-        rotation = tl.load(query_rotation_ptr + d[:, None] * WIDE + d[None, :])
-        y = rotate(x / factor[None, :], rotation, D) * scale
+        y = rotate(x / factor[None, :], load_rotation(query_rotation_ptr, WIDE, False), D) * scale
         to = rotated_ptr + token[:, None].to(tl.int64) * (KV_HEADS * RATIO * D) + (head * D + d)[None, :]
         tl.store(to, y.to(tl.float16), mask=mask)

@@ -2,7 +2,9 @@
 
 Kept as tables, so that no user waits for tuning. Measured on an H200 (2026-11-22, Triton 3.6): at head_dim 128 and 256
 8, 10 to 13, 15 and 16 programs, in batches from 1 x 64K and 8 x 1K to 32 x 16K; 64 tokens of 2 stages in flight were
-best before keys were 8-bit integers (2026-11-21), and 32 at 256. Rows for head_dim 64 and 96 follow from registers.
+best before keys were 8-bit integers (2026-11-21), and 32 at 256. Rows for head_dim 64 and 96 follow from registers, and
+so do the blocks of `store` and `gather` at 256, and of `gather` off Hopper: no choice spills registers, or asks for
+shared memory that a GPU lacks, from compute capability 8.0 to 12.0 (docs/benchmarks/kernel-resources.md).
 `kernels/benchmarks/decode.py` times what the tables say.
 """
 
@@ -17,11 +19,15 @@ import torch
 
 @dataclass(frozen=True)
 class Choice:
-    """`tile` tokens a turn, `stages` tiles in flight, `programs` that fit one multiprocessor at once."""
+    """`tile` tokens a turn, `stages` tiles in flight, `programs` that fit one multiprocessor at once.
+
+    `registers` a thread may have, None to let the assembler weigh them against programs: it may spill some.
+    """
 
     tile: int
     stages: int
     programs: int
+    registers: int | None = None
 
 
 OVERLAP_SEQUENCES, OVERLAP_SEQUENCES_WITH_RING = 8, 64
@@ -38,22 +44,34 @@ PROGRAMS: dict[tuple[int, int], tuple[int, int, int]] = {
 """By head_dim and queries (at most 4 or 8); for a key and a value of more than 8 bits together, of 8, and of less."""
 
 
-STORE_WARPS = {False: 4, True: 8}
-"""Warps of a program of `store` up to head_dim 128, without and with a recent window; twice as many at 256."""
+@dataclass(frozen=True)
+class Block:
+    """What a program of `store` or `gather` takes: so many `tokens` of a head, in so many `warps`."""
+
+    tokens: int
+    warps: int
 
 
-def store_warps(dim: int, recent: int) -> int:
-    """Warps of a program of `store`."""
-    return STORE_WARPS[recent > 0] * (1 if dim <= 128 else 2)
+def store_block(dim: int, recent: int) -> Block:
+    """The block of `store`. At head_dim 256 the registers of a program with 16 tokens spill."""
+    return Block(16 if dim <= 128 else 8, 8 if recent or dim > 128 else 4)
 
 
-def choose(dim: int, queries: int, bits: int, block_size: int) -> Choice:
+def gather_block(dim: int, capability: tuple[int, int]) -> Block:
+    """The block of `gather`: four warps spill where tensor cores read no operand from shared memory (9.0, 10.0 do)."""
+    if dim > 128:
+        return Block(32, 8)
+    return Block(64, 4 if dim <= 64 or capability[0] in (9, 10) else 8)
+
+
+def choose(dim: int, queries: int, bits: int, block_size: int, capability: tuple[int, int]) -> Choice:
     """The choice for `queries` of a program and `bits` of a key's and a value's element together.
 
-    The tile divides `block_size`, as a tile lies in one page.
+    The tile divides `block_size`, as a tile lies in one page. On 9.0, where that was measured, the assembler weighs
+    registers against programs; on others it would spill some, and a thread may have all 255.
     """
     programs = PROGRAMS[dim, 4 if queries <= 4 else 8][0 if bits > 8 else 1 if bits == 8 else 2]
-    return Choice(gcd(TILES[dim], block_size), 2, programs)
+    return Choice(gcd(TILES[dim], block_size), 2, programs, None if capability[0] == 9 else 255)
 
 
 @cache
@@ -63,6 +81,11 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU; (0, 0) for a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
 def overlaps(device: torch.device) -> bool:
     """Whether a kernel may start while the one before it ends (programmatic dependent launch, from Hopper on)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return capability(device) >= (9, 0)
