@@ -145,10 +145,10 @@ def every_variant(capability: int) -> list[Variant]:
 
 
 def few_variants(capability: int) -> list[Variant]:
-    """Of each kernel and format the one that Llama-3-8B is served with; int8's are of head_dim 256, as Gemma's."""
+    """Of each kernel and format one as for Llama-3-8B, with a window of 64; int8's are of head_dim 256, as Gemma's."""
     found = [*step_variants(), reduce_variant(128, 1), reduce_variant(256, 8)]
     for name in formats.own_names():
-        recent, dim = formats.parse(name).recent_tokens(), 256 if name == "int8" else 128
+        recent, dim = 64 if formats.parse(name).has_ring else 0, 256 if name == "int8" else 128
         found += [decode_variant(name, dim, 4, recent, capability), store_variant(name, dim, recent)]
         found.append(gather_variant(name, dim, tuning.gather_block(dim, divmod(capability, 10))))
     return found
