@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.api.schema import apply_defaults, root_schema
+from kvpilot_operator.api.schema import apply_defaults, faults, root_schema
 from kvpilot_operator.api.spec import EnvVar, FieldRef, KeyRef, Resources, Scaling, Spec, Toleration, ValueFrom, parse
 from support.bad_manifests import GOOD
 
@@ -72,6 +72,13 @@ def test_references_lists_and_maps_become_plain_hashable_data() -> None:
     assert spec.engine.node_selector == (("a", "1"), ("b", "2"))
     assert spec.engine.tolerations == (Toleration("Exists", "gpu"),)
     hash(spec)
+
+
+def test_a_whole_number_that_is_written_as_a_fraction_is_read_as_the_number() -> None:
+    obj = service(replicas=3.0, engine={"image": "i", "tensorParallelSize": 2.0})
+    assert faults(obj) == ()
+    found = parse(obj)
+    assert [repr(found.replicas), repr(found.engine.tensor_parallel_size)] == ["3", "2"]
 
 
 @given(st.integers(0, 1000), st.integers(0, 20), st.integers(20, 40))
