@@ -3,8 +3,8 @@
 Kept as tables, so that no user waits for tuning. Measured on an H200 (2026-11-22, Triton 3.6): at head_dim 128 and 256
 8, 10 to 13, 15 and 16 programs, in batches from 1 x 64K and 8 x 1K to 32 x 16K; 64 tokens of 2 stages in flight were
 best before keys were 8-bit integers (2026-11-21), and 32 at 256. Rows for head_dim 64 and 96 follow from registers, and
-so do the blocks of `store` and `gather` at 256, and of `gather` off Hopper: no choice spills registers, or asks for
-shared memory that a GPU lacks, from compute capability 8.0 to 12.0 (docs/benchmarks/kernel-resources.md).
+so do the blocks of `store` and `gather` at 256, and of `gather` off Hopper. No program in
+docs/benchmarks/kernel-resources.md spills; decode of 8 queries with a recent window does, by 8 to 328 bytes.
 `kernels/benchmarks/decode.py` times what the tables say.
 """
 
