@@ -202,7 +202,8 @@ class Format:
         key, value: how a key and a value are stored (at a head dimension that is a multiple of 64, for ours).
         origin: who implements it.
         window: tokens of the recent window where nobody says otherwise, one of `RECENT_CHOICES`; 0 for none.
-        calibrated_only: not to be chosen without a calibration file: the accuracy is not there otherwise.
+        calibrated_only: not to be served without factors, of a file or of the engine itself: the accuracy is not there
+            otherwise.
         summary: one line for people. colour: of its line in every plot, grey for the dtypes that none is about.
     """
 

@@ -34,8 +34,6 @@ def veto(model: Model, dtype: str, gpu: Gpu, gpus: int) -> str | None:
 def notes(model: Model, dtype: str) -> tuple[str, ...]:
     """What to know of a dtype that is not ruled out."""
     found = []
-    if formats.parse(dtype).calibrated_only:
-        found.append(f"{dtype} needs a calibration of the model (kvpilot calibrate)")
     if dtype.startswith("fp8") and model.head_dim >= 256:
         found.append(
             f"{dtype} at head_dim {model.head_dim} decodes slower than 16 bits (docs/benchmarks/h200-decode.md)"

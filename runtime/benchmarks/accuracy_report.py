@@ -43,7 +43,7 @@ SERVED_HEAD = """
 ## As served
 
 Each dtype with its [default recent window](../decisions/0023-a-default-window-for-each-dtype.md); `+calibrated` with a
-file, fitted for a window of 64, which `k2v2` is not served without. After them `k4v2` with a window of 64.
+file, fitted for a window of 64. After them `k4v2` with a window of 64.
 {missing}
 """
 ALONE_HEAD = "\n## Codecs alone, and rivals\n\n"

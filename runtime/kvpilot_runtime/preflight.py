@@ -189,8 +189,8 @@ def _our_options(fmt: formats.Format, request: Request) -> None:
     if any(options.given(request.others, "--enable-sleep-mode")) and not _wakes():
         raise PreflightError("BadArguments", f"--enable-sleep-mode: before vLLM {'.'.join(map(str, options.SLEEP_FROM))} an engine with kv-cache dtype {fmt.name!r} does not wake up as it was; leave it out, or use a runtime image with a newer vLLM")  # fmt: skip  # noqa: E501
     named = request.calibration not in (None, CALIBRATION_OFF)
-    if fmt.calibrated_only and not named:
-        raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} needs a calibration of the model from its gradients: give the file of `kvpilot calibrate` with --calibration, or use 'k4v4' or 'k4v2'")  # fmt: skip  # noqa: E501
+    if fmt.calibrated_only and request.calibration == CALIBRATION_OFF:
+        raise PreflightError("BadArguments", f"--calibration off: without calibration kv-cache dtype {fmt.name!r} is not accurate; leave the option out, so that the engine calibrates itself, or give a file of `kvpilot calibrate`")  # fmt: skip  # noqa: E501
     if named and not Path(request.calibration or "").is_file():
         raise PreflightError("BadArguments", f"--calibration {request.calibration!r}: there is no such file; check that its volume is mounted, or leave the option out: the engine then calibrates itself")  # fmt: skip  # noqa: E501
 

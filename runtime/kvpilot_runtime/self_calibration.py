@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from kvpilot_kernels import formats
 from kvpilot_kernels.fit import Observed
 from kvpilot_runtime import calibration, calibration_info
 from kvpilot_runtime.backend import our_layers
@@ -45,9 +46,15 @@ def calibrate(worker: Any) -> None:
     if calibration.asked():
         source = "off" if calibration.turned_off() else "file"
     elif reason:
+        dtype = config.cache_config.cache_dtype
+        if formats.parse(dtype).calibrated_only:
+            raise UnsupportedModelError(
+                f"kv-cache dtype {dtype!r} is not accurate without calibration, which this engine cannot do by itself "
+                f"({reason}); give a file of `kvpilot calibrate` in {calibration.VARIABLE}, or use another dtype"
+            )
         source = "none"
         log.warning("Not calibrated (%s): kv-cache dtype %r is less accurate than it could be; give a file of `kvpilot "
-                    "calibrate` in %s", reason, config.cache_config.cache_dtype, calibration.VARIABLE)  # fmt: skip
+                    "calibrate` in %s", reason, dtype, calibration.VARIABLE)  # fmt: skip
     else:
         source = "self"
         began = time.perf_counter()

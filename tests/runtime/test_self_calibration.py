@@ -26,6 +26,7 @@ from kvpilot_kernels.fit import Observed
 from kvpilot_localcluster.engines.real import engine, refused_by_vllm
 from kvpilot_runtime import calibration_info, self_calibration
 from kvpilot_runtime.calibration_text import NoTokensError, lone, passes, text_ids
+from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.worker_info import Reported
 from support.oracle import Oracle
 
@@ -102,15 +103,15 @@ def test_answers_are_those_of_the_factors_of_the_built_in_text(model: Callable[[
     assert sum(max(plain.shortfalls(prompt, answer)) > SLACK for prompt, answer in both) > 10
 
 
-def test_two_starts_find_the_same_factors_and_a_start_without_says_so(tmp_path: Path) -> None:
+def test_two_starts_find_the_same_factors_in_whichever_dtype_and_a_start_without_says_so(tmp_path: Path) -> None:
     arguments = ("--kv-cache-memory-bytes=64M", f"--max-num-batched-tokens={CHUNK}")
 
-    def start(asked: str) -> dict[str, str]:
-        with engine(tiny_llama(), "k4v4", tmp_path, *arguments, env={"KVPILOT_CALIBRATION": asked}) as running:
+    def start(dtype: str, asked: str) -> dict[str, str]:
+        with engine(tiny_llama(), dtype, tmp_path, *arguments, env={"KVPILOT_CALIBRATION": asked}) as running:
             return told(running.page())
 
     with ThreadPoolExecutor(2) as pool:
-        first, second, without = pool.map(start, ("", "", "off"))
+        first, second, without = pool.map(start, ("k4v4", "k2v2", "k4v4"), ("", "", "off"))
     assert first == second
     assert without["source"] == "off"
     assert without["hash"] != first["hash"]
@@ -228,6 +229,20 @@ def test_each_sequence_of_the_chunk_attends_to_itself_and_is_counted_alone() -> 
 def test_what_cannot_calibrate_itself_is_named(change: dict[str, Any], reason: str) -> None:
     config = {"parallel_config": SimpleNamespace(pipeline_parallel_size=1), "lora_config": None, **change}
     assert self_calibration.obstacle(SimpleNamespace(**config), {}) == reason
+
+
+def test_a_dtype_that_is_nothing_without_factors_is_not_served_where_the_engine_finds_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(self_calibration, "our_layers", lambda _config: {"layer": None})
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1), lora_config=SimpleNamespace(),
+        cache_config=SimpleNamespace(cache_dtype="k2v2"),
+    )  # fmt: skip
+    with pytest.raises(
+        UnsupportedModelError, match=r"'k2v2' is not accurate.*\(LoRA\); give a file of `kvpilot calibrate`"
+    ):
+        self_calibration.calibrate(SimpleNamespace(vllm_config=config, device="cpu"))
 
 
 def test_the_metric_appears_once_a_worker_has_reported_and_never_from_half_a_file(tmp_path: Path) -> None:

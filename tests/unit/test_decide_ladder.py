@@ -68,14 +68,18 @@ def test_a_head_dimension_that_our_formats_do_not_have_rules_them_out():
     assert reason("fp8", model=replace(LLAMA, head_dim=80)) is None
 
 
-def test_a_format_for_calibrated_models_needs_a_calibration():
-    assert reason("k2v2") == "NotCalibrated"
+def test_a_format_for_calibrated_models_is_ruled_out_where_calibration_is_off():
+    assert reason("k2v2") is None
     by_name = spec_of(manifest(engine={"image": "i", "env": [{"name": "KVPILOT_CALIBRATION", "value": "/models/c"}]}))
     by_option = spec_of(manifest(engine={"image": "i", "extraArgs": ["--calibration=/models/c"]}))
     assert reason("k2v2", by_name) is None
     assert reason("k2v2", by_option) is None
     off = spec_of(manifest(engine={"image": "i", "extraArgs": ["--calibration=off"]}))
     assert reason("k2v2", off) == "NotCalibrated"
+    assert reason("k4v4", off) is None
+    file_after_all = {"image": "i", "extraArgs": ["--calibration=/models/c"]}
+    file_after_all["env"] = [{"name": "KVPILOT_CALIBRATION", "value": "off"}]
+    assert reason("k2v2", spec_of(manifest(engine=file_after_all))) is None
 
 
 def test_sliding_window_layers_that_stay_in_16_bits_can_leave_too_little_to_gain():
@@ -143,7 +147,7 @@ def test_the_gain_is_that_of_the_layers_that_shrink():
 def test_at_head_dim_256_fp8_comes_after_our_formats():
     wide = replace(LLAMA, head_dim=256)
     found = {rung.dtype: rung.outcome for rung in rungs(SPEC, HOPPER, wide, (), NOW)}
-    assert found == {"auto": None, "fp8": "Vetoed", "k8v4": None, "k4v4": None, "k2v2": "Vetoed"}
+    assert found == {"auto": None, "fp8": "Vetoed", "k8v4": None, "k4v4": None, "k2v2": None}
     alone = spec_of(manifest(kvCache={"ladder": ["fp8"]}))
     assert [rung.outcome for rung in rungs(alone, HOPPER, wide, (), NOW)] == [None, None]
 

@@ -27,11 +27,11 @@ MIN_GAIN = 1.2
 _FP8_SLOW_HEAD_DIM = 256
 
 
-def calibrated(spec: Spec) -> bool:
-    """Whether the engine is given a calibration file: KVPILOT_CALIBRATION in its environment, or --calibration."""
+def uncalibrated(spec: Spec) -> bool:
+    """Whether the engine is told to do without calibration, by KVPILOT_CALIBRATION or, before that, --calibration."""
     given = [v.value for v in spec.engine.env if v.name == "KVPILOT_CALIBRATION"]
     given += spec.engine.option("--calibration")
-    return any(value not in ("", "off") for value in given)
+    return given[-1:] == ["off"]
 
 
 def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None) -> Cause | None:
@@ -40,9 +40,10 @@ def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None
     if hardware is not None:
         return Cause("HardwareUnsupported", hardware)
     stored = formats.parse(dtype)
-    if stored.calibrated_only and not calibrated(spec):
+    if stored.calibrated_only and uncalibrated(spec):
         return Cause(
-            "NotCalibrated", f"{dtype} is accurate only with a calibration: name its file in KVPILOT_CALIBRATION"
+            "NotCalibrated",
+            f"{dtype} is not accurate without calibration: leave --calibration and KVPILOT_CALIBRATION out",
         )
     if model is None or stored.bits_per_element() >= 16:
         return None
