@@ -9,11 +9,11 @@ from kvpilot_kubectl.api import Cluster
 from kvpilot_kubectl.errors import DONE, REFUSED, Forbidden, Missing, ToolError
 from kvpilot_kubectl.fields import Json, at, items, text, whole
 from kvpilot_planning import plan
+from kvpilot_planning.gpus import gpu_of_labels
 from kvpilot_planning.plan_make import CONTEXTS
 
-_PRODUCT = "nvidia.com/gpu.product"
 _HUB = "hf://"
-_NO_GPU = ("", "cpu", "unlabelled-gpu")
+_NO_GPU = ("cpu", "unlabelled-")
 
 
 def show(cluster: Cluster, name: str, *, gpu: str | None, model: str | None, as_json: bool) -> int:
@@ -58,33 +58,31 @@ def gpu_of(cluster: Cluster, obj: Json) -> str:
         ToolError: nothing says which, or there are several.
     """
     for found in (_by_nodes(cluster, text(obj, "metadata", "name")), _selected(obj), _tried(obj)):
-        known = sorted({one for one in found if one not in _NO_GPU})
+        known = sorted({one for one in found if one and not one.startswith(_NO_GPU)})
         if len(known) > 1:
             raise ToolError(f"the service has GPUs of several kinds, {' and '.join(known)}: name one with --gpu")
         if known:
             return known[0]
-    raise ToolError(
-        f"no node, nodeSelector or trial says which GPU the service has (label {_PRODUCT}): name one, such as "
-        "--gpu H100-80GB"
-    )
+    raise ToolError("no node, nodeSelector or trial says which GPU the service has: name one, such as --gpu H100-80GB")
 
 
 def _by_nodes(cluster: Cluster, name: str) -> Iterator[str]:
     """Nodes are objects of the whole cluster, which few users may read."""
     try:
         for node in {text(pod, "spec", "nodeName") for pod in cluster.pods(name)} - {""}:
-            yield text(cluster.node(node), "metadata", "labels", _PRODUCT)
+            found = cluster.node(node)
+            yield text(gpu_of_labels(at(found, "metadata", "labels"), at(found, "status", "allocatable")))
     except (Forbidden, Missing):
         return
 
 
 def _selected(obj: Json) -> Iterator[str]:
     engine = at(obj, "spec", "engine")
-    yield text(engine, "nodeSelector", _PRODUCT)
+    yield text(gpu_of_labels(at(engine, "nodeSelector")))
     for one in items(engine, "nodeAffinity"):
         values = at(one, "values")
-        if text(one, "key") == _PRODUCT and text(one, "operator") == "In" and isinstance(values, list):
-            yield from (text(value) for value in values)
+        if text(one, "operator") == "In" and isinstance(values, list):
+            yield from (text(gpu_of_labels({text(one, "key"): value})) for value in values)
 
 
 def _tried(obj: Json) -> Iterator[str]:

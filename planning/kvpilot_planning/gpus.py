@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+from typing import Any
 
-from kvpilot_operator.decide.judging.gpus import GPUS, Gpu, by_product
+from kvpilot_operator.gpus import GPUS, Gpu, by_product
+from kvpilot_operator.observe.nodes import node_facts
 from kvpilot_planning.facts import PlanError
 
 # Dense bfloat16 on tensor cores with float32 sums, in 10^12 operations a second, from NVIDIA's data sheets (the T4
@@ -51,3 +53,8 @@ def find_gpu(name: str) -> Gpu:
     close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
     names = [known[key].name for key in close] or [gpu.name for gpu in GPUS]
     raise PlanError(f"--gpu {name!r} is not in the table; use one of {', '.join(names)}, or a node's nvidia.com/gpu.product label")  # fmt: skip  # noqa: E501
+
+
+def gpu_of_labels(labels: Any, allocatable: Any = None) -> str:
+    """The GPU of a node by its labels and resources, as the operator names it; `cpu` where they show none."""
+    return node_facts({"metadata": {"labels": labels}, "status": {"allocatable": allocatable}}).gpu

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from kvpilot_kernels.formats import RECENT_CHOICES, FormatError, default_windows, parse
-from kvpilot_operator.decide.judging.gpus import GPUS
+from kvpilot_operator.gpus import GPUS
 from kvpilot_planning import models, plan_json, plan_plot, plan_text
 from kvpilot_planning.facts import Model, PlanError
 from kvpilot_planning.facts_config import read_folder

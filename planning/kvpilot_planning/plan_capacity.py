@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvpilot_kernels import formats
 from kvpilot_operator.decide.judging.capacity import OWN_BLOCK
-from kvpilot_operator.decide.judging.gpus import Gpu
+from kvpilot_operator.gpus import Gpu
 from kvpilot_planning.facts import Model, PlanError
 
 MIB = 2**20

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpilot_operator.decide.judging.gpus import Gpu
+from kvpilot_operator.gpus import Gpu
 from kvpilot_planning.plan_speed import Speed
 
 FILL = 0.85

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpilot_kernels import formats
-from kvpilot_operator.decide.judging.gpus import Gpu
+from kvpilot_operator.gpus import Gpu
 from kvpilot_planning import plan_veto
 from kvpilot_planning.facts import Model, PlanError
 from kvpilot_planning.plan_capacity import Cache, Memory, cache, kv_heads_per_gpu, memory, weight_bytes

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpilot_operator.decide.judging.gpus import Gpu
 from kvpilot_operator.decide.judging.latency import EFFICIENCY
+from kvpilot_operator.gpus import Gpu
 from kvpilot_planning.facts import Model
 from kvpilot_planning.gpus import BF16_TFLOPS
 from kvpilot_planning.plan_capacity import Cache

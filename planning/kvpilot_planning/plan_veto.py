@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvpilot_kernels import formats, models
-from kvpilot_operator.decide.judging.gpus import Gpu
 from kvpilot_operator.decide.judging.ladder import hardware_fault
+from kvpilot_operator.gpus import Gpu
 from kvpilot_operator.state.snapshot import NodeFacts
 from kvpilot_planning.facts import Model
 

@@ -1,4 +1,4 @@
-"""Which dtypes the hardware, the model or a missing calibration rule out, and what the nodes say of it."""
+"""Which dtypes the hardware, the model or a missing calibration rule out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from kvpilot_kernels import formats
 from kvpilot_operator.decide.judging.capacity import OWN_BLOCK, gain, ring_share
 from kvpilot_operator.decide.judging.ladder import hardware_fault, infeasible, rungs
-from kvpilot_operator.observe.views import node_facts
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from support.policy_inputs import denied
 from support.services import NOW, manifest, spec_of
@@ -21,10 +20,6 @@ HOPPER = NodeFacts("NVIDIA-H200", (9, 0))
 VOLTA = NodeFacts("Tesla-V100", (7, 0))
 LLAMA = ModelFacts(head_dim=128, kv_heads=8, layers=32, window_layers=0, mla=False)
 SPEC = spec_of(manifest(kvCache={"ladder": ["fp8", "k8v4", "k4v4", "k2v2"]}))
-
-
-def node(labels=None, allocatable=None):
-    return {"metadata": {"name": "n", "labels": labels or {}}, "status": {"allocatable": allocatable or {"cpu": "2"}}}
 
 
 def reason(dtype, spec=SPEC, hardware=HOPPER, model=LLAMA):
@@ -150,21 +145,3 @@ def test_at_head_dim_256_fp8_comes_after_our_formats():
     assert found == {"auto": None, "fp8": "Vetoed", "k8v4": None, "k4v4": None, "k2v2": None}
     alone = spec_of(manifest(kvCache={"ladder": ["fp8"]}))
     assert [rung.outcome for rung in rungs(alone, HOPPER, wide, (), NOW)] == [None, None]
-
-
-def test_a_node_without_a_gpu_is_a_cpu_node():
-    assert node_facts(node()) == NodeFacts()
-
-
-def test_a_gpu_without_labels_is_not_taken_for_a_cpu():
-    assert node_facts(node(allocatable={"nvidia.com/gpu": "8"})).gpu == "unlabelled-gpu"
-
-
-def test_product_and_compute_capability_come_from_the_labels():
-    labels = {
-        "nvidia.com/gpu.product": "NVIDIA-H200",
-        "nvidia.com/gpu.compute.major": "9",
-        "nvidia.com/gpu.compute.minor": "0",
-    }
-    facts = node_facts(node(labels, {"nvidia.com/gpu": "8"}))
-    assert (facts.gpu, facts.compute_capability) == ("NVIDIA-H200", (9, 0))

@@ -82,6 +82,32 @@ def test_where_nodes_may_not_be_read_the_gpu_is_what_the_spec_selects(
     assert "--gpu=NVIDIA-L4 " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"cloud.google.com/gke-accelerator": "nvidia-l4"},
+        {"node.kubernetes.io/instance-type": "g6.2xlarge"},
+    ],
+    ids=str,
+)
+def test_a_cloud_that_names_the_gpu_is_believed_of_nodes_and_of_what_the_spec_selects(
+    api: LoopbackApi, capsys: pytest.CaptureFixture[str], labels: dict[str, str]
+) -> None:
+    on_nodes(api, a="")
+    api.answers["/api/v1/nodes/a"] = (200, json.dumps({"metadata": {"labels": labels}}).encode())
+    assert planned(api) == 0
+    assert "--gpu=NVIDIA-L4 " in capsys.readouterr().out
+    api.answers["/api/v1/nodes/a"] = (403, b"{}")
+    engine = api.services["chat"]["spec"]["engine"]
+    engine["nodeSelector"] = labels
+    assert planned(api) == 0
+    assert "--gpu=NVIDIA-L4 " in capsys.readouterr().out
+    engine["nodeSelector"] = {}
+    engine["nodeAffinity"] = [{"key": key, "operator": "In", "values": [value]} for key, value in labels.items()]
+    assert planned(api) == 0
+    assert "--gpu=NVIDIA-L4 " in capsys.readouterr().out
+
+
 def test_where_nothing_else_says_it_the_gpu_is_the_last_trials(
     api: LoopbackApi, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +128,7 @@ def test_a_gpu_that_is_named_needs_no_right_but_the_services(api: LoopbackApi) -
         ({"a": ""}, "name one, such as --gpu H100-80GB"),
         ({"a": "NVIDIA-L4", "b": "NVIDIA-L40S"}, "NVIDIA-L4 and NVIDIA-L40S: name one with --gpu"),
         ({"a": "Abacus"}, "--gpu 'Abacus' is not in the table"),
+        ({"a": "NVIDIA-L4-MIG-1g.6gb"}, "--gpu 'NVIDIA-L4-MIG-1g.6gb' is not in the table"),
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvpilot_operator.decide.judging.capacity import kept_layers
 from kvpilot_operator.decide.judging.engine_args import step_tokens
 from kvpilot_operator.numbers import whole
-from kvpilot_operator.observe.views import node_facts
+from kvpilot_operator.observe.nodes import node_facts
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from support.services import manifest, spec_of
 
@@ -67,12 +67,12 @@ def test_no_argument_keeps_the_budget_of_a_step_from_being_a_number(text):
 @pytest.mark.parametrize("odd", ["²", "٣", "9" * 5000, "-8", "", "8.9"])
 def test_a_nodes_label_that_is_no_number_is_not_known(odd):
     labels = {
-        "nvidia.com/gpu.product": "NVIDIA-H200",
+        "nvidia.com/gpu.product": "NVIDIA-H2000",
         "nvidia.com/gpu.compute.major": odd,
         "nvidia.com/gpu.compute.minor": "0",
         "nvidia.com/gpu.memory": odd,
     }
-    assert node_facts({"metadata": {"name": "n", "labels": labels}}) == NodeFacts("NVIDIA-H200", None, None)
+    assert node_facts({"metadata": {"name": "n", "labels": labels}}) == NodeFacts("NVIDIA-H2000", None, None)
 
 
 @given(st.lists(st.text(DIGITS, max_size=6) | st.just("sliding_window"), max_size=5))

@@ -11,7 +11,7 @@ import pytest
 
 from kvpilot_operator.budget import METRICS_WORK_PER_SECOND
 from kvpilot_operator.cluster.objects import path_of
-from kvpilot_operator.observe.views import node_facts, route_view
+from kvpilot_operator.observe.views import route_view
 from kvpilot_operator.render.names import HTTP_ROUTE_API, KIND
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from support.observed import OURS, REAL, World, edited, pod, route
@@ -249,9 +249,3 @@ def test_weights_of_rules_add_up_and_other_backends_are_nobodys_business() -> No
     )
     assert view is not None
     assert view.weights == {"chat": 4}
-
-
-def test_a_node_without_labels_of_its_gpu_says_so() -> None:
-    bare = {"metadata": {"name": "n"}, "status": {"allocatable": {"nvidia.com/gpu": "1"}}}
-    assert node_facts(bare) == NodeFacts("unlabelled-gpu")
-    assert node_facts({"metadata": {"name": "cpu-only"}}) == NodeFacts()

@@ -1,6 +1,6 @@
 import pytest
 
-from kvpilot_operator.decide.judging.gpus import GPUS, by_product
+from kvpilot_operator.gpus import GPUS, by_product
 from kvpilot_planning import models
 from kvpilot_planning.facts_config import from_config
 from kvpilot_planning.gpus import BF16_TFLOPS

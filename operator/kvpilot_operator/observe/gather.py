@@ -16,12 +16,13 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.errors import ClusterError, ScrapeError, Throttled
 from kvpilot_operator.observe.informers import InformerCache
+from kvpilot_operator.observe.nodes import node_facts
 from kvpilot_operator.observe.pace import Pace
 from kvpilot_operator.observe.plausible import Judged
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.probe_packs import PackTexts, probe_plan
 from kvpilot_operator.observe.scrape import Scraper
-from kvpilot_operator.observe.views import node_facts, route_view
+from kvpilot_operator.observe.views import route_view
 from kvpilot_operator.observe.windows import Windows, need
 from kvpilot_operator.probes.errors import PackError
 from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND, deployment_name, engine_url

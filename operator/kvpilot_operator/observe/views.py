@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvpilot_operator.numbers import whole
 from kvpilot_operator.render.names import (
     DTYPE_LABEL,
     ENGINE_CONTAINER,
@@ -15,12 +14,10 @@ from kvpilot_operator.render.names import (
     SHELTER_ANNOTATION,
     deployment_name,
 )
-from kvpilot_operator.state.snapshot import DeploymentView, NodeFacts, PodView, RouteView, ServiceKey
+from kvpilot_operator.state.snapshot import DeploymentView, PodView, RouteView, ServiceKey
 
 Object = Mapping[str, Any]
 
-# Of one GPU: a petabyte.
-_MAX_MIB = 2**30
 _POD_NAME = re.compile(r'^(?:pods|Pod) "[^"]*" is (?:forbidden|invalid): ')
 
 
@@ -91,22 +88,6 @@ def traffic_of(service: Object) -> str | None:
     if selector.get(SERVICE_LABEL) != owner or selector.keys() - {SERVICE_LABEL, REVISION_LABEL}:
         return None
     return str(selector.get(REVISION_LABEL, ""))
-
-
-def node_facts(node: Object) -> NodeFacts:
-    """A node's accelerator by GPU feature discovery's labels; "unlabelled-gpu" where there are none, "cpu" without."""
-    labels = node["metadata"].get("labels") or {}
-    product = labels.get("nvidia.com/gpu.product")
-    if not product:
-        allocatable = (node.get("status") or {}).get("allocatable") or {}
-        if allocatable.get("nvidia.com/gpu", "0") == "0":
-            return NodeFacts()
-    major, minor = (whole(labels.get(f"nvidia.com/gpu.compute.{part}"), 99) for part in ("major", "minor"))
-    return NodeFacts(
-        gpu=str(product or "unlabelled-gpu"),
-        compute_capability=(major, minor) if major is not None and minor is not None else None,
-        memory_mib=whole(labels.get("nvidia.com/gpu.memory"), _MAX_MIB),
-    )
 
 
 def route_view(route: Object | None, key: ServiceKey) -> RouteView | None:

@@ -169,12 +169,15 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What the nodes that run the service say of their accelerator (GPU feature discovery's labels)."""
+    """What the nodes that run the service say of their accelerator."""
 
     gpu: str = "cpu"
+    """As the node label nvidia.com/gpu.product says it, or would; another vendor's by the vendor's own label."""
     compute_capability: tuple[int, int] | None = None
     memory_mib: int | None = None
-    """Memory of one GPU."""
+    """Memory of one GPU, or of one slice where the GPUs are divided (MIG)."""
+    cuda: bool = True
+    """False for an accelerator of another vendor than NVIDIA."""
 
 
 @dataclass(frozen=True, slots=True)

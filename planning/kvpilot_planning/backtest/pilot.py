@@ -17,11 +17,11 @@ import yaml
 from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.api.spec import Spec, parse
 from kvpilot_operator.decide.judging.engine_args import step_tokens
-from kvpilot_operator.decide.judging.gpus import by_product
 from kvpilot_operator.decide.judging.policy import PolicyDecision, choose_step
 from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.saturation import backoff
 from kvpilot_operator.decide.judging.workload import Workload, classify
+from kvpilot_operator.gpus import by_product
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts, Sample
 from kvpilot_operator.state.status import Saturation, ScaleInBackoff
 from kvpilot_planning.backtest.costs import BacktestError, Profile

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide.judging.gpus import by_product
+from kvpilot_operator.gpus import by_product
 from kvpilot_operator.state.snapshot import NodeFacts
 
 # vLLM's default budget of a step goes by the GPU's memory (EngineArgs.get_batch_defaults).

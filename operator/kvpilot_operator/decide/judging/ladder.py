@@ -82,6 +82,9 @@ def hardware_fault(dtype: str, node: NodeFacts) -> str | None:
         if dtype.startswith(_NOT_ON_CPU):
             return f"{dtype}: vLLM's CPU backend accepts it but does not compute it, answers are garbage"
         return None
+    if not node.cuda:
+        # Which of its own dtypes vLLM serves there is for vLLM to say.
+        return f"{dtype} needs an NVIDIA GPU; the node has {node.gpu}" if formats.parse(dtype).ours else None
     if node.compute_capability is None:
         return None
     has = f"{node.gpu} has {'.'.join(map(str, node.compute_capability))}"

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpilot_operator.decide.judging.capacity import bits_per_element
-from kvpilot_operator.decide.judging.gpus import by_product
 from kvpilot_operator.decide.judging.policy_input import PolicyInput
+from kvpilot_operator.gpus import by_product
 
 # Share of an H200's peak bandwidth (4.8 TB/s) that decode attention reaches on the bytes of its cache, 32 sequences of
 # 16K tokens of a Llama-3-8B, vLLM 0.32.0: auto, fp8, k4v4 and k4v2 from the attention column of

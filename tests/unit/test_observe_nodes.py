@@ -1,0 +1,298 @@
+"""What labels, resources and instance types say of a node's accelerator, on nodes as clouds and vendors make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_operator.decide.judging.engine_args import step_tokens
+from kvpilot_operator.decide.judging.ladder import hardware_fault
+from kvpilot_operator.gpus import by_product
+from kvpilot_operator.observe.nodes import node_facts
+from kvpilot_operator.state.snapshot import NodeFacts
+from support.services import manifest, spec_of
+
+TYPE = "node.kubernetes.io/instance-type"
+GKE = "cloud.google.com/gke-accelerator"
+A100 = "NVIDIA-A100-SXM4-80GB"
+SPEC = spec_of(manifest())
+NODES: dict[str, tuple[dict[str, str], dict[str, str], NodeFacts]] = {
+    "no accelerator": ({TYPE: "m7i.4xlarge", "kubernetes.io/arch": "amd64"}, {"cpu": "15890m"}, NodeFacts()),
+    "GPU operator": (
+        {
+            "feature.node.kubernetes.io/pci-10de.present": "true",
+            "nvidia.com/gpu.present": "true",
+            "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3",
+            "nvidia.com/gpu.family": "hopper",
+            "nvidia.com/gpu.memory": "81559",
+            "nvidia.com/gpu.compute.major": "9",
+            "nvidia.com/gpu.compute.minor": "0",
+            "nvidia.com/gpu.count": "8",
+            "nvidia.com/mig.capable": "true",
+            TYPE: "p5.48xlarge",
+        },
+        {"cpu": "191450m", "nvidia.com/gpu": "8"},
+        NodeFacts("NVIDIA-H100-80GB-HBM3", (9, 0), 81_559),
+    ),
+    "by hand": ({"nvidia.com/gpu.product": "NVIDIA-L4"}, {}, NodeFacts("NVIDIA-L4", (8, 9), 23_034)),
+    "GPU operator, time slicing": (
+        {
+            "nvidia.com/gpu.product": "NVIDIA-A10G-SHARED",
+            "nvidia.com/gpu.memory": "23028",
+            "nvidia.com/gpu.replicas": "4",
+            "nvidia.com/gpu.compute.major": "8",
+            "nvidia.com/gpu.compute.minor": "6",
+        },
+        {"nvidia.com/gpu": "4"},
+        NodeFacts("NVIDIA-A10G-SHARED", (8, 6), 23_028),
+    ),
+    "GPU operator, time slicing under a resource of its own": (
+        {"nvidia.com/gpu.product": "NVIDIA-A10G", "nvidia.com/gpu.memory": "23028"},
+        {"nvidia.com/gpu": "0", "nvidia.com/gpu.shared": "4"},
+        NodeFacts("NVIDIA-A10G-SHARED", (8, 6), 23_028),
+    ),
+    "MIG single": (
+        {
+            "nvidia.com/mig.strategy": "single",
+            "nvidia.com/gpu.product": f"{A100}-MIG-3g.40gb",
+            "nvidia.com/gpu.memory": "40192",
+            "nvidia.com/gpu.slices.gi": "3",
+            "nvidia.com/gpu.compute.major": "8",
+            "nvidia.com/gpu.compute.minor": "0",
+        },
+        {"nvidia.com/gpu": "16"},
+        NodeFacts(f"{A100}-MIG-3g.40gb", (8, 0), 40_192),
+    ),
+    "MIG mixed, one profile": (
+        {
+            "nvidia.com/mig.strategy": "mixed",
+            "nvidia.com/gpu.product": A100,
+            "nvidia.com/gpu.memory": "81920",
+            "nvidia.com/mig-3g.40gb.count": "16",
+            "nvidia.com/mig-3g.40gb.memory": "40192",
+            "nvidia.com/mig-3g.40gb.product": f"{A100}-MIG-3g.40gb",
+        },
+        {"nvidia.com/gpu": "0", "nvidia.com/mig-3g.40gb": "16"},
+        NodeFacts(f"{A100}-MIG-3g.40gb", (8, 0), 40_192),
+    ),
+    "MIG mixed, two profiles": (
+        {"nvidia.com/gpu.product": A100, "nvidia.com/gpu.memory": "81920"},
+        {"nvidia.com/mig-3g.40gb": "8", "nvidia.com/mig-1g.10gb": "24"},
+        NodeFacts(f"{A100}-MIG", (8, 0), None),
+    ),
+    "MIG mixed, beside whole GPUs": (
+        {"nvidia.com/gpu.product": A100, "nvidia.com/gpu.memory": "81920"},
+        {"nvidia.com/gpu": "4", "nvidia.com/mig-3g.40gb": "8"},
+        NodeFacts(f"{A100}-MIG", (8, 0), None),
+    ),
+    "MIG without labels": (
+        {},
+        {"nvidia.com/mig-1g.10gb.me": "1"},
+        NodeFacts("unlabelled-gpu-MIG-1g.10gb.me", None, 9536),
+    ),
+    "GKE": (
+        {GKE: "nvidia-h100-80gb", "cloud.google.com/gke-gpu": "true", TYPE: "a3-highgpu-8g"},
+        {"nvidia.com/gpu": "8"},
+        NodeFacts("NVIDIA-H100-80GB-HBM3", (9, 0), 81_559),
+    ),
+    "GKE, MIG": (
+        {GKE: "nvidia-tesla-a100", "cloud.google.com/gke-gpu-partition-size": "1g.5gb", TYPE: "a2-highgpu-1g"},
+        {"nvidia.com/gpu": "7"},
+        NodeFacts("NVIDIA-A100-SXM4-40GB-MIG-1g.5gb", (8, 0), 4768),
+    ),
+    "GKE, time-sharing": (
+        {GKE: "nvidia-l4", "cloud.google.com/gke-gpu-sharing-strategy": "time-sharing", TYPE: "g2-standard-8"},
+        {"nvidia.com/gpu": "2"},
+        NodeFacts("NVIDIA-L4-SHARED", (8, 9), None),
+    ),
+    "GKE, a GPU that is not in the table": (
+        {GKE: "nvidia-tesla-v100", TYPE: "n1-standard-8"},
+        {"nvidia.com/gpu": "1"},
+        NodeFacts("nvidia-tesla-v100"),
+    ),
+    "GKE, TPU": (
+        {"cloud.google.com/gke-tpu-accelerator": "tpu-v5-lite-podslice", TYPE: "ct5lp-hightpu-4t"},
+        {"google.com/tpu": "4"},
+        NodeFacts("Google_tpu-v5-lite-podslice", cuda=False),
+    ),
+    "EKS": (
+        {TYPE: "p4d.24xlarge", "eks.amazonaws.com/nodegroup": "gpus"},
+        {"nvidia.com/gpu": "8"},
+        NodeFacts("NVIDIA-A100-SXM4-40GB", (8, 0), 40_960),
+    ),
+    "EKS, HyperPod": ({TYPE: "ml.p5en.48xlarge"}, {"nvidia.com/gpu": "8"}, NodeFacts("NVIDIA-H200", (9, 0), 143_771)),
+    "EKS, parts of a GPU": ({TYPE: "g6f.xlarge"}, {"nvidia.com/gpu": "1"}, NodeFacts("unlabelled-gpu")),
+    "EKS, Neuron": ({TYPE: "inf2.xlarge"}, {"aws.amazon.com/neuron": "1"}, NodeFacts()),
+    "AKS": (
+        {TYPE: "Standard_NC24ads_A100_v4", "kubernetes.azure.com/accelerator": "nvidia", "accelerator": "nvidia"},
+        {"nvidia.com/gpu": "1"},
+        NodeFacts("NVIDIA-A100-80GB-PCIe", (8, 0), 81_920),
+    ),
+    "AKS, parts of a GPU": ({TYPE: "Standard_NV6ads_A10_v5"}, {"nvidia.com/gpu": "1"}, NodeFacts("unlabelled-gpu")),
+    "device plugin alone": ({TYPE: "bare-metal"}, {"nvidia.com/gpu": "4"}, NodeFacts("unlabelled-gpu")),
+    "no GPU is left": ({}, {"nvidia.com/gpu": "0"}, NodeFacts()),
+    "AMD": (
+        {"amd.com/gpu.family": "AI", "amd.com/gpu.product-name": "AMD_Instinct_MI300X_OAM", "amd.com/gpu.vram": "192G"},
+        {"amd.com/gpu": "8"},
+        NodeFacts("AMD_Instinct_MI300X_OAM", None, 196_608, cuda=False),
+    ),
+    "AMD on AKS without labels": (
+        {TYPE: "Standard_ND96isr_MI300X_v5"},
+        {"amd.com/gpu": "8"},
+        NodeFacts("unlabelled-amd-accelerator", cuda=False),
+    ),
+    "Intel": (
+        {"gpu.intel.com/device.count": "2", "gpu.intel.com/family": "Max_Series", "gpu.intel.com/product": "Max_1550"},
+        {"gpu.intel.com/i915": "2"},
+        NodeFacts("Intel_Max_1550", cuda=False),
+    ),
+    "Intel without labels": ({}, {"gpu.intel.com/xe": "1"}, NodeFacts("unlabelled-intel-accelerator", cuda=False)),
+    "an integrated GPU beside NVIDIA's": (
+        {"nvidia.com/gpu.product": "NVIDIA-L40S"},
+        {"gpu.intel.com/i915": "1", "nvidia.com/gpu": "2"},
+        NodeFacts("NVIDIA-L40S", (8, 9), 46_068),
+    ),
+}
+
+
+def node(labels: Any, allocatable: Any) -> dict[str, Any]:
+    return {"metadata": {"name": "n", "labels": labels}, "status": {"allocatable": allocatable}}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_node_is_known_by_what_its_cloud_and_its_vendor_say(name: str) -> None:
+    labels, allocatable, facts = NODES[name]
+    assert node_facts(node(labels, allocatable)) == facts
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "product"),
+    [
+        ("p6-b200.48xlarge", "NVIDIA-B200"),
+        ("p5.4xlarge", "NVIDIA-H100-80GB-HBM3"),
+        ("p5e.48xlarge", "NVIDIA-H200"),
+        ("p4de.24xlarge", A100),
+        ("g7e.2xlarge", "NVIDIA-RTX-PRO-6000-Blackwell-Server-Edition"),
+        ("g6e.12xlarge", "NVIDIA-L40S"),
+        ("gr6.4xlarge", "NVIDIA-L4"),
+        ("g5.xlarge", "NVIDIA-A10G"),
+        ("g4dn.metal", "Tesla-T4"),
+        ("Standard_ND96isr_H200_v5", "NVIDIA-H200"),
+        ("Standard_ND96isr_H100_v5", "NVIDIA-H100-80GB-HBM3"),
+        ("standard_nd96isr_h100_v5", "NVIDIA-H100-80GB-HBM3"),
+        ("Standard_NC40ads_H100_v5", "NVIDIA-H100-NVL"),
+        ("Standard_NC80adis_H100_v5", "NVIDIA-H100-NVL"),
+        ("Standard_NCC40ads_H100_v5", "NVIDIA-H100-NVL"),
+        ("Standard_ND96amsr_A100_v4", A100),
+        ("Standard_ND96asr_v4", "NVIDIA-A100-SXM4-40GB"),
+        ("Standard_NC96ads_A100_v4", "NVIDIA-A100-80GB-PCIe"),
+        ("Standard_NV36ads_A10_v5", "NVIDIA-A10"),
+        ("Standard_NC16as_T4_v3", "Tesla-T4"),
+        # Other GPUs, other vendors, no GPU at all.
+        *((other, "cpu") for other in ("g5g.xlarge", "g4ad.xlarge", "p5", "m5.large", "trn2.48xlarge", "")),
+        *((f"Standard_{other}", "cpu") for other in ("D8s_v5", "NV18ads_A10_v5", "ND96isr_MI300X_v5", "ND40rs_v2")),
+    ],
+)
+def test_an_instance_type_names_the_gpu_as_the_table_of_gpus_does(instance_type: str, product: str) -> None:
+    for label in (TYPE, "beta.kubernetes.io/instance-type"):
+        assert node_facts(node({label: instance_type}, {})).gpu == product
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "name"),
+    [
+        ("nvidia-b200", "B200"),
+        ("nvidia-h200-141gb", "H200"),
+        ("nvidia-h100-80gb", "H100-80GB"),
+        ("nvidia-h100-mega-80gb", "H100-80GB"),
+        ("nvidia-a100-80gb", "A100-80GB"),
+        ("nvidia-tesla-a100", "A100-40GB"),
+        ("nvidia-rtx-pro-6000", "RTX-PRO-6000"),
+        ("nvidia-l4", "L4"),
+        ("nvidia-tesla-t4", "T4"),
+    ],
+)
+def test_an_accelerator_of_gke_is_one_of_the_table_of_gpus(accelerator: str, name: str) -> None:
+    facts = node_facts(node({GKE: accelerator}, {"nvidia.com/gpu": "1"}))
+    gpu = by_product(facts.gpu)
+    assert gpu is not None
+    assert gpu.name == name
+    assert (facts.compute_capability, facts.memory_mib) == (gpu.compute_capability, gpu.memory_mib)
+
+
+def test_a_node_keeps_its_gpus_name_when_the_gpu_operator_is_installed() -> None:
+    labels = {GKE: "nvidia-a100-80gb"}
+    before = node_facts(node(labels, {"nvidia.com/gpu": "8"}))
+    assert before == node_facts(node({**labels, "nvidia.com/gpu.product": A100}, {"nvidia.com/gpu": "8"}))
+
+
+@pytest.mark.parametrize("name", ["AMD", "Intel", "Intel without labels", "GKE, TPU"])
+def test_without_cuda_our_dtypes_are_ruled_out_by_name_and_vllms_are_vllms_matter(name: str) -> None:
+    labels, allocatable, _ = NODES[name]
+    facts = node_facts(node(labels, allocatable))
+    for dtype in ("int8", "k8v4", "k4v4", "k4v2", "k2v2"):
+        assert hardware_fault(dtype, facts) == f"{dtype} needs an NVIDIA GPU; the node has {facts.gpu}"
+    # int4_per_token_head is what vLLM's CPU backend gets wrong: no CPU is here.
+    for dtype in ("auto", "bfloat16", "fp8", "int4_per_token_head"):
+        assert hardware_fault(dtype, facts) is None
+
+
+@pytest.mark.parametrize("name", ["GKE, a GPU that is not in the table", "EKS, parts of a GPU", "device plugin alone"])
+def test_a_gpu_that_is_not_known_rules_nothing_out(name: str) -> None:
+    labels, allocatable, _ = NODES[name]
+    facts = node_facts(node(labels, allocatable))
+    assert [dtype for dtype in ("fp8", "k4v4", "int4_per_token_head") if hardware_fault(dtype, facts)] == []
+
+
+def test_a_slice_has_a_step_of_its_own_memorys_size() -> None:
+    whole_gpu = node({"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}, {"nvidia.com/gpu": "8"})
+    a_slice = node({"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}, {"nvidia.com/mig-3g.40gb": "16"})
+    assert (step_tokens(SPEC, node_facts(whole_gpu)), step_tokens(SPEC, node_facts(a_slice))) == (8192, 2048)
+
+
+LABELS = st.sampled_from(
+    [
+        "nvidia.com/gpu.product", "nvidia.com/gpu.memory", "nvidia.com/gpu.compute.major",
+        "nvidia.com/gpu.compute.minor", "nvidia.com/mig-1g.10gb.product", "nvidia.com/mig-1g.10gb.memory",
+        GKE, "cloud.google.com/gke-gpu-partition-size", "cloud.google.com/gke-gpu-sharing-strategy",
+        TYPE, "beta.kubernetes.io/instance-type", "amd.com/gpu.product-name", "amd.com/gpu.vram",
+        "gpu.intel.com/product", "gpu.intel.com/family", "cloud.google.com/gke-tpu-accelerator",
+    ]
+)  # fmt: skip
+RESOURCES = st.sampled_from(
+    ["nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-1g.10gb", "nvidia.com/mig-9g.99999999999999gb",
+     "amd.com/gpu", "gpu.intel.com/i915", "gpu.intel.com/xe", "google.com/tpu"]
+)  # fmt: skip
+TEXTS = st.text(max_size=200) | st.sampled_from(
+    ["0", "8", "9" * 5000, "-MIG-", "-MIG-1g.²gb", "-SHARED", A100, f"{A100}-MIG-1g.10gb", "nvidia-", "nvidia-l4",
+     "ml.", "p5.", "Standard_", "G", "²G", "192G"]
+)  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(LABELS | RESOURCES | st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(LABELS | st.text(), TEXTS), st.dictionaries(RESOURCES | st.text(), TEXTS))
+def test_labels_and_resources_of_any_text_are_read_without_an_error(
+    labels: dict[str, str], allocatable: dict[str, str]
+) -> None:
+    facts = node_facts(node(labels, allocatable))
+    assert 0 < len(facts.gpu) <= 128  # of the API: status.history[].gpu
+    assert facts.memory_mib is None or 0 < facts.memory_mib <= 2**30
+    assert facts.cuda or facts.compute_capability is None
+    assert by_product(facts.gpu) is None or facts.compute_capability is not None
+    assert step_tokens(SPEC, facts) > 0
+    for dtype in ("fp8", "k4v4"):
+        hardware_fault(dtype, facts)
+
+
+@given(JSON, JSON)
+def test_a_node_of_any_json_is_read_without_an_error(labels: Any, allocatable: Any) -> None:
+    node_facts(node(labels, allocatable))
+    for odd in ({"metadata": labels, "status": allocatable}, {"metadata": None}, {}):
+        node_facts(odd)
