@@ -120,9 +120,10 @@ def _nvidia(labels: Mapping[str, str], allocatable: Mapping[str, str]) -> NodeFa
     if not memory:
         memory = of_kind.memory_mib if of_kind is not None and product == kind else _nominal_mib(profile)
     major, minor = (whole(labels.get(f"nvidia.com/gpu.compute.{part}"), 99) for part in ("major", "minor"))
+    capability = of_kind.compute_capability if of_kind is not None else None
     if major is not None and minor is not None:
-        return NodeFacts(product[:_MAX_NAME], (major, minor), memory)
-    return NodeFacts(product[:_MAX_NAME], of_kind.compute_capability if of_kind is not None else None, memory)
+        capability = major, minor
+    return NodeFacts(product[:_MAX_NAME], capability, memory)
 
 
 def _of_other_vendor(labels: Mapping[str, str], allocatable: Mapping[str, str]) -> NodeFacts | None:
@@ -141,8 +142,8 @@ def _product_of_cloud(labels: Mapping[str, str]) -> str:
     if accelerator.startswith("nvidia-"):
         product = _PRODUCTS[_GKE[accelerator]] if accelerator in _GKE else accelerator
         partition = labels.get("cloud.google.com/gke-gpu-partition-size")
-        sharing = labels.get("cloud.google.com/gke-gpu-sharing-strategy")
-        return f"{product}{f'-MIG-{partition}' if partition else ''}{'-SHARED' if sharing else ''}"
+        shared = labels.get("cloud.google.com/gke-gpu-sharing-strategy") in ("time-sharing", "mps")
+        return f"{product}{f'-MIG-{partition}' if partition else ''}{'-SHARED' if shared else ''}"
     for label in _INSTANCE_TYPES:
         kind = labels.get(label, "").lower()
         # SageMaker's nodes in EKS have EC2's types behind a prefix.
@@ -150,9 +151,9 @@ def _product_of_cloud(labels: Mapping[str, str]) -> str:
         if size and family in _EC2:
             return _PRODUCTS[_EC2[family]]
         azure = kind.removeprefix("standard_")
-        for pattern, name in _AZURE:
-            if re.fullmatch(pattern, azure):
-                return _PRODUCTS[name]
+        name = next((name for pattern, name in _AZURE if re.fullmatch(pattern, azure)), None)
+        if name is not None:
+            return _PRODUCTS[name]
     return ""
 
 
