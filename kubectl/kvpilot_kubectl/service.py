@@ -16,6 +16,7 @@ DENY_SECONDS = 604_800
 _CALM = {
     "Ready": ("True",),
     "Available": ("True",),
+    "Stalled": ("False",),
     "ModelCached": ("True",),
     "MetricsAvailable": ("True",),
     "MemoryPressured": ("False", "Unknown"),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvpilot_operator.state.status import Status, parse_status
+from support.kstatus import tools_are_told_the_truth
 from support.model_cluster import ModelCluster
 from support.services import KEY, manifest
 
@@ -47,6 +48,7 @@ def ended(s: Status) -> bool:
 
 def at_every_moment(cluster: ModelCluster) -> None:
     """What must hold after every single write."""
+    tools_are_told_the_truth(cluster)
     spec = cluster.snapshot().spec
     status = parse_status(cluster.status)
     if spec is None or status.stable is None:

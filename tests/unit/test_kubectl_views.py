@@ -99,6 +99,15 @@ def test_a_calm_service_asks_for_no_attention_and_one_under_pressure_does() -> N
     assert "MemoryPressured=True (MemoryBound)" in pressed["ATTENTION"]
 
 
+def test_a_service_that_waits_for_a_person_asks_for_attention_and_one_on_its_way_does_not() -> None:
+    obj = copy.deepcopy(story()["serving"])
+    told = {one["type"]: one for one in obj["status"]["conditions"]}
+    told["Reconciling"]["status"] = "True"
+    assert listed(obj)[0]["ATTENTION"] == "-"
+    told["Stalled"] |= {"status": "True", "reason": "DtypeDenied"}
+    assert listed(obj)[0]["ATTENTION"] == "Stalled=True (DtypeDenied)"
+
+
 def test_services_of_all_namespaces_are_told_apart() -> None:
     (row,) = listed(story()["serving"], everywhere=True)
     assert (row["NAMESPACE"], row["NAME"]) == ("models", "chat")

@@ -15,6 +15,7 @@ from kvpilot_operator.api.schema import faults, status_faults
 from kvpilot_operator.render.names import REVISION_LABEL
 from kvpilot_operator.state.decision import Decision, ProbeFailed, ProbeResult
 from kvpilot_operator.state.status import Status, parse_status
+from support.kstatus import compute, seen, tools_are_told_the_truth
 from support.model_cluster import STEP, ModelCluster
 from support.services import manifest
 
@@ -166,6 +167,7 @@ class BadDays(RuleBasedStateMachine):
             last, kept = (changed, kept, now) if changed else last, now
             if quiet >= 150:
                 self._check_budget()
+                self._check_last_word()
                 return
         raise AssertionError(f"not settled, last: {last}")
 
@@ -195,6 +197,7 @@ class BadDays(RuleBasedStateMachine):
         return self._status(), self.cluster.answering()
 
     def _after_a_write(self, cluster: ModelCluster) -> None:
+        tools_are_told_the_truth(cluster)
         (was, answered), now = self.before, self._status()
         spec = cluster.obj["spec"]
         self.before = (now, cluster.answering())
@@ -256,6 +259,18 @@ class BadDays(RuleBasedStateMachine):
             one = self.cluster.budget["selector"]["matchLabels"].get(REVISION_LABEL)
             asked = sum(count for name, (_, count) in self.cluster.deployments.items() if one in (None, name))
             assert asked > self.cluster.budget["minAvailable"]
+
+    def _check_last_word(self) -> None:
+        """Once all is quiet no tool waits for ever, unless the service is scaled to 0."""
+        status, obj = self._status(), self.cluster.obj
+        told = {one.type: one for one in status.conditions}
+        word = compute(seen(self.cluster))
+        assert told["Reconciling"].status == "False", told["Reconciling"]
+        assert word in ("Current", "Failed") or told["Available"].reason == "ScaledToZero", told
+        if word == "Current":
+            assert status.stable.revision in self.cluster.deployments
+            assert obj["spec"]["kvCache"].get("dtype", status.stable.dtype) == status.stable.dtype
+            assert self.cluster.answering() == self.cluster.deployments[status.stable.revision][1]
 
 
 TestBadDays = BadDays.TestCase

@@ -127,7 +127,7 @@ PARTS = {
     "sheltered": (lambda d: d.do_not_evict, _BEFORE_OBJECTS | {Question.SHELTER}),
     "figures": (lambda d: (d.status.replicas, d.status.selector), _BEFORE_OBJECTS | {Question.SUMMARY}),
     "conditions": (
-        lambda d: [c for c in d.status.conditions if c.type != "ReconcileSucceeded"],
+        lambda d: [c for c in d.status.conditions if c.type not in ("ReconcileSucceeded", "Reconciling", "Stalled")],
         _BEFORE_OBJECTS | {Question.SUMMARY, Question.CONDITIONS, Question.JOURNAL},
     ),
 }

@@ -255,7 +255,8 @@ def test_an_engine_that_makes_up_reasons_cannot_make_series_without_bound() -> N
 def test_a_busy_service_has_at_most_seventy_series() -> None:
     telemetry = Shown()
     kinds = ("Ready", "Available", "Progressing", "ModelCached", "MetricsAvailable", "MemoryPressured")
-    kinds += ("CanaryHealthy", "AccuracyVerified", "SpecAccepted", "ReconcileSucceeded")
+    kinds += ("CanaryHealthy", "AccuracyVerified", "SpecAccepted", "ReconcileSucceeded", "Reconciling", "Stalled")
+    kinds += ("CalibrationConsistent", "ObjectsAccepted")
     options = tuple(
         Option(
             action=Action.DTYPE_DOWN,

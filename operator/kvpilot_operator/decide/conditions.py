@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from kvpilot_operator.decide import measured
+from kvpilot_operator.decide import kstatus, measured
 from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.measured import Line
 from kvpilot_operator.decide.rejections import finding, rejected
@@ -13,8 +13,9 @@ from kvpilot_operator.decide.trial import traffic
 from kvpilot_operator.decide.trial.refusal import engine_failure, pending_reason
 from kvpilot_operator.decide.trial.rollout import start_fault
 from kvpilot_operator.render.names import deployment_name
+from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.enums import Stage, TrafficMode
-from kvpilot_operator.state.questions import CONDITION, keeps_probe
+from kvpilot_operator.state.questions import CONDITION, Question, keeps_probe
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Canary, Condition, clip
 
@@ -26,11 +27,12 @@ D = TypeVar("D", bound=Draft)
 def tell(c: Context) -> Context:
     """All conditions of a service whose spec is accepted; an event where objects are refused anew."""
     objects = _objects_accepted(c.snapshot)
-    available, calibration = _available(c, objects), measured.calibration(c)
+    available, calibration, progressing = _available(c, objects), measured.calibration(c), _progressing(c, objects)
     lines = {
         "Ready": _ready(c, available, objects, calibration),
         "Available": available,
-        "Progressing": _progressing(c, objects),
+        "Progressing": progressing,
+        **kstatus.standing(c, progressing=progressing, available=available, objects=objects),
         "ModelCached": measured.model_cached(c),
         "MetricsAvailable": measured.metrics(c),
         "MemoryPressured": measured.memory_pressured(c),
@@ -53,6 +55,7 @@ def refuse(draft: Draft) -> Draft:
     suffix = " (the last accepted spec keeps serving)" if serving else ""
     ready, refused = Line("False", "SpecInvalid", message + suffix), Line("False", "Invalid", message)
     lines = {"Ready": ready, **before} | {"Ready": ready, "SpecAccepted": refused}
+    lines |= kstatus.lines(kstatus.STALLED, Cause("SpecInvalid", message))
     return _announce(draft.set(conditions=_stamped(s, lines)), "SpecAccepted", "SpecInvalid")
 
 
@@ -62,15 +65,20 @@ def report(draft: D) -> D:
     if keeps_probe(draft.unanswered):
         accuracy = draft.before.condition("AccuracyVerified")
         found |= {accuracy.type: accuracy} if accuracy is not None else {}
-    said = Line("True", "AllAnswered", "every question of the last reconcile was answered")
+    lines = {CONDITION: Line("True", "AllAnswered", "every question of the last reconcile was answered")}
     if draft.unanswered:
         named = ", ".join(dict.fromkeys(map(str, draft.unanswered)))
         text = (
             f"not answered: {named}. What these decide stays as it is, and everything else goes on. The operator's log "
             "has more about it; where the API server gave no error of its own, please report it"
         )
-        said = Line("False", f"{draft.unanswered[0].question}Unanswered", text)
-    return draft.set(conditions=(*found.values(), *_stamped(draft.snapshot, {CONDITION: said})))
+        why = Cause(f"{draft.unanswered[0].question}Unanswered", text)
+        lines = {CONDITION: Line("False", *why)}
+        # It is not known whether the spec is reached; that it is refused is known without any of these answers.
+        if draft.snapshot.spec is not None or any(one.question == Question.CONDITIONS for one in draft.unanswered):
+            lines |= kstatus.lines(kstatus.RECONCILING, why)
+    said = {one.type: one for one in _stamped(draft.snapshot, lines)}
+    return draft.set(conditions=tuple((found | said).values()))
 
 
 def _announce(draft: D, kind: str, reason: str) -> D:

@@ -1,0 +1,84 @@
+"""What do tools wait for? The conditions `Reconciling` and `Stalled`, as kstatus (sigs.k8s.io/cli-utils) defines them.
+
+`Reconciling` is True while the service is on its way to what its newest spec asks for, `Stalled` where it gets no
+further without a change by a person. Never are both True; where both are False, the newest spec is acted on and nothing
+is under way. docs/conditions.md has the states.
+"""
+
+from __future__ import annotations
+
+from kvpilot_operator.decide.context import Context
+from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS
+from kvpilot_operator.decide.measured import Line
+from kvpilot_operator.decide.trial import traffic
+from kvpilot_operator.decide.trial.refusal import engine_failure, pending_reason
+from kvpilot_operator.state.decision import Cause
+
+RECONCILING, STALLED = "Reconciling", "Stalled"
+SETTLED = "Settled"
+
+_SETTLED = Cause(SETTLED, "the spec is acted on, and nothing is under way")
+
+
+def lines(kind: str = "", cause: Cause = _SETTLED) -> dict[str, Line]:
+    """Both conditions: that of this type is True for this cause and the other one False; without a type both are."""
+    other = Cause(kind, f"see {kind}") if kind else cause
+    return {one: Line("True", *cause) if one == kind else Line("False", *other) for one in (RECONCILING, STALLED)}
+
+
+def standing(c: Context, *, progressing: Line, available: Line, objects: Line) -> dict[str, Line]:
+    """Both conditions, with the reason and message of the condition that causes them."""
+    stalled = _stalled(c, progressing, objects)
+    if stalled is not None:
+        return lines(STALLED, stalled)
+    under_way = _under_way(c, progressing, available)
+    return lines() if under_way is None else lines(RECONCILING, under_way)
+
+
+def _stalled(c: Context, progressing: Line, objects: Line) -> Cause | None:
+    """What a person has to change. A trial goes on to its end by itself (it has a deadline), unless it is paused."""
+    if c.canary is not None:
+        return _cause(progressing) if progressing.status == "False" else None
+    if objects.status == "False":
+        return _cause(objects)
+    if c.snapshot.probes.fault is not None:
+        return Cause("ProbeSetInvalid", c.snapshot.probes.fault)
+    if not _reached(c) and progressing.status == "False" and progressing.reason != SETTLED:
+        return _cause(progressing)
+    return engine_failure(c.snapshot.pods_of(c.stable.revision)) if c.stable is not None else None
+
+
+def _under_way(c: Context, progressing: Line, available: Line) -> Cause | None:
+    s, stable, replicas = c.snapshot, c.stable, c.replicas
+    if c.canary is not None:
+        return _cause(progressing)
+    if stable is None or not _reached(c):
+        return Cause("SpecNotReached", f"the newest spec is not served yet: {c.target.message or c.target.held}")
+    if replicas and available.status != "True":
+        return _cause(available)
+    pods, ready = s.pods_of(stable.revision), len(s.ready_pods(stable.revision))
+    if not len(pods) == ready == replicas:
+        why = pending_reason(pods)
+        return Cause("Scaling", f"{ready} of {replicas} replicas answer{f': {why.message}' if why else ''}")
+    if s.traffic != stable.revision:
+        return Cause("TrafficMoving", f"the Service does not select revision {stable.revision} alone yet")
+    leaving = traffic.orphans(c)
+    return Cause("Leaving", f"{len(leaving)} of other revisions are still there: {leaving[0]}") if leaving else None
+
+
+def _reached(c: Context) -> bool:
+    """Whether the revision that serves is what the newest spec asks for, and not denied for its answers.
+
+    A step to another dtype that mode Auto would like to take, and cannot, is no part of the spec.
+    """
+    stable, kv = c.stable, c.spec.kv_cache
+    if stable is None:
+        return False
+    asked = kv.dtype if kv.mode == "Fixed" and kv.dtype is not None else stable.dtype
+    standing = c.denial(stable.dtype)
+    harmful = standing is not None and standing.reason in ACCURACY_REASONS
+    return c.render(asked).name == stable.revision and not harmful
+
+
+def _cause(line: Line) -> Cause:
+    return Cause(line.reason, line.message)

@@ -1,0 +1,54 @@
+"""kstatus' rules (sigs.k8s.io/cli-utils, pkg/kstatus/status) for a kind that it does not know, which is what Flux, kpt and
+others conclude from an object; and what must hold of that at every moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from support.model_cluster import ModelCluster
+from support.services import revision_of
+
+
+def compute(obj: Mapping[str, Any]) -> str:
+    """InProgress, Failed, Current or Terminating."""
+    meta, status = obj["metadata"], obj.get("status") or {}
+    if meta.get("deletionTimestamp"):
+        return "Terminating"
+    generation, observed = meta.get("generation"), status.get("observedGeneration")
+    if generation is not None and observed is not None and generation != observed:
+        return "InProgress"
+    conditions = status.get("conditions", [])
+    for one in conditions:
+        if (one["type"], one["status"]) == ("Reconciling", "True"):
+            return "InProgress"
+        if (one["type"], one["status"]) == ("Stalled", "True"):
+            return "Failed"
+    # Not of these two, but widely used: so it is asked last.
+    ready = next((one["status"] for one in conditions if one["type"] == "Ready"), "True")
+    return "Current" if ready == "True" else "InProgress"
+
+
+def seen(cluster: ModelCluster) -> dict[str, Any]:
+    """The object as a tool reads it."""
+    return {**cluster.obj, "status": cluster.status}
+
+
+def tools_are_told_the_truth(cluster: ModelCluster) -> None:
+    """What must hold after every single write."""
+    status = cluster.parsed()
+    told = {one.type: one.status for one in status.conditions}
+    assert not told or {told["Reconciling"], told["Stalled"]} <= {"True", "False"}
+    assert (told.get("Reconciling"), told.get("Stalled")) != ("True", "True")
+    if not cluster.status:
+        return  # before anything is written kstatus knows nothing, and says Current
+    word = compute(seen(cluster))
+    newest = status.observed_generation == cluster.obj["metadata"]["generation"]
+    assert newest or word == "InProgress"
+    assert status.canary is None or word != "Current"
+    if word == "Current":
+        asked = cluster.obj["spec"]["kvCache"].get("dtype", status.stable.dtype)
+        assert status.stable.revision == revision_of(cluster.obj, asked)
+    if newest and status.canary is not None and not cluster.obj["spec"]["rollout"]["paused"]:
+        assert word == "InProgress"
