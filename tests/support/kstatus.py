@@ -1,5 +1,5 @@
-"""kstatus' rules (sigs.k8s.io/cli-utils, pkg/kstatus/status) for a kind that it does not know, which is what Flux, kpt and
-others conclude from an object; and what must hold of that at every moment.
+"""kstatus' rules (sigs.k8s.io/cli-utils, pkg/kstatus/status) for a kind that it does not know: what Flux and others
+conclude from an object. And what must hold of that at every moment.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def tools_are_told_the_truth(cluster: ModelCluster) -> None:
     told = {one.type: one.status for one in status.conditions}
     assert not told or {told["Reconciling"], told["Stalled"]} <= {"True", "False"}
     assert (told.get("Reconciling"), told.get("Stalled")) != ("True", "True")
+    assert all(one.reason != "Settled" for one in status.conditions if (one.type, one.status) == ("Stalled", "True"))
     if not cluster.status:
         return  # before anything is written kstatus knows nothing, and says Current
     word = compute(seen(cluster))

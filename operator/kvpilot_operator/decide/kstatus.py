@@ -56,9 +56,9 @@ def _under_way(c: Context, progressing: Line, available: Line) -> Cause | None:
         return Cause("SpecNotReached", f"the newest spec is not served yet: {c.target.message or c.target.held}")
     if replicas and available.status != "True":
         return _cause(available)
-    pods, ready = s.pods_of(stable.revision), len(s.ready_pods(stable.revision))
-    if not len(pods) == ready == replicas:
-        why = pending_reason(pods)
+    ready = len(s.ready_pods(stable.revision))
+    if ready != replicas:
+        why = pending_reason(s.pods_of(stable.revision))
         return Cause("Scaling", f"{ready} of {replicas} replicas answer{f': {why.message}' if why else ''}")
     if s.traffic != stable.revision:
         return Cause("TrafficMoving", f"the Service does not select revision {stable.revision} alone yet")
