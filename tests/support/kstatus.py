@@ -49,6 +49,7 @@ def tools_are_told_the_truth(cluster: ModelCluster) -> None:
     assert newest or word == "InProgress"
     assert status.canary is None or word != "Current"
     if word == "Current":
+        assert status.stable is not None
         asked = cluster.obj["spec"]["kvCache"].get("dtype", status.stable.dtype)
         assert status.stable.revision == revision_of(cluster.obj, asked)
     if newest and status.canary is not None and not cluster.obj["spec"]["rollout"]["paused"]:
