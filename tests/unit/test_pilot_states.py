@@ -247,11 +247,12 @@ class BadDays(RuleBasedStateMachine):
             assert self.cluster.deployments[status.stable.revision][1] == theirs
 
     def _check_shelter(self, decision: Decision) -> None:
-        """After a whole pass nobody is kept from being moved but who is on trial, or asked."""
+        """After a whole pass nobody who stays is kept from being moved but who is on trial, or asked."""
         canary = self._status().canary
         judged = canary is not None and canary.stage in ("Starting", "Probing", "Shifting")
         if decision.probe is None and (not judged or self.cluster.obj["spec"]["rollout"]["paused"]):
-            assert not self.cluster.do_not_evict
+            staying = {pod.view().name for pod in self.cluster.engines.pods if pod.leaves_in is None}
+            assert not self.cluster.do_not_evict & staying
 
     def _check_budget(self) -> None:
         """Once all is quiet a budget lets at least one pod leave."""
