@@ -8,6 +8,7 @@ every process that loads or unpickles one: `kvpilot_runtime.cpu.K4V4Backend`, `k
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -141,7 +142,7 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
 
 
 class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """The builder of a batch's metadata: subclasses have `describe`.
+    """The builder of a batch's metadata.
 
     Raises (at start):
         UnsupportedModelError: speculative decoding or KV transfer is on.
@@ -165,9 +166,9 @@ class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             )
         return self.describe(common_attn_metadata)
 
+    @abstractmethod
     def describe(self, common: Any) -> Any:
         """What the layers' `forward` needs of a batch that vLLM describes as `CommonAttentionMetadata`."""
-        raise NotImplementedError
 
 
 class PackedImpl(AttentionImpl):  # type: ignore[misc]

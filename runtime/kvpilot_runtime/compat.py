@@ -17,6 +17,8 @@ from kvpilot_kernels.formats import Format
 from kvpilot_runtime.errors import UnsupportedEngineError, UnsupportedModelError
 
 OLDEST, NEWEST = (0, 28), (0, 33)
+SLEEP_FROM = (0, 30)
+"""From here on sleep mode frees the KV cache alone; before, it took the steps' buffers, too."""
 
 
 def vllm_version() -> tuple[int, int]:
@@ -35,6 +37,14 @@ def vllm_version() -> tuple[int, int]:
             f"vllm {text} is not supported: kvpilot works with 0.28 to 0.33; install one of these, or a newer kvpilot"
         )
     return major, minor
+
+
+def wakes_as_it_was() -> bool:
+    """Whether sleep mode leaves an engine with our dtypes as it was; True where its plugin refuses to start anyway."""
+    try:
+        return vllm_version() >= SLEEP_FROM
+    except UnsupportedEngineError:
+        return True
 
 
 def register_dtypes(names: tuple[str, ...]) -> None:

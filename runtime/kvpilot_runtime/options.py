@@ -7,9 +7,6 @@ from dataclasses import dataclass
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
-SLEEP_FROM = (0, 30)
-"""The version of vLLM from which on sleep mode frees the KV cache alone; before, it took the steps' buffers, too."""
-
 
 @dataclass(frozen=True)
 class Switch:

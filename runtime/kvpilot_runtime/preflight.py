@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvpilot_kernels import formats, models
 from kvpilot_runtime import compat, engines, hub, machine, memory, options
-from kvpilot_runtime.errors import PreflightError, UnsupportedEngineError
+from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.modelconfig import read_config, weight_bytes
 
 CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})
@@ -186,21 +186,13 @@ def _our_options(fmt: formats.Format, request: Request) -> None:
     if (found := options.refused(request.others, os.environ)) is not None:
         option, what = found
         raise PreflightError("BadArguments", f"{option}: {what} does not work with kv-cache dtype {fmt.name!r}; leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
-    if any(options.given(request.others, "--enable-sleep-mode")) and not _wakes():
-        raise PreflightError("BadArguments", f"--enable-sleep-mode: before vLLM {'.'.join(map(str, options.SLEEP_FROM))} an engine with kv-cache dtype {fmt.name!r} does not wake up as it was; leave it out, or use a runtime image with a newer vLLM")  # fmt: skip  # noqa: E501
+    if any(options.given(request.others, "--enable-sleep-mode")) and not compat.wakes_as_it_was():
+        raise PreflightError("BadArguments", f"--enable-sleep-mode: before vLLM {'.'.join(map(str, compat.SLEEP_FROM))} an engine with kv-cache dtype {fmt.name!r} does not wake up as it was; leave it out, or use a runtime image with a newer vLLM")  # fmt: skip  # noqa: E501
     named = request.calibration not in (None, CALIBRATION_OFF)
     if fmt.calibrated_only and request.calibration == CALIBRATION_OFF:
         raise PreflightError("BadArguments", f"--calibration off: without calibration kv-cache dtype {fmt.name!r} is not accurate; leave the option out, so that the engine calibrates itself, or give a file of `kvpilot calibrate`")  # fmt: skip  # noqa: E501
     if named and not Path(request.calibration or "").is_file():
         raise PreflightError("BadArguments", f"--calibration {request.calibration!r}: there is no such file; check that its volume is mounted, or leave the option out: the engine then calibrates itself")  # fmt: skip  # noqa: E501
-
-
-def _wakes() -> bool:
-    """Whether sleep mode leaves an engine with our dtypes as it was."""
-    try:
-        return compat.vllm_version() >= options.SLEEP_FROM
-    except UnsupportedEngineError:
-        return True  # its plugin says so itself
 
 
 def _window(fmt: formats.Format, request: Request, findings: Findings) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from kvpilot_kubectl import fields, journal, service, show
+from kvpilot_operator.api.schema import load_crd
 from support.model_cluster import ModelCluster
 from support.services import manifest
 
@@ -295,3 +296,10 @@ def test_every_span_has_at_most_two_units(then: datetime, span: timedelta) -> No
 )
 def test_spans_are_written_as_kubectl_writes_ages(seconds: int, text: str) -> None:
     assert fields.duration(timedelta(seconds=seconds)) == text
+
+
+def test_a_spec_without_a_time_for_denials_has_the_apis_default() -> None:
+    spec = load_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    assert spec["rollout"]["properties"]["denySeconds"]["default"] == service.DENY_SECONDS
+    assert service.read({"spec": {}}).deny_seconds == service.DENY_SECONDS
+    assert service.read({"spec": {"rollout": {"denySeconds": 0}}}).deny_seconds == 0
