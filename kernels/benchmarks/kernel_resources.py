@@ -213,6 +213,8 @@ def page(found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]], ca
         "By compute capability: warps of a program x registers of a thread, KiB of shared memory, and in bold bytes of",
         f"registers that spill: in {spills or 'none'} of {sum(map(len, found.values()))} programs. A program may have",
         f"{limits}; a thread has 255 registers.",
+        "`--few`: shapes of Llama-3-8B, and head_dim 256 for int8. Decode of 8 queries (Llama-3-70B) with a recent",
+        "window spills 8 to 328 bytes.",
         "",
         f"| kernel | dtype | shape | {' | '.join(names)} |",
         f"|---|---|---|{'---|' * len(names)}",

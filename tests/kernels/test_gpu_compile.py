@@ -28,7 +28,7 @@ def python(*arguments: str, cache: Path, timeout: int) -> subprocess.CompletedPr
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """Of each kernel the programs that are served most, for every GPU."""
+    """Of each kernel the programs for the shape of Llama-3-8B, for every GPU."""
     return python("kernel_resources.py", "--few", "--processes", "1", cache=tmp_path_factory.mktemp("c"), timeout=1800)
 
 
