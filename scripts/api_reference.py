@@ -39,8 +39,9 @@ def reference_page() -> str:
         scope=crd["scope"].lower(),
     )
     sections = [intro, *_root_rules()]
+    told: dict[int, str] = {}
     for part in ("spec", "status"):
-        sections.extend(_sections(part, root_schema()["properties"][part]))
+        sections.extend(_sections(part, root_schema()["properties"][part], told))
     sections.append(_printer_columns(crd["versions"][0]["additionalPrinterColumns"]))
     return "\n".join(sections)
 
@@ -51,8 +52,15 @@ def _root_rules() -> Iterator[str]:
         yield "\n".join(["Rules:", "", *rules, ""])
 
 
-def _sections(path: str, schema: Mapping[str, Json]) -> Iterator[str]:
-    """The section of one object and those of the objects in it, depth first."""
+def _sections(path: str, schema: Mapping[str, Json], told: dict[int, str]) -> Iterator[str]:
+    """The section of one object and those of the objects in it, depth first.
+
+    What the CRD has in two places by a YAML alias is `told` (id -> path) once.
+    """
+    if id(schema) in told:
+        yield "\n".join([f"## {path}", "", f"As `{told[id(schema)]}`.", ""])
+        return
+    told[id(schema)] = path
     rows = [
         f"| `{name}` | {_type(field)} | {_default(name, field, schema)} | {_limits(field)} | {field['description']} |"
         for name, field in schema["properties"].items()
@@ -68,7 +76,7 @@ def _sections(path: str, schema: Mapping[str, Json]) -> Iterator[str]:
     for name, field in schema["properties"].items():
         inner = _object_of(field)
         if inner is not None:
-            yield from _sections(f"{path}.{name}" + ("[]" if field["type"] == "array" else ""), inner)
+            yield from _sections(f"{path}.{name}" + ("[]" if field["type"] == "array" else ""), inner, told)
 
 
 def _object_of(field: Mapping[str, Json]) -> Mapping[str, Json] | None:

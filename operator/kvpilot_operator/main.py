@@ -139,8 +139,9 @@ class Operator:
         await self._closing.aclose()
 
     async def _begin(self) -> Leader:
-        namespaces, seconds = self._options.namespace, self._options.scrape_seconds
-        return await Leader(self._cluster, self._fence, self._telemetry, namespaces, seconds, self._ready).start()
+        options = self._options
+        fleet = (options.namespace, options.allow_host_access, options.scrape_seconds)
+        return await Leader(self._cluster, self._fence, self._telemetry, *fleet, self._ready).start()
 
     async def _until_ended(self) -> None:
         try:

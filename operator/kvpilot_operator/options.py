@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 
+from kvpilot_operator.api import host_access
+
 PURPOSE = "Gives every QuantizedLLMService the smallest KV cache that it can afford, and proves it."
 
 
@@ -21,6 +23,13 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--metrics-authentication",
         action="store_true",
         help="answer /metrics only to bearer tokens that the API server knows and lets get that path",
+    )
+    parser.add_argument(
+        "--allow-host-access",
+        action="append",
+        default=[],
+        choices=host_access.KINDS,
+        help="let engine.podTemplate ask for this access to nodes (may be repeated; default: none)",
     )
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument(

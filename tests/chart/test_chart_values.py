@@ -13,7 +13,9 @@ import pytest
 import yaml
 
 from kvpilot_localcluster.toolbox.helm import HelmRefused, render
+from kvpilot_operator.api.host_access import KINDS
 from kvpilot_operator.api.schema import faults
+from kvpilot_operator.options import parse_arguments
 
 REFUSED = {
     "an unknown value": ({"replicas": 3}, "replicas"),
@@ -27,6 +29,7 @@ REFUSED = {
     "a policy that is none": ({"image": {"pullPolicy": "Sometimes"}}, "image.pullPolicy"),
     "a log level that is none": ({"logLevel": "loud"}, "logLevel"),
     "a pause of nothing": ({"scrapeSeconds": 0}, "scrapeSeconds"),
+    "an access to nodes that is none": ({"engines": {"hostAccess": ["root"]}}, "engines.hostAccess.0"),
     "a namespace that is none": ({"watchNamespaces": ["team-a", "Team_B"]}, "watchNamespaces.1"),
     "a namespace twice": ({"watchNamespaces": ["team-a", "team-a"]}, "watchNamespaces"),
     "namespaces in one text": ({"watchNamespaces": "team-a,team-b"}, "watchNamespaces"),
@@ -51,6 +54,16 @@ def test_a_wrong_value_is_refused_by_name(chart, case):
         render(chart, values)
     assert named in str(caught.value)
     assert "schema" in str(caught.value)
+
+
+def test_access_to_nodes_is_allowed_by_the_kinds_that_the_operator_knows(chart):
+    def arguments(values):
+        (deployment,) = (one for one in render(chart, values) if one["kind"] == "Deployment")
+        return deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+
+    assert not any("host-access" in one for one in arguments({}))
+    given = [one for one in arguments({"engines": {"hostAccess": list(KINDS)}}) if "host-access" in one]
+    assert parse_arguments(given).allow_host_access == list(KINDS)
 
 
 def test_the_chart_may_be_part_of_another_chart(chart):

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
+from kvpilot_localcluster import procs
 from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.rest import Rest, until
+from support.operator_pair import Operator
 from support.tenants import Tenant
 
 CRDS = Path(__file__).parents[2] / "crds"
@@ -55,3 +58,28 @@ def namespace(cluster: LocalCluster) -> Iterator[str]:
 def tenant(cluster: LocalCluster, namespace: str) -> Tenant:
     """That namespace, with what tests do in it."""
     return Tenant(cluster, namespace)
+
+
+@pytest.fixture(scope="module")
+def operator(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
+    """The operator's process before that cluster."""
+    folder: Path = tmp_path_factory.mktemp("operator")
+    one = Operator("a", folder, cluster.kubeconfig)
+    try:
+        until(lambda: answers(one), "the operator is ready")
+        yield one
+    finally:
+        procs.end(folder / "operator-a.pid", grace=10)
+
+
+def answers(operator: Operator) -> bool:
+    try:
+        return operator.ready
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def rest(cluster: LocalCluster, operator: Operator) -> Rest:
+    """A client of the cluster's administrator, beside that operator."""
+    return cluster.rest

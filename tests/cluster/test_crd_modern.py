@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.rest import ApiError
+from kvpilot_operator.api.host_access import KINDS
 from kvpilot_operator.api.schema import apply_defaults, faults
 from support.bad_manifests import BAD, GOOD, GOOD_GPU_LIMITS, Bad, with_gpus
+from support.pod_templates import TEMPLATES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SERVICES = "/apis/kvpilot.io/v1alpha1/namespaces/default/quantizedllmservices"
@@ -41,7 +43,7 @@ def places(fields: list[str]) -> set[str]:
     return {re.sub(r"\[\d+\]", "", field) for field in fields}
 
 
-@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
+@pytest.mark.parametrize("bad", [bad for bad in BAD if bad.judge != "operator"], ids=lambda bad: bad.name)
 def test_a_wrong_manifest_is_refused_at_the_field_that_the_operator_finds(
     modern_cluster: LocalCluster, bad: Bad
 ) -> None:
@@ -53,6 +55,14 @@ def test_a_wrong_manifest_is_refused_at_the_field_that_the_operator_finds(
         ((field, message),) = causes(answer)
         assert field == fault.field
         assert message.endswith(re.sub(r"^is ('.*?'|-?\d+): ", "", fault.message))
+
+
+@pytest.mark.parametrize("bad", [bad for bad in BAD if bad.judge == "operator"], ids=lambda bad: bad.name)
+def test_what_only_an_administrator_may_allow_is_found_by_the_operator(modern_cluster: LocalCluster, bad: Bad) -> None:
+    status, answer = create(modern_cluster, bad.manifest)
+    assert status == 201, answer
+    assert [fault.field for fault in faults(answer)] == [bad.field]
+    assert faults(answer, KINDS) == ()
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
@@ -127,6 +137,7 @@ SPECS = st.fixed_dictionaries(
                         ),
                     )
                 ),
+                "podTemplate": TEMPLATES,
                 "tolerations": st.lists(
                     section(
                         key=st.sampled_from(["", "a"]),
@@ -172,7 +183,7 @@ SPECS = st.fixed_dictionaries(
 def test_the_operator_and_the_server_agree_on_any_spec(modern_cluster: LocalCluster, spec: dict[str, Any]) -> None:
     manifest = {**copy.deepcopy(GOOD), "spec": spec}
     status, answer = create(modern_cluster, manifest)
-    mine = faults(manifest)
+    mine = faults(manifest, KINDS)
     if status == 201:
         assert mine == ()
     else:

@@ -9,6 +9,7 @@ import pytest
 
 from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.rest import ApiError, Rest, until
+from kvpilot_operator.api.host_access import KINDS
 from kvpilot_operator.api.schema import apply_defaults, faults, load_crd
 from support.bad_manifests import BAD, GOOD, Bad
 
@@ -47,6 +48,14 @@ def test_what_slips_past_an_old_server_is_found_by_the_operator(server: Rest, ba
         assert [fault.field for fault in faults(answer)] == [bad.field]
     else:
         assert status == 422  # a newer server than 1.20: it refuses by itself
+
+
+@pytest.mark.parametrize("bad", [bad for bad in BAD if bad.judge == "operator"], ids=lambda bad: bad.name)
+def test_what_only_an_administrator_may_allow_is_found_by_the_operator(server: Rest, bad: Bad) -> None:
+    status, answer = create(server, bad.manifest)
+    assert status == 201, answer
+    assert [fault.field for fault in faults(answer)] == [bad.field]
+    assert faults(answer, KINDS) == ()
 
 
 def test_a_5000_character_name_is_refused_without_harm(server: Rest) -> None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpilot_localcluster import procs
-from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.rest import ApiError, Rest, until
 from kvpilot_operator.render.engine import pod_template
 from kvpilot_operator.render.objects import deployment
 from kvpilot_operator.state.snapshot import ServiceKey
-from support.operator_pair import Operator
+from support.operated import condition, create, engine, exists, services, told
 from support.services import manifest, spec_of
 
 Json = dict[str, Any]
@@ -41,10 +38,6 @@ def quota(what: str, amount: str) -> tuple[tuple[str, Json], ...]:
 def limit_range(**limits: Json) -> tuple[tuple[str, Json], ...]:
     spec = {"limits": [{"type": "Container", **limits}]}
     return (("limitranges", {"metadata": {"name": "team"}, "spec": spec}),)
-
-
-def engine(**more: Any) -> Json:
-    return {"engine": {"image": "kvpilot/runtime:1", **more}}
 
 
 CASES = [
@@ -87,6 +80,25 @@ CASES = [
     ),
     Case("quota-of-services", "QuotaExceeded", "", "raise ResourceQuota team", {}, quota("services", "0")),
     Case(
+        "label-of-the-template", "InvalidLabel", "spec.engine.podTemplate.metadata.labels", "letters",
+        engine(podTemplate={"metadata": {"labels": {"a b": "x"}}}),
+    ),
+    Case(
+        "mount-of-no-volume", "Invalid", "spec.engine.podTemplate.spec.containers[*].volumeMounts[", "nowhere",
+        engine(podTemplate={"spec": {"containers": [
+            {"name": "engine", "volumeMounts": [{"name": "nowhere", "mountPath": "/a"}]}]}}),
+    ),
+    Case(
+        "resource-claims", "ResourceClaimsUnsupported", "spec.engine.podTemplate.spec.resourceClaims",
+        "spec.engine.resources.limits",
+        engine(podTemplate={"spec": {"resourceClaims": [{"name": "gpu", "resourceClaimName": "gpu"}]}}),
+    ),
+    Case(
+        "sidecar-before-the-engine", "SidecarsUnsupported", "spec.engine.podTemplate.spec.initContainers",
+        "under containers",
+        engine(podTemplate={"spec": {"initContainers": [{"name": "a", "image": "a/b:1", "restartPolicy": "Always"}]}}),
+    ),
+    Case(
         "limit-range", "LimitRangeViolated", "spec.engine.resources.limits.memory", "LimitRange",
         engine(resources={"limits": {"cpu": "1", "memory": "4Gi"}}), limit_range(max={"memory": "1Gi"}),
     ),
@@ -95,64 +107,6 @@ CASES = [
         engine(resources={"requests": {"cpu": "2"}}), limit_range(default={"cpu": "1"}),
     ),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def operator(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
-    """The operator's process before that cluster."""
-    folder: Path = tmp_path_factory.mktemp("operator")
-    one = Operator("a", folder, cluster.kubeconfig)
-    try:
-        until(lambda: answers(one), "the operator is ready")
-        yield one
-    finally:
-        procs.end(folder / "operator-a.pid", grace=10)
-
-
-def answers(operator: Operator) -> bool:
-    try:
-        return operator.ready
-    except OSError:
-        return False
-
-
-@pytest.fixture
-def rest(cluster: LocalCluster, operator: Operator) -> Rest:
-    return cluster.rest
-
-
-def services(namespace: str) -> str:
-    return f"/apis/kvpilot.io/v1alpha1/namespaces/{namespace}/quantizedllmservices"
-
-
-def create(rest: Rest, namespace: str, **spec: Any) -> None:
-    base = {"model": {"source": "hf://Qwen/Qwen3-8B"}, "kvCache": {"mode": "Fixed", "dtype": "auto"}, **engine()}
-    body = {
-        "apiVersion": "kvpilot.io/v1alpha1",
-        "kind": "QuantizedLLMService",
-        "metadata": {"name": "chat", "namespace": namespace},
-        "spec": {**base, **spec},
-    }
-    rest.create(services(namespace), body)
-
-
-def condition(rest: Rest, namespace: str, kind: str) -> Json:
-    status = rest.get(f"{services(namespace)}/chat").get("status") or {}
-    return next((one for one in status.get("conditions", ()) if one["type"] == kind), {})
-
-
-def told(rest: Rest, namespace: str, kind: str, reason: str) -> Json:
-    found: list[Json] = []
-
-    def seen() -> bool:
-        found[:] = [condition(rest, namespace, kind)]
-        return found[0].get("reason") == reason
-
-    try:
-        until(seen, f"{kind} has reason {reason}")
-    except TimeoutError as error:
-        raise AssertionError(f"{error}: {found}") from None
-    return found[0]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -165,7 +119,7 @@ def test_what_is_refused_is_told_with_field_and_remedy(rest: Rest, namespace: st
     create(rest, namespace, **case.spec)
     found = told(rest, namespace, "ObjectsAccepted", case.reason)
     assert found["status"] == "False"
-    assert found["message"].startswith(f"{case.field}: " if case.field else "exceeded quota")
+    assert found["message"].startswith(case.field or "exceeded quota")
     assert case.remedy in found["message"]
     if "(Deployment " in found["message"]:
         # No engine is there to have a reason of its own.
@@ -266,11 +220,3 @@ def test_the_server_itself_refuses_to_merge_our_deployment_into_another_one(rest
     assert caught.value.status == 422
     causes = json.loads(caught.value.body)["details"]["causes"]
     assert "spec.selector" in [cause["field"] for cause in causes]
-
-
-def exists(rest: Rest, path: str) -> bool:
-    try:
-        rest.get(path)
-    except ApiError as error:
-        return error.status != 404
-    return True

@@ -26,14 +26,14 @@ class Bad:
     """`changes` to GOOD (dotted path -> value, None takes the field away) that `judge` refuses at `field`.
 
     The message holds `word`. judge is "schema" where any API server refuses, in its own words, and "rule" where CEL
-    does, in ours.
+    does, in ours; "operator" where only the operator knows what is allowed.
     """
 
     name: str
     changes: dict[str, Any]
     field: str
     word: str
-    judge: Literal["schema", "rule"]
+    judge: Literal["schema", "rule", "operator"]
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Bad:
 
 
 _TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-_JUDGES: tuple[Literal["schema", "rule"], ...] = ("schema", "rule")
+_JUDGES: tuple[Literal["schema", "rule", "operator"], ...] = ("schema", "rule", "operator")
 
 BAD = tuple(Bad(judge=judge, **row) for judge in _JUDGES for row in _TABLE[judge])
 GOOD_GPU_LIMITS: tuple[tuple[int, int | str], ...] = tuple((size, limit) for size, limit in _TABLE["gpu_limits"])

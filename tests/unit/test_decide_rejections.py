@@ -12,6 +12,7 @@ from kvpilot_operator.decide.rejections import TABLE, finding
 from kvpilot_operator.state.snapshot import Rejection
 
 BOX = "spec.template.spec.containers[0]"
+TEMPLATE = "spec.engine.podTemplate"
 LABEL = (
     "name part must consist of alphanumeric characters, '-', '_' or '.', and must start and end with an alphanumeric "
     "character (e.g. 'MyName',  or 'my.name',  or '123-abc', regex used for validation is "
@@ -99,6 +100,28 @@ CASES = [
     (
         refused("failed quota: team: must specify requests.cpu"),
         "QuotaNeedsResources", "spec.engine.resources.requests.cpu: ", "ResourceQuota team",
+    ),
+    (
+        refused("failed quota: team: must specify limits.cpu for: engine,proxy; limits.memory for: engine,proxy"),
+        "QuotaNeedsResources", "spec.engine.resources.limits.cpu: ", "ResourceQuota team",
+    ),
+    (
+        refused("failed quota: team: must specify limits.cpu for: proxy; limits.memory for: proxy"),
+        "QuotaNeedsResources", "spec.engine.podTemplate.spec.containers: ", "resources.limits.cpu of container proxy",
+    ),
+    (
+        refused(
+            "failed to create typed patch object: .spec.template.spec.resourceClaims: field not declared in schema",
+            reason="",
+        ),
+        "ResourceClaimsUnsupported", f"{TEMPLATE}.spec.resourceClaims: ", "1.34",
+    ),
+    (
+        refused(
+            'failed to create typed patch object: .spec.template.spec.initContainers[name="proxy"].restartPolicy: '
+            "field not declared in schema", reason="",
+        ),
+        "SidecarsUnsupported", f"{TEMPLATE}.spec.initContainers: ", "under containers",
     ),
     (
         refused(
@@ -192,7 +215,16 @@ def test_every_row_of_the_table_is_tried() -> None:
         ("spec.template.spec.imagePullSecrets[0].name", "spec.engine.imagePullSecrets[0].name"),
         ("spec.template.spec.volumes[0].emptyDir.sizeLimit", "spec.engine.shmSizeMiB"),
         ("spec.template.spec.volumes[1].persistentVolumeClaim.claimName", "spec.cache"),
-        ("spec.template.spec.hostNetwork", "spec.template.spec.hostNetwork"),
+        (
+            "spec.template.spec.containers[1].volumeMounts[0].name",
+            f"{TEMPLATE}.spec.containers[*].volumeMounts[0].name",
+        ),
+        ("spec.containers[0].resources.claims[0].name", f"{TEMPLATE}.spec.containers[*].resources.claims[0].name"),
+        ("spec.template.spec.initContainers[0].image", f"{TEMPLATE}.spec.initContainers[0].image"),
+        ("spec.template.spec.volumes[3].csi.driver", f"{TEMPLATE}.spec.volumes[*].csi.driver"),
+        ("spec.template.spec.securityContext.fsGroup", f"{TEMPLATE}.spec.securityContext.fsGroup"),
+        ("spec.template.labels", f"{TEMPLATE}.metadata.labels"),
+        ("spec.template.spec.dnsPolicy", "spec.template.spec.dnsPolicy"),
     ],
 )
 def test_what_no_row_knows_is_told_in_the_servers_words_with_the_specs_field(field: str, own: str) -> None:

@@ -8,7 +8,7 @@ schema and list types, and then, unless a value has the wrong shape, the rules.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
@@ -20,6 +20,7 @@ import jsonschema
 import re2  # type: ignore[import-untyped]
 import yaml
 
+from kvpilot_operator.api import host_access
 from kvpilot_operator.api.rules import broken_rules
 
 Json = Any
@@ -30,7 +31,9 @@ CRD_FILE = "kvpilot.io_quantizedllmservices.yaml"
 _SHAPE_KEYWORDS = frozenset({"type", "required", "enum", "anyOf", "maxLength", "maxItems", "maxProperties"})
 """Faults that keep the server from evaluating rules: a rule may rely on these."""
 
-_PRIVATE = re.compile(r"\bengine\.(extraArgs|env\[\d+\]\.value)\b")
+_PRIVATE = re.compile(
+    r"\bengine\.(extraArgs|(?:podTemplate\..*)?(?:env\[\d+\]\.value|command|args|volumeAttributes))\b"
+)
 """Fields whose values may be keys and tokens. Messages go into the status, events and logs, and do without them."""
 
 _OPTION = re.compile(r"-[^=:\s]*")
@@ -81,9 +84,10 @@ def apply_defaults(obj: Mapping[str, Json]) -> dict[str, Json]:
     return kept
 
 
-def faults(obj: Json) -> tuple[Fault, ...]:
+def faults(obj: Json, allowed: Collection[str] = ()) -> tuple[Fault, ...]:
     """What the API server would refuse about metadata.name and spec, in the schema's order; () if nothing.
 
+    Where that is nothing, what reaches into nodes and is not among `allowed` (of host_access.KINDS).
     The first MAX_FAULTS, or one alone for a spec of more than MAX_SPEC_BYTES. `obj` is the whole object, defaulted or
     not. Takes any JSON value and never raises. status is not looked at. What it costs is bounded: of a list or map only
     as many items are looked at as the schema allows, and one more.
@@ -92,7 +96,7 @@ def faults(obj: Json) -> tuple[Fault, ...]:
         return (Fault("", "the object is not a JSON object: use a QuantizedLLMService manifest"),)
     metadata = obj.get("metadata")
     name = metadata.get("name") if isinstance(metadata, Mapping) else None
-    subject = {"metadata": {"name": _text(name) if isinstance(name, str) else ""}}
+    subject: dict[str, Json] = {"metadata": {"name": _text(name) if isinstance(name, str) else ""}}
     if obj.get("spec") is not None:
         subject["spec"] = _structural(obj["spec"], root_schema()["properties"]["spec"])
     size = len(json.dumps(subject, ensure_ascii=False).encode())
@@ -100,7 +104,10 @@ def faults(obj: Json) -> tuple[Fault, ...]:
         return (
             Fault("spec", f"is {size} bytes of JSON: use at most {MAX_SPEC_BYTES}, shorten engine.env most of all"),
         )
-    return _faults(subject, root_schema(), "")
+    found = _faults(subject, root_schema(), "")
+    template = subject["spec"]["engine"].get("podTemplate", {}) if not found else {}
+    reaching = (Fault(f"spec.engine.podTemplate{at}", text) for at, text in host_access.refused(template, allowed))
+    return found or tuple(islice(reaching, MAX_FAULTS))
 
 
 def status_faults(status: Json) -> tuple[Fault, ...]:

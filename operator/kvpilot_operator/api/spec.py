@@ -4,6 +4,7 @@ Names are the CRD's in snake_case, and so are their meanings, units, defaults an
 they only get types. A field is None exactly where the CRD gives it no default and the user left it out.
 """
 
+import json
 from collections.abc import Mapping
 from functools import cache
 from itertools import pairwise
@@ -107,7 +108,10 @@ class Toleration(_Part, frozen=True):
 
 
 class Engine(_Part, frozen=True):
-    """spec.engine; image_pull_secrets are names, node_selector is (label, value) pairs sorted by label."""
+    """spec.engine; image_pull_secrets are names, node_selector is (label, value) pairs sorted by label.
+
+    pod_template is JSON with sorted keys: nobody but `render` looks into it.
+    """
 
     image: str
     image_pull_secrets: tuple[str, ...]
@@ -124,6 +128,7 @@ class Engine(_Part, frozen=True):
     runtime_class_name: str | None = None
     priority_class_name: str | None = None
     service_account_name: str | None = None
+    pod_template: str = "{}"
 
     def option(self, name: str, shortest: str = "") -> list[str]:
         """What extra_args set an option to, in order: the last one counts.
@@ -268,11 +273,18 @@ def parse(obj: Mapping[str, Json]) -> Spec:
             "imagePullSecrets": [secret["name"] for secret in engine["imagePullSecrets"]],
             "resources": {kind: _pairs(resources.get(kind, {})) for kind in ("requests", "limits")},
             "nodeSelector": _pairs(engine["nodeSelector"]),
+            "podTemplate": _whole_numbers(engine.get("podTemplate", {})),
         },
         "canary": {**canary, "routeRef": canary.get("routeRef", {}).get("name")},
     }
     # The API server takes 3.0 for a whole number, and so does this.
     return msgspec.convert(flat, Spec, strict=False)
+
+
+def _whole_numbers(value: Json) -> str:
+    """JSON text in which 3.0, which the API server takes for a whole number, is 3, as a Pod needs it."""
+    whole = json.loads(json.dumps(value), parse_float=lambda number: int(float(number)))
+    return json.dumps(whole, sort_keys=True)
 
 
 def _pairs(mapping: Mapping[str, Json]) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -34,6 +34,8 @@ class Leader:
     fence: WriteFence
     telemetry: Telemetry
     namespaces: Sequence[str]
+    host_access: Collection[str]
+    """What engines may have of their nodes (api.host_access.KINDS)."""
     scrape_seconds: float
     ready: asyncio.Event
     """Set, at the latest, once all that is watched has been read."""
@@ -46,7 +48,7 @@ class Leader:
             http_routes=await cluster.serves(HTTP_ROUTE_API),
             unhealthy_pod_eviction=await cluster.version() >= (1, 27),
         )
-        cache = InformerCache(cluster, self.namespaces)
+        cache = InformerCache(cluster, self.namespaces, self.host_access)
         self.services = cache.feed
         self._scraper = Scraper()
         observer = Observer(cluster, cache, self._scraper, server, partial(datetime.now, UTC), telemetry.engine_scraped)
@@ -82,7 +84,8 @@ def prepare() -> None:
     What is there then stays for ever, and no collection of garbage goes through it any more: each took 80 ms, in which
     the operator did nothing else.
     """
-    spec = {"model": {"source": "hf://kvpilot/none"}, "engine": {"image": "none"}}
+    pods = {"metadata": {}, "spec": {"containers": [{"name": "engine"}], "volumes": [{"name": "a", "emptyDir": {}}]}}
+    spec = {"model": {"source": "hf://kvpilot/none"}, "engine": {"image": "none", "podTemplate": pods}}
     faults(apply_defaults({"metadata": {"name": "none"}, "spec": spec}))
     gc.collect()
     gc.freeze()

@@ -21,11 +21,14 @@ _ABOUT = re.compile(r'^[\w.-]+ "[^"]*" is (?:forbidden|invalid): ')
 _GO = re.compile(r"^Invalid value: (?:resource|core|v1)\.\w+\{.*\}: ", re.DOTALL)
 
 _POD = r"^spec\.(?:template\.spec\.)?"
+_TEMPLATE = "spec.engine.podTemplate"
+# The engine is the first container; of a list that the user's items follow ours in, no index of theirs is known.
 _FIELDS = (
-    (_POD + r"containers\[\d+\]\.resources", "spec.engine.resources"),
-    (_POD + r"containers\[\d+\]\.env(?:\[\d+\])?", "spec.engine.env"),
-    (_POD + r"containers\[\d+\]\.image", "spec.engine.image"),
-    (_POD + r"containers\[\d+\]\.args", "spec.engine.extraArgs"),
+    (_POD + r"containers\[0\]\.resources(?!\.claims)", "spec.engine.resources"),
+    (_POD + r"containers\[0\]\.env(?:\[\d+\])?", "spec.engine.env"),
+    (_POD + r"containers\[0\]\.image", "spec.engine.image"),
+    (_POD + r"containers\[0\]\.args", "spec.engine.extraArgs"),
+    (_POD + r"containers\[\d+\]", f"{_TEMPLATE}.spec.containers[*]"),
     (_POD + r"nodeSelector", "spec.engine.nodeSelector"),
     (_POD + r"tolerations", "spec.engine.tolerations"),
     (_POD + r"affinity\.nodeAffinity\.\w+\.nodeSelectorTerms\[0\]\.matchExpressions", "spec.engine.nodeAffinity"),
@@ -34,10 +37,16 @@ _FIELDS = (
     (_POD + r"serviceAccountName", "spec.engine.serviceAccountName"),
     (_POD + r"runtimeClassName", "spec.engine.runtimeClassName"),
     (_POD + r"priorityClassName", "spec.engine.priorityClassName"),
-    (_POD + r"volumes\[\d+\]\.emptyDir.*", "spec.engine.shmSizeMiB"),
-    (_POD + r"volumes\[\d+\]\.image.*", "spec.model.source"),
+    (_POD + r"volumes\[0\]\.emptyDir.*", "spec.engine.shmSizeMiB"),
+    (_POD + r"volumes\[1\]\.image.*", "spec.model.source"),
     (_POD + r"volumes\[\d+\]\.persistentVolumeClaim.*", "spec.cache"),
     (_POD + r"terminationGracePeriodSeconds", "spec.drain"),
+    (_POD + r"volumes\[\d+\]", f"{_TEMPLATE}.spec.volumes[*]"),
+    (
+        _POD + r"(initContainers|resourceClaims|schedulerName|securityContext|hostIPC|hostNetwork|hostPID)",
+        rf"{_TEMPLATE}.spec.\1",
+    ),
+    (r"^spec\.template\.(labels|annotations)", rf"{_TEMPLATE}.metadata.\1"),
     (r"^spec\.minAvailable", "spec.disruption.minAvailable"),
     (r"^metadata\.name$", "metadata.name"),
 )
@@ -98,6 +107,11 @@ TABLE = (
         "raise ResourceQuota {name} of the namespace, ask for less, or run fewer replicas",
     ),
     Row(
+        r"failed quota: (?P<name>[^:]+): must specify (?P<what>[\w./-]+) for: (?P<container>(?!engine\b)[a-z0-9-]+)",
+        "QuotaNeedsResources", "spec.engine.podTemplate.spec.containers",
+        "set resources.{what} of container {container}: ResourceQuota {name} of the namespace asks for it of every pod",
+    ),
+    Row(
         r"failed quota: (?P<name>[^:]+): must specify (?P<what>[\w./-]+)", "QuotaNeedsResources",
         "spec.engine.resources.{what}", "set it: ResourceQuota {name} of the namespace asks for it of every pod",
     ),
@@ -116,12 +130,24 @@ TABLE = (
         "model to a claim and write pvc://CLAIM/PATH, or take it from hf://",
     ),
     Row(
+        r"\.(?:resourceClaims|resources\.claims): field not declared", "ResourceClaimsUnsupported",
+        "spec.engine.podTemplate.spec.resourceClaims",
+        "this Kubernetes has no dynamic resource allocation (1.34 and newer): remove it, and ask for devices in "
+        "spec.engine.resources.limits",
+    ),
+    Row(
+        r"initContainers\[.*\]\.restartPolicy: field not declared", "SidecarsUnsupported",
+        "spec.engine.podTemplate.spec.initContainers",
+        "this Kubernetes has no init containers that keep running (1.29 and newer): write it under containers",
+    ),
+    Row(
         r"duplicate entries for key \[name=\"(?P<name>[^\"]+)\"\]", "DuplicateVariable", "spec.engine.env",
         "set {name} once",
     ),
     Row(
         r"violates PodSecurity", "PodSecurityViolated", "spec.engine",
-        "loosen the namespace's label pod-security.kubernetes.io/enforce, or change what it names",
+        "change what it names (of containers beside the engine in spec.engine.podTemplate), or loosen the namespace's "
+        "label pod-security.kubernetes.io/enforce",
     ),
     Row(
         r'admission webhook "(?P<name>[^"]+)" denied the request', "DeniedByWebhook", "",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -126,9 +126,13 @@ class Placed(Generic[V]):
 
 
 class InformerCache:
-    """`on_change` is called with a service whenever something about it is not what it was."""
+    """`on_change` is called with a service whenever something about it is not what it was.
 
-    def __init__(self, cluster: Cluster, namespaces: Sequence[str]) -> None:
+    `host_access` is what engines may have of their nodes (api.host_access.KINDS).
+    """
+
+    def __init__(self, cluster: Cluster, namespaces: Sequence[str], host_access: Collection[str] = ()) -> None:
+        self._host_access = host_access
         self.on_change: Callable[[ServiceKey], None] = lambda _: None
 
         def changed(key: ServiceKey) -> None:
@@ -195,15 +199,15 @@ class InformerCache:
         if known is not None and (known.uid, known.generation) == (uid, generation):
             broken, spec = known.faults, known.spec
         else:
-            broken, spec = _judged(obj)
+            broken, spec = _judged(obj, self._host_access)
         status = parse_status(obj.get("status"))
         return ServiceView(uid, generation, metadata["resourceVersion"], broken, spec, status)
 
 
-def _judged(obj: Object) -> tuple[tuple[Fault, ...], Spec | None]:
+def _judged(obj: Object, host_access: Collection[str]) -> tuple[tuple[Fault, ...], Spec | None]:
     """The spec, or what is wrong with it: that nobody foresaw it is no reason to say nothing."""
     try:
-        broken = faults(obj)
+        broken = faults(obj, host_access)
         return broken, None if broken else parse(apply_defaults(obj))
     except Exception as error:
         where = "".join(f" in {place}" for place in places(error)[-1:])

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvpilot_kernels import formats
 from kvpilot_operator.api.spec import Engine, Spec
+from kvpilot_operator.render.merge import strategic_merge
 from kvpilot_operator.render.names import (
     DTYPE_LABEL,
     ENGINE_CONTAINER,
@@ -30,6 +31,10 @@ def pod_template(service: str, spec: Spec, dtype: str) -> dict[str, Any]:
         "metadata": {"labels": {**owned_labels(service), DTYPE_LABEL: dtype}},
         "spec": _pod_spec(service, spec, dtype),
     }
+    template = strategic_merge(template, json.loads(spec.engine.pod_template))
+    if template["spec"].get("hostNetwork"):
+        # Otherwise a pod on the node's network asks the node's DNS, which knows no Service.
+        template["spec"]["dnsPolicy"] = "ClusterFirstWithHostNet"
     content = json.dumps(template, sort_keys=True, separators=(",", ":")).encode()
     template["metadata"]["labels"][REVISION_LABEL] = hashlib.sha256(content).hexdigest()[:8]
     return template

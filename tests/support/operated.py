@@ -1,0 +1,61 @@
+"""Services in a real API server with the operator's process before it: how to create one, and what its status says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpilot_localcluster.rest import ApiError, Rest, until
+
+Json = dict[str, Any]
+
+
+def engine(**more: Any) -> Json:
+    """spec.engine, with an image that no node has."""
+    return {"engine": {"image": "kvpilot/runtime:1", **more}}
+
+
+def services(namespace: str) -> str:
+    """Path of the services of a namespace."""
+    return f"/apis/kvpilot.io/v1alpha1/namespaces/{namespace}/quantizedllmservices"
+
+
+def create(rest: Rest, namespace: str, **spec: Any) -> None:
+    """The service `chat` with a fixed dtype and these sections of its spec."""
+    base = {"model": {"source": "hf://Qwen/Qwen3-8B"}, "kvCache": {"mode": "Fixed", "dtype": "auto"}, **engine()}
+    body = {
+        "apiVersion": "kvpilot.io/v1alpha1",
+        "kind": "QuantizedLLMService",
+        "metadata": {"name": "chat", "namespace": namespace},
+        "spec": {**base, **spec},
+    }
+    rest.create(services(namespace), body)
+
+
+def condition(rest: Rest, namespace: str, kind: str) -> Json:
+    """A condition of `chat`; empty where it has none of that type."""
+    status = rest.get(f"{services(namespace)}/chat").get("status") or {}
+    return next((one for one in status.get("conditions", ()) if one["type"] == kind), {})
+
+
+def told(rest: Rest, namespace: str, kind: str, reason: str) -> Json:
+    """Wait until a condition of `chat` has this reason."""
+    found: list[Json] = []
+
+    def seen() -> bool:
+        found[:] = [condition(rest, namespace, kind)]
+        return found[0].get("reason") == reason
+
+    try:
+        until(seen, f"{kind} has reason {reason}")
+    except TimeoutError as error:
+        raise AssertionError(f"{error}: {found}") from None
+    return found[0]
+
+
+def exists(rest: Rest, path: str) -> bool:
+    """Whether there is an object at this path."""
+    try:
+        rest.get(path)
+    except ApiError as error:
+        return error.status != 404
+    return True

@@ -1,0 +1,250 @@
+"""engine.podTemplate: what is added to the engine's pods, and what nobody can take from them or give them by it."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from kubernetes.aio.client import models
+
+from kvpilot_operator.api.host_access import KINDS
+from kvpilot_operator.api.schema import faults, root_schema
+from kvpilot_operator.observe.informers import InformerCache
+from kvpilot_operator.render.engine import pod_template, revision
+from kvpilot_operator.render.merge import strategic_merge
+from support.bad_manifests import BAD
+from support.kinds import unknown
+from support.pod_templates import TEMPLATES
+from support.services import KEY, manifest, spec_of
+
+Json = Any
+SCHEMA = root_schema()["properties"]["spec"]["properties"]["engine"]["properties"]["podTemplate"]
+SIDECAR = {
+    "name": "proxy",
+    "image": "example.org/proxy:1",
+    "args": ["--upstream=http://127.0.0.1:8000"],
+    "ports": [{"containerPort": 8443, "protocol": protocol} for protocol in ("TCP", "UDP")],
+    "volumeMounts": [{"name": "certificates", "mountPath": "/certificates", "readOnly": True}],
+}
+FULL: Json = {
+    "metadata": {"labels": {"kueue.x-k8s.io/queue-name": "llm"}, "annotations": {"example.org/team": "search"}},
+    "spec": {
+        "containers": [
+            SIDECAR,
+            {
+                "name": "engine",
+                "volumeMounts": [{"name": "templates", "mountPath": "/templates"}],
+                "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+                "resources": {"claims": [{"name": "gpu"}]},
+            },
+        ],
+        "initContainers": [{"name": "fetch", "image": "example.org/fetch:1", "command": ["fetch"]}],
+        "volumes": [
+            {"name": "certificates", "secret": {"secretName": "certificates"}},
+            {"name": "templates", "configMap": {"name": "templates"}},
+        ],
+        "schedulerName": "volcano",
+        "securityContext": {"supplementalGroups": [44]},
+        "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}],
+    },
+}
+
+
+def engine(pod_template: Json, **more: Json) -> dict[str, Json]:
+    return manifest(engine={"image": "i", "podTemplate": pod_template, **more})
+
+
+def rendered(given_template: Json, **more: Json) -> dict[str, Json]:
+    return pod_template(KEY.name, spec_of(engine(given_template, **more)), "k4v4")
+
+
+def containers(template: Mapping[str, Json]) -> dict[str, Json]:
+    return {one["name"]: one for one in template["spec"]["containers"]}
+
+
+def test_whatever_kubernetes_has_a_name_for_reaches_the_pod() -> None:
+    assert faults(engine(FULL), ["capabilities"]) == ()
+    template = rendered(FULL, resources={"limits": {"memory": "8Gi"}})
+    pod, found = template["spec"], containers(template)
+    assert template["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "llm"
+    assert template["metadata"]["annotations"] == {"example.org/team": "search"}
+    assert list(found) == ["engine", "proxy"]
+    assert found["proxy"] == SIDECAR
+    assert found["engine"]["resources"] == {"limits": {"memory": "8Gi"}, "claims": [{"name": "gpu"}]}
+    assert {"name": "templates", "mountPath": "/templates"} in found["engine"]["volumeMounts"]
+    assert [one["name"] for one in pod["volumes"]] == ["shm", "certificates", "templates"]
+    assert pod["initContainers"] == FULL["spec"]["initContainers"]
+    assert pod["resourceClaims"] == FULL["spec"]["resourceClaims"]
+    assert pod["schedulerName"] == "volcano"
+    assert unknown("V1PodTemplateSpec", template, "template") == []
+
+
+def test_what_the_engine_may_do_is_added_to_or_replaced_and_the_rest_stays_as_restricted_has_it() -> None:
+    template = rendered(FULL | {"spec": FULL["spec"] | {"securityContext": {"runAsUser": 1000}}})
+    own = containers(template)["engine"]["securityContext"]
+    assert own == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}
+    plain = rendered({})["spec"]["securityContext"]
+    assert template["spec"]["securityContext"] == plain | {"runAsUser": 1000}
+
+
+def test_a_manifest_without_a_template_and_one_with_an_empty_one_have_the_same_revision() -> None:
+    old = pod_template(KEY.name, spec_of(manifest(engine={"image": "i"})), "k4v4")
+    empty = {"metadata": {"labels": {}}, "spec": {"containers": [], "volumes": [], "securityContext": {}}}
+    assert rendered({}) == rendered(empty) == old
+
+
+def test_a_change_of_the_template_is_a_new_revision_and_another_spelling_is_none() -> None:
+    first = {"spec": {"securityContext": {"runAsUser": 1000, "fsGroup": 1000}}}
+    same = {"spec": {"securityContext": {"fsGroup": 1000.0, "runAsUser": 1000}}}
+    other = {"spec": {"securityContext": {"runAsUser": 1001, "fsGroup": 1000}}}
+    assert revision(rendered(first)) == revision(rendered(same))
+    assert len({revision(rendered(one)) for one in ({}, first, other)}) == 3
+    assert type(rendered(same)["spec"]["securityContext"]["fsGroup"]) is int
+
+
+def test_a_pod_on_the_nodes_network_still_finds_services_by_name() -> None:
+    assert rendered({"spec": {"hostNetwork": True}})["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+    assert "dnsPolicy" not in rendered({"spec": {"hostNetwork": False}})["spec"]
+
+
+@pytest.mark.parametrize("bad", [bad for bad in BAD if bad.judge == "operator"], ids=lambda bad: bad.name)
+def test_access_to_the_node_is_refused_unless_its_own_kind_is_allowed(bad) -> None:
+    (fault,) = faults(bad.manifest)
+    kind = re.search(r"add (\w+) to engines.hostAccess", fault.message)[1]
+    assert faults(bad.manifest, [kind]) == ()
+    assert faults(bad.manifest, set(KINDS) - {kind}) == (fault,)
+
+
+def test_what_this_operator_allows_is_what_its_services_are_judged_by() -> None:
+    about = {"namespace": "a", "name": "good", "uid": "u", "generation": 1, "resourceVersion": "1"}
+    service = engine({"spec": {"hostIPC": True}}) | {"metadata": about}
+    for allowed, accepted in (((), False), (("hostNetwork",), False), (("hostIPC",), True)):
+        cache = InformerCache(None, (), allowed)
+        cache.services.put(service)
+        view = cache.services.get("a", "good")
+        assert (view.spec is not None) == accepted
+        assert accepted or view.faults[0].field == "spec.engine.podTemplate.spec.hostIPC"
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        {"name": "a", "image": "i", "args": ["s3cret" + "x" * 5000]},
+        {"name": "a", "image": "i", "command": [{"s3cret": 1}], "args": "s3cret"},
+        {"name": "a", "image": "i", "env": [{"name": "A", "value": "s3cret" + "x" * 5000}]},
+    ],
+)
+def test_a_value_of_a_sidecar_that_may_be_a_secret_is_not_repeated(container) -> None:
+    found = faults(engine({"spec": {"containers": [container]}}))
+    assert found
+    assert not any("s3cret" in fault.message for fault in found)
+
+
+def kubernetes_fields(kind: str) -> dict[str, str]:
+    model = getattr(models, kind)
+    return {json: model.openapi_types[name] for name, json in model.attribute_map.items()}
+
+
+def not_of_kubernetes(schema: Json, kind: str, path: str) -> Iterator[str]:
+    """Fields of our schema that the official client's description of the same object does not have."""
+    if (inner := re.fullmatch(r"(?:List\[|Dict\[\w+, )(.*)\]", kind)) is not None:
+        below = schema.get("items") or schema.get("additionalProperties") or {}
+        yield from not_of_kubernetes(below, inner[1], f"{path}[]")
+    if "properties" not in schema:
+        return
+    theirs = kubernetes_fields(kind)
+    for name, field in schema["properties"].items():
+        if name in theirs:
+            yield from not_of_kubernetes(field, theirs[name], f"{path}.{name}")
+        else:
+            yield f"{path}.{name}"
+
+
+def test_every_field_of_the_template_is_kubernetes_own_by_name_and_place() -> None:
+    assert list(not_of_kubernetes(SCHEMA, "V1PodTemplateSpec", "podTemplate")) == []
+    broken = copy.deepcopy(SCHEMA)
+    broken["properties"]["spec"]["properties"]["volumes"]["items"]["properties"]["secret"]["properties"]["name"] = {}
+    assert list(not_of_kubernetes(broken, "V1PodTemplateSpec", "p")) == ["p.spec.volumes[].secret.name"]
+
+
+def lost(ours: Json, found: Json, path: str) -> Iterator[str]:
+    """Paths of our own template that are not as they were; what the engine may do is the user's to say."""
+    if path.endswith(".securityContext"):
+        return
+    if isinstance(ours, dict):
+        for name, value in ours.items():
+            yield from lost(value, found.get(name), f"{path}.{name}") if name in found else (f"{path}.{name}",)
+    elif isinstance(ours, list) and path.rpartition(".")[2] in ("containers", "volumes", "volumeMounts"):
+        for index, value in enumerate(ours):
+            yield from lost(value, found[index], f"{path}[{index}]")
+    elif ours != found:
+        yield path
+
+
+@given(TEMPLATES)
+@settings(max_examples=300, deadline=None)
+def test_whatever_is_accepted_takes_nothing_of_ours_from_a_pod(given_template: Json) -> None:
+    obj = engine(given_template, resources={"limits": {"cpu": 1}}) | {}
+    obj["spec"]["cache"] = {"weightsClaimName": "w", "compileClaimName": "c"}
+    assume(not faults(obj, KINDS))
+    plain = manifest(engine={"image": "i", "resources": {"limits": {"cpu": 1}}}, cache=obj["spec"]["cache"])
+    ours = pod_template(KEY.name, spec_of(plain), "k4v4")
+    found = pod_template(KEY.name, spec_of(obj), "k4v4")
+    for one in (ours, found):
+        # The hash of all the rest.
+        del one["metadata"]["labels"]["kvpilot.io/revision"]
+    assert list(lost(ours, found, "template")) == []
+
+
+def beyond_baseline(template: Mapping[str, Json]) -> Iterator[str]:
+    """What of Pod Security "baseline" a pod template breaks; "restricted" is in tests/unit/test_pod_security.py."""
+    pod = template["spec"]
+    yield from (name for name in ("hostNetwork", "hostPID", "hostIPC") if pod.get(name))
+    yield from ("hostPath" for volume in pod["volumes"] if "hostPath" in volume)
+    contexts = [pod["securityContext"]]
+    for container in (*pod["containers"], *pod.get("initContainers", ())):
+        context = container.get("securityContext", {})
+        contexts.append(context)
+        if context.get("privileged"):
+            yield "privileged"
+        if not set(context.get("capabilities", {}).get("add", ())) <= {"CHOWN"}:
+            yield "capabilities"
+        yield from ("hostPort" for port in container.get("ports", ()) if "hostPort" in port)
+    yield from ("seccomp" for one in contexts if one.get("seccompProfile", {}).get("type") == "Unconfined")
+    yield from (
+        "AppArmor"
+        for value in template["metadata"].get("annotations", {}).items()
+        if value[1] == "unconfined" and "apparmor" in value[0]
+    )
+
+
+@given(TEMPLATES, st.sets(st.sampled_from(KINDS)))
+@settings(max_examples=300, deadline=None)
+def test_whatever_is_accepted_is_within_baseline_but_for_what_is_allowed(
+    given_template: Json, allowed: set[str]
+) -> None:
+    obj = engine(given_template)
+    assume(not faults(obj, allowed))
+    assert set(beyond_baseline(pod_template(KEY.name, spec_of(obj), "k4v4"))) <= allowed
+
+
+MAPS = st.recursive(
+    st.integers(0, 3) | st.text("ab", max_size=2),
+    lambda inner: st.dictionaries(st.sampled_from(["a", "b", "metadata"]), inner, max_size=3),
+    max_leaves=8,
+).filter(lambda value: isinstance(value, dict))
+
+
+@given(MAPS, MAPS)
+def test_a_merge_has_every_field_of_the_patch_and_leaves_its_arguments_alone(base: Json, patch: Json) -> None:
+    before = copy.deepcopy((base, patch))
+    merged = strategic_merge(base, patch)
+    assert (base, patch) == before
+    assert strategic_merge(merged, patch) == merged
+    assert strategic_merge(base, {}) == base
+    assert merged.keys() == base.keys() | patch.keys()
