@@ -30,7 +30,7 @@ class PackedPages:
         head_dim: elements of a key and of a value.
         factors: the layer's calibration, [kv_heads, head_dim] each; None for a model without.
         ring: pages of the recent window's ring, in the shape of `cache` and perhaps the same tensor; None without.
-        recent: tokens of the window, 0 without a ring.
+        recent: tokens of the window, 0 without a ring. drafts: see `RingPages`.
 
     Raises:
         BadInputError: the cache or the ring is not laid out as `fmt` says, or one of `ring` and `recent` is missing.
@@ -45,6 +45,7 @@ class PackedPages:
         factors: Factors | None = None,
         ring: torch.Tensor | None = None,
         recent: int = 0,
+        drafts: int = 0,
     ) -> None:
         check.page_cache(cache, fmt, head_dim)
         check.ring(ring, cache, recent)
@@ -66,7 +67,7 @@ class PackedPages:
         self.key_meta = view(layout.key_meta).view(torch.int16).transpose(2, 3)
         self.value_meta = view(layout.value_meta).view(torch.int16).transpose(2, 3)
 
-        self.ring = RingPages(ring, fmt, head_dim, recent) if ring is not None else None
+        self.ring = RingPages(ring, fmt, head_dim, recent, drafts) if ring is not None else None
         self.recent = recent
 
     def store(

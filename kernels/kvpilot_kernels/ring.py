@@ -30,11 +30,12 @@ def ring_slots(
         positions: int [tokens], of each token in its sequence, from 0; negative for padding.
         ends: int [tokens], tokens stored of its sequence after this step.
         ring_rows: int [tokens, ring_blocks], the ring's blocks of its sequence; a negative one is none.
-        recent: tokens of the window. ring_tokens: of a ring's page (`RingLayout.tokens`).
+        recent: tokens that the ring keeps: those of the window, and as many more as a step may have drafts.
+        ring_tokens: of a ring's page (`RingLayout.tokens`).
 
     Returns:
-        int64 [tokens]: block * ring_tokens + place; -1 for a token that leaves the window with this step, for padding,
-        and without a block. No two tokens of a sequence share a place.
+        int64 [tokens]: block * ring_tokens + place; -1 for a token that the ring loses with this step, for padding, and
+        without a block. No two tokens of a sequence share a place.
     """
     place = positions.long().clamp(min=0) % (ring_rows.shape[1] * ring_tokens)
     block = ring_rows.long().gather(1, (place // ring_tokens)[:, None])[:, 0]
@@ -61,16 +62,17 @@ class RingPages:
     Args:
         cache: uint8 [blocks, kv_heads, block_size, row_bytes], pages as the layer's own; it may be the same tensor.
         fmt: a format with a ring. head_dim: elements of a key. recent: tokens of the window.
+        drafts: tokens that a step may store and later take back; the ring keeps as many more.
 
     Raises:
         BadInputError: the cache is not laid out as `fmt` says. FormatError: no ring, or a negative window.
     """
 
-    def __init__(self, cache: torch.Tensor, fmt: Format, head_dim: int, recent: int) -> None:
+    def __init__(self, cache: torch.Tensor, fmt: Format, head_dim: int, recent: int, drafts: int = 0) -> None:
         check.page_cache(cache, fmt, head_dim, "ring")
         layout = fmt.ring_layout(head_dim, cache.shape[2])
         self.blocks, self.tokens, self.recent = cache.shape[0], layout.tokens, recent
-        self.per_sequence = fmt.ring_blocks(recent, head_dim, cache.shape[2])
+        self.per_sequence = fmt.ring_blocks(recent + drafts, head_dim, cache.shape[2])
         pages = cache.flatten(2)
 
         def view(region: Region) -> torch.Tensor:

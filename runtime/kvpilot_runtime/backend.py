@@ -26,6 +26,7 @@ from kvpilot_runtime.compat import HeadMajorPages, backend_class
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.factors_of_engine import calibration_of
 from kvpilot_runtime.recent import RecentLayer, Rings, attach
+from kvpilot_runtime.speculation import drafts, refuse_other_drafters
 
 PREFILL_FROM_PAGES = "KVPILOT_PREFILL_FROM_PAGES"
 """Set to 1, a chunk reads itself back from its pages too: outputs then do not depend on how prompts were chunked,
@@ -131,21 +132,19 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
     """Refuse what no backend of ours does.
 
     Raises:
-        UnsupportedModelError: speculative decoding or KV transfer is on.
+        UnsupportedModelError: KV transfer is on.
     """
-    dtype = vllm_config.cache_config.cache_dtype
-    for option, flag in (("speculative_config", "--speculative-config"),
-                         ("kv_transfer_config", "--kv-transfer-config")):  # fmt: skip
-        if getattr(vllm_config, option, None) is not None:
-            raise UnsupportedModelError(f"{flag} is not supported with kv-cache dtype {dtype!r}; leave one of the"
-                                        " two out")  # fmt: skip
+    if getattr(vllm_config, "kv_transfer_config", None) is not None:
+        dtype = vllm_config.cache_config.cache_dtype
+        raise UnsupportedModelError(f"--kv-transfer-config is not supported with kv-cache dtype {dtype!r}; leave one of"
+                                    " the two out")  # fmt: skip
 
 
 class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     """The builder of a batch's metadata.
 
     Raises (at start):
-        UnsupportedModelError: speculative decoding or KV transfer is on.
+        UnsupportedModelError: as `refuse_unsupported_options`.
     """
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -175,10 +174,11 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
     """Attention of one layer over packed pages.
 
     `recent` and `ring` are the tokens of the recent window and the layer that has its pages, None until `attach` has
-    settled it.
+    settled it; `drafts` are tokens that a step may store and the next ones take back, for each sequence.
 
     Raises (at start):
-        UnsupportedModelError: the layer needs ALiBi, attention sinks, a sliding window, or is not a decoder's.
+        UnsupportedModelError: the layer needs ALiBi, attention sinks, a sliding window, or is not a decoder's; or the
+            engine's drafts come from a model.
     """
 
     def __init__(
@@ -220,6 +220,8 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.read_back = os.environ.get(PREFILL_FROM_PAGES) == "1"
         self._config = get_current_vllm_config()
+        refuse_other_drafters(self._config, kv_cache_dtype)
+        self.drafts = drafts(self._config)
         self._calibration = calibration_of(self._config)
         self._factors: Factors | None = None
         self.recent: int | None = None

@@ -1,8 +1,8 @@
 """Our attention backend for vLLM on CPU: packed pages in, plain torch out.
 
 The cache is bytes [blocks, kv_heads, block_size, row_bytes]. Each step's keys and values are stored through
-`do_kv_cache_update`, and then `forward` is called with the whole batch: sequences with one new token decode together,
-the others prefill one by one.
+`do_kv_cache_update`, and then `forward` is called with the whole batch: sequences with one new token, or with one and
+its drafts, decode together, a row for each token; the others prefill one by one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvpilot_kernels.ring import ring_slots
 from kvpilot_runtime.backend import PackedBackend, PackedBuilder, PackedImpl, RingBackend, classes_of
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent import Rings
+from kvpilot_runtime.speculation import drafts, owners
 
 
 @dataclass
@@ -37,29 +38,17 @@ class Metadata:
 
     Attributes:
         block_table: int32 [sequences, blocks].
-        seq_lens: int32 [sequences], tokens stored after this step.
-        decode_sequences, decode_rows: int64, sequences with one new token and the batch rows of these tokens.
+        decode_rows: int64, the batch rows of tokens that decode. decode_sequences: int64, the sequence of each.
         prefills: the other sequences.
-        ordinals: int64 [tokens], each token's place in its sequence from 1 on.
+        ordinals: int32 [tokens], each token's place in its sequence from 1 on.
     """
 
     block_table: torch.Tensor
-    seq_lens: torch.Tensor
     decode_sequences: torch.Tensor
     decode_rows: torch.Tensor
     prefills: list[Prefill]
     slot_mapping: torch.Tensor
     ordinals: torch.Tensor
-
-
-def positions_of(starts: torch.Tensor, seq_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each token of a batch its sequence and its position there, int64 [tokens].
-
-    Args:
-        starts: int64 [sequences + 1], first rows. seq_lens: int [sequences], tokens stored after this step.
-    """
-    owner = torch.repeat_interleave(torch.arange(len(seq_lens)), starts[1:] - starts[:-1])
-    return owner, seq_lens.long()[owner] - (starts[1:][owner] - torch.arange(len(owner)))
 
 
 class CpuBuilder(PackedBuilder):
@@ -69,32 +58,38 @@ class CpuBuilder(PackedBuilder):
         """Metadata of one batch."""
         sequences = common.num_reqs
         starts = common.query_start_loc[: sequences + 1].long()
-        seq_lens = common.seq_lens[:sequences]
+        owner, ordinals = owners(starts, common.seq_lens[:sequences], int(starts[-1]))
         lengths = starts[1:] - starts[:-1]
-        decode = (lengths == 1).nonzero().flatten()
+        # A prompt's last tokens are not drafts, however few they are.
+        short = lengths <= 1 + drafts(self.vllm_config)
+        if (prompts := getattr(common, "is_prefilling", None)) is not None:
+            short &= ~prompts[:sequences]
+        decode = short | (lengths == 1)
         prefills = []
-        for i in (lengths > 1).nonzero().flatten().tolist():
+        for i in (~decode & (lengths > 0)).nonzero().flatten().tolist():
             start, end = int(starts[i]), int(starts[i + 1])
-            prefills.append(Prefill(i, start, end, int(seq_lens[i]) - (end - start)))
-        _, positions = positions_of(starts, seq_lens)
-        return Metadata(common.block_table_tensor[:sequences], seq_lens, decode, starts[:-1][decode], prefills,
-                        common.slot_mapping, positions + 1)  # fmt: skip
+            prefills.append(Prefill(i, start, end, int(common.seq_lens[i]) - (end - start)))
+        rows = decode[owner].nonzero().flatten()
+        return Metadata(common.block_table_tensor[:sequences], owner[rows], rows, prefills, common.slot_mapping,
+                        ordinals)  # fmt: skip
 
 
 class CpuRingBuilder(PackedBuilder):
     """Where a step's tokens go in the rings, once for all layers."""
 
     def describe(self, common: Any) -> Rings:
-        """Rings of one batch."""
+        """Rings of one batch, a row for each token."""
         spec = self.kv_cache_spec
         sequences = common.num_reqs
         starts = common.query_start_loc[: sequences + 1].long()
         seq_lens = common.seq_lens[:sequences].long()
-        owner, positions = positions_of(starts, seq_lens)
+        owner, ordinals = owners(starts, seq_lens, int(starts[-1]))
         table = common.block_table_tensor[:sequences, : spec.ring_blocks]
-        table = table.masked_fill(table <= 0, -1)  # vLLM fills what nobody has with block 0, which nobody may have
+        table = table.masked_fill(table <= 0, -1)[
+            owner
+        ]  # vLLM fills what nobody has with block 0, which nobody may have
         slots = torch.full((common.slot_mapping.shape[0],), -1)
-        slots[: len(owner)] = ring_slots(positions, seq_lens[owner], table[owner], spec.recent, spec.ring_tokens)
+        slots[: len(owner)] = ring_slots(ordinals - 1, seq_lens[owner], table, spec.kept, spec.ring_tokens)
         return Rings(slots, table)
 
 
@@ -143,10 +138,10 @@ class CpuImpl(PackedImpl):
         pages, meta = self._packed(layer, kv_cache), attn_metadata
         out = output.view(-1, self.num_heads, self.head_size)
         if meta.decode_rows.numel():
-            chosen, rows = meta.decode_sequences, meta.decode_rows
-            table, lens = meta.block_table[chosen].long(), meta.seq_lens[chosen]
+            rows = meta.decode_rows
+            table, lens = meta.block_table[meta.decode_sequences].long(), meta.ordinals[rows]
             rings = self.rings()
-            ring_table = None if rings is None else rings.table[chosen]
+            ring_table = None if rings is None else rings.table[rows]
             found = pages.decode(query[rows], table, lens, self.scale, self.softcap, ring_table)
             out[rows] = found.to(out.dtype)
         for p in meta.prefills:
@@ -164,8 +159,12 @@ class CpuImpl(PackedImpl):
         """Views of this layer's cache, made once."""
         if self._pages is None or self._pages[0] != kv_cache.data_ptr():
             ring = self.ring.kv_cache if self.ring is not None else None
-            pages = PackedPages(kv_cache, self.fmt, self.head_size, self.factors(layer), ring, self.recent or 0)
-            self._pages = kv_cache.data_ptr(), pages
+            self._pages = (
+                kv_cache.data_ptr(),
+                PackedPages(
+                    kv_cache, self.fmt, self.head_size, self.factors(layer), ring, self.recent or 0, self.drafts
+                ),
+            )
         return self._pages[1]
 
 

@@ -1,7 +1,8 @@
 """Our attention backend for vLLM on CUDA: packed pages, our decode kernels, FlashAttention for prefill.
 
 A step's keys and values are stored by one launch, which also rotates the queries of sequences that decode. These then
-go through split decode over the pages, in a full CUDA graph. Sequences with several new tokens attend to the new ones
+go through split decode over the pages, in a full CUDA graph; where a sequence has draft tokens, each is a row of decode
+of its own. Sequences with more new tokens attend to the new ones
 by FlashAttention as they are, and to their context chunk by chunk: a chunk is read from the pages into a workspace of
 fixed size, FlashAttention runs over it, and the partial results are merged by their log-sums.
 """
@@ -48,10 +49,13 @@ class CudaImpl(PackedImpl):
 
     def shape(self, block_size: int, device: torch.device) -> Shape:
         """What the kernels need to know of this layer."""
-        return Shape(
+        shape = Shape(
             self.fmt, self.head_size, self.num_kv_heads, self.num_heads // self.num_kv_heads, block_size, device,
             softcap=self.softcap, recent=self.recent or 0,
         )  # fmt: skip
+        if shape.recent:
+            shape.ring_blocks = self.fmt.ring_blocks(shape.recent + self.drafts, self.head_size, block_size)
+        return shape
 
     def forward(
         self,

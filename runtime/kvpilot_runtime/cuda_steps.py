@@ -14,7 +14,49 @@ from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.gpu.ring import fill_ring_slots
 from kvpilot_runtime.backend import PackedBuilder
+from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent import Rings
+from kvpilot_runtime.speculation import drafts, owners
+
+MOST_ROWS = 8192
+"""Rows of decode in a step: the kernel that cuts their work compares 128 splits with each, and Triton's blocks end at
+2^20."""
+
+
+def decode_rows(vllm_config: Any) -> int:
+    """The most rows that decode in a step, padding of captured graphs among them.
+
+    Raises:
+        UnsupportedModelError: they are more than `MOST_ROWS`.
+    """
+    scheduler = vllm_config.scheduler_config
+    batch, graphs = scheduler.max_num_batched_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    width = 1 + drafts(vllm_config)
+    rows = max(scheduler.max_num_seqs, min(scheduler.max_num_seqs * width, batch), min(graphs, batch))
+    if rows > MOST_ROWS:
+        raise UnsupportedModelError(
+            f"{scheduler.max_num_seqs} sequences of {width} tokens in a step are {rows} rows of decode, and kv-cache "
+            f"dtype {vllm_config.cache_config.cache_dtype!r} takes {MOST_ROWS}; use a smaller --max-num-seqs, or fewer "
+            "draft tokens"
+        )
+    return rows
+
+
+class RowTable:
+    """A block table with a row for each token that decodes, at a fixed address that captured graphs read.
+
+    `table`: int32 [rows, columns], a multiple of 16 columns.
+    """
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        self.table = torch.zeros(rows, -(-columns // 16) * 16, dtype=torch.int32, device=device)
+
+    def fill(self, block_table: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+        """The rows of the sequences `owner`, int64 [rows], of `block_table`, int32 [sequences, blocks]."""
+        columns = min(block_table.shape[1], self.table.shape[1])
+        rows = self.table[: owner.shape[0]]
+        rows[:, :columns] = block_table[:, :columns][owner]
+        return rows
 
 
 @dataclass
@@ -56,7 +98,10 @@ class Prefills:
 class Metadata:
     """What `forward` needs of a batch: the first `decodes` rows decode, the others are `prefills`.
 
-    `ordinals`: int32 [tokens without padding], each token's place in its sequence from 1 on.
+    Attributes:
+        block_table: int32 [decodes or more, blocks], of the rows that decode. seq_lens: int32 [decodes], how many
+            tokens each of them sees.
+        ordinals: int32 [tokens without padding], each token's place in its sequence from 1 on.
     """
 
     plan: Plan
@@ -69,16 +114,17 @@ class Metadata:
 
 
 class CudaRingBuilder(PackedBuilder):
-    """Where a step's tokens go in the rings, in a buffer that captured graphs read."""
+    """Where a step's tokens go in the rings, in buffers that captured graphs read."""
 
-    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    reorder_batch_threshold = 1
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.width = self.reorder_batch_threshold = 1 + drafts(vllm_config)
         graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         rows = max(vllm_config.scheduler_config.max_num_batched_tokens, graphs)
         self.slots = torch.full((rows,), -1, device=device)
+        self.rows = RowTable(decode_rows(vllm_config), kv_cache_spec.ring_blocks, device) if self.width > 1 else None
         sequences = max(vllm_config.scheduler_config.max_num_seqs, graphs)
         for count in {2**i for i in range(sequences.bit_length())}:  # every variant that serving can reach
             zeros = torch.zeros(count + 1, kv_cache_spec.ring_blocks, dtype=torch.int32, device=device)
@@ -88,42 +134,66 @@ class CudaRingBuilder(PackedBuilder):
         """Rings of one batch; what a captured graph reads is rewritten in place."""
         slots = self.slots[: common.slot_mapping.shape[0]]
         table = common.block_table_tensor[: common.num_reqs, : self.kv_cache_spec.ring_blocks]
-        self._fill(slots, common.query_start_loc, common.seq_lens[: common.num_reqs], table)
+        lens = common.seq_lens[: common.num_reqs]
+        self._fill(slots, common.query_start_loc, lens, table)
+        if self.rows is not None:  # the rows that decode are among the first
+            rows = min(len(slots), common.num_reqs * self.width, len(self.rows.table))
+            owner, _ = owners(common.query_start_loc[: common.num_reqs + 1], lens, rows)
+            table = self.rows.fill(table, owner)[:, : self.kv_cache_spec.ring_blocks]
         return Rings(slots, table)
 
     def _fill(self, slots: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor, table: torch.Tensor) -> None:
-        fill_ring_slots(slots, starts, lens, table, self.kv_cache_spec.recent, self.kv_cache_spec.ring_tokens)
+        fill_ring_slots(slots, starts, lens, table, self.kv_cache_spec.kept, self.kv_cache_spec.ring_tokens)
 
 
 class CudaBuilder(PackedBuilder):
-    """Cuts a batch's work, once for all layers that share the shape of this group."""
+    """Cuts a batch's work, once for all layers that share the shape of this group.
 
-    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    reorder_batch_threshold = 1
+    Raises (at start):
+        UnsupportedModelError: too many rows may decode in a step.
+    """
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         impl = layer.impl
         self.shape: Shape = impl.shape(kv_cache_spec.block_size, device)
-        scheduler = vllm_config.scheduler_config
-        graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        self.plan = Plan(self.shape, max(scheduler.max_num_seqs, min(graphs, scheduler.max_num_batched_tokens)))
+        self.width = self.reorder_batch_threshold = 1 + drafts(vllm_config)
+        self.plan = Plan(self.shape, decode_rows(vllm_config))
         self.read_back = impl.read_back
         self.chunk_tokens = impl.workspace_tokens
         self.dtype = vllm_config.model_config.dtype
         self._warmed: set[tuple[bool, bool]] = set()
-        self.warm_up(triton.cdiv(vllm_config.model_config.max_model_len, kv_cache_spec.block_size))
+        columns = triton.cdiv(vllm_config.model_config.max_model_len, kv_cache_spec.block_size)
+        self.warm_up(columns)
+        if self.width > 1:
+            self.rows = RowTable(self.plan.sequences, max(columns, self.shape.ring_blocks), device)
+            self.lens = torch.zeros(self.plan.sequences, dtype=torch.int32, device=device)
+            self.warm_up(self.rows.table.shape[1])
 
     def describe(self, common: Any) -> Metadata:
         """Metadata of one batch; what a captured graph reads is rewritten in place."""
         self.warm_up(common.block_table_tensor.stride(0))
-        decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
-        lens = common.seq_lens[:decodes]
-        self.plan.update(lens, overlap=not prefills)
+        decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=self.width)
+        table, lens = self._rows(common, decodes, decode_tokens)
+        # Drafts are stored in the same step in which tokens after them read them.
+        self.plan.update(lens, overlap=not prefills and (self.width == 1 or common.max_query_len == 1))
         found = self._prefills(common, decodes, decode_tokens) if prefills else None
         ordinals = torch.cat([lens, found.ordinals]) if found else lens
-        return Metadata(self.plan, decodes, common.block_table_tensor, lens, common.slot_mapping, ordinals, found)
+        return Metadata(self.plan, len(lens), table, lens, common.slot_mapping, ordinals, found)
+
+    def _rows(self, common: Any, decodes: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block tables and lengths of the rows that decode, of the first `decodes` sequences and their `tokens`."""
+        table, lens = common.block_table_tensor, common.seq_lens[:decodes]
+        if self.width == 1 or not decodes:
+            return table, lens
+        rows = min(tokens, decodes * self.width)  # no more of these tokens are real
+        owner, seen = owners(common.query_start_loc[: decodes + 1], lens, rows)
+        lens = self.lens[:rows]
+        lens.copy_(seen)
+        return self.rows.fill(table, owner), lens
 
     def warm_up(self, width: int) -> None:
         """Compile every variant of our kernels that serving can reach, for block tables of `width` columns.
@@ -166,8 +236,9 @@ class CudaBuilder(PackedBuilder):
     def _prefills(self, common: Any, decodes: int, decode_tokens: int) -> Prefills:
         starts = common.query_start_loc_cpu[decodes : common.num_reqs + 1] - decode_tokens
         new = starts[1:] - starts[:-1]
-        lens = common.seq_lens_cpu_upper_bound  # exact for sequences that prefill
-        lens = common.seq_lens.cpu() if lens is None else lens
+        lens = common.seq_lens_cpu_upper_bound  # exact in a prompt; drafts that were not accepted are still in it
+        if lens is None or (self.width > 1 and not self._prompts(common, decodes)):
+            lens = common.seq_lens.cpu()
         context = lens[decodes : common.num_reqs] - new
         block_table = common.block_table_tensor[decodes : common.num_reqs]
         ordinals = torch.arange(1, int(starts[-1]) + 1) + torch.repeat_interleave(context - starts[:-1], new)
@@ -181,6 +252,12 @@ class CudaBuilder(PackedBuilder):
         for begin in range(0, int(context.max()), step):
             prefills.context_chunks.append(self._context_chunk(begin, (context - begin).clamp(0, step)))
         return prefills
+
+    @staticmethod
+    def _prompts(common: Any, decodes: int) -> bool:
+        """Whether the sequences after the first `decodes` are known to be in their prompts."""
+        found = getattr(common, "is_prefilling", None)
+        return found is not None and bool(found[decodes : common.num_reqs].all())
 
     def _context_chunk(self, begin: int, lengths: torch.Tensor) -> ContextChunk:
         rows = torch.zeros(len(lengths) + 1, dtype=torch.int32)

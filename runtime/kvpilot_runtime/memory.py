@@ -90,7 +90,9 @@ def _ring_tokens(
     if not fmt.ours or config.state_layers:
         return 0  # vLLM keeps no rings beside states (docs/serving.md)
     block = BLOCK_TOKENS[platform]
-    return fmt.ring_blocks(fmt.recent_tokens(request.recent, context), config.head_dim, block) * block
+    recent = fmt.recent_tokens(request.recent, context)
+    kept = recent + options.drafts(request.others) if recent else 0
+    return fmt.ring_blocks(kept, config.head_dim, block) * block
 
 
 def _mib(size: int) -> str:

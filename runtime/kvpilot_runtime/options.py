@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,9 +19,6 @@ class Switch:
 
 
 REFUSED = (
-    Switch(
-        "speculative decoding", ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens")
-    ),
     Switch("KV transfer", ("--kv-transfer-config", "--kv-offloading-size")),
     Switch("decode context parallelism", ("--decode-context-parallel-size", "-dcp"), ("1",)),
     Switch("prefill context parallelism", ("--prefill-context-parallel-size", "-pcp"), ("1",)),
@@ -31,31 +29,49 @@ REFUSED = (
     Switch("pooling", ("--pooler-config",)),
 )  # fmt: skip
 
+_SPECULATION = ("--speculative-config", "-sc")
+_SPECULATION_PARTS = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
+
+DRAFTERS = ("ngram", "suffix")
+"""The methods of speculative decoding that are served: drafts come from the tokens themselves. A model that drafts, be
+it one layer, has a KV cache of its own (docs/decisions/0024)."""
+
+SUFFIX_TOKENS = 24
+"""Draft tokens of `suffix` where nobody says how many."""
+
 _ANOTHER = frozenset({"-dc"})
 """Options of vLLM that begin like one that is looked for here, and are none."""
 
 
 def given(arguments: Sequence[str], *options: str) -> Iterator[tuple[str, str | None]]:
-    """Which of `options` are among the arguments, each with its value, None for a flag.
+    """Which of `options` are among the arguments, each with its value, None for a flag and for `--option.key=value`."""
+    for option, key, value in _found(arguments, *options):
+        yield option, None if key else value
+
+
+def _found(arguments: Sequence[str], *options: str) -> Iterator[tuple[str, str, str | None]]:
+    """Which of `options` are among the arguments, each with its key and its value.
 
     As vLLM's parser takes them: by any beginning that is no other option's, with `=` or a word after it, and as
-    `--option.key=value`, whose value is not told.
+    `--option.key=value`.
     """
     for i, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
-        name, dot, _ = name.partition(".")
+        name, _, key = name.partition(".")
         least = 3 if name.startswith("--") else 2
         if not name.startswith("-") or len(name) < least or name in _ANOTHER:
             continue
         for option in options:
             if option == name or (name not in options and option.startswith(name)):
                 after = arguments[i + 1] if i + 1 < len(arguments) else "-"
-                yield option, value if equals and not dot else None if dot or after.startswith("-") else after
+                yield option, key, value if equals else None if after.startswith("-") else after
                 break
 
 
 def refused(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str] | None:
     """The first option, or variable, that does not go with a dtype of ours, and what it is for; None for none."""
+    if (method := speculation(arguments).get("method")) is not None and method not in DRAFTERS:
+        return next(given(arguments, *_SPECULATION, *_SPECULATION_PARTS))[0], drafting(method)
     for switch in REFUSED:
         for option, value in given(arguments, *switch.options):
             if value is None or value not in switch.off:
@@ -63,6 +79,40 @@ def refused(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[s
     if environment.get(BATCH_INVARIANT, "0").strip() not in ("", "0"):
         return BATCH_INVARIANT, "batch invariance"
     return None
+
+
+def drafting(method: str) -> str:
+    """What a method that is not served is called, with those that are."""
+    return f"speculative decoding by {method!r} ({' and '.join(DRAFTERS)} are served)"
+
+
+def speculation(arguments: Sequence[str]) -> dict[str, str]:
+    """What the arguments say of speculative decoding, empty for nothing; `method` is in it whenever there is any.
+
+    Values that cannot be read are left to vLLM, whose parser ends the start.
+    """
+    found: dict[str, str] = {}
+    for option, key, value in _found(arguments, *_SPECULATION, *_SPECULATION_PARTS):
+        if option in _SPECULATION_PARTS or key:
+            found[_SPECULATION_PARTS.get(option, key.replace("-", "_"))] = str(value)
+            continue
+        try:
+            whole = json.loads(value or "")
+        except ValueError:
+            continue
+        if isinstance(whole, dict):
+            found |= {str(name).replace("-", "_"): str(part) for name, part in whole.items() if part is not None}
+    if found:  # vLLM finds the method by the model's name, too, and has a second name for one
+        method = found.get("method") or {"ngram": "ngram", "[ngram]": "ngram"}.get(found.get("model", ""))
+        found["method"] = "ngram" if method == "[ngram]" else method or "draft_model"
+    return found
+
+
+def drafts(arguments: Sequence[str]) -> int:
+    """Draft tokens of a sequence in a step, at most; 0 without speculative decoding."""
+    found = speculation(arguments)
+    tokens = found.get("num_speculative_tokens", "")
+    return int(tokens) if tokens.isdecimal() else SUFFIX_TOKENS if found.get("method") == "suffix" else 0
 
 
 def count(arguments: Sequence[str], *options: str) -> int:

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from kvpilot_kernels import formats
 from kvpilot_runtime import compat, recent_info
 from kvpilot_runtime.errors import UnsupportedModelError
+from kvpilot_runtime.speculation import drafts
 
 VARIABLE = "KVPILOT_RECENT_TOKENS"
 """Environment variable with the window's tokens; set by kvpilot-serve. Absent or empty: the default."""
@@ -33,7 +34,7 @@ class Rings:
 
     Attributes:
         slots: int64 [tokens or more], where each token goes in its ring, -1 for none.
-        table: int32 [sequences, ring_blocks], 0 or negative for none.
+        table: int32 [rows or more, ring_blocks], the rings of the rows that decode; 0 or negative for none.
     """
 
     slots: torch.Tensor
@@ -53,14 +54,15 @@ class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # vLLM has no type
         return self.owner.get_attn_backend().recent_backend()
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        """The ring's pages, as those of the layer."""
+        """The ring's pages, as those of the layer. Drafts that are taken back must not cost the window a token."""
         from kvpilot_runtime.ring_spec import RingSpec
 
         page = self.owner.get_attn_backend().customize_spec(self.owner.get_kv_cache_spec(vllm_config))
         fmt = self.owner.impl.fmt
         same = {f.name: getattr(page, f.name) for f in fields(RingSpec) if hasattr(page, f.name)}
         return RingSpec(
-            **same, recent=self.recent, ring_blocks=fmt.ring_blocks(self.recent, page.head_size, page.block_size),
+            **same, kept=(kept := self.recent + drafts(vllm_config)),
+            ring_blocks=fmt.ring_blocks(kept, page.head_size, page.block_size),
             ring_tokens=fmt.ring_layout(page.head_size, page.block_size).tokens,
         )  # fmt: skip
 

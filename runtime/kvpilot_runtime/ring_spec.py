@@ -21,10 +21,11 @@ class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # vLLM has no types f
     granularity.
 
     Attributes:
-        recent: tokens of the window. ring_blocks: pages of a request at most. ring_tokens: of a page.
+        kept: tokens that a ring keeps, those of the window and as many more as a step may have drafts.
+        ring_blocks: pages of a request at most. ring_tokens: of a page.
     """
 
-    recent: int
+    kept: int
     ring_blocks: int
     ring_tokens: int
 

@@ -96,8 +96,12 @@ STEP = SimpleNamespace(attn_metadata=None)
 class Engine:
     """Sequences that grow by steps through one layer of the backend, and what each step should have given."""
 
-    def __init__(self, module: Any, name: str, blocks: int = 12, width: int = 4, recent: int = 0) -> None:
-        self.width, self.recent = width, recent
+    def __init__(
+        self, module: Any, name: str, blocks: int = 12, width: int = 4, recent: int = 0, drafts: int = 0
+    ) -> None:
+        self.width, self.recent, self.drafts = width, recent, drafts
+        speculation = SimpleNamespace(method="ngram", num_speculative_tokens=drafts) if drafts else None
+        module.get_current_vllm_config().speculative_config = speculation
         self.fmt, self.rng = formats.parse(name), generator(11)
         self.impl = module.CudaImpl(HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, name)
         self.impl.recent = recent
@@ -111,6 +115,7 @@ class Engine:
             scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=256),
             cache_config=SimpleNamespace(cache_dtype=name),
             model_config=SimpleNamespace(dtype=torch.float32, max_model_len=width * BLOCK),
+            speculative_config=speculation,
         )  # fmt: skip
         self.layer = layer
         self.builder = module.CudaBuilder(SimpleNamespace(block_size=BLOCK), ["x"], config, torch.device("cpu"))
@@ -122,14 +127,21 @@ class Engine:
         if recent:
             # The rings are pages of the same pool.
             self.impl.ring = SimpleNamespace(kv_cache=self.cache, layer_name="ring")
-            spec = SimpleNamespace(recent=recent, ring_blocks=self.fmt.ring_blocks(recent, DIM, BLOCK),
+            kept = recent + drafts
+            spec = SimpleNamespace(kept=kept, ring_blocks=self.fmt.ring_blocks(kept, DIM, BLOCK),
                                    ring_tokens=self.fmt.ring_layout(DIM, BLOCK).tokens)  # fmt: skip
             self.ring_builder = module.CudaRingBuilder(spec, ["x"], config, torch.device("cpu"))
         self.keys: dict[str, torch.Tensor] = {}
         self.values: dict[str, torch.Tensor] = {}
 
-    def step(self, new: dict[str, int], padding: int) -> None:
-        """New tokens by sequence, decodes first; rows of padding follow, all NaN. Checks the output of every row."""
+    def step(
+        self, new: dict[str, int], padding: int, wrong: dict[str, int] | None = None, resumed: bool = False
+    ) -> None:
+        """New tokens by sequence, decodes first; rows of padding follow, all NaN. Checks the output of every row.
+
+        Of a sequence's new tokens the last `wrong` are taken back. Sequences of many tokens are in their prompts,
+        unless they are `resumed`.
+        """
         counts = list(new.values())
         total = sum(counts)
         query, fresh_k, fresh_v = (
@@ -153,11 +165,14 @@ class Engine:
             slots += [blocks[p // BLOCK] * BLOCK + p % BLOCK for p in places]
             at += count
         lens = torch.tensor([len(self.keys[name]) for name in new], dtype=torch.int32)
+        prompts = (torch.tensor(counts) > 1 + self.drafts) & (not resumed)
         common = SimpleNamespace(
             num_reqs=len(new), causal=True, max_query_len=max(counts), num_actual_tokens=total + padding, seq_lens=lens,
             query_start_loc_cpu=(starts := torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)),
             query_start_loc=starts,
-            seq_lens_cpu_upper_bound=lens, block_table_tensor=table,
+            # As if all that was drafted before had been accepted, but in a prompt.
+            seq_lens_cpu_upper_bound=torch.where(prompts, lens, lens + self.drafts), is_prefilling=prompts,
+            block_table_tensor=table,
             slot_mapping=torch.tensor(slots + [-1] * padding),
         )  # fmt: skip
         out = torch.full((total + padding, HEADS * DIM), torch.nan)
@@ -168,15 +183,20 @@ class Engine:
         for name, count in new.items():
             rows, scale = slice(at, at + count), DIM**-0.5
             keys, values = self.keys[name], self.values[name]
-            if count == 1 and self.recent:
-                wanted = self.with_window(query[at], keys, values)[None]
-            elif count == 1:
-                wanted = decode_reference(query[at], keys, values, self.fmt, scale, self.factors)[None]
+            if count <= 1 + self.drafts:
+                ends = range(before[name] + 1, len(keys) + 1)
+                each = [(query[at + i], keys[:end], values[:end]) for i, end in enumerate(ends)]
+                wanted = torch.stack([
+                    self.with_window(*one) if self.recent else decode_reference(*one, self.fmt, scale, self.factors)
+                    for one in each
+                ])  # fmt: skip
             else:
                 wanted = prefill_reference(query[rows], keys, values, before[name], self.fmt, scale, self.factors)
             found = out[rows].view(count, HEADS, DIM)
             assert ((found - wanted).norm(dim=-1) < 2e-3 * wanted.norm(dim=-1)).all(), name
             at += count
+        for name, count in (wrong or {}).items():
+            self.keys[name], self.values[name] = self.keys[name][:-count], self.values[name][:-count]
 
     def rings(self, common: Any, names: list[str]) -> Any:
         """What the ring layers' builder makes of the step; pages as a sequence's tokens come to them."""
@@ -208,6 +228,57 @@ def test_a_step_of_one_token_reads_the_window_whatever_came_before_it(cuda: Any,
     engine.step({"c": 1, "a": 1, "b": 1}, padding=5)
     engine.step({"b": 1, "c": 44, "a": 2}, padding=0)
     engine.step({"a": 1, "c": 1, "b": 1}, padding=2)
+
+
+@pytest.mark.parametrize(("name", "recent"), [("k4v4", 0), ("k4v4", 64), ("k2v2", 64)])
+def test_a_step_with_drafts_is_one_of_single_tokens_whatever_was_taken_back_before(
+    cuda: Any, name: str, recent: int
+) -> None:
+    engine = Engine(cuda, name, blocks=24, recent=recent, drafts=3)
+    engine.step({"a": 70}, padding=0)
+    engine.step({"a": 4, "b": 60}, padding=9, wrong={"a": 3})
+    engine.step({"a": 4, "b": 4}, padding=4, wrong={"a": 2, "b": 3})
+    engine.step({"b": 4, "a": 4}, padding=0, wrong={"b": 3})  # a uniform step, as captured graphs have
+    engine.step({"b": 3, "a": 1, "c": 30}, padding=3, wrong={"b": 1})
+    engine.step({"a": 1, "b": 1, "c": 1}, padding=5)
+    engine.step({"a": 2, "c": 4, "b": 1}, padding=2, wrong={"c": 1})
+    # Not in a prompt: only the GPU knows how long it is.
+    engine.step({"b": 4, "c": 1, "a": 9}, padding=2, wrong={"b": 2}, resumed=True)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_tables_and_lengths_of_steps_lie_where_a_captured_graph_reads_them(cuda: Any, drafts: int) -> None:
+    engine = Engine(cuda, "k4v4", blocks=24, recent=64, drafts=drafts)
+    describe, seen = engine.builder.describe, []
+
+    def watch(common: Any) -> Any:
+        found = describe(common)
+        seen.append((found.block_table.data_ptr(), found.seq_lens.data_ptr(), found.decodes))
+        return found
+
+    engine.builder.describe = watch
+    engine.step({"a": 1, "b": 1}, padding=0)
+    engine.step({"a": 1, "b": 1}, padding=2)
+    if drafts:
+        engine.step({"a": 1 + drafts, "b": 1 + drafts}, padding=0)
+        assert len({place[:2] for place in seen}) == 1
+        assert seen[-1][2] == 2 * (1 + drafts)
+    else:
+        assert [decodes for *_, decodes in seen] == [2, 2]
+
+
+def test_more_rows_than_the_plan_can_cut_are_refused_at_start(cuda: Any) -> None:
+    from kvpilot_runtime.cuda_steps import MOST_ROWS, decode_rows
+
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=MOST_ROWS // 4, max_num_batched_tokens=4 * MOST_ROWS),
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=512),
+        cache_config=SimpleNamespace(cache_dtype="k4v4"), speculative_config=SimpleNamespace(num_speculative_tokens=3),
+    )  # fmt: skip
+    assert decode_rows(config) == MOST_ROWS
+    config.speculative_config.num_speculative_tokens = 4
+    with pytest.raises(cuda.UnsupportedModelError, match=r"2048 sequences of 5 .*'k4v4' takes 8192; .*--max-num-seqs"):
+        decode_rows(config)
 
 
 @pytest.mark.parametrize("name", ["k4v4", "k8v4"])
@@ -247,6 +318,17 @@ def test_a_step_of_decodes_alone_may_overlap_with_its_store(cuda: Any) -> None:
     assert asked == [False, False, True]
 
 
+def test_a_step_with_drafts_does_not_overlap_with_its_store(cuda: Any) -> None:
+    engine = Engine(cuda, "k4v4", drafts=2)
+    asked: list[bool] = []
+    update = engine.builder.plan.update
+    engine.builder.plan.update = lambda lens, overlap=False: (asked.append(overlap), update(lens, overlap))
+    engine.step({"a": 5}, padding=0)
+    engine.step({"a": 2, "b": 1}, padding=0, wrong={"a": 1})
+    engine.step({"a": 1, "b": 1}, padding=0)
+    assert asked == [False, False, True]
+
+
 class Launches:
     """Stands before a kernel and notes what Triton would compile a variant for."""
 
@@ -277,10 +359,10 @@ class Launches:
         return type(value), *([value % 16 == 0, value == 1] if isinstance(value, int) else [])
 
 
-@pytest.mark.parametrize("recent", [0, 64])
+@pytest.mark.parametrize(("recent", "drafts"), [(0, 0), (64, 0), (0, 3), (64, 3)])
 @pytest.mark.parametrize("width", [4, 16, 1], ids=["odd", "aligned", "one"])
 def test_no_step_launches_a_variant_that_was_not_compiled_at_start(
-    cuda: Any, width: int, recent: int, monkeypatch: pytest.MonkeyPatch
+    cuda: Any, width: int, recent: int, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvpilot_kernels.gpu import pages, ring
 
@@ -288,10 +370,12 @@ def test_no_step_launches_a_variant_that_was_not_compiled_at_start(
     monkeypatch.setattr(ring, "ring_slots_kernel", Launches(ring.ring_slots_kernel, seen))
     for name in ("plan_kernel", "store_kernel", "decode_kernel", "reduce_kernel", "gather_kernel"):
         monkeypatch.setattr(pages, name, Launches(getattr(pages, name), seen))
-    engine = Engine(cuda, "k4v4", width=width, recent=recent)
+    engine = Engine(cuda, "k4v4", width=width, recent=recent, drafts=drafts)
     at_start = set(seen)
     seen.clear()
     steps = [{"a": 9}, {"a": 1, "b": 20}, {"a": 12, "b": 11}, {"a": 1, "b": 1, "c": 14}, {"a": 1, "b": 1, "c": 1}]
+    if drafts:
+        steps += [{"a": 4, "b": 3, "c": 1}, {"a": 4, "b": 4}, {"a": 2, "b": 1, "c": 6}]
     for new in steps:
         engine.step(new, padding=2)
     assert len({name for name, *_ in seen}) == 5 + (recent > 0)

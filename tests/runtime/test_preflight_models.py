@@ -132,11 +132,11 @@ def test_a_model_that_our_dtypes_do_not_serve_is_refused_by_name(tmp_path: Path,
 
 @pytest.mark.parametrize(
     "option",
-    ["--speculative-config", "-sc", "--spec-method=ngram", "--speculative-config.method=ngram",
+    ["--spec-model", "--spec-method=eagle", "--speculative-config.method=eagle",
      "--kv-transfer-config={}", "--kv-offloading-size=4"],
 )  # fmt: skip
 @pytest.mark.parametrize("model", ["folder", "hub/id"])
-def test_speculative_decoding_and_kv_transfer_are_refused_beside_our_dtypes_only(option: str, model: str) -> None:
+def test_drafts_of_a_model_and_kv_transfer_are_refused_beside_our_dtypes_only(option: str, model: str) -> None:
     name = str(tiny_llama()) if model == "folder" else model
     error = refusal(Request(name, "k4v4", others=(option, "x")))
     assert error.reason == "BadArguments"
@@ -196,6 +196,16 @@ def test_a_default_window_longer_than_the_context_is_cut_and_only_what_is_left_o
     assert silent(check(exact))
     assert "for the recent window" in refusal(replace(exact, kv_bytes=(exact.kv_bytes or 0) - 1)).message
     assert "--recent-tokens 512 is more than the context of 256" in refusal(replace(exact, recent=512)).message
+
+
+def test_room_for_drafts_in_the_ring_is_counted() -> None:
+    assert [formats.parse("k4v4").ring_blocks(tokens, 64, 128) for tokens in (128, 136)] == [1, 2]
+    # 272 bytes a token: two layers of two KV heads.
+    without = Request(str(tiny_llama()), "k4v4", max_model_len=256, recent=128, kv_bytes=(256 + 128) * 272)
+    assert silent(check(without))
+    exact = replace(without, others=("-sc.method=ngram", "--spec-tokens=8"), kv_bytes=(256 + 2 * 128) * 272)
+    assert silent(check(exact))
+    assert "for the recent window" in refusal(replace(exact, kv_bytes=(exact.kv_bytes or 0) - 1)).message
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8", "int8"])

@@ -78,12 +78,26 @@ def test_a_ring_has_the_pages_of_its_layer_and_as_many_as_its_dtypes_window_need
     assert [ring.layer_name for ring in rings(config)] == [f"{name}.recent" for name in NAMES]
     spec = rings(config)[0].get_kv_cache_spec(config)
     page = layers[0].get_attn_backend().customize_spec(layers[0].get_kv_cache_spec(config))
-    assert (spec.ring_blocks, spec.recent) == (blocks, tokens)
+    assert (spec.ring_blocks, spec.kept) == (blocks, tokens)
     assert (spec.page_size_bytes, spec.block_size) == (page.page_size_bytes, page.block_size)
     assert not spec.prefix_cacheable
     assert spec.max_memory_usage_bytes(config) == blocks * page.page_size_bytes
     groups = get_kv_cache_groups(config, {NAMES[0]: page, "ring": spec})
     assert [group.layer_names for group in groups] == [[NAMES[0]], ["ring"]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "drafts", "blocks"),
+    [("k8v4", 8, 1), ("k4v4", 1, 2), ("k4v4", 64, 2), ("k4v4", 65, 3), ("k4v2", 24, 4), ("k2v2", 18, 24)],
+)
+def test_a_ring_keeps_as_many_tokens_more_as_a_step_may_have_drafts(
+    config: Any, dtype: str, drafts: int, blocks: int
+) -> None:
+    config.cache_config.cache_dtype = dtype
+    config.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=drafts)
+    attached(config)
+    spec = rings(config)[0].get_kv_cache_spec(config)
+    assert (spec.ring_blocks, spec.kept) == (blocks, formats.parse(dtype).window + drafts)
 
 
 def test_a_ring_grows_with_its_request_up_to_the_window() -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama, tiny_qwen3
-from support.oracle import SLACK, Oracle
-from support.stepped_engine import Asked, Told, serve
+from support.judge import Judge
+from support.oracle import Oracle
+from support.stepped_engine import Asked, serve
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -40,52 +41,6 @@ def asked(model: Path, dtype: str, count: int, longest: int, blocks: int, seed: 
     if model == tiny_gemma3():
         options["kv_cache_dtype_skip_layers"] = ["sliding_window"]
     return Asked(str(model), dtype, rounds, tokens, options, **more)
-
-
-class Judge:
-    """Follows an engine's steps through its blocks, and holds every answer against the oracle.
-
-    What a position was computed with belongs to the block that has its keys: another request may find it there.
-    """
-
-    def __init__(self, question: Asked, told: Told, oracle: Oracle, rounds: int = 20) -> None:
-        self.oracle, self.rounds = oracle, rounds
-        self.prompts = [p for round_ in question.rounds for p in round_]
-        self.answers = [a for round_ in told.answers for a in round_]
-        self.wrong: list[tuple[int, slice]] = []
-        self.judged = self.windowed = self.preempted = 0
-        size, blocks = told.block_size, dict[tuple[int, int], int | None]()
-        runs: dict[int, tuple[int, list[int]]] = {}  # where a request began, and which tokens it gave since
-        rings: dict[int, list[int | None]] = {}
-        for step in told.steps:
-            request, begin, end = step["request"], step["begin"], step["begin"] + step["tokens"]
-            if step["anew"]:
-                if request in runs:
-                    self.preempted += 1
-                    self.judge(request, runs[request][1], rings[request])
-                runs[request] = begin, []
-            first, given = runs[request]
-            # Only a step of one token reads the window; the ring has what was stored since the request has it.
-            for at in range(begin, end):
-                blocks[step["table"][at // size], at % size] = first if step["tokens"] == 1 else None
-            self.windowed += step["tokens"] == 1
-            if end >= len(self.prompts[request]):
-                given.append(end - len(self.prompts[request]))
-            rings[request] = [blocks[step["table"][at // size], at % size] for at in range(end)]
-        for request, (_, given) in runs.items():
-            self.judge(request, given, rings[request])
-
-    def judge(self, request: int, given: list[int], rings: list[int | None]) -> None:
-        """The tokens that a request gave between two preemptions."""
-        if not given:
-            return
-        prompt, answer, judged = self.prompts[request], self.answers[request], slice(given[0], given[-1] + 1)
-        self.judged += len(given)
-        below = self.oracle.shortfalls(prompt, answer, rings=rings)[judged]
-        if max(below) > SLACK and not (
-            self.rounds and self.oracle.sound(prompt, answer, rings=rings, judged=judged, rounds=self.rounds)
-        ):
-            self.wrong.append((request, judged))
 
 
 @pytest.mark.parametrize(

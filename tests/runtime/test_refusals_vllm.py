@@ -34,7 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
 }  # fmt: skip
-SPECULATION = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+SPECULATION = {"model": str(tiny_llama()), "num_speculative_tokens": 2}
 TRANSFER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both",
             "kv_connector_extra_config": {"shared_storage_path": "unused"}}  # fmt: skip
 # What is asked for, and the words that must be in the log beside the dtype's name.
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str | None, list[str], str]] = {
         "attention sinks not supported",
     ),
     "windows": ("windows", [], "keep these in 16 bits: --kv-cache-dtype-skip-layers sliding_window"),
-    "speculation": (None, [f"--speculative-config={json.dumps(SPECULATION)}"], "--speculative-config is not supported"),
+    "speculation": (None, [f"--speculative-config={json.dumps(SPECULATION)}"], "speculative decoding by 'draft_model'"),
     "transfer": (None, [f"--kv-transfer-config={json.dumps(TRANSFER)}"], "--kv-transfer-config is not supported"),
 }
 

@@ -50,8 +50,12 @@ REFUSED = {
     "dual batch overlap": [("--enable-dbo",), ("--ubatch-size=2",), ("--enable-db", "--seed=1")],
     "pooling": [("--runner=pooling",), ("--runner", "pooling"), ("--convert=embed",), ("--convert", "classify"),
                 ("--pooler-config.pooling_type=MEAN",)],
-    "speculative decoding": [("--speculative-config", "{}"), ("-sc.method=ngram",), ("--spec-method=ngram",),
-                             ("--spec-tokens", "3")],
+    "speculative decoding by 'eagle3'": [("--speculative-config", '{"method": "eagle3"}'), ("-sc.method=eagle3",),
+                                         ("--spec-method=eagle3",), ("--speculative-conf.method", "eagle3")],
+    "speculative decoding by 'mtp'": [('-sc={"method": "mtp", "num_speculative_tokens": 1}',),
+                                      ("--spec-method", "mtp", "--spec-tokens=1")],
+    "(ngram and suffix are served)": [("--spec-model=org/draft",), ("--spec-tokens", "3"), ("-sc.model=org/draft",),
+                                      ('-sc={"method": "medusa", "model": "org/heads"}',)],
     "KV transfer": [("--kv-transfer-config={}",), ("--kv-offloading-size", "4")],
 }  # fmt: skip
 
@@ -73,7 +77,9 @@ def test_an_option_that_does_not_go_with_our_dtypes_is_refused_beside_them_alone
 @pytest.mark.parametrize(
     "arguments",
     [("--decode-context-parallel-size=1",), ("-dcp", "1"), ("--ubatch-size", "0"), ("--no-enable-dbo",),
-     ("--runner=generate",), ("--runner", "auto"), ("--convert=none",), ("-dc", "{}"), ("--enable-sleep-mode",)],
+     ("--runner=generate",), ("--runner", "auto"), ("--convert=none",), ("-dc", "{}"), ("--enable-sleep-mode",),
+     ('--speculative-config={"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup-max": 4}',),
+     ("-sc.method=ngram", "-sc.num-speculative-tokens=4"), ("--spec-method", "suffix"), ("--spec-model=[ngram]",)],
 )  # fmt: skip
 def test_an_option_that_leaves_such_a_thing_off_is_none_of_them(arguments: tuple[str, ...]) -> None:
     check(asked(*arguments))

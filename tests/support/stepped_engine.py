@@ -20,8 +20,9 @@ HANGS = 900
 class Asked:
     """What is served: `rounds` of prompts, each round's together; `tokens` of each. `options` go to vLLM's LLM.
 
-    `recent`: tokens of the window, None for the dtype's default. `trusting`: rows of a ring are used whatever their
-    tags say, which no engine of ours does.
+    `recent`: tokens of the window, None for the dtype's default. `drafts`: tokens that ngram speculation may draft for
+    a sequence in a step, 0 for none. `trusting`: rows of a ring are used whatever their tags say, which no engine of
+    ours does.
     """
 
     model: str
@@ -30,6 +31,7 @@ class Asked:
     tokens: list[list[int]]
     options: dict[str, Any]
     recent: int | None = 64
+    drafts: int = 0
     trusting: bool = False
 
 
@@ -42,7 +44,7 @@ class Told:
         steps: of all requests (numbered through all rounds) in order: request, first position, how many, whether the
             request begins anew (after a preemption, too), and its blocks.
         block_size: tokens of a block. moved: how often a request was in another row of the batch than in the step
-            before. poisoned: ring pages.
+            before. poisoned: ring pages. drafted, accepted: tokens; of requests' last steps nobody knows the latter.
     """
 
     answers: list[list[list[int]]] = field(default_factory=list)
@@ -51,6 +53,8 @@ class Told:
     block_size: int = 0
     moved: int = 0
     poisoned: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 def serve(asked: Asked) -> Told:
@@ -94,6 +98,7 @@ class Steps:
         self.tables: dict[str, list[int]] = {}
         self.owned: dict[str, list[int]] = {}
         self.rows: dict[str, int] = {}
+        self.drafts: dict[str, int] = {}  # where a request stood when tokens were drafted for it
         execute = worker.execute_model
 
         def watched(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,6 +125,12 @@ class Steps:
         ]
         for request, begin, blocks, anew in found:
             number = self.numbers.setdefault(request, len(self.numbers))
+            stood = self.drafts.pop(request, begin - 1)
+            if not anew:
+                self.told.accepted += begin - 1 - stood
+            if drafted := len(scheduled.scheduled_spec_decode_tokens.get(request, ())):
+                self.drafts[request] = begin
+                self.told.drafted += drafted
             if anew:
                 self.tables[request], self.owned[request] = [], []
             if blocks is not None:
@@ -171,6 +182,10 @@ def main() -> None:
         from kvpilot_kernels.reference.residual import split_ring_meta
 
         vars(ring)["split_ring_meta"] = lambda *args: (split_ring_meta(*args)[0], split_ring_meta(*args)[1] | True)
+    if asked.drafts:
+        asked.options["speculative_config"] = {
+            "method": "ngram", "num_speculative_tokens": asked.drafts, "prompt_lookup_min": 1, "prompt_lookup_max": 3
+        }  # fmt: skip
     llm = LLM(asked.model, kv_cache_dtype=asked.dtype, dtype="float32", enforce_eager=True, **asked.options)
     told = Told()
     Steps(llm.llm_engine.engine_core.engine_core, told)

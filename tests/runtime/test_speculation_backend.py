@@ -1,0 +1,233 @@
+"""Steps with draft tokens through the CPU backend, held against the same tokens one at a time.
+
+What stands in for the model runner drafts tokens, some right and some wrong, takes the wrong ones back, and lets
+sequences come in chunks, change places and begin anew in other pages. All pages and rings come from one pool, as in
+vLLM, and nobody clears what stands in them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.factors import Factors
+from kvpilot_runtime import backend, cpu
+from kvpilot_runtime.errors import UnsupportedModelError
+from kvpilot_runtime.speculation import owners
+from support.gpu_batch import generator, poisoned, some_factors
+
+HEADS, KV_HEADS, DIM, BLOCK, LAYER = 4, 2, 64, 16, "model.layers.0.self_attn.attn"
+
+
+@dataclass
+class Part:
+    """A sequence's part of a step: tokens from `begin` on, [tokens, heads, DIM] of each kind."""
+
+    name: str
+    begin: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    prompt: bool = False
+
+
+class Runner:
+    """One layer of the backend, and the pool of its pages."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, dtype: str, recent: int, drafts: int, seed: int) -> None:
+        speculation = SimpleNamespace(method="ngram", num_speculative_tokens=drafts) if drafts else None
+        config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=dtype), speculative_config=speculation)
+        monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
+        monkeypatch.setattr(backend, "calibration_of", lambda _config: None)
+        rng = generator(seed)
+        self.fmt, self.choose, self.step_of = formats.parse(dtype), random.Random(seed), SimpleNamespace()
+        self.impl = cpu.CpuImpl(HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, dtype)
+        self.impl.recent = recent
+        self.layer = SimpleNamespace(impl=self.impl, layer_name=LAYER)
+        self.impl.set_factors(self.layer, some_factors(KV_HEADS, DIM, rng))
+        self.cache = poisoned(400, KV_HEADS, BLOCK, self.fmt, DIM)
+        self.free = list(range(1, 400))
+        self.tables: dict[str, list[int]] = {}
+        self.rings: dict[str, list[int]] = {}
+        self.builder = cpu.CpuBuilder(SimpleNamespace(block_size=BLOCK), [LAYER], config, torch.device("cpu"))
+        self.ring = None
+        if recent:
+            self.impl.ring = SimpleNamespace(kv_cache=self.cache, layer_name="ring")
+            spec = SimpleNamespace(
+                kept=recent + drafts, ring_blocks=self.fmt.ring_blocks(recent + drafts, DIM, BLOCK),
+                ring_tokens=self.fmt.ring_layout(DIM, BLOCK).tokens,
+            )  # fmt: skip
+            self.ring = cpu.CpuRingBuilder(spec, ["ring"], config, torch.device("cpu"))
+
+    def grow(self, blocks: list[int], count: int) -> None:
+        while len(blocks) < count:
+            blocks.append(self.free.pop(self.choose.randrange(len(self.free))))
+
+    def forget(self, name: str) -> None:
+        """A sequence ends or is preempted; its pages, rings among them, are anyone's as they are."""
+        self.free += self.tables.pop(name, []) + self.rings.pop(name, [])
+
+    def step(self, parts: list[Part], monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+        """The outputs of each part, [tokens, HEADS, DIM]."""
+        counts = [len(part.query) for part in parts]
+        ends = [part.begin + count for part, count in zip(parts, counts, strict=True)]
+        table = torch.zeros(len(parts), 64, dtype=torch.int32)
+        rings = torch.zeros(len(parts), 64, dtype=torch.int32)
+        slots = []
+        for i, (part, end) in enumerate(zip(parts, ends, strict=True)):
+            blocks = self.tables.setdefault(part.name, [])
+            self.grow(blocks, -(-end // BLOCK))
+            table[i, : len(blocks)] = torch.tensor(blocks)
+            slots += [blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(part.begin, end)]
+            if self.ring is not None:
+                spec, own = self.ring.kv_cache_spec, self.rings.setdefault(part.name, [])
+                self.grow(own, min(-(-end // spec.ring_tokens), spec.ring_blocks))
+                rings[i, : len(own)] = torch.tensor(own)
+        common = SimpleNamespace(
+            num_reqs=len(parts), causal=True, block_table_tensor=table, slot_mapping=torch.tensor(slots),
+            query_start_loc=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
+            seq_lens=torch.tensor(ends, dtype=torch.int32), is_prefilling=torch.tensor([p.prompt for p in parts]),
+        )  # fmt: skip
+        metadata = {LAYER: self.builder.build(0, common)}
+        if self.ring is not None:
+            metadata["ring"] = self.ring.build(0, SimpleNamespace(**{**vars(common), "block_table_tensor": rings}))
+        for module in (backend, cpu):
+            monkeypatch.setattr(module, "get_forward_context", lambda: SimpleNamespace(attn_metadata=metadata))
+        query, key, value = (torch.cat([getattr(p, side) for p in parts]) for side in ("query", "key", "value"))
+        self.impl.do_kv_cache_update(self.layer, key, value, self.cache, common.slot_mapping)
+        out = torch.full((len(query), HEADS * DIM), torch.nan)
+        self.impl.forward(self.layer, query, key, value, self.cache, metadata[LAYER], out)
+        return list(out.view(-1, HEADS, DIM).split(counts))
+
+
+class Sequence:
+    """A sequence whose right tokens are known; `done` of them are stored, the first `prompt` are its prompt."""
+
+    def __init__(self, name: str, choose: random.Random, rng: torch.Generator) -> None:
+        self.name, self.done, self.prompt, self.length = name, 0, choose.randint(1, 100), choose.randint(110, 180)
+        self.right = [torch.randn(self.length, heads, DIM, generator=rng) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+    def part(self, count: int, right: int, rng: torch.Generator, prompt: bool = False) -> Part:
+        """The next `count` tokens, of which the first `right` are right."""
+        rows = [x[self.done : self.done + right] for x in self.right]
+        rows = [torch.cat([x, torch.randn(count - right, *x.shape[1:], generator=rng)]) for x in rows]
+        return Part(self.name, self.done, *rows, prompt=prompt)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "recent", "drafts"),
+    [("int8", 0, 4), ("k8v4", 64, 3), ("k4v4", 0, 7), ("k4v4", 64, 1), ("k4v4", 64, 7), ("k4v4", 64, 24),
+     ("k4v2", 128, 5), ("k2v2", 64, 3)],
+)  # fmt: skip
+def test_tokens_with_drafts_among_them_get_the_answers_of_tokens_that_come_one_at_a_time(
+    dtype: str, recent: int, drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = 20261122 + drafts
+    choose, rng = random.Random(seed), generator(seed)
+    with_drafts = Runner(monkeypatch, dtype, recent, drafts, seed)
+    plain = Runner(monkeypatch, dtype, recent, 0, seed + 1)
+    live = [Sequence(f"s{i}", choose, rng) for i in range(5)]
+    accepted = refused = preempted = exact = judged = 0
+    while live:
+        choose.shuffle(live)
+        parts, rights = [], []
+        for s in live:
+            if s.done < s.prompt:
+                count = min(choose.randint(1, 48), s.prompt - s.done)
+                parts.append(s.part(count, count, rng, prompt=True))
+                rights.append(count)
+            else:
+                right = min(1 + choose.randint(0, drafts), s.length - s.done)
+                count = max(right, min(1 + choose.randint(0, drafts), s.length - s.done))
+                parts.append(s.part(count, right, rng))
+                rights.append(right)
+                accepted, refused = accepted + right - 1, refused + count - right
+        found = with_drafts.step(parts, monkeypatch)
+        for s, part, right, answer in zip(live, parts, rights, found, strict=True):
+            if part.prompt:
+                [wanted] = plain.step([part], monkeypatch)
+            else:
+                alone = [
+                    plain.step([Part(s.name, s.done + i, part.query[i : i + 1], part.key[i : i + 1],
+                                     part.value[i : i + 1])], monkeypatch)[0]
+                    for i in range(right)
+                ]  # fmt: skip
+                wanted = torch.cat(alone)
+            # An element on the edge between two codes may fall to either side: sums are made in another order.
+            assert ((answer[:right] - wanted).norm(dim=-1) < 2e-3 * wanted.norm(dim=-1)).all(), (s.name, s.done)
+            exact += int((answer[:right] - wanted).abs().max() < 1e-5)
+            judged += 1
+            s.done += right
+        for s in list(live):
+            if s.done == s.length:
+                live.remove(s)
+            elif s.done > s.prompt and choose.random() < 0.01 * (
+                1 + drafts
+            ):  # all of it is computed again, in other pages
+                preempted += 1
+                s.prompt, s.done = s.done, 0
+            else:
+                continue
+            with_drafts.forget(s.name)
+            plain.forget(s.name)
+    assert min(accepted, refused, preempted) > 0
+    assert exact > 0.9 * judged
+
+
+def test_a_ring_without_room_for_drafts_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    enough = formats.Format.ring_blocks
+    runner = Runner(monkeypatch, "k4v4", 64, 0, 1)
+    wide = Runner(monkeypatch, "k4v4", 64, 7, 1)
+    assert enough(wide.fmt, 64, DIM, BLOCK) < enough(wide.fmt, 71, DIM, BLOCK)
+    # The same ring as without drafts, and steps that take seven back.
+    wide.impl.drafts, wide.ring.kv_cache_spec = 0, runner.ring.kv_cache_spec
+    rng, choose = generator(1), random.Random(1)
+    s = Sequence("s", choose, rng)
+    s.prompt, worst = 100, 0.0
+    for count, right in ((100, 100), (8, 1), (8, 1), (8, 1)):
+        part = s.part(count, right, rng, prompt=count == 100)
+        [found] = wide.step([part], monkeypatch)
+        [wanted] = runner.step([Part(s.name, s.done, *(x[:right] for x in (part.query, part.key, part.value)),
+                                     prompt=count == 100)], monkeypatch)  # fmt: skip
+        worst = max(worst, float(((found[:right] - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()))
+        s.done += right
+    assert worst > 2e-3
+
+
+def test_a_prompts_last_tokens_are_no_drafts_and_attend_to_themselves_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = Runner(monkeypatch, "k2v2", 0, 3, 5)
+    monkeypatch.setattr(runner.impl, "_factors", Factors.identity(KV_HEADS, DIM))
+    rng = generator(5)
+    key, value = (torch.randn(3, KV_HEADS, DIM, generator=rng) for _ in "kv")
+    part = Part("a", 0, torch.zeros(3, HEADS, DIM), key, value, prompt=True)
+    [found] = runner.step([part], monkeypatch)
+    mean = value.cumsum(0) / torch.arange(1, 4)[:, None, None]
+    assert torch.allclose(found, mean.repeat_interleave(2, 1), atol=1e-6)
+    runner.forget("a")
+    part.prompt = False  # as drafts they are read from the pages, which have two bits
+    [found] = runner.step([part], monkeypatch)
+    assert (found - mean.repeat_interleave(2, 1)).abs().max() > 0.1
+
+
+def test_every_row_sees_its_own_sequence_up_to_itself_and_padding_sees_nothing() -> None:
+    starts, lens = torch.tensor([0, 3, 4, 4, 6], dtype=torch.int32), torch.tensor([10, 5, 7, 2], dtype=torch.int32)
+    owner, seen = owners(starts, lens, 8)
+    assert owner[:6].tolist() == [0, 0, 0, 1, 3, 3]
+    assert seen.tolist() == [8, 9, 10, 5, 1, 2, 0, 0]
+    assert (owner.max(), seen.dtype) == (3, torch.int32)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model", "medusa", "ngram_gpu", "custom_class"])
+def test_drafts_by_other_methods_are_refused_when_a_layer_is_made(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(speculative_config=SimpleNamespace(method=method, num_speculative_tokens=2))
+    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
+    with pytest.raises(UnsupportedModelError, match=rf"'{method}' \(ngram and suffix are served\).*'k4v4'.*auto"):
+        cpu.CpuImpl(HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, "k4v4")

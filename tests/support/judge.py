@@ -1,0 +1,58 @@
+"""Whether an engine's answers are those of attention with a recent window, however its requests came to them."""
+
+from __future__ import annotations
+
+from support.oracle import SLACK, Oracle
+from support.stepped_engine import Asked, Told
+
+
+class Judge:
+    """Follows an engine's steps through its blocks, and holds every answer against the oracle.
+
+    What a position was computed with belongs to the block that has its keys: another request may find it there.
+
+    Attributes:
+        wrong: of requests, the tokens that are not the oracle's. judged: tokens that were looked at. windowed: steps of
+            sequences that read the window. preempted: requests that began anew.
+    """
+
+    def __init__(self, question: Asked, told: Told, oracle: Oracle, rounds: int = 20) -> None:
+        self.oracle, self.rounds = oracle, rounds
+        self.prompts = [p for round_ in question.rounds for p in round_]
+        self.answers = [a for round_ in told.answers for a in round_]
+        self.wrong: list[tuple[int, slice]] = []
+        self.judged = self.windowed = self.preempted = 0
+        size, blocks = told.block_size, dict[tuple[int, int], int | None]()
+        runs: dict[int, tuple[int, list[int]]] = {}  # where a request began, and which tokens it gave since
+        rings: dict[int, list[int | None]] = {}
+        for step in told.steps:
+            request, begin, end = step["request"], step["begin"], step["begin"] + step["tokens"]
+            if step["anew"]:
+                if request in runs:
+                    self.preempted += 1
+                    self.judge(request, runs[request][1], rings[request])
+                runs[request] = begin, []
+            first, given = runs[request]
+            # One token, and drafts after it, read the window; the ring has what was stored since the request has it.
+            prompt, drafts = len(self.prompts[request]), question.drafts
+            decodes = step["tokens"] == 1 or (step["tokens"] <= 1 + drafts and begin >= prompt)
+            for at in range(begin, end):
+                blocks[step["table"][at // size], at % size] = first if decodes else None
+            self.windowed += decodes
+            if end >= prompt:  # of drafts nobody knows yet which stay: the token after the first of the step does
+                given.append(begin + 1 - prompt if decodes else end - prompt)
+            rings[request] = [blocks[step["table"][at // size], at % size] for at in range(end)]
+        for request, (_, given) in runs.items():
+            self.judge(request, [*given[:1], len(self.answers[request]) - 1], rings[request])
+
+    def judge(self, request: int, given: list[int], rings: list[int | None]) -> None:
+        """The tokens that a request gave between two preemptions."""
+        if not given:
+            return
+        prompt, answer, judged = self.prompts[request], self.answers[request], slice(given[0], given[-1] + 1)
+        self.judged += judged.stop - judged.start
+        below = self.oracle.shortfalls(prompt, answer, rings=rings)[judged]
+        if max(below) > SLACK and not (
+            self.rounds and self.oracle.sound(prompt, answer, rings=rings, judged=judged, rounds=self.rounds)
+        ):
+            self.wrong.append((request, judged))
