@@ -14,32 +14,20 @@ from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.gpu.ring import fill_ring_slots
 from kvpilot_runtime.backend import PackedBuilder
-from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent import Rings
 from kvpilot_runtime.speculation import drafts, owners
 
-MOST_ROWS = 8192
-"""Rows of decode in a step: the kernel that cuts their work compares 128 splits with each, and Triton's blocks end at
-2^20."""
+MOST_ROWS = 2048
+"""Rows of decode in a step with drafts: the kernel that cuts their work compares 128 splits with each, and for 4,096
+takes 12 s to compile. Sequences that come after so many rows are served as prompts are."""
 
 
 def decode_rows(vllm_config: Any) -> int:
-    """The most rows that decode in a step, padding of captured graphs among them.
-
-    Raises:
-        UnsupportedModelError: they are more than `MOST_ROWS`.
-    """
+    """The most rows that decode in a step, padding of captured graphs among them."""
     scheduler = vllm_config.scheduler_config
     batch, graphs = scheduler.max_num_batched_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0
-    width = 1 + drafts(vllm_config)
-    rows = max(scheduler.max_num_seqs, min(scheduler.max_num_seqs * width, batch), min(graphs, batch))
-    if rows > MOST_ROWS:
-        raise UnsupportedModelError(
-            f"{scheduler.max_num_seqs} sequences of {width} tokens in a step are {rows} rows of decode, and kv-cache "
-            f"dtype {vllm_config.cache_config.cache_dtype!r} takes {MOST_ROWS}; use a smaller --max-num-seqs, or fewer "
-            "draft tokens"
-        )
-    return rows
+    drafted = min(scheduler.max_num_seqs * (1 + drafts(vllm_config)), batch, MOST_ROWS)
+    return int(max(scheduler.max_num_seqs, drafted, min(graphs, batch)))
 
 
 class RowTable:
@@ -147,11 +135,7 @@ class CudaRingBuilder(PackedBuilder):
 
 
 class CudaBuilder(PackedBuilder):
-    """Cuts a batch's work, once for all layers that share the shape of this group.
-
-    Raises (at start):
-        UnsupportedModelError: too many rows may decode in a step.
-    """
+    """Cuts a batch's work, once for all layers that share the shape of this group."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
@@ -177,6 +161,10 @@ class CudaBuilder(PackedBuilder):
         """Metadata of one batch; what a captured graph reads is rewritten in place."""
         self.warm_up(common.block_table_tensor.stride(0))
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=self.width)
+        if self.width > 1 and int(common.query_start_loc_cpu[decodes]) > self.plan.sequences:
+            ends = common.query_start_loc_cpu[1 : decodes + 1]
+            decodes = int(torch.searchsorted(ends, self.plan.sequences, right=True))
+            prefills, decode_tokens = common.num_reqs - decodes, int(common.query_start_loc_cpu[decodes])
         table, lens = self._rows(common, decodes, decode_tokens)
         # Drafts are stored in the same step in which tokens after them read them.
         self.plan.update(lens, overlap=not prefills and (self.width == 1 or common.max_query_len == 1))
@@ -189,7 +177,7 @@ class CudaBuilder(PackedBuilder):
         table, lens = common.block_table_tensor, common.seq_lens[:decodes]
         if self.width == 1 or not decodes:
             return table, lens
-        rows = min(tokens, decodes * self.width)  # no more of these tokens are real
+        rows = min(tokens, decodes * self.width, self.plan.sequences)  # no more of these tokens are real
         owner, seen = owners(common.query_start_loc[: decodes + 1], lens, rows)
         lens = self.lens[:rows]
         lens.copy_(seen)

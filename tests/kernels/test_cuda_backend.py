@@ -7,6 +7,7 @@ behind the last token, too: multiplies them by zero, so that NaN in padding show
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,12 +136,13 @@ class Engine:
         self.values: dict[str, torch.Tensor] = {}
 
     def step(
-        self, new: dict[str, int], padding: int, wrong: dict[str, int] | None = None, resumed: bool = False
-    ) -> None:
+        self, new: dict[str, int], padding: int, wrong: dict[str, int] | None = None, resumed: bool = False,
+        prefilled: Collection[str] = (),
+    ) -> None:  # fmt: skip
         """New tokens by sequence, decodes first; rows of padding follow, all NaN. Checks the output of every row.
 
         Of a sequence's new tokens the last `wrong` are taken back. Sequences of many tokens are in their prompts,
-        unless they are `resumed`.
+        unless they are `resumed`. Those `prefilled` attend to their new tokens as they are, however few these are.
         """
         counts = list(new.values())
         total = sum(counts)
@@ -183,7 +185,7 @@ class Engine:
         for name, count in new.items():
             rows, scale = slice(at, at + count), DIM**-0.5
             keys, values = self.keys[name], self.values[name]
-            if count <= 1 + self.drafts:
+            if count <= 1 + self.drafts and name not in prefilled:
                 ends = range(before[name] + 1, len(keys) + 1)
                 each = [(query[at + i], keys[:end], values[:end]) for i, end in enumerate(ends)]
                 wanted = torch.stack([
@@ -267,18 +269,19 @@ def test_tables_and_lengths_of_steps_lie_where_a_captured_graph_reads_them(cuda:
         assert [decodes for *_, decodes in seen] == [2, 2]
 
 
-def test_more_rows_than_the_plan_can_cut_are_refused_at_start(cuda: Any) -> None:
-    from kvpilot_runtime.cuda_steps import MOST_ROWS, decode_rows
+def test_sequences_after_as_many_rows_as_the_plan_cuts_are_served_as_prompts_are(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvpilot_runtime import cuda_steps
 
-    config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=MOST_ROWS // 4, max_num_batched_tokens=4 * MOST_ROWS),
-        compilation_config=SimpleNamespace(max_cudagraph_capture_size=512),
-        cache_config=SimpleNamespace(cache_dtype="k4v4"), speculative_config=SimpleNamespace(num_speculative_tokens=3),
-    )  # fmt: skip
-    assert decode_rows(config) == MOST_ROWS
-    config.speculative_config.num_speculative_tokens = 4
-    with pytest.raises(cuda.UnsupportedModelError, match=r"2048 sequences of 5 .*'k4v4' takes 8192; .*--max-num-seqs"):
-        decode_rows(config)
+    monkeypatch.setattr(cuda_steps, "MOST_ROWS", 9)
+    engine = Engine(cuda, "k4v4", blocks=24, recent=64, drafts=3)
+    assert engine.builder.plan.sequences == 9
+    engine.step({"a": 20}, padding=0)
+    engine.step({"b": 30}, padding=0)
+    engine.step({"c": 40}, padding=0)
+    engine.step({"a": 4, "b": 4, "c": 4}, padding=0, wrong={"a": 2, "b": 3, "c": 1}, prefilled={"c"})
+    engine.step({"c": 4, "a": 3, "b": 2}, padding=3, wrong={"c": 1, "a": 2, "b": 1})
 
 
 @pytest.mark.parametrize("name", ["k4v4", "k8v4"])

@@ -45,12 +45,11 @@ class Runner:
         config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=dtype), speculative_config=speculation)
         monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
         monkeypatch.setattr(backend, "calibration_of", lambda _config: None)
-        rng = generator(seed)
-        self.fmt, self.choose, self.step_of = formats.parse(dtype), random.Random(seed), SimpleNamespace()
+        self.fmt, self.choose = formats.parse(dtype), random.Random(seed)
         self.impl = cpu.CpuImpl(HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, dtype)
         self.impl.recent = recent
         self.layer = SimpleNamespace(impl=self.impl, layer_name=LAYER)
-        self.impl.set_factors(self.layer, some_factors(KV_HEADS, DIM, rng))
+        self.impl.set_factors(self.layer, some_factors(KV_HEADS, DIM, generator(7)))
         self.cache = poisoned(400, KV_HEADS, BLOCK, self.fmt, DIM)
         self.free = list(range(1, 400))
         self.tables: dict[str, list[int]] = {}

@@ -50,18 +50,21 @@ REFUSED = {
     "dual batch overlap": [("--enable-dbo",), ("--ubatch-size=2",), ("--enable-db", "--seed=1")],
     "pooling": [("--runner=pooling",), ("--runner", "pooling"), ("--convert=embed",), ("--convert", "classify"),
                 ("--pooler-config.pooling_type=MEAN",)],
+    "KV transfer": [("--kv-transfer-config={}",), ("--kv-offloading-size", "4")],
+}  # fmt: skip
+
+DRAFTS = {
     "speculative decoding by 'eagle3'": [("--speculative-config", '{"method": "eagle3"}'), ("-sc.method=eagle3",),
                                          ("--spec-method=eagle3",), ("--speculative-conf.method", "eagle3")],
     "speculative decoding by 'mtp'": [('-sc={"method": "mtp", "num_speculative_tokens": 1}',),
                                       ("--spec-method", "mtp", "--spec-tokens=1")],
     "(ngram and suffix are served)": [("--spec-model=org/draft",), ("--spec-tokens", "3"), ("-sc.model=org/draft",),
                                       ('-sc={"method": "medusa", "model": "org/heads"}',)],
-    "KV transfer": [("--kv-transfer-config={}",), ("--kv-offloading-size", "4")],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("what", "arguments"), [(what, arguments) for what, each in REFUSED.items() for arguments in each]
+    ("what", "arguments"), [(what, arguments) for what, each in {**REFUSED, **DRAFTS}.items() for arguments in each]
 )
 def test_an_option_that_does_not_go_with_our_dtypes_is_refused_beside_them_alone(
     what: str, arguments: tuple[str, ...]
@@ -237,6 +240,6 @@ def test_stages_and_data_parallel_engines_share_weights_and_stages_share_the_cac
 
 @pytest.mark.parametrize("dtype", ["k4v4", "int8"])
 def test_every_switch_has_a_refusal_that_is_tried_here(dtype: str) -> None:
-    tried = [arguments for each in REFUSED.values() for arguments in each]
+    tried = [arguments for each in (*REFUSED.values(), *DRAFTS.values()) for arguments in each]
     assert {switch.what for switch in options.REFUSED} == set(REFUSED)
     assert all(refusal(asked(*arguments, dtype=dtype)).reason == "BadArguments" for arguments in tried)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 HANGS = 900
@@ -21,8 +23,9 @@ class Asked:
     """What is served: `rounds` of prompts, each round's together; `tokens` of each. `options` go to vLLM's LLM.
 
     `recent`: tokens of the window, None for the dtype's default. `drafts`: tokens that ngram speculation may draft for
-    a sequence in a step, 0 for none. `trusting`: rows of a ring are used whatever their tags say, which no engine of
-    ours does.
+    a sequence in a step, 0 for none. `right`: the answers that are expected; drafts are then taken from them, as many
+    as it happens and some of them made wrong, since text of random weights hardly repeats itself. `trusting`: rows of a
+    ring are used whatever their tags say, which no engine of ours does.
     """
 
     model: str
@@ -32,6 +35,7 @@ class Asked:
     options: dict[str, Any]
     recent: int | None = 64
     drafts: int = 0
+    right: list[list[list[int]]] = field(default_factory=list)
     trusting: bool = False
 
 
@@ -77,11 +81,16 @@ def serve(asked: Asked) -> Told:
 class Steps:
     """Stands before a worker's `execute_model`: writes down what each step does, and poisons new rings."""
 
-    def __init__(self, core: Any, told: Told) -> None:
+    def __init__(self, core: Any, asked: Asked, told: Told) -> None:
         import torch
 
         self.told, self.rng = told, torch.Generator().manual_seed(1)
         worker = core.model_executor.driver_worker.worker
+        if asked.right:
+            pairs = zip(chain(*asked.rounds), chain(*asked.right), strict=True)
+            self.expected, self.choose = [prompt + answer for prompt, answer in pairs], random.Random(1)
+            self.requests: Callable[[], list[str]] = lambda: worker.model_runner.input_batch.req_ids
+            worker.model_runner.drafter.propose = self.propose
         self.batch: Callable[[], dict[str, int]] = lambda: worker.model_runner.input_batch.req_id_to_index
         groups = core.scheduler.kv_cache_config.kv_cache_groups
         kinds = [type(g.kv_cache_spec).__name__ for g in groups]
@@ -111,6 +120,18 @@ class Steps:
             return result
 
         worker.execute_model = watched
+
+    def propose(self, most: int, sampled: list[list[int]], lengths: Any, *_: Any, **__: Any) -> list[list[int]]:
+        """Stands in for vLLM's proposer of ngrams: what is expected next, now and then with one wrong token."""
+        drafts = []
+        for request, tokens, length in zip(self.requests(), sampled, lengths, strict=False):
+            draft: list[int] = []
+            if tokens:
+                draft = self.expected[self.numbers[request]][int(length) :][: self.choose.randint(0, most)]
+            if draft and self.choose.random() < 0.4:
+                draft[self.choose.randrange(len(draft))] = self.choose.randrange(3, 49152)
+            drafts.append(draft)
+        return drafts
 
     def before(self, scheduled: Any) -> list[str]:
         """Take down a step's requests, and fill the rings that they are given with rows of others."""
@@ -188,7 +209,7 @@ def main() -> None:
         }  # fmt: skip
     llm = LLM(asked.model, kv_cache_dtype=asked.dtype, dtype="float32", enforce_eager=True, **asked.options)
     told = Told()
-    Steps(llm.llm_engine.engine_core.engine_core, told)
+    Steps(llm.llm_engine.engine_core.engine_core, asked, told)
     for prompts, tokens in zip(asked.rounds, asked.tokens, strict=True):
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in tokens]
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
