@@ -28,11 +28,14 @@ LABEL org.opencontainers.image.title="kvpilot runtime" \
       org.opencontainers.image.base.name="${VLLM_IMAGE}"
 COPY --from=build /dist /tmp/dist
 # The user has a name and a home, because torch and vLLM ask for both: caches go below it where no claim takes them.
+# OpenShift runs the image as a user without a name, in group 0.
 RUN python3 -m pip install --no-cache-dir --no-index --no-deps --break-system-packages /tmp/dist/*.whl \
     && rm -r /tmp/dist \
     && groupadd --gid 65532 kvpilot \
-    && useradd --uid 65532 --gid 65532 --create-home --home-dir /home/kvpilot --shell /usr/sbin/nologin kvpilot
-ENV HOME=/home/kvpilot
+    && useradd --uid 65532 --gid 65532 --create-home --home-dir /home/kvpilot --shell /usr/sbin/nologin kvpilot \
+    && chgrp -R 0 /home/kvpilot \
+    && chmod -R g=u /home/kvpilot
+ENV HOME=/home/kvpilot USER=kvpilot
 WORKDIR /home/kvpilot
 USER 65532:65532
 EXPOSE 8000

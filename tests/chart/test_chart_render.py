@@ -144,6 +144,15 @@ def test_every_pod_satisfies_the_restricted_pod_security_standard(rendered, name
             }
 
 
+def test_on_openshift_the_operators_pods_name_no_user(chart):
+    for flags, users in (((), {"runAsUser", "runAsGroup"}), (("--api-versions", "security.openshift.io/v1"), set())):
+        contexts = [spec["securityContext"] for _, spec in pod_specs(render(chart, {}, *flags))]
+        assert len(contexts) == 2
+        for context in contexts:
+            assert context.keys() & {"runAsUser", "runAsGroup", "fsGroup"} == users
+            assert context["runAsNonRoot"] is True
+
+
 @pytest.mark.parametrize("name", SETS)
 def test_every_selector_selects_the_operators_pods_and_not_the_tests(rendered, name):
     objects = rendered(name)

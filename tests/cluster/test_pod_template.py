@@ -107,6 +107,13 @@ def test_access_to_the_node_makes_no_pod_and_is_told(rest: Rest, namespace: str)
     assert "hostNetwork" not in deployment(rest, namespace)["spec"]["template"]["spec"]
 
 
+def test_an_init_container_that_fails_is_named_where_the_engine_cannot_start(rest: Rest, namespace: str) -> None:
+    failing = {"name": "fetch", "image": "python:3.11", "command": ["python3", "-c", "raise SystemExit(3)"]}
+    create(rest, namespace, **engine(podTemplate={"spec": {"initContainers": [failing]}}))
+    found = told(rest, namespace, "Available", "CrashLoopBackOff")
+    assert found["message"] == "container fetch: Error with code 3"
+
+
 def user(cluster: LocalCluster, namespace: str, role: str) -> Rest:
     """A client with a role of the cluster in that namespace and nothing else."""
     name = f"{role}-of-{namespace}"

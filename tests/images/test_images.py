@@ -137,7 +137,7 @@ def test_the_runtimes_image_starts_our_entry_point_with_a_home_that_can_be_writt
     assert (config["User"], config["Entrypoint"]) == ("65532:65532", ["kvpilot-serve"])
     with builder.mounted(runtime) as root:
         home = (root / "home/kvpilot").stat()
-        assert (home.st_uid, home.st_gid) == (65532, 65532)
+        assert (home.st_uid, home.st_gid) == (65532, 0)
         assert re.search(r"(?m)^kvpilot:[^:]*:65532:65532:", (root / "etc/passwd").read_text())
         assert not (root / "tmp/dist").exists()
         with container(root, tmp_path / "run", config, ["--model=/nowhere"], {}) as process:
@@ -145,6 +145,21 @@ def test_the_runtimes_image_starts_our_entry_point_with_a_home_that_can_be_writt
         assert process.returncode == 78
         refusal = json.loads((tmp_path / "run/output.log").read_text().splitlines()[-1])
     assert (refusal["kvpilot"], refusal["reason"]) == ("refused", "ModelNotFound")
+
+
+def test_a_user_that_the_cluster_chose_has_a_name_and_a_home_in_the_runtimes_image(
+    builder: Builder, runtime: str, tmp_path: Path
+) -> None:
+    """OpenShift runs containers as a number of the namespace's own, in group 0."""
+    program = "import getpass, pathlib; print(getpass.getuser(), pathlib.Path.home())"
+    config = {**builder.config(runtime), "User": "1000650000:0", "Entrypoint": ["python3", "-c", program]}
+    with builder.mounted(runtime) as root:
+        with container(root, tmp_path / "run", config, [], {}) as process:
+            process.wait(60)
+        inside = [root / "home/kvpilot", *(root / "home/kvpilot").rglob("*")]
+        closed = [path for path in inside if path.stat().st_gid != 0 or (path.stat().st_mode & 0o060) != 0o060]
+    assert (tmp_path / "run/output.log").read_text() == "kvpilot /home/kvpilot\n"
+    assert (process.returncode, closed) == (0, [])
 
 
 def test_the_runtimes_image_brings_our_wheel_and_nothing_else(builder: Builder, runtime: str) -> None:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.trial.refusal import MAX_RESTARTS, engine_failure
+from kvpilot_operator.decide.trial.refusal import MAX_RESTARTS, engine_failure, pending_reason
+from kvpilot_operator.observe.views import pod_view
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.snapshot import PodView
 
@@ -56,3 +57,37 @@ def test_any_last_words_get_an_answer(words: str) -> None:
     failure = engine_failure([pod('{"kvpilot": ' + words, restarts=MAX_RESTARTS)])
     assert failure is not None
     failure.message.encode()
+
+
+def observed(**containers: dict[str, object]) -> PodView:
+    """The view of a pod whose containers are in these states; `fetch` is an init container."""
+    statuses = [{"name": name, "state": state} for name, state in containers.items()]
+    init = [one for one in statuses if one["name"] == "fetch"]
+    status = {"initContainerStatuses": init, "containerStatuses": [one for one in statuses if one not in init]}
+    return pod_view({"metadata": {"name": "a"}, "status": status})
+
+
+def waits(reason: str, message: str = "") -> dict[str, object]:
+    return {"waiting": {"reason": reason, "message": message}}
+
+
+def test_a_container_that_holds_the_engine_up_is_named_with_its_own_reason() -> None:
+    running: dict[str, object] = {"running": {}}
+    held = observed(fetch=waits("ImagePullBackOff", "no such image"), engine=waits("PodInitializing"))
+    assert pending_reason([held]) == Cause("ImageUnavailable", "ImagePullBackOff: container fetch: no such image")
+    held = observed(engine=running, proxy=waits("CrashLoopBackOff", "back-off"))
+    assert pending_reason([held]) == Cause("CrashLoopBackOff", "container proxy: back-off")
+
+
+def test_what_is_on_its_way_holds_nobody_up_and_the_engine_tells_for_itself() -> None:
+    on_its_way = observed(fetch={"running": {}}, engine=waits("PodInitializing"), proxy=waits("PodInitializing"))
+    assert on_its_way.held_up is None
+    assert pending_reason([on_its_way]) == Cause("PodInitializing", "")
+    stuck = observed(engine=waits("ErrImagePull", "no such image"), proxy=waits("ContainerCreating"))
+    assert pending_reason([stuck]) == Cause("ImageUnavailable", "ErrImagePull: no such image")
+
+
+def test_a_sidecar_cannot_speak_for_the_engine() -> None:
+    said = '{"kvpilot": "refused", "reason": "DoesNotFit", "message": "no"}'
+    pod = observed(engine={"running": {}}, proxy=waits("CrashLoopBackOff", said))
+    assert engine_failure([pod]) is None

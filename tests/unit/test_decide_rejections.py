@@ -153,6 +153,15 @@ CASES = [
         "PodSecurityViolated", "spec.engine: ", "pod-security.kubernetes.io/enforce",
     ),
     (
+        refused(
+            'pods "chat-1-" is forbidden: unable to validate against any security context constraint: [provider '
+            '"anyuid": Forbidden: not usable by user or serviceaccount, provider restricted-v2: '
+            '.spec.securityContext.fsGroup: '
+            "Invalid value: []int64{65532}: 65532 is not an allowed group"
+        ),
+        "SecurityContextRefused", f"{TEMPLATE}.spec.securityContext: ", "leave out runAsUser",
+    ),
+    (
         refused('admission webhook "images.example.org" denied the request: image is not signed'),
         "DeniedByWebhook", 'admission webhook "images.example.org"', "exception",
     ),

@@ -90,6 +90,13 @@ def _() -> dict[str, Any]:
     return of_an_engine(waiting_reason="ImagePullBackOff", exit_message="no such image")
 
 
+@state("a sidecar crashes before the engine answers")
+def _() -> dict[str, Any]:
+    return of_an_engine(
+        waiting_reason="PodInitializing", held_up=("CrashLoopBackOff", "container proxy: no certificate")
+    )
+
+
 @state("the engine refuses to start")
 def _() -> dict[str, Any]:
     said = json.dumps({"kvpilot": "refused", "reason": "DoesNotFit", "message": "weights need 14,904 MiB"})

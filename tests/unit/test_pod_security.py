@@ -42,8 +42,8 @@ SPECS = {
 }
 
 
-def template(spec: dict[str, Any], dtype: str = "k4v4") -> dict[str, Any]:
-    return pod_template("chat", parse(apply_defaults({"metadata": {"name": "chat"}, "spec": spec})), dtype)
+def template(spec: dict[str, Any], dtype: str = "k4v4", **on: bool) -> dict[str, Any]:
+    return pod_template("chat", parse(apply_defaults({"metadata": {"name": "chat"}, "spec": spec})), dtype, **on)
 
 
 def violations(template: Mapping[str, Any]) -> Iterator[str]:
@@ -109,6 +109,29 @@ def _context(context: Mapping[str, Any], where: str) -> Iterator[str]:
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_an_engine_pod_passes_every_rule_of_restricted(spec: dict[str, Any], dtype: str) -> None:
     assert list(violations(template(spec, dtype))) == []
+
+
+def beyond_restricted_v2(template: Mapping[str, Any]) -> Iterator[str]:
+    """What OpenShift's SCC restricted-v2 refuses in a pod: users and groups that are not the namespace's own too."""
+    pod = template["spec"]
+    ids = ("runAsUser", "runAsGroup", "fsGroup", "supplementalGroups")
+    contexts = [pod.get("securityContext", {}), *(one.get("securityContext", {}) for one in pod["containers"])]
+    yield from (name for context in contexts for name in ids if name in context)
+    yield from violations(template)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "k4v4"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_where_namespaces_have_users_of_their_own_a_pod_names_none(spec: dict[str, Any], dtype: str) -> None:
+    assert list(beyond_restricted_v2(template(spec, dtype, assigned_user=True))) == []
+    assert list(beyond_restricted_v2(template(spec, dtype))) == ["runAsUser", "runAsGroup", "fsGroup"]
+
+
+def test_a_user_that_the_author_names_is_kept_where_namespaces_have_their_own() -> None:
+    engine = {"image": "i", "podTemplate": {"spec": {"securityContext": {"fsGroup": 1000650000}}}}
+    found = template({"model": {"source": "file:///m"}, "engine": engine}, assigned_user=True)
+    assert found["spec"]["securityContext"]["fsGroup"] == 1000650000
+    assert "runAsUser" not in found["spec"]["securityContext"]
 
 
 def test_of_a_model_in_an_image_the_standard_refuses_the_volume_and_nothing_else() -> None:

@@ -66,3 +66,12 @@ annotations:
 {{- $image := printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) }}
 {{- with .Values.image.digest }}{{ printf "%s@%s" $image . }}{{ else }}{{ $image }}{{ end }}
 {{- end }}
+
+{{/* The pods' securityContext; OpenShift gives each namespace users and groups of its own. */}}
+{{- define "kvpilot.podSecurityContext" -}}
+{{- $context := .Values.podSecurityContext }}
+{{- if .Capabilities.APIVersions.Has "security.openshift.io/v1" }}
+{{- $context = omit $context "runAsUser" "runAsGroup" "fsGroup" }}
+{{- end }}
+{{- toYaml $context }}
+{{- end }}

@@ -19,7 +19,7 @@ from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.observe.gather import Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.scrape import Scraper
-from kvpilot_operator.render.names import HTTP_ROUTE_API
+from kvpilot_operator.render.names import HTTP_ROUTE_API, OPENSHIFT_SECURITY_API
 from kvpilot_operator.state.snapshot import ServerFacts
 
 # Every write has a time-out of its own, well below this.
@@ -46,6 +46,7 @@ class Leader:
         server = ServerFacts(
             pod_disruption_budgets=await cluster.serves("policy/v1"),
             http_routes=await cluster.serves(HTTP_ROUTE_API),
+            assigns_users=await cluster.serves(OPENSHIFT_SECURITY_API),
             unhealthy_pod_eviction=await cluster.version() >= (1, 27),
         )
         cache = InformerCache(cluster, self.namespaces, self.host_access)

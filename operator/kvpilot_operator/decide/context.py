@@ -198,7 +198,7 @@ class Context(Draft):
 
         @cache
         def render(dtype: str) -> Revision:
-            template = pod_template(s.key.name, spec, dtype)
+            template = pod_template(s.key.name, spec, dtype, assigned_user=s.server.assigns_users)
             return Revision(revision(template), template)
 
         plan = cache(partial(traffic_plan, s, spec))

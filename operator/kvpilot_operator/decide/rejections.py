@@ -150,6 +150,12 @@ TABLE = (
         "label pod-security.kubernetes.io/enforce",
     ),
     Row(
+        r"unable to validate against any security context constraint", "SecurityContextRefused",
+        "spec.engine.podTemplate.spec.securityContext",
+        "leave out runAsUser, runAsGroup and fsGroup, which OpenShift gives each namespace, or let the pods' account "
+        "(spec.engine.serviceAccountName) use a constraint that allows what it names",
+    ),
+    Row(
         r'admission webhook "(?P<name>[^"]+)" denied the request', "DeniedByWebhook", "",
         "change what it names through spec.engine, or make an exception for it in that policy",
     ),

@@ -40,9 +40,25 @@ def pod_view(pod: Object) -> PodView:
         waiting_reason=waiting.get("reason"),
         exit_message=_exit_message(container) or waiting.get("message"),
         unschedulable=unschedulable,
+        held_up=_held_up(status),
         uid=pod["metadata"].get("uid", ""),
         do_not_evict=SHELTER_ANNOTATION in (pod["metadata"].get("annotations") or {}),
     )
+
+
+# What a container waits with while nothing is wrong with it.
+_ON_ITS_WAY = ("PodInitializing", "ContainerCreating")
+
+
+def _held_up(status: Object) -> tuple[str, str] | None:
+    """Reason and message of the first container beside the engine that waits for what may never come."""
+    for container in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        reason = waiting.get("reason") or _ON_ITS_WAY[0]
+        if container.get("name") != ENGINE_CONTAINER and reason not in _ON_ITS_WAY:
+            said = _exit_message(container) or waiting.get("message") or ""
+            return str(reason), f"container {container.get('name')}: {said}".strip()
+    return None
 
 
 def is_ours(pod: Object, service: str) -> bool:

@@ -25,12 +25,19 @@ _WEIGHTS_PATH = "/models"
 _COMPILE_PATH = "/compile-cache"
 
 
-def pod_template(service: str, spec: Spec, dtype: str) -> dict[str, Any]:
-    """The pod template of `spec` with this KV dtype, labelled with its own revision (8 hex digits of its content)."""
+def pod_template(service: str, spec: Spec, dtype: str, *, assigned_user: bool = False) -> dict[str, Any]:
+    """The pod template of `spec` with this KV dtype, labelled with its own revision (8 hex digits of its content).
+
+    With `assigned_user` it names no user and no group: the cluster gives each namespace its own.
+    """
     template: dict[str, Any] = {
         "metadata": {"labels": {**owned_labels(service), DTYPE_LABEL: dtype}},
         "spec": _pod_spec(service, spec, dtype),
     }
+    if assigned_user:
+        del template["spec"]["securityContext"]["runAsUser"]
+        del template["spec"]["securityContext"]["runAsGroup"]
+        del template["spec"]["securityContext"]["fsGroup"]
     template = strategic_merge(template, json.loads(spec.engine.pod_template))
     if template["spec"].get("hostNetwork"):
         # Otherwise a pod on the node's network asks the node's DNS, which knows no Service.

@@ -9,6 +9,8 @@ KIND = "QuantizedLLMService"
 PLURAL = "quantizedllmservices"
 
 HTTP_ROUTE_API = "gateway.networking.k8s.io/v1"
+OPENSHIFT_SECURITY_API = "security.openshift.io/v1"
+"""Where it is served, each namespace has users and groups of its own."""
 
 SERVICE_LABEL = "kvpilot.io/service"
 REVISION_LABEL = "kvpilot.io/revision"

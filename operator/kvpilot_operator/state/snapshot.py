@@ -42,6 +42,8 @@ class PodView:
     """What the engine's last exit left behind (kvpilot-serve's refusal, or the end of its log)."""
     unschedulable: str | None
     """The scheduler's message while no node fits."""
+    held_up: tuple[str, str] | None = None
+    """Why an init container or a sidecar keeps the pod from being ready: reason and message."""
     uid: str = ""
     do_not_evict: bool = False
     """Whether we have asked cluster autoscalers to leave it where it is."""
@@ -208,6 +210,8 @@ class ServerFacts:
     unhealthy_pod_eviction: bool = True
     """Whether a budget can let pods leave that are not ready (Kubernetes 1.27 and newer)."""
     http_routes: bool = False
+    assigns_users: bool = False
+    """Whether each namespace has users and groups that its pods are given (OpenShift)."""
 
 
 @dataclass(frozen=True, slots=True)

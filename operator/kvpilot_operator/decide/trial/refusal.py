@@ -61,10 +61,12 @@ def pending_reason(pods: Sequence[PodView]) -> Cause | None:
     for pod in pods:
         if pod.unschedulable:
             return Cause("Unschedulable", clip(pod.unschedulable))
-        if pod.waiting_reason in _IMAGE_REASONS:
-            return Cause("ImageUnavailable", clip(f"{pod.waiting_reason}: {pod.exit_message or ''}"))
-        if pod.waiting_reason:
-            return Cause(_reason(pod.waiting_reason, "Waiting"), clip((pod.exit_message or "").strip()[-600:]))
+        # The engine itself waits as long as an init container does.
+        reason, message = pod.held_up or (pod.waiting_reason, pod.exit_message)
+        if reason in _IMAGE_REASONS:
+            return Cause("ImageUnavailable", clip(f"{reason}: {message or ''}"))
+        if reason:
+            return Cause(_reason(reason, "Waiting"), clip((message or "").strip()[-600:]))
     return None
 
 

@@ -286,5 +286,6 @@ def _why_waiting(c: Context) -> str:
     refused = [one for one in rejected(c.snapshot) if (one.kind, one.name) == ("Deployment", name)]
     if refused:
         return f": {finding(refused).message}"
-    reasons = (pod.unschedulable or pod.waiting_reason for pod in _pods_on_trial(c))
+    pods = _pods_on_trial(c)
+    reasons = (pod.unschedulable or ": ".join(pod.held_up or ()) or pod.waiting_reason for pod in pods)
     return next((f": {reason}" for reason in reasons if reason), "")
