@@ -25,9 +25,23 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kvpilot_kernels import formats
-from kvpilot_kernels.gpu import decode, gather, plan, reduce, ring, store, tuning
+from kvpilot_kernels.gpu import (
+    decode,
+    gather,
+    latent_decode,
+    latent_reduce,
+    latent_store,
+    latent_tuning,
+    plan,
+    reduce,
+    ring,
+    store,
+    tuning,
+)
 from kvpilot_kernels.gpu.codec import side_layouts
+from kvpilot_kernels.gpu.latent_pages import part_layouts
 from kvpilot_kernels.gpu.rotation import slots
+from kvpilot_kernels.latent import formats as latent_formats
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "kernel-resources.md"
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -39,7 +53,8 @@ POINTERS = {
     "value_out_ptr": "*bf16", "cache_ptr": "*u8", "ring_ptr": "*u8", "rotated_ptr": "*fp16", "slots_ptr": "*i64",
     "ring_slots_ptr": "*i64", "table_ptr": "*i32", "ring_table_ptr": "*i32", "splits_ptr": "*i32", "lens_ptr": "*i32",
     "spans_ptr": "*i32", "rows_ptr": "*i32", "starts_ptr": "*i32", "rotation_ptr": "*bf16", "key_rotation_ptr": "*bf16",
-    "value_rotation_ptr": "*bf16", "query_rotation_ptr": "*bf16", "ordinals_ptr": "*i32",
+    "value_rotation_ptr": "*bf16", "query_rotation_ptr": "*bf16", "ordinals_ptr": "*i32", "query_rope_ptr": "*bf16",
+    "latent_ptr": "*bf16", "rope_ptr": "*bf16", "rope_rotation_ptr": "*bf16",
 }  # fmt: skip
 
 
@@ -75,7 +90,8 @@ class Resources:
 def kernels() -> dict[str, Any]:
     """The kernels by name."""
     found = (decode.decode_kernel, store.store_kernel, gather.gather_kernel, plan.plan_kernel, reduce.reduce_kernel,
-             ring.ring_slots_kernel)  # fmt: skip
+             ring.ring_slots_kernel, latent_decode.latent_decode_kernel, latent_reduce.latent_reduce_kernel,
+             latent_store.latent_store_kernel)  # fmt: skip
     return {kernel.__name__: kernel for kernel in found}
 
 
@@ -130,6 +146,25 @@ def step_variants() -> list[Variant]:
             Variant("ring_slots_kernel", "any", "window 64", 4, slot_constants)]  # fmt: skip
 
 
+def latent_variants(heads: int, capability: int, page: int = BLOCK) -> list[Variant]:
+    """The kernels of latent pages for a model's heads, as `GpuLatentPages` launches them."""
+    shape, found = f"{heads} heads" + (f", blocks of {page}" if page != BLOCK else ""), []
+    for name in latent_formats.names():
+        fmt = latent_formats.parse(name)
+        latent, position = part_layouts(fmt, page)
+        codec = {"LATENT": latent, "POSITION": position, "HEADS": heads, "PAGE": page}
+        choice = latent_tuning.choose(fmt, heads, page, divmod(capability, 10))
+        decode = {"TAKE": latent_tuning.program_heads(heads), "Q": choice.heads, "TILE": choice.tile,
+                  "STAGES": choice.stages, "WARPS": choice.warps}  # fmt: skip
+        found += [
+            Variant("latent_decode_kernel", name, shape, choice.warps, codec | decode, choice.registers),
+            Variant("latent_store_kernel", name, shape, latent_tuning.STORE_WARPS,
+                    codec | {"TOKENS": latent_tuning.STORE_TOKENS}),
+        ]  # fmt: skip
+    merge = {"HEADS": heads, "TAKE": latent_tuning.MERGE_HEADS, "STEP": latent_tuning.MERGE_SPLITS}
+    return [*found, Variant("latent_reduce_kernel", "any", shape, latent_tuning.MERGE_WARPS, merge)]
+
+
 def every_variant(capability: int) -> list[Variant]:
     """Each kernel for each format and head_dim, with a recent window and without, decode for 4 and for 8 queries."""
     found = step_variants()
@@ -142,7 +177,9 @@ def every_variant(capability: int) -> list[Variant]:
         found.append(decode_variant("k4v4", dim, 8, 64, capability, page=16))
         found.append(decode_variant("k4v4", dim, 8, 64, capability, softcap=True, window=4096))
         found += [reduce_variant(dim, take) for take in (1, 4, 8)]
-    return found
+    for heads in (8, 16, 20, 64, 128):
+        found += latent_variants(heads, capability)
+    return found + latent_variants(16, capability, page=16)
 
 
 def few_variants(capability: int) -> list[Variant]:
@@ -154,7 +191,7 @@ def few_variants(capability: int) -> list[Variant]:
         found += [decode_variant(name, dim, 4, recent, capability), store_variant(name, dim, recent)]
         if name in ("int8", "k4v4"):
             found.append(gather_variant(name, dim, tuning.gather_block(dim, divmod(capability, 10))))
-    return found
+    return found + latent_variants(16, capability)
 
 
 def known(variant: Variant, taken: Resources) -> bool:
@@ -178,14 +215,15 @@ def compile_for(variant: Variant, capability: int) -> Resources:
             types[name] = POINTERS.get(name, "*fp32")
         else:
             types[name] = "fp32" if name in ("scale", "softcap") else "i64" if name.endswith("page_stride") else "i32"
-    if variant.kernel == "decode_kernel":
+    in_gluon = variant.kernel in ("decode_kernel", "latent_decode_kernel")
+    if in_gluon:
         types |= {"query_ptr": "*fp16", "out_ptr": "*fp32"}
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, (name, kind) in enumerate(types.items())
         if kind.startswith("*") or name.endswith("_stride")
     }
-    source = GluonASTSource if variant.kernel == "decode_kernel" else ASTSource
+    source = GluonASTSource if in_gluon else ASTSource
     compiled = triton.compile(
         source(kernel, types, constants, aligned), target=GPUTarget("cuda", capability, 32),
         options={"num_warps": variant.warps, "maxnreg": variant.registers},

@@ -23,7 +23,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 try:
     from triton.runtime import interpreter
 
-    from kvpilot_kernels.gpu import decode, pages, ring  # noqa: F401 - so that it is interpreted
+    from kvpilot_kernels.gpu import decode, latent_decode, latent_pages, pages, ring  # noqa: F401 - so that it is interpreted
     from support.gluon_eager import EagerKernel
 finally:
     if before is None:
@@ -39,8 +39,9 @@ def splat(self: object, to: object, scalar: object) -> object:
 
 @pytest.fixture(autouse=True, scope="session")
 def on_cpu() -> Iterator[None]:
-    """`GpuPages` launches every kernel on the CPU, the Gluon one too."""
+    """`GpuPages` and `GpuLatentPages` launch every kernel on the CPU, the Gluon ones too."""
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         patch.setattr(pages, "decode_kernel", EagerKernel(decode, "decode_kernel"))
+        patch.setattr(latent_pages, "latent_decode_kernel", EagerKernel(latent_decode, "latent_decode_kernel"))
         patch.setattr(interpreter.InterpreterBuilder, "create_splat", splat)
         yield

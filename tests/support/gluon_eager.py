@@ -12,7 +12,8 @@ with byte offsets. What hardware leaves undefined is made as bad as it can be, s
 - a hook before each program and one at its `gdc_wait`: what the kernel before this one writes may be held back.
 
 Inline PTX works on registers of 32 bits, which hold neighbours of the last dimension. Only what
-`kvpilot_kernels.gpu.decode` and its parts use is here; anything else is an AttributeError or a ValueError.
+`kvpilot_kernels.gpu.decode`, `latent_decode` and their parts use is here; anything else is an AttributeError or a
+ValueError.
 """
 
 from __future__ import annotations
@@ -144,6 +145,12 @@ class Shared:
     def load(self, layout: Any) -> Block:
         """What is there now."""
         return block(self.data.copy(order="C"))
+
+    def store(self, value: Any) -> None:
+        """Put a value of the same shape and type there."""
+        if (value.shape, value.dtype) != (self.data.shape, self.data.dtype):
+            raise ValueError(f"{value.dtype} {value.shape} into {self.data.dtype} {self.data.shape}")
+        self.data[...] = value
 
 
 class Copies:

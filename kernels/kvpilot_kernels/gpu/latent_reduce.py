@@ -1,0 +1,52 @@
+"""Reduce of latent decode: merge the partial results of a sequence's splits and rotate them back into latent space.
+
+With partial outputs o_i and log-sums L_i (base 2), o = sum_i 2^(L_i - L) o_i with L = log2 sum_i 2^L_i; then
+
+    out = (o H) / factor + mean
+"""
+
+import triton
+import triton.language as tl
+
+from kvpilot_kernels.gpu.latent_store import RANK, rotate_part
+
+
+@triton.jit
+def latent_reduce_kernel(partial_ptr, lse_ptr, spans_ptr, rotation_ptr, mean_ptr, factor_ptr, out_ptr, out_stride,
+                         HEADS: tl.constexpr, TAKE: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+    """Grid (sequences, cdiv(HEADS, TAKE)): a program takes TAKE heads, STEP splits in flight.
+
+    partial: float32 [splits, HEADS, 512]; lse: float32 [splits, HEADS]; spans: int32 [sequences, 2], the first split of
+    a sequence and how many it has; rotation: the signs of H of 128; mean and factor: float32 [512 or more]; out:
+    [sequences, HEADS, 512], any float dtype, stride per sequence in elements. A sequence without splits gets zeros.
+    """
+    sequence = tl.program_id(0)
+    first = tl.load(spans_ptr + 2 * sequence).to(tl.int64)
+    number = tl.load(spans_ptr + 2 * sequence + 1)
+    d = tl.arange(0, RANK)
+    head = tl.program_id(1) * TAKE + tl.arange(0, TAKE)
+    # Splits first: a warp then has a head, or several have one, and nothing in the loop crosses threads.
+    k = tl.arange(0, STEP)[:, None, None]
+    h = head[None, :, None]
+    top = tl.full([STEP, TAKE, 1], -1e30, tl.float32)
+    norm = tl.zeros([STEP, TAKE, 1], tl.float32)
+    acc = tl.zeros([STEP, TAKE, RANK], tl.float32)
+    for i in range(0, number, STEP):
+        live = (i + k < number) & (h < HEADS)
+        at = (first + i + k) * HEADS + h
+        part = tl.load(partial_ptr + at * RANK + d[None, None, :], mask=live, other=0.0)
+        lse = tl.load(lse_ptr + at, mask=live, other=-1e30)
+        higher = tl.maximum(top, lse)
+        old = tl.exp2(top - higher)
+        weight = tl.where(live, tl.exp2(lse - higher), 0.0)
+        norm = norm * old + weight
+        acc = acc * old + weight * part
+        top = higher
+    weight = tl.exp2(top - tl.max(top, 0)[None, :, :])
+    total = tl.sum(weight * norm, 0)
+    merged = tl.sum(weight * acc, 0) / tl.where(total > 0, total, 1.0)
+    out = rotate_part(merged, rotation_ptr, RANK)
+    out = out / tl.load(factor_ptr + d)[None, :] + tl.load(mean_ptr + d)[None, :]
+    out = tl.where(number > 0, out, 0.0)
+    to = out_ptr + sequence.to(tl.int64) * out_stride + head[:, None] * RANK + d[None, :]
+    tl.store(to, out.to(out_ptr.dtype.element_ty), mask=(head < HEADS)[:, None])

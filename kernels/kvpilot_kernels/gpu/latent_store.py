@@ -1,0 +1,129 @@
+"""Store of latent pages: rotate, quantize, pack and write a step's entries, and prepare its queries, in one launch.
+
+What it computes is `latent.reference` with the factors of `latent.factors`. For a query it is, with both parts rotated,
+
+    q' = (q / factor) H * scale * log2(e) / unit        unit: so that its largest element is LARGEST
+
+in float16, so that whatever a model's magnitudes are, neither q' nor a sixteenth of it leaves float16's range.
+"""
+
+import triton
+import triton.language as tl
+
+from kvpilot_kernels.gpu.codec import pack_codes, write_codes
+from kvpilot_kernels.gpu.rotation import load_rotation, rotate
+from kvpilot_kernels.gpu.store import encode
+from kvpilot_kernels.latent import formats
+
+RANK = tl.constexpr(formats.RANK)
+ROPE = tl.constexpr(formats.ROPE)
+ENTRY = tl.constexpr(formats.ENTRY)
+
+LARGEST = tl.constexpr(1024.0)
+"""Of a prepared query's elements: sums over 576 of them with codes of 8 bits stay far within float32 and float16."""
+
+
+@triton.jit
+def add_and_subtract(x):
+    """Pairs (a, b) of x [T, N, 2, M] as (a + b, a - b)."""
+    second = (tl.arange(0, 2) == 1)[None, None, :, None]
+    less = tl.sum(tl.where(second, -x, x), 2)[:, :, None, :]
+    return tl.where(second, less, tl.sum(x, 2)[:, :, None, :])
+
+
+@triton.jit
+def rotate_part(x, rotation_ptr, WIDTH: tl.constexpr):
+    """x H for float32 x [T, WIDTH] of a latent or of a RoPE part; H is its own transpose.
+
+    rotation: the signs of H of 128, of which H of 512 is [[B, B], [B, -B]] twice over, or of H of 64.
+    """
+    T: tl.constexpr = x.shape[0]
+    if WIDTH == RANK:
+        y = rotate(tl.reshape(x, [T * 4, 128]), load_rotation(rotation_ptr, 128, False), 128)
+        y = tl.reshape(add_and_subtract(tl.reshape(y, [T, 2, 2, 128])), [T, 1, 2, 256])
+        return tl.reshape(add_and_subtract(y), [T, WIDTH]) * 0.5
+    else:  # noqa: RET505  a return of another type must stand where a constant rules it out
+        return rotate(x, load_rotation(rotation_ptr, WIDTH, False), WIDTH)
+
+
+@triton.jit
+def store_part(x_ptr, stride, mean_ptr, factor_ptr, rotation_ptr, slots_ptr, cache_ptr, tokens, page_stride,
+               SIDE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+    """Quantize a block of tokens' rows [TOKENS, WIDTH], one group each, and write them into the tokens' pages."""
+    d = tl.arange(0, WIDTH)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1)
+    live = slot >= 0
+    slot = tl.where(live, slot, 0)
+    page = cache_ptr + slot // PAGE * page_stride
+    place = (slot % PAGE).to(tl.int32)
+    x = tl.load(x_ptr + token[:, None].to(tl.int64) * stride + d[None, :], mask=live[:, None], other=0.0)
+    x = (x.to(tl.float32) - tl.load(mean_ptr + d)[None, :]) * tl.load(factor_ptr + d)[None, :]
+    y = rotate_part(x, rotation_ptr, WIDTH)
+    codes, meta = encode(tl.reshape(y, [TOKENS, 1, WIDTH]), SIDE, WIDTH, WIDTH)
+    packed = pack_codes(tl.reshape(codes, [TOKENS, WIDTH]), SIDE.bits, WIDTH, TOKENS)
+    write_codes(page + (SIDE.codes + place * SIDE.row), packed, live, SIDE.bits, WIDTH, WIDTH)
+    to = (page + SIDE.meta).to(tl.pointer_type(tl.int16)) + place
+    tl.store(to, tl.reshape(meta, [TOKENS]).to(tl.int16), mask=live)
+
+
+@triton.jit
+def load_part(x_ptr, stride, factor_ptr, rotation_ptr, row, live, scale, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rotated rows of queries, float32 [TOKENS, WIDTH]; row: [TOKENS], counting the heads of all tokens."""
+    d = tl.arange(0, WIDTH)
+    at = (row // HEADS).to(tl.int64) * stride + (row % HEADS) * WIDTH
+    x = tl.load(x_ptr + at[:, None] + d[None, :], mask=live[:, None], other=0.0)
+    return rotate_part(x.to(tl.float32) / tl.load(factor_ptr + d)[None, :], rotation_ptr, WIDTH) * scale
+
+
+@triton.jit(do_not_specialize=["tokens", "decodes"])
+def latent_store_kernel(
+    query_ptr, query_rope_ptr, latent_ptr, rope_ptr, slots_ptr, cache_ptr, rotated_ptr, sums_ptr, rotation_ptr,
+    rope_rotation_ptr, mean_ptr, factor_ptr, tokens, decodes, query_stride, query_rope_stride, latent_stride,
+    rope_stride, page_stride, scale, LATENT: tl.constexpr, POSITION: tl.constexpr, HEADS: tl.constexpr,
+    PAGE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Grid (cdiv(tokens, TOKENS), 2 + HEADS): latents, RoPE parts, then queries of the first `decodes` tokens.
+
+    query: [tokens, HEADS, 512] and query_rope: [tokens, HEADS, 64], heads and elements contiguous; latent: [tokens,
+    512] and rope: [tokens, 64]; any float dtype, strides per token in elements; slots: int64 [tokens], negative for
+    padding; cache: uint8 pages, stride in bytes; rotated: float16 [decodes, HEADS, 576]; sums: float32 [decodes, 3,
+    HEADS], a query's unit and the sums of its two parts; rotations: the signs of H of 128 and of 64; mean and factor:
+    float32 [576]; LATENT, POSITION: a `codec.SideLayout`.
+    """
+    part = tl.program_id(1)
+    if part == 0:
+        store_part(
+            latent_ptr, latent_stride, mean_ptr, factor_ptr, rotation_ptr, slots_ptr, cache_ptr, tokens, page_stride,
+            LATENT, RANK, PAGE, TOKENS,
+        )  # fmt: skip
+    elif part == 1:
+        store_part(
+            rope_ptr, rope_stride, mean_ptr + RANK, factor_ptr + RANK, rope_rotation_ptr, slots_ptr, cache_ptr, tokens,
+            page_stride, POSITION, ROPE, PAGE, TOKENS,
+        )  # fmt: skip
+    else:
+        # A row is a query of one head: TOKENS of them are fewer tokens.
+        first = (tl.program_id(0) * HEADS + part - 2) * TOKENS
+        if first < decodes * HEADS:
+            row = first + tl.arange(0, TOKENS)
+            live = row < decodes * HEADS
+            y = load_part(query_ptr, query_stride, factor_ptr, rotation_ptr, row, live, scale, HEADS, RANK)
+            z = load_part(
+                query_rope_ptr, query_rope_stride, factor_ptr + RANK, rope_rotation_ptr, row, live, scale, HEADS, ROPE
+            )  # fmt: skip
+            largest = tl.maximum(tl.max(tl.abs(y), 1), tl.max(tl.abs(z), 1))
+            unit = tl.maximum(largest, 1e-30) * (1.0 / LARGEST)
+            half = (y / unit[:, None]).to(tl.float16)
+            rope_half = (z / unit[:, None]).to(tl.float16)
+            to = rotated_ptr + row.to(tl.int64) * ENTRY
+            tl.store(to[:, None] + tl.arange(0, RANK)[None, :], half, mask=live[:, None])
+            tl.store(to[:, None] + (tl.arange(0, ROPE) + RANK)[None, :], rope_half, mask=live[:, None])
+            total = tl.sum(half.to(tl.float32), 1)
+            rope_total = tl.sum(rope_half.to(tl.float32), 1)
+            # Of a query with a NaN all scores are: a maximum may have lost it, a sum cannot.
+            unit += (total + rope_total) * 0.0
+            to = sums_ptr + (row // HEADS).to(tl.int64) * (3 * HEADS) + row % HEADS
+            tl.store(to, unit, mask=live)
+            tl.store(to + HEADS, total, mask=live)
+            tl.store(to + 2 * HEADS, rope_total, mask=live)

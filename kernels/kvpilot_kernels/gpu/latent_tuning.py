@@ -1,0 +1,62 @@
+"""Launch choices of latent decode: heads, warps, tile, stages, and how many programs fit a multiprocessor.
+
+They follow from registers and shared memory alone (docs/benchmarks/kernel-resources.md): no GPU has timed them yet.
+`kernels/benchmarks/mla_decode.py --sweep` times others beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from kvpilot_kernels.latent.formats import ENTRY, RANK, LatentFormat
+
+MOST_HEADS = 32
+"""Heads of a program: accumulators of 512 elements for each are all that registers hold."""
+
+STORE_TOKENS, STORE_WARPS = 16, 8
+"""Rows of a program of `store`, and its warps."""
+
+MERGE_HEADS, MERGE_SPLITS, MERGE_WARPS = 4, 2, 8
+"""Heads of a program of `reduce`, splits in flight, and its warps."""
+
+SMALL_SHARED = 99
+"""KiB of shared memory that a program may have on compute capability 8.6, 8.9 and 12.x; elsewhere 163 and more."""
+
+
+@dataclass(frozen=True)
+class LatentChoice:
+    """`heads` of a program padded to a power of two, `tile` tokens a turn, `stages` tiles in flight, `warps`, and the
+    `programs` that fit a multiprocessor at once. `registers` a thread may have, None for what the assembler takes."""
+
+    heads: int
+    tile: int
+    stages: int
+    warps: int
+    programs: int
+    registers: int | None = None
+
+    def shared_bytes(self, fmt: LatentFormat) -> int:
+        """Bytes of shared memory that a program takes, but for a few that reductions over warps need."""
+        return self.stages * self.tile * fmt.row_bytes + self.heads * (2 * ENTRY + 2 * self.tile)
+
+
+def program_heads(heads: int) -> int:
+    """Heads of a program, of so many in all: as even a share as can be of at most MOST_HEADS."""
+    return -(-heads // -(-heads // MOST_HEADS))
+
+
+def choose(fmt: LatentFormat, heads: int, block_size: int, capability: tuple[int, int]) -> LatentChoice:
+    """The choice for a model's `heads` (of this rank). The tile divides `block_size`, as a tile lies in one page."""
+    wide = max(8, 1 << (program_heads(heads) - 1).bit_length())
+    tile = gcd(64, block_size)
+    small = capability in ((8, 6), (8, 9)) or capability[0] == 12
+    choice = LatentChoice(wide, tile, 2, 4, 2)
+    if small and choice.shared_bytes(fmt) > (SMALL_SHARED - 1) * 1024:
+        choice = LatentChoice(wide, min(tile, 32), 2, 4, 1)
+    return choice
+
+
+def elements(choice: LatentChoice) -> int:
+    """Accumulators of a thread."""
+    return RANK * choice.heads // (32 * choice.warps)

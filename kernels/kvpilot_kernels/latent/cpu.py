@@ -1,0 +1,130 @@
+"""Latent pages on a CPU, in vectorised plain torch: store, decode and read over `latent.formats.LatentLayout`.
+
+Decode never dequantizes. With codes c, scale s and zero point z of a token, and the rotated query q,
+
+    q . x = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
+
+for latent and RoPE part; the output is made of the latent's codes alone, which are unpacked once for both products.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvpilot_kernels import check as common
+from kvpilot_kernels.formats import Region
+from kvpilot_kernels.latent import check
+from kvpilot_kernels.latent.factors import LatentFactors
+from kvpilot_kernels.latent.formats import RANK, ROPE, ROPE_BITS, LatentFormat
+from kvpilot_kernels.reference.hadamard import hadamard
+from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, split, unpack
+
+
+class LatentPages:
+    """One layer's cache of latent pages.
+
+    Args:
+        cache: uint8 [blocks, block_size, row_bytes]; each block is one contiguous flat page.
+        fmt: the format. factors: the layer's calibration; None for a model without.
+
+    Raises:
+        BadInputError: the cache is not laid out as `fmt` says; the message names the right layout.
+    """
+
+    def __init__(self, cache: torch.Tensor, fmt: LatentFormat, factors: LatentFactors | None = None) -> None:
+        check.page_cache(cache, fmt)
+        self.fmt, self.block_size = fmt, cache.shape[1]
+        self.factors = factors or LatentFactors.identity()
+        layout = fmt.page_layout(self.block_size)
+        pages = cache.flatten(1)
+
+        def view(region: Region) -> torch.Tensor:
+            return split(pages[:, region.offset : region.offset + region.rows * region.row_bytes], region.rows)
+
+        self.codes, self.rope_codes = view(layout.codes), view(layout.rope_codes)
+        self.meta = view(layout.meta).view(torch.int16)
+
+    def store(self, latent: torch.Tensor, rope: torch.Tensor, slots: torch.Tensor) -> None:
+        """Rotate, quantize and write tokens.
+
+        Args:
+            latent: [tokens, 512], after its norm; rope: [tokens, 64], after RoPE; any float dtype.
+            slots: int64 [tokens], block * block_size + place in the block; a negative slot is padding.
+
+        Raises:
+            BadInputError: another type or shape, or a slot beyond the cache; nothing is written.
+        """
+        check.tokens(latent, rope, slots)
+        common.slots(slots, self.codes.shape[0], self.block_size)
+        kept = slots >= 0
+        at = slots[kept]
+        block = at.div(self.block_size, rounding_mode="floor")
+        place = at - block * self.block_size
+        mean, scale = self.factors.mean.split([RANK, ROPE]), self.factors.scale.split([RANK, ROPE])
+        for i, (x, bits, codes_at) in enumerate(
+            ((latent, self.fmt.bits, self.codes), (rope, ROPE_BITS, self.rope_codes))
+        ):
+            x = (x[: len(slots)][kept].float() - mean[i]) * scale[i]
+            codes, meta = encode(x @ hadamard(x.shape[-1]), bits, x.shape[-1])
+            codes_at[block, place] = pack(codes, bits)
+            self.meta[block, i, place] = meta.squeeze(-1)
+
+    def decode(
+        self,
+        query: torch.Tensor,
+        query_rope: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """Attention of one query token per sequence over all of its stored tokens, itself among them.
+
+        Args:
+            query: [sequences, heads, 512], absorbed into latent space; query_rope: [sequences, heads, 64].
+            block_table: int [sequences, blocks]; entries past a sequence's length are not read.
+            seq_lens: int [sequences], tokens stored, at least 1.
+            scale: factor on the scores.
+
+        Returns:
+            float32 [sequences, heads, 512], in latent space.
+
+        Raises:
+            BadInputError: another type or shape, or a table that names a block beyond the cache.
+        """
+        check.queries(query, query_rope)
+        common.tables(block_table, seq_lens, self.codes.shape[0], self.block_size)
+        blocks = -(-int(seq_lens.max()) // self.block_size)
+        past = torch.arange(blocks * self.block_size)[None, :] >= seq_lens[:, None]  # [S, L]
+        # Table entries past a sequence's end may be anything: point them at a block that exists.
+        table = block_table[:, :blocks].masked_fill(past[:, :: self.block_size], 0)
+        q, q_rope = (
+            (x.float() / part) @ hadamard(part.shape[0]) * scale
+            for x, part in zip((query, query_rope), self.factors.scale.split([RANK, ROPE]), strict=True)
+        )
+        codes = unpack(self.codes[table].flatten(1, 2), self.fmt.bits).float()  # [S, L, 512]
+        rope_codes = self.rope_codes[table].flatten(1, 2).float()
+        meta = self.meta[table].transpose(1, 2).flatten(2, 3)  # [S, 2, L]
+        step, zero = scale_and_zero(meta[:, :1], self.fmt.bits)  # [S, 1, L]
+        rope_step, rope_zero = scale_and_zero(meta[:, 1:], ROPE_BITS)
+        scores = (q @ codes.mT - zero * q.sum(-1, keepdim=True)) * step  # [S, heads, L]
+        scores += (q_rope @ rope_codes.mT - rope_zero * q_rope.sum(-1, keepdim=True)) * rope_step
+        p = scores.masked_fill_(past[:, None], -torch.inf).softmax(-1)
+        # Unused slots may hold anything, NaN scales among them, and 0 * NaN is not 0.
+        weights = p * step.masked_fill(past[:, None], 0.0)
+        out = weights @ codes - (weights * zero).sum(-1, keepdim=True)
+        return out @ hadamard(RANK).T / self.factors.scale[:RANK] + self.factors.mean[:RANK]
+
+    def read(self, block_table: torch.Tensor, length: int) -> torch.Tensor:
+        """Entries of one sequence's first `length` tokens, rotated back: float32 [length, 576].
+
+        Raises:
+            BadInputError: a length without room in the table, or a block beyond the cache.
+        """
+        common.tables(block_table[None], torch.tensor([length]), self.codes.shape[0], self.block_size)
+        table = block_table[: -(-length // self.block_size)].long()
+        parts = []
+        for i, (codes, bits) in enumerate(((self.codes, self.fmt.bits), (self.rope_codes, ROPE_BITS))):
+            rows, meta = codes[table].flatten(0, 1)[:length], self.meta[table, i].flatten()[:length, None]
+            back = decode(unpack(rows, bits), meta, bits)
+            parts.append(back @ hadamard(back.shape[-1]).T)
+        return torch.cat(parts, -1) / self.factors.scale + self.factors.mean

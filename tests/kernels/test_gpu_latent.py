@@ -1,0 +1,228 @@
+"""Kernels of latent pages on a CPU: bytes that the CPU's code writes, and decode against the float64 reference."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpilot_kernels.check import BadInputError
+from kvpilot_kernels.gpu import latent_tuning
+from kvpilot_kernels.gpu.latent_pages import LOG2_E, GpuLatentPages, LatentPlan, LatentShape
+from kvpilot_kernels.latent.cpu import LatentPages
+from kvpilot_kernels.latent.factors import LatentFactors
+from kvpilot_kernels.latent.formats import ENTRY, RANK, names, parse
+from kvpilot_kernels.latent.reference import decode_reference
+from support.latent_batch import CPU, LatentBatch, generator, poisoned, rotated, some_entries, some_factors
+
+BLOCKS, HEADS = 5, 3
+every, seeds = st.sampled_from(names()), st.integers(0, 2**31)
+# (block size, tile): a tile divides its block.
+cuts = st.sampled_from([(16, 16), (32, 16), (32, 32), (48, 16), (64, 64)])
+
+
+def store(cache: torch.Tensor, name: str, entries: torch.Tensor, slots: torch.Tensor,
+          factors: LatentFactors | None = None) -> None:  # fmt: skip
+    """Store by the GPU's kernel, without queries."""
+    shape = LatentShape(parse(name), HEADS, cache.shape[1], CPU)
+    query = torch.full((len(entries), HEADS, ENTRY), torch.nan)
+    GpuLatentPages(cache, shape, factors).store(
+        query[..., :RANK].contiguous(), query[..., RANK:].contiguous(), entries[:, :RANK], entries[:, RANK:], slots,
+        LatentPlan(shape, 1), 0, 1.0,
+    )  # fmt: skip
+
+
+@settings(max_examples=12)
+@given(every, st.sampled_from([16, 48, 64]), st.integers(1, 40), st.booleans(),
+       st.sampled_from([torch.float16, torch.float32]), seeds)  # fmt: skip
+def test_store_writes_the_bytes_of_the_cpus_code_and_no_other(
+    name: str, block_size: int, tokens: int, calibrated: bool, dtype: torch.dtype, seed: int
+) -> None:
+    rng, fmt = generator(seed), parse(name)
+    entries, factors = some_entries(tokens, rng).to(dtype), some_factors(rng) if calibrated else None
+    slots = torch.randperm(BLOCKS * block_size, generator=rng)[:tokens]
+    slots = torch.where(torch.rand(tokens, generator=rng) < 0.2, -1 - slots, slots)
+    ours, theirs = poisoned(BLOCKS, block_size, fmt), poisoned(BLOCKS, block_size, fmt)
+    store(ours, name, entries, slots, factors)
+    LatentPages(theirs, fmt, factors).store(entries[:, :RANK], entries[:, RANK:], slots)
+    blank = poisoned(BLOCKS, block_size, fmt)
+    LatentPages(blank, fmt).store(0 * entries[:, :RANK], 0 * entries[:, RANK:], slots)  # in which nothing is 255
+    assert (ours[blank == 255] == 255).all()
+    # Sums in another order move an element across a boundary now and then, never the accuracy.
+    assert (ours != theirs).float().mean() < 2e-3
+    read = [LatentPages(x, fmt, factors).read(torch.arange(BLOCKS), BLOCKS * block_size) for x in (ours, theirs)]
+    kept = slots >= 0
+    errors = [(x[slots[kept]] - entries[kept].float()).norm() for x in read]
+    assert errors[0] <= errors[1] * 1.002
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's minimum, under Triton's interpreter
+@pytest.mark.parametrize("name", names())
+def test_a_nan_spoils_its_own_part_of_its_own_token_alone(name: str) -> None:
+    rng, fmt = generator(3), parse(name)
+    entries, slots = some_entries(20, rng), torch.randperm(BLOCKS * 16, generator=rng)[:20]
+    whole, hit = poisoned(BLOCKS, 16, fmt), poisoned(BLOCKS, 16, fmt)
+    store(whole, name, entries, slots)
+    entries[3, 7] = entries[18, ENTRY - 1] = torch.nan
+    store(hit, name, entries, slots)
+    before, after = (LatentPages(x, fmt).read(torch.arange(BLOCKS), BLOCKS * 16)[slots] for x in (whole, hit))
+    assert after[3, :RANK].isnan().all()
+    assert after[18, RANK:].isnan().all()
+    before[3, :RANK] = before[18, RANK:] = 0
+    assert torch.equal(after.nan_to_num(0.0), before)
+
+
+@settings(max_examples=10)
+@given(
+    st.sampled_from([1, 3, 16, 20]), st.integers(1, 20), st.integers(0, 20), st.sampled_from([1e-4, 1.0, 1e4]), seeds
+)
+def test_queries_that_decode_are_prepared_whatever_their_size(
+    heads: int, tokens: int, decodes: int, size: float, seed: int
+) -> None:
+    rng, decodes = generator(seed), min(decodes, tokens)
+    factors, shape = some_factors(rng), LatentShape(parse("mla4"), heads, 16, CPU)
+    query = torch.randn(tokens, heads, ENTRY, generator=rng) * size
+    plan, cache = LatentPlan(shape, tokens), poisoned(1, 16, parse("mla4"))
+    plan.rotated.fill_(torch.nan)
+    plan.sums.fill_(torch.nan)
+    GpuLatentPages(cache, shape, factors).store(
+        query[..., :RANK].contiguous(), query[..., RANK:].contiguous(), torch.zeros(tokens, RANK),
+        torch.zeros(tokens, ENTRY - RANK), torch.full((tokens,), -1), plan, decodes, 0.07,
+    )  # fmt: skip
+    wanted = rotated(query.double() / factors.scale) * (0.07 * LOG2_E)
+    unit, total, rope_total = plan.sums.double().unbind(1)
+    off = plan.rotated.double() * unit[..., None] - wanted
+    limit = wanted.abs() * 2**-10 + wanted.abs().amax(-1, keepdim=True) * 1e-6
+    assert (off.abs() <= limit)[:decodes].all()
+    for part, sums in ((plan.rotated[..., :RANK], total), (plan.rotated[..., RANK:], rope_total)):
+        assert torch.allclose(part.double().sum(-1)[:decodes], sums[:decodes], atol=0.05)
+    assert plan.rotated[decodes:].isnan().all()
+    assert plan.sums[decodes:].isnan().all()
+    assert (cache == 255).all()
+
+
+def assert_equals_reference(batch: LatentBatch) -> None:
+    query = batch.queries()
+    out = batch.decode(query)
+    for i, n in enumerate(batch.lengths):
+        if n == 0:
+            assert torch.equal(out[i], torch.zeros_like(out[i]))
+            continue
+        wanted = decode_reference(query[i], batch.entries[i], batch.fmt, batch.scale, batch.factors)
+        batch.assert_within_rounding(out[i], wanted, query[i], i)
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16, 20, 64, 128])
+@pytest.mark.parametrize("name", names())
+def test_decode_equals_the_reference_for_every_models_heads(name: str, heads: int) -> None:
+    assert_equals_reference(LatentBatch(name, [40, 0, 1], 3, heads))
+
+
+@settings(max_examples=25)
+@given(every, st.lists(st.integers(0, 150), min_size=1, max_size=3), seeds, st.sampled_from([1, 3, 7, 12, 33]), cuts,
+       st.integers(2, 4), st.sampled_from([4, 8]), st.integers(1, 3), st.booleans())  # fmt: skip
+def test_decode_equals_the_reference_however_the_work_is_cut(
+    name: str, lengths: list[int], seed: int, heads: int, cut: tuple[int, int], stages: int, warps: int, wave: int,
+    calibrated: bool,
+) -> None:  # fmt: skip
+    assert_equals_reference(LatentBatch(name, lengths, seed, heads, *cut, stages, warps, wave, calibrated))
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-2, 30.0, 500.0])
+@pytest.mark.parametrize("name", names())
+def test_latents_may_be_as_small_or_large_as_a_model_likes(name: str, size: float) -> None:
+    assert_equals_reference(LatentBatch(name, [100], 5, size=size))
+
+
+def test_one_token_out_of_many_can_take_all_the_weight() -> None:
+    batch = LatentBatch("mla4", [200], 5, heads=2)
+    query = batch.entries[0][130].expand(1, 2, -1) * 5
+    wanted = decode_reference(query[0], batch.entries[0], batch.fmt, batch.scale)
+    assert ((batch.decode(query)[0] - wanted).norm(dim=-1) < 1e-3 * wanted.norm(dim=-1)).all()
+
+
+def test_a_token_of_zeros_among_others_counts_with_its_weight() -> None:
+    batch = LatentBatch("mla4", [30], 6)
+    nothing = torch.zeros(1, ENTRY)
+    slot = batch.table[0, 0].long()[None] * 16 + 7
+    batch.cpu.store(nothing[:, :RANK], nothing[:, RANK:], slot)
+    batch.entries[0][7] = 0.0
+    assert_equals_reference(batch)
+
+
+def test_a_query_that_is_not_a_number_gives_none_and_spoils_no_other() -> None:
+    batch = LatentBatch("mla8", [40], 8)
+    query = batch.queries()
+    whole = batch.decode(query)
+    query[0, 1, 5] = torch.nan
+    out = batch.decode(query)
+    assert out[0, 1].isnan().all()
+    assert torch.equal(out[0, [0, 2]], whole[0, [0, 2]])
+
+
+def test_a_stored_nan_is_seen_by_its_own_sequence_alone() -> None:
+    batch = LatentBatch("mla4", [40, 30], 8)
+    query = batch.queries()
+    whole, broken = batch.decode(query), batch.entries[0][:1].clone()
+    broken[0, 3] = torch.nan
+    batch.cpu.store(broken[:, :RANK], broken[:, RANK:], batch.table[0, :1].long() * 16)
+    out = batch.decode(query)
+    assert out[0].isnan().all()
+    assert torch.equal(out[1], whole[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_out_may_be_a_part_of_a_wider_buffer_and_a_step_smaller_than_the_plan(dtype: torch.dtype) -> None:
+    batch = LatentBatch("mla4", [33, 20, 7], 1)
+    query, plan = batch.queries(), batch.plan()
+    buffer = torch.full((3, 8 * RANK), 7.0, dtype=dtype)
+    plan.update(batch.lens[:2])
+    batch.prepare(query[:2], plan)
+    out = buffer[:, : 3 * RANK].view(3, 3, RANK)
+    batch.pages.decode(batch.table[:2], batch.lens[:2], plan, out[:2])
+    wanted = batch.cpu.decode(query[..., :RANK], query[..., RANK:], batch.table, batch.lens, batch.scale)
+    assert ((out[:2] - wanted[:2]).norm(dim=-1) < 2e-3 * wanted[:2].norm(dim=-1)).all()
+    assert (buffer[2] == 7).all()
+    assert (buffer[:, 3 * RANK :] == 7).all()
+
+
+def test_bad_input_is_refused_before_a_launch() -> None:
+    batch = LatentBatch("mla4", [20], 1)
+    query, plan = batch.queries(), batch.plan()
+    before, entry = batch.cache.clone(), torch.zeros(1, ENTRY)
+    absorbed, rope = query[..., :RANK].contiguous(), query[..., RANK:].contiguous()
+    good = [absorbed, rope, entry[:, :RANK], entry[:, RANK:], torch.tensor([16]), plan, 1, 1.0]
+    for i, bad, told in (
+        (0, query[..., :RANK], "query has strides"), (0, absorbed[:, :2], "give floats"),
+        (1, absorbed, "query_rope is"), (2, entry, "latent is"),
+        (4, torch.tensor([16, 17]), "2 entries"), (6, 2, "decodes is 2"),
+    ):  # fmt: skip
+        with pytest.raises(BadInputError, match=told):
+            batch.pages.store(*[bad if i == j else x for j, x in enumerate(good)])
+    assert torch.equal(batch.cache, before)
+    out = torch.zeros(1, 3, RANK)
+    for table, lens, to, told in (
+        (batch.table.long(), batch.lens, out, "block_table is torch.int64"),
+        (batch.table, batch.lens, out[..., :64], "out is"),
+        (batch.table, batch.lens.repeat(2), out, "seq_lens has 2 rows"),
+    ):  # fmt: skip
+        with pytest.raises(BadInputError, match=told):
+            batch.pages.decode(table, lens, plan, to)
+    for heads in (0, 129):
+        with pytest.raises(BadInputError, match=f"heads is {heads}"):
+            LatentShape(batch.fmt, heads, 16, CPU)
+    with pytest.raises(BadInputError, match="blocks of 32 tokens"):
+        GpuLatentPages(batch.cache, LatentShape(batch.fmt, 3, 32, CPU))
+
+
+@given(st.integers(1, 128), every, st.sampled_from([16, 32, 48, 64, 128]),
+       st.sampled_from([(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]))  # fmt: skip
+def test_every_choice_covers_all_heads_and_fits_the_shared_memory(
+    heads: int, name: str, block_size: int, capability: tuple[int, int]
+) -> None:
+    fmt, take = parse(name), latent_tuning.program_heads(heads)
+    choice = latent_tuning.choose(fmt, heads, block_size, capability)
+    assert take <= choice.heads <= latent_tuning.MOST_HEADS
+    assert choice.heads & (choice.heads - 1) == 0
+    assert block_size % choice.tile == 0
+    limit = {(8, 0): 163, (9, 0): 227, (10, 0): 227}.get(capability, 99)
+    assert choice.shared_bytes(fmt) <= (limit - 1) * 1024

@@ -1,0 +1,94 @@
+"""What a latent cache gives back: errors on entries as models make them, and the absorbed form itself."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpilot_kernels.latent.factors import LatentFactors
+from kvpilot_kernels.latent.formats import ENTRY, RANK, ROPE, names, parse
+from kvpilot_kernels.latent.reference import attend, round_trip, unabsorbed
+from support.latent_batch import generator, some_entries, some_factors
+
+seeds = st.integers(0, 2**31)
+every = st.sampled_from(names())
+BOUNDS = {8: 1e-4, 4: 0.014}
+"""Mean squared error over the signal's power, by width; measured 4.6e-5 and 0.0113 (docs/decisions/0024)."""
+
+
+def share_lost(x: torch.Tensor, back: torch.Tensor) -> float:
+    return float((back - x).square().sum() / x.double().square().sum())
+
+
+@settings(max_examples=20)
+@given(seeds, every, st.integers(0, 40), st.sampled_from([1e-2, 1.0, 100.0]))
+def test_error_stays_under_its_bound_whatever_channels_stand_out(
+    seed: int, name: str, outliers: int, size: float
+) -> None:
+    fmt, x = parse(name), some_entries(64, generator(seed), outliers, size)
+    back = round_trip(x, fmt)
+    assert share_lost(x[:, :RANK], back[:, :RANK]) < BOUNDS[fmt.bits]
+    assert share_lost(x[:, RANK:], back[:, RANK:]) < BOUNDS[8]
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_mean_that_tokens_share_costs_nothing_once_factors_have_it(name: str) -> None:
+    rng, fmt = generator(4), parse(name)
+    mean = 3 * torch.randn(ENTRY, generator=rng)
+    x = torch.randn(128, ENTRY, generator=rng) + mean
+    factors = LatentFactors(mean, torch.ones(ENTRY))
+    plain, calibrated = (share_lost(x - mean, round_trip(x, fmt, f) - mean) for f in (None, factors))
+    assert calibrated < BOUNDS[fmt.bits]
+    assert plain > 3 * calibrated
+
+
+@settings(max_examples=20)
+@given(seeds, every)
+def test_factors_are_undone_when_entries_are_read_back(seed: int, name: str) -> None:
+    rng, fmt = generator(seed), parse(name)
+    x, factors = some_entries(32, rng), some_factors(rng)
+    back = round_trip(x, fmt, factors)
+    stored, given_back = (((y - factors.mean) * factors.scale)[:, :RANK] for y in (x, back))
+    assert share_lost(stored, given_back) < BOUNDS[fmt.bits]
+
+
+@settings(max_examples=10)
+@given(seeds, every)
+def test_a_token_changes_no_other_and_a_nan_spoils_its_own_part_alone(seed: int, name: str) -> None:
+    fmt, x = parse(name), some_entries(4, generator(seed))
+    hit = x.clone()
+    hit[1, 7] = torch.nan
+    hit[2, RANK + 3] = 1e4
+    before, after = round_trip(x, fmt), round_trip(hit, fmt)
+    assert torch.equal(after[[0, 3]], before[[0, 3]])
+    assert after[1, :RANK].isnan().all()
+    assert torch.equal(after[1, RANK:], before[1, RANK:])
+    assert torch.equal(after[2, :RANK], before[2, :RANK])
+    assert abs(after[2, RANK + 3] - 1e4) < 200
+
+
+@pytest.mark.parametrize("name", names())
+def test_zeros_come_back_as_zeros_and_a_constant_within_a_few_percent(name: str) -> None:
+    fmt = parse(name)
+    assert torch.equal(round_trip(torch.zeros(1, ENTRY), fmt), torch.zeros(1, ENTRY, dtype=torch.float64))
+    constant = torch.full((1, ENTRY), 0.37)
+    assert (round_trip(constant, fmt) - constant).norm() < 0.05 * constant.norm()
+
+
+@given(seeds, st.integers(1, 4), st.integers(0, 30), st.integers(1, 5), st.sampled_from([8, 24]))
+def test_the_absorbed_form_is_the_models_own_attention(
+    seed: int, heads: int, context: int, tokens: int, nope: int
+) -> None:
+    rng = generator(seed)
+    up_key, up_value = (torch.randn(heads, *shape, generator=rng) / 20 for shape in ((nope, RANK), (RANK, 16)))
+    query = torch.randn(tokens, heads, nope + ROPE, generator=rng)
+    entries = some_entries(context + tokens, rng)
+    absorbed = torch.einsum("ihn,hnd->ihd", query[..., :nope].double(), up_key.double())
+    out = attend(torch.cat([absorbed, query[..., nope:].double()], -1), entries, 0.07)
+    wanted = unabsorbed(query, entries, up_key, up_value, 0.07)
+    assert torch.allclose(torch.einsum("ihd,hdv->ihv", out, up_value.double()), wanted)
+
+
+def test_factors_of_another_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"scale is \(512,\); give one number for 576 channels"):
+        LatentFactors(torch.zeros(ENTRY), torch.ones(RANK))
