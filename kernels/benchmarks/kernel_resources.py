@@ -54,7 +54,7 @@ POINTERS = {
     "ring_slots_ptr": "*i64", "table_ptr": "*i32", "ring_table_ptr": "*i32", "splits_ptr": "*i32", "lens_ptr": "*i32",
     "spans_ptr": "*i32", "rows_ptr": "*i32", "starts_ptr": "*i32", "rotation_ptr": "*bf16", "key_rotation_ptr": "*bf16",
     "value_rotation_ptr": "*bf16", "query_rotation_ptr": "*bf16", "ordinals_ptr": "*i32", "query_rope_ptr": "*bf16",
-    "latent_ptr": "*bf16", "rope_ptr": "*bf16", "rope_rotation_ptr": "*bf16",
+    "latent_ptr": "*bf16", "rope_ptr": "*bf16",
 }  # fmt: skip
 
 

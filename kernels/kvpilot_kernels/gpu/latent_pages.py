@@ -64,7 +64,7 @@ class LatentShape:
         self.codec: dict[str, Any] = {
             "LATENT": self.latent, "POSITION": self.rope, "HEADS": heads, "PAGE": block_size,
         }  # fmt: skip
-        self.rotation, self.rope_rotation = plain_rotation(128, device), plain_rotation(ROPE, device)
+        self.rotation = plain_rotation(ROPE, device)
 
 
 class LatentPlan:
@@ -142,7 +142,7 @@ class GpuLatentPages:
         parts = 2 + (s.heads if decodes else 0)
         latent_store_kernel[(triton.cdiv(tokens, latent_tuning.STORE_TOKENS), parts)](
             query, query_rope, latent, rope, slot_mapping, self.cache, plan.rotated, plan.sums, s.rotation,
-            s.rope_rotation, f.mean, f.scale, tokens, decodes, query.stride(0), query_rope.stride(0), latent.stride(0),
+            f.mean, f.scale, tokens, decodes, query.stride(0), query_rope.stride(0), latent.stride(0),
             rope.stride(0), self.cache.stride(0), scale * LOG2_E, TOKENS=latent_tuning.STORE_TOKENS, **s.codec,
             num_warps=latent_tuning.STORE_WARPS,
         )  # fmt: skip

@@ -17,7 +17,7 @@ def latent_reduce_kernel(partial_ptr, lse_ptr, spans_ptr, rotation_ptr, mean_ptr
     """Grid (sequences, cdiv(HEADS, TAKE)): a program takes TAKE heads, STEP splits in flight.
 
     partial: float32 [splits, HEADS, 512]; lse: float32 [splits, HEADS]; spans: int32 [sequences, 2], the first split of
-    a sequence and how many it has; rotation: the signs of H of 128; mean and factor: float32 [512 or more]; out:
+    a sequence and how many it has; rotation: the signs of H of 64; mean and factor: float32 [512 or more]; out:
     [sequences, HEADS, 512], any float dtype, stride per sequence in elements. A sequence without splits gets zeros.
     """
     sequence = tl.program_id(0)

@@ -33,17 +33,18 @@ def add_and_subtract(x):
 
 @triton.jit
 def rotate_part(x, rotation_ptr, WIDTH: tl.constexpr):
-    """x H for float32 x [T, WIDTH] of a latent or of a RoPE part; H is its own transpose.
+    """x H for float32 x [T, WIDTH] of a latent (512) or of a RoPE part (64); H is its own transpose.
 
-    rotation: the signs of H of 128, of which H of 512 is [[B, B], [B, -B]] twice over, or of H of 64.
+    rotation: the signs of H of 64, of which H of 512 is [[B, B], [B, -B]] three times over: a larger matrix would be
+    more registers than a thread has where tensor cores read no operand from shared memory.
     """
     T: tl.constexpr = x.shape[0]
+    y = rotate(tl.reshape(x, [T * WIDTH // 64, 64]), load_rotation(rotation_ptr, 64, False), 64)
     if WIDTH == RANK:
-        y = rotate(tl.reshape(x, [T * 4, 128]), load_rotation(rotation_ptr, 128, False), 128)
-        y = tl.reshape(add_and_subtract(tl.reshape(y, [T, 2, 2, 128])), [T, 1, 2, 256])
-        return tl.reshape(add_and_subtract(y), [T, WIDTH]) * 0.5
-    else:  # noqa: RET505  a return of another type must stand where a constant rules it out
-        return rotate(x, load_rotation(rotation_ptr, WIDTH, False), WIDTH)
+        y = tl.reshape(add_and_subtract(tl.reshape(y, [T, 4, 2, 64])), [T, 2, 2, 128])
+        y = tl.reshape(add_and_subtract(y), [T, 1, 2, 256])
+        y = add_and_subtract(y) * 0.5**1.5
+    return tl.reshape(y, [T, WIDTH])
 
 
 @triton.jit
@@ -79,8 +80,8 @@ def load_part(x_ptr, stride, factor_ptr, rotation_ptr, row, live, scale, HEADS: 
 @triton.jit(do_not_specialize=["tokens", "decodes"])
 def latent_store_kernel(
     query_ptr, query_rope_ptr, latent_ptr, rope_ptr, slots_ptr, cache_ptr, rotated_ptr, sums_ptr, rotation_ptr,
-    rope_rotation_ptr, mean_ptr, factor_ptr, tokens, decodes, query_stride, query_rope_stride, latent_stride,
-    rope_stride, page_stride, scale, LATENT: tl.constexpr, POSITION: tl.constexpr, HEADS: tl.constexpr,
+    mean_ptr, factor_ptr, tokens, decodes, query_stride, query_rope_stride, latent_stride, rope_stride, page_stride,
+    scale, LATENT: tl.constexpr, POSITION: tl.constexpr, HEADS: tl.constexpr,
     PAGE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(tokens, TOKENS), 2 + HEADS): latents, RoPE parts, then queries of the first `decodes` tokens.
@@ -88,8 +89,8 @@ def latent_store_kernel(
     query: [tokens, HEADS, 512] and query_rope: [tokens, HEADS, 64], heads and elements contiguous; latent: [tokens,
     512] and rope: [tokens, 64]; any float dtype, strides per token in elements; slots: int64 [tokens], negative for
     padding; cache: uint8 pages, stride in bytes; rotated: float16 [decodes, HEADS, 576]; sums: float32 [decodes, 3,
-    HEADS], a query's unit and the sums of its two parts; rotations: the signs of H of 128 and of 64; mean and factor:
-    float32 [576]; LATENT, POSITION: a `codec.SideLayout`.
+    HEADS], a query's unit and the sums of its two parts; rotation: the signs of H of 64; mean and factor: float32
+    [576]; LATENT, POSITION: a `codec.SideLayout`.
     """
     part = tl.program_id(1)
     if part == 0:
@@ -99,7 +100,7 @@ def latent_store_kernel(
         )  # fmt: skip
     elif part == 1:
         store_part(
-            rope_ptr, rope_stride, mean_ptr + RANK, factor_ptr + RANK, rope_rotation_ptr, slots_ptr, cache_ptr, tokens,
+            rope_ptr, rope_stride, mean_ptr + RANK, factor_ptr + RANK, rotation_ptr, slots_ptr, cache_ptr, tokens,
             page_stride, POSITION, ROPE, PAGE, TOKENS,
         )  # fmt: skip
     else:
@@ -110,7 +111,7 @@ def latent_store_kernel(
             live = row < decodes * HEADS
             y = load_part(query_ptr, query_stride, factor_ptr, rotation_ptr, row, live, scale, HEADS, RANK)
             z = load_part(
-                query_rope_ptr, query_rope_stride, factor_ptr + RANK, rope_rotation_ptr, row, live, scale, HEADS, ROPE
+                query_rope_ptr, query_rope_stride, factor_ptr + RANK, rotation_ptr, row, live, scale, HEADS, ROPE
             )  # fmt: skip
             largest = tl.maximum(tl.max(tl.abs(y), 1), tl.max(tl.abs(z), 1))
             unit = tl.maximum(largest, 1e-30) * (1.0 / LARGEST)

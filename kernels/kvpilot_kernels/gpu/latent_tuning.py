@@ -14,7 +14,7 @@ from kvpilot_kernels.latent.formats import ENTRY, RANK, LatentFormat
 MOST_HEADS = 32
 """Heads of a program: accumulators of 512 elements for each are all that registers hold."""
 
-STORE_TOKENS, STORE_WARPS = 16, 8
+STORE_TOKENS, STORE_WARPS = 8, 8
 """Rows of a program of `store`, and its warps."""
 
 MERGE_HEADS, MERGE_SPLITS, MERGE_WARPS = 4, 2, 8
