@@ -61,6 +61,12 @@ def right(warps):
 
 
 @gluon.constexpr_function
+def halves(warps):
+    """The layout of a product in which the two rows that a thread has of 16 became one."""
+    return gl.BlockedLayout([1, 2], [8, 4], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
 def copies(words, warps):
     """Words of a row as threads copy them, 16 bytes each."""
     return gl.BlockedLayout([1, 8], [256 // words, words // 8], [warps, 1], [1, 0])
@@ -70,6 +76,17 @@ def copies(words, warps):
 def chunk_words(warps):
     """Words of a row that are an operand at a time: an MMA's 16 rows to a warp, when they are rows."""
     return 16 * warps
+
+
+@gluon.constexpr_function
+def parts(heads):
+    """Heads along N, a multiple of 8, as (first, width) of products whose widths are powers of two."""
+    found, first = (), 0
+    for width in (32, 16, 8):
+        if heads - first >= width:
+            found += ((first, width),)
+            first += width
+    return found
 
 
 @gluon.constexpr_function
@@ -87,14 +104,16 @@ def planes(bits, warps):
 
 
 @gluon.jit
-def stage_queries(queries, rope_queries, query_ptr, count, LATENT: gl.constexpr, Q: gl.constexpr,
+def stage_queries(queries, rope_queries, query_ptr, count, first: gl.constexpr, LATENT: gl.constexpr, Q: gl.constexpr,
                   WARPS: gl.constexpr):  # fmt: skip
-    """Put `count` prepared queries into shared memory by plane, float16 [Q, words], each divided by what its codes have
-    too much."""
+    """Put prepared queries from `first` on, of `count`, into shared memory by plane, float16 [Q, words].
+
+    Each is divided by what codes of its plane have too much.
+    """
     PLANES: gl.constexpr = planes(LATENT.bits, WARPS)
     WORDS: gl.constexpr = chunk_words(WARPS)
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
-    n = gl.arange(0, Q, gl.SliceLayout(1, layout))[:, None]
+    n = first + gl.arange(0, Q, gl.SliceLayout(1, layout))[:, None]
     word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))[None, :]
     for i in gl.static_range(len(PLANES)):
         element = PLANES[i][1] * LATENT.row + PLANES[i][2] + 2 * (PLANES[i][0] * WORDS + word)
@@ -102,8 +121,19 @@ def stage_queries(queries, rope_queries, query_ptr, count, LATENT: gl.constexpr,
         queries.index(i).store((x.to(gl.float32) * 0.5 ** (LATENT.bits * PLANES[i][1])).to(gl.float16))
     word = gl.arange(0, ROPE_WORDS, gl.SliceLayout(0, layout))[None, :]
     for odd in gl.static_range(2):
-        x = gl.load(query_ptr + n * ENTRY + (RANK + odd + 2 * word), mask=(n < count) & (word >= 0), other=0.0)
+        x = gl.load(query_ptr + n * ENTRY + (2 * word + (RANK + odd)), mask=(n < count) & (word >= 0), other=0.0)
         rope_queries.index(odd).store(x)
+
+
+@gluon.jit
+def load_sums(sums_ptr, count, first: gl.constexpr, LATENT: gl.constexpr, POSITION: gl.constexpr, HEADS: gl.constexpr,
+              Q: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+    """Of queries from `first` on, float32 [Q]: unit, and what a zero code takes off both products, all over UNIT."""
+    n = first + gl.arange(0, Q, gl.SliceLayout(0, products(WARPS)))
+    unit = gl.load(sums_ptr + n, mask=n < count, other=0.0) * (1.0 / UNIT)
+    taken = gl.load(sums_ptr + HEADS + n, mask=n < count, other=0.0) * zero_unit(LATENT.bits)
+    rope_taken = gl.load(sums_ptr + 2 * HEADS + n, mask=n < count, other=0.0) * zero_unit(POSITION.bits)
+    return unit, taken, rope_taken
 
 
 @gluon.jit
@@ -134,58 +164,85 @@ def fetch(codes, rope_codes, meta, stage, cache_ptr, table_ptr, t, end, page_str
 
 
 @gluon.jit
-def score(codes, rope_codes, queries, rope_queries, word, rope_word, stage, sums, LATENT: gl.constexpr,
-          POSITION: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """A tile's scores in log2, float32 [TILE, Q]. word, rope_word: metadata of its tokens; sums: as `load_sums`."""
-    WORDS: gl.constexpr = chunk_words(WARPS)
-    CHUNKS: gl.constexpr = LATENT.row // 2 // WORDS
-    SUBS: gl.constexpr = 8 // LATENT.bits
-    unit, taken, rope_taken = sums
-    product = gl.full([TILE, Q], 0.0, gl.float32, products(WARPS))
-    rope_product = product
-    for c in gl.static_range(CHUNKS):
-        low = codes.index(stage * CHUNKS + c).load(left(WARPS))
-        both = (low, upper_bytes(low))
-        for i in gl.static_range(2 * SUBS):
-            query = queries.index(c * 2 * SUBS + i).permute([1, 0]).load(right(WARPS))
-            product = mma_v2(word_plane(both[i % 2], LATENT.bits, i // 2), query, product)
-    low = rope_codes.index(stage).load(left(WARPS))
+def over_own_rows(x, WARPS: gl.constexpr):
+    """Sums over the two rows of 16 that a thread has of a product [rows, heads]: [rows / 2, heads]."""
+    ROWS: gl.constexpr = x.shape[0]
+    Q: gl.constexpr = x.shape[1]
+    x = gl.sum(gl.reshape(x, [ROWS // 16, 2, 8, Q]), 1)
+    return gl.convert_layout(gl.reshape(x, [ROWS // 2, Q]), halves(WARPS))
+
+
+@gluon.jit
+def multiply_by_queries(low, queries, sums, first: gl.constexpr, BITS: gl.constexpr, WARPS: gl.constexpr):
+    """Add the products of words [TILE, words] and queries, by part their planes from `first` on, to sums by part."""
     both = (low, upper_bytes(low))
-    for odd in gl.static_range(2):
-        query = rope_queries.index(odd).permute([1, 0]).load(right(WARPS))
-        rope_product = mma_v2(word_plane(both[odd], POSITION.bits, 0), query, rope_product)
-    product = scales(word, False)[:, None] * (product - zero_codes(word)[:, None] * taken[None, :])
-    rope_product = scales(rope_word, False)[:, None] * (
-        rope_product - zero_codes(rope_word)[:, None] * rope_taken[None, :]
-    )
-    return (product + rope_product) * unit[None, :]
+    for i in gl.static_range(2 * (8 // BITS)):
+        plane = word_plane(both[i % 2], BITS, i // 2)
+        new = ()
+        for j in gl.static_range(len(sums)):
+            query = queries[j].index(first + i).permute([1, 0]).load(right(WARPS))
+            new = new + (mma_v2(plane, query, sums[j]),)
+        sums = new
+    return sums
 
 
 @gluon.jit
-def load_sums(sums_ptr, count, LATENT: gl.constexpr, POSITION: gl.constexpr, HEADS: gl.constexpr, Q: gl.constexpr,
-              WARPS: gl.constexpr):  # fmt: skip
-    """Of each query, float32 [Q]: its unit, and what a zero code takes off each of its two products, all over UNIT."""
-    n = gl.arange(0, Q, gl.SliceLayout(0, products(WARPS)))
-    unit = gl.load(sums_ptr + n, mask=n < count, other=0.0) * (1.0 / UNIT)
-    taken = gl.load(sums_ptr + HEADS + n, mask=n < count, other=0.0) * zero_unit(LATENT.bits)
-    rope_taken = gl.load(sums_ptr + 2 * HEADS + n, mask=n < count, other=0.0) * zero_unit(POSITION.bits)
-    return unit, taken, rope_taken
+def score(codes, rope_codes, queries, rope_queries, word, rope_word, stage, sums_ptr, count, LATENT: gl.constexpr,
+          POSITION: gl.constexpr, HEADS: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr,
+          WARPS: gl.constexpr):  # fmt: skip
+    """A tile's scores in log2, by part float32 [TILE, heads].
+
+    word, rope_word: metadata of its tokens. Sums of the queries are loaded anew for each tile: kept, they would be more
+    registers than there are.
+    """
+    PARTS: gl.constexpr = parts(Q)
+    CHUNKS: gl.constexpr = LATENT.row // 2 // chunk_words(WARPS)
+    scale = scales(word, False)
+    zero = zero_codes(word)
+    rope_scale = scales(rope_word, False)
+    rope_zero = zero_codes(rope_word)
+    sums = ()
+    for j in gl.static_range(len(PARTS)):
+        sums = sums + (gl.full([TILE, PARTS[j][1]], 0.0, gl.float32, products(WARPS)),)
+    rope_sums = multiply_by_queries(
+        rope_codes.index(stage).load(left(WARPS)), rope_queries, sums, 0, POSITION.bits, WARPS
+    )  # fmt: skip
+    for c in gl.static_range(CHUNKS):
+        sums = multiply_by_queries(
+            codes.index(stage * CHUNKS + c).load(left(WARPS)), queries, sums, c * 2 * (8 // LATENT.bits), LATENT.bits,
+            WARPS,
+        )  # fmt: skip
+    scores = ()
+    for j in gl.static_range(len(PARTS)):
+        unit, taken, rope_taken = load_sums(
+            sums_ptr, count, PARTS[j][0], LATENT, POSITION, HEADS, PARTS[j][1], WARPS
+        )  # fmt: skip
+        s = scale[:, None] * (sums[j] - zero[:, None] * taken[None, :])
+        s += rope_scale[:, None] * (rope_sums[j] - rope_zero[:, None] * rope_taken[None, :])
+        scores = scores + (s * unit[None, :],)
+    return scores
 
 
 @gluon.jit
-def accumulate(codes, weights, stage, acc, LATENT: gl.constexpr, WARPS: gl.constexpr):
-    """Add the tile at `stage` times the weights in shared memory, [TILE, Q], to acc by plane, [words, Q]."""
-    WORDS: gl.constexpr = chunk_words(WARPS)
-    CHUNKS: gl.constexpr = LATENT.row // 2 // WORDS
+def accumulate(codes, weights, stage, acc, LATENT: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr):
+    """Add the tile at `stage` times the weights in shared memory, by part [TILE, heads], to acc.
+
+    acc: by plane and part float32 [words, heads], in units of UNIT * 2^(bits * sub-plane).
+    """
+    PARTS: gl.constexpr = parts(Q)
+    CHUNKS: gl.constexpr = LATENT.row // 2 // chunk_words(WARPS)
     SUBS: gl.constexpr = 8 // LATENT.bits
-    weight = weights.load(right(WARPS))
+    operands = ()
+    for j in gl.static_range(len(PARTS)):
+        operands = operands + (weights[j].load(right(WARPS)),)
     new = ()
     for c in gl.static_range(CHUNKS):
         low = codes.index(stage * CHUNKS + c).permute([1, 0]).load(left(WARPS))
         both = (low, upper_bytes(low))
         for i in gl.static_range(2 * SUBS):
             plane = word_plane(both[i % 2], LATENT.bits, i // 2)
-            new = new + (mma_v2(plane, weight, acc[c * 2 * SUBS + i]),)
+            for j in gl.static_range(len(PARTS)):
+                new = new + (mma_v2(plane, operands[j], acc[(c * 2 * SUBS + i) * len(PARTS) + j]),)
     return new
 
 
@@ -195,7 +252,7 @@ def latent_decode_kernel(
     LATENT: gl.constexpr, POSITION: gl.constexpr, HEADS: gl.constexpr, TAKE: gl.constexpr, Q: gl.constexpr,
     TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Partial attention of one split of the plan and TAKE of the heads, at most Q; WARPS warps.
+    """Partial attention of one split of the plan and TAKE of the heads, padded to Q; WARPS warps.
 
     Grid (cdiv(HEADS, TAKE), splits).
 
@@ -204,6 +261,7 @@ def latent_decode_kernel(
     sequence of -1 is no work; LATENT, POSITION: a `codec.SideLayout`.
     out: float32 [splits, HEADS, 512], normalised, rotated; lse: float32 [splits, HEADS] in log2.
     """
+    PARTS: gl.constexpr = parts(Q)
     PLANES: gl.constexpr = planes(LATENT.bits, WARPS)
     WORDS: gl.constexpr = chunk_words(WARPS)
     CHUNKS: gl.constexpr = LATENT.row // 2 // WORDS
@@ -216,13 +274,6 @@ def latent_decode_kernel(
         gl.uint16, [STAGES, TILE, ROPE_WORDS], gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     )  # fmt: skip
     meta = gl.allocate_shared_memory(gl.uint16, [STAGES, 2 * TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    queries = gl.allocate_shared_memory(
-        gl.float16, [len(PLANES), Q, WORDS], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    )  # fmt: skip
-    rope_queries = gl.allocate_shared_memory(
-        gl.float16, [2, Q, ROPE_WORDS], gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
-    )  # fmt: skip
-    weights = gl.allocate_shared_memory(gl.float16, [TILE, Q], gl.SwizzledSharedLayout(8, 64 // Q, Q // 8, [1, 0]))
     first = gl.program_id(0) * TAKE
     count = gl.minimum(HEADS - first, TAKE)
     split = gl.program_id(1)
@@ -237,20 +288,34 @@ def latent_decode_kernel(
                 TILE, PAGE, WARPS,
             )  # fmt: skip
             async_copy.commit_group()
-        stage_queries(
-            queries, rope_queries, query_ptr + (sequence.to(gl.int64) * HEADS + first) * ENTRY, count, LATENT, Q, WARPS
-        )  # fmt: skip
-        sums = load_sums(
-            sums_ptr + sequence.to(gl.int64) * (3 * HEADS) + first, count, LATENT, POSITION, HEADS, Q, WARPS
-        )  # fmt: skip
+        query = query_ptr + (sequence.to(gl.int64) * HEADS + first) * ENTRY
+        sums = sums_ptr + sequence.to(gl.int64) * (3 * HEADS) + first
+        queries = ()
+        rope_queries = ()
+        weights = ()
+        m = ()
+        total = ()
+        zeros = ()
+        acc = ()
+        for j in gl.static_range(len(PARTS)):
+            queries = queries + (gl.allocate_shared_memory(
+                gl.float16, [len(PLANES), PARTS[j][1], WORDS], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+            ),)  # fmt: skip
+            rope_queries = rope_queries + (gl.allocate_shared_memory(
+                gl.float16, [2, PARTS[j][1], ROPE_WORDS], gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+            ),)  # fmt: skip
+            weights = weights + (gl.allocate_shared_memory(
+                gl.float16, [TILE, PARTS[j][1]], gl.SwizzledSharedLayout(8, 64 // PARTS[j][1], PARTS[j][1] // 8, [1, 0])
+            ),)  # fmt: skip
+            stage_queries(queries[j], rope_queries[j], query, count, PARTS[j][0], LATENT, PARTS[j][1], WARPS)
+            m = m + (gl.full([PARTS[j][1]], -1e30, gl.float32, COLS),)
+            total = total + (gl.full([TILE // 2, PARTS[j][1]], 0.0, gl.float32, halves(WARPS)),)
+            zeros = zeros + (gl.full([TILE // 2, PARTS[j][1]], 0.0, gl.float32, halves(WARPS)),)
+        for i in gl.static_range(len(PLANES)):
+            for j in gl.static_range(len(PARTS)):
+                acc = acc + (gl.full([WORDS, PARTS[j][1]], 0.0, gl.float32, products(WARPS)),)
         token = gl.arange(0, TILE, ROWS)
         stage = 0
-        m = gl.full([Q], -1e30, gl.float32, COLS)
-        total = gl.full([TILE, Q], 0.0, gl.float32, products(WARPS))
-        zeros = total
-        acc = ()
-        for i in gl.static_range(len(PLANES)):
-            acc = acc + (gl.full([WORDS, Q], 0.0, gl.float32, products(WARPS)),)
         for t in range(start, end, TILE):
             next_stage = stage + STAGES - 1
             next_stage = gl.where(next_stage >= STAGES, next_stage - STAGES, next_stage)
@@ -262,35 +327,51 @@ def latent_decode_kernel(
             async_copy.wait_group(STAGES - 1)
             word = meta.index(stage).slice(0, TILE).load(ROWS)
             rope_word = meta.index(stage).slice(TILE, TILE).load(ROWS)
-            s = score(
-                codes, rope_codes, queries, rope_queries, word, rope_word, stage, sums, LATENT, POSITION, TILE, Q, WARPS
+            scores = score(
+                codes, rope_codes, queries, rope_queries, word, rope_word, stage, sums, count, LATENT, POSITION, HEADS,
+                TILE, Q, WARPS,
             )  # fmt: skip
-            s = gl.where((t + token < end)[:, None], s, -1e38)
             # Past the end scales may be NaN, and 0 * NaN is not 0.
             scale = scales(word, True)
-            largest = gl.max(s + gl.log2(gl.maximum(scale, LEAST))[:, None], 0)
-            m_new = gl.maximum(m, largest - HEADROOM)
-            alpha = gl.exp2(m - m_new)
-            m = m_new
-            p = gl.exp2(s - m[None, :])
-            w = to_half(p * scale[:, None])
-            weights.store(w)
-            total = total * alpha[None, :] + p
-            zeros = zeros * alpha[None, :] + w.to(gl.float32) * zero_codes(word)[:, None]
+            height = gl.log2(gl.maximum(scale, LEAST))
+            zero = zero_codes(word)
+            live = t + token < end
+            new_m = ()
+            new_total = ()
+            new_zeros = ()
+            alphas = ()
+            for j in gl.static_range(len(PARTS)):
+                s = gl.where(live[:, None], scores[j], -1e38)
+                higher = gl.maximum(m[j], gl.max(s + height[:, None], 0) - HEADROOM)
+                alpha = gl.exp2(m[j] - higher)
+                p = gl.exp2(s - higher[None, :])
+                w = to_half(p * scale[:, None])
+                weights[j].store(w)
+                new_m = new_m + (higher,)
+                alphas = alphas + (alpha,)
+                alpha = gl.convert_layout(alpha, gl.SliceLayout(0, halves(WARPS)))[None, :]
+                new_total = new_total + (total[j] * alpha + over_own_rows(p, WARPS),)
+                new_zeros = new_zeros + (zeros[j] * alpha + over_own_rows(w.to(gl.float32) * zero[:, None], WARPS),)
+            m = new_m
+            total = new_total
+            zeros = new_zeros
             new = ()
             for i in gl.static_range(len(PLANES)):
-                new = new + (acc[i] * alpha[None, :],)
-            acc = accumulate(codes, weights, stage, new, LATENT, WARPS)
+                for j in gl.static_range(len(PARTS)):
+                    new = new + (acc[i * len(PARTS) + j] * alphas[j][None, :],)
+            acc = accumulate(codes, weights, stage, new, LATENT, Q, WARPS)
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         async_copy.wait_group(0)
-        norm = gl.sum(total, 0)
-        shift = gl.sum(zeros, 0) * (zero_unit(LATENT.bits) / UNIT)
         word = gl.arange(0, WORDS, ROWS)[:, None]
-        n = gl.arange(0, Q, COLS)
         at = (split * HEADS + first).to(gl.int64)
-        for i in gl.static_range(len(PLANES)):
-            element = PLANES[i][1] * LATENT.row + PLANES[i][2] + 2 * (PLANES[i][0] * WORDS + word)
-            value = acc[i] * (0.5 ** (LATENT.bits * PLANES[i][1]) / UNIT)
-            value = (value - shift[None, :]) / norm[None, :]
-            gl.store(out_ptr + at * RANK + n[None, :] * RANK + element, value, mask=(n[None, :] < count) & (word >= 0))
-        gl.store(lse_ptr + at + n, gl.log2(norm) + m, mask=n < count)
+        for j in gl.static_range(len(PARTS)):
+            norm = gl.convert_layout(gl.sum(total[j], 0), COLS)
+            shift = gl.convert_layout(gl.sum(zeros[j], 0), COLS) * (zero_unit(LATENT.bits) / UNIT)
+            n = PARTS[j][0] + gl.arange(0, PARTS[j][1], COLS)
+            for i in gl.static_range(len(PLANES)):
+                element = PLANES[i][1] * LATENT.row + PLANES[i][2] + 2 * (PLANES[i][0] * WORDS + word)
+                value = acc[i * len(PARTS) + j] * (0.5 ** (LATENT.bits * PLANES[i][1]) / UNIT)
+                value = (value - shift[None, :]) / norm[None, :]
+                to = out_ptr + at * RANK + n[None, :] * RANK + element
+                gl.store(to, value, mask=(n[None, :] < count) & (word >= 0))
+            gl.store(lse_ptr + at + n, gl.log2(norm) + m[j], mask=n < count)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from kvpilot_kernels.latent.formats import ENTRY, RANK, LatentFormat
+from kvpilot_kernels.latent.formats import ENTRY, LatentFormat
 
-MOST_HEADS = 32
+MOST_HEADS = 24
 """Heads of a program: accumulators of 512 elements for each are all that registers hold."""
 
 STORE_TOKENS, STORE_WARPS = 8, 8
@@ -26,7 +26,7 @@ SMALL_SHARED = 99
 
 @dataclass(frozen=True)
 class LatentChoice:
-    """`heads` of a program padded to a power of two, `tile` tokens a turn, `stages` tiles in flight, `warps`, and the
+    """`heads` of a program padded to a multiple of 8, `tile` tokens a turn, `stages` tiles in flight, `warps`, and the
     `programs` that fit a multiprocessor at once. `registers` a thread may have, None for what the assembler takes."""
 
     heads: int
@@ -48,15 +48,10 @@ def program_heads(heads: int) -> int:
 
 def choose(fmt: LatentFormat, heads: int, block_size: int, capability: tuple[int, int]) -> LatentChoice:
     """The choice for a model's `heads` (of this rank). The tile divides `block_size`, as a tile lies in one page."""
-    wide = max(8, 1 << (program_heads(heads) - 1).bit_length())
+    wide = -(-program_heads(heads) // 8) * 8
     tile = gcd(64, block_size)
     small = capability in ((8, 6), (8, 9)) or capability[0] == 12
     choice = LatentChoice(wide, tile, 2, 4, 2)
     if small and choice.shared_bytes(fmt) > (SMALL_SHARED - 1) * 1024:
         choice = LatentChoice(wide, min(tile, 32), 2, 4, 1)
     return choice
-
-
-def elements(choice: LatentChoice) -> int:
-    """Accumulators of a thread."""
-    return RANK * choice.heads // (32 * choice.warps)
