@@ -191,7 +191,7 @@ def few_variants(capability: int) -> list[Variant]:
         found += [decode_variant(name, dim, 4, recent, capability), store_variant(name, dim, recent)]
         if name in ("int8", "k4v4"):
             found.append(gather_variant(name, dim, tuning.gather_block(dim, divmod(capability, 10))))
-    return found + latent_variants(16, capability)
+    return found + latent_variants(20, capability)
 
 
 def known(variant: Variant, taken: Resources) -> bool:

@@ -241,9 +241,10 @@ def beside(dtype: torch.dtype, case: Case, device: torch.device) -> dict[str, An
 
 
 def sweep(choice: LatentChoice) -> Iterator[LatentChoice]:
-    """Choices around one."""
-    for tile, stages, warps, programs in product((32, 64), (2, 3), (4, 8), (1, 2, 3, 4)):
-        yield replace(choice, tile=tile, stages=stages, warps=warps, programs=programs)
+    """Choices around one; where more programs should fit, the assembler must do with fewer registers, and spills."""
+    ways = [(4, 1, None), (4, 2, None), (4, 3, 168), (4, 4, 128), (8, 1, None), (8, 2, 128)]
+    for tile, stages, (warps, programs, registers) in product((64, 32), (2, 3), ways):
+        yield replace(choice, tile=tile, stages=stages, warps=warps, programs=programs, registers=registers)
 
 
 def main() -> int:

@@ -47,7 +47,7 @@ def some_factors(rng: torch.Generator) -> LatentFactors:
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
     """Both parts of [..., 576] rotated, float64."""
-    parts = x.double().split([RANK, ENTRY - RANK], -1)
+    parts = (x[..., :RANK].double(), x[..., RANK:].double())
     return torch.cat([part @ hadamard(part.shape[-1], torch.float64) for part in parts], -1)
 
 

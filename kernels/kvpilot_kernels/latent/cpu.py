@@ -15,9 +15,12 @@ from kvpilot_kernels import check as common
 from kvpilot_kernels.formats import Region
 from kvpilot_kernels.latent import check
 from kvpilot_kernels.latent.factors import LatentFactors
-from kvpilot_kernels.latent.formats import RANK, ROPE, ROPE_BITS, LatentFormat
+from kvpilot_kernels.latent.formats import RANK, ROPE_BITS, LatentFormat
 from kvpilot_kernels.reference.hadamard import hadamard
 from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, split, unpack
+
+LATENT, POSITION = slice(RANK), slice(RANK, None)
+"""Channels of an entry's two parts."""
 
 
 class LatentPages:
@@ -60,11 +63,10 @@ class LatentPages:
         at = slots[kept]
         block = at.div(self.block_size, rounding_mode="floor")
         place = at - block * self.block_size
-        mean, scale = self.factors.mean.split([RANK, ROPE]), self.factors.scale.split([RANK, ROPE])
-        for i, (x, bits, codes_at) in enumerate(
-            ((latent, self.fmt.bits, self.codes), (rope, ROPE_BITS, self.rope_codes))
+        for i, (x, part, bits, codes_at) in enumerate(
+            ((latent, LATENT, self.fmt.bits, self.codes), (rope, POSITION, ROPE_BITS, self.rope_codes))
         ):
-            x = (x[: len(slots)][kept].float() - mean[i]) * scale[i]
+            x = (x[: len(slots)][kept].float() - self.factors.mean[part]) * self.factors.scale[part]
             codes, meta = encode(x @ hadamard(x.shape[-1]), bits, x.shape[-1])
             codes_at[block, place] = pack(codes, bits)
             self.meta[block, i, place] = meta.squeeze(-1)
@@ -98,8 +100,8 @@ class LatentPages:
         # Table entries past a sequence's end may be anything: point them at a block that exists.
         table = block_table[:, :blocks].masked_fill(past[:, :: self.block_size], 0)
         q, q_rope = (
-            (x.float() / part) @ hadamard(part.shape[0]) * scale
-            for x, part in zip((query, query_rope), self.factors.scale.split([RANK, ROPE]), strict=True)
+            (x.float() / self.factors.scale[part]) @ hadamard(x.shape[-1]) * scale
+            for x, part in ((query, LATENT), (query_rope, POSITION))
         )
         codes = unpack(self.codes[table].flatten(1, 2), self.fmt.bits).float()  # [S, L, 512]
         rope_codes = self.rope_codes[table].flatten(1, 2).float()
@@ -112,7 +114,8 @@ class LatentPages:
         # Unused slots may hold anything, NaN scales among them, and 0 * NaN is not 0.
         weights = p * step.masked_fill(past[:, None], 0.0)
         out = weights @ codes - (weights * zero).sum(-1, keepdim=True)
-        return out @ hadamard(RANK).T / self.factors.scale[:RANK] + self.factors.mean[:RANK]
+        out = out @ hadamard(RANK).T
+        return out / self.factors.scale[LATENT] + self.factors.mean[LATENT]
 
     def read(self, block_table: torch.Tensor, length: int) -> torch.Tensor:
         """Entries of one sequence's first `length` tokens, rotated back: float32 [length, 576].

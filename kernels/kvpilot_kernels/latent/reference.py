@@ -74,8 +74,8 @@ def unabsorbed(
     Returns:
         float64 [tokens, heads, value].
     """
-    latent, rope = entries.double().split([RANK, ROPE], -1)
-    nope, q_rope = query.double().split([up_key.shape[1], ROPE], -1)
+    latent, rope = entries[:, :RANK].double(), entries[:, RANK:].double()
+    nope, q_rope = query[..., :-ROPE].double(), query[..., -ROPE:].double()
     key = torch.einsum("td,hnd->htn", latent, up_key.double())
     value = torch.einsum("td,hdv->htv", latent, up_value.double())
     scores = (torch.einsum("ihn,htn->hit", nope, key) + torch.einsum("ihr,tr->hit", q_rope, rope)) * scale
