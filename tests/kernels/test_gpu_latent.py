@@ -149,6 +149,7 @@ def test_a_token_of_zeros_among_others_counts_with_its_weight() -> None:
     assert_equals_reference(batch)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
 def test_a_query_that_is_not_a_number_gives_none_and_spoils_no_other() -> None:
     batch = LatentBatch("mla8", [40], 8)
     query = batch.queries()
