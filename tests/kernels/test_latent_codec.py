@@ -13,7 +13,7 @@ from support.latent_batch import generator, some_entries, some_factors
 seeds = st.integers(0, 2**31)
 every = st.sampled_from(names())
 BOUNDS = {8: 1e-4, 4: 0.014}
-"""Mean squared error over the signal's power, by width; measured 4.6e-5 and 0.0113 (docs/decisions/0024)."""
+"""Mean squared error over the signal's power, by width; measured 4.6e-5 and 0.0113 (docs/decisions/0025)."""
 
 
 def share_lost(x: torch.Tensor, back: torch.Tensor) -> float:

@@ -8,7 +8,7 @@ Under MLA (DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash) a token has one entry for
 The latent is rotated by a Hadamard matrix and stored in codes of 8 or 4 bits, the RoPE part likewise in 8 bits. Each
 of both has one scale and zero point for a token, in the 16 bits of `kvpilot_kernels.formats`; a byte of codes holds
 what it holds there. One scale for 512 elements, because the same codes are keys and values: scores and probabilities
-are then scaled by token, and no product has to stop at a group (docs/decisions/0024).
+are then scaled by token, and no product has to stop at a group (docs/decisions/0025).
 
 Page layout (one flat region per block; T = tokens in a block, b = code bits)
 ----------------------------------------------------------------------------
