@@ -94,6 +94,21 @@ def test_greedy_answers_are_those_without_speculation(
     assert len(other) < count // 2
 
 
+def test_suffix_decoding_answers_as_without_it(record_property: Callable[[str, object], None]) -> None:
+    pytest.importorskip("arctic_inference", reason="suffix decoding needs the package arctic-inference")
+    question = asked(tiny_llama(), "k4v4", 16, 60, recent=0)
+    # The same requests once more: their answers are in the trees by then.
+    question.rounds, question.tokens = [question.rounds[0]] * 2, [question.tokens[0]] * 2
+    plain = serve(question)
+    question.drafts, question.method = 6, "suffix"
+    told = serve(question)
+    for name, value in figures(question, told).items():
+        record_property(name, value)
+        print(f"{name}: {value}")
+    assert told.accepted > 100
+    assert told.answers == plain.answers
+
+
 @pytest.mark.parametrize(
     ("model", "dtype", "drafts", "longest", "count", "blocks"),
     [

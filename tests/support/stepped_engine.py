@@ -22,10 +22,10 @@ HANGS = 900
 class Asked:
     """What is served: `rounds` of prompts, each round's together; `tokens` of each. `options` go to vLLM's LLM.
 
-    `recent`: tokens of the window, None for the dtype's default. `drafts`: tokens that ngram speculation may draft for
-    a sequence in a step, 0 for none. `right`: the answers that are expected; drafts are then taken from them, as many
-    as it happens and some of them made wrong, since text of random weights hardly repeats itself. `trusting`: rows of a
-    ring are used whatever their tags say, which no engine of ours does.
+    `recent`: tokens of the window, None for the default. `drafts`: tokens that speculation by `method` may draft
+    for a sequence in a step, 0 for none. `right`: the answers that are expected; drafts are then taken from them, as
+    many as it happens and some of them made wrong, since text of random weights hardly repeats itself. `trusting`: rows
+    of a ring are used whatever their tags say, which no engine of ours does.
     """
 
     model: str
@@ -35,6 +35,7 @@ class Asked:
     options: dict[str, Any]
     recent: int | None = 64
     drafts: int = 0
+    method: str = "ngram"
     right: list[list[list[int]]] = field(default_factory=list)
     trusting: bool = False
 
@@ -204,9 +205,9 @@ def main() -> None:
 
         vars(ring)["split_ring_meta"] = lambda *args: (split_ring_meta(*args)[0], split_ring_meta(*args)[1] | True)
     if asked.drafts:
-        asked.options["speculative_config"] = {
-            "method": "ngram", "num_speculative_tokens": asked.drafts, "prompt_lookup_min": 1, "prompt_lookup_max": 3
-        }  # fmt: skip
+        lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3} if asked.method == "ngram" else {}
+        speculation = {"method": asked.method, "num_speculative_tokens": asked.drafts, **lookup}
+        asked.options["speculative_config"] = speculation
     llm = LLM(asked.model, kv_cache_dtype=asked.dtype, dtype="float32", enforce_eager=True, **asked.options)
     told = Told()
     Steps(llm.llm_engine.engine_core.engine_core, asked, told)
