@@ -29,6 +29,7 @@ from kvpilot_kernels.gpu import (
     decode,
     gather,
     latent_decode,
+    latent_gather,
     latent_reduce,
     latent_store,
     latent_tuning,
@@ -90,8 +91,8 @@ class Resources:
 def kernels() -> dict[str, Any]:
     """The kernels by name."""
     found = (decode.decode_kernel, store.store_kernel, gather.gather_kernel, plan.plan_kernel, reduce.reduce_kernel,
-             ring.ring_slots_kernel, latent_decode.latent_decode_kernel, latent_reduce.latent_reduce_kernel,
-             latent_store.latent_store_kernel)  # fmt: skip
+             ring.ring_slots_kernel, latent_decode.latent_decode_kernel, latent_gather.latent_gather_kernel,
+             latent_reduce.latent_reduce_kernel, latent_store.latent_store_kernel)  # fmt: skip
     return {kernel.__name__: kernel for kernel in found}
 
 
@@ -152,7 +153,8 @@ def latent_variants(heads: int, capability: int, page: int = BLOCK) -> list[Vari
     for name in latent_formats.names():
         fmt = latent_formats.parse(name)
         latent, position = part_layouts(fmt, page)
-        codec = {"LATENT": latent, "POSITION": position, "HEADS": heads, "PAGE": page}
+        pages = {"LATENT": latent, "POSITION": position, "PAGE": page}
+        codec = pages | {"HEADS": heads}
         choice = latent_tuning.choose(fmt, heads, page, divmod(capability, 10))
         decode = {"TAKE": latent_tuning.program_heads(heads), "Q": choice.heads, "TILE": choice.tile,
                   "STAGES": choice.stages, "WARPS": choice.warps}  # fmt: skip
@@ -160,6 +162,8 @@ def latent_variants(heads: int, capability: int, page: int = BLOCK) -> list[Vari
             Variant("latent_decode_kernel", name, shape, choice.warps, codec | decode, choice.registers),
             Variant("latent_store_kernel", name, shape, latent_tuning.STORE_WARPS,
                     codec | {"TOKENS": latent_tuning.STORE_TOKENS}),
+            Variant("latent_gather_kernel", name, shape, latent_tuning.GATHER_WARPS,
+                    pages | {"TOKENS": latent_tuning.GATHER_TOKENS}),
         ]  # fmt: skip
     merge = {"HEADS": heads, "TAKE": latent_tuning.MERGE_HEADS, "STEP": latent_tuning.MERGE_SPLITS}
     return [*found, Variant("latent_reduce_kernel", "any", shape, latent_tuning.MERGE_WARPS, merge)]

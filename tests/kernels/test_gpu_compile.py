@@ -41,7 +41,9 @@ def test_every_kernel_compiles_fits_and_spills_nothing_on_a_gpu_that_is_not_here
     lines = [line.split() for line in served.stdout.splitlines() if line.startswith(f"{capability} ")]
     wanted = {(f"{name}_kernel", dtype) for name in ("store", "decode") for dtype in formats.own_names()}
     wanted |= {("gather_kernel", dtype) for dtype in ("int8", "k4v4")}
-    wanted |= {(f"latent_{name}_kernel", dtype) for name in ("store", "decode") for dtype in latent_formats.names()}
+    wanted |= {
+        (f"latent_{name}_kernel", dtype) for name in ("store", "gather", "decode") for dtype in latent_formats.names()
+    }
     wanted |= {(f"{name}_kernel", "any") for name in ("plan", "ring_slots", "reduce", "latent_reduce")}
     assert {(line[1], line[2]) for line in lines} == wanted, served.stderr[-3000:]
     assert all(line[-1] == "fits" for line in lines), served.stdout

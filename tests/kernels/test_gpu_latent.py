@@ -186,6 +186,30 @@ def test_out_may_be_a_part_of_a_wider_buffer_and_a_step_smaller_than_the_plan(dt
     assert (buffer[:, 3 * RANK :] == 7).all()
 
 
+@settings(max_examples=15)
+@given(
+    every, st.sampled_from([16, 48, 64]),
+    st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)), min_size=1, max_size=3),
+    st.sampled_from([torch.float16, torch.float32]), st.booleans(), seeds,
+)  # fmt: skip
+def test_a_chunk_of_every_context_is_gathered_as_the_cpu_reads_it(
+    name: str, block_size: int, wanted: list[tuple[int, int]], dtype: torch.dtype, calibrated: bool, seed: int
+) -> None:
+    begin = wanted[0][0]
+    lengths = [begin + n if n else more for more, n in wanted]  # who takes no part has a length of his own
+    batch = LatentBatch(name, lengths, seed, block_size=block_size, calibrated=calibrated)
+    chunks = [n for _, n in wanted]
+    rows = torch.tensor([0, *torch.tensor(chunks).cumsum(0).tolist()], dtype=torch.int32)
+    out = torch.full((sum(chunks) + 2, ENTRY), 7.0, dtype=dtype)
+    batch.pages.gather(batch.table, rows, begin, max(chunks), out)
+    for i, n in enumerate(chunks):
+        if n:
+            part = batch.cpu.read(batch.table[i], lengths[i])[begin:]
+            off = (out[rows[i] : rows[i + 1]].float() - part).norm(dim=-1)
+            assert (off <= part.norm(dim=-1) * (1e-3 if dtype == torch.float16 else 1e-5)).all()
+    assert (out[rows[-1] :] == 7).all()
+
+
 def test_bad_input_is_refused_before_a_launch() -> None:
     batch = LatentBatch("mla4", [20], 1)
     query, plan = batch.queries(), batch.plan()
@@ -208,6 +232,14 @@ def test_bad_input_is_refused_before_a_launch() -> None:
     ):  # fmt: skip
         with pytest.raises(BadInputError, match=told):
             batch.pages.decode(table, lens, plan, to)
+    rows, chunk = torch.tensor([0, 20], dtype=torch.int32), torch.full((20, ENTRY), 7.0)
+    for table, starts, to, told in (
+        (batch.table, rows.long(), chunk, "rows is torch.int64"), (batch.table, rows, chunk[:, :RANK], "out is"),
+        (batch.table[:0], rows, chunk, "rows are of 1 sequences"),
+    ):  # fmt: skip
+        with pytest.raises(BadInputError, match=told):
+            batch.pages.gather(table, starts, 0, 20, to)
+    assert (chunk == 7).all()
     for heads in (0, 129):
         with pytest.raises(BadInputError, match=f"heads is {heads}"):
             LatentShape(batch.fmt, heads, 16, CPU)

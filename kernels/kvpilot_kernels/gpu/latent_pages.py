@@ -15,6 +15,7 @@ from kvpilot_kernels.formats import SHRINK
 from kvpilot_kernels.gpu import latent_tuning, tuning
 from kvpilot_kernels.gpu.codec import SideLayout
 from kvpilot_kernels.gpu.latent_decode import latent_decode_kernel
+from kvpilot_kernels.gpu.latent_gather import latent_gather_kernel
 from kvpilot_kernels.gpu.latent_reduce import latent_reduce_kernel
 from kvpilot_kernels.gpu.latent_store import latent_store_kernel
 from kvpilot_kernels.gpu.pages import LOG2_E
@@ -191,4 +192,35 @@ class GpuLatentPages:
         latent_reduce_kernel[(sequences, triton.cdiv(s.heads, take))](
             plan.partial, plan.lse, plan.spans, s.rotation, f.mean, f.scale, out, out.stride(0), HEADS=s.heads,
             TAKE=take, STEP=latent_tuning.MERGE_SPLITS, num_warps=latent_tuning.MERGE_WARPS,
+        )  # fmt: skip
+
+    def gather(self, block_table: torch.Tensor, rows: torch.Tensor, begin: int, longest: int,
+               out: torch.Tensor) -> None:  # fmt: skip
+        """Read tokens [begin, begin + length) of each sequence back, in the model's own elements.
+
+        Args:
+            block_table: int32 [sequences, blocks]. rows: int32 [sequences + 1], where each sequence's tokens start in
+                the output; their differences are the lengths, at most `longest`.
+            out: [rows, 576], 16 bits or float32, contiguous: latents, then RoPE parts.
+
+        Raises:
+            BadInputError: another type or shape, or a table without a row for each sequence.
+        """
+        s, f = self.shape, self.factors
+        common.int32(block_table=block_table, rows=rows)
+        if out.dim() != 2 or out.shape[1] != ENTRY or not out.is_contiguous():
+            raise common.BadInputError(
+                "out", f"is {tuple(out.shape)} with strides {out.stride()}", f"give a contiguous [rows, {ENTRY}]"
+            )
+        sequences = rows.shape[0] - 1
+        if sequences > block_table.shape[0]:
+            raise common.BadInputError(
+                "rows", f"are of {sequences} sequences", f"block_table has {block_table.shape[0]}"
+            )
+        if sequences < 1 or longest < 1:
+            return
+        latent_gather_kernel[(triton.cdiv(longest, latent_tuning.GATHER_TOKENS), 2, sequences)](
+            self.cache, block_table, rows, out, s.rotation, f.mean, f.scale, begin, self.cache.stride(0),
+            block_table.stride(0), LATENT=s.latent, POSITION=s.rope, PAGE=s.block_size,
+            TOKENS=latent_tuning.GATHER_TOKENS, num_warps=latent_tuning.GATHER_WARPS,
         )  # fmt: skip

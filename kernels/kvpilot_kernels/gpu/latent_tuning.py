@@ -17,6 +17,9 @@ MOST_HEADS = 24
 STORE_TOKENS, STORE_WARPS = 8, 8
 """Rows of a program of `store`, and its warps."""
 
+GATHER_TOKENS, GATHER_WARPS = 16, 8
+"""Tokens of a program of `gather`, and its warps."""
+
 MERGE_HEADS, MERGE_SPLITS, MERGE_WARPS = 4, 2, 8
 """Heads of a program of `reduce`, splits in flight, and its warps."""
 

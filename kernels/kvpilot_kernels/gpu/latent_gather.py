@@ -1,0 +1,50 @@
+"""Gather of latent pages: read entries back into 16 bits, in the model's own elements.
+
+Prefill makes keys and values of each head out of its context's entries, a chunk of the context at a time, in a
+workspace of fixed size; the context never exists in 16 bits as a whole.
+"""
+
+import triton
+import triton.language as tl
+
+from kvpilot_kernels.gpu.codec import read_codes, scale_and_zero
+from kvpilot_kernels.gpu.latent_store import ENTRY, RANK, ROPE, rotate_part
+
+
+@triton.jit
+def read_part(page, place, live, to, rotation_ptr, mean_ptr, factor_ptr, SIDE: tl.constexpr, WIDTH: tl.constexpr):
+    """Write rows [TOKENS, WIDTH] of a part, rotated back, in the model's elements, at pointers [TOKENS], if `live`."""
+    d = tl.arange(0, WIDTH)
+    code = read_codes(page + (SIDE.codes + place * SIDE.row), live, SIDE.bits, WIDTH, WIDTH)
+    meta = tl.load((page + SIDE.meta).to(tl.pointer_type(tl.int16)) + place, mask=live, other=0).to(tl.int32)
+    scale, zero = scale_and_zero(meta, SIDE.bits)
+    y = rotate_part((code.to(tl.float32) - zero[:, None]) * scale[:, None], rotation_ptr, WIDTH)
+    y = y / tl.load(factor_ptr + d)[None, :] + tl.load(mean_ptr + d)[None, :]
+    tl.store(to[:, None] + d[None, :], y.to(to.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit(do_not_specialize=["begin"])
+def latent_gather_kernel(cache_ptr, table_ptr, rows_ptr, out_ptr, rotation_ptr, mean_ptr, factor_ptr, begin,
+                         page_stride, table_stride, LATENT: tl.constexpr, POSITION: tl.constexpr, PAGE: tl.constexpr,
+                         TOKENS: tl.constexpr):  # fmt: skip
+    """Grid (cdiv(longest, TOKENS), 2, sequences): latents and RoPE parts of tokens [begin, begin + length).
+
+    table: int32 [sequences, blocks]; rows: int32 [sequences + 1], where each sequence's tokens start in the output
+    (their differences are the lengths); out: any float dtype, [rows, 576]; the rest as in `latent_store`.
+    """
+    sequence = tl.program_id(2)
+    row = tl.load(rows_ptr + sequence)
+    length = tl.load(rows_ptr + sequence + 1) - row
+    at = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    if tl.program_id(0) * TOKENS < length:
+        live = at < length
+        token = begin + at
+        block = tl.load(table_ptr + sequence.to(tl.int64) * table_stride + token // PAGE, mask=live, other=0)
+        page = cache_ptr + block.to(tl.int64) * page_stride
+        to = out_ptr + (row + at).to(tl.int64) * ENTRY
+        if tl.program_id(1) == 0:
+            read_part(page, token % PAGE, live, to, rotation_ptr, mean_ptr, factor_ptr, LATENT, RANK)
+        else:
+            read_part(
+                page, token % PAGE, live, to + RANK, rotation_ptr, mean_ptr + RANK, factor_ptr + RANK, POSITION, ROPE
+            )  # fmt: skip
