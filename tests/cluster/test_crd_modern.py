@@ -118,7 +118,16 @@ SPECS = st.fixed_dictionaries(
     {
         "model": st.fixed_dictionaries(
             {"source": SOURCES},
-            optional={"revision": st.just("main"), "tokenSecretRef": st.just({"name": "hf"}), "maxModelLen": NUMBERS},
+            optional={
+                "revision": st.just("main"),
+                "tokenSecretRef": st.just({"name": "hf"}),
+                "maxModelLen": NUMBERS,
+                "servedName": st.sampled_from(["good", "sql"]),
+                "adapters": st.lists(
+                    st.fixed_dictionaries({"name": st.sampled_from(["good", "sql", "a=b"]), "source": SOURCES}),
+                    max_size=2,
+                ),
+            },
         ),
         "engine": st.fixed_dictionaries(
             {"image": st.sampled_from(["a/b:1", "a b", ""])},
@@ -126,7 +135,19 @@ SPECS = st.fixed_dictionaries(
                 "tensorParallelSize": st.sampled_from([1, 2, 8]),
                 "env": st.lists(ENV, max_size=3),
                 "extraArgs": st.lists(
-                    st.sampled_from(["--x", "--model", "--models", "--host=1", "-tp", "-tpx", "--ssl_keyfile=x", ""]),
+                    st.sampled_from(
+                        [
+                            "--x",
+                            "--model",
+                            "--models",
+                            "--host=1",
+                            "-tp",
+                            "-tpx",
+                            "--ssl_keyfile=x",
+                            "",
+                            "--enable-lora",
+                        ]
+                    ),
                     max_size=3,
                 ),
                 "resources": section(

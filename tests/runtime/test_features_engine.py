@@ -19,7 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from kvpilot_demo.models import tiny_llama
 from kvpilot_localcluster.engines.real import HANGS, engine
+from kvpilot_operator.render.engine import pod_template
 from support.oracle import SLACK, Oracle
+from support.services import manifest, spec_of
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -55,12 +57,20 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return adapter, merged
 
 
+def of_adapters(**folders: Path) -> list[str]:
+    """The arguments that the operator gives an engine for model.adapters."""
+    adapters = [{"name": name, "source": f"file://{folder}"} for name, folder in folders.items()]
+    spec = spec_of(manifest(model={"adapters": adapters}))
+    arguments: list[str] = pod_template("chat", spec, "k4v4")["spec"]["containers"][0]["args"]
+    return arguments[arguments.index("--lora-modules") :]
+
+
 @pytest.fixture(scope="module")
 def served(lora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A client of the engine."""
     arguments = (
         "--dtype=float32", "--recent-tokens=0", "--kv-cache-memory-bytes=64M", "--max-num-seqs=8",
-        "--max-num-batched-tokens=32", "--enable-lora", "--max-lora-rank=8", f"--lora-modules=adapter={lora[0]}",
+        "--max-num-batched-tokens=32", "--max-lora-rank=8", *of_adapters(adapter=lora[0], **{"acme/other": lora[0]}),
         "--enable-auto-tool-choice", "--tool-call-parser=hermes",
         # Random weights would write spaces for ever.
         "--structured-outputs-config.backend=xgrammar", "--structured-outputs-config.disable_any_whitespace=true",
@@ -156,6 +166,14 @@ def test_a_tool_is_called_with_the_arguments_that_it_declares(served: httpx.Clie
     )["tool_calls"]  # fmt: skip
     assert call["function"]["name"] == "forecast"
     assert set(json.loads(call["function"]["arguments"])) == {"city", "warm", "days"}
+
+
+def test_every_adapter_of_a_service_is_served_under_its_own_name(served: httpx.Client) -> None:
+    listed = served.get("/v1/models").raise_for_status().json()["data"]
+    assert {one["id"] for one in listed} == {"m", "adapter", "acme/other"}
+    answers = [completed(served, model=name, max_tokens=24)["choices"][0] for name in ("m", "adapter", "acme/other")]
+    base, *adapted = (answer["token_ids"] for answer in answers)
+    assert base not in adapted
 
 
 def test_an_adapter_answers_as_the_model_with_its_weights_added(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 Json = Any
 
 # Templates of all kinds, the right and the wrong ones: names of ours, fields of ours, access to the node.
-NAMES = st.sampled_from(["engine", "proxy", "shm", "model", "compile", "data", "gpu", "http"])
+NAMES = st.sampled_from(["engine", "proxy", "shm", "model", "compile", "adapters-0", "data", "gpu", "http"])
 BOOLEANS = st.booleans()
 USERS = st.sampled_from([0, 1000, 65532])
 CAPABILITIES = st.lists(
@@ -53,7 +53,10 @@ CONTAINERS = named(
         resources=some(limits=st.just({"nvidia.com/gpu": 8}), claims=st.just([{"name": "gpu"}])),
         volumeMounts=st.lists(
             st.fixed_dictionaries(
-                {"name": NAMES, "mountPath": st.sampled_from(["/models", "//dev/shm/", "/data", "/compile-cache"])}
+                {
+                    "name": NAMES,
+                    "mountPath": st.sampled_from(["/models", "//dev/shm/", "/data", "/compile-cache", "/adapters/a"]),
+                }
             ),
             max_size=2,
             unique_by=lambda one: one["mountPath"],

@@ -191,8 +191,10 @@ def lost(ours: Json, found: Json, path: str) -> Iterator[str]:
 def test_whatever_is_accepted_takes_nothing_of_ours_from_a_pod(given_template: Json) -> None:
     obj = engine(given_template, resources={"limits": {"cpu": 1}}) | {}
     obj["spec"]["cache"] = {"weightsClaimName": "w", "compileClaimName": "c"}
+    obj["spec"]["model"]["adapters"] = [{"name": "sql", "source": "pvc://a/sql"}]
     assume(not faults(obj, KINDS))
-    plain = manifest(engine={"image": "i", "resources": {"limits": {"cpu": 1}}}, cache=obj["spec"]["cache"])
+    plain = engine({}, resources={"limits": {"cpu": 1}})
+    plain["spec"] |= {name: obj["spec"][name] for name in ("cache", "model")}
     ours = pod_template(KEY.name, spec_of(plain), "k4v4")
     found = pod_template(KEY.name, spec_of(obj), "k4v4")
     for one in (ours, found):

@@ -42,11 +42,19 @@ class KeyRef(_Part, frozen=True):
     optional: bool = False
 
 
+class Adapter(_Part, frozen=True):
+    """One item of spec.model.adapters."""
+
+    name: str
+    source: str
+
+
 class Model(_Part, frozen=True):
     """spec.model; served_name falls back to the object's name."""
 
     source: str
     served_name: str
+    adapters: tuple[Adapter, ...] = ()
     revision: str | None = None
     token_secret_ref: KeyRef | None = None
     max_model_len: int | None = None

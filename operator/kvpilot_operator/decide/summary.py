@@ -20,7 +20,7 @@ def summarise(c: Context) -> Context:
     s, stable, kv = c.snapshot, c.stable, c.status.kv_cache
     if stable is None:
         return c
-    names = traffic.serving(c)
+    names, serves = traffic.serving(c), s.deployments.get(stable.revision)
     sample = s.last_sample(traffic.selected(c) or stable.revision)
     usage = c.workload.usage_percent if c.workload.kind != WorkloadKind.NO_METRICS else None
     if usage is not None and kv.usage_percent is not None and abs(usage - kv.usage_percent) < USAGE_STEP_PERCENT:
@@ -31,6 +31,8 @@ def summarise(c: Context) -> Context:
         replicas=_counted(c, names),
         ready_replicas=sum(len(s.ready_pods(name)) for name in names),
         selector=f"{SERVICE_LABEL}={s.key.name}{one}",
+        # An engine that cannot load one of its adapters does not start.
+        adapters=serves.adapters if serves is not None and stable.ever_ready else (),
     )
     return c.set_kv(
         active_dtype=stable.dtype,

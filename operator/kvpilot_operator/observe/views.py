@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import dropwhile, islice, takewhile
 from typing import Any
 
 from kvpilot_operator.render.names import (
+    ADAPTERS_OPTION,
     DTYPE_LABEL,
     ENGINE_CONTAINER,
     REVISION_LABEL,
@@ -86,7 +88,14 @@ def deployment_view(deployment: Object) -> DeploymentView:
         failure=_replica_failure(deployment.get("status") or {}),
         image=engine.get("image"),
         model=told.get("--model"),
+        adapters=_adapters(engine.get("args") or ()),
     )
+
+
+def _adapters(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Names of the adapters that the engine is told to load."""
+    after = islice(dropwhile(lambda argument: argument != ADAPTERS_OPTION, arguments), 1, None)
+    return tuple(one.partition("=")[0] for one in takewhile(lambda argument: not argument.startswith("-"), after))
 
 
 def _replica_failure(status: Object) -> str | None:

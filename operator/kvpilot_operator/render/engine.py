@@ -7,9 +7,10 @@ import json
 from typing import Any
 
 from kvpilot_kernels import formats
-from kvpilot_operator.api.spec import Engine, Spec
+from kvpilot_operator.api.spec import Adapter, Engine, Spec
 from kvpilot_operator.render.merge import strategic_merge
 from kvpilot_operator.render.names import (
+    ADAPTERS_OPTION,
     DTYPE_LABEL,
     ENGINE_CONTAINER,
     ENGINE_PORT,
@@ -22,6 +23,7 @@ from kvpilot_operator.render.startup import startup_budget_seconds
 # The user of docker/runtime.Dockerfile; its group owns what is written to claims.
 ENGINE_USER = 65532
 _WEIGHTS_PATH = "/models"
+_ADAPTERS_PATH = "/adapters"
 _COMPILE_PATH = "/compile-cache"
 
 
@@ -151,7 +153,21 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
     recent = spec.kv_cache.recent_tokens_of(dtype)
     if recent is not None:
         arguments.append(f"--recent-tokens={recent}")
-    return [*arguments, *engine.extra_args]
+    return [*arguments, *_adapters(spec), *engine.extra_args]
+
+
+def _adapters(spec: Spec) -> list[str]:
+    """What loads the adapters at start; requests for all of them share a step unless extraArgs bounds it."""
+    if not spec.model.adapters:
+        return []
+    modules = [f"{one.name}={_adapter_location(one)}" for one in spec.model.adapters]
+    return [ADAPTERS_OPTION, *modules, "--enable-lora", f"--max-loras={len(modules)}"]
+
+
+def _adapter_location(adapter: Adapter) -> str:
+    """What the engine is given as an adapter: a hub id or a path inside the pod."""
+    scheme, _, rest = adapter.source.partition("://")
+    return f"{_ADAPTERS_PATH}/{rest}" if scheme == "pvc" else rest
 
 
 def model_location(spec: Spec) -> str:
@@ -194,6 +210,11 @@ def _volumes(spec: Spec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     elif scheme == "hf" and spec.cache.weights_claim_name:
         volumes.append({"name": "model", "persistentVolumeClaim": {"claimName": spec.cache.weights_claim_name}})
         mounts.append({"name": "model", "mountPath": _WEIGHTS_PATH})
+    sources = (one.source for one in spec.model.adapters if one.source.startswith("pvc://"))
+    for index, claim in enumerate(sorted({source.removeprefix("pvc://").partition("/")[0] for source in sources})):
+        name = f"adapters-{index}"
+        volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim}})
+        mounts.append({"name": name, "mountPath": f"{_ADAPTERS_PATH}/{claim}", "readOnly": True})
     if spec.cache.compile_claim_name:
         volumes.append({"name": "compile", "persistentVolumeClaim": {"claimName": spec.cache.compile_claim_name}})
         mounts.append({"name": "compile", "mountPath": _COMPILE_PATH})

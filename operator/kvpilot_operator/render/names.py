@@ -20,6 +20,8 @@ SHELTER_ANNOTATION = "kvpilot.io/sheltered"
 """On a pod that a cluster autoscaler is asked to leave where it is for now."""
 
 ENGINE_CONTAINER = "engine"
+ADAPTERS_OPTION = "--lora-modules"
+"""Of the engine, with NAME=PATH of each adapter in the arguments after it."""
 ENGINE_PORT = 8000
 
 

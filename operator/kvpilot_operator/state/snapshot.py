@@ -61,6 +61,8 @@ class DeploymentView:
     image: str | None = None
     model: str | None = None
     """The engine's, as it is told."""
+    adapters: tuple[str, ...] = ()
+    """Names of the LoRA adapters that its engines load at start."""
 
 
 @dataclass(frozen=True, slots=True)

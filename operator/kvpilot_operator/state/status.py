@@ -248,6 +248,7 @@ class Status(_Struct, frozen=True, kw_only=True):
     replicas: int | None = None
     ready_replicas: int | None = None
     selector: str | None = None
+    adapters: tuple[str, ...] = ()
     stable: Stable | None = None
     kv_cache: KVCache = KVCache()
     scaling: Scaling = Scaling()
