@@ -80,11 +80,12 @@ def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: in
     plan.update(lens)
     first = pages[0]
     first.store(query, key, value, slots, plan, rows, case.dim**-0.5, ring_slots, lens)
-    first.decode(row_table, lens, plan, out, row_rings)
+    exact = out.float()
+    first.decode(row_table, lens, plan, exact, row_rings)
     off, one = 0.0, Plan(shape, case.batch)
     for i in range(tokens):
         mine = slice(i, None, tokens)
-        again = torch.empty_like(query[mine])
+        again = torch.empty_like(exact[mine])
         # Nothing is stored anew: slots of padding.
         nothing = torch.full((case.batch,), -1, dtype=torch.int64, device=device)
         one.update(lens[mine].contiguous())
@@ -93,7 +94,7 @@ def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: in
             case.dim**-0.5, nothing if recent else None,
         )  # fmt: skip
         first.decode(table, lens[mine].contiguous(), one, again, rings)
-        off = max(off, float(((out[mine] - again).float().norm(dim=-1) / again.float().norm(dim=-1)).max()))
+        off = max(off, float(((exact[mine] - again).norm(dim=-1) / again.norm(dim=-1)).max()))
     return {**found, "off": off, "bytes": size}
 
 
