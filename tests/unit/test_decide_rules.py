@@ -36,9 +36,9 @@ def test_each_template_is_rendered_once_a_reconcile_and_each_traffic_plan_comput
         rendered: Counter[str] = Counter()
         planned: Counter[object] = Counter()
 
-        def render(name, spec, dtype, *, real=context.pod_template, count=rendered):
+        def render(name, spec, dtype, *, real=context.pod_template, count=rendered, **of_server):
             count[dtype] += 1
-            return real(name, spec, dtype)
+            return real(name, spec, dtype, **of_server)
 
         def plan(s, spec, *args, real=context.traffic_plan, count=planned):
             count[args] += 1
