@@ -87,6 +87,13 @@ def test_what_is_on_its_way_holds_nobody_up_and_the_engine_tells_for_itself() ->
     assert pending_reason([stuck]) == Cause("ImageUnavailable", "ErrImagePull: no such image")
 
 
+@pytest.mark.parametrize("reason", ["Unschedulable", "SchedulingGated"])
+def test_a_pod_without_a_node_is_told_in_the_schedulers_words_whatever_holds_it_back(reason: str) -> None:
+    scheduled = {"type": "PodScheduled", "status": "False", "reason": reason, "message": "no room"}
+    pod = pod_view({"metadata": {"name": "a"}, "status": {"conditions": [scheduled]}})
+    assert pending_reason([pod]) == Cause("Unschedulable", "no room")
+
+
 def test_a_sidecar_cannot_speak_for_the_engine() -> None:
     said = '{"kvpilot": "refused", "reason": "DoesNotFit", "message": "no"}'
     pod = observed(engine={"running": {}}, proxy=waits("CrashLoopBackOff", said))

@@ -41,6 +41,18 @@ def test_surge_waits_for_spare_capacity():
     assert cluster.until(ended).last_canary.stage == "Promoted"
 
 
+def test_why_a_canary_has_no_pod_is_told_while_it_waits_and_no_longer():
+    cluster = on_trial(cluster={"places": 3}, capacityPolicy="Surge")
+    cluster.until(stage("Starting"))
+    for _ in range(5):
+        cluster.tick()
+    for kind in ("Progressing", "CanaryHealthy"):
+        assert parse_status(cluster.status).condition(kind).message.endswith("; it waits: 0/1 nodes have a free GPU")
+    cluster.places = 4
+    status = cluster.until(stage("Probing"))
+    assert not any("it waits" in status.condition(kind).message for kind in ("Progressing", "CanaryHealthy"))
+
+
 def test_replace_one_never_asks_for_a_pod_more():
     cluster = on_trial(cluster={"places": 3}, capacityPolicy="ReplaceOne")
     most = 0

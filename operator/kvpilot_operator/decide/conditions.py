@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from kvpilot_operator.decide import kstatus, measured
 from kvpilot_operator.decide.context import Context, Draft
-from kvpilot_operator.decide.measured import Line
+from kvpilot_operator.decide.measured import Line, waiting
 from kvpilot_operator.decide.rejections import finding, rejected
 from kvpilot_operator.decide.trial import traffic
 from kvpilot_operator.decide.trial.refusal import engine_failure, pending_reason
@@ -175,7 +175,7 @@ def _progressing(c: Context, objects: Line) -> Line:
     canary, stable, target, paused = c.canary, c.stable, c.target, c.spec.rollout.paused
     if canary is not None:
         stopped = paused and canary.stage != Stage.ROLLING_BACK
-        text = f"{canary.from_dtype} -> {canary.dtype}{_share(canary)}: {canary.message}"
+        text = f"{canary.from_dtype} -> {canary.dtype}{_share(canary)}: {canary.message}{waiting(c)}"
         return Line("False", "RolloutPaused", text) if stopped else Line("True", f"Canary{canary.stage}", text)
     if target.held is not None:
         return Line("False", target.reason, target.held)

@@ -10,6 +10,7 @@ from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.judging.workload import USAGE_STEP_PERCENT
 from kvpilot_operator.decide.trial.baseline import known
 from kvpilot_operator.decide.trial.refusal import engine_failure, mixed_factors
+from kvpilot_operator.decide.trial.rollout import why_waiting
 from kvpilot_operator.state.enums import Reason, Stage, Verdict, WorkloadKind
 
 Word = Literal["True", "False", "Unknown"]
@@ -64,13 +65,21 @@ def memory_pressured(c: Context) -> Line:
     return Line(word, workload.kind, workload.message)
 
 
+def waiting(c: Context) -> str:
+    """What keeps pods on trial from coming, to be said after what is found of the canary."""
+    canary, why = c.canary, why_waiting(c) if c.canary is not None else ""
+    if canary is None or canary.stage == Stage.ROLLING_BACK or why.removeprefix(": ") in canary.message:
+        return ""
+    return f"; it waits{why}"
+
+
 def canary_healthy(c: Context) -> Line:
     """What was found of the canary in flight, or of the last one."""
     canary, last = c.canary, c.status.last_canary
     if canary is not None:
         passed: Word = "True" if canary.verdict == Verdict.PASSED else "Unknown"
         word: Word = "False" if canary.stage == Stage.ROLLING_BACK else passed
-        return Line(word, canary.reason or canary.stage, f"{canary.dtype}: {canary.message}")
+        return Line(word, canary.reason or canary.stage, f"{canary.dtype}: {canary.message}{waiting(c)}")
     if last is None:
         return Line("Unknown", "NoCanary", "no canary has run")
     ended: Word = "True" if last.stage == Stage.PROMOTED else "False"

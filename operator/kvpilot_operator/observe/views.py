@@ -16,10 +16,12 @@ from kvpilot_operator.render.names import (
     SHELTER_ANNOTATION,
     deployment_name,
 )
-from kvpilot_operator.state.snapshot import DeploymentView, PodView, RouteView, ServiceKey
+from kvpilot_operator.state.snapshot import ON_ITS_WAY, DeploymentView, PodView, RouteView, ServiceKey
 
 Object = Mapping[str, Any]
 
+# A pod is gated while a queue (Kueue's, say) has no room for it: for us it is the same as no room on a node.
+_NO_NODE = ("Unschedulable", "SchedulingGated")
 _POD_NAME = re.compile(r'^(?:pods|Pod) "[^"]*" is (?:forbidden|invalid): ')
 
 
@@ -29,7 +31,7 @@ def pod_view(pod: Object) -> PodView:
     conditions = {c.get("type"): c for c in status.get("conditions") or ()}
     container = _engine_of(status.get("containerStatuses") or ())
     scheduled = conditions.get("PodScheduled", {})
-    unschedulable = scheduled.get("message") if scheduled.get("reason") == "Unschedulable" else None
+    unschedulable = scheduled.get("message") if scheduled.get("reason") in _NO_NODE else None
     waiting = (container.get("state") or {}).get("waiting") or {}
     return PodView(
         name=pod["metadata"]["name"],
@@ -48,16 +50,12 @@ def pod_view(pod: Object) -> PodView:
     )
 
 
-# What a container waits with while nothing is wrong with it.
-_ON_ITS_WAY = ("PodInitializing", "ContainerCreating")
-
-
 def _held_up(status: Object) -> tuple[str, str] | None:
     """Reason and message of the first container beside the engine that waits for what may never come."""
     for container in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
         waiting = (container.get("state") or {}).get("waiting") or {}
-        reason = waiting.get("reason") or _ON_ITS_WAY[0]
-        if container.get("name") != ENGINE_CONTAINER and reason not in _ON_ITS_WAY:
+        reason = waiting.get("reason") or ON_ITS_WAY[0]
+        if container.get("name") != ENGINE_CONTAINER and reason not in ON_ITS_WAY:
             said = _exit_message(container) or waiting.get("message") or ""
             return str(reason), f"container {container.get('name')}: {said}".strip()
     return None

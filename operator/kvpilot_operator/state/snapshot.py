@@ -25,6 +25,10 @@ class ServiceKey(NamedTuple):
         return f"{self.namespace}/{self.name}"
 
 
+ON_ITS_WAY = ("PodInitializing", "ContainerCreating")
+"""What a container waits with while nothing is wrong with it."""
+
+
 @dataclass(frozen=True, slots=True)
 class PodView:
     """One engine pod as its kubelet reports it."""
@@ -41,7 +45,7 @@ class PodView:
     exit_message: str | None
     """What the engine's last exit left behind (kvpilot-serve's refusal, or the end of its log)."""
     unschedulable: str | None
-    """The scheduler's message while no node fits."""
+    """The scheduler's message while no node fits, or a queue holds the pod back."""
     held_up: tuple[str, str] | None = None
     """Why an init container or a sidecar keeps the pod from being ready: reason and message."""
     uid: str = ""

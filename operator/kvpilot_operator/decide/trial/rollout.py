@@ -26,7 +26,7 @@ from kvpilot_operator.render.names import deployment_name
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.enums import Action, Reason, Stage, TrafficMode, Verdict
 from kvpilot_operator.state.questions import Question
-from kvpilot_operator.state.snapshot import PodView
+from kvpilot_operator.state.snapshot import ON_ITS_WAY, PodView
 from kvpilot_operator.state.status import Canary, Stable, clip
 
 # A target of this reason leaves a dtype that harms answers: it is probed, but goes through no steps of traffic.
@@ -269,7 +269,7 @@ def _give_up(c: Context) -> Context:
     if canary.stage == Stage.SHIFTING and canary.verdict == Verdict.INCONCLUSIVE:
         text = f"no verdict within {seconds} s after its time: {canary.message}"
         return roll_back(c, Verdict.INCONCLUSIVE, canary.reason, text)
-    text = f"still {canary.stage} after {seconds} s{_why_waiting(c)}"
+    text = f"still {canary.stage} after {seconds} s{why_waiting(c)}"
     if canary.stage == Stage.SHIFTING or canary.reason == Reason.ROUTE_UNUSABLE:
         text = f"{text}: {canary.message}"
     return roll_back(c, Verdict.ERROR, "ProgressDeadlineExceeded", text)
@@ -281,11 +281,12 @@ def _note_capacity(c: Context) -> Context:
     return c.set_canary(capacity_tokens=sample.capacity_tokens // sample.pods) if sample is not None else c
 
 
-def _why_waiting(c: Context) -> str:
+def why_waiting(c: Context) -> str:
+    """What keeps the pods on trial from coming, after a colon; empty where nothing is known to."""
     name = deployment_name(c.snapshot.key.name, in_flight(c).revision)
     refused = [one for one in rejected(c.snapshot) if (one.kind, one.name) == ("Deployment", name)]
     if refused:
         return f": {finding(refused).message}"
-    pods = _pods_on_trial(c)
+    pods = [pod for pod in _pods_on_trial(c) if not pod.ready]
     reasons = (pod.unschedulable or ": ".join(pod.held_up or ()) or pod.waiting_reason for pod in pods)
-    return next((f": {reason}" for reason in reasons if reason), "")
+    return next((f": {reason}" for reason in reasons if reason and reason not in ON_ITS_WAY), "")
