@@ -148,7 +148,7 @@ def ours(
         ring = fill_ring(at, table, rings, case.context, key) if rings is not None else None
     plan.update(lens, overlap=True)
     if overlap is not None:
-        plan.overlap, plan.launch = overlap, {"launch_pdl": True} if overlap else {}
+        plan.overlap = overlap
 
     def store() -> GpuPages:
         at = pages[next(turn) % len(pages)]

@@ -101,7 +101,7 @@ def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int
     """Decode as `GpuPages` launches it for a format, head_dim, query heads of a KV head, recent window, and so on."""
     fmt, queries = formats.parse(name), -(-ratio // -(-ratio // 8))
     key, value = side_layouts(fmt, dim, page, recent)
-    choice = tuning.choose(dim, queries, fmt.key.bits + fmt.value.bits, page, divmod(capability, 10))
+    choice = tuning.choose(dim, queries, fmt.key.bits + fmt.value.bits, page, recent, divmod(capability, 10))
     ring = fmt.ring_layout(dim, page).tokens if recent else 0
     parts = [f"head_dim {dim}", f"{ratio} queries", recent and f"window {recent}",
              page != BLOCK and f"blocks of {page}", softcap and "soft cap", window and f"sliding {window}"]  # fmt: skip
@@ -113,15 +113,15 @@ def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int
     )  # fmt: skip
 
 
-def store_variant(name: str, dim: int, recent: int) -> Variant:
-    """Store as `GpuPages` launches it."""
-    fmt, block = formats.parse(name), tuning.store_block(dim, recent)
+def store_variant(name: str, dim: int, recent: int, tokens: int) -> Variant:
+    """Store as `GpuPages` launches it for so many tokens."""
+    fmt, block = formats.parse(name), tuning.store_block(dim, tokens)
     key, value = side_layouts(fmt, dim, BLOCK, recent)
     ring = fmt.ring_layout(dim, BLOCK).tokens if recent else 0
     constants = {"KV_HEADS": 8, "RATIO": 4, "KEY": key, "VALUE": value, "D": dim, "WIDE": slots(dim), "PAGE": BLOCK,
                  "RING": ring, "TOKENS": block.tokens}  # fmt: skip
-    return Variant("store_kernel", name, f"head_dim {dim}" + (f", window {recent}" if recent else ""), block.warps,
-                   constants)  # fmt: skip
+    parts = [f"head_dim {dim}", recent and f"window {recent}", f"{block.tokens} tokens"]
+    return Variant("store_kernel", name, ", ".join(part for part in parts if part), block.warps, constants)
 
 
 def gather_variant(name: str, dim: int, block: tuning.Block) -> Variant:
@@ -132,11 +132,10 @@ def gather_variant(name: str, dim: int, block: tuning.Block) -> Variant:
     return Variant("gather_kernel", name, f"head_dim {dim}", block.warps, constants)
 
 
-def reduce_variant(dim: int, take: int) -> Variant:
-    """Reduce for so many of 8 query heads; it knows no format."""
-    constants = {"KV_HEADS": 8, "RATIO": 8, "TAKE": take, "D": dim, "WIDE": slots(dim), "ROWS": take,
-                 "STEP": 32 // take}  # fmt: skip
-    return Variant("reduce_kernel", "any", f"head_dim {dim}, {take} of 8 queries", 4, constants)
+def reduce_variant(dim: int, take: int, step: int, warps: int) -> Variant:
+    """Reduce for so many of 8 query heads and splits in flight; it knows no format."""
+    constants = {"KV_HEADS": 8, "RATIO": 8, "TAKE": take, "D": dim, "WIDE": slots(dim), "ROWS": take, "STEP": step}
+    return Variant("reduce_kernel", "any", f"head_dim {dim}, {take} of 8 queries, {step} splits", warps, constants)
 
 
 def step_variants() -> list[Variant]:
@@ -176,11 +175,14 @@ def every_variant(capability: int) -> list[Variant]:
         for name in formats.own_names():
             windows = (0, 64) if formats.parse(name).has_ring else (0,)
             found += [decode_variant(name, dim, ratio, recent, capability) for ratio in (4, 8) for recent in windows]
-            found += [store_variant(name, dim, recent) for recent in windows]
+            found += [store_variant(name, dim, recent, tokens) for recent in windows
+                      for tokens in ((1, tuning.FEW_TOKENS + 1) if dim <= 128 else (1,))]  # fmt: skip
             found.append(gather_variant(name, dim, tuning.gather_block(dim, divmod(capability, 10))))
         found.append(decode_variant("k4v4", dim, 8, 64, capability, page=16))
         found.append(decode_variant("k4v4", dim, 8, 64, capability, softcap=True, window=4096))
-        found += [reduce_variant(dim, take) for take in (1, 4, 8)]
+        few = 2 if dim <= 128 else 4
+        ways = ((1, 128, 16), (1, 32, 4), (1, 8, few), (2, 8, few), (4, 4, few))
+        found += [reduce_variant(dim, *way) for way in ways]
     for heads in (8, 16, 20, 64, 128):
         found += latent_variants(heads, capability)
     return found + latent_variants(16, capability, page=16)
@@ -188,22 +190,26 @@ def every_variant(capability: int) -> list[Variant]:
 
 def few_variants(capability: int) -> list[Variant]:
     """Of store and decode and each format one as for Llama-3-8B, with a window of 64; int8's are of head_dim 256, as
-    Gemma's. Of gather, which takes much the same in every format, k4v4's and int8's."""
-    found = [*step_variants(), reduce_variant(128, 1), reduce_variant(256, 8)]
+    Gemma's. Of a prompt's store k4v4's, and of gather k4v4's and int8's: these take much the same in every format."""
+    found = [*step_variants(), reduce_variant(128, 1, 32, 4), reduce_variant(256, 4, 4, 4)]
     for name in formats.own_names():
         recent, dim = 64 if formats.parse(name).has_ring else 0, 256 if name == "int8" else 128
-        found += [decode_variant(name, dim, 4, recent, capability), store_variant(name, dim, recent)]
+        found += [decode_variant(name, dim, 4, recent, capability), store_variant(name, dim, recent, 1)]
         if name in ("int8", "k4v4"):
             found.append(gather_variant(name, dim, tuning.gather_block(dim, divmod(capability, 10))))
-    return found + latent_variants(20, capability)
+    return [*found, store_variant("k4v4", 128, 64, tuning.FEW_TOKENS + 1), *latent_variants(20, capability)]
 
 
 def known(variant: Variant, taken: Resources) -> bool:
-    """Whether it is known that such a program spills: decode of 8 queries with a recent window, 8 to 328 bytes.
+    """Whether it is known that such a program spills: some with a recent window.
 
-    A tile of 16 tokens would fit; which is faster has not been measured.
+    Decode of 8 queries, 8 to 328 bytes: a tile of 16 tokens would fit, and takes an H200 1.5 to 1.9 times as long at
+    32 x 16K. By Triton 3.9, and not by 3.6, which was measured: decode of k8v4, 40 bytes on 9.0, and a prompt's store,
+    8 to 16.
     """
-    return variant.kernel == "decode_kernel" and "8 queries, window" in variant.shape and 0 < taken.stack <= 328
+    most = 328 if "8 queries, window" in variant.shape else 40 if variant.dtype == "k8v4" else 0
+    most = {"decode_kernel": most, "store_kernel": 16 if "16 tokens" in variant.shape else 0}.get(variant.kernel, 0)
+    return "window" in variant.shape and 0 < taken.stack <= most
 
 
 def compile_for(variant: Variant, capability: int) -> Resources:
@@ -212,6 +218,8 @@ def compile_for(variant: Variant, capability: int) -> Resources:
     constants = dict(variant.constants)
     if "OVERLAP" in kernel.arg_names:
         constants["OVERLAP"] = capability >= 90
+    if "WAIT" in kernel.arg_names:
+        constants["WAIT"] = capability >= 90
     for name in kernel.arg_names:
         if name in constants:
             types[name] = "constexpr"

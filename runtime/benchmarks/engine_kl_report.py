@@ -13,10 +13,11 @@ every position is a decode step over pages and rings, as a user's tokens are. Co
 whole vocabulary, made from the engine's states after the last norm, with those of the same engine with the cache in the
 model's dtype, in millinats of KL. `model` is what the table's model says of the same tokens. The control is the latter
 engine again, with each text in one prefill: two kernels of attention.
-Rows of the H200, of 2026-11-22, are, on both sides, from before the first key of a sequence had
-[a mean of its own](../decisions/0022-a-mean-of-its-own-for-the-first-key.md); those of a CPU (x86_64) are not.
-`fp8_e4m3` is vLLM's own code: on a CPU it does more than the rounding to e4m3 that the model knows, and why has not
-been looked into.
+The H200's rows after a hit are, on both sides, from before the first key of a sequence had
+[a mean of its own](../decisions/0022-a-mean-of-its-own-for-the-first-key.md); all others are not. In bfloat16 the
+control is part of each row's KL.
+`fp8_e4m3` is vLLM's own code: on a GPU it also rounds queries to e4m3, which the model does not; on a CPU it does more
+yet, and why has not been looked into.
 
 """
 

@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.gpu.ring import fill_ring_slots
+from kvpilot_kernels.gpu.tuning import FEW_TOKENS
 from kvpilot_runtime.backend import PackedBuilder
 from kvpilot_runtime.recent import Rings
 from kvpilot_runtime.speculation import drafts, owners
@@ -203,10 +204,11 @@ class CudaBuilder(PackedBuilder):
         # One row more, since prompts follow the rows that decode: their table starts anywhere.
         table = torch.zeros(sequences + 1, width, dtype=torch.int32, **make)
         rings = torch.zeros(sequences, max(width, shape.ring_blocks), dtype=torch.int32, **make)[:, : shape.ring_blocks]
-        lens = torch.ones(sequences, dtype=torch.int32, **make)
-        slots = torch.full((sequences,), -1, **make)
-        query = torch.zeros(sequences, heads, shape.head_dim, dtype=self.dtype, **make)
-        fresh = torch.zeros(sequences, shape.kv_heads, shape.head_dim, dtype=self.dtype, **make)
+        tokens = max(sequences, FEW_TOKENS + 1)
+        lens = torch.ones(tokens, dtype=torch.int32, **make)
+        slots = torch.full((tokens,), -1, **make)
+        query = torch.zeros(tokens, heads, shape.head_dim, dtype=self.dtype, **make)
+        fresh = torch.zeros(tokens, shape.kv_heads, shape.head_dim, dtype=self.dtype, **make)
         powers = [2**i for i in range(sequences.bit_length()) if 2**i <= sequences]
         for overlap in (False, True):
             for count in {*powers, sequences}:
@@ -217,6 +219,7 @@ class CudaBuilder(PackedBuilder):
                     lens[:count],
                 )  # fmt: skip
                 pages.decode(table[:count], lens[:count], self.plan, query[:count], ring_table)
+        pages.store(query, fresh, fresh, slots, self.plan, 0, 1.0, slots if shape.recent else None, lens)
         rows = torch.tensor([0, 1], dtype=torch.int32, **make)
         for first in range(2):
             pages.gather(table[first : first + 1], rows, 0, 1, fresh[:1], fresh[:1])

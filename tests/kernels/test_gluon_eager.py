@@ -123,13 +123,13 @@ def test_a_transpose_swaps_a_threads_row_and_column_in_each_register() -> None:
 # Each breaks the kernel's source in a place where hardware would not complain.
 MISTAKES = {
     "a wait for one group too few": ("wait_group(STAGES - 1)", "wait_group(STAGES)"),
-    "a prefetch into the tile that is read": ("ahead = stage + STAGES - 1", "ahead = stage + STAGES"),
+    "a prefetch into the tile that is read": ("next_stage = stage + STAGES - 1", "next_stage = stage + STAGES"),
     "no mask on what lies past the end": ("live = t + token < end", "live = t + token < end + 1"),
     "no shift of the upper byte": ("return gl.inline_asm_elementwise(\"shr.u32 $0, $1, 8;\"",
                                    "return gl.inline_asm_elementwise(\"shr.u32 $0, $1, 16;\""),
     "a query's bytes in each other's columns": ("n % 2 == 0, upper", "n % 2 == 1, upper"),
     "all tokens in both columns": ("keep(x, gl.where(first, 0, 0xFFFF)", "keep(x, gl.where(first, 0xFFFF, 0)"),
-    "the last tile fetched twice": ("table_ptr, t, settled, page_stride", "table_ptr, t, end, page_stride"),
+    "the last tile fetched twice": ("table, t, settled, page_stride", "table, t, end, page_stride"),
     "a tile too many": ("if t < end:", "if t < end + TILE:"),
 }  # fmt: skip
 

@@ -197,9 +197,9 @@ def test_a_kernel_that_starts_early_reads_queries_and_the_last_two_tokens_only_a
             )  # fmt: skip
 
     monkeypatch.setattr(pages, "decode_kernel", EagerKernel(decode, "decode_kernel", hold_back, store))
-    plan.overlap = True
+    batch.shape.can_overlap = True
     batch.pages.attend(batch.table, batch.lens, plan)
-    plan.overlap = False  # no interpreter has the wait of `reduce`
+    batch.shape.can_overlap = False  # no interpreter has the wait of `reduce`
     out = torch.full_like(query, torch.nan)
     batch.pages.merge(len(lengths), plan, out)
     assert torch.equal(out, wanted)

@@ -1,5 +1,7 @@
 """Pages on a GPU: what is refused before anything is launched, and all kernels in a row."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -60,7 +62,7 @@ def test_vllms_own_formats_are_refused() -> None:
 @pytest.mark.parametrize("dim", formats.HEAD_DIMS)
 def test_every_shape_has_a_choice_whose_tile_lies_in_one_block(dim: int, queries: int, block_size: int) -> None:
     fmt = formats.parse(formats.own_names()[queries % len(formats.own_names())])
-    choice = tuning.choose(dim, queries, fmt.key.bits + fmt.value.bits, block_size, (9, 0))
+    choice = tuning.choose(dim, queries, fmt.key.bits + fmt.value.bits, block_size, 0, (9, 0))
     assert block_size % choice.tile == 0 == choice.tile % 16
     assert choice.stages >= 2
     assert choice.programs >= 1
@@ -160,15 +162,23 @@ def test_sequences_grow_token_by_token_as_the_reference_says(name: str, dim: int
             assert ((out[i] - wanted).norm(dim=-1) < 2e-3 * wanted.norm(dim=-1)).all()
 
 
-@pytest.mark.parametrize(
-    ("sequences", "recent", "overlaps"), [(7, 0, False), (8, 0, True), (63, 64, False), (64, 64, True)]
-)
-def test_decode_overlaps_with_store_from_so_many_sequences_on(sequences: int, recent: int, overlaps: bool) -> None:
+@pytest.mark.parametrize("recent", [0, 64])
+@pytest.mark.parametrize("sequences", [1, 64])
+def test_decode_overlaps_with_store_where_the_step_and_the_gpu_allow_it(sequences: int, recent: int) -> None:
     shape = Shape(formats.parse("k4v4"), 128, 1, 1, 64, torch.device("cpu"), recent=recent)
-    shape.can_overlap = True
-    plan = Plan(shape, 64)
-    lens = torch.ones(sequences, dtype=torch.int32)
-    plan.update(lens, overlap=True)
-    assert plan.overlap is overlaps
-    plan.update(lens, overlap=False)
-    assert plan.overlap is False
+    plan, lens = Plan(shape, 64), torch.ones(sequences, dtype=torch.int32)
+    for gpu, step in ((False, True), (True, False), (True, True)):
+        shape.can_overlap = gpu
+        plan.update(lens, overlap=step)
+        assert plan.overlap is (gpu and step)
+
+
+@pytest.mark.parametrize("ratio", range(1, 17))
+def test_warming_powers_of_two_meets_every_way_to_merge(ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "multiprocessors", lambda device: 132)
+    for kv_heads, most in itertools.product((1, 2, 3, 8), (1, 7, 64, 300)):
+        warmed = {*(2**i for i in range(most.bit_length())), most}
+        ways = [
+            {tuning.merging(128, n * kv_heads, ratio, CPU) for n in counts} for counts in (warmed, range(1, most + 1))
+        ]
+        assert ways[0] == ways[1]

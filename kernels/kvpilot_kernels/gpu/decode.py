@@ -50,7 +50,15 @@ from kvpilot_kernels.gpu.operands import (
     zero_codes,
     zero_unit,
 )  # fmt: skip
-from kvpilot_kernels.gpu.recent import fetch_ring, load_recent, over_lanes, refine
+from kvpilot_kernels.gpu.recent import (
+    fetch_ring,
+    fine_scale,
+    is_refined,
+    load_recent,
+    over_lanes,
+    place_of_digit,
+    places,
+)
 
 HEADROOM = gl.constexpr(5.0)
 """Probabilities are kept times 2^5: small ones times a value's scale stay normal in float16, and large scales do not
@@ -74,13 +82,13 @@ def dot(codes, operands, start, g: gl.constexpr, BITS: gl.constexpr, D: gl.const
 
 
 @gluon.jit
-def score(keys, meta, stage, t, live, query, digits, fine, softcap, KEY: gl.constexpr,
-          D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr, SOFTCAP: gl.constexpr,
+def score(keys, meta, stage, t, live, query, fine, softcap, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
+          TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
           RECENT: gl.constexpr):  # fmt: skip
     """A tile's scores, float32 [TILE, Q], in their query's `unit` or, with SOFTCAP, as they are; -1e38 if not `live`.
 
-    With RECENT, with what `digits` add: `fine` as `refine` has it. Token 0 of the sequence has a mean of its own, so
-    its score starts with `apart`; t: the tile's first token.
+    With RECENT, with what the ring's digits add: `fine` as `fine_scale` has it. Token 0 of the sequence has a mean of
+    its own, so its score starts with `apart`; t: the tile's first token.
     """
     COUNT: gl.constexpr = chunks(KEY.bits, D, GROUP)
     DIGITS: gl.constexpr = KEY.digits if RECENT else 0
@@ -90,20 +98,17 @@ def score(keys, meta, stage, t, live, query, digits, fine, softcap, KEY: gl.cons
     score = gl.where(
         (token == 0)[:, None], gl.where(t == 0, apart, 0.0)[None, :], gl.full([TILE, Q], 0.0, gl.float32, SCORES)
     )
-    fine_scales = ()
     for g in gl.static_range(D // GROUP):
         word = meta.slice(g * TILE, TILE).load(ROWS)
         scale = scales(word, False) * (0.5 ** key_shift(KEY.bits, D, GROUP, g))
         product = dot(codes, operands, starts[g], g, KEY.bits, D, GROUP, TILE, Q)
         score += scale[:, None] * (product - zero_codes(word)[:, None] * taken[g][None, :])
-        if DIGITS > 0:
-            fine_scales = fine_scales + (scale * fine[g],)
     if DIGITS > 0:
         products = ()
         for g in gl.static_range(D // GROUP):
             products = products + (gl.full([TILE, Q], 0.0, gl.float32, SCORES),)
         for i in gl.static_range(DIGITS):
-            codes = load_keys(digits, i, COUNT)
+            codes = load_keys(keys, place_of_digit(stage, i, places(KEY, STAGES, RECENT)), COUNT)
             new = ()
             for g in gl.static_range(D // GROUP):
                 product = dot(codes, operands, starts[g], g, KEY.bits, D, GROUP, TILE, Q)
@@ -111,7 +116,8 @@ def score(keys, meta, stage, t, live, query, digits, fine, softcap, KEY: gl.cons
             products = new
         for g in gl.static_range(D // GROUP):
             half = taken[g] * (middle(KEY.bits) / zero_unit(KEY.bits) * UNIT)
-            score += fine_scales[g][:, None] * (products[g] - half[None, :])
+            scale = scales(meta.slice(g * TILE, TILE).load(ROWS), False) * (0.5 ** key_shift(KEY.bits, D, GROUP, g))
+            score += (scale * fine_scale(fine, g, KEY.bits))[:, None] * (products[g] - half[None, :])
     if SOFTCAP:
         power = gl.exp2(score * unit[None, :] * (2.0 / softcap))
         score = (1.0 - 2.0 / (power + 1.0)) * (softcap * 1.4426950408889634)
@@ -119,14 +125,14 @@ def score(keys, meta, stage, t, live, query, digits, fine, softcap, KEY: gl.cons
 
 
 @gluon.jit
-def accumulate(score, unit, values, meta, stage, m, total, zeros, acc, digits, fine, VALUE: gl.constexpr,
-               D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr,
+def accumulate(score, unit, values, meta, stage, m, total, zeros, acc, fine, VALUE: gl.constexpr, D: gl.constexpr,
+               GROUP: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr,
                RECENT: gl.constexpr):  # fmt: skip
     """Add a tile to the running softmax: new m [Q], total [8, Q], zeros by group [8, Q], acc by plane [words, columns].
 
     m: the largest score so far, less HEADROOM. total: sums of probabilities times 2^HEADROOM, by the rows of a thread.
     zeros: of these times scale and zero code, in units of UNIT. acc: of these times scale and code, in units of
-    UNIT * 2^(bits * sub-plane), in the columns of `columns`. `digits`, `fine`: as in `score`.
+    UNIT * 2^(bits * sub-plane), in the columns of `columns`. `fine`: as in `score`.
     """
     PLANES: gl.constexpr = value_planes(VALUE.bits, D, GROUP)
     COUNT: gl.constexpr = chunks(VALUE.bits, D, GROUP)
@@ -156,7 +162,7 @@ def accumulate(score, unit, values, meta, stage, m, total, zeros, acc, digits, f
         zero = w.to(gl.float32) * zero_codes(word)[:, None]
         weights = weights + (to_right(w, TILE, Q),)
         if DIGITS > 0:
-            w = to_half(p * (scale * fine[GROUPS + g])[:, None])
+            w = to_half(p * (scale * fine_scale(fine, GROUPS + g, VALUE.bits))[:, None])
             zero += w.to(gl.float32) * (middle(VALUE.bits) / zero_unit(VALUE.bits) * UNIT)
             fine_weights = fine_weights + (to_right(w, TILE, Q),)
         new = new + (zeros[g] + over_own_rows(zero, TILE, Q),)
@@ -168,7 +174,7 @@ def accumulate(score, unit, values, meta, stage, m, total, zeros, acc, digits, f
         new = new + (mma_v2(codes, weights[PLANES[i][3]], acc[i]),)
     acc = new
     for j in gl.static_range(DIGITS):
-        words = load_values(digits, j, COUNT)
+        words = load_values(values, place_of_digit(stage, j, places(VALUE, STAGES, RECENT)), COUNT)
         new = ()
         for i in gl.static_range(len(PLANES)):
             codes = word_plane(words[2 * PLANES[i][0] + PLANES[i][2]], VALUE.bits, PLANES[i][1])
@@ -197,66 +203,72 @@ def epilogue(out_ptr, lse_ptr, count, m, total, zeros, acc, VALUE: gl.constexpr,
 
 
 @gluon.jit
-def attend(query, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, meta,
-           key_digits, value_digits, begin, stop, end, length, page_stride, ring_page_stride, softcap,
-           KEY: gl.constexpr, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, Q: gl.constexpr,
-           TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
+def attend(query, stage, m, total, zeros, acc, recent, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, meta,
+           begin, stop, ahead, end, length, page_stride, ring_page_stride, softcap, KEY: gl.constexpr,
+           VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, Q: gl.constexpr, TILE: gl.constexpr,
+           PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
            RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr):  # fmt: skip
     """Take tokens [begin, stop) of the split's, which ends at `end`, into the running softmax of `accumulate`.
 
-    STAGES - 1 tiles are on their way; with RECENT the digits of the first tile, too.
+    Up to `ahead`, STAGES - 1 tiles are on their way. With RECENT one, at `stage`, and its digits in the places of the
+    others, and `recent` is what `load_recent` has of it.
     """
     token = gl.arange(0, TILE, ROWS)
     scores_unit = gl.full([Q], 1.0, gl.float32, COLS) if SOFTCAP else query[3]
     for t in range(begin, stop, TILE):
-        ahead = stage + STAGES - 1
-        ahead = gl.where(ahead >= STAGES, ahead - STAGES, ahead)
-        fetch(
-            keys, values, meta, ahead, base, table_ptr, t + (STAGES - 1) * TILE, end, page_stride, KEY, VALUE, D,
-            GROUP, TILE, PAGE,
-        )  # fmt: skip
-        async_copy.commit_group()
         live = t + token < end
         if RECENT > 0:
-            page = base + gl.load(table_ptr + t // PAGE).to(gl.int64) * page_stride
-            ring_meta, codes, there = load_recent(
-                page, ring_ptr, ring_table_ptr, t, t % PAGE, ring_page_stride, KEY, VALUE, D, GROUP, TILE, RING,
-                RING_BLOCKS,
-            )  # fmt: skip
             async_copy.wait_group(0)
             at = t + gl.arange(0, TILE, over_lanes(TILE))
-            right = there & (at < end) & (at >= length - RECENT)
-            fine = refine(meta.index(stage), ring_meta, codes, right, KEY, VALUE, D, GROUP, TILE)
+            right = (at < end) & (at >= length - RECENT)
+            fine = recent[0], is_refined(meta.index(stage), recent, right, D, GROUP, TILE)
         else:
+            next_stage = stage + STAGES - 1
+            next_stage = gl.where(next_stage >= STAGES, next_stage - STAGES, next_stage)
+            fetch(
+                keys, values, meta, next_stage, base, table_ptr, t + (STAGES - 1) * TILE, ahead, page_stride, KEY,
+                VALUE, D, GROUP, TILE, PAGE,
+            )  # fmt: skip
+            async_copy.commit_group()
             async_copy.wait_group(STAGES - 1)
             fine = ()
         if WINDOW > 0:
             live = live & (t + token >= length - WINDOW)
         scores = score(
-            keys, meta.index(stage), stage, t, live, query, key_digits, fine, softcap, KEY, D, GROUP, TILE, Q,
-            SOFTCAP, RECENT > 0,
+            keys, meta.index(stage), stage, t, live, query, fine, softcap, KEY, D, GROUP, TILE, Q, STAGES, SOFTCAP,
+            RECENT > 0,
         )  # fmt: skip
         m, total, zeros, acc = accumulate(
-            scores, scores_unit, values, meta.index(stage), stage, m, total, zeros, acc, value_digits, fine, VALUE, D,
-            GROUP, TILE, Q, RECENT > 0,
+            scores, scores_unit, values, meta.index(stage), stage, m, total, zeros, acc, fine, VALUE, D, GROUP, TILE, Q,
+            STAGES, RECENT > 0,
         )  # fmt: skip
-        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-        if RECENT > 0:  # noqa: SIM102  a constant, and what is only known in a launch
+        if RECENT > 0:
             if t + TILE < stop:
-                fetch_ring(
-                    key_digits, value_digits, ring_ptr, ring_table_ptr, t + TILE, ring_page_stride, KEY, VALUE, D,
-                    GROUP, TILE, RING, RING_BLOCKS,
+                fetch(
+                    keys, values, meta, stage, base, table_ptr, t + TILE, end, page_stride, KEY, VALUE, D, GROUP, TILE,
+                    PAGE,
                 )  # fmt: skip
+                fetch_ring(
+                    keys, values, stage, ring_ptr, ring_table_ptr, t + TILE, ring_page_stride, KEY, VALUE, D, GROUP,
+                    TILE, RING, RING_BLOCKS, STAGES,
+                )  # fmt: skip
+                async_copy.commit_group()
+            recent = load_recent(
+                base, table_ptr, page_stride, ring_ptr, ring_table_ptr, t + TILE, stop, ring_page_stride, KEY, VALUE, D,
+                GROUP, TILE, PAGE, RING, RING_BLOCKS,
+            )  # fmt: skip
+        else:
+            stage = gl.where(stage == STAGES - 1, 0, stage + 1)
     return stage, m, total, zeros, acc
 
 
 @gluon.jit
 def decode_kernel(
-    query_ptr, apart_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr, splits_ptr, lens_ptr, out_ptr, lse_ptr,
-    page_stride, head_stride, ring_page_stride, ring_head_stride, table_stride, ring_table_stride, softcap,
-    KEY: gl.constexpr, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr,
-    TAKE: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
-    WINDOW: gl.constexpr, RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr, OVERLAP: gl.constexpr,
+    query_ptr, apart_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr, splits_ptr, out_ptr, lse_ptr, page_stride,
+    head_stride, ring_page_stride, ring_head_stride, table_stride, ring_table_stride, softcap, KEY: gl.constexpr,
+    VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr, TAKE: gl.constexpr,
+    TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
+    RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Partial attention of one split of the plan and TAKE queries of a KV head, at most 8; one warp.
 
@@ -264,8 +276,8 @@ def decode_kernel(
 
     query: float16 [sequences, kv_heads * RATIO, D], rotated, scaled by softmax scale * log2(e).
     apart: float32 [sequences, kv_heads * RATIO], added to the score of the sequence's first token.
-    cache: packed pages; table: int32 [sequences, blocks]; splits: int32 [splits, 4] as (sequence, start, end, -), a
-    sequence of -1 is no work; lens: int32 [sequences]; KEY, VALUE: a `codec.SideLayout`.
+    cache: packed pages; table: int32 [sequences, blocks]; splits: int32 [splits, 4] as (sequence, start, end, the
+    sequence's length), a sequence of -1 is no work; KEY, VALUE: a `codec.SideLayout`.
     ring: pages of the last RECENT tokens' residuals, RING tokens in each of RING_BLOCKS; ring_table: int32 [sequences,
     RING_BLOCKS], negative for none. Unread where RECENT is 0.
     out: float32 [splits, kv_heads, RATIO, D], normalised, rotated; lse: float32 [splits, kv_heads, RATIO] in log2.
@@ -278,29 +290,44 @@ def decode_kernel(
     VALUE_WIDE: gl.constexpr = padded(chunk_words(VALUE.bits, D, GROUP))
     KEY_SHARED: gl.constexpr = gl.SwizzledSharedLayout(16, 128 // KEY_WIDE, KEY_WIDE // 16, [1, 0])
     VALUE_SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // VALUE_WIDE, VALUE_WIDE // 8, [1, 0])
+    if OVERLAP:
+        gdc_launch_dependents()
     head = gl.program_id(0) // PARTS
     heads = gl.num_programs(0) // PARTS
     first = gl.program_id(0) % PARTS * TAKE
     count = gl.minimum(RATIO - first, TAKE)
+    keys = gl.allocate_shared_memory(
+        gl.int8, [places(KEY, STAGES, RECENT) * KEY_CHUNKS, TILE, KEY_WIDE], KEY_SHARED
+    )  # fmt: skip
+    values = gl.allocate_shared_memory(
+        gl.uint16, [places(VALUE, STAGES, RECENT) * VALUE_CHUNKS, TILE, VALUE_WIDE], VALUE_SHARED
+    )  # fmt: skip
+    meta = gl.allocate_shared_memory(
+        gl.uint16, [STAGES, 2 * (D // GROUP) * TILE], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )  # fmt: skip
+    base = cache_ptr + head.to(gl.int64) * head_stride
+    ring = ring_ptr + head.to(gl.int64) * ring_head_stride
     split = gl.program_id(1)
     sequence = gl.load(splits_ptr + 4 * split)
     if sequence >= 0:
         start = gl.multiple_of(gl.load(splits_ptr + 4 * split + 1), TILE)
         end = gl.load(splits_ptr + 4 * split + 2)
-        base = cache_ptr + head.to(gl.int64) * head_stride
-        table_ptr += sequence.to(gl.int64) * table_stride
-        keys = gl.allocate_shared_memory(gl.int8, [STAGES * KEY_CHUNKS, TILE, KEY_WIDE], KEY_SHARED)
-        values = gl.allocate_shared_memory(gl.uint16, [STAGES * VALUE_CHUNKS, TILE, VALUE_WIDE], VALUE_SHARED)
-        meta = gl.allocate_shared_memory(
-            gl.uint16, [STAGES, 2 * (D // GROUP) * TILE], gl.SwizzledSharedLayout(1, 1, 1, [0])
-        )  # fmt: skip
+        length = gl.load(splits_ptr + 4 * split + 3)
+        table = table_ptr + sequence.to(gl.int64) * table_stride
+        ring_table = ring_table_ptr + sequence.to(gl.int64) * ring_table_stride
+        # From the first tile with a token of the recent window on, digits take the places of tiles ahead.
+        plain = end
+        ahead = end
+        if RECENT > 0:
+            plain = gl.minimum(gl.maximum(gl.maximum(length - RECENT, 0) // TILE * TILE, start), end)
+            ahead = gl.minimum(plain + 1, end)
         # What this step stores is at the end of a sequence: its own token, and before it perhaps one of a sequence that
         # it shares a block with. Tiles before these two tokens do not wait for `store`.
-        settled = end - 1 - TILE
+        settled = gl.minimum(end - 1 - TILE, ahead)
         for i in gl.static_range(STAGES - 1):
             t = start + i * TILE
             fetch(
-                keys, values, meta, i, base, table_ptr, t, settled, page_stride, KEY, VALUE, D, GROUP, TILE, PAGE
+                keys, values, meta, i, base, table, t, settled, page_stride, KEY, VALUE, D, GROUP, TILE, PAGE
             )  # fmt: skip
         if OVERLAP:
             gdc_wait()
@@ -308,33 +335,21 @@ def decode_kernel(
             t = start + i * TILE
             if t >= settled:
                 fetch(
-                    keys, values, meta, i, base, table_ptr, t, end, page_stride, KEY, VALUE, D, GROUP, TILE, PAGE
+                    keys, values, meta, i, base, table, t, ahead, page_stride, KEY, VALUE, D, GROUP, TILE, PAGE
                 )  # fmt: skip
             async_copy.commit_group()
-        length = end
-        if RECENT + WINDOW > 0:
-            length = gl.load(lens_ptr + sequence)
-        # The first tile with a token of the recent window.
-        plain = end
-        key_digits = keys
-        value_digits = values
+        recent = ()
         if RECENT > 0:
-            plain = gl.minimum(gl.maximum(gl.maximum(length - RECENT, 0) // TILE * TILE, start), end)
-            if KEY.bits < 8:
-                key_digits = gl.allocate_shared_memory(
-                    gl.int8, [(8 // KEY.bits - 1) * KEY_CHUNKS, TILE, KEY_WIDE], KEY_SHARED
-                )
-            if VALUE.bits < 8:
-                value_digits = gl.allocate_shared_memory(
-                    gl.uint16, [(8 // VALUE.bits - 1) * VALUE_CHUNKS, TILE, VALUE_WIDE], VALUE_SHARED
-                )
-            ring_ptr += head.to(gl.int64) * ring_head_stride
-            ring_table_ptr += sequence.to(gl.int64) * ring_table_stride
             if plain == start:
                 fetch_ring(
-                    key_digits, value_digits, ring_ptr, ring_table_ptr, start, ring_page_stride, KEY, VALUE, D, GROUP,
-                    TILE, RING, RING_BLOCKS,
+                    keys, values, 0, ring, ring_table, start, ring_page_stride, KEY, VALUE, D, GROUP, TILE, RING,
+                    RING_BLOCKS, STAGES,
                 )  # fmt: skip
+                async_copy.commit_group()
+            recent = load_recent(
+                base, table, page_stride, ring, ring_table, plain, end, ring_page_stride, KEY, VALUE, D, GROUP, TILE,
+                PAGE, RING, RING_BLOCKS,
+            )  # fmt: skip
 
         at = (sequence * heads + head).to(gl.int64) * RATIO + first
         query = load_query(query_ptr + at * D, apart_ptr + at, count, KEY, D, GROUP, Q)
@@ -348,25 +363,24 @@ def decode_kernel(
         for i in gl.static_range(len(value_planes(VALUE.bits, D, GROUP))):
             acc = acc + (gl.full([VALUE_WIDE, 8], 0.0, gl.float32, MMA),)
         stage, m, total, zeros, acc = attend(
-            query, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, meta,
-            keys, values, start, plain, end, length, page_stride, ring_page_stride, softcap, KEY, VALUE, D, GROUP, Q,
-            TILE, PAGE, STAGES, SOFTCAP, WINDOW, 0, RING, RING_BLOCKS,
+            query, stage, m, total, zeros, acc, (), base, table, ring, ring_table, keys, values, meta, start, plain,
+            ahead, end, length, page_stride, ring_page_stride, softcap, KEY, VALUE, D, GROUP, Q, TILE, PAGE, STAGES,
+            SOFTCAP, WINDOW, 0, RING, RING_BLOCKS,
         )  # fmt: skip
         if RECENT > 0:
             if (start < plain) & (plain < end):
                 fetch_ring(
-                    key_digits, value_digits, ring_ptr, ring_table_ptr, plain, ring_page_stride, KEY, VALUE, D, GROUP,
-                    TILE, RING, RING_BLOCKS,
+                    keys, values, stage, ring, ring_table, plain, ring_page_stride, KEY, VALUE, D, GROUP, TILE, RING,
+                    RING_BLOCKS, STAGES,
                 )  # fmt: skip
+                async_copy.commit_group()
             stage, m, total, zeros, acc = attend(
-                query, stage, m, total, zeros, acc, base, table_ptr, ring_ptr, ring_table_ptr, keys, values,
-                meta, key_digits, value_digits, plain, end, end, length, page_stride, ring_page_stride, softcap, KEY,
-                VALUE, D, GROUP, Q, TILE, PAGE, STAGES, SOFTCAP, WINDOW, RECENT, RING, RING_BLOCKS,
+                query, stage, m, total, zeros, acc, recent, base, table, ring, ring_table, keys, values, meta, plain,
+                end, ahead, end, length, page_stride, ring_page_stride, softcap, KEY, VALUE, D, GROUP, Q, TILE, PAGE,
+                STAGES, SOFTCAP, WINDOW, RECENT, RING, RING_BLOCKS,
             )  # fmt: skip
         async_copy.wait_group(0)
-        if OVERLAP:
-            gdc_launch_dependents()
         at = (split * heads + head).to(gl.int64) * RATIO + first
         epilogue(out_ptr + at * D, lse_ptr + at, count, m, total, zeros, acc, VALUE, D, GROUP, Q)
-    elif OVERLAP:
+    elif OVERLAP:  # what comes after relies on this kernel for all that came before
         gdc_wait()

@@ -22,8 +22,6 @@ from kvpilot_kernels.gpu.reduce import reduce_kernel
 from kvpilot_kernels.gpu.rotation import packing_rotation, plain_rotation, slots
 from kvpilot_kernels.gpu.store import store_kernel
 
-REDUCE_STEP = 32
-"""Rows of partial results that a merging program has in flight."""
 LOG2_E = 1.4426950408889634
 
 
@@ -55,16 +53,16 @@ class Shape:
         self.recent, self.ring_blocks = recent, fmt.ring_blocks(recent, head_dim, block_size)
         self.ring_tokens = fmt.ring_layout(head_dim, block_size).tokens if recent else 0
         self.key, self.value = side_layouts(fmt, head_dim, block_size, recent)
-        capability = tuning.capability(device)
-        self.choice = tuning.choose(head_dim, self.queries, fmt.key.bits + fmt.value.bits, block_size, capability)
+        capability, bits = tuning.capability(device), fmt.key.bits + fmt.value.bits
+        self.choice = tuning.choose(head_dim, self.queries, bits, block_size, recent, capability)
         self.wave = max(1, tuning.multiprocessors(device) * self.choice.programs // (kv_heads * parts))
         self.codec: dict[str, Any] = {
             "KV_HEADS": kv_heads, "KEY": self.key, "VALUE": self.value, "D": head_dim, "WIDE": slots(head_dim),
             "PAGE": block_size,
         }  # fmt: skip
-        self.store_block = tuning.store_block(head_dim, recent)
         self.gather_block = tuning.gather_block(head_dim, capability)
         self.can_overlap = tuning.overlaps(device)
+        self.chained: dict[str, Any] = {"launch_pdl": True} if self.can_overlap else {}
         self.key_rotation, self.value_rotation = (
             packing_rotation(head_dim, b, device) for b in (fmt.key.bits, fmt.value.bits)
         )
@@ -83,7 +81,7 @@ class Plan:
 
     def __init__(self, shape: Shape, sequences: int) -> None:
         self.shape, self.sequences = shape, sequences
-        self.overlap, self.launch = False, dict[str, Any]()
+        self.overlap = False
         count, heads, dim = (
             most_splits(sequences, shape.wave),
             (shape.kv_heads, shape.ratio),
@@ -100,14 +98,11 @@ class Plan:
     def update(self, seq_lens: torch.Tensor, overlap: bool = False) -> None:
         """Cut the work for int32 [sequences or fewer] stored lengths; 0 is a row of padding.
 
-        With `overlap`, decode starts to read while the step's tokens are still being stored: only right where this
-        step stores nothing but one token of each of these sequences (a chunk of a prompt may be another's prefix). Few
-        sequences are decoded sooner without (`tuning`).
+        With `overlap`, decode starts to read before the step's tokens are stored: only right where this step stores
+        nothing but one token of each of these sequences (a chunk of a prompt may be another's prefix).
         """
         sequences = seq_lens.shape[0]
-        least = tuning.OVERLAP_SEQUENCES_WITH_RING if self.shape.recent else tuning.OVERLAP_SEQUENCES
-        self.overlap = overlap and self.shape.can_overlap and sequences >= least
-        self.launch = {"launch_pdl": True} if self.overlap else {}
+        self.overlap = overlap and self.shape.can_overlap
         count = most_splits(sequences, self.shape.wave)
         plan_kernel[(triton.cdiv(count, 128),)](
             seq_lens, self.splits, self.spans, sequences, count, self.shape.wave, TILE=self.shape.choice.tile,
@@ -163,15 +158,15 @@ class GpuPages:
         tokens = slot_mapping.shape[0]
         if tokens == 0:
             return
-        heads = s.kv_heads * (2 + (s.ratio if decodes else 0))
-        store_kernel[(triton.cdiv(tokens, s.store_block.tokens), heads)](
+        heads, block = s.kv_heads * (2 + (s.ratio if decodes else 0)), tuning.store_block(s.head_dim, tokens)
+        store_kernel[(triton.cdiv(tokens, block.tokens), heads)](
             query, key, value, slot_mapping, slot_mapping if ordinals is None else ordinals, self.cache,
             slot_mapping if ring_slots is None else ring_slots, self.ring, plan.rotated, plan.apart, s.key_rotation,
             s.value_rotation, s.rotation, f.key_first, f.key_mean, f.key_scale, f.value_mean, f.value_scale, tokens,
             0 if ordinals is None else ordinals.shape[0], decodes, query.stride(0), key.stride(0), value.stride(0),
             self.cache.stride(0), self.cache.stride(1), self.ring.stride(0), self.ring.stride(1), scale * LOG2_E,
-            RATIO=s.ratio, RING=s.ring_tokens, TOKENS=s.store_block.tokens, OVERLAP=plan.overlap, **s.codec,
-            num_warps=s.store_block.warps,
+            RATIO=s.ratio, RING=s.ring_tokens, TOKENS=block.tokens, WAIT=s.can_overlap, **s.codec,
+            num_warps=block.warps, **s.chained,
         )  # fmt: skip
 
     def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, out: torch.Tensor,
@@ -205,25 +200,23 @@ class GpuPages:
         """The first half of `decode`: partial results of every split, into the plan."""
         s, rings = self.shape, block_table if ring_table is None else ring_table
         decode_kernel[(s.kv_heads * triton.cdiv(s.ratio, s.queries), most_splits(seq_lens.shape[0], s.wave))](
-            plan.rotated, plan.apart, self.cache, block_table, self.ring, rings, plan.splits, seq_lens, plan.partial,
-            plan.lse, self.cache.stride(0), self.cache.stride(1), self.ring.stride(0), self.ring.stride(1),
+            plan.rotated, plan.apart, self.cache, block_table, self.ring, rings, plan.splits, plan.partial, plan.lse,
+            self.cache.stride(0), self.cache.stride(1), self.ring.stride(0), self.ring.stride(1),
             block_table.stride(0), rings.stride(0), s.softcap, KEY=s.key, VALUE=s.value, D=s.head_dim,
             GROUP=s.fmt.group_size(s.head_dim), RATIO=s.ratio, TAKE=s.queries, TILE=s.choice.tile, PAGE=s.block_size,
             STAGES=s.choice.stages, SOFTCAP=s.softcap > 0, WINDOW=s.window, RECENT=s.recent, RING=s.ring_tokens,
-            RING_BLOCKS=s.ring_blocks, OVERLAP=plan.overlap, num_warps=1, maxnreg=s.choice.registers,
-            **plan.launch,
+            RING_BLOCKS=s.ring_blocks, OVERLAP=s.can_overlap, num_warps=1, maxnreg=s.choice.registers,
+            **(s.chained if plan.overlap else {}),
         )  # fmt: skip
 
     def merge(self, sequences: int, plan: Plan, out: torch.Tensor) -> None:
         """The second half of `decode`: merge what the plan holds, rotate it back and write it to `out`."""
         s, f = self.shape, self.factors
-        # Few sequences leave the GPU idle: then each query head gets a program of its own.
-        take = 1 if sequences * s.kv_heads * s.ratio <= 2 * tuning.multiprocessors(s.device) else s.ratio
+        take, step, warps = tuning.merging(s.head_dim, sequences * s.kv_heads, s.ratio, s.device)
         reduce_kernel[(sequences, s.kv_heads, s.ratio // take)](
             plan.partial, plan.lse, plan.spans, s.rotation, f.value_mean, f.value_scale, out, out.stride(0),
             KV_HEADS=s.kv_heads, RATIO=s.ratio, TAKE=take, D=s.head_dim, WIDE=s.codec["WIDE"],
-            ROWS=triton.next_power_of_2(take), STEP=max(1, REDUCE_STEP // take), OVERLAP=plan.overlap,
-            num_warps=4, **plan.launch,
+            ROWS=triton.next_power_of_2(take), STEP=step, OVERLAP=s.can_overlap, num_warps=warps, **s.chained,
         )  # fmt: skip
 
     def gather(self, block_table: torch.Tensor, rows: torch.Tensor, begin: int, longest: int,

@@ -1,25 +1,17 @@
 """Plan: how decode's work is cut, on the GPU, so that a captured graph follows the lengths of each step.
 
-The tiles of all sequences are cut into splits of about `c` tiles of one sequence. One wave of programs is aimed at
-while splits stay short; longer work is cut into several waves, so that a straggler costs little:
-
-    one = ceil(tiles / wave)        c = max(SHORTEST, min(one, max(LONGEST, ceil(tiles / (WAVES * wave)))))
-
-with `wave` the programs that fit the GPU at once, divided by the KV heads. Never more than WAVES * wave + sequences
-splits come out of it.
+The tiles of all sequences are cut into splits of one sequence, of about tiles / wave tiles each; `wave` is how many
+programs fit the GPU at once, divided by the KV heads, and each has one split. Where the ends of sequences would make
+more, all become a little longer. Only of many sequences there are more, and never more than wave + sequences.
 """
 
 import triton
 import triton.language as tl
 
-SHORTEST = tl.constexpr(1)
-LONGEST = tl.constexpr(8)
-WAVES = tl.constexpr(2)
-
 
 def most_splits(sequences: int, wave: int) -> int:
     """Rows of a split list that holds any plan."""
-    return int(WAVES.value) * wave + sequences
+    return wave + sequences
 
 
 @triton.jit(do_not_specialize=["sequences", "count", "wave"])
@@ -27,8 +19,9 @@ def plan_kernel(lens_ptr, splits_ptr, spans_ptr, sequences, count, wave, TILE: t
                 SEQUENCES: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
     """Grid (cdiv(count, SPLITS),).
 
-    lens: int32 [sequences], 0 for a row of padding; splits: int32 [count, 4] as (sequence or -1, start, end, 0) in
-    tokens, start a multiple of TILE; spans: int32 [sequences, 2], the first split of a sequence and how many it has.
+    lens: int32 [sequences], 0 for a row of padding; splits: int32 [count, 4] as (sequence or -1, start, end, length)
+    in tokens, start a multiple of TILE, length the sequence's; spans: int32 [sequences, 2], the first split of a
+    sequence and how many it has.
     """
     s = tl.arange(0, SEQUENCES)
     lens = tl.load(lens_ptr + s, mask=s < sequences, other=0)
@@ -37,9 +30,9 @@ def plan_kernel(lens_ptr, splits_ptr, spans_ptr, sequences, count, wave, TILE: t
         begin = tl.maximum(lens - WINDOW, 0) // TILE
     tiles = tl.maximum((lens + TILE - 1) // TILE - begin, 0)
     total = tl.sum(tiles, 0)
-    one = (total + wave - 1) // wave
-    several = (total + WAVES * wave - 1) // (WAVES * wave)
-    c = tl.maximum(tl.minimum(one, tl.maximum(several, LONGEST)), SHORTEST)
+    c = tl.maximum((total + wave - 1) // wave, 1)
+    for _ in tl.static_range(4):
+        c += tl.where(tl.sum((tiles + c - 1) // c, 0) > wave, (c + 7) // 8, 0)
     parts = tl.maximum((tiles + c - 1) // c, 1)
     each = tl.maximum((tiles + parts - 1) // parts, 1)
     number = (tiles + each - 1) // each
@@ -53,8 +46,9 @@ def plan_kernel(lens_ptr, splits_ptr, spans_ptr, sequences, count, wave, TILE: t
     place = split - tl.sum(tl.where(mine, first[None, :], 0), 1)
     length = tl.sum(tl.where(mine, each[None, :], 0), 1)
     start = (tl.sum(tl.where(mine, begin[None, :], 0), 1) + place * length) * TILE
-    end = tl.minimum(start + length * TILE, tl.sum(tl.where(mine, lens[None, :], 0), 1))
+    whole = tl.sum(tl.where(mine, lens[None, :], 0), 1)
     to = splits_ptr + 4 * split
     tl.store(to, sequence, mask=split < count)
     tl.store(to + 1, start, mask=split < count)
-    tl.store(to + 2, end, mask=split < count)
+    tl.store(to + 2, tl.minimum(start + length * TILE, whole), mask=split < count)
+    tl.store(to + 3, whole, mask=split < count)

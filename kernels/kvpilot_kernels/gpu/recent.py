@@ -10,10 +10,22 @@ from triton.experimental.gluon import language as gl
 from kvpilot_kernels.gpu.operands import ROWS, chunk_words, chunks, copy_to_shared, row_of_copies
 
 
+@gluon.constexpr_function
+def places(side, stages, recent):
+    """Places for a tile of a side: `stages`, and with a window one for each digit beside the tile that they refine."""
+    return max(stages, 1 + side.digits) if recent else stages
+
+
 @gluon.jit
-def fetch_digits(buffer, ring_ptr, ring_table_ptr, t, ring_page_stride, SIDE: gl.constexpr, D: gl.constexpr,
+def place_of_digit(stage, i: gl.constexpr, PLACES: gl.constexpr):
+    """Where digit i of the tile at `stage` is: after it, in a circle, where plain tiles were before."""
+    return (stage + 1 + i) % PLACES
+
+
+@gluon.jit
+def fetch_digits(buffer, stage, ring_ptr, ring_table_ptr, t, ring_page_stride, SIDE: gl.constexpr, D: gl.constexpr,
                  GROUP: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr,
-                 SIZE: gl.constexpr):  # fmt: skip
+                 STAGES: gl.constexpr, SIZE: gl.constexpr):  # fmt: skip
     """Start copying the digits that the ring may have for the tile of tokens [t, t + TILE), as `fetch_rows` does."""
     WIDTH: gl.constexpr = 2 * chunk_words(SIDE.bits, D, GROUP) // SIZE
     COUNT: gl.constexpr = chunks(SIDE.bits, D, GROUP)
@@ -25,24 +37,28 @@ def fetch_digits(buffer, ring_ptr, ring_table_ptr, t, ring_page_stride, SIDE: gl
         rows = (ring_ptr + SIDE.digit_codes).to(gl.pointer_type(gl.int8))
     else:
         rows = (ring_ptr + SIDE.digit_codes).to(gl.pointer_type(gl.uint16))
-    # A row has a multiple of 8 bytes and a page of 16: copies go by 8 bytes at least.
-    row = block.to(gl.int64) * (ring_page_stride // 16 * (16 // SIZE)) + (place % RING) * (SIDE.row // SIZE)
+    # A row has a multiple of 8 bytes and a page of 16: copies go by 8 bytes at least. Triton 3.6 takes all remainders
+    # by a multiple of 8 for multiples of 8, and copied rows of 24 bytes by 16.
+    row = block.to(gl.int64) * (ring_page_stride // 16 * (16 // SIZE))
+    row += gl.multiple_of(place % RING, [1]) * (SIDE.row // SIZE)
     for i in gl.static_range(DIGITS):
+        at = place_of_digit(stage, i, places(SIDE, STAGES, True)) * COUNT
         for c in gl.static_range(COUNT):
             to = row[:, None] + (element[None, :] + (i * RING * (SIDE.row // SIZE) + c * WIDTH))
-            copy_to_shared(buffer.index(i * COUNT + c), rows + to)
+            copy_to_shared(buffer.index(at + c), rows + to)
 
 
 @gluon.jit
-def fetch_ring(key_digits, value_digits, ring_ptr, ring_table_ptr, t, ring_page_stride, KEY: gl.constexpr,
+def fetch_ring(keys, values, stage, ring_ptr, ring_table_ptr, t, ring_page_stride, KEY: gl.constexpr,
                VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr,
-               RING_BLOCKS: gl.constexpr):  # fmt: skip
-    """Start copying both sides' digits of the tile of tokens [t, t + TILE)."""
+               RING_BLOCKS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Start copying both sides' digits of the tile of tokens [t, t + TILE), which is at `stage`."""
     fetch_digits(
-        key_digits, ring_ptr, ring_table_ptr, t, ring_page_stride, KEY, D, GROUP, TILE, RING, RING_BLOCKS, 1
+        keys, stage, ring_ptr, ring_table_ptr, t, ring_page_stride, KEY, D, GROUP, TILE, RING, RING_BLOCKS, STAGES, 1
     )  # fmt: skip
     fetch_digits(
-        value_digits, ring_ptr, ring_table_ptr, t, ring_page_stride, VALUE, D, GROUP, TILE, RING, RING_BLOCKS, 2
+        values, stage, ring_ptr, ring_table_ptr, t, ring_page_stride, VALUE, D, GROUP, TILE, RING, RING_BLOCKS, STAGES,
+        2,
     )  # fmt: skip
 
 
@@ -53,15 +69,16 @@ def over_lanes(tile):
 
 
 @gluon.jit
-def load_recent(page, ring_ptr, ring_table_ptr, t, place, ring_page_stride, KEY: gl.constexpr, VALUE: gl.constexpr,
-                D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr,
-                RING_BLOCKS: gl.constexpr):  # fmt: skip
-    """What tells whether the ring has the tokens from t on, whose rows begin at `place` of their page.
+def load_recent(base, table_ptr, page_stride, ring_ptr, ring_table_ptr, t, end, ring_page_stride, KEY: gl.constexpr,
+                VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr,
+                RING: gl.constexpr, RING_BLOCKS: gl.constexpr):  # fmt: skip
+    """What tells whether the ring has the tokens [t, t + TILE), anything where t >= `end`.
 
-    By group, keys before values: the ring's metadata, uint32 [TILE], and of the first two groups of a side the codes
-    that are in its tag, uint32 [TILE]. Then whether there is a ring, [TILE] or one for all.
+    By group, keys before values: the ring's metadata, uint16 [TILE], and of the first two groups of a side the codes
+    that are in its tag, uint16 [TILE]. Then the ring's block, [TILE] or one for all, negative for none.
     """
     GROUPS: gl.constexpr = D // GROUP
+    live = t < end
     token = gl.arange(0, TILE, over_lanes(TILE))
     at = (t + token) % (RING * RING_BLOCKS)
     if RING_BLOCKS == 1:
@@ -69,48 +86,50 @@ def load_recent(page, ring_ptr, ring_table_ptr, t, place, ring_page_stride, KEY:
     else:
         block = gl.load(ring_table_ptr + at // RING)
         at = at % RING
-    rows = (ring_ptr + KEY.ring_meta).to(gl.pointer_type(gl.uint16))
-    rows = rows + (gl.maximum(block, 0).to(gl.int64) * (ring_page_stride // 2) + at)
-    key_codes = (page + KEY.codes).to(gl.pointer_type(gl.uint16)) + (place + token) * (KEY.row // 2)
-    value_codes = (page + VALUE.codes).to(gl.pointer_type(gl.uint16)) + (place + token) * (VALUE.row // 2)
+    u16: gl.constexpr = gl.pointer_type(gl.uint16)
+    rows = (ring_ptr + KEY.ring_meta).to(u16) + (gl.maximum(block, 0).to(gl.int64) * (ring_page_stride // 2) + at)
+    page = base + gl.load(table_ptr + t // PAGE, mask=live, other=0).to(gl.int64) * page_stride
+    key_codes = (page + KEY.codes).to(u16) + (t % PAGE + token) * (KEY.row // 2)
+    value_codes = (page + VALUE.codes).to(u16) + (t % PAGE + token) * (VALUE.row // 2)
+    there = live & (token >= 0)
     ring_meta = ()
     for g in gl.static_range(2 * GROUPS):
-        ring_meta = ring_meta + (gl.load(rows + g * RING).to(gl.uint32),)
+        ring_meta = ring_meta + (gl.load(rows + g * RING, mask=there, other=0),)
     codes = ()
     for g in gl.static_range(min(GROUPS, 2)):
-        codes = codes + (gl.load(key_codes + g * (KEY.row // 2 // GROUPS)).to(gl.uint32),)
+        codes = codes + (gl.load(key_codes + g * (KEY.row // 2 // GROUPS), mask=there, other=0),)
     for g in gl.static_range(min(GROUPS, 2)):
-        codes = codes + (gl.load(value_codes + g * (VALUE.row // 2 // GROUPS)).to(gl.uint32),)
-    return ring_meta, codes, block >= 0
+        codes = codes + (gl.load(value_codes + g * (VALUE.row // 2 // GROUPS), mask=there, other=0),)
+    return ring_meta, codes, block
 
 
 @gluon.jit
 def same_tag(meta, ring_meta, codes, at: gl.constexpr, TILE: gl.constexpr):
     """Whether a ring's metadata has the tag of group `at` of the page, keys' groups before values'."""
     own = meta.slice(at * TILE, TILE).load(over_lanes(TILE)).to(gl.uint32)
-    return ring_meta >> 2 == (codes * 0x9E3779B1 + own * 0x85EBCA77) >> 18
+    return ring_meta.to(gl.uint32) >> 2 == (codes.to(gl.uint32) * 0x9E3779B1 + own * 0x85EBCA77) >> 18
 
 
 @gluon.jit
-def fine_scale(ring_meta, right, BITS: gl.constexpr):
-    """A residual's scale in scales of its codes, float32 [TILE]: 2^e / n, 0 where not `right`."""
-    e = ring_meta & 3
-    factor = gl.where(e == 0, 0.5 ** (8 - BITS), gl.where(e == 1, 0.5 ** (7 - BITS), 0.5 ** (6 - BITS)))
-    return gl.convert_layout(gl.where(right, factor, 0.0), ROWS)
-
-
-@gluon.jit
-def refine(meta, ring_meta, codes, right, KEY: gl.constexpr, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
-           TILE: gl.constexpr):  # fmt: skip
-    """`fine_scale` by group, keys before values, of what `load_recent` loaded; 0 where the ring has another token."""
+def is_refined(meta, recent, right, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
+    """Of the tokens that are `right` by their place, those of which the ring has the row, by what `load_recent` has."""
     GROUPS: gl.constexpr = D // GROUP
     TAGGED: gl.constexpr = min(GROUPS, 2)
+    ring_meta, codes, block = recent
+    right = right & (block >= 0)
     for g in gl.static_range(TAGGED):
         right = right & same_tag(meta, ring_meta[g], codes[g], g, TILE)
         right = right & same_tag(meta, ring_meta[GROUPS + g], codes[TAGGED + g], GROUPS + g, TILE)
-    fine = ()
-    for g in gl.static_range(GROUPS):
-        fine = fine + (fine_scale(ring_meta[g], right, KEY.bits),)
-    for g in gl.static_range(GROUPS):
-        fine = fine + (fine_scale(ring_meta[GROUPS + g], right, VALUE.bits),)
-    return fine
+    return right
+
+
+@gluon.jit
+def fine_scale(fine, g: gl.constexpr, BITS: gl.constexpr):
+    """A residual's scale in scales of its codes, float32 [TILE]: 2^e / n, 0 where the ring has another token.
+
+    `fine` is the ring's metadata by group, keys before values, and what `is_refined` says.
+    """
+    ring_meta, right = fine
+    e = ring_meta[g].to(gl.uint32) & 3
+    factor = gl.where(e == 0, 0.5 ** (8 - BITS), gl.where(e == 1, 0.5 ** (7 - BITS), 0.5 ** (6 - BITS)))
+    return gl.convert_layout(gl.where(right, factor, 0.0), ROWS)

@@ -33,42 +33,29 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, rotation_ptr, value_mean_ptr,
     mean = tl.load(value_mean_ptr + head * D + d, mask=d < D, other=0.0)
     if OVERLAP:
         gdc_wait()
+    row = tl.arange(0, ROWS)
     begin = tl.program_id(2) * TAKE
     start = (first * KV_HEADS + head).to(tl.int64) * RATIO + begin
-    lse_ptr += start
-    partial_ptr += start * D
-    m = ()
-    acc = ()
-    norm = ()
-    for r in tl.static_range(TAKE):
-        top = tl.full([], -1e30, tl.float32)
-        for i in range(0, number, 128):
-            k = i + tl.arange(0, 128)
-            top = tl.maximum(
-                top, tl.max(tl.load(lse_ptr + k * (KV_HEADS * RATIO) + r, mask=k < number, other=-1e30), 0)
-            )
-        m = m + (top,)
-        acc = acc + (tl.zeros([WIDE], tl.float32),)
-        norm = norm + (tl.full([], 0.0, tl.float32),)
+    # Splits first: a warp then has a query head, or several have one, and nothing in the loop crosses threads.
+    k = tl.arange(0, STEP)[:, None, None]
+    r = row[None, :, None]
+    top = tl.full([STEP, ROWS, 1], -1e30, tl.float32)
+    norm = tl.zeros([STEP, ROWS, 1], tl.float32)
+    acc = tl.zeros([STEP, ROWS, WIDE], tl.float32)
     for i in range(0, number, STEP):
-        new_acc = ()
-        new_norm = ()
-        for r in tl.static_range(TAKE):
-            a = acc[r]
-            n = norm[r]
-            for j in tl.static_range(STEP):
-                at = (i + j) * (KV_HEADS * RATIO) + r
-                weight = tl.exp2(tl.load(lse_ptr + at, mask=i + j < number, other=-1e30) - m[r])
-                a += weight * tl.load(partial_ptr + at * D + d, mask=(i + j < number) & (d < D), other=0.0)
-                n += weight
-            new_acc = new_acc + (a,)
-            new_norm = new_norm + (n,)
-        acc = new_acc
-        norm = new_norm
-    row = tl.arange(0, ROWS)
-    merged = tl.zeros([ROWS, WIDE], tl.float32)
-    for r in tl.static_range(TAKE):
-        merged = tl.where(row[:, None] == r, (acc[r] / tl.where(number > 0, norm[r], 1.0))[None, :], merged)
+        live = (i + k < number) & (r < TAKE)
+        at = start + (i + k) * (KV_HEADS * RATIO) + r
+        part = tl.load(partial_ptr + at * D + d[None, None, :], mask=live & (d < D)[None, None, :], other=0.0)
+        lse = tl.load(lse_ptr + at, mask=live, other=-1e30)
+        higher = tl.maximum(top, lse)
+        old = tl.exp2(top - higher)
+        weight = tl.where(live, tl.exp2(lse - higher), 0.0)
+        norm = norm * old + weight
+        acc = acc * old + weight * part
+        top = higher
+    weight = tl.exp2(top - tl.max(top, 0)[None, :, :])
+    total = tl.sum(weight * norm, 0)
+    merged = tl.sum(weight * acc, 0) / tl.where(total > 0, total, 1.0)
     out = rotate(merged, rotation, D)
     out = tl.where(number > 0, out / factor[None, :] + mean[None, :], 0.0)
     to = out_ptr + sequence.to(tl.int64) * out_stride + (head * RATIO + begin + row)[:, None] * D + d[None, :]

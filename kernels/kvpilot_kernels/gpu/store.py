@@ -11,7 +11,7 @@ program (`reference.residual`).
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_wait
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.gpu.codec import (
@@ -101,7 +101,7 @@ def residual(y, codes, meta, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.const
 @triton.jit
 def store_ring(y, codes, meta, packed, ring_ptr, place, live, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
                TOKENS: tl.constexpr, RING: tl.constexpr):  # fmt: skip
-    """Write rows of a side at `place` [TOKENS] of the ring's pages [TOKENS]; the rest is what `store_side` has."""
+    """Write rows of a side at `place` [TOKENS] of the ring's pages [TOKENS], where `live`."""
     BITS: tl.constexpr = SIDE.bits
     DIGITS: tl.constexpr = SIDE.digits
     exponent = tl.zeros_like(meta)
@@ -119,38 +119,51 @@ def store_ring(y, codes, meta, packed, ring_ptr, place, live, SIDE: tl.constexpr
 
 
 @triton.jit
-def store_side(x, rotation_ptr, page_ptr, place, live, ring_ptr, ring_place, recent, SIDE: tl.constexpr,
-               D: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr,
-               RING: tl.constexpr):  # fmt: skip
-    """Quantize rows x [TOKENS, WIDE] of a side; write them at each token's page [TOKENS] and place, and in the ring."""
+def store_side(x_ptr, stride, first_ptr, mean_ptr, scale_ptr, rotation_ptr, slots_ptr, ordinals_ptr, cache_ptr,
+               ring_slots_ptr, ring_ptr, head, tokens, numbered, page_stride, head_stride, ring_page_stride,
+               ring_head_stride, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
+               PAGE: tl.constexpr, RING: tl.constexpr, WAIT: tl.constexpr):  # fmt: skip
+    """Quantize a block of tokens' rows of `head`'s side; write them into each token's page, and into its ring.
+
+    first: the mean of the tokens whose ordinal, of the `numbered` that have one, is 1.
+    """
     GROUPS: tl.constexpr = WIDE // 64
-    y = tl.reshape(rotate(x, load_rotation(rotation_ptr, WIDE, False), D), [TOKENS, GROUPS, 64])
+    slot = tl.arange(0, WIDE)
+    rotation = load_rotation(rotation_ptr, WIDE, False)
+    apart = tl.load(first_ptr + head * D + slot, mask=slot < D, other=0.0)
+    mean = tl.load(mean_ptr + head * D + slot, mask=slot < D, other=0.0)
+    factor = tl.load(scale_ptr + head * D + slot, mask=slot < D, other=0.0)
+    if WAIT:
+        gdc_wait()
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    x = tl.load(
+        x_ptr + token[:, None].to(tl.int64) * stride + (head * D + slot)[None, :],
+        mask=(token < tokens)[:, None] & (slot < D)[None, :], other=0.0,
+    )  # fmt: skip
+    at = tl.load(slots_ptr + token, mask=token < tokens, other=-1)
+    live = at >= 0
+    ring_at = at
+    if RING > 0:
+        ring_at = tl.load(ring_slots_ptr + token, mask=token < tokens, other=-1)
+    at = tl.where(live, at, 0)
+    page = cache_ptr + at // PAGE * page_stride + head.to(tl.int64) * head_stride
+    place = (at % PAGE).to(tl.int32)
+    first = tl.load(ordinals_ptr + token, mask=token < numbered, other=0) == 1
+    off = x.to(tl.float32) - tl.where(first[:, None], apart[None, :], mean[None, :])
+    y = tl.reshape(rotate(off * factor[None, :], rotation, D), [TOKENS, GROUPS, 64])
     codes, meta = encode(y, SIDE, D, WIDE)
     packed = pack_codes(tl.reshape(codes, [TOKENS, WIDE]), SIDE.bits, WIDE, TOKENS)
-    write_codes(page_ptr + (SIDE.codes + place * SIDE.row), packed, live, SIDE.bits, D, WIDE)
+    write_codes(page + (SIDE.codes + place * SIDE.row), packed, live, SIDE.bits, D, WIDE)
     group = tl.arange(0, GROUPS)
-    to = (page_ptr + SIDE.meta).to(tl.pointer_type(tl.int16))[:, None] + (group[None, :] * PAGE + place[:, None])
+    to = (page + SIDE.meta).to(tl.pointer_type(tl.int16))[:, None] + (group[None, :] * PAGE + place[:, None])
     tl.store(to, meta.to(tl.int16), mask=live[:, None])
-    if RING > 0:  # noqa: SIM102  a constant, and what is only known in a launch
+    if RING > 0:
+        recent = live & (ring_at >= 0)
         if tl.max(recent.to(tl.int32), 0) > 0:  # of a prompt, the last tokens only
-            store_ring(y, codes, meta, packed, ring_ptr, ring_place, recent, SIDE, D, WIDE, TOKENS, RING)
-
-
-@triton.jit
-def load_rows(x_ptr, stride, token, live, first, head, first_ptr, mean_ptr, scale_ptr, D: tl.constexpr,
-              WIDE: tl.constexpr):  # fmt: skip
-    """(x - mean) * scale, float32 [TOKENS, WIDE], of `head`'s keys or values; tokens `first` have another mean."""
-    d = tl.arange(0, WIDE)
-    real = d < D
-    x = tl.load(
-        x_ptr + token[:, None].to(tl.int64) * stride + (head * D + d)[None, :], mask=live[:, None] & real[None, :],
-        other=0.0,
-    )  # fmt: skip
-    mean = tl.load(mean_ptr + head * D + d, mask=real, other=0.0)
-    factor = tl.load(scale_ptr + head * D + d, mask=real, other=0.0)
-    apart = tl.load(first_ptr + head * D + d, mask=real, other=0.0)
-    mean = tl.where(first[:, None], apart[None, :], mean[None, :])
-    return (x.to(tl.float32) - mean) * factor[None, :]
+            ring_at = tl.where(recent, ring_at, 0)
+            ring = ring_ptr + ring_at // RING * ring_page_stride + head.to(tl.int64) * ring_head_stride
+            ring_place = (ring_at % RING).to(tl.int32)
+            store_ring(y, codes, meta, packed, ring, ring_place, recent, SIDE, D, WIDE, TOKENS, RING)
 
 
 @triton.jit(do_not_specialize=["tokens", "numbered", "decodes"])
@@ -160,7 +173,7 @@ def store_kernel(
     value_mean_ptr, value_scale_ptr, tokens, numbered, decodes, query_stride, key_stride, value_stride, page_stride,
     head_stride, ring_page_stride, ring_head_stride, scale, KV_HEADS: tl.constexpr, RATIO: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
-    RING: tl.constexpr, TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
+    RING: tl.constexpr, TOKENS: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(tokens, TOKENS), KV_HEADS * (2 + RATIO)): keys, values, then queries of the first `decodes` tokens.
 
@@ -170,56 +183,41 @@ def store_kernel(
     RING is 0; rotated: float16 [decodes, KV_HEADS * RATIO, D]; apart: float32 [decodes, KV_HEADS * RATIO], to be added
     to the scores of first tokens; rotations: [WIDE, WIDE] (`rotation`); factors: float32 [KV_HEADS, D]; KEY, VALUE: a
     `SideLayout`.
+    WAIT: launched as a dependent: what the kernel before this one wrote is there after `gdc_wait`.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
     head = tl.program_id(1)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    if head < 2 * KV_HEADS:
-        slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1)
-        live = slot >= 0
-        slot = tl.where(live, slot, 0)
+    if head < KV_HEADS:
+        store_side(
+            key_ptr, key_stride, key_first_ptr, key_mean_ptr, key_scale_ptr, key_rotation_ptr, slots_ptr, ordinals_ptr,
+            cache_ptr, ring_slots_ptr, ring_ptr, head, tokens, numbered, page_stride, head_stride, ring_page_stride,
+            ring_head_stride, KEY, D, WIDE, TOKENS, PAGE, RING, WAIT,
+        )  # fmt: skip
+    elif head < 2 * KV_HEADS:
+        store_side(
+            value_ptr, value_stride, value_mean_ptr, value_mean_ptr, value_scale_ptr, value_rotation_ptr, slots_ptr,
+            ordinals_ptr, cache_ptr, ring_slots_ptr, ring_ptr, head - KV_HEADS, tokens, 0, page_stride, head_stride,
+            ring_page_stride, ring_head_stride, VALUE, D, WIDE, TOKENS, PAGE, RING, WAIT,
+        )  # fmt: skip
+    else:
+        # A row is a token's query of one of the KV head's RATIO: TOKENS of them are fewer tokens.
         kv = head % KV_HEADS
-        page = cache_ptr + slot // PAGE * page_stride + kv.to(tl.int64) * head_stride
-        place = (slot % PAGE).to(tl.int32)
-        ring = page
-        ring_place = place
-        recent = live
-        if RING > 0:
-            slot = tl.load(ring_slots_ptr + token, mask=live, other=-1)
-            recent = slot >= 0
-            slot = tl.where(recent, slot, 0)
-            ring = ring_ptr + slot // RING * ring_page_stride + kv.to(tl.int64) * ring_head_stride
-            ring_place = (slot % RING).to(tl.int32)
-        if head < KV_HEADS:
-            first = tl.load(ordinals_ptr + token, mask=token < numbered, other=0) == 1
-            x = load_rows(
-                key_ptr, key_stride, token, live, first, kv, key_first_ptr, key_mean_ptr, key_scale_ptr, D, WIDE
-            )  # fmt: skip
-            store_side(
-                x, key_rotation_ptr, page, place, live, ring, ring_place, recent, KEY, D, WIDE, TOKENS, PAGE, RING
-            )  # fmt: skip
-        else:
-            x = load_rows(
-                value_ptr, value_stride, token, live, live, kv, value_mean_ptr, value_mean_ptr, value_scale_ptr, D, WIDE
-            )  # fmt: skip
-            store_side(
-                x, value_rotation_ptr, page, place, live, ring, ring_place, recent, VALUE, D, WIDE, TOKENS, PAGE, RING
-            )  # fmt: skip
-    elif tl.program_id(0) * TOKENS < decodes:
-        head -= 2 * KV_HEADS
-        d = tl.arange(0, WIDE)
-        real = d < D
-        mask = (token < decodes)[:, None] & real[None, :]
-        x = tl.load(
-            query_ptr + token[:, None].to(tl.int64) * query_stride + (head * D + d)[None, :], mask=mask, other=0.0
-        )
-        x = x.to(tl.float32)
-        apart = tl.load(key_first_ptr + head // RATIO * D + d, mask=real, other=0.0)
-        apart -= tl.load(key_mean_ptr + head // RATIO * D + d, mask=real, other=0.0)
-        apart = tl.sum(x * apart[None, :], 1) * scale
-        tl.store(apart_ptr + token.to(tl.int64) * (KV_HEADS * RATIO) + head, apart, mask=token < decodes)
-        factor = tl.load(key_scale_ptr + head // RATIO * D + d, mask=real, other=1.0)
-        y = rotate(x / factor[None, :], load_rotation(query_rotation_ptr, WIDE, False), D) * scale
-        to = rotated_ptr + token[:, None].to(tl.int64) * (KV_HEADS * RATIO * D) + (head * D + d)[None, :]
-        tl.store(to, y.to(tl.float16), mask=mask)
+        first = (tl.program_id(0) * RATIO + head // KV_HEADS - 2) * TOKENS
+        if first < decodes * RATIO:
+            row = first + tl.arange(0, TOKENS)
+            d = tl.arange(0, WIDE)
+            mask = (row < decodes * RATIO)[:, None] & (d < D)[None, :]
+            factor = tl.load(key_scale_ptr + kv * D + d, mask=d < D, other=1.0)
+            apart = tl.load(key_first_ptr + kv * D + d, mask=d < D, other=0.0)
+            apart -= tl.load(key_mean_ptr + kv * D + d, mask=d < D, other=0.0)
+            rotation = load_rotation(query_rotation_ptr, WIDE, False)
+            if WAIT:
+                gdc_wait()
+            token = (row // RATIO)[:, None].to(tl.int64)
+            element = ((kv * RATIO + row % RATIO) * D)[:, None] + d[None, :]
+            x = tl.load(query_ptr + token * query_stride + element, mask=mask, other=0.0).to(tl.float32)
+            to = apart_ptr + (row // RATIO).to(tl.int64) * (KV_HEADS * RATIO) + (kv * RATIO + row % RATIO)
+            tl.store(to, tl.sum(x * apart[None, :], 1) * scale, mask=row < decodes * RATIO)
+            y = rotate(x / factor[None, :], rotation, D) * scale
+            tl.store(rotated_ptr + token * (KV_HEADS * RATIO * D) + element, y.to(tl.float16), mask=mask)
+        elif WAIT:
+            gdc_wait()

@@ -30,10 +30,6 @@ class Choice:
     registers: int | None = None
 
 
-OVERLAP_SEQUENCES, OVERLAP_SEQUENCES_WITH_RING = 8, 64
-"""With fewer sequences a step takes longer where decode overlaps with `store`: a layer of Llama-3-8B in k4v4 77.9 us
-against 58.5 at 1 x 128K, and with a ring 51.8 against 42.6 at 32 x 2K (docs/benchmarks/h200-decode-overlap.md)."""
-
 TILES: dict[int, int] = {64: 64, 96: 64, 128: 64, 256: 32}
 """Tokens of a tile by head_dim."""
 
@@ -52,9 +48,13 @@ class Block:
     warps: int
 
 
-def store_block(dim: int, recent: int) -> Block:
-    """The block of `store`. At head_dim 256 the registers of a program with 16 tokens spill."""
-    return Block(16 if dim <= 128 else 8, 8 if recent or dim > 128 else 4)
+FEW_TOKENS = 128
+"""So many tokens at most are stored as those of a decode step are: with a program a head for 8 of them."""
+
+
+def store_block(dim: int, tokens: int) -> Block:
+    """The block of `store` for a launch of so many tokens. At head_dim 256 registers of a program with 16 spill."""
+    return Block(8, 8) if dim > 128 else Block(8 if tokens <= FEW_TOKENS else 16, 4)
 
 
 def gather_block(dim: int, capability: tuple[int, int]) -> Block:
@@ -64,14 +64,33 @@ def gather_block(dim: int, capability: tuple[int, int]) -> Block:
     return Block(64, 4 if dim <= 64 or capability[0] in (9, 10) else 8)
 
 
-def choose(dim: int, queries: int, bits: int, block_size: int, capability: tuple[int, int]) -> Choice:
+def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capability: tuple[int, int]) -> Choice:
     """The choice for `queries` of a program and `bits` of a key's and a value's element together.
 
     The tile divides `block_size`, as a tile lies in one page. On 9.0, where that was measured, the assembler weighs
-    registers against programs; on others it would spill some, and a thread may have all 255.
+    registers against programs; on others it would spill some, and a thread may have all 255. With a window of `recent`
+    tokens 2 bits need the shared memory and registers of 4.
     """
     programs = PROGRAMS[dim, 4 if queries <= 4 else 8][0 if bits > 8 else 1 if bits == 8 else 2]
+    if recent:
+        programs = min(programs, 8 if bits == 4 else 12)
     return Choice(gcd(TILES[dim], block_size), 2, programs, None if capability[0] == 9 else 255)
+
+
+def merging(dim: int, groups: int, ratio: int, device: torch.device) -> tuple[int, int, int]:
+    """Query heads, splits in flight, and warps of a program of `reduce`, for the KV heads of all sequences together.
+
+    Few sequences leave the GPU idle, and have many splits: then each query head gets a program of its own. Measured
+    with 1, 8 and 32 sequences of 32 and 64 heads. Each choice holds from some number of sequences to its double at
+    least, so that a warm-up with powers of two meets all of them. At head_dim 256 registers of two warps spill.
+    """
+    rows = groups * ratio
+    if rows <= multiprocessors(device):
+        return 1, 128, 16
+    if rows <= 2 * multiprocessors(device):
+        return 1, 32, 4
+    take = max(n for n in range(1, 3 if rows <= 8 * multiprocessors(device) else 5) if ratio % n == 0)
+    return take, 8 if take < 3 else 4, 2 if dim <= 128 else 4
 
 
 @cache
