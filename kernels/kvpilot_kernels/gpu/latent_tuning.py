@@ -6,7 +6,7 @@ They follow from registers and shared memory alone (docs/benchmarks/kernel-resou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from kvpilot_kernels.latent.formats import ENTRY, LatentFormat
@@ -23,8 +23,12 @@ GATHER_TOKENS, GATHER_WARPS = 16, 8
 MERGE_HEADS, MERGE_SPLITS, MERGE_WARPS = 4, 2, 8
 """Heads of a program of `reduce`, splits in flight, and its warps."""
 
-SMALL_SHARED = 99
-"""KiB of shared memory that a program may have on compute capability 8.6, 8.9 and 12.x; elsewhere 163 and more."""
+
+def shared_kib(capability: tuple[int, int]) -> int:
+    """Shared memory of a multiprocessor; a program may have all but one KiB, and one more goes with each program."""
+    if capability in ((8, 6), (8, 9)) or capability[0] == 12:
+        return 100
+    return 164 if capability[0] == 8 else 228
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,9 @@ def program_heads(heads: int) -> int:
 def choose(fmt: LatentFormat, heads: int, block_size: int, capability: tuple[int, int]) -> LatentChoice:
     """The choice for a model's `heads` (of this rank). The tile divides `block_size`, as a tile lies in one page."""
     wide = -(-program_heads(heads) // 8) * 8
-    tile = gcd(64, block_size)
-    small = capability in ((8, 6), (8, 9)) or capability[0] == 12
-    choice = LatentChoice(wide, tile, 2, 4, 2)
-    if small and choice.shared_bytes(fmt) > (SMALL_SHARED - 1) * 1024:
-        choice = LatentChoice(wide, min(tile, 32), 2, 4, 1)
-    return choice
+    for most in (64, 32):
+        choice = LatentChoice(wide, gcd(most, block_size), 2, 4, 2)
+        fit = shared_kib(capability) * 1024 // (choice.shared_bytes(fmt) + 2048)
+        if fit:
+            break
+    return replace(choice, programs=min(2, fit))
