@@ -187,7 +187,7 @@ def lost(ours: Json, found: Json, path: str) -> Iterator[str]:
 
 
 @given(TEMPLATES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_whatever_is_accepted_takes_nothing_of_ours_from_a_pod(given_template: Json) -> None:
     obj = engine(given_template, resources={"limits": {"cpu": 1}}) | {}
     obj["spec"]["cache"] = {"weightsClaimName": "w", "compileClaimName": "c"}
@@ -226,7 +226,7 @@ def beyond_baseline(template: Mapping[str, Json]) -> Iterator[str]:
 
 
 @given(TEMPLATES, st.sets(st.sampled_from(KINDS)))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_whatever_is_accepted_is_within_baseline_but_for_what_is_allowed(
     given_template: Json, allowed: set[str]
 ) -> None:

@@ -34,12 +34,8 @@ def pod_template(service: str, spec: Spec, dtype: str, *, assigned_user: bool = 
     """
     template: dict[str, Any] = {
         "metadata": {"labels": {**owned_labels(service), DTYPE_LABEL: dtype}},
-        "spec": _pod_spec(service, spec, dtype),
+        "spec": {**_pod_spec(service, spec, dtype), "securityContext": _security_context(assigned_user)},
     }
-    if assigned_user:
-        del template["spec"]["securityContext"]["runAsUser"]
-        del template["spec"]["securityContext"]["runAsGroup"]
-        del template["spec"]["securityContext"]["fsGroup"]
     template = strategic_merge(template, json.loads(spec.engine.pod_template))
     if template["spec"].get("hostNetwork"):
         # Otherwise a pod on the node's network asks the node's DNS, which knows no Service.
@@ -82,7 +78,6 @@ def _pod_spec(service: str, spec: Spec, dtype: str) -> dict[str, Any]:
         "volumes": volumes,
         "terminationGracePeriodSeconds": drain.pre_stop_seconds + drain.timeout_seconds + 10,
         "enableServiceLinks": False,
-        "securityContext": _security_context(),
         # An engine asks nothing of the API server; an account that is named stands for an identity of the cloud.
         "automountServiceAccountToken": bool(engine.service_account_name),
     }
@@ -95,13 +90,12 @@ def _health(period: int, timeout: int, failures: int) -> dict[str, Any]:
     return {"httpGet": asked, "periodSeconds": period, "timeoutSeconds": timeout, "failureThreshold": failures}
 
 
-def _security_context() -> dict[str, Any]:
-    """What Pod Security "restricted" asks of a pod."""
+def _security_context(assigned_user: bool) -> dict[str, Any]:
+    """What Pod Security "restricted" asks of a pod, and whose processes they are unless the cluster says it."""
+    own = {"runAsUser": ENGINE_USER, "runAsGroup": ENGINE_USER, "fsGroup": ENGINE_USER}
     return {
         "runAsNonRoot": True,
-        "runAsUser": ENGINE_USER,
-        "runAsGroup": ENGINE_USER,
-        "fsGroup": ENGINE_USER,
+        **({} if assigned_user else own),
         # The files of a claim with weights are not all visited at every start.
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
