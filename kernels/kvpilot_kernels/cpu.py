@@ -130,6 +130,7 @@ class PackedPages:
         scale: float,
         softcap: float = 0.0,
         ring_table: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of one query token per sequence over all of its stored tokens, itself among them.
 
@@ -141,6 +142,7 @@ class PackedPages:
             seq_lens: int [sequences], tokens stored, at least 1.
             scale: factor on the scores. softcap: 0 for none, else scores become cap * tanh(score / cap).
             ring_table: int [sequences, ring_blocks], negative for none; None without a ring.
+            sinks: [heads], a logit of each head that the softmax divides by too and no value belongs to; None without.
 
         Returns:
             float32 [sequences, heads, head_dim].
@@ -185,7 +187,8 @@ class PackedPages:
             scores[..., 0] += apart
         if softcap:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
-        p = scores.masked_fill_(past[:, None, None, :], -torch.inf).softmax(-1).unsqueeze(2)
+        scores = scores.masked_fill_(past[:, None, None, :], -torch.inf)
+        p = _softmax(scores, None if sinks is None else sinks.view(kv_heads, -1, 1)).unsqueeze(2)
 
         group_scale, zero = self._meta(self.value_meta, table, self.fmt.value.bits)
         # Unused slots may hold anything, NaN scales among them, and 0 * NaN is not 0.
@@ -209,6 +212,7 @@ class PackedPages:
         context: int,
         scale: float,
         softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of a chunk of one sequence: its quantized context, then the chunk itself as it is.
 
@@ -216,7 +220,7 @@ class PackedPages:
             query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim], the fresh chunk.
             block_table: int [blocks] of this sequence.
             context: tokens stored before the chunk.
-            scale, softcap: as in `decode`.
+            scale, softcap, sinks: as in `decode`.
 
         Returns:
             [tokens, heads, head_dim] in the query's dtype.
@@ -231,8 +235,8 @@ class PackedPages:
             key = torch.cat([old_key.to(key.dtype), key])
             value = torch.cat([old_value.to(value.dtype), value])
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        if softcap:
-            return _softcap_attention(q, k, v, scale, softcap)[0].transpose(0, 1).to(query.dtype)
+        if softcap or sinks is not None:
+            return _attention(q, k, v, scale, softcap, sinks)[0].transpose(0, 1).to(query.dtype)
         mask = None
         if context:
             mask = torch.ones(tokens, key.shape[0], dtype=torch.bool).tril_(context)
@@ -290,10 +294,22 @@ class PackedPages:
         return scale_and_zero(meta, bits)
 
 
-def _softcap_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, softcap: float) -> torch.Tensor:
-    """Causal attention with capped scores, aligned to the end of the keys; [1, heads, tokens, D] in float32."""
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, softcap: float, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Causal attention with capped scores or sinks, aligned to the end of the keys; [1, heads, tokens, D], float32."""
     repeat = q.shape[1] // k.shape[1]
     k, v = k.float().repeat_interleave(repeat, 1), v.float().repeat_interleave(repeat, 1)
-    scores = (q.float() @ k.transpose(-1, -2) * (scale / softcap)).tanh() * softcap
+    scores = q.float() @ k.transpose(-1, -2) * scale
+    if softcap:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(k.shape[2] - q.shape[2] + 1)
-    return scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+    return _softmax(scores.masked_fill(future, -torch.inf), None if sinks is None else sinks[:, None, None]) @ v
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Over the last dimension, with one more logit that nothing is returned for; `sinks` broadcasts to [..., 1]."""
+    if sinks is None:
+        return scores.softmax(-1)
+    one_more = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, one_more], -1).softmax(-1)[..., :-1]

@@ -69,6 +69,37 @@ def test_prefill_reads_the_context_from_pages_and_the_chunk_as_it_is(
     assert torch.allclose(out.double(), wanted, atol=2e-4, rtol=2e-4)
 
 
+@settings(max_examples=25)
+@given(
+    st.sampled_from(SERVED), st.integers(0, 40), st.integers(2, 20), st.sampled_from([1, 4]), st.booleans(),
+    st.sampled_from([0.0, 3.0]), st.integers(0, 2**31),
+)  # fmt: skip
+def test_caps_and_sinks_are_the_references(
+    name: str, context: int, tokens: int, ratio: int, sinking: bool, softcap: float, seed: int
+) -> None:
+    batch = Batch(name, 64, [context + tokens], 2, 16, seed)
+    query = torch.randn(tokens, 2 * ratio, 64, generator=batch.rng) * 4
+    sinks = torch.randn(2 * ratio, generator=batch.rng) * 3 if sinking else None
+    key, value = batch.keys[0], batch.values[0]
+    how = {"softcap": softcap, "sinks": sinks}
+    out = batch.pages.prefill(query, key[context:], value[context:], batch.table[0], context, 0.125, **how)
+    wanted = prefill_reference(query, key, value, context, batch.fmt, 0.125, **how)
+    assert torch.allclose(out.double(), wanted, atol=2e-4, rtol=2e-4)
+    last = batch.pages.decode(query[-1:], batch.table, torch.tensor([context + tokens]), 0.125, **how)
+    wanted = decode_reference(query[-1], key, value, batch.fmt, 0.125, **how)
+    assert torch.allclose(last[0].double(), wanted, atol=2e-4, rtol=2e-4)
+
+
+def test_a_sink_takes_its_share_and_gives_no_value() -> None:
+    batch = Batch("int8", 64, [3], 1, 16, 1)
+    args = (torch.zeros(1, 2, 64), batch.table, torch.tensor([3]), 0.125)  # all scores are 0
+    without = batch.pages.decode(*args)
+    far = batch.pages.decode(*args, sinks=torch.tensor([-50.0, -50.0]))
+    torch.testing.assert_close(far, without)
+    alike = batch.pages.decode(*args, sinks=torch.zeros(2))  # as a fourth token would have
+    torch.testing.assert_close(alike, without * 3 / 4)
+
+
 @pytest.mark.parametrize("context", [0, 20])
 def test_soft_capped_scores_are_capped_in_decode_and_prefill_alike(context: int) -> None:
     batch = Batch("int8", 64, [context + 8], 2, 16, 5)

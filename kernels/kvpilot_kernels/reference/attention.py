@@ -1,8 +1,10 @@
 """Attention over stored tokens in float64, straight from its definition: what every kernel is held against.
 
-    o_i = sum_t softmax_t(scale * q_i . k_t) v_t    over the tokens t that i may see
+    o_i = sum_t softmax_t(cap(scale * q_i . k_t)) v_t    over the tokens t that i may see
 
-with k and v read back from the group format (`quantize`) and rotated back (`hadamard`). No paging, no tricks.
+where cap(x) = softcap * tanh(x / softcap), or x without one, and a head with a sink has one more logit in the sum that
+softmax divides by, which no value belongs to. k and v are read back from the group format (`quantize`) and rotated
+back (`hadamard`). No paging, no tricks.
 """
 
 from __future__ import annotations
@@ -55,6 +57,8 @@ def decode_reference(
     factors: Factors | None = None,
     fine: torch.Tensor | None = None,
     begin: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One query token over all stored tokens of one sequence.
 
@@ -62,7 +66,7 @@ def decode_reference(
         query: [heads, D]. key, value: [tokens, kv_heads, D] before quantization, the query's own token included.
         fmt: the format that they are stored in. scale: factor on the scores. factors: the layer's, or None.
         fine: bool [tokens], those that are read with what the recent window's ring adds; None for none.
-        begin: position of the first of these tokens.
+        begin: position of the first of these tokens. softcap, sinks: as in `attend`.
 
     Returns:
         float64 [heads, D].
@@ -75,7 +79,7 @@ def decode_reference(
     if fine is not None:
         refined = read(recent=True)
         stored = [torch.where(fine[:, None, None], x, y) for x, y in zip(refined, stored, strict=True)]
-    return attend(query[None], stored[0], stored[1], scale)[0]
+    return attend(query[None], stored[0], stored[1], scale, softcap, sinks)[0]
 
 
 def prefill_reference(
@@ -86,12 +90,15 @@ def prefill_reference(
     fmt: Format,
     scale: float,
     factors: Factors | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A chunk after `context` stored tokens: the context is read from the cache, the chunk attends to itself exactly.
 
     Args:
         query: [tokens, heads, D]. key, value: [context + tokens, kv_heads, D] before quantization.
         context: tokens stored before the chunk. fmt, scale, factors: as in `decode_reference`.
+        softcap, sinks: as in `attend`.
 
     Returns:
         float64 [tokens, heads, D].
@@ -100,14 +107,29 @@ def prefill_reference(
         torch.cat([round_trip(x[:context], fmt, side, factors), x[context:].double()])
         for x, side in ((key, "key"), (value, "value"))
     )
-    return attend(query, key, value, scale)
+    return attend(query, key, value, scale, softcap, sinks)
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention aligned to the end of the keys, in float64; key and value as they are read back."""
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention aligned to the end of the keys, in float64; key and value as they are read back.
+
+    `softcap`: 0 for none. `sinks`: a logit for each head, [heads], or None.
+    """
     tokens, heads, _ = query.shape
     repeat = heads // key.shape[1]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     scores = torch.einsum("ihd,thd->hit", query.double(), key) * scale
+    if softcap:
+        scores = (scores / softcap).tanh() * softcap
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(key.shape[0] - tokens + 1)
-    return torch.einsum("hit,thd->ihd", scores.masked_fill(future, -torch.inf).softmax(-1), value)
+    scores = scores.masked_fill(future, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, tokens, 1)], -1)
+    return torch.einsum("hit,thd->ihd", scores.softmax(-1)[..., : key.shape[0]], value)
