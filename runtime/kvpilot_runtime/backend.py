@@ -132,12 +132,17 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
     """Refuse what no backend of ours does.
 
     Raises:
-        UnsupportedModelError: KV transfer is on.
+        UnsupportedModelError: KV transfer or fast prefill of shared caches is on.
     """
-    if getattr(vllm_config, "kv_transfer_config", None) is not None:
-        dtype = vllm_config.cache_config.cache_dtype
-        raise UnsupportedModelError(f"--kv-transfer-config is not supported with kv-cache dtype {dtype!r}; leave one of"
-                                    " the two out")  # fmt: skip
+    dtype = vllm_config.cache_config.cache_dtype
+    on = (
+        ("--kv-transfer-config", getattr(vllm_config, "kv_transfer_config", None)),
+        ("--kv-sharing-fast-prefill", getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False)),
+    )
+    for flag, value in on:
+        if value:
+            raise UnsupportedModelError(f"{flag} is not supported with kv-cache dtype {dtype!r}; leave one of the"
+                                        " two out")  # fmt: skip
 
 
 class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
@@ -177,8 +182,8 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
     settled it; `drafts` are tokens that a step may store and the next ones take back, for each sequence.
 
     Raises (at start):
-        UnsupportedModelError: the layer needs ALiBi, attention sinks, a sliding window, or is not a decoder's; or the
-            engine's drafts come from a model.
+        UnsupportedModelError: the layer needs ALiBi or a sliding window, or is not a decoder's; or the engine's
+            drafts come from a model.
     """
 
     def __init__(
@@ -201,8 +206,6 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
 
         if alibi_slopes is not None:
             refuse("a model with ALiBi", "use --kv-cache-dtype auto")
-        if sinks is not None:
-            refuse("a model with attention sinks", "use --kv-cache-dtype auto")
         if attn_type != AttentionType.DECODER:
             refuse(f"{attn_type} attention", "use --kv-cache-dtype auto")
         if sliding_window is not None:
@@ -215,6 +218,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         self.head_size = head_size
         self.scale = float(scale)
         self.softcap = logits_soft_cap or 0.0
+        self.sinks = sinks
         self.fmt = formats.parse(kv_cache_dtype)
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
@@ -239,12 +243,12 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
     def factors(self, layer: Any, device: torch.device | str = "cpu") -> Factors:
         """The factors of this layer and of this rank's KV heads: those of the file, or none that change anything.
 
-        Made once, on the device of the first call, and changed in place from then on: pages and captured graphs that
-        read them see the change.
+        A layer that uses another layer's cache has that one's, with which its tokens were stored. Made once, on the
+        device of the first call, and changed in place from then on: pages and captured graphs that read them see it.
         """
         if self._factors is None:
             if self._calibration is not None:
-                found = self._calibration.for_layer(layer.layer_name)
+                found = self._calibration.for_layer(self.kv_sharing_target_layer_name or layer.layer_name)
             else:
                 found = Factors.identity(self.num_kv_heads, self.head_size)
             self._factors = found.to(device)

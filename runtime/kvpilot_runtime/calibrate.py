@@ -269,7 +269,7 @@ def run(
         raise CalibrateError(f"--recent {recent} leaves no token outside the window; use 0 to --length {length}")
     try:
         facts = calibration.ModelFacts.read(model)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise CalibrateError(
             f"model {str(model)!r} has no usable config.json ({error}); give a model's folder"
         ) from error

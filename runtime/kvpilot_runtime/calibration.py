@@ -21,7 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from kvpilot_kernels import models
 from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.models.config import Fields
+from kvpilot_kernels.models.layers import kinds
 from kvpilot_runtime.errors import EngineRefusedError
 
 VARIABLE = "KVPILOT_CALIBRATION"
@@ -67,19 +70,19 @@ class ModelFacts:
         """The facts in a config.json (of the language model, where that is nested).
 
         Raises:
-            KeyError: a size is missing.
+            ValueError: it is no decoder's.
         """
+        found = models.read(config)  # a size that is left out has its class's default
         text = config.get("text_config")
         text = text if isinstance(text, Mapping) else config
-        heads = int(text["num_attention_heads"])
         rope = {
             key: text[key] for key in ("rope_theta", "rope_scaling", "rope_parameters") if text.get(key) is not None
         }
         kept = {key: value for key, value in text.items() if key not in _NOT_IDENTITY}
         return cls(
-            layers=int(text["num_hidden_layers"]),
-            kv_heads=int(text.get("num_key_value_heads") or heads),
-            head_dim=int(text.get("head_dim") or int(text["hidden_size"]) // heads),
+            layers=len(kinds(Fields(config))),
+            kv_heads=found.kv_heads,
+            head_dim=found.head_dim,
             rope=json.dumps(rope, sort_keys=True),
             config_sha256=hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest(),
         )
@@ -89,7 +92,7 @@ class ModelFacts:
         """The facts of the model in `folder`.
 
         Raises:
-            OSError, ValueError, KeyError: no readable config.json with a decoder's sizes.
+            OSError, ValueError: no readable config.json with a decoder's sizes.
         """
         return cls.of(json.loads((folder / "config.json").read_text()))
 

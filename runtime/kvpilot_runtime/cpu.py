@@ -119,15 +119,16 @@ class CpuImpl(PackedImpl):
         self,
         layer: Any,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: Metadata | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of a batch: query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim].
+        """Attention of a batch: query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim], or None
+        in a layer that uses another layer's cache.
 
         Writes `output`, [tokens, heads, head_dim], and returns it.
         """
@@ -142,17 +143,20 @@ class CpuImpl(PackedImpl):
             table, lens = meta.block_table[meta.decode_sequences].long(), meta.ordinals[rows]
             rings = self.rings()
             ring_table = None if rings is None else rings.table[rows]
-            found = pages.decode(query[rows], table, lens, self.scale, self.softcap, ring_table)
+            found = pages.decode(query[rows], table, lens, self.scale, self.softcap, ring_table, self.sinks)
             out[rows] = found.to(out.dtype)
         for p in meta.prefills:
             new = slice(p.start, p.end)
             table = meta.block_table[p.sequence]
-            fresh_key, fresh_value = key[new], value[new]
-            if self.read_back:
-                length = p.context + p.end - p.start
-                stored = pages.read(table, length)
+            shared = self.kv_sharing_target_layer_name is not None
+            if self.read_back or shared or key is None or value is None:
+                stored = pages.read(table, p.context + p.end - p.start)
                 fresh_key, fresh_value = (x[p.context :].to(query.dtype) for x in stored)
-            out[new] = pages.prefill(query[new], fresh_key, fresh_value, table, p.context, self.scale, self.softcap)
+            else:
+                fresh_key, fresh_value = key[new], value[new]
+            out[new] = pages.prefill(
+                query[new], fresh_key, fresh_value, table, p.context, self.scale, self.softcap, self.sinks
+            )
         return output
 
     def _packed(self, layer: Any, kv_cache: torch.Tensor) -> PackedPages:
@@ -196,6 +200,11 @@ class CpuBackend(CpuBlocks, PackedBackend):
     def recent_backend(cls) -> type[CpuRingBackend]:
         """The backend of the layers that have the rings."""
         return CpuRingBackend
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Layers whose softmax divides by one more logit."""
+        return True
 
     @staticmethod
     def get_impl_cls() -> type[CpuImpl]:

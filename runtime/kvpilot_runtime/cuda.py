@@ -30,13 +30,18 @@ class CudaImpl(PackedImpl):
     """Attention of one layer over packed pages on a GPU.
 
     Raises (at start):
-        UnsupportedModelError: as `PackedImpl`; or the layer uses another layer's cache.
+        UnsupportedModelError: as `PackedImpl`; or the layer uses another layer's cache, or has attention sinks.
     """
 
     _workspace: ClassVar[dict[tuple[torch.device, torch.dtype, int, int], torch.Tensor]] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.sinks is not None:
+            raise UnsupportedModelError(
+                f"a layer with attention sinks is not supported with kv-cache dtype {self.kv_cache_dtype!r} on a GPU; "
+                "use --kv-cache-dtype auto"
+            )
         if self.kv_sharing_target_layer_name is not None:
             raise UnsupportedModelError(
                 f"a layer that uses another layer's KV cache is not supported with kv-cache dtype "

@@ -16,6 +16,8 @@ def calibration_of(vllm_config: Any) -> calibration.Calibration | None:
         CalibrationError: the file is damaged or belongs to another model.
         ValueError: the KV heads cannot be shared by the ranks.
     """
+    if not calibration.asked() or calibration.turned_off():
+        return None
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     return _read(
         model.model, model.revision, parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size

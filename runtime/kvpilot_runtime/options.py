@@ -22,6 +22,7 @@ REFUSED = (
     Switch("KV transfer", ("--kv-transfer-config", "--kv-offloading-size")),
     Switch("decode context parallelism", ("--decode-context-parallel-size", "-dcp"), ("1",)),
     Switch("prefill context parallelism", ("--prefill-context-parallel-size", "-pcp"), ("1",)),
+    Switch("fast prefill of layers that share a cache", ("--kv-sharing-fast-prefill",)),
     Switch("dual batch overlap", ("--enable-dbo",)),
     Switch("dual batch overlap", ("--ubatch-size",), ("0", "1")),
     Switch("pooling", ("--runner",), ("auto", "generate", "draft")),

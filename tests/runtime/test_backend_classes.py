@@ -19,6 +19,7 @@ from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.reference.attention import decode_reference
 from kvpilot_runtime import backend, compat, cpu
+from kvpilot_runtime.calibration import Calibration
 
 MADE_UP = replace(formats.parse("k8v4"), name="k8v2", value=formats.Side(2, 2, 64))
 
@@ -101,6 +102,21 @@ def test_factors_can_be_replaced_however_they_were_made(inference: bool, monkeyp
     impl.set_factors(SimpleNamespace(layer_name="x"), found)
     assert impl.factors(SimpleNamespace(layer_name="x")) is made
     assert torch.equal(made.value_mean, found.value_mean)
+
+
+def test_a_layer_that_uses_another_layers_cache_has_the_factors_that_its_tokens_were_stored_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = tuple(Factors(*(torch.full((2, 64), float(10 * i + x)) for x in range(1, 6))) for i in range(2))
+    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: None)
+    monkeypatch.setattr(backend, "calibration_of", lambda _config: Calibration(layers))
+    cls: Any = resolve_obj_by_qualname("kvpilot_runtime.cpu.K4V4Backend").get_impl_cls()
+    names = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
+    alone = cls(4, 64, 0.125, 2, None, None, "k4v4")
+    shared = cls(4, 64, 0.125, 2, None, None, "k4v4", kv_sharing_target_layer_name=names[0])
+    layer = SimpleNamespace(layer_name=names[1])
+    assert torch.equal(alone.factors(layer).key_scale, layers[1].key_scale)
+    assert torch.equal(shared.factors(layer).key_scale, layers[0].key_scale)
 
 
 def test_where_vllm_has_a_registry_each_dtype_is_given_to_what_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:

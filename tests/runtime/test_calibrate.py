@@ -67,6 +67,17 @@ def test_the_hash_is_over_the_first_keys_too() -> None:
     assert calibration.digest(layers) != calibration.digest(other)
 
 
+def test_sizes_that_a_config_leaves_out_are_its_classs_own() -> None:
+    corpus = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text())["models"]
+    published = {entry["model"]: entry["config"] for entry in corpus}
+    facts = calibration.ModelFacts.of(published["google/gemma-3-4b-it"])
+    assert (facts.layers, facts.kv_heads, facts.head_dim) == (34, 4, 256)
+    facts = calibration.ModelFacts.of(published["nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"])
+    assert (facts.layers, facts.kv_heads, facts.head_dim) == (52, 2, 128)
+    for name, config in published.items():
+        assert calibration.ModelFacts.of(config).layers, name
+
+
 @pytest.mark.parametrize("name", ["model.layers.3.self_attn.attn", "model.layers.x.attn", "lm_head"])
 def test_a_layer_that_was_not_calibrated_is_named(file: Path, name: str) -> None:
     with pytest.raises(ValueError, match=f"'{name}' is none of the 3"):

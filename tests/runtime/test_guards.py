@@ -19,7 +19,6 @@ from kvpilot_runtime.errors import UnsupportedModelError
 RIGHT = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="k4v4", block_size=None)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "latent attention": ({"use_mla": True}, "MLA not supported"),
-    "sinks": ({"has_sink": True}, "attention sinks not supported"),
     "a window": ({"has_sliding_window": True}, "--kv-cache-dtype-skip-layers sliding_window"),
     "an encoder": ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type"),
     "cross attention": ({"attn_type": AttentionType.ENCODER_DECODER}, "attention type"),
@@ -41,6 +40,7 @@ def chosen(**asked: Any) -> Any:
 def test_a_layer_that_is_served_gets_our_backend_and_other_dtypes_vllms_own() -> None:
     assert chosen() is resolve_obj_by_qualname("kvpilot_runtime.cpu.K4V4Backend")
     assert chosen(block_size=16).fmt.name == "k4v4"
+    assert chosen(has_sink=True).fmt.name == "k4v4"
     assert chosen(kv_cache_dtype="auto", has_sliding_window=True).get_name() == "CPU_ATTN"
 
 

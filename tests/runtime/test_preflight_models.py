@@ -24,18 +24,11 @@ SMALL = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2, "
 REFUSED = {
     "MLA": {**SMALL, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "kv_lora_rank": 512},
     "ALiBi": {**SMALL, "architectures": ["BloomForCausalLM"], "model_type": "bloom"},
-    "sinks": {
-        **SMALL,
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "head_dim": 64,
-        "num_key_value_heads": 2,
-    },
     "cross attention": {**SMALL, "architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True},
     "all sliding": {**SMALL, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096},
 }
 WORDS = {
-    "MLA": "latent attention", "ALiBi": "ALiBi", "sinks": "sinks", "cross attention": "encoder-decoder",
+    "MLA": "latent attention", "ALiBi": "ALiBi", "cross attention": "encoder-decoder",
     "all sliding": "all have a sliding window",
 }  # fmt: skip
 
@@ -105,7 +98,7 @@ def test_a_float32_model_is_refused_on_a_gpu_and_served_on_a_cpu(gpu: Any) -> No
     assert silent(check(Request(str(tiny_llama()), "auto", "float32")))
 
 
-@pytest.mark.parametrize("head_dim", [80, 192, 512])
+@pytest.mark.parametrize("head_dim", [80, 160, 192, 512])
 def test_a_head_dim_without_a_layout_is_refused_on_a_gpu_too(gpu: Any, tmp_path: Path, head_dim: int) -> None:
     gpu(H200)
     error = refusal(Request(changed(tmp_path, tiny_llama(), head_dim=head_dim), "k4v4"))
@@ -119,6 +112,17 @@ def test_more_query_heads_to_a_kv_head_than_the_gpu_kernels_take_are_refused(gpu
     gpu(H200, H200, H200, H200)
     assert "32 query heads to a KV head" in refusal(Request(model, "k4v4")).message
     assert silent(check(Request(model, "k4v4", tensor_parallel=4)))  # 16 heads and a KV head on each
+
+
+def test_attention_sinks_are_served_on_a_cpu_and_refused_on_a_gpu(gpu: Any, tmp_path: Path) -> None:
+    names = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
+    model = changed(tmp_path, tiny_llama(), **names, layer_types=["full_attention"] * 2)
+    assert silent(check(Request(model, "k4v4")))
+    gpu(H200)
+    error = refusal(Request(model, "k4v4"))
+    assert error.reason == "DtypeUnsupported"
+    assert "attention sinks on a GPU; use --kv-cache-dtype=auto" in error.message
+    assert silent(check(Request(model, "auto")))
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -23,11 +23,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 4, "n_shared_experts": 1,
     },
     "alibi": {**BASE, "architectures": ["BloomForCausalLM"], "model_type": "bloom", "n_layer": 1, "n_head": 4},
-    "sinks": {
-        **BASE, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_local_experts": 4,
-        "num_experts_per_tok": 2, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"],
-    },
     "windows": {
         **BASE, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 64,
@@ -41,11 +36,6 @@ TRANSFER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both",
 CASES: dict[str, tuple[str | None, list[str], str]] = {
     "mla": ("mla", [], "MLA not supported"),
     "alibi": ("alibi", [], "a model with ALiBi is not supported"),
-    "sinks": (
-        "sinks",
-        ["--kv-cache-dtype-skip-layers=sliding_window"],
-        "attention sinks not supported",
-    ),
     "windows": ("windows", [], "keep these in 16 bits: --kv-cache-dtype-skip-layers sliding_window"),
     "speculation": (None, [f"--speculative-config={json.dumps(SPECULATION)}"], "speculative decoding by 'draft_model'"),
     "transfer": (None, [f"--kv-transfer-config={json.dumps(TRANSFER)}"], "--kv-transfer-config is not supported"),

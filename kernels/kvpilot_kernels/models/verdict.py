@@ -21,7 +21,7 @@ def unsupported(model: Architecture, gpu: bool, ranks: int = 1) -> str | None:
         (model.latent, "multi-head latent attention"),
         (model.encoder_decoder, "encoder-decoder models"),
         (model.alibi, "ALiBi"),
-        (model.sinks, "attention sinks"),
+        (gpu and model.sinks, "attention sinks on a GPU"),
         (model.bidirectional, "attention to later tokens (a bidirectional model)"),
         (not model.layers and not model.other_layers, "a model without attention: there is no KV cache to quantize"),
         (model.other_layers, "layers whose cache is neither keys and values nor a state"),
