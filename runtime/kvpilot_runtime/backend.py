@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
+from kvpilot_runtime import contract
 from kvpilot_runtime.compat import HeadMajorPages, backend_class
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.factors_of_engine import calibration_of
@@ -133,8 +134,11 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
 
     Raises:
         UnsupportedModelError: KV transfer or fast prefill of shared caches is on.
+        UnsupportedEngineError: some layers stay in 16 bits, and this vLLM lacks what that needs.
     """
     dtype = vllm_config.cache_config.cache_dtype
+    if getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None):
+        contract.refuse(dtype, contract.broken(""), skipping=True)
     on = (
         ("--kv-transfer-config", getattr(vllm_config, "kv_transfer_config", None)),
         ("--kv-sharing-fast-prefill", getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False)),

@@ -10,37 +10,52 @@ that is wrapped too.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, get_args
 
 from kvpilot_kernels.formats import Format
 from kvpilot_runtime.errors import UnsupportedEngineError, UnsupportedModelError
 
 OLDEST, NEWEST = (0, 28), (0, 33)
+RANGE = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+"""The versions that kvpilot was made for; another one is served as far as it keeps to `contract`."""
+
 SLEEP_FROM = (0, 30)
 """From here on sleep mode frees the KV cache alone; before, it took the steps' buffers, too."""
 
+_BUILD = (10**6, 0)
 
-def vllm_version() -> tuple[int, int]:
-    """Major and minor version of the installed vLLM.
+
+def version_text() -> str:
+    """The installed vLLM's own word for its version.
 
     Raises:
-        UnsupportedEngineError: vLLM is absent, or outside the versions that kvpilot was made for.
+        UnsupportedEngineError: vLLM is absent.
     """
     try:
-        text = importlib.metadata.version("vllm")
+        return importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        raise UnsupportedEngineError("vllm is not installed; install vllm 0.28 to 0.33 beside kvpilot") from None
-    major, minor = (int(part) for part in text.split(".")[:2])
-    if not OLDEST <= (major, minor) <= NEWEST:
-        raise UnsupportedEngineError(
-            f"vllm {text} is not supported: kvpilot works with 0.28 to 0.33; install one of these, or a newer kvpilot"
-        )
-    return major, minor
+        raise UnsupportedEngineError(f"vllm is not installed; install vllm {RANGE} beside kvpilot") from None
+
+
+def vllm_version() -> tuple[int, int]:
+    """Major and minor version of the installed vLLM; a build without numbers counts as newer than any with.
+
+    Raises:
+        UnsupportedEngineError: vLLM is absent.
+    """
+    found = re.match(r"(\d+)\.(\d+)", version_text())
+    return (int(found[1]), int(found[2])) if found else _BUILD
+
+
+def tested() -> bool:
+    """Whether the installed vLLM is of a version that kvpilot was made for."""
+    return OLDEST <= vllm_version() <= NEWEST
 
 
 def wakes_as_it_was() -> bool:
-    """Whether sleep mode leaves an engine with our dtypes as it was; True where its plugin refuses to start anyway."""
+    """Whether sleep mode leaves an engine with our dtypes as it was; True where there is no vLLM to ask."""
     try:
         return vllm_version() >= SLEEP_FROM
     except UnsupportedEngineError:
@@ -53,11 +68,12 @@ def register_dtypes(names: tuple[str, ...]) -> None:
     Repeating it changes nothing.
     """
     import torch
+    from vllm.config import cache
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
     STR_DTYPE_TO_TORCH_DTYPE.update(dict.fromkeys(names, torch.uint8))
     _share_pages(names)
-    if vllm_version() >= (0, 33):
+    if hasattr(cache, "register_kv_cache_dtype"):
         _register_handlers(names)
     else:
         _extend_literal(names)
@@ -106,11 +122,8 @@ def _extend_literal(names: tuple[str, ...]) -> None:
     rebuild_dataclass(VllmConfig, force=True)
 
 
-def has_rings() -> bool:
-    """Whether this vLLM can give a request pages that stay out of prefix caching (from 0.30 on)."""
-    from vllm.v1 import kv_cache_interface
-
-    return hasattr(kv_cache_interface, "CircularBufferSpec")
+Judge = Callable[[str, bool], None]
+"""Refuses a layer of a KV-cache dtype of ours, or does nothing; told whether other layers stay in 16 bits."""
 
 
 def backend_class(dtype: str) -> str:
@@ -118,7 +131,7 @@ def backend_class(dtype: str) -> str:
     return f"{dtype.upper()}Backend"
 
 
-def route_cpu_backends(paths: Mapping[str, str]) -> None:
+def route_cpu_backends(paths: Mapping[str, str], judge: Judge) -> None:
     """On the CPU platform, serve each KV-cache dtype in `paths` with the backend class at that import path."""
     from vllm.platforms.cpu import CpuPlatform
 
@@ -129,7 +142,7 @@ def route_cpu_backends(paths: Mapping[str, str]) -> None:
     def get_attn_backend_cls(
         cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        found = _ours(cls, paths, attn_selector_config)
+        found = _ours(cls, paths, judge, attn_selector_config)
         return found or stock(cls, selected_backend, attn_selector_config, *args, **kwargs)
 
     update = CpuPlatform.update_block_size_for_backend.__func__
@@ -137,7 +150,9 @@ def route_cpu_backends(paths: Mapping[str, str]) -> None:
     def update_block_size_for_backend(cls: Any, vllm_config: Any) -> None:
         """Size shared pages as GPU platforms do: stock CPU leaves that out and pads ours to a 16-bit page."""
         update(cls, vllm_config)
-        if vllm_config.cache_config.kv_cache_dtype_skip_layers and vllm_config.cache_config.cache_dtype in paths:
+        dtype = vllm_config.cache_config.cache_dtype
+        if vllm_config.cache_config.kv_cache_dtype_skip_layers and dtype in paths:
+            judge(dtype, True)
             if vllm_version() < (0, 30):
                 _tell_cpu_blocks()
             cls._align_heterogeneous_kv_block_size(vllm_config, None)
@@ -147,7 +162,7 @@ def route_cpu_backends(paths: Mapping[str, str]) -> None:
     CpuPlatform._kvpilot_routed = True
 
 
-def route_cuda_backends(paths: Mapping[str, str]) -> None:
+def route_cuda_backends(paths: Mapping[str, str], judge: Judge) -> None:
     """On a CUDA platform, serve each KV-cache dtype in `paths` with the backend class at that import path."""
     from vllm.platforms.cuda import CudaPlatformBase
 
@@ -158,17 +173,18 @@ def route_cuda_backends(paths: Mapping[str, str]) -> None:
     def get_attn_backend_cls(
         cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        found = _ours(cls, paths, attn_selector_config)
+        found = _ours(cls, paths, judge, attn_selector_config)
         return found or stock(cls, selected_backend, attn_selector_config, *args, **kwargs)
 
     CudaPlatformBase.get_attn_backend_cls = classmethod(get_attn_backend_cls)
     CudaPlatformBase._kvpilot_routed = True
 
 
-def _ours(platform: Any, paths: Mapping[str, str], asked: Any) -> str | None:
+def _ours(platform: Any, paths: Mapping[str, str], judge: Judge, asked: Any) -> str | None:
     """The path of our backend for a layer, or None where its KV-cache dtype is not ours.
 
     Raises:
+        UnsupportedEngineError: as `judge`.
         UnsupportedModelError: our backend does not serve such a layer; with all of the backend's reasons.
     """
     from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -176,6 +192,7 @@ def _ours(platform: Any, paths: Mapping[str, str], asked: Any) -> str | None:
     dtype = asked.kv_cache_dtype or "auto"
     if dtype not in paths:
         return None
+    judge(dtype, False)
     backend = resolve_obj_by_qualname(paths[dtype])
     reasons = backend.validate_configuration(device_capability=platform.get_device_capability(), **asked._asdict())
     if reasons:
@@ -185,24 +202,26 @@ def _ours(platform: Any, paths: Mapping[str, str], asked: Any) -> str | None:
     return paths[dtype]
 
 
-def before_kv_cache(path: str) -> None:
-    """Call the function at an import path in every worker that has loaded its model and measured its memory, before it
-    makes the KV cache and captures graphs. The function takes vLLM's worker."""
+def around_kv_cache(before: str, after: str) -> None:
+    """Call two functions, given by import path, in every worker that has loaded its model and measured its memory: one
+    before it makes the KV cache, one when it has it and has not captured graphs. They take vLLM's worker."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     stock = WorkerWrapperBase.initialize_from_config
-    if getattr(stock, "_kvpilot_calls", None) == path:
+    if getattr(stock, "_kvpilot_calls", None) == (before, after):
         return
 
     def initialize_from_config(self: Any, kv_cache_configs: Any) -> None:
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.vllm_config):
-            resolve_obj_by_qualname(path)(self.worker)
+            resolve_obj_by_qualname(before)(self.worker)
         stock(self, kv_cache_configs)
+        with set_current_vllm_config(self.vllm_config):
+            resolve_obj_by_qualname(after)(self.worker)
 
-    initialize_from_config._kvpilot_calls = path  # type: ignore[attr-defined]
+    initialize_from_config._kvpilot_calls = before, after  # type: ignore[attr-defined]
     WorkerWrapperBase.initialize_from_config = initialize_from_config
 
 
@@ -224,9 +243,9 @@ def _share_pages(names: tuple[str, ...]) -> None:
     """
     from vllm.platforms.interface import Platform
 
-    if getattr(Platform, "_kvpilot_shares_pages", False):
-        return
-    stock = Platform._align_heterogeneous_kv_block_size.__func__
+    stock = getattr(getattr(Platform, "_align_heterogeneous_kv_block_size", None), "__func__", None)
+    if stock is None or getattr(Platform, "_kvpilot_shares_pages", False):
+        return  # where it is not there, dtypes of ours are refused beside layers in 16 bits
 
     def align(cls: Any, vllm_config: Any, backend_cls: Any) -> None:
         from vllm.config import get_layers_from_vllm_config

@@ -1,7 +1,7 @@
 """The runtime's exceptions: each names what was asked, why it cannot be, and what to do instead.
 
 EngineRefusedError
-├── UnsupportedEngineError    this vLLM version is not one that the plugin knows
+├── UnsupportedEngineError    this vLLM is absent, or lacks something that the plugin stands on
 ├── UnsupportedModelError     the model, or an engine option, needs something that our backend lacks
 └── PreflightError            kvpilot-serve refuses to start; it carries the reason that the operator reports
 """
@@ -18,7 +18,7 @@ class EngineRefusedError(ValueError):
 
 
 class UnsupportedEngineError(EngineRefusedError):
-    """The installed vLLM is not a version that kvpilot works with."""
+    """vLLM is not installed, or something of it that kvpilot uses is not as it should be; the message names it."""
 
 
 class UnsupportedModelError(EngineRefusedError):

@@ -5,21 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 from kvpilot_kernels import formats
-from kvpilot_runtime import calibration_info, compat, model_info, recent_info
+from kvpilot_runtime import calibration_info, compat, contract, model_info, recent_info
 
 
 def register() -> None:
-    """Teach vLLM our dtypes, and which backend serves them; publish what is served; all else of vLLM stays."""
+    """Teach vLLM our dtypes, and which backend serves them; publish what is served; all else of vLLM stays.
+
+    A vLLM that lacks what this stands on keeps its own dtypes, and says what it lacks.
+    """
     from vllm.platforms import current_platform
 
     names = formats.own_names()
-    compat.register_dtypes(names)
-    if current_platform.is_cuda():
-        compat.route_cuda_backends({name: f"kvpilot_runtime.cuda.{compat.backend_class(name)}" for name in names})
-    else:
-        compat.route_cpu_backends({name: f"kvpilot_runtime.cpu.{compat.backend_class(name)}" for name in names})
-    compat.before_kv_cache("kvpilot_runtime.plugin.settle")
+    platform = "cuda" if current_platform.is_cuda() else "cpu"
+    broken = contract.broken(platform)
+    contract.tell(broken)
     model_info.publish()
+    if any(one.part.need is contract.Need.NAMES for one in broken):
+        return
+    compat.register_dtypes(names)
+    route = compat.route_cuda_backends if platform == "cuda" else compat.route_cpu_backends
+    paths = {name: f"kvpilot_runtime.{platform}.{compat.backend_class(name)}" for name in names}
+    route(paths, lambda dtype, skipping: contract.refuse(dtype, broken, skipping))
+    if any(one.part.need is contract.Need.LAYERS for one in broken):
+        return
+    compat.around_kv_cache("kvpilot_runtime.plugin.settle", "kvpilot_runtime.page_check.check")
     calibration_info.INFO.publish()
     recent_info.INFO.publish()
 

@@ -15,7 +15,7 @@ import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from kvpilot_kernels import formats
-from kvpilot_runtime import compat, recent_info
+from kvpilot_runtime import contract, recent_info
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.speculation import drafts
 
@@ -140,7 +140,7 @@ def _cannot(config: Any, layers: dict[str, Any]) -> str:
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
 
-    if not compat.has_rings():
+    if not contract.has_rings():
         return "VllmWithoutRings"
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         return "HybridManagerOff"

@@ -1,7 +1,7 @@
 """What vLLM's scheduler knows of the recent window: a ring of pages a request, never shared and never cached.
 
 Whoever unpickles a `RingSpec` imports this module, and so registers it. vLLM 0.30 and later only: older versions have
-no group that stays out of prefix caching (`compat.has_rings`).
+no group that stays out of prefix caching (`contract.has_rings`).
 """
 
 from __future__ import annotations

@@ -135,7 +135,6 @@ def test_where_vllm_has_a_registry_each_dtype_is_given_to_what_it_returns(monkey
 
     monkeypatch.setattr(cache, "register_kv_cache_dtype", register, raising=False)
     monkeypatch.setattr(cache, "get_kv_cache_dtype_handler", handlers.get, raising=False)
-    monkeypatch.setattr(compat, "vllm_version", lambda: (0, 33))
     names = formats.own_names()
     compat.register_dtypes(names)
     compat.register_dtypes(names)

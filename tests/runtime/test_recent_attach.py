@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpilot_kernels import formats
-from kvpilot_runtime import backend, compat, cpu, recent
+from kvpilot_runtime import backend, compat, contract, cpu, recent
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent import RecentLayer
 from kvpilot_runtime.ring_spec import RingManager
@@ -169,7 +169,7 @@ def test_where_there_can_be_no_rings_log_and_metric_name_the_reason(
     monkeypatch.setattr(recent.recent_info, "report", told.append)
     monkeypatch.setattr(recent.log, "propagate", True)
     if reason == "VllmWithoutRings":
-        monkeypatch.setattr(compat, "has_rings", lambda: False)
+        monkeypatch.setattr(contract, "has_rings", lambda: False)
     elif reason == "HybridManagerOff":
         config.scheduler_config.disable_hybrid_kv_cache_manager = True
     elif reason == "OtherLayers":

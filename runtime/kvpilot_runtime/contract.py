@@ -1,0 +1,249 @@
+"""What the plugin stands on in vLLM, part by part, looked at when it starts: a version that has it all is served.
+
+A part is a function with the parameters that we give it, or that it gives us; a class with the fields that we read; or
+something that can be tried. What is missing costs what needs it and nothing else: a model in vLLM's own dtypes never
+asks. `page_check` adds the last part, a page that is written and read back, once an engine has its cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, get_args
+
+from kvpilot_runtime import compat
+from kvpilot_runtime.errors import UnsupportedEngineError
+
+TOLD = "KVPILOT_VERSION_TOLD"
+"""Environment variable by which the first of vLLM's processes tells the others that it has warned already."""
+
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+
+
+class Need(Enum):
+    """What cannot be served without a part."""
+
+    NAMES = "no dtype of kvpilot can be chosen"
+    LAYERS = "dtypes of kvpilot are refused"
+    SKIPPED = "dtypes of kvpilot are refused beside layers that stay in 16 bits"
+    WINDOW = "there is no recent window"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something of vLLM.
+
+    Attributes:
+        path: `module:name`, perhaps with dots. need: what needs it. platform: where, `""` on all.
+        takes: its first parameters, in this order. named: others that are given by name. The rest must have defaults.
+        has: attributes, or fields of a class. tries: says what is wrong, or nothing.
+    """
+
+    path: str
+    need: Need = Need.LAYERS
+    platform: str = ""
+    takes: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
+    has: tuple[str, ...] = ()
+    tries: Callable[[Any], str] | None = None
+
+    def __str__(self) -> str:
+        return self.path.replace(":", ".")
+
+    def wrong(self) -> str:
+        """What is not as it should be, as the end of a sentence; empty where all is."""
+        module, _, name = self.path.partition(":")
+        try:
+            found = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        except (ImportError, AttributeError) as error:
+            return f"is not there ({error})"
+        fields = {*dir(found), *getattr(found, "__dataclass_fields__", ())}
+        missing = [name for name in self.has if name not in fields]
+        if missing:
+            return f"has no {', '.join(missing)}"
+        if self.takes or self.named:
+            return _unlike(found, self.takes, self.named)
+        try:
+            return self.tries(found) if self.tries else ""
+        except Exception as error:  # whatever a version to come makes of it
+            return f"cannot be tried ({type(error).__name__}: {error})"
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A part that is not as it should be, and why."""
+
+    part: Part
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.part} {self.why}"
+
+
+def _unlike(function: Any, takes: tuple[str, ...], named: tuple[str, ...]) -> str:
+    """How a function's parameters differ from what we give; empty where they do not."""
+    try:
+        every = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # compiled: that it exists must do
+        return ""
+    every = [p for p in every if p.name not in ("self", "cls")]
+    places = [p.name for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if not any(p.kind is p.VAR_POSITIONAL for p in every) and tuple(places[: len(takes)]) != takes:
+        return f"takes ({', '.join(places)}), and not ({', '.join(takes)})"
+    if not any(p.kind is p.VAR_KEYWORD for p in every):
+        unknown = [name for name in named if name not in {p.name for p in every}]
+        if unknown:
+            return f"does not take {', '.join(unknown)}"
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    asks = [p.name for p in every if p.default is p.empty and p.kind not in variadic and p.name not in (*takes, *named)]
+    return f"asks for {', '.join(asks)}" if asks else ""
+
+
+def _names(cache: Any) -> str:
+    if hasattr(cache, "register_kv_cache_dtype"):
+        return "" if hasattr(cache, "get_kv_cache_dtype_handler") else "has no get_kv_cache_dtype_handler"
+    known = get_args(getattr(cache, "CacheDType", None))
+    return "" if "auto" in known else "has neither register_kv_cache_dtype nor a Literal CacheDType"
+
+
+def _validated(selector: Any) -> str:
+    """Our backends are asked with the selector's own fields, on platforms where vLLM does not ask itself."""
+    from vllm.v1.attention.backend import AttentionBackend
+
+    known = inspect.signature(AttentionBackend.validate_configuration).parameters
+    unknown = [name for name in (*selector._fields, "device_capability") if name not in known]
+    return f"has fields that AttentionBackend.validate_configuration does not take: {', '.join(unknown)}" * bool(
+        unknown
+    )
+
+
+def _sized(spec: Any) -> str:
+    """A page is as large as a backend says."""
+    from dataclasses import replace
+
+    import torch
+
+    page = replace(spec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.uint8), state_content_bytes=68)
+    wanted = 16 * 2 * 68
+    return "" if page.page_size_bytes == wanted else f"makes pages of {page.page_size_bytes} bytes, and not {wanted}"
+
+
+def _laid_out(backend: Any) -> str:
+    """Blocks, then heads, then tokens: as a layout, or as a shape in 0.28."""
+    from vllm.v1 import kv_cache_interface
+
+    named = hasattr(getattr(kv_cache_interface, "KVCacheLayout", None), "LBHNC")
+    known = named or hasattr(backend, "get_kv_cache_shape")
+    return "" if known else "has neither a layout LBHNC nor get_kv_cache_shape"
+
+
+_BACKEND = "vllm.v1.attention.backend"
+_CHOOSES = ("selected_backend", "attn_selector_config")
+_LAYER = ("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype",
+          "logits_soft_cap", "attn_type", "kv_sharing_target_layer_name")  # fmt: skip
+_ATTENDS = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
+_FLASH = ("cu_seqlens_q", "max_seqlen_q", "cu_seqlens_k", "max_seqlen_k", "softmax_scale", "softcap", "fa_version",
+          "causal", "out", "return_softmax_lse")  # fmt: skip
+
+PARTS = (
+    Part("vllm.utils.torch_utils:STR_DTYPE_TO_TORCH_DTYPE", Need.NAMES, has=("update",)),
+    Part("vllm.config:cache", Need.NAMES, tries=_names),
+    Part("vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls", Need.NAMES, "cpu", _CHOOSES, ("num_heads",)),
+    Part("vllm.platforms.cpu:CpuPlatform.update_block_size_for_backend", Need.NAMES, "cpu", ("vllm_config",)),
+    Part("vllm.platforms.cuda:CudaPlatformBase.get_attn_backend_cls", Need.NAMES, "cuda", _CHOOSES, ("num_heads",)),
+    Part("vllm.v1.attention.selector:AttentionSelectorConfig", Need.NAMES, has=("kv_cache_dtype", "_asdict")),
+    Part("vllm.v1.attention.selector:AttentionSelectorConfig", tries=_validated),
+    Part("vllm.platforms.interface:Platform._align_heterogeneous_kv_block_size", Need.SKIPPED,
+         takes=("vllm_config", "backend_cls")),
+    Part(f"{_BACKEND}:AttentionBackend.customize_spec", takes=("spec",)),
+    Part(f"{_BACKEND}:AttentionBackend", tries=_laid_out),
+    Part(f"{_BACKEND}:AttentionImpl.__init__", takes=_LAYER),
+    Part(f"{_BACKEND}:AttentionImpl.forward", takes=_ATTENDS),
+    Part(f"{_BACKEND}:AttentionImpl.process_weights_after_loading", takes=("act_dtype",)),
+    Part(f"{_BACKEND}:AttentionMetadataBuilder.__init__",
+         takes=("kv_cache_spec", "layer_names", "vllm_config", "device")),
+    Part(f"{_BACKEND}:AttentionMetadataBuilder.build",
+         takes=("common_prefix_len", "common_attn_metadata", "fast_build")),
+    Part(f"{_BACKEND}:CommonAttentionMetadata",
+         has=("num_reqs", "query_start_loc", "query_start_loc_cpu", "seq_lens", "block_table_tensor", "slot_mapping",
+              "causal")),
+    Part(f"{_BACKEND}:AttentionType", has=("DECODER",)),
+    Part(f"{_BACKEND}:MultipleOf", takes=("base",)),
+    Part("vllm.v1.kv_cache_interface:FullAttentionSpec", has=("head_size_v", "state_content_bytes"), tries=_sized),
+    Part("vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec"),
+    Part("vllm.model_executor.layers.attention:Attention", has=("get_attn_backend", "get_kv_cache_spec")),
+    Part("vllm.forward_context:set_forward_context", takes=("attn_metadata", "vllm_config"),
+         named=("num_tokens", "slot_mapping", "skip_compiled")),
+    Part("vllm.forward_context:get_forward_context"),
+    Part("vllm.v1.worker.worker_base:WorkerWrapperBase.initialize_from_config", takes=("kv_cache_configs",)),
+    Part("vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register", Need.WINDOW,
+         takes=("kvcache_spec_cls", "manager_class", "uniform_type_base_spec")),
+    Part("vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry._ensure_registered", Need.WINDOW),
+    Part("vllm.v1.kv_cache_interface:CircularBufferSpec", Need.WINDOW,
+         has=("state_content_bytes", "block_table_token_alignment", "max_memory_usage_bytes",
+              "max_num_blocks_per_req")),
+    Part("vllm.v1.core.single_type_kv_cache_manager:CircularBufferManager", Need.WINDOW,
+         has=("get_num_blocks_to_allocate", "allocate_new_blocks", "allocate_external_computed_blocks")),
+    Part("vllm.v1.attention.backends.fa_utils:flash_attn_varlen_func", platform="cuda", takes=("q", "k", "v"),
+         named=_FLASH),
+    Part("vllm.v1.attention.backends.fa_utils:get_flash_attn_version", platform="cuda", named=("head_size",)),
+    Part("vllm.v1.attention.ops.merge_attn_states:merge_attn_states", platform="cuda",
+         takes=("output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "output_lse")),
+    Part("vllm.v1.attention.backends.utils:split_decodes_and_prefills", platform="cuda",
+         takes=("common_attn_metadata",), named=("decode_threshold",)),
+)  # fmt: skip
+"""What we stand on. Parts that a version may lack for a reason of its own stand in `compat`."""
+
+
+@functools.cache
+def broken(platform: str) -> tuple[Broken, ...]:
+    """The parts of the installed vLLM, on `cpu` or `cuda`, that are not as they should be."""
+    looked_at = ((part, part.wrong()) for part in PARTS if part.platform in ("", platform))
+    return tuple(Broken(part, why) for part, why in looked_at if why)
+
+
+def has_rings() -> bool:
+    """Whether this vLLM can give a request pages that stay out of prefix caching (from 0.30 on)."""
+    return not any(one.part.need is Need.WINDOW for one in broken(""))
+
+
+def tell(found: Iterable[Broken]) -> None:
+    """Warn of a version that nobody has tried, and of what is not as it should be; in the first of vLLM's processes."""
+    if TOLD in os.environ:
+        return
+    os.environ[TOLD] = "1"
+    text = compat.version_text()
+    costly = [b for b in found if b.part.need is not Need.WINDOW]  # of a window its own warning speaks
+    if not compat.tested():
+        log.warning(
+            "vllm %s is not one of %s, which kvpilot was tested with; of what kvpilot uses of it, %s", text,
+            compat.RANGE, f"{len(costly)} parts are not as they were" if costly else "all is as it was",
+        )  # fmt: skip
+    for one in costly:
+        log.error(
+            "vllm %s: %s; %s: use --kv-cache-dtype auto, or vllm %s", text, one, one.part.need.value, compat.RANGE
+        )
+
+
+def refuse(dtype: str, found: Iterable[Broken], skipping: bool) -> None:
+    """Refuse a layer in a dtype of ours for what is not as it should be.
+
+    Args:
+        skipping: there are layers that stay in 16 bits.
+
+    Raises:
+        UnsupportedEngineError: a part that such layers need; it names all of them.
+    """
+    needed = {Need.NAMES, Need.LAYERS, *([Need.SKIPPED] if skipping else [])}
+    why = [str(one) for one in found if one.part.need in needed]
+    if why:
+        raise UnsupportedEngineError(
+            f"kv-cache dtype {dtype!r} cannot be served by vllm {compat.version_text()}: {'; '.join(why)}; use "
+            f"--kv-cache-dtype auto, or a runtime image with vllm {compat.RANGE}"
+        )

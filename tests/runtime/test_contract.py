@@ -1,0 +1,229 @@
+"""The start-up contract: a vLLM of any version is served where it has what we stand on, and else the part is named."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config.cache import CacheConfig
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+from kvpilot_demo.models import tiny_llama
+from kvpilot_localcluster.engines.real import engine
+from kvpilot_runtime import compat, contract, plugin
+from kvpilot_runtime.contract import Broken, Need, Part
+from kvpilot_runtime.errors import UnsupportedEngineError
+
+pytestmark = pytest.mark.timeout(1800)
+
+ON_CPU = [part for part in contract.PARTS if part.platform in ("", "cpu") and not part.wrong()]
+LAYER = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="k4v4", block_size=None)
+AHEAD = "0.99.0+cpu"
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test looks at vLLM anew, in an environment in which nobody has warned."""
+    monkeypatch.setenv(contract.TOLD, "")  # so that it is as before afterwards
+    monkeypatch.delenv(contract.TOLD)
+    monkeypatch.setattr(contract.log, "propagate", True)
+    looked_at = contract.broken
+    looked_at.cache_clear()
+    yield
+    looked_at.cache_clear()
+
+
+def owner(part: Part) -> tuple[Any, str]:
+    """Where a part hangs, and its name there."""
+    module, _, name = part.path.partition(":")
+    *above, last = name.split(".")
+    return functools.reduce(getattr, above, importlib.import_module(module)), last
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _name: version)
+
+
+def test_the_installed_vllm_has_every_part_but_rings_before_0_30() -> None:
+    assert not [one for one in contract.broken("cpu") if one.part.need is not Need.WINDOW]
+    assert contract.has_rings() == (compat.vllm_version() >= (0, 30))
+
+
+@pytest.mark.parametrize("part", [part for part in ON_CPU if "." not in part.path.split(":")[1]], ids=str)
+def test_a_part_that_is_gone_is_named(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    above, name = owner(part)
+    monkeypatch.delattr(above, name)
+    (found,) = [one for one in contract.broken("cpu") if one.part is part]
+    assert str(part) in str(found)
+    assert "is not there" in found.why
+
+
+@pytest.mark.parametrize("part", [part for part in ON_CPU if part.takes], ids=str)
+def test_a_part_with_other_parameters_is_named(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    above, name = owner(part)
+
+    def other(self: Any, first: Any) -> None:
+        """Takes what nobody gives."""
+
+    monkeypatch.setattr(above, name, other)
+    (found,) = [one for one in contract.broken("cpu") if one.part is part]
+    assert f"takes (first), and not ({', '.join(part.takes)})" in found.why
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong"),
+    [
+        (lambda query, key: 0, ""),
+        (lambda query, key, more=1: 0, ""),
+        (lambda query, *others, **named: 0, ""),
+        (lambda key, query: 0, "takes (key, query), and not (query, key)"),
+        (lambda query, key, more: 0, "asks for more"),
+        (lambda query, key, *, more: 0, "asks for more"),
+        (len, "takes (obj), and not (query, key)"),
+    ],
+)
+def test_parameters_are_compared_as_a_call_would_give_them(function: Any, wrong: str) -> None:
+    assert contract._unlike(function, ("query", "key"), ()) == wrong
+
+
+@pytest.mark.parametrize(
+    ("path", "has", "word"),
+    [
+        ("vllm.v1.attention.backend:CommonAttentionMetadata", "slots_by_layer", "has no slots_by_layer"),
+        ("vllm.v1.attention.backend:AttentionBackend", "customize_page", "has no customize_page"),
+    ],
+)
+def test_a_field_that_is_gone_is_named(path: str, has: str, word: str) -> None:
+    assert Part(path, has=(has,)).wrong() == word
+
+
+def test_pages_of_another_size_than_a_backend_says_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    monkeypatch.setattr(AttentionSpec, "page_size_bytes", property(lambda _self: 4096))
+    assert [one.why for one in contract.broken("cpu") if "FullAttentionSpec" in one.part.path] == [
+        f"makes pages of 4096 bytes, and not {16 * 2 * 68}"
+    ]
+
+
+@pytest.mark.parametrize("version", ["0.34.0", "0.27.1+cpu", "1.2.3", "dev"])
+def test_a_version_that_nobody_tried_is_served_with_one_warning(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    installed(monkeypatch, version)
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+        plugin.register()
+    (said,) = [r.getMessage() for r in caplog.records if "is not one of" in r.getMessage()]
+    assert f"vllm {version} is not one of 0.28 to 0.33" in said
+    assert "all is as it was" in said
+    assert CpuPlatform.get_attn_backend_cls(None, LAYER, 4) == "kvpilot_runtime.cpu.K4V4Backend"
+
+
+@pytest.mark.parametrize("version", ["0.28.0", "0.32.0+cpu", "0.33.1"])
+def test_a_version_that_was_tried_is_served_without_a_word(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    installed(monkeypatch, version)
+    with caplog.at_level(logging.WARNING):
+        contract.tell(contract.broken("cpu"))
+    assert not caplog.records
+
+
+def broken_in(need: Need) -> tuple[Broken, ...]:
+    return (Broken(Part("vllm.some:where", need), "is not there (AttributeError)"),)
+
+
+def test_only_dtypes_of_ours_are_refused_for_a_part_that_their_layers_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedEngineError, match=r"'k4v4'.*vllm\.some\.where is not there.*--kv-cache-dtype auto"):
+        contract.refuse("k4v4", broken_in(Need.LAYERS), skipping=False)
+    contract.refuse("k4v4", broken_in(Need.SKIPPED), skipping=False)
+    contract.refuse("k4v4", broken_in(Need.WINDOW), skipping=True)
+    with pytest.raises(UnsupportedEngineError, match=r"vllm\.some\.where"):
+        contract.refuse("k4v4", broken_in(Need.SKIPPED), skipping=True)
+
+
+def test_what_is_broken_is_logged_with_its_remedy_and_costs_auto_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        contract.tell(broken_in(Need.LAYERS))
+    assert [r.levelname for r in caplog.records] == ["ERROR"]
+    assert all(word in caplog.text for word in ("vllm.some.where is not there", "--kv-cache-dtype auto"))
+
+
+def test_without_what_teaches_vllm_our_dtypes_it_keeps_its_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(contract, "broken", lambda _platform: broken_in(Need.NAMES))
+    for name in ("register_dtypes", "route_cpu_backends", "around_kv_cache"):
+        monkeypatch.setattr(compat, name, lambda *_: pytest.fail("vLLM was changed"))
+    with caplog.at_level(logging.ERROR):
+        plugin.register()
+    assert "no dtype of kvpilot can be chosen" in caplog.text
+    assert CacheConfig(cache_dtype="auto").cache_dtype == "auto"
+
+
+# A plugin of vLLM that gives every attention layer its keys where values are meant, as a later vLLM might.
+SWAPS = """
+def register():
+    from vllm.model_executor.layers.attention import Attention
+    stock = Attention.forward
+    Attention.forward = lambda self, query, key, value, *args, **kw: stock(self, query, value, key, *args, **kw)
+"""
+
+
+def another_vllm(folder: Path, version: str, plugin_source: str = "") -> dict[str, str]:
+    """An environment in which the installed vLLM says that it has this version, and loads another plugin of its own."""
+    info = folder / f"vllm-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    if plugin_source:
+        (folder / "vllm_swaps.py").write_text(plugin_source)
+        (info / "entry_points.txt").write_text("[vllm.general_plugins]\nswaps = vllm_swaps:register\n")
+    return {"PYTHONPATH": str(folder), "KVPILOT_CALIBRATION": "off"}
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], str]]:
+    """What two engines of a version to come answered, and their logs: one as ours, and one with keys for values."""
+
+    def run(name: str, source: str, more: dict[str, str]) -> tuple[list[int], str]:
+        folder = tmp_path_factory.mktemp(name)
+        env = another_vllm(folder / "site", AHEAD, source) | more
+        small = ("--kv-cache-memory-bytes=16M", "--max-model-len=256", "--num-gpu-blocks-override=20")
+        answer: list[int] = []
+        try:
+            with engine(tiny_llama(), "k4v4", folder, *small, env=env) as running:
+                answer = running.tokens([5, 6, 7], 4)
+        except RuntimeError:  # it ended by itself; the log says why
+            pass
+        (log,) = folder.glob("*.log")
+        return answer, log.read_text(errors="replace")
+
+    # The one that serves has several processes, as vLLM has by default.
+    asked = {"served": ("", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}), "swapped": (SWAPS, {})}
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(asked, pool.map(lambda name: run(name, *asked[name]), asked), strict=True))
+
+
+def test_an_engine_of_a_version_to_come_serves_and_warns_once(engines: dict[str, tuple[list[int], str]]) -> None:
+    answer, log = engines["served"]
+    assert len(answer) == 4, log[-3000:]
+    assert log.count(f"vllm {AHEAD} is not one of 0.28 to 0.33") == 1
+
+
+def test_an_engine_whose_pages_come_back_wrong_is_refused_by_name(engines: dict[str, tuple[list[int], str]]) -> None:
+    answer, log = engines["swapped"]
+    assert not answer
+    raised = [line for line in log.splitlines() if "UnsupportedEngineError: " in line]
+    assert raised, log[-3000:]
+    words = (AHEAD, "'k4v4'", "attention.Attention is not what was stored", "off by", "--kv-cache-dtype auto")
+    assert all(word in raised[-1] for word in words), raised[-1]
