@@ -85,9 +85,8 @@ class CpuRingBuilder(PackedBuilder):
         seq_lens = common.seq_lens[:sequences].long()
         owner, ordinals = owners(starts, seq_lens, int(starts[-1]))
         table = common.block_table_tensor[:sequences, : spec.ring_blocks]
-        table = table.masked_fill(table <= 0, -1)[
-            owner
-        ]  # vLLM fills what nobody has with block 0, which nobody may have
+        # vLLM fills what nobody has with block 0, which nobody may have.
+        table = table.masked_fill(table <= 0, -1)[owner]
         slots = torch.full((common.slot_mapping.shape[0],), -1)
         slots[: len(owner)] = ring_slots(ordinals - 1, seq_lens[owner], table, spec.kept, spec.ring_tokens)
         return Rings(slots, table)
@@ -163,12 +162,10 @@ class CpuImpl(PackedImpl):
         """Views of this layer's cache, made once."""
         if self._pages is None or self._pages[0] != kv_cache.data_ptr():
             ring = self.ring.kv_cache if self.ring is not None else None
-            self._pages = (
-                kv_cache.data_ptr(),
-                PackedPages(
-                    kv_cache, self.fmt, self.head_size, self.factors(layer), ring, self.recent or 0, self.drafts
-                ),
+            pages = PackedPages(
+                kv_cache, self.fmt, self.head_size, self.factors(layer), ring, self.recent or 0, self.drafts
             )
+            self._pages = kv_cache.data_ptr(), pages
         return self._pages[1]
 
 

@@ -2,9 +2,9 @@
 
 A step's keys and values are stored by one launch, which also rotates the queries of sequences that decode. These then
 go through split decode over the pages, in a full CUDA graph; where a sequence has draft tokens, each is a row of decode
-of its own. Sequences with more new tokens attend to the new ones
-by FlashAttention as they are, and to their context chunk by chunk: a chunk is read from the pages into a workspace of
-fixed size, FlashAttention runs over it, and the partial results are merged by their log-sums.
+of its own. Sequences with more new tokens attend to the new ones by FlashAttention as they are, and to their context
+chunk by chunk: a chunk is read from the pages into a workspace of fixed size, FlashAttention runs over it, and the
+partial results are merged by their log-sums.
 """
 
 from __future__ import annotations
