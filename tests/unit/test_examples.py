@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from kvpilot_localcluster.engines import PAGE_LATER
-from kvpilot_operator.api.schema import apply_defaults
+from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.api.spec import parse
 from kvpilot_operator.control.service_metrics import FAMILIES
 from kvpilot_operator.render.names import API_VERSION, KIND
@@ -26,6 +26,17 @@ def documents(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     service, scaler = yaml.safe_load_all((EXAMPLES / f"{name}.yaml").read_text())
     assert service["kind"] == KIND
     return service, scaler
+
+
+@pytest.mark.parametrize("page", ["pods.md", "serving.md"])
+def test_a_part_of_a_spec_in_the_docs_is_accepted(page):
+    text = (EXAMPLES.parent / "docs" / page).read_text()
+    parts = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+    parts = [part for part in parts if "engine" in part]
+    assert parts
+    for part in parts:
+        spec = {"model": {"source": "hf://Qwen/Qwen3-8B"}, **part}
+        assert faults({"metadata": {"name": "chat"}, "spec": spec}) == ()
 
 
 @pytest.mark.parametrize("name", ["hpa-external", "hpa-custom"])
