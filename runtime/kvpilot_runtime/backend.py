@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
-from kvpilot_runtime import contract
+from kvpilot_runtime import contract, offload
 from kvpilot_runtime.compat import HeadMajorPages, backend_class
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.factors_of_engine import calibration_of
@@ -133,20 +133,26 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
     """Refuse what no backend of ours does.
 
     Raises:
-        UnsupportedModelError: KV transfer or fast prefill of shared caches is on.
+        UnsupportedModelError: fast prefill of shared caches, KV transfer other than to host memory, or that one beside
+            sliding-window layers is on.
         UnsupportedEngineError: some layers stay in 16 bits, and this vLLM lacks what that needs.
     """
     dtype = vllm_config.cache_config.cache_dtype
     if getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None):
         contract.refuse(dtype, contract.broken(""), skipping=True)
-    on = (
-        ("--kv-transfer-config", getattr(vllm_config, "kv_transfer_config", None)),
-        ("--kv-sharing-fast-prefill", getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False)),
-    )
-    for flag, value in on:
-        if value:
-            raise UnsupportedModelError(f"{flag} is not supported with kv-cache dtype {dtype!r}; leave one of the"
-                                        " two out")  # fmt: skip
+    if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
+        raise UnsupportedModelError(f"--kv-sharing-fast-prefill is not supported with kv-cache dtype {dtype!r}; leave "
+                                    "one of the two out")  # fmt: skip
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        return
+    if (what := offload.unsupported(transfer)) is not None:
+        raise UnsupportedModelError(f"--kv-transfer-config: {what} is not supported with kv-cache dtype {dtype!r}; use "
+                                    "--kv-offloading-size alone, or --kv-cache-dtype auto")  # fmt: skip
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    if any(getattr(layer, "sliding_window", None) is not None for layer in layers):
+        raise UnsupportedModelError(f"--kv-offloading-size is not supported for a model with sliding-window layers and "
+                                    f"kv-cache dtype {dtype!r}; leave one of the two out")  # fmt: skip
 
 
 class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]

@@ -21,6 +21,9 @@ OLDEST, NEWEST = (0, 28), (0, 33)
 RANGE = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 """The versions that kvpilot was made for; another one is served as far as it keeps to `contract`."""
 
+RINGS_STAY_FROM = (0, 32)
+"""From here on offloading leaves pages alone that stay out of prefix caching; before, it would look for rings' pages by
+the hashes of prefixes (0.30; the source of 0.31 was not read)."""
 SLEEP_FROM = (0, 30)
 """From here on sleep mode frees the KV cache alone; before, it took the steps' buffers, too."""
 

@@ -58,6 +58,12 @@ def known_model_types() -> frozenset[str]:
     return frozenset(names)
 
 
+def can_offload() -> bool:
+    """Whether the installed vLLM can offload its KV cache to host memory; True when vLLM is absent."""
+    vllm = importlib.util.find_spec("vllm")
+    return vllm is None or vllm.origin is None or (Path(vllm.origin).parent / "v1/kv_offload/cpu/spec.py").exists()
+
+
 def known_to_transformers(architecture: str) -> bool:
     """Whether the installed transformers names this class; vLLM can then serve it through its fallback."""
     tree = _parse("transformers", "models/auto/modeling_auto.py")

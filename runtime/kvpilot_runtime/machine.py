@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,15 @@ def available_memory() -> int:
         if most and now and most[0].isdigit():
             free.append(max(0, int(most[0]) - int(now[0])))
     return min(free, default=0)
+
+
+def shared_memory() -> int:
+    """Bytes that are free in /dev/shm; 0 where there is none."""
+    try:
+        found = os.statvfs("/dev/shm")  # noqa: S108
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize
 
 
 def gpus() -> list[Gpu]:

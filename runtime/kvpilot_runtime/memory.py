@@ -59,7 +59,8 @@ def check(
     if platform == "cpu":
         have = machine.available_memory()
         kv = wanted if request.kv_bytes is None else request.kv_bytes
-        need, what, extra = weights + kv + CPU_OVERHEAD, "memory available here", CPU_OVERHEAD
+        extra = CPU_OVERHEAD + offloaded(request)
+        need, what = weights + kv + extra, "memory available here"
     else:
         gpus, wide = machine.gpus(), ranks(request)
         if not gpus:
@@ -80,6 +81,41 @@ def check(
             f"weights {_mib(weights)} + KV cache {_mib(kv)} + engine {_mib(extra)} = "
             f"{_mib(need)} do not fit in {_mib(have)} ({what}); use a smaller model, a shorter maxModelLen, a smaller "
             "KV-cache dtype, or more memory",
+        )
+
+
+def offloaded(request: Request) -> int:
+    """Bytes of host memory that are to hold offloaded pages, of all engines that are started; 0 for none.
+
+    Raises:
+        PreflightError: BadArguments.
+    """
+    try:
+        size = options.offloaded_bytes(request.others)
+    except ValueError as error:
+        raise PreflightError("BadArguments", f"{options.OFFLOAD} is {error.args[0]!r}, and has to be a number of GiB above 0; set it to the host memory that offloaded pages may take, or leave it out") from None  # fmt: skip  # noqa: E501
+    return (size or 0) * options.count(request.others, "--data-parallel-size", "-dp")
+
+
+def check_offload(request: Request, platform: machine.Platform) -> None:
+    """Compare the host memory that offloading takes with what there is.
+
+    Raises:
+        PreflightError: BadArguments, DoesNotFit.
+    """
+    wanted, have = offloaded(request), machine.available_memory()
+    if wanted > have:
+        raise PreflightError(
+            "DoesNotFit",
+            f"{options.OFFLOAD}: offloaded pages are to take {_mib(wanted)} of host memory and {_mib(have)} are "
+            "available; offload less, or give the container more memory",
+        )
+    # On a GPU the pages lie in a file there, so that all ranks and the GPU's copies find them.
+    if platform != "cpu" and wanted > (have := machine.shared_memory()):
+        raise PreflightError(
+            "DoesNotFit",
+            f"{options.OFFLOAD}: offloaded pages are to take {_mib(wanted)} of /dev/shm and {_mib(have)} are free "
+            "there; offload less, or mount a larger /dev/shm (a container's own has 64 MiB)",
         )
 
 

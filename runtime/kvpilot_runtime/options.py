@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+SIMPLE_OFFLOAD = "VLLM_USE_SIMPLE_KV_OFFLOAD"
+OFFLOAD = "--kv-offloading-size"
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ class Switch:
 
 
 REFUSED = (
-    Switch("KV transfer", ("--kv-transfer-config", "--kv-offloading-size")),
+    Switch("KV transfer other than by --kv-offloading-size", ("--kv-transfer-config",)),
+    Switch("offloading by another backend than vLLM's own", ("--kv-offloading-backend",), ("native",)),
     Switch("decode context parallelism", ("--decode-context-parallel-size", "-dcp"), ("1",)),
     Switch("prefill context parallelism", ("--prefill-context-parallel-size", "-pcp"), ("1",)),
     Switch("fast prefill of layers that share a cache", ("--kv-sharing-fast-prefill",)),
@@ -77,8 +81,9 @@ def refused(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[s
         for option, value in given(arguments, *switch.options):
             if value is None or value not in switch.off:
                 return option, switch.what
-    if environment.get(BATCH_INVARIANT, "0").strip() not in ("", "0"):
-        return BATCH_INVARIANT, "batch invariance"
+    for variable, what in ((BATCH_INVARIANT, "batch invariance"), (SIMPLE_OFFLOAD, "vLLM's simple offloading")):
+        if environment.get(variable, "0").strip() not in ("", "0"):
+            return variable, what
     return None
 
 
@@ -114,6 +119,24 @@ def drafts(arguments: Sequence[str]) -> int:
     found = speculation(arguments)
     tokens = found.get("num_speculative_tokens", "")
     return int(tokens) if tokens.isdecimal() else SUFFIX_TOKENS if found.get("method") == "suffix" else 0
+
+
+def offloaded_bytes(arguments: Sequence[str]) -> int | None:
+    """Host memory that each of the engines takes for offloaded pages; None where nothing is offloaded.
+
+    Raises:
+        ValueError: the option's value is no number above 0; the value is its argument.
+    """
+    last = [value for _, value in given(arguments, OFFLOAD)][-1:]
+    if not last:
+        return None
+    try:
+        gib = float(last[0] or "")
+    except ValueError:
+        gib = 0.0
+    if not 0 < gib < math.inf:
+        raise ValueError(last[0])
+    return int(gib * 2**30)
 
 
 def count(arguments: Sequence[str], *options: str) -> int:

@@ -39,8 +39,9 @@ def settle(worker: Any) -> None:
     Raises:
         UnsupportedModelError: as `self_calibration.calibrate`.
     """
-    from kvpilot_runtime import recent, self_calibration
+    from kvpilot_runtime import offload, recent, self_calibration
     from kvpilot_runtime.backend import our_layers
 
     self_calibration.calibrate(worker)
     recent.report(worker.vllm_config, our_layers(worker.vllm_config))
+    offload.serve_on_cpu(worker.vllm_config)

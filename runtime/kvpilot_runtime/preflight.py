@@ -84,6 +84,8 @@ def check(request: Request) -> Findings:
         findings.config = read_config(folder)
         _architecture(findings.config, request, findings)
     _platform_dtype(fmt, platform, request, findings)
+    if any(options.given(request.others, options.OFFLOAD)):
+        _offload(request, platform)
     if fmt.ours:
         _our_options(fmt, request)
     _window(fmt, request, findings)
@@ -181,6 +183,13 @@ def _platform_dtype(fmt: formats.Format, platform: machine.Platform, request: Re
         raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} on a GPU needs a model in 16 bits, and --dtype is {request.model_dtype!r}; use --dtype=bfloat16, or --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
 
 
+def _offload(request: Request, platform: machine.Platform) -> None:
+    """Whether this vLLM can offload, and this machine has the memory for it."""
+    if not engines.can_offload():
+        raise PreflightError("BadArguments", f"{options.OFFLOAD}: the installed vLLM has no offloading to host memory; leave it out, or use a runtime image with vLLM 0.28 or newer")  # fmt: skip  # noqa: E501
+    memory.check_offload(request, platform)
+
+
 def _our_options(fmt: formats.Format, request: Request) -> None:
     """What else was asked for, whatever the model is."""
     if (found := options.refused(request.others, os.environ)) is not None:
@@ -226,6 +235,8 @@ def _our_dtype(
         refuse("images whose tokens attend to each other both ways", "serve text alone with --language-model-only, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
     findings.disable_window = config.idle_window
     if config.window_layers:
+        if any(options.given(request.others, options.OFFLOAD)):
+            refuse(f"{options.OFFLOAD} for a model with sliding-window layers, whose requests can wait for each other for ever when blocks are loaded", "leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
         if request.skip_layers is None:
             findings.skip_layers = (SLIDING,)
         elif SLIDING not in request.skip_layers:

@@ -60,7 +60,7 @@ class RingManager(CircularBufferManager):  # type: ignore[misc]
         return new
 
     def allocate_external_computed_blocks(self, *_: Any, **__: Any) -> None:
-        """Nothing: KV transfer does not go together with our dtypes."""
+        """Nothing: pages that come from elsewhere bring no rows, and `allocate_new_blocks` gives the ring its pages."""
 
 
 # Registered after vLLM's own, which are only looked for while the registry is empty.

@@ -71,7 +71,8 @@ def batch(causal: Any) -> SimpleNamespace:
 @pytest.mark.parametrize("causal", [False, torch.tensor([False]), torch.tensor([True])], ids=["no", "none", "each"])
 def test_a_step_that_is_not_causal_is_not_served_as_if_it_were(causal: Any) -> None:
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.uint8)
-    config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="k4v4"))
+    about = SimpleNamespace(cache_dtype="k4v4")
+    config = SimpleNamespace(cache_config=about, speculative_config=None, kv_transfer_config=None)
     builder = chosen().get_builder_cls()(spec, ["x"], config, torch.device("cpu"))
     assert builder.build(0, batch(True)).prefills
     with pytest.raises(UnsupportedModelError, match=r"causal=False.*'k4v4'.*--kv-cache-dtype auto"):

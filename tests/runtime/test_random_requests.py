@@ -56,12 +56,13 @@ def served(running: Engine, count: int, longest: int, seed: int) -> list[Request
 
 # Gemma's two kinds of layers share pages, which makes one block 256 tokens of a full layer: prefixes must be as long.
 @pytest.mark.parametrize(
-    ("model", "count", "longest", "blocks"),
+    ("model", "count", "longest", "blocks", "offloaded"),
     [
-        pytest.param(tiny_llama, 300, 128, 20, id="llama"),
-        pytest.param(tiny_qwen3, 200, 128, 20, id="qwen3"),
-        pytest.param(tiny_gemma3, 200, 448, 44, id="gemma3"),
-        pytest.param(tiny_llama, 2000, 128, 20, id="llama-2000", marks=pytest.mark.long),
+        pytest.param(tiny_llama, 300, 128, 20, False, id="llama"),
+        pytest.param(tiny_qwen3, 200, 128, 20, False, id="qwen3"),
+        pytest.param(tiny_gemma3, 200, 448, 44, False, id="gemma3"),
+        pytest.param(tiny_llama, 2000, 128, 20, False, id="llama-2000", marks=pytest.mark.long),
+        pytest.param(tiny_llama, 2000, 128, 20, True, id="llama-2000-offloaded", marks=pytest.mark.long),
     ],
 )
 def test_paging_changes_no_token(
@@ -69,11 +70,12 @@ def test_paging_changes_no_token(
     count: int,
     longest: int,
     blocks: int,
+    offloaded: bool,
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
     small = ("--block-size=16", f"--num-gpu-blocks-override={blocks}", f"--max-model-len={longest + 32}")
-    arguments = (*EXACT, *small, "--kv-cache-memory-bytes=64M")
+    arguments = (*EXACT, *small, "--kv-cache-memory-bytes=64M", *(["--kv-offloading-size=0.125"] * offloaded))
     with engine(model(), "k4v4", tmp_path, *arguments, env=FROM_PAGES) as running:
         began = time.monotonic()
         requests = served(running, count, longest, seed=20261121)
@@ -82,6 +84,7 @@ def test_paging_changes_no_token(
             "tokens": sum(len(r.answer) for r in requests),
             "preemptions": running.metric("vllm:num_preemptions_total"),
             "prefix_hit_tokens": running.metric("vllm:prefix_cache_hits_total"),
+            "loaded_tokens": running.metric("vllm:external_prefix_cache_hits_total"),
             # Half of the prompts share nothing with others: the long ones among them cannot but come in chunks.
             "certainly_chunked": sum(r.alone and len(r.prompt) > CHUNK for r in requests),
         }
@@ -96,6 +99,7 @@ def test_paging_changes_no_token(
     # That they took place is enough: how often depends on the pace at which a machine sends and answers.
     assert figures["preemptions"] > 0
     assert figures["prefix_hit_tokens"] > 0
+    assert (figures["loaded_tokens"] > 0) == offloaded
     assert figures["certainly_chunked"] > count / 10
     # However many rounding has changed: each is judged on its own, and a broken engine is known by its first three.
     unsound = (i for i in suspects if not oracle.sound(requests[i].prompt, requests[i].answer))

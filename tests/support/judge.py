@@ -9,7 +9,8 @@ from support.stepped_engine import Asked, Told
 class Judge:
     """Follows an engine's steps through its blocks, and holds every answer against the oracle.
 
-    What a position was computed with belongs to the block that has its keys: another request may find it there.
+    What a position was computed with belongs to the block that has its keys: another request may find it there, also
+    after the block was in host memory.
 
     Attributes:
         wrong: of requests, the tokens that are not the oracle's. judged: tokens that were looked at. windowed: steps of
@@ -25,7 +26,14 @@ class Judge:
         size, blocks = told.block_size, dict[tuple[int, int], int | None]()
         runs: dict[int, tuple[int, list[int]]] = {}  # where a request began, and which tokens it gave since
         rings: dict[int, list[int | None]] = {}
+        host: dict[tuple[int, int], int | None] = {}
         for step in told.steps:
+            for block, place in step.get("stored", ()):
+                host |= {(place, i): blocks[block, i] for i in range(size)}
+            for block, place in step.get("loaded", ()):
+                blocks |= {(block, i): host[place, i] for i in range(size)}
+            if "request" not in step:
+                continue
             request, begin, end = step["request"], step["begin"], step["begin"] + step["tokens"]
             if step["anew"]:
                 if request in runs:
@@ -46,10 +54,11 @@ class Judge:
             self.judge(request, [*given[:1], len(self.answers[request]) - 1], rings[request])
 
     def judge(self, request: int, given: list[int], rings: list[int | None]) -> None:
-        """The tokens that a request gave between two preemptions."""
-        if not given:
+        """The tokens that a request gave between two preemptions, as far as its client waited for them."""
+        prompt, answer = self.prompts[request], self.answers[request]
+        if not given or given[0] >= len(answer):
             return
-        prompt, answer, judged = self.prompts[request], self.answers[request], slice(given[0], given[-1] + 1)
+        judged = slice(given[0], min(given[-1] + 1, len(answer)))
         self.judged += judged.stop - judged.start
         below = self.oracle.shortfalls(prompt, answer, rings=rings)[judged]
         if max(below) > SLACK and not (

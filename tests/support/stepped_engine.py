@@ -25,7 +25,8 @@ class Asked:
     `recent`: tokens of the window, None for the default. `drafts`: tokens that speculation by `method` may draft
     for a sequence in a step, 0 for none. `right`: the answers that are expected; drafts are then taken from them, as
     many as it happens and some of them made wrong, since text of random weights hardly repeats itself. `trusting`: rows
-    of a ring are used whatever their tags say, which no engine of ours does.
+    of a ring are used whatever their tags say, which no engine of ours does. `given_up`: requests, numbered through all
+    rounds, and after how many steps of their round their clients leave. `late`: see `support.offloading`.
     """
 
     model: str
@@ -38,6 +39,8 @@ class Asked:
     method: str = "ngram"
     right: list[list[list[int]]] = field(default_factory=list)
     trusting: bool = False
+    given_up: list[tuple[int, int]] = field(default_factory=list)
+    late: int = 0
 
 
 @dataclass
@@ -45,9 +48,12 @@ class Told:
     """What came of it.
 
     Attributes:
-        answers: by round and prompt. cached: tokens of each that the prefix cache had, likewise.
+        answers: by round and prompt. cached: tokens of each that the prefix cache or host memory had, likewise.
         steps: of all requests (numbered through all rounds) in order: request, first position, how many, whether the
-            request begins anew (after a preemption, too), and its blocks.
+            request begins anew (after a preemption, too), and its blocks. Between them what was offloaded: pairs of a
+            block and its place in host memory, `stored` or `loaded`.
+        loaded, changed: blocks of all groups that came back from host memory, and of these the ones with a byte in any
+            layer that differs from what was stored.
         block_size: tokens of a block. moved: how often a request was in another row of the batch than in the step
             before. poisoned: ring pages. drafted, accepted: tokens; of requests' last steps nobody knows the latter.
     """
@@ -60,6 +66,8 @@ class Told:
     poisoned: int = 0
     drafted: int = 0
     accepted: int = 0
+    loaded: int = 0
+    changed: int = 0
 
 
 def serve(asked: Asked) -> Told:
@@ -110,10 +118,22 @@ class Steps:
         self.rows: dict[str, int] = {}
         self.drafts: dict[str, int] = {}  # where a request stood when tokens were drafted for it
         execute = worker.execute_model
+        self.transfers = None
+        if worker.vllm_config.kv_transfer_config is not None:
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            from support.offloading import Transfers
+
+            connector, config = get_kv_transfer_group().connector_worker, core.scheduler.kv_cache_config
+            self.transfers = Transfers(connector, config, context, self.pages, asked.late)
 
         def watched(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            first = len(told.steps)
             requests = self.before(scheduled)
             result = execute(scheduled, *args, **kwargs)
+            if self.transfers is not None:  # what is offloaded in a step is copied before its tokens are computed
+                told.steps[first:first] = self.transfers.taken()
+                told.loaded, told.changed = self.transfers.loaded, self.transfers.changed
             for request in requests:
                 row = self.batch()[request]
                 told.moved += self.rows.get(request, row) != row
@@ -146,7 +166,7 @@ class Steps:
             for i, request in enumerate(cached.req_ids)
         ]
         for request, begin, blocks, anew in found:
-            number = self.numbers.setdefault(request, len(self.numbers))
+            number = self.numbers.setdefault(request, int(request.partition("-")[0]))
             stood = self.drafts.pop(request, begin - 1)
             if not anew:
                 self.told.accepted += begin - 1 - stood
@@ -210,12 +230,25 @@ def main() -> None:
         asked.options["speculative_config"] = speculation
     llm = LLM(asked.model, kv_cache_dtype=asked.dtype, dtype="float32", enforce_eager=True, **asked.options)
     told = Told()
-    Steps(llm.llm_engine.engine_core.engine_core, asked, told)
+    engine = llm.llm_engine
+    Steps(engine.engine_core.engine_core, asked, told)
+    number = 0
     for prompts, tokens in zip(asked.rounds, asked.tokens, strict=True):
-        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in tokens]
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        told.answers.append([list(o.outputs[0].token_ids) for o in outputs])
-        told.cached.append([o.num_cached_tokens or 0 for o in outputs])
+        first, steps = number, 0
+        answers: dict[int, list[int]] = {}
+        cached: dict[int, int] = {}
+        for prompt, count in zip(prompts, tokens, strict=True):
+            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+            number += 1
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                answers[int(output.request_id)] = list(output.outputs[0].token_ids)
+                cached[int(output.request_id)] = output.num_cached_tokens or 0
+            steps += 1
+            engine.abort_request([str(n) for n, after in asked.given_up if first <= n < number and after == steps])
+        told.answers.append([answers.get(n, []) for n in range(first, number)])
+        told.cached.append([cached.get(n, 0) for n in range(first, number)])
     print(json.dumps(asdict(told)), flush=True)
 
 

@@ -86,7 +86,7 @@ def test_every_optional_field_of_the_spec_has_a_default_or_means_something_when_
         "spec.model.revision", "spec.model.servedName", "spec.model.tokenSecretRef", "spec.model.maxModelLen",
         "spec.engine.runtimeClassName", "spec.engine.priorityClassName", "spec.engine.serviceAccountName",
         "spec.cache.weightsClaimName", "spec.cache.compileClaimName", "spec.kvCache.dtype",
-        "spec.kvCache.recentTokens",
+        "spec.kvCache.recentTokens", "spec.kvCache.offload",
         "spec.engine.resources.requests", "spec.engine.resources.limits", "spec.canary.routeRef",
         "spec.engine.podTemplate",
     }  # fmt: skip

@@ -18,7 +18,8 @@ FLATTENED = {KeyRef}
 
 
 def snake(name: str) -> str:
-    name = name.replace("TTFTP95", "TtftP95").replace("ITLP95", "ItlP95").replace("MiB", "Mib").replace("KL", "Kl")
+    name = name.replace("TTFTP95", "TtftP95").replace("ITLP95", "ItlP95").replace("KL", "Kl")
+    name = name.replace("MiB", "Mib").replace("GiB", "Gib")
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 

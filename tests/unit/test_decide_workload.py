@@ -69,6 +69,15 @@ def test_prompts_that_a_full_cache_used_to_hold_and_has_thrown_out_are_a_lack_of
     assert verdict.demand_tokens >= 2 * verdict.capacity_tokens
 
 
+def test_prefixes_that_went_to_host_memory_and_are_loaded_from_there_are_not_thrown_out():
+    offloaded = replace(reused(0.1), host_hits=0.8 * RAG.prompt_tokens)
+    window = samples(usage=0.97, waiting=20, seconds=900)
+    window = tuple(replace(s, flows=reused(0.9) if i < 90 else offloaded) for i, s in enumerate(window))
+    verdict = classify(window, PRESSURE, NOW)
+    assert "thrown out" not in verdict.message
+    assert verdict.kind == kind(series(reused(0.9), usage=0.97, waiting=20, seconds=900))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_prompts_that_were_never_reused_more_are_no_lack_of_memory(share):
     assert kind(series(reused(share), usage=0.97, waiting=20, seconds=900)) == "PrefillBound"

@@ -53,6 +53,18 @@ def test_a_real_page_is_read_whole() -> None:
     assert 0 < totals.prefill_seconds < totals.decode_seconds
 
 
+def test_tokens_that_were_loaded_from_host_memory_are_told_apart_from_those_that_the_gpu_held() -> None:
+    tiers = """
+vllm:prefix_cache_hits_total{engine="0"} 300.0
+vllm:external_prefix_cache_hits_total{engine="0"} 500.0
+vllm:external_prefix_cache_hits_total{engine="1"} 20.0
+vllm:external_prefix_cache_queries_total{engine="0"} 700.0
+"""
+    totals = parse_page(PAGE + tiers).totals
+    assert (totals.prefix_hits, totals.host_hits) == (300, 520)
+    assert parse_page(PAGE).totals.host_hits == 0
+
+
 def test_capacity_comes_from_blocks_where_tokens_are_not_given() -> None:
     assert parse_page(PAGE.replace(',kv_cache_size_tokens="10240"', "")).capacity_tokens == 80 * 128
 

@@ -189,7 +189,21 @@ def test_a_busy_service_with_the_default_spec_takes_less_than_so_many_kib(trial:
         itl, ttft = (Histogram(bounds, tuple(counts), rng.random() + i) for counts in (tokens, requests))
         lengths = Histogram(bounds[:17], tuple(requests[:18]), 1000 * i)
         totals = Totals(
-            5 * i, 900 * i, 9000 * i, 900 * i, 300 * i, 50 * i, 0, 0, 0.3 * i, 0.7 * i, ttft, itl, lengths, lengths
+            5 * i,
+            900 * i,
+            9000 * i,
+            900 * i,
+            300 * i,
+            90 * i,
+            50 * i,
+            0,
+            0,
+            0.3 * i,
+            0.7 * i,
+            ttft,
+            itl,
+            lengths,
+            lengths,
         )
         windows.add("r1", at(5 * i), {"a": replace(PAGE, usage=rng.random(), totals=totals)})
 

@@ -44,6 +44,37 @@ def test_a_recent_window_of_0_is_told_to_the_engine():
     assert "--recent-tokens=0" in container["args"]
 
 
+@pytest.mark.parametrize("dtype", formats.names())
+def test_offloading_reaches_engines_of_every_dtype_with_the_memory_for_it_and_makes_a_new_revision(dtype):
+    before, after = (
+        pod_template("chat", spec_of(manifest(kvCache=kv_cache, engine={"image": "i", "shmSizeMiB": 512})), dtype)
+        for kv_cache in ({}, {"offload": {"cpuMemoryGiB": 64}})
+    )
+    container = after["spec"]["containers"][0]
+    assert "--kv-offloading-size=64" in container["args"]
+    assert not [argument for argument in before["spec"]["containers"][0]["args"] if "offload" in argument]
+    (shm,) = (volume for volume in after["spec"]["volumes"] if volume["name"] == "shm")
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": f"{512 + 64 * 1024}Mi"}
+    assert revision(before) != revision(after)
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [
+        ({}, {"requests": {"memory": "64Gi"}}),
+        ({"requests": {"cpu": "4", "memory": "24Gi"}}, {"requests": {"cpu": "4", "memory": "88Gi"}}),
+        ({"limits": {"memory": "24Gi"}}, {"limits": {"memory": "88Gi"}}),
+        ({"requests": {"memory": "512Mi"}, "limits": {"memory": "25769803777"}},
+         {"requests": {"memory": "66048Mi"}, "limits": {"memory": str(88 * 2**30 + 1)}}),
+        ({"requests": {"memory": "1.5k"}}, {"requests": {"memory": str(64 * 2**30 + 1500)}}),
+        ({"limits": {"nvidia.com/gpu": "1"}}, {"requests": {"memory": "64Gi"}, "limits": {"nvidia.com/gpu": "1"}}),
+    ],
+)  # fmt: skip
+def test_memory_for_offloaded_blocks_is_asked_for_beside_the_engines_own(asked, given):
+    _, container = engine(engine={"image": "i", "resources": asked}, kvCache={"offload": {"cpuMemoryGiB": 64}})
+    assert container["resources"] == given
+
+
 def test_scaling_and_pressure_are_no_part_of_the_revision():
     one = spec_of(manifest())
     other = spec_of(manifest(replicas=3, scaling={"maxReplicas": 5}, kvCache={"pressure": {"highPercent": 70}}))

@@ -44,8 +44,8 @@ def test_a_line_names_tests_that_exist_or_says_that_nothing_was_run(row: tuple[s
     "what",
     ["LoRA", "structured output", "tool calling", "prompt logprobs", "parallel sampling", "beam search", "pooling",
      "sleep mode", "data parallel", "expert parallel", "pipeline parallel", "context parallel", "batch invariance",
-     "dual batch overlap", "speculative decoding", "KV connectors", "AWQ", "images", "sinks", "cross attention",
-     "chunked attention"],
+     "dual batch overlap", "speculative decoding", "KV connectors", "offloading", "AWQ", "images", "sinks",
+     "cross attention", "chunked attention"],
 )  # fmt: skip
 def test_what_people_switch_on_has_a_line(what: str) -> None:
     assert any(what in row[0] for row in ROWS)

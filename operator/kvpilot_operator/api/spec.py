@@ -18,7 +18,7 @@ Json = Any
 """A value as a JSON decoder returns it."""
 
 
-_WORDS = {"kl": "KL", "ttft": "TTFT", "itl": "ITL", "mib": "MiB"}
+_WORDS = {"kl": "KL", "ttft": "TTFT", "itl": "ITL", "mib": "MiB", "gib": "GiB"}
 
 
 @cache
@@ -165,6 +165,12 @@ class Pressure(_Part, frozen=True):
     sustained_seconds: int
 
 
+class Offload(_Part, frozen=True):
+    """spec.kvCache.offload."""
+
+    cpu_memory_gib: int
+
+
 class KVCache(_Part, frozen=True):
     """spec.kvCache; dtype is set exactly when mode is Fixed."""
 
@@ -176,6 +182,7 @@ class KVCache(_Part, frozen=True):
     min_dwell_seconds: int
     dtype: str | None = None
     recent_tokens: int | None = None
+    offload: Offload | None = None
 
     def recent_tokens_of(self, dtype: str) -> int | None:
         """What is asked of an engine with this dtype; None where nothing is, or the dtype has no recent window."""

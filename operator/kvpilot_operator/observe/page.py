@@ -45,6 +45,7 @@ _COUNTED = {
     "generation_tokens": "vllm:generation_tokens_total",
     "prefix_queries": "vllm:prefix_cache_queries_total",
     "prefix_hits": "vllm:prefix_cache_hits_total",
+    "host_hits": "vllm:external_prefix_cache_hits_total",
     "finished": "vllm:request_success_total",
 }
 _SECONDS = {

@@ -8,7 +8,9 @@ from typing import Any
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.snapshot import Flows, ModelFacts
 
-_COUNTS = ("preemptions", "prompt_tokens", "generation_tokens", "prefix_queries", "prefix_hits", "finished")
+_COUNTS = (
+    "preemptions", "prompt_tokens", "generation_tokens", "prefix_queries", "prefix_hits", "host_hits", "finished",
+)  # fmt: skip
 _HISTOGRAMS = ("ttft", "itl", "prompt_lengths", "generation_lengths")
 # Two pages further apart say nothing of the time that decisions look at: the later one counts as a first page.
 LONGEST_GAP_SECONDS = 600.0

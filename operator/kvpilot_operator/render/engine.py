@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from typing import Any
+
+from kubernetes.utils.quantity import parse_quantity
 
 from kvpilot_kernels import formats
 from kvpilot_operator.api.spec import Adapter, Engine, Spec
@@ -71,8 +74,7 @@ def _pod_spec(service: str, spec: Spec, dtype: str) -> dict[str, Any]:
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(drain.pre_stop_seconds)]}}},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
-    resources = {"requests": dict(engine.resources.requests), "limits": dict(engine.resources.limits)}
-    container["resources"] = {kind: amounts for kind, amounts in resources.items() if amounts}
+    container["resources"] = {kind: amounts for kind, amounts in _resources(spec).items() if amounts}
     pod: dict[str, Any] = {
         "containers": [container],
         "volumes": volumes,
@@ -82,6 +84,26 @@ def _pod_spec(service: str, spec: Spec, dtype: str) -> dict[str, Any]:
         "automountServiceAccountToken": bool(engine.service_account_name),
     }
     return pod | {field: value for field, value in _placement(service, engine).items() if value}
+
+
+def _resources(spec: Spec) -> dict[str, dict[str, str]]:
+    """What the container asks for: the spec's, and host memory for offloaded blocks."""
+    requests, limits = (dict(amounts) for amounts in (spec.engine.resources.requests, spec.engine.resources.limits))
+    if spec.kv_cache.offload is not None:
+        more = spec.kv_cache.offload.cpu_memory_gib
+        for amounts in (requests, limits):
+            if "memory" in amounts:
+                amounts["memory"] = _grown(amounts["memory"], more)
+        if "memory" not in limits:  # where there is a limit and no request, the limit is the request
+            requests.setdefault("memory", f"{more}Gi")
+    return {"requests": requests, "limits": limits}
+
+
+def _grown(quantity: str, gib: int) -> str:
+    """A quantity of memory and `gib` more, in the largest of GiB, MiB and bytes that says it in whole numbers."""
+    size = math.ceil(parse_quantity(quantity)) + gib * 2**30
+    unit, suffix = next(((n, s) for n, s in ((2**30, "Gi"), (2**20, "Mi")) if size % n == 0), (1, ""))
+    return f"{size // unit}{suffix}"
 
 
 def _health(period: int, timeout: int, failures: int) -> dict[str, Any]:
@@ -147,6 +169,8 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
     recent = spec.kv_cache.recent_tokens_of(dtype)
     if recent is not None:
         arguments.append(f"--recent-tokens={recent}")
+    if spec.kv_cache.offload is not None:
+        arguments.append(f"--kv-offloading-size={spec.kv_cache.offload.cpu_memory_gib}")
     return [*arguments, *_adapters(spec), *engine.extra_args]
 
 
@@ -189,10 +213,11 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
 
 
 def _volumes(spec: Spec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    # Tensor parallel workers speak through /dev/shm, where the container's default of 64 MiB is too little.
-    volumes: list[dict[str, Any]] = [
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{spec.engine.shm_size_mib}Mi"}}
-    ]
+    # Tensor parallel workers speak through /dev/shm, where the container's default of 64 MiB is too little, and vLLM
+    # keeps offloaded blocks there.
+    offloaded = spec.kv_cache.offload.cpu_memory_gib * 1024 if spec.kv_cache.offload is not None else 0
+    size = f"{spec.engine.shm_size_mib + offloaded}Mi"
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": size}}]
     mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]  # noqa: S108
     scheme, _, rest = spec.model.source.partition("://")
     if scheme == "pvc":

@@ -114,6 +114,8 @@ class Flows:
     """Prompt tokens that were looked up in the prefix cache."""
     prefix_hits: float = 0.0
     """Prompt tokens that it held."""
+    host_hits: float = 0.0
+    """Prompt tokens that it did not hold, and that were loaded from where they had been offloaded to."""
     finished: float = 0.0
     """Requests that ended, failed ones included."""
     failed: float = 0.0

@@ -62,7 +62,7 @@ class Sums:
         self.prefill += flows.prefill_seconds
         self.decode += flows.decode_seconds
         self.queried += flows.prefix_queries
-        self.hits += flows.prefix_hits
+        self.hits += flows.prefix_hits + flows.host_hits
 
     @property
     def preemptions(self) -> float:
@@ -71,7 +71,7 @@ class Sums:
 
     @property
     def reuse(self) -> float | None:
-        """Share of prompt tokens that the prefix cache held; None where none was looked up."""
+        """Share of prompt tokens that were not computed; None where none was looked up in the prefix cache."""
         return self.hits / self.queried if self.queried else None
 
     @property

@@ -247,7 +247,7 @@ def _thrown_out(seen: Sums, samples: Sequence[Sample], pressure: Pressure) -> st
     """Why prompts that are computed now are a lack of memory: until lately the prefix cache held more of them."""
     if seen.reuse is None or not (seen.waiting or seen.preempted):
         return None
-    best = _best(samples, pressure.sustained_seconds, lambda f: (f.prefix_hits, f.prefix_queries)) or 0.0
+    best = _best(samples, pressure.sustained_seconds, lambda f: (f.prefix_hits + f.host_hits, f.prefix_queries)) or 0.0
     if best - seen.reuse < _LOST_REUSE:
         return None
     return (

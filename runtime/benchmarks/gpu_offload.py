@@ -1,0 +1,125 @@
+"""Offloading to host memory under a multi-turn load in real vLLM: `python runtime/benchmarks/gpu_offload.py`.
+
+Conversations whose histories together are several times what the GPU's cache holds go on in random order, so many at
+a time. Each dtype has an engine of its own (dummy weights) with the tier and one without, all with the same load, the
+same tokens of GPU cache (`--equal bytes`: the same bytes) and the same host memory. `--check` runs each engine with a
+tier once more, briefly, and compares every block that comes back with what left, in all layers.
+Writes OUT/offload-SHAPE.json and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gpu_engine_process import ChildFailedError, environment, run_child, say
+from gpu_engine_shapes import SHAPES, write
+from gpu_offload_run import Job
+
+from kvpilot_kernels import formats
+
+BLOCK = 64
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", default="auto,fp8,k4v4", help="comma-separated (default: %(default)s)")
+    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--gpu-tokens", type=int, default=65536, help="of the GPU's cache (default: %(default)s)")
+    parser.add_argument("--equal", choices=("tokens", "bytes"), default="tokens",
+                        help="what the caches of all dtypes have alike: tokens, or the bytes of auto's")  # fmt: skip
+    parser.add_argument("--host-gib", type=float, default=8.5, help="host memory of the tier (default: %(default)s)")
+    parser.add_argument("--working-set", type=float, default=4.0, help="times --gpu-tokens (default: %(default)s)")
+    parser.add_argument("--history", type=int, default=4096, help="tokens of a conversation (default: %(default)s)")
+    parser.add_argument("--turn", type=int, default=64, help="new tokens of a request (default: %(default)s)")
+    parser.add_argument("--answer", type=int, default=16, help="tokens of an answer (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=256, help="that are measured (default: %(default)s)")
+    parser.add_argument("--at-once", type=int, default=8, help="requests in flight (default: %(default)s)")
+    parser.add_argument("--without", action=argparse.BooleanOptionalAction, default=True,
+                        help="run each dtype without the tier, too")  # fmt: skip
+    parser.add_argument("--check", action="store_true", help="compare the bytes of every block that comes back")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
+    parser.add_argument("--limit", type=float, default=240, help="seconds that one engine may take")
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    return parser.parse_args()
+
+
+def runs_of(args: argparse.Namespace) -> list[tuple[str, bool, bool]]:
+    """Dtype, with a tier, checked."""
+    found = []
+    for dtype in args.dtypes.split(","):
+        found += [(dtype, False, False)] if args.without else []
+        found += [(dtype, True, False)]
+        found += [(dtype, True, True)] if args.check else []
+    return found
+
+
+def main() -> int:
+    """Run all, print and write; returns 1 when a run failed or a block came back changed."""
+    args = arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    shape = SHAPES[args.shape]
+    rows: list[dict[str, Any]] = []
+    out_file = args.out / f"offload-{args.shape}.json"
+    with tempfile.TemporaryDirectory(prefix="kvpilot-offload-") as folder:
+        scratch = Path(folder)
+        longest = args.history + args.turn + args.answer + BLOCK
+        model = write(scratch / "model", shape, args.layers or shape.layers, longest)
+        for dtype, tier, check in runs_of(args):
+            name = f"{dtype}{'/offload' if tier else ''}{'/check' if check else ''}"
+            tokens = args.gpu_tokens
+            if args.equal == "bytes":
+                tokens = int(tokens * 16 / formats.parse(dtype).bits_per_element(shape.head_dim))
+            engine = {
+                "model": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
+                "kv_cache_dtype": dtype, "block_size": BLOCK, "num_gpu_blocks_override": tokens // BLOCK + 1,
+                "max_model_len": longest, "max_num_seqs": args.at_once, "enable_prefix_caching": True,
+                **({"kv_offloading_size": args.host_gib} if tier else {}), **args.engine_args,
+            }  # fmt: skip
+            job = Job(
+                engine, shape.vocab, int(args.gpu_tokens * args.working_set) // args.history, args.history, args.turn,
+                args.answer, min(args.requests, 32) if check else args.requests, args.at_once, check,
+                str(scratch / "result.json"),
+            )  # fmt: skip
+            Path(job.out).unlink(missing_ok=True)
+            path, log = scratch / "job.json", args.out / f"offload-{name.replace('/', '-')}.log"
+            path.write_text(json.dumps(asdict(job)))
+            say(f"{name}: starting")
+            row: dict[str, Any] = {"run": name}
+            with environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}) as env:
+                try:
+                    run_child("gpu_offload_run.py", path, log, args.limit, env)
+                    row |= json.loads(Path(job.out).read_text())
+                except ChildFailedError as error:
+                    row["error"] = str(error)
+            rows.append(row)
+            options = {key: str(value) for key, value in vars(args).items() if key != "out"}
+            facts = {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}", "options": options, "rows": rows}
+            out_file.write_text(json.dumps(facts, indent=1) + "\n")
+    table(rows)
+    return 1 if any("error" in row or row.get("changed") for row in rows) else 0
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    """Print what a reader compares, a line each."""
+    for row in rows:
+        if "error" in row:
+            say(f"{row['run']}: {row['error']}")
+            continue
+        hits = " ".join(f"{where} {row[f'{where}_hits'] / row['queried']:.1%}" for where in ("gpu", "host"))
+        check = f"; {row['compared']} blocks compared, {row['changed']} changed" if row["checked"] else ""
+        say(f"{row['run']}: hits {hits}; TTFT median {row['ttft_ms'][0]:.0f} p95 {row['ttft_ms'][1]:.0f} ms; "
+            f"{row['requests_per_s']:.2f} requests/s; loaded {row['load_gib']:.2f} GiB in {row['load_s']:.2f} s, "
+            f"stored {row['store_gib']:.2f} GiB in {row['store_s']:.2f} s{check}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

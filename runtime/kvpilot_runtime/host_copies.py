@@ -1,0 +1,78 @@
+"""The worker of vLLM's offloading on the CPU platform: the same pages and chunks, copied by torch.
+
+vLLM copies by CUDA alone. With this an engine on a CPU offloads as one on a GPU does, which saves nobody memory and
+lets everything but the copy itself be run without a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+
+
+class HostCopies(OffloadingWorker):  # type: ignore[misc]  # vLLM has no types for us
+    """Copies between the KV cache and a tier, both in this machine's memory, each when it is submitted.
+
+    Args:
+        kv_caches: vLLM's `CanonicalKVCaches`. chunks: of the tier. blocks_per_chunk: blocks of a chunk.
+    """
+
+    def __init__(self, kv_caches: Any, chunks: int, blocks_per_chunk: int) -> None:
+        self._per_chunk = blocks_per_chunk
+        self._groups = kv_caches.group_data_refs
+        self._cache = [t.tensor.view(torch.int8) for t in kv_caches.tensors]
+        self._host = [
+            torch.zeros(chunks * blocks_per_chunk, t.page_size_bytes, dtype=torch.int8) for t in kv_caches.tensors
+        ]
+        self._done: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Blocks of the cache to chunks of the tier."""
+        return self._copy(job_id, src_spec, dst_spec, self._cache, self._host)
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
+        """Chunks of the tier to blocks of the cache."""
+        return self._copy(job_id, dst_spec, src_spec, self._host, self._cache)
+
+    def get_finished(self) -> list[TransferResult]:
+        """What was copied since the last call."""
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Nothing to wait for."""
+
+    def _copy(self, job: int, blocks: Any, chunks: Any, source: list[torch.Tensor], target: list[torch.Tensor]) -> bool:
+        began, size = time.perf_counter(), 0
+        to_host = source is self._cache
+        moved = rows(blocks, chunks, self._per_chunk)
+        for refs, (at_cache, at_host) in zip(self._groups, moved, strict=True):
+            for ref in refs:
+                at, to = (at_cache, at_host) if to_host else (at_host, at_cache)
+                width = ref.page_size_bytes
+                target[ref.tensor_idx][to, :width] = source[ref.tensor_idx][at, :width]
+                size += len(at) * width
+        self._done.append(TransferResult(job, True, size, time.perf_counter() - began))
+        return True
+
+
+def rows(blocks: Any, chunks: Any, per_chunk: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each group of a transfer its blocks in the cache, and their places in the tier, int64 [blocks] both.
+
+    A group's blocks are consecutive in their request and may begin within a chunk.
+
+    Args:
+        blocks: vLLM's `GPULoadStoreSpec`. chunks: its `BlockIDsLoadStoreSpec` of the tier. per_chunk: blocks of each.
+    """
+    found, block, chunk = [], 0, 0
+    for size, first in zip(blocks.group_sizes, blocks.block_indices, strict=True):
+        places = torch.arange(size) + first % per_chunk if size else torch.arange(0)
+        held = -(-(first % per_chunk + size) // per_chunk) if size else 0
+        whole = torch.as_tensor(chunks.block_ids[chunk : chunk + held]).long()
+        at_cache = torch.as_tensor(blocks.block_ids[block : block + size]).long()
+        found.append((at_cache, whole[places // per_chunk] * per_chunk + places % per_chunk))
+        block, chunk = block + size, chunk + held
+    return found

@@ -1,0 +1,42 @@
+"""vLLM's offloading of the KV cache to host memory (`--kv-offloading-size`): what of KV transfer our dtypes take.
+
+A page of ours is bytes that only the factors it was quantized with give their meaning back. vLLM's tier in host memory
+belongs to one engine and ends with it, and an engine settles its factors before its KV cache is made: pages that
+return always find the factors that they left with. Every other connector and tier brings pages of other engines, by a
+name that says nothing of factors, and is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+CONNECTOR, TIER = "OffloadingConnector", "CPUOffloadingSpec"
+
+
+def unsupported(transfer: Any) -> str | None:
+    """What of a vLLM `KVTransferConfig` does not go together with our dtypes; None where nothing is in the way."""
+    extra = transfer.kv_connector_extra_config
+    if transfer.kv_connector != CONNECTOR:
+        return f"the connector {transfer.kv_connector!r}"
+    if (tier := extra.get("spec_name", TIER)) != TIER:
+        return f"the tier {tier!r}"
+    if extra.get("canonical_layout"):
+        return "canonical_layout"
+    return None
+
+
+def serve_on_cpu(config: Any) -> None:
+    """Give vLLM's offloading a worker on the CPU platform, for which it has none; without effect where it is off."""
+    from vllm.platforms import current_platform
+
+    if config.kv_transfer_config is None or not current_platform.is_cpu():
+        return
+    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+    from kvpilot_runtime.host_copies import HostCopies
+
+    def get_worker(self: Any, kv_caches: Any) -> HostCopies:
+        return HostCopies(kv_caches, self.num_chunks if hasattr(self, "num_chunks") else self.num_blocks,
+                          self.blocks_per_chunk)  # fmt: skip
+
+    CPUOffloadingSpec.get_worker = get_worker

@@ -1,0 +1,80 @@
+"""A real engine that offloads to host memory: pages return as they left, and answers are those without it.
+
+Its cache holds a fraction of the conversations that go on, so that most of what a turn finds comes from host memory.
+The rings are full of other tokens' rows whenever a request gets them, also one whose pages were loaded.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvpilot_demo.models import tiny_llama
+from kvpilot_kernels import formats
+from support.judge import Judge
+from support.oracle import Oracle
+from support.stepped_engine import Asked, serve
+
+pytestmark = pytest.mark.timeout(3600)
+
+
+def conversations(dtype: str, count: int, longest: int, blocks: int, **more: Any) -> Asked:
+    """`count` conversations of three turns each, all of a turn together, in an order of its own."""
+    rng = random.Random(20261122)
+    texts = [[rng.randrange(3, 49152) for _ in range(longest)] for _ in range(count)]
+    rounds = []
+    for turn in range(1, 4):
+        prompts = [text[: longest * turn // 3 - rng.randrange(8)] for text in texts]
+        rounds.append(rng.sample(prompts, count))
+    options = {
+        "block_size": 16, "num_gpu_blocks_override": blocks, "kv_cache_memory_bytes": 64 << 20,
+        "max_model_len": longest + 64, "max_num_batched_tokens": 48, "max_num_seqs": 8, "kv_offloading_size": 0.125,
+    }  # fmt: skip
+    tokens = [[rng.randint(4, 24) for _ in prompts] for prompts in rounds]
+    return Asked(str(tiny_llama()), dtype, rounds, tokens, options, **more)
+
+
+def test_answers_are_those_of_attention_with_a_window_wherever_pages_have_been(
+    record_property: Callable[[str, object], None],
+) -> None:
+    question = conversations("k4v4", 24, 192, 44)
+    told = serve(question)
+    found = Judge(question, told, Oracle(tiny_llama(), "k4v4", recent=64))
+    figures = {"judged": found.judged, "windowed": found.windowed, "loaded": told.loaded, "poisoned": told.poisoned,
+               "cached": sum(map(sum, told.cached))}  # fmt: skip
+    for name, value in figures.items():
+        record_property(name, value)
+        print(f"{name}: {value}")
+    assert not found.wrong
+    assert told.changed == 0
+    assert all(figures.values())
+    assert found.judged == sum(map(sum, question.tokens))
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_clients_that_leave_and_copies_that_end_late_change_no_answer(late: int) -> None:
+    rng = random.Random(7)
+    question = conversations("k4v4", 24, 192, 44, late=late)
+    requests = sum(map(len, question.rounds))
+    question.given_up = [(n, rng.randint(1, 40)) for n in rng.sample(range(requests), requests // 3)]
+    told = serve(question)
+    found = Judge(question, told, Oracle(tiny_llama(), "k4v4", recent=64))
+    answered = [len(answer) for answers in told.answers for answer in answers]
+    asked = [count for tokens in question.tokens for count in tokens]
+    cut_short = {n for n, (given, wanted) in enumerate(zip(answered, asked, strict=True)) if given < wanted}
+    assert cut_short
+    assert cut_short <= {n for n, _ in question.given_up}
+    assert told.loaded > 0
+    assert told.changed == 0
+    assert not found.wrong
+    assert found.judged == sum(answered)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in formats.own_names() if dtype != "k4v4"])
+def test_bytes_that_come_back_are_those_that_left(dtype: str) -> None:
+    told = serve(conversations(dtype, 10, 192, 90, recent=None))
+    assert told.loaded > 0
+    assert told.changed == 0
