@@ -118,9 +118,12 @@ class Oracle:
 
     def _attention(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *, scaling: float,
-        sliding_window: int | None = None, **_: Any,
+        sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None, **_: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """Causal attention, [1, heads, tokens, D] in and [1, tokens, heads, D] out."""
+        """Causal attention, [1, heads, tokens, D] in and [1, tokens, heads, D] out.
+
+        As transformers' models ask for it: `softcap` caps scores, `s_aux` [heads] are sinks.
+        """
         window = sliding_window or getattr(layer, "sliding_window", None)
         if self._format is not None and window is None:
             factors = self._factors[layer.layer_idx] if self._factors else None
@@ -130,11 +133,14 @@ class Oracle:
                 for recent in (False, True)
             )
             if self._fine.any():
+                assert softcap is None and s_aux is None, "not with a recent window"
                 return self._with_window(query, (key, value), (fine_key, fine_value), scaling), None
         if (at := self._misread) is not None:
             key, value = (x.index_copy(2, torch.arange(at, at + 16), x[:, :, at - 16 : at]) for x in (key, value))
         far = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])[None, :]
         seen = (far >= 0) & (far < (window or far.numel() + 1))
+        if softcap is not None or s_aux is not None:
+            return _plain(query, key, value, seen, scaling, softcap, s_aux).transpose(1, 2), None
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True
         )
@@ -156,3 +162,19 @@ class Oracle:
 
     def _moved(self, x: torch.Tensor) -> torch.Tensor:
         return x + x * torch.randn(x.shape, generator=self._random) * self._jitter if self._jitter else x
+
+
+def _plain(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scaling: float,
+    softcap: float | None, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Attention from its definition, [1, heads, tokens, D] in and out."""
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    top = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        top = torch.cat([top, sinks.to(top)[None, :, None, None].expand(1, -1, top.shape[2], 1)], -1)
+    return top.softmax(-1)[..., : key.shape[2]] @ value

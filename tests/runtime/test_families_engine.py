@@ -1,0 +1,80 @@
+"""Families of models in a real engine, each with another kind of attention: greedy answers are those of the codec.
+
+Requests come together and in chunks, and half of them begin alike; the oracle (`support.oracle`) computes each on its
+own with plain transformers, as in test_random_requests.py, which preempts, too. One process serves all models in turn.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.engines_in_turn import Answered, Turn, serve
+from support.families import FAMILIES, VOCABULARY, make
+from support.oracle import SLACK, Oracle
+
+pytestmark = pytest.mark.timeout(1800)
+
+CHUNK = 48
+LONGEST = 128
+COUNT = 10
+EXACT = ("shared-kv-head", "gemma2", "gpt-oss", "gemma3n", "granite-4")
+"""Those whose answers in float32, with `auto`, are transformers' own on a CPU: then they depend on the codec alone."""
+
+
+def turn(model: Path, name: str, blocks: int) -> Turn:
+    """Two rounds of random requests, half of which begin like one of the first round."""
+    rng = random.Random(20261122)
+    shared = [rng.randrange(3, VOCABULARY) for _ in range(LONGEST * 3 // 4)]
+
+    def prompt() -> list[int]:
+        prefix = [] if rng.random() < 0.5 else shared
+        return prefix + [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, LONGEST - len(prefix)))]
+
+    rounds = [[prompt() for _ in range(COUNT)] for _ in range(2)]
+    tokens = [[rng.randint(4, 12) for _ in range(COUNT)] for _ in range(2)]
+    options: dict[str, Any] = {
+        "dtype": "float32", "block_size": 16, "num_gpu_blocks_override": blocks, "kv_cache_memory_bytes": 64 << 20,
+        "max_model_len": LONGEST + 32, "max_num_batched_tokens": CHUNK, "max_num_seqs": 8,
+    }  # fmt: skip
+    if FAMILIES[name].skip:
+        options["kv_cache_dtype_skip_layers"] = list(FAMILIES[name].skip)
+    return Turn(str(model), "k4v4", rounds, tokens, options)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Turn, Answered]]:
+    """What the engines answered, by family."""
+    turns = [turn(make(name, tmp_path_factory.mktemp(name)), name, 40) for name in EXACT]
+    return dict(zip(EXACT, zip(turns, serve(turns), strict=True), strict=True))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_familys_answers_are_those_of_its_codec(
+    name: str, served: dict[str, tuple[Turn, Answered]], record_property: Callable[[str, object], None]
+) -> None:
+    asked, told = served[name]
+    requests = [
+        (prompt, answer)
+        for prompts, answers in zip(asked.rounds, told.answers, strict=True)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    oracle = Oracle(Path(asked.model), "k4v4")
+    below = [max(oracle.shortfalls(prompt, answer)) for prompt, answer in requests]
+    plain = Oracle(Path(asked.model), "auto")
+    damaged = sum(max(plain.shortfalls(prompt, answer)) > SLACK for prompt, answer in requests)
+    figures = {"worst": max(below), "not_equal": sum(x > SLACK for x in below), "damaged": damaged,
+               "preempted": told.preempted, "cached": sum(map(sum, told.cached)), "groups": told.groups}  # fmt: skip
+    for key, value in figures.items():
+        record_property(key, value)
+        print(f"{key}: {value}")
+    assert [len(answer) for _, answer in requests] == [n for round_ in asked.tokens for n in round_]
+    wrong = [i for i, (prompt, answer) in enumerate(requests)
+             if below[i] > SLACK and not oracle.sound(prompt, answer, rounds=20)]  # fmt: skip
+    assert not wrong, [(i, below[i]) for i in wrong]
+    assert all(used >= 0.9 * page for _, _, used, page in told.groups)  # pages of all kinds have one size
+    assert damaged > len(requests) // 2  # the check can fail: these are not the answers of a 16-bit cache

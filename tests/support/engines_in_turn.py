@@ -1,0 +1,109 @@
+"""Real vLLMs on a CPU one after another in one process, which is imported once: what each answers to its requests.
+
+`python -m support.engines_in_turn`: a JSON list of `Turn`s on stdin, one of `Answered` on stdout (the last line).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+HANGS = 900
+
+
+@dataclass
+class Turn:
+    """One engine: `rounds` of prompts, each round's together, `tokens` of each; `options` go to vLLM's LLM."""
+
+    model: str
+    dtype: str
+    rounds: list[list[list[int]]]
+    tokens: list[list[int]]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Answered:
+    """What came of it.
+
+    Attributes:
+        answers: by round and prompt. cached: tokens of each that the prefix cache had. preempted: how often that was.
+        groups: each group's kind, tokens of a block, and bytes of a page that are used and that it has.
+    """
+
+    answers: list[list[list[int]]]
+    cached: list[list[int]]
+    preempted: int
+    groups: list[tuple[str, int, int, int]]
+
+
+def serve(turns: Sequence[Turn], env: Mapping[str, str] | None = None) -> list[Answered]:
+    """Ask the engines in a process of their own. Prompts read themselves back from pages, and nothing is calibrated."""
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "KVPILOT_PREFILL_FROM_PAGES": "1",
+        "KVPILOT_CALIBRATION": "off", "KVPILOT_RECENT_TOKENS": "0", "PYTHONPATH": os.pathsep.join(sys.path),
+    }  # fmt: skip
+    ended = subprocess.run(
+        [sys.executable, "-P", "-m", "support.engines_in_turn"], input=json.dumps([asdict(turn) for turn in turns]),
+        capture_output=True, text=True, env={**os.environ, **environment, **(env or {})}, timeout=HANGS, check=False,
+    )  # fmt: skip
+    if ended.returncode:
+        raise RuntimeError(ended.stderr[-4000:] + ended.stdout[-2000:])
+    return [Answered(**found) for found in json.loads(ended.stdout.splitlines()[-1])]
+
+
+def answer(turn: Turn) -> Answered:
+    """One engine, from its start to its end."""
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import destroy_model_parallel
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempted = 0
+    stock = Scheduler._preempt_request
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal preempted
+        preempted += 1
+        return stock(self, *args, **kwargs)
+
+    Scheduler._preempt_request = counted
+    llm = LLM(turn.model, kv_cache_dtype=turn.dtype, enforce_eager=True, skip_tokenizer_init=True, **turn.options)
+    core = llm.llm_engine.engine_core.engine_core
+    groups = [group.kv_cache_spec for group in core.scheduler.kv_cache_config.kv_cache_groups]
+    answers, cached = [], []
+    for prompts, tokens in zip(turn.rounds, turn.tokens, strict=True):
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in tokens]
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        answers.append([list(o.outputs[0].token_ids) for o in outputs])
+        cached.append([o.num_cached_tokens or 0 for o in outputs])
+    Scheduler._preempt_request = stock
+    found = [(type(spec).__name__, spec.block_size, *used(spec)) for spec in groups]
+    llm.llm_engine.engine_core.shutdown()
+    del llm, core
+    gc.collect()
+    destroy_model_parallel()  # a model with experts has groups that others do without
+    return Answered(answers, cached, preempted, found)
+
+
+def used(spec: Any) -> tuple[int, int]:
+    """Bytes of a group's page: those that something is kept in, and all."""
+    from dataclasses import replace
+
+    return replace(spec, page_size_padded=None).page_size_bytes, spec.page_size_bytes
+
+
+def main() -> None:
+    """Serve what stdin asks for."""
+    turns = [Turn(**asked) for asked in json.load(sys.stdin)]
+    print(json.dumps([asdict(answer(turn)) for turn in turns]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

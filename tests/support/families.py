@@ -1,0 +1,95 @@
+"""Models of two to four layers with seeded random weights, one for each kind of attention that families differ in.
+
+Vocabulary and sizes are tiny, since an engine and plain transformers are to answer hundreds of requests in seconds. No
+tokenizer: requests are token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+WINDOW = 64
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 4096,
+    "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to make a model.
+
+    Attributes:
+        config: the class in transformers. fields: of its config. filled: constants for weights, by the ends of names,
+            where random ones would leave attention dull. skip: the layers that are to stay in 16 bits.
+    """
+
+    config: str
+    fields: dict[str, Any]
+    filled: dict[str, float] = field(default_factory=dict)
+    skip: tuple[str, ...] = ()
+
+
+FAMILIES: dict[str, Family] = {
+    "plain": Family(
+        "LlamaConfig",
+        {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
+    ),
+    "shared-kv-head": Family(  # 32 query heads to a KV head
+        "LlamaConfig",
+        {"num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 64},
+    ),
+    "gemma2": Family(
+        "Gemma2Config",
+        {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256,
+         "query_pre_attn_scalar": 256, "attn_logit_softcapping": 20.0, "sliding_window": WINDOW,
+         "layer_types": ["sliding_attention", "full_attention"]},
+        {"post_attention_layernorm.weight": 30.0}, ("sliding_window",),
+    ),
+    "gpt-oss": Family(
+        "GptOssConfig",
+        {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+         "tie_word_embeddings": False,
+         "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW,
+         "layer_types": ["sliding_attention", "full_attention"]},
+        {"sinks": 3.0}, ("sliding_window",),
+    ),
+    "gemma3n": Family(
+        "Gemma3nTextConfig",
+        {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256,
+         "num_kv_shared_layers": 2, "sliding_window": WINDOW, "hidden_size_per_layer_input": 16,
+         "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 16, "intermediate_size": [256] * 4,
+         "activation_sparsity_pattern": [0.0] * 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        {"post_attention_layernorm.weight": 8.0}, ("sliding_window",),
+    ),
+    "granite-4": Family(
+        "GraniteMoeHybridConfig",
+        {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 0,
+         "num_experts_per_tok": 0, "shared_intermediate_size": 256, "hidden_size": 256,
+         "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 16,
+         "mamba_chunk_size": 16, "position_embedding_type": "nope", "attention_multiplier": 0.125},
+    ),
+}  # fmt: skip
+
+
+def make(name: str, folder: Path, change: Callable[[Any], None] = lambda _model: None) -> Path:
+    """The model of a family in a folder of its own; `change` sees it before it is written."""
+    import torch
+    import transformers
+
+    family = FAMILIES[name]
+    config = getattr(transformers, family.config)(**{**_COMMON, **family.fields})
+    torch.manual_seed(20260101)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, weight in model.named_parameters():
+        for ending, value in family.filled.items():
+            if name.endswith(ending):
+                weight.data.fill_(value)
+    change(model)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
