@@ -37,11 +37,13 @@ def settle(worker: Any) -> None:
     """In a worker that has loaded its model: calibrate it, and report what is served.
 
     Raises:
-        UnsupportedModelError: as `self_calibration.calibrate`.
+        UnsupportedModelError: as `refuse_unsupported_options` and `self_calibration.calibrate`.
     """
     from kvpilot_runtime import offload, recent, self_calibration
-    from kvpilot_runtime.backend import our_layers
+    from kvpilot_runtime.backend import our_layers, refuse_unsupported_options
 
+    if layers := our_layers(worker.vllm_config):
+        refuse_unsupported_options(worker.vllm_config)  # before a connector that is not served asks for what it needs
     self_calibration.calibrate(worker)
-    recent.report(worker.vllm_config, our_layers(worker.vllm_config))
+    recent.report(worker.vllm_config, layers)
     offload.serve_on_cpu(worker.vllm_config)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import KVTransferConfig
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionType
@@ -85,3 +86,38 @@ def test_layers_that_attend_within_chunks_get_no_page_of_ours() -> None:
     )
     with pytest.raises(UnsupportedModelError, match=r"chunked attention.*'k4v4'"):
         chosen().customize_spec(spec)
+
+
+def engine(layers: dict[str, Any] | None = None, **transfer: Any) -> SimpleNamespace:
+    """What an engine with a connector is configured with, as far as our backend looks at it."""
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="k4v4"),
+        compilation_config=SimpleNamespace(static_forward_context=layers or {}),
+        kv_transfer_config=KVTransferConfig(kv_role="kv_both", **transfer),
+    )
+
+
+@pytest.mark.parametrize(
+    ("transfer", "what"),
+    [
+        ({"kv_connector": "NixlConnector"}, "the connector 'NixlConnector'"),
+        ({"kv_connector": "LMCacheMPConnector"}, "the connector 'LMCacheMPConnector'"),
+        ({"kv_connector": "SimpleCPUOffloadConnector"}, "the connector 'SimpleCPUOffloadConnector'"),
+        ({"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec"}},
+         "the tier 'TieringOffloadingSpec'"),
+        ({"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"canonical_layout": True}},
+         "canonical_layout"),
+    ],
+)  # fmt: skip
+def test_pages_of_other_engines_are_refused_by_the_name_of_what_brings_them(
+    transfer: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{what} is not supported with kv-cache dtype 'k4v4'"):
+        backend.refuse_unsupported_options(engine(**transfer))
+
+
+def test_vllms_tier_in_host_memory_is_served_but_beside_layers_with_a_window() -> None:
+    tier = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 2**30}}
+    backend.refuse_unsupported_options(engine({"full": SimpleNamespace(sliding_window=None)}, **tier))
+    with pytest.raises(UnsupportedModelError, match="sliding-window layers and kv-cache dtype 'k4v4'"):
+        backend.refuse_unsupported_options(engine({"window": SimpleNamespace(sliding_window=64)}, **tier))

@@ -38,16 +38,6 @@ CASES: dict[str, tuple[str | None, list[str], str]] = {
     "alibi": ("alibi", [], "a model with ALiBi is not supported"),
     "windows": ("windows", [], "keep these in 16 bits: --kv-cache-dtype-skip-layers sliding_window"),
     "speculation": (None, [f"--speculative-config={json.dumps(SPECULATION)}"], "speculative decoding by 'draft_model'"),
-    "offloaded windows": (
-        "windows",
-        ["--kv-cache-dtype-skip-layers=sliding_window", "--kv-offloading-size=0.01"],
-        "--kv-offloading-size is not supported for a model with sliding-window layers",
-    ),
-    "disk": (
-        None,
-        ["--kv-offloading-size=0.01", "--kv-transfer-config.kv_connector_extra_config.spec_name=TieringOffloadingSpec"],
-        "the tier 'TieringOffloadingSpec' is not supported",
-    ),
     "transfer": (
         None,
         [f"--kv-transfer-config={json.dumps(TRANSFER)}"],
