@@ -116,7 +116,7 @@ class Engine:
             scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=256),
             cache_config=SimpleNamespace(cache_dtype=name),
             model_config=SimpleNamespace(dtype=torch.float32, max_model_len=width * BLOCK),
-            speculative_config=speculation,
+            speculative_config=speculation, kv_transfer_config=None,
         )  # fmt: skip
         self.layer = layer
         self.builder = module.CudaBuilder(SimpleNamespace(block_size=BLOCK), ["x"], config, torch.device("cpu"))

@@ -72,7 +72,7 @@ def test_one_row_of_the_table_is_enough_to_serve_a_token(
     factors = Factors.identity(kv_heads, dim)
     factors.key_first.add_(5.0)  # of the key at position 0 alone: the layer must know which that is
     impl.set_factors(layer, factors)
-    config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=made_up.name))
+    config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=made_up.name), kv_transfer_config=None)
     builder = cls.get_builder_cls()(spec, ["x"], config, torch.device("cpu"))
     step = SimpleNamespace(attn_metadata=None)
     monkeypatch.setattr(cpu, "get_forward_context", lambda: step)

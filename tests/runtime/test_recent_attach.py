@@ -40,6 +40,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
         compilation_config=SimpleNamespace(static_forward_context={}),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         speculative_config=None,
+        kv_transfer_config=None,
     )
 
 

@@ -42,7 +42,9 @@ class Runner:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, dtype: str, recent: int, drafts: int, seed: int) -> None:
         speculation = SimpleNamespace(method="ngram", num_speculative_tokens=drafts) if drafts else None
-        config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=dtype), speculative_config=speculation)
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(cache_dtype=dtype), speculative_config=speculation, kv_transfer_config=None
+        )
         monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
         monkeypatch.setattr(backend, "calibration_of", lambda _config: None)
         self.fmt, self.choose = formats.parse(dtype), random.Random(seed)
