@@ -299,10 +299,20 @@ def main() -> int:
     with ProcessPoolExecutor(options.processes) as pool:
         for (variant, capability), taken in zip(jobs, pool.map(compile_for, *zip(*jobs, strict=True)), strict=True):
             wrong = taken.misfit(capability)
-            misfits += bool(wrong) and not known(variant, taken)
+            expected = bool(wrong) and known(variant, taken)
+            misfits += bool(wrong) and not expected
             row = found.setdefault((variant.kernel, variant.dtype, variant.shape), {})
             row[capability] = variant.warps, taken
-            print(capability, variant.kernel, variant.dtype, variant.shape, taken, wrong or "fits", flush=True)
+            print(
+                capability,
+                variant.kernel,
+                variant.dtype,
+                variant.shape,
+                taken,
+                wrong or "fits",
+                "(known)" * expected,
+                flush=True,
+            )
     if options.page:
         PAGE.write_text(page(found, options.capabilities))
     return 1 if misfits else 0

