@@ -190,14 +190,15 @@ def every_variant(capability: int) -> list[Variant]:
 
 def few_variants(capability: int) -> list[Variant]:
     """Of store and decode and each format one as for Llama-3-8B, with a window of 64; int8's are of head_dim 256, as
-    Gemma's. Of a prompt's store k4v4's, and of gather k4v4's and int8's: these take much the same in every format."""
+    Gemma's. Of a prompt's store k4v4's, and of gather k4v4's and int8's: these take much the same in every format. No
+    latents, which no engine serves yet."""
     found = [*step_variants(), reduce_variant(128, 1, 32, 4), reduce_variant(256, 4, 4, 4)]
     for name in formats.own_names():
         recent, dim = 64 if formats.parse(name).has_ring else 0, 256 if name == "int8" else 128
         found += [decode_variant(name, dim, 4, recent, capability), store_variant(name, dim, recent, 1)]
         if name in ("int8", "k4v4"):
             found.append(gather_variant(name, dim, tuning.gather_block(dim, divmod(capability, 10))))
-    return [*found, store_variant("k4v4", 128, 64, tuning.FEW_TOKENS + 1), *latent_variants(20, capability)]
+    return [*found, store_variant("k4v4", 128, 64, tuning.FEW_TOKENS + 1)]
 
 
 def known(variant: Variant, taken: Resources) -> bool:

@@ -11,9 +11,9 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.gpu.ring import fill_ring_slots
-from kvpilot_kernels.gpu.tuning import FEW_TOKENS
 from kvpilot_runtime.backend import PackedBuilder
 from kvpilot_runtime.recent import Rings
 from kvpilot_runtime.speculation import drafts, owners
@@ -204,7 +204,7 @@ class CudaBuilder(PackedBuilder):
         # One row more, since prompts follow the rows that decode: their table starts anywhere.
         table = torch.zeros(sequences + 1, width, dtype=torch.int32, **make)
         rings = torch.zeros(sequences, max(width, shape.ring_blocks), dtype=torch.int32, **make)[:, : shape.ring_blocks]
-        tokens = max(sequences, FEW_TOKENS + 1)
+        tokens = max(sequences, tuning.FEW_TOKENS + 1)
         lens = torch.ones(tokens, dtype=torch.int32, **make)
         slots = torch.full((tokens,), -1, **make)
         query = torch.zeros(tokens, heads, shape.head_dim, dtype=self.dtype, **make)

@@ -68,7 +68,12 @@ def figures(question: Asked, told: Told) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("model", "dtype", "count", "blocks"),
     [
-        *(pytest.param(tiny_llama, dtype, 24, 24, id=f"llama-{dtype}") for dtype in formats.own_names()),
+        *(
+            pytest.param(
+                tiny_llama, dtype, 24, 24, id=f"llama-{dtype}", marks=[] if dtype == "k4v4" else pytest.mark.long
+            )
+            for dtype in formats.own_names()
+        ),
         *(
             pytest.param(tiny_llama, dtype, 2000, 24, id=f"llama-{dtype}-2000", marks=pytest.mark.long)
             for dtype in formats.own_names()
