@@ -273,6 +273,11 @@ def _share_pages(names: tuple[str, ...]) -> None:
     Platform._kvpilot_shares_pages = True
 
 
+def chunks_in_host_memory(spec: Any) -> int:
+    """Chunks that a `CPUOffloadingSpec` holds; in 0.28 they are called blocks."""
+    return int(spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks)
+
+
 class HeadMajorPages:
     """What a backend with our pages says of its cache: uint8 [blocks, kv_heads, tokens, row_bytes], flat a head."""
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvpilot_runtime import compat
+
 CONNECTOR, TIER = "OffloadingConnector", "CPUOffloadingSpec"
 
 
@@ -36,7 +38,6 @@ def serve_on_cpu(config: Any) -> None:
     from kvpilot_runtime.host_copies import HostCopies
 
     def get_worker(self: Any, kv_caches: Any) -> HostCopies:
-        return HostCopies(kv_caches, self.num_chunks if hasattr(self, "num_chunks") else self.num_blocks,
-                          self.blocks_per_chunk)  # fmt: skip
+        return HostCopies(kv_caches, compat.chunks_in_host_memory(self), self.blocks_per_chunk)
 
     CPUOffloadingSpec.get_worker = get_worker
