@@ -1,4 +1,4 @@
-# The operator: our wheel with its `operator` extra, the very files whose hashes are in operator.lock. No torch, no vLLM,
+# The operator: our wheel with its extras `operator` and `tracing`, the very files whose hashes are in operator.lock. No torch, no vLLM,
 # no compiler. A tag alone pins no base: a release is refused while PYTHON_DIGEST is empty (docs/releasing.md).
 ARG PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm
 ARG PYTHON_DIGEST=

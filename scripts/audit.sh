@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Known vulnerabilities of what the operator's image holds: pip-audit over the `operator` part of requirements.lock.
+# Known vulnerabilities of what the operator's image holds: pip-audit over the part of requirements.lock that docker/operator.lock has.
 # It asks the package index for them; a package that the index says nothing about is an error, not a pass.
 #   scripts/audit.sh FOLDER [OPTION...]     of the virtual environment FOLDER (scripts/operator_env.sh); options of pip-audit
 set -euo pipefail

@@ -24,16 +24,16 @@ VALUES: dict[str, dict[str, Any]] = {
 """The values behind each folder of config/."""
 
 _HELMS_OWN = ("helm.sh/chart", "app.kubernetes.io/managed-by")
-_HEADER = "# Written by `make generate` from charts/kvpilot: change the chart, not this file.\n"
+HEADER = "# Written by `make generate` from charts/kvpilot: change the chart, not this file.\n"
 
 Manifest = dict[str, Any]
 Identity = tuple[str, str, str, str]
 
 
-def rendered(chart: Path, values: Mapping[str, Any]) -> list[Manifest]:
+def rendered(chart: Path, values: Mapping[str, Any], *flags: str) -> list[Manifest]:
     """What Helm makes of the chart, without what only Helm reads: its labels, its keep annotation, its tests."""
     plain = {**values, "crds": {"keep": False}}
-    found = render(chart, plain, "--skip-tests", namespace=NAMESPACE)
+    found = render(chart, plain, "--skip-tests", *flags, namespace=NAMESPACE)
     for labels in _labels(found):
         for label in _HELMS_OWN:
             labels.pop(label, None)
@@ -58,9 +58,9 @@ def folders(chart: Path) -> dict[str, str]:
     base = rendered(chart, VALUES["base"])
     definitions = [one for one in base if one["kind"] == "CustomResourceDefinition"]
     files = {
-        "base/namespace.yaml": _dump([_namespace()]),
-        "base/crds.yaml": _dump(definitions),
-        "base/operator.yaml": _dump([one for one in base if one not in definitions]),
+        "base/namespace.yaml": dump([_namespace()]),
+        "base/crds.yaml": dump(definitions),
+        "base/operator.yaml": dump([one for one in base if one not in definitions]),
         "base/kustomization.yaml": _kustomization(["namespace.yaml", "crds.yaml", "operator.yaml"], []),
     }
     for folder, values in VALUES.items():
@@ -78,7 +78,7 @@ def _overlay(folder: str, base: Sequence[Manifest], wanted: Sequence[Manifest]) 
             patches.append({"target": _target(one), "patch": yaml.safe_dump(steps, sort_keys=False)})
     resources = ["../../base", *(["added.yaml"] if added else [])]
     files = {f"{folder}/kustomization.yaml": _kustomization(resources, patches)}
-    return files | ({f"{folder}/added.yaml": _dump(added)} if added else {})
+    return files | ({f"{folder}/added.yaml": dump(added)} if added else {})
 
 
 def _identity(one: Manifest) -> Identity:
@@ -106,7 +106,7 @@ def _namespace() -> Manifest:
 def _kustomization(resources: Sequence[str], patches: Sequence[Mapping[str, Any]]) -> str:
     content: Manifest = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
     content |= {"resources": list(resources), **({"patches": list(patches)} if patches else {})}
-    return _dump([content])
+    return dump([content])
 
 
 class _Dumper(yaml.SafeDumper):
@@ -120,5 +120,6 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def _dump(objects: Sequence[Manifest]) -> str:
-    return _HEADER + yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+def dump(objects: Sequence[Manifest]) -> str:
+    """The objects as one YAML file that says where it is from."""
+    return HEADER + yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)

@@ -1,6 +1,7 @@
 """Writes everything that follows from crds/ and charts/kvpilot (`make generate`).
 
-crds/ and LICENSE -> the chart; values.yaml -> the table in the chart's README.md; the chart -> config/ (kustomize).
+crds/ and LICENSE -> the chart; values.yaml -> the table in the chart's README.md; the chart -> config/ (kustomize) and
+bundle/ (OLM).
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import chart_readme
 import kustomize
+import olm_bundle
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "charts" / "kvpilot"
 CONFIG = ROOT / "config"
+BUNDLE = ROOT / "bundle"
 COPIES = CHART / "files" / "crds"
 _COPIED = "# A copy of crds/, by `make generate`: a chart holds only files of its own folder.\n"
 
@@ -31,11 +34,16 @@ def _config() -> dict[Path, str]:
     return {CONFIG / name: text for name, text in kustomize.folders(CHART).items()}
 
 
+def _bundle() -> dict[Path, str]:
+    return {BUNDLE / name: text for name, text in olm_bundle.files(ROOT).items()}
+
+
 def main() -> None:
     """Write; the chart's copies come first, since the rest is made from the chart."""
     _write(_crds(), COPIES)
     _write(_readme(), None)
     _write(_config(), CONFIG)
+    _write(_bundle(), BUNDLE)
 
 
 def _write(wanted: dict[Path, str], folder: Path | None) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpilot_kernels import formats
-from kvpilot_kernels.models import Architecture, Kind, read, unsupported
+from kvpilot_kernels.latent import formats as latent
+from kvpilot_kernels.models import Architecture, Kind, read, unsupported, unsupported_latent
 
 DTYPES = ("auto", "fp8", *formats.own_names())
 HEAD = """# Models
@@ -26,8 +27,9 @@ models with images or sound for their text part.
 - **layers**: *full* attend to everything; *window* and *chunked* hold at most so many tokens; *state* keep one of fixed
   size (Mamba, linear attention, convolutions) and may attend beside it; *shared* read another layer's cache.
 - **bytes a token**, by dtype: in the full layers, of all KV heads; a latent (MLA) cache is the same on every GPU.
-  Windows come on top, in 16 bits, and do not grow with a sequence; nor do states.
+  Windows come on top, in 16 bits, and chunks, in the dtype; they do not grow with a sequence, nor do states.
 - **our dtypes**: what keeps them from the model on a GPU; it is served in `auto` and in vLLM's own dtypes all the same.
+  Models with latents have dtypes of their own, `mla8` and `mla4`, on a CPU alone as yet, with the bytes of a token.
   *yes* is that `kvpilot-serve` starts the engine, *text alone* that it does with `--language-model-only`; what was run
   is below.
 - **vLLM**: *same* where its specs are these, or why they were not built.
@@ -63,8 +65,20 @@ def row(entry: dict[str, Any]) -> list[str]:
     facts = read(entry["config"])
     refusal = unsupported(facts, gpu=True)
     sizes = [size(facts, dtype, refusal) for dtype in DTYPES]
-    verdict = f"no: {refusal}" if refusal else "yes, text alone" if facts.image_prefix else "yes"
+    if facts.latent:
+        verdict = f"no: {refusal}{on_cpu(facts)}"
+    else:
+        verdict = f"no: {refusal}" if refusal else "yes, text alone" if facts.image_prefix else "yes"
     return [entry["model"], layers(facts), heads(facts), *sizes, verdict, entry.get("vllm", "same")]
+
+
+def on_cpu(facts: Architecture) -> str:
+    """What the dtypes of latents make of a model on a CPU, as the end of a sentence."""
+    if (what := unsupported_latent(facts)) is not None:
+        return f", and {what}"
+    return "; on a CPU " + " and ".join(
+        f"`{name}` ({facts.token_bytes(latent.parse(name)):,})" for name in latent.names()
+    )
 
 
 def size(facts: Architecture, dtype: str, refusal: str | None) -> str:

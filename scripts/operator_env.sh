@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The operator alone, as its image has it: the wheel, and the `operator` extra by the hashes of docker/operator.lock.
+# The operator alone, as its image has it: the wheel, and the extras `operator` and `tracing` by the hashes of docker/operator.lock.
 #   scripts/operator_env.sh FOLDER      a virtual environment in FOLDER, the wheel in dist/
 set -euo pipefail
 folder=$(realpath -m "${1:?usage: scripts/operator_env.sh FOLDER}")

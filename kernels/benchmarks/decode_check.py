@@ -3,7 +3,8 @@
 Ragged sequences are stored and decoded by the kernels in a captured CUDA graph of four layers that share their plan,
 each started while the one before may still run, over pages, rings and outputs that were poisoned before: every byte
 0xFF, every output NaN, every ring full of another sequence's rows at the same positions, and part of each prompt from
-pages that the ring knows nothing of. Held against the CPU's code over the same bytes (which the tests hold against
+pages that the ring knows nothing of. Some steps have one token of each sequence, some up to 8, of some sequences fewer
+than of others, and rows of padding. Held against the CPU's code over the same bytes (which the tests hold against
 float64). Writes OUT/decode-check.json; exits 1 where a row is off.
 """
 
@@ -22,7 +23,7 @@ import torch
 from kvpilot_kernels import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
 from kvpilot_kernels.ring import ring_slots
 
 LIMIT, READ_LIMIT = 2e-3, 6e-3
@@ -30,20 +31,30 @@ LIMIT, READ_LIMIT = 2e-3, 6e-3
 back is rounded to bfloat16."""
 LENGTHS, HIT, BLOCK, KV_HEADS = [1, 63, 64, 65, 300, 1000, 2500], 40, 64, 2
 CASES = [
-    *((name, dim, 4, recent) for name in formats.own_names() for dim in formats.HEAD_DIMS
+    *((name, dim, 4, recent, 1) for name in formats.own_names() for dim in formats.HEAD_DIMS
       for recent in dict.fromkeys((0, 64 if formats.parse(name).has_ring else 0, formats.parse(name).window))),
-    ("k4v4", 128, 16, 64), ("k4v2", 256, 7, 64), ("k8v4", 96, 12, 300), ("k2v2", 128, 5, 512), ("k4v4", 128, 1, 64),
+    ("k4v4", 128, 16, 64, 1), ("k4v2", 256, 7, 64, 1), ("k8v4", 96, 12, 300, 1), ("k2v2", 128, 5, 512, 1),
+    ("k4v4", 128, 1, 64, 1),
+    *((name, dim, 4, 64 if formats.parse(name).has_ring else 0, 4) for name in formats.own_names()
+      for dim in formats.HEAD_DIMS),
+    *(("k4v4", 128, 4, recent, tokens) for recent in (0, 64) for tokens in (2, 3, 5, 8)),
+    ("k4v4", 64, 1, 64, 3), ("k4v2", 128, 16, 64, 2), ("k2v2", 128, 5, 512, 7), ("k8v4", 96, 8, 300, 6),
 ]  # fmt: skip
-LAYERS = 4
+LAYERS, PADDING = 4, 3
 
 
-def check(case: tuple[str, int, int, int]) -> dict[str, Any]:
-    """Errors of one format, head_dim, ratio of heads and window."""
-    name, dim, ratio, recent = case
-    torch.manual_seed(dim + ratio + recent)
+def check(case: tuple[str, int, int, int, int]) -> dict[str, Any]:
+    """Errors of one format, head_dim, ratio of heads, window, and tokens of a sequence in a step."""
+    name, dim, ratio, recent, most = case
+    torch.manual_seed(dim + ratio + recent + most)
     torch.set_num_threads(2)
     device, fmt, count, scale = torch.device("cuda"), formats.parse(name), len(LENGTHS), dim**-0.5
-    rings = fmt.ring_blocks(recent, dim, BLOCK)
+    kept = recent + most - 1 if recent else 0
+    rings = fmt.ring_blocks(kept, dim, BLOCK)
+    news = [min(n, most - i % 3 % most) for i, n in enumerate(LENGTHS)]  # tokens of each in the step
+    owner = torch.arange(count).repeat_interleave(torch.tensor(news))
+    seen = torch.cat([torch.arange(n - new + 1, n + 1) for n, new in zip(LENGTHS, news, strict=True)]).int()
+    padding = PADDING if most > 1 else 0
     tokens = fmt.ring_layout(dim, BLOCK).tokens if recent else 1
     per = [-(-n // BLOCK) for n in LENGTHS]
     total = 1 + sum(per) + count * rings
@@ -55,8 +66,13 @@ def check(case: tuple[str, int, int, int]) -> dict[str, Any]:
     ring_table = blocks[sum(per) :].view(count, rings) if rings else None
     factors = Factors(*(torch.rand(KV_HEADS, dim) + 0.5 for _ in range(4)), 2 * torch.randn(KV_HEADS, dim))
     shape = Shape(fmt, dim, KV_HEADS, ratio, BLOCK, device, recent=recent)
+    shape.ring_blocks = rings
     ring = cache if recent else None
-    pages, plan = GpuPages(cache, shape, factors.to(device), ring=ring), Plan(shape, count)
+    plan = Plan(shape, count, most, len(owner) + padding)
+    pages = GpuPages(cache, shape, factors.to(device), ring=ring)
+    starts = torch.tensor([0, *torch.tensor(news).cumsum(0)], dtype=torch.int32, device=device)
+    owners = torch.cat([owner, torch.full((padding,), -1)]).int().to(device)
+    several = Several(starts, owners, most) if most > 1 else None
     keys, values = ([torch.randn(n, KV_HEADS, dim).bfloat16() for n in LENGTHS] for _ in "kv")
 
     def where(i: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -65,7 +81,7 @@ def check(case: tuple[str, int, int, int]) -> dict[str, Any]:
         if ring_table is None:
             return slots.to(device), None
         rows = ring_table[i].expand(len(at), -1)
-        return slots.to(device), ring_slots(at, torch.full_like(at, end), rows, recent, tokens).to(device)
+        return slots.to(device), ring_slots(at, torch.full_like(at, end), rows, kept, tokens).to(device)
 
     def store(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, at: torch.Tensor | None,
               begin: int = 1) -> None:  # fmt: skip
@@ -81,26 +97,34 @@ def check(case: tuple[str, int, int, int]) -> dict[str, Any]:
             for begin in range(0, len(every), BLOCK):
                 new = slice(begin, begin + BLOCK)
                 store(key[new], value[new], torch.arange(len(key[new]), device=device), at[new])
-        hit = max(0, n - 1 - HIT)
+        stored = n - news[i]
+        hit = max(0, stored - HIT)
         if hit:
             slots, at = where(i, 0, hit)
             store(keys[i][:hit], values[i][:hit], slots, None if at is None else torch.full_like(at, -1), 0)
-        if hit < n - 1:
-            store(keys[i][hit : n - 1], values[i][hit : n - 1], *where(i, hit, n - 1), hit)
-    query = torch.randn(LAYERS, count, KV_HEADS * ratio, dim).bfloat16().to(device)
-    key, value = (torch.stack([x[-1] for x in side]).to(device) for side in (keys, values))
-    steps = [where(i, n - 1, n) for i, n in enumerate(LENGTHS)]
-    slots = torch.cat([s for s, _ in steps])
-    at = torch.cat([a for _, a in steps if a is not None]) if ring_table is not None else None
-    lens, seen = torch.tensor(LENGTHS, dtype=torch.int32, device=device), table.to(device)
-    rows = None if ring_table is None else ring_table.to(device)
-    out = torch.empty(LAYERS, count, KV_HEADS * ratio, dim, device=device)
+        if hit < stored:
+            store(keys[i][hit:stored], values[i][hit:stored], *where(i, hit, stored), hit)
+    rows = len(owner) + padding
+    query = torch.randn(LAYERS, rows, KV_HEADS * ratio, dim).bfloat16().to(device)
+    query[:, len(owner) :] = torch.nan
+    nothing = torch.full((padding, KV_HEADS, dim), torch.nan, dtype=query.dtype)
+    key, value = (
+        torch.cat([*(x[n - new :] for x, n, new in zip(side, LENGTHS, news, strict=True)), nothing]).to(device)
+        for side in (keys, values)
+    )
+    steps = [where(i, n - new, n) for i, (n, new) in enumerate(zip(LENGTHS, news, strict=True))]
+    none = torch.full((padding,), -1, device=device)
+    slots = torch.cat([*(s for s, _ in steps), none])
+    at = torch.cat([*(a for _, a in steps if a is not None), none]) if ring_table is not None else None
+    lens, on_gpu = torch.tensor(LENGTHS, dtype=torch.int32, device=device), table.to(device)
+    ordinals, ring_rows = seen.to(device), None if ring_table is None else ring_table.to(device)
+    out = torch.empty(LAYERS, rows, KV_HEADS * ratio, dim, device=device)
 
     def step() -> None:
-        plan.update(lens, overlap=True)
+        plan.update(lens, overlap=several is None, several=several)
         for layer in range(LAYERS):
-            pages.store(query[layer], key, value, slots, plan, count, scale, at, lens)
-            pages.decode(seen, lens, plan, out[layer], rows)
+            pages.store(query[layer], key, value, slots, plan, rows, scale, at, ordinals)
+            pages.decode(on_gpu, lens, plan, out[layer], ring_rows)
 
     step()
     torch.cuda.synchronize()
@@ -114,26 +138,28 @@ def check(case: tuple[str, int, int, int]) -> dict[str, Any]:
         graph.replay()
         torch.cuda.synchronize()
         stored = cache.cpu()
-        cpu = PackedPages(stored, fmt, dim, factors, ring=stored if recent else None, recent=recent)
-        wanted = torch.stack([cpu.decode(q, table, lens.cpu(), scale, ring_table=ring_table) for q in query.cpu()])
-        off = (out.cpu() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-        worst = max(worst, float(off.max())) if off.isfinite().all() else float("inf")
-    plain = PackedPages(stored, fmt, dim, factors).decode(query[-1].cpu(), table, lens.cpu(), scale)
+        cpu = PackedPages(stored, fmt, dim, factors, stored if recent else None, recent, most - 1)
+        real, tables = query[:, : len(owner)].cpu(), (table[owner], None if ring_table is None else ring_table[owner])
+        wanted = torch.stack([cpu.decode(q, tables[0], seen, scale, ring_table=tables[1]) for q in real])
+        off = (out[:, : len(owner)].cpu() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        right = bool(off.isfinite().all()) and not out[:, len(owner) :].any()
+        worst = max(worst, float(off.max())) if right else float("inf")
+    plain = PackedPages(stored, fmt, dim, factors).decode(real[-1], tables[0], seen, scale)
     theirs = torch.full_like(stored, 255)
     cpu = PackedPages(theirs, fmt, dim, factors)
     for i, n in enumerate(LENGTHS):
         cpu.store(keys[i], values[i], where(i, 0, n)[0].cpu(), ordinals=torch.arange(1, n + 1))
-    starts = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
-    read = torch.full((2, int(starts[-1]), KV_HEADS, dim), torch.nan, dtype=torch.bfloat16, device=device)
-    pages.gather(seen, starts.to(device), 0, max(LENGTHS), read[0], read[1])
+    begins = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
+    read = torch.full((2, int(begins[-1]), KV_HEADS, dim), torch.nan, dtype=torch.bfloat16, device=device)
+    pages.gather(on_gpu, begins.to(device), torch.zeros_like(lens), max(LENGTHS), read[0], read[1])
     back = PackedPages(stored, fmt, dim, factors)
     off_read = 0.0
     for i, n in enumerate(LENGTHS):
-        for mine, his in zip(read[:, starts[i] : starts[i] + n].cpu(), back.read(table[i], n), strict=True):
+        for mine, his in zip(read[:, begins[i] : begins[i] + n].cpu(), back.read(table[i], n), strict=True):
             off_read = max(off_read, float(((mine - his).norm(dim=-1) / his.norm(dim=-1)).nan_to_num(9.0).max()))
     used = blocks[: sum(per)].long()
     return {
-        "format": name, "head_dim": dim, "ratio": ratio, "recent": recent, "error": worst,
+        "format": name, "head_dim": dim, "ratio": ratio, "recent": recent, "tokens": most, "error": worst,
         "gather_error": off_read,
         "bytes_unlike_the_cpus": float((stored[used] != theirs[used]).float().mean()),
         "moved_by_the_ring": float(((plain - wanted[-1]).norm(dim=-1) / wanted[-1].norm(dim=-1)).max()),

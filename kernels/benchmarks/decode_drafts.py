@@ -1,10 +1,11 @@
 """Decode with draft tokens on a GPU, a layer at a time: `python kernels/benchmarks/decode_drafts.py`.
 
-Each of a sequence's 1 + k tokens is a row of decode with a block table of its own, as `kvpilot_runtime.cuda_steps` has
-it. Measured as `decode.py` does, in one run, with 1 token a sequence as the baseline: `store`, `decode` (the split
+A sequence's 1 + k tokens are rows of one step, as `kvpilot_runtime.cuda_steps` has it; its pages are read once for all
+of them. Measured as `decode.py` does, in one run, with 1 token a sequence as the baseline: `store`, `decode` (the split
 kernel), `merged` (with the merge of its parts), `layer` (all of it), and `plan`, which a step has once for all layers.
 `off` is how far the rows of a step are from the same rows, one of each sequence at a time, of a head's norm; more than
-2e-3 ends the run. Writes OUT/decode-drafts.json.
+2e-3 ends the run. Writes OUT/decode-drafts.json. `--choices` times other tiles, stages and programs a multiprocessor
+than `tuning` has for several tokens, as 32x3x8.
 """
 
 from __future__ import annotations
@@ -13,25 +14,39 @@ import argparse
 import json
 import sys
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from decode import SHAPES, Case, copy_rate, fill_ring, layers_for, microseconds, random_pages
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.gpu import tuning
+from kvpilot_kernels.gpu.pages import Cut, GpuPages, Plan, Several, Shape
 
 BLOCK, LIMIT = 64, 2e-3
 
 
-def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: int) -> dict[str, Any]:
+def launch_as(shape: Shape, choice: str, tokens: int) -> None:
+    """Other launch choices than `tuning` has, for steps of several tokens of a sequence."""
+    tile, stages, programs = map(int, choice.split("x"))
+    found, own = shape.cut(tokens), tuning.Choice(tile, stages, programs, shape.cut(tokens).choice.registers)
+    wave = max(1, tuning.multiprocessors(shape.device) * programs // (shape.kv_heads * found.parts))
+    one, several = shape.cut(1), Cut(found.take, found.parts, own, wave)
+    shape.cut = lambda tokens=1: one if tokens == 1 else several  # type: ignore[method-assign]
+
+
+def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: int, choice: str) -> dict[str, Any]:
     """Times of one format with so many `tokens` of each sequence in a step."""
     fmt = formats.parse(name)
     shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, BLOCK, device, recent=recent)
     if recent:
         shape.ring_blocks = fmt.ring_blocks(recent + tokens - 1, case.dim, BLOCK)
+    if choice and tokens > 1:
+        launch_as(shape, choice, tokens)
     factors = Factors.identity(case.kv_heads, case.dim, device)
     rings = torch.randperm(case.batch * shape.ring_blocks, device=device).view(case.batch, -1).int() if recent else None
     size = case.batch * case.context * case.kv_heads * fmt.row_bytes(case.dim)
@@ -51,49 +66,50 @@ def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: in
             fill_ring(at, table, rings, case.context, torch.empty(0, case.kv_heads, case.dim, **make))
     owner = torch.arange(case.batch, device=device).repeat_interleave(tokens)
     ago = torch.arange(tokens - 1, -1, -1, device=device).repeat(case.batch)
-    lens, row_table = (case.context - ago).int(), table[owner].contiguous()
-    row_rings = rings[owner].contiguous() if rings is not None else None
+    seen, lens = (case.context - ago).int(), torch.full((case.batch,), case.context, dtype=torch.int32, device=device)
+    starts = torch.arange(0, rows + 1, tokens, dtype=torch.int32, device=device)
+    several = Several(starts, owner.int(), tokens) if tokens > 1 else None
     query = torch.randn(rows, case.heads, case.dim, **make)
     key, value = torch.randn(2, rows, case.kv_heads, case.dim, **make)
-    at = lens.long() - 1
-    slots = row_table.long().gather(1, (at // BLOCK)[:, None])[:, 0] * BLOCK + at % BLOCK
+    at = seen.long() - 1
+    slots = table.long()[owner, at // BLOCK] * BLOCK + at % BLOCK
     ring_slots = None
-    if row_rings is not None:
+    if rings is not None:
         place = at % (shape.ring_blocks * shape.ring_tokens)
-        block = row_rings.long().gather(1, (place // shape.ring_tokens)[:, None])[:, 0]
+        block = rings.long()[owner, place // shape.ring_tokens]
         ring_slots = block * shape.ring_tokens + place % shape.ring_tokens
-    plan, out, turn = Plan(shape, rows), torch.empty_like(query), iter(range(10**9))
-    plan.update(lens, overlap=tokens == 1)
+    plan, out, turn = Plan(shape, case.batch, tokens), torch.empty_like(query), iter(range(10**9))
+    plan.update(lens, tokens == 1, several)
 
     def store() -> GpuPages:
         found = pages[next(turn) % len(pages)]
-        found.store(query, key, value, slots, plan, rows, case.dim**-0.5, ring_slots, lens)
+        found.store(query, key, value, slots, plan, rows, case.dim**-0.5, ring_slots, seen)
         return found
 
     found = {
         "store": microseconds(store),
-        "decode": microseconds(lambda: pages[next(turn) % len(pages)].attend(row_table, lens, plan, row_rings)),
-        "merged": microseconds(lambda: pages[next(turn) % len(pages)].decode(row_table, lens, plan, out, row_rings)),
-        "layer": microseconds(lambda: store().decode(row_table, lens, plan, out, row_rings)),
-        "plan": microseconds(lambda: plan.update(lens, overlap=tokens == 1)),
+        "decode": microseconds(lambda: pages[next(turn) % len(pages)].attend(table, lens, plan, rings)),
+        "merged": microseconds(lambda: pages[next(turn) % len(pages)].decode(table, lens, plan, out, rings)),
+        "layer": microseconds(lambda: store().decode(table, lens, plan, out, rings)),
+        "plan": microseconds(lambda: plan.update(lens, tokens == 1, several)),
     }
-    plan.update(lens)
+    plan.update(lens, several=several)
     first = pages[0]
-    first.store(query, key, value, slots, plan, rows, case.dim**-0.5, ring_slots, lens)
+    first.store(query, key, value, slots, plan, rows, case.dim**-0.5, ring_slots, seen)
     exact = out.float()
-    first.decode(row_table, lens, plan, exact, row_rings)
+    first.decode(table, lens, plan, exact, rings)
     off, one = 0.0, Plan(shape, case.batch)
     for i in range(tokens):
         mine = slice(i, None, tokens)
         again = torch.empty_like(exact[mine])
         # Nothing is stored anew: slots of padding.
         nothing = torch.full((case.batch,), -1, dtype=torch.int64, device=device)
-        one.update(lens[mine].contiguous())
+        one.update(seen[mine].contiguous())
         first.store(
             query[mine].contiguous(), key[mine].contiguous(), value[mine].contiguous(), nothing, one, case.batch,
             case.dim**-0.5, nothing if recent else None,
         )  # fmt: skip
-        first.decode(table, lens[mine].contiguous(), one, again, rings)
+        first.decode(table, seen[mine].contiguous(), one, again, rings)
         off = max(off, float(((exact[mine] - again).norm(dim=-1) / again.norm(dim=-1)).max()))
     return {**found, "off": off, "bytes": size}
 
@@ -105,13 +121,15 @@ def main() -> int:
     parser.add_argument("--formats", nargs="+", default=["k4v4"])
     parser.add_argument("--recent", type=int, nargs="+", default=[0, 64], help="windows of our formats")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8], help="of a sequence in a step")
+    parser.add_argument("--choices", nargs="+", default=[""], help="tile x stages x programs of several tokens")
     parser.add_argument("--sizes", nargs="+", default=["32x16384", "32x2048"], help="sequences x context")
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
     facts: dict[str, Any] = {
         "command": f"python kernels/benchmarks/decode_drafts.py {' '.join(sys.argv[1:])}".strip(),
         "date": f"{datetime.now(UTC):%Y-%m-%d}", "gpu": torch.cuda.get_device_name(device),
-        "versions": {"torch": torch.__version__}, "copy_bytes_per_s": copy_rate(device), "rows": [],
+        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+        "copy_bytes_per_s": copy_rate(device), "rows": [],
     }  # fmt: skip
     for size in options.sizes:
         batch, context = map(int, size.split("x"))
@@ -119,12 +137,14 @@ def main() -> int:
         for name in options.formats:
             for recent in options.recent if formats.parse(name).has_ring else [0]:
                 base = 0.0
-                for tokens in options.tokens:
-                    row = drafted(name, case, tokens, device, recent)
+                for tokens, choice in product(options.tokens, options.choices):
+                    if tokens == 1 and base:
+                        continue
+                    row = drafted(name, case, tokens, device, recent, choice)
                     base = base or row["layer"]
-                    what = {"case": case.__dict__, "name": name, "recent": recent, "tokens": tokens}
+                    what = {"case": case.__dict__, "name": name, "recent": recent, "tokens": tokens, "choice": choice}
                     facts["rows"].append(what | row)
-                    print(f"{size} {name}, last {recent} finer, {tokens} tokens: {row}", flush=True)
+                    print(f"{size} {name}, last {recent} finer, {tokens} tokens {choice}: {row}", flush=True)
                     print(f"    a layer takes {row['layer'] / base:.2f}x of one with a single token", flush=True)
                     options.out.mkdir(parents=True, exist_ok=True)
                     (options.out / "decode-drafts.json").write_text(json.dumps(facts, indent=1) + "\n")

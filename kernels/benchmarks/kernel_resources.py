@@ -53,9 +53,10 @@ POINTERS = {
     "query_ptr": "*bf16", "key_ptr": "*bf16", "value_ptr": "*bf16", "out_ptr": "*bf16", "key_out_ptr": "*bf16",
     "value_out_ptr": "*bf16", "cache_ptr": "*u8", "ring_ptr": "*u8", "rotated_ptr": "*fp16", "slots_ptr": "*i64",
     "ring_slots_ptr": "*i64", "table_ptr": "*i32", "ring_table_ptr": "*i32", "splits_ptr": "*i32", "lens_ptr": "*i32",
-    "spans_ptr": "*i32", "rows_ptr": "*i32", "starts_ptr": "*i32", "rotation_ptr": "*bf16", "key_rotation_ptr": "*bf16",
+    "spans_ptr": "*i32", "bases_ptr": "*i32", "owners_ptr": "*i32",
+    "rows_ptr": "*i32", "starts_ptr": "*i32", "rotation_ptr": "*bf16", "key_rotation_ptr": "*bf16",
     "value_rotation_ptr": "*bf16", "query_rotation_ptr": "*bf16", "ordinals_ptr": "*i32", "query_rope_ptr": "*bf16",
-    "latent_ptr": "*bf16", "rope_ptr": "*bf16",
+    "latent_ptr": "*bf16", "rope_ptr": "*bf16", "begins_ptr": "*i32",
 }  # fmt: skip
 
 
@@ -92,24 +93,27 @@ def kernels() -> dict[str, Any]:
     """The kernels by name."""
     found = (decode.decode_kernel, store.store_kernel, gather.gather_kernel, plan.plan_kernel, reduce.reduce_kernel,
              ring.ring_slots_kernel, latent_decode.latent_decode_kernel, latent_gather.latent_gather_kernel,
-             latent_reduce.latent_reduce_kernel, latent_store.latent_store_kernel)  # fmt: skip
+             latent_reduce.latent_reduce_kernel, latent_store.latent_prepare_kernel,
+             latent_store.latent_store_kernel)  # fmt: skip
     return {kernel.__name__: kernel for kernel in found}
 
 
 def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int, page: int = BLOCK,
-                   softcap: bool = False, window: int = 0) -> Variant:  # fmt: skip
+                   softcap: bool = False, window: int = 0, tokens: int = 1) -> Variant:  # fmt: skip
     """Decode as `GpuPages` launches it for a format, head_dim, query heads of a KV head, recent window, and so on."""
-    fmt, queries = formats.parse(name), -(-ratio // -(-ratio // 8))
+    fmt, queries = formats.parse(name), tuning.program_queries(dim, ratio, tokens)
+    kept = recent + tokens - 1 if recent else 0
     key, value = side_layouts(fmt, dim, page, recent)
     choice = tuning.choose(dim, queries, fmt.key.bits + fmt.value.bits, page, recent, divmod(capability, 10))
     ring = fmt.ring_layout(dim, page).tokens if recent else 0
-    parts = [f"head_dim {dim}", f"{ratio} queries", recent and f"window {recent}",
+    parts = [f"head_dim {dim}", f"{ratio} queries", tokens > 1 and f"of {tokens} tokens", recent and f"window {recent}",
              page != BLOCK and f"blocks of {page}", softcap and "soft cap", window and f"sliding {window}"]  # fmt: skip
     return Variant(
         "decode_kernel", name, ", ".join(part for part in parts if part), 1,
         {"KEY": key, "VALUE": value, "D": dim, "GROUP": fmt.group_size(dim), "RATIO": ratio, "TAKE": queries,
          "TILE": choice.tile, "PAGE": page, "STAGES": choice.stages, "SOFTCAP": softcap, "WINDOW": window,
-         "RECENT": recent, "RING": ring, "RING_BLOCKS": fmt.ring_blocks(recent, dim, page)}, choice.registers,
+         "RECENT": recent, "RING": ring, "RING_BLOCKS": fmt.ring_blocks(kept, dim, page),
+         "SEVERAL": tokens > 1}, choice.registers,
     )  # fmt: skip
 
 
@@ -132,17 +136,20 @@ def gather_variant(name: str, dim: int, block: tuning.Block) -> Variant:
     return Variant("gather_kernel", name, f"head_dim {dim}", block.warps, constants)
 
 
-def reduce_variant(dim: int, take: int, step: int, warps: int) -> Variant:
+def reduce_variant(dim: int, take: int, step: int, warps: int, several: bool = False) -> Variant:
     """Reduce for so many of 8 query heads and splits in flight; it knows no format."""
-    constants = {"KV_HEADS": 8, "RATIO": 8, "TAKE": take, "D": dim, "WIDE": slots(dim), "ROWS": take, "STEP": step}
-    return Variant("reduce_kernel", "any", f"head_dim {dim}, {take} of 8 queries, {step} splits", warps, constants)
+    shape = f"head_dim {dim}, {take} of 8 queries, {step} splits" + (", several tokens" if several else "")
+    constants = {"KV_HEADS": 8, "RATIO": 8, "TAKE": take, "D": dim, "WIDE": slots(dim), "ROWS": take, "STEP": step,
+                 "SEVERAL": several}  # fmt: skip
+    return Variant("reduce_kernel", "any", shape, warps, constants)
 
 
 def step_variants() -> list[Variant]:
     """Plan and ring slots, which know no head."""
-    plan_constants = {"TILE": 64, "WINDOW": 0, "SEQUENCES": 64, "SPLITS": 128}
+    cut = {"TILE": 64, "WINDOW": 0, "CHUNK": plan.CHUNK, "OWN": plan.OWN, "PER": plan.PER}
     slot_constants = {"RECENT": 64, "RING": 39, "RING_BLOCKS": 2, "ROUNDS": 8, "TOKENS": ring.TOKENS}
-    return [Variant("plan_kernel", "any", "64 sequences", 8, plan_constants),
+    return [Variant("plan_kernel", "any", "a token of a sequence", 4, cut | {"SEVERAL": False}),
+            Variant("plan_kernel", "any", "several tokens", 4, cut | {"SEVERAL": True}),
             Variant("ring_slots_kernel", "any", "window 64", 4, slot_constants)]  # fmt: skip
 
 
@@ -160,21 +167,30 @@ def latent_variants(heads: int, capability: int, page: int = BLOCK) -> list[Vari
         found += [
             Variant("latent_decode_kernel", name, shape, choice.warps, codec | decode, choice.registers),
             Variant("latent_store_kernel", name, shape, latent_tuning.STORE_WARPS,
-                    codec | {"TOKENS": latent_tuning.STORE_TOKENS}),
+                    pages | {"TOKENS": latent_tuning.STORE_TOKENS}),
             Variant("latent_gather_kernel", name, shape, latent_tuning.GATHER_WARPS,
                     pages | {"TOKENS": latent_tuning.GATHER_TOKENS}),
         ]  # fmt: skip
-    merge = {"HEADS": heads, "TAKE": latent_tuning.MERGE_HEADS, "STEP": latent_tuning.MERGE_SPLITS}
-    return [*found, Variant("latent_reduce_kernel", "any", shape, latent_tuning.MERGE_WARPS, merge)]
+    merges = {latent_tuning.merging(splits) for splits in (8, 264)}
+    return [
+        *found,
+        Variant("latent_prepare_kernel", "any", shape, latent_tuning.STORE_WARPS,
+                {"HEADS": heads, "ROWS": latent_tuning.STORE_TOKENS}),
+        *(Variant("latent_reduce_kernel", "any", f"{shape}, {one.splits} splits at once", one.warps,
+                  {"HEADS": heads, "TAKE": one.heads, "STEP": one.splits})
+          for one in sorted(merges, key=lambda one: one.splits)),
+    ]  # fmt: skip
 
 
 def every_variant(capability: int) -> list[Variant]:
-    """Each kernel for each format and head_dim, with a recent window and without, decode for 4 and for 8 queries."""
+    """Each kernel for each format and head_dim, with a recent window and without, decode for 4 and for 8 queries, and
+    of several tokens for 4."""
     found = step_variants()
     for dim in formats.HEAD_DIMS:
         for name in formats.own_names():
             windows = (0, 64) if formats.parse(name).has_ring else (0,)
             found += [decode_variant(name, dim, ratio, recent, capability) for ratio in (4, 8) for recent in windows]
+            found += [decode_variant(name, dim, 4, recent, capability, tokens=4) for recent in windows]
             found += [store_variant(name, dim, recent, tokens) for recent in windows
                       for tokens in ((1, tuning.FEW_TOKENS + 1) if dim <= 128 else (1,))]  # fmt: skip
             found.append(gather_variant(name, dim, tuning.gather_block(dim, divmod(capability, 10))))
@@ -182,7 +198,7 @@ def every_variant(capability: int) -> list[Variant]:
         found.append(decode_variant("k4v4", dim, 8, 64, capability, softcap=True, window=4096))
         few = 2 if dim <= 128 else 4
         ways = ((1, 128, 16), (1, 32, 4), (1, 8, few), (2, 8, few), (4, 4, few))
-        found += [reduce_variant(dim, *way) for way in ways]
+        found += [reduce_variant(dim, *way, several) for way in ways for several in (False, True)]
     for heads in (8, 16, 20, 64, 128):
         found += latent_variants(heads, capability)
     return found + latent_variants(16, capability, page=16)
@@ -190,9 +206,10 @@ def every_variant(capability: int) -> list[Variant]:
 
 def few_variants(capability: int) -> list[Variant]:
     """Of store and decode and each format one as for Llama-3-8B, with a window of 64; int8's are of head_dim 256, as
-    Gemma's. Of a prompt's store k4v4's, and of gather k4v4's and int8's: these take much the same in every format. No
-    latents, which no engine serves yet."""
+    Gemma's. Of a prompt's store and of a step with drafts k4v4's, and of gather k4v4's and int8's: these take much the
+    same in every format. No latents, which no engine on a GPU serves yet."""
     found = [*step_variants(), reduce_variant(128, 1, 32, 4), reduce_variant(256, 4, 4, 4)]
+    found += [reduce_variant(128, 2, 8, 2, several=True), decode_variant("k4v4", 128, 4, 64, capability, tokens=4)]
     for name in formats.own_names():
         recent, dim = 64 if formats.parse(name).has_ring else 0, 256 if name == "int8" else 128
         found += [decode_variant(name, dim, 4, recent, capability), store_variant(name, dim, recent, 1)]
@@ -202,12 +219,15 @@ def few_variants(capability: int) -> list[Variant]:
 
 
 def known(variant: Variant, taken: Resources) -> bool:
-    """Whether it is known that such a program spills: some with a recent window.
+    """Whether it is known that such a program spills: some with a recent window, and decode of several tokens.
 
     Decode of 8 queries, 8 to 328 bytes: a tile of 16 tokens would fit, and takes an H200 1.5 to 1.9 times as long at
     32 x 16K. By Triton 3.9, and not by 3.6, which was measured: decode of k8v4, 40 bytes on 9.0, and a prompt's store,
-    8 to 16.
+    8 to 16. Decode of several tokens, which is 16 queries (8 at head_dim 256): up to 112 bytes without a window, 512
+    with one; on 9.0 up to 256 by Triton 3.6, with which it was measured.
     """
+    if variant.kernel == "decode_kernel" and "tokens" in variant.shape:
+        return 0 < taken.stack <= (512 if "window" in variant.shape else 112)
     most = 328 if "8 queries, window" in variant.shape else 40 if variant.dtype == "k8v4" else 0
     most = {"decode_kernel": most, "store_kernel": 16 if "16 tokens" in variant.shape else 0}.get(variant.kernel, 0)
     return "window" in variant.shape and 0 < taken.stack <= most
@@ -265,7 +285,7 @@ def page(found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]], ca
         f"registers that spill: in {spills or 'none'} of {sum(map(len, found.values()))} programs. A program may have",
         f"{limits}; a thread has 255 registers.",
         "`--few`: shapes of Llama-3-8B, and head_dim 256 for int8. Decode of 8 queries (Llama-3-70B) with a recent",
-        "window spills 8 to 328 bytes.",
+        "window spills 8 to 328 bytes; decode of several tokens up to 512, and up to 112 without a window.",
         "",
         f"| kernel | dtype | shape | {' | '.join(names)} |",
         f"|---|---|---|{'---|' * len(names)}",

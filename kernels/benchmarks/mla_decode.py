@@ -5,7 +5,8 @@ outputs that were poisoned before (every byte 0xFF, every number NaN), against t
 the tests hold against float64. Then times of one layer, in graphs of 32 launches that go round several layers' caches:
 `decode` is the split kernel alone, `merged` with the merge of its parts, `layer` with the store of the step's token.
 Beside it the same attention over bfloat16 and float8 entries (`mla_baseline`), each at the best of its launch choices,
-and a device-to-device copy. `--sweep` times other launch choices of ours, too. Needs torch and Triton alone.
+and a device-to-device copy. `--sweep` times other launch choices of ours, too: of the split kernel, or of the merge and
+of how many splits there are. Needs torch and Triton alone.
 
 Writes OUT/mla-decode.json after every row; exits 1 where something is not right.
 """
@@ -29,9 +30,9 @@ import triton
 from decode import copy_rate, layers_for, microseconds
 from mla_baseline import Baseline, choices
 
-from kvpilot_kernels.gpu import tuning
+from kvpilot_kernels.gpu import latent_tuning, tuning
 from kvpilot_kernels.gpu.latent_pages import GpuLatentPages, LatentPlan, LatentShape
-from kvpilot_kernels.gpu.latent_tuning import LatentChoice
+from kvpilot_kernels.gpu.latent_tuning import LatentChoice, Merge
 from kvpilot_kernels.latent.cpu import LatentPages
 from kvpilot_kernels.latent.factors import LatentFactors
 from kvpilot_kernels.latent.formats import ENTRY, RANK, LatentFormat, names, parse
@@ -87,25 +88,22 @@ def check(name: str, heads: int) -> dict[str, Any]:
     entries = [some_entries(n).bfloat16() for n in LENGTHS]
     slots = [table[i].long()[torch.arange(n) // BLOCK] * BLOCK + torch.arange(n) % BLOCK for i, n in enumerate(LENGTHS)]
     query = torch.randn(count, heads, ENTRY).bfloat16().to(device)
-    absorbed, rope = query[..., :RANK].contiguous(), query[..., RANK:].contiguous()
+    absorbed, rope = query[..., :RANK].contiguous(), query[..., RANK:]
 
-    def store(x: torch.Tensor, at: torch.Tensor, decodes: int) -> None:
-        pages.store(
-            absorbed if decodes else torch.zeros(len(x), heads, RANK, device=device),
-            rope if decodes else torch.zeros(len(x), heads, ENTRY - RANK, device=device),
-            x[:, :RANK], x[:, RANK:], at, plan, decodes, scale,
-        )  # fmt: skip
+    def store(x: torch.Tensor, at: torch.Tensor) -> None:
+        pages.store(x[:, :RANK], x[:, RANK:], at)
 
     for x, at in zip(entries, slots, strict=True):
         if len(x) > 1:
-            store(x[:-1].to(device), at[:-1].to(device), 0)
+            store(x[:-1].to(device), at[:-1].to(device))
     last, at = torch.stack([x[-1] for x in entries]).to(device), torch.stack([x[-1] for x in slots]).to(device)
     lens, seen = torch.tensor(LENGTHS, dtype=torch.int32, device=device), table.to(device)
     out = torch.empty(count, heads, RANK, device=device)
 
     def step() -> None:
         plan.update(lens)
-        store(last, at, count)
+        store(last, at)
+        pages.prepare(absorbed, rope, plan, scale)
         pages.decode(seen, lens, plan, out)
 
     step()
@@ -130,7 +128,7 @@ def check(name: str, heads: int) -> dict[str, Any]:
     unlike = float((cache.cpu() != theirs).float().mean())
     starts = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
     read = torch.full((int(starts[-1]), ENTRY), torch.nan, dtype=torch.bfloat16, device=device)
-    pages.gather(seen, starts.to(device), 0, max(LENGTHS), read)
+    pages.gather(seen, torch.zeros_like(lens), starts.to(device), max(LENGTHS), read)
     his = torch.cat([cpu.read(table[i], n) for i, n in enumerate(LENGTHS)])
     off_read = float(((read.cpu() - his).norm(dim=-1) / his.norm(dim=-1)).nan_to_num(9.0).max())
     right = worst <= LIMIT and unlike < 2e-3 and off_read <= READ_LIMIT
@@ -179,9 +177,9 @@ def ours(
     fmt: LatentFormat,
     case: Case,
     device: torch.device,
-    others: Callable[[LatentChoice], Iterator[LatentChoice]] | None = None,
+    others: Callable[[LatentChoice], Iterator[tuple[LatentChoice, Merge | None]]] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Times of our kernels at their own launch choice, or the split kernel's at others."""
+    """Times of our kernels at their own launch choices, or of decode at others."""
     size = case.batch * case.context * fmt.row_bytes
     blocks = case.batch * -(-case.context // BLOCK) + 1
     caches = [random_pages(fmt, blocks, device) for _ in range(layers_for(size))]
@@ -192,10 +190,13 @@ def ours(
     slots = table[:, -1].long() * BLOCK + (case.context - 1) % BLOCK
     out = torch.empty(case.batch, case.heads, RANK, device=device, dtype=torch.bfloat16)
     first = LatentShape(fmt, case.heads, BLOCK, device)
-    for choice in [first.choice] if others is None else others(first.choice):
+    own = latent_tuning.merging
+    for choice, other in [(first.choice, None)] if others is None else others(first.choice):
         shape = LatentShape(fmt, case.heads, BLOCK, device)
         parts = triton.cdiv(case.heads, shape.take)
         shape.choice, shape.wave = choice, max(1, tuning.multiprocessors(device) * choice.programs // parts)
+        merge = other or own(shape.wave // case.batch)
+        latent_tuning.merging = lambda _, merge=merge: merge
         pages, plan, turn = [GpuLatentPages(cache, shape) for cache in caches], LatentPlan(shape, case.batch), [0]
         plan.update(lens)
 
@@ -205,20 +206,22 @@ def ours(
 
         def store(plan: LatentPlan = plan, next_pages: Callable[[], GpuLatentPages] = next_pages) -> GpuLatentPages:
             at = next_pages()
-            at.store(absorbed, rope, entry[:, :RANK], entry[:, RANK:], slots, plan, case.batch, 192**-0.5)
+            at.store(entry[:, :RANK], entry[:, RANK:], slots)
+            at.prepare(absorbed, rope, plan, 192**-0.5)
             return at
 
-        row: dict[str, Any] = {"bytes": size, "choice": asdict(choice)}
+        row: dict[str, Any] = {"bytes": size, "choice": asdict(choice), "merge": asdict(merge)}
         try:
             store()
             row["decode"] = microseconds(lambda: next_pages().attend(table, case.batch, plan))  # noqa: B023
+            row["merged"] = microseconds(lambda: next_pages().decode(table, lens, plan, out))  # noqa: B023
             if others is None:
                 row["store"] = microseconds(store)
-                row["merged"] = microseconds(lambda: next_pages().decode(table, lens, plan, out))  # noqa: B023
                 row["layer"] = microseconds(lambda: store().decode(table, lens, plan, out))  # noqa: B023
         except Exception as error:  # a choice that does not fit is part of the result
             row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
         yield row
+    latent_tuning.merging = own
 
 
 def beside(dtype: torch.dtype, case: Case, device: torch.device) -> dict[str, Any]:
@@ -247,11 +250,21 @@ def beside(dtype: torch.dtype, case: Case, device: torch.device) -> dict[str, An
     return best
 
 
-def sweep(choice: LatentChoice) -> Iterator[LatentChoice]:
+def decodes(choice: LatentChoice) -> Iterator[tuple[LatentChoice, None]]:
     """Choices around one; where more programs should fit, the assembler must do with fewer registers, and spills."""
     ways = [(4, 1, None), (4, 2, None), (4, 3, 168), (4, 4, 128), (8, 1, None), (8, 2, 128)]
     for tile, stages, (warps, programs, registers) in product((64, 32), (2, 3), ways):
-        yield replace(choice, tile=tile, stages=stages, warps=warps, programs=programs, registers=registers)
+        yield replace(choice, tile=tile, stages=stages, warps=warps, programs=programs, registers=registers), None
+
+
+def merges(choice: LatentChoice) -> Iterator[tuple[LatentChoice, Merge]]:
+    """Merges with more and fewer splits in flight, of as many splits as programs fit, and of half of them."""
+    ways = [(2, 16, 16), (2, 8, 16), (2, 8, 8), (2, 4, 8), (4, 8, 16), (4, 4, 8), (4, 2, 8)]
+    for programs, way in product((choice.programs, 1), ways):
+        yield replace(choice, programs=programs), Merge(*way)
+
+
+SWEEPS = {"decode": (decodes, CASES[:2]), "merge": (merges, [case for case in CASES if case.heads == 16])}
 
 
 def main() -> int:
@@ -259,7 +272,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--check", action="store_true", help="correctness alone")
-    parser.add_argument("--sweep", action="store_true", help="other launch choices at 32 x 16K, too")
+    parser.add_argument("--sweep", choices=SWEEPS, help="other launch choices, too")
     parser.add_argument("--processes", type=int, default=8, help="that check at once")
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -296,8 +309,9 @@ def main() -> int:
                 tell("rows", {"case": asdict(case), "name": name, **beside(dtype, case, device)})
                 torch.cuda.empty_cache()
         if options.sweep:
-            for case, name in product(CASES[:2], reversed(names())):
-                for row in ours(parse(name), case, device, sweep):
+            others, cases = SWEEPS[options.sweep]
+            for case, name in product(cases, reversed(names())):
+                for row in ours(parse(name), case, device, others):
                     tell("sweep", {"case": asdict(case), "name": name, **row})
                 torch.cuda.empty_cache()
     wrong = [row for row in facts["checks"] if not row["right"]]

@@ -229,6 +229,24 @@ def int32(**given: torch.Tensor) -> None:
             raise BadInputError(name, f"is {x.dtype}", "give int32")
 
 
+def several(starts: torch.Tensor, owners: torch.Tensor, most: int, seq_lens: torch.Tensor, tokens: int,
+            rows: int) -> None:  # fmt: skip
+    """The rows of a step whose sequences have several, for a plan of so many `tokens` of a sequence and `rows` in all.
+
+    Raises:
+        BadInputError: another type, no first row for each sequence, or more rows than the plan has place for.
+    """
+    int32(starts=starts, owners=owners)
+    if starts.shape[0] <= seq_lens.shape[0]:
+        raise BadInputError(
+            "starts", f"has {starts.shape[0]} rows", f"give one more than the {seq_lens.shape[0]} sequences"
+        )
+    if not 2 <= most <= tokens:
+        raise BadInputError("most", f"is {most} tokens of a sequence", f"the plan takes 2 to {tokens}")
+    if owners.shape[0] > rows:
+        raise BadInputError("owners", f"has {owners.shape[0]} rows", f"the plan has {rows}")
+
+
 def blocks(table: torch.Tensor, blocks: int, field: str) -> None:
     """Blocks of a table whose negative entries are none.
 

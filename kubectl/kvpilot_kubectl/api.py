@@ -76,11 +76,11 @@ class Cluster:
         how = {"body": {"spec": spec}, "field_manager": _MANAGER, "_content_type": _MERGE}
         return self._ask("patch", PLURAL, self._custom.patch_namespaced_custom_object, **about, **how)
 
-    def events(self, name: str) -> Iterator[Json]:
-        """What is still remembered of a service's Events."""
+    def events(self, name: str, kind: str = KIND) -> Iterator[Json]:
+        """What is still remembered of the Events of a service, or of another object."""
         about = {
             "namespace": self.namespace,
-            "field_selector": f"involvedObject.kind={KIND},involvedObject.name={name}",
+            "field_selector": f"involvedObject.kind={kind},involvedObject.name={name}",
         }
         for page in self._pages("list", "events", self._core.list_namespaced_event, **about):
             yield from items(page, "items")

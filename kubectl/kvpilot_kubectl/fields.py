@@ -48,6 +48,12 @@ def items(value: Json, *path: str) -> Iterator[Mapping[str, Json]]:
     yield from (one for one in (found if isinstance(found, list) else ()) if isinstance(one, Mapping))
 
 
+def words(value: Json, *path: str) -> tuple[str, ...]:
+    """The texts in the list there, without what is none."""
+    found = at(value, *path)
+    return tuple(one for one in map(text, found if isinstance(found, list) else ()) if one)
+
+
 def moment(value: Json, *path: str) -> datetime | None:
     """The time there, in UTC."""
     try:

@@ -102,16 +102,19 @@ def cluster(options: argparse.Namespace) -> Any:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from kvpilot_kubectl import service, show
+    from kvpilot_kubectl import pods, service, show
 
     if options.service is not None and options.all_namespaces:
         raise UsageError("-A/--all-namespaces shows every service: leave SERVICE out, or name its namespace with -n")
     where = cluster(options)
     if options.service is not None:
         found = service.read(where.service(options.service))
+        stuck, notes = _stuck(where, options.service)
         if _json(options):
-            return _print(service.document(found))
-        show.display(show.detailed(found, datetime.now(UTC)))
+            for note in notes:
+                print(f"{PROG}: {note}", file=sys.stderr)
+            return _print({**service.document(found), "pods": pods.document(stuck)})
+        show.display(show.detailed(found, datetime.now(UTC), stuck, notes))
         return DONE
     services = [service.read(one) for one in where.services(everywhere=options.all_namespaces)]
     services.sort(key=lambda one: (one.namespace, one.name))
@@ -123,6 +126,19 @@ def _status(options: argparse.Namespace) -> int:
         place = "in any namespace" if options.all_namespaces else f"in namespace {where.namespace}"
         print(f"there are no services {place}", file=sys.stderr)
     return DONE
+
+
+def _stuck(where: Any, name: str) -> tuple[list[Any], list[str]]:
+    """What is warned of engine pods that do not answer; the status is told without it where the user may not see it."""
+    from kvpilot_kubectl import pods
+
+    found: list[Any] = []
+    try:
+        for pod in pods.unready(where.pods(name))[: pods.SHOWN]:
+            found += pods.warned(pod, where.events(pod["metadata"]["name"], "Pod"))
+    except ToolError as error:
+        return found, [f"without pods: {error}"]
+    return found, []
 
 
 def _why(options: argparse.Namespace) -> int:

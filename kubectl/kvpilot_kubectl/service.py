@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole
+from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole, words
 
 DENY_SECONDS = 604_800
 """The default of spec.rollout.denySeconds, for an object that has none."""
@@ -95,6 +95,8 @@ class Service:
     dtype: str
     revision: str
     recommended: str
+    url: str
+    adapters: tuple[str, ...]
     ready: int | None
     replicas: int | None
     usage: int | None
@@ -141,6 +143,8 @@ def read(obj: Json) -> Service:
         dtype=text(status, "kvCache", "activeDtype") or text(status, "stable", "dtype"),
         revision=text(status, "stable", "revision"),
         recommended=text(status, "kvCache", "recommendedDtype"),
+        url=text(status, "url"),
+        adapters=words(status, "adapters"),
         ready=whole(status, "readyReplicas"),
         replicas=whole(status, "replicas"),
         usage=whole(status, "kvCache", "usagePercent"),
@@ -199,6 +203,8 @@ def document(service: Service) -> dict[str, Any]:
         "dtype": service.dtype or None,
         "revision": service.revision or None,
         "recommendedDtype": service.recommended or None,
+        "url": service.url or None,
+        "adapters": list(service.adapters),
         "readyReplicas": service.ready,
         "replicas": service.replicas,
         "kvUsagePercent": service.usage,

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from kvpilot_kubectl.fields import ago, duration, stamp
 from kvpilot_kubectl.journal import Entry
+from kvpilot_kubectl.pods import Warned
 from kvpilot_kubectl.service import Condition, Service, Trial
 from kvpilot_operator.state.enums import Outcome
 
@@ -68,12 +69,16 @@ def listed(services: Sequence[Service], *, everywhere: bool) -> RenderableType:
     return table
 
 
-def detailed(service: Service, now: datetime) -> list[RenderableType]:
-    """All of one service."""
+def detailed(
+    service: Service, now: datetime, stuck: Sequence[Warned] = (), notes: Sequence[str] = ()
+) -> list[RenderableType]:
+    """All of one service, and what is warned of its pods that do not answer."""
     facts = _table(())
     rows = [
         ("dtype", _joined(service.dtype or _NONE, _wanted(service))),
         ("revision", service.revision or _NONE),
+        ("address", service.url or _NONE),
+        *([("adapters", ", ".join(service.adapters))] if service.adapters else []),
         ("replicas", f"{replicas(service)} answer"),
         ("KV cache", _cache(service)),
         ("load", service.load or _NONE),
@@ -93,7 +98,13 @@ def detailed(service: Service, now: datetime) -> list[RenderableType]:
             age = duration(now - condition.since) if condition.since is not None else _NONE
             table.add_row(condition.type, _word(condition), condition.reason, age, condition.message)
         shown += ["", table]
-    return shown
+    if stuck:
+        table = _table(("POD", "NODE", "WARNING", "AGO", "MESSAGE"))
+        for warned in stuck:
+            age = duration(now - warned.time) if warned.time is not None else _NONE
+            table.add_row(warned.pod, warned.node or _NONE, Text(warned.reason or _NONE, _BAD), age, warned.message)
+        shown += ["", table]
+    return [*shown, *([""] if notes else []), *map(Text, notes)]
 
 
 def timeline(service: Service, entries: Sequence[Entry], now: datetime, notes: Sequence[str]) -> list[RenderableType]:

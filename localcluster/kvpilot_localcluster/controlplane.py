@@ -64,6 +64,7 @@ class ControlPlane:
     Attributes:
         folder: the run folder; its content is replaced at start.
         kubeconfig: the administrator's client configuration, valid once started.
+        modern_kubeconfig: the same for the server that serves `modern_crds` itself, where definitions can be changed.
         audit_log: what the API server wrote down of every write, if it was asked to.
     """
 
@@ -78,6 +79,7 @@ class ControlPlane:
         """With `audit` the API server writes down every write (`localcluster.audit` reads it)."""
         self.folder = folder.absolute()
         self.kubeconfig = self.folder / "admin.kubeconfig"
+        self.modern_kubeconfig = self.kubeconfig
         self.audit_log = self.folder / "audit.log"
         self._audit = audit
         self._binaries = binaries
@@ -270,8 +272,9 @@ class ControlPlane:
             "--enable-priority-and-fairness=false",
             "--disable-admission-plugins=ValidatingAdmissionPolicy,MutatingAdmissionPolicy",
         )
-        files = (self.folder / "ca.crt", self.folder / "admin.crt", self.folder / "admin.key")
-        modern = Rest.of_files(f"https://127.0.0.1:{port}", *files)
+        certs.certificate(self.folder, "modern", _CLIENTS["admin"])
+        self.modern_kubeconfig = certs.kubeconfig(self.folder, "modern", f"https://127.0.0.1:{port}")
+        modern = Rest.of_kubeconfig(self.modern_kubeconfig)
         self._wait("apiextensions-apiserver", modern.ready)
         behind_aggregator(self.rest, modern, self._modern, port)
 

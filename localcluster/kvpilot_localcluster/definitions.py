@@ -11,6 +11,7 @@ from kvpilot_localcluster.rest import ApiError, Rest, until
 
 Definition = Mapping[str, Any]
 _DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+_ROUTES = "/apis/apiregistration.k8s.io/v1/apiservices"
 _BACKEND = "modern-crds"
 
 
@@ -44,7 +45,13 @@ def behind_aggregator(core: Rest, modern: Rest, definitions: Sequence[Definition
     directly(modern, definitions)
     service = {"type": "ExternalName", "externalName": "localhost", "ports": [{"port": port}]}
     core.create("/api/v1/namespaces/kube-system/services", {"metadata": {"name": _BACKEND}, "spec": service})
-    for path in [path for definition in definitions for path in served_paths(definition)]:
+    for definition in definitions:
+        route(core, definition, port)
+
+
+def route(core: Rest, definition: Definition, port: int) -> None:
+    """Let `core` pass a definition's versions on to the server of `behind_aggregator`, which listens on this port."""
+    for path in served_paths(definition):
         _, _, group, version, _ = path.split("/")
         spec = {
             "group": group,
@@ -56,7 +63,13 @@ def behind_aggregator(core: Rest, modern: Rest, definitions: Sequence[Definition
         }
         body = {"metadata": {"name": f"{version}.{group}"}, "spec": spec}
         with contextlib.suppress(ApiError):  # a second definition of the same group and version
-            core.create("/apis/apiregistration.k8s.io/v1/apiservices", body)
+            core.create(_ROUTES, body)
         # The aggregator reports Available before it has the route, so the objects themselves are asked for.
         until(partial(core.get, path.rpartition("/")[0]), f"the group of {path} is routed")
         until(partial(core.get, path), f"{path} is routed")
+
+
+def unroute(core: Rest, definition: Definition) -> None:
+    """Take those routes back."""
+    for version in definition["spec"]["versions"]:
+        core.delete(f"{_ROUTES}/{version['name']}.{definition['spec']['group']}")

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ class PodWorker:
         self.key = (metadata["namespace"], metadata["name"])
         self.logs = node.folder / "logs" / f"{metadata['namespace']}_{metadata['name']}_{metadata['uid']}"
         self._volumes: dict[str, Path] = {}
+        self._told: set[str] = set()
         self._deadline: float | None = None
         self._published: Json = {}
         self._dirty = asyncio.Event()
@@ -137,6 +139,8 @@ class PodWorker:
         """Take note of the pod's newest version."""
         if int(pod["metadata"]["resourceVersion"]) >= int(self._pod["metadata"]["resourceVersion"]):
             self._pod = pod
+            if pod["spec"].get("readinessGates"):
+                self._dirty.set()  # Whoever opens or closes a gate writes the pod's status, from which Ready follows.
         if "deletionTimestamp" not in pod["metadata"]:
             return
         deadline = time.monotonic() + float(pod["metadata"].get("deletionGracePeriodSeconds") or 0)
@@ -156,7 +160,10 @@ class PodWorker:
             try:
                 self._volumes = await volumes.prepare(self._pod, self._folder / ".volumes", self._node.fetch)
                 break
-            except (InvalidPod, ApiException, aiohttp.ClientError, OSError) as error:
+            except InvalidPod as error:
+                await self._tell("FailedMount", f"MountVolume.SetUp failed: {error}")
+                await asyncio.sleep(1)
+            except (ApiException, aiohttp.ClientError, OSError) as error:
                 log.warning("%s: volumes: %s", self._path, error)
                 await asyncio.sleep(1)
         for worker in self._inits:
@@ -170,6 +177,28 @@ class PodWorker:
     def _complain(self, work: asyncio.Task[None]) -> None:
         if not work.cancelled() and (error := work.exception()) is not None:
             log.error("%s: the pod is no longer looked after", self._path, exc_info=error)
+
+    async def _tell(self, reason: str, message: str) -> None:
+        """An Event of the pod's, once for each message, as a kubelet's."""
+        if message in self._told:
+            return
+        self._told.add(message)
+        namespace, name = self.key
+        about = {"apiVersion": "v1", "kind": "Pod", "namespace": namespace, "name": name}
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        body = {
+            "metadata": {"generateName": f"{name}."},
+            "involvedObject": {**about, "uid": self._pod["metadata"]["uid"]},
+            "type": "Warning",
+            "reason": reason,
+            "message": message,
+            "source": {"component": "kubelet", "host": self._node.name},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+        with contextlib.suppress(ApiException, aiohttp.ClientError, TimeoutError):
+            await self._node.kube.call("POST", f"/api/v1/namespaces/{namespace}/events", body)
 
     async def _annotate(self) -> None:
         self._dirty.set()

@@ -19,7 +19,7 @@ from kubernetes.aio.client import ApiClient
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.render.names import DTYPE_LABEL, SERVICE_LABEL
+from kvpilot_operator.render.names import ADMITTED, DTYPE_LABEL, SERVICE_LABEL
 
 NODES = 100
 AT_ONCE = 12
@@ -115,7 +115,13 @@ async def set_ready(cluster: Cluster, namespace: str, name: str, ready: bool, ip
     word = "True" if ready else "False"
     status: Object = {
         "phase": "Running",
-        "conditions": [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": word}],
+        # A merge patch replaces the list: what is not repeated here, a readiness gate that is open, would be closed.
+        "conditions": [
+            {"type": "PodScheduled", "status": "True"},
+            {"type": ADMITTED, "status": "True"},
+            {"type": "ContainersReady", "status": word},
+            {"type": "Ready", "status": word},
+        ],
         "containerStatuses": [
             {
                 "name": "engine",

@@ -12,6 +12,7 @@
     +-- LeadershipLost         another replica leads
     +-- ScrapeError            a pod's /metrics could not be read
     |   +-- ScrapeTimeout      it did not come in time
+    +-- NoIdentity             the mesh has given no certificate yet
     +-- OverBudget             somebody sent more than one service may cost (kvpilot_operator.budget)
     +-- PlaceLost              others waited for the place that was held for too long
 
@@ -110,6 +111,10 @@ class ScrapeError(KvpilotError):
 
 class ScrapeTimeout(ScrapeError):
     """A pod did not send its metrics in time."""
+
+
+class NoIdentity(KvpilotError):
+    """The certificates by which engines in a mesh are reached cannot be read."""
 
 
 class OverBudget(KvpilotError):

@@ -10,6 +10,8 @@ The label `nvidia.com/gpu.product` is the driver's name of the GPU with dashes f
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -62,6 +64,36 @@ GPUS: tuple[Gpu, ...] = (
 """Newest and largest first."""
 
 _BY_PRODUCT = {product: gpu for gpu in GPUS for product in gpu.products}
+
+
+_BY_NAME = {gpu.name.lower(): gpu for gpu in GPUS}
+_MOST_AN_HOUR = 1_000_000
+
+
+class PriceError(ValueError):
+    """A price that cannot be used, with field, value and remedy."""
+
+
+def prices(given: Iterable[tuple[str, object]]) -> dict[str, int]:
+    """What one GPU costs an hour, by its name in GPUS, in millionths of the currency.
+
+    Raises:
+        PriceError: a kind that is not in the table, or is there twice, or a price that is no positive number.
+    """
+    found: dict[str, int] = {}
+    for kind, price in given:
+        gpu = _BY_NAME.get(kind.lower()) or by_product(kind)
+        if gpu is None:
+            raise PriceError(f"prices.{kind}: no GPU is known by this name; use {', '.join(g.name for g in GPUS)}")
+        if gpu.name in found:
+            raise PriceError(f"prices.{kind}: {gpu.name} has a price already; remove one of them")
+        number = price if isinstance(price, int | float) and not isinstance(price, bool) else math.nan
+        if not 0.000001 <= number <= _MOST_AN_HOUR:
+            raise PriceError(
+                f"prices.{kind}: {price!r} is no price; give a number above 0, such as 2.5, or leave it out"
+            )
+        found[gpu.name] = round(number * 1e6)
+    return found
 
 
 def by_product(label: str) -> Gpu | None:

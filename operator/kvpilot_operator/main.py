@@ -28,8 +28,10 @@ from kvpilot_operator.control.logs import configure
 from kvpilot_operator.control.replica import Replica
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import LeadershipLost
+from kvpilot_operator.mesh import Identity
 from kvpilot_operator.options import parse_arguments
 from kvpilot_operator.render.names import API_VERSION, KIND, PLURAL
+from kvpilot_operator.tracing import TracingError, tracer
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +84,7 @@ class Operator:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        self._fence, self._telemetry = WriteFence(), Telemetry()
+        self._fence, self._telemetry = WriteFence(), Telemetry(tracer(options.traces))
         self._ready = asyncio.Event()
         self._closing = AsyncExitStack()
         self._end: asyncio.Task[None] | None = None
@@ -100,6 +102,7 @@ class Operator:
     async def start(self) -> None:
         """Connect to the API server and answer HTTP."""
         options = self._options
+        self._closing.push_async_callback(self._telemetry.tracer.close)
         prepare()
         agent = f"kvpilot-operator ({self.identity})"
         self._cluster = await Cluster.connect(self._fence, agent, self._telemetry.api_request)
@@ -140,7 +143,8 @@ class Operator:
 
     async def _begin(self) -> Leader:
         options = self._options
-        fleet = (options.namespace, options.allow_host_access, options.scrape_seconds)
+        identity = Identity(options.mesh_certificates) if options.mesh_certificates is not None else None
+        fleet = (options.namespace, options.allow_host_access, options.scrape_seconds, options.prices, identity)
         return await Leader(self._cluster, self._fence, self._telemetry, *fleet, self._ready).start()
 
     async def _until_ended(self) -> None:
@@ -183,6 +187,9 @@ def main() -> None:
     configure(options.log_level)
     try:
         asyncio.run(run(options))
+    except TracingError as error:
+        log.error("%s", error)
+        sys.exit(2)
     except LeadershipLost as error:
         log.error("stopping: %s", error)
         sys.exit(1)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
 
 from kvpilot_operator.api import host_access
+from kvpilot_operator.gpus import PriceError, prices
+from kvpilot_operator.tracing import TracingError, endpoint
 
 PURPOSE = "Gives every QuantizedLLMService the smallest KV cache that it can afford, and proves it."
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Read the command line."""
+    """Read the command line, and where traces go (`traces`), which the environment says."""
     parser = argparse.ArgumentParser(prog="kvpilot-operator", description=PURPOSE)
     parser.add_argument(
         "--namespace", action="append", default=[], help="watch this namespace only (may be repeated; default: all)"
@@ -31,6 +37,15 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         choices=host_access.KINDS,
         help="let engine.podTemplate ask for this access to nodes (may be repeated; default: none)",
     )
+    parser.add_argument(
+        "--prices", type=_prices, default={}, metavar="FILE", help="what a GPU of each kind costs an hour, as YAML"
+    )
+    parser.add_argument(
+        "--mesh-certificates",
+        type=_folder,
+        metavar="DIR",
+        help="folder of Istio's cert-chain.pem, key.pem and root-cert.pem for engines with a sidecar",
+    )
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument(
         "--leader-elect", action="store_true", help="act only while holding the Lease, for several replicas"
@@ -45,7 +60,27 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.leader_elect and not options.lease_namespace:
         parser.error("--leader-elect needs --lease-namespace NAMESPACE, or POD_NAMESPACE in the environment")
+    try:
+        options.traces = endpoint(os.environ)
+    except TracingError as error:
+        parser.error(str(error))
     return options
+
+
+def _prices(path: str) -> dict[str, int]:
+    try:
+        given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(given, Mapping):
+            raise PriceError("prices: is no mapping; write KIND: PRICE lines, such as H200: 2.5")
+        return prices((str(kind), price) for kind, price in given.items())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from None
+
+
+def _folder(path: str) -> Path:
+    if not Path(path).is_dir():
+        raise argparse.ArgumentTypeError(f"{path}: is no folder; mount the volume that the sidecar writes to there")
+    return Path(path)
 
 
 def _lease_seconds(text: str) -> int:

@@ -15,7 +15,7 @@ from kvpilot_planning.backtest.buckets import FINE
 from kvpilot_planning.backtest.costs import load_profile
 from kvpilot_planning.backtest.interval import SUBSTEP, Fleet
 from kvpilot_planning.backtest.loads import STEP, cut, synthetic
-from kvpilot_planning.backtest.moments import measure, quantile
+from kvpilot_planning.backtest.moments import measure
 from kvpilot_planning.backtest.service import Objective, Service
 
 POINTS = (
@@ -75,8 +75,8 @@ def line(
     """One line of the table."""
     half = len(use) // 2
     print(f"| {name} | {dtype}, {replicas} | {kind} | {finished:.0f} | {lost:.0f} | {mean(use[half:]):.0%} "
-          f"| {mean(waiting[half:]):.0f} | {preemptions:.0f} | {quantile(ttft, 0.5):.2f}, {quantile(ttft, 0.95):.2f} "
-          f"| {quantile(itl, 0.95) * 1000:.0f} |", flush=True)  # fmt: skip
+          f"| {mean(waiting[half:]):.0f} | {preemptions:.0f} | {ttft.quantile(0.5):.2f}, {ttft.quantile(0.95):.2f} "
+          f"| {itl.quantile(0.95) * 1000:.0f} |", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def _model(raw: Mapping[str, Any], name: str, weight_bytes: int | None) -> Model
         max_positions=found.max_positions,
         parameters=None,
         source="config.json",
-        sliding_layers=found.window_layers,
+        sliding_layers=found.layers - found.full_layers,
         window=0 if window is None else window.window,
         experts=experts,
         experts_per_token=fields.size("num_experts_per_tok", "experts_per_token", "top_k_experts"),

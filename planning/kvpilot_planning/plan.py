@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+import yaml
+
 from kvpilot_kernels.formats import RECENT_CHOICES, FormatError, default_windows, parse
-from kvpilot_operator.gpus import GPUS
+from kvpilot_operator.gpus import GPUS, Gpu, PriceError, prices
 from kvpilot_planning import models, plan_json, plan_plot, plan_text
 from kvpilot_planning.facts import Model, PlanError
 from kvpilot_planning.facts_config import read_folder
@@ -89,6 +91,7 @@ def _parser() -> _Parser:
     load.add_argument("--requests-per-second", type=_positive, metavar="R")
     load.add_argument("--prompt-tokens", type=_whole, metavar="P", help="of a request, that no prefix cache holds")
     load.add_argument("--generated-tokens", type=_whole, metavar="G")
+    load.add_argument("--price", action="append", default=[], metavar="KIND=PER_HOUR", help="of one GPU, or a file of them: the chart's prices or its ConfigMap")  # fmt: skip  # noqa: E501
     load.add_argument("--max-ms-per-token", type=_positive, default=50.0, metavar="T", help="on average (default 50)")
     return parser
 
@@ -100,9 +103,10 @@ def _request(options: argparse.Namespace) -> Request:
         parse(dtype)
     if options.plot is not None:
         plan_plot.check(options.plot)
+    gpu, load = find_gpu(options.gpu), _load(options)
     return Request(
         model=_model(options.model),
-        gpu=find_gpu(options.gpu),
+        gpu=gpu,
         gpus=options.gpus,
         contexts=tuple(dict.fromkeys(options.context)),
         dtypes=tuple(dict.fromkeys(options.dtype)),
@@ -110,8 +114,9 @@ def _request(options: argparse.Namespace) -> Request:
         weights_dtype=options.weights_dtype,
         weights=None if options.weights_gb is None else int(options.weights_gb * 1e9),
         kv=None if options.kv_gb is None else int(options.kv_gb * 1e9),
-        load=_load(options),
+        load=load,
         recent_tokens=options.recent_tokens,
+        gpu_hour=_price(options.price, gpu, load),
     )
 
 
@@ -134,6 +139,43 @@ def _load(options: argparse.Namespace) -> Load | None:
     return Load(
         options.requests_per_second, options.prompt_tokens, options.generated_tokens, options.max_ms_per_token / 1000
     )
+
+
+def _price(given: Sequence[str], gpu: Gpu, load: Load | None) -> float | None:
+    """What an hour of this GPU costs; None where no price was asked for."""
+    if not given:
+        return None
+    if load is None:
+        raise PlanError("--price: is the price of a load; give --requests-per-second, --prompt-tokens and --generated-tokens")  # fmt: skip  # noqa: E501
+    pairs: list[tuple[str, object]] = []
+    for one in given:
+        kind, is_pair, price = one.partition("=")
+        pairs += [(kind, _number(price))] if is_pair else _prices_of(Path(one))
+    try:
+        known = prices(pairs)
+    except PriceError as error:
+        raise PlanError(f"--price: {error}") from None
+    if gpu.name not in known:
+        raise PlanError(f"--price: {gpu.name} has none; give --price {gpu.name}=PER_HOUR")
+    return known[gpu.name] / 1e6
+
+
+def _number(text: str) -> object:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _prices_of(path: Path) -> list[tuple[str, object]]:
+    """The prices in a file: KIND: PER_HOUR lines, or the ConfigMap of the chart that has them."""
+    try:
+        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if isinstance(read, dict) and read.get("kind") == "ConfigMap":
+            read = yaml.safe_load(read["data"]["prices.yaml"])
+        return [(str(kind), price) for kind, price in read.items()]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, LookupError, TypeError, AttributeError) as error:
+        raise PlanError(f"--price {path}: holds no prices ({type(error).__name__}); give KIND=PER_HOUR, or a file of KIND: PER_HOUR lines") from None  # fmt: skip  # noqa: E501
 
 
 def _list() -> str:

@@ -124,7 +124,8 @@ class Cache:
 
 
 def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None) -> Cache:
-    """The layout of this dtype. Layers with a window stay in 16 bits, as the operator starts engines by default.
+    """The layout of this dtype. Layers with a window stay in 16 bits, as the operator starts engines by default; those
+    that attend within chunks do not, and where a model has these, no layer has a recent window.
 
     `recent_tokens` are those of the recent window (None for the dtype's default), where the dtype has one.
 
@@ -137,7 +138,8 @@ def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None)
     heads = kv_heads_per_gpu(model, gpus)
     block = OWN_BLOCK if stored.ours else BLOCK
     window_heads = max(1, (model.window_kv_heads or model.kv_heads) // gpus)
-    wide = formats.parse("auto").row_bytes(model.window_head_dim or model.head_dim) * window_heads
+    beside = stored if model.chunked else formats.parse("auto")
+    wide = beside.row_bytes(model.window_head_dim or model.head_dim) * window_heads
     row = stored.row_bytes(model.head_dim) * heads
     if model.latent_dim:
         row = int(model.latent_dim * (1 if stored.bits_per_element() < 16 else 2))
@@ -155,7 +157,11 @@ def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None)
     else:
         group = full or windows
         row = row if full else wide
-    ring = stored.ring_layout(model.head_dim, block) if recent and full and not model.state_layers else None
+    ring = (
+        stored.ring_layout(model.head_dim, block)
+        if recent and full and not (model.state_layers or model.chunked)
+        else None
+    )
     return Cache(
         ring_blocks=0 if ring is None else -(-recent // ring.tokens),
         ring_tokens=1 if ring is None else ring.tokens,

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from kvpilot_planning.plan_load import Cost
-from kvpilot_planning.plan_make import Plan, Row
+from kvpilot_planning.plan_make import Plan, Request, Row
 
 
 def document(plan: Plan) -> dict[str, Any]:
@@ -54,20 +54,26 @@ def _row(plan: Plan, row: Row) -> dict[str, Any]:
             for fit in row.fits
         ],
         "notes": list(row.notes),
-        "cost": None if row.cost is None else _cost(row.cost, plan.request.gpus),
+        "cost": None if row.cost is None else _cost(row.cost, plan.request),
     }
 
 
-def _cost(cost: Cost, gpus: int) -> dict[str, Any]:
+def _cost(cost: Cost, request: Request) -> dict[str, Any]:
     if cost.replicas is None:
         return {"replicas": None, "gpus": None, "limit": cost.limit}
     at = cost.operating
     return {
         "replicas": cost.replicas,
-        "gpus": cost.replicas * gpus,
+        "gpus": cost.replicas * request.gpus,
         "limit": cost.limit,
         "microseconds_per_token": round(at.token_seconds * 1e6),
         "sequences_per_replica": math.ceil(at.sequences),
         "kv_fill_percent": round(at.fill * 100),
         "prompt_time_percent": round(at.prompt_share * 100),
+        "per_hour_micros": _micros(request.hourly(cost)),
+        "per_million_tokens_micros": _micros(request.per_million(cost)),
     }
+
+
+def _micros(price: float | None) -> int | None:
+    return None if price is None else round(price * 1e6)

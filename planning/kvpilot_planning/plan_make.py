@@ -36,6 +36,21 @@ class Request:
     kv: int | None = None
     load: Load | None = None
     recent_tokens: int | None = None
+    gpu_hour: float | None = None
+    """What a GPU costs an hour, in a currency of the user's."""
+
+    def hourly(self, cost: Cost) -> float | None:
+        """What the replicas of a load cost an hour."""
+        if self.gpu_hour is None or cost.replicas is None:
+            return None
+        return self.gpu_hour * cost.replicas * self.gpus
+
+    def per_million(self, cost: Cost) -> float | None:
+        """What a million generated tokens of it cost."""
+        hourly, load = self.hourly(cost), self.load
+        if hourly is None or load is None:
+            return None
+        return hourly * 1e6 / (3600 * load.requests_per_second * load.generated_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +70,7 @@ class Row:
         bits: of a cache element with its metadata.
         token_bytes: of one token in the full-attention layers of all GPUs, copies of KV heads included.
         window_bytes: of one sequence's full windows, in all GPUs.
-        recent_tokens, recent_bytes: of one sequence's recent window, in all GPUs; 0 where the dtype has none.
+        recent_tokens, recent_bytes: of one sequence's recent window, in all GPUs; 0 where dtype or model have none.
         cost: of the load, or None where none was asked for or no speed is known.
     """
 
@@ -134,12 +149,13 @@ def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[in
     if refusal is not None:
         return Row(dtype, veto=refusal)
     layout = cache(model, dtype, gpus, request.recent_tokens)
+    recent = formats.parse(dtype).recent_tokens(request.recent_tokens, model.max_positions)
     return Row(
         dtype,
         bits=formats.parse(dtype).bits_per_element(model.head_dim),
         token_bytes=layout.full_token_bytes * gpus,
         window_bytes=layout.window_token_bytes * layout.window * gpus,
-        recent_tokens=formats.parse(dtype).recent_tokens(request.recent_tokens, model.max_positions),
+        recent_tokens=recent if layout.ring_blocks else 0,
         recent_bytes=layout.ring_blocks * layout.full_token_bytes * layout.block * gpus,
         fits=tuple(Fit(c, layout.tokens(kv, c), layout.sequences(kv, c)) for c in contexts),
         notes=plan_veto.notes(model, dtype),
@@ -148,7 +164,9 @@ def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[in
 
 
 def _cost(request: Request, dtype: str, layout: Cache, kv: int, weights: int) -> Cost | None:
-    efficiency, wide = attention_efficiency(request.model, dtype), attention_efficiency(request.model, "auto")
+    efficiency, wide = (
+        attention_efficiency(request.model, found) for found in (dtype, dtype if request.model.chunked else "auto")
+    )
     if request.load is None or efficiency is None or wide is None:
         return None
     speed = Speed(request.model, request.gpu, request.gpus, layout, weights, efficiency, wide)
@@ -164,7 +182,8 @@ def _notes(request: Request, contexts: tuple[int, ...]) -> tuple[str, ...]:
     if model.latent_dim:
         found.append("multi-head latent attention: every GPU keeps the whole cache, and no speed was measured")
     if model.sliding_layers:
-        found.append(f"{model.sliding_layers} of {model.layers} layers keep at most {model.window:,} tokens of a sequence, in 16 bits")  # fmt: skip  # noqa: E501
+        bits = "" if model.chunked else ", in 16 bits"
+        found.append(f"{model.sliding_layers} of {model.layers} layers keep at most {model.window:,} tokens of a sequence{bits}")  # fmt: skip  # noqa: E501
     if model.state_layers:
         found.append(f"{model.state_layers} layers keep a state of fixed size for each sequence, which is not counted")
     if model.shared_layers:

@@ -50,7 +50,7 @@ class Speed:
 
     Attributes:
         weights: bytes of all weights.
-        efficiency: as `attention_efficiency` gives it; `wide_efficiency` is that of the layers in 16 bits.
+        efficiency: as `attention_efficiency` gives it; `wide_efficiency` is that of the layers with a window or chunks.
     """
 
     model: Model

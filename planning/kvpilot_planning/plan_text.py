@@ -70,20 +70,25 @@ def _costs(plan: Plan) -> str:
         f"generated tokens, at most {load.token_seconds * 1000:g} ms a token, KV at most {FILL:.0%} full"
     )
     head = ["dtype", "replicas", "GPUs", "ms a token", "sequences", "KV full", "prompts' time", "one less exceeds"]
+    if plan.request.gpu_hour is not None:
+        head[3:3] = ["an hour", "10^6 tokens"]
+        title += f"; {plan.request.gpu_hour:g} an hour for a GPU, by generated tokens"
     title = textwrap.fill(title, WIDTH, subsequent_indent="  ")
     return f"{title}\n{render(head, [_cost(plan, row) for row in plan.rows if row.veto is None])}"
 
 
 def _cost(plan: Plan, row: Row) -> list[str]:
+    unpriced = ["-", "-"] if plan.request.gpu_hour is not None else []
     if row.cost is None:
-        return [row.dtype, "-", "-", "-", "-", "-", "-", "speed not measured"]
+        return [row.dtype, "-", "-", *unpriced, "-", "-", "-", "-", "speed not measured"]
     if row.cost.replicas is None:
-        return [row.dtype, "none", "-", "-", "-", "-", "-", f"{row.cost.limit}, alone already"]
-    at = row.cost.operating
+        return [row.dtype, "none", "-", *unpriced, "-", "-", "-", "-", f"{row.cost.limit}, alone already"]
+    at, hourly, tokens = row.cost.operating, plan.request.hourly(row.cost), plan.request.per_million(row.cost)
     return [
         row.dtype,
         f"{row.cost.replicas:,}",
         f"{row.cost.replicas * plan.request.gpus:,}",
+        *([] if hourly is None or tokens is None else [f"{hourly:,.2f}", f"{tokens:,.3f}"]),
         f"{at.token_seconds * 1000:.1f}",
         f"{math.ceil(at.sequences):,}",
         f"{at.fill:.0%}",

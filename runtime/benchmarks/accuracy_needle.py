@@ -8,6 +8,7 @@ model's first choice, given the digits before it.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,15 +22,17 @@ TEXT = [("opticks", len(SEEDS) * max(LENGTHS), 1)]
 """The haystack: a stretch of its own for each seed."""
 
 
-def needles(probe: Probe, reading: Reading, text: torch.Tensor) -> dict[str, Any]:
+def needles(
+    probe: Probe, reading: Reading | None, text: torch.Tensor, lengths: Sequence[int] = LENGTHS
+) -> dict[str, Any]:
     """Found needles per context length and depth, out of how many, and the mean log-probability of a whole number.
 
     Args:
-        text: tokens of the haystack, as `TEXT` asks for.
+        text: tokens of the haystack, as `TEXT` asks for. lengths: those of `LENGTHS` that are to be run.
     """
-    found: dict[str, int] = {f"{n}@{int(100 * d)}%": 0 for n in LENGTHS for d in DEPTHS}
-    logs: dict[int, list[float]] = {n: [] for n in LENGTHS}
-    for length in LENGTHS:
+    found: dict[str, int] = {f"{n}@{int(100 * d)}%": 0 for n in lengths for d in DEPTHS}
+    logs: dict[int, list[float]] = {n: [] for n in lengths}
+    for length in lengths:
         for seed in SEEDS:
             tokens, answers = _prompt(probe, text, length, seed)
             states = probe.hidden(tokens, reading)

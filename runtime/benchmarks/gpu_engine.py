@@ -53,6 +53,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.90)
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--drafts", type=int, default=0,
+                        help="random tokens drafted for each sequence in each step")  # fmt: skip
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--limit", type=float, default=280, help="seconds that one dtype may take")
     parser.add_argument("--out", type=Path, default=Path("out"))
@@ -69,6 +71,16 @@ def model_of(args: argparse.Namespace, scratch: Path) -> tuple[str, int, dict[st
     folder = write(scratch / "model", shape, layers, args.max_model_len)
     name = args.shape if layers == shape.layers else f"{args.shape}-{layers}-layers"
     return name, shape.vocab, {"model": str(folder), "load_format": "dummy"}
+
+
+def alone(args: argparse.Namespace) -> dict[str, str]:
+    """With drafts the engine runs in the child itself, where the proposer can be replaced."""
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.drafts else {}
+
+
+def drafted(count: int) -> dict[str, Any]:
+    """Speculation by n-grams, whose proposer the child replaces."""
+    return {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_max": 2}
 
 
 def command_line(words: list[str]) -> str:
@@ -113,7 +125,7 @@ def main() -> int:
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     runs: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(prefix="kvpilot-model-") as scratch, environment() as env:
+    with tempfile.TemporaryDirectory(prefix="kvpilot-model-") as scratch, environment(alone(args)) as env:
         name, vocab, model = model_of(args, Path(scratch))
         for dtype in args.dtypes.split(","):
             engine = {
@@ -127,12 +139,14 @@ def main() -> int:
                 "gpu_memory_utilization": args.gpu_memory_utilization,
                 "enable_prefix_caching": True,
                 "enforce_eager": args.enforce_eager,
+                **({"speculative_config": drafted(args.drafts)} if args.drafts else {}),
                 **args.engine_args,
             }
-            stem = "-".join([name, *([f"tp{args.tp}"] if args.tp > 1 else []), dtype])
+            more = [f"{word}{n}" for word, n in (("tp", args.tp), ("drafts", args.drafts)) if n > (word == "tp")]
+            stem = "-".join([name, *more, dtype])
             cases = [case(text) for text in args.cases.split(",")]
             out = args.out / f"{stem}.json"
-            job = Job(engine, cases, args.chunked, args.steps, args.repeats, vocab, str(out))
+            job = Job(engine, cases, args.chunked, args.steps, args.repeats, vocab, args.drafts, str(out))
             say(f"{stem}: starting")
             runs[dtype] = measure(args, name, dtype, job, env)
             say(f"{stem}: {'failed: ' + runs[dtype]['error'] if runs[dtype]['error'] else 'done'}")

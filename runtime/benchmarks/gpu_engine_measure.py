@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gpu_engine_driver import WARM_STEPS, Driver, Filled, prompt
+from gpu_engine_driver import FIRST_TOKEN, WARM_STEPS, Driver, Filled, prompt
 from gpu_engine_process import end_with_parent, say, versions
 
 PROMPTS_AT_ONCE = 8
@@ -34,6 +35,8 @@ class Job:
         chunked: tokens of the prompt whose second half is prefilled over a cached first half; 0 leaves it out.
         steps, repeats: decode steps of one timing, and timings per case.
         vocab: token ids are drawn below this.
+        drafts: tokens that are drafted for every sequence in every step, at random, so that next to none is taken: a
+            step then has 1 + drafts tokens of each sequence and yields one. 0: no speculation.
         out: where the result is written.
     """
 
@@ -43,6 +46,7 @@ class Job:
     steps: int
     repeats: int
     vocab: int
+    drafts: int
     out: str
 
 
@@ -124,6 +128,18 @@ def attempt(what: str, capacity: int, needed: int, measure: Callable[[], dict[st
     return facts
 
 
+def draft_at_random(drafts: int, vocab: int) -> None:
+    """Have vLLM's n-gram proposer name so many random tokens for each sequence, whatever it has read."""
+    from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
+    rng = random.Random(3)  # noqa: S311
+
+    def propose(_self: Any, _num: int, sampled: list[list[int]], *_rest: Any, **_more: Any) -> list[list[int]]:
+        return [rng.choices(range(FIRST_TOKEN, vocab), k=drafts) if tokens else [] for tokens in sampled]
+
+    NgramProposer.propose = propose
+
+
 def main() -> NoReturn:
     """Measure the job named on the command line."""
     end_with_parent()
@@ -134,6 +150,8 @@ def main() -> NoReturn:
 
     began = time.perf_counter()
     llm = LLM(**job.engine)
+    if job.drafts:
+        draft_at_random(job.drafts, job.vocab)
     config = llm.llm_engine.vllm_config
     capacity = int(config.cache_config.kv_cache_size_tokens)
     result.save(

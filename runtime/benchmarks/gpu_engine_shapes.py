@@ -8,7 +8,7 @@ one GPU in eight under tensor parallelism becomes a model of an eighth of the he
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ class Shape:
     ffn: int
     vocab: int
     architecture: str = "LlamaForCausalLM"
+    others: dict[str, Any] = field(default_factory=dict)
+    """Further fields of config.json, or others' values."""
 
     def config(self, layers: int, max_model_len: int) -> dict[str, Any]:
         """The content of config.json with `layers` layers."""
@@ -47,7 +49,20 @@ class Shape:
             "torch_dtype": "bfloat16",
             "bos_token_id": 1,
             "eos_token_id": 2,
+            **self.others,
         }
+
+
+def latent(layers: int, heads: int, nope: int, value: int, hidden: int, vocab: int, **others: Any) -> Shape:
+    """DeepSeek V2's architecture with so many heads; MoE of 64 experts, as DeepSeek-V2-Lite has them."""
+    fields = {
+        "model_type": "deepseek_v2", "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": 64, "v_head_dim": value, "n_routed_experts": 64, "n_shared_experts": 2,
+        "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+        "n_group": 1, "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0, "rope_theta": 10000.0, **others,
+    }  # fmt: skip
+    return Shape(layers, heads, heads, 64, hidden, 10944, vocab, "DeepseekV2ForCausalLM", fields)
 
 
 SHAPES = {
@@ -57,6 +72,9 @@ SHAPES = {
     "qwen3-30b-a3b": Shape(48, 32, 4, 128, 2048, 6144, 151936, "Qwen3ForCausalLM"),
     # 16 layers: with more, 32 x 16K tokens in 16 bits would not fit one H200.
     "hd256": Shape(16, 16, 8, 256, 3584, 14336, 128256),
+    "deepseek-v2-lite": latent(27, 16, 128, 128, 2048, 102400),
+    # Its attention in DeepSeek V2's architecture, whose class wants a hidden size that its heads divide.
+    "glm-4.7-flash": latent(47, 20, 192, 256, 1920, 154880, q_lora_rank=768, num_experts_per_tok=4, n_shared_experts=1),
     "tiny": Shape(2, 4, 2, 64, 128, 256, 4096),
 }
 

@@ -33,6 +33,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", default="auto,k4v4", help="comma-separated, `auto` first (default: %(default)s)")
     parser.add_argument("--model", type=Path, help="a model folder with weights and tokenizer (default: a random one)")
+    parser.add_argument("--latent", action="store_true", help="a random model with multi-head latent attention")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and activations")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of a third, tensor-parallel run")
     parser.add_argument("--prompts", type=int, default=32)
@@ -47,18 +48,25 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def random_model(folder: Path) -> Path:
-    """A Llama of 4 layers, 8/2 heads of 128, with seeded random weights."""
+def random_model(folder: Path, latent: bool) -> Path:
+    """A Llama of 4 layers, 8/2 heads of 128, with seeded random weights; or a DeepSeek V2 of 4 layers, 16 heads."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=8192, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=128, max_position_embeddings=MAX_MODEL_LEN, tie_word_embeddings=False,
-        bos_token_id=1, eos_token_id=2, initializer_range=0.04,
-    )  # fmt: skip
+    common: dict[str, Any] = {
+        "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
+        "max_position_embeddings": MAX_MODEL_LEN, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+        "initializer_range": 0.04,
+    }  # fmt: skip
     torch.manual_seed(20261121)
-    model = LlamaForCausalLM(config)
+    model: Any
+    if latent:
+        model = DeepseekV2ForCausalLM(DeepseekV2Config(
+            num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128,
+            qk_rope_head_dim=64, v_head_dim=128, first_k_dense_replace=4, **common,
+        ))  # fmt: skip
+    else:
+        model = LlamaForCausalLM(LlamaConfig(num_attention_heads=8, num_key_value_heads=2, head_dim=128, **common))
     with torch.no_grad():
         # As in a trained model, a token's own vector outweighs what one layer adds, and predictions are sharp: else
         # layers amplify rounding into noise, and nothing could be compared.
@@ -147,7 +155,7 @@ def main() -> int:
     extra = {"KVPILOT_PREFILL_FROM_PAGES": "1"} if args.from_pages else {}
     with tempfile.TemporaryDirectory(prefix="kvpilot-equality-") as folder, environment(extra) as env:
         scratch = Path(folder)
-        model = args.model or random_model(scratch / "random")
+        model = args.model or random_model(scratch / ("random-latent" if args.latent else "random"), args.latent)
         found = answer(args, model, scratch, env)
     rows = compare(found)
     versions: dict[str, str] = next((run["versions"] for run in found.values() if "versions" in run), {})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
@@ -18,7 +18,6 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
@@ -43,14 +42,20 @@ _REMEDIES = {
 }
 
 
-def classes_of(parent: type[PackedBackend]) -> Callable[[str], type[PackedBackend]]:
-    """A module's `__getattr__`: the subclass of `parent` for the dtype that a class name stands for, made once."""
+def classes_of(
+    parent: type[Any], names: Callable[[], Iterable[str]], parse: Callable[[str], Any]
+) -> Callable[[str], type[Any]]:
+    """A module's `__getattr__`: the subclass of `parent` for the dtype that a class name stands for, made once.
+
+    Args:
+        names: the dtypes. parse: the format of one, which the subclass has as `fmt`.
+    """
 
     @cache
-    def find(name: str) -> type[PackedBackend]:
-        for dtype in formats.own_names():
+    def find(name: str) -> type[Any]:
+        for dtype in names():
             if name == backend_class(dtype):
-                body = {"fmt": formats.parse(dtype), "supported_kv_cache_dtypes": [dtype]}
+                body = {"fmt": parse(dtype), "supported_kv_cache_dtypes": [dtype]}
                 return type(name, (parent,), {**body, "__module__": parent.__module__, "__doc__": f"`{dtype}`."})
         raise AttributeError(f"module {parent.__module__!r} has no attribute {name!r}")
 
@@ -89,15 +94,10 @@ class PackedBackend(HeadMajorPages, AttentionBackend):  # type: ignore[misc]  # 
         vLLM also asks for the page of a layer that stays in 16 bits, to make both one size: that one is left alone.
 
         Raises:
-            UnsupportedModelError: no layout for this head dimension, keys and values of different sizes, or a layer
-                that attends within chunks.
+            UnsupportedModelError: no layout for this head dimension, or keys and values of different sizes.
         """
         if spec.dtype != torch.uint8:
             return spec
-        if isinstance(spec, ChunkedLocalAttentionSpec):
-            raise UnsupportedModelError(
-                f"chunked attention is not supported with kv-cache dtype {cls.fmt.name!r}; use --kv-cache-dtype auto"
-            )
         if spec.head_size_v != spec.head_size:
             raise UnsupportedModelError(
                 f"keys of {spec.head_size} and values of {spec.head_size_v} elements: kv-cache dtype {cls.fmt.name!r} "
@@ -134,7 +134,7 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
 
     Raises:
         UnsupportedModelError: fast prefill of shared caches, KV transfer other than to host memory, or that one beside
-            sliding-window layers is on.
+            sliding-window layers or chunked attention is on.
         UnsupportedEngineError: some layers stay in 16 bits, and this vLLM lacks what that needs.
     """
     dtype = vllm_config.cache_config.cache_dtype
@@ -150,9 +150,10 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
         raise UnsupportedModelError(f"--kv-transfer-config: {what} is not supported with kv-cache dtype {dtype!r}; use "
                                     "--kv-offloading-size alone, or --kv-cache-dtype auto")  # fmt: skip
     layers = vllm_config.compilation_config.static_forward_context.values()
-    if any(getattr(layer, "sliding_window", None) is not None for layer in layers):
-        raise UnsupportedModelError(f"--kv-offloading-size is not supported for a model with sliding-window layers and "
-                                    f"kv-cache dtype {dtype!r}; leave one of the two out")  # fmt: skip
+    for name, what in (("sliding_window", "sliding-window layers"), ("attention_chunk_size", "chunked attention")):
+        if any(getattr(layer, name, None) is not None for layer in layers):
+            raise UnsupportedModelError(f"--kv-offloading-size is not supported for a model with {what} and kv-cache "
+                                        f"dtype {dtype!r}; leave one of the two out")  # fmt: skip
 
 
 class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, get_args
 
 from kvpilot_kernels.formats import Format
+from kvpilot_kernels.latent import formats as latent
 from kvpilot_runtime.errors import UnsupportedEngineError, UnsupportedModelError
 
 OLDEST, NEWEST = (0, 28), (0, 33)
@@ -160,6 +161,24 @@ def route_cpu_backends(paths: Mapping[str, str], judge: Judge) -> None:
                 _tell_cpu_blocks()
             cls._align_heterogeneous_kv_block_size(vllm_config, None)
 
+    settle = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        """Stock CPU has no chunked prefill and no prefix caching under MLA, since its own backend reads no context.
+
+        And its kernel for RoPE (0.32) rotates neither queries of several heads nor keys within a wider row as DeepSeek
+        has them, in neighbours: plain torch does.
+        """
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        asked = scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens
+        settle(cls, vllm_config)
+        if cache.cache_dtype in latent.names():
+            scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens = asked
+            ops = vllm_config.compilation_config.custom_ops
+            if not {"-rotary_embedding", "+rotary_embedding"} & set(ops):
+                ops.append("-rotary_embedding")
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
     CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
     CpuPlatform.update_block_size_for_backend = classmethod(update_block_size_for_backend)
     CpuPlatform._kvpilot_routed = True
@@ -226,6 +245,28 @@ def around_kv_cache(before: str, after: str) -> None:
 
     initialize_from_config._kvpilot_calls = before, after  # type: ignore[attr-defined]
     WorkerWrapperBase.initialize_from_config = initialize_from_config
+
+
+def around_attention(spec_of: str, backend_of: str) -> None:
+    """Let two functions, given by import path, say what vLLM is told of attention layers: their pages and backends.
+
+    `spec_of` takes the layer, what the layer would have said, and vLLM's configuration; `backend_of` the first two.
+    """
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    stock_spec, stock_backend = Attention.get_kv_cache_spec, Attention.get_attn_backend
+    if getattr(stock_spec, "_kvpilot_asks", None) is not None:
+        return
+
+    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+        return resolve_obj_by_qualname(spec_of)(self, stock_spec(self, vllm_config), vllm_config)
+
+    def get_attn_backend(self: Any) -> Any:
+        return resolve_obj_by_qualname(backend_of)(self, stock_backend(self))
+
+    get_kv_cache_spec._kvpilot_asks = spec_of  # type: ignore[attr-defined]
+    Attention.get_kv_cache_spec, Attention.get_attn_backend = get_kv_cache_spec, get_attn_backend
 
 
 def _tell_cpu_blocks() -> None:

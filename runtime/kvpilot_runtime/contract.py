@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, get_args
 
+from kvpilot_kernels.latent import formats as latent
 from kvpilot_runtime import compat
 from kvpilot_runtime.errors import UnsupportedEngineError
 
@@ -33,6 +34,8 @@ class Need(Enum):
     LAYERS = "dtypes of kvpilot are refused"
     SKIPPED = "dtypes of kvpilot are refused beside layers that stay in 16 bits"
     WINDOW = "there is no recent window"
+    LATENTS = "dtypes of multi-head latent attention are refused"
+    BOUND = "--retention is refused"
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,8 @@ def _laid_out(backend: Any) -> str:
 
 
 _BACKEND = "vllm.v1.attention.backend"
+_LATENT = "vllm.model_executor.layers.attention.mla_attention"
+_MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
 _CHOOSES = ("selected_backend", "attn_selector_config")
 _LAYER = ("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype",
           "logits_soft_cap", "attn_type", "kv_sharing_target_layer_name")  # fmt: skip
@@ -176,7 +181,6 @@ PARTS = (
     Part(f"{_BACKEND}:AttentionType", has=("DECODER",)),
     Part(f"{_BACKEND}:MultipleOf", takes=("base",)),
     Part("vllm.v1.kv_cache_interface:FullAttentionSpec", has=("head_size_v", "state_content_bytes"), tries=_sized),
-    Part("vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec"),
     Part("vllm.model_executor.layers.attention:Attention", has=("get_attn_backend", "get_kv_cache_spec")),
     Part("vllm.forward_context:set_forward_context", takes=("attn_metadata", "vllm_config"),
          named=("num_tokens", "slot_mapping", "skip_compiled")),
@@ -195,6 +199,41 @@ PARTS = (
     Part("vllm.v1.attention.backends.fa_utils:get_flash_attn_version", platform="cuda", named=("head_size",)),
     Part("vllm.v1.attention.ops.merge_attn_states:merge_attn_states", platform="cuda",
          takes=("output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "output_lse")),
+    Part("vllm.platforms.cpu:CpuPlatform.check_and_update_config", Need.NAMES, "cpu", ("vllm_config",)),
+    Part("vllm.v1.attention.backends.mla.cpu_mla:CPUMLAImpl", Need.LATENTS, "cpu"),
+    Part(f"{_LATENT}:MLACommonBackend.is_mla", Need.LATENTS),
+    Part(f"{_LATENT}:MLACommonImpl._compute_prefill_context", Need.LATENTS,
+         takes=("q", "kv_c_and_k_pe_cache", "attn_metadata", "k_scale")),
+    Part(f"{_LATENT}:MLACommonImpl.forward_mha", Need.LATENTS,
+         takes=("q", "kv_c_normed", "k_pe", "kv_c_and_k_pe_cache", "attn_metadata", "k_scale", "output")),
+    Part(f"{_LATENT}:MLACommonImpl.forward_mqa", Need.LATENTS,
+         takes=("q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")),
+    Part(f"{_LATENT}:MLACommonPrefillMetadata.ContextChunk", Need.LATENTS,
+         has=("request_slice", "token_slice", "starts", "cu_seq_lens", "max_seq_len", "num_context_tokens")),
+    Part(f"{_LATENT}:init_mla_context_partial", Need.LATENTS,
+         takes=("chunked_context", "attn_output", "attn_softmax_lse", "num_tokens")),
+    Part(f"{_LATENT}:accumulate_mla_context_chunk", Need.LATENTS,
+         takes=("chunk", "attn_output", "attn_softmax_lse", "output", "output_lse")),
+    Part(f"{_LATENT}:MLACommonMetadataBuilder._build_decode", Need.LATENTS, "cuda",
+         takes=("block_table_tensor", "seq_lens_device"),
+         named=("max_seq_len", "query_start_loc_cpu", "query_start_loc_device", "num_decode_tokens", "max_query_len",
+                "dcp_tot_seq_lens_device")),
+    Part(f"{_BACKEND}:CommonAttentionMetadata", Need.BOUND, has=("seq_lens_cpu_upper_bound", "is_prefilling")),
+    Part("vllm.v1.kv_cache_interface:SlidingWindowSpec.max_admission_blocks_per_request", Need.BOUND,
+         takes=("max_in_flight_tokens", "max_model_len")),
+    Part(f"{_MANAGER}.find_longest_cache_hit", Need.BOUND,
+         takes=("block_hashes", "max_length", "kv_cache_group_ids", "block_pool", "kv_cache_spec"),
+         named=("drop_eagle_block", "alignment_tokens")),
+    Part(f"{_MANAGER}.get_num_blocks_to_allocate", Need.BOUND,
+         takes=("request_id", "num_tokens", "new_computed_blocks", "total_computed_tokens",
+                "num_local_computed_tokens", "num_tokens_main_model"),
+         named=("apply_admission_cap",)),
+    Part(f"{_MANAGER}.remove_skipped_blocks", Need.BOUND,
+         takes=("request_id", "processed_computed_tokens", "num_prompt_tokens")),
+    Part(f"{_MANAGER}._remove_blocks_in_range", Need.BOUND, takes=("request_id", "first_block", "last_block")),
+    Part("vllm.model_executor.layers.attention:Attention.get_kv_cache_spec", Need.BOUND, takes=("vllm_config",)),
+    Part(f"{_BACKEND}:AttentionMetadataBuilder.get_cudagraph_support", Need.BOUND,
+         takes=("vllm_config", "kv_cache_spec")),
     Part("vllm.v1.attention.backends.utils:split_decodes_and_prefills", platform="cuda",
          takes=("common_attn_metadata",), named=("decode_threshold",)),
 )  # fmt: skip
@@ -219,7 +258,8 @@ def tell(found: Iterable[Broken]) -> None:
         return
     os.environ[TOLD] = "1"
     text = compat.version_text()
-    costly = [b for b in found if b.part.need is not Need.WINDOW]  # of a window its own warning speaks
+    # Of a window its own warning speaks, of latents and of bounded caches whoever asks for them.
+    costly = [b for b in found if b.part.need not in (Need.WINDOW, Need.LATENTS, Need.BOUND)]
     if not compat.tested():
         log.warning(
             "vllm %s is not one of %s, which kvpilot was tested with; of what kvpilot uses of it, %s", text,
@@ -241,9 +281,23 @@ def refuse(dtype: str, found: Iterable[Broken], skipping: bool) -> None:
         UnsupportedEngineError: a part that such layers need; it names all of them.
     """
     needed = {Need.NAMES, Need.LAYERS, *([Need.SKIPPED] if skipping else [])}
+    needed |= {Need.LATENTS} if dtype in latent.names() else set()
     why = [str(one) for one in found if one.part.need in needed]
     if why:
         raise UnsupportedEngineError(
             f"kv-cache dtype {dtype!r} cannot be served by vllm {compat.version_text()}: {'; '.join(why)}; use "
             f"--kv-cache-dtype auto, or a runtime image with vllm {compat.RANGE}"
+        )
+
+
+def refuse_bound(bound: str, found: Iterable[Broken]) -> None:
+    """Refuse a cache with a bound for what is not as it should be.
+
+    Raises:
+        UnsupportedEngineError: a part that frees pages; it names all of them.
+    """
+    if why := [str(one) for one in found if one.part.need is Need.BOUND]:
+        raise UnsupportedEngineError(
+            f"--retention {bound} cannot be served by vllm {compat.version_text()}, whose scheduler cannot be told "
+            f"which pages to free: {'; '.join(why)}; leave it out, or use a runtime image with vllm 0.32"
         )

@@ -14,6 +14,7 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import MultipleOf
 
+from kvpilot_kernels import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.ring import ring_slots
 from kvpilot_runtime.backend import PackedBackend, PackedBuilder, PackedImpl, RingBackend, classes_of
@@ -214,4 +215,4 @@ class CpuBackend(CpuBlocks, PackedBackend):
         return CpuBuilder
 
 
-__getattr__ = classes_of(CpuBackend)
+__getattr__ = classes_of(CpuBackend, formats.own_names, formats.parse)

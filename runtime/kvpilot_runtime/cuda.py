@@ -1,8 +1,8 @@
 """Our attention backend for vLLM on CUDA: packed pages, our decode kernels, FlashAttention for prefill.
 
 A step's keys and values are stored by one launch, which also rotates the queries of sequences that decode. These then
-go through split decode over the pages, in a full CUDA graph; where a sequence has draft tokens, each is a row of decode
-of its own. Sequences with more new tokens attend to the new ones by FlashAttention as they are, and to their context
+go through split decode over the pages, in a full CUDA graph; a sequence's pages are read once for all of its draft
+tokens. Sequences with more new tokens attend to the new ones by FlashAttention as they are, and to their context
 chunk by chunk: a chunk is read from the pages into a workspace of fixed size, FlashAttention runs over it, and the
 partial results are merged by their log-sums.
 """
@@ -12,18 +12,18 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
+from kvpilot_kernels import formats
 from kvpilot_kernels.gpu.pages import GpuPages, Shape
 from kvpilot_runtime.backend import PackedBackend, PackedImpl, RingBackend, classes_of
 from kvpilot_runtime.cuda_steps import CudaBuilder, CudaRingBuilder, Metadata, Prefills
 from kvpilot_runtime.errors import UnsupportedModelError
 
 WORKSPACE_BYTES = 128 * 2**20
-"""Keys and values of context that prefill reads back at a time, for all layers; at least 16 tokens a sequence."""
+"""Keys and values of context that prefill reads back at a time, for all layers."""
 
 
 class CudaImpl(PackedImpl):
@@ -49,8 +49,7 @@ class CudaImpl(PackedImpl):
             )
         self._gpu_pages: tuple[int, GpuPages] | None = None
         self.fa_version = get_flash_attn_version(head_size=self.head_size)
-        sequences = get_current_vllm_config().scheduler_config.max_num_seqs
-        self.workspace_tokens = max(WORKSPACE_BYTES // (4 * self.num_kv_heads * self.head_size), 16 * sequences)
+        self.workspace_tokens = WORKSPACE_BYTES // (4 * self.num_kv_heads * self.head_size)
 
     def shape(self, block_size: int, device: torch.device) -> Shape:
         """What the kernels need to know of this layer."""
@@ -110,7 +109,7 @@ class CudaImpl(PackedImpl):
             stored = torch.empty(
                 2, whole.total, self.num_kv_heads, self.head_size, dtype=query.dtype, device=query.device
             )
-            pages.gather(prefills.block_table, whole.rows, 0, whole.longest, stored[0], stored[1])
+            pages.gather(prefills.block_table, whole.rows, whole.begins, whole.longest, stored[0], stored[1])
             flash_attn_varlen_func(
                 query, stored[0], stored[1], cu_seqlens_k=whole.rows, max_seqlen_k=whole.longest, causal=True, out=out,
                 **common,
@@ -129,7 +128,7 @@ class CudaImpl(PackedImpl):
         for i, chunk in enumerate(prefills.context_chunks):
             # Here, too, no row more than was gathered.
             old_key, old_value = workspace[0, : chunk.total], workspace[1, : chunk.total]
-            pages.gather(prefills.block_table, chunk.rows, chunk.begin, chunk.longest, old_key, old_value)
+            pages.gather(prefills.block_table, chunk.rows, chunk.begins, chunk.longest, old_key, old_value)
             part, part_lse = flash_attn_varlen_func(
                 query, old_key, old_value, cu_seqlens_k=chunk.rows, max_seqlen_k=chunk.longest, causal=False,
                 return_softmax_lse=True, **common,
@@ -201,4 +200,4 @@ class CudaBackend(CudaBlocks, PackedBackend):
         return bool(capability.major >= 8)
 
 
-__getattr__ = classes_of(CudaBackend)
+__getattr__ = classes_of(CudaBackend, formats.own_names, formats.parse)

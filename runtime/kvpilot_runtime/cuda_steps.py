@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,40 +13,24 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu import tuning
-from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
 from kvpilot_kernels.gpu.ring import fill_ring_slots
 from kvpilot_runtime.backend import PackedBuilder
 from kvpilot_runtime.recent import Rings
 from kvpilot_runtime.speculation import drafts, owners
 
-MOST_ROWS = 2048
-"""Rows of decode in a step with drafts: the kernel that cuts their work compares 128 splits with each, and for 4,096
-takes 12 s to compile. Sequences that come after so many rows are served as prompts are."""
+
+def powers(most: int) -> set[int]:
+    """What a warm-up takes of 1 to `most`, so that it meets every way in which launches depend on it."""
+    return {most, *(2**i for i in range(most.bit_length()))}
 
 
-def decode_rows(vllm_config: Any) -> int:
-    """The most rows that decode in a step, padding of captured graphs among them."""
+def decode_sizes(vllm_config: Any) -> tuple[int, int]:
+    """The most sequences and rows that decode in a step, padding of captured graphs among them."""
     scheduler = vllm_config.scheduler_config
     batch, graphs = scheduler.max_num_batched_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0
-    drafted = min(scheduler.max_num_seqs * (1 + drafts(vllm_config)), batch, MOST_ROWS)
-    return int(max(scheduler.max_num_seqs, drafted, min(graphs, batch)))
-
-
-class RowTable:
-    """A block table with a row for each token that decodes, at a fixed address that captured graphs read.
-
-    `table`: int32 [rows, columns], a multiple of 16 columns.
-    """
-
-    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
-        self.table = torch.zeros(rows, -(-columns // 16) * 16, dtype=torch.int32, device=device)
-
-    def fill(self, block_table: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
-        """The rows of the sequences `owner`, int64 [rows], of `block_table`, int32 [sequences, blocks]."""
-        columns = min(block_table.shape[1], self.table.shape[1])
-        rows = self.table[: owner.shape[0]]
-        rows[:, :columns] = block_table[:, :columns][owner]
-        return rows
+    sequences = max(scheduler.max_num_seqs, min(graphs, batch))
+    return int(sequences), int(max(sequences, min(scheduler.max_num_seqs * (1 + drafts(vllm_config)), batch)))
 
 
 @dataclass
@@ -54,12 +39,25 @@ class ContextChunk:
 
     Attributes:
         longest, total: of the lengths. rows: int32 [sequences + 1], where each sequence's tokens start in 16 bits.
+        begins: int32 [sequences].
     """
 
-    begin: int
     longest: int
     total: int
     rows: torch.Tensor
+    begins: torch.Tensor
+
+
+def packed(context: torch.Tensor, room: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Contexts, int64 [sequences], one after the other, cut into pieces of `room` tokens: `begin` and `length` of each.
+
+    However unlike they are, every piece but the last is full, so there are as few as can be.
+    """
+    ends = context.cumsum(0)
+    starts = ends - context
+    for at in range(0, int(ends[-1]), room):
+        begins = (at - starts).clamp(min=0).minimum(context)
+        yield begins, (at + room - starts).clamp(min=0).minimum(context) - begins
 
 
 @dataclass
@@ -88,8 +86,7 @@ class Metadata:
     """What `forward` needs of a batch: the first `decodes` rows decode, the others are `prefills`.
 
     Attributes:
-        block_table: int32 [decodes or more, blocks], of the rows that decode. seq_lens: int32 [decodes], how many
-            tokens each of them sees.
+        block_table: int32 [sequences or more, blocks]. seq_lens: int32 [sequences that decode], tokens stored.
         ordinals: int32 [tokens without padding], each token's place in its sequence from 1 on.
     """
 
@@ -109,11 +106,10 @@ class CudaRingBuilder(PackedBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.width = self.reorder_batch_threshold = 1 + drafts(vllm_config)
+        self.reorder_batch_threshold = 1 + drafts(vllm_config)
         graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         rows = max(vllm_config.scheduler_config.max_num_batched_tokens, graphs)
         self.slots = torch.full((rows,), -1, device=device)
-        self.rows = RowTable(decode_rows(vllm_config), kv_cache_spec.ring_blocks, device) if self.width > 1 else None
         sequences = max(vllm_config.scheduler_config.max_num_seqs, graphs)
         for count in {2**i for i in range(sequences.bit_length())}:  # every variant that serving can reach
             zeros = torch.zeros(count + 1, kv_cache_spec.ring_blocks, dtype=torch.int32, device=device)
@@ -125,10 +121,6 @@ class CudaRingBuilder(PackedBuilder):
         table = common.block_table_tensor[: common.num_reqs, : self.kv_cache_spec.ring_blocks]
         lens = common.seq_lens[: common.num_reqs]
         self._fill(slots, common.query_start_loc, lens, table)
-        if self.rows is not None:  # the rows that decode are among the first
-            rows = min(len(slots), common.num_reqs * self.width, len(self.rows.table))
-            owner, _ = owners(common.query_start_loc[: common.num_reqs + 1], lens, rows)
-            table = self.rows.fill(table, owner)[:, : self.kv_cache_spec.ring_blocks]
         return Rings(slots, table)
 
     def _fill(self, slots: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor, table: torch.Tensor) -> None:
@@ -146,43 +138,47 @@ class CudaBuilder(PackedBuilder):
         impl = layer.impl
         self.shape: Shape = impl.shape(kv_cache_spec.block_size, device)
         self.width = self.reorder_batch_threshold = 1 + drafts(vllm_config)
-        self.plan = Plan(self.shape, decode_rows(vllm_config))
+        sequences, rows = decode_sizes(vllm_config)
+        self.plan = Plan(self.shape, sequences, self.width, rows)
         self.read_back = impl.read_back
         self.chunk_tokens = impl.workspace_tokens
         self.dtype = vllm_config.model_config.dtype
         self._warmed: set[tuple[bool, bool]] = set()
         columns = triton.cdiv(vllm_config.model_config.max_model_len, kv_cache_spec.block_size)
         self.warm_up(columns)
-        if self.width > 1:
-            self.rows = RowTable(self.plan.sequences, max(columns, self.shape.ring_blocks), device)
-            self.lens = torch.zeros(self.plan.sequences, dtype=torch.int32, device=device)
-            self.warm_up(self.rows.table.shape[1])
+        self.owners, self.seen = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2))
 
     def describe(self, common: Any) -> Metadata:
         """Metadata of one batch; what a captured graph reads is rewritten in place."""
         self.warm_up(common.block_table_tensor.stride(0))
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=self.width)
-        if self.width > 1 and int(common.query_start_loc_cpu[decodes]) > self.plan.sequences:
-            ends = common.query_start_loc_cpu[1 : decodes + 1]
-            decodes = int(torch.searchsorted(ends, self.plan.sequences, right=True))
-            prefills, decode_tokens = common.num_reqs - decodes, int(common.query_start_loc_cpu[decodes])
-        table, lens = self._rows(common, decodes, decode_tokens)
+        if decodes > self.plan.sequences or decode_tokens > self.plan.rows:
+            # Pieces of chunked attention: a sequence has two where it goes into its next chunk.
+            starts = common.query_start_loc_cpu[: self.plan.sequences + 1]
+            decodes = int((starts <= self.plan.rows).sum()) - 1
+            decode_tokens, prefills = int(starts[decodes]), common.num_reqs - decodes
+        lens = common.seq_lens[:decodes]
+        several, ordinals = self._several(common, decodes, decode_tokens)
         # Drafts are stored in the same step in which tokens after them read them.
-        self.plan.update(lens, overlap=not prefills and (self.width == 1 or common.max_query_len == 1))
+        self.plan.update(lens, overlap=not prefills and several is None, several=several)
         found = self._prefills(common, decodes, decode_tokens) if prefills else None
-        ordinals = torch.cat([lens, found.ordinals]) if found else lens
-        return Metadata(self.plan, len(lens), table, lens, common.slot_mapping, ordinals, found)
+        rows = len(ordinals)
+        if found:
+            ordinals = torch.cat([ordinals, found.ordinals])
+        table = common.block_table_tensor
+        return Metadata(self.plan, rows, table, lens, common.slot_mapping, ordinals, found)
 
-    def _rows(self, common: Any, decodes: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block tables and lengths of the rows that decode, of the first `decodes` sequences and their `tokens`."""
-        table, lens = common.block_table_tensor, common.seq_lens[:decodes]
-        if self.width == 1 or not decodes:
-            return table, lens
-        rows = min(tokens, decodes * self.width, self.plan.sequences)  # no more of these tokens are real
-        owner, seen = owners(common.query_start_loc[: decodes + 1], lens, rows)
-        lens = self.lens[:rows]
-        lens.copy_(seen)
-        return self.rows.fill(table, owner), lens
+    def _several(self, common: Any, decodes: int, tokens: int) -> tuple[Several | None, torch.Tensor]:
+        """Rows of the first `decodes` sequences and their `tokens`, None where each is one; each one's place in it."""
+        starts, lens = common.query_start_loc[: decodes + 1], common.seq_lens[:decodes]
+        most = int(common.query_start_loc_cpu[: decodes + 1].diff().max()) if self.width > 1 and decodes else 1
+        if most <= 1:
+            return None, lens
+        rows = min(tokens, decodes * most)  # no more of these tokens are real
+        owner, seen = owners(starts, lens, rows)
+        self.owners[:rows] = torch.where(seen > 0, owner, -1)
+        self.seen[:rows] = seen
+        return Several(starts, self.owners[:rows], most), self.seen[:rows]
 
     def warm_up(self, width: int) -> None:
         """Compile every variant of our kernels that serving can reach, for block tables of `width` columns.
@@ -194,24 +190,23 @@ class CudaBuilder(PackedBuilder):
         if variant in self._warmed:
             return
         self._warmed.add(variant)
-        shape, sequences = self.shape, self.plan.sequences
+        shape, sequences, rows = self.shape, self.plan.sequences, self.plan.rows
         heads = shape.kv_heads * shape.ratio
         make: dict[str, Any] = {"device": shape.device}
         row = shape.fmt.row_bytes(shape.head_dim)
         cache = torch.zeros(1, shape.kv_heads, shape.block_size, row, dtype=torch.uint8, **make)
         factors = Factors.identity(shape.kv_heads, shape.head_dim, shape.device)
         pages = GpuPages(cache, shape, factors, cache if shape.recent else None)
-        # One row more, since prompts follow the rows that decode: their table starts anywhere.
+        # One row more, since prompts follow the sequences that decode: their table starts anywhere.
         table = torch.zeros(sequences + 1, width, dtype=torch.int32, **make)
         rings = torch.zeros(sequences, max(width, shape.ring_blocks), dtype=torch.int32, **make)[:, : shape.ring_blocks]
-        tokens = max(sequences, tuning.FEW_TOKENS + 1)
+        tokens = max(rows, tuning.FEW_TOKENS + 1)
         lens = torch.ones(tokens, dtype=torch.int32, **make)
         slots = torch.full((tokens,), -1, **make)
         query = torch.zeros(tokens, heads, shape.head_dim, dtype=self.dtype, **make)
         fresh = torch.zeros(tokens, shape.kv_heads, shape.head_dim, dtype=self.dtype, **make)
-        powers = [2**i for i in range(sequences.bit_length()) if 2**i <= sequences]
         for overlap in (False, True):
-            for count in {*powers, sequences}:
+            for count in powers(sequences):
                 self.plan.update(lens[:count], overlap)
                 ring_slots, ring_table = (slots[:count], rings[:count]) if shape.recent else (None, None)
                 pages.store(
@@ -219,10 +214,15 @@ class CudaBuilder(PackedBuilder):
                     lens[:count],
                 )  # fmt: skip
                 pages.decode(table[:count], lens[:count], self.plan, query[:count], ring_table)
+        starts, owner = (torch.zeros(tokens, dtype=torch.int32, **make) for _ in range(2))
+        for most in {shape.cut(most).take: most for most in range(2, self.width + 1)}.values():
+            for count in powers(rows):
+                self.plan.update(lens[:1], several=Several(starts[:2], owner[:count], most))
+                pages.decode(table[:1], lens[:1], self.plan, query[:count], rings[:1] if shape.recent else None)
         pages.store(query, fresh, fresh, slots, self.plan, 0, 1.0, slots if shape.recent else None, lens)
-        rows = torch.tensor([0, 1], dtype=torch.int32, **make)
+        ends = torch.tensor([0, 1], dtype=torch.int32, **make)
         for first in range(2):
-            pages.gather(table[first : first + 1], rows, 0, 1, fresh[:1], fresh[:1])
+            pages.gather(table[first : first + 1], ends, lens[:1], 1, fresh[:1], fresh[:1])
 
     def _prefills(self, common: Any, decodes: int, decode_tokens: int) -> Prefills:
         starts = common.query_start_loc_cpu[decodes : common.num_reqs + 1] - decode_tokens
@@ -237,11 +237,10 @@ class CudaBuilder(PackedBuilder):
             self._upload(starts.int()), int(new.max()), int(starts[-1]), block_table, self._upload(ordinals.int()), []
         )
         if self.read_back:
-            prefills.whole = self._context_chunk(0, context + new)
+            prefills.whole = self._context_chunk(torch.zeros_like(context), context + new)
             return prefills
-        step = self.chunk_tokens // len(context) // 16 * 16
-        for begin in range(0, int(context.max()), step):
-            prefills.context_chunks.append(self._context_chunk(begin, (context - begin).clamp(0, step)))
+        for begins, lengths in packed(context, self.chunk_tokens):
+            prefills.context_chunks.append(self._context_chunk(begins, lengths))
         return prefills
 
     @staticmethod
@@ -250,10 +249,10 @@ class CudaBuilder(PackedBuilder):
         found = getattr(common, "is_prefilling", None)
         return found is not None and bool(found[decodes : common.num_reqs].all())
 
-    def _context_chunk(self, begin: int, lengths: torch.Tensor) -> ContextChunk:
+    def _context_chunk(self, begins: torch.Tensor, lengths: torch.Tensor) -> ContextChunk:
         rows = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         torch.cumsum(lengths, 0, out=rows[1:])
-        return ContextChunk(begin, int(lengths.max()), int(rows[-1]), self._upload(rows))
+        return ContextChunk(int(lengths.max()), int(rows[-1]), self._upload(rows), self._upload(begins.int()))
 
     def _upload(self, x: torch.Tensor) -> torch.Tensor:
         return x.pin_memory().to(self.device, non_blocking=True)

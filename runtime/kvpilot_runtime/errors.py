@@ -3,14 +3,17 @@
 EngineRefusedError
 ├── UnsupportedEngineError    this vLLM is absent, or lacks something that the plugin stands on
 ├── UnsupportedModelError     the model, or an engine option, needs something that our backend lacks
-└── PreflightError            kvpilot-serve refuses to start; it carries the reason that the operator reports
+└── PreflightError            kvpilot-serve or kvpilot-prefetch refuses; it carries the reason that the operator reports
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-Reason = Literal["ModelNotFound", "ModelUnsupported", "DtypeUnsupported", "DoesNotFit", "BadArguments"]
+Reason = Literal[
+    "ModelNotFound", "ModelUnsupported", "DtypeUnsupported", "DoesNotFit", "BadArguments", "VolumeFull",
+    "VolumeNotWritable", "HubUnreachable",
+]  # fmt: skip
 
 
 class EngineRefusedError(ValueError):
@@ -26,7 +29,7 @@ class UnsupportedModelError(EngineRefusedError):
 
 
 class PreflightError(EngineRefusedError):
-    """What `kvpilot-serve` was asked for cannot work. Attributes: `reason`, `message`."""
+    """What `kvpilot-serve` or `kvpilot-prefetch` was asked for cannot work. Attributes: `reason`, `message`."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         self.reason: Reason = reason

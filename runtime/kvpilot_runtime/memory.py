@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from kvpilot_kernels import formats, models
+from kvpilot_kernels.latent.formats import LatentFormat
 from kvpilot_runtime import machine, options
 from kvpilot_runtime.errors import PreflightError
 
@@ -33,8 +34,9 @@ def ranks(request: Request) -> int:
 
 
 def check(
-    fmt: formats.Format, config: models.Architecture, weights: int, request: Request, platform: machine.Platform
-) -> None:
+    fmt: formats.Format | LatentFormat, config: models.Architecture, weights: int, request: Request,
+    platform: machine.Platform,
+) -> None:  # fmt: skip
     """Compare what is needed with what there is; `weights` in bytes, of the whole model.
 
     Raises:
@@ -46,8 +48,13 @@ def check(
     ring = _ring_tokens(fmt, config, request, length, platform) * per_token
     # A latent cache is kept whole by every rank, and so is a KV head that several share.
     shares = stages(request) * (1 if config.latent else max(1, min(request.tensor_parallel, config.kv_heads)))
-    wanted = ((length or 0) * per_token + ring) // shares
+    held = length or 0
+    if request.retention is not None:
+        held = min(held, request.retention.kept(BLOCK_TOKENS[platform]))
+    wanted = (held * per_token + ring) // shares
     if request.kv_bytes is not None and wanted > request.kv_bytes:
+        if held < (length or 0):
+            raise PreflightError("DoesNotFit", f"one request needs {_mib(wanted)} of KV cache in {fmt.name!r} for the {held} tokens that it keeps ({per_token} bytes each), and the KV cache has {_mib(request.kv_bytes)}; make --retention-window-tokens smaller, or give the cache more")  # fmt: skip  # noqa: E501
         most = max((request.kv_bytes * shares - ring) // per_token, 0)
         window = f", {_mib(ring)} of it for the recent window" if ring else ""
         raise PreflightError(
@@ -120,11 +127,14 @@ def check_offload(request: Request, platform: machine.Platform) -> None:
 
 
 def _ring_tokens(
-    fmt: formats.Format, config: models.Architecture, request: Request, context: int | None, platform: machine.Platform
-) -> int:
+    fmt: formats.Format | LatentFormat, config: models.Architecture, request: Request, context: int | None,
+    platform: machine.Platform,
+) -> int:  # fmt: skip
     """Tokens whose pages a request's ring takes, in blocks of the platform's usual size."""
-    if not fmt.ours or config.state_layers:
-        return 0  # vLLM keeps no rings beside states (docs/serving.md)
+    unlike = config.state_layers or config.chunked_layers
+    if isinstance(fmt, LatentFormat) or not fmt.ours or unlike or request.retention is not None:
+        # No rings are kept beside states and chunks (docs/serving.md), nor bounded caches any (docs/retention.md).
+        return 0
     block = BLOCK_TOKENS[platform]
     recent = fmt.recent_tokens(request.recent, context)
     kept = recent + options.drafts(request.others) if recent else 0

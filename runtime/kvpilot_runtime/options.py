@@ -10,6 +10,8 @@ from dataclasses import dataclass
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 SIMPLE_OFFLOAD = "VLLM_USE_SIMPLE_KV_OFFLOAD"
 OFFLOAD = "--kv-offloading-size"
+SLIDING = "sliding_window"
+"""vLLM's word for "the layers that attend to a window only" among the layers that skip the KV-cache dtype."""
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from kvpilot_kernels import formats
-from kvpilot_runtime import calibration_info, compat, contract, model_info, recent_info
+from kvpilot_kernels.latent import formats as latent
+from kvpilot_runtime import calibration_info, compat, contract, model_info, recent_info, retention
 
 
 def register() -> None:
     """Teach vLLM our dtypes, and which backend serves them; publish what is served; all else of vLLM stays.
 
     A vLLM that lacks what this stands on keeps its own dtypes, and says what it lacks.
+
+    Raises:
+        UnsupportedEngineError: a cache with a bound is asked for, and this vLLM cannot be told of it.
+        UnsupportedModelError: what is asked for cannot be read.
     """
     from vllm.platforms import current_platform
 
@@ -20,11 +25,17 @@ def register() -> None:
     broken = contract.broken(platform)
     contract.tell(broken)
     model_info.publish()
+    if (bound := retention.asked()) is not None:
+        contract.refuse_bound(str(bound), broken)
+        compat.around_attention("kvpilot_runtime.bounded.spec_of", "kvpilot_runtime.bounded.backend_of")
+        retention.INFO.publish()
     if any(one.part.need is contract.Need.NAMES for one in broken):
         return
-    compat.register_dtypes(names)
-    route = compat.route_cuda_backends if platform == "cuda" else compat.route_cpu_backends
     paths = {name: f"kvpilot_runtime.{platform}.{compat.backend_class(name)}" for name in names}
+    if platform == "cpu":  # no engine with `latent_cuda` was seen on a GPU
+        paths |= {name: f"kvpilot_runtime.latent_cpu.{compat.backend_class(name)}" for name in latent.names()}
+    compat.register_dtypes(tuple(paths))
+    route = compat.route_cuda_backends if platform == "cuda" else compat.route_cpu_backends
     route(paths, lambda dtype, skipping: contract.refuse(dtype, broken, skipping))
     if any(one.part.need is contract.Need.LAYERS for one in broken):
         return
@@ -46,4 +57,6 @@ def settle(worker: Any) -> None:
         refuse_unsupported_options(worker.vllm_config)  # before a connector that is not served asks for what it needs
     self_calibration.calibrate(worker)
     recent.report(worker.vllm_config, layers)
+    if (bound := retention.asked()) is not None:
+        retention.report(bound, worker.vllm_config.cache_config.block_size)
     offload.serve_on_cpu(worker.vllm_config)

@@ -10,9 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvpilot_kernels import formats, models
-from kvpilot_runtime import compat, engines, hub, machine, memory, options
+from kvpilot_kernels.latent import formats as latent
+from kvpilot_runtime import bounded_check, compat, engines, hub, machine, memory, options
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.modelconfig import read_config, weight_bytes
+from kvpilot_runtime.retention import SinksAndWindow
+
+Dtype = formats.Format | latent.LatentFormat
 
 CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})
 """vLLM's own dtypes that its CPU backend really implements; it accepts the others and reads garbage."""
@@ -22,9 +26,6 @@ OLDEST_GPU = (8, 0)
 
 CALIBRATION_OFF = "off"
 """In the place of a calibration file: serve without factors."""
-
-SLIDING = "sliding_window"
-"""vLLM's word for "the layers that attend to a window only" among the layers that skip the KV-cache dtype."""
 
 _POOLING = ("ForSequenceClassification", "ForTokenClassification", "RewardModel", "ForRewardModeling", "EmbeddingModel",
             "ForTextEncoding")  # fmt: skip
@@ -36,7 +37,7 @@ class Request:
     """What `kvpilot-serve` was asked for; sizes in bytes, lengths in tokens.
 
     `dtype` is of the KV cache and `model_dtype` of the weights; `skip_layers` and `recent`, the tokens of the recent
-    window, are None when the user said nothing.
+    window, are None when the user said nothing. `retention` is None where all tokens are kept.
     """
 
     model: str
@@ -51,6 +52,7 @@ class Request:
     revision: str | None = None
     others: tuple[str, ...] = ()
     recent: int | None = None
+    retention: SinksAndWindow | None = None
 
 
 @dataclass
@@ -91,10 +93,16 @@ def check(request: Request) -> Findings:
     _window(fmt, request, findings)
     if folder is None:
         _ask_hub(request, findings)
-    if fmt.ours and findings.config is not None:
+    findings.warnings += bounded_check.check(fmt, findings.config, request, platform)
+    findings.disable_window = (
+        request.retention is not None and findings.config is not None and findings.config.idle_window
+    )
+    if isinstance(fmt, latent.LatentFormat):
+        _latent_dtype(fmt, findings.config, request, platform)
+    elif fmt.ours and findings.config is not None:
         _our_dtype(fmt, findings.config, request, findings, platform)
     elif fmt.ours and request.skip_layers is None:
-        findings.skip_layers = (SLIDING,)  # of no effect on a model without such layers
+        findings.skip_layers = (options.SLIDING,)  # of no effect on a model without such layers
     if folder is not None and findings.config is not None:
         memory.check(fmt, findings.config, weight_bytes(folder), request, platform)
     return findings
@@ -117,7 +125,9 @@ def model_folder(model: str) -> Path | None:
     return path if path.is_absolute() or model.startswith(".") or path.exists() else None
 
 
-def _dtype(name: str) -> formats.Format:
+def _dtype(name: str) -> Dtype:
+    if name in latent.names():
+        return latent.parse(name)
     if name in formats.VLLM_DTYPES_LEFT_OUT:
         # vLLM's to judge; counted as its smallest, so that nothing is refused that could fit.
         return replace(formats.parse("nvfp4"), name=name)
@@ -164,7 +174,7 @@ def _custom_code(config: models.Architecture, request: Request) -> None:
     )
 
 
-def _platform_dtype(fmt: formats.Format, platform: machine.Platform, request: Request, findings: Findings) -> None:
+def _platform_dtype(fmt: Dtype, platform: machine.Platform, request: Request, findings: Findings) -> None:
     if platform == "cpu":
         if not fmt.ours and fmt.name not in CPU_DTYPES:
             findings.warnings.append(
@@ -190,7 +200,7 @@ def _offload(request: Request, platform: machine.Platform) -> None:
     memory.check_offload(request, platform)
 
 
-def _our_options(fmt: formats.Format, request: Request) -> None:
+def _our_options(fmt: Dtype, request: Request) -> None:
     """What else was asked for, whatever the model is."""
     if (found := options.refused(request.others, os.environ)) is not None:
         option, what = found
@@ -204,7 +214,7 @@ def _our_options(fmt: formats.Format, request: Request) -> None:
         raise PreflightError("BadArguments", f"--calibration {request.calibration!r}: there is no such file; check that its volume is mounted, or leave the option out: the engine then calibrates itself")  # fmt: skip  # noqa: E501
 
 
-def _window(fmt: formats.Format, request: Request, findings: Findings) -> None:
+def _window(fmt: Dtype, request: Request, findings: Findings) -> None:
     """Whether the recent window that was asked for can be served."""
     if not request.recent:
         return
@@ -219,7 +229,7 @@ def _window(fmt: formats.Format, request: Request, findings: Findings) -> None:
 
 
 def _our_dtype(
-    fmt: formats.Format, config: models.Architecture, request: Request, findings: Findings, platform: machine.Platform
+    fmt: Dtype, config: models.Architecture, request: Request, findings: Findings, platform: machine.Platform
 ) -> None:
     """Whether our backend can serve the model, and which of its layers stay in 16 bits."""
 
@@ -227,6 +237,9 @@ def _our_dtype(
         raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} does not support {what}; {remedy}")
 
     what = models.unsupported(config, platform == "cuda", request.tensor_parallel)
+    if config.latent and models.unsupported_latent(config) is None:
+        instead = " or ".join(f"--kv-cache-dtype={name}" for name in ("auto", *latent.names()))
+        refuse("multi-head latent attention, which has dtypes of its own", f"use {instead}")
     if what is not None:
         refuse(what)
     if _pools(config, request):
@@ -234,13 +247,40 @@ def _our_dtype(
     if config.image_prefix and not any(options.given(request.others, "--language-model-only")):
         refuse("images whose tokens attend to each other both ways", "serve text alone with --language-model-only, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
     findings.disable_window = config.idle_window
+    if config.layers != config.full_layers and any(options.given(request.others, options.OFFLOAD)):
+        kind = "sliding-window layers" if config.window_layers else "chunked attention"
+        refuse(f"{options.OFFLOAD} for a model with {kind}, whose requests can wait for each other for ever when blocks are loaded", "leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
     if config.window_layers:
-        if any(options.given(request.others, options.OFFLOAD)):
-            refuse(f"{options.OFFLOAD} for a model with sliding-window layers, whose requests can wait for each other for ever when blocks are loaded", "leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
         if request.skip_layers is None:
-            findings.skip_layers = (SLIDING,)
-        elif SLIDING not in request.skip_layers:
-            refuse(f"the {config.window_layers} sliding-window layers of this model", f"keep them in 16 bits with --kv-cache-dtype-skip-layers={SLIDING}")  # fmt: skip  # noqa: E501
+            findings.skip_layers = (options.SLIDING,)
+        elif options.SLIDING not in request.skip_layers:
+            refuse(f"the {config.window_layers} sliding-window layers of this model", f"keep them in 16 bits with --kv-cache-dtype-skip-layers={options.SLIDING}")  # fmt: skip  # noqa: E501
+
+
+def _latent_dtype(
+    fmt: latent.LatentFormat, config: models.Architecture | None, request: Request, platform: machine.Platform
+) -> None:
+    """Whether our backend of multi-head latent attention can serve the model as asked."""
+
+    def refuse(what: str, remedy: str = "leave it out, or use --kv-cache-dtype=auto") -> None:
+        raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} does not support {what}; {remedy}")
+
+    if platform == "cuda":
+        refuse("a GPU: no engine has served it there yet", "use --kv-cache-dtype=fp8 or auto")
+    if options.speculation(request.others):
+        refuse("speculative decoding")
+    if any(options.given(request.others, options.OFFLOAD)):
+        refuse(options.OFFLOAD)
+    if request.skip_layers:
+        refuse("--kv-cache-dtype-skip-layers")
+    if request.calibration not in (None, CALIBRATION_OFF):
+        refuse(f"--calibration {request.calibration!r}: there are no static factors of latents")
+    if config is None:
+        return
+    if (what := models.unsupported_latent(config)) is not None:
+        refuse(what, "use --kv-cache-dtype=auto")
+    if _pools(config, request):
+        refuse(f"pooling, which is what vLLM serves {config.architectures[0]!r} for", "use --kv-cache-dtype=auto")
 
 
 def _pools(config: models.Architecture, request: Request) -> bool:

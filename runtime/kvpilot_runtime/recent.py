@@ -15,7 +15,7 @@ import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from kvpilot_kernels import formats
-from kvpilot_runtime import compat, contract, recent_info
+from kvpilot_runtime import compat, contract, recent_info, retention
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.speculation import drafts
 
@@ -142,6 +142,8 @@ def _cannot(config: Any, layers: dict[str, Any]) -> str:
 
     if not contract.has_rings():
         return "VllmWithoutRings"
+    if retention.asked() is not None:
+        return "BoundedCache"
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         return "HybridManagerOff"
     if config.kv_transfer_config is not None and compat.vllm_version() < compat.RINGS_STAY_FROM:

@@ -59,7 +59,7 @@ def calibrate(worker: Any) -> None:
         source = "self"
         began = time.perf_counter()
         tokens, reason = token_ids(config)
-        _fill(layers, _observed(worker, tokens, layers))
+        _refuse_together(_fill(layers, _observed(worker, tokens, layers)))
         log.info("Calibrated %d layers on %d tokens in %.1f s", len(layers), len(tokens), time.perf_counter() - began)
     calibration_info.report(
         Outcome(source, _digest([x.impl.factors(x, worker.device) for x in layers.values()]), reason)
@@ -139,17 +139,28 @@ def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[st
     return seen
 
 
-def _fill(layers: dict[str, Any], seen: dict[str, Observed]) -> None:
+def _fill(layers: dict[str, Any], seen: dict[str, Observed]) -> str:
+    """Give the layers what was seen of this rank's heads; what forbids it, or nothing."""
     for name, layer in layers.items():
         try:
             found = seen[name].factors()
         except ValueError as error:
-            raise UnsupportedModelError(f"calibration of layer {name!r}: {error}; use --kv-cache-dtype auto, or "
-                                        f"{_REMEDY}") from error  # fmt: skip
+            return f"calibration of layer {name!r}: {error}; use --kv-cache-dtype auto, or {_REMEDY}"
         still = seen[name].still()
         if still:
             log.warning("Calibration of layer %r: %d channels never moved; they get the scale of a floor", name, still)
         layer.impl.set_factors(layer, found)
+    return ""
+
+
+def _refuse_together(problem: str) -> None:
+    """End the start of every rank where one has a problem: the others would wait for it, and vLLM for them.
+
+    Raises:
+        UnsupportedModelError: with the first rank's that has one.
+    """
+    if told := next(filter(None, _of_all_ranks(problem)), ""):
+        raise UnsupportedModelError(told)
 
 
 class _Chunk:
@@ -235,12 +246,16 @@ def _attending_to_itself(config: Any, seen: dict[str, Observed], lengths: list[i
 
 def _digest(factors: list[Any]) -> str:
     """A hash of the factors of all layers and ranks."""
+    every = _of_all_ranks(calibration.digest(factors))
+    return every[0] if len(every) == 1 else calibration.join_digests(every)
+
+
+def _of_all_ranks(mine: str) -> list[str]:
+    """What each rank of tensor parallelism says here, in their order."""
     from vllm.distributed import get_tp_group
 
-    mine = calibration.digest(factors)
     group = get_tp_group()
-    if group.world_size == 1:
-        return mine
-    every: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(every, mine, group=group.cpu_group)
-    return calibration.join_digests(every)
+    every = [mine] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(every, mine, group=group.cpu_group)
+    return every

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from kvpilot_kernels import formats
-from kvpilot_runtime import machine, memory, model_info, preflight
+from kvpilot_runtime import machine, memory, model_info, preflight, retention
 from kvpilot_runtime.errors import PreflightError
 
 REFUSED = 78
@@ -82,6 +82,11 @@ def _parser() -> argparse.ArgumentParser:
                         help="the last N tokens of a sequence are read with 8 bits or more: "
                         f"{', '.join(map(str, formats.RECENT_CHOICES))} (default: {RECENT}, and without it "
                         f"{formats.default_windows()}, or what the context has room for)")  # fmt: skip
+    parser.add_argument("--retention", metavar="POLICY", help=f"{retention.SINKS_AND_WINDOW} keeps the first and the "
+                        f"last tokens of a sequence and frees pages between them, {retention.ALL} keeps every token "
+                        f"(default: {retention.VARIABLE}, or {retention.ALL})")  # fmt: skip
+    parser.add_argument("--retention-sink-tokens", type=_count, metavar="N", help="first tokens that are kept")
+    parser.add_argument("--retention-window-tokens", type=_count, metavar="N", help="last tokens that are kept")
     parser.add_argument("--max-model-len", type=_count, help="tokens")
     parser.add_argument("--tensor-parallel-size", type=_count, default=1)
     parser.add_argument("--gpu-memory-utilization", type=_fraction, default=0.9)
@@ -107,6 +112,7 @@ def parse(argv: Sequence[str]) -> tuple[preflight.Request, list[str]]:
         known.model, known.kv_cache_dtype, known.dtype, known.max_model_len, known.tensor_parallel_size,
         known.gpu_memory_utilization, kv_bytes, skip, known.calibration, known.revision,
         tuple(others), known.recent_tokens,
+        retention.parse(known.retention, known.retention_sink_tokens, known.retention_window_tokens),
     )  # fmt: skip
     arguments = [
         known.model,
@@ -144,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         environment[CALIBRATION] = request.calibration
     if request.recent is not None:
         environment[RECENT] = str(request.recent)
+    environment[retention.VARIABLE] = str(request.retention or "")
     if findings.config is not None:
         environment[model_info.VARIABLE] = model_info.encode(findings.config)
     if preflight.model_folder(request.model) is not None:

@@ -2,7 +2,7 @@
 
 A sequence that decodes has 1 + k tokens in a step where k were drafted for it. The model's answer says how many of them
 stay; the others are computed again from the first wrong one on, in the places of those that were wrong. So each token
-is a row of decode of its own, which sees what is stored up to itself, and no row ever sees a token behind its own.
+is a query of its own, which sees what is stored up to itself, and none ever sees a token behind its own.
 """
 
 from __future__ import annotations

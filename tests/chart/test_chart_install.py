@@ -43,11 +43,14 @@ NOT_USED_HERE = {
     # After a conflict; and what a status is written with.
     ("get", "quantizedllmservices"),
     ("patch", "quantizedllmservices/status"),
+    # What a readiness gate is opened with: counted as a write of the pod.
+    ("patch", "pods/status"),
     # An admission plugin asks for it, where it is on.
     ("update", "quantizedllmservices/finalizers"),
-    # This API server has neither policy/v1 nor the Gateway API.
+    # This API server has neither policy/v1 nor the Gateway API and its extension.
     *((verb, "poddisruptionbudgets") for verb in ("get", "create", "patch", "delete")),
     *((verb, "httproutes") for verb in ("get", "patch")),
+    *((verb, "inferencepools") for verb in ("get", "create", "patch", "delete")),
     # What only happens later: services and baselines that are not needed any more, an event that comes again.
     ("delete", "services"),
     ("delete", "configmaps"),
@@ -102,7 +105,7 @@ class Install:
     def namespace(self, name):
         self.rest.create("/api/v1/namespaces", {"metadata": {"name": name}})
 
-    def serve(self, namespace, name="chat", image="ghcr.io/kvpilot/runtime:0.1.0"):
+    def serve(self, namespace, name="chat", image="ghcr.io/kvpilot/runtime:0.1.0", **spec):
         """A service with a tiny model; its engine is a real one, unless the image is one that this node has not."""
         self.rest.create(
             f"/apis/kvpilot.io/v1alpha1/namespaces/{namespace}/quantizedllmservices",
@@ -121,6 +124,7 @@ class Install:
                     },
                     "kvCache": {"mode": "Fixed", "dtype": "auto"},
                     "drain": {"preStopSeconds": 1, "timeoutSeconds": 10},
+                    **spec,
                 },
             },
         )
@@ -197,6 +201,15 @@ def test_a_whole_canary_needs_all_of_the_charts_verbs_and_no_other(install, char
 
     until(promoted, "the canary is promoted", pause=1)
     until(lambda: len(install.pods("models", "kvpilot.io/service=chat")) == 1, "the old engine is gone")
+    # A model of the hub, which nobody can fetch here, is enough for a claim and a Job.
+    stored = {"model": {"source": "hf://Qwen/Qwen3-8B"}, "cache": {"weights": {"size": "1Gi"}, "prefetch": True}}
+    install.serve("models", "stored", "example.org/not-here:1", **stored)
+    jobs = "/apis/batch/v1/namespaces/models/jobs"
+    until(lambda: install.rest.get(jobs)["items"], "a Job is made")
+    stored_path = "/apis/kvpilot.io/v1alpha1/namespaces/models/quantizedllmservices/stored"
+    install.rest.merge(stored_path, {"spec": {"cache": {"prefetch": False}}})
+    until(lambda: not install.rest.get(jobs)["items"], "the Job is deleted")
+    assert install.rest.get("/api/v1/namespaces/models/persistentvolumeclaims/stored-weights")
     assert_nothing_was_refused(install)
     used = {(VERBS.get(method, method.lower()), kind.lower() + "s") for method, kind, _ in install.requests()}
     granted = {

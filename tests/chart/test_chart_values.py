@@ -15,7 +15,9 @@ import yaml
 from kvpilot_localcluster.toolbox.helm import HelmRefused, render
 from kvpilot_operator.api.host_access import KINDS
 from kvpilot_operator.api.schema import faults
+from kvpilot_operator.gpus import GPUS
 from kvpilot_operator.options import parse_arguments
+from kvpilot_operator.tracing import endpoint
 
 REFUSED = {
     "an unknown value": ({"replicas": 3}, "replicas"),
@@ -29,6 +31,10 @@ REFUSED = {
     "a policy that is none": ({"image": {"pullPolicy": "Sometimes"}}, "image.pullPolicy"),
     "a log level that is none": ({"logLevel": "loud"}, "logLevel"),
     "a pause of nothing": ({"scrapeSeconds": 0}, "scrapeSeconds"),
+    "a price of an unknown GPU": ({"prices": {"H900": 1}}, "prices"),
+    "a price below nothing": ({"prices": {"H200": -1}}, "prices.H200"),
+    "a price of nothing": ({"prices": {"H200": 0}}, "prices.H200"),
+    "a price in words": ({"prices": {"H200": "cheap"}}, "prices.H200"),
     "an access to nodes that is none": ({"engines": {"hostAccess": ["root"]}}, "engines.hostAccess.0"),
     "a namespace that is none": ({"watchNamespaces": ["team-a", "Team_B"]}, "watchNamespaces.1"),
     "a namespace twice": ({"watchNamespaces": ["team-a", "team-a"]}, "watchNamespaces"),
@@ -39,6 +45,9 @@ REFUSED = {
     "a label that is a number": ({"commonLabels": {"team": 7}}, "commonLabels.team"),
     "a pull secret as a text": ({"imagePullSecrets": ["mine"]}, "imagePullSecrets.0"),
     "a port that is none": ({"networkPolicy": {"apiServerPorts": [70000]}}, "networkPolicy.apiServerPorts.0"),
+    "a collector without a scheme": ({"tracing": {"endpoint": "otel:4317"}}, "tracing.endpoint"),
+    "a collector with a password": ({"tracing": {"endpoint": "http://a:b@otel:4318"}}, "tracing.endpoint"),
+    "a share above one": ({"tracing": {"endpoint": "http://otel:4318", "sampleRatio": 10}}, "tracing.sampleRatio"),
     "an interval that is none": (
         {"monitoring": {"serviceMonitor": {"interval": "often"}}},
         "monitoring.serviceMonitor.interval",
@@ -64,6 +73,81 @@ def test_access_to_nodes_is_allowed_by_the_kinds_that_the_operator_knows(chart):
     assert not any("host-access" in one for one in arguments({}))
     given = [one for one in arguments({"engines": {"hostAccess": list(KINDS)}}) if "host-access" in one]
     assert parse_arguments(given).allow_host_access == list(KINDS)
+
+
+def test_prices_are_those_of_gpus_that_the_operator_knows_and_it_reads_what_the_chart_writes(chart, tmp_path):
+    schema = json.loads((chart / "values.schema.json").read_text())["properties"]["prices"]
+    assert set(schema["propertyNames"]["enum"]) == {name for gpu in GPUS for name in (gpu.name, *gpu.products)}
+    assert not any("prices" in one["metadata"]["name"] for one in render(chart, {}))
+    objects = render(chart, {"prices": {"H200": 3.5, "NVIDIA-L40S": 1}})
+    (written,) = (one for one in objects if one["kind"] == "ConfigMap" and one["metadata"]["name"].endswith("-prices"))
+    (deployment,) = (one for one in objects if one["kind"] == "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    (argument,) = (one for one in container["args"] if one.startswith("--prices="))
+    (mount,) = container["volumeMounts"]
+    folder, _, name = argument.removeprefix("--prices=").rpartition("/")
+    assert mount["mountPath"] == folder
+    assert [v["configMap"]["name"] for v in pod["volumes"] if v["name"] == mount["name"]] == [
+        written["metadata"]["name"]
+    ]
+    file = tmp_path / name
+    file.write_text(written["data"][name])
+    assert parse_arguments([f"--prices={file}"]).prices == {"H200": 3_500_000, "L40S": 1_000_000}
+
+
+@pytest.mark.parametrize(
+    ("values", "environment", "port"),
+    [
+        ({}, {}, None),
+        ({"sampleRatio": 0.1}, {}, None),
+        (
+            {"endpoint": "http://otel.monitoring:4318"},
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://otel.monitoring:4318"},
+            4318,
+        ),
+        (
+            {"endpoint": "https://10.0.0.1/otlp", "sampleRatio": 0.05},
+            {
+                "OTEL_EXPORTER_OTLP_ENDPOINT": "https://10.0.0.1/otlp",
+                "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+                "OTEL_TRACES_SAMPLER_ARG": "0.05",
+            },
+            443,
+        ),
+        ({"endpoint": "http://[fd00::1]"}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://[fd00::1]"}, 80),
+    ],
+)
+def test_traces_go_where_the_values_say_by_opentelemetrys_own_names_and_may_get_there(chart, values, environment, port):
+    objects = render(chart, {"tracing": values, "networkPolicy": {"restrictEgress": True}})
+    (deployment,) = (one for one in objects if one["kind"] == "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    given = {one["name"]: one.get("value") for one in container["env"] if one["name"].startswith("OTEL_")}
+    assert given == environment
+    assert endpoint(given) == values.get("endpoint")
+    (policy,) = (one for one in objects if one["kind"] == "NetworkPolicy")
+    anywhere = [port["port"] for rule in policy["spec"]["egress"] if "to" not in rule for port in rule["ports"]]
+    assert anywhere == [53, 53, 443, 6443, *([port] if port else [])]
+
+
+def test_the_operator_reads_certificates_where_its_sidecar_writes_them_and_nothing_is_intercepted(chart):
+    (deployment,) = (one for one in render(chart, {"istio": {"certificates": True}}) if one["kind"] == "Deployment")
+    template = deployment["spec"]["template"]
+    annotations, pod = template["metadata"]["annotations"], template["spec"]
+    (container,) = pod["containers"]
+    (mount,) = container["volumeMounts"]
+    assert f"--mesh-certificates={mount['mountPath']}" in container["args"]
+    assert [v["emptyDir"]["medium"] for v in pod["volumes"] if v["name"] == mount["name"]] == ["Memory"]
+    (written,) = json.loads(annotations["sidecar.istio.io/userVolumeMount"])
+    assert written["name"] == mount["name"]
+    assert yaml.safe_load(annotations["proxy.istio.io/config"]) == {
+        "proxyMetadata": {"OUTPUT_CERTS": written["mountPath"]}
+    }
+    assert template["metadata"]["labels"]["sidecar.istio.io/inject"] == "true"
+    for intercepted in ("includeInboundPorts", "includeOutboundIPRanges"):
+        assert annotations[f"traffic.sidecar.istio.io/{intercepted}"] == ""
+    (without,) = (one for one in render(chart, {}) if one["kind"] == "Deployment")
+    assert "istio" not in json.dumps(without)
 
 
 def test_the_chart_may_be_part_of_another_chart(chart):

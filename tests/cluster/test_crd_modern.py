@@ -54,7 +54,7 @@ def test_a_wrong_manifest_is_refused_at_the_field_that_the_operator_finds(
         (fault,) = faults(bad.manifest)
         ((field, message),) = causes(answer)
         assert field == fault.field
-        assert message.endswith(re.sub(r"^is ('.*?'|-?\d+): ", "", fault.message))
+        assert message.endswith(re.sub(r"^is ('.*?'|-?\d+|true|false): ", "", fault.message))
 
 
 @pytest.mark.parametrize("bad", [bad for bad in BAD if bad.judge == "operator"], ids=lambda bad: bad.name)
@@ -174,7 +174,13 @@ SPECS = st.fixed_dictionaries(
     },
     optional={
         "replicas": st.none() | NUMBERS,
-        "cache": section(weightsClaimName=st.sampled_from(["a", "A"]), compileClaimName=st.just("a")),
+        "cache": section(
+            weightsClaimName=st.sampled_from(["a", "A"]),
+            compileClaimName=st.just("a"),
+            weights=section(
+                size=st.sampled_from(["1Gi", "0Gi", "10", "2T"]), accessMode=st.sampled_from(["ReadWriteOnce", "x"])
+            ),
+        ),
         "kvCache": section(
             mode=st.sampled_from(["Auto", "Fixed"]),
             dtype=st.none() | DTYPES,

@@ -109,7 +109,7 @@ def test_status_is_a_line_a_service_and_all_of_one(world: World) -> None:
 def test_json_is_what_programs_read(world: World) -> None:
     (listed,) = json.loads(world.run("status", "-o", "json"))["items"]
     one = json.loads(world.run("status", "chat", "-o", "json"))
-    assert listed == one
+    assert {**listed, "pods": []} == one
     assert (one["dtype"], one["revision"]) == ("auto", world.status["stable"]["revision"])
     assert [denied["dtype"] for denied in one["denied"]] == [BAD]
 
@@ -186,6 +186,10 @@ def test_a_user_who_may_only_read_services_gets_the_journal_and_the_plan(world: 
     assert (why.returncode, why.stderr) == (0, "")
     assert world.status["decisions"][0]["message"] in why.stdout
     assert "without Events: you may not list events in namespace models" in why.stdout
+    status = kvpilot(reader, "status", "chat", "-n", "models")
+    assert (status.returncode, status.stderr) == (0, "")
+    assert "\nReady " in status.stdout
+    assert "without pods: you may not list pods in namespace models" in status.stdout
     line = world.refused("plan", "chat", "-n", "models", kubeconfig=reader)
     assert "name one, such as --gpu" in line
 

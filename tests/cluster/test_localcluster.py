@@ -214,3 +214,20 @@ def test_a_cluster_whose_starter_was_killed_is_ended_at_the_next_start(tmp_path:
 
 def test_the_versions_are_what_the_documentation_says(cluster: LocalCluster) -> None:
     assert re.fullmatch(r"v1\.20\.2", cluster.rest.get("/version")["gitVersion"])
+
+
+def test_a_running_pod_is_ready_while_its_readiness_gate_is_open(tenant: Tenant) -> None:
+    gate = {"conditionType": "my.io/gate"}
+    tenant.run("gated", container(command=["sleep", "900"]), readinessGates=[gate], terminationGracePeriodSeconds=1)
+    tenant.wait_ready("gated")
+    path = f"{tenant.core}/pods/gated/status"
+
+    def ready() -> str:
+        return next(one["status"] for one in tenant.pod("gated")["status"]["conditions"] if one["type"] == "Ready")
+
+    assert ready() == "False"
+    for word in ("True", "False"):
+        condition = {"type": gate["conditionType"], "status": word}
+        strategic = "application/strategic-merge-patch+json"
+        tenant.cluster.rest.call("PATCH", path, {"status": {"conditions": [condition]}}, content=strategic)
+        until(lambda word=word: ready() == word, f"Ready is {word}")

@@ -74,6 +74,14 @@ def test_the_operator_starts_there(operator_env: Path) -> None:
     assert "--http-port" in done.stdout
 
 
+def test_the_operator_can_send_traces_from_there(operator_env: Path) -> None:
+    code = "from kvpilot_operator.tracing import tracer; print(type(tracer('http://127.0.0.1:9')).__name__)"
+    done = subprocess.run(
+        [operator_env / "bin/python", "-c", code], capture_output=True, text=True, check=True, cwd="/"
+    )
+    assert done.stdout == "OtlpTracer\n"
+
+
 def test_the_operator_finds_its_crd_there(operator_env: Path) -> None:
     code = "from kvpilot_operator.api.schema import faults; print([f.field for f in faults({'spec': {}})])"
     done = subprocess.run(

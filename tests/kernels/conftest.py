@@ -24,17 +24,12 @@ try:
     from triton.runtime import interpreter
 
     from kvpilot_kernels.gpu import decode, latent_decode, latent_pages, pages, ring  # noqa: F401 - so that it is interpreted
-    from support.gluon_eager import EagerKernel
+    from support.gluon_eager import EagerKernel, splat
 finally:
     if before is None:
         del os.environ["TRITON_INTERPRET"]
     else:
         os.environ["TRITON_INTERPRET"] = before
-
-
-def splat(self: object, to: object, scalar: object) -> object:
-    """Spread a scalar over a block. Triton 3.9's own makes an int32 of a comparison, which is then no mask."""
-    return interpreter.TensorHandle(np.full(to.shape, scalar.data, scalar.data.dtype), scalar.dtype.scalar)
 
 
 @pytest.fixture(autouse=True, scope="session")

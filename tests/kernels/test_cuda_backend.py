@@ -7,12 +7,14 @@ behind the last token, too: multiplies them by zero, so that NaN in padding show
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
@@ -20,6 +22,7 @@ from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.pages import GpuPages
 from kvpilot_kernels.gpu.tuning import Choice
 from kvpilot_kernels.reference.attention import attend, decode_reference, prefill_reference, round_trip
+from kvpilot_runtime.compat import backend_class
 from support.gluon_eager import EagerKernel
 from support.gpu_batch import PAST_THE_END, generator, poisoned
 
@@ -75,8 +78,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     from kvpilot_runtime import cuda as module
 
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=256))
-    for where in (backend, module):
-        monkeypatch.setattr(where, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(backend, "calibration_of", lambda _config: None)
     # Small tiles, and a wave of 2 programs a KV head.
     monkeypatch.setattr(tuning, "choose", lambda *_: Choice(16, 2, 4))
@@ -84,7 +86,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "flash_attn_varlen_func", flash_attention)
     monkeypatch.setattr(module, "merge_attn_states", merge)
     monkeypatch.setattr(module, "get_flash_attn_version", lambda **_: 3)
-    monkeypatch.setattr(module, "WORKSPACE_BYTES", 0)  # 16 tokens a sequence: contexts come in many chunks
+    monkeypatch.setattr(module, "WORKSPACE_BYTES", 4 * KV_HEADS * DIM * 64)  # contexts come in many chunks
     monkeypatch.setattr(module.CudaImpl, "_workspace", {})
     monkeypatch.setattr(module.CudaBuilder, "_upload", lambda _self, x: x)
     monkeypatch.setattr(backend, "get_forward_context", lambda: STEP)
@@ -99,11 +101,13 @@ class Engine:
     """Sequences that grow by steps through one layer of the backend, and what each step should have given."""
 
     def __init__(
-        self, module: Any, name: str, blocks: int = 12, width: int = 4, recent: int = 0, drafts: int = 0
-    ) -> None:
-        self.width, self.recent, self.drafts = width, recent, drafts
+        self, module: Any, name: str, blocks: int = 12, width: int = 4, recent: int = 0, drafts: int = 0, chunk: int = 0
+    ) -> None:  # fmt: skip
+        from kvpilot_runtime import backend
+
+        self.width, self.recent, self.drafts, self.chunk = width, recent, drafts, chunk
         speculation = SimpleNamespace(method="ngram", num_speculative_tokens=drafts) if drafts else None
-        module.get_current_vllm_config().speculative_config = speculation
+        backend.get_current_vllm_config().speculative_config = speculation
         self.fmt, self.rng = formats.parse(name), generator(11)
         self.impl = module.CudaImpl(HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, name)
         self.impl.recent = recent
@@ -120,8 +124,12 @@ class Engine:
             speculative_config=speculation, kv_transfer_config=None,
         )  # fmt: skip
         self.layer = layer
-        self.builder = module.CudaBuilder(SimpleNamespace(block_size=BLOCK), ["x"], config, torch.device("cpu"))
-        assert self.builder.shape.wave == 2
+        kind = getattr(module, backend_class(name))
+        if chunk:  # as vLLM makes the backend of such a layer
+            made = pytest.importorskip("vllm.model_executor.layers.attention.chunked_local_attention")
+            kind = made.create_chunked_local_attention_backend(kind, chunk)
+        self.builder = kind.get_builder_cls()(SimpleNamespace(block_size=BLOCK), ["x"], config, torch.device("cpu"))
+        assert self.builder.shape.cut().wave == 2
         self.cache = poisoned(blocks, KV_HEADS, BLOCK, self.fmt, DIM)
         self.free = list(range(1, blocks))
         self.tables: dict[str, list[int]] = {}
@@ -138,12 +146,11 @@ class Engine:
 
     def step(
         self, new: dict[str, int], padding: int, wrong: dict[str, int] | None = None, resumed: bool = False,
-        prefilled: Collection[str] = (),
     ) -> None:  # fmt: skip
         """New tokens by sequence, decodes first; rows of padding follow, all NaN. Checks the output of every row.
 
         Of a sequence's new tokens the last `wrong` are taken back. Sequences of many tokens are in their prompts,
-        unless they are `resumed`. Those `prefilled` attend to their new tokens as they are, however few these are.
+        unless they are `resumed`.
         """
         counts = list(new.values())
         total = sum(counts)
@@ -183,23 +190,36 @@ class Engine:
         STEP.attn_metadata = {"ring": self.rings(common, list(new))} if self.recent else None
         self.impl.forward(self.layer, query, fresh_k, fresh_v, self.cache, meta, out)
         at = 0
-        for name, count in new.items():
-            rows, scale = slice(at, at + count), DIM**-0.5
-            keys, values = self.keys[name], self.values[name]
-            if count <= 1 + self.drafts and name not in prefilled:
-                ends = range(before[name] + 1, len(keys) + 1)
+        for name, seen, first, end, decodes in self.pieces(new, before):
+            count, scale = end - first, DIM**-0.5
+            rows = slice(at, at + count)
+            keys, values = self.keys[name][seen:end], self.values[name][seen:end]
+            if decodes:
+                ends = range(first + 1 - seen, end + 1 - seen)
                 each = [(query[at + i], keys[:end], values[:end]) for i, end in enumerate(ends)]
                 wanted = torch.stack([
                     self.with_window(*one) if self.recent else decode_reference(*one, self.fmt, scale, self.factors)
                     for one in each
                 ])  # fmt: skip
             else:
-                wanted = prefill_reference(query[rows], keys, values, before[name], self.fmt, scale, self.factors)
+                wanted = prefill_reference(query[rows], keys, values, first - seen, self.fmt, scale, self.factors)
             found = out[rows].view(count, HEADS, DIM)
             assert ((found - wanted).norm(dim=-1) < 2e-3 * wanted.norm(dim=-1)).all(), name
             at += count
         for name, count in (wrong or {}).items():
             self.keys[name], self.values[name] = self.keys[name][:-count], self.values[name][:-count]
+
+    def pieces(self, new: dict[str, int], before: dict[str, int]) -> Iterator[tuple[str, int, int, int, bool]]:
+        """New tokens [first, end) of a sequence that see it from `seen` on, and whether they decode."""
+        number, decodes = itertools.count(1), True
+        for name, count in new.items():
+            first, last = before[name], before[name] + count
+            while first < last:
+                seen = first - first % self.chunk if self.chunk else 0
+                end = min(last, seen + self.chunk) if self.chunk else last
+                decodes &= end - first <= 1 + self.drafts and next(number) <= self.builder.plan.sequences
+                yield name, seen, first, end, decodes
+                first = end
 
     def rings(self, common: Any, names: list[str]) -> Any:
         """What the ring layers' builder makes of the step; pages as a sequence's tokens come to them."""
@@ -233,6 +253,26 @@ def test_a_step_of_one_token_reads_the_window_whatever_came_before_it(cuda: Any,
     engine.step({"a": 1, "c": 1, "b": 1}, padding=2)
 
 
+@pytest.mark.parametrize("name", ["int8", "k4v4"])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_layer_that_attends_within_chunks_sees_none_before_its_own(cuda: Any, name: str, drafts: int) -> None:
+    engine = Engine(cuda, name, blocks=24, width=7, drafts=drafts, chunk=2 * BLOCK)
+    engine.step({"a": BLOCK}, padding=3)
+    engine.step({"a": 2 * BLOCK - 1, "b": 4 * BLOCK + 7}, padding=0)  # three chunks of b at once
+    engine.step({"a": 1, "b": 1}, padding=2)
+    engine.step({"a": 1, "b": 2 * BLOCK - 9, "c": 2 * BLOCK + 1}, padding=2)
+    engine.step({"b": 2, "a": 1, "c": 1}, padding=2)  # b goes into its next chunk
+
+
+def test_more_pieces_of_chunks_than_sequences_may_decode_are_served_as_prompts_are(cuda: Any) -> None:
+    engine = Engine(cuda, "k4v4", blocks=24, chunk=BLOCK)
+    most, names = engine.builder.plan.sequences, "abcdefgh"
+    for name in names:
+        engine.step({name: BLOCK - 1}, padding=0)
+    assert 2 * len(names) > most
+    engine.step(dict.fromkeys(names, 2), padding=0)  # one token in a chunk, one in the next
+
+
 @pytest.mark.parametrize(("name", "recent"), [("k4v4", 0), ("k4v4", 64), ("k2v2", 64)])
 def test_a_step_with_drafts_is_one_of_single_tokens_whatever_was_taken_back_before(
     cuda: Any, name: str, recent: int
@@ -250,39 +290,32 @@ def test_a_step_with_drafts_is_one_of_single_tokens_whatever_was_taken_back_befo
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_tables_and_lengths_of_steps_lie_where_a_captured_graph_reads_them(cuda: Any, drafts: int) -> None:
+def test_what_a_captured_graph_reads_lies_in_vllms_own_buffers_or_always_at_the_same_place(
+    cuda: Any, drafts: int
+) -> None:
     engine = Engine(cuda, "k4v4", blocks=24, recent=64, drafts=drafts)
-    describe, seen = engine.builder.describe, []
+    describe, decoded, places = engine.builder.describe, [], []
 
     def watch(common: Any) -> Any:
         found = describe(common)
-        seen.append((found.block_table.data_ptr(), found.seq_lens.data_ptr(), found.decodes))
+        pairs = [(found.block_table, common.block_table_tensor), (found.seq_lens, common.seq_lens)]
+        if (several := found.plan.several) is not None:
+            pairs.append((several.starts, common.query_start_loc))
+            places.append((several.owners.data_ptr(), found.ordinals.data_ptr()))
+        assert all(ours.data_ptr() == theirs.data_ptr() for ours, theirs in pairs)
+        decoded.append(found.decodes)
         return found
 
     engine.builder.describe = watch
     engine.step({"a": 1, "b": 1}, padding=0)
     engine.step({"a": 1, "b": 1}, padding=2)
+    assert decoded == [2, 2]
+    assert not places
     if drafts:
         engine.step({"a": 1 + drafts, "b": 1 + drafts}, padding=0)
-        assert len({place[:2] for place in seen}) == 1
-        assert seen[-1][2] == 2 * (1 + drafts)
-    else:
-        assert [decodes for *_, decodes in seen] == [2, 2]
-
-
-def test_sequences_after_as_many_rows_as_the_plan_cuts_are_served_as_prompts_are(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvpilot_runtime import cuda_steps
-
-    monkeypatch.setattr(cuda_steps, "MOST_ROWS", 9)
-    engine = Engine(cuda, "k4v4", blocks=24, recent=64, drafts=3)
-    assert engine.builder.plan.sequences == 9
-    engine.step({"a": 20}, padding=0)
-    engine.step({"b": 30}, padding=0)
-    engine.step({"c": 40}, padding=0)
-    engine.step({"a": 4, "b": 4, "c": 4}, padding=0, wrong={"a": 2, "b": 3, "c": 1}, prefilled={"c"})
-    engine.step({"c": 4, "a": 3, "b": 2}, padding=3, wrong={"c": 1, "a": 2, "b": 1})
+        engine.step({"b": 1 + drafts, "a": 2}, padding=2)
+        assert decoded[2:] == [2 * (1 + drafts), 2 * (1 + drafts)]
+        assert len(set(places)) == 1
 
 
 @pytest.mark.parametrize("name", ["k4v4", "k8v4"])
@@ -296,26 +329,40 @@ def test_prompts_in_chunks_decodes_and_mixed_steps_equal_the_reference(cuda: Any
     engine.step({"a": 1, "b": 1, "c": 1}, padding=5)
 
 
-def test_a_context_longer_than_the_workspace_comes_in_chunks(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contexts_longer_than_the_workspace_come_in_full_chunks_however_unlike_they_are(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = Engine(cuda, "k4v4")
-    engine.step({"a": 150}, padding=0)
-    seen: list[tuple[int, int]] = []
+    engine.step({"a": 3, "b": 150}, padding=0)
+    seen: list[tuple[list[int], int]] = []
     gather = GpuPages.gather
 
-    def watch(pages: GpuPages, table: Any, rows: torch.Tensor, begin: int, *rest: Any) -> None:
-        seen.append((begin, int(rows[-1])))
-        gather(pages, table, rows, begin, *rest)
+    def watch(pages: GpuPages, table: Any, rows: torch.Tensor, begins: torch.Tensor, *rest: Any) -> None:
+        seen.append((begins.tolist(), int(rows[-1])))
+        gather(pages, table, rows, begins, *rest)
 
     monkeypatch.setattr(GpuPages, "gather", watch)
-    engine.step({"a": 12}, padding=4)
-    assert seen == [(0, 64), (64, 64), (128, 22)]
+    engine.step({"a": 12, "b": 12}, padding=4)
+    assert seen == [([0, 0], 64), ([3, 61], 64), ([3, 125], 25)]
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=6), st.integers(1, 100))
+def test_every_token_of_every_context_is_in_one_chunk_and_only_the_last_has_room(lengths: list[int], room: int) -> None:
+    from kvpilot_runtime.cuda_steps import packed
+
+    chunks = [(begins.tolist(), counts.tolist()) for begins, counts in packed(torch.tensor(lengths), room)]
+    assert [sum(counts) for _, counts in chunks[:-1]] == [room] * max(0, len(chunks) - 1)
+    assert all(0 < sum(counts) <= room for _, counts in chunks)
+    for i, length in enumerate(lengths):
+        read = [range(begins[i], begins[i] + counts[i]) for begins, counts in chunks]
+        assert [token for part in read for token in part] == list(range(length))
 
 
 def test_a_step_of_decodes_alone_may_overlap_with_its_store(cuda: Any) -> None:
     engine = Engine(cuda, "k4v4")
     asked: list[bool] = []
     update = engine.builder.plan.update
-    engine.builder.plan.update = lambda lens, overlap=False: (asked.append(overlap), update(lens, overlap))
+    engine.builder.plan.update = lambda lens, overlap, several: (asked.append(overlap), update(lens, overlap, several))
     engine.step({"a": 5}, padding=0)
     engine.step({"a": 1, "b": 6}, padding=0)
     engine.step({"a": 1, "b": 1}, padding=0)
@@ -326,7 +373,7 @@ def test_a_step_with_drafts_does_not_overlap_with_its_store(cuda: Any) -> None:
     engine = Engine(cuda, "k4v4", drafts=2)
     asked: list[bool] = []
     update = engine.builder.plan.update
-    engine.builder.plan.update = lambda lens, overlap=False: (asked.append(overlap), update(lens, overlap))
+    engine.builder.plan.update = lambda lens, overlap, several: (asked.append(overlap), update(lens, overlap, several))
     engine.step({"a": 5}, padding=0)
     engine.step({"a": 2, "b": 1}, padding=0, wrong={"a": 1})
     engine.step({"a": 1, "b": 1}, padding=0)
@@ -368,18 +415,19 @@ class Launches:
 def test_no_step_launches_a_variant_that_was_not_compiled_at_start(
     cuda: Any, width: int, recent: int, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvpilot_kernels.gpu import pages, ring
+    from kvpilot_kernels.gpu import pages, plan, ring
 
     seen: set[Any] = set()
     monkeypatch.setattr(ring, "ring_slots_kernel", Launches(ring.ring_slots_kernel, seen))
-    for name in ("plan_kernel", "store_kernel", "decode_kernel", "reduce_kernel", "gather_kernel"):
+    monkeypatch.setattr(plan, "plan_kernel", Launches(plan.plan_kernel, seen))
+    for name in ("store_kernel", "decode_kernel", "reduce_kernel", "gather_kernel"):
         monkeypatch.setattr(pages, name, Launches(getattr(pages, name), seen))
     engine = Engine(cuda, "k4v4", width=width, recent=recent, drafts=drafts)
     at_start = set(seen)
     seen.clear()
     steps = [{"a": 9}, {"a": 1, "b": 20}, {"a": 12, "b": 11}, {"a": 1, "b": 1, "c": 14}, {"a": 1, "b": 1, "c": 1}]
     if drafts:
-        steps += [{"a": 4, "b": 3, "c": 1}, {"a": 4, "b": 4}, {"a": 2, "b": 1, "c": 6}]
+        steps += [{"a": 4, "b": 3, "c": 1}, {"a": 4, "b": 4}, {"a": 2, "b": 1, "c": 6}, {"a": 3, "b": 3}, {"a": 2}]
     for new in steps:
         engine.step(new, padding=2)
     assert len({name for name, *_ in seen}) == 5 + (recent > 0)

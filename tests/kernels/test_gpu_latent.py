@@ -22,13 +22,9 @@ cuts = st.sampled_from([(16, 16), (32, 16), (32, 32), (48, 16), (64, 64)])
 
 def store(cache: torch.Tensor, name: str, entries: torch.Tensor, slots: torch.Tensor,
           factors: LatentFactors | None = None) -> None:  # fmt: skip
-    """Store by the GPU's kernel, without queries."""
+    """Store by the GPU's kernel."""
     shape = LatentShape(parse(name), HEADS, cache.shape[1], CPU)
-    query = torch.full((len(entries), HEADS, ENTRY), torch.nan)
-    GpuLatentPages(cache, shape, factors).store(
-        query[..., :RANK].contiguous(), query[..., RANK:].contiguous(), entries[:, :RANK], entries[:, RANK:], slots,
-        LatentPlan(shape, 1), 0, 1.0,
-    )  # fmt: skip
+    GpuLatentPages(cache, shape, factors).store(entries[:, :RANK], entries[:, RANK:], slots)
 
 
 @settings(max_examples=12)
@@ -84,10 +80,11 @@ def test_queries_that_decode_are_prepared_whatever_their_size(
     plan, cache = LatentPlan(shape, tokens), poisoned(1, 16, parse("mla4"))
     plan.rotated.fill_(torch.nan)
     plan.sums.fill_(torch.nan)
-    GpuLatentPages(cache, shape, factors).store(
-        query[..., :RANK].contiguous(), query[..., RANK:].contiguous(), torch.zeros(tokens, RANK),
-        torch.zeros(tokens, ENTRY - RANK), torch.full((tokens,), -1), plan, decodes, 0.07,
-    )  # fmt: skip
+    # As vLLM has them: each absorbed query beside the others of its token, the RoPE part within the query.
+    wide = torch.cat([torch.full((tokens, heads, 32), torch.nan), query[..., RANK:]], -1)
+    GpuLatentPages(cache, shape, factors).prepare(
+        query[:decodes, :, :RANK].contiguous(), wide[:decodes, :, 32:], plan, 0.07
+    )
     wanted = rotated(query.double() / factors.scale) * (0.07 * LOG2_E)
     unit, total, rope_total = plan.sums.double().unbind(1)
     off = plan.rotated.double() * unit[..., None] - wanted
@@ -125,6 +122,12 @@ def test_decode_equals_the_reference_however_the_work_is_cut(
     calibrated: bool,
 ) -> None:  # fmt: skip
     assert_equals_reference(LatentBatch(name, lengths, seed, heads, *cut, stages, warps, wave, calibrated))
+
+
+def test_one_long_sequence_of_many_splits_equals_the_reference() -> None:
+    batch = LatentBatch("mla8", [1130], 7, heads=2, wave=70)
+    assert latent_tuning.merging(70) != latent_tuning.merging(8)
+    assert_equals_reference(batch)
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e-2, 30.0, 500.0])
@@ -195,16 +198,16 @@ def test_out_may_be_a_part_of_a_wider_buffer_and_a_step_smaller_than_the_plan(dt
 def test_a_chunk_of_every_context_is_gathered_as_the_cpu_reads_it(
     name: str, block_size: int, wanted: list[tuple[int, int]], dtype: torch.dtype, calibrated: bool, seed: int
 ) -> None:
-    begin = wanted[0][0]
-    lengths = [begin + n if n else more for more, n in wanted]  # who takes no part has a length of his own
+    lengths = [begin + n for begin, n in wanted]
     batch = LatentBatch(name, lengths, seed, block_size=block_size, calibrated=calibrated)
     chunks = [n for _, n in wanted]
     rows = torch.tensor([0, *torch.tensor(chunks).cumsum(0).tolist()], dtype=torch.int32)
     out = torch.full((sum(chunks) + 2, ENTRY), 7.0, dtype=dtype)
-    batch.pages.gather(batch.table, rows, begin, max(chunks), out)
+    starts = torch.tensor([begin for begin, _ in wanted], dtype=torch.int32)
+    batch.pages.gather(batch.table, starts, rows, max(chunks), out)
     for i, n in enumerate(chunks):
         if n:
-            part = batch.cpu.read(batch.table[i], lengths[i])[begin:]
+            part = batch.cpu.read(batch.table[i], lengths[i])[starts[i] :]
             off = (out[rows[i] : rows[i + 1]].float() - part).norm(dim=-1)
             assert (off <= part.norm(dim=-1) * (1e-3 if dtype == torch.float16 else 1e-5)).all()
     assert (out[rows[-1] :] == 7).all()
@@ -214,15 +217,20 @@ def test_bad_input_is_refused_before_a_launch() -> None:
     batch = LatentBatch("mla4", [20], 1)
     query, plan = batch.queries(), batch.plan()
     before, entry = batch.cache.clone(), torch.zeros(1, ENTRY)
-    absorbed, rope = query[..., :RANK].contiguous(), query[..., RANK:].contiguous()
-    good = [absorbed, rope, entry[:, :RANK], entry[:, RANK:], torch.tensor([16]), plan, 1, 1.0]
-    for i, bad, told in (
-        (0, query[..., :RANK], "query has strides"), (0, absorbed[:, :2], "give floats"),
-        (1, absorbed, "query_rope is"), (2, entry, "latent is"),
-        (4, torch.tensor([16, 17]), "2 entries"), (6, 2, "decodes is 2"),
+    absorbed, rope = query[..., :RANK], query[..., RANK:]
+    for first, second, told in (
+        (absorbed[:, :2], rope, "give floats"), (absorbed, rope[..., :8], "query_rope is"),
+        (absorbed.expand(2, -1, -1), rope.expand(2, -1, -1), "query has 2 rows"),
+        (torch.zeros(1, 3, 2 * RANK)[..., ::2], rope, "query has strides"),
     ):  # fmt: skip
         with pytest.raises(BadInputError, match=told):
-            batch.pages.store(*[bad if i == j else x for j, x in enumerate(good)])
+            batch.pages.prepare(first, second, plan, 1.0)
+    assert plan.rotated.isnan().all()
+    for latent, slots, told in (
+        (entry, torch.tensor([16]), "latent is"), (entry[:, :RANK], torch.tensor([16, 17]), "2 entries"),
+    ):  # fmt: skip
+        with pytest.raises(BadInputError, match=told):
+            batch.pages.store(latent, entry[:, RANK:], slots)
     assert torch.equal(batch.cache, before)
     out = torch.zeros(1, 3, RANK)
     for table, lens, to, told in (
@@ -233,12 +241,16 @@ def test_bad_input_is_refused_before_a_launch() -> None:
         with pytest.raises(BadInputError, match=told):
             batch.pages.decode(table, lens, plan, to)
     rows, chunk = torch.tensor([0, 20], dtype=torch.int32), torch.full((20, ENTRY), 7.0)
-    for table, starts, to, told in (
-        (batch.table, rows.long(), chunk, "rows is torch.int64"), (batch.table, rows, chunk[:, :RANK], "out is"),
-        (batch.table[:0], rows, chunk, "rows are of 1 sequences"),
+    first = torch.zeros(1, dtype=torch.int32)
+    for table, starts, at, to, told in (
+        (batch.table, first, rows.long(), chunk, "rows is torch.int64"),
+        (batch.table, first.long(), rows, chunk, "starts is torch.int64"),
+        (batch.table, first, rows, chunk[:, :RANK], "out is"),
+        (batch.table[:0], first, rows, chunk, "rows are of 1 sequences"),
+        (batch.table, first[:0], rows, chunk, "rows are of 1 sequences"),
     ):  # fmt: skip
         with pytest.raises(BadInputError, match=told):
-            batch.pages.gather(table, starts, 0, 20, to)
+            batch.pages.gather(table, starts, at, 20, to)
     assert (chunk == 7).all()
     for heads in (0, 129):
         with pytest.raises(BadInputError, match=f"heads is {heads}"):

@@ -10,9 +10,8 @@ from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
-from kvpilot_kernels.gpu.tuning import Choice
 from kvpilot_kernels.reference.attention import decode_reference
-from support.gpu_batch import CPU, PAST_THE_END, generator, ordinals, poisoned, some_factors
+from support.gpu_batch import CPU, PAST_THE_END, generator, launch_as, ordinals, poisoned, some_factors
 
 K4V4 = formats.parse("k4v4")
 ROW = K4V4.row_bytes(64)
@@ -125,7 +124,7 @@ def test_sequences_grow_token_by_token_as_the_reference_says(name: str, dim: int
     """Prompts stored at once; then steps that store a token of each sequence and decode, in one plan."""
     rng, fmt, heads, prompts, steps = generator(7), formats.parse(name), 2, [30, 1, 47], 3
     factors, shape = some_factors(heads, dim, rng), Shape(fmt, dim, heads, ratio, 16, CPU)
-    shape.choice, shape.wave = Choice(16, 3, 1), 2
+    launch_as(shape, 16, 3, 2)
     cache = poisoned(13, heads, 16, fmt, dim)
     pages, plan = GpuPages(cache, shape, factors), Plan(shape, 4)
     table = (1 + torch.randperm(12, generator=rng)).view(3, 4).int()

@@ -1,14 +1,13 @@
 """The plan of decode: every tile of every sequence in exactly one split, in order."""
 
+import itertools
+
 import pytest
 import torch
-import triton
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvpilot_kernels.gpu.plan import most_splits, plan_kernel
-
-SPLITS = 128
+from kvpilot_kernels.gpu.plan import fill_splits, most_results, most_splits
 
 
 def cut(lengths: list[int], tile: int, wave: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -18,10 +17,7 @@ def cut(lengths: list[int], tile: int, wave: int, window: int) -> tuple[torch.Te
     # One row more than asked for, to see that nobody writes there.
     splits = torch.full((count + 1, 4), 77, dtype=torch.int32)
     spans = torch.full((sequences + 1, 2), 77, dtype=torch.int32)
-    plan_kernel[(triton.cdiv(count, SPLITS),)](
-        torch.tensor(lengths, dtype=torch.int32), splits, spans, sequences, count, wave, TILE=tile, WINDOW=window,
-        SEQUENCES=triton.next_power_of_2(max(sequences, 16)), SPLITS=SPLITS,
-    )  # fmt: skip
+    fill_splits(torch.tensor(lengths, dtype=torch.int32), splits, spans, wave, tile, window)
     assert (splits[-1] == 77).all()
     assert (spans[-1] == 77).all()
     return splits[:-1], spans[:-1]
@@ -79,3 +75,47 @@ def test_no_program_waits_for_another_to_end(lengths: list[int]) -> None:
     splits, _ = cut(lengths, 64, 198, 0)
     used = int((splits[:, 0] >= 0).sum())
     assert 140 <= used <= 198 or len(lengths) == 8
+
+
+rows = st.integers(0, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(n, 3000) if n else st.just(0)))
+
+
+@settings(max_examples=40)
+@given(st.lists(rows, min_size=1, max_size=12), st.sampled_from([16, 32]), st.integers(1, 100),
+       st.one_of(st.just(0), st.integers(1, 500)))  # fmt: skip
+def test_each_split_has_a_result_of_its_own_for_each_row_and_reads_what_any_of_them_sees(
+    sequences: list[tuple[int, int]], tile: int, wave: int, window: int
+) -> None:
+    counts, lengths = [n for n, _ in sequences], torch.tensor([n for _, n in sequences], dtype=torch.int32)
+    most = max(2, *counts)
+    splits = torch.full((most_splits(len(counts), wave), 4), 77, dtype=torch.int32)
+    spans, bases = torch.full((len(counts), 2), 77, dtype=torch.int32), torch.full((len(counts) + 1,), 77).int()
+    starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    fill_splits(lengths, splits, spans, wave, tile, window, bases[:-1], starts, most)
+    assert bases[-1] == 77
+    results = 0
+    for i, (count, length) in enumerate(sequences):
+        first, number = spans[i].tolist()
+        assert bases[i] == results
+        results += number * count
+        begin = max(length - window - (most - 1), 0) // tile * tile if window else 0
+        for owner, start, end, whole in splits[first : first + number].tolist():
+            assert (owner, start, whole) == (i, begin, length)
+            begin = end
+        assert begin == length
+    assert results <= most_results(sum(counts), most, wave)
+
+
+def test_thousands_of_sequences_are_cut_like_a_few() -> None:
+    """More than a program counts at once, so that sums go over several rounds, and splits over many programs."""
+    lengths = [(i * 37) % 400 for i in range(2500)]
+    splits, spans = cut(lengths, 16, 700, 0)
+    used = 0
+    for i, (first, number) in enumerate(spans.tolist()):
+        assert first == used
+        mine = splits[first : first + number].tolist()
+        assert [owner for owner, *_ in mine] == [i] * number
+        assert [start for _, start, *_ in mine] == [0, *(end for _, _, end, _ in mine[:-1])][:number]
+        assert not mine or mine[-1][2] == lengths[i]
+        used += number
+    assert (splits[used:, 0] == -1).all()

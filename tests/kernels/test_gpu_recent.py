@@ -9,9 +9,8 @@ from kvpilot_kernels import formats
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.gpu import decode, pages
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
-from kvpilot_kernels.gpu.tuning import Choice
 from support.gluon_eager import EagerKernel
-from support.gpu_batch import CPU, PAST_THE_END
+from support.gpu_batch import CPU, PAST_THE_END, launch_as
 from support.recent import Sequences
 from support.rounding import assert_within_rounding
 
@@ -23,8 +22,8 @@ names, dims, seeds = st.sampled_from(WITH_RING), st.sampled_from(formats.HEAD_DI
 def gpu(s: Sequences, cut: tuple[int, int, int] = (16, 2, 2), window: int = 0, softcap: float = 0.0) -> GpuPages:
     """Pages for the GPU's kernels over the same memory; `cut` is (tile, stages, wave)."""
     shape = Shape(s.fmt, s.dim, s.kv_heads, s.ratio, s.block_size, CPU, window, softcap, recent=s.recent)
-    shape.choice, shape.wave = Choice(cut[0], cut[1], 1), cut[2]
-    return GpuPages(s.cache, shape, s.factors, ring=s.cache)
+    shape.ring_blocks = s.ring_table.shape[1]
+    return GpuPages(s.cache, launch_as(shape, *cut), s.factors, ring=s.cache)
 
 
 def attend(s: Sequences, at: GpuPages, query: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,8 @@ from kvpilot_operator.decide import decide
 from kvpilot_operator.render.engine import pod_template
 from kvpilot_operator.render.names import ENGINE_PORT
 from kvpilot_operator.state.decision import Decision
+from kvpilot_operator.state.histogram import Histogram
+from kvpilot_operator.state.snapshot import Flows
 from kvpilot_operator.state.status import Accuracy, Canary, Denied, JournalEntry, KVCache, Measured, Option, Status
 from support.services import KEY, NOW, manifest, running, samples, spec_of
 
@@ -98,10 +100,14 @@ def eventful(now: datetime) -> Status:
 def passes(telemetry: Telemetry) -> None:
     """A reconcile of the service as the operator's loop tells of it, with a past added to what it decided."""
     now = datetime.now(UTC).replace(microsecond=0)
-    observed = running(manifest(), "auto")
+    objective = {"metric": "TTFT", "percentile": 95, "milliseconds": 500}
+    asked = manifest(scaling={"objectives": [objective]}, kvCache={"mode": "Auto", "offload": {"cpuMemoryGiB": 8}})
+    observed = running(asked, "auto")
     seen = samples(usage=0.95, waiting=3)
-    scrapes = tuple(replace(one, time=one.time + (now - NOW), recent_tokens=64) for one in seen)
-    observed = running(manifest(), "auto", now=now, samples={observed.traffic: scrapes})
+    flows = Flows(5.0, generation_tokens=500, finished=5, ttft=Histogram((0.5, 1.0), (5, 0, 0), 1.0))
+    flows = replace(flows, prefix_queries=100.0, prefix_hits=40.0, host_hits=20.0)
+    scrapes = tuple(replace(one, time=one.time + (now - NOW), recent_tokens=64, flows=flows) for one in seen)
+    observed = running(asked, "auto", now=now, samples={observed.traffic: scrapes}, gpu_hour_micros=3_500_000)
     with telemetry.timed_reconcile():
         plain = decide(observed).status
     past = eventful(now)

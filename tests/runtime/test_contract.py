@@ -143,6 +143,13 @@ def broken_in(need: Need) -> tuple[Broken, ...]:
     return (Broken(Part("vllm.some:where", need), "is not there (AttributeError)"),)
 
 
+def test_a_scheduler_that_cannot_be_told_which_pages_to_free_refuses_bounded_caches_alone() -> None:
+    with pytest.raises(UnsupportedEngineError, match=r"SinksAndWindow:4:64.*vllm\.some\.where is not there"):
+        contract.refuse_bound("SinksAndWindow:4:64", broken_in(Need.BOUND))
+    contract.refuse_bound("SinksAndWindow:4:64", broken_in(Need.LAYERS))
+    contract.refuse("k4v4", broken_in(Need.BOUND), skipping=True)
+
+
 def test_only_dtypes_of_ours_are_refused_for_a_part_that_their_layers_need(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedEngineError, match=r"'k4v4'.*vllm\.some\.where is not there.*--kv-cache-dtype auto"):
         contract.refuse("k4v4", broken_in(Need.LAYERS), skipping=False)
@@ -150,6 +157,14 @@ def test_only_dtypes_of_ours_are_refused_for_a_part_that_their_layers_need(monke
     contract.refuse("k4v4", broken_in(Need.WINDOW), skipping=True)
     with pytest.raises(UnsupportedEngineError, match=r"vllm\.some\.where"):
         contract.refuse("k4v4", broken_in(Need.SKIPPED), skipping=True)
+
+
+def test_a_part_that_latents_alone_need_costs_no_other_dtype_anything(caplog: pytest.LogCaptureFixture) -> None:
+    contract.tell(broken_in(Need.LATENTS))
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    contract.refuse("k4v4", broken_in(Need.LATENTS), skipping=True)
+    with pytest.raises(UnsupportedEngineError, match="'mla4' cannot be served"):
+        contract.refuse("mla4", broken_in(Need.LATENTS), skipping=False)
 
 
 def test_what_is_broken_is_logged_with_its_remedy_and_costs_auto_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -210,7 +225,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[in
 
     # The one that serves has several processes, as vLLM has by default.
     asked = {"served": ("", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}), "swapped": (SWAPS, {})}
-    with ThreadPoolExecutor(2) as pool:
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.delenv(contract.TOLD, raising=False)  # left by a plugin that an earlier test registered
         return dict(zip(asked, pool.map(lambda name: run(name, *asked[name]), asked), strict=True))
 
 

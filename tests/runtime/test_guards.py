@@ -80,12 +80,14 @@ def test_a_step_that_is_not_causal_is_not_served_as_if_it_were(causal: Any) -> N
         builder.build(0, batch(causal))
 
 
-def test_layers_that_attend_within_chunks_get_no_page_of_ours() -> None:
-    spec = ChunkedLocalAttentionSpec(
-        block_size=16, num_kv_heads=2, head_size=64, dtype=torch.uint8, attention_chunk_size=64
-    )
-    with pytest.raises(UnsupportedModelError, match=r"chunked attention.*'k4v4'"):
+def test_layers_that_attend_within_chunks_have_the_pages_of_those_that_attend_to_everything() -> None:
+    same = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.uint8}
+    chunked, full = (
         chosen().customize_spec(spec)
+        for spec in (ChunkedLocalAttentionSpec(**same, attention_chunk_size=64), FullAttentionSpec(**same))
+    )
+    assert chunked.page_size_bytes == full.page_size_bytes
+    assert chunked.attention_chunk_size == 64
 
 
 def engine(layers: dict[str, Any] | None = None, **transfer: Any) -> SimpleNamespace:
@@ -116,8 +118,10 @@ def test_pages_of_other_engines_are_refused_by_the_name_of_what_brings_them(
         backend.refuse_unsupported_options(engine(**transfer))
 
 
-def test_vllms_tier_in_host_memory_is_served_but_beside_layers_with_a_window() -> None:
+def test_vllms_tier_in_host_memory_is_served_but_beside_layers_with_a_window_or_chunks() -> None:
     tier = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 2**30}}
     backend.refuse_unsupported_options(engine({"full": SimpleNamespace(sliding_window=None)}, **tier))
     with pytest.raises(UnsupportedModelError, match="sliding-window layers and kv-cache dtype 'k4v4'"):
         backend.refuse_unsupported_options(engine({"window": SimpleNamespace(sliding_window=64)}, **tier))
+    with pytest.raises(UnsupportedModelError, match="chunked attention and kv-cache dtype 'k4v4'"):
+        backend.refuse_unsupported_options(engine({"chunks": SimpleNamespace(attention_chunk_size=64)}, **tier))

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import REGISTRY, generate_latest
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
+from kvpilot_kernels.models import read
 from kvpilot_runtime import model_info, serve
 from kvpilot_runtime.modelconfig import read_config
 
@@ -44,6 +45,13 @@ def test_window_layers_and_latent_attention_are_told(tmp_path: Path) -> None:
     raw = json.loads((tiny_llama() / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "model_type": "deepseek_v3", "kv_lora_rank": 512}))
     assert json.loads(model_info.encode(read_config(tmp_path)))["mla"] is True
+
+
+def test_layers_that_attend_within_chunks_are_none_that_stay_in_16_bits() -> None:
+    corpus = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text())["models"]
+    facts = [read(entry["config"]) for entry in corpus if "Llama-4" in entry["model"]]
+    assert all(found.chunked_layers for found in facts)
+    assert {json.loads(model_info.encode(found))["window_layers"] for found in facts} == {0}
 
 
 def test_without_the_variable_nothing_is_published() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,17 @@ import pytest
 from kvpilot_demo.models import smollm2_135m, tiny_llama
 from kvpilot_localcluster.engines.real import HANGS, engine
 from kvpilot_operator.gate import command
+from kvpilot_operator.mesh import Identity
 from kvpilot_operator.probes import codec, packs
 from kvpilot_operator.probes.client import http_client
 from kvpilot_operator.probes.codec import Baseline
-from kvpilot_operator.probes.errors import EngineBusy
+from kvpilot_operator.probes.errors import EngineBusy, EngineUnreachable
 from kvpilot_operator.probes.run import capture, control, measure
 from kvpilot_operator.probes.session import GiveWay, Settings
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.state.snapshot import ServiceKey
-from support.scrape_loop import scraping
+from support.meshed import Mesh, sidecar
+from support.scrape_loop import ignore, scraping
 
 MODEL = "m"
 SETTINGS = Settings(deadline_seconds=1200)
@@ -135,6 +138,24 @@ def test_the_gate_says_that_a_dtype_that_answers_garbage_has_regressed(
     assert code == 1, found["message"]
     assert found["excess_kl_micronats"] > 500_000
     assert found["measured"]["sample"]["stable"] != found["measured"]["sample"]["canary"]
+
+
+async def test_an_engine_behind_a_meshs_mutual_tls_is_read_and_probed_like_one_beside_it(
+    sixteen: str, tmp_path: Path
+) -> None:
+    mesh, prompts = Mesh(tmp_path / "mesh"), packs.load(["builtin/structured"])[:3]
+    identity = Identity(mesh.issue("kvpilot-system", "kvpilot-operator", tmp_path / "ours"))
+    async with (
+        sidecar(sixteen, mesh.issue("models", "default", tmp_path / "theirs")) as meshed,
+        scraping(identity) as scraper,
+    ):
+        for url in (sixteen, meshed.url):
+            assert (await scraper.scrape(ServiceKey("models", "chat"), url, ignore)).capacity_tokens > 0
+        kept = await capture(sixteen, MODEL, prompts, identity="test", dtype="auto", settings=SETTINGS)
+        within = replace(SETTINGS, tls=identity.tls())
+        assert (await measure(meshed.url, MODEL, kept, settings=within)).top1_agreement_permille == 1000
+        with pytest.raises(EngineUnreachable):
+            await measure(meshed.url, MODEL, kept, settings=SETTINGS)
 
 
 def test_a_probe_gives_way_to_queued_users_and_comes_after_them_by_priority(tmp_path: Path) -> None:

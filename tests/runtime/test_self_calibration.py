@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AutoTokenizer
 
 from kvpilot_demo.models import smollm2_135m, tiny_gemma3, tiny_llama
 from kvpilot_kernels.factors import Factors
@@ -28,49 +27,13 @@ from kvpilot_runtime import calibration_info, self_calibration
 from kvpilot_runtime.calibration_text import NoTokensError, lone, passes, text_ids
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.worker_info import Reported
+from support.built_in_factors import factors_of
 from support.oracle import Oracle
 
 pytestmark = pytest.mark.timeout(1800)
 
 CHUNK, CONTEXT = 512, 2048
 SLACK = 1e-3
-
-
-def factors_of(folder: Path) -> list[Factors]:
-    """What the built-in text gives in plain transformers, float32."""
-    seen: dict[int, Observed] = {}
-    tokens = torch.tensor(text_ids(AutoTokenizer.from_pretrained(folder), CHUNK))
-
-    def attend(layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, *, scaling: float,
-               sliding_window: int | None = None, **_: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
-        window = sliding_window or getattr(layer, "sliding_window", None)
-        found = seen.setdefault(layer.layer_idx, Observed(key.shape[1], key.shape[3]))
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        if len(key) > 1:
-            found.add_first(key[:, :, 0])
-        else:
-            found.add(q, k, v, scaling, sliding_window=window)
-        length = query.shape[2]
-        ago = torch.arange(length)[:, None] - torch.arange(length)[None, :]
-        seen_by = (ago >= 0) & (ago < (window or length))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=seen_by, scale=scaling, enable_gqa=True
-        )
-        return out.transpose(1, 2), None
-
-    ALL_ATTENTION_FUNCTIONS.register("kvpilot_observed", attend)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="kvpilot_observed")
-    at = 0
-    for length, first in passes(CHUNK, CONTEXT):
-        with torch.inference_mode():
-            model(
-                tokens[None, at : at + length], position_ids=torch.arange(first, first + length)[None], use_cache=False
-            )
-        at += length
-    assert CHUNK - at == 32  # that stand alone
-    with torch.inference_mode():
-        model(tokens[at:, None], use_cache=False)
-    return [seen[layer].factors() for layer in sorted(seen)]
 
 
 def told(page: str) -> dict[str, str]:
@@ -95,7 +58,7 @@ def test_answers_are_those_of_the_factors_of_the_built_in_text(model: Callable[[
     assert (labels["source"], labels["reason"]) == ("self", "")
     assert len(labels["hash"]) == 16
     both = list(zip(prompts, answers, strict=True))
-    calibrated = Oracle(model(), "k4v4", factors_of(model()))
+    calibrated = Oracle(model(), "k4v4", factors_of(model(), CHUNK, CONTEXT))
     wrong = [i for i, (prompt, answer) in enumerate(both) if not calibrated.sound(prompt, answer)]
     assert not wrong
     # The check can fail: without factors the same codec gives other answers.

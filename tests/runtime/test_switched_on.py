@@ -258,16 +258,25 @@ def test_a_model_that_attends_to_later_tokens_is_refused_by_name(tmp_path: Path,
     assert "attention to later tokens" in error.message
 
 
-@pytest.mark.parametrize(
-    ("model", "word"),
-    [("openai/whisper-tiny", "encoder-decoder"), ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "chunked attention")],
-)  # fmt: skip
-def test_attention_of_another_kind_is_refused_by_name(tmp_path: Path, model: str, word: str) -> None:
+def published(model: str) -> dict[str, Any]:
+    """The config of a model of the corpus."""
     corpus = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text())["models"]
     [config] = [entry["config"] for entry in corpus if entry["model"] == model]
-    error = refusal(asked(model=folder(tmp_path, config)))
+    return dict(config)
+
+
+def test_chunked_attention_goes_on_with_every_layer_in_the_dtype_and_without_offloading(tmp_path: Path) -> None:
+    model = folder(tmp_path, published("meta-llama/Llama-4-Scout-17B-16E-Instruct"))
+    assert check(asked("--max-model-len=4096", model=model)).skip_layers == ()
+    error = refusal(asked("--max-model-len=4096", "--kv-offloading-size=1", model=model))
     assert error.reason == "DtypeUnsupported"
-    assert word in error.message
+    assert "chunked attention" in error.message
+
+
+def test_attention_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
+    error = refusal(asked(model=folder(tmp_path, published("openai/whisper-tiny"))))
+    assert error.reason == "DtypeUnsupported"
+    assert "encoder-decoder" in error.message
     assert "--kv-cache-dtype=auto" in error.message
 
 

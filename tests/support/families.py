@@ -67,6 +67,12 @@ FAMILIES: dict[str, Family] = {
          "activation_sparsity_pattern": [0.0] * 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
         {"post_attention_layernorm.weight": 8.0}, ("sliding_window",),
     ),
+    "llama-4": Family(  # dense; three of four layers attend within chunks, which requests cross
+        "Llama4TextConfig",
+        {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+         "intermediate_size_mlp": 256, "moe_layers": [], "interleave_moe_layer_step": 0,
+         "attention_chunk_size": WINDOW // 2},
+    ),
     "granite-4": Family(
         "GraniteMoeHybridConfig",
         {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 0,

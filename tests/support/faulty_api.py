@@ -60,6 +60,8 @@ class FaultyApi:
     port: int = 0
     storm: Storm | None = None
     seen: list[Seen] = field(default_factory=list)
+    on_write: Callable[[str, str, bytes], None] = lambda *_: None
+    """Called with method, path and body of a write that the API server has taken, before the operator hears of it."""
 
     @classmethod
     @asynccontextmanager
@@ -136,10 +138,13 @@ class FaultyApi:
         if storm is not None and storm.only in ("", kind) and self._random.random() < storm.share:
             return _error_event(storm) if storm.event and watch else _refused(storm)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP}
+        body = await request.read()
         try:
             async with self._session.request(
-                request.method, f"{self.server}{request.rel_url}", data=await request.read() or None, headers=headers
+                request.method, f"{self.server}{request.rel_url}", data=body or None, headers=headers
             ) as upstream:
+                if kind == "writes" and upstream.status < 300:
+                    self.on_write(request.method, request.path, body)
                 return await self._pass_on(request, upstream, watch)
         except aiohttp.ClientError as error:
             # As a load balancer without a live server behind it says.

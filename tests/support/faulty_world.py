@@ -83,17 +83,26 @@ class FaultyWorld:
         """A blocking client for what the operator itself never touches."""
         return self.local.rest
 
+    @property
+    def operator_runs(self) -> bool:
+        """Whether the operator's process is there."""
+        return self._operator is not None and self._operator.poll() is None
+
     async def start_operator(self, env: Mapping[str, str] | None = None, *, wrap: Sequence[str] = ()) -> None:
         """Start the operator's process behind the proxy, and wait until it is ready; `wrap` ends in its command."""
-        kubeconfig, port = self.folder / "operator.kubeconfig", free_port()
-        kubeconfig.write_text(_kubeconfig(self.api.url))
-        self.operator_url = f"http://127.0.0.1:{port}"
-        self._spawn_operator(kubeconfig, port, env or {}, wrap)
+        self.launch_operator(env, wrap=wrap)
 
         async def ready() -> bool:
             return (await self._ask(f"{self.operator_url}/readyz"))[0] == 200
 
         await until(ready, "the operator is ready")
+
+    def launch_operator(self, env: Mapping[str, str] | None = None, *, wrap: Sequence[str] = ()) -> None:
+        """Start the operator's process behind the proxy; whether it lives to become ready is not waited for."""
+        kubeconfig, port = self.folder / "operator.kubeconfig", free_port()
+        kubeconfig.write_text(_kubeconfig(self.api.url))
+        self.operator_url = f"http://127.0.0.1:{port}"
+        self._spawn_operator(kubeconfig, port, env or {}, wrap)
 
     def _spawn_operator(self, kubeconfig: Path, port: int, env: Mapping[str, str], wrap: Sequence[str]) -> None:
         command = [*wrap, str(Path(sys.executable).parent / "kvpilot-operator"), f"--scrape-seconds={SCRAPE_SECONDS}"]
@@ -115,6 +124,11 @@ class FaultyWorld:
         try:
             await asyncio.to_thread(self._operator.wait, 30)
         except subprocess.TimeoutExpired:
+            self._operator.kill()
+
+    def kill_operator(self) -> None:
+        """Kill -9."""
+        if self._operator is not None:
             self._operator.kill()
 
     def check(self) -> None:

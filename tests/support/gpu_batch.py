@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -9,7 +10,8 @@ import torch
 from kvpilot_kernels import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.gpu import tuning
+from kvpilot_kernels.gpu.pages import Cut, GpuPages, Plan, Several, Shape
 from kvpilot_kernels.gpu.tuning import Choice
 from kvpilot_kernels.reference.attention import round_trip
 
@@ -39,6 +41,24 @@ def some_factors(kv_heads: int, dim: int, rng: torch.Generator) -> Factors:
     first = 2 * means[0].roll(1, -1)
     scales = [(torch.rand(kv_heads, dim, generator=rng) * 2 - 1).exp2() for _ in "kv"]
     return Factors(means[0], scales[0], means[1], scales[1], first)
+
+
+def launch_as(shape: Shape, tile: int, stages: int, wave: int) -> Shape:
+    """The shape, with launch choices of one's own; a small wave makes splits of many tiles."""
+
+    def cut(tokens: int = 1) -> Cut:
+        take = tuning.program_queries(shape.head_dim, shape.ratio, tokens)
+        return Cut(take, -(-shape.ratio * tokens // take), Choice(tile, stages, 1), wave)
+
+    shape.cut = cut  # type: ignore[method-assign]
+    return shape
+
+
+def several(counts: list[int], padding: int = 0) -> Several:
+    """The rows of a step with so many query tokens of each sequence, and rows of padding after them."""
+    owners = torch.cat([torch.full((n,), i) for i, n in enumerate(counts)] + [torch.full((padding,), -1)])
+    starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    return Several(starts, owners.int(), max(2, *counts))
 
 
 @dataclass
@@ -88,7 +108,7 @@ class Batch:
         self.table = self.table.int()
         self.shape = Shape(self.fmt, self.dim, self.kv_heads, self.ratio, self.block_size, CPU, self.window,
                            self.softcap)  # fmt: skip
-        self.shape.choice, self.shape.wave = Choice(self.tile, self.stages, 1), self.wave
+        launch_as(self.shape, self.tile, self.stages, self.wave)
         self.pages = GpuPages(self.cache, self.shape, self.factors)
 
     def _slots(self, sequence: int, length: int) -> torch.Tensor:

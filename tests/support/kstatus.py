@@ -51,6 +51,8 @@ def tools_are_told_the_truth(cluster: ModelCluster) -> None:
     if word == "Current":
         assert status.stable is not None
         asked = cluster.obj["spec"]["kvCache"].get("dtype", status.stable.dtype)
-        assert status.stable.revision == revision_of(cluster.obj, asked)
+        assert status.stable.revision == status.observed_revision == revision_of(cluster.obj, asked)
+    if status.canary is not None and status.canary.stage != "RollingBack" and status.observed_revision is not None:
+        assert status.stable is not None and status.observed_revision != status.stable.revision
     if newest and status.canary is not None and not cluster.obj["spec"]["rollout"]["paused"]:
         assert word == "InProgress"

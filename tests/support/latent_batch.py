@@ -109,14 +109,11 @@ class LatentBatch:
         return plan
 
     def prepare(self, query: torch.Tensor, plan: LatentPlan) -> None:
-        """Prepare queries in the plan by `store`, which writes no token: every slot is padding."""
-        count = len(query)
-        nothing, padding = torch.full((count, ENTRY), torch.nan), torch.full((count,), -1)
-        absorbed, rope = query[..., :RANK].contiguous(), query[..., RANK:].contiguous()
-        self.pages.store(absorbed, rope, nothing[:, :RANK], nothing[:, RANK:], padding, plan, count, self.scale)
+        """Prepare queries in the plan."""
+        self.pages.prepare(query[..., :RANK], query[..., RANK:], plan, self.scale)
 
     def decode(self, query: torch.Tensor) -> torch.Tensor:
-        """float32 [sequences, heads, 512] through store, plan, decode and reduce."""
+        """float32 [sequences, heads, 512] through plan, prepare, decode and reduce."""
         plan, out = self.plan(), torch.full((*query.shape[:2], RANK), torch.nan)
         self.prepare(query, plan)
         self.pages.decode(self.table, self.lens, plan, out)

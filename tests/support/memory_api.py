@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -42,6 +42,9 @@ class MemoryApi:
         self.on_change: Callable[[Object | What], None] = lambda _: None
         self._numbers = itertools.count(100)
 
+    async def serves(self, api_version: str) -> bool:
+        return True
+
     def writes(self) -> list[tuple[str, str, str]]:
         """The requests that were no reads."""
         return [one for one in self.asked if one[0] not in ("find", "list")]
@@ -72,6 +75,16 @@ class MemoryApi:
     async def find(self, api_version: str, kind: str, namespace: str, name: str) -> Object | None:
         self.asked.append(("find", kind, name))
         return copy.deepcopy(self.objects.get((kind, name)))
+
+    async def pages(
+        self, api_version: str, kind: str, namespace: str, selector: str, *, limit: int
+    ) -> AsyncGenerator[tuple[list[Object], str], None]:
+        self.asked.append(("list", kind, selector))
+        label, _, value = selector.partition("=")
+        found = [obj for what, obj in self.objects.items() if what[0] == kind]
+        ours = [obj for obj in found if obj["metadata"].get("labels", {}).get(label) == value]
+        for first in range(0, max(len(ours), 1), limit):
+            yield copy.deepcopy(ours[first : first + limit]), "1"
 
     async def metadata(
         self, api_version: str, kind: str, namespace: str, selector: str, *, most: int
@@ -139,7 +152,7 @@ class Operator:
         self.api = api
         self.now = NOW
         self.cache = InformerCache(None, ())  # type: ignore[arg-type]  # nothing is watched
-        server = ServerFacts(http_routes=True)
+        server = ServerFacts()
         self._scraper = Scraper()
         self._observer = Observer(
             api,  # type: ignore[arg-type]

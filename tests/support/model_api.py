@@ -47,12 +47,16 @@ class ModelApi:
         for name, selector in self._model.services.items():
             selects = selector.get(REVISION_LABEL, "") if selector else None
             found["Service", name] = ObjectView(_uid("Service", name), True, _version(selector), selects)
+        for name, selector in self._model.pools.items():
+            selects = selector.get(REVISION_LABEL, "")
+            found["InferencePool", name] = ObjectView(_uid("InferencePool", name), True, _version(selector), selects)
         return found
 
     async def find(self, api_version: str, kind: str, namespace: str, name: str) -> Json | None:
         there = {
             "Deployment": name.removeprefix(f"{KEY.name}-") in self._model.deployments,
             "Service": name in self._model.services,
+            "InferencePool": name in self._model.pools,
             "PodDisruptionBudget": self._model.budget is not None,
             "ConfigMap": self._model.keeps(name),
         }[kind]
@@ -71,6 +75,8 @@ class ModelApi:
         kind, name = manifest["kind"], manifest["metadata"].get("name", "event")
         if kind == "Service":
             self._write(lambda: self._model.services.update({name: {}}))
+        elif kind == "InferencePool":
+            self._write(lambda: self._model.pools.update({name: manifest["spec"]["selector"]["matchLabels"]}))
         elif kind == "PodDisruptionBudget":
             self._write(lambda: setattr(self._model, "budget", {"minAvailable": 0, "selector": {"matchLabels": {}}}))
         return {"metadata": _metadata(kind, name)}
@@ -80,7 +86,9 @@ class ModelApi:
         refused = self._model.refuses(manifest)
         if refused is not None:
             raise Rejected("PATCH", name, 422, refused, "Invalid")
-        if subresource:
+        if kind == "Pod" and subresource:
+            self._write(lambda: self._admit(name, manifest["status"]["conditions"]))
+        elif subresource:
             self._write(lambda: setattr(self._model, "status", manifest["status"]))
         else:
             self._write(lambda: self._put(kind, name, manifest))
@@ -107,6 +115,8 @@ class ModelApi:
             self._write(lambda: self._model.deployments.pop(name.removeprefix(f"{KEY.name}-"), None))
         elif kind == "Service":
             self._write(lambda: self._model.services.pop(name, None))
+        elif kind == "InferencePool":
+            self._write(lambda: self._model.pools.pop(name, None))
         elif kind == "PodDisruptionBudget":
             self._write(lambda: setattr(self._model, "budget", None))
 
@@ -125,6 +135,8 @@ class ModelApi:
             model.deployments[labels[REVISION_LABEL]] = (labels[DTYPE_LABEL], manifest["spec"]["replicas"])
         elif kind == "Service":
             model.services[name] = manifest["spec"]["selector"]
+        elif kind == "InferencePool":
+            model.pools[name] = manifest["spec"]["selector"]["matchLabels"]
         elif kind == "PodDisruptionBudget":
             model.budget = manifest["spec"]
         elif kind == "ConfigMap":
@@ -134,6 +146,12 @@ class ModelApi:
             sheltered = SHELTER_ANNOTATION in about["annotations"] and name in model.pod_names()
             model.do_not_evict = model.do_not_evict | {name} if sheltered else model.do_not_evict - {name}
 
+    def _admit(self, name: str, conditions: list[Json]) -> None:
+        """The condition lives on the pod: a pod that is gone has none."""
+        engines, admitted = self._model.engines, conditions[0]["status"] == "True"
+        engines.admitted = engines.admitted | {name} if admitted else engines.admitted - {name}
+        engines.admitted &= self._model.pod_names()
+
     def _answer(self, kind: str, name: str) -> Json:
         """Metadata with what tells that an object has changed."""
         about = _metadata(kind, name)
@@ -141,6 +159,8 @@ class ModelApi:
             about["generation"] = str(self._model.deployments[name.removeprefix(f"{KEY.name}-")])
         elif kind == "Service":
             about["resourceVersion"] = _version(self._model.services[name])
+        elif kind == "InferencePool":
+            about["generation"] = _version(self._model.pools[name])
         return about
 
 

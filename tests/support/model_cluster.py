@@ -15,6 +15,7 @@ from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.api.schema import Fault, faults
 from kvpilot_operator.api.spec import Spec, parse
 from kvpilot_operator.decide import decide
+from kvpilot_operator.observe.views import together
 from kvpilot_operator.probes.codec import Baseline, Control
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.render.names import REVISION_LABEL
@@ -68,6 +69,8 @@ class ModelCluster:
     deployments: dict[str, tuple[str, int]] = field(default_factory=dict)
     services: dict[str, dict[str, str]] = field(default_factory=dict)
     """Selector by name."""
+    pools: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Selector by name of the InferencePools."""
     budget: dict[str, Any] | None = None
     baseline: str | None = None
     samples: dict[str, list[Sample]] = field(default_factory=dict)
@@ -96,9 +99,10 @@ class ModelCluster:
 
     @property
     def traffic(self) -> str | None:
-        """The one revision that the Service selects, or "" for every one, as observe reads it."""
+        """The one revision that the Service and the pool select, or "" for every one, as observe reads it."""
         selector = self.services.get(KEY.name)
-        return selector.get(REVISION_LABEL, "") if selector else None
+        selected = selector.get(REVISION_LABEL, "") if selector else None
+        return together(selected, self._api.views().get(("InferencePool", KEY.name)))
 
     @property
     def route_version(self) -> str:
@@ -129,7 +133,7 @@ class ModelCluster:
             rejections=self._actor.rejections,
             samples={n: tuple(s) for n, s in self.samples.items()},
             route=self._route() if named and Question.ROUTE not in unread else None,
-            server=ServerFacts(http_routes=True),
+            server=ServerFacts(http_routes=True, inference_pools=True),
             probes=ProbePlan(identity=PROBES, fault=self.probe_fault)
             if Question.PROBE_SETS not in unread
             else ProbePlan(),
@@ -201,14 +205,14 @@ class ModelCluster:
 
     def shares(self) -> dict[str, float]:
         """What share of the requests each revision gets now, over those of its pods that answer."""
-        whole = self._behind(self.services.get(KEY.name, {}))
         if not self.rules:
-            return whole
+            return self._behind(self.services.get(KEY.name, {}))
         shares: dict[str, float] = {}
         refs = [ref for ref in self.rules[0]["backendRefs"] if ref["name"] in (KEY.name, f"{KEY.name}-canary")]
         weights = [ref.get("weight", 1) for ref in refs]
         for ref, weight in zip(refs, weights, strict=True):
-            for name, share in self._behind(self.services.get(ref["name"], {})).items():
+            backends = self.pools if ref.get("kind") == "InferencePool" else self.services
+            for name, share in self._behind(backends.get(ref["name"], {})).items():
                 shares[name] = shares.get(name, 0.0) + share * weight / sum(weights)
         return shares
 
@@ -230,11 +234,12 @@ class ModelCluster:
         self.engines.start_ticks, self.engines.drain_ticks = self.start_ticks, self.drain_ticks
         self.engines.reconcile({name: count for name, (_, count) in self.deployments.items()})
         self.do_not_evict &= self.pod_names()
+        self.engines.admitted &= self.pod_names()
 
     def _scrape(self) -> None:
         shares = self.shares()
         for name, (dtype, _) in self.deployments.items():
-            pods = self.engines.ready(name)
+            pods = self.engines.answering(name)
             # As observe/windows.py does after the clock was set back.
             self.samples[name] = [one for one in self.samples.get(name, ()) if one.time < self.now]
             if not pods:
@@ -267,11 +272,10 @@ class ModelCluster:
 
     def pod_names(self) -> set[str]:
         """Of the pods that are there."""
-        return {p.view().name for p in self.engines.pods}
+        return {p.name for p in self.engines.pods}
 
     def _pods(self) -> list[PodView]:
-        views = [p.view() for p in self.engines.pods]
-        return [replace(view, do_not_evict=view.name in self.do_not_evict) for view in views]
+        return [replace(one, do_not_evict=one.name in self.do_not_evict) for one in self.engines.views()]
 
     def _answer(self, decision: Decision) -> None:
         request = decision.probe

@@ -27,18 +27,26 @@ class ModelPod:
     starts_in: int = 0
     leaves_in: int | None = None
     ready: bool = False
+    """Whether its engine answers; requests are sent to it only once it is admitted, too."""
 
-    def view(self) -> PodView:
+    @property
+    def name(self) -> str:
+        """Of the Pod."""
+        return f"{self.revision}-{self.index}"
+
+    def view(self, admitted: bool) -> PodView:
         """As its kubelet reports it."""
         net = ".".join(str(byte) for byte in bytes.fromhex(self.revision[:4]))
         base = replace(
             pod(self.revision),
-            name=f"{self.revision}-{self.index}",
+            name=self.name,
             ip=f"10.{net}.{self.index}",
-            ready=self.ready,
+            ready=self.ready and admitted,
+            containers_ready=self.ready,
+            admitted=admitted,
         )
         if self.leaves_in is not None:
-            return replace(base, terminating=True, ready=False)
+            return replace(base, terminating=True, ready=False, containers_ready=False)
         return base if self.placed else replace(base, ip=None, node=None, unschedulable="0/1 nodes have a free GPU")
 
 
@@ -53,6 +61,12 @@ class ModelEngines:
     pods: tuple[ModelPod, ...] = ()
     evicted: frozenset[tuple[str, int]] = frozenset()
     """Revision and index of pods that were: no other pod ever has that name."""
+    admitted: frozenset[str] = frozenset()
+    """Names of pods whose readiness gate is open."""
+
+    def views(self) -> list[PodView]:
+        """All pods as their kubelets report them."""
+        return [p.view(p.name in self.admitted) for p in self.pods]
 
     def tick(self) -> None:
         """Pods that go leave, pods that start get nearer."""
@@ -85,8 +99,15 @@ class ModelEngines:
             self.pods = (*(p for p in self.pods if p is not one), *gone)
 
     def ready(self, revision: str) -> int:
-        """Pods of the revision that answer."""
-        return sum(p.ready for p in self.pods if p.revision == revision and p.leaves_in is None)
+        """Pods of the revision that answer and are admitted."""
+        return sum(p.name in self.admitted for p in self._answering(revision))
+
+    def answering(self, revision: str) -> int:
+        """Pods of the revision whose engines answer."""
+        return len(self._answering(revision))
+
+    def _answering(self, revision: str) -> list[ModelPod]:
+        return [p for p in self.pods if p.revision == revision and p.ready and p.leaves_in is None]
 
     def _place(self) -> None:
         free = math.inf if self.places is None else self.places - sum(p.placed for p in self.pods)

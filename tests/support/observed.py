@@ -18,6 +18,7 @@ from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.page import parse_page
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.scrape import Scraper
+from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API
 from kvpilot_operator.state.snapshot import ServerFacts, Snapshot
 from support.services import KEY, manifest
 
@@ -66,12 +67,17 @@ def route(*rules: Any) -> dict[str, Any]:
 
 @dataclass
 class FakeCluster:
-    """The one read that an Observer asks of Cluster, over a dict of objects by path."""
+    """The reads that an Observer asks of Cluster, over a dict of objects by path."""
 
     objects: dict[str, Any] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     broken: dict[str, Exception] = field(default_factory=dict)
     """By kind: what reading it raises."""
+    served: set[str] = field(default_factory=lambda: {HTTP_ROUTE_API, INFERENCE_POOL_API})
+
+    async def serves(self, api_version: str) -> bool:
+        self.asked.append(api_version)
+        return api_version in self.served
 
     async def find(self, api_version: str, kind: str, namespace: str, name: str) -> Any:
         path = path_of(api_version, kind, namespace, name)

@@ -10,7 +10,7 @@ token reads the window, and only of what was stored since its sequence has its r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.latent import formats as latent
+from kvpilot_kernels.latent.reference import round_trip as latent_round_trip
 from kvpilot_kernels.reference.attention import round_trip
 
 _NAME = "kvpilot_oracle"
@@ -31,20 +33,30 @@ class Oracle:
     """A model in float32 whose full-attention layers see keys and values as the codec gives them back.
 
     Args:
-        folder: the model. dtype: a format of ours, or `auto` for no codec. Sliding-window layers never have one.
-        factors: a calibration, layer by layer. recent: tokens of the recent window.
+        folder: the model. dtype: a format of ours, or `auto` for no codec. Sliding-window layers never have one. A
+            format of latents is for DeepSeek V2's attention.
+        factors: a calibration, layer by layer. recent: tokens of the recent window. seen: which keys a query of each
+            position attends to beside itself, bool [queries, keys] for a number of tokens; None for all before it.
     """
 
-    def __init__(self, folder: Path, dtype: str, factors: Sequence[Factors] | None = None, recent: int = 0) -> None:
+    def __init__(
+        self, folder: Path, dtype: str, factors: Sequence[Factors] | None = None, recent: int = 0,
+        seen: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
         # As the engine under test: more threads sum in another order, and values on an edge flip.
         torch.set_num_threads(1)
         self._factors = factors
-        self._format = None if dtype == "auto" else formats.parse(dtype)
+        self._latent = latent.parse(dtype) if dtype in latent.names() else None
+        self._format = None if self._latent or dtype == "auto" else formats.parse(dtype)
         self._random, self._jitter = torch.Generator().manual_seed(0), 0.0
         self._misread: int | None = None
+        self._seen = seen
         self._recent, self._fine = recent, torch.zeros(0, 0, dtype=torch.bool)
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=_NAME)
+        if self._latent is not None:
+            for layer in self._model.model.layers:
+                layer.self_attn.expand_kv = self._read_back(layer.self_attn.expand_kv)
 
     @torch.inference_mode()
     def shortfalls(
@@ -125,6 +137,7 @@ class Oracle:
         As transformers' models ask for it: `softcap` caps scores, `s_aux` [heads] are sinks.
         """
         window = sliding_window or getattr(layer, "sliding_window", None)
+        chunk = _chunk_of(layer)
         if self._format is not None and window is None:
             factors = self._factors[layer.layer_idx] if self._factors else None
             moved = [(side, self._moved(x).transpose(1, 2)) for side, x in (("key", key), ("value", value))]
@@ -133,18 +146,33 @@ class Oracle:
                 for recent in (False, True)
             )
             if self._fine.any():
-                assert softcap is None and s_aux is None, "not with a recent window"
+                assert softcap is None and s_aux is None and not chunk, "not with a recent window"
                 return self._with_window(query, (key, value), (fine_key, fine_value), scaling), None
         if (at := self._misread) is not None:
             key, value = (x.index_copy(2, torch.arange(at, at + 16), x[:, :, at - 16 : at]) for x in (key, value))
         far = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])[None, :]
         seen = (far >= 0) & (far < (window or far.numel() + 1))
+        if self._seen is not None:
+            seen &= self._seen(query.shape[2])
+        if chunk:
+            place = torch.arange(query.shape[2]) // chunk
+            seen &= place[:, None] == place[None, :]
         if softcap is not None or s_aux is not None:
             return _plain(query, key, value, seen, scaling, softcap, s_aux).transpose(1, 2), None
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True
         )
         return out.transpose(1, 2), None
+
+    def _read_back(self, expand: Callable[..., Any]) -> Callable[..., Any]:
+        """Keys and values of each head, [1, heads, tokens, D], made of entries as the codec gives them back."""
+
+        def from_codec(kv: torch.Tensor, rope: torch.Tensor) -> Any:
+            assert self._latent is not None
+            back = latent_round_trip(self._moved(torch.cat([kv, rope], -1)), self._latent).float()
+            return expand(back[..., : kv.shape[-1]], back[..., kv.shape[-1] :])
+
+        return from_codec
 
     def _with_window(
         self, query: torch.Tensor, plain: tuple[torch.Tensor, torch.Tensor], fine: tuple[torch.Tensor, torch.Tensor],
@@ -162,6 +190,13 @@ class Oracle:
 
     def _moved(self, x: torch.Tensor) -> torch.Tensor:
         return x + x * torch.randn(x.shape, generator=self._random) * self._jitter if self._jitter else x
+
+
+def _chunk_of(layer: Any) -> int:
+    """Tokens of the chunks that a layer of Llama 4 attends within; 0 for all tokens before."""
+    config = layer.config
+    chunked = (getattr(config, "layer_types", None) or {layer.layer_idx: ""})[layer.layer_idx] == "chunked_attention"
+    return int(config.attention_chunk_size) if chunked else 0
 
 
 def _plain(

@@ -21,6 +21,7 @@ class Sequences:
     Attributes:
         cache: pages and rings, blocks of one pool; every byte that nobody wrote is 0xFF.
         table: int32 [sequences, blocks]. ring_table: int32 [sequences, ring_blocks].
+        drafts: tokens of a step that may be taken back, for which the rings have room.
         keys, values: of each sequence, [length, kv_heads, dim]. fine: of each, bool [length], what the ring was given.
         plain, refined: of each, float64 [2, length, kv_heads, dim], what its keys and values are read back as.
     """
@@ -34,12 +35,13 @@ class Sequences:
     ratio: int = 2
     block_size: int = 16
     calibrated: bool = False
+    drafts: int = 0
     rng: torch.Generator = field(init=False)
 
     def __post_init__(self) -> None:
         self.rng, self.fmt, self.scale = generator(self.seed), formats.parse(self.name), self.dim**-0.5
         count, per = len(self.lengths), -(-max(self.lengths) // self.block_size)
-        rings = self.fmt.ring_blocks(self.recent, self.dim, self.block_size)
+        rings = self.fmt.ring_blocks(self.recent + self.drafts, self.dim, self.block_size)
         self.cache = poisoned(1 + count * (per + rings), self.kv_heads, self.block_size, self.fmt, self.dim)
         blocks = 1 + torch.randperm(count * (per + rings), generator=self.rng).int()
         self.table, self.ring_table = blocks[: count * per].view(count, per), blocks[count * per :].view(count, rings)
@@ -54,7 +56,9 @@ class Sequences:
             [torch.full((2, *key.shape), torch.nan, dtype=torch.float64) for key in self.keys] for _ in "pr"
         )
         self.ring_tokens = self.fmt.ring_layout(self.dim, self.block_size).tokens
-        self.cpu = PackedPages(self.cache, self.fmt, self.dim, self.factors, ring=self.cache, recent=self.recent)
+        self.cpu = PackedPages(
+            self.cache, self.fmt, self.dim, self.factors, ring=self.cache, recent=self.recent, drafts=self.drafts
+        )
 
     def slots(self, sequence: int, begin: int, end: int) -> torch.Tensor:
         """int64 [end - begin] in the pages."""
@@ -65,7 +69,7 @@ class Sequences:
         """int64 [end - begin] in the ring, for a step that ends at `end`."""
         at = torch.arange(begin, end)
         rows = self.ring_table[sequence].expand(len(at), -1)
-        return ring_slots(at, torch.full_like(at, end), rows, self.recent, self.ring_tokens)
+        return ring_slots(at, torch.full_like(at, end), rows, self.recent + self.drafts, self.ring_tokens)
 
     def store(self, sequence: int, begin: int, end: int, ring: bool = True) -> None:
         """Store tokens [begin, end) in one step; without `ring` as another sequence did whose pages these were."""

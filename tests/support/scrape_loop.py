@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
+from kvpilot_operator.mesh import Identity
 from kvpilot_operator.observe.plausible import Judged, Known, plausible_sample
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.scrape import Scraper
@@ -46,9 +47,9 @@ def counted(page: PodMetrics, **totals: float | Histogram) -> PodMetrics:
 
 
 @asynccontextmanager
-async def scraping() -> AsyncIterator[Scraper]:
+async def scraping(identity: Identity | None = None) -> AsyncIterator[Scraper]:
     """A Scraper that is closed in the end."""
-    scraper = Scraper()
+    scraper = Scraper(identity)
     try:
         yield scraper
     finally:

@@ -6,16 +6,14 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
 
-HANGS = 900
+from support.own_process import ask
 
 
 @dataclass
@@ -27,6 +25,7 @@ class Asked:
     many as it happens and some of them made wrong, since text of random weights hardly repeats itself. `trusting`: rows
     of a ring are used whatever their tags say, which no engine of ours does. `given_up`: requests, numbered through all
     rounds, and after how many steps of their round their clients leave. `late`: see `support.offloading`.
+    `calibration`: a file of factors, `off`, or nothing for an engine that finds its own.
     """
 
     model: str
@@ -41,6 +40,7 @@ class Asked:
     trusting: bool = False
     given_up: list[tuple[int, int]] = field(default_factory=list)
     late: int = 0
+    calibration: str = "off"
 
 
 @dataclass
@@ -56,6 +56,7 @@ class Told:
             layer that differs from what was stored.
         block_size: tokens of a block. moved: how often a request was in another row of the batch than in the step
             before. poisoned: ring pages. drafted, accepted: tokens; of requests' last steps nobody knows the latter.
+        factors: of each rank, see `RingWorker.factors_of_rank`. metrics: lines of ours that /metrics has.
     """
 
     answers: list[list[list[int]]] = field(default_factory=list)
@@ -68,64 +69,54 @@ class Told:
     accepted: int = 0
     loaded: int = 0
     changed: int = 0
+    factors: list[list[list[Any]]] = field(default_factory=list)
+    metrics: list[str] = field(default_factory=list)
 
 
 def serve(asked: Asked) -> Told:
     """Ask an engine in a process of its own."""
-    environment = {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "KVPILOT_PREFILL_FROM_PAGES": "1",
-        "KVPILOT_CALIBRATION": "off", "KVPILOT_RECENT_TOKENS": "" if asked.recent is None else str(asked.recent),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }  # fmt: skip
-    ended = subprocess.run(
-        [sys.executable, "-P", "-m", "support.stepped_engine"], input=json.dumps(asdict(asked)), capture_output=True,
-        text=True, env={**os.environ, **environment}, timeout=HANGS, check=False,
-    )  # fmt: skip
-    if ended.returncode:
-        raise RuntimeError(ended.stderr[-3000:] + ended.stdout[-1000:])
-    return Told(**json.loads(ended.stdout.splitlines()[-1]))
+    return Told(
+        **ask(
+            "support.stepped_engine",
+            asked,
+            KVPILOT_CALIBRATION=asked.calibration,
+            KVPILOT_RECENT_TOKENS="" if asked.recent is None else str(asked.recent),
+        )
+    )
 
 
 class Steps:
-    """Stands before a worker's `execute_model`: writes down what each step does, and poisons new rings."""
+    """Stands before an executor's `execute_model`: writes down what each step does, and poisons new rings."""
 
     def __init__(self, core: Any, asked: Asked, told: Told) -> None:
-        import torch
-
-        self.told, self.rng = told, torch.Generator().manual_seed(1)
-        worker = core.model_executor.driver_worker.worker
+        self.told, self.choose, self.pick = told, random.Random(1), random.Random(1)
+        self.executor = core.model_executor
         if asked.right:
+            worker = self.executor.driver_worker.worker
             pairs = zip(chain(*asked.rounds), chain(*asked.right), strict=True)
-            self.expected, self.choose = [prompt + answer for prompt, answer in pairs], random.Random(1)
+            self.expected = [prompt + answer for prompt, answer in pairs]
             self.requests: Callable[[], list[str]] = lambda: worker.model_runner.input_batch.req_ids
             worker.model_runner.drafter.propose = self.propose
-        self.batch: Callable[[], dict[str, int]] = lambda: worker.model_runner.input_batch.req_id_to_index
         groups = core.scheduler.kv_cache_config.kv_cache_groups
         kinds = [type(g.kv_cache_spec).__name__ for g in groups]
         self.pages = next(i for i, k in enumerate(kinds) if k == "FullAttentionSpec")
         self.rings = kinds.index("RingSpec") if "RingSpec" in kinds else None
         told.block_size = groups[self.pages].kv_cache_spec.block_size
-        context = worker.vllm_config.compilation_config.static_forward_context
-        layers = [x for name, x in context.items() if name.endswith(".recent")]
-        self.layout = (
-            layers[0].owner.impl.fmt.ring_layout(layers[0].owner.head_size, told.block_size) if layers else None
-        )
-        self.caches = [x.kv_cache for x in layers]
         self.numbers: dict[str, int] = {}
         self.tables: dict[str, list[int]] = {}
         self.owned: dict[str, list[int]] = {}
         self.rows: dict[str, int] = {}
         self.drafts: dict[str, int] = {}  # where a request stood when tokens were drafted for it
-        execute = worker.execute_model
+        execute = self.executor.execute_model
         self.transfers = None
-        if worker.vllm_config.kv_transfer_config is not None:
+        if self.executor.vllm_config.kv_transfer_config is not None:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
             from support.offloading import Transfers
 
             connector, config = get_kv_transfer_group().connector_worker, core.scheduler.kv_cache_config
-            self.transfers = Transfers(connector, config, context, self.pages, asked.late)
+            layers = self.executor.vllm_config.compilation_config.static_forward_context
+            self.transfers = Transfers(connector, config, layers, self.pages, asked.late)
 
         def watched(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             first = len(told.steps)
@@ -134,13 +125,16 @@ class Steps:
             if self.transfers is not None:  # what is offloaded in a step is copied before its tokens are computed
                 told.steps[first:first] = self.transfers.taken()
                 told.loaded, told.changed = self.transfers.loaded, self.transfers.changed
-            for request in requests:
-                row = self.batch()[request]
+            for request, row in zip(requests, self.ask("rows_of", requests), strict=True):
                 told.moved += self.rows.get(request, row) != row
                 self.rows[request] = row
             return result
 
-        worker.execute_model = watched
+        self.executor.execute_model = watched
+
+    def ask(self, what: str, *args: Any) -> Any:
+        """The first rank's word; all of them are asked."""
+        return self.executor.collective_rpc(what, args=args)[0]
 
     def propose(self, most: int, sampled: list[list[int]], lengths: Any, *_: Any, **__: Any) -> list[list[int]]:
         """Stands in for vLLM's proposer of ngrams: what is expected next, now and then with one wrong token."""
@@ -188,35 +182,17 @@ class Steps:
         return [request for request, *_ in found]
 
     def poison(self, block: int) -> None:
-        """The rows of another request's ring, each one place further, so that none is of its token; or any bytes."""
-        import torch
-
+        """Fill a ring's page with the rows of another request."""
         self.told.poisoned += 1
         live = [b for owned in self.owned.values() for b in owned if b != block]
-        pick = int(torch.randint(0, len(live), (), generator=self.rng)) if live else 0
-        layout = self.layout
-        assert layout is not None
-        for cache in self.caches:
-            page = cache[block].flatten(1)
-            if not live:
-                page.copy_(torch.randint(0, 256, page.shape, generator=self.rng, dtype=torch.uint8))
-                continue
-            other = cache[live[pick]].flatten(1).clone()
-            for region in (layout.key_digits, layout.value_digits, layout.meta):
-                end = region.offset + region.rows * region.row_bytes
-                part = other[:, region.offset : end]
-                if region is layout.meta:
-                    words = part.reshape(part.shape[0], -1, layout.tokens, 2)
-                    part.copy_(words.roll(1, 2).reshape(part.shape))
-                elif region.rows:
-                    digits = part.reshape(part.shape[0], -1, layout.tokens, region.row_bytes)
-                    part.copy_(digits.roll(1, 2).reshape(part.shape))
-            page.copy_(other)
+        other = self.pick.choice(live) if live else None
+        self.ask("poison_ring", block, other, self.told.poisoned)
 
 
 def main() -> None:
     """Serve what stdin asks for."""
     asked = Asked(**json.load(sys.stdin))
+    from prometheus_client import generate_latest
     from vllm import LLM, SamplingParams
 
     if asked.trusting:
@@ -228,9 +204,13 @@ def main() -> None:
         lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3} if asked.method == "ngram" else {}
         speculation = {"method": asked.method, "num_speculative_tokens": asked.drafts, **lookup}
         asked.options["speculative_config"] = speculation
-    llm = LLM(asked.model, kv_cache_dtype=asked.dtype, dtype="float32", enforce_eager=True, **asked.options)
-    told = Told()
-    engine = llm.llm_engine
+    llm = LLM(
+        asked.model, kv_cache_dtype=asked.dtype, dtype="float32", enforce_eager=True,
+        worker_extension_cls="support.ring_worker.RingWorker", **asked.options,
+    )  # fmt: skip
+    told, engine = Told(), llm.llm_engine
+    told.factors = engine.engine_core.engine_core.model_executor.collective_rpc("factors_of_rank")
+    told.metrics = [x for x in generate_latest().decode().splitlines() if x.startswith("kvpilot_")]
     Steps(engine.engine_core.engine_core, asked, told)
     number = 0
     for prompts, tokens in zip(asked.rounds, asked.tokens, strict=True):
@@ -249,6 +229,7 @@ def main() -> None:
             engine.abort_request([str(n) for n, after in asked.given_up if first <= n < number and after == steps])
         told.answers.append([answers.get(n, []) for n in range(first, number)])
         told.cached.append([cached.get(n, 0) for n in range(first, number)])
+    engine.engine_core.shutdown()  # several workers say on stdout that they end
     print(json.dumps(asdict(told)), flush=True)
 
 

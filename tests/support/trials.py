@@ -65,4 +65,4 @@ def at_every_moment(cluster: ModelCluster) -> None:
     if status.stable.ever_ready:
         assert cluster.answering() >= min(spec.disruption.min_available, spec.replicas)
     for ref in (ref for rule in cluster.rules or () for ref in rule["backendRefs"]):
-        assert ref["name"] in cluster.services
+        assert ref["name"] in (cluster.pools if ref.get("kind") == "InferencePool" else cluster.services)

@@ -85,10 +85,13 @@ def test_every_optional_field_of_the_spec_has_a_default_or_means_something_when_
     absent_means_something = {
         "spec.model.revision", "spec.model.servedName", "spec.model.tokenSecretRef", "spec.model.maxModelLen",
         "spec.engine.runtimeClassName", "spec.engine.priorityClassName", "spec.engine.serviceAccountName",
-        "spec.cache.weightsClaimName", "spec.cache.compileClaimName", "spec.kvCache.dtype",
-        "spec.kvCache.recentTokens", "spec.kvCache.offload",
+        "spec.cache.weightsClaimName", "spec.cache.compileClaimName", "spec.cache.weights",
+        "spec.cache.weights.storageClassName", "spec.kvCache.dtype",
+        "spec.kvCache.recentTokens", "spec.kvCache.offload", "spec.kvCache.retention",
+        "spec.kvCache.retention.sinkTokens", "spec.kvCache.retention.windowTokens",
         "spec.engine.resources.requests", "spec.engine.resources.limits", "spec.canary.routeRef",
-        "spec.engine.podTemplate",
+        "spec.engine.podTemplate", "spec.inferencePool", "spec.inferencePool.endpointPickerRef",
+        "spec.inferencePool.canaryEndpointPickerRef",
     }  # fmt: skip
     without = {
         f"{path}.{name}"

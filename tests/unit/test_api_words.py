@@ -11,11 +11,20 @@ from typing import Any
 import pytest
 
 from kvpilot_operator.api.schema import root_schema
-from kvpilot_operator.state.enums import Action, Outcome, Reason, Stage, TrafficMode, Verdict, WorkloadKind
+from kvpilot_operator.state.enums import (
+    Action,
+    ObjectiveState,
+    Outcome,
+    Reason,
+    Stage,
+    TrafficMode,
+    Verdict,
+    WorkloadKind,
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
-WEIGHED = {Action.STAY, Action.DTYPE_DOWN, Action.DTYPE_UP, Action.SCALE_OUT, Action.SCALE_IN}
-TAKEN = set(Action) - {Action.STAY, Action.DTYPE_DOWN, Action.DTYPE_UP}
+WEIGHED = {Action.STAY, Action.DTYPE_DOWN, Action.DTYPE_UP, Action.SCALE_OUT, Action.SCALE_IN, Action.OFFLOAD}
+TAKEN = set(Action) - {Action.STAY, Action.DTYPE_DOWN, Action.DTYPE_UP, Action.OFFLOAD}
 
 
 def fields(name: str) -> Iterator[Mapping[str, Any]]:
@@ -38,7 +47,9 @@ def words(text: str) -> set[str]:
     return set(re.findall(r"\b[A-Z][A-Za-z]+\b", text))
 
 
-@pytest.mark.parametrize(("name", "enum"), [("stage", Stage), ("verdict", Verdict), ("trafficMode", TrafficMode)])
+@pytest.mark.parametrize(
+    ("name", "enum"), [("stage", Stage), ("verdict", Verdict), ("trafficMode", TrafficMode), ("state", ObjectiveState)]
+)
 def test_the_schema_takes_every_value_and_no_other(name: str, enum: type[StrEnum]) -> None:
     for field in fields(name):
         assert field["enum"] == list(enum)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvpilot_planning.backtest import main, report
-from kvpilot_planning.backtest.compare import Row, run
+from kvpilot_planning.backtest.compare import POLICIES, Row, run, with_objectives
 from kvpilot_planning.backtest.costs import BacktestError, load_profile
 from kvpilot_planning.backtest.loads import cut, synthetic
 from kvpilot_planning.backtest.pilot import load_spec
@@ -69,6 +69,22 @@ def test_a_run_is_the_same_for_the_same_seed() -> None:
     assert run(load, "pilot", spec, profile, Objective()) == run(load, "pilot", spec, profile, Objective())
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_drives_a_load_within_the_bounds_of_the_spec(name: str) -> None:
+    spec, profile = load_spec(None), load_profile()
+    load = cut(synthetic("chat", 1, 1, 0.3), 12 * 3600, 1800)
+    row = run(load, name, spec, profile, Objective())
+    turns = sum(len(session.turns) for session in load.sessions())
+    assert row.finished + row.lost <= turns
+    assert row.finished > 0.5 * turns
+    assert 0.5 * spec.scaling.min_replicas <= row.gpu_hours <= 0.5 * (spec.scaling.max_replicas + 1)
+
+
+def test_what_makes_a_request_good_becomes_the_pilots_objectives() -> None:
+    asked = with_objectives(load_spec(None), Objective(ttft=2.5, itl=0.04)).scaling.objectives
+    assert [(one.metric, one.percentile, one.milliseconds) for one in asked] == [("TTFT", 99, 2500), ("ITL", 95, 40)]
+
+
 def test_the_command_writes_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, page = tmp_path / "x.json", tmp_path / "x.md"
     arguments = ["--trace", "rag", "--days", "0.01", "--size", "0.1", "--policies", "pilot"]
@@ -85,6 +101,9 @@ def test_the_command_writes_table_and_json(tmp_path: Path, capsys: pytest.Captur
         (["--days", "0"], "days: 0.0; give more"),
         (["--prometheus", "http://127.0.0.1:9"], "query-range: None; give START,END"),
         (["--services", "2"], "services: 2; give at least 4"),
+        (["--requests-target", "0"], "requests-target: 0.0; give a number above 0"),
+        (["--requests-target", "nan"], "requests-target: nan; give a number above 0"),
+        (["--services", "4", "--policies", "wva"], "policies: 'wva' is not for fleets; use pilot"),
         (["--service", "/does/not/exist.yaml"], "service: /does/not/exist.yaml cannot be read"),
         (["--profile", "/does/not/exist.json"], "profile: /does/not/exist.json cannot be read"),
     ],

@@ -19,7 +19,7 @@ from support.trials import NEW, OLD, ended, on_trial, service, stage
 
 def names(cluster: ModelCluster, dtype: str) -> set[str]:
     revision = revision_of(cluster.obj, dtype)
-    return {p.view().name for p in cluster.engines.pods if p.revision == revision}
+    return {p.name for p in cluster.engines.pods if p.revision == revision}
 
 
 def test_the_pods_of_a_canary_are_sheltered_until_its_verdict_and_nobody_afterwards():
@@ -91,7 +91,7 @@ def test_pods_on_their_way_out_and_searches_shelter_nobody():
     s = running(obj, "auto")
     leaving = replace(pod(revision_of(obj, "auto")), terminating=True)
     url = "http://10.0.0.1:8000"
-    ask = Measure("i", s.pods[0].name, url, "m", "c")
+    ask = Measure("i", s.pods[0].name, url, "m", "fp8", "c")
 
     def left_alone(s, request):
         return do_not_evict(replace(Context.of(s, spec_of(obj)), request=request)).do_not_evict

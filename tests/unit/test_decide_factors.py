@@ -107,6 +107,11 @@ def test_the_status_tells_the_recent_window_that_the_engines_report():
     assert decide(serving(replace(SAMPLE, recent_tokens=None))).status.kv_cache.recent_tokens is None
 
 
+def test_the_status_has_the_policy_that_the_engines_serve() -> None:
+    assert decide(serving(replace(SAMPLE, retention="SinksAndWindow"))).status.kv_cache.retention == "SinksAndWindow"
+    assert decide(serving(SAMPLE)).status.kv_cache.retention is None
+
+
 def test_a_recent_window_that_the_engines_do_not_serve_is_told_with_field_value_and_remedy():
     asks = manifest(kvCache={"mode": "Fixed", "dtype": "k4v4", "recentTokens": 128})
     name = revision_of(asks, "k4v4")

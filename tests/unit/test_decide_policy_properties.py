@@ -9,11 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot_kernels import formats
+from kvpilot_operator.api.spec import Objective
 from kvpilot_operator.decide.judging.capacity import smaller
 from kvpilot_operator.decide.judging.ladder import denial, infeasible
+from kvpilot_operator.decide.judging.objectives import Measured
 from kvpilot_operator.decide.judging.policy import choose_step
 from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.workload import Workload
+from kvpilot_operator.state.enums import ObjectiveState
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Saturation
 from support.policy_inputs import A100, H200, denied
@@ -155,3 +158,44 @@ def test_more_demand_never_chooses_less_capacity(s, times):
     more = replace(s, workload=replace(s.workload, demand_tokens=int(s.workload.demand_tokens * times)))
     before, after = choose_step(s).chosen, choose_step(more).chosen
     assert not smaller(before.dtype, after.dtype) or after.replicas > before.replicas
+
+
+SEEN = st.none() | st.floats(0.001, 10)
+
+
+def measured(limits: tuple[int, int], seen: tuple[float | None, float | None]) -> tuple[Measured, ...]:
+    """TTFT and ITL, held or missed, or not known."""
+    found = []
+    for metric, limit, seconds in zip(("TTFT", "ITL"), limits, seen, strict=True):
+        state = "NoSamples" if seconds is None else "Held" if seconds <= limit / 1000 else "Missed"
+        found.append(Measured(Objective(metric, 95, limit), ObjectiveState(state), seconds))
+    return tuple(found)
+
+
+@given(situations())
+@settings(max_examples=200)
+def test_objectives_without_samples_decide_nothing(s):
+    unknown = replace(s.workload, objectives=measured((500, 50), (None, None)))
+    assert choose_step(replace(s, workload=unknown)) == choose_step(s)
+
+
+@given(situations(), st.tuples(SEEN, SEEN), st.integers(1, 9999), st.integers(1, 9999), st.floats(0.01, 1))
+@settings(max_examples=400)
+def test_a_tighter_objective_never_chooses_fewer_gpus(s, seen, first, between, tighter):
+    def gpus(times):
+        limits = max(1, int(first * times)), max(1, int(between * times))
+        return choose_step(replace(s, workload=replace(s.workload, objectives=measured(limits, seen)))).chosen.gpus
+
+    assert gpus(tighter) >= gpus(1.0)
+
+
+@given(situations(), st.tuples(SEEN, SEEN), st.integers(1, 10**9), st.integers(1, 1000))
+@settings(max_examples=200)
+def test_prices_times_a_constant_change_no_decision(s, seen, price, times):
+    s = replace(s, workload=replace(s.workload, objectives=measured((500, 50), seen)))
+
+    def weighed(micros):
+        ruling = choose_step(replace(s, gpu_hour_micros=micros))
+        return ruling.reason, [(o.action, o.dtype, o.replicas, o.outcome) for o in ruling.options]
+
+    assert weighed(None) == weighed(price) == weighed(price * times)

@@ -19,7 +19,7 @@ from support.trials import on_trial
 def asked_by(cluster: ModelCluster, decision: Decision) -> set[str]:
     """Name of the pod whose address is asked."""
     url = decision.probe.url if isinstance(decision.probe, Measure | Capture) else None
-    return {p.name for p in cluster.snapshot().pods if p.ip and engine_url(p.ip) == url}
+    return {p.name for p in cluster.snapshot().pods if p.ip and engine_url(p.ip, p.mesh) == url}
 
 
 @pytest.mark.parametrize("drain_ticks", [0, 3])

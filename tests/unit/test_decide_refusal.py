@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -85,6 +86,38 @@ def test_what_is_on_its_way_holds_nobody_up_and_the_engine_tells_for_itself() ->
     assert pending_reason([on_its_way]) == Cause("PodInitializing", "")
     stuck = observed(engine=waits("ErrImagePull", "no such image"), proxy=waits("ContainerCreating"))
     assert pending_reason([stuck]) == Cause("ImageUnavailable", "ErrImagePull: no such image")
+
+
+def starting(volumes: list[dict[str, Any]], **state: Any) -> PodView:
+    """The view of a pod on a node with these volumes, whose engine is in this state."""
+    status = {"containerStatuses": [{"name": "engine", **state}]}
+    spec = {"nodeName": "a", "volumes": volumes}
+    return pod_view({"metadata": {"name": "chat-1"}, "spec": spec, "status": status})
+
+
+VOLUMES: list[dict[str, Any]] = [
+    {"name": "shm", "emptyDir": {}},
+    {"name": "model", "persistentVolumeClaim": {"claimName": "models"}},
+    {"name": "tls", "secret": {"secretName": "certificates"}},
+    {"name": "maybe", "secret": {"secretName": "extra", "optional": True}},
+    {
+        "name": "both",
+        "projected": {"sources": [{"configMap": {"name": "templates"}}, {"secret": {"name": "certificates"}}]},
+    },
+]
+
+
+def test_a_pod_of_which_nothing_has_started_is_told_with_what_its_volumes_are_made_from() -> None:
+    creating = {"waiting": {"reason": "ContainerCreating"}}
+    cause = pending_reason([starting(VOLUMES, state=creating)])
+    assert cause is not None
+    assert cause.reason == "ContainerCreating"
+    needs = "PersistentVolumeClaim models, Secret certificates, ConfigMap templates."
+    assert f"It needs {needs}" in cause.message
+    assert "kubectl kvpilot status" in cause.message
+    assert "It needs" not in pending_reason([starting([], state=creating)]).message
+    again = starting(VOLUMES, state=creating, lastState={"terminated": {"exitCode": 1, "message": "no room"}})
+    assert pending_reason([again]) == Cause("ContainerCreating", "no room")
 
 
 @pytest.mark.parametrize("reason", ["Unschedulable", "SchedulingGated"])

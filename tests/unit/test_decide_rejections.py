@@ -98,6 +98,41 @@ CASES = [
         "QuotaExceeded", "spec.engine.resources: ", "raise ResourceQuota team",
     ),
     (
+        refused(
+            'persistentvolumeclaims "chat-weights" is forbidden: exceeded quota: team, requested: requests.storage=9, '
+            "used: requests.storage=0, limited: requests.storage=1Gi", kind="PersistentVolumeClaim",
+        ),
+        "QuotaExceeded", "spec.cache.weights: ", "ask for less storage",
+    ),
+    (
+        invalid(
+            ("spec.resources.requests.storage", "Forbidden: field can not be less than previous value"),
+            kind="PersistentVolumeClaim",
+        ),
+        "ClaimCannotShrink", "spec.cache.weights.size: ", "or more",
+    ),
+    (
+        invalid(
+            ("spec.resources.requests.storage", "Forbidden: field can not be less than status.capacity"),
+            kind="PersistentVolumeClaim",
+        ),
+        "ClaimCannotShrink", "spec.cache.weights.size: ", "or more",
+    ),
+    (
+        invalid(
+            ("spec", "Forbidden: spec is immutable after creation except resources.requests for bound claims"),
+            kind="PersistentVolumeClaim",
+        ),
+        "ClaimCannotChange", "spec.cache.weights: ", "delete the PersistentVolumeClaim",
+    ),
+    (
+        refused(
+            'persistentvolumeclaims "chat-weights" is forbidden: only dynamically provisioned pvc can be resized and '
+            "the storageclass that provisions the pvc must support resize", kind="PersistentVolumeClaim",
+        ),
+        "ClaimCannotGrow", "spec.cache.weights.size: ", "allowVolumeExpansion",
+    ),
+    (
         refused("failed quota: team: must specify requests.cpu"),
         "QuotaNeedsResources", "spec.engine.resources.requests.cpu: ", "ResourceQuota team",
     ),
@@ -176,6 +211,11 @@ CASES = [
         refused('deployments.apps "chat-1" is forbidden: unable to create new content in namespace team because it is '
                 "being terminated"),
         "NamespaceTerminating", "unable to create", "another namespace",
+    ),
+    (
+        refused('inferencepools.inference.networking.k8s.io "chat" is forbidden: User "operator" cannot get resource '
+                '"inferencepools" in API group "inference.networking.k8s.io"', kind="InferencePool"),
+        "OperatorForbidden", "spec.inferencePool: ", "rbac.inferencePools",
     ),
     (
         refused('deployments.apps "chat-1" is forbidden: User "system:serviceaccount:kvpilot:operator" cannot patch '

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -149,3 +150,18 @@ def test_the_disruption_budget_covers_what_the_service_selects_and_goes_where_it
     cluster.edit(service(NEW, 2, min_available=2))
     cluster.settle()
     assert cluster.budget is None
+
+
+def test_a_canary_whose_volume_is_of_a_missing_secret_says_what_it_needs_while_it_waits_and_at_its_end():
+    cluster = on_trial(2)
+    cluster.start_ticks = 1000
+    pods, waits = cluster._pods, {"waiting_reason": "ContainerCreating", "needs": ("Secret certificates",)}
+    cluster._pods = lambda: [one if one.ready else replace(one, **waits) for one in pods()]
+    cluster.until(stage("Starting"))
+    cluster.tick()
+    status = cluster.parsed()
+    for kind in ("Progressing", "CanaryHealthy"):
+        assert "It needs Secret certificates." in status.condition(kind).message
+    ended_with = cluster.until(ended)
+    assert ended_with.last_canary.reason == "ProgressDeadlineExceeded"
+    assert "It needs Secret certificates." in ended_with.last_canary.message

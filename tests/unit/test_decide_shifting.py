@@ -51,7 +51,7 @@ def test_traffic_is_back_in_the_pass_that_decides_it_and_before_any_pod_goes():
         new = revision_of(cluster.obj, NEW)
         assert new not in cluster.shares()
         assert cluster.rules == rules
-        assert cluster.engines.ready(new) > 0
+        assert cluster.engines.answering(new) > 0
 
 
 def test_failed_requests_fail_a_canary():

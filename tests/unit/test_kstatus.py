@@ -5,7 +5,9 @@ of docs/conditions.md. The rows of its table are the expectations here.
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
@@ -19,6 +21,7 @@ import yaml
 from celpy.evaluation import CELEvalError
 from lupa import lua51
 
+from kvpilot_operator.api.schema import load_crd
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.render.names import SERVICE_LABEL
 from kvpilot_operator.state.questions import Question, unanswered
@@ -26,7 +29,7 @@ from kvpilot_operator.state.status import Denied, dump_status
 from support.failing_questions import failing
 from support.kstatus import compute, seen
 from support.model_cluster import ModelCluster
-from support.services import KEY, manifest
+from support.services import KEY, manifest, revision_of
 from support.trials import NEW, OLD, ended, on_trial, service, stage
 
 ROOT = Path(__file__).parents[2]
@@ -242,7 +245,12 @@ def _() -> dict[str, Any]:
 def _() -> dict[str, Any]:
     cluster = settled()
     pods = cluster._pods
-    down = {"ready": False, "restarts": 3, "exit_message": "CUDA error: uncorrectable ECC error"}
+    down = {
+        "ready": False,
+        "containers_ready": False,
+        "restarts": 3,
+        "exit_message": "CUDA error: uncorrectable ECC error",
+    }
     cluster._pods = lambda: [replaced(one, **(down if number else {})) for number, one in enumerate(pods())]
     return after(cluster)
 
@@ -318,6 +326,27 @@ def flux(obj: dict[str, Any]) -> str:
     return "InProgress"
 
 
+def columns(obj: dict[str, Any]) -> dict[str, Any]:
+    """What kubectl get shows in the columns that stand there without -o wide; None is an empty cell."""
+    shown = {}
+    for column in load_crd()["spec"]["versions"][0]["additionalPrinterColumns"]:
+        if not column.get("priority"):
+            condition = re.fullmatch(r'\.status\.conditions\[\?\(@\.type=="(\w+)"\)\]\.(\w+)', column["jsonPath"])
+            if condition is None:
+                path = column["jsonPath"].strip(".").split(".")
+                shown[column["name"]] = functools.reduce(lambda part, name: (part or {}).get(name), path, obj)
+            else:
+                shown[column["name"]] = next(
+                    (
+                        one[condition[2]]
+                        for one in obj.get("status", {}).get("conditions", ())
+                        if one["type"] == condition[1]
+                    ),
+                    None,
+                )
+    return shown
+
+
 def test_each_state_has_a_row_and_each_row_a_state() -> None:
     assert list(rows()) == list(STATES)
 
@@ -352,8 +381,56 @@ def test_conditions_and_status_say_of_which_generation_they_are(name: str) -> No
         assert one["observedGeneration"] == status["observedGeneration"]
 
 
+@pytest.mark.parametrize("name", STATES)
+def test_a_service_that_has_settled_serves_the_revision_that_its_spec_asks_for(name: str) -> None:
+    status = STATES[name]().get("status", {})
+    if "observedRevision" not in status:
+        assert name == "no operator has seen it"
+        return
+    elsewhere = {
+        "a canary is probed", "a canary has a share of the traffic", "a canary is promoted", "a canary is rolled back",
+        "a canary is paused", "a change of the spec waits for a pause to end", "a change of the spec was rolled back",
+        "a Fixed dtype is denied, the last good one serves", "no canary can be started",
+    }  # fmt: skip
+    assert (status["observedRevision"] != status["stable"]["revision"]) == (name in elsewhere)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_the_address_is_told_wherever_the_service_of_that_name_exists(name: str) -> None:
+    url = STATES[name]().get("status", {}).get("url")
+    assert url == (None if name == "no operator has seen it" else f"http://{KEY.name}.{KEY.namespace}.svc")
+
+
+def test_no_address_is_told_while_the_name_is_somebody_elses() -> None:
+    cluster = ModelCluster(service(OLD, 2), refuses=lambda one: "taken" if one["kind"] == "Service" else None)
+    assert "url" not in after(cluster)["status"]
+    cluster.refuses = lambda _: None
+    assert "url" in after(cluster, 40)["status"]
+
+
+def test_the_revision_asked_for_is_kept_while_a_spec_is_refused_and_changes_with_the_next_good_one() -> None:
+    cluster = settled()
+    good = cluster.status["observedRevision"]
+    cluster.edit({**cluster.obj, "spec": {**cluster.obj["spec"], "replicas": -1}})
+    assert after(cluster)["status"]["observedRevision"] == good
+    cluster.edit(service(NEW, 2))
+    assert after(cluster)["status"]["observedRevision"] == revision_of(cluster.obj, NEW)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_the_columns_of_kubectl_get_tell_a_canary_from_calm(name: str) -> None:
+    obj = STATES[name]()
+    row = columns(obj)
+    on_trial = "canary" in obj.get("status", {})
+    assert on_trial == (row["Canary"] is not None)
+    assert on_trial == str(row["Reason"]).startswith("Canary")
+
+
 @pytest.mark.parametrize(
-    "question", [one for one in Question if one not in (Question.ROUTE, Question.PROBE_SETS, Question.NODE)]
+    "question",
+    sorted(
+        set(Question) - {Question.ROUTE, Question.POOLS, Question.PROBE_SETS, Question.NODE, Question.PREFETCH},
+    ),
 )
 def test_whatever_question_fails_a_service_is_neither_current_nor_stalled_until_it_is_answered(
     question: Question,

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvpilot_kubectl import fields, journal, service, show
+from kvpilot_kubectl import fields, journal, pods, service, show
 from kvpilot_operator.api.schema import load_crd
 from support.model_cluster import ModelCluster
 from support.services import manifest
@@ -107,6 +107,52 @@ def test_a_service_that_waits_for_a_person_asks_for_attention_and_one_on_its_way
     assert listed(obj)[0]["ATTENTION"] == "-"
     told["Stalled"] |= {"status": "True", "reason": "DtypeDenied"}
     assert listed(obj)[0]["ATTENTION"] == "Stalled=True (DtypeDenied)"
+
+
+def test_the_address_and_the_adapters_are_shown_where_the_status_has_them() -> None:
+    obj = copy.deepcopy(story()["serving"])
+    obj["status"]["adapters"] = ["sql", "acme/chat"]
+    facts = [line.split(maxsplit=1) for line in detailed(obj).splitlines()[1:]]
+    assert ["address", "http://chat.models.svc"] in facts
+    assert ["adapters", "sql, acme/chat"] in facts
+    found = service.document(service.read(obj))
+    assert (found["url"], found["adapters"]) == ("http://chat.models.svc", ["sql", "acme/chat"])
+    del obj["status"]["adapters"], obj["status"]["url"]
+    assert "adapters" not in detailed(obj)
+    assert service.document(service.read(obj))["url"] is None
+
+
+def engine_pod(ready: str = "False", **more: Any) -> dict[str, Any]:
+    waiting = {"name": "engine", "state": {"waiting": {"reason": "ContainerCreating"}}}
+    status = {"conditions": [{"type": "Ready", "status": ready}], "containerStatuses": [waiting]}
+    return {"metadata": {"name": "chat-1", "uid": "p-1", **more}, "spec": {"nodeName": "a"}, "status": status}
+
+
+def warning(message: str, at: str = "2026-11-21T23:59:00Z", **more: Any) -> dict[str, Any]:
+    about = {"involvedObject": {"uid": "p-1"}, "type": "Warning", "reason": "FailedMount", "lastTimestamp": at}
+    return {**about, "message": message, **more}
+
+
+def test_what_a_kubelet_warns_of_is_shown_beside_a_pod_that_does_not_answer() -> None:
+    (pod,) = pods.unready([engine_pod(), engine_pod("True"), engine_pod(deletionTimestamp="2026-11-21T12:00:00Z")])
+    said = 'MountVolume.SetUp failed for volume "tls": secret "certificates" not found'
+    old = "2026-11-21T23:00:00Z"
+    events = [
+        warning(said, old), warning(said), warning("older", old), warning("none", type="Normal"),
+        warning("another pod's", involvedObject={"uid": "p-2"}),
+    ]  # fmt: skip
+    found = pods.warned(pod, events)
+    assert [(one.reason, one.message) for one in found] == [("FailedMount", said), ("FailedMount", "older")]
+    shown = show.rendered(show.detailed(service.read(story()["serving"]), now(), found, ["a note"]), PLAIN).splitlines()
+    (line,) = (line for line in shown if said in line)
+    assert line.split()[:4] == ["chat-1", "a", "FailedMount", "1m"]
+    assert shown[-1] == "a note"
+    assert pods.document(found)[0]["message"] == said
+
+
+def test_a_pod_without_a_warning_is_shown_with_what_its_container_waits_for() -> None:
+    (found,) = pods.warned(engine_pod(), [])
+    assert (found.pod, found.reason, found.time) == ("chat-1", "ContainerCreating", None)
 
 
 def test_services_of_all_namespaces_are_told_apart() -> None:
@@ -268,6 +314,15 @@ def odd_objects(draw: st.DrawFn) -> Any:
         else:
             del inner[path[-1]]
     return obj
+
+
+@given(st.lists(ANY | st.builds(engine_pod), max_size=3), st.lists(ANY | st.builds(warning, st.text()), max_size=3))
+def test_no_pod_of_whatever_shape_ends_in_an_error(listed: list[Any], events: list[Any]) -> None:
+    for pod in pods.unready(listed):
+        found = pods.warned(pod, events)
+        assert found
+        show.rendered(show.detailed(service.read({}), now(), found), PLAIN).encode()
+        json.dumps(pods.document(found))
 
 
 @given(odd_objects() | ANY, st.lists(ANY, max_size=2))

@@ -11,16 +11,19 @@ import pytest
 
 from kvpilot_operator.budget import METRICS_WORK_PER_SECOND
 from kvpilot_operator.cluster.objects import path_of
+from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.observe.gather import API_SECONDS
 from kvpilot_operator.observe.views import route_view
-from kvpilot_operator.render.names import HTTP_ROUTE_API, KIND
-from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
+from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, KIND
+from kvpilot_operator.state.questions import Question
+from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts, ObjectView
 from support.observed import OURS, REAL, World, edited, pod, route
 from support.services import KEY
 
 
 @pytest.fixture
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    one = World(monkeypatch, http_routes=True)
+    one = World(monkeypatch)
     yield one
     await one.scraper.close()
 
@@ -225,11 +228,58 @@ async def test_the_route_that_the_spec_names_is_read(world: World) -> None:
 
 
 async def test_no_route_is_asked_for_where_the_server_knows_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, http_routes=False)
+    world = World(monkeypatch)
+    world.cluster.served.clear()
     world.put(edited(canary={"routeRef": {"name": "chat-route"}}))
     assert (await world.snapshot()).route is None
     assert not any("httproutes" in path for path in world.cluster.asked)
     await world.scraper.close()
+
+
+POOLS = {"endpointPickerRef": {"name": "epp", "port": {"number": 9002}}}
+
+
+def pool(revision: str, **about: Any) -> dict[str, Any]:
+    labels = {"kvpilot.io/service": KEY.name, "kvpilot.io/revision": revision}
+    metadata = {**OURS, "name": KEY.name, "uid": "p-1", "generation": 3, "resourceVersion": "9", "labels": labels}
+    return {"metadata": {**metadata, **about}, "spec": {"selector": {"matchLabels": labels}}}
+
+
+async def test_an_api_that_is_installed_while_the_operator_runs_is_noticed(world: World) -> None:
+    world.put(edited(inferencePool=POOLS))
+    world.cluster.served.clear()
+    assert not (await world.snapshot()).server.inference_pools
+    world.cluster.served.add(INFERENCE_POOL_API)
+    assert not (await world.snapshot()).server.inference_pools
+    world.now += timedelta(seconds=API_SECONDS)
+    assert (await world.snapshot()).server.inference_pools
+    assert world.cluster.asked.count(INFERENCE_POOL_API) == 2
+
+
+async def test_no_api_is_asked_for_that_no_spec_names(world: World) -> None:
+    await world.snapshot()
+    assert not {HTTP_ROUTE_API, INFERENCE_POOL_API} & set(world.cluster.asked)
+
+
+async def test_traffic_is_what_service_and_pool_select_together(world: World) -> None:
+    world.put(edited(inferencePool=POOLS), service(pool("r1")["spec"]["selector"]["matchLabels"]))
+    path = path_of(INFERENCE_POOL_API, "InferencePool", KEY.namespace, KEY.name)
+    assert (await world.snapshot()).traffic == "r1"
+    for selected, traffic in (("r1", "r1"), ("r2", "")):
+        world.cluster.objects[path] = pool(selected)
+        found = await world.snapshot()
+        assert found.traffic == traffic
+        assert found.objects["InferencePool", KEY.name] == ObjectView("p-1", True, "3", selected)
+    world.cluster.objects[path] = pool("r2", ownerReferences=[])
+    assert (await world.snapshot()).traffic == "r1"
+
+
+async def test_a_pool_that_cannot_be_read_may_select_anything(world: World) -> None:
+    world.put(edited(inferencePool=POOLS), service(pool("r1")["spec"]["selector"]["matchLabels"]))
+    world.cluster.broken["InferencePool"] = ClusterError("GET", "/x", 403, "forbidden")
+    found = await world.snapshot()
+    assert found.traffic == ""
+    assert found.unread(Question.POOLS) is not None
 
 
 async def test_a_service_that_is_deleted_has_no_snapshot(world: World) -> None:

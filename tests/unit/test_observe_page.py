@@ -142,6 +142,15 @@ def test_calibration_factors_and_recent_window_are_read_as_the_engine_tells_them
     assert (parse_page(PAGE).factors, parse_page(PAGE).recent_tokens) == ("", None)
 
 
+@pytest.mark.parametrize(
+    ("told", "read"), [("SinksAndWindow", "SinksAndWindow"), ("", ""), ("a b", ""), ("x" * 64, "")]
+)
+def test_the_policy_of_a_bounded_cache_is_read_as_the_engine_tells_it(told: str, read: str) -> None:
+    line = f'kvpilot_retention_info{{page_tokens="128",policy="{told}",sink_tokens="4",window_tokens="64"}} 1.0\n'
+    assert parse_page(PAGE + line).retention == read
+    assert not parse_page(PAGE).retention
+
+
 @pytest.mark.parametrize("text", ["", "none", "-64", "65", "6e1", "9" * 400, "٦٤"])
 def test_a_hash_or_a_window_that_is_none_is_not_known(text: str) -> None:
     lines = f'kvpilot_calibration_info{{hash="{text} x"}} 1.0\nkvpilot_recent_window_info{{tokens="{text}"}} 1.0\n'

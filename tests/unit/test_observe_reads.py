@@ -22,7 +22,7 @@ from support.services import KEY, manifest
 
 @pytest.fixture
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    one = World(monkeypatch, http_routes=True)
+    one = World(monkeypatch)
     yield one
     await one.scraper.close()
 

@@ -251,7 +251,7 @@ class BadDays(RuleBasedStateMachine):
         canary = self._status().canary
         judged = canary is not None and canary.stage in ("Starting", "Probing", "Shifting")
         if decision.probe is None and (not judged or self.cluster.obj["spec"]["rollout"]["paused"]):
-            staying = {pod.view().name for pod in self.cluster.engines.pods if pod.leaves_in is None}
+            staying = {pod.name for pod in self.cluster.engines.pods if pod.leaves_in is None}
             assert not self.cluster.do_not_evict & staying
 
     def _check_budget(self) -> None:

@@ -34,6 +34,17 @@ def test_capacities_are_within_half_a_percent_of_those_measured_on_an_h200():
         assert planned[run["dtype"]] == pytest.approx(run["kv_tokens"], rel=0.005)
 
 
+def test_layers_that_attend_within_chunks_are_in_the_dtype_and_beside_them_is_no_recent_window():
+    full = replace(models.find("Llama-3-8B"), sliding_layers=0)
+    chunked = replace(full, sliding_layers=24, window=8192, chunked=True)
+    small, wide = cache(chunked, "k4v4", 1), cache(chunked, "auto", 1)
+    assert small.window_token_bytes == 3 * small.full_token_bytes
+    assert small.window_token_bytes < wide.window_token_bytes / 3.5
+    assert small.block == small.window_block == cache(full, "k4v4", 1).block
+    assert cache(full, "k4v4", 1).ring_blocks
+    assert not small.ring_blocks
+
+
 def test_a_gibibyte_holds_what_vllm_reports_for_smollm2():
     # 46,592 tokens in 16 bits: vLLM 0.32.0 with 1 GiB of cache, on a CPU.
     layout = cache(models.find("SmolLM2-135M-Instruct"), "auto", 1)

@@ -286,7 +286,7 @@ def test_the_keys_of_the_json_are_stable(capsys):
     assert set(row["capacities"][0]) == {"context_tokens", "capacity_tokens", "sequences"}
     assert set(row["cost"]) == {
         "replicas", "gpus", "limit", "microseconds_per_token", "sequences_per_replica", "kv_fill_percent",
-        "prompt_time_percent",
+        "prompt_time_percent", "per_hour_micros", "per_million_tokens_micros",
     }  # fmt: skip
 
 

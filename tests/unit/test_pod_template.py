@@ -190,7 +190,7 @@ def lost(ours: Json, found: Json, path: str) -> Iterator[str]:
 @settings(max_examples=150, deadline=None)
 def test_whatever_is_accepted_takes_nothing_of_ours_from_a_pod(given_template: Json) -> None:
     obj = engine(given_template, resources={"limits": {"cpu": 1}}) | {}
-    obj["spec"]["cache"] = {"weightsClaimName": "w", "compileClaimName": "c"}
+    obj["spec"]["cache"] = {"prefetch": False, "weightsClaimName": "w", "compileClaimName": "c"}
     obj["spec"]["model"]["adapters"] = [{"name": "sql", "source": "pvc://a/sql"}]
     assume(not faults(obj, KINDS))
     plain = engine({}, resources={"limits": {"cpu": 1}})

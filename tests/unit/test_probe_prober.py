@@ -22,6 +22,7 @@ from kvpilot_operator.render.names import baseline_name
 from kvpilot_operator.render.objects import baseline_config_map
 from kvpilot_operator.state.decision import Capture, Captured, Find, Measure, NothingKept, ProbeFailed, ProbeResult
 from kvpilot_operator.state.snapshot import ServiceKey
+from kvpilot_operator.tracing import Tracer
 from support.probe_engine import Body, Writer, counting, engine, respond
 from support.services import KEY, manifest, spec_of
 
@@ -52,7 +53,7 @@ class Bench:
     def __init__(self) -> None:
         self.cluster = FakeCluster()
         self.scraper = Scraper()
-        self.prober = Prober(self.cluster, self.scraper)  # type: ignore[arg-type]  # the one method that it uses
+        self.prober = Prober(self.cluster, self.scraper, Tracer())  # type: ignore[arg-type]  # the one method that it uses
         self.done = asyncio.Event()
         self.probes: dict[ServiceKey, Probe] = {}
 
@@ -173,9 +174,9 @@ async def test_a_serving_engine_is_measured_one_request_at_a_time(bench: Bench) 
         await counting(path, body, writer)
 
     async with engine(handler) as url:
-        beside_users = await bench.ask(Measure("check/x", "p", url, "m", NAME, serving=True))
+        beside_users = await bench.ask(Measure("check/x", "p", url, "m", "fp8", NAME, serving=True))
         assert (most, looks) == (1, 8)
-        alone = await bench.ask(Measure("measure/x", "p", url, "m", NAME))
+        alone = await bench.ask(Measure("measure/x", "p", url, "m", "fp8", NAME))
         assert (most, looks) == (2, 8)
     for found in (beside_users, alone):
         assert isinstance(found.outcome, Measurement)
@@ -190,13 +191,13 @@ async def test_a_busy_engine_ends_a_check_under_its_own_name(bench: Bench, monke
         respond(writer, b"vllm:kv_cache_usage_perc 0.5\nvllm:num_requests_waiting 3\n")
 
     async with engine(handler) as url:
-        found = await bench.ask(Measure("check/x", "p", url, "m", NAME, serving=True))
+        found = await bench.ask(Measure("check/x", "p", url, "m", "fp8", NAME, serving=True))
     assert isinstance(found.outcome, ProbeFailed)
     assert found.outcome.reason == "EngineBusy"
 
 
 async def test_a_lost_baseline_is_said_and_not_blamed_on_the_engine(bench: Bench) -> None:
-    found = await bench.ask(Measure("check/x", "p", "http://127.0.0.1:9", "m", NAME, serving=True))
+    found = await bench.ask(Measure("check/x", "p", "http://127.0.0.1:9", "m", "fp8", NAME, serving=True))
     assert isinstance(found.outcome, ProbeFailed)
     assert found.outcome.reason == "BaselineLost"
     assert NAME in found.outcome.message
@@ -219,8 +220,8 @@ async def test_checks_that_hang_hold_no_place_of_a_canary(monkeypatch: pytest.Mo
     async with opened() as bench, engine(hangs) as stuck, sound() as (url, _):
         bench.cluster.keep(NAME, codec.encode(await captured(bench)))
         other = KEY._replace(name="other")
-        bench.of(other).ensure(SPEC, Measure("check/x", "p", stuck, "m", NAME, serving=True))
-        found = await bench.ask(Measure("measure/x", "p", url, "m", NAME))
+        bench.of(other).ensure(SPEC, Measure("check/x", "p", stuck, "m", "fp8", NAME, serving=True))
+        found = await bench.ask(Measure("measure/x", "p", url, "m", "fp8", NAME))
         assert isinstance(found.outcome, Measurement)
 
 
@@ -236,9 +237,9 @@ async def test_however_many_engines_hang_a_good_one_is_probed(
         bench.cluster.keep(NAME, codec.encode(await captured(bench)))
         for i in range(20):
             hostile = ServiceKey("hostile", f"hangs-{i}")
-            bench.of(hostile).ensure(SPEC, Measure(f"hangs/{i}", "p", stuck, "m", NAME, serving=serving))
+            bench.of(hostile).ensure(SPEC, Measure(f"hangs/{i}", "p", stuck, "m", "fp8", NAME, serving=serving))
         await asyncio.sleep(0)
-        request = Measure("measure/x", "p", url, "m", NAME, serving=serving)
+        request = Measure("measure/x", "p", url, "m", "fp8", NAME, serving=serving)
         found = await bench.ask(request, key=ServiceKey(namespace, "good"))
         assert isinstance(found.outcome, Measurement)
         running = [bench.of(ServiceKey("hostile", f"hangs-{i}")).result for i in range(20)]
@@ -264,8 +265,8 @@ async def test_an_engine_that_is_slow_to_begin_is_probed_in_the_end_although_oth
         bench.cluster.keep(NAME, codec.encode(await captured(bench)))
         for i in range(4):
             key = ServiceKey("hostile", f"hangs-{i}")
-            bench.of(key).ensure(SPEC, Measure(f"hangs/{i}", "p", stuck, "m", NAME))
-        found = await bench.ask(Measure("measure/x", "p", url, "m", NAME), key=KEY._replace(namespace="hostile"))
+            bench.of(key).ensure(SPEC, Measure(f"hangs/{i}", "p", stuck, "m", "fp8", NAME))
+        found = await bench.ask(Measure("measure/x", "p", url, "m", "fp8", NAME), key=KEY._replace(namespace="hostile"))
     assert isinstance(found.outcome, Measurement)
 
 
@@ -316,5 +317,5 @@ async def test_probes_of_an_engine_with_priorities_come_after_everybody_elses(be
 
     spec = spec_of(manifest(engine={"extraArgs": ["--scheduling-policy=priority"]}))
     async with engine(handler) as url:
-        await bench.ask(Measure("check/x", "p", url, "m", NAME, serving=True), spec)
+        await bench.ask(Measure("check/x", "p", url, "m", "fp8", NAME, serving=True), spec)
     assert seen == {module.LOW_PRIORITY}

@@ -21,8 +21,9 @@ from support.model_cluster import ModelCluster
 from support.services import manifest, running, samples
 from support.trials import NEW, OLD, ROUTE, ended, on_trial, service, stage
 
-OBSERVED = (Question.ROUTE, Question.PROBE_SETS, Question.NODE)
-DECIDED = tuple(question for question in Question if question not in OBSERVED)
+OBSERVED = (Question.ROUTE, Question.POOLS, Question.PROBE_SETS, Question.NODE)
+# Of the services here none fills a claim: test_storage_prefetch.py has those that do.
+DECIDED = tuple(question for question in Question if question not in (*OBSERVED, Question.PREFETCH))
 
 
 def said(decision: Decision) -> tuple[str, str, str]:

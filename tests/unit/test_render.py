@@ -45,6 +45,21 @@ def test_a_recent_window_of_0_is_told_to_the_engine():
 
 
 @pytest.mark.parametrize("dtype", formats.names())
+def test_a_bound_reaches_engines_of_every_dtype_and_makes_a_new_revision(dtype):
+    bound = {"policy": "SinksAndWindow", "sinkTokens": 4, "windowTokens": 4096}
+    before, whole, after = (
+        pod_template("chat", spec_of(manifest(kvCache=kv_cache)), dtype)
+        for kv_cache in ({}, {"retention": {"policy": "All"}}, {"retention": bound})
+    )
+    arguments = after["spec"]["containers"][0]["args"]
+    assert [argument for argument in arguments if "retention" in argument] == [
+        "--retention=SinksAndWindow", "--retention-sink-tokens=4", "--retention-window-tokens=4096"
+    ]  # fmt: skip
+    assert before == whole
+    assert revision(before) != revision(after)
+
+
+@pytest.mark.parametrize("dtype", formats.names())
 def test_offloading_reaches_engines_of_every_dtype_with_the_memory_for_it_and_makes_a_new_revision(dtype):
     before, after = (
         pod_template("chat", spec_of(manifest(kvCache=kv_cache, engine={"image": "i", "shmSizeMiB": 512})), dtype)

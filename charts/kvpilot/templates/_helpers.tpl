@@ -75,3 +75,13 @@ annotations:
 {{- end }}
 {{- toYaml $context }}
 {{- end }}
+
+{{/* A sidecar that intercepts nothing and writes the pod's certificates to the volume `mesh`. */}}
+{{- define "kvpilot.istioAnnotations" -}}
+traffic.sidecar.istio.io/includeInboundPorts: ""
+traffic.sidecar.istio.io/includeOutboundIPRanges: ""
+proxy.istio.io/config: |
+  proxyMetadata:
+    OUTPUT_CERTS: /etc/istio-output-certs
+sidecar.istio.io/userVolumeMount: '[{"name": "mesh", "mountPath": "/etc/istio-output-certs"}]'
+{{- end }}

@@ -20,6 +20,18 @@
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, patch]
+# A pod gets requests once its readiness gate is open: after its revision has passed its probes.
+- apiGroups: [""]
+  resources: [pods/status]
+  verbs: [patch]
+# Claims for weights: made and resized, and never deleted.
+- apiGroups: [""]
+  resources: [persistentvolumeclaims]
+  verbs: [get, create, patch]
+# The Job that fills such a claim; one cannot be changed, so it is deleted and made anew.
+- apiGroups: [batch]
+  resources: [jobs]
+  verbs: [get, create, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, create, patch, delete]
@@ -34,5 +46,10 @@
 - apiGroups: [gateway.networking.k8s.io]
   resources: [httproutes]
   verbs: [get, patch]
+{{- end }}
+{{- if .Values.rbac.inferencePools }}
+- apiGroups: [inference.networking.k8s.io]
+  resources: [inferencepools]
+  verbs: [get, create, patch, delete]
 {{- end }}
 {{- end }}

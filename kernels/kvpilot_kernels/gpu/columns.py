@@ -8,8 +8,12 @@ The second product has 8 columns. Its right operand is the transpose of what thr
 8 tokens and 8 numbers: `movmatrix` takes the two halves of a register as neighbouring columns, so that
 
 - of 8 queries (Q = 8), where a register holds queries t and t + 4 of one token, column 2 t + h is query t + 4 h;
+- of 16, the second 8 columns are the same for the second 8 queries;
 - of 4 (Q = 4), where it holds two tokens that are 8 apart, even columns are a query's first 8 of 16 tokens, and odd
   ones its last 8. The other half of each column is zero, and a query's two columns are added at the end.
+
+In a step with several tokens of a sequence (SEVERAL), its queries are those of all heads of its first token, then of
+its second one, and so on; in memory other KV heads' are between them.
 """
 
 from triton.experimental import gluon
@@ -35,8 +39,19 @@ LARGEST = gl.constexpr(32512.0)
 
 
 @gluon.jit
-def load_query(query_ptr, apart_ptr, count, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, Q: gl.constexpr):
-    """`count` queries of a KV head as integers, int8 [bytes, 2 Q] by plane, and what products with them need.
+def place_of(n, first, stride, RATIO: gl.constexpr, SEVERAL: gl.constexpr):
+    """Where query `first` + n of a KV head is, in queries behind query `first`; with SEVERAL, behind query 0.
+
+    stride: queries from a token of the sequence to its next one.
+    """
+    return (first + n) // RATIO * stride + (first + n) % RATIO if SEVERAL else n
+
+
+@gluon.jit
+def load_query(query_ptr, apart_ptr, first, count, stride, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
+               RATIO: gl.constexpr, Q: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
+    """`count` queries of a KV head, at their `place_of`, as integers, int8 [bytes, 2 Q] by plane, and what products
+    with them need.
 
     An element x becomes round(x / factor / unit), which is at most LARGEST: off by half of its query's `unit` at most,
     or by two where the plane's factor is 4. That is 2^-16 or 2^-14 of the query's largest element, where a float16 is
@@ -54,9 +69,10 @@ def load_query(query_ptr, apart_ptr, count, KEY: gl.constexpr, D: gl.constexpr, 
     elements = ()
     largest = gl.full([2 * Q], 1e-30, gl.float32, gl.SliceLayout(0, QUERIES))
     nothing = gl.full([2 * Q], 0.0, gl.float32, gl.SliceLayout(0, QUERIES))
+    place = place_of(n // 2, first, stride, RATIO, SEVERAL)
     for i in gl.static_range(len(PLANES)):
         at = PLANES[i][1] * KEY.row + 2 * PLANES[i][0] * WORDS + byte
-        x = gl.load(query_ptr + n // 2 * D + at, mask=(n // 2 < count) & (byte < 2 * WORDS), other=0.0)
+        x = gl.load(query_ptr + place * D + at, mask=(n // 2 < count) & (byte < 2 * WORDS), other=0.0)
         x = x.to(gl.float32) * (1.0 / PLANES[i][5])
         largest = gl.maximum(largest, gl.max(gl.maximum(x, -x), 0))
         nothing += gl.sum(x * 0.0, 0)  # or NaN
@@ -88,7 +104,7 @@ def load_query(query_ptr, apart_ptr, count, KEY: gl.constexpr, D: gl.constexpr, 
         zeros = zeros + (even_columns(taken, Q),)
     unit = even_columns(largest * (1.0 / LARGEST) + nothing, Q)
     i = gl.arange(0, Q, COLS)
-    apart = gl.load(apart_ptr + i, mask=i < count, other=0.0)
+    apart = gl.load(apart_ptr + place_of(i, first, stride, RATIO, SEVERAL), mask=i < count, other=0.0)
     return operands, starts, zeros, unit, apart / unit
 
 
@@ -122,7 +138,7 @@ def keep(x, mask):
 
 @gluon.jit
 def to_right(x, TILE: gl.constexpr, Q: gl.constexpr):
-    """float16 [TILE, Q] as a product's right operand [TILE, 8], in the module's order of columns."""
+    """float16 [TILE, Q] as a product's right operand [TILE, 8], or 16 for 16, in the module's order of columns."""
     x = transpose_blocks(x)
     # What was a thread's row and column is now column and row of the operand; the rest keeps its place.
     if Q == 4:
@@ -132,28 +148,28 @@ def to_right(x, TILE: gl.constexpr, Q: gl.constexpr):
         )
         x = gl.reshape(gl.permute(gl.reshape(x, [TILE // 16, 2, 8, 4, 2]), [0, 4, 3, 1, 2]), [TILE, 8])
     else:
-        x = gl.reshape(gl.permute(gl.reshape(x, [TILE // 8, 8, 2, 4]), [0, 3, 2, 1]), [TILE, 8])
+        x = gl.reshape(gl.permute(gl.reshape(x, [TILE // 8, 8, Q // 8, 2, 4]), [0, 4, 3, 2, 1]), [TILE, Q])
     return gl.convert_layout(x, WEIGHTS, assert_trivial=True)
 
 
 @gluon.jit
 def by_columns(x, Q: gl.constexpr):
     """float32 [Q] of queries as that of the second product's columns."""
-    if Q == 4:  # noqa: SIM108  shapes differ
+    if Q == 4:
         x = gl.reshape(gl.join(x, x), [8])
     else:
-        x = gl.reshape(gl.permute(gl.reshape(x, [2, 4]), [1, 0]), [8])
+        x = gl.reshape(gl.permute(gl.reshape(x, [Q // 8, 2, 4]), [0, 2, 1]), [Q])
     return gl.convert_layout(x, gl.SliceLayout(0, MMA), assert_trivial=True)
 
 
 @gluon.jit
 def by_queries(x, WIDE: gl.constexpr, Q: gl.constexpr):
-    """A second product [WIDE, 8] as that of queries, [WIDE, Q]."""
+    """A second product, [WIDE, 8] or 16 for 16 queries, as that of queries, [WIDE, Q]."""
     if Q == 4:
         first, last = gl.split(gl.reshape(x, [WIDE, 4, 2]))
         x = first + last
     else:
-        x = gl.reshape(gl.permute(gl.reshape(x, [WIDE, 4, 2]), [0, 2, 1]), [WIDE, 8])
+        x = gl.reshape(gl.permute(gl.reshape(x, [WIDE, Q // 8, 4, 2]), [0, 1, 3, 2]), [WIDE, Q])
     return gl.convert_layout(x, SCORES, assert_trivial=True)
 
 

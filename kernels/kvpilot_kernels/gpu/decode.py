@@ -1,4 +1,4 @@
-"""Decode: one query token of every sequence over its packed pages, split over the sequence, never dequantizing.
+"""Decode: a step's tokens of every sequence over its packed pages, split over the sequence, never dequantizing.
 
 With codes c, scale s and zero point z of a group, and the rotated query q (in units of log2, see `store`)
 
@@ -18,6 +18,10 @@ so the matrix products run on codes alone. What makes it fast on NVIDIA GPUs fro
 The recent window (`formats`: ring layout) is read by a second loop over a sequence's last tiles: one more product, on
 the digits that codes lack of 8 bits, times the scale of a token's residual: 0 where the ring has another token's row.
 
+Where a sequence has several tokens in a step (SEVERAL: one, and what was drafted after it), each column of the
+products has its `end`: how many tokens its query sees. Pages are read once for all of them. Only the last tiles, which
+not all columns see, are masked by column, and those of the recent window, which is each column's own.
+
 Gluon, because Triton's own layouts take packed values through shared memory unpacked, which halves the speed.
 """
 
@@ -26,7 +30,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvpilot_kernels.gpu.columns import by_columns, by_queries, join_bytes, load_query, over_own_rows, to_right
+from kvpilot_kernels.gpu.columns import (
+    by_columns,
+    by_queries,
+    join_bytes,
+    load_query,
+    over_own_rows,
+    place_of,
+    to_right,
+)
 from kvpilot_kernels.gpu.operands import (
     COLS,
     MMA,
@@ -82,10 +94,10 @@ def dot(codes, operands, start, g: gl.constexpr, BITS: gl.constexpr, D: gl.const
 
 
 @gluon.jit
-def score(keys, meta, stage, t, live, query, fine, softcap, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
+def score(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
           TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
-          RECENT: gl.constexpr):  # fmt: skip
-    """A tile's scores, float32 [TILE, Q], in their query's `unit` or, with SOFTCAP, as they are; -1e38 if not `live`.
+          RECENT: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
+    """A tile's scores, float32 [TILE, Q], in their query's `unit` or, with SOFTCAP, as they are.
 
     With RECENT, with what the ring's digits add: `fine` as `fine_scale` has it. Token 0 of the sequence has a mean of
     its own, so its score starts with `apart`; t: the tile's first token.
@@ -117,17 +129,41 @@ def score(keys, meta, stage, t, live, query, fine, softcap, KEY: gl.constexpr, D
         for g in gl.static_range(D // GROUP):
             half = taken[g] * (middle(KEY.bits) / zero_unit(KEY.bits) * UNIT)
             scale = scales(meta.slice(g * TILE, TILE).load(ROWS), False) * (0.5 ** key_shift(KEY.bits, D, GROUP, g))
-            score += (scale * fine_scale(fine, g, KEY.bits))[:, None] * (products[g] - half[None, :])
+            finer = (scale * fine_scale(fine, g, KEY.bits))[:, None] * (products[g] - half[None, :])
+            if SEVERAL:
+                finer = gl.where(fine[2], finer, 0.0)
+            score += finer
     if SOFTCAP:
         power = gl.exp2(score * unit[None, :] * (2.0 / softcap))
         score = (1.0 - 2.0 / (power + 1.0)) * (softcap * 1.4426950408889634)
-    return gl.where(live[:, None], score, -1e38)
+    return score
+
+
+@gluon.jit
+def hide(score, t, ends, end, length, TILE: gl.constexpr, WINDOW: gl.constexpr, SEVERAL: gl.constexpr):
+    """A tile's scores, -1e38 or less for tokens that a query does not see; t: the tile's first token.
+
+    Of one query token a sequence `length` is what it sees; of several `ends`, int32 [Q], and the least of them.
+    """
+    token = gl.arange(0, TILE, ROWS)
+    if SEVERAL:
+        by_query, least = ends
+        if t + TILE > least:
+            score = gl.where((t + token)[:, None] < by_query[None, :], score, float("-inf"))
+        if WINDOW > 0:
+            score = gl.where((t + token)[:, None] >= by_query[None, :] - WINDOW, score, float("-inf"))
+    else:
+        live = t + token < end
+        if WINDOW > 0:
+            live = live & (t + token >= length - WINDOW)
+        score = gl.where(live[:, None], score, -1e38)
+    return score
 
 
 @gluon.jit
 def accumulate(score, unit, values, meta, stage, m, total, zeros, acc, fine, VALUE: gl.constexpr, D: gl.constexpr,
                GROUP: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr,
-               RECENT: gl.constexpr):  # fmt: skip
+               RECENT: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
     """Add a tile to the running softmax: new m [Q], total [8, Q], zeros by group [8, Q], acc by plane [words, columns].
 
     m: the largest score so far, less HEADROOM. total: sums of probabilities times 2^HEADROOM, by the rows of a thread.
@@ -162,7 +198,10 @@ def accumulate(score, unit, values, meta, stage, m, total, zeros, acc, fine, VAL
         zero = w.to(gl.float32) * zero_codes(word)[:, None]
         weights = weights + (to_right(w, TILE, Q),)
         if DIGITS > 0:
-            w = to_half(p * (scale * fine_scale(fine, GROUPS + g, VALUE.bits))[:, None])
+            w = p * (scale * fine_scale(fine, GROUPS + g, VALUE.bits))[:, None]
+            if SEVERAL:
+                w = gl.where(fine[2], w, 0.0)
+            w = to_half(w)
             zero += w.to(gl.float32) * (middle(VALUE.bits) / zero_unit(VALUE.bits) * UNIT)
             fine_weights = fine_weights + (to_right(w, TILE, Q),)
         new = new + (zeros[g] + over_own_rows(zero, TILE, Q),)
@@ -185,43 +224,49 @@ def accumulate(score, unit, values, meta, stage, m, total, zeros, acc, fine, VAL
 
 
 @gluon.jit
-def epilogue(out_ptr, lse_ptr, count, m, total, zeros, acc, VALUE: gl.constexpr, D: gl.constexpr,
-             GROUP: gl.constexpr, Q: gl.constexpr):  # fmt: skip
-    """Write a split's normalised output, float32 [count, D], and its log-sums, float32 [count]."""
+def epilogue(out_ptr, lse_ptr, first, count, stride, m, total, zeros, acc, VALUE: gl.constexpr, D: gl.constexpr,
+             GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
+    """Write a split's normalised output, float32 [count, D], and its log-sums, float32 [count], at their `place_of`.
+
+    Of several tokens one may see nothing of a sequence's last split: its output is 0 there, with next to no weight.
+    """
     PLANES: gl.constexpr = value_planes(VALUE.bits, D, GROUP)
     WORDS: gl.constexpr = chunk_words(VALUE.bits, D, GROUP)
     norm = gl.sum(total, 0)
+    if SEVERAL:
+        norm = gl.where(norm == 0, 1.0, norm)
     word = gl.arange(0, padded(WORDS), ROWS)[:, None]
     n = gl.arange(0, Q, COLS)
+    place = place_of(n, first, stride, RATIO, SEVERAL)
     for i in gl.static_range(len(PLANES)):
         element = PLANES[i][1] * VALUE.row + PLANES[i][2] + 2 * (PLANES[i][0] * WORDS + word)
         shift = gl.sum(zeros[PLANES[i][3]], 0) * (zero_unit(VALUE.bits) / UNIT)
         value = by_queries(acc[i], padded(WORDS), Q) * (0.5 ** (VALUE.bits * PLANES[i][1]) / UNIT)
         value = (value - shift[None, :]) / norm[None, :]
-        gl.store(out_ptr + n[None, :] * D + element, value, mask=(n[None, :] < count) & (word < WORDS))
-    gl.store(lse_ptr + n, gl.log2(norm) + m, mask=n < count)
+        gl.store(out_ptr + place[None, :] * D + element, value, mask=(n[None, :] < count) & (word < WORDS))
+    gl.store(lse_ptr + place, gl.log2(norm) + m, mask=n < count)
 
 
 @gluon.jit
 def attend(query, stage, m, total, zeros, acc, recent, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, meta,
-           begin, stop, ahead, end, length, page_stride, ring_page_stride, softcap, KEY: gl.constexpr,
+           begin, stop, ahead, end, length, ends, page_stride, ring_page_stride, softcap, KEY: gl.constexpr,
            VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, Q: gl.constexpr, TILE: gl.constexpr,
            PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
-           RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr):  # fmt: skip
+           RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
     """Take tokens [begin, stop) of the split's, which ends at `end`, into the running softmax of `accumulate`.
 
     Up to `ahead`, STAGES - 1 tiles are on their way. With RECENT one, at `stage`, and its digits in the places of the
-    others, and `recent` is what `load_recent` has of it.
+    others, and `recent` is what `load_recent` has of it. length: the least that a query sees; `ends`: as `hide` has it.
     """
-    token = gl.arange(0, TILE, ROWS)
     scores_unit = gl.full([Q], 1.0, gl.float32, COLS) if SOFTCAP else query[3]
     for t in range(begin, stop, TILE):
-        live = t + token < end
         if RECENT > 0:
             async_copy.wait_group(0)
             at = t + gl.arange(0, TILE, over_lanes(TILE))
             right = (at < end) & (at >= length - RECENT)
             fine = recent[0], is_refined(meta.index(stage), recent, right, D, GROUP, TILE)
+            if SEVERAL:
+                fine = fine + ((t + gl.arange(0, TILE, ROWS))[:, None] >= ends[0][None, :] - RECENT,)
         else:
             next_stage = stage + STAGES - 1
             next_stage = gl.where(next_stage >= STAGES, next_stage - STAGES, next_stage)
@@ -232,15 +277,14 @@ def attend(query, stage, m, total, zeros, acc, recent, base, table_ptr, ring_ptr
             async_copy.commit_group()
             async_copy.wait_group(STAGES - 1)
             fine = ()
-        if WINDOW > 0:
-            live = live & (t + token >= length - WINDOW)
         scores = score(
-            keys, meta.index(stage), stage, t, live, query, fine, softcap, KEY, D, GROUP, TILE, Q, STAGES, SOFTCAP,
-            RECENT > 0,
+            keys, meta.index(stage), stage, t, query, fine, softcap, KEY, D, GROUP, TILE, Q, STAGES, SOFTCAP,
+            RECENT > 0, SEVERAL,
         )  # fmt: skip
+        scores = hide(scores, t, ends, end, length, TILE, WINDOW, SEVERAL)
         m, total, zeros, acc = accumulate(
             scores, scores_unit, values, meta.index(stage), stage, m, total, zeros, acc, fine, VALUE, D, GROUP, TILE, Q,
-            STAGES, RECENT > 0,
+            STAGES, RECENT > 0, SEVERAL,
         )  # fmt: skip
         if RECENT > 0:
             if t + TILE < stop:
@@ -264,26 +308,29 @@ def attend(query, stage, m, total, zeros, acc, recent, base, table_ptr, ring_ptr
 
 @gluon.jit
 def decode_kernel(
-    query_ptr, apart_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr, splits_ptr, out_ptr, lse_ptr, page_stride,
-    head_stride, ring_page_stride, ring_head_stride, table_stride, ring_table_stride, softcap, KEY: gl.constexpr,
-    VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr, TAKE: gl.constexpr,
-    TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
-    RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr, OVERLAP: gl.constexpr,
+    query_ptr, apart_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr, splits_ptr, starts_ptr, spans_ptr, bases_ptr,
+    out_ptr, lse_ptr, page_stride, head_stride, ring_page_stride, ring_head_stride, table_stride, ring_table_stride,
+    softcap, KEY: gl.constexpr, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr,
+    TAKE: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
+    WINDOW: gl.constexpr, RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr, SEVERAL: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Partial attention of one split of the plan and TAKE queries of a KV head, at most 8; one warp.
+    """Partial attention of one split of the plan and TAKE queries of a KV head, at most 16; one warp.
 
-    Grid (kv_heads * cdiv(RATIO, TAKE), splits).
+    Grid (cdiv(most tokens of a sequence * RATIO, TAKE), kv_heads, splits).
 
-    query: float16 [sequences, kv_heads * RATIO, D], rotated, scaled by softmax scale * log2(e).
-    apart: float32 [sequences, kv_heads * RATIO], added to the score of the sequence's first token.
+    query: float16 [rows, kv_heads * RATIO, D], rotated, scaled by softmax scale * log2(e); a row is a query token.
+    apart: float32 [rows, kv_heads * RATIO], added to the score of the sequence's first token.
     cache: packed pages; table: int32 [sequences, blocks]; splits: int32 [splits, 4] as (sequence, start, end, the
     sequence's length), a sequence of -1 is no work; KEY, VALUE: a `codec.SideLayout`.
     ring: pages of the last RECENT tokens' residuals, RING tokens in each of RING_BLOCKS; ring_table: int32 [sequences,
     RING_BLOCKS], negative for none. Unread where RECENT is 0.
-    out: float32 [splits, kv_heads, RATIO, D], normalised, rotated; lse: float32 [splits, kv_heads, RATIO] in log2.
+    starts: int32 [sequences + 1], the first row of each sequence, whose rows see one token more each, the last one all;
+    spans, bases: as `plan` writes them. Without SEVERAL each sequence is one row, and these are not read.
+    out: float32 [results, kv_heads, RATIO, D], normalised, rotated; lse: float32 [results, kv_heads, RATIO] in log2. A
+    split has a result for each row of its sequence.
     """
-    Q: gl.constexpr = 4 if TAKE <= 4 else 8
-    PARTS: gl.constexpr = (RATIO + TAKE - 1) // TAKE
+    Q: gl.constexpr = 4 if TAKE <= 4 else 8 if TAKE <= 8 else 16
     KEY_CHUNKS: gl.constexpr = chunks(KEY.bits, D, GROUP)
     KEY_WIDE: gl.constexpr = 2 * padded(chunk_words(KEY.bits, D, GROUP))
     VALUE_CHUNKS: gl.constexpr = chunks(VALUE.bits, D, GROUP)
@@ -292,10 +339,9 @@ def decode_kernel(
     VALUE_SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // VALUE_WIDE, VALUE_WIDE // 8, [1, 0])
     if OVERLAP:
         gdc_launch_dependents()
-    head = gl.program_id(0) // PARTS
-    heads = gl.num_programs(0) // PARTS
-    first = gl.program_id(0) % PARTS * TAKE
-    count = gl.minimum(RATIO - first, TAKE)
+    first = gl.program_id(0) * TAKE if SEVERAL or RATIO > TAKE else 0
+    head = gl.program_id(1)
+    heads = gl.num_programs(1)
     keys = gl.allocate_shared_memory(
         gl.int8, [places(KEY, STAGES, RECENT) * KEY_CHUNKS, TILE, KEY_WIDE], KEY_SHARED
     )  # fmt: skip
@@ -307,12 +353,27 @@ def decode_kernel(
     )  # fmt: skip
     base = cache_ptr + head.to(gl.int64) * head_stride
     ring = ring_ptr + head.to(gl.int64) * ring_head_stride
-    split = gl.program_id(1)
+    split = gl.program_id(2)
     sequence = gl.load(splits_ptr + 4 * split)
+    row = sequence
+    result = split
+    rows = 1
+    if SEVERAL:
+        owner = gl.maximum(sequence, 0)
+        row = gl.load(starts_ptr + owner)
+        rows = gl.load(starts_ptr + owner + 1) - row
+        result = gl.load(bases_ptr + owner) + (split - gl.load(spans_ptr + 2 * owner)) * rows
+        sequence = gl.where(first < rows * RATIO, sequence, -1)
     if sequence >= 0:
         start = gl.multiple_of(gl.load(splits_ptr + 4 * split + 1), TILE)
         end = gl.load(splits_ptr + 4 * split + 2)
         length = gl.load(splits_ptr + 4 * split + 3)
+        count = gl.minimum(rows * RATIO - first, TAKE)
+        ends = ()
+        if SEVERAL:
+            after = gl.maximum(rows - 1 - (first + gl.arange(0, Q, COLS)) // RATIO, 0)
+            ends = (length - after, length - rows + 1)
+            length = length - rows + 1
         table = table_ptr + sequence.to(gl.int64) * table_stride
         ring_table = ring_table_ptr + sequence.to(gl.int64) * ring_table_stride
         # From the first tile with a token of the recent window on, digits take the places of tiles ahead.
@@ -351,8 +412,10 @@ def decode_kernel(
                 PAGE, RING, RING_BLOCKS,
             )  # fmt: skip
 
-        at = (sequence * heads + head).to(gl.int64) * RATIO + first
-        query = load_query(query_ptr + at * D, apart_ptr + at, count, KEY, D, GROUP, Q)
+        at = (row * heads + head).to(gl.int64) * RATIO + (0 if SEVERAL else first)
+        query = load_query(
+            query_ptr + at * D, apart_ptr + at, first, count, heads * RATIO, KEY, D, GROUP, RATIO, Q, SEVERAL
+        )  # fmt: skip
         stage = 0
         m = gl.full([Q], -1e30, gl.float32, COLS)
         total = gl.full([8, Q], 0.0, gl.float32, SCORES)
@@ -361,11 +424,11 @@ def decode_kernel(
             zeros = zeros + (total,)
         acc = ()
         for i in gl.static_range(len(value_planes(VALUE.bits, D, GROUP))):
-            acc = acc + (gl.full([VALUE_WIDE, 8], 0.0, gl.float32, MMA),)
+            acc = acc + (gl.full([VALUE_WIDE, Q if Q > 8 else 8], 0.0, gl.float32, MMA),)
         stage, m, total, zeros, acc = attend(
             query, stage, m, total, zeros, acc, (), base, table, ring, ring_table, keys, values, meta, start, plain,
-            ahead, end, length, page_stride, ring_page_stride, softcap, KEY, VALUE, D, GROUP, Q, TILE, PAGE, STAGES,
-            SOFTCAP, WINDOW, 0, RING, RING_BLOCKS,
+            ahead, end, length, ends, page_stride, ring_page_stride, softcap, KEY, VALUE, D, GROUP, Q, TILE, PAGE,
+            STAGES, SOFTCAP, WINDOW, 0, RING, RING_BLOCKS, SEVERAL,
         )  # fmt: skip
         if RECENT > 0:
             if (start < plain) & (plain < end):
@@ -376,11 +439,14 @@ def decode_kernel(
                 async_copy.commit_group()
             stage, m, total, zeros, acc = attend(
                 query, stage, m, total, zeros, acc, recent, base, table, ring, ring_table, keys, values, meta, plain,
-                end, ahead, end, length, page_stride, ring_page_stride, softcap, KEY, VALUE, D, GROUP, Q, TILE, PAGE,
-                STAGES, SOFTCAP, WINDOW, RECENT, RING, RING_BLOCKS,
+                end, ahead, end, length, ends, page_stride, ring_page_stride, softcap, KEY, VALUE, D, GROUP, Q, TILE,
+                PAGE, STAGES, SOFTCAP, WINDOW, RECENT, RING, RING_BLOCKS, SEVERAL,
             )  # fmt: skip
         async_copy.wait_group(0)
-        at = (split * heads + head).to(gl.int64) * RATIO + first
-        epilogue(out_ptr + at * D, lse_ptr + at, count, m, total, zeros, acc, VALUE, D, GROUP, Q)
+        at = (result * heads + head).to(gl.int64) * RATIO + (0 if SEVERAL else first)
+        epilogue(
+            out_ptr + at * D, lse_ptr + at, first, count, heads * RATIO, m, total, zeros, acc, VALUE, D, GROUP, RATIO,
+            Q, SEVERAL,
+        )  # fmt: skip
     elif OVERLAP:  # what comes after relies on this kernel for all that came before
         gdc_wait()

@@ -28,17 +28,18 @@ def read_side(page_ptr, place, live, rotation_ptr, head, mean_ptr, scale_ptr, SI
     return y / factor[None, :] + mean[None, :]
 
 
-@triton.jit(do_not_specialize=["begin"])
+@triton.jit
 def gather_kernel(
     cache_ptr, table_ptr, rows_ptr, key_out_ptr, value_out_ptr, key_rotation_ptr, value_rotation_ptr, key_first_ptr,
-    key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr, begin, page_stride, head_stride, table_stride,
+    key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr, begins_ptr, page_stride, head_stride, table_stride,
     KV_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
     PAGE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(longest, TOKENS), KV_HEADS, sequences): tokens [begin, begin + length) of each sequence.
 
     table: int32 [sequences, blocks]; rows: int32 [sequences + 1], where each sequence's tokens start in the outputs
-    (their differences are the lengths); outputs: 16 bits [rows, KV_HEADS, D]; the rest as in `store`.
+    (their differences are the lengths); begins: int32 [sequences]; outputs: 16 bits [rows, KV_HEADS, D]; the
+    rest as in `store`.
     """
     head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -47,7 +48,7 @@ def gather_kernel(
     at = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     if tl.program_id(0) * TOKENS < length:
         live = at < length
-        token = begin + at
+        token = tl.load(begins_ptr + sequence) + at
         block = tl.load(table_ptr + sequence.to(tl.int64) * table_stride + token // PAGE, mask=live, other=0)
         page = cache_ptr + block.to(tl.int64) * page_stride + head.to(tl.int64) * head_stride
         place = token % PAGE

@@ -23,14 +23,15 @@ def read_part(page, place, live, to, rotation_ptr, mean_ptr, factor_ptr, SIDE: t
     tl.store(to[:, None] + d[None, :], y.to(to.dtype.element_ty), mask=live[:, None])
 
 
-@triton.jit(do_not_specialize=["begin"])
-def latent_gather_kernel(cache_ptr, table_ptr, rows_ptr, out_ptr, rotation_ptr, mean_ptr, factor_ptr, begin,
+@triton.jit(do_not_specialize_on_alignment=["table_ptr", "starts_ptr", "rows_ptr"])  # parts of a step's tensors
+def latent_gather_kernel(cache_ptr, table_ptr, starts_ptr, rows_ptr, out_ptr, rotation_ptr, mean_ptr, factor_ptr,
                          page_stride, table_stride, LATENT: tl.constexpr, POSITION: tl.constexpr, PAGE: tl.constexpr,
                          TOKENS: tl.constexpr):  # fmt: skip
-    """Grid (cdiv(longest, TOKENS), 2, sequences): latents and RoPE parts of tokens [begin, begin + length).
+    """Grid (cdiv(longest, TOKENS), 2, sequences): latents and RoPE parts of tokens [start, start + length).
 
-    table: int32 [sequences, blocks]; rows: int32 [sequences + 1], where each sequence's tokens start in the output
-    (their differences are the lengths); out: any float dtype, [rows, 576]; the rest as in `latent_store`.
+    table: int32 [sequences, blocks]; starts: int32 [sequences]; rows: int32 [sequences + 1], where each sequence's
+    tokens start in the output (their differences are the lengths); out: any float dtype, [rows, 576]; the rest as in
+    `latent_store`.
     """
     sequence = tl.program_id(2)
     row = tl.load(rows_ptr + sequence)
@@ -38,7 +39,7 @@ def latent_gather_kernel(cache_ptr, table_ptr, rows_ptr, out_ptr, rotation_ptr, 
     at = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     if tl.program_id(0) * TOKENS < length:
         live = at < length
-        token = begin + at
+        token = tl.load(starts_ptr + sequence) + at
         block = tl.load(table_ptr + sequence.to(tl.int64) * table_stride + token // PAGE, mask=live, other=0)
         page = cache_ptr + block.to(tl.int64) * page_stride
         to = out_ptr + (row + at).to(tl.int64) * ENTRY

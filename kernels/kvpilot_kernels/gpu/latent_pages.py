@@ -5,8 +5,6 @@ A `LatentPlan` holds what all layers of a step share: how decode's work is cut, 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 
@@ -17,9 +15,9 @@ from kvpilot_kernels.gpu.codec import SideLayout
 from kvpilot_kernels.gpu.latent_decode import latent_decode_kernel
 from kvpilot_kernels.gpu.latent_gather import latent_gather_kernel
 from kvpilot_kernels.gpu.latent_reduce import latent_reduce_kernel
-from kvpilot_kernels.gpu.latent_store import latent_store_kernel
+from kvpilot_kernels.gpu.latent_store import latent_prepare_kernel, latent_store_kernel
 from kvpilot_kernels.gpu.pages import LOG2_E
-from kvpilot_kernels.gpu.plan import most_splits, plan_kernel
+from kvpilot_kernels.gpu.plan import fill_splits, most_splits
 from kvpilot_kernels.gpu.rotation import plain_rotation
 from kvpilot_kernels.latent import check
 from kvpilot_kernels.latent.factors import LatentFactors
@@ -62,9 +60,6 @@ class LatentShape:
         self.take = latent_tuning.program_heads(heads)
         self.choice = latent_tuning.choose(fmt, heads, block_size, tuning.capability(device))
         self.wave = max(1, tuning.multiprocessors(device) * self.choice.programs // triton.cdiv(heads, self.take))
-        self.codec: dict[str, Any] = {
-            "LATENT": self.latent, "POSITION": self.rope, "HEADS": heads, "PAGE": block_size,
-        }  # fmt: skip
         self.rotation = plain_rotation(ROPE, device)
 
 
@@ -89,12 +84,7 @@ class LatentPlan:
 
     def update(self, seq_lens: torch.Tensor) -> None:
         """Cut the work for int32 [sequences or fewer] stored lengths; 0 is a row of padding."""
-        sequences = seq_lens.shape[0]
-        count = most_splits(sequences, self.shape.wave)
-        plan_kernel[(triton.cdiv(count, 128),)](
-            seq_lens, self.splits, self.spans, sequences, count, self.shape.wave, TILE=self.shape.choice.tile,
-            WINDOW=0, SEQUENCES=triton.next_power_of_2(max(sequences, 16)), SPLITS=128, num_warps=8,
-        )  # fmt: skip
+        fill_splits(seq_lens, self.splits, self.spans, self.shape.wave, self.shape.choice.tile)
 
 
 class GpuLatentPages:
@@ -113,44 +103,53 @@ class GpuLatentPages:
         self.cache, self.shape = cache, shape
         self.factors = factors or LatentFactors.identity(shape.device)
 
-    def store(self, query: torch.Tensor, query_rope: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor,
-              slot_mapping: torch.Tensor, plan: LatentPlan, decodes: int, scale: float) -> None:  # fmt: skip
-        """Write tokens into their slots, and prepare the queries of the first `decodes` of them in the plan.
+    def store(self, latent: torch.Tensor, rope: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Write tokens into their slots.
 
         Args:
-            query: [tokens, heads, 512], absorbed into latent space, and query_rope: [tokens, heads, 64], heads and
-                elements contiguous. latent: [tokens, 512], after its norm; rope: [tokens, 64], after RoPE.
-            slot_mapping: int64 [tokens], block * block_size + place; negative is padding. scale: factor on the scores.
+            latent: [tokens, 512], after its norm; rope: [tokens, 64], after RoPE; any float dtype.
+            slot_mapping: int64 [tokens or fewer], block * block_size + place; negative is padding.
 
         Raises:
-            BadInputError: another shape, type or stride, or more queries than there are or the plan has rows for;
-                nothing was launched.
+            BadInputError: another shape, type or stride; nothing was launched.
         """
         s, f = self.shape, self.factors
         check.tokens(latent, rope, slot_mapping)
-        check.queries(query, query_rope, s.heads)
-        for name, x, width in (("query", query, RANK), ("query_rope", query_rope, ROPE)):
-            if x.stride(2) != 1 or (s.heads > 1 and x.stride(1) != width):
-                raise common.BadInputError(name, f"has strides {x.stride()}", "make heads and elements contiguous")
-        tokens = slot_mapping.shape[0]
-        if decodes > min(tokens, query.shape[0], plan.sequences):
-            raise common.BadInputError(
-                "decodes", f"is {decodes}",
-                f"there are {tokens} tokens, {query.shape[0]} queries, and {plan.sequences} rows of the plan",
+        if tokens := slot_mapping.shape[0]:
+            latent_store_kernel[(triton.cdiv(tokens, latent_tuning.STORE_TOKENS), 2)](
+                latent, rope, slot_mapping, self.cache, s.rotation, f.mean, f.scale, tokens, latent.stride(0),
+                rope.stride(0), self.cache.stride(0), LATENT=s.latent, POSITION=s.rope, PAGE=s.block_size,
+                TOKENS=latent_tuning.STORE_TOKENS, num_warps=latent_tuning.STORE_WARPS,
             )  # fmt: skip
-        if tokens == 0:
-            return
-        parts = 2 + (s.heads if decodes else 0)
-        latent_store_kernel[(triton.cdiv(tokens, latent_tuning.STORE_TOKENS), parts)](
-            query, query_rope, latent, rope, slot_mapping, self.cache, plan.rotated, plan.sums, s.rotation,
-            f.mean, f.scale, tokens, decodes, query.stride(0), query_rope.stride(0), latent.stride(0),
-            rope.stride(0), self.cache.stride(0), scale * LOG2_E, TOKENS=latent_tuning.STORE_TOKENS, **s.codec,
-            num_warps=latent_tuning.STORE_WARPS,
-        )  # fmt: skip
+
+    def prepare(self, query: torch.Tensor, query_rope: torch.Tensor, plan: LatentPlan, scale: float) -> None:
+        """Rotate and scale queries that decode, into the plan.
+
+        Args:
+            query: [sequences, heads, 512], absorbed into latent space, and query_rope: [sequences, heads, 64], each
+                with contiguous elements. scale: factor on the scores.
+
+        Raises:
+            BadInputError: another shape, type or stride, or more queries than the plan has rows for; nothing was
+                launched.
+        """
+        s = self.shape
+        check.queries(query, query_rope, s.heads)
+        for name, x in (("query", query), ("query_rope", query_rope)):
+            if x.stride(2) != 1:
+                raise common.BadInputError(name, f"has strides {x.stride()}", "make elements contiguous")
+        if query.shape[0] > plan.sequences:
+            raise common.BadInputError("query", f"has {query.shape[0]} rows", f"the plan has {plan.sequences}")
+        if rows := query.shape[0] * s.heads:
+            latent_prepare_kernel[(triton.cdiv(rows, latent_tuning.STORE_TOKENS),)](
+                query, query_rope, plan.rotated, plan.sums, s.rotation, self.factors.scale, rows, query.stride(0),
+                query.stride(1), query_rope.stride(0), query_rope.stride(1), scale * LOG2_E, HEADS=s.heads,
+                ROWS=latent_tuning.STORE_TOKENS, num_warps=latent_tuning.STORE_WARPS,
+            )  # fmt: skip
 
     def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: LatentPlan,
                out: torch.Tensor) -> None:  # fmt: skip
-        """Attention of one query token per sequence, prepared by `store`, over all of its stored tokens.
+        """Attention of one query token per sequence, prepared by `prepare`, over all of its stored tokens.
 
         Args:
             block_table: int32 [sequences, blocks]; entries past a sequence's length are not read.
@@ -183,44 +182,48 @@ class GpuLatentPages:
         latent_decode_kernel[(triton.cdiv(s.heads, s.take), most_splits(sequences, s.wave))](
             plan.rotated, plan.sums, self.cache, block_table, plan.splits, plan.partial, plan.lse,
             self.cache.stride(0), block_table.stride(0), TAKE=s.take, Q=choice.heads, TILE=choice.tile,
-            STAGES=choice.stages, WARPS=choice.warps, **s.codec, num_warps=choice.warps, maxnreg=choice.registers,
+            STAGES=choice.stages, WARPS=choice.warps, LATENT=s.latent, POSITION=s.rope, HEADS=s.heads,
+            PAGE=s.block_size, num_warps=choice.warps, maxnreg=choice.registers,
         )  # fmt: skip
 
     def merge(self, sequences: int, plan: LatentPlan, out: torch.Tensor) -> None:
         """The second half of `decode`: merge what the plan holds, rotate it back and write it to `out`."""
-        s, f, take = self.shape, self.factors, latent_tuning.MERGE_HEADS
-        latent_reduce_kernel[(sequences, triton.cdiv(s.heads, take))](
+        s, f = self.shape, self.factors
+        choice = latent_tuning.merging(s.wave // sequences)
+        latent_reduce_kernel[(sequences, triton.cdiv(s.heads, choice.heads))](
             plan.partial, plan.lse, plan.spans, s.rotation, f.mean, f.scale, out, out.stride(0), HEADS=s.heads,
-            TAKE=take, STEP=latent_tuning.MERGE_SPLITS, num_warps=latent_tuning.MERGE_WARPS,
+            TAKE=choice.heads, STEP=choice.splits, num_warps=choice.warps,
         )  # fmt: skip
 
-    def gather(self, block_table: torch.Tensor, rows: torch.Tensor, begin: int, longest: int,
+    def gather(self, block_table: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor, longest: int,
                out: torch.Tensor) -> None:  # fmt: skip
-        """Read tokens [begin, begin + length) of each sequence back, in the model's own elements.
+        """Read tokens [start, start + length) of each sequence back, in the model's own elements.
 
         Args:
-            block_table: int32 [sequences, blocks]. rows: int32 [sequences + 1], where each sequence's tokens start in
-                the output; their differences are the lengths, at most `longest`.
+            block_table: int32 [sequences, blocks]. starts: int32 [sequences].
+            rows: int32 [sequences + 1], where each sequence's tokens start in the output; their differences are the
+                lengths, at most `longest`.
             out: [rows, 576], 16 bits or float32, contiguous: latents, then RoPE parts.
 
         Raises:
-            BadInputError: another type or shape, or a table without a row for each sequence.
+            BadInputError: another type or shape, or no table row or start for a sequence.
         """
         s, f = self.shape, self.factors
-        common.int32(block_table=block_table, rows=rows)
+        common.int32(block_table=block_table, starts=starts, rows=rows)
         if out.dim() != 2 or out.shape[1] != ENTRY or not out.is_contiguous():
             raise common.BadInputError(
                 "out", f"is {tuple(out.shape)} with strides {out.stride()}", f"give a contiguous [rows, {ENTRY}]"
             )
         sequences = rows.shape[0] - 1
-        if sequences > block_table.shape[0]:
+        if sequences > min(block_table.shape[0], starts.shape[0]):
             raise common.BadInputError(
-                "rows", f"are of {sequences} sequences", f"block_table has {block_table.shape[0]}"
-            )
+                "rows", f"are of {sequences} sequences",
+                f"block_table has {block_table.shape[0]} and starts {starts.shape[0]}",
+            )  # fmt: skip
         if sequences < 1 or longest < 1:
             return
         latent_gather_kernel[(triton.cdiv(longest, latent_tuning.GATHER_TOKENS), 2, sequences)](
-            self.cache, block_table, rows, out, s.rotation, f.mean, f.scale, begin, self.cache.stride(0),
+            self.cache, block_table, starts, rows, out, s.rotation, f.mean, f.scale, self.cache.stride(0),
             block_table.stride(0), LATENT=s.latent, POSITION=s.rope, PAGE=s.block_size,
             TOKENS=latent_tuning.GATHER_TOKENS, num_warps=latent_tuning.GATHER_WARPS,
         )  # fmt: skip

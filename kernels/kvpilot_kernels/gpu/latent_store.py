@@ -1,6 +1,7 @@
-"""Store of latent pages: rotate, quantize, pack and write a step's entries, and prepare its queries, in one launch.
+"""Store of latent pages: rotate, quantize, pack and write a step's entries; and prepare the queries that decode.
 
-What it computes is `latent.reference` with the factors of `latent.factors`. For a query it is, with both parts rotated,
+These are two launches, as vLLM stores a step's entries before it has absorbed its queries. What is computed is
+`latent.reference` with the factors of `latent.factors`. For a query it is, with both parts rotated,
 
     q' = (q / factor) H * scale * log2(e) / unit        unit: so that its largest element is LARGEST
 
@@ -69,62 +70,68 @@ def store_part(x_ptr, stride, mean_ptr, factor_ptr, rotation_ptr, slots_ptr, cac
 
 
 @triton.jit
-def load_part(x_ptr, stride, factor_ptr, rotation_ptr, row, live, scale, HEADS: tl.constexpr, WIDTH: tl.constexpr):
-    """Rotated rows of queries, float32 [TOKENS, WIDTH]; row: [TOKENS], counting the heads of all tokens."""
+def load_part(x_ptr, stride, head_stride, factor_ptr, rotation_ptr, row, live, scale, HEADS: tl.constexpr,
+              WIDTH: tl.constexpr):  # fmt: skip
+    """Rotated rows of queries, float32 [ROWS, WIDTH]; row: [ROWS], counting the heads of all tokens."""
     d = tl.arange(0, WIDTH)
-    at = (row // HEADS).to(tl.int64) * stride + (row % HEADS) * WIDTH
+    at = (row // HEADS).to(tl.int64) * stride + (row % HEADS) * head_stride
     x = tl.load(x_ptr + at[:, None] + d[None, :], mask=live[:, None], other=0.0)
     return rotate_part(x.to(tl.float32) / tl.load(factor_ptr + d)[None, :], rotation_ptr, WIDTH) * scale
 
 
-@triton.jit(do_not_specialize=["tokens", "decodes"])
+@triton.jit(do_not_specialize=["tokens"])
 def latent_store_kernel(
-    query_ptr, query_rope_ptr, latent_ptr, rope_ptr, slots_ptr, cache_ptr, rotated_ptr, sums_ptr, rotation_ptr,
-    mean_ptr, factor_ptr, tokens, decodes, query_stride, query_rope_stride, latent_stride, rope_stride, page_stride,
-    scale, LATENT: tl.constexpr, POSITION: tl.constexpr, HEADS: tl.constexpr,
-    PAGE: tl.constexpr, TOKENS: tl.constexpr,
+    latent_ptr, rope_ptr, slots_ptr, cache_ptr, rotation_ptr, mean_ptr, factor_ptr, tokens, latent_stride, rope_stride,
+    page_stride, LATENT: tl.constexpr, POSITION: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(tokens, TOKENS), 2 + HEADS): latents, RoPE parts, then queries of the first `decodes` tokens.
+    """Grid (cdiv(tokens, TOKENS), 2): latents, then RoPE parts.
 
-    query: [tokens, HEADS, 512] and query_rope: [tokens, HEADS, 64], heads and elements contiguous; latent: [tokens,
-    512] and rope: [tokens, 64]; any float dtype, strides per token in elements; slots: int64 [tokens], negative for
-    padding; cache: uint8 pages, stride in bytes; rotated: float16 [decodes, HEADS, 576]; sums: float32 [decodes, 3,
-    HEADS], a query's unit and the sums of its two parts; rotation: the signs of H of 64; mean and factor: float32
+    latent: [tokens, 512] and rope: [tokens, 64]; any float dtype, strides per token in elements; slots: int64 [tokens],
+    negative for padding; cache: uint8 pages, stride in bytes; rotation: the signs of H of 64; mean and factor: float32
     [576]; LATENT, POSITION: a `codec.SideLayout`.
     """
-    part = tl.program_id(1)
-    if part == 0:
+    if tl.program_id(1) == 0:
         store_part(
             latent_ptr, latent_stride, mean_ptr, factor_ptr, rotation_ptr, slots_ptr, cache_ptr, tokens, page_stride,
             LATENT, RANK, PAGE, TOKENS,
         )  # fmt: skip
-    elif part == 1:
+    else:
         store_part(
             rope_ptr, rope_stride, mean_ptr + RANK, factor_ptr + RANK, rotation_ptr, slots_ptr, cache_ptr, tokens,
             page_stride, POSITION, ROPE, PAGE, TOKENS,
         )  # fmt: skip
-    else:
-        # A row is a query of one head: TOKENS of them are fewer tokens.
-        first = (tl.program_id(0) * HEADS + part - 2) * TOKENS
-        if first < decodes * HEADS:
-            row = first + tl.arange(0, TOKENS)
-            live = row < decodes * HEADS
-            y = load_part(query_ptr, query_stride, factor_ptr, rotation_ptr, row, live, scale, HEADS, RANK)
-            z = load_part(
-                query_rope_ptr, query_rope_stride, factor_ptr + RANK, rotation_ptr, row, live, scale, HEADS, ROPE
-            )  # fmt: skip
-            largest = tl.maximum(tl.max(tl.abs(y), 1), tl.max(tl.abs(z), 1))
-            unit = tl.maximum(largest, 1e-30) * (1.0 / LARGEST)
-            half = (y / unit[:, None]).to(tl.float16)
-            rope_half = (z / unit[:, None]).to(tl.float16)
-            to = rotated_ptr + row.to(tl.int64) * ENTRY
-            tl.store(to[:, None] + tl.arange(0, RANK)[None, :], half, mask=live[:, None])
-            tl.store(to[:, None] + (tl.arange(0, ROPE) + RANK)[None, :], rope_half, mask=live[:, None])
-            total = tl.sum(half.to(tl.float32), 1)
-            rope_total = tl.sum(rope_half.to(tl.float32), 1)
-            # Of a query with a NaN all scores are: a maximum may have lost it, a sum cannot.
-            unit += (total + rope_total) * 0.0
-            to = sums_ptr + (row // HEADS).to(tl.int64) * (3 * HEADS) + row % HEADS
-            tl.store(to, unit, mask=live)
-            tl.store(to + HEADS, total, mask=live)
-            tl.store(to + 2 * HEADS, rope_total, mask=live)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def latent_prepare_kernel(
+    query_ptr, query_rope_ptr, rotated_ptr, sums_ptr, rotation_ptr, factor_ptr, rows, query_stride, query_head,
+    query_rope_stride, query_rope_head, scale, HEADS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Grid (cdiv(rows, ROWS),); a row is a query of one head.
+
+    query: [tokens, HEADS, 512] and query_rope: [tokens, HEADS, 64], any float dtype, strides per token and per head in
+    elements; rotated: float16 [tokens, HEADS, 576]; sums: float32 [tokens, 3, HEADS], a query's unit and the sums of
+    its two parts; rotation and factor: as above.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < rows
+    y = load_part(query_ptr, query_stride, query_head, factor_ptr, rotation_ptr, row, live, scale, HEADS, RANK)
+    z = load_part(
+        query_rope_ptr, query_rope_stride, query_rope_head, factor_ptr + RANK, rotation_ptr, row, live, scale, HEADS,
+        ROPE,
+    )  # fmt: skip
+    largest = tl.maximum(tl.max(tl.abs(y), 1), tl.max(tl.abs(z), 1))
+    unit = tl.maximum(largest, 1e-30) * (1.0 / LARGEST)
+    half = (y / unit[:, None]).to(tl.float16)
+    rope_half = (z / unit[:, None]).to(tl.float16)
+    to = rotated_ptr + row.to(tl.int64) * ENTRY
+    tl.store(to[:, None] + tl.arange(0, RANK)[None, :], half, mask=live[:, None])
+    tl.store(to[:, None] + (tl.arange(0, ROPE) + RANK)[None, :], rope_half, mask=live[:, None])
+    total = tl.sum(half.to(tl.float32), 1)
+    rope_total = tl.sum(rope_half.to(tl.float32), 1)
+    # Of a query with a NaN all scores are: a maximum may have lost it, a sum cannot.
+    unit += (total + rope_total) * 0.0
+    to = sums_ptr + (row // HEADS).to(tl.int64) * (3 * HEADS) + row % HEADS
+    tl.store(to, unit, mask=live)
+    tl.store(to + HEADS, total, mask=live)
+    tl.store(to + 2 * HEADS, rope_total, mask=live)

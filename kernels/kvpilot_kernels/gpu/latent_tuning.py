@@ -1,7 +1,7 @@
 """Launch choices of latent decode: heads, warps, tile, stages, and how many programs fit a multiprocessor.
 
-They follow from registers and shared memory alone (docs/benchmarks/kernel-resources.md): no GPU has timed them yet.
-`kernels/benchmarks/mla_decode.py --sweep` times others beside them.
+They follow from registers and shared memory (docs/benchmarks/kernel-resources.md), the merge from what an H200 took
+(docs/benchmarks/h200-mla.md). `kernels/benchmarks/mla_decode.py --sweep` times others beside them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,24 @@ STORE_TOKENS, STORE_WARPS = 8, 8
 GATHER_TOKENS, GATHER_WARPS = 16, 8
 """Tokens of a program of `gather`, and its warps."""
 
-MERGE_HEADS, MERGE_SPLITS, MERGE_WARPS = 4, 2, 8
-"""Heads of a program of `reduce`, splits in flight, and its warps."""
+
+@dataclass(frozen=True)
+class Merge:
+    """Of a program of `reduce`: its `heads`, an even number as the rotation takes 16 rows of 64; the `splits` in
+    flight, a power of two; and its `warps`."""
+
+    heads: int
+    splits: int
+    warps: int
+
+
+def merging(splits: int) -> Merge:
+    """The merge where a sequence may have so many splits.
+
+    One sequence alone has as many as the GPU has room for, and few programs merge them: these take many splits at once,
+    or memory's latency is paid for each pair. Measured with 264, 33 and 8 splits a sequence.
+    """
+    return Merge(2, 16, 16) if splits > 64 else Merge(2, 8, 8)
 
 
 def shared_kib(capability: tuple[int, int]) -> int:

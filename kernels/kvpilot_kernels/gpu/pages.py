@@ -5,7 +5,8 @@ A `Plan` holds what all layers of a step share: how decode's work is cut, and th
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,12 +18,37 @@ from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.codec import side_layouts
 from kvpilot_kernels.gpu.decode import decode_kernel
 from kvpilot_kernels.gpu.gather import gather_kernel
-from kvpilot_kernels.gpu.plan import most_splits, plan_kernel
+from kvpilot_kernels.gpu.plan import fill_splits, most_results, most_splits
 from kvpilot_kernels.gpu.reduce import reduce_kernel
 from kvpilot_kernels.gpu.rotation import packing_rotation, plain_rotation, slots
 from kvpilot_kernels.gpu.store import store_kernel
 
 LOG2_E = 1.4426950408889634
+
+
+class Cut(NamedTuple):
+    """How decode is launched: `take` queries a program, `parts` programs a split and KV head, `wave` splits at once."""
+
+    take: int
+    parts: int
+    choice: tuning.Choice
+    wave: int
+
+
+@dataclass(frozen=True)
+class Several:
+    """Where a step's rows (query tokens) are, if sequences have several; a sequence's rows follow each other.
+
+    Its last row sees all that is stored of the sequence, each one before it a token less.
+
+    Attributes:
+        starts: int32 [sequences + 1], each sequence's first row. most: rows of one sequence at most.
+        owners: int32 [rows], the sequence of each, negative for padding.
+    """
+
+    starts: torch.Tensor
+    owners: torch.Tensor
+    most: int
 
 
 class Shape:
@@ -47,67 +73,85 @@ class Shape:
             )
         self.fmt, self.head_dim, self.kv_heads, self.ratio = fmt, head_dim, kv_heads, ratio
         self.block_size, self.device, self.window, self.softcap = block_size, device, window, softcap
-        # A program takes 8 queries at most: of more than 8, each of two programs takes half.
-        parts = triton.cdiv(ratio, 8)
-        self.queries = triton.cdiv(ratio, parts)
         self.recent, self.ring_blocks = recent, fmt.ring_blocks(recent, head_dim, block_size)
         self.ring_tokens = fmt.ring_layout(head_dim, block_size).tokens if recent else 0
         self.key, self.value = side_layouts(fmt, head_dim, block_size, recent)
-        capability, bits = tuning.capability(device), fmt.key.bits + fmt.value.bits
-        self.choice = tuning.choose(head_dim, self.queries, bits, block_size, recent, capability)
-        self.wave = max(1, tuning.multiprocessors(device) * self.choice.programs // (kv_heads * parts))
         self.codec: dict[str, Any] = {
             "KV_HEADS": kv_heads, "KEY": self.key, "VALUE": self.value, "D": head_dim, "WIDE": slots(head_dim),
             "PAGE": block_size,
         }  # fmt: skip
-        self.gather_block = tuning.gather_block(head_dim, capability)
+        self.gather_block = tuning.gather_block(head_dim, tuning.capability(device))
         self.can_overlap = tuning.overlaps(device)
         self.chained: dict[str, Any] = {"launch_pdl": True} if self.can_overlap else {}
         self.key_rotation, self.value_rotation = (
             packing_rotation(head_dim, b, device) for b in (fmt.key.bits, fmt.value.bits)
         )
         self.rotation = plain_rotation(head_dim, device)
+        self._cuts: dict[int, Cut] = {}
+
+    def cut(self, tokens: int = 1) -> Cut:
+        """How decode is launched in a step with so many tokens of a sequence at most."""
+        if tokens not in self._cuts:
+            take, bits = (
+                tuning.program_queries(self.head_dim, self.ratio, tokens),
+                self.fmt.key.bits + self.fmt.value.bits,
+            )
+            parts, capability = triton.cdiv(self.ratio * tokens, take), tuning.capability(self.device)
+            choice = tuning.choose(self.head_dim, take, bits, self.block_size, self.recent, capability)
+            programs = tuning.multiprocessors(self.device) * choice.programs
+            self._cuts[tokens] = Cut(take, parts, choice, max(1, programs // (self.kv_heads * parts)))
+        return self._cuts[tokens]
 
 
 class Plan:
-    """How one step's decode is cut; made once for `sequences` rows, its buffers keep their addresses.
+    """How one step's decode is cut; made once for `sequences`, with up to `tokens` of each and `rows` in all, as many
+    as it takes if not told. Its buffers keep their addresses.
 
     Attributes:
-        splits: int32 [count, 4]; spans: int32 [sequences, 2] (`plan`).
-        partial: float32 [count, kv_heads, ratio, D]; lse: float32 [count, kv_heads, ratio].
-        rotated: float16 [sequences, kv_heads * ratio, D], the rotated queries.
-        apart: float32 [sequences, kv_heads * ratio], what is added to the scores of the sequences' first tokens.
+        splits: int32 [count, 4]; spans: int32 [sequences, 2]; bases: int32 [sequences] (`plan`).
+        partial: float32 [results, kv_heads, ratio, D]; lse: float32 [results, kv_heads, ratio].
+        rotated: float16 [rows, kv_heads * ratio, D], the rotated queries.
+        apart: float32 [rows, kv_heads * ratio], what is added to the scores of the sequences' first tokens.
+        several: of the step; None where each sequence is one row.
     """
 
-    def __init__(self, shape: Shape, sequences: int) -> None:
-        self.shape, self.sequences = shape, sequences
+    def __init__(self, shape: Shape, sequences: int, tokens: int = 1, rows: int | None = None) -> None:
+        self.shape, self.sequences, self.tokens = shape, sequences, tokens
+        self.rows = sequences * tokens if rows is None else rows
         self.overlap = False
-        count, heads, dim = (
-            most_splits(sequences, shape.wave),
-            (shape.kv_heads, shape.ratio),
-            shape.head_dim,
-        )
+        self.several: Several | None = None
+        waves = [(most, shape.cut(most).wave) for most in range(1, tokens + 1)]
+        count = max(most_splits(sequences, wave) for _, wave in waves)
+        results = max(most_results(min(sequences * most, self.rows), most, wave) for most, wave in waves)
+        heads, dim = (shape.kv_heads, shape.ratio), shape.head_dim
         make = {"device": shape.device}
         self.splits = torch.full((count, 4), -1, dtype=torch.int32, **make)  # type: ignore[call-overload]
         self.spans = torch.zeros(sequences, 2, dtype=torch.int32, **make)  # type: ignore[call-overload]
-        self.partial = torch.empty(count, *heads, dim, **make)  # type: ignore[call-overload]
-        self.lse = torch.empty(count, *heads, **make)  # type: ignore[call-overload]
-        self.apart = torch.empty(sequences, heads[0] * heads[1], **make)  # type: ignore[call-overload]
-        self.rotated = torch.empty(sequences, heads[0] * heads[1], dim, dtype=torch.float16, **make)  # type: ignore[call-overload]
+        self.bases = torch.zeros(sequences, dtype=torch.int32, **make)  # type: ignore[call-overload]
+        self.partial = torch.empty(results, *heads, dim, **make)  # type: ignore[call-overload]
+        self.lse = torch.empty(results, *heads, **make)  # type: ignore[call-overload]
+        self.apart = torch.empty(self.rows, heads[0] * heads[1], **make)  # type: ignore[call-overload]
+        self.rotated = torch.empty(self.rows, heads[0] * heads[1], dim, dtype=torch.float16, **make)  # type: ignore[call-overload]
 
-    def update(self, seq_lens: torch.Tensor, overlap: bool = False) -> None:
-        """Cut the work for int32 [sequences or fewer] stored lengths; 0 is a row of padding.
+    def cut(self) -> Cut:
+        """How decode is launched in this step."""
+        return self.shape.cut(1 if self.several is None else self.several.most)
 
-        With `overlap`, decode starts to read before the step's tokens are stored: only right where this step stores
-        nothing but one token of each of these sequences (a chunk of a prompt may be another's prefix).
+    def update(self, seq_lens: torch.Tensor, overlap: bool = False, several: Several | None = None) -> None:
+        """Cut the work for int32 [sequences or fewer] stored lengths; 0 is padding.
+
+        `several`: the step's rows; None where each sequence has one. With `overlap`, decode starts to read before the
+        step's tokens are stored: only right where this step stores nothing but one token of each of these sequences (a
+        chunk of a prompt may be another's prefix).
+
+        Raises:
+            BadInputError: rows that do not fit the plan, or are not described as `Several` says.
         """
-        sequences = seq_lens.shape[0]
-        self.overlap = overlap and self.shape.can_overlap
-        count = most_splits(sequences, self.shape.wave)
-        plan_kernel[(triton.cdiv(count, 128),)](
-            seq_lens, self.splits, self.spans, sequences, count, self.shape.wave, TILE=self.shape.choice.tile,
-            WINDOW=self.shape.window, SEQUENCES=triton.next_power_of_2(max(sequences, 16)), SPLITS=128, num_warps=8,
-        )  # fmt: skip
+        if several is not None:
+            check.several(several.starts, several.owners, several.most, seq_lens, self.tokens, self.rows)
+        self.overlap, self.several = overlap and self.shape.can_overlap, several
+        cut, rows = self.cut(), () if several is None else (self.bases, several.starts, several.most)
+        fill_splits(seq_lens, self.splits, self.spans, cut.wave, cut.choice.tile, self.shape.window, *rows)
 
 
 class GpuPages:
@@ -171,12 +215,13 @@ class GpuPages:
 
     def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, out: torch.Tensor,
                ring_table: torch.Tensor | None = None) -> None:  # fmt: skip
-        """Attention of one query token per sequence, rotated by `store`, over all of its stored tokens.
+        """Attention of each sequence's query tokens, rotated by `store`, over the stored tokens that each of them sees.
 
         Args:
             block_table: int32 [sequences, blocks]; entries past a sequence's length are not read.
             seq_lens: int32 [sequences] tokens stored, as the plan was updated with; 0 gives zeros.
-            out: [sequences, heads, D], 16 bits or float32, written; heads and elements contiguous.
+            out: [rows, heads, D], 16 bits or float32, written; heads and elements contiguous. A row is a sequence, or
+                a token as the plan's `several` says.
             ring_table: int32 [sequences, ring_blocks], negative for none; None without a recent window.
 
         Raises:
@@ -186,52 +231,56 @@ class GpuPages:
         check.ring_table(ring_table, seq_lens.shape[0], self.shape.ring_blocks)
         if ring_table is not None:
             check.int32(ring_table=ring_table)
-        if seq_lens.shape[0] > min(plan.sequences, block_table.shape[0], out.shape[0]):
+        rows = seq_lens.shape[0] if plan.several is None else plan.several.owners.shape[0]
+        if seq_lens.shape[0] > min(plan.sequences, block_table.shape[0]) or rows > out.shape[0]:
             raise check.BadInputError(
-                "seq_lens", f"has {seq_lens.shape[0]} rows",
+                "seq_lens", f"has {seq_lens.shape[0]} rows and the step {rows}",
                 f"the plan has {plan.sequences}, block_table {block_table.shape[0]} and out {out.shape[0]}",
             )  # fmt: skip
         if seq_lens.shape[0]:
             self.attend(block_table, seq_lens, plan, ring_table)
-            self.merge(seq_lens.shape[0], plan, out)
+            self.merge(rows, plan, out)
 
     def attend(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan,
                ring_table: torch.Tensor | None = None) -> None:  # fmt: skip
         """The first half of `decode`: partial results of every split, into the plan."""
-        s, rings = self.shape, block_table if ring_table is None else ring_table
-        decode_kernel[(s.kv_heads * triton.cdiv(s.ratio, s.queries), most_splits(seq_lens.shape[0], s.wave))](
-            plan.rotated, plan.apart, self.cache, block_table, self.ring, rings, plan.splits, plan.partial, plan.lse,
+        s, rings, cut = self.shape, block_table if ring_table is None else ring_table, plan.cut()
+        decode_kernel[(cut.parts, s.kv_heads, most_splits(seq_lens.shape[0], cut.wave))](
+            plan.rotated, plan.apart, self.cache, block_table, self.ring, rings, plan.splits,
+            plan.spans if plan.several is None else plan.several.starts, plan.spans, plan.bases, plan.partial, plan.lse,
             self.cache.stride(0), self.cache.stride(1), self.ring.stride(0), self.ring.stride(1),
             block_table.stride(0), rings.stride(0), s.softcap, KEY=s.key, VALUE=s.value, D=s.head_dim,
-            GROUP=s.fmt.group_size(s.head_dim), RATIO=s.ratio, TAKE=s.queries, TILE=s.choice.tile, PAGE=s.block_size,
-            STAGES=s.choice.stages, SOFTCAP=s.softcap > 0, WINDOW=s.window, RECENT=s.recent, RING=s.ring_tokens,
-            RING_BLOCKS=s.ring_blocks, OVERLAP=s.can_overlap, num_warps=1, maxnreg=s.choice.registers,
-            **(s.chained if plan.overlap else {}),
+            GROUP=s.fmt.group_size(s.head_dim), RATIO=s.ratio, TAKE=cut.take, TILE=cut.choice.tile, PAGE=s.block_size,
+            STAGES=cut.choice.stages, SOFTCAP=s.softcap > 0, WINDOW=s.window, RECENT=s.recent, RING=s.ring_tokens,
+            RING_BLOCKS=s.ring_blocks, SEVERAL=plan.several is not None, OVERLAP=s.can_overlap, num_warps=1,
+            maxnreg=cut.choice.registers, **(s.chained if plan.overlap else {}),
         )  # fmt: skip
 
-    def merge(self, sequences: int, plan: Plan, out: torch.Tensor) -> None:
+    def merge(self, rows: int, plan: Plan, out: torch.Tensor) -> None:
         """The second half of `decode`: merge what the plan holds, rotate it back and write it to `out`."""
-        s, f = self.shape, self.factors
-        take, step, warps = tuning.merging(s.head_dim, sequences * s.kv_heads, s.ratio, s.device)
-        reduce_kernel[(sequences, s.kv_heads, s.ratio // take)](
-            plan.partial, plan.lse, plan.spans, s.rotation, f.value_mean, f.value_scale, out, out.stride(0),
-            KV_HEADS=s.kv_heads, RATIO=s.ratio, TAKE=take, D=s.head_dim, WIDE=s.codec["WIDE"],
-            ROWS=triton.next_power_of_2(take), STEP=step, OVERLAP=s.can_overlap, num_warps=warps, **s.chained,
+        s, f, several = self.shape, self.factors, plan.several
+        take, step, warps = tuning.merging(s.head_dim, rows * s.kv_heads, s.ratio, s.device)
+        starts, owners = (plan.spans, plan.spans) if several is None else (several.starts, several.owners)
+        reduce_kernel[(rows, s.kv_heads, s.ratio // take)](
+            plan.partial, plan.lse, plan.spans, starts, owners, plan.bases, s.rotation, f.value_mean, f.value_scale,
+            out, out.stride(0), KV_HEADS=s.kv_heads, RATIO=s.ratio, TAKE=take, D=s.head_dim, WIDE=s.codec["WIDE"],
+            ROWS=triton.next_power_of_2(take), STEP=step, SEVERAL=several is not None, OVERLAP=s.can_overlap,
+            num_warps=warps, **s.chained,
         )  # fmt: skip
 
-    def gather(self, block_table: torch.Tensor, rows: torch.Tensor, begin: int, longest: int,
+    def gather(self, block_table: torch.Tensor, rows: torch.Tensor, begins: torch.Tensor, longest: int,
                key_out: torch.Tensor, value_out: torch.Tensor) -> None:  # fmt: skip
         """Read tokens [begin, begin + length) of each sequence back, in the model's own elements.
 
         Args:
             block_table: int32 [sequences, blocks]. rows: int32 [sequences + 1], where each sequence's tokens start in
-                the outputs; their differences are the lengths, at most `longest`.
+                the outputs; their differences are the lengths, at most `longest`. begins: int32 [sequences].
             key_out, value_out: [rows, kv_heads, D], 16 bits, contiguous.
         """
         s, f = self.shape, self.factors
-        check.int32(block_table=block_table, rows=rows)
+        check.int32(block_table=block_table, rows=rows, begins=begins)
         gather_kernel[(triton.cdiv(longest, s.gather_block.tokens), s.kv_heads, rows.shape[0] - 1)](
             self.cache, block_table, rows, key_out, value_out, s.key_rotation, s.value_rotation, f.key_first,
-            f.key_mean, f.key_scale, f.value_mean, f.value_scale, begin, self.cache.stride(0), self.cache.stride(1),
+            f.key_mean, f.key_scale, f.value_mean, f.value_scale, begins, self.cache.stride(0), self.cache.stride(1),
             block_table.stride(0), TOKENS=s.gather_block.tokens, **s.codec, num_warps=s.gather_block.warps,
         )  # fmt: skip

@@ -1,12 +1,16 @@
 """Plan: how decode's work is cut, on the GPU, so that a captured graph follows the lengths of each step.
 
 The tiles of all sequences are cut into splits of one sequence, of about tiles / wave tiles each; `wave` is how many
-programs fit the GPU at once, divided by the KV heads, and each has one split. Where the ends of sequences would make
-more, all become a little longer. Only of many sequences there are more, and never more than wave + sequences.
+programs fit the GPU at once, divided by those that share a split, and each has one split. Where the ends of sequences
+would make more, all become a little longer. Only of many sequences there are more, never more than wave + sequences.
 """
 
+import torch
 import triton
 import triton.language as tl
+
+CHUNK, OWN, PER = 1024, 32, 16
+"""Sequences that a program counts at a time, those of which it writes the splits, and splits of each at a time."""
 
 
 def most_splits(sequences: int, wave: int) -> int:
@@ -14,41 +18,109 @@ def most_splits(sequences: int, wave: int) -> int:
     return wave + sequences
 
 
-@triton.jit(do_not_specialize=["sequences", "count", "wave"])
-def plan_kernel(lens_ptr, splits_ptr, spans_ptr, sequences, count, wave, TILE: tl.constexpr, WINDOW: tl.constexpr,
-                SEQUENCES: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
-    """Grid (cdiv(count, SPLITS),).
+def most_results(rows: int, tokens: int, wave: int) -> int:
+    """Partial results of any plan of so many `rows`, up to `tokens` of a sequence: a split has one for each row."""
+    return rows + wave * tokens
 
-    lens: int32 [sequences], 0 for a row of padding; splits: int32 [count, 4] as (sequence or -1, start, end, length)
-    in tokens, start a multiple of TILE, length the sequence's; spans: int32 [sequences, 2], the first split of a
-    sequence and how many it has.
-    """
-    s = tl.arange(0, SEQUENCES)
-    lens = tl.load(lens_ptr + s, mask=s < sequences, other=0)
-    begin = tl.zeros([SEQUENCES], tl.int32)
+
+@triton.jit
+def tiles_of(lens_ptr, s, live, tokens, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """Lengths of the sequences s, and the tiles that one of their last `tokens` sees: the first one, and how many."""
+    lens = tl.load(lens_ptr + s, mask=live, other=0)
+    begin = lens * 0
     if WINDOW > 0:
-        begin = tl.maximum(lens - WINDOW, 0) // TILE
-    tiles = tl.maximum((lens + TILE - 1) // TILE - begin, 0)
-    total = tl.sum(tiles, 0)
-    c = tl.maximum((total + wave - 1) // wave, 1)
-    for _ in tl.static_range(4):
-        c += tl.where(tl.sum((tiles + c - 1) // c, 0) > wave, (c + 7) // 8, 0)
+        begin = tl.maximum(lens - WINDOW - (tokens - 1), 0) // TILE
+    return lens, begin, tl.maximum((lens + TILE - 1) // TILE - begin, 0)
+
+
+@triton.jit
+def cut(tiles, c):
+    """Tiles of each split of sequences, and how many splits they have, where a split may have c tiles."""
     parts = tl.maximum((tiles + c - 1) // c, 1)
     each = tl.maximum((tiles + parts - 1) // parts, 1)
-    number = (tiles + each - 1) // each
-    first = tl.cumsum(number, 0) - number
-    if tl.program_id(0) == 0:
-        tl.store(spans_ptr + 2 * s, first, mask=s < sequences)
-        tl.store(spans_ptr + 2 * s + 1, number, mask=s < sequences)
-    split = tl.program_id(0) * SPLITS + tl.arange(0, SPLITS)
-    mine = (split[:, None] >= first[None, :]) & (split[:, None] < (first + number)[None, :])
-    sequence = tl.max(tl.where(mine, s[None, :], -1), 1)
-    place = split - tl.sum(tl.where(mine, first[None, :], 0), 1)
-    length = tl.sum(tl.where(mine, each[None, :], 0), 1)
-    start = (tl.sum(tl.where(mine, begin[None, :], 0), 1) + place * length) * TILE
-    whole = tl.sum(tl.where(mine, lens[None, :], 0), 1)
-    to = splits_ptr + 4 * split
-    tl.store(to, sequence, mask=split < count)
-    tl.store(to + 1, start, mask=split < count)
-    tl.store(to + 2, tl.minimum(start + length * TILE, whole), mask=split < count)
-    tl.store(to + 3, whole, mask=split < count)
+    return each, (tiles + each - 1) // each
+
+
+@triton.jit
+def rows_of(starts_ptr, s, live, SEVERAL: tl.constexpr):
+    """Rows of the sequences s in this step."""
+    rows = s * 0 + 1
+    if SEVERAL:
+        rows = tl.load(starts_ptr + 1 + s, mask=live, other=0) - tl.load(starts_ptr + s, mask=live, other=0)
+    return rows
+
+
+@triton.jit(do_not_specialize=["sequences", "count", "wave", "tokens"])
+def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequences, count, wave, tokens,
+                TILE: tl.constexpr, WINDOW: tl.constexpr, SEVERAL: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr,
+                PER: tl.constexpr):  # fmt: skip
+    """Grid (cdiv(sequences, OWN),): a program counts all sequences, and writes what its own have.
+
+    lens: int32 [sequences], 0 for a row of padding; starts: int32 [sequences + 1], the first row of each, at most
+    `tokens` each, not read without SEVERAL; splits: int32 [count, 4] as (sequence or -1, start, end, length) in tokens,
+    start a multiple of TILE, length the sequence's; spans: int32 [sequences, 2], the first split of a sequence and how
+    many it has; bases: int32 [sequences], the first one's first result, written with SEVERAL.
+    """
+    total = 0
+    for at in range(0, sequences, CHUNK):
+        s = at + tl.arange(0, CHUNK)
+        tiles = tiles_of(lens_ptr, s, s < sequences, tokens, TILE, WINDOW)[2]
+        total += tl.sum(tiles, 0)
+    c = tl.maximum((total + wave - 1) // wave, 1)
+    for _ in range(4):
+        wanted = 0
+        for at in range(0, sequences, CHUNK):
+            s = at + tl.arange(0, CHUNK)
+            tiles = tiles_of(lens_ptr, s, s < sequences, tokens, TILE, WINDOW)[2]
+            wanted += tl.sum((tiles + c - 1) // c, 0)
+        c += tl.where(wanted > wave, (c + 7) // 8, 0)
+    own = tl.program_id(0) * OWN
+    used = 0
+    first = 0
+    base = 0
+    for at in range(0, sequences, CHUNK):
+        s = at + tl.arange(0, CHUNK)
+        tiles = tiles_of(lens_ptr, s, s < sequences, tokens, TILE, WINDOW)[2]
+        number = cut(tiles, c)[1]
+        used += tl.sum(number, 0)
+        before = tl.where(s < own, number, 0)
+        first += tl.sum(before, 0)
+        if SEVERAL:
+            base += tl.sum(before * rows_of(starts_ptr, s, s < sequences, SEVERAL), 0)
+    s = own + tl.arange(0, OWN)
+    live = s < sequences
+    lens, begin, tiles = tiles_of(lens_ptr, s, live, tokens, TILE, WINDOW)
+    each, number = cut(tiles, c)
+    first += tl.cumsum(number, 0) - number
+    tl.store(spans_ptr + 2 * s, first, mask=live)
+    tl.store(spans_ptr + 2 * s + 1, number, mask=live)
+    if SEVERAL:
+        results = number * rows_of(starts_ptr, s, live, SEVERAL)
+        tl.store(bases_ptr + s, base + tl.cumsum(results, 0) - results, mask=live)
+    for i in range(0, tl.max(number, 0), PER):
+        k = i + tl.arange(0, PER)[None, :]
+        mine = k < number[:, None]
+        start = (begin[:, None] + k * each[:, None]) * TILE
+        to = splits_ptr + 4 * (first[:, None] + k)
+        tl.store(to, s[:, None] + k * 0, mask=mine)
+        tl.store(to + 1, start, mask=mine)
+        tl.store(to + 2, tl.minimum(start + each[:, None] * TILE, lens[:, None]), mask=mine)
+        tl.store(to + 3, lens[:, None] + k * 0, mask=mine)
+    for at in range(used + tl.program_id(0) * CHUNK, count, tl.num_programs(0) * CHUNK):
+        split = at + tl.arange(0, CHUNK)
+        tl.store(splits_ptr + 4 * split, split * 0 - 1, mask=split < count)
+
+
+def fill_splits(seq_lens: torch.Tensor, splits: torch.Tensor, spans: torch.Tensor, wave: int, tile: int,
+                window: int = 0, bases: torch.Tensor | None = None, starts: torch.Tensor | None = None,
+                tokens: int = 1) -> None:  # fmt: skip
+    """Cut the work of int32 [sequences] stored lengths into `splits` and `spans`, as `plan_kernel` has them.
+
+    `starts` and `bases` where sequences have several rows, up to `tokens`; None where each has one.
+    """
+    sequences, several = seq_lens.shape[0], starts is not None
+    plan_kernel[(triton.cdiv(sequences, OWN),)](
+        seq_lens, starts if several else spans, splits, spans, bases if several else spans, sequences,
+        most_splits(sequences, wave), wave, tokens, TILE=tile, WINDOW=window, SEVERAL=several, CHUNK=CHUNK, OWN=OWN,
+        PER=PER, num_warps=4,
+    )  # fmt: skip

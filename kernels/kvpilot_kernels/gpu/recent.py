@@ -127,9 +127,9 @@ def is_refined(meta, recent, right, D: gl.constexpr, GROUP: gl.constexpr, TILE: 
 def fine_scale(fine, g: gl.constexpr, BITS: gl.constexpr):
     """A residual's scale in scales of its codes, float32 [TILE]: 2^e / n, 0 where the ring has another token.
 
-    `fine` is the ring's metadata by group, keys before values, and what `is_refined` says.
+    `fine` is the ring's metadata by group, keys before values, and what `is_refined` says; where queries differ in
+    their windows, also which tokens are in whose, [TILE, Q], which is not looked at here.
     """
-    ring_meta, right = fine
-    e = ring_meta[g].to(gl.uint32) & 3
+    e = fine[0][g].to(gl.uint32) & 3
     factor = gl.where(e == 0, 0.5 ** (8 - BITS), gl.where(e == 1, 0.5 ** (7 - BITS), 0.5 ** (6 - BITS)))
-    return gl.convert_layout(gl.where(right, factor, 0.0), ROWS)
+    return gl.convert_layout(gl.where(fine[1], factor, 0.0), ROWS)

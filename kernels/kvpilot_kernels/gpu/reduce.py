@@ -13,20 +13,31 @@ from kvpilot_kernels.gpu.rotation import load_rotation, rotate
 
 
 @triton.jit
-def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, rotation_ptr, value_mean_ptr, value_scale_ptr, out_ptr, out_stride,
-                  KV_HEADS: tl.constexpr, RATIO: tl.constexpr, TAKE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-                  ROWS: tl.constexpr, STEP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Grid (sequences, KV_HEADS, RATIO / TAKE): a program takes TAKE of the query heads of a KV head.
+def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases_ptr, rotation_ptr, value_mean_ptr,
+                  value_scale_ptr, out_ptr, out_stride, KV_HEADS: tl.constexpr, RATIO: tl.constexpr,
+                  TAKE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+                  SEVERAL: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """Grid (rows, KV_HEADS, RATIO / TAKE): a program takes TAKE of the query heads of a KV head, of one query token.
 
-    partial: float32 [splits, KV_HEADS, RATIO, D]; lse: float32 [splits, KV_HEADS, RATIO]; spans: int32 [sequences, 2];
-    rotation: [WIDE, WIDE], H in the order of elements; out: [sequences, KV_HEADS * RATIO, D], any float dtype,
-    stride per sequence in elements. A sequence without splits gets zeros. ROWS: TAKE padded to a power of two; STEP:
-    splits in flight.
+    partial: float32 [results, KV_HEADS, RATIO, D]; lse: float32 [results, KV_HEADS, RATIO]; spans: int32 [sequences,
+    2]; rotation: [WIDE, WIDE], H in the order of elements; out: [rows, KV_HEADS * RATIO, D], any float dtype, stride
+    per row in elements. A sequence without splits gets zeros. ROWS: TAKE padded to a power of two; STEP: splits in
+    flight. owners: int32 [rows], each one's sequence, negative for padding, which gets zeros; starts, bases: as `plan`
+    has them. Without SEVERAL each sequence is a row, and these are not read.
     """
-    sequence = tl.program_id(0)
+    token = tl.program_id(0)
     head = tl.program_id(1)
-    first = tl.load(spans_ptr + 2 * sequence)
-    number = tl.load(spans_ptr + 2 * sequence + 1)
+    results = 1
+    if SEVERAL:
+        owner = tl.load(owners_ptr + token)
+        sequence = tl.maximum(owner, 0)
+        begin_row = tl.load(starts_ptr + sequence)
+        results = tl.load(starts_ptr + sequence + 1) - begin_row
+        first = tl.load(bases_ptr + sequence) + token - begin_row
+        number = tl.where(owner >= 0, tl.load(spans_ptr + 2 * sequence + 1), 0)
+    else:
+        first = tl.load(spans_ptr + 2 * token)
+        number = tl.load(spans_ptr + 2 * token + 1)
     d = tl.arange(0, WIDE)
     rotation = load_rotation(rotation_ptr, WIDE, True)
     factor = tl.load(value_scale_ptr + head * D + d, mask=d < D, other=1.0)
@@ -44,7 +55,7 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, rotation_ptr, value_mean_ptr,
     acc = tl.zeros([STEP, ROWS, WIDE], tl.float32)
     for i in range(0, number, STEP):
         live = (i + k < number) & (r < TAKE)
-        at = start + (i + k) * (KV_HEADS * RATIO) + r
+        at = start + (i + k) * (results * KV_HEADS * RATIO) + r
         part = tl.load(partial_ptr + at * D + d[None, None, :], mask=live & (d < D)[None, None, :], other=0.0)
         lse = tl.load(lse_ptr + at, mask=live, other=-1e30)
         higher = tl.maximum(top, lse)
@@ -58,5 +69,5 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, rotation_ptr, value_mean_ptr,
     merged = tl.sum(weight * acc, 0) / tl.where(total > 0, total, 1.0)
     out = rotate(merged, rotation, D)
     out = tl.where(number > 0, out / factor[None, :] + mean[None, :], 0.0)
-    to = out_ptr + sequence.to(tl.int64) * out_stride + (head * RATIO + begin + row)[:, None] * D + d[None, :]
+    to = out_ptr + token.to(tl.int64) * out_stride + (head * RATIO + begin + row)[:, None] * D + d[None, :]
     tl.store(to, out.to(out_ptr.dtype.element_ty), mask=(row < TAKE)[:, None] & (d < D)[None, :])

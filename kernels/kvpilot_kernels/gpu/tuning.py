@@ -3,8 +3,8 @@
 Kept as tables, so that no user waits for tuning. Measured on an H200 (2026-11-22, Triton 3.6): at head_dim 128 and 256
 8, 10 to 13, 15 and 16 programs, in batches from 1 x 64K and 8 x 1K to 32 x 16K; 64 tokens of 2 stages in flight were
 best before keys were 8-bit integers (2026-11-21), and 32 at 256. Rows for head_dim 64 and 96 follow from registers, and
-so do the blocks of `store` and `gather` at 256, and of `gather` off Hopper. No program in
-docs/benchmarks/kernel-resources.md spills; decode of 8 queries with a recent window does, by 8 to 328 bytes.
+so do the blocks of `store` and `gather` at 256, and of `gather` off Hopper. Decode of 8 queries with a recent window
+spills 8 to 328 bytes, and that of several tokens up to 512 (docs/benchmarks/kernel-resources.md).
 `kernels/benchmarks/decode.py` times what the tables say.
 """
 
@@ -31,13 +31,14 @@ class Choice:
 
 
 TILES: dict[int, int] = {64: 64, 96: 64, 128: 64, 256: 32}
-"""Tokens of a tile by head_dim."""
+"""Tokens of a tile by head_dim, of up to 8 queries; of 16 it is half of that."""
 
 PROGRAMS: dict[tuple[int, int], tuple[int, int, int]] = {
     (64, 4): (16, 16, 16), (64, 8): (16, 16, 16), (96, 4): (8, 12, 16), (96, 8): (8, 8, 8), (128, 4): (8, 12, 16),
-    (128, 8): (8, 8, 8), (256, 4): (12, 12, 16), (256, 8): (8, 8, 8),
+    (128, 8): (8, 8, 8), (256, 4): (12, 12, 16), (256, 8): (8, 8, 8), (64, 16): (8, 8, 8), (96, 16): (8, 8, 8),
+    (128, 16): (8, 8, 8),
 }  # fmt: skip
-"""By head_dim and queries (at most 4 or 8); for a key and a value of more than 8 bits together, of 8, and of less."""
+"""By head_dim and queries (at most 4, 8 or 16); for a key and a value of more than 8 bits together, of 8, or less."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,18 @@ def gather_block(dim: int, capability: tuple[int, int]) -> Block:
     return Block(64, 4 if dim <= 64 or capability[0] in (9, 10) else 8)
 
 
+def program_queries(dim: int, ratio: int, tokens: int) -> int:
+    """Queries that a program takes of the `ratio` heads of a KV head times the most `tokens` of a sequence in a step.
+
+    Of one token, 8 heads at most, and of more than 8 heads each of two programs takes half. Of several tokens 4, 8 or
+    16: pages are read once for as many as fit, and few variants are compiled. At head_dim 256 registers of 16 spill.
+    """
+    if tokens == 1:
+        return -(-ratio // -(-ratio // 8))
+    queries = ratio * tokens
+    return 4 if queries <= 4 else 8 if queries <= 8 or dim > 128 else 16
+
+
 def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capability: tuple[int, int]) -> Choice:
     """The choice for `queries` of a program and `bits` of a key's and a value's element together.
 
@@ -71,10 +84,12 @@ def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capa
     registers against programs; on others it would spill some, and a thread may have all 255. With a window of `recent`
     tokens 2 bits need the shared memory and registers of 4.
     """
-    programs = PROGRAMS[dim, 4 if queries <= 4 else 8][0 if bits > 8 else 1 if bits == 8 else 2]
+    most = 4 if queries <= 4 else 8 if queries <= 8 else 16
+    programs = PROGRAMS[dim, most][0 if bits > 8 else 1 if bits == 8 else 2]
     if recent:
         programs = min(programs, 8 if bits == 4 else 12)
-    return Choice(gcd(TILES[dim], block_size), 2, programs, None if capability[0] == 9 else 255)
+    tile, stages = (TILES[dim], 2) if most <= 8 else (TILES[dim] // 2, 3)
+    return Choice(gcd(tile, block_size), stages, programs, None if capability[0] == 9 else 255)
 
 
 def merging(dim: int, groups: int, ratio: int, device: torch.device) -> tuple[int, int, int]:

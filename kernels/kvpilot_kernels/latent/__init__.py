@@ -1,1 +1,1 @@
-"""Multi-head latent attention (MLA): the cache of one latent a token in packed pages. No engine serves it yet."""
+"""Multi-head latent attention (MLA): the cache of one latent a token in packed pages."""

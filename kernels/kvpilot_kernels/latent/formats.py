@@ -62,6 +62,9 @@ class LatentFormat:
     name: str
     bits: int
     summary: str
+    ours = True
+    calibrated_only = False
+    has_ring = False
 
     @property
     def row_bytes(self) -> int:

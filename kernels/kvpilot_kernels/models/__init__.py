@@ -7,6 +7,6 @@ transformers' own config classes, which `defaults.json` keeps (made by scripts/m
 from kvpilot_kernels.models.architecture import Architecture, Group, Kind
 from kvpilot_kernels.models.config import ConfigError, known, load
 from kvpilot_kernels.models.read import read
-from kvpilot_kernels.models.verdict import unsupported
+from kvpilot_kernels.models.verdict import unsupported, unsupported_latent
 
-__all__ = ["Architecture", "ConfigError", "Group", "Kind", "known", "load", "read", "unsupported"]
+__all__ = ["Architecture", "ConfigError", "Group", "Kind", "known", "load", "read", "unsupported", "unsupported_latent"]

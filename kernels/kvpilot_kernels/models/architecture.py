@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvpilot_kernels import formats
+from kvpilot_kernels.latent import formats as latent_formats
 
 
 class Kind(StrEnum):
@@ -96,8 +97,13 @@ class Architecture:
 
     @property
     def window_layers(self) -> int:
-        """Of these, those that hold no more than a window or a chunk."""
-        return self.layers - self.full_layers
+        """Of these, those with a sliding window, which stay in 16 bits beside our dtypes."""
+        return sum(group.layers for group in self.groups if group.kind is Kind.WINDOW)
+
+    @property
+    def chunked_layers(self) -> int:
+        """Of these, those that attend within chunks."""
+        return sum(group.layers for group in self.groups if group.kind is Kind.CHUNKED)
 
     @property
     def kv_heads(self) -> int:
@@ -112,14 +118,17 @@ class Architecture:
     def _growing(self) -> tuple[Group, ...]:
         return tuple(group for group in self.groups if group.kind is Kind.FULL) or self.groups
 
-    def token_bytes(self, dtype: str | formats.Format, kept: int = 0) -> int:
+    def token_bytes(self, dtype: str | formats.Format | latent_formats.LatentFormat, kept: int = 0) -> int:
         """Bytes of a token in the layers that grow with a sequence, in all KV heads.
 
-        `kept` of these layers stay in the model's dtype. Under latent attention only 16 bits and fp8 are laid out.
+        `kept` of these layers stay in the model's dtype. Under latent attention 16 bits, fp8 and formats of latents are
+        laid out.
 
         Raises:
             FormatError: no such dtype, or it has no layout for these keys and values.
         """
+        if isinstance(dtype, latent_formats.LatentFormat):
+            return self.full_layers * dtype.row_bytes
         stored, total, left = dtype if isinstance(dtype, formats.Format) else formats.parse(dtype), 0, kept
         for group in self.groups:
             if group.kind is not Kind.FULL:

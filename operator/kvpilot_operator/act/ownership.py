@@ -11,7 +11,7 @@ from typing import Any
 
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import Conflict, NameTaken
-from kvpilot_operator.render.names import KIND
+from kvpilot_operator.render.names import KIND, SERVICE_LABEL
 from kvpilot_operator.state.decision import Manifest
 from kvpilot_operator.state.snapshot import Snapshot
 
@@ -39,7 +39,8 @@ def own(s: Snapshot, kind: str, found: Object) -> str:
 
 
 def claim(manifest: Manifest) -> dict[str, Any] | None:
-    """What is created to claim the manifest's name: a Service or a budget that selects nothing, an empty ConfigMap.
+    """What is created to claim the manifest's name: a Service or a budget that selects nothing, an empty ConfigMap, a
+    pool that selects what is admitted, a whole claim or Job, which ask nothing of what is there already.
 
     Fields that may be dropped later must not be in it: whoever creates a field keeps it, beside who applies it. None
     for a Deployment: its selector is immutable, so the server itself refuses to merge ours into another one.
@@ -47,6 +48,11 @@ def claim(manifest: Manifest) -> dict[str, Any] | None:
     if manifest["kind"] == "Deployment":
         return None
     claimed = {part: manifest[part] for part in ("apiVersion", "kind", "metadata")}
-    if "spec" in manifest:
+    if manifest["kind"] == "InferencePool":
+        # It cannot be without a selector. Who is not admitted is not picked, whatever it selects.
+        selector, ports = manifest["spec"]["selector"]["matchLabels"], manifest["spec"]["targetPorts"]
+        labels = {SERVICE_LABEL: selector[SERVICE_LABEL]}
+        claimed["spec"] = {"selector": {"matchLabels": labels}, "targetPorts": ports}
+    elif "spec" in manifest:
         claimed["spec"] = {name: value for name, value in manifest["spec"].items() if name != "selector"}
     return claimed

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -22,11 +22,11 @@ from kvpilot_operator.act.ownership import claim, is_owned, own
 from kvpilot_operator.act.rejections import Rejections
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import version_of
-from kvpilot_operator.errors import ClusterError, Conflict, Rejected
+from kvpilot_operator.errors import ClusterError, Conflict, NotFound, Rejected
 from kvpilot_operator.probes import codec
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.names import API_VERSION, KIND, REVISION_LABEL, deployment_name
-from kvpilot_operator.render.objects import baseline_config_map, pod_shelter
+from kvpilot_operator.render.objects import baseline_config_map, pod_admission, pod_shelter
 from kvpilot_operator.state.decision import Decision, Manifest, Objects
 from kvpilot_operator.state.snapshot import Rejection, Snapshot
 from kvpilot_operator.state.status import dump_status
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 # An object that was applied as it is is applied again after this long, or half of it, to mend what others changed: of a
 # Deployment's spec and a Service the cache tells at once, of all else (labels, a budget) nobody does.
 REAPPLY_SECONDS = 600.0
-# Of these kinds the snapshot has all that carry the service's label.
-_WATCHED = ("Deployment", "Service")
+# Of these kinds the snapshot has all that carry the service's label, or (of pools) its names.
+_WATCHED = ("Deployment", "Service", "InferencePool")
 
 
 class _Applied(NamedTuple):
@@ -70,8 +70,10 @@ class Actor:
         if decision.baseline is not None and not await self._keep(s, decision.baseline):
             return
         await self._write_status(s, decision)
+        await self._set_gates(s, {name for name, admitted in decision.gates.items() if admitted}, admitted=True)
         if decision.objects is not None:
             await self._place(s, decision.objects)
+        await self._set_gates(s, {name for name, admitted in decision.gates.items() if not admitted}, admitted=False)
         await shelter(self._cluster, s, decision.do_not_evict)
         for event in decision.events:
             await self._events.post(s, event)
@@ -99,12 +101,23 @@ class Actor:
         service = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "status": status}
         await self._cluster.apply(service, subresource="status")
 
+    async def _set_gates(self, s: Snapshot, names: Collection[str], *, admitted: bool) -> None:
+        """Open or close the readiness gates of these pods; one that has just gone fails nothing."""
+        for pod in (one for one in s.pods if one.name in names):
+            manifest = pod_admission(s.key, pod, admitted, s.now)
+            write = partial(self._cluster.apply, manifest, subresource="status")
+            try:
+                await self._attempt(s, ("Pod", pod.name), bytes([admitted]), write)
+            except (NotFound, Conflict) as error:
+                log.info("gate not set: %s", error, extra={"service": str(s.key), "pod": pod.name})
+
     async def _place(self, s: Snapshot, objects: Objects) -> None:
         asked = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in objects.apply}
         asked |= {
             ("Deployment", deployment_name(s.key.name, revision)) for revision in (*objects.scale, *s.deployments)
         }
         asked |= {(kind, name) for _, kind, name in objects.absent}
+        asked |= {("Pod", pod.name) for pod in s.pods}
         self._rejections.keep(asked)
         self._applied = {what: one for what, one in self._applied.items() if what in asked}
         await self._scale(s, {r: n for r, n in objects.scale.items() if n > _replicas(s, r)})
@@ -169,7 +182,8 @@ class Actor:
         """Server-side apply, unless the object is as it was when this was last applied."""
         kind, name = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)
-        there = kind not in _WATCHED or (seen is not None and seen.owned)
+        # The Job is in a snapshot for as long as it is asked for.
+        there = s.prefetch is not None if kind == "Job" else kind not in _WATCHED or (seen is not None and seen.owned)
         same = last is not None and last.content == content and self._clock() < last.due
         if there and last is not None and same and last.version == (seen.version if seen is not None else ""):
             return

@@ -116,7 +116,7 @@ class Toleration(_Part, frozen=True):
 
 
 class Engine(_Part, frozen=True):
-    """spec.engine; image_pull_secrets are names, node_selector is (label, value) pairs sorted by label.
+    """spec.engine; image_pull_secrets are names, node_selector is (label, value) pairs sorted by label, nodes is 1.
 
     pod_template is JSON with sorted keys: nobody but `render` looks into it.
     """
@@ -124,6 +124,7 @@ class Engine(_Part, frozen=True):
     image: str
     image_pull_secrets: tuple[str, ...]
     tensor_parallel_size: int
+    nodes: int
     gpu_memory_utilization_percent: int
     extra_args: tuple[str, ...]
     env: tuple[EnvVar, ...]
@@ -148,11 +149,26 @@ class Engine(_Part, frozen=True):
         return [value for word, value in options if word.startswith(shortest or name) and name.startswith(word)]
 
 
-class Cache(_Part, frozen=True):
-    """spec.cache."""
+class Claim(_Part, frozen=True):
+    """spec.cache.weights; size is a quantity of storage, as text."""
 
+    size: str
+    access_mode: Literal["ReadWriteMany", "ReadWriteOnce"]
+    storage_class_name: str | None = None
+
+
+class Cache(_Part, frozen=True):
+    """spec.cache; of weights and weights_claim_name one is set at most."""
+
+    prefetch: bool
+    weights: Claim | None = None
     weights_claim_name: str | None = None
     compile_claim_name: str | None = None
+
+    @property
+    def on_one_node(self) -> bool:
+        """Whether pods can share the weights' claim on one node alone."""
+        return self.weights is not None and self.weights.access_mode == "ReadWriteOnce"
 
 
 class Pressure(_Part, frozen=True):
@@ -171,6 +187,14 @@ class Offload(_Part, frozen=True):
     cpu_memory_gib: int
 
 
+class Retention(_Part, frozen=True):
+    """spec.kvCache.retention; both numbers are set exactly when the policy is SinksAndWindow."""
+
+    policy: Literal["All", "SinksAndWindow"]
+    sink_tokens: int | None = None
+    window_tokens: int | None = None
+
+
 class KVCache(_Part, frozen=True):
     """spec.kvCache; dtype is set exactly when mode is Fixed."""
 
@@ -183,10 +207,22 @@ class KVCache(_Part, frozen=True):
     dtype: str | None = None
     recent_tokens: int | None = None
     offload: Offload | None = None
+    retention: Retention | None = None
 
     def recent_tokens_of(self, dtype: str) -> int | None:
         """What is asked of an engine with this dtype; None where nothing is, or the dtype has no recent window."""
         return self.recent_tokens if formats.parse(dtype).has_ring else None
+
+
+class Objective(_Part, frozen=True):
+    """One item of spec.scaling.objectives."""
+
+    metric: Literal["TTFT", "ITL"]
+    percentile: int
+    milliseconds: int
+
+    def __str__(self) -> str:
+        return f"{self.metric} p{self.percentile}"
 
 
 class Scaling(_Part, frozen=True):
@@ -196,6 +232,7 @@ class Scaling(_Part, frozen=True):
     min_replicas: int
     max_replicas: int
     scale_down_stabilization_seconds: int
+    objectives: tuple[Objective, ...] = ()
 
     def clamp(self, replicas: int) -> int:
         """The nearest number of replicas within min_replicas and max_replicas."""
@@ -250,6 +287,27 @@ class Drain(_Part, frozen=True):
     timeout_seconds: int
 
 
+class Port(_Part, frozen=True):
+    """A port of a Service."""
+
+    number: int
+
+
+class EndpointPickerRef(_Part, frozen=True):
+    """The endpoint picker of one pool, as an InferencePool has it."""
+
+    name: str
+    port: Port
+    failure_mode: Literal["FailOpen", "FailClose"]
+
+
+class InferencePool(_Part, frozen=True):
+    """spec.inferencePool."""
+
+    endpoint_picker_ref: EndpointPickerRef | None = None
+    canary_endpoint_picker_ref: EndpointPickerRef | None = None
+
+
 class Disruption(_Part, frozen=True):
     """spec.disruption."""
 
@@ -270,6 +328,7 @@ class Spec(_Part, frozen=True):
     rollout: Rollout
     drain: Drain
     disruption: Disruption
+    inference_pool: InferencePool | None = None
 
 
 def parse(obj: Mapping[str, Json]) -> Spec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
@@ -101,7 +101,7 @@ class Cluster:
         *,
         accept: str = "application/json",
         limit: int = _PAGE,
-    ) -> AsyncIterator[tuple[Sequence[Object], str]]:
+    ) -> AsyncGenerator[tuple[Sequence[Object], str], None]:
         """The objects with these labels, `limit` at a time, each time with the list's resourceVersion."""
         query = {"labelSelector": selector, "limit": str(limit)}
         while True:

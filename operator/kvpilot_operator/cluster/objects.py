@@ -17,15 +17,20 @@ _COLLECTIONS = {
     ("v1", "Pod"): "/api/v1/namespaces/{namespace}/pods",
     ("v1", "Service"): "/api/v1/namespaces/{namespace}/services",
     ("v1", "ConfigMap"): "/api/v1/namespaces/{namespace}/configmaps",
+    ("v1", "PersistentVolumeClaim"): "/api/v1/namespaces/{namespace}/persistentvolumeclaims",
     ("v1", "Event"): "/api/v1/namespaces/{namespace}/events",
     ("v1", "Node"): "/api/v1/nodes",
     ("authentication.k8s.io/v1", "TokenReview"): "/apis/authentication.k8s.io/v1/tokenreviews",
     ("authorization.k8s.io/v1", "SubjectAccessReview"): "/apis/authorization.k8s.io/v1/subjectaccessreviews",
     ("coordination.k8s.io/v1", "Lease"): "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases",
+    ("batch/v1", "Job"): "/apis/batch/v1/namespaces/{namespace}/jobs",
     ("apps/v1", "Deployment"): "/apis/apps/v1/namespaces/{namespace}/deployments",
     ("policy/v1", "PodDisruptionBudget"): "/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets",
     ("gateway.networking.k8s.io/v1", "HTTPRoute"): (
         "/apis/gateway.networking.k8s.io/v1/namespaces/{namespace}/httproutes"
+    ),
+    ("inference.networking.k8s.io/v1", "InferencePool"): (
+        "/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools"
     ),
     ("kvpilot.io/v1alpha1", "QuantizedLLMService"): (
         "/apis/kvpilot.io/v1alpha1/namespaces/{namespace}/quantizedllmservices"
@@ -59,8 +64,8 @@ def name_of(answer: Object) -> str:
 
 
 def version_of(kind: str, obj: Object) -> str:
-    """Moves when somebody changes what a Deployment or a Service should be; empty for other kinds: nobody can tell."""
-    if kind == "Deployment":
-        # Its resourceVersion moves with every pod that comes or goes.
+    """Moves when somebody changes what an object of a watched kind should be; empty for others: nobody can tell."""
+    if kind in ("Deployment", "InferencePool"):
+        # Their resourceVersion moves with every pod that comes or goes, or gateway that says what it thinks of a pool.
         return str(obj["metadata"].get("generation", ""))
     return str(obj["metadata"].get("resourceVersion", "")) if kind == "Service" else ""

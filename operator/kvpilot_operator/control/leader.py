@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -16,10 +16,11 @@ from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.control.pilot import Pilot
 from kvpilot_operator.control.prober import Prober
 from kvpilot_operator.control.telemetry import Telemetry
+from kvpilot_operator.mesh import Identity
 from kvpilot_operator.observe.gather import Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.scrape import Scraper
-from kvpilot_operator.render.names import HTTP_ROUTE_API, OPENSHIFT_SECURITY_API
+from kvpilot_operator.render.names import OPENSHIFT_SECURITY_API
 from kvpilot_operator.state.snapshot import ServerFacts
 
 # Every write has a time-out of its own, well below this.
@@ -37,6 +38,10 @@ class Leader:
     host_access: Collection[str]
     """What engines may have of their nodes (api.host_access.KINDS)."""
     scrape_seconds: float
+    prices: Mapping[str, int]
+    """What a GPU costs an hour, as gpus.prices gives it."""
+    identity: Identity | None
+    """In a mesh, for its engines; None where all engines are reached in the clear."""
     ready: asyncio.Event
     """Set, at the latest, once all that is watched has been read."""
 
@@ -45,16 +50,19 @@ class Leader:
         cluster, telemetry = self.cluster, self.telemetry
         server = ServerFacts(
             pod_disruption_budgets=await cluster.serves("policy/v1"),
-            http_routes=await cluster.serves(HTTP_ROUTE_API),
             assigns_users=await cluster.serves(OPENSHIFT_SECURITY_API),
             unhealthy_pod_eviction=await cluster.version() >= (1, 27),
         )
-        cache = InformerCache(cluster, self.namespaces, self.host_access)
+        cache = InformerCache(cluster, self.namespaces, self.host_access, mesh=self.identity is not None)
         self.services = cache.feed
-        self._scraper = Scraper()
-        observer = Observer(cluster, cache, self._scraper, server, partial(datetime.now, UTC), telemetry.engine_scraped)
+        self._scraper = Scraper(self.identity)
+        clock, scraped = partial(datetime.now, UTC), telemetry.engine_scraped
+        observer = Observer(
+            cluster, cache, self._scraper, server, clock, scraped, prices=self.prices, tracer=telemetry.tracer
+        )
         make_actor = partial(Actor, cluster.telling(cache.wrote))
-        pilot = Pilot(cache, observer, make_actor, Prober(cluster, self._scraper), telemetry, self.scrape_seconds)
+        prober = Prober(cluster, self._scraper, telemetry.tracer)
+        pilot = Pilot(cache, observer, make_actor, prober, telemetry, self.scrape_seconds)
         self._registry = pilot.registry
         self._work = asyncio.create_task(pilot.run(self.ready))
         telemetry.leads(True)

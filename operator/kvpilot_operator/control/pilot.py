@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from kvpilot_operator.act.perform import Actor
@@ -19,6 +19,7 @@ from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.questions import CONDITION, keeps_probe
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
+from kvpilot_operator.state.status import JournalEntry
 
 log = logging.getLogger(__name__)
 
@@ -72,14 +73,20 @@ class Pilot:
         record = self.registry.get(key)
         if record is None:
             return None
-        with self.telemetry.timed_reconcile():
-            snapshot = await self.observer.snapshot(record.observations, record.probe.result)
+        span, about = self.telemetry.tracer.span, {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name}
+        with self.telemetry.timed_reconcile(), span("reconcile", about, root=True) as reconcile:
+            with span("observe", about):
+                snapshot = await self.observer.snapshot(record.observations, record.probe.result)
             if snapshot is None:
                 return None
             snapshot = replace(snapshot, rejections=record.actor.rejections)
-            decision = decide(snapshot)
+            with span("decide", about):
+                decision = decide(snapshot)
+            news = [f"{entry.action}/{entry.reason}" for entry in _news(snapshot, decision)]
+            reconcile.tell({"kvpilot.generation": snapshot.generation, "kvpilot.decisions": news})
             try:
-                await record.actor.perform(snapshot, decision)
+                with span("act", about):
+                    await record.actor.perform(snapshot, decision)
             except (Conflict, NotFound):
                 await self.observer.refresh(key)
                 raise
@@ -126,8 +133,12 @@ def _tell(s: Snapshot, decision: Decision) -> None:
                 "%s: not answered: %s in %s", one.question, one.error, " > ".join(one.where) or "another's code",
                 extra={"service": str(s.key), "reason": f"{one.question}Unanswered"},
             )  # fmt: skip
-    for entry in decision.status.decisions:
-        if entry.time == s.now and entry not in s.status.decisions:
-            words = {name: getattr(entry, name) for name in ("action", "reason", "from_dtype", "to_dtype")}
-            extra = {"service": str(s.key), **words}
-            log.info("%s: %s: %s", entry.action, entry.reason, entry.message, extra=extra)
+    for entry in _news(s, decision):
+        words = {name: getattr(entry, name) for name in ("action", "reason", "from_dtype", "to_dtype")}
+        extra = {"service": str(s.key), **words}
+        log.info("%s: %s: %s", entry.action, entry.reason, entry.message, extra=extra)
+
+
+def _news(s: Snapshot, decision: Decision) -> Iterator[JournalEntry]:
+    """What this decision has added to the journal."""
+    return (one for one in decision.status.decisions if one.time == s.now and one not in s.status.decisions)

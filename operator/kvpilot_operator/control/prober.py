@@ -17,6 +17,7 @@ from kvpilot_operator.api.spec import Engine, Spec
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.budget import CANARY_PROBE, CHECK, Places
 from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.decide import described, judge
 from kvpilot_operator.errors import KvpilotError, PlaceLost
 from kvpilot_operator.observe.probe_packs import PackTexts, probe_prompts
 from kvpilot_operator.observe.scrape import Scraper
@@ -37,6 +38,7 @@ from kvpilot_operator.state.decision import (
 )
 from kvpilot_operator.state.enums import Reason
 from kvpilot_operator.state.snapshot import ServiceKey
+from kvpilot_operator.tracing import Span, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -142,33 +144,48 @@ LOW_PRIORITY = 1_000_000
 class Prober:
     """Carries out what a decision asks of an engine."""
 
-    def __init__(self, cluster: Cluster, scraper: Scraper) -> None:
+    def __init__(self, cluster: Cluster, scraper: Scraper, tracer: Tracer) -> None:
         self._cluster = cluster
         self._scraper = scraper
+        self._tracer = tracer
         self._texts = PackTexts(cluster)
         self._probes = Places(CANARY_PROBE)
         self._checks = Places(CHECK)
 
     async def probe(self, key: ServiceKey, spec: Spec, request: Request) -> Found:
         """Wait for a place, and again where it was lost, and probe; raises a KvpilotError where it cannot."""
+        about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name, **_about(spec, request)}
+        with self._tracer.span("probe", about) as span:
+            found = await self._placed(key, spec, request, span)
+            if isinstance(found, ProbeFailed):
+                span.tell({"kvpilot.probe.reason": found.reason})
+            return found
+
+    async def _placed(self, key: ServiceKey, spec: Spec, request: Request, span: Span) -> Found:
         places = self._checks if isinstance(request, Measure) and request.serving else self._probes
         patience = places.door.patience_seconds
         while True:
             try:
                 async with places.of(key, key.namespace, patience) as place:
-                    settings = replace(self._settings(key, spec, request), progress=place.progress)
-                    return await self._run(key, spec, request, settings)
+                    tls = None if isinstance(request, Find) else self._scraper.tls(request.url)
+                    asked = self._settings(key, spec, request)
+                    settings = replace(asked, progress=place.progress, tls=tls, headers=span.headers())
+                    return await self._run(key, spec, request, settings, span)
             except PlaceLost as lost:
                 log.info("probe begins anew: %s", lost, extra={"service": str(key), "probe": request.identity})
                 patience = min(2 * patience, MAX_PATIENCE_SECONDS)
 
-    async def _run(self, key: ServiceKey, spec: Spec, request: Request, settings: Settings) -> Found:
+    async def _run(self, key: ServiceKey, spec: Spec, request: Request, settings: Settings, span: Span) -> Found:
         if isinstance(request, Measure):
             try:
                 baseline = await self._kept(key, request.config_map)
             except MalformedBaseline as error:
                 return ProbeFailed(Reason.BASELINE_LOST, str(error))
-            return await run.measure(request.url, request.model, baseline, settings=settings)
+            found = await run.measure(request.url, request.model, baseline, settings=settings)
+            if baseline.control is not None:
+                judged = judge(found, described(baseline, request.config_map), spec.accuracy)
+                span.tell({"kvpilot.probe.verdict": judged.verdict, "kvpilot.probe.reason": judged.reason})
+            return found
         try:
             kept = await self._kept(key, request.config_map)
         except MalformedBaseline as error:
@@ -207,6 +224,15 @@ class Prober:
         if insist:
             return Settings(priority=priority, give_way=give_way)
         return Settings(concurrency=1, priority=priority, give_way=give_way, token_budget=TOKEN_BUDGET)
+
+
+def _about(spec: Spec, request: Request) -> dict[str, str]:
+    """What a span says of a probe before it begins."""
+    said = {"kvpilot.probe": type(request).__name__.lower()}
+    if isinstance(request, Find):
+        return said
+    dtype = request.dtype if isinstance(request, Measure) else spec.kv_cache.baseline
+    return said | {"kvpilot.pod": request.pod, "kvpilot.probe.dtype": dtype}
 
 
 def schedules_by_priority(engine: Engine) -> bool:

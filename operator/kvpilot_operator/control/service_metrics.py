@@ -54,6 +54,14 @@ RECENT = Family(
     "kvpilot_recent_tokens",
     "The last tokens of each sequence that the engines say they read at 8 bits; 0 where they say none.",
 )
+HITS = Family(
+    "kvpilot_prefix_hit_ratio",
+    "Share of the prompts' tokens that a tier held, 0 to 1; of services with kvCache.offload.",
+    ("tier",),
+)
+RETENTION = Family(
+    "kvpilot_retention", "1 for the policy by which the engines say they free pages of a sequence.", ("policy",)
+)
 ACTIVE = Family("kvpilot_active_dtype", "1 for the KV-cache dtype that serves.", ("dtype",))
 RECOMMENDED = Family("kvpilot_recommended_dtype", "1 for the KV-cache dtype that kvpilot would run.", ("dtype",))
 DENIED = Family("kvpilot_denied_until_timestamp_seconds", "Until when a KV-cache dtype is not tried again.", ("dtype",))
@@ -63,6 +71,17 @@ READY_REPLICAS = Family("kvpilot_ready_replicas", "Engine pods that answer.")
 DESIRED_REPLICAS = Family("kvpilot_desired_replicas", "Replicas that kvpilot sees to.")
 RECOMMENDED_REPLICAS = Family("kvpilot_recommended_replicas", "Replicas that kvpilot would run.")
 MAX_REPLICAS = Family("kvpilot_max_replicas", "Replicas that the spec allows.")
+
+_OBJECTIVE = ("metric", "percentile")
+OBJECTIVE = Family("kvpilot_objective_seconds", "A latency objective of the spec.", _OBJECTIVE)
+OBSERVED = Family(
+    "kvpilot_objective_observed_seconds", "What was last observed of it; absent for too few samples.", _OBJECTIVE
+)
+
+COST = Family("kvpilot_cost_per_hour", "What the service's GPUs cost an hour, in the currency of the chart's prices.")
+COST_TOKENS = Family(
+    "kvpilot_cost_per_million_tokens", "What a million generated tokens cost, at the rate of the last window."
+)
 
 METRICS_TIME = Family("kvpilot_engine_metrics_timestamp_seconds", "When the service's engines were last scraped.")
 DOUBTED = Family("kvpilot_doubted_pods", "Pods that answer with implausible metrics.")
@@ -177,6 +196,8 @@ def _plain(s: Snapshot, status: Status) -> _Rows:
     yield USAGE, (), usage / 100 if usage is not None else None
     yield CAPACITY, (), status.kv_cache.capacity_tokens
     yield RECENT, (), status.kv_cache.recent_tokens or 0
+    for tier, hits in (("gpu", status.kv_cache.gpu_hit_percent), ("host", status.kv_cache.host_hit_percent)):
+        yield HITS, (tier,), hits / 100 if hits is not None else None
     yield REPLICAS, (), status.replicas
     yield READY_REPLICAS, (), status.ready_replicas
     yield DESIRED_REPLICAS, (), status.scaling.desired_replicas
@@ -186,6 +207,14 @@ def _plain(s: Snapshot, status: Status) -> _Rows:
     yield DOUBTED, (), sum(len(sample.implausible) for sample in newest)
     yield UNANSWERED, (), sum(sample.unanswered for sample in newest)
     yield BACKED_OFF, (), len(s.backed_off)
+    if status.cost is not None:
+        tokens = status.cost.per_million_tokens_micros
+        yield COST, (), status.cost.per_hour_micros / 1e6
+        yield COST_TOKENS, (), tokens / 1e6 if tokens is not None else None
+    for one in status.objectives:
+        observed, labels = one.observed_milliseconds, (one.metric, str(one.percentile))
+        yield OBJECTIVE, labels, one.milliseconds / 1000
+        yield OBSERVED, labels, observed / 1000 if observed is not None else None
 
 
 def _words(s: Snapshot, status: Status) -> _Rows:
@@ -198,6 +227,8 @@ def _words(s: Snapshot, status: Status) -> _Rows:
     for family, dtype in ((ACTIVE, kv.active_dtype), (RECOMMENDED, kv.recommended_dtype)):
         if dtype is not None:
             yield family, (dtype,), 1
+    if kv.retention is not None:
+        yield RETENTION, (kv.retention,), 1
     denied: dict[str, float] = {}
     for entry in kv.denied:
         denied[entry.dtype] = max(entry.until.timestamp(), denied.get(entry.dtype, 0.0))

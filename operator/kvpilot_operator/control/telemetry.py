@@ -1,4 +1,4 @@
-"""The operator's own Prometheus metrics: what it does, what it thinks of each service, and its process."""
+"""The operator's own Prometheus metrics, and its spans: what it does, what it thinks of each service, its process."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from prometheus_client import (
 from kvpilot_operator.control.service_metrics import ServiceMetrics, ServiceSeries
 from kvpilot_operator.errors import Conflict
 from kvpilot_operator.state.snapshot import ServiceKey
+from kvpilot_operator.tracing import Tracer
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
@@ -29,9 +30,10 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Telemetry:
-    """Counts what the operator does, and shows what it thinks of each service."""
+    """Counts what the operator does, and shows what it thinks of each service; `tracer` makes its spans."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracer: Tracer | None = None) -> None:
+        self.tracer = tracer or Tracer()
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)

@@ -1,6 +1,8 @@
 """Pure decisions: Snapshot in, Decision out. No clock, no I/O, no randomness; one file per question."""
 
+from kvpilot_operator.decide.accuracy.verdict import Judgement, judge
 from kvpilot_operator.decide.decide import decide
+from kvpilot_operator.decide.trial.baseline import described
 from kvpilot_operator.decide.trial.shifting import deadline as canary_deadline
 
-__all__ = ["canary_deadline", "decide"]
+__all__ = ["Judgement", "canary_deadline", "decide", "described", "judge"]

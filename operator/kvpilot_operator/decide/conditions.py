@@ -9,7 +9,7 @@ from kvpilot_operator.decide import kstatus, measured
 from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.measured import Line, waiting
 from kvpilot_operator.decide.rejections import finding, rejected
-from kvpilot_operator.decide.trial import traffic
+from kvpilot_operator.decide.trial import storage, traffic
 from kvpilot_operator.decide.trial.refusal import engine_failure, pending_reason
 from kvpilot_operator.decide.trial.rollout import start_fault
 from kvpilot_operator.render.names import deployment_name
@@ -42,6 +42,9 @@ def tell(c: Context) -> Context:
         "SpecAccepted": _spec_accepted(c, objects),
         "ObjectsAccepted": objects,
     }
+    held = measured.objectives(c)
+    if held is not None:
+        lines["ObjectivesHeld"] = held
     c = c.set(conditions=_stamped(c.snapshot, lines))
     return _announce(_announce(c, "ObjectsAccepted", objects.reason), "CalibrationConsistent", calibration.reason)
 
@@ -142,7 +145,8 @@ def _available(c: Context, objects: Line) -> Line:
     """
     s, replicas = c.snapshot, c.replicas
     if c.stable is None:
-        return Line("False", "NoRevision", "nothing serves yet")
+        waits = storage.wait(c)
+        return Line("False", *(Cause("NoRevision", "nothing serves yet") if waits is None else waits.cause))
     serving = traffic.serving(c)
     pods = [pod for revision in serving for pod in s.pods_of(revision)]
     ready = sum(len(s.ready_pods(revision)) for revision in serving)
@@ -177,6 +181,9 @@ def _progressing(c: Context, objects: Line) -> Line:
         stopped = paused and canary.stage != Stage.ROLLING_BACK
         text = f"{canary.from_dtype} -> {canary.dtype}{_share(canary)}: {canary.message}{waiting(c)}"
         return Line("False", "RolloutPaused", text) if stopped else Line("True", f"Canary{canary.stage}", text)
+    waits = storage.wait(c)
+    if waits is not None and (stable is None or target.revision != stable.revision):
+        return Line("False" if waits.stuck else "True", *waits.cause)
     if target.held is not None:
         return Line("False", target.reason, target.held)
     if stable is not None and stable.ever_ready and target.revision != stable.revision:

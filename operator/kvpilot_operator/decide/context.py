@@ -21,7 +21,7 @@ from kvpilot_operator.decide.judging.workload import Workload
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.state.decision import Event, Manifest, Request
-from kvpilot_operator.state.enums import Action, TrafficMode, WorkloadKind
+from kvpilot_operator.state.enums import Action, Stage, TrafficMode, WorkloadKind
 from kvpilot_operator.state.questions import Unanswered
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import MAX_DECISIONS, Canary, Denied, JournalEntry, Option, Stable, Status, clip
@@ -178,6 +178,8 @@ class Context(Draft):
     workload: Workload = _NOT_JUDGED
     policy: PolicyDecision = _NOT_WEIGHED
     target: Target = _NOT_CHOSEN
+    storage: Placed = _NOTHING
+    """What keeps the weights."""
     request: Request | None = None
     """The probe to run."""
     captured: Baseline | None = None
@@ -190,6 +192,8 @@ class Context(Draft):
     """The Service and its disruption budget."""
     shared: Placed = _NOTHING
     """The canary's Service and the user's HTTPRoute."""
+    gates: Mapping[str, bool] = field(default_factory=dict)
+    """Readiness gates to be opened or closed, by pod."""
     do_not_evict: frozenset[str] = frozenset()
 
     @classmethod
@@ -212,6 +216,16 @@ class Context(Draft):
     def denial(self, dtype: str) -> Denied | None:
         """Why a dtype must not be tried now, if it must not."""
         return denial(dtype, self.spec, self.snapshot.node, self.status.kv_cache.denied, self.now)
+
+    @property
+    def asked(self) -> str:
+        """The revision that the spec asks for: in mode Fixed with its dtype, else with the one on trial or serving."""
+        kv, canary, stable = self.spec.kv_cache, self.canary, self.stable
+        if kv.mode == "Fixed" and kv.dtype is not None:
+            return self.render(kv.dtype).name
+        if canary is not None and canary.stage != Stage.ROLLING_BACK:
+            return self.render(canary.dtype).name
+        return self.render(stable.dtype if stable is not None else kv.baseline).name
 
     @property
     def reference(self) -> str:

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from kvpilot_operator.decide import conditions, pressure, summary, target
 from kvpilot_operator.decide.accuracy import probing
 from kvpilot_operator.decide.context import Context, Draft
-from kvpilot_operator.decide.trial import placement, rollout
+from kvpilot_operator.decide.trial import admission, placement, rollout, storage
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.questions import Question, unanswered
 from kvpilot_operator.state.snapshot import Snapshot
@@ -48,6 +48,7 @@ RULES: tuple[Rule[Context], ...] = (
     Rule(Question.STEP, pressure.weigh_steps, otherwise=pressure.weigh_nothing),
     Rule(Question.REPLICAS, pressure.take_replica_step),
     Rule(Question.TARGET, target.choose, otherwise=target.unchanged),
+    Rule(Question.STORAGE, storage.keep),
     Rule(Question.TRIAL, rollout.advance),
     Rule(Question.ACCURACY, probing.probe),
     Rule(Question.SUMMARY, summary.summarise),
@@ -55,6 +56,7 @@ RULES: tuple[Rule[Context], ...] = (
     Rule(Question.TEMPLATES, placement.deployments),
     Rule(Question.TRAFFIC, placement.own_service),
     Rule(Question.SHARE, placement.share),
+    Rule(Question.ADMISSION, admission.admit),
     Rule(Question.SHELTER, placement.do_not_evict, otherwise=placement.evict_as_now),
     Rule(Question.JOURNAL, summary.explain),
     Rule(Question.CONDITIONS, conditions.tell),
@@ -79,9 +81,10 @@ def decide(s: Snapshot) -> Decision:
         baseline=c.captured,
         probe=c.request,
         events=c.events,
+        gates=c.gates,
         do_not_evict=c.do_not_evict,
         unanswered=c.unanswered,
-        again_seconds=_AGAIN_SECONDS if c.canary is not None else None,
+        again_seconds=_AGAIN_SECONDS if c.canary is not None or not storage.ready(c) else None,
     )
 
 

@@ -71,13 +71,12 @@ def _reached(c: Context) -> bool:
 
     A step to another dtype that mode Auto would like to take, and cannot, is no part of the spec.
     """
-    stable, kv = c.stable, c.spec.kv_cache
+    stable = c.stable
     if stable is None:
         return False
-    asked = kv.dtype if kv.mode == "Fixed" and kv.dtype is not None else stable.dtype
     standing = c.denial(stable.dtype)
     harmful = standing is not None and standing.reason in ACCURACY_REASONS
-    return c.render(asked).name == stable.revision and not harmful
+    return c.asked == stable.revision and not harmful
 
 
 def _cause(line: Line) -> Cause:

@@ -8,10 +8,13 @@ from kvpilot_kernels import formats
 from kvpilot_operator.decide.accuracy.drift import drifted
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.judging.workload import USAGE_STEP_PERCENT
+from kvpilot_operator.decide.trial import storage
 from kvpilot_operator.decide.trial.baseline import known
 from kvpilot_operator.decide.trial.refusal import engine_failure, mixed_factors
 from kvpilot_operator.decide.trial.rollout import why_waiting
-from kvpilot_operator.state.enums import Reason, Stage, Verdict, WorkloadKind
+from kvpilot_operator.state.enums import ObjectiveState, Reason, Stage, Verdict, WorkloadKind
+
+_WORST_FIRST = (ObjectiveState.MISSED, ObjectiveState.UNSETTLED, ObjectiveState.NO_SAMPLES, ObjectiveState.HELD)
 
 Word = Literal["True", "False", "Unknown"]
 
@@ -25,8 +28,12 @@ class Line(NamedTuple):
 
 
 def model_cached(c: Context) -> Line:
-    """Whether an engine has ever loaded the model."""
-    stable = c.stable
+    """Whether the weights are where engines look for them, or an engine has ever loaded the model."""
+    stable, waits = c.stable, storage.wait(c)
+    if waits is not None:
+        return Line("False", *waits.cause)
+    if c.spec.cache.prefetch:
+        return Line("True", "Prefetched", storage.told(c))
     if stable is not None and stable.ever_ready:
         return Line("True", "EngineLoadedIt", "an engine has loaded the model")
     failure = engine_failure(c.snapshot.pods_of(stable.revision)) if stable is not None else None
@@ -63,6 +70,22 @@ def memory_pressured(c: Context) -> Line:
     if before is not None and same and usage is not None and abs(usage - workload.usage_percent) < USAGE_STEP_PERCENT:
         return Line(word, workload.kind, before.message)  # no write for figures that hardly moved
     return Line(word, workload.kind, workload.message)
+
+
+def objectives(c: Context) -> Line | None:
+    """Whether latencies are as spec.scaling.objectives asks; None where it asks for none."""
+    if not c.status.objectives:
+        return None
+    found = "; ".join(
+        f"{one.metric} p{one.percentile} "
+        + ("not known" if one.observed_milliseconds is None else f"{one.observed_milliseconds} ms")
+        + f" (objective {one.milliseconds} ms)"
+        for one in c.status.objectives
+    )
+    states = {one.state for one in c.status.objectives}
+    worst = next(state for state in _WORST_FIRST if state in states)
+    words: dict[ObjectiveState, Word] = {ObjectiveState.HELD: "True", ObjectiveState.MISSED: "False"}
+    return Line(words.get(worst, "Unknown"), worst, found)
 
 
 def waiting(c: Context) -> str:

@@ -23,6 +23,7 @@ def judge_workload(c: Context) -> Context:
         was_bound=was_pressured(c),
         calm_seconds=c.spec.scaling.scale_down_stabilization_seconds,
         step_tokens=step_tokens(c.spec, c.snapshot.node),
+        objectives=c.spec.scaling.objectives,
     )
     return replace(c, workload=workload)
 
@@ -60,6 +61,7 @@ def policy_input(c: Context) -> PolicyInput:
         replicas=c.replicas,
         ready=len(s.ready_pods(_serving(c))),
         node=s.node,
+        gpu_hour_micros=s.gpu_hour_micros,
         model=s.model,
         recent_tokens=sample.recent_tokens or 0 if sample is not None else 0,
         denied=c.status.kv_cache.denied,

@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvpilot_operator.render.names import deployment_name
+from kvpilot_operator.render.names import INFERENCE_POOL_API, deployment_name
 from kvpilot_operator.state.decision import Cause
+from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Rejection, Snapshot
 
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
@@ -103,6 +104,10 @@ TABLE = (
         "raise ResourceQuota {name} of the namespace, or remove what is not needed there",
     ),
     Row(
+        r"exceeded quota: (?P<name>[^,]+), requested: \S*(?:requests\.storage|persistentvolumeclaims)", "QuotaExceeded",
+        "spec.cache.weights", "raise ResourceQuota {name} of the namespace, or ask for less storage",
+    ),
+    Row(
         r"exceeded quota: (?P<name>[^,]+)", "QuotaExceeded", "spec.engine.resources",
         "raise ResourceQuota {name} of the namespace, ask for less, or run fewer replicas",
     ),
@@ -168,12 +173,29 @@ TABLE = (
         "create the service in another namespace",
     ),
     Row(
+        r'User "[^"]+" cannot \S+ resource "inferencepools"', "OperatorForbidden", "spec.inferencePool",
+        "give the operator the rights over InferencePools (rbac.inferencePools of the chart), or remove the field",
+    ),
+    Row(
         r'User "[^"]+" cannot (?P<verb>\S+) resource', "OperatorForbidden", "",
         "no change of the spec helps: give the operator the role of its own version (upgrade the chart, or config/)",
     ),
     Row(
         r"exists and is not kvpilot's", "NameTaken", "metadata.name",
         "rename the QuantizedLLMService, or delete the other object if nobody needs it",
+    ),
+    Row(
+        r"field can not be less than", "ClaimCannotShrink", "spec.cache.weights.size",
+        "no claim can be made smaller: ask for as much as it has, or more",
+    ),
+    Row(
+        r"only dynamically provisioned pvc can be resized", "ClaimCannotGrow", "spec.cache.weights.size",
+        "its StorageClass allows no expansion (allowVolumeExpansion): ask for the size that it was made with",
+    ),
+    Row(
+        r"is immutable after creation", "ClaimCannotChange", "spec.cache.weights",
+        "a claim keeps its class and access mode, and its size while it is not bound: ask for what it was made with, "
+        "or delete the PersistentVolumeClaim and let the weights be downloaded anew",
     ),
     Row(
         r"(?:name part|prefix part|a valid label|a qualified name) must", "InvalidLabel", "",
@@ -190,7 +212,18 @@ def rejected(s: Snapshot) -> tuple[Rejection, ...]:
         for view in s.deployments.values()
         if view.failure is not None
     ]
-    return (*(s.rejections or ()), *pods)
+    return (*(s.rejections or ()), *pods, *_not_served(s))
+
+
+def _not_served(s: Snapshot) -> tuple[Rejection, ...]:
+    """The pools of a spec that asks for some, where the API server has no such kind: nothing is sent to it."""
+    if s.spec is None or s.spec.inference_pool is None or s.server.inference_pools or s.unread(Question.ROUTE):
+        return ()
+    words = (
+        f"spec.inferencePool: this API server does not serve {INFERENCE_POOL_API}; install the Gateway API Inference "
+        "Extension, which is noticed within half a minute, or remove the field"
+    )
+    return (Rejection("InferencePool", s.key.name, "InferencePoolsNotServed", words),)
 
 
 def finding(rejections: Sequence[Rejection]) -> Cause:

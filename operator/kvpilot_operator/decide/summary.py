@@ -1,16 +1,25 @@
-"""What is written down? The status' figures, for people, /scale and metrics: replicas, selector, dtypes, capacity and
-use. Of the policy's decision each step with what was weighed, and each hold as it begins.
+"""What is written down? The status' figures, for people, /scale and metrics: revision, address, replicas, selector,
+dtypes, capacity and use. Of the policy's decision each step with what was weighed, and each hold as it begins.
 """
 
 from __future__ import annotations
 
+import msgspec
+
 from kvpilot_operator.decide.context import Context
+from kvpilot_operator.decide.judging.objectives import Measured
 from kvpilot_operator.decide.judging.workload import USAGE_STEP_PERCENT
 from kvpilot_operator.decide.pressure import was_pressured
 from kvpilot_operator.decide.trial import traffic
-from kvpilot_operator.render.names import REVISION_LABEL, SERVICE_LABEL
+from kvpilot_operator.render.names import REVISION_LABEL, SERVICE_LABEL, service_url
 from kvpilot_operator.state.enums import Action, WorkloadKind
+from kvpilot_operator.state.questions import Question
+from kvpilot_operator.state.status import Cost, Objective
 
+# A figure that moved by less than this share is not worth a write to the API server.
+_MOVED = 0.1
+# Whatever a page says, the schema holds it.
+_MOST = 1e12
 _QUIET = (WorkloadKind.MEMORY_BOUND, WorkloadKind.WARMING, WorkloadKind.NO_METRICS)
 
 
@@ -23,25 +32,83 @@ def summarise(c: Context) -> Context:
     names, serves = traffic.serving(c), s.deployments.get(stable.revision)
     sample = s.last_sample(traffic.selected(c) or stable.revision)
     usage = c.workload.usage_percent if c.workload.kind != WorkloadKind.NO_METRICS else None
-    if usage is not None and kv.usage_percent is not None and abs(usage - kv.usage_percent) < USAGE_STEP_PERCENT:
-        usage = kv.usage_percent
     # While two revisions serve together an autoscaler has to count the pods of both.
     one = f",{REVISION_LABEL}={names[0]}" if len(names) == 1 else ""
     c = c.set(
+        observed_revision=c.asked,
+        # Where the name is somebody else's Service, requests to it would not be ours.
+        url=service_url(s.key.namespace, s.key.name) if s.traffic is not None else None,
+        inference_pool=_pool(c),
         replicas=_counted(c, names),
         ready_replicas=sum(len(s.ready_pods(name)) for name in names),
         selector=f"{SERVICE_LABEL}={s.key.name}{one}",
         # An engine that cannot load one of its adapters does not start.
         adapters=serves.adapters if serves is not None and stable.ever_ready else (),
     )
+    c = c.set(objectives=tuple(_shown(c, one) for one in c.workload.objectives), cost=_cost(c))
     return c.set_kv(
         active_dtype=stable.dtype,
         observed_dtype=sample.observed_dtype if sample is not None else kv.observed_dtype,
         recent_tokens=sample.recent_tokens if sample is not None else kv.recent_tokens,
+        retention=(sample.retention or None) if sample is not None else kv.retention,
         recommended_dtype=c.target.recommended or c.target.dtype,
         capacity_tokens=sample.capacity_tokens if sample is not None else kv.capacity_tokens,
-        usage_percent=usage,
+        usage_percent=_steady(usage, kv.usage_percent),
+        gpu_hit_percent=_hits(c, c.workload.gpu_hits, kv.gpu_hit_percent),
+        host_hit_percent=_hits(c, c.workload.host_hits, kv.host_hit_percent),
     )
+
+
+def _hits(c: Context, share: float | None, said: int | None) -> int | None:
+    """Hits of one tier, of a service with two; where no prompt was looked up, what was said before."""
+    if c.spec.kv_cache.offload is None:
+        return None
+    return said if share is None else _steady(min(100, round(100 * share)), said)
+
+
+def _steady(percent: int | None, said: int | None) -> int | None:
+    """A figure, or what was said before where it hardly moved."""
+    if percent is None or said is None:
+        return percent
+    return said if abs(percent - said) < USAGE_STEP_PERCENT else percent
+
+
+def _pool(c: Context) -> str | None:
+    """Named before it is made, and until none is left, so that an operator that starts anew knows what to look for."""
+    s = c.snapshot
+    pools = {name: one.owned for (kind, name), one in s.objects.items() if kind == "InferencePool"}
+    # Where the name is somebody else's pool, it is not said to be ours.
+    asked = c.spec.inference_pool is not None and s.server.inference_pools and pools.get(s.key.name, True)
+    kept = s.unread(Question.POOLS) is not None and c.before.inference_pool is not None
+    return s.key.name if asked or any(pools.values()) or kept else None
+
+
+def _shown(c: Context, one: Measured) -> Objective:
+    """What the status says of an objective: the figure that it said before, where it hardly moved."""
+    asked, seen = one.objective, None if one.seconds is None else round(min(one.seconds, _MOST) * 1000)
+    now = Objective(
+        metric=asked.metric, percentile=asked.percentile, milliseconds=asked.milliseconds, state=one.state,
+        observed_milliseconds=seen,
+    )  # fmt: skip
+    for said in c.before.objectives:
+        before = said.observed_milliseconds
+        if msgspec.structs.replace(now, observed_milliseconds=before) == said and before is not None:
+            return said if seen is not None and abs(seen - before) < _MOVED * before else now
+    return now
+
+
+def _cost(c: Context) -> Cost | None:
+    """What all that runs costs, a canary included, and what a million generated tokens cost in the last window."""
+    each, w, before = c.snapshot.gpu_hour_micros, c.workload, c.before.cost
+    if each is None:
+        return None
+    gpus = sum(view.replicas for view in c.snapshot.deployments.values()) * c.spec.engine.tensor_parallel_size
+    an_hour = 3600 * (w.requests_per_second or 0.0) * (w.mean_generation or 0.0) * w.pods
+    tokens = round(min(gpus * each / an_hour, _MOST) * 1e6) if an_hour >= 1 else None
+    said = before.per_million_tokens_micros if before is not None else None
+    if tokens is not None and said is not None and abs(tokens - said) < _MOVED * said:
+        tokens = said
+    return Cost(per_hour_micros=gpus * each, per_million_tokens_micros=tokens)
 
 
 def _counted(c: Context, serving: tuple[str, ...]) -> int:

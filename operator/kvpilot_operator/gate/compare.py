@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from kvpilot_operator.api.spec import Accuracy
-from kvpilot_operator.decide.accuracy.verdict import Judgement, judge
-from kvpilot_operator.decide.trial.baseline import described
+from kvpilot_operator.decide import Judgement, described, judge
 from kvpilot_operator.probes import codec, run
 from kvpilot_operator.probes.client import Progress, http_client, served_models
 from kvpilot_operator.probes.errors import ProbeError

@@ -6,33 +6,56 @@ import asyncio
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.errors import ClusterError, ScrapeError, Throttled
-from kvpilot_operator.observe.informers import InformerCache
+from kvpilot_operator.gpus import by_product
+from kvpilot_operator.observe.informers import InformerCache, ServiceView
 from kvpilot_operator.observe.nodes import node_facts
 from kvpilot_operator.observe.pace import Pace
 from kvpilot_operator.observe.plausible import Judged
 from kvpilot_operator.observe.pod_metrics import PodMetrics
+from kvpilot_operator.observe.prefetch import read_prefetch
 from kvpilot_operator.observe.probe_packs import PackTexts, probe_plan
 from kvpilot_operator.observe.scrape import Scraper
-from kvpilot_operator.observe.views import route_view
+from kvpilot_operator.observe.views import pool_view, route_view, together
 from kvpilot_operator.observe.windows import Windows, need
 from kvpilot_operator.probes.errors import PackError
-from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND, deployment_name, engine_url
+from kvpilot_operator.render.names import (
+    API_VERSION,
+    HTTP_ROUTE_API,
+    INFERENCE_POOL_API,
+    KIND,
+    canary_service,
+    deployment_name,
+    engine_url,
+)
 from kvpilot_operator.state.decision import ProbeResult
 from kvpilot_operator.state.questions import Question, Unanswered, unanswered
-from kvpilot_operator.state.snapshot import NodeFacts, PodView, ProbePlan, RouteView, ServerFacts, ServiceKey, Snapshot
+from kvpilot_operator.state.snapshot import (
+    NodeFacts,
+    ObjectView,
+    PodView,
+    ProbePlan,
+    RouteView,
+    ServerFacts,
+    ServiceKey,
+    Snapshot,
+)
+from kvpilot_operator.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Objects = dict[tuple[str, str], ObjectView]
 
 # A service's packs are read again after this long, or when its spec has changed: of up to 16 ConfigMaps each is a
 # request, and a reconcile has no time for them after every scrape.
@@ -40,6 +63,8 @@ PACKS_SECONDS = 15.0
 # What is known of a node with GPUs holds for so long, and of one that shows none: its labels may still come.
 NODE_SECONDS = 600.0
 BARE_NODE_SECONDS = 30.0
+# Whether an API is served is asked again after so long: definitions come and go.
+API_SECONDS = 30.0
 # The API server itself is away (0), overloaded or behind something that is: nothing of a service can be read.
 _AWAY = (0, 429, 502, 503, 504)
 
@@ -78,10 +103,13 @@ class Observer:
     clock: Callable[[], datetime]
     on_scrape: Callable[[bool], None]
     elapsed: Callable[[], float] = time.monotonic
+    prices: Mapping[str, int] = field(default_factory=dict)
+    tracer: Tracer = field(default_factory=Tracer)
 
     def __post_init__(self) -> None:
         self._texts = PackTexts(self.cluster)
         self._nodes: dict[str, tuple[datetime, NodeFacts]] = {}
+        self._apis: dict[str, tuple[float, bool]] = {}
 
     async def snapshot(self, known: Observations, probe_result: ProbeResult | None) -> Snapshot | None:
         """Everything about one service now, or None where it does not exist any more, or is being deleted."""
@@ -92,8 +120,12 @@ class Observer:
         spec = service.spec
         # Whatever has to be asked for comes first: after it, nothing of the snapshot is older than the rest.
         failed: list[Unanswered] = []
-        route = await _observed(Question.ROUTE, self._route(key, spec), None, failed)
+        server = await _observed(Question.ROUTE, self._served(spec), self.server, failed)
+        route = await _observed(Question.ROUTE, self._route(key, spec, server), None, failed)
+        pools = await _observed(Question.POOLS, self._pools(known, service, server), {}, failed)
         probes = await _observed(Question.PROBE_SETS, self._probe_plan(known, spec), ProbePlan(), failed)
+        job = read_prefetch(self.cluster, self.scraper, key, service)
+        prefetch = await _observed(Question.PREFETCH, job, None, failed)
         pods = self.cache.pods.of(key)
         node = await _observed(Question.NODE, self._node_facts(pods), self._known_facts(pods), failed)
         service = self.cache.services.get(*key)
@@ -106,6 +138,7 @@ class Observer:
             if objects["Deployment", placed.name].owned
             and placed.name == deployment_name(key.name, placed.view.revision)
         }
+        objects.update(pools)
         traffic = objects.get(("Service", key.name))
         windows.keep_only(revisions.keys())
         if spec is not None:
@@ -121,13 +154,15 @@ class Observer:
             status=service.status,
             deployments=revisions,
             pods=tuple(self.cache.pods.of(key)),
-            traffic=traffic.selects if traffic is not None and traffic.owned else None,
+            traffic=_traffic(traffic, pools.get(("InferencePool", key.name)), failed),
             objects=objects,
             samples=windows.samples(),
             node=node,
+            gpu_hour_micros=self.prices.get(gpu.name) if (gpu := by_product(node.gpu)) is not None else None,
             model=windows.model(),
             route=route,
-            server=self.server,
+            prefetch=prefetch,
+            server=server,
             probes=probes,
             probe_result=probe_result,
             unanswered=tuple(failed),
@@ -150,23 +185,36 @@ class Observer:
         service = self.cache.services.get(*key)
         if service is None or service.uid != known.uid:
             return
-        ready = {view.name: view for view in self.cache.pods.of(key) if view.ready and view.ip and not view.terminating}
-        due = pace.due(ready.keys(), self.elapsed())
+        answering = {view.name: view for view in self.cache.pods.of(key) if view.answers}
+        due = pace.due(answering.keys(), self.elapsed())
+        if not due:
+            return
         by_revision: dict[str, list[PodView]] = {}
-        for view in ready.values() if due else ():
+        for view in answering.values():
             by_revision.setdefault(view.revision, []).append(view)
-        for revision, views in by_revision.items():
-            asked = [view for view in views if view.name in due]
-            answers = await asyncio.gather(*(self._scrape_pod(key, view, pace) for view in asked))
-            pages = {view.name: page for view, page in zip(asked, answers, strict=True) if page is not None}
-            gpus = {view.name: self._nodes[view.node][1].gpu for view in views if view.node in self._nodes}
-            if pages:
-                judged = known.windows.add(revision, self.clock(), pages, unanswered=len(views) - len(pages), gpus=gpus)
-                _tell(known, revision, pages, judged)
+        about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name, "kvpilot.pods": sorted(due)}
+        with self.tracer.span("scrape", about, root=True) as span:
+            failed: list[str] = []
+            for revision, views in by_revision.items():
+                asked = [view for view in views if view.name in due]
+                answers = await asyncio.gather(*(self._scrape_pod(key, view, pace) for view in asked))
+                pages = {view.name: page for view, page in zip(asked, answers, strict=True) if page is not None}
+                failed += [view.name for view in asked if view.name not in pages]
+                self._add(known, revision, views, pages)
+            span.tell({"kvpilot.pods.failed": failed})
+
+    def _add(
+        self, known: Observations, revision: str, views: Sequence[PodView], pages: Mapping[str, PodMetrics]
+    ) -> None:
+        gpus = {view.name: self._nodes[view.node][1].gpu for view in views if view.node in self._nodes}
+        if pages:
+            judged = known.windows.add(revision, self.clock(), pages, unanswered=len(views) - len(pages), gpus=gpus)
+            _tell(known, revision, pages, judged)
 
     async def _scrape_pod(self, key: ServiceKey, pod: PodView, pace: Pace) -> PodMetrics | None:
         try:
-            page = await self.scraper.scrape(key, engine_url(pod.ip), lambda work: pace.spend(work, self.elapsed()))
+            url = engine_url(pod.ip, pod.mesh)
+            page = await self.scraper.scrape(key, url, lambda work: pace.spend(work, self.elapsed()))
         except ScrapeError as error:
             log.warning("scrape failed: %s", error, extra={"service": str(key), "pod": pod.name})
             self.on_scrape(False)
@@ -197,9 +245,31 @@ class Observer:
         else:
             self._nodes[name] = (now, node_facts(found))
 
-    async def _route(self, key: ServiceKey, spec: Spec | None) -> RouteView | None:
+    async def _served(self, spec: Spec | None) -> ServerFacts:
+        """What the API server serves of what this spec names."""
+        routes = spec is not None and spec.canary.route_ref is not None and await self._serves(HTTP_ROUTE_API)
+        pools = spec is not None and spec.inference_pool is not None and await self._serves(INFERENCE_POOL_API)
+        return replace(self.server, http_routes=routes, inference_pools=pools)
+
+    async def _serves(self, api_version: str) -> bool:
+        asked, served = self._apis.get(api_version, (-math.inf, False))
+        if self.elapsed() - asked >= API_SECONDS:
+            served = await self.cluster.serves(api_version)
+            self._apis[api_version] = (self.elapsed(), served)
+        return served
+
+    async def _pools(self, known: Observations, service: ServiceView, server: ServerFacts) -> Objects:
+        """The InferencePools that the service has, or had: the status names them until they are gone."""
+        if not server.inference_pools and service.status.inference_pool is None:
+            return {}
+        names = (known.key.name, canary_service(known.key.name))
+        find = partial(self.cluster.find, INFERENCE_POOL_API, "InferencePool", known.key.namespace)
+        found = {("InferencePool", name): await find(name) for name in names}
+        return {what: pool_view(one, known.uid) for what, one in found.items() if one is not None}
+
+    async def _route(self, key: ServiceKey, spec: Spec | None, server: ServerFacts) -> RouteView | None:
         name = spec.canary.route_ref if spec is not None else None
-        if name is None or not self.server.http_routes:
+        if name is None or not server.http_routes:
             return None
         return route_view(await self.cluster.find(HTTP_ROUTE_API, "HTTPRoute", key.namespace, name), key)
 
@@ -237,6 +307,13 @@ async def _observed(question: Question, reading: Awaitable[T], otherwise: T, fai
             raise
         failed.append(unanswered(question, error))
         return otherwise
+
+
+def _traffic(service: ObjectView | None, pool: ObjectView | None, failed: Sequence[Unanswered]) -> str | None:
+    selects = service.selects if service is not None and service.owned else None
+    if selects is not None and any(one.question == Question.POOLS for one in failed):
+        return ""  # Whatever the pool selects, it may not be what the Service does.
+    return together(selects, pool)
 
 
 def _nodes_of(pods: Sequence[PodView]) -> list[str]:

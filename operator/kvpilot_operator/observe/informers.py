@@ -128,10 +128,13 @@ class Placed(Generic[V]):
 class InformerCache:
     """`on_change` is called with a service whenever something about it is not what it was.
 
-    `host_access` is what engines may have of their nodes (api.host_access.KINDS).
+    `host_access` is what engines may have of their nodes (api.host_access.KINDS), `mesh` whether those in a mesh are
+    reached by its mutual TLS.
     """
 
-    def __init__(self, cluster: Cluster, namespaces: Sequence[str], host_access: Collection[str] = ()) -> None:
+    def __init__(
+        self, cluster: Cluster, namespaces: Sequence[str], host_access: Collection[str] = (), *, mesh: bool = False
+    ) -> None:
         self._host_access = host_access
         self.on_change: Callable[[ServiceKey], None] = lambda _: None
 
@@ -142,7 +145,7 @@ class InformerCache:
         self.deployments: Store[ServiceKey, Placed[DeploymentView]] = Store(
             partial(_placed, "Deployment", deployment_view), _owner, changed
         )
-        self.pods: Store[ServiceKey, PodView] = Store(_pod, _owner, changed)
+        self.pods: Store[ServiceKey, PodView] = Store(partial(_pod, mesh), _owner, changed)
         self.traffic: Store[ServiceKey, Placed[str | None]] = Store(
             partial(_placed, "Service", traffic_of), _owner, changed
         )
@@ -232,8 +235,8 @@ def _placed(kind: str, view: Callable[[Object], V], obj: Object) -> Placed[V]:
     return Placed(view(obj), kind, metadata["name"], metadata.get("uid", ""), owners, version_of(kind, obj))
 
 
-def _pod(obj: Object) -> PodView | None:
+def _pod(mesh: bool, obj: Object) -> PodView | None:
     service = obj["metadata"]["labels"][SERVICE_LABEL]
     # An evicted pod lies about for hours beside its replacement, and says nothing of the service.
     over = (obj.get("status") or {}).get("phase") in ("Failed", "Succeeded")
-    return pod_view(obj) if is_ours(obj, service) and not over else None
+    return pod_view(obj, mesh) if is_ours(obj, service) and not over else None

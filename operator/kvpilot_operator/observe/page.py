@@ -36,6 +36,7 @@ _CONFIG = "vllm:cache_config_info"
 _MODEL = "kvpilot_model_info"
 _FACTORS = "kvpilot_calibration_info"
 _RECENT = "kvpilot_recent_window_info"
+_RETENTION = "kvpilot_retention_info"
 _START = "process_start_time_seconds"
 
 # By the field of `Totals`.
@@ -65,7 +66,7 @@ _COUNTERS = frozenset((*_COUNTED.values(), *_PARTED, _RUNNING, _WAITING, _START)
 _BUCKETS = {f"{name}_bucket": name for names in _HISTOGRAMS.values() for name in names}
 # Seconds and lengths, which a request that failed may lower.
 _SUMS = frozenset([*_SECONDS.values(), *(f"{name}_sum" for name in _BUCKETS.values())])
-_INFO = (_CONFIG, _MODEL, _FACTORS, _RECENT)
+_INFO = (_CONFIG, _MODEL, _FACTORS, _RECENT, _RETENTION)
 WANTED = frozenset(name.encode() for name in (*_USAGE, *_COUNTERS, *_SUMS, *_BUCKETS, *_INFO))
 """The names of the series that are read."""
 
@@ -80,6 +81,7 @@ _LONGEST_BOUND = 32
 # What status.kvCache.observedDtype holds.
 _LONGEST_DTYPE = 63
 _HASH = re.compile(r"[0-9a-f]{4,64}")
+_POLICY = re.compile(r"[A-Za-z]{1,63}")
 
 
 def parse_page(text: str) -> PodMetrics:
@@ -112,6 +114,7 @@ class PageReader:
         self._model: ModelFacts | None = None
         self._factors = ""
         self._recent: int | None = None
+        self._retention = ""
 
     @property
     def work(self) -> int:
@@ -142,6 +145,7 @@ class PageReader:
             model=self._model,
             factors=self._factors,
             recent_tokens=self._recent,
+            retention=self._retention,
             older_names=tuple(
                 name for name in (usage_name, _first(_ITL, self._buckets)) if name in (_USAGE[1], _ITL[1])
             ),
@@ -170,6 +174,9 @@ class PageReader:
             self._factors = self._factors or (sys.intern(told) if _HASH.fullmatch(told) else "")
         elif name == _RECENT:
             self._recent = _recent(labels_of(labels).get("tokens", ""))
+        elif name == _RETENTION:
+            told = labels_of(labels).get("policy", "")
+            self._retention = sys.intern(told) if _POLICY.fullmatch(told) else ""
         elif self._model is None:
             self._model = _model(labels_of(labels))
 

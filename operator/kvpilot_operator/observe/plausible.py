@@ -118,6 +118,7 @@ def plausible_sample(
         implausible=implausible,
         unanswered=unanswered + left_out,
         recent_tokens=_most(page.recent_tokens for page in pages.values() if page.recent_tokens is not None),
+        retention=_most(page.retention for page in pages.values()) or "",
         factors=factors,
         mixed=tuple(sorted(other for other in told.items() if other[1] != factors))[:MOST_NAMED],
     )

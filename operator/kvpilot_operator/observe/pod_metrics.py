@@ -54,6 +54,8 @@ class PodMetrics:
     """Hash of the static factors that keys and values are quantized with; empty where the page does not say it."""
     recent_tokens: int | None = None
     """The last tokens of each sequence that are read at 8 bits; None where the page does not say it."""
+    retention: str = ""
+    """The policy by which pages of a sequence are freed; empty where the page names none."""
     older_names: tuple[str, ...] = ()
     """The names on this page that newer vLLMs have given up."""
 

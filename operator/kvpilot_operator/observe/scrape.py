@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar
 
 import aiohttp
 
 from kvpilot_operator.budget import METRICS, METRICS_CHUNK_BYTES, METRICS_SOCKET_BYTES, METRICS_TURN, Places
-from kvpilot_operator.errors import PlaceLost, ScrapeError, ScrapeTimeout
+from kvpilot_operator.errors import NoIdentity, PlaceLost, ScrapeError, ScrapeTimeout
+from kvpilot_operator.mesh import Identity
 from kvpilot_operator.observe.page import PageReader
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.state.snapshot import ServiceKey
@@ -18,15 +21,32 @@ from kvpilot_operator.state.snapshot import ServiceKey
 TIMEOUT_SECONDS = 5.0
 _EXCERPT = 200
 
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Page(Protocol[T_co]):
+    """Reads a page in chunks, as PageReader does."""
+
+    @property
+    def work(self) -> int:
+        """What has been read so far."""
+
+    def steps(self, chunk: bytes) -> Iterator[None]:
+        """Read the next bytes, a small step at a time."""
+
+    def close(self) -> T_co:
+        """What the page said."""
+
 
 class Scraper:
-    """Fetches pages; whoever opens one closes it.
+    """Fetches pages; whoever opens one closes it. `identity` is for engines that are reached by TLS.
 
     No proxy from the environment, no cookies, and plain bytes only: a few KiB of a compressed page may be gigabytes. A
     connection for each scrape: engines close idle ones after 5 s, sooner than a large fleet comes back to them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, identity: Identity | None = None) -> None:
+        self.identity = identity
         self._places = Places(METRICS)
         self._turns = Places(METRICS_TURN)
         self._http = aiohttp.ClientSession(
@@ -44,24 +64,30 @@ class Scraper:
         await self._http.close()
 
     async def scrape(self, service: ServiceKey, url: str, spend: Callable[[int], None]) -> PodMetrics:
-        """Fetch and read the page of one pod of a service; every failure is a ScrapeError that names the address.
+        """Fetch and read the page of one engine of a service; every failure is a ScrapeError that names the address.
 
         `spend` is told the work (`PageReader.work`) that it took, after a failure, too.
         """
-        address, page = f"{url}/metrics", PageReader()
+        page = PageReader()
+        try:
+            return await self.read(service, url, page)
+        finally:
+            spend(page.work)
+
+    async def read(self, service: ServiceKey, url: str, page: Page[T_co]) -> T_co:
+        """Fetch a page and have it read; every failure is a ScrapeError that names the address."""
+        address = f"{url}/metrics"
         try:
             async with self._places.of(service, service.namespace):
                 await self._fetch(service, address, page)
                 return page.close()
-        except (ScrapeError, PlaceLost) as error:
+        except (ScrapeError, PlaceLost, NoIdentity) as error:
             raise ScrapeError(f"{address}: {error}") from error
         except TimeoutError as error:
             raise ScrapeTimeout(f"{address}: no whole page within {TIMEOUT_SECONDS:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # What the server sent may be part of the text.
             raise ScrapeError(f"{address}: {type(error).__name__}: {str(error)[:_EXCERPT]}") from error
-        finally:
-            spend(page.work)
 
     async def waiting(self, service: ServiceKey, url: str) -> float:
         """Requests that wait for room in one pod; 0 where it does not say, 1 where it is too busy to say."""
@@ -73,10 +99,19 @@ class Scraper:
         except ScrapeError:
             return 0.0
 
-    async def _fetch(self, service: ServiceKey, address: str, page: PageReader) -> None:
+    def tls(self, url: str) -> ssl.SSLContext | None:
+        """For one more connection to this address; None for one that is reached in the clear.
+
+        Raises:
+            NoIdentity: the mesh has given no certificate yet.
+        """
+        return self.identity.tls() if self.identity is not None and url.startswith("https:") else None
+
+    async def _fetch(self, service: ServiceKey, address: str, page: Page[object]) -> None:
         clock = asyncio.get_running_loop().time
         limit = asyncio.timeout(TIMEOUT_SECONDS)
-        async with limit, self._http.get(address, allow_redirects=False) as answer:
+        tls = self.tls(address) or True
+        async with limit, self._http.get(address, allow_redirects=False, ssl=tls) as answer:
             if answer.status != 200:
                 raise ScrapeError(f"HTTP {answer.status}")
             encoding = answer.headers.get("Content-Encoding", "identity")

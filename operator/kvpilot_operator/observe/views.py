@@ -7,35 +7,46 @@ from collections.abc import Mapping, Sequence
 from itertools import dropwhile, islice, takewhile
 from typing import Any
 
+from kvpilot_operator.cluster.objects import version_of
 from kvpilot_operator.render.names import (
     ADAPTERS_OPTION,
+    ADMITTED,
     DTYPE_LABEL,
     ENGINE_CONTAINER,
+    MESH_LABEL,
+    MESH_VALUE,
     REVISION_LABEL,
     SERVICE_LABEL,
     SHELTER_ANNOTATION,
     deployment_name,
 )
-from kvpilot_operator.state.snapshot import ON_ITS_WAY, DeploymentView, PodView, RouteView, ServiceKey
+from kvpilot_operator.state.snapshot import ON_ITS_WAY, DeploymentView, ObjectView, PodView, RouteView, ServiceKey
 
 Object = Mapping[str, Any]
 
 # A pod is gated while a queue (Kueue's, say) has no room for it: for us it is the same as no room on a node.
 _NO_NODE = ("Unschedulable", "SchedulingGated")
+_SOURCES = (
+    ("Secret", "secret", "secretName"),
+    ("ConfigMap", "configMap", "name"),
+    ("PersistentVolumeClaim", "persistentVolumeClaim", "claimName"),
+)
+"""Kind, the field of a volume or of a projected volume's source, and the field in it that has the name."""
 _POD_NAME = re.compile(r'^(?:pods|Pod) "[^"]*" is (?:forbidden|invalid): ')
 
 
-def pod_view(pod: Object) -> PodView:
-    """One engine pod."""
-    status = pod.get("status") or {}
+def pod_view(pod: Object, mesh: bool = False, container_name: str = ENGINE_CONTAINER) -> PodView:
+    """One pod, by its container that counts; `mesh` says whether the operator has an identity for those in a mesh."""
+    labels, status = pod["metadata"].get("labels") or {}, pod.get("status") or {}
     conditions = {c.get("type"): c for c in status.get("conditions") or ()}
-    container = _engine_of(status.get("containerStatuses") or ())
+    container = _named(status.get("containerStatuses") or (), container_name)
     scheduled = conditions.get("PodScheduled", {})
+    gates = [gate.get("conditionType") for gate in (pod.get("spec") or {}).get("readinessGates") or ()]
     unschedulable = scheduled.get("message") if scheduled.get("reason") in _NO_NODE else None
     waiting = (container.get("state") or {}).get("waiting") or {}
     return PodView(
         name=pod["metadata"]["name"],
-        revision=(pod["metadata"].get("labels") or {}).get(REVISION_LABEL, ""),
+        revision=labels.get(REVISION_LABEL, ""),
         ip=status.get("podIP"),
         node=(pod.get("spec") or {}).get("nodeName"),
         ready=conditions.get("Ready", {}).get("status") == "True",
@@ -44,21 +55,46 @@ def pod_view(pod: Object) -> PodView:
         waiting_reason=waiting.get("reason"),
         exit_message=_exit_message(container) or waiting.get("message"),
         unschedulable=unschedulable,
-        held_up=_held_up(status),
+        held_up=_held_up(status, container_name),
+        needs=None if _begun(status) else _needs(pod),
         uid=pod["metadata"].get("uid", ""),
         do_not_evict=SHELTER_ANNOTATION in (pod["metadata"].get("annotations") or {}),
+        mesh=mesh and labels.get(MESH_LABEL) == MESH_VALUE,
+        containers_ready=conditions.get("ContainersReady", {}).get("status") == "True",
+        admitted=conditions.get(ADMITTED, {}).get("status") == "True" if ADMITTED in gates else None,
     )
 
 
-def _held_up(status: Object) -> tuple[str, str] | None:
-    """Reason and message of the first container beside the engine that waits for what may never come."""
+def _held_up(status: Object, container_name: str) -> tuple[str, str] | None:
+    """Reason and message of the first container beside the one that counts that waits for what may never come."""
     for container in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
         waiting = (container.get("state") or {}).get("waiting") or {}
         reason = waiting.get("reason") or ON_ITS_WAY[0]
-        if container.get("name") != ENGINE_CONTAINER and reason not in ON_ITS_WAY:
+        if container.get("name") != container_name and reason not in ON_ITS_WAY:
             said = _exit_message(container) or waiting.get("message") or ""
             return str(reason), f"container {container.get('name')}: {said}".strip()
     return None
+
+
+def _begun(status: Object) -> bool:
+    """Whether any container was started, for which its volumes must have been there; or none is waited for yet."""
+    containers = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
+    return not containers or any(
+        one.get("lastState") or (one.get("state") or {}).keys() & {"running", "terminated"} for one in containers
+    )
+
+
+def _needs(pod: Object) -> tuple[str, ...]:
+    """What the kubelet makes a pod's volumes from and waits for while it is not there, in their order."""
+    volumes = (pod.get("spec") or {}).get("volumes") or ()
+    parts = [part for one in volumes for part in ((one.get("projected") or {}).get("sources") or (one,))]
+    found = [
+        f"{kind} {part[field].get(named) or part[field].get('name')}"
+        for part in parts
+        for kind, field, named in _SOURCES
+        if part.get(field) and not part[field].get("optional")
+    ]
+    return tuple(dict.fromkeys(found))
 
 
 def is_ours(pod: Object, service: str) -> bool:
@@ -77,7 +113,8 @@ def is_ours(pod: Object, service: str) -> bool:
 def deployment_view(deployment: Object) -> DeploymentView:
     """One revision's Deployment."""
     labels, spec = deployment["metadata"].get("labels") or {}, deployment.get("spec") or {}
-    engine = _engine_of(((spec.get("template") or {}).get("spec") or {}).get("containers") or ())
+    template = (spec.get("template") or {}).get("spec") or {}
+    engine = _named(template.get("containers") or (), ENGINE_CONTAINER)
     told = dict(str(argument).partition("=")[::2] for argument in engine.get("args") or ())
     return DeploymentView(
         revision=labels.get(REVISION_LABEL, ""),
@@ -87,6 +124,7 @@ def deployment_view(deployment: Object) -> DeploymentView:
         image=engine.get("image"),
         model=told.get("--model"),
         adapters=_adapters(engine.get("args") or ()),
+        gated=any(gate.get("conditionType") == ADMITTED for gate in template.get("readinessGates") or ()),
     )
 
 
@@ -106,7 +144,25 @@ def _replica_failure(status: Object) -> str | None:
 
 def traffic_of(service: Object) -> str | None:
     """The revision that a Service of ours sends requests to, "" for every one; None where its selector is not ours."""
-    selector = (service.get("spec") or {}).get("selector") or {}
+    return _selected(service, (service.get("spec") or {}).get("selector") or {})
+
+
+def pool_view(pool: Object, uid: str) -> ObjectView:
+    """An InferencePool of the name of one of ours; `uid` is the service's."""
+    metadata, selector = pool["metadata"], (pool.get("spec") or {}).get("selector") or {}
+    owned = any(owner.get("uid") == uid for owner in metadata.get("ownerReferences") or ())
+    version = version_of("InferencePool", dict(pool))
+    return ObjectView(metadata.get("uid", ""), owned, version, _selected(pool, selector.get("matchLabels") or {}))
+
+
+def together(service: str | None, pool: ObjectView | None) -> str | None:
+    """What gets requests through a Service, as `traffic_of` tells it, and a pool: every revision where they differ."""
+    if service is None or pool is None or not pool.owned or pool.selects == service:
+        return service
+    return ""
+
+
+def _selected(service: Object, selector: Object) -> str | None:
     owner = (service["metadata"].get("labels") or {}).get(SERVICE_LABEL)
     if selector.get(SERVICE_LABEL) != owner or selector.keys() - {SERVICE_LABEL, REVISION_LABEL}:
         return None
@@ -128,8 +184,8 @@ def route_view(route: Object | None, key: ServiceKey) -> RouteView | None:
     return RouteView(metadata["name"], metadata.get("resourceVersion", ""), rules, weights)
 
 
-def _engine_of(containers: Sequence[Object]) -> Object:
-    return next((c for c in containers if c.get("name") == ENGINE_CONTAINER), {})
+def _named(containers: Sequence[Object], name: str) -> Object:
+    return next((c for c in containers if c.get("name") == name), {})
 
 
 def _exit_message(container: Object) -> str | None:

@@ -34,9 +34,11 @@ class Need:
     far: float = 3600.0
     cell: float = 12.5
     pressure: float = 300.0
-    """Without a trial, histograms are kept of these last seconds alone, and of lengths alone."""
+    """Without a trial, histograms are kept of these last seconds alone, and those of latencies only for objectives."""
     trial: bool = True
     """Whether a canary is compared with the stable side."""
+    latencies: bool = False
+    """Whether histograms of latencies are kept without one, for objectives."""
 
     @property
     def far_cell(self) -> float:
@@ -51,7 +53,7 @@ def need(spec: Spec, *, trial: bool) -> Need:
     near = max(sustained, spec.scaling.scale_down_stabilization_seconds)
     far = max(near, canary.progress_deadline_seconds, *(hold + canary.warm_up_seconds for hold in holds))
     cell = min(sustained / _PRESSURE_CELLS, _LONGEST_CELL_SECONDS, *(hold / _STEP_CELLS for hold in holds))
-    return Need(near, far, max(cell, near / _MOST_CELLS), sustained, trial)
+    return Need(near, far, max(cell, near / _MOST_CELLS), sustained, trial, bool(spec.scaling.objectives))
 
 
 @dataclass(slots=True)
@@ -106,7 +108,7 @@ class _Series:
 
     def add(self, sample: Sample, need: Need) -> None:
         """Append a sample, thin what has grown older, drop what nobody looks back on."""
-        if not need.trial:
+        if not need.trial and not need.latencies:
             sample = replace(sample, flows=replace(sample.flows, ttft=NOTHING_OBSERVED, itl=NOTHING_OBSERVED))
         _append(self.near, _Cell(sample), need.cell)
         if not need.trial:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeVar
 
 import aiohttp
@@ -189,16 +191,19 @@ async def served_models(base_url: str, http: aiohttp.ClientSession) -> tuple[str
     return await _twice(url, ask)
 
 
-def http_client(api_key: str | None = None) -> aiohttp.ClientSession:
+def http_client(
+    api_key: str | None = None, tls: ssl.SSLContext | None = None, headers: Mapping[str, str] = MappingProxyType({})
+) -> aiohttp.ClientSession:
     """Return a client for engines: no proxies, no cookies, bounded waits, nothing compressed.
 
-    A connection for each request: engines close idle ones within seconds. `api_key` is sent as a bearer token.
+    A connection for each request: engines close idle ones within seconds. `api_key` is sent as a bearer token; `tls` is
+    for https addresses (None: whom this machine trusts); `headers` are sent with each request, too.
     """
     authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(force_close=True),
+        connector=aiohttp.TCPConnector(force_close=True, ssl=tls or True),
         cookie_jar=aiohttp.DummyCookieJar(),
-        headers={"Accept-Encoding": "identity", **authorization},
+        headers={**headers, "Accept-Encoding": "identity", **authorization},
         auto_decompress=False,
         trust_env=False,
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS),

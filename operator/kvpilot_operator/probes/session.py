@@ -6,8 +6,9 @@ It lets the users of its engine go first, and what it spends is bounded.
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -94,7 +95,8 @@ class Settings:
 
     `give_way` lets users' requests go first (None: it does not look). `token_budget` bounds the tokens of all requests
     together, prompts included; what it does not cover stays unmeasured. `priority` goes with each request, for an
-    engine that schedules by priority: a larger one is served later. `api_key` is what an engine behind a gateway wants.
+    engine that schedules by priority: a larger one is served later. `api_key` is what an engine behind a gateway wants,
+    `tls` how one in a mesh is reached. `headers` go with each request: by a trace's an engine's own spans join it.
     `progress` is called at each of an engine's answers.
     """
 
@@ -106,6 +108,8 @@ class Settings:
     token_budget: int | None = None
     priority: int | None = None
     api_key: str | None = field(default=None, repr=False)
+    tls: ssl.SSLContext | None = field(default=None, repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict)
     progress: Progress = untold
 
     def __post_init__(self) -> None:
@@ -130,7 +134,7 @@ async def probing(
     began = asyncio.get_running_loop().time()
     deadline = asyncio.timeout(settings.deadline_seconds or START_SECONDS)
     try:
-        async with deadline, http_client(settings.api_key) as http:
+        async with deadline, http_client(settings.api_key, settings.tls, settings.headers) as http:
             engine = Engine(base_url.rstrip("/"), model, http, settings.progress, settings.priority)
             yield engine, Throttle(engine.base_url, settings.give_way, settings.token_budget), deadline
     except TimeoutError as error:

@@ -10,16 +10,18 @@ from typing import Any
 from kubernetes.utils.quantity import parse_quantity
 
 from kvpilot_kernels import formats
-from kvpilot_operator.api.spec import Adapter, Engine, Spec
+from kvpilot_operator.api.spec import Adapter, Spec
 from kvpilot_operator.render.merge import strategic_merge
 from kvpilot_operator.render.names import (
     ADAPTERS_OPTION,
+    CLAIM_LABEL,
     DTYPE_LABEL,
     ENGINE_CONTAINER,
     ENGINE_PORT,
     REVISION_LABEL,
     SERVICE_LABEL,
     owned_labels,
+    weights_claim,
 )
 from kvpilot_operator.render.startup import startup_budget_seconds
 
@@ -36,7 +38,7 @@ def pod_template(service: str, spec: Spec, dtype: str, *, assigned_user: bool = 
     With `assigned_user` it names no user and no group: the cluster gives each namespace its own.
     """
     template: dict[str, Any] = {
-        "metadata": {"labels": {**owned_labels(service), DTYPE_LABEL: dtype}},
+        "metadata": {"labels": {**owned_labels(service), DTYPE_LABEL: dtype, **claim_label(service, spec)}},
         "spec": {**_pod_spec(service, spec, dtype), "securityContext": _security_context(assigned_user)},
     }
     template = strategic_merge(template, json.loads(spec.engine.pod_template))
@@ -54,9 +56,14 @@ def revision(template: dict[str, Any]) -> str:
     return label
 
 
+def claim_label(service: str, spec: Spec) -> dict[str, str]:
+    """What pods that share a disk have in common; nothing where the claim is shared by nodes, or the user's."""
+    return {CLAIM_LABEL: weights_claim(service)} if spec.cache.on_one_node else {}
+
+
 def _pod_spec(service: str, spec: Spec, dtype: str) -> dict[str, Any]:
     engine, drain = spec.engine, spec.drain
-    volumes, mounts = _volumes(spec)
+    volumes, mounts = _volumes(service, spec)
     container: dict[str, Any] = {
         "name": ENGINE_CONTAINER,
         "image": engine.image,
@@ -83,7 +90,7 @@ def _pod_spec(service: str, spec: Spec, dtype: str) -> dict[str, Any]:
         # An engine asks nothing of the API server; an account that is named stands for an identity of the cloud.
         "automountServiceAccountToken": bool(engine.service_account_name),
     }
-    return pod | {field: value for field, value in _placement(service, engine).items() if value}
+    return pod | {field: value for field, value in _placement(service, spec).items() if value}
 
 
 def _resources(spec: Spec) -> dict[str, dict[str, str]]:
@@ -124,11 +131,12 @@ def _security_context(assigned_user: bool) -> dict[str, Any]:
     }
 
 
-def _placement(service: str, engine: Engine) -> dict[str, Any]:
+def _placement(service: str, spec: Spec) -> dict[str, Any]:
     """Where pods may run: what the scheduler, and whoever makes nodes for pending pods, goes by."""
+    engine = spec.engine
     return {
         "nodeSelector": dict(engine.node_selector),
-        "affinity": _affinity(engine),
+        "affinity": _affinity(service, spec),
         "topologySpreadConstraints": [
             {**spread.as_written(), "labelSelector": {"matchLabels": {SERVICE_LABEL: service}}}
             for spread in engine.topology_spread
@@ -141,12 +149,18 @@ def _placement(service: str, engine: Engine) -> dict[str, Any]:
     }
 
 
-def _affinity(engine: Engine) -> dict[str, Any]:
-    if not engine.node_affinity:
-        return {}
-    expressions = [expression.as_written() for expression in engine.node_affinity]
-    terms = {"nodeSelectorTerms": [{"matchExpressions": expressions}]}
-    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+def _affinity(service: str, spec: Spec) -> dict[str, Any]:
+    affinity: dict[str, Any] = {}
+    if spec.engine.node_affinity:
+        expressions = [expression.as_written() for expression in spec.engine.node_affinity]
+        terms = {"nodeSelectorTerms": [{"matchExpressions": expressions}]}
+        affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
+    shared = claim_label(service, spec)
+    if shared:
+        # A disk is attached to one node: elsewhere a pod would wait for it without end. The first pod may go anywhere.
+        beside = {"labelSelector": {"matchLabels": shared}, "topologyKey": "kubernetes.io/hostname"}
+        affinity["podAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [beside]}
+    return affinity
 
 
 def _arguments(spec: Spec, dtype: str) -> list[str]:
@@ -171,6 +185,10 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
         arguments.append(f"--recent-tokens={recent}")
     if spec.kv_cache.offload is not None:
         arguments.append(f"--kv-offloading-size={spec.kv_cache.offload.cpu_memory_gib}")
+    if (kept := spec.kv_cache.retention) is not None and kept.policy != "All":
+        arguments.append(f"--retention={kept.policy}")
+        arguments.append(f"--retention-sink-tokens={kept.sink_tokens}")
+        arguments.append(f"--retention-window-tokens={kept.window_tokens}")
     return [*arguments, *_adapters(spec), *engine.extra_args]
 
 
@@ -204,7 +222,7 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
     env: list[dict[str, Any]] = []
     if spec.model.token_secret_ref is not None:
         env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": spec.model.token_secret_ref.as_written()}})
-    if spec.cache.weights_claim_name and spec.model.source.startswith("hf://"):
+    if (spec.cache.weights or spec.cache.weights_claim_name) and spec.model.source.startswith("hf://"):
         env.append({"name": "HF_HOME", "value": _WEIGHTS_PATH})
     if spec.cache.compile_claim_name:
         env.append({"name": "VLLM_CACHE_ROOT", "value": _COMPILE_PATH})
@@ -212,7 +230,7 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
     return [*env, *((empty if one.value_from is None else {}) | one.as_written() for one in spec.engine.env)]
 
 
-def _volumes(spec: Spec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _volumes(service: str, spec: Spec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     # Tensor parallel workers speak through /dev/shm, where the container's default of 64 MiB is too little, and vLLM
     # keeps offloaded blocks there.
     offloaded = spec.kv_cache.offload.cpu_memory_gib * 1024 if spec.kv_cache.offload is not None else 0
@@ -226,8 +244,9 @@ def _volumes(spec: Spec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     elif scheme == "oci":
         volumes.append({"name": "model", "image": {"reference": rest, "pullPolicy": "IfNotPresent"}})
         mounts.append({"name": "model", "mountPath": _WEIGHTS_PATH, "readOnly": True})
-    elif scheme == "hf" and spec.cache.weights_claim_name:
-        volumes.append({"name": "model", "persistentVolumeClaim": {"claimName": spec.cache.weights_claim_name}})
+    elif scheme == "hf" and (spec.cache.weights or spec.cache.weights_claim_name):
+        claim = spec.cache.weights_claim_name or weights_claim(service)
+        volumes.append({"name": "model", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": "model", "mountPath": _WEIGHTS_PATH})
     sources = (one.source for one in spec.model.adapters if one.source.startswith("pvc://"))
     for index, claim in enumerate(sorted({source.removeprefix("pvc://").partition("/")[0] for source in sources})):

@@ -9,25 +9,45 @@ KIND = "QuantizedLLMService"
 PLURAL = "quantizedllmservices"
 
 HTTP_ROUTE_API = "gateway.networking.k8s.io/v1"
+INFERENCE_POOL_API = "inference.networking.k8s.io/v1"
 OPENSHIFT_SECURITY_API = "security.openshift.io/v1"
 """Where it is served, each namespace has users and groups of its own."""
 
 SERVICE_LABEL = "kvpilot.io/service"
 REVISION_LABEL = "kvpilot.io/revision"
 DTYPE_LABEL = "kvpilot.io/dtype"
+CLAIM_LABEL = "kvpilot.io/claim"
+"""On pods that have to be on one node for the claim of this name."""
+PREFETCH_LABEL = "kvpilot.io/prefetch"
+"""On the pod of the Job that fills a claim, with the service's name."""
+IDENTITY_ANNOTATION = "kvpilot.io/identity"
+"""On that Job: what has to be on the claim, and the Job's own content, as hashes."""
+
+MESH_LABEL, MESH_VALUE = "security.istio.io/tlsMode", "istio"
+"""What Istio marks a pod with whose sidecar takes mutual TLS; its proxies decide by it, too."""
 
 SHELTER_ANNOTATION = "kvpilot.io/sheltered"
 """On a pod that a cluster autoscaler is asked to leave where it is for now."""
 
+ADMITTED = "kvpilot.io/admitted"
+"""A pod's readiness gate, and the condition that opens it: requests may be sent to the pod."""
+
 ENGINE_CONTAINER = "engine"
+PREFETCH_CONTAINER = "prefetch"
 ADAPTERS_OPTION = "--lora-modules"
 """Of the engine, with NAME=PATH of each adapter in the arguments after it."""
 ENGINE_PORT = 8000
 
 
-def engine_url(ip: str | None) -> str:
-    """Where an engine pod with this address answers; IPv6 goes into brackets."""
-    return f"http://[{ip}]:{ENGINE_PORT}" if ip and ":" in ip else f"http://{ip}:{ENGINE_PORT}"
+def engine_url(ip: str | None, mesh: bool) -> str:
+    """Where an engine pod with this address answers, in a mesh by TLS; IPv6 goes into brackets."""
+    host = f"[{ip}]" if ip and ":" in ip else ip
+    return f"{'https' if mesh else 'http'}://{host}:{ENGINE_PORT}"
+
+
+def service_url(namespace: str, service: str) -> str:
+    """Where clients in the cluster reach the service, whatever the cluster's own domain is."""
+    return f"http://{service}.{namespace}.svc"
 
 
 def owned_labels(service: str) -> dict[str, str]:
@@ -40,14 +60,28 @@ def owned_labels(service: str) -> dict[str, str]:
     }
 
 
+OWN_LABELS = frozenset((*owned_labels(""), REVISION_LABEL, DTYPE_LABEL, CLAIM_LABEL))
+"""Keys of the labels of engine pods that are kvpilot's, and not a user's."""
+
+
 def deployment_name(service: str, revision: str) -> str:
     """`NAME-<revision>`: one Deployment a revision, so that two can stand side by side."""
     return f"{service}-{revision}"
 
 
 def canary_service(service: str) -> str:
-    """`NAME-canary`: the Service that a user's HTTPRoute sends the canary's share to."""
+    """`NAME-canary`: the Service or InferencePool that a user's HTTPRoute sends the canary's share to."""
     return f"{service}-canary"
+
+
+def weights_claim(service: str) -> str:
+    """`NAME-weights`: the claim that keeps what engines download."""
+    return f"{service}-weights"
+
+
+def prefetch_job(service: str) -> str:
+    """`NAME-prefetch`: the Job that fills the claim for weights."""
+    return f"{service}-prefetch"
 
 
 def baseline_name(service: str, identity: str) -> str:

@@ -1,15 +1,22 @@
-"""The Deployments, the Services, the disruption budget and the baseline's ConfigMap of one service, and its route."""
+"""The Deployments, the Services, the disruption budget, the claim and the baseline's ConfigMap of one service, and its
+route.
+"""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
+from kvpilot_operator.api.spec import Claim, EndpointPickerRef
 from kvpilot_operator.render.names import (
+    ADMITTED,
     API_VERSION,
     DTYPE_LABEL,
+    ENGINE_PORT,
     HTTP_ROUTE_API,
+    INFERENCE_POOL_API,
     KIND,
     REVISION_LABEL,
     SERVICE_LABEL,
@@ -17,6 +24,7 @@ from kvpilot_operator.render.names import (
     baseline_name,
     deployment_name,
     owned_labels,
+    weights_claim,
 )
 from kvpilot_operator.state.snapshot import PodView, RouteView, ServiceKey
 
@@ -27,7 +35,7 @@ _SHELTER = {
 }
 
 
-def _owned(
+def owned(
     key: ServiceKey, uid: str, what: tuple[str, str, str], labels: Mapping[str, str] | None = None, **content: Any
 ) -> dict[str, Any]:
     """An object of the service's own, which goes with it; `what` is its apiVersion, kind and name."""
@@ -43,9 +51,14 @@ def _owned(
 
 
 def deployment(
-    key: ServiceKey, uid: str, template: dict[str, Any], replicas: int, startup_seconds: int
+    key: ServiceKey, uid: str, template: dict[str, Any], replicas: int, startup_seconds: int, *, gated: bool = True
 ) -> dict[str, Any]:
-    """One revision's Deployment."""
+    """One revision's Deployment; pods that are `gated` become ready only once they are admitted.
+
+    The gate is no part of the revision: a Deployment from before there was one keeps its pods as they are.
+    """
+    if gated:
+        template = {**template, "spec": {**template["spec"], "readinessGates": [{"conditionType": ADMITTED}]}}
     labels = {k: v for k, v in template["metadata"]["labels"].items() if k in (REVISION_LABEL, DTYPE_LABEL)}
     revision = labels[REVISION_LABEL]
     spec = {
@@ -55,14 +68,27 @@ def deployment(
         "progressDeadlineSeconds": startup_seconds + 60,
         "revisionHistoryLimit": 0,
     }
-    return _owned(key, uid, ("apps/v1", "Deployment", deployment_name(key.name, revision)), labels, spec=spec)
+    return owned(key, uid, ("apps/v1", "Deployment", deployment_name(key.name, revision)), labels, spec=spec)
 
 
 def service(key: ServiceKey, uid: str, name: str, revision: str) -> dict[str, Any]:
     """A Service, which selects one revision, or every one where `revision` is empty: the traffic switch."""
     ports = [{"name": "http", "port": 80, "protocol": "TCP", "targetPort": "http"}]
     spec = {"type": "ClusterIP", "selector": _selector(key, revision), "ports": ports}
-    return _owned(key, uid, ("v1", "Service", name), spec=spec)
+    return owned(key, uid, ("v1", "Service", name), spec=spec)
+
+
+def inference_pool(
+    key: ServiceKey, uid: str, name: str, revision: str, picker: EndpointPickerRef | None
+) -> dict[str, Any]:
+    """An InferencePool, which selects as a Service of ours does: the traffic switch of an inference gateway."""
+    spec: dict[str, Any] = {
+        "selector": {"matchLabels": _selector(key, revision)},
+        "targetPorts": [{"number": ENGINE_PORT}],
+    }
+    if picker is not None:
+        spec["endpointPickerRef"] = {"group": "", "kind": "Service", **picker.as_written()}
+    return owned(key, uid, (INFERENCE_POOL_API, "InferencePool", name), spec=spec)
 
 
 def disruption_budget(
@@ -74,7 +100,18 @@ def disruption_budget(
     """
     policy = {"unhealthyPodEvictionPolicy": "AlwaysAllow"} if evict_unready else {}
     spec = {"minAvailable": min_available, "selector": {"matchLabels": _selector(key, revision)}, **policy}
-    return _owned(key, uid, ("policy/v1", "PodDisruptionBudget", key.name), spec=spec)
+    return owned(key, uid, ("policy/v1", "PodDisruptionBudget", key.name), spec=spec)
+
+
+def claim(key: ServiceKey, uid: str, asked: Claim) -> dict[str, Any]:
+    """The claim for weights."""
+    storage_class = {"storageClassName": asked.storage_class_name} if asked.storage_class_name is not None else {}
+    spec = {
+        "accessModes": [asked.access_mode],
+        "resources": {"requests": {"storage": asked.size}},
+        **storage_class,
+    }
+    return owned(key, uid, ("v1", "PersistentVolumeClaim", weights_claim(key.name)), spec=spec)
 
 
 def pod_shelter(key: ServiceKey, pod: PodView, sheltered: bool) -> dict[str, Any]:
@@ -82,6 +119,19 @@ def pod_shelter(key: ServiceKey, pod: PodView, sheltered: bool) -> dict[str, Any
     annotations = dict(_SHELTER) if sheltered else {}
     metadata = {"name": pod.name, "namespace": key.namespace, "uid": pod.uid, "annotations": annotations}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}
+
+
+def pod_admission(key: ServiceKey, pod: PodView, admitted: bool, now: datetime) -> dict[str, Any]:
+    """The status of one pod, as far as it is ours: the condition of its readiness gate."""
+    condition = {
+        "type": ADMITTED,
+        "status": "True" if admitted else "False",
+        "reason": "Admitted" if admitted else "NotAdmitted",
+        "message": "its revision serves, or has passed its probes" if admitted else "its revision is rolled back",
+        "lastTransitionTime": f"{now:%Y-%m-%dT%H:%M:%SZ}",
+    }
+    metadata = {"name": pod.name, "namespace": key.namespace, "uid": pod.uid}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "status": {"conditions": [condition]}}
 
 
 def route_rules(key: ServiceKey, route: RouteView, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -101,4 +151,4 @@ def _selector(key: ServiceKey, revision: str) -> dict[str, str]:
 def baseline_config_map(key: ServiceKey, uid: str, identity: str, content: bytes) -> dict[str, Any]:
     """The ConfigMap that keeps the 16-bit answers (compressed, under a ConfigMap's limit of 1 MiB)."""
     data = {"baseline": base64.b64encode(content).decode()}
-    return _owned(key, uid, ("v1", "ConfigMap", baseline_name(key.name, identity)), binaryData=data)
+    return owned(key, uid, ("v1", "ConfigMap", baseline_name(key.name, identity)), binaryData=data)

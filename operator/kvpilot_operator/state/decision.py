@@ -6,7 +6,7 @@ A probe that it asks for answers to a later one: requests and what they found st
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from kvpilot_operator.probes.codec import Baseline
@@ -59,6 +59,8 @@ class Measure:
     """Name of the pod that is asked: what is found is said of it alone."""
     url: str
     model: str
+    dtype: str
+    """Its KV-cache dtype."""
     config_map: str
     serving: bool = False
     """Whether users' requests go to that pod: the probe gives way to them, or ends without a verdict."""
@@ -136,6 +138,8 @@ class Decision:
     """A captured baseline to keep before the status that names it is written."""
     probe: Request | None = None
     events: tuple[Event, ...] = ()
+    gates: Mapping[str, bool] = field(default_factory=dict)
+    """Readiness gates to be opened, after the status says why, or closed, after traffic was moved; by pod name."""
     do_not_evict: frozenset[str] = frozenset()
     """Names of pods that cluster autoscalers are asked to leave where they are; no other pod is."""
     unanswered: tuple[Unanswered, ...] = ()

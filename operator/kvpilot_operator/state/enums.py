@@ -36,7 +36,7 @@ class TrafficMode(StrEnum):
 
 
 class Action(StrEnum):
-    """What was decided, or (the last five) which step was weighed."""
+    """What was decided, or (the last six) which step was weighed."""
 
     SERVE = "Serve"
     START_CANARY = "StartCanary"
@@ -53,6 +53,7 @@ class Action(StrEnum):
     DTYPE_UP = "DtypeUp"
     SCALE_OUT = "ScaleOut"
     SCALE_IN = "ScaleIn"
+    OFFLOAD = "Offload"
 
 
 class Outcome(StrEnum):
@@ -76,6 +77,17 @@ class Outcome(StrEnum):
     SETTLING = "Settling"
     TOO_TIGHT = "TooTight"
     REGRETTED = "Regretted"
+    OBJECTIVES_HELD = "ObjectivesHeld"
+    NOT_ASKED = "NotAsked"
+
+
+class ObjectiveState(StrEnum):
+    """Whether a latency objective is held."""
+
+    HELD = "Held"
+    MISSED = "Missed"
+    UNSETTLED = "Unsettled"
+    NO_SAMPLES = "NoSamples"
 
 
 class Reason(StrEnum):
@@ -88,6 +100,14 @@ class Reason(StrEnum):
     MIXED_FACTORS = "MixedFactors"
     BASELINE_LOST = "BaselineLost"
     ENGINE_BUSY = "EngineBusy"
+
+
+class CachePhase(StrEnum):
+    """How far the claim for weights is filled."""
+
+    PENDING = "Pending"
+    PREFETCHING = "Prefetching"
+    READY = "Ready"
 
 
 class WorkloadKind(StrEnum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,22 @@ class Histogram:
     def count(self) -> float:
         """How many were observed."""
         return sum(self.counts)
+
+    def quantile(self, q: float) -> float:
+        """The value below which a share `q` lies, interpolated within its bucket as PromQL's histogram_quantile does.
+
+        The lowest bucket is taken to start at 0 and the open one to hold its lower bound. NaN for no observation.
+        """
+        if self.count <= 0:
+            return float("nan")
+        rank = q * self.count
+        for i, reached in enumerate(accumulate(self.counts)):
+            if reached >= rank and self.counts[i] > 0:
+                if i == len(self.bounds):
+                    break
+                low = self.bounds[i - 1] if i else 0.0
+                return low + (self.bounds[i] - low) * (rank - (reached - self.counts[i])) / self.counts[i]
+        return self.bounds[-1] if self.bounds else float("nan")
 
     def __add__(self, other: Histogram) -> Histogram:
         """Both together; an empty one takes the other's buckets. ValueError where two full ones differ in buckets."""

@@ -16,12 +16,15 @@ class Question(StrEnum):
     """What a reconcile of one service asks, in the order in which it does."""
 
     ROUTE = "Route"  # Observed: what the user's HTTPRoute says.
+    POOLS = "Pools"  # Observed: what the service's InferencePools select.
     PROBE_SETS = "ProbeSets"  # Observed: which prompts accuracy is measured on.
     NODE = "Node"  # Observed: which GPU the engines run on.
+    PREFETCH = "Prefetch"  # Observed: how far the Job is that fills the claim for weights.
     WORKLOAD = "Workload"  # What binds?
     REPLICAS = "Replicas"  # How many replicas?
     STEP = "Step"  # What to weigh, and which step to take?
     TARGET = "Target"  # Which revision should serve?
+    STORAGE = "Storage"  # What keeps the weights?
     TRIAL = "Trial"  # How does the trial go on?
     ACCURACY = "Accuracy"  # What did the probes find, and what is asked next?
     SUMMARY = "Summary"  # What do the status' figures say?
@@ -29,6 +32,7 @@ class Question(StrEnum):
     TEMPLATES = "Templates"  # What do their Deployments look like?
     TRAFFIC = "Traffic"  # What does the Service select, and how many pods may be disrupted?
     SHARE = "Share"  # What share of the requests does the user's HTTPRoute give to the canary?
+    ADMISSION = "Admission"  # Which pods may be sent requests?
     SHELTER = "Shelter"  # Which pods should stay where they are?
     JOURNAL = "Journal"  # What is written down?
     CONDITIONS = "Conditions"  # What do the conditions say?

@@ -38,6 +38,7 @@ class PodView:
     ip: str | None
     node: str | None
     ready: bool
+    """Whether requests are sent to it: the kubelet's condition Ready, for which its readiness gates must be open."""
     terminating: bool
     restarts: int
     waiting_reason: str | None
@@ -48,9 +49,36 @@ class PodView:
     """The scheduler's message while no node fits, or a queue holds the pod back."""
     held_up: tuple[str, str] | None = None
     """Why an init container or a sidecar keeps the pod from being ready: reason and message."""
+    needs: tuple[str, ...] | None = None
+    """What its volumes are made from, such as "Secret certificates"; None once a container of it has started."""
     uid: str = ""
     do_not_evict: bool = False
     """Whether we have asked cluster autoscalers to leave it where it is."""
+    mesh: bool = False
+    """Whether it is reached by the mesh's mutual TLS."""
+    containers_ready: bool = False
+    admitted: bool | None = None
+    """Whether our readiness gate is open; None where the pod has none."""
+
+    @property
+    def answers(self) -> bool:
+        """Whether its engine answers whoever has its address, be it admitted or not."""
+        return (self.ready or self.containers_ready) and bool(self.ip) and not self.terminating
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchView:
+    """The Job that fills the claim for weights."""
+
+    content: str
+    """As its annotation says it: what has to be on the claim, and the Job's own content."""
+    done: bool
+    failure: str | None
+    """Why it ended without being done."""
+    pods: tuple[PodView, ...]
+    downloaded_bytes: int | None
+    """As its pod says now; None where none answers."""
+    total_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +95,8 @@ class DeploymentView:
     """The engine's, as it is told."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters that its engines load at start."""
+    gated: bool = True
+    """Whether its pods have our readiness gate: those of an earlier operator may have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +189,8 @@ class Sample:
     """Ready pods that gave no page."""
     recent_tokens: int | None = None
     """The recent window of most pods; None where none has told it."""
+    retention: str = ""
+    """The policy by which most pods free pages of a sequence; empty where most keep all."""
     factors: str = ""
     """Hash of the calibration factors that most pods have; empty where none has told it."""
     mixed: tuple[tuple[str, str], ...] = ()
@@ -218,6 +250,7 @@ class ServerFacts:
     unhealthy_pod_eviction: bool = True
     """Whether a budget can let pods leave that are not ready (Kubernetes 1.27 and newer)."""
     http_routes: bool = False
+    inference_pools: bool = False
     assigns_users: bool = False
     """Whether each namespace has users and groups that its pods are given (OpenShift)."""
 
@@ -239,9 +272,10 @@ class Snapshot:
     deployments: Mapping[str, DeploymentView] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
     traffic: str | None = None
-    """The revision that the Service selects now, "" for every one; None while no Service of ours selects any."""
+    """The revision that the Service, and the pool if there is one, select now, "" for every one, or where they differ;
+    None while no Service of ours selects any."""
     objects: Mapping[tuple[str, str], ObjectView] = field(default_factory=dict)
-    """Deployments and Services with the service's label, by kind and name."""
+    """Deployments and Services with the service's label, and InferencePools of its names, by kind and name."""
     rejections: tuple[Rejection, ...] | None = None
     """What the API server would not have when it was last written; None before anything was."""
     samples: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
@@ -251,6 +285,8 @@ class Snapshot:
     """None where no engine has said it."""
     route: RouteView | None = None
     """None where no route is named, or the one that is named does not exist."""
+    prefetch: PrefetchView | None = None
+    """The Job that fills the claim; None where there is none of ours, and where nothing waits for one."""
     server: ServerFacts = ServerFacts()
     probes: ProbePlan = ProbePlan()
     probe_result: ProbeResult | None = None
@@ -258,6 +294,8 @@ class Snapshot:
     """What could not be observed this time: its field holds nothing then, which says nothing."""
     backed_off: Mapping[str, str] = field(default_factory=dict)
     """Pods that are asked for their metrics less often, by name, with why: they failed more than once in a row."""
+    gpu_hour_micros: int | None = None
+    """What one of its GPUs costs an hour, in millionths of the prices' currency; None where no price is known."""
 
     def unread(self, question: Question) -> Unanswered | None:
         """Why this could not be observed; None where it was."""
@@ -274,8 +312,12 @@ class Snapshot:
         return next((pod for pod in pods if pod.name == asked), pods[0])
 
     def ready_pods(self, revision: str) -> tuple[PodView, ...]:
-        """The revision's pods that answer."""
+        """The revision's pods that answer and are sent requests where a selector names them."""
         return tuple(p for p in self.pods_of(revision) if p.ready and p.ip)
+
+    def answering_pods(self, revision: str) -> tuple[PodView, ...]:
+        """The revision's pods whose engines answer, those that are not admitted yet included."""
+        return tuple(p for p in self.pods_of(revision) if p.answers)
 
     def rejection(self, kind: str, name: str) -> Rejection | None:
         """Why the API server would not have this object, if it would not."""

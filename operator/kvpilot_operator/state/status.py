@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvpilot_operator.api.spec import camel
-from kvpilot_operator.state.enums import Action, Outcome, Stage, TrafficMode, Verdict
+from kvpilot_operator.state.enums import Action, CachePhase, ObjectiveState, Outcome, Stage, TrafficMode, Verdict
 
 MAX_DECISIONS = 10
 MAX_DENIED = 32
@@ -47,15 +47,31 @@ class Denied(_Struct, frozen=True, kw_only=True):
     until: datetime
 
 
+class WeightsCache(_Struct, frozen=True, kw_only=True):
+    """How far the claim for weights is filled; `identity` hashes what has to be on it."""
+
+    identity: str
+    phase: CachePhase
+    claim_name: str
+    downloaded_bytes: int | None = None
+    total_bytes: int | None = None
+
+
 class KVCache(_Struct, frozen=True, kw_only=True):
-    """What is known of the serving cache: capacity in tokens over all stable replicas, use in percent."""
+    """What is known of the serving cache: capacity in tokens over all stable replicas, use in percent.
+
+    Hits are of the tokens of prompts, of services with kvCache.offload alone.
+    """
 
     active_dtype: str | None = None
     observed_dtype: str | None = None
     recent_tokens: int | None = None
+    retention: str | None = None
     recommended_dtype: str | None = None
     capacity_tokens: int | None = None
     usage_percent: int | None = None
+    gpu_hit_percent: int | None = None
+    host_hit_percent: int | None = None
     changed_time: datetime | None = None
     denied: tuple[Denied, ...] = ()
 
@@ -87,6 +103,23 @@ class Scaling(_Struct, frozen=True, kw_only=True):
     scaled_in_time: datetime | None = None
     scale_in_backoff: ScaleInBackoff | None = msgspec.field(name="regret", default=None)
     saturations: tuple[Saturation, ...] = ()
+
+
+class Objective(_Struct, frozen=True, kw_only=True):
+    """A latency objective and what was last seen of it; a figure that hardly moved is not written anew."""
+
+    metric: Literal["TTFT", "ITL"]
+    percentile: int
+    milliseconds: int
+    state: ObjectiveState
+    observed_milliseconds: int | None = None
+
+
+class Cost(_Struct, frozen=True, kw_only=True):
+    """What the service costs, in millionths of the currency of the operator's prices; of tokens, generated ones."""
+
+    per_hour_micros: int
+    per_million_tokens_micros: int | None = None
 
 
 class Canary(_Struct, frozen=True, kw_only=True):
@@ -216,6 +249,7 @@ class Option(_Struct, frozen=True, kw_only=True):
     capacity_tokens: int | None = None
     usage_percent: int | None = None
     itl_change_percent: int | None = None
+    cost_per_hour_micros: int | None = None
 
 
 class JournalEntry(_Struct, frozen=True, kw_only=True):
@@ -245,13 +279,19 @@ class Status(_Struct, frozen=True, kw_only=True):
     """The whole `.status`."""
 
     observed_generation: int | None = None
+    observed_revision: str | None = None
+    inference_pool: str | None = None
+    url: str | None = None
     replicas: int | None = None
     ready_replicas: int | None = None
     selector: str | None = None
     adapters: tuple[str, ...] = ()
     stable: Stable | None = None
+    cache: WeightsCache | None = None
     kv_cache: KVCache = KVCache()
     scaling: Scaling = Scaling()
+    objectives: tuple[Objective, ...] = ()
+    cost: Cost | None = None
     canary: Canary | None = None
     last_canary: Canary | None = None
     history: tuple[Experience, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import sys
 import time
@@ -12,14 +13,17 @@ from pathlib import Path
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_planning.backtest import fleet_report, report
-from kvpilot_planning.backtest.compare import POLICIES, Row, run
+from kvpilot_planning.backtest.compare import FLEET_POLICIES, POLICIES, Row, run
 from kvpilot_planning.backtest.costs import BacktestError, Profile, load_profile
 from kvpilot_planning.backtest.history import History, read_file, read_server
 from kvpilot_planning.backtest.loads import NAMES, Load, synthetic
 from kvpilot_planning.backtest.pilot import load_spec
+from kvpilot_planning.backtest.policies import REQUESTS_TARGET
 from kvpilot_planning.backtest.service import Objective
 
 PROCESSES = 2
+
+_Job = tuple[Load, str, Spec, Profile, Objective, float]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,11 +39,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _backtest(a: argparse.Namespace) -> int:
     spec, profile = load_spec(a.service), load_profile(a.profile)
     objective = Objective(a.ttft, a.itl / 1000)
+    if not 0 < a.requests_target < math.inf:
+        raise BacktestError(f"requests-target: {a.requests_target}; give a number above 0, such as 16")
     if a.services:
-        return fleet_report.show(a.services, a.days, a.seed, spec, profile, objective, a.policies, a.json)
+        policies = a.policies or list(FLEET_POLICIES)
+        if unknown := [name for name in policies if name not in FLEET_POLICIES]:
+            raise BacktestError(f"policies: {unknown[0]!r} is not for fleets; use {', '.join(FLEET_POLICIES)}")
+        return fleet_report.show(a.services, a.days, a.seed, spec, profile, objective, policies, a.json)
     loads, history = _loads(a)
     began = time.monotonic()
-    rows = _run_all(loads, a.policies, spec, profile, objective)
+    jobs = [
+        (load, name, spec, profile, objective, a.requests_target) for load in loads for name in a.policies or POLICIES
+    ]
+    rows = _run_all(jobs)
     print(report.terminal(rows))
     print(f"{len(rows)} runs in {time.monotonic() - began:.0f} s")
     for row in rows if a.journal else ():
@@ -78,13 +90,10 @@ def _range(text: str | None) -> tuple[float, float]:
     return start, end
 
 
-def _run_all(
-    loads: Sequence[Load], policies: Sequence[str], spec: Spec, profile: Profile, objective: Objective
-) -> list[Row]:
+def _run_all(jobs: Sequence[_Job]) -> list[Row]:
     """Every load under every policy, in processes of their own; each is the same whatever runs beside it."""
-    jobs = [(load, policy, spec, profile, objective) for load in loads for policy in policies]
     if len(jobs) == 1:
-        return [run(*jobs[0])]
+        return [_run(jobs[0])]
     rows = []
     with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
         for row in pool.imap(_run, jobs):
@@ -93,8 +102,8 @@ def _run_all(
     return rows
 
 
-def _run(job: tuple[Load, str, Spec, Profile, Objective]) -> Row:
-    return run(*job)
+def _run(job: _Job) -> Row:
+    return run(*job[:5], requests_target=job[5])
 
 
 def _policies(text: str) -> list[str]:
@@ -117,13 +126,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--selector", default="", help='label matchers for --prometheus, such as namespace="chat"')
     parser.add_argument("--service", type=Path, help="a QuantizedLLMService manifest whose rules apply")
     parser.add_argument("--profile", type=Path, help="costs of your model and GPU; Llama-3-8B on an H200 if left out")
-    parser.add_argument("--policies", type=_policies, default=list(POLICIES), help="which to run, with commas")
+    parser.add_argument("--policies", type=_policies, help=f"which to run, with commas: {', '.join(POLICIES)}")
     parser.add_argument("--services", type=int, default=0, metavar="N", help="a fleet of N services, minute by minute")
     parser.add_argument("--days", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", type=float, default=1.0, help="times the requests of a synthetic load")
     parser.add_argument("--ttft", type=float, default=5.0, help="objective: seconds to the first token")
     parser.add_argument("--itl", type=float, default=60.0, help="objective: mean milliseconds between two tokens")
+    parser.add_argument(
+        "--requests-target",
+        type=float,
+        default=REQUESTS_TARGET,
+        metavar="N",
+        help="requests a replica for HPA on requests",
+    )
     parser.add_argument("--journal", action="store_true", help="print every step of the pilot with its reason")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--report", type=Path, help="write the table as Markdown to this file")

@@ -7,23 +7,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
+from kvpilot_operator.api.spec import Objective as LatencyObjective
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.state.histogram import Histogram
+from kvpilot_operator.state.snapshot import Sample
 from kvpilot_planning.backtest.costs import Profile
 from kvpilot_planning.backtest.hpa import Hpa
 from kvpilot_planning.backtest.loads import Load
-from kvpilot_planning.backtest.moments import quantile
 from kvpilot_planning.backtest.pilot import Pilot, model_of, node_of
-from kvpilot_planning.backtest.policies import HPA_TARGET, SCRAPE, Autoscaled, Piloted, Policy, Static
+from kvpilot_planning.backtest.policies import (
+    HPA_TARGET,
+    REQUESTS_TARGET,
+    SCRAPE,
+    Autoscaled,
+    Piloted,
+    Policy,
+    Static,
+    Varied,
+)
 from kvpilot_planning.backtest.service import Objective, Service
+from kvpilot_planning.backtest.wva import Wva
 
 START_SECONDS = 240.0
 """From asking for a replica until it answers: weights, compilation, graphs (2 to 7 minutes are usual)."""
 TIMEOUT = 120.0
 WARM_UP = 3600.0
 """Of a load of more than four hours, the first one does not count: every policy begins with the same replicas."""
-POLICIES = ("pilot", "bf16-hpa", "fp8-hpa", "max")
+FLEET_POLICIES = ("pilot", "bf16-hpa", "fp8-hpa", "max")
+POLICIES = ("pilot", "objectives", "bf16-hpa", "bf16-requests", "fp8-hpa", "fp8-requests", "wva", "fp8-wva", "max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,27 +70,53 @@ class Row:
         return self.gpu_hours * 1e6 / self.good if self.good else math.inf
 
 
-def policy(name: str, spec: Spec, profile: Profile) -> tuple[Policy, str, int]:
-    """A policy by name, the dtype and the replicas it begins with. HPA and pilot begin with spec.replicas."""
+def policy(
+    name: str, spec: Spec, profile: Profile, objective: Objective, requests_target: float = REQUESTS_TARGET
+) -> tuple[Policy, str, int]:
+    """A policy by name, the dtype and the replicas it begins with; all but the last begin with spec.replicas."""
     replicas = spec.scaling.clamp(spec.replicas)
     lowest, highest = max(1, spec.scaling.min_replicas), spec.scaling.max_replicas
     baseline = spec.kv_cache.baseline
-    if name == "pilot":
+    if name == "objectives":
+        spec = with_objectives(spec, objective)
+    if name in ("pilot", "objectives"):
         pilot = Pilot(spec, node_of(profile), model_of(profile), baseline)
         return Piloted(name, pilot, replicas), baseline, replicas
     if name == "max":
         return Static(name), baseline, highest
-    dtype = {"bf16-hpa": baseline, "fp8-hpa": "fp8"}[name]
-    hpa = Hpa(np.array([replicas]), target=HPA_TARGET, minimum=lowest, maximum=highest, sync_seconds=SCRAPE)
-    return Autoscaled(name, dtype, hpa), dtype, replicas
+    dtype = "fp8" if name.startswith("fp8") else baseline
+    if name.endswith("wva"):
+        return Varied(name, dtype, Wva(minimum=lowest, maximum=highest, sync_seconds=SCRAPE)), dtype, replicas
+    target, figure = (requests_target, in_hand) if name.endswith("requests") else (HPA_TARGET, use)
+    hpa = Hpa(np.array([replicas]), target=target, minimum=lowest, maximum=highest, sync_seconds=SCRAPE)
+    return Autoscaled(name, dtype, hpa, figure), dtype, replicas
+
+
+def use(sample: Sample) -> float:
+    """Mean KV use."""
+    return sample.usage
+
+
+def in_hand(sample: Sample) -> float:
+    """Requests that run or wait, a replica."""
+    return (sample.running + sample.waiting) / sample.pods
+
+
+def with_objectives(spec: Spec, objective: Objective) -> Spec:
+    """The spec with what makes a request good as its latency objectives: TTFT at p99, ITL at p95."""
+    asked = (
+        LatencyObjective("TTFT", 99, round(objective.ttft * 1000)),
+        LatencyObjective("ITL", 95, round(objective.itl * 1000)),
+    )
+    return replace(spec, scaling=replace(spec.scaling, objectives=asked))
 
 
 def run(
     load: Load, name: str, spec: Spec, profile: Profile, objective: Objective,
-    progress: Callable[[float], None] = lambda _share: None,
+    progress: Callable[[float], None] = lambda _share: None, requests_target: float = REQUESTS_TARGET,
 ) -> Row:  # fmt: skip
     """Drive the load through a service under a policy."""
-    who, dtype, replicas = policy(name, spec, profile)
+    who, dtype, replicas = policy(name, spec, profile, objective, requests_target)
     service = Service(profile, load, dtype, replicas, objective=objective, start_seconds=START_SECONDS, timeout=TIMEOUT)
     warm = load.seconds <= 4 * WARM_UP
     while service.now < load.seconds:
@@ -92,7 +131,7 @@ def run(
     ttft, itl, latency = o.ttft.take(), o.itl.take(), o.latency.take()
 
     def at(histogram: Histogram, q: float) -> float:
-        return round(quantile(histogram, q), 4) if histogram.count else math.nan
+        return round(histogram.quantile(q), 4) if histogram.count else math.nan
 
     return Row(
         load.name, name, round(o.gpu_seconds / 3600, 2), o.finished, o.good, o.lost, at(ttft, 0.95), at(ttft, 0.99),

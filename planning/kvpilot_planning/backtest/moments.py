@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpilot_operator.state.histogram import Histogram
 from kvpilot_planning.backtest.costs import Costs
 from kvpilot_planning.backtest.loads import STEP, Load
 
@@ -89,20 +87,3 @@ def measure(load: Load, costs: Costs, requests: int = 20000) -> Moments:
 def _points(work: Array) -> Array:
     order = np.argsort(work[:, 0])
     return np.asarray(work[order[(POINTS * (len(order) - 1)).astype(int)]])
-
-
-def quantile(h: Histogram, q: float) -> float:
-    """The value below which a share `q` lies, interpolated within its bucket as PromQL's histogram_quantile does.
-
-    The lowest bucket is taken to start at 0 and the open one to hold its lower bound. NaN for no observation.
-    """
-    if h.count <= 0:
-        return float("nan")
-    rank = q * h.count
-    for i, reached in enumerate(accumulate(h.counts)):
-        if reached >= rank and h.counts[i] > 0:
-            if i == len(h.bounds):
-                break
-            low = h.bounds[i - 1] if i else 0.0
-            return low + (h.bounds[i] - low) * (rank - (reached - h.counts[i])) / h.counts[i]
-    return h.bounds[-1] if h.bounds else float("nan")

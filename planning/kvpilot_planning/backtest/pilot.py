@@ -91,7 +91,7 @@ class Pilot:
         workload = classify(
             samples, self.spec.kv_cache.pressure, now, was_bound=self.was_bound,
             calm_seconds=self.spec.scaling.scale_down_stabilization_seconds,
-            step_tokens=step_tokens(self.spec, self.node),
+            step_tokens=step_tokens(self.spec, self.node), objectives=self.spec.scaling.objectives,
         )  # fmt: skip
         decision = choose_step(
             PolicyInput(

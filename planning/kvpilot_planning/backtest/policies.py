@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
@@ -15,6 +16,7 @@ from kvpilot_planning.backtest.engine import EPOCH
 from kvpilot_planning.backtest.hpa import Hpa
 from kvpilot_planning.backtest.pilot import Pilot
 from kvpilot_planning.backtest.service import Service
+from kvpilot_planning.backtest.wva import Wva
 
 SCRAPE = 15.0
 """Seconds between two scrapes, and between two judgements; the HorizontalPodAutoscaler's own period."""
@@ -23,6 +25,10 @@ PROBE_SECONDS = 300.0
 _KEEP = timedelta(hours=1)
 HPA_TARGET = 0.5
 """Of mean KV use. 0.8 is usual, and serves far fewer requests well here: the fairer baseline was taken."""
+
+
+REQUESTS_TARGET = 16.0
+"""Of requests in hand, running and waiting, a replica."""
 
 
 class Policy(Protocol):
@@ -46,17 +52,35 @@ class Static:
 
 @dataclass
 class Autoscaled:
-    """A fixed dtype with a HorizontalPodAutoscaler on mean KV use."""
+    """A fixed dtype with a HorizontalPodAutoscaler on the mean of a figure over the pods that answer."""
 
     name: str
     dtype: str
     hpa: Hpa
+    figure: Callable[[Sample], float]
 
     def judge(self, service: Service, sample: Sample | None) -> None:
         """Scale as the autoscaler says."""
         have, ready = len(service.of(self.dtype)), len(service.ready(self.dtype))
-        use = np.array([sample.usage if sample is not None else 0.0])
+        use = np.array([self.figure(sample) if sample is not None else 0.0])
         wanted = int(self.hpa.judge(use, np.array([ready]), np.array([have]))[0])
+        if wanted != have:
+            service.scale(self.dtype, wanted)
+            service.outcome.scalings += 1
+
+
+@dataclass
+class Varied:
+    """A fixed dtype under the rules of llm-d's Workload Variant Autoscaler."""
+
+    name: str
+    dtype: str
+    wva: Wva
+
+    def judge(self, service: Service, sample: Sample | None) -> None:
+        """Scale as the autoscaler says."""
+        have = len(service.of(self.dtype))
+        wanted = self.wva.judge(service.gauges(self.dtype), have)
         if wanted != have:
             service.scale(self.dtype, wanted)
             service.outcome.scalings += 1

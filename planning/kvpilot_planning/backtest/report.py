@@ -15,8 +15,13 @@ from kvpilot_planning.backtest.service import Objective
 
 NAMES = {
     "pilot": "pilot",
+    "objectives": "pilot with objectives",
     "bf16-hpa": "static bf16 + HPA",
+    "bf16-requests": "static bf16 + HPA on requests",
     "fp8-hpa": "static fp8 + HPA",
+    "fp8-requests": "static fp8 + HPA on requests",
+    "wva": "static bf16 + llm-d WVA",
+    "fp8-wva": "static fp8 + llm-d WVA",
     "max": "static bf16, max replicas",
 }
 EVEN_PERCENT = 2.0

@@ -142,6 +142,11 @@ class Service:
             running=sum(p.running for p in pages), waiting=sum(p.waiting for p in pages),
         )  # fmt: skip
 
+    def gauges(self, dtype: str) -> list[tuple[float, float]]:
+        """KV use and waiting requests of each replica that answers, the oldest first."""
+        engines = [r.engine for r in self.ready(dtype)]
+        return [(one.blocks.used / one.blocks.total, float(len(one.waiting))) for one in engines]
+
     def _start(self, dtype: str, ready_at: float) -> None:
         engine = Engine(self.profile.of(dtype), self.limits, dtype)
         engine.now = self.now

@@ -56,7 +56,7 @@ def check(c: Context) -> Measure | None:
     pod = c.snapshot.pod_to_ask(pods)
     if running is None or running.request.identity != _identity(kept, stable, pod, accuracy):
         pod = next_pod(pods, accuracy, stable.revision)
-    return baseline.measure(c, kept, pod, _identity(kept, stable, pod, accuracy), serving=True)
+    return baseline.measure(c, kept, pod, stable.dtype, _identity(kept, stable, pod, accuracy), serving=True)
 
 
 def take(c: Context, asked: Measure, outcome: Measurement | ProbeFailed) -> Context:

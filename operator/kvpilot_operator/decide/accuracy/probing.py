@@ -44,12 +44,12 @@ def _next(c: Context) -> Request | None:
         return searching
     if canary is None:
         return drift.check(c)
-    pods = c.snapshot.ready_pods(canary.revision)
+    pods = c.snapshot.answering_pods(canary.revision)
     if kept is None or not pods or not _is_probed(canary):
         return None
     pod = c.snapshot.pod_to_ask(pods)
     identity = f"measure/{kept.identity}/{canary.revision}/{canary.errors + canary.failures}/{pod.name}"
-    return baseline.measure(c, kept, pod, identity)
+    return baseline.measure(c, kept, pod, canary.dtype, identity)
 
 
 def _take_result(c: Context) -> Context:

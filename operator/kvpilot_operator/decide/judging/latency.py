@@ -1,4 +1,4 @@
-"""What would a step do to the time between two tokens? The canary history first, else the bytes that attention reads.
+"""What would a step do to latencies? The canary history first, else the bytes that attention reads, and the prompts.
 
 A decode step reads every token of the running requests from the cache once, which is limited by memory bandwidth:
 attention = cached bytes of one GPU / (peak bandwidth * efficiency). The rest of the step (weights, launches) does not
@@ -8,11 +8,14 @@ dtype or another number of replicas changes t by a' - a.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvpilot_operator.decide.judging.capacity import bits_per_element
 from kvpilot_operator.decide.judging.policy_input import PolicyInput
+from kvpilot_operator.decide.judging.workload import Workload
 from kvpilot_operator.gpus import by_product
+from kvpilot_operator.state.enums import Action
 
 # Share of an H200's peak bandwidth (4.8 TB/s) that decode attention reaches on the bytes of its cache, 32 sequences of
 # 16K tokens of a Llama-3-8B, vLLM 0.32.0: auto, fp8, k4v4 and k4v2 from the attention column of
@@ -29,6 +32,8 @@ _FP8_HEAD_DIM_256 = 0.35
 # Attention is never taken for more than this share of the observed time: prefixes that requests share are read once
 # and counted for each.
 _MOST = 0.9
+# What gives something back leaves so much of an objective unused: predictions are no better than that.
+_MARGIN = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,36 @@ def expected_itl_change(s: PolicyInput, to_dtype: str, load: float = 1.0) -> Exp
         f"{percent:+d}% between two tokens, from {observed * 1000:.1f} ms of which attention reads the cache for "
         f"{part * 1000:.1f} ms (efficiencies as measured on an H200)",
     )
+
+
+def would_miss(s: PolicyInput, action: Action, itl: Expected, load: float = 1.0) -> str | None:
+    """Which objective a step would leave missed, with `load` times the requests on each replica; None where none.
+
+    What gives something back (ScaleIn, DtypeUp) leaves a margin. Percentiles are taken to change as means do: the time
+    between two tokens by `itl`, and not at all where that is not known. A smaller dtype in which the demand fits takes
+    away the wait for memory, and leaves the prompts' own time. Fewer replicas make a first token wait longer as a queue
+    does, by the share of time in which prompts are in hand.
+    """
+    w, share = s.workload, 1.0 if action == Action.DTYPE_DOWN else _MARGIN
+    for one in w.objectives:
+        if one.seconds is None:
+            continue
+        if one.objective.metric == "ITL":
+            after = one.seconds * (1 + (itl.percent or 0) / 100)
+        elif action == Action.DTYPE_DOWN:
+            after = min(one.seconds, _prompt_seconds(w))
+        else:
+            busy = w.prompts_in_hand or 0.0
+            after = one.seconds * (1 - busy) / (1 - busy * load) if busy * load < 1 else math.inf
+        if after > share * one.limit:
+            margin = "" if share == 1 else f" ({share * 100:.0f}% of that is the limit)"
+            return f"{one.objective} would be {after * 1000:.0f} ms, objective {one.objective.milliseconds} ms{margin}"
+    return None
+
+
+def _prompt_seconds(w: Workload) -> float:
+    """What the prompt of a request takes on average, by Little's law; 0 where it is not known."""
+    return w.prompts_in_hand / w.requests_per_second if w.prompts_in_hand and w.requests_per_second else 0.0
 
 
 def _attention_seconds(s: PolicyInput, dtype: str) -> float | str:

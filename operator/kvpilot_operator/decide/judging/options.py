@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import msgspec
 
 from kvpilot_kernels import formats
-from kvpilot_operator.decide.judging.capacity import gain, ring_share, smaller
+from kvpilot_operator.decide.judging.capacity import bits_per_element, gain, ring_share, smaller
 from kvpilot_operator.decide.judging.ladder import Rung, rungs
-from kvpilot_operator.decide.judging.latency import Expected, expected_itl_change
+from kvpilot_operator.decide.judging.latency import Expected, expected_itl_change, would_miss
 from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.saturation import backing_off, beyond
 from kvpilot_operator.state.enums import Action, Outcome, WorkloadKind
@@ -28,6 +29,7 @@ _MOST_PERCENT = 1_000_000
 
 # Why a step is ruled out, in one word and in more.
 _Closed = tuple[Outcome, str]
+ALONE = "less than one request runs on each replica: another would make none of them faster"
 _EXTERNAL = (Outcome.NOT_OWNER, "scaling.mode is External: an autoscaler or a person writes /scale")
 
 
@@ -67,14 +69,38 @@ def out(s: PolicyInput) -> Weighed:
     return _weighed(s, Action.SCALE_OUT, (s.dtype, replicas), _out_closed(s), tokens, use, limit, itl)
 
 
+def offload(s: PolicyInput) -> list[Weighed]:
+    """Host memory for as many tokens as the GPUs hold, where prefixes are thrown out. Never open: it is the user's."""
+    if not s.workload.thrown_out:
+        return []
+    tokens = int(2 * s.workload.capacity_per_pod * s.counted)
+    use, limit = _percent(s.workload.demand_tokens, tokens), s.spec.kv_cache.pressure.high_percent
+    outcome, why = _offload_closed(s)
+    text = f"{why}; with {_host_memory(s)} GPUs and hosts would hold {tokens} tokens of prefixes"
+    option = _option(s, Action.OFFLOAD, (s.dtype, s.replicas), outcome, text, tokens, use)
+    # What a host's memory costs is not known.
+    return [Weighed(msgspec.structs.replace(option, cost_per_hour_micros=None), open=False, fits=use <= limit)]
+
+
 def scale_in(s: PolicyInput) -> Weighed:
     """One replica fewer."""
     pressure, replicas = s.spec.kv_cache.pressure, max(0, s.replicas - 1)
     left = max(1, min(replicas, s.ready))
     tokens, use = int(s.workload.capacity_per_pod * left), _percent(s.workload.peak_load, left)
     margin = (pressure.low_percent + pressure.high_percent) // 2
-    closed, itl = _in_closed(s, replicas, left, use, margin), expected_itl_change(s, s.dtype, s.counted / left)
+    itl = expected_itl_change(s, s.dtype, s.counted / left)
+    closed = _in_closed(s, replicas, left, use, margin, would_miss(s, Action.SCALE_IN, itl, s.counted / left))
     return _weighed(s, Action.SCALE_IN, (s.dtype, replicas), closed, tokens, use, margin, itl)
+
+
+def costs(steps: Sequence[Option]) -> str:
+    """What each would cost an hour, in words; empty where no price is known."""
+    told = [
+        f"{one.dtype} at {one.replicas} {one.cost_per_hour_micros / 1e6:.2f}"
+        for one in steps
+        if one.cost_per_hour_micros is not None
+    ]
+    return f"; an hour costs: {', '.join(told)}" if told else ""
 
 
 def listed(chosen: Option, steps: list[Weighed]) -> tuple[Option, ...]:
@@ -96,7 +122,8 @@ def _down(s: PolicyInput, rung: Rung) -> Weighed:
     closed = _dtype_closed(s, rung, itl, climb=False)
     if closed is None and s.workload.kind != WorkloadKind.MEMORY_BOUND:
         closed = Outcome.NOT_MEMORY, "memory is not what binds"
-    return _weighed(s, Action.DTYPE_DOWN, (rung.dtype, s.replicas), closed, tokens, use, limit, itl, times)
+    late = would_miss(s, Action.DTYPE_DOWN, itl)
+    return _weighed(s, Action.DTYPE_DOWN, (rung.dtype, s.replicas), closed, tokens, use, limit, itl, times, late)
 
 
 def _up(s: PolicyInput, rung: Rung) -> Weighed:
@@ -104,7 +131,7 @@ def _up(s: PolicyInput, rung: Rung) -> Weighed:
     tokens = int(s.workload.capacity_per_pod * s.counted * times)
     use, limit = _percent(s.workload.peak_load, s.counted * times), s.spec.kv_cache.pressure.low_percent
     closed = _dtype_closed(s, rung, itl, climb=True)
-    crowded = beyond(s.saturations, s.workload, s.dtype, rung.dtype, s.counted)
+    crowded = beyond(s.saturations, s.workload, s.dtype, rung.dtype, s.counted) or would_miss(s, Action.DTYPE_UP, itl)
     if closed is None and s.spec.scaling.mode == "Operator" and s.replicas > max(1, s.spec.scaling.min_replicas):
         closed = Outcome.REPLICAS_FIRST, "a replica is given back before the dtype grows"
     if closed is None and use > limit:
@@ -124,10 +151,14 @@ def _weighed(
     limit: int,
     itl: Expected,
     times: float | None = None,
+    late: str | None = None,
 ) -> Weighed:
-    """What every step says: why it is ruled out, if it is, and what it would lead to; `times` of a change of dtype."""
-    fits, (dtype, replicas) = use <= limit, to
-    outcome, why = closed or (Outcome.POSSIBLE if fits else Outcome.INSUFFICIENT, "")
+    """What every step says: why it is ruled out, if it is, and what it would lead to; `times` of a change of dtype.
+
+    `late` is the objective that it would not hold.
+    """
+    fits, (dtype, replicas) = use <= limit and late is None, to
+    outcome, why = closed or (Outcome.POSSIBLE if fits else Outcome.INSUFFICIENT, late or "")
     who, gained = (f"{replicas} replicas", "") if times is None else (dtype, f" ({times:.2f}x)")
     when = " at the peak" if action in (Action.SCALE_IN, Action.DTYPE_UP) else ""
     text = f"{who} would hold {tokens} tokens{gained} and be {use}% full{when}; {itl.message}"
@@ -154,10 +185,41 @@ def _out_closed(s: PolicyInput) -> _Closed | None:
     if s.ready < s.replicas:
         more = "more of them would not come up either"
         return Outcome.REPLICAS_MISSING, f"{s.ready} of {s.replicas} replicas answer; {more}"
+    if s.workload.in_time:
+        return Outcome.OBJECTIVES_HELD, "every objective is held without one"
+    w = s.workload
+    if w.missed and w.running + w.waiting < w.pods and not w.bound:
+        return Outcome.INSUFFICIENT, ALONE
     return None
 
 
-def _in_closed(s: PolicyInput, replicas: int, left: int, use: int, margin: int) -> _Closed | None:
+def _offload_closed(s: PolicyInput) -> _Closed:
+    asked, engine, kept = s.spec.kv_cache.offload, s.spec.engine, s.spec.kv_cache.retention
+    if kept is not None and kept.policy != "All":
+        return Outcome.VETOED, f"kvCache.retention {kept.policy} frees pages that offloading would look for"
+    if asked is not None or engine.option("--kv-offloading-size"):
+        size = f" {asked.cpu_memory_gib} GiB of" if asked is not None else ""
+        share = 100 * (s.workload.host_hits or 0.0)
+        brought = f"{share:.0f}% of the prompts' tokens come from{size} host memory"
+        return Outcome.INSUFFICIENT, f"{brought}, and prefixes are thrown out all the same"
+    if any(argument.startswith(("--da", "-dp")) for argument in engine.extra_args):
+        return Outcome.VETOED, "kvCache.offload is for one engine in a pod, and engine.extraArgs starts several"
+    if formats.parse(s.dtype).ours and s.model is not None and s.model.window_layers:
+        return Outcome.VETOED, f"{s.dtype} is not offloaded beside layers with a sliding window"
+    return Outcome.NOT_ASKED, "kvCache.offload is not set, and the memory of your hosts is yours to give"
+
+
+def _host_memory(s: PolicyInput) -> str:
+    """What holds the tokens of one replica once more."""
+    model = s.model
+    if model is None or model.mla or model.head_dim <= 0:
+        return "as much host memory as the caches of its GPUs take"
+    bits = bits_per_element(s.dtype, model, s.spec.kv_cache.skip_layers)
+    taken = s.workload.capacity_per_pod * model.layers * model.kv_heads * 2 * model.head_dim * bits / 8
+    return f"cpuMemoryGiB {math.ceil(taken / 2**30)}"
+
+
+def _in_closed(s: PolicyInput, replicas: int, left: int, use: int, margin: int, late: str | None) -> _Closed | None:
     scaling = s.spec.scaling
     if s.replicas <= scaling.min_replicas or s.replicas <= 1:
         return Outcome.AT_LIMIT, f"scaling.minReplicas is {scaling.min_replicas}"
@@ -167,7 +229,7 @@ def _in_closed(s: PolicyInput, replicas: int, left: int, use: int, margin: int) 
         return Outcome.SETTLING, "the number of replicas has just changed"
     if use > margin:
         return Outcome.TOO_TIGHT, f"the peak would fill {use}%, above the {margin}% between lowPercent and highPercent"
-    crowded = beyond(s.saturations, s.workload, s.dtype, s.dtype, left) or _too_many_prompts(s, left)
+    crowded = beyond(s.saturations, s.workload, s.dtype, s.dtype, left) or _too_many_prompts(s, left) or late
     if crowded is not None:
         return Outcome.TOO_TIGHT, crowded
     early = backing_off(s.now, s.dtype, replicas, s.scale_in_backoff)
@@ -217,6 +279,7 @@ def _option(
     s: PolicyInput, action: Action, to: tuple[str, int], outcome: Outcome, message: str, tokens: int, use: int
 ) -> Option:
     dtype, replicas = to
+    each = s.gpu_hour_micros
     return Option(
         action=action,
         dtype=dtype,
@@ -226,4 +289,5 @@ def _option(
         message=clip(message),
         capacity_tokens=tokens,
         usage_percent=use,
+        cost_per_hour_micros=None if each is None else each * replicas * s.spec.engine.tensor_parallel_size,
     )

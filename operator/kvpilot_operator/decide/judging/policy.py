@@ -1,9 +1,11 @@
 """Which step, of all that are possible? A smaller dtype is cheaper than a GPU, and a GPU is safer than a dtype.
 
 Under pressure: the safest dtype under which the demand fits; else as many replicas as it needs; else the smallest
-dtype, which is better than nothing. Where something other than memory binds: a replica, never a dtype. When pressure
-leaves: a replica fewer first, and back up the ladder once no replica can be given back. One step at a time, and none on
-metrics that say too little.
+dtype, which is better than nothing. Where prefixes are thrown out host memory is weighed, too, and left to the user.
+Where something other than memory binds: a replica, never a dtype. The same where a latency objective is missed; where
+all are held, and one is of the first token, a queue alone calls for no replica.
+When pressure leaves: a replica fewer first, and back up the ladder once no replica can be given back. One step at a
+time, and none on metrics that say too little.
 """
 
 from __future__ import annotations
@@ -18,8 +20,6 @@ from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.saturation import learned
 from kvpilot_operator.state.enums import Action, Outcome, WorkloadKind
 from kvpilot_operator.state.status import Option, Saturation
-
-_BOUND = (WorkloadKind.MEMORY_BOUND, WorkloadKind.PREFILL_BOUND, WorkloadKind.COMPUTE_BOUND)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ def choose_step(s: PolicyInput) -> PolicyDecision:
     kind = s.workload.kind
     if s.busy is not None:
         return _stay(s, "Busy", s.busy)
-    if s.loading and kind not in (WorkloadKind.NO_METRICS, WorkloadKind.WARMING):
+    if s.loading and (s.workload.missed or kind not in (WorkloadKind.NO_METRICS, WorkloadKind.WARMING)):
         return _stay(s, "ReplicasLoading", _answering(s))
-    if kind in _BOUND:
+    if s.workload.bound or s.workload.missed:
         return _relieve(s)
     if kind in (WorkloadKind.RELAXED, WorkloadKind.IDLE) and s.workload.calm:
         return _release(s)
@@ -72,20 +72,23 @@ def _stay(s: PolicyInput, reason: str, message: str, wanted: Option | None = Non
 
 
 def _relieve(s: PolicyInput) -> PolicyDecision:
-    """Requests wait: for memory, or for something that only a replica brings."""
+    """Requests wait, or are late: for memory, or for something that only a replica brings."""
     w = s.workload
     downs, more = options.down(s), options.out(s)
-    steps = [*downs, more]
+    steps = [*downs, *options.offload(s), more]
     picked = _for_memory(downs, more) if w.kind == WorkloadKind.MEMORY_BOUND else _if_open(more)
     if picked is not None:
-        return _take(s, picked, steps, w.kind if picked is more else "MemoryPressured", w.message)
+        reason = w.kind if picked is more else "MemoryPressured"
+        return _take(s, picked, steps, "ObjectiveMissed" if w.missed else reason, _evidence(s))
+    if w.in_time:
+        return _stay(s, "ObjectivesHeld", f"{w.message}; {'; '.join(map(str, w.objectives))}")
     return _held(s, downs, more, steps)
 
 
 def _for_memory(downs: list[Weighed], more: Weighed) -> Weighed | None:
-    """The safest rung that is enough; else replicas; else the smallest rung."""
+    """The safest rung that is enough; else replicas; else the smallest rung, unless every objective is held anyway."""
     enough = next((step for step in downs if step.open and step.fits), None)
-    if enough is not None:
+    if enough is not None or more.option.outcome == Outcome.OBJECTIVES_HELD:
         return enough
     return _if_open(more) or next((step for step in reversed(downs) if step.open), None)
 
@@ -106,13 +109,19 @@ def _held(s: PolicyInput, downs: list[Weighed], more: Weighed, steps: list[Weigh
     if s.workload.kind == WorkloadKind.MEMORY_BOUND and s.spec.kv_cache.mode != "Fixed":
         left = "; ".join(f"{step.option.dtype}: {step.option.outcome}" for step in downs) or "none is smaller"
         return _hold(s, steps, more, "EndOfLadder", f"no smaller dtype is left ({left}); {_no_replica(s, more)}")
-    return _hold(s, steps, more, more.option.outcome, f"{s.workload.kind}, but {_no_replica(s, more)}")
+    what = "an objective is missed" if s.workload.missed else s.workload.kind
+    return _hold(s, steps, more, more.option.outcome, f"{what}, but {_no_replica(s, more)}")
+
+
+def _evidence(s: PolicyInput) -> str:
+    return f"{s.workload.missed}; {s.workload.message}" if s.workload.missed else s.workload.message
 
 
 def _no_replica(s: PolicyInput, more: Weighed) -> str:
     return {
         Outcome.NOT_OWNER: "replicas are written by another (scaling.mode External)",
         Outcome.AT_LIMIT: f"{s.replicas} replicas are the most (scaling.maxReplicas {s.spec.scaling.max_replicas})",
+        Outcome.INSUFFICIENT: options.ALONE,
     }.get(more.option.outcome, _answering(s))
 
 
@@ -141,16 +150,15 @@ def _take(s: PolicyInput, step: Weighed, steps: list[Weighed], reason: str, evid
     others = [other for other in steps if other is not step]
     nothing = Weighed(options.stay(s, Outcome.PASSED, "nothing changes"), open=False, fits=False)
     known = s.saturations
-    if s.workload.kind in _BOUND:
+    if s.workload.bound or s.workload.missed:
         known = learned(known, s.workload, s.dtype)
-    return PolicyDecision(
-        options.listed(chosen, [*others, nothing]), reason, f"{evidence}; {chosen.message}", saturations=known
-    )
+    weighed = options.listed(chosen, [*others, nothing])
+    message = f"{evidence}{options.costs(weighed)}; {chosen.message}"
+    return PolicyDecision(weighed, reason, message, saturations=known)
 
 
 def _hold(s: PolicyInput, steps: list[Weighed], wanted: Weighed, reason: str, why: str) -> PolicyDecision:
     chosen = options.stay(s, Outcome.CHOSEN, why)
-    message = f"{s.workload.message}; {why}"
-    return PolicyDecision(
-        options.listed(chosen, steps), reason, message, hold=why, wanted=wanted.option, saturations=s.saturations
-    )
+    weighed = options.listed(chosen, steps)
+    message = f"{_evidence(s)}; {why}{options.costs(weighed)}"
+    return PolicyDecision(weighed, reason, message, hold=why, wanted=wanted.option, saturations=s.saturations)

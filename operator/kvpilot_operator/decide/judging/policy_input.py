@@ -50,6 +50,8 @@ class PolicyInput:
     """Why no step at all may begin now: a canary is in flight, nothing serves yet."""
     no_canary: str | None = None
     """Why no dtype change may begin now: paused by the user, or probes that cannot be used."""
+    gpu_hour_micros: int | None = None
+    """What a GPU costs; it is told, and decides nothing: every step is on the same kind of GPU."""
 
     @property
     def loading(self) -> bool:

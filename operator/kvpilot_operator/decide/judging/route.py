@@ -1,6 +1,7 @@
 """What does the user's HTTPRoute look like with a canary's share in it, and what did it look like without?
 
-Weights of a rule are relative to one another, so a rule that names our Service beside other backends is scaled by 100
+Its backends are Services or, with spec.inferencePool, InferencePools: a share of NAME goes to NAME-canary of the kind.
+Weights of a rule are relative to one another, so a rule that names our backend beside other backends is scaled by 100
 while a canary takes part: a weight W of ours becomes W x (100 - share) and W x share, every other one V x 100. That
 keeps what the others get, and can be read back without a note of what stood there before.
 """
@@ -11,11 +12,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.render.names import HTTP_ROUTE_API, canary_service
+from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, canary_service
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import RouteView, Snapshot
 
 Rule = Mapping[str, Any]
+Kinds = frozenset[tuple[str, str]]
+"""Group and kind of backends."""
+
+SERVICES: Kinds = frozenset({("", "Service")})
+POOLS: Kinds = frozenset({(INFERENCE_POOL_API.partition("/")[0], "InferencePool")})
 
 # The Gateway API allows weights up to 1,000,000.
 MAX_WEIGHT = 10_000
@@ -23,17 +29,26 @@ MAX_WEIGHT = 10_000
 _MAX_NAME = 63
 
 
-def weighted(rules: Sequence[Rule], namespace: str, service: str, canary: str, share: int) -> tuple[Rule, ...]:
-    """`rules` with `share` percent of what goes to `service` sent to `canary`; 0 leaves them as the user wrote them."""
-    written = tuple(_without(rule, namespace, service, canary) for rule in rules)
+def kinds(s: Snapshot) -> Kinds:
+    """The kinds of our backends; a pool is one for as long as it is there."""
+    asked = s.spec is not None and s.spec.inference_pool is not None
+    return SERVICES | POOLS if asked or s.status.inference_pool is not None else SERVICES
+
+
+def weighted(
+    rules: Sequence[Rule], namespace: str, service: str, canary: str, share: int, of: Kinds = SERVICES
+) -> tuple[Rule, ...]:
+    """`rules` with `share` percent of what goes to `service`, a backend of one of the kinds, sent to `canary`; 0 leaves
+    them as the user wrote them."""
+    written = tuple(_without(rule, namespace, service, canary, of) for rule in rules)
     if not share:
         return written
-    return tuple(_with(rule, namespace, service, canary, share) for rule in written)
+    return tuple(_with(rule, namespace, service, canary, share, of) for rule in written)
 
 
-def carries(route: RouteView | None, namespace: str, backend: str) -> bool:
-    """Whether a rule of the route names the Service `backend`."""
-    return route is not None and any(_is(ref, namespace, backend) for rule in route.rules for ref in _refs(rule))
+def carries(route: RouteView | None, namespace: str, backend: str, of: Kinds = SERVICES) -> bool:
+    """Whether a rule of the route names the backend of one of these kinds."""
+    return route is not None and any(_is(ref, namespace, backend, of) for rule in route.rules for ref in _refs(rule))
 
 
 def fault(s: Snapshot, spec: Spec) -> str | None:
@@ -44,33 +59,41 @@ def fault(s: Snapshot, spec: Spec) -> str | None:
     if len(lent) > _MAX_NAME:
         long = f"the Service {lent} would have a name of more than {_MAX_NAME} characters"
         return f": {long}; give the service a shorter one, or remove routeRef"
-    if not s.server.http_routes:
-        missing = f"this API server does not serve {HTTP_ROUTE_API}"
-        return f": {missing}; install the Gateway API and restart the operator, or remove routeRef"
     unread = s.unread(Question.ROUTE)
     if unread is not None:
         return f": HTTPRoute {name} could not be read: {unread}"
+    if not s.server.http_routes:
+        missing = f"this API server does not serve {HTTP_ROUTE_API}"
+        return f": {missing}; install the Gateway API, or remove routeRef"
+    if spec.inference_pool is not None and not s.server.inference_pools:
+        missing = f"this API server does not serve {INFERENCE_POOL_API}, which spec.inferencePool needs"
+        return f": {missing}; install the Gateway API Inference Extension, or remove spec.inferencePool"
     if s.route is None:
         return f": namespace {s.key.namespace} has no HTTPRoute {name}; create it, or remove routeRef"
-    written = weighted(s.route.rules, s.key.namespace, service, lent, 0)
-    ours = [rule for rule in written if _sends(rule, s.key.namespace, service)]
+    of = kinds(s)
+    written = weighted(s.route.rules, s.key.namespace, service, lent, 0, of)
+    ours = [rule for rule in written if _sends(rule, s.key.namespace, service, of)]
     if not ours:
-        none = f"no rule of HTTPRoute {name} sends to Service {service}"
-        return f": {none}; add it to a rule's backendRefs, or remove routeRef"
+        named = "Service" if of == SERVICES else "Service or InferencePool"
+        none = f"no rule of HTTPRoute {name} sends to {named} {service}"
+        pools = (
+            ", set spec.inferencePool" if of == SERVICES and carries(s.route, s.key.namespace, service, POOLS) else ""
+        )
+        return f": {none}; add it to a rule's backendRefs{pools}, or remove routeRef"
     largest = max(_weight(ref) for rule in ours for ref in _refs(rule))
     if largest <= MAX_WEIGHT:
         return None
-    heavy = f"HTTPRoute {name} has a weight of {largest} beside Service {service}"
+    heavy = f"HTTPRoute {name} has a weight of {largest} beside {service}"
     return f": {heavy}; a share can be taken of weights up to {MAX_WEIGHT}: make them smaller"
 
 
-def _with(rule: Rule, namespace: str, service: str, canary: str, share: int) -> Rule:
-    if not _sends(rule, namespace, service):
+def _with(rule: Rule, namespace: str, service: str, canary: str, share: int, of: Kinds) -> Rule:
+    if not _sends(rule, namespace, service, of):
         return rule
     refs: list[Rule] = []
     for ref in _refs(rule):
         weight = _weight(ref)
-        if not _is(ref, namespace, service):
+        if not _is(ref, namespace, service, of):
             refs.append({**ref, "weight": weight * 100})
         elif weight:
             refs.append({**ref, "weight": weight * (100 - share)})
@@ -80,22 +103,22 @@ def _with(rule: Rule, namespace: str, service: str, canary: str, share: int) -> 
     return {**rule, "backendRefs": refs}
 
 
-def _without(rule: Rule, namespace: str, service: str, canary: str) -> Rule:
+def _without(rule: Rule, namespace: str, service: str, canary: str, of: Kinds) -> Rule:
     refs = _refs(rule)
-    lent = [ref for ref in refs if _is(ref, namespace, canary)]
+    lent = [ref for ref in refs if _is(ref, namespace, canary, of)]
     if not lent:
         return rule
-    merged = [_merged(ref, lent, namespace, service) for ref in refs if ref not in lent]
+    merged = [_merged(ref, lent, namespace, service, of) for ref in refs if ref not in lent]
     # A weight that is no multiple of 100 was written by somebody else since: then all stand as they were written.
     scaled = all(_weight(ref) % 100 == 0 for ref in merged)
     kept = [_unscaled(ref) for ref in merged] if scaled else [ref for ref in refs if ref not in lent]
     return {**rule, "backendRefs": kept}
 
 
-def _merged(ref: Rule, lent: Sequence[Rule], namespace: str, service: str) -> Rule:
-    if not _is(ref, namespace, service):
+def _merged(ref: Rule, lent: Sequence[Rule], namespace: str, service: str, of: Kinds) -> Rule:
+    if not _is(ref, namespace, service, of):
         return ref
-    back = sum(_weight(other) for other in lent if other.get("port") == ref.get("port"))
+    back = sum(_weight(one) for one in lent if (_kind(one), one.get("port")) == (_kind(ref), ref.get("port")))
     return {**ref, "weight": _weight(ref) + back}
 
 
@@ -105,8 +128,8 @@ def _unscaled(ref: Rule) -> Rule:
     return kept if weight == 1 else {**kept, "weight": weight}
 
 
-def _sends(rule: Rule, namespace: str, service: str) -> bool:
-    return any(_is(ref, namespace, service) and _weight(ref) > 0 for ref in _refs(rule))
+def _sends(rule: Rule, namespace: str, service: str, of: Kinds) -> bool:
+    return any(_is(ref, namespace, service, of) and _weight(ref) > 0 for ref in _refs(rule))
 
 
 def _refs(rule: Rule) -> Sequence[Rule]:
@@ -118,10 +141,9 @@ def _weight(ref: Rule) -> int:
     return weight if isinstance(weight, int) else 1
 
 
-def _is(ref: Rule, namespace: str, service: str) -> bool:
-    return (
-        ref.get("name") == service
-        and ref.get("kind", "Service") == "Service"
-        and ref.get("group", "") == ""
-        and ref.get("namespace", namespace) == namespace
-    )
+def _kind(ref: Rule) -> tuple[str, str]:
+    return ref.get("group", ""), ref.get("kind", "Service")
+
+
+def _is(ref: Rule, namespace: str, service: str, of: Kinds) -> bool:
+    return ref.get("name") == service and _kind(ref) in of and ref.get("namespace", namespace) == namespace

@@ -50,7 +50,8 @@ class Sums:
     prefill: float = 0.0
     decode: float = 0.0
     queried: float = 0.0
-    hits: float = 0.0
+    gpu_hits: float = 0.0
+    host_hits: float = 0.0
 
     def add(self, flows: Flows) -> None:
         """Add what happened between two scrapes."""
@@ -62,7 +63,13 @@ class Sums:
         self.prefill += flows.prefill_seconds
         self.decode += flows.decode_seconds
         self.queried += flows.prefix_queries
-        self.hits += flows.prefix_hits + flows.host_hits
+        self.gpu_hits += flows.prefix_hits
+        self.host_hits += flows.host_hits
+
+    @property
+    def hits(self) -> float:
+        """Prompt tokens that were not computed."""
+        return self.gpu_hits + self.host_hits
 
     @property
     def preemptions(self) -> float:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
 from operator import attrgetter
 
-from kvpilot_operator.api.spec import Pressure
+from kvpilot_operator.api.spec import Objective, Pressure
+from kvpilot_operator.decide.judging import objectives as latency_objectives
 from kvpilot_operator.decide.judging.window import GAP, Sums, add_up, plausible
-from kvpilot_operator.state.enums import WorkloadKind
+from kvpilot_operator.state.enums import ObjectiveState, WorkloadKind
 from kvpilot_operator.state.snapshot import Flows, Sample
 
 # A window counts as full when the time between its scrapes adds up to this share of it: they do not fall on its edges.
@@ -37,6 +38,7 @@ _FULL_STEP = 0.6
 # Prefixes are thrown out where the prefix cache holds this much less of the prompts than it did lately.
 _LOST_REUSE = 0.2
 _TIME = attrgetter("time")
+_BOUND = (WorkloadKind.MEMORY_BOUND, WorkloadKind.PREFILL_BOUND, WorkloadKind.COMPUTE_BOUND)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,12 @@ class Workload:
     """Prompts that one replica is computing, on average."""
     prompt_tokens_per_step: float | None = None
     """Prompt tokens that are computed, cached ones left out, for each step of one replica."""
+    gpu_hits: float | None = None
+    """Share of the prompts' tokens that the prefix cache of a GPU held, 0 to 1; None where none was looked up."""
+    host_hits: float | None = None
+    """The same of those that were loaded from host memory."""
+    thrown_out: bool = False
+    """Whether memory binds because prefixes are thrown out."""
     mean_prompt: float | None = None
     """Tokens."""
     mean_generation: float | None = None
@@ -85,6 +93,24 @@ class Workload:
     """The most KV cache in use in that time, in replicas: 1.5 is one and a half replicas' whole cache."""
     implausible: tuple[str, ...] = ()
     """Pods whose pages are implausible, and why."""
+    objectives: tuple[latency_objectives.Measured, ...] = ()
+
+    @property
+    def bound(self) -> bool:
+        """Whether requests wait for something."""
+        return self.kind in _BOUND
+
+    @property
+    def missed(self) -> str:
+        """The objectives that are missed, in words and numbers; empty where none is."""
+        return "; ".join(str(one) for one in self.objectives if one.state == ObjectiveState.MISSED)
+
+    @property
+    def in_time(self) -> bool:
+        """Whether every objective is held, and one of them says how long a request may wait."""
+        return any(one.objective.metric == "TTFT" for one in self.objectives) and all(
+            one.state == ObjectiveState.HELD for one in self.objectives
+        )
 
     @property
     def capacity_per_pod(self) -> float:
@@ -100,6 +126,7 @@ def classify(
     was_bound: bool = False,
     calm_seconds: int = 600,
     step_tokens: int = 8192,
+    objectives: Sequence[Objective] = (),
 ) -> Workload:
     """Judge the samples (oldest first) of the last `sustainedSeconds`.
 
@@ -124,6 +151,7 @@ def classify(
             WorkloadKind.NO_METRICS,
             f"in the last minute no scrape reached enough of the engines{why}",
             implausible=implausible,
+            objectives=latency_objectives.judge(objectives, (), sustained=False),
         )
     start = bisect_left(samples, now - timedelta(seconds=pressure.sustained_seconds), hi=end, key=_TIME)
     start = _grown(samples, min(start, max(end - 2, 0)), end)
@@ -135,9 +163,11 @@ def classify(
     if kind in (WorkloadKind.IDLE, WorkloadKind.RELAXED) and seen.usage * 100 < pressure.low_percent:
         start = bisect_left(samples, now - timedelta(seconds=calm_seconds), hi=end, key=_TIME)
         calm = _calm(samples[start:end], calm_seconds, pressure)
-    bound = kind in (WorkloadKind.MEMORY_BOUND, WorkloadKind.PREFILL_BOUND, WorkloadKind.COMPUTE_BOUND)
-    rate = _best(samples[:end], pressure.sustained_seconds, lambda f: (f.finished, f.seconds)) if bound else None
-    return _workload(kind, message, seen, window[-1].implausible, calm, rate, lost)
+    waits = kind in _BOUND
+    rate = _best(samples[:end], pressure.sustained_seconds, lambda f: (f.finished, f.seconds)) if waits else None
+    workload = _workload(kind, message, seen, window[-1].implausible, calm, rate, lost)
+    sustained = seen.covered >= _SPAN * pressure.sustained_seconds
+    return replace(workload, objectives=latency_objectives.judge(objectives, window, sustained=sustained))
 
 
 def _grown(samples: Sequence[Sample], start: int, end: int) -> int:
@@ -232,6 +262,9 @@ def _workload(
         prefill_share=seen.prefill / requests if requests else None,
         prompts_in_hand=seen.prefill / seconds if seconds else None,
         prompt_tokens_per_step=seen.prompt_tokens_per_step,
+        gpu_hits=seen.gpu_hits / seen.queried if seen.queried else None,
+        host_hits=seen.host_hits / seen.queried if seen.queried else None,
+        thrown_out=kind == WorkloadKind.MEMORY_BOUND and lost is not None,
         mean_prompt=seen.prompted / finished if finished else None,
         mean_generation=seen.generated / finished if finished else None,
         requests_per_second=finished / seconds if seconds else None,

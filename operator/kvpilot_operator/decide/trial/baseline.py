@@ -40,14 +40,14 @@ def wanted(c: Context) -> Find | Capture | None:
     s, canary, stable = c.snapshot, c.canary, c.stable
     if known(c) is not None:
         return None
-    pods = s.ready_pods(c.reference)
+    pods = s.answering_pods(c.reference)
     config_map = baseline_name(s.key.name, s.probes.identity)
     if pods and (on_trial(c) or c.spec.kv_cache.mode == "Auto"):
         pod = s.pod_to_ask(pods)
         return Capture(
             identity=f"capture/{s.probes.identity}/{canary.errors if canary is not None else 0}/{pod.name}",
             pod=pod.name,
-            url=engine_url(pod.ip),
+            url=engine_url(pod.ip, pod.mesh),
             model=c.spec.model.served_name,
             baseline=s.probes.identity,
             config_map=config_map,
@@ -58,10 +58,10 @@ def wanted(c: Context) -> Find | Capture | None:
     return None
 
 
-def measure(c: Context, kept: Baseline, pod: PodView, identity: str, *, serving: bool = False) -> Measure:
-    """The request to compare a pod with a kept baseline."""
+def measure(c: Context, kept: Baseline, pod: PodView, dtype: str, identity: str, *, serving: bool = False) -> Measure:
+    """The request to compare a pod that runs this KV-cache dtype with a kept baseline."""
     model = c.spec.model.served_name
-    return Measure(identity, pod.name, engine_url(pod.ip), model, kept.config_map, serving)
+    return Measure(identity, pod.name, engine_url(pod.ip, pod.mesh), model, dtype, kept.config_map, serving)
 
 
 def borrowed(c: Context) -> str | None:

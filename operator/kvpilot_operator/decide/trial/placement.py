@@ -11,11 +11,11 @@ from dataclasses import replace
 from datetime import timedelta
 
 from kvpilot_operator.decide.context import Context, Placed, in_flight
-from kvpilot_operator.decide.judging.route import weighted
+from kvpilot_operator.decide.judging.route import kinds, weighted
 from kvpilot_operator.decide.judging.traffic_plan import counts, floor, rolling_step, total
 from kvpilot_operator.decide.trial import baseline, traffic
-from kvpilot_operator.render.names import canary_service, deployment_name
-from kvpilot_operator.render.objects import deployment, disruption_budget, route_rules, service
+from kvpilot_operator.render.names import INFERENCE_POOL_API, canary_service, deployment_name
+from kvpilot_operator.render.objects import deployment, disruption_budget, inference_pool, route_rules, service
 from kvpilot_operator.render.startup import startup_budget_seconds
 from kvpilot_operator.state.decision import Find, Manifest, Objects
 from kvpilot_operator.state.enums import Stage, TrafficMode
@@ -29,12 +29,14 @@ _JUDGED = (Stage.STARTING, Stage.PROBING, Stage.SHIFTING)
 def objects(c: Context) -> Objects | None:
     """The objects of the decided status, in the order in which they go out; None leaves every one as it is.
 
-    First what serves (its engines, Service, budget), then what is on trial with its share of the traffic: nothing that
-    befalls a trial's writes keeps the others from being mended. Last the engines that give way. Where Deployments
-    cannot be rendered, those that are there are still scaled.
+    First what serves (its claim, engines, Service, budget), then what is on trial with its share of the traffic:
+    nothing that befalls a trial's writes keeps the others from being mended. Last the engines that give way. Where
+    Deployments cannot be rendered, those that are there are still scaled.
     """
     if c.stable is None:
-        return None  # Without a revision there is nothing to place, and what runs is not deleted for want of one.
+        # Without a revision there is nothing to place but what it waits for, and nothing is deleted for want of one.
+        there = frozenset(c.snapshot.deployments)
+        return Objects(c.storage.apply, {}, there, c.storage.absent) if any(c.storage) else None
     serving = {*traffic.serving(c), c.stable.revision}
     fewer = {name for name, count in c.wanted.items() if count < counts(c.snapshot, name).replicas}
     shrinking = [manifest for name, manifest in c.engines.items() if name in fewer]
@@ -42,10 +44,10 @@ def objects(c: Context) -> Objects | None:
     tried = [manifest for name, manifest in c.engines.items() if name not in serving | fewer]
     scale = {name: count for name, count in c.wanted.items() if name not in c.engines}
     return Objects(
-        apply=(*kept, *c.own.apply, *tried, *c.shared.apply, *shrinking),
+        apply=(*c.storage.apply, *kept, *c.own.apply, *tried, *c.shared.apply, *shrinking),
         scale=scale,
         keep=frozenset(c.wanted),
-        absent=(*c.own.absent, *c.shared.absent),
+        absent=(*c.storage.absent, *c.own.absent, *c.shared.absent),
     )
 
 
@@ -78,7 +80,7 @@ def deployments(c: Context) -> Context:
     return replace(
         c,
         engines={
-            name: deployment(s.key, s.uid, rendered[name], count, seconds)
+            name: deployment(s.key, s.uid, rendered[name], count, seconds, gated=_gated(s, name))
             for name, count in c.wanted.items()
             if name in rendered
         },
@@ -86,11 +88,13 @@ def deployments(c: Context) -> Context:
 
 
 def own_service(c: Context) -> Context:
-    """The Service and its disruption budget."""
+    """The Service, the pool that selects as it does, and the disruption budget."""
     if c.stable is None:
         return c
     s, selected, kept = c.snapshot, traffic.selected(c), c.spec.disruption.min_available
     own: list[Manifest] = [service(s.key, s.uid, s.key.name, selected)]
+    if c.spec.inference_pool is not None and s.server.inference_pools:
+        own.append(inference_pool(s.key, s.uid, s.key.name, selected, c.spec.inference_pool.endpoint_picker_ref))
     if not s.server.pod_disruption_budgets:
         return replace(c, own=Placed(tuple(own)))
     covered = sum(count for name, count in c.wanted.items() if selected in (traffic.EVERY_REVISION, name))
@@ -101,25 +105,51 @@ def own_service(c: Context) -> Context:
 
 
 def share(c: Context) -> Context:
-    """The canary's Service and its share in the user's route."""
+    """The canary's Service and pool, and its share in the user's route."""
     if c.stable is None:
         return c
     s, canary, lent = c.snapshot, c.canary, canary_service(c.snapshot.key.name)
     selected, percent = traffic.selected(c), traffic.share(c)
     apply: list[Manifest] = []
     absent: tuple[tuple[str, str, str], ...] = ()
-    if canary is not None and canary.stage == Stage.SHIFTING and canary.traffic_mode == TrafficMode.HTTP_ROUTE:
-        apply.append(service(s.key, s.uid, lent, canary.revision))
+    shifting = canary is not None and canary.stage == Stage.SHIFTING
+    if canary is not None and shifting and canary.traffic_mode == TrafficMode.HTTP_ROUTE:
+        selected = canary.revision
+        apply.append(service(s.key, s.uid, lent, selected))
     elif _lingers(c):
         # Whoever still sends to it gets what everybody gets.
         apply.append(service(s.key, s.uid, lent, selected))
     elif c.spec.canary.route_ref is not None and s.unread(Question.ROUTE) is None:
         absent = (("v1", "Service", lent),)
+    pool = _canary_pool(c, selected)
+    if pool is not None:
+        apply.append(pool)
+    absent += _pools_left_over(c)
     if s.route is not None:
-        rules = weighted(s.route.rules, s.key.namespace, s.key.name, lent, percent)
+        rules = weighted(s.route.rules, s.key.namespace, s.key.name, lent, percent, kinds(s))
         if rules != tuple(s.route.rules):
             apply.append(route_rules(s.key, s.route, rules))
     return replace(c, shared=Placed(tuple(apply), absent))
+
+
+def _canary_pool(c: Context, selected: str) -> Manifest | None:
+    """The pool that a canary's share goes to. It is there before any trial: a gateway takes a while to know a pool."""
+    s, asked, name = c.snapshot, c.spec.inference_pool, canary_service(c.snapshot.key.name)
+    if asked is None or not s.server.inference_pools:
+        return None
+    if c.spec.canary.route_ref is None and ("InferencePool", name) not in s.objects:
+        return None
+    return inference_pool(s.key, s.uid, name, selected, asked.canary_endpoint_picker_ref)
+
+
+def _pools_left_over(c: Context) -> tuple[tuple[str, str, str], ...]:
+    """Pools of a service that asks for none any more; what the route still names stays until it does not."""
+    s = c.snapshot
+    if c.spec.inference_pool is not None:
+        return ()
+    pools = [name for kind, name in s.objects if kind == "InferencePool" and s.objects[kind, name].owned]
+    named = {canary_service(s.key.name)} if traffic.routed(s) else set()
+    return tuple((INFERENCE_POOL_API, "InferencePool", name) for name in pools if name not in named)
 
 
 def do_not_evict(c: Context) -> Context:
@@ -142,6 +172,12 @@ def do_not_evict(c: Context) -> Context:
 def evict_as_now(c: Context) -> Context:
     """The pods that autoscalers are asked to leave alone already."""
     return replace(c, do_not_evict=_marked(c.snapshot))
+
+
+def _gated(s: Snapshot, revision: str) -> bool:
+    """Whether a revision's pods have our readiness gate: adding it to those that are there would restart them."""
+    there = s.deployments.get(revision)
+    return there is None or there.gated
 
 
 def _marked(s: Snapshot) -> frozenset[str]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.snapshot import PodView, Snapshot
+from kvpilot_operator.state.snapshot import ON_ITS_WAY, PodView, Snapshot
 from kvpilot_operator.state.status import clip
 
 # An engine may be killed once or twice by a busy node; the third time is no accident.
@@ -45,7 +45,7 @@ def _text(said: object) -> str:
 def engine_failure(pods: Sequence[PodView]) -> Cause | None:
     """What makes it pointless to wait for these pods, or None."""
     for pod in pods:
-        if pod.ready:
+        if pod.ready or pod.containers_ready:
             continue
         refused = refusal(pod.exit_message)
         if refused is not None:
@@ -65,9 +65,20 @@ def pending_reason(pods: Sequence[PodView]) -> Cause | None:
         reason, message = pod.held_up or (pod.waiting_reason, pod.exit_message)
         if reason in _IMAGE_REASONS:
             return Cause("ImageUnavailable", clip(f"{reason}: {message or ''}"))
+        if reason in ON_ITS_WAY and pod.needs is not None:
+            return Cause(reason, clip(not_started(pod)))
         if reason:
             return Cause(_reason(reason, "Waiting"), clip((message or "").strip()[-600:]))
     return None
+
+
+def not_started(pod: PodView) -> str:
+    """The kubelet's reason stands in the pod's Events alone, which the operator may not read: where to look for it."""
+    volumes = f" It needs {', '.join(pod.needs)}." if pod.needs else ""
+    return (
+        f"pod {pod.name} has a node, and nothing of it has started yet.{volumes} Where it stays so, `kubectl kvpilot "
+        "status` of the service, or `kubectl describe pod`, shows what its kubelet waits for (an image, a volume)"
+    )
 
 
 def mixed_factors(s: Snapshot, revision: str) -> str | None:

@@ -19,9 +19,9 @@ import msgspec
 from kvpilot_operator.decide.context import Context, Target, in_flight
 from kvpilot_operator.decide.judging.traffic_plan import counts, one_can_leave
 from kvpilot_operator.decide.rejections import finding, rejected
-from kvpilot_operator.decide.trial import shifting, traffic
+from kvpilot_operator.decide.trial import shifting, storage, traffic
 from kvpilot_operator.decide.trial.ending import finish_promotion, finish_rollback, roll_back
-from kvpilot_operator.decide.trial.refusal import engine_failure, mixed_factors
+from kvpilot_operator.decide.trial.refusal import engine_failure, mixed_factors, not_started
 from kvpilot_operator.render.names import deployment_name
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.enums import Action, Reason, Stage, TrafficMode, Verdict
@@ -43,7 +43,7 @@ def advance(c: Context) -> Context:
     stable, target = c.stable, c.target
     if c.canary is not None:
         return _advance_canary(c)
-    if not target.startable:
+    if not target.startable or ((stable is None or target.revision != stable.revision) and not storage.ready(c)):
         return c
     if stable is None:
         return _serve(c, "Started", f"first revision with {target.dtype}: {target.message}")
@@ -64,7 +64,8 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
     """Why no canary can be started for this target (None: for any), with the remedy; None where one can."""
     spec, replicas = c.spec, c.replicas
     canary = f"a canary for {target.dtype}" if target is not None else "a canary"
-    unread = c.snapshot.unread(Question.PROBE_SETS) or c.snapshot.unread(Question.NODE)
+    needed = (Question.POOLS, Question.PROBE_SETS, Question.NODE)
+    unread = next((one for one in map(c.snapshot.unread, needed) if one is not None), None)
     if unread is not None:
         return Cause("NotObserved", f"no canary is started while it is not known what it needs: {unread}")
     if replicas == 0:
@@ -82,7 +83,7 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
 
 def _mark_ready(c: Context) -> Context:
     stable = c.stable
-    if stable is None or stable.ever_ready or not c.snapshot.ready_pods(stable.revision):
+    if stable is None or stable.ever_ready or not c.snapshot.answering_pods(stable.revision):
         return c
     answers = f"revision {stable.revision} ({stable.dtype}) answers"
     return c.set(stable=msgspec.structs.replace(stable, ever_ready=True)).event("EngineReady", answers)
@@ -96,7 +97,7 @@ def _take_back(c: Context) -> Context:
     s, stable, there = c.snapshot, c.stable, c.snapshot.deployments.get(c.snapshot.traffic or "")
     if stable is None or stable.ever_ready or c.canary is not None or there is None:
         return c
-    if there.revision == stable.revision or not s.ready_pods(there.revision) or s.ready_pods(stable.revision):
+    if there.revision == stable.revision or not s.answering_pods(there.revision) or s.ready_pods(stable.revision):
         return c
     text = f"{there.revision} ({there.dtype}) answers after all, before {stable.revision} does"
     c = c.set(stable=Stable(revision=there.revision, dtype=there.dtype, since=c.now))
@@ -186,11 +187,11 @@ def _advance_stage(c: Context) -> Context:
 
 
 def _begin_probing(c: Context) -> Context:
-    canary, ready = in_flight(c), [pod for pod in _pods_on_trial(c) if pod.ready and pod.ip]
-    if not ready:
+    canary, answering = in_flight(c), [pod for pod in _pods_on_trial(c) if pod.answers]
+    if not answering:
         return c
     who = f"canary {canary.revision} ({canary.dtype})"
-    if ready[0].revision != canary.revision:
+    if answering[0].revision != canary.revision:
         who = f"the {c.spec.kv_cache.baseline} replica that {who} is measured against"
     return c.set_canary(stage=Stage.PROBING).event("CanaryReady", f"{who} answers; it is probed before any traffic")
 
@@ -287,6 +288,11 @@ def why_waiting(c: Context) -> str:
     refused = [one for one in rejected(c.snapshot) if (one.kind, one.name) == ("Deployment", name)]
     if refused:
         return f": {finding(refused).message}"
-    pods = [pod for pod in _pods_on_trial(c) if not pod.ready]
-    reasons = (pod.unschedulable or ": ".join(pod.held_up or ()) or pod.waiting_reason for pod in pods)
-    return next((f": {reason}" for reason in reasons if reason and reason not in ON_ITS_WAY), "")
+    pods = [pod for pod in _pods_on_trial(c) if not pod.answers]
+    return next((f": {reason}" for reason in map(_held_back, pods) if reason), "")
+
+
+def _held_back(pod: PodView) -> str:
+    """An image and containers take their time; a volume of something that is missing takes all of it."""
+    known = pod.unschedulable or ": ".join(pod.held_up or ()) or pod.waiting_reason or ""
+    return (not_started(pod) if pod.needs else "") if known in ON_ITS_WAY else known

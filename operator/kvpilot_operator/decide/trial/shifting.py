@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.context import Context, in_flight
-from kvpilot_operator.decide.judging.route import weighted
+from kvpilot_operator.decide.judging.route import kinds, weighted
 from kvpilot_operator.decide.judging.traffic_plan import TrafficPlan, TrafficStep, counts
 from kvpilot_operator.decide.trial import traffic
 from kvpilot_operator.decide.trial.comparison import Finding, compare
@@ -146,7 +146,8 @@ def _missing(c: Context, step: TrafficStep) -> str | None:
         if s.route is None:
             return "the HTTPRoute is gone"
         name = s.key.name
-        wanted = weighted(s.route.rules, s.key.namespace, name, canary_service(name), step.weight_percent)
+        lent, percent = canary_service(name), step.weight_percent
+        wanted = weighted(s.route.rules, s.key.namespace, name, lent, percent, kinds(s))
         return None if wanted == tuple(s.route.rules) else "its weight is to appear in the HTTPRoute"
     if s.traffic:
         others = traffic.orphans(c)

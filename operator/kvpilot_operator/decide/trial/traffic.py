@@ -52,8 +52,9 @@ def serving(draft: Draft) -> tuple[str, ...]:
 
 
 def routed(s: Snapshot) -> bool:
-    """Whether the route has the canary's Service among its backends, or may have: it could not be read."""
-    return s.unread(Question.ROUTE) is not None or route.carries(s.route, s.key.namespace, canary_service(s.key.name))
+    """Whether the route has the canary's backend among its own, or may have: it could not be read."""
+    lent = canary_service(s.key.name)
+    return s.unread(Question.ROUTE) is not None or route.carries(s.route, s.key.namespace, lent, route.kinds(s))
 
 
 def share(c: Context) -> int:
@@ -61,8 +62,9 @@ def share(c: Context) -> int:
     canary = c.canary
     if canary is None or canary.stage != Stage.SHIFTING or canary.traffic_mode != TrafficMode.HTTP_ROUTE:
         return 0
-    lent = c.snapshot.objects.get(("Service", canary_service(c.snapshot.key.name)))
-    if canary.step is None or lent is None or not lent.owned or lent.selects != canary.revision:
+    kinds = ("Service",) if c.spec.inference_pool is None else ("Service", "InferencePool")
+    lent = [c.snapshot.objects.get((kind, canary_service(c.snapshot.key.name))) for kind in kinds]
+    if canary.step is None or any(one is None or not one.owned or one.selects != canary.revision for one in lent):
         return 0  # Whoever has that name would get our users' requests.
     ready = len(c.snapshot.ready_pods(canary.revision))
     reached = [p for p in c.plan.steps if p.index <= canary.step and p.replicas <= ready]

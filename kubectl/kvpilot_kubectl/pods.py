@@ -1,0 +1,82 @@
+"""Engine pods that do not answer, and what their kubelet or the scheduler last warned of: from any JSON. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole
+
+SHOWN = 5
+"""Pods whose Events are asked for: more of one service have the same ones."""
+_WARNINGS = 3
+_BEGINNING = datetime.min.replace(tzinfo=UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """A Warning about a pod, the newest of its words; without any, what its first waiting container waits for."""
+
+    pod: str
+    node: str
+    reason: str
+    message: str
+    time: datetime | None = None
+    count: int = 1
+
+
+def unready(pods: Iterable[Json]) -> tuple[Json, ...]:
+    """Those whose engines do not answer and that are not on their way out, by name."""
+    found = [one for one in pods if not _answers(one) and not text(one, "metadata", "deletionTimestamp")]
+    return tuple(sorted(found, key=lambda one: text(one, "metadata", "name")))
+
+
+def _answers(pod: Json) -> bool:
+    """A canary answers its probes before it is Ready."""
+    told = [(text(one, "type"), text(one, "status")) for one in items(pod, "status", "conditions")]
+    return ("ContainersReady", "True") in told or ("Ready", "True") in told
+
+
+def warned(pod: Json, events: Iterable[Json]) -> tuple[Warned, ...]:
+    """What is to be known of one such pod, newest first; Events of an earlier pod of its name are left out."""
+    name, node, uid = text(pod, "metadata", "name"), text(pod, "spec", "nodeName"), text(pod, "metadata", "uid")
+    newest: dict[tuple[str, str], Warned] = {}
+    for one in events:
+        if text(one, "type") != "Warning" or text(one, "involvedObject", "uid") != uid:
+            continue
+        times = (moment(one, *path) for path in (("lastTimestamp",), ("eventTime",), ("metadata", "creationTimestamp")))
+        found = Warned(
+            name, node, text(one, "reason"), text(one, "message"), next((time for time in times if time), None),
+            whole(one, "count") or 1,
+        )  # fmt: skip
+        before = newest.get((found.reason, found.message))
+        if before is None or (before.time or _BEGINNING) < (found.time or _BEGINNING):
+            newest[found.reason, found.message] = found
+    told = sorted(newest.values(), key=lambda one: one.time or _BEGINNING, reverse=True)[:_WARNINGS]
+    return tuple(told) or (Warned(name, node, *_waits(pod)),)
+
+
+def _waits(pod: Json) -> tuple[str, str]:
+    for kind in ("initContainerStatuses", "containerStatuses"):
+        for one in items(pod, "status", kind):
+            waiting = at(one, "state", "waiting")
+            if reason := text(waiting, "reason"):
+                return reason, text(waiting, "message")
+    return text(pod, "status", "phase"), ""
+
+
+def document(found: Iterable[Warned]) -> list[dict[str, Any]]:
+    """The same for programs."""
+    return [
+        {
+            "pod": one.pod,
+            "node": one.node or None,
+            "reason": one.reason or None,
+            "message": one.message,
+            "time": stamp(one.time) or None,
+            "count": one.count,
+        }
+        for one in found
+    ]

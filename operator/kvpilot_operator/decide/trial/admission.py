@@ -1,0 +1,37 @@
+"""Which pods may be sent requests? Those of the revision that serves, and of a canary that has passed its probes.
+
+A pod's readiness gate (docs/decisions/0030) keeps it out of everything that selects pods, whoever wrote the selector:
+our Services, a user's Service or InferencePool, a mesh. So it is opened only after the status has said that the
+revision may serve, and derived anew from the status in every reconcile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvpilot_operator.decide.context import Context
+from kvpilot_operator.decide.trial import traffic
+from kvpilot_operator.state.enums import Stage
+from kvpilot_operator.state.snapshot import PodView
+
+_SENT_REQUESTS = (Stage.SHIFTING, Stage.PROMOTING)
+
+
+def admit(c: Context) -> Context:
+    """The readiness gates that have to be opened or closed, by pod."""
+    if c.stable is None:
+        return c
+    wanted = [(pod, _wanted(c, pod)) for pod in c.snapshot.pods if pod.admitted is not None and not pod.terminating]
+    return replace(c, gates={pod.name: open_ for pod, open_ in wanted if open_ not in (None, pod.admitted)})
+
+
+def _wanted(c: Context, pod: PodView) -> bool | None:
+    """Whether the pod's gate is to be open; None leaves it as it is."""
+    if c.stable is not None and pod.revision == c.stable.revision:
+        return True
+    canary = c.canary
+    if canary is None or pod.revision != canary.revision:
+        return None
+    if canary.stage == Stage.ROLLING_BACK and traffic.selected(c) == traffic.EVERY_REVISION:
+        return None  # Its pods are needed until stable ones have taken over; no further one is admitted.
+    return canary.stage in _SENT_REQUESTS

@@ -1,0 +1,67 @@
+"""The operator's identity in a service mesh, read from files that the mesh's agent writes and renews."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from pathlib import Path
+
+from kvpilot_operator.errors import NoIdentity
+
+log = logging.getLogger(__name__)
+
+CHAIN, KEY, ROOT = "cert-chain.pem", "key.pem", "root-cert.pem"
+"""What Istio's agent calls them (OUTPUT_CERTS)."""
+
+# A sidecar that lets plain traffic pass, too, tells mutual TLS by the first two; the last is what is spoken in it.
+_PROTOCOLS = ["istio-http/1.1", "istio", "http/1.1"]
+
+
+class Identity:
+    """A certificate, its key, and the authority that engines' certificates have to be signed by."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: list[tuple[int, int] | None] = []
+        self._tls: ssl.SSLContext | None = None
+        self._fault = ""
+
+    def tls(self) -> ssl.SSLContext:
+        """For a new connection to an engine; of the newest files, or of the last ones that belonged together.
+
+        Raises:
+            NoIdentity: none were ever read.
+        """
+        seen = [_stamp(self._folder / name) for name in (CHAIN, KEY, ROOT)]
+        if seen != self._seen:
+            self._seen = seen
+            try:
+                self._tls = _context(self._folder)
+                log.info("read the mesh's certificates in %s", self._folder)
+            except (OSError, ValueError) as error:
+                # While the agent renews them one may not fit another. The error has nothing of a file's content.
+                self._fault = f"{self._folder}: {type(error).__name__}: {error}"
+                if self._tls is not None:
+                    log.warning("the mesh's certificates are the ones read before: %s", self._fault)
+        if self._tls is None:
+            raise NoIdentity(f"{self._fault}; {CHAIN}, {KEY} and {ROOT} come from the mesh's agent: does it run?")
+        return self._tls
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    """What a file has in common with no other version of it."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino
+
+
+def _context(folder: Path) -> ssl.SSLContext:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # A workload's certificate names its service account, neither a host nor an address.
+    tls.check_hostname = False
+    tls.load_verify_locations(folder / ROOT)
+    tls.load_cert_chain(folder / CHAIN, folder / KEY)
+    tls.set_alpn_protocols(_PROTOCOLS)
+    return tls

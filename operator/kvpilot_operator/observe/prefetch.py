@@ -1,0 +1,140 @@
+"""How far is the Job that fills a claim? Its own status, its pod's, and the bytes on the pod's page of metrics."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.errors import ScrapeError
+from kvpilot_operator.observe.informers import ServiceView
+from kvpilot_operator.observe.scrape import Scraper
+from kvpilot_operator.observe.series import SeriesReader
+from kvpilot_operator.observe.views import pod_view
+from kvpilot_operator.render.names import (
+    IDENTITY_ANNOTATION,
+    PREFETCH_CONTAINER,
+    PREFETCH_LABEL,
+    engine_url,
+    prefetch_job,
+)
+from kvpilot_operator.render.prefetch import identity
+from kvpilot_operator.state.enums import CachePhase
+from kvpilot_operator.state.snapshot import PodView, PrefetchView, ServiceKey
+
+log = logging.getLogger(__name__)
+
+Object = Mapping[str, Any]
+
+# Its own pod is one of two at most, and a tenant may give its label to any number: so many are looked at.
+_PODS = 2
+
+_THERE = "kvpilot_prefetch_bytes"
+_TOTAL = "kvpilot_prefetch_total_bytes"
+_WANTED = frozenset((_THERE.encode(), _TOTAL.encode()))
+# An exbibyte is more than any claim has.
+_MOST = 2**60
+
+
+class Progress(NamedTuple):
+    """Bytes that are on the claim, and that will be."""
+
+    there: int
+    total: int
+
+
+class ProgressReader:
+    """Takes one page of the Job's pod in chunks, as PageReader does an engine's; ScrapeError where it says neither."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, int] = {}
+        self._series = SeriesReader(_WANTED, self._add)
+
+    @property
+    def work(self) -> int:
+        """What has been read so far (`SeriesReader.work`)."""
+        return self._series.work
+
+    def steps(self, chunk: bytes) -> Iterator[None]:
+        """Read the next bytes of the page while it is gone through, a small step at a time."""
+        return self._series.steps(chunk)
+
+    def close(self) -> Progress:
+        """What the page said; it is over."""
+        self._series.close()
+        if len(self._found) < len(_WANTED):
+            raise ScrapeError(f"{_THERE} or {_TOTAL} is not on the page: is this kvpilot-prefetch?")
+        return Progress(min(self._found[_THERE], self._found[_TOTAL]), self._found[_TOTAL])
+
+    def _add(self, name: str, _: str, value: float) -> None:
+        if not 0 <= value <= _MOST:
+            raise ScrapeError(f"{name} is {value}: no number of bytes")
+        self._found[name] = int(value)
+
+
+async def read_prefetch(
+    cluster: Cluster, scraper: Scraper, key: ServiceKey, service: ServiceView
+) -> PrefetchView | None:
+    """The service's Job; None where it has none, or none is asked for and none was.
+
+    It is read, and watched never: few services fill a claim at a time, and each once.
+    """
+    name = prefetch_job(key.name)
+    job = await cluster.find("batch/v1", "Job", key.namespace, name) if _asked(key, service) else None
+    if job is None or not any(one.get("uid") == service.uid for one in job["metadata"].get("ownerReferences") or ()):
+        return None
+    pods: tuple[PodView, ...] = ()
+    async with aclosing(
+        cluster.pages("v1", "Pod", key.namespace, f"{PREFETCH_LABEL}={key.name}", limit=_PODS)
+    ) as pages:
+        async for items, _ in pages:
+            pods = _pods_of(job, items, mesh=scraper.identity is not None)
+            break
+    progress = None
+    for pod in pods:
+        if pod.ready and pod.ip:
+            try:
+                progress = await scraper.read(key, engine_url(pod.ip, pod.mesh), ProgressReader())
+            except ScrapeError as error:
+                log.info("no progress of a prefetch: %s", error, extra={"service": str(key), "pod": pod.name})
+    return prefetch_view(job, pods, progress)
+
+
+def _asked(key: ServiceKey, service: ServiceView) -> bool:
+    """Whether a Job has to be there, or to go."""
+    spec, known = service.spec, service.status.cache
+    if spec is None or not spec.cache.prefetch:
+        return spec is not None and known is not None
+    return known is None or (known.phase, known.identity) != (CachePhase.READY, identity(key.name, spec))
+
+
+def _pods_of(job: Object, pods: Sequence[Object], *, mesh: bool) -> tuple[PodView, ...]:
+    """Those of these pods that are the Job's, by its uid, and not over."""
+    uid = job["metadata"].get("uid")
+    ours = (
+        pod
+        for pod in pods
+        if any(owner.get("uid") == uid for owner in pod["metadata"].get("ownerReferences") or ())
+        and (pod.get("status") or {}).get("phase") not in ("Failed", "Succeeded")
+    )
+    return tuple(pod_view(pod, mesh, PREFETCH_CONTAINER) for pod in ours)
+
+
+def prefetch_view(job: Object, pods: tuple[PodView, ...], progress: Progress | None) -> PrefetchView:
+    """The Job with its pods."""
+    ended = {one.get("type"): one for one in (job.get("status") or {}).get("conditions") or () if _holds(one)}
+    failed = ended.get("Failed")
+    return PrefetchView(
+        content=str((job["metadata"].get("annotations") or {}).get(IDENTITY_ANNOTATION, "")),
+        done="Complete" in ended,
+        failure=None if failed is None else str(failed.get("message") or failed.get("reason") or "it failed")[:1000],
+        pods=pods,
+        downloaded_bytes=progress.there if progress is not None else None,
+        total_bytes=progress.total if progress is not None else None,
+    )
+
+
+def _holds(condition: Object) -> bool:
+    return condition.get("status") == "True"

@@ -1,0 +1,106 @@
+"""The Job that fills the weights' claim before engines are started: an engine's pod without an engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.render.engine import claim_label, model_location, pod_template
+from kvpilot_operator.render.names import (
+    ENGINE_CONTAINER,
+    ENGINE_PORT,
+    IDENTITY_ANNOTATION,
+    OWN_LABELS,
+    PREFETCH_CONTAINER,
+    PREFETCH_LABEL,
+    prefetch_job,
+    weights_claim,
+)
+from kvpilot_operator.render.objects import owned
+from kvpilot_operator.state.snapshot import ServiceKey
+
+# The kubelet starts the container again and again, with pauses of up to five minutes: what keeps it from its end (terms
+# to accept, a token, a network) may be mended at any time, and it goes on then.
+_ATTEMPTS = 1_000_000
+_RESOURCES = {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"cpu": "4", "memory": "8Gi"}}
+# Where a runtime class gives every container all GPUs of a node unless it says otherwise.
+_NO_GPU = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
+_ENGINES_ALONE = (
+    "containers", "initContainers", "resourceClaims", "topologySpreadConstraints", "hostIPC", "hostNetwork", "hostPID",
+    "dnsPolicy", "terminationGracePeriodSeconds",
+)  # fmt: skip
+_COPIED = ("image", "imagePullPolicy", "securityContext")
+
+
+def claim_name(service: str, spec: Spec) -> str:
+    """The claim that is filled."""
+    return spec.cache.weights_claim_name or weights_claim(service)
+
+
+def identity(service: str, spec: Spec) -> str:
+    """What has to be on which claim (8 hex digits): another one means that it has to be filled anew."""
+    content = json.dumps([claim_name(service, spec), *_arguments(spec)]).encode()
+    return hashlib.sha256(content).hexdigest()[:8]
+
+
+def job(key: ServiceKey, uid: str, spec: Spec, *, assigned_user: bool) -> dict[str, Any]:
+    """The Job. Its pod runs where engines may, as their user, with their variables, volumes and pull secrets, since a
+    disk's zone and what leads to the hub are theirs; it asks for no GPU.
+    """
+    template = pod_template(key.name, spec, spec.kv_cache.baseline, assigned_user=assigned_user)
+    engine = next(one for one in template["spec"]["containers"] if one["name"] == ENGINE_CONTAINER)
+    metadata = template["metadata"]
+    labels = {name: value for name, value in metadata["labels"].items() if name not in OWN_LABELS}
+    ours = {
+        "app.kubernetes.io/name": "kvpilot-prefetch",
+        "app.kubernetes.io/instance": key.name,
+        "app.kubernetes.io/managed-by": "kvpilot",
+        # Not the service's label: no Service may send a request here.
+        PREFETCH_LABEL: key.name,
+        **claim_label(key.name, spec),
+    }
+    container = {
+        "name": PREFETCH_CONTAINER,
+        **{field: engine[field] for field in _COPIED if field in engine},
+        "command": ["kvpilot-prefetch"],
+        "args": [*_arguments(spec), f"--port={ENGINE_PORT}"],
+        "env": [*([] if _names_gpus(engine["env"]) else [_NO_GPU]), *engine["env"]],
+        "ports": [{"name": "http", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
+        "volumeMounts": [one for one in engine["volumeMounts"] if not _engines_alone(one)],
+        "resources": _RESOURCES,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    pod = {
+        **{field: value for field, value in template["spec"].items() if field not in _ENGINES_ALONE},
+        "containers": [container],
+        "volumes": [one for one in template["spec"]["volumes"] if not _engines_alone(one)],
+        "restartPolicy": "OnFailure",
+    }
+    spec_of_job = {
+        "backoffLimit": _ATTEMPTS,
+        "template": {"metadata": {**metadata, "labels": {**labels, **ours}}, "spec": pod},
+    }
+    made = owned(key, uid, ("batch/v1", "Job", prefetch_job(key.name)), spec=spec_of_job)
+    content = hashlib.sha256(json.dumps(spec_of_job, sort_keys=True).encode()).hexdigest()[:8]
+    made["metadata"]["annotations"] = {IDENTITY_ANNOTATION: f"{identity(key.name, spec)}-{content}"}
+    return made
+
+
+def _arguments(spec: Spec) -> list[str]:
+    arguments = [f"--model={model_location(spec)}"]
+    if spec.model.revision is not None:
+        arguments.append(f"--revision={spec.model.revision}")
+    hub = sorted({one.source.removeprefix("hf://") for one in spec.model.adapters if one.source.startswith("hf://")})
+    return [*arguments, *(f"--adapter={name}" for name in hub)]
+
+
+def _names_gpus(env: list[dict[str, Any]]) -> bool:
+    return any(one["name"] == _NO_GPU["name"] for one in env)
+
+
+def _engines_alone(volume: Mapping[str, Any]) -> bool:
+    """Whether a volume, or a mount of one, is kvpilot's own for engines: shared memory, compiled code, adapters."""
+    return volume["name"] in ("shm", "compile") or str(volume["name"]).startswith("adapters-")

@@ -1,0 +1,65 @@
+"""llm-d's Workload Variant Autoscaler with one variant: its saturation rules by percentages, and the HPA behind it.
+
+As its documentation has them (docs/saturation-analyzer.md and docs/integrations/hpa-integration.md of
+llm-d-workload-variant-autoscaler), with its defaults. A replica is saturated from 80% of its KV cache or five waiting
+requests on; of the others the spare room up to there is averaged. Less than 10 points or 3 requests of it ask for a
+replica more, and none while one starts; where as much would be left for one replica fewer, one may go. Each minute, on
+each replica's peaks of that minute. The HPA takes a recommendation that has stood for 240 s, in either direction.
+
+From version 0.9 on its default analyzer counts tokens instead; that one is not modelled here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+KV_THRESHOLD, QUEUE_THRESHOLD = 0.80, 5.0
+KV_SPARE, QUEUE_SPARE = 0.10, 3.0
+LOOP_SECONDS, STABILIZATION_SECONDS = 60.0, 240.0
+
+Gauges = tuple[float, float]
+"""KV use of one replica, 0 to 1, and its waiting requests."""
+
+
+def recommend(peaks: Sequence[Gauges], replicas: int) -> int:
+    """Replicas that one loop asks for, by the peaks of those that answer; `replicas` counts those that start, too."""
+    room = [(KV_THRESHOLD - kv, QUEUE_THRESHOLD - queue) for kv, queue in peaks]
+    room = [(kv, queue) for kv, queue in room if kv > 0 and queue > 0]
+    count = len(room)
+    kv, queue = (sum(column) / count for column in zip(*room, strict=True)) if room else (0.0, 0.0)
+    if kv < KV_SPARE or queue < QUEUE_SPARE:
+        return replicas + 1 if len(peaks) >= replicas else replicas
+    if count < 2:
+        return replicas
+    share = count / (count - 1)
+    kv_left, queue_left = (limit - share * (limit - x) for limit, x in ((KV_THRESHOLD, kv), (QUEUE_THRESHOLD, queue)))
+    return replicas - 1 if kv_left >= KV_SPARE and queue_left >= QUEUE_SPARE else replicas
+
+
+class Wva:
+    """The autoscaler's memory; one call of `judge` every `sync_seconds`."""
+
+    def __init__(self, *, minimum: int, maximum: int, sync_seconds: float) -> None:
+        self.minimum, self.maximum = minimum, maximum
+        self._loop = max(1, round(LOOP_SECONDS / sync_seconds))
+        self._seen: deque[Sequence[Gauges]] = deque(maxlen=self._loop)
+        self._asked: deque[int] = deque(maxlen=max(1, round(STABILIZATION_SECONDS / sync_seconds)))
+        self._calls, self._wanted = 0, 0
+
+    def judge(self, gauges: Sequence[Gauges], replicas: int) -> int:
+        """The replicas to run from now on; `gauges` in an order that the replicas keep."""
+        self._seen.append(gauges)
+        self._calls += 1
+        if self._calls % self._loop == 0 or not self._asked:
+            peaks = [
+                tuple(map(max, zip(*(page[i] for page in self._seen if len(page) > i), strict=True)))
+                for i in range(len(gauges))
+            ]
+            self._wanted = recommend([(kv, queue) for kv, queue in peaks], replicas)
+        self._asked.append(self._wanted)
+        if len(self._asked) < (self._asked.maxlen or 0):
+            return replicas
+        lowest, highest = min(self._asked), max(self._asked)
+        wanted = lowest if lowest > replicas else min(highest, replicas)
+        return max(self.minimum, min(self.maximum, wanted))

@@ -1,0 +1,131 @@
+"""What a bounded cache costs: `python runtime/benchmarks/retention.py --tokens 2048 --budgets 256,512`.
+
+SmolLM2-135M's weights in float32 over one stream of a text; attention sees what docs/retention.md says that an engine
+keeps. A budget is sinks and window together. Beside it stand the whole cache, the whole cache in `--dtype`, and the
+window of the largest budget without sinks, which no engine serves. Perplexity is of the tokens after the largest
+budget, where rows differ. `--needle LENGTH` asks for facts at five depths of a text of so many tokens instead.
+
+`--beyond LENGTH` shows what true positions past the length that a model was trained for cost (8,192 for SmolLM2). On
+two cores a row of 2,048 tokens takes half a minute or so; 64K tokens are for a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from accuracy_model import Probe, Reading
+from accuracy_needle import DEPTHS, needles
+from accuracy_needle import TEXT as NEEDLE_TEXT
+from accuracy_texts import EVALUATION, sequences
+from torch.nn import functional
+
+from kvpilot_demo.models import smollm2_135m
+from kvpilot_kernels import formats
+from kvpilot_kernels.reference.own import own
+
+_PIECE = 256
+"""Queries whose scores are held at once."""
+
+
+class Bounded(Probe):
+    """The model with a cache that keeps `sinks` first tokens and a `window`, in pages; all of them where it is None."""
+
+    kept: tuple[int, int, int] | None = None
+
+    def _attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        if self.kept is None:
+            return super()._attend(module, query, key, value, _mask, **options)
+        sinks, window, page = self.kept
+        first = -(-sinks // page) * page
+        outs = []
+        for begin in range(0, query.shape[2], _PIECE):
+            at = torch.arange(begin, min(begin + _PIECE, query.shape[2]))
+            low = max(first, (begin - window + 1) // page * page)
+            keys = torch.cat(
+                [torch.arange(min(first, low, len(at) + begin)), torch.arange(low, max(low, begin + len(at)))]
+            )
+            seen = (keys < first) | (keys >= (at[:, None] - window + 1).div(page, rounding_mode="floor") * page)
+            seen &= keys <= at[:, None]
+            k, v = key[:, :, keys], value[:, :, keys]
+            outs.append(
+                functional.scaled_dot_product_attention(
+                    query[:, :, at], k, v, attn_mask=seen, scale=options["scaling"], enable_gqa=True
+                )
+            )
+        return torch.cat(outs, 2).transpose(1, 2).contiguous(), None
+
+
+def nll(probe: Probe, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
+    """float64 [tokens - 1], minus the log-probability of each token but the first."""
+    states, found = probe.hidden(tokens, reading), []
+    for start, logits in probe.logits(states):
+        following = tokens[start + 1 : start + 1 + logits.shape[0]]
+        found.append(-logits[: len(following)].log_softmax(-1).gather(1, following[:, None])[:, 0].double())
+    return torch.cat(found)
+
+
+def perplexity(probe: Probe, tokens: torch.Tensor, reading: Reading | None, after: int) -> float:
+    """Of the tokens from position `after` on."""
+    return float(nll(probe, tokens, reading)[after - 1 :].mean().exp())
+
+
+def main() -> None:
+    """Print one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--tokens", type=int, default=2048)
+    add("--budgets", type=lambda text: [int(n) for n in text.split(",")], default=[256, 512])
+    add("--sinks", type=int, default=4)
+    add("--page", type=int, default=16)
+    add("--dtype", default="k4v2", choices=formats.own_names())
+    add("--texts", type=lambda text: text.split(","), default=list(EVALUATION))
+    add("--beyond", type=int, metavar="LENGTH", help="that the model was trained for: the stream in parts of so many "
+        "tokens, beside each part as a stream of its own, whose positions begin at 0")  # fmt: skip
+    add("--needle", type=int, choices=(1024, 4096, 8192), help="tokens of a prompt")
+    add("--model", type=Path, help="a folder; without it SmolLM2-135M")
+    asked = parser.parse_args()
+    probe = Bounded(asked.model or smollm2_135m())
+    codec = own(formats.parse(asked.dtype))
+    most = max(asked.budgets)
+    rows: list[tuple[str, tuple[int, int, int] | None, Reading | None]] = [
+        ("whole", None, None),
+        (f"whole in {asked.dtype}, uncalibrated, no recent window", None, Reading(lambda _layer: codec)),
+        *[(f"{asked.sinks} sinks, window {n - asked.sinks}", (asked.sinks, n - asked.sinks, asked.page), None)
+          for n in asked.budgets],
+        (f"no sinks, window {most}", (0, most, asked.page), None),
+    ]  # fmt: skip
+    if asked.needle:
+        ((_, haystack),) = sequences(probe.tokenizer, NEEDLE_TEXT)
+        print("| cache |", " | ".join(f"{int(100 * depth)}%" for depth in DEPTHS), "|")
+        for name, kept, reading in rows:
+            probe.kept = kept
+            found = needles(probe, reading, haystack, (asked.needle,))
+            counts = (f"{n} of {found['asked_each']}" for n in found["found"].values())
+            print(f"| {name} |", " | ".join(counts), "|", flush=True)
+        return
+    texts = sequences(probe.tokenizer, [(name, asked.tokens, 1) for name in asked.texts])
+    if asked.beyond:
+        probe.kept = (asked.sinks, most - asked.sinks, asked.page)
+        print("| text | from token | in the stream | on its own |")
+        for name, tokens in texts:
+            losses = nll(probe, tokens, None)
+            for begin in range(0, asked.tokens, asked.beyond):
+                alone = nll(probe, tokens[begin : begin + asked.beyond], None)
+                part = losses[begin + most : begin + asked.beyond - 1]
+                figures = (f"{float(one.mean().exp()):.2f}" for one in (part, alone[most:]))
+                print(f"| {name} | {begin} |", " | ".join(figures), "|", flush=True)
+        return
+    print("| cache |", " | ".join(name for name, _ in texts), "|")
+    for name, kept, reading in rows:
+        probe.kept = kept
+        found = [perplexity(probe, tokens, reading, most) for _, tokens in texts]
+        print(f"| {name} |", " | ".join(f"{one:.2f}" for one in found), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()

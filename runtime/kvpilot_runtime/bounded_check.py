@@ -1,0 +1,82 @@
+"""Whether a cache with a bound can be served as asked, before vLLM is touched; the engine looks again itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpilot_kernels import formats, models
+from kvpilot_kernels.latent.formats import LatentFormat
+from kvpilot_kernels.models import Kind
+from kvpilot_runtime import machine, options
+from kvpilot_runtime.errors import PreflightError, Reason
+from kvpilot_runtime.options import Switch
+
+if TYPE_CHECKING:
+    from kvpilot_runtime.preflight import Request
+
+REFUSED = (
+    Switch("offloading to host memory", (options.OFFLOAD,)),
+    Switch("KV transfer", ("--kv-transfer-config",)),
+    Switch("decode context parallelism", ("--decode-context-parallel-size", "-dcp"), ("1",)),
+    Switch("prefill context parallelism", ("--prefill-context-parallel-size", "-pcp"), ("1",)),
+    Switch("fast prefill of layers that share a cache", ("--kv-sharing-fast-prefill",)),
+    Switch("dual batch overlap", ("--enable-dbo",)),
+    Switch("dual batch overlap", ("--ubatch-size",), ("0", "1")),
+)
+"""What was never tried beside a bounded cache, or would look for pages that were freed."""
+
+
+def check(
+    fmt: formats.Format | LatentFormat, config: models.Architecture | None, request: Request,
+    platform: machine.Platform,
+) -> list[tuple[str, str]]:  # fmt: skip
+    """Warnings, as (reason, message); none where all tokens are kept.
+
+    Raises:
+        PreflightError: BadArguments, what is switched on does not go with it; ModelUnsupported, this model does not.
+    """
+    bound = request.retention
+    if bound is None:
+        return []
+
+    def refuse(what: str, remedy: str, reason: Reason = "BadArguments") -> PreflightError:
+        return PreflightError(reason, f"--retention {bound}: {what} is not supported beside it; {remedy}")
+
+    if platform == "cuda":
+        raise refuse("a GPU (no engine has served it there yet)", "leave it out, or use the CPU image")
+    if isinstance(fmt, LatentFormat):
+        raise refuse(f"kv-cache dtype {fmt.name!r}", "leave it out")
+    if options.speculation(request.others):
+        raise refuse("speculative decoding", "leave one of the two out")
+    for switch in REFUSED:
+        for option, value in options.given(request.others, *switch.options):
+            if value is None or value not in switch.off:
+                raise refuse(f"{option} ({switch.what})", "leave one of the two out")
+    if skipped := [layer for layer in request.skip_layers or () if layer != options.SLIDING]:  # models have none of it
+        raise refuse(f"--kv-cache-dtype-skip-layers {','.join(skipped)}", "leave one of the two out")
+    if request.recent:
+        raise refuse(f"--recent-tokens {request.recent} (the recent window)", "leave one of the two out")
+    if config is None:
+        return []
+    if (what := _unsupported(config)) is not None:
+        raise refuse(what, "leave it out", "ModelUnsupported")
+    length = request.max_model_len or config.max_positions
+    if length and length <= bound.window:
+        return [("RetentionUnused", f"--retention {bound}: no context of {length} tokens leaves the window; the option "
+                 "is of no effect")]  # fmt: skip
+    return []
+
+
+def _unsupported(model: models.Architecture) -> str | None:
+    """What a bounded cache does not serve in this model, or None."""
+    found = (
+        (model.latent, "multi-head latent attention"),
+        (model.encoder_decoder, "an encoder-decoder model"),
+        (model.alibi, "a model with ALiBi"),
+        (model.bidirectional or model.image_prefix, "attention to later tokens"),
+        (any(group.kind is Kind.CHUNKED for group in model.groups), "a model with chunked attention"),
+        (model.window_layers, f"a model with {model.window_layers} sliding-window layers"),
+        (model.state_layers or model.other_layers, "a model with layers of another kind than attention"),
+        (model.shared_layers, f"a model with {model.shared_layers} layers that use another layer's KV cache"),
+    )
+    return next((what for present, what in found if present), None)

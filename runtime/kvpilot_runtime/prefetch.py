@@ -1,0 +1,231 @@
+"""`kvpilot-prefetch`: puts on a claim what engines would download from the hub, before any of them is started.
+
+It takes no GPU and asks no vLLM. Files that are there already are not fetched again, so a run that was cut off goes on
+with the file that it was at. While it runs, /metrics says how many bytes are there, of how many. When it cannot go on,
+its last line on stderr is kvpilot-serve's JSON with a reason: ModelNotFound, VolumeFull, VolumeNotWritable or
+HubUnreachable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import fnmatch
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from kvpilot_runtime import hub
+from kvpilot_runtime.errors import PreflightError
+
+# 128 + 15, as a shell has it.
+_TERMINATED = 143
+_AGAIN = 1
+_REFUSED = 78
+_INDEX = "model.safetensors.index.json"
+# What vLLM looks for, in its order: of the first that a model has, and of no other, it loads the weights.
+_LOADED = ("*.safetensors", "*.bin", "*.pt")
+_WEIGHTS = frozenset([
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".hdf5", ".msgpack", ".onnx", ".onnx_data",
+    ".ot", ".tflite", ".npz", ".nemo", ".mlmodel", ".mlpackage", ".keras", ".pb", ".tar", ".gz", ".zip", ".parquet",
+])  # fmt: skip
+# A download writes all the time. What it leaves behind when it is killed is never used again (huggingface_hub 2).
+_ABANDONED_SECONDS = 600
+_AT_ONCE = 8
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model or an adapter: its files, as (name, bytes, name in the cache's folder of contents)."""
+
+    name: str
+    revision: str | None
+    files: tuple[tuple[str, int, str], ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(size for _, size, _ in self.files)
+
+    def there(self, cache: Path) -> int:
+        """Bytes of them that are in the cache, begun files counted as far as they are."""
+        contents = _contents(cache, self.name)
+        found: dict[str, int] = {}
+        for path in contents.iterdir() if contents.is_dir() else ():
+            content = path.name.partition(".")[0]
+            found[content] = max(found.get(content, 0), _written(path))
+        # Two files of the same content are kept once.
+        return sum(min(size, found.get(content, 0)) for _, size, content in self.files)
+
+
+def chosen(files: Iterable[str], index: Mapping[str, object] | None = None) -> set[str]:
+    """Of a model's files those that an engine reads: weights in one format, and all that is no weights.
+
+    `index` is the model's model.safetensors.index.json, which names the weights where it is there.
+    """
+    names = set(files)
+    plain = {name for name in names if PurePosixPath(name).suffix.lower() not in _WEIGHTS}
+    named = index.get("weight_map") if index is not None else None
+    if isinstance(named, Mapping) and named:
+        return plain | (names & {str(name) for name in named.values()})
+    loaded = (fnmatch.filter(names, pattern) for pattern in _LOADED)
+    return plain | set(next((found for found in loaded if found), []))
+
+
+def plan(name: str, revision: str | None) -> Part:
+    """Ask the hub what has to be there.
+
+    Raises:
+        PreflightError: ModelNotFound.
+        Exception: one of `_client_errors`: the hub cannot be reached, or does not answer as it should.
+    """
+    from huggingface_hub import HfApi, hf_hub_download
+
+    with hub.refusals(name, revision):
+        siblings = HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
+        sizes = {one.rfilename: one.size or 0 for one in siblings}
+        contents = {one.rfilename: (one.lfs.sha256 if one.lfs else one.blob_id) or "" for one in siblings}
+        index = None
+        if _INDEX in sizes:
+            index = json.loads(Path(hf_hub_download(name, _INDEX, revision=revision)).read_bytes())
+    files = sorted(chosen(sizes, index if isinstance(index, dict) else None))
+    return Part(name, revision, tuple((file, sizes[file], contents[file]) for file in files))
+
+
+def fetch(part: Part) -> None:
+    """Download what is missing, file by file: a snapshot of a part of a model is incomplete to an engine without a hub.
+
+    Raises:
+        PreflightError: ModelNotFound.
+        Exception: one of `_client_errors`: the hub, or the file system.
+    """
+    from huggingface_hub import hf_hub_download
+
+    with hub.refusals(part.name, part.revision), ThreadPoolExecutor(_AT_ONCE) as pool:
+        begun = [pool.submit(hf_hub_download, part.name, file, revision=part.revision) for file, _, _ in part.files]
+        try:
+            for one in begun:
+                one.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def tidy(cache: Path, name: str, now: float) -> None:
+    """Remove begun files that nobody has written to for ten minutes."""
+    for path in _contents(cache, name).glob("*.*.incomplete"):
+        if now - path.stat().st_mtime > _ABANDONED_SECONDS:
+            path.unlink(missing_ok=True)
+
+
+def check_room(cache: Path, parts: Sequence[Part]) -> None:
+    """See whether what is missing fits.
+
+    Raises:
+        PreflightError: VolumeFull, with the numbers.
+    """
+    missing = sum(part.size - part.there(cache) for part in parts)
+    free = shutil.disk_usage(cache).free
+    if missing > free:
+        raise _full(f"{missing / 1e9:.1f} GB are missing, and {free / 1e9:.1f} GB are free")
+
+
+def run(wanted: Sequence[tuple[str, str | None]], cache: Path, port: int) -> None:
+    """Put all of it into the cache, and tell of it at this port.
+
+    Raises:
+        PreflightError: it cannot be done.
+    """
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        for name, _ in wanted:
+            tidy(cache, name, time.time())
+        parts = [plan(name, revision) for name, revision in wanted]
+        check_room(cache, parts)
+        _tell(parts, cache, port)
+        for part in parts:
+            fetch(part)
+    except _client_errors() as error:
+        raise _explained(error) from error
+
+
+def _client_errors() -> tuple[type[Exception], ...]:
+    """The base errors of the HTTP library that this version of the hub's client uses, and OSError."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return tuple(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
+
+
+def _tell(parts: Sequence[Part], cache: Path, port: int) -> None:
+    from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+    registry = CollectorRegistry()
+    there = Gauge("kvpilot_prefetch_bytes", "Bytes that are on the claim.", registry=registry)
+    there.set_function(lambda: sum(part.there(cache) for part in parts))
+    total = Gauge("kvpilot_prefetch_total_bytes", "Bytes that will be there.", registry=registry)
+    total.set(sum(part.size for part in parts))
+    start_http_server(port, os.environ.get("KVPILOT_SERVE_HOST", "0.0.0.0"), registry)  # noqa: S104 - as kvpilot-serve
+
+
+def _explained(error: Exception) -> PreflightError:
+    """An error of the file system or of the hub's client; the latter's may hold an address, and no token."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in _FULL:
+        return _full(str(error))
+    if number in _READ_ONLY:
+        return PreflightError("VolumeNotWritable", f"{error}: the claim's files must be writable for the pod's user or group; set fsGroup in spec.engine.podTemplate.spec.securityContext, or the owner where the volume is made")  # fmt: skip  # noqa: E501
+    words = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+    return PreflightError("HubUnreachable", f"{words}; it is tried again. Let pods reach the hub, or name a mirror or proxy in spec.engine.env (HF_ENDPOINT, HTTPS_PROXY)")  # fmt: skip  # noqa: E501
+
+
+def _full(why: str) -> PreflightError:
+    return PreflightError("VolumeFull", f"{why}; raise spec.cache.weights.size, or remove what is not needed from the claim")  # fmt: skip  # noqa: E501
+
+
+def _contents(cache: Path, name: str) -> Path:
+    """The folder of the hub client's cache in which the contents of a model's files lie, named by their hash."""
+    return cache / f"models--{name.replace('/', '--')}" / "blobs"
+
+
+def _written(path: Path) -> int:
+    """Bytes of a file that are really there: one that is to be large may have its size before its content."""
+    try:
+        about = path.stat()
+    except FileNotFoundError:  # renamed since it was listed
+        return 0
+    return min(about.st_size, about.st_blocks * 512)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 once everything is there; 78 where it never will be without a change, 1 where another attempt may help."""
+    parser = argparse.ArgumentParser(prog="kvpilot-prefetch", allow_abbrev=False, description=__doc__)
+    parser.add_argument("--model", required=True, metavar="ORG/MODEL", help="on the hub")
+    parser.add_argument("--revision", help="branch, tag or commit of the model")
+    parser.add_argument("--adapter", action="append", default=[], metavar="ORG/ADAPTER", help="may be given again")
+    parser.add_argument("--port", type=int, default=8000, help="where /metrics is")
+    asked = parser.parse_args(argv)
+    # As the first process of a container it would not hear the signal, and its threads would finish their files first.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(_TERMINATED))
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    wanted = [(asked.model, asked.revision), *((adapter, None) for adapter in asked.adapter)]
+    try:
+        run(wanted, Path(HF_HUB_CACHE), asked.port)
+    except PreflightError as error:
+        record = {"kvpilot": "refused", "reason": error.reason, "message": error.message}
+        print(json.dumps(record), file=sys.stderr, flush=True)
+        return _AGAIN if error.reason == "HubUnreachable" else _REFUSED
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

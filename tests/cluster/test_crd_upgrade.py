@@ -1,0 +1,214 @@
+"""What becomes of services when their definition is replaced: on Kubernetes 1.20 and on the newer server."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvpilot_localcluster.rest import ApiError, until
+from kvpilot_operator.render.names import KIND
+from support.definitions import Defined, Json, with_successor
+from support.model_cluster import ModelCluster
+from support.services import manifest
+from support.tenants import Tenant
+
+_NUMBERS = itertools.count(1)
+
+
+@pytest.fixture(params=["cluster", "modern_cluster"])
+def defined(request: pytest.FixtureRequest) -> Iterator[Defined]:
+    """A group of the test's own on either server, without a definition."""
+    running = request.getfixturevalue(request.param)
+    made = Defined(running.plane, f"upgrade-{next(_NUMBERS)}.kvpilot.io")
+    yield made
+    made.remove()
+
+
+def auto_by_default(definition: Json) -> None:
+    """The definition of the time when Auto was the default mode."""
+    spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    mode = spec["properties"]["kvCache"]["properties"]["mode"]
+    assert mode["default"] == "Recommend"
+    mode["default"] = "Auto"
+
+
+def mode(service: Json) -> str:
+    found: str = service["spec"]["kvCache"]["mode"]
+    return found
+
+
+def test_a_service_of_the_time_when_auto_was_the_default_stays_in_auto_and_a_new_one_is_in_recommend(
+    defined: Defined,
+) -> None:
+    defined.create(defined.definition(auto_by_default))
+    told_nothing = {
+        "absent": defined.manifest("absent"),
+        "no-mode": defined.manifest("no-mode", kvCache={"ladder": ["fp8"]}),
+        "null": defined.manifest("null", kvCache={"mode": None}),
+    }
+    for one in told_nothing.values():
+        defined.apply(one)
+    applied_by_server = defined.manifest("by-server")
+    defined.apply(applied_by_server, "--server-side")
+    line = defined.manifest("line", kvCache={"mode": "Auto"})
+    defined.apply(line)
+
+    defined.replace(defined.definition())
+    until(lambda: mode(defined.would_be(defined.manifest("new"))) == "Recommend", "the new definition counts")
+
+    old = ("absent", "no-mode", "null", "by-server", "line")
+    assert {name: mode(defined.get(name)) for name in old} == dict.fromkeys(old, "Auto")
+    listed = defined.rest.get(defined.services())["items"]
+    assert {mode(one) for one in listed} == {"Auto"}
+
+    # Neither what a user applies again, changed elsewhere, nor what the operator writes changes it.
+    for one in told_nothing.values():
+        defined.apply({**one, "spec": {**one["spec"], "replicas": 2}})
+    defined.apply(
+        {**applied_by_server, "spec": {**applied_by_server["spec"], "replicas": 2}},
+        "--server-side",
+        "--force-conflicts",
+    )
+    for name in (*told_nothing, "by-server"):
+        found = defined.rest.merge(f"{defined.services()}/{name}/status", {"status": {"replicas": 2}})
+        assert (mode(found), found["spec"]["replicas"], found["status"]["replicas"]) == ("Auto", 2, 2)
+
+    # Who replaces the whole object, or takes the line away, asks for the new default.
+    now = defined.get("absent")["metadata"]["resourceVersion"]
+    whole = {**told_nothing["absent"], "metadata": {"name": "absent", "resourceVersion": now}}
+    assert mode(defined.rest.call("PUT", f"{defined.services()}/absent", whole)) == "Recommend"
+    defined.apply(defined.manifest("line"))
+    assert mode(defined.get("line")) == "Recommend"
+    # As does what is made anew.
+    defined.rest.delete(f"{defined.services()}/null")
+    defined.apply(told_nothing["null"])
+    assert mode(defined.get("null")) == "Recommend"
+
+
+ALPHA, BETA = "v1alpha1", "v1beta1"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def examples(defined: Defined) -> dict[str, Json]:
+    """Every service of examples/, under a name of its own in the group of the test."""
+    found = {}
+    for path in sorted(EXAMPLES.glob("*.yaml")):
+        for document in yaml.safe_load_all(path.read_text()):
+            if document["kind"] == KIND:
+                found[path.stem] = defined.manifest(path.stem) | {"spec": document["spec"]}
+    return found
+
+
+def a_status() -> Json:
+    """What the operator's own rules write after pressure, a trial and a promotion."""
+    cluster = ModelCluster(
+        manifest(kvCache={"pressure": {"sustainedSeconds": 30}}, canary={"steps": []}), demand=9000, start_ticks=2
+    )
+    cluster.until(lambda status: status.last_canary is not None)
+    found: Json = json.loads(json.dumps(cluster.status))
+    assert {"canary", "lastCanary", "decisions", "history", "url", "observedRevision"} - set(found) <= {"canary"}
+    return found
+
+
+def content(service: Json) -> Json:
+    """What an object says, whatever the version in which it is read."""
+    metadata = {name: service["metadata"][name] for name in ("name", "uid", "generation")}
+    return {"metadata": metadata, "spec": service["spec"], "status": service.get("status")}
+
+
+def beside(defined: Defined, stored: str) -> Json:
+    """The definition with both versions."""
+    return defined.definition(partial(with_successor, stored=stored))
+
+
+def without_alpha(definition: Json) -> None:
+    """The definition that has only v1beta1 left."""
+    with_successor(definition, stored=BETA)
+    del definition["spec"]["versions"][0]
+
+
+def test_v1alpha1_becomes_v1beta1_without_a_webhook_and_no_service_changes(defined: Defined) -> None:
+    defined.create(defined.definition())
+    for name, one in examples(defined).items():
+        defined.rest.create(defined.services(), one)
+        defined.rest.merge(f"{defined.services()}/{name}/status", {"status": a_status()})
+    names = sorted(examples(defined))
+    before = {name: content(defined.get(name)) for name in names}
+
+    for stored in (ALPHA, BETA):
+        defined.replace(beside(defined, stored))
+        for version in (ALPHA, BETA):
+            assert {name: content(defined.get(name, version)) for name in names} == before
+
+    # Either version's clients see what the other's write, in the spec, the status and the scale.
+    name = names[0]
+    for writer, reader, replicas in ((ALPHA, BETA, 3), (BETA, ALPHA, 4)):
+        scale = defined.rest.get(f"{defined.services(writer)}/{name}/scale")
+        scale["spec"]["replicas"] = replicas
+        defined.rest.call("PUT", f"{defined.services(writer)}/{name}/scale", scale)
+        defined.rest.merge(f"{defined.services(writer)}/{name}/status", {"status": {"replicas": replicas}})
+        found = defined.get(name, reader)
+        assert (found["spec"]["replicas"], found["status"]["replicas"]) == (replicas, replicas)
+    # What is applied in one version and left out in the other is taken away, as in one version.
+    defined.apply(defined.manifest("applied", ALPHA, replicas=3, kvCache={"mode": "Auto"}), "--server-side")
+    defined.apply(defined.manifest("applied", BETA, replicas=3), "--server-side")
+    assert mode(defined.get("applied", ALPHA)) == "Recommend"
+
+    # v1alpha1 may leave once every object is written anew, and the server refuses it before that.
+    with pytest.raises(ApiError, match="storedVersions"):
+        defined.replace(defined.definition(without_alpha))
+    listed = defined.rest.get(defined.services(BETA))["items"]
+    for one in listed:
+        path = f"{defined.services(BETA)}/{one['metadata']['name']}"
+        defined.rest.call("PUT", path, {"apiVersion": f"{defined.group}/{BETA}", "kind": KIND, **one})
+    defined.rest.merge(f"{defined.path}/status", {"status": {"storedVersions": [BETA]}})
+    defined.replace(defined.definition(without_alpha))
+    until(lambda: not served(defined, ALPHA), "v1alpha1 is not served any more")
+    after = {one["metadata"]["name"]: content(one) for one in defined.rest.get(defined.services(BETA))["items"]}
+    assert after == {one["metadata"]["name"]: content(one) for one in listed}
+
+
+def served(defined: Defined, version: str) -> bool:
+    try:
+        defined.rest.get(defined.services(version))
+    except ApiError as error:
+        assert error.status == 404
+        return False
+    return True
+
+
+def test_a_field_that_one_version_alone_has_is_lost_by_a_write_in_the_other(defined: Defined) -> None:
+    """Why both versions must have the same shape as long as both are served."""
+
+    def wider(definition: Json) -> None:
+        with_successor(definition, stored=BETA)
+        schema = definition["spec"]["versions"][1]["schema"]["openAPIV3Schema"]
+        schema["properties"]["spec"]["properties"]["note"] = {"type": "string", "description": "new"}
+
+    defined.create(defined.definition(wider))
+    defined.rest.create(defined.services(BETA), defined.manifest("wide", BETA, note="kept"))
+    assert defined.get("wide", BETA)["spec"]["note"] == "kept"
+    old = defined.get("wide", ALPHA)
+    assert "note" not in old["spec"]
+    defined.rest.call("PUT", f"{defined.services(ALPHA)}/wide", old)
+    assert "note" not in defined.get("wide", BETA)["spec"]
+
+
+def test_an_owner_is_named_in_the_new_version_as_soon_as_an_object_is_applied_again(tenant: Tenant) -> None:
+    path = f"{tenant.core}/configmaps/owned?fieldManager=kvpilot-operator"
+    for version in (ALPHA, BETA):
+        owner = {
+            "apiVersion": f"kvpilot.io/{version}",
+            "kind": KIND,
+            "name": "chat",
+            "uid": "5d1c1e0e-0000-4000-8000-1",
+        }
+        body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "owned", "ownerReferences": [owner]}}
+        made = tenant.cluster.rest.call("PATCH", path, body, content="application/apply-patch+yaml")
+        assert [one["apiVersion"] for one in made["metadata"]["ownerReferences"]] == [f"kvpilot.io/{version}"]

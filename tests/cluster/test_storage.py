@@ -1,0 +1,173 @@
+"""A claim and the Job that fills it, in a real API server (Kubernetes 1.20) with its controllers and admission."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from kvpilot_localcluster.rest import Rest, until
+from support.model_hub import Hub, hub_of
+from support.operated import condition, create, engine, exists, services, told
+
+Json = dict[str, Any]
+SECONDS = 600
+
+
+def claim(namespace: str) -> str:
+    return f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/chat-weights"
+
+
+def weights(size: str, **more: str) -> Json:
+    return {"cache": {"weights": {"size": size, **more}}}
+
+
+def ask(rest: Rest, namespace: str, size: str, **more: str) -> None:
+    rest.merge(f"{services(namespace)}/chat", {"spec": weights(size, **more)})
+
+
+def bound(rest: Rest, namespace: str, *, grows: bool) -> str:
+    """A service with a claim of 2 GiB on a volume of its own class, which can be resized or not; the class' name."""
+    name = f"class-{namespace}"
+    rest.create(
+        "/apis/storage.k8s.io/v1/storageclasses",
+        {"metadata": {"name": name}, "provisioner": "example.org/none", "allowVolumeExpansion": grows},
+    )
+    rest.create(
+        "/api/v1/persistentvolumes",
+        {
+            "metadata": {"name": f"disk-{namespace}"},
+            "spec": {
+                "capacity": {"storage": "10Gi"}, "accessModes": ["ReadWriteMany"], "storageClassName": name,
+                "hostPath": {"path": f"/tmp/{namespace}"},  # noqa: S108 - nobody mounts it
+            },
+        },
+    )  # fmt: skip
+    create(rest, namespace, **weights("2Gi", storageClassName=name))
+    until(lambda: exists(rest, claim(namespace)), "the claim is made")
+    until(lambda: rest.get(claim(namespace)).get("status", {}).get("phase") == "Bound", "the claim is bound")
+    return name
+
+
+def test_a_claim_is_bound_and_grows_where_its_class_allows(rest: Rest, namespace: str) -> None:
+    name = bound(rest, namespace, grows=True)
+    ask(rest, namespace, "5Gi")
+    until(lambda: rest.get(claim(namespace))["spec"]["resources"]["requests"]["storage"] == "5Gi", "it is to grow")
+    assert condition(rest, namespace, "ObjectsAccepted")["status"] == "True"
+    ask(rest, namespace, "3Gi")
+    found = told(rest, namespace, "ObjectsAccepted", "ClaimCannotShrink")
+    assert found["message"].startswith("spec.cache.weights.size: ")
+    assert rest.get(claim(namespace))["spec"]["resources"]["requests"]["storage"] == "5Gi"
+    # What was asked for before is what there is: nothing is refused any more.
+    ask(rest, namespace, "5Gi")
+    told(rest, namespace, "ObjectsAccepted", "Written")
+    assert rest.get(claim(namespace))["spec"]["storageClassName"] == name
+
+
+@pytest.mark.parametrize(
+    ("size", "more", "reason"),
+    [
+        ("5Gi", {}, "ClaimCannotGrow"),
+        ("2Gi", {"storageClassName": "other"}, "ClaimCannotChange"),
+        ("2Gi", {"accessMode": "ReadWriteOnce"}, "ClaimCannotChange"),
+    ],
+)
+def test_what_a_claim_cannot_become_is_told_with_the_remedy(
+    rest: Rest, namespace: str, size: str, more: dict[str, str], reason: str
+) -> None:
+    bound(rest, namespace, grows=False)
+    before = rest.get(claim(namespace))["spec"]
+    ask(rest, namespace, size, **more)
+    found = told(rest, namespace, "ObjectsAccepted", reason)
+    assert found["status"] == "False"
+    assert found["message"].startswith("spec.cache.weights")
+    assert rest.get(claim(namespace))["spec"] == before
+
+
+def test_it_goes_with_the_service(rest: Rest, namespace: str) -> None:
+    create(rest, namespace, **weights("1Gi"))
+    until(lambda: exists(rest, claim(namespace)), "the claim is made")
+    rest.delete(f"{services(namespace)}/chat")
+    until(lambda: not exists(rest, claim(namespace)), "the claim is collected")
+
+
+def test_a_quota_on_storage_is_told(rest: Rest, namespace: str) -> None:
+    quotas = f"/api/v1/namespaces/{namespace}/resourcequotas"
+    rest.create(quotas, {"metadata": {"name": "team"}, "spec": {"hard": {"requests.storage": "1Gi"}}})
+    until(lambda: rest.get(f"{quotas}/team")["status"].get("hard"), "the quota counts")
+    create(rest, namespace, **weights("2Gi"))
+    found = told(rest, namespace, "ObjectsAccepted", "QuotaExceeded")
+    assert found["message"].startswith("spec.cache.weights: ")
+
+
+MODEL = "some-team/some-model"
+FILES = {"config.json": b"{}", "a.safetensors": b"a" * 3_000_000, "b.safetensors": b"b" * 1_000_000}
+
+
+def disk(rest: Rest, namespace: str, folder: Path) -> str:
+    """A volume in a folder of this machine, and its class."""
+    name = f"class-{namespace}"
+    spec = {
+        "capacity": {"storage": "1Gi"},
+        "accessModes": ["ReadWriteOnce"],
+        "storageClassName": name,
+        "hostPath": {"path": str(folder)},
+    }
+    rest.create("/api/v1/persistentvolumes", {"metadata": {"name": f"disk-{namespace}"}, "spec": spec})
+    return name
+
+
+def hub_engine(hub: Hub) -> Json:
+    env = [{"name": "HF_ENDPOINT", "value": hub.url}, {"name": "HF_HUB_OFFLINE", "value": "0"}]
+    return engine(env=env)
+
+
+def deployments(rest: Rest, namespace: str) -> list[Json]:
+    return list(rest.get(f"/apis/apps/v1/namespaces/{namespace}/deployments")["items"])
+
+
+def test_a_job_fills_the_claim_before_any_engine_and_tells_how_far_it_is(
+    rest: Rest, namespace: str, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o777)
+    with hub_of(MODEL, FILES) as hub:
+        goes_on = Event()
+
+        def hangs(name: str) -> None:
+            if name == "b.safetensors":
+                goes_on.wait(SECONDS)
+
+        hub.before = hangs
+        asked = weights("1Gi", accessMode="ReadWriteOnce", storageClassName=disk(rest, namespace, tmp_path))
+        asked["cache"]["prefetch"] = True
+        create(rest, namespace, model={"source": f"hf://{MODEL}"}, **hub_engine(hub), **asked)
+
+        def cache() -> Json:
+            return dict((rest.get(f"{services(namespace)}/chat").get("status") or {}).get("cache") or {})
+
+        until(lambda: cache().get("downloadedBytes", 0) > 2_900_000, "it is told")
+        assert cache()["phase"] == "Prefetching"
+        assert cache()["totalBytes"] == sum(map(len, FILES.values()))
+        assert "of 0.0 GB (75%)" in told(rest, namespace, "Ready", "PrefetchingWeights")["message"]
+        assert condition(rest, namespace, "Reconciling")["status"] == "True"
+        assert deployments(rest, namespace) == []
+        goes_on.set()
+        until(lambda: cache().get("phase") == "Ready", "it is filled")
+        until(lambda: deployments(rest, namespace), "an engine is asked for")
+    (folder,) = (tmp_path / "hub" / f"models--{MODEL.replace('/', '--')}" / "snapshots").iterdir()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
+
+
+def test_a_model_that_is_not_for_us_is_told_and_fetched_once_it_is(rest: Rest, namespace: str, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with hub_of(MODEL, FILES) as hub:
+        hub.refuses = "GatedRepo"
+        asked = weights("1Gi", accessMode="ReadWriteOnce", storageClassName=disk(rest, namespace, tmp_path))
+        asked["cache"]["prefetch"] = True
+        create(rest, namespace, model={"source": f"hf://{MODEL}"}, **hub_engine(hub), **asked)
+        assert "accept its terms" in told(rest, namespace, "Stalled", "ModelNotFound")["message"]
+        assert deployments(rest, namespace) == []
+        hub.refuses = ""
+        until(lambda: deployments(rest, namespace), "an engine is asked for")

@@ -1,0 +1,152 @@
+"""No request reaches a pod whose revision has not passed its probes, whoever selects it by whatever label, over a whole
+canary and a rollback, and wherever the operator is killed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import pytest_asyncio
+
+from kvpilot_localcluster.definitions import directly
+from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, REVISION_LABEL, SERVICE_LABEL
+from support.faulty_record import record
+from support.faulty_world import IMAGE, NAMESPACE, until
+from support.gateway import ROUTE_CRD
+from support.inference_gateway import POOL_CRD, EndpointPicker, InferenceGateway, pool
+from support.killer import Killer
+from support.unprobed import requests
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(3600)]
+
+ACCURACY = {"probeSets": ["builtin/structured"]}
+# A busy machine may need a while to tell the picker that a pod goes.
+DRAIN = {"preStopSeconds": 5, "timeoutSeconds": 20}
+
+
+def moves_traffic(written: str) -> bool:
+    """Whether a kill is worth its time also where that is short: after what says who gets requests."""
+    return written.split()[1].startswith(("quantizedllmservices", "services", "inferencepools", "httproutes"))
+
+
+@pytest_asyncio.fixture(autouse=True, loop_scope="session")
+async def definitions(world):
+    """They are there from the first test on, after the operator has started."""
+    known = await asyncio.to_thread(world.rest.get, "/apis")
+    if "inference.networking.k8s.io" not in [group["name"] for group in known["groups"]]:
+        await asyncio.to_thread(directly, world.rest, [POOL_CRD, ROUTE_CRD])
+
+
+async def ends(world, name, stage, dtype):
+    async def ended() -> bool:
+        status = await world.status(name)
+        last = status.get("lastCanary") or {}
+        return "canary" not in status and (last.get("stage"), last.get("dtype")) == (stage, dtype)
+
+    return await until(ended, f"the trial of {dtype} ends {stage}", seconds=1500)
+
+
+async def a_users_pool(world, name, worth):
+    """A promotion and a rollback seen by a pool on the label that all pods of a service have."""
+    ill = '{"completions": "hang", "only_dtype": "k8v4"}'
+    engine = {"image": IMAGE, "env": [{"name": "FAULTY_ENGINE", "value": ill}]}
+    canary = {"steps": []}
+    await world.cluster.create(pool(f"all-of-{name}", NAMESPACE, {SERVICE_LABEL: name}))
+    await world.serving(name, 2, engine=engine, canary=canary, accuracy=ACCURACY, drain=DRAIN)
+    async with EndpointPicker(world.cluster, NAMESPACE, f"all-of-{name}").following() as picker:
+        await until(lambda: asyncio.sleep(0, picker.pick() is not None), "the picker has a pod")
+        async with requests(world, name, picker.pick) as seen, Killer.of(world, worth) as killer:
+            first = (await world.status(name))["stable"]["revision"]
+            await world.patch(name, {"kvCache": {"dtype": "k4v4"}})
+            taken = await ends(world, name, "Promoted", "k4v4")
+            await world.patch(name, {"kvCache": {"dtype": "k8v4"}, "canary": {"progressDeadlineSeconds": 30}})
+            taken += await ends(world, name, "RolledBack", "k8v4")
+    second = (await world.status(name))["stable"]["revision"]
+    assert seen.unprobed == []
+    assert seen.failed == []
+    assert set(seen.answered) == {first, second}
+    assert seen.nobody == 0
+    await world.delete(name)
+    await world.cluster.delete(INFERENCE_POOL_API, "InferencePool", NAMESPACE, f"all-of-{name}")
+    return killer, seen, taken
+
+
+async def test_a_users_pool_on_the_service_label_never_picks_an_unprobed_pod(world):
+    killer, seen, taken = await a_users_pool(world, "pooled", moves_traffic)
+    assert any("Promoting" in written for written in killer.killed)
+    record(
+        f"operator killed {len(killer.killed)} times while a canary is promoted and another rolled back",
+        taken,
+        what="both trials end; a pool on the service's label picked no unprobed pod",
+        answered=seen.answered.total(),
+    )
+
+
+@pytest.mark.long
+async def test_a_users_pool_is_safe_whichever_write_the_operator_dies_after(world):
+    killer, _, _ = await a_users_pool(world, "killed", lambda _: True)
+    kinds = {written.split()[1].partition("/")[0] for written in killer.killed}
+    assert {"quantizedllmservices", "deployments", "services", "pods"} <= kinds
+
+
+async def by_route(world, name, worth):
+    """A canary that takes half of a route and is rolled back, and one that is promoted, both by pools of ours."""
+    backend = {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": name, "weight": 1}
+    route = {"apiVersion": HTTP_ROUTE_API, "kind": "HTTPRoute", "metadata": {"name": name, "namespace": NAMESPACE}}
+    rules = [{"backendRefs": [backend]}]
+    await world.cluster.create({**route, "spec": {"rules": rules}})
+    steps = [{"weightPercent": 50, "holdSeconds": 3600}]
+    canary = {"routeRef": {"name": name}, "steps": steps, "warmUpSeconds": 0}
+    await world.serving(name, 2, canary=canary, accuracy=ACCURACY, drain=DRAIN, inferencePool={})
+
+    async def revisions():
+        found = [
+            await world.cluster.find(INFERENCE_POOL_API, "InferencePool", NAMESPACE, one)
+            for one in (name, f"{name}-canary")
+        ]
+        return [one and one["spec"]["selector"]["matchLabels"].get(REVISION_LABEL) for one in found]
+
+    async def settled():
+        return await revisions() == [(await world.status(name))["stable"]["revision"]] * 2
+
+    await until(settled, "both pools select what serves")
+    gateway = InferenceGateway(world.cluster, NAMESPACE, name, (name, f"{name}-canary"))
+    async with gateway.following():
+        await until(lambda: asyncio.sleep(0, gateway.pick() is not None), "the gateway has a pod")
+        async with requests(world, name, gateway.pick) as seen, Killer.of(world, worth) as killer:
+            await world.patch(name, {"kvCache": {"dtype": "k4v4"}})
+            await until(lambda: asyncio.sleep(0, len(seen.answered) > 1), "the canary has its share", seconds=1500)
+            first, second = await revisions()
+            assert first != second
+            await world.patch(name, {"kvCache": {"dtype": "auto"}})
+            taken = await ends(world, name, "RolledBack", "k4v4")
+            await until(settled, "both pools select what serves")
+            await world.patch(name, {"kvCache": {"dtype": "k8v4"}, "canary": {"steps": []}})
+            taken += await ends(world, name, "Promoted", "k8v4")
+            await until(settled, "both pools select what serves")
+            third = (await revisions())[0]
+    found = await world.cluster.get(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name)
+    assert [ref["name"] for ref in found["spec"]["rules"][0]["backendRefs"]] == [name]
+    assert seen.unprobed == []
+    assert seen.failed == []
+    assert seen.nobody == 0
+    assert set(seen.answered) == {first, second, third}
+    await world.delete(name)
+    await world.cluster.delete(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name)
+    return killer, seen, taken
+
+
+async def test_a_route_over_pools_of_ours_never_leads_to_an_unprobed_pod(world):
+    killer, seen, taken = await by_route(world, "routed", moves_traffic)
+    assert {written.split()[1].partition("/")[0] for written in killer.killed} >= {"httproutes", "inferencepools"}
+    record(
+        f"operator killed {len(killer.killed)} times while a canary takes its share of a route over InferencePools",
+        taken,
+        what="it is rolled back, another is promoted; no request met an unprobed pod, and none failed",
+        answered=seen.answered.total(),
+    )
+
+
+@pytest.mark.long
+async def test_a_route_over_pools_is_safe_whichever_write_the_operator_dies_after(world):
+    await by_route(world, "routed-killed", lambda _: True)

@@ -1,0 +1,84 @@
+"""A bounded cache through the CUDA backend's metadata and kernels, interpreted; FlashAttention in plain torch."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm.v1.attention.backends.fa_utils")
+
+from test_cuda_backend import BLOCK, DIM, HEADS, KV_HEADS, STEP, Engine, cuda  # noqa: F401
+
+from kvpilot_kernels.reference.attention import round_trip
+from kvpilot_runtime.retention import SinksAndWindow
+
+BOUND = SinksAndWindow(4, 100)
+
+
+def first_kept(position: int) -> int:
+    """Of the tokens after the sinks' page."""
+    return max(BLOCK, (position - BOUND.window + 1) // BLOCK * BLOCK)
+
+
+@pytest.mark.parametrize("name", ["k4v4", "k8v4"])
+def test_decodes_and_prompts_read_sinks_and_window_alone_whatever_the_pages_between_hold(
+    cuda: Any,  # noqa: F811
+    name: str,
+) -> None:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from kvpilot_runtime.bounded import bounded_backend
+
+    engine = Engine(cuda, name, blocks=40, width=8)
+    engine.impl.read_back = engine.builder.read_back = True  # then a token's answer does not depend on its chunk
+    engine.builder.__class__ = bounded_backend(cuda.CudaBackend).get_builder_cls()
+    engine.builder.kv_cache_spec = SimpleNamespace(bound=BOUND, block_size=BLOCK)
+    tables = {sequence: [engine.free.pop() for _ in range(8)] for sequence in "abc"}
+    keys, values = ({s: torch.randn(0, KV_HEADS, DIM) for s in "abc"} for _ in "kv")
+    for new in (
+        {"a": 90, "b": 300},
+        {"a": 1, "b": 1, "c": 20},
+        {"b": 1, "a": 140},
+        {"a": 1, "b": 1, "c": 1},
+        {"a": 130},
+    ):
+        counts = list(new.values())
+        starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+        before = {s: len(keys[s]) for s in new}
+        query, fresh_k, fresh_v = (
+            torch.randn(sum(counts), heads, DIM, generator=engine.rng) for heads in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        slots = []
+        for i, (s, count) in enumerate(new.items()):
+            rows = slice(int(starts[i]), int(starts[i + 1]))
+            keys[s], values[s] = torch.cat([keys[s], fresh_k[rows]]), torch.cat([values[s], fresh_v[rows]])
+            slots += [tables[s][p // BLOCK] * BLOCK + p % BLOCK for p in range(before[s], before[s] + count)]
+            for block in range(1, first_kept(before[s]) // BLOCK):  # what a scheduler frees before the step
+                engine.cache[tables[s][block]] = 255
+        lens = torch.tensor([len(keys[s]) for s in new], dtype=torch.int32)
+        common = CommonAttentionMetadata(
+            query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lens, num_reqs=len(new),
+            num_actual_tokens=sum(counts), max_query_len=max(counts), max_seq_len=int(lens.max()),
+            block_table_tensor=torch.tensor([tables[s] for s in new], dtype=torch.int32),
+            slot_mapping=torch.tensor(slots), causal=True, seq_lens_cpu_upper_bound=lens,
+        )  # fmt: skip
+        out = torch.full((sum(counts), HEADS * DIM), torch.nan)
+        STEP.attn_metadata = None
+        engine.impl.forward(engine.layer, query, fresh_k, fresh_v, engine.cache, engine.builder.build(0, common), out)
+        row = 0
+        for s, count in new.items():
+            stored = [
+                round_trip(x[s], engine.fmt, side, engine.factors) for x, side in ((keys, "key"), (values, "value"))
+            ]
+            for position in range(before[s], before[s] + count):
+                seen = [p for p in range(position + 1) if p < BLOCK or p >= first_kept(position)]
+                key, value = (x[seen].repeat_interleave(HEADS // KV_HEADS, 1) for x in stored)
+                p = torch.einsum("hd,thd->ht", query[row].double(), key.double()).mul(DIM**-0.5).softmax(-1)
+                wanted = torch.einsum("ht,thd->hd", p, value.double())
+                found = out[row].view(HEADS, DIM).double()
+                assert ((found - wanted).norm(dim=-1) < 2e-3 * wanted.norm(dim=-1)).all(), (s, position)
+                row += 1

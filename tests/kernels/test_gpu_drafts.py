@@ -1,0 +1,190 @@
+"""Decode of several query tokens a sequence: each sees the pages up to itself, though these are read once for all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.check import BadInputError
+from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
+from kvpilot_kernels.reference.attention import decode_reference
+from support.gpu_batch import CPU, PAST_THE_END, Batch, launch_as, several
+from support.recent import Sequences
+from support.rounding import assert_within_rounding
+
+WITH_RING = [name for name in formats.own_names() if formats.parse(name).has_ring]
+names, seeds = st.sampled_from(formats.own_names()), st.integers(0, 2**31)
+# (length, query tokens) of a sequence; one without tokens is padding.
+drafted = st.integers(1, 8).flatmap(lambda n: st.tuples(st.integers(n, n + 120), st.just(n)))
+steps = st.lists(st.one_of(st.just((0, 0)), drafted), min_size=1, max_size=3).filter(lambda of: any(n for n, _ in of))
+
+
+def decode(pages: GpuPages, table: torch.Tensor, lengths: list[int], counts: list[int], query: torch.Tensor,
+           scale: float, rings: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+    """float32 [rows, heads, dim] of queries that no store puts into pages; `query` has rows of padding at its end."""
+    rows = several(counts, len(query) - sum(counts))
+    plan = Plan(pages.shape, len(lengths), rows.most, len(query))
+    for scratch in (plan.partial, plan.lse, plan.rotated, plan.apart):
+        scratch.fill_(torch.nan)
+    lens, table = torch.tensor(lengths, dtype=torch.int32), table.clone()
+    for i, n in enumerate(lengths):
+        table[i, -(-n // pages.shape.block_size) :] = PAST_THE_END
+    plan.update(lens, several=rows)
+    nothing = torch.full((len(query), pages.shape.kv_heads, pages.shape.head_dim), torch.nan)
+    padding = torch.full((len(query),), -1)
+    pages.store(query, nothing, nothing, padding, plan, len(query), scale, None if rings is None else padding)
+    out = torch.full_like(query, torch.nan)
+    pages.decode(table, lens, plan, out, rings)
+    return out
+
+
+def assert_equals_reference(batch: Batch, counts: list[int], padding: int = 0, factor: float = 1.0) -> None:
+    heads = batch.kv_heads * batch.ratio
+    query = torch.randn(sum(counts) + padding, heads, batch.dim, generator=batch.rng) * factor
+    out, at = decode(batch.pages, batch.table, batch.lengths, counts, query, batch.scale), 0
+    for i, (n, count) in enumerate(zip(batch.lengths, counts, strict=True)):
+        for seen in range(n - count + 1, n + 1):
+            begin = max(0, seen - batch.window) if batch.window else 0
+            key, value = (x[i][begin:seen] for x in (batch.keys, batch.values))
+            stored = [x[: seen - begin] for x in batch.read_back(i, begin)]
+            if batch.softcap:
+                lens = torch.tensor([seen])
+                wanted = batch.cpu.decode(query[at, None], batch.table[i, None], lens, batch.scale, batch.softcap)[0]
+            else:
+                wanted = decode_reference(query[at], key, value, batch.fmt, batch.scale, batch.factors, begin=begin)
+            assert_within_rounding(
+                out[at], wanted, query[at], *stored, batch.factors, batch.scale, batch.softcap, begin=begin
+            )  # fmt: skip
+            at += 1
+    assert torch.equal(out[at:], torch.zeros_like(out[at:]))
+
+
+@pytest.mark.parametrize("dim", formats.HEAD_DIMS)
+@pytest.mark.parametrize("name", formats.own_names())
+def test_every_format_at_every_head_dim(name: str, dim: int) -> None:
+    assert_equals_reference(Batch(name, dim, [35, 0, 2], seed=3, ratio=4), [4, 0, 2], padding=2)
+
+
+@settings(max_examples=40)
+@given(
+    names, st.sampled_from(formats.HEAD_DIMS), steps, seeds, st.integers(1, 2), st.sampled_from([1, 2, 3, 4, 5, 8, 16]),
+    st.sampled_from([(16, 16), (32, 16), (48, 16), (64, 32), (64, 64)]), st.integers(2, 4), st.integers(1, 4),
+    st.booleans(), st.integers(0, 3),
+)  # fmt: skip
+def test_each_token_sees_its_sequence_up_to_itself_however_the_work_is_cut(
+    name: str, dim: int, step: list[tuple[int, int]], seed: int, kv_heads: int, ratio: int, cut: tuple[int, int],
+    stages: int, wave: int, calibrated: bool, padding: int,
+) -> None:  # fmt: skip
+    lengths, counts = [n for n, _ in step], [count for _, count in step]
+    batch = Batch(name, dim, lengths, seed, kv_heads, ratio, *cut, stages, wave, calibrated=calibrated)
+    assert_equals_reference(batch, counts, padding)
+
+
+@settings(max_examples=15)
+@given(names, steps, st.integers(1, 60), st.integers(1, 3), seeds)
+def test_a_sliding_window_ends_with_each_token(
+    name: str, step: list[tuple[int, int]], window: int, wave: int, seed: int
+) -> None:
+    lengths, counts = [n for n, _ in step], [count for _, count in step]
+    assert_equals_reference(Batch(name, 64, lengths, seed, ratio=2, wave=wave, window=window, calibrated=True), counts)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 5.0, 30.0])
+def test_a_soft_cap_bends_the_scores_of_each_token(softcap: float) -> None:
+    assert_equals_reference(Batch("k4v4", 64, [50, 17], seed=5, ratio=2, softcap=softcap), [5, 3], factor=3.0)
+
+
+@pytest.mark.parametrize("zero", [0.0, 1e-20])
+def test_a_token_that_sees_nothing_of_a_split_adds_nothing_to_it(zero: float) -> None:
+    """The second tile is seen by the last token alone; what is behind it is NaN and codes at their largest."""
+    batch = Batch("k2v2", 64, [17], seed=8, ratio=3, wave=8)
+    query = torch.randn(4, 6, 64, generator=batch.rng) * zero
+    out = decode(batch.pages, batch.table, [17], [4], query, batch.scale)
+    for i, seen in enumerate(range(14, 18)):
+        wanted = decode_reference(query[i], batch.keys[0][:seen], batch.values[0][:seen], batch.fmt, batch.scale)
+        assert ((out[i] - wanted).norm(dim=-1) < 1e-3 * wanted.norm(dim=-1)).all()
+
+
+def test_a_query_that_is_not_a_number_spoils_no_other() -> None:
+    batch = Batch("k4v4", 128, [70], seed=8, ratio=4, tile=32, block_size=32, wave=3)
+    query = torch.randn(4, 8, 128, generator=batch.rng)
+    whole = decode(batch.pages, batch.table, [70], [4], query, batch.scale)
+    query[1, 2, 5] = torch.nan
+    out = decode(batch.pages, batch.table, [70], [4], query, batch.scale)
+    assert out[1, 2].isnan().all()
+    out[1, 2] = whole[1, 2]
+    assert torch.equal(out, whole)
+
+
+def test_more_rows_than_two_thousand_are_cut_and_merged() -> None:
+    """As many sequences as a large engine has, with three tokens each, of which most are padding."""
+    lengths, counts = [20, *[0] * 800, 33], [3, *[0] * 800, 3]
+    batch = Batch("k4v4", 64, [20, 33], seed=2, kv_heads=1, ratio=1, wave=4)
+    table = torch.full((802, batch.table.shape[1]), PAST_THE_END, dtype=torch.int32)
+    table[0], table[801] = batch.table[0], batch.table[1]
+    query = torch.randn(2406, 1, 64, generator=batch.rng)
+    out = decode(batch.pages, table, lengths, counts, query, batch.scale)
+    for at, (i, seen) in enumerate([(0, 18), (0, 19), (0, 20), (1, 31), (1, 32), (1, 33)]):
+        wanted = decode_reference(query[at], batch.keys[i][:seen], batch.values[i][:seen], batch.fmt, batch.scale)
+        assert ((out[at] - wanted).norm(dim=-1) < 1e-3 * wanted.norm(dim=-1)).all()
+    assert not out[6:].any()
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(WITH_RING), st.sampled_from([64, 128]),
+    st.lists(drafted, min_size=1, max_size=3),
+    st.integers(1, 80), st.integers(0, 60), st.sampled_from([1, 4, 9]),
+    st.sampled_from([(16, 16), (48, 16), (64, 32), (64, 64)]), st.integers(2, 4), st.integers(1, 4), st.booleans(),
+    seeds,
+)  # fmt: skip
+def test_each_token_has_the_recent_window_before_itself_whatever_the_ring_had(
+    name: str, dim: int, step: list[tuple[int, int]], recent: int, hit: int, ratio: int, cut: tuple[int, int],
+    stages: int, wave: int, calibrated: bool, seed: int,
+) -> None:  # fmt: skip
+    lengths, counts = [n for n, _ in step], [count for _, count in step]
+    s = Sequences(name, dim, lengths, recent, seed, ratio=ratio, block_size=cut[0], calibrated=calibrated, drafts=7)
+    s.poison_rings()
+    for i, (n, count) in enumerate(step):
+        start = min(hit, n - count)
+        for begin, end, ring in ((0, start, False), (start, n - count, True), (n - count, n, True)):
+            if begin < end:
+                s.store(i, begin, end, ring)
+    shape = Shape(s.fmt, s.dim, s.kv_heads, s.ratio, s.block_size, CPU, recent=recent)
+    shape.ring_blocks = s.ring_table.shape[1]
+    pages = GpuPages(s.cache, launch_as(shape, cut[1], stages, wave), s.factors, ring=s.cache)
+    query = torch.randn(sum(counts), s.kv_heads * ratio, dim, generator=s.rng)
+    out, at = decode(pages, s.table, lengths, counts, query, s.scale, s.ring_table), 0
+    for i, (n, count) in enumerate(step):
+        for seen in range(n - count + 1, n + 1):
+            key, value = s.read_back(i, seen)
+            wanted = s.wanted(query[at], i, seen)
+            assert_within_rounding(out[at], wanted, query[at], key, value, s.factors, s.scale)
+            at += 1
+
+
+BAD_ROWS = {
+    "first rows of int64": ("starts is torch.int64", {"starts": torch.tensor([0, 2, 4])}),
+    "no end of the last sequence": ("starts has 2 rows", {"starts": torch.tensor([0, 2], dtype=torch.int32)}),
+    "owners of int64": ("owners is torch.int64", {"owners": torch.zeros(4, dtype=torch.int64)}),
+    "more rows than the plan": ("owners has 7 rows", {"owners": torch.zeros(7, dtype=torch.int32)}),
+    "more of a sequence than the plan": ("most is 4", {"most": 4}),
+    "one of each": ("most is 1", {"most": 1}),
+}
+
+
+@pytest.mark.parametrize("what", BAD_ROWS)
+def test_rows_that_do_not_fit_are_refused_before_a_launch(what: str) -> None:
+    message, wrong = BAD_ROWS[what]
+    plan = Plan(Shape(formats.parse("k4v4"), 64, 2, 2, 16, CPU), 2, tokens=3)
+    right = {
+        "starts": torch.tensor([0, 2, 4], dtype=torch.int32),
+        "owners": torch.zeros(4, dtype=torch.int32),
+        "most": 2,
+    }
+    with pytest.raises(BadInputError, match=f"^{message}"):
+        plan.update(torch.ones(2, dtype=torch.int32), several=Several(**(right | wrong)))
+    assert plan.several is None

@@ -1,0 +1,102 @@
+"""Multi-head latent attention in a real engine on a CPU, with latent pages, held against the codec without pages."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+
+from kvpilot_kernels.latent.formats import names, parse
+from support.latent_engine import VOCABULARY, make_model, serve
+from support.oracle import SLACK, Oracle
+
+pytestmark = pytest.mark.timeout(3600)
+
+CHUNK, LONGEST, BLOCKS = 48, 128, 21
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("mla") / "model")
+
+
+def some_requests(count: int) -> list[tuple[list[int], int]]:
+    """Random prompts and lengths of answers; half of the prompts begin alike with those of 40 in a row."""
+    rng = random.Random(20261122)
+
+    def drawn(tokens: int) -> list[int]:
+        return [rng.randrange(3, VOCABULARY) for _ in range(tokens)]
+
+    shared = [drawn(LONGEST * 3 // 4) for _ in range(count // 40 + 1)]
+    found = []
+    for i in range(count):
+        prefix = [] if rng.random() < 0.5 else shared[i // 40][: rng.randint(16, LONGEST * 3 // 4)]
+        tail = drawn(rng.randint(0 if prefix else 1, rng.choice([16, LONGEST - len(prefix)])))
+        found.append((prefix + tail, rng.randint(1, 24)))
+    return found
+
+
+@pytest.mark.parametrize("name", names())
+def test_paging_changes_no_token_of_latent_attention(name: str, model: Path, tmp_path: Path) -> None:
+    requests = some_requests(80)
+    told = serve(
+        model, name, tmp_path, requests, from_pages=True, max_model_len=LONGEST + 32, max_num_seqs=16,
+        max_num_batched_tokens=CHUNK, num_gpu_blocks_override=BLOCKS, kv_cache_memory_bytes=2**20,
+    )  # fmt: skip
+    answers = told["answers"]
+    assert [len(answer) for answer in answers] == [count for _, count in requests]
+    assert told["vllm:num_preemptions"] > 0
+    assert told["vllm:prefix_cache_hits"] > 0
+    assert sum(len(prompt) > CHUNK for prompt, _ in requests) > 20  # and must have come in chunks
+
+    oracle = Oracle(model, name)
+    prompts = [prompt for prompt, _ in requests]
+    asked = list(zip(prompts, answers, strict=True))
+    suspects = [(p, a) for p, a in asked if max(oracle.shortfalls(p, a)) > SLACK]
+    # However many rounding has changed: each is judged on its own, and a broken engine is known by its first three.
+    wrong = list(itertools.islice((p for p, a in suspects if not oracle.sound(p, a)), 3))
+    assert not wrong
+
+    # The check can fail: these are not the answers of a 16-bit cache, nor of one in which a block is misread.
+    plain = Oracle(model, "auto")
+    assert sum(max(plain.shortfalls(p, a)) > SLACK for p, a in asked) > len(asked) / 8
+    long = [(p, a) for p, a in asked if len(p) > CHUNK and len(a) > 8][:6]
+    assert sum(oracle.sound(p, a, misread=len(p) // 2, rounds=10) for p, a in long) <= 1
+
+
+def test_a_prompt_in_one_chunk_is_answered_as_by_a_cache_in_full_and_one_in_several_reads_its_context_from_pages(
+    model: Path, tmp_path: Path
+) -> None:
+    prompts = [prompt for prompt, _ in some_requests(60) if len(prompt) > CHUNK][:12]
+    plain = Oracle(model, "auto")
+    room = {"max_model_len": 256, "max_num_seqs": 1, "kv_cache_memory_bytes": 2**20, "enable_prefix_caching": False}
+    for chunk, near in ((256, True), (CHUNK, False)):
+        told = serve(
+            model, "mla4", tmp_path, [(p, 1) for p in prompts], from_pages=False, max_num_batched_tokens=chunk, **room
+        )
+        off = [
+            abs(first - plain.logprobs(p, a)[0])
+            for p, a, first in zip(prompts, told["answers"], told["first"], strict=True)
+        ]
+        assert max(off) < 1e-3 if near else min(off) > 1e-3, off
+        assert told["tokens"] == 2**20 // (2 * 16 * parse("mla4").row_bytes) * 16
+
+
+def test_the_cuda_backends_metadata_and_kernels_serve_an_engine_in_tritons_interpreter(
+    model: Path, tmp_path: Path
+) -> None:
+    """Prompts in chunks, cached prefixes and mixed steps; 4 programs' worth of splits, and graphs' buffers."""
+    requests = [(prompt, min(count, 4)) for prompt, count in some_requests(10)]
+    told = serve(
+        model, "mla4", tmp_path, requests, from_pages=True, interpreted=True, max_model_len=LONGEST + 32,
+        max_num_seqs=4, max_num_batched_tokens=CHUNK, num_gpu_blocks_override=BLOCKS, kv_cache_memory_bytes=2**20,
+    )  # fmt: skip
+    assert told["vllm:prefix_cache_hits"] > 0
+    asked = list(zip([prompt for prompt, _ in requests], told["answers"], strict=True))
+    # Queries and weights are rounded to float16, which moves logits a little; a misread block moves them a lot.
+    oracle = Oracle(model, "mla4")
+    assert max(max(oracle.shortfalls(p, a)) for p, a in asked) < 0.05
+    long = [(p, a) for p, a in asked if len(p) > CHUNK and len(a) > 3]
+    assert sum(max(oracle.shortfalls(p, a, misread=len(p) // 2)) > 0.05 for p, a in long) > len(long) / 2

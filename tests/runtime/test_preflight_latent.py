@@ -1,0 +1,92 @@
+"""What preflight says of dtypes of multi-head latent attention: for which models, where, and beside which options."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpilot_demo.models import tiny_llama
+from kvpilot_kernels.latent import formats as latent
+from kvpilot_runtime import machine
+from kvpilot_runtime.errors import PreflightError
+from kvpilot_runtime.preflight import Request, check
+from support.latent_engine import make_model
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("mla") / "model")
+
+
+def refusal(request: Request) -> str:
+    with pytest.raises(PreflightError) as caught:
+        check(request)
+    return caught.value.message
+
+
+def changed(folder: Path, base: Path, **changes: Any) -> str:
+    """A model that differs from `base` in its config only."""
+    for file in base.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((base / "config.json").read_text()) | changes
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", latent.names())
+def test_a_model_with_latents_is_served_on_a_cpu_and_its_cache_is_counted(deepseek: Path, name: str) -> None:
+    found = check(Request(str(deepseek), name))
+    assert not found.warnings
+    assert not found.skip_layers
+    row = 2 * latent.parse(name).row_bytes
+    assert f"({row} bytes a token)" in refusal(Request(str(deepseek), name, kv_bytes=500 * row))
+    check(Request(str(deepseek), name, kv_bytes=512 * row))
+
+
+def test_a_gpu_is_refused_with_what_serves_there(deepseek: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "platform", lambda: "cuda")
+    monkeypatch.setattr(machine, "gpus", lambda: [machine.Gpu("NVIDIA H200", 141 * 2**30, 0, (9, 0))])
+    assert "a GPU: no engine has served it there yet; use --kv-cache-dtype=fp8 or auto" in refusal(
+        Request(str(deepseek), "mla4")
+    )
+
+
+def test_a_model_without_latents_or_with_other_ones_is_refused_by_name(deepseek: Path, tmp_path: Path) -> None:
+    assert "a model without multi-head latent attention" in refusal(Request(str(tiny_llama()), "mla4"))
+    others = {
+        "entries of 320 elements": {"kv_lora_rank": 256},
+        "sparse attention with an index, as in DeepSeek V3.2": {
+            "model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"], "index_head_dim": 128,
+            "index_n_heads": 64, "index_topk": 2048,
+        },
+    }  # fmt: skip
+    for i, (told, changes) in enumerate(others.items()):
+        (tmp_path / str(i)).mkdir()
+        message = refusal(Request(changed(tmp_path / str(i), deepseek, **changes), "mla8"))
+        assert told in message
+        assert "use --kv-cache-dtype=auto" in message
+
+
+def test_a_dtype_of_keys_and_values_names_those_of_latents(deepseek: Path) -> None:
+    message = refusal(Request(str(deepseek), "k4v4"))
+    assert "use --kv-cache-dtype=auto or --kv-cache-dtype=mla8 or --kv-cache-dtype=mla4" in message
+
+
+@pytest.mark.parametrize(
+    ("request_of", "told"),
+    [
+        ({"others": ("--speculative-config.method=ngram",)}, "speculative decoding"),
+        ({"others": ("--kv-offloading-size=1",)}, "--kv-offloading-size"),
+        ({"others": ("--decode-context-parallel-size=2",)}, "decode context parallelism"),
+        ({"skip_layers": ("0",)}, "--kv-cache-dtype-skip-layers"),
+        ({"calibration": __file__}, "no static factors of latents"),
+    ],
+)
+def test_options_that_latents_do_not_go_with_are_refused_before_the_engine_starts(
+    deepseek: Path, request_of: dict[str, Any], told: str
+) -> None:
+    assert told in refusal(Request(str(deepseek), "mla4", **request_of))

@@ -1,0 +1,126 @@
+"""Two ranks of tensor parallelism in a real engine: each has the KV heads, rings and factors of its own.
+
+Requests share prefixes, come in chunks and are preempted, and rings are full of other tokens' rows at first, as in
+`test_recent_engine.py`; a rank that read another's factors or rows would give other answers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvpilot_demo.models import tiny_llama
+from kvpilot_kernels.factors import Factors
+from kvpilot_runtime import calibration, calibration_info
+from support.built_in_factors import factors_of
+from support.judge import Judge
+from support.oracle import Oracle
+from support.stepped_engine import Asked, Told, serve
+
+pytestmark = pytest.mark.timeout(3600)
+
+RANKS, CHUNK, CONTEXT = 2, 128, 224
+
+
+def asked(model: Path, count: int, seed: int, **more: Any) -> Asked:
+    """Three rounds of random requests; most of them begin alike."""
+    rng = random.Random(seed)
+    shared = [[rng.randrange(3, 49152) for _ in range(120)] for _ in range(2)]
+
+    def prompt() -> list[int]:
+        prefix = [] if rng.random() < 0.3 else rng.choice(shared)[: rng.randint(16, 120)]
+        return prefix + [rng.randrange(3, 49152) for _ in range(rng.randint(1, 160 - len(prefix)))]
+
+    rounds = [[prompt() for _ in range(count // 3)] for _ in range(3)]
+    tokens = [[rng.randint(8, 40) for _ in prompts] for prompts in rounds]
+    options = {
+        "block_size": 16, "num_gpu_blocks_override": 44, "kv_cache_memory_bytes": 64 << 20,
+        "max_model_len": CONTEXT, "max_num_batched_tokens": CHUNK, "max_num_seqs": 8, "tensor_parallel_size": RANKS,
+    }  # fmt: skip
+    return Asked(str(model), "k4v4", rounds, tokens, options, **more)
+
+
+def factors_by_rank(told: Told) -> list[list[Factors]]:
+    """What each rank computes with."""
+    return [[Factors(*map(torch.tensor, layer)) for layer in rank] for rank in told.factors]
+
+
+def joined(ranks: Sequence[Sequence[Factors]]) -> list[Factors]:
+    """The model's factors, of those that its ranks have."""
+    return [Factors(*(torch.cat([getattr(one, name) for one in layer]) for name in Factors.__dataclass_fields__))
+            for layer in zip(*ranks, strict=True)]  # fmt: skip
+
+
+def assert_answers(question: Asked, told: Told, factors: list[Factors], record: Any) -> None:
+    """They are those of all heads' factors and windows, and not those of the ranks' factors exchanged."""
+    found = Judge(question, told, Oracle(tiny_llama(), "k4v4", factors, recent=64))
+    figures = {
+        "judged": found.judged, "windowed": found.windowed, "preempted": found.preempted, "moved": told.moved,
+        "cached": sum(map(sum, told.cached)), "poisoned": told.poisoned,
+    }  # fmt: skip
+    for name, value in figures.items():
+        record(name, value)
+        print(f"{name}: {value}")
+    assert not found.wrong
+    assert all(figures.values())
+    assert found.judged == sum(map(sum, question.tokens))
+    exchanged = joined([[Factors(*(getattr(one, n).flip(0) for n in Factors.__dataclass_fields__)) for one in factors]])
+    for other in (Oracle(tiny_llama(), "k4v4", exchanged, recent=64), Oracle(tiny_llama(), "k4v4", factors)):
+        assert len(Judge(question, told, other, rounds=0).wrong) > len(told.answers)
+
+
+def test_two_ranks_calibrate_themselves_and_answer_as_one_model_under_one_hash(record_property: Any) -> None:
+    question = asked(tiny_llama(), 30, seed=20261122, calibration="")
+    told = serve(question)
+    ranks = factors_by_rank(told)
+    assert [one.key_mean.shape for rank in ranks for one in rank] == [(1, 64)] * (RANKS * 2)
+    for mine, alone in zip(joined(ranks), factors_of(tiny_llama(), CHUNK, CONTEXT), strict=True):
+        for name in Factors.__dataclass_fields__:
+            torch.testing.assert_close(getattr(mine, name), getattr(alone, name), rtol=1e-3, atol=1e-3)
+    whole = calibration.join_digests([calibration.digest(rank) for rank in ranks])
+    [line] = [x for x in told.metrics if x.startswith(calibration_info.NAME + "{")]
+    assert f'hash="{whole}"' in line
+    assert 'source="self"' in line
+    assert_answers(question, told, joined(ranks), record_property)
+
+
+@pytest.mark.long
+def test_each_rank_takes_the_factors_of_its_own_heads_from_a_file(tmp_path: Path, record_property: Any) -> None:
+    model, file = tiny_llama(), tmp_path / "factors.safetensors"
+    facts, rng = calibration.ModelFacts.read(model), torch.Generator().manual_seed(3)
+
+    def one() -> Factors:
+        mean, other, first = (torch.randn(facts.kv_heads, facts.head_dim, generator=rng) / 2 for _ in range(3))
+        scales = [(torch.rand(mean.shape, generator=rng) * 2 - 1).exp2() for _ in "kv"]
+        return Factors(mean, scales[0], other, scales[1], first)
+
+    layers = [one() for _ in range(facts.layers)]
+    calibration.save(file, layers, facts)
+    question = asked(model, 30, seed=20261123, calibration=str(file))
+    told = serve(question)
+    ranks = factors_by_rank(told)
+    for mine, written in zip(joined(ranks), layers, strict=True):
+        for name in Factors.__dataclass_fields__:
+            assert torch.equal(getattr(mine, name), getattr(written, name))
+    whole = calibration.join_digests([calibration.digest(rank) for rank in ranks])
+    assert any(f'hash="{whole}"' in x and 'source="file"' in x for x in told.metrics)
+    assert_answers(question, told, layers, record_property)
+
+
+def test_keys_that_are_not_finite_on_the_second_rank_alone_end_the_start_of_both(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in tiny_llama().iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.self_attn.k_proj.weight"][64, 0] = torch.nan  # the last layer's second KV head
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    question = asked(model, 3, seed=1, calibration="")
+    with pytest.raises(RuntimeError, match=r"calibration of layer 'model\.layers\.1\.self_attn\.attn': keys are not"):
+        serve(question)

@@ -1,0 +1,72 @@
+"""A real vLLM's spans join the trace of the probe that asks it, as docs/observability.md has the engine's options."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvpilot_demo.models import tiny_llama
+from kvpilot_localcluster.engines.real import engine
+from kvpilot_operator.control.prober import Prober
+from kvpilot_operator.observe.scrape import Scraper
+from kvpilot_operator.probes import packs
+from kvpilot_operator.state.decision import Capture, Captured
+from kvpilot_operator.tracing import tracer
+from support.collector import collecting
+from support.services import KEY, manifest, spec_of
+
+ROOT = Path(__file__).parents[2]
+COLLECTOR = "http://otel-collector.monitoring:4318"
+
+pytestmark = pytest.mark.timeout(3600)
+
+
+class NoMaps:
+    """A cluster without a ConfigMap."""
+
+    async def find(self, *_: str) -> None:
+        return None
+
+
+def documented() -> tuple[list[str], dict[str, str]]:
+    """The arguments and the environment that the page gives engines."""
+    page = (ROOT / "docs/observability.md").read_text()
+    (block,) = re.findall(r"```yaml\n(spec:\n  engine:.*?)```", page, re.DOTALL)
+    given = yaml.safe_load(block)["spec"]["engine"]
+    return given["extraArgs"], {one["name"]: one["value"] for one in given["env"]}
+
+
+def test_each_question_of_a_probe_is_a_span_of_the_engine_below_the_probes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of(manifest(accuracy={"probeSets": ["builtin/structured"]}))
+
+    async def probe(url: str) -> None:
+        spans, scraper = tracer(collector.url), Scraper()
+        prober = Prober(NoMaps(), scraper, spans)  # type: ignore[arg-type]  # the one method that it uses
+        found = await prober.probe(KEY, spec, Capture("capture/x/0", "p", url, "m", "0123456789", "none"))
+        assert isinstance(found, Captured)
+        await scraper.close()
+        await spans.close()
+
+    arguments, environment = documented()
+    questions = len(packs.load(["builtin/structured"]))
+    with collecting() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        options = [one.replace(COLLECTOR, collector.url) for one in arguments]
+        with engine(
+            tiny_llama(), "auto", tmp_path, "--kv-cache-memory-bytes=64M", *options, env=environment
+        ) as running:
+            asyncio.run(probe(running.url))
+            # Nobody's trace: the sampler that the page names leaves it out.
+            running.tokens([7] * 16, 4)
+        # The engine has ended, and has sent what it had.
+        (own,) = (span for span in collector.spans() if span.name == "probe")
+        theirs = [span for span in collector.spans() if span.name == "llm_request"]
+    # Each prompt is answered for the baseline, and followed for its control.
+    assert len(theirs) >= 2 * questions
+    assert {(span.trace_id, span.parent_span_id) for span in theirs} == {(own.trace_id, own.span_id)}

@@ -1,0 +1,155 @@
+"""A real vLLM in one process with a cache that has a bound; pages that it frees are overwritten before the next step.
+
+`python -m support.bounded_engine`: a JSON object of `Asked`'s fields on stdin, `Told`'s on stdout (the last line).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from support.own_process import ask
+
+
+@dataclass
+class Asked:
+    """What is served: `rounds` of prompts, each round's together; `tokens` of each. `options` go to vLLM's LLM.
+
+    `retention`: as the environment has it. `poison`: freed pages lose their place in the prefix cache, too, and all of
+    their bytes; else they stay there until they are taken, as vLLM leaves them. `spoil_sinks`: the first page of every
+    request is overwritten like a freed one, so that it shows that such a page is seen.
+    """
+
+    model: str
+    dtype: str
+    retention: str
+    rounds: list[list[list[int]]]
+    tokens: list[list[int]]
+    options: dict[str, Any]
+    poison: bool = True
+    spoil_sinks: bool = False
+
+
+@dataclass
+class Told:
+    """What came of it.
+
+    Attributes:
+        answers: by round and prompt. cached: tokens of each that the prefix cache had, likewise.
+        freed: pages that went back to the pool while their request ran. held: pages that one request had at a time, at
+            most. chunks: steps of several tokens that did not begin their request. preempted: requests that had to
+            begin anew.
+        blocks, tokens_of_cache: the pool, and `kv_cache_size_tokens` of it. usage: of the pool at most, 0 to 1.
+        metrics: lines of ours that /metrics has.
+    """
+
+    answers: list[list[list[int]]] = field(default_factory=list)
+    cached: list[list[int]] = field(default_factory=list)
+    freed: int = 0
+    held: int = 0
+    chunks: int = 0
+    preempted: int = 0
+    blocks: int = 0
+    tokens_of_cache: int = 0
+    concurrency: float = 0.0
+    usage: float = 0.0
+    metrics: list[str] = field(default_factory=list)
+
+
+def serve(asked: Asked) -> Told:
+    """Ask an engine in a process of its own."""
+    return Told(**ask("support.bounded_engine", asked, KVPILOT_CALIBRATION="off", KVPILOT_RETENTION=asked.retention))
+
+
+class Watched:
+    """Stands before an executor's `execute_model` and behind a manager's `remove_skipped_blocks`."""
+
+    def __init__(self, core: Any, asked: Asked, told: Told) -> None:
+        self.told, self.asked = told, asked
+        self.manager = core.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        self.pool = self.manager.block_pool
+        layers = core.model_executor.vllm_config.compilation_config.static_forward_context.values()
+        self.caches = [layer.kv_cache for layer in layers if getattr(layer, "kv_cache", None) is not None]
+        self.freed: list[int] = []
+        remove, execute = self.manager.remove_skipped_blocks, core.model_executor.execute_model
+
+        def removing(request: str, *args: Any, **kwargs: Any) -> None:
+            before = self.held(request)
+            remove(request, *args, **kwargs)
+            gone = before - self.held(request)
+            told.freed += len(gone)
+            if asked.poison:
+                for block in (self.pool.blocks[i] for i in gone):
+                    if block.ref_cnt == 0:  # nobody else has it
+                        self.pool._maybe_evict_cached_block(block)
+                        self.freed.append(block.block_id)
+
+        def executing(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            told.preempted += len(scheduled.preempted_req_ids or ())
+            cached = scheduled.scheduled_cached_reqs
+            told.chunks += sum(scheduled.num_scheduled_tokens[request] > 1 for request in cached.req_ids)
+            told.held = max([told.held, *(len(self.held(request)) for request in scheduled.num_scheduled_tokens)])
+            told.usage = max(told.usage, self.pool.get_usage())
+            for block in self.freed:
+                self.poison(block)
+            self.freed.clear()
+            if asked.spoil_sinks:
+                for request in scheduled.num_scheduled_tokens:
+                    self.poison(self.manager.req_to_blocks[request][0].block_id)
+            return execute(scheduled, *args, **kwargs)
+
+        self.manager.remove_skipped_blocks = removing
+        core.model_executor.execute_model = executing
+
+    def held(self, request: str) -> set[int]:
+        """Pages that a request has."""
+        return {b.block_id for b in self.manager.req_to_blocks.get(request, ()) if not b.is_null}
+
+    def poison(self, block: int) -> None:
+        """A page of large numbers in each layer; packed, codes at their largest with NaN for scales.
+
+        Elements are no NaN: vLLM's own kernel multiplies what follows a sequence's end by zero.
+        """
+        for cache in self.caches:
+            cache[block].fill_(255 if cache.dtype == torch.uint8 else 1e4)
+
+
+def main() -> None:
+    """Serve what stdin asks for."""
+    asked = Asked(**json.load(sys.stdin))
+    from prometheus_client import generate_latest
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(asked.model, kv_cache_dtype=asked.dtype, dtype="float32", enforce_eager=True, **asked.options)
+    told, engine = Told(), llm.llm_engine
+    core = engine.engine_core.engine_core
+    told.metrics = [x for x in generate_latest().decode().splitlines() if x.startswith("kvpilot_")]
+    config = core.model_executor.vllm_config.cache_config
+    told.blocks = core.scheduler.kv_cache_config.num_blocks
+    told.tokens_of_cache, told.concurrency = config.kv_cache_size_tokens, config.kv_cache_max_concurrency
+    Watched(core, asked, told)
+    number = 0
+    for prompts, tokens in zip(asked.rounds, asked.tokens, strict=True):
+        first = number
+        answers: dict[int, list[int]] = {}
+        cached: dict[int, int] = {}
+        for prompt, count in zip(prompts, tokens, strict=True):
+            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+            number += 1
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                answers[int(output.request_id)] = list(output.outputs[0].token_ids)
+                cached[int(output.request_id)] = output.num_cached_tokens or 0
+        told.answers.append([answers[n] for n in range(first, number)])
+        told.cached.append([cached[n] for n in range(first, number)])
+    engine.engine_core.shutdown()
+    print(json.dumps(asdict(told)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

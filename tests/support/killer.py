@@ -1,0 +1,53 @@
+"""Kill -9 of the operator after each of its writes, once for each that is unlike the ones before."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+
+from support.faulty_world import FaultyWorld
+
+
+class Killer:
+    """`killed` says after which writes: the path below the namespace with the canary's stage, verdict and step."""
+
+    def __init__(self, world: FaultyWorld, worth: Callable[[str], bool]) -> None:
+        self._world, self._worth = world, worth
+        self._stage = ""
+        self.killed: list[str] = []
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def of(cls, world: FaultyWorld, worth: Callable[[str], bool] = lambda _: True) -> AsyncIterator[Killer]:
+        """Kill it after writes that are `worth` it, and start it again each time, until the block ends."""
+        killer = cls(world, worth)
+        world.api.on_write = killer._written
+        starts = asyncio.create_task(killer._start_again())
+        try:
+            yield killer
+        finally:
+            world.api.on_write = lambda *_: None
+            starts.cancel()
+            await asyncio.gather(starts, return_exceptions=True)
+            if not world.operator_runs:
+                await world.start_operator()
+
+    def _written(self, method: str, path: str, body: bytes) -> None:
+        below = path.partition("/namespaces/")[2].partition("/")[2]
+        if below.startswith("events"):
+            return
+        if below.startswith("quantizedllmservices"):
+            canary = (json.loads(body).get("status") or {}).get("canary") or {}
+            self._stage = " ".join(str(canary.get(part, "")) for part in ("stage", "verdict", "step"))
+        what = f"{method} {below} {self._stage}".strip()
+        if what not in self.killed and self._worth(what):
+            self.killed.append(what)
+            self._world.kill_operator()
+
+    async def _start_again(self) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            if not self._world.operator_runs:
+                self._world.launch_operator()

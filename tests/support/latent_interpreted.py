@@ -1,0 +1,40 @@
+"""The CUDA backend of latent attention on a CPU: its own metadata and buffers, its kernels in Triton's interpreter.
+
+For a process that has TRITON_INTERPRET=1 from its start.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.runtime import interpreter
+from vllm.v1.attention.backend import MultipleOf
+
+from kvpilot_kernels.gpu import latent_decode, latent_pages
+from kvpilot_kernels.latent.formats import names, parse
+from kvpilot_runtime import latent_cpu
+from kvpilot_runtime.backend import classes_of
+from kvpilot_runtime.latent_cuda import CudaLatentBackend
+from support.gluon_eager import EagerKernel, splat
+
+
+class InterpretedBackend(CudaLatentBackend):
+    """What both dtypes share: vLLM's blocks on a CPU have 16 tokens, and there is no GPU to ask."""
+
+    supported_dtypes = (torch.float32,)  # type: ignore[assignment]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return True
+
+
+def install() -> None:
+    """Let vLLM's CPU platform serve our dtypes with it."""
+    vars(latent_pages)["latent_decode_kernel"] = EagerKernel(latent_decode, "latent_decode_kernel")
+    interpreter.InterpreterBuilder.create_splat = splat
+    vars(latent_cpu)["__getattr__"] = classes_of(InterpretedBackend, names, parse)

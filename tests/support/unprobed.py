@@ -1,0 +1,90 @@
+"""Requests all the time, as a gateway would send them, and the proof that none goes to a pod that may not have it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import httpx
+
+from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.render.names import ENGINE_PORT, REVISION_LABEL
+from support.faulty_world import FaultyWorld
+from support.inference_gateway import Pick
+
+PASSED = ("Shifting", "Promoting")
+
+
+class Witness:
+    """Knows of one service which revisions may be sent requests, by what the API server holds of its status."""
+
+    def __init__(self, world: FaultyWorld, name: str) -> None:
+        self._world, self._name = world, name
+        self._passed: set[str] = set()
+
+    async def may_serve(self, revision: str) -> bool:
+        """Whether it serves, or has passed its probes; asked after a request was sent there, never before."""
+        if revision not in self._passed:
+            status = await self._world.status(self._name)
+            canary = status.get("canary") or {}
+            if canary.get("stage") in PASSED or "step" in canary:
+                self._passed.add(canary["revision"])
+            self._passed |= {(status.get("stable") or {}).get("revision", "")}
+        return revision in self._passed
+
+
+class Requests:
+    """What became of them."""
+
+    def __init__(self) -> None:
+        self.answered: Counter[str] = Counter()
+        """By revision."""
+        self.unprobed: list[str] = []
+        """Pods that were picked before their revision had passed its probes."""
+        self.failed: list[str] = []
+        """Why requests were not answered."""
+        self.nobody = 0
+        """Picks that found no pod."""
+
+
+@contextlib.asynccontextmanager
+async def requests(world: FaultyWorld, name: str, pick: Pick, users: int = 2) -> AsyncIterator[Requests]:
+    """Users of a service, each asking whom `pick` names as soon as it is answered, until the block ends."""
+    seen, witness = Requests(), Witness(world, name)
+    async with httpx.AsyncClient(
+        timeout=300, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
+    ) as http:
+
+        async def user() -> None:
+            while True:
+                pod = pick()
+                if pod is None:
+                    seen.nobody += 1
+                    await asyncio.sleep(0.05)
+                else:
+                    await _ask(http, name, pod, seen, witness)
+
+        tasks = [asyncio.create_task(user()) for _ in range(users)]
+        try:
+            yield seen
+        finally:
+            for task in tasks:
+                task.cancel()
+            for ended in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(ended, Exception):
+                    raise ended
+
+
+async def _ask(http: httpx.AsyncClient, name: str, pod: Object, seen: Requests, witness: Witness) -> None:
+    revision = pod["metadata"]["labels"][REVISION_LABEL]
+    body = {"model": name, "prompt": [1] * 16, "max_tokens": 8, "stream": True}
+    try:
+        answer = await http.post(f"http://{pod['status']['podIP']}:{ENGINE_PORT}/v1/completions", json=body)
+        answer.raise_for_status()
+        seen.answered[revision] += 1
+    except httpx.HTTPError as error:
+        seen.failed.append(f"{pod['metadata']['name']}: {error!r}")
+    if not await witness.may_serve(revision):
+        seen.unprobed.append(pod["metadata"]["name"])

@@ -1,0 +1,217 @@
+"""Which pods may be sent requests: those of the revision that serves, and of a canary that has passed its probes."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.decide import decide
+from kvpilot_operator.errors import Conflict, NotFound, Rejected
+from kvpilot_operator.observe.views import deployment_view, pod_view
+from kvpilot_operator.render.engine import pod_template, revision
+from kvpilot_operator.render.names import ADMITTED
+from kvpilot_operator.render.objects import deployment
+from kvpilot_operator.state.decision import Decision
+from kvpilot_operator.state.snapshot import DeploymentView
+from kvpilot_operator.state.status import Canary, Status
+from support.services import KEY, NOW, manifest, pod, revision_of, running, snapshot, spec_of
+from support.trials import NEW as ON_TRIAL
+from support.trials import ended, on_trial, stage
+
+OBJ = manifest(kvCache={"mode": "Fixed", "dtype": "k4v4"}, replicas=2, scaling={"mode": "External"})
+OLD, NEW = revision_of(OBJ, "auto"), revision_of(OBJ, "k4v4")
+BAD = revision_of(OBJ, "k8v4")
+
+
+def gates(at, *pods, traffic=OLD):
+    trial = {"revision": NEW, "dtype": "k4v4", "from_dtype": "auto", "started_time": NOW, "stage_time": NOW}
+    canary = Canary(**trial, stage=at) if at else None
+    deployments = {name: DeploymentView(name, dtype, 2) for name, dtype in ((OLD, "auto"), (NEW, "k4v4"))}
+    s = running(OBJ, "auto", status=Status(canary=canary), pods=pods, traffic=traffic, deployments=deployments)
+    return dict(decide(s).gates)
+
+
+def closed(revision, **changes):
+    return pod(revision, ready=False, containers_ready=True, admitted=False, **changes)
+
+
+def opened(revision, **changes):
+    return pod(revision, containers_ready=True, admitted=True, **changes)
+
+
+def test_a_pod_of_the_revision_that_serves_is_admitted_before_its_engine_answers():
+    starting = replace(closed(OLD), ip=None, containers_ready=False)
+    assert gates(None, starting) == {f"pod-{OLD}": True}
+
+
+@pytest.mark.parametrize("stage", ["Starting", "Probing"])
+def test_a_canarys_pod_is_not_admitted_before_its_probes_have_passed(stage):
+    assert gates(stage, opened(OLD), closed(NEW)) == {}
+    assert gates(stage, opened(OLD), opened(NEW)) == {f"pod-{NEW}": False}
+
+
+@pytest.mark.parametrize("stage", ["Shifting", "Promoting"])
+def test_a_canarys_pods_are_admitted_once_its_probes_have_passed(stage):
+    assert gates(stage, opened(OLD), closed(NEW)) == {f"pod-{NEW}": True}
+
+
+def test_a_canary_that_is_rolled_back_is_sent_nothing_more_once_stable_pods_can_take_it():
+    both = (opened(OLD, name="a"), opened(OLD, name="b"), opened(NEW))
+    assert gates("RollingBack", *both, traffic="") == {f"pod-{NEW}": False}
+    too_few = (replace(opened(OLD), ready=False, containers_ready=False), opened(NEW), closed(NEW, name="later"))
+    assert gates("RollingBack", *too_few, traffic="") == {}
+
+
+def test_a_borrowed_pod_and_one_that_leaves_are_left_as_they_are():
+    assert gates("Probing", opened(OLD), closed(BAD), closed(NEW, terminating=True)) == {}
+
+
+def test_a_pod_without_the_gate_is_never_written_to():
+    assert gates("Shifting", pod(OLD), pod(NEW)) == {}
+
+
+def test_without_a_revision_that_serves_no_gate_is_moved():
+    paused = manifest(rollout={"paused": True})
+    s = snapshot(paused, pods=(closed("strange"), opened("other")))
+    assert dict(decide(s).gates) == {}
+
+
+def test_an_engine_that_answers_and_is_not_admitted_is_probed():
+    cluster = on_trial()
+    canary = cluster.until(stage("Probing")).canary
+    assert cluster.engines.answering(canary.revision) == 1
+    assert cluster.engines.ready(canary.revision) == 0
+    assert cluster.until(lambda status: status.accuracy.last is not None)
+
+
+def test_the_gate_is_in_the_pods_and_not_in_the_revision():
+    template = pod_template(KEY.name, spec_of(OBJ), "auto")
+    made, bare = (deployment(KEY, "u-1", template, 1, 600, gated=gated) for gated in (True, False))
+    assert made["spec"]["template"]["spec"]["readinessGates"] == [{"conditionType": ADMITTED}]
+    assert "readinessGates" not in bare["spec"]["template"]["spec"]
+    assert revision(made["spec"]["template"]) == revision(bare["spec"]["template"]) == revision(template)
+    assert (deployment_view(made).gated, deployment_view(bare).gated) == (True, False)
+
+
+def test_pods_that_are_there_without_the_gate_are_not_restarted_for_it():
+    def template(gated):
+        there = {OLD: DeploymentView(OLD, "auto", 1, gated=gated)}
+        objects = decide(running(manifest(), "auto", deployments=there)).objects
+        return next(one for one in objects.apply if one["kind"] == "Deployment")["spec"]["template"]
+
+    assert "readinessGates" not in template(False)["spec"]
+    assert template(True)["spec"]["readinessGates"] == [{"conditionType": ADMITTED}]
+
+
+def test_a_pods_view_tells_an_open_gate_from_a_closed_one_and_from_none():
+    def view(gate, *conditions):
+        gate = {"readinessGates": [{"conditionType": ADMITTED}]} if gate else {}
+        told = [{"type": kind, "status": status} for kind, status in conditions]
+        status = {"podIP": "10.0.0.1", "conditions": told}
+        return pod_view({"metadata": {"name": "a"}, "spec": gate, "status": status})
+
+    answers = ("ContainersReady", "True")
+    assert view(False, answers, ("Ready", "True")).admitted is None
+    waiting = view(True, answers, ("Ready", "False"))
+    assert (waiting.admitted, waiting.ready, waiting.answers) == (False, False, True)
+    assert view(True, answers, (ADMITTED, "False")).admitted is False
+    assert view(True, answers, (ADMITTED, "True"), ("Ready", "True")).admitted is True
+    assert not view(True, ("ContainersReady", "False"), (ADMITTED, "True")).answers
+
+
+class Recorder:
+    """The order of writes; a write to the pod `bad` raises."""
+
+    def __init__(self, error=None):
+        self.written, self._error = [], error
+
+    async def apply(self, manifest, subresource=""):
+        name = manifest["metadata"]["name"]
+        if manifest["kind"] == "Pod" and name == "bad" and self._error is not None:
+            raise self._error
+        condition = (manifest.get("status") or {}).get("conditions", [{}])[0]
+        self.written.append((manifest["kind"], name, condition.get("status") if manifest["kind"] == "Pod" else None))
+        return {"metadata": {"name": name, "uid": name}}
+
+    async def find(self, *about):
+        return None
+
+    async def delete(self, *about, uid=""):
+        raise AssertionError(f"nothing is to be deleted: {about}")
+
+    async def create(self, manifest):
+        return {"metadata": {"name": manifest["metadata"].get("name", "event"), "uid": "u"}}
+
+
+def performed(gates, error=None):
+    obj = manifest()
+    s = running(obj, "auto", pods=tuple(closed(OLD, name=name, do_not_evict=False) for name in ("bad", "good")))
+    placed = decide(s)
+    api = Recorder(error)
+    actor = Actor(api)
+    asyncio.run(actor.perform(s, Decision(placed.status, objects=placed.objects, gates=gates)))
+    return api.written, actor.rejections
+
+
+def test_gates_are_opened_after_the_status_and_closed_after_the_traffic_has_moved():
+    written, _ = performed({"good": True, "bad": False})
+    kinds = [kind for kind, _, _ in written]
+    assert kinds[0] == "QuantizedLLMService"
+    assert written[1] == ("Pod", "good", "True")
+    assert written[-1] == ("Pod", "bad", "False")
+    assert "Service" in kinds[2:-1]
+
+
+@pytest.mark.parametrize("error", [NotFound("PATCH", "bad", 404, "gone"), Conflict("PATCH", "bad", 409, "another uid")])
+def test_a_pod_that_has_just_gone_keeps_no_other_from_being_admitted(error):
+    written, refused = performed({"bad": True, "good": True}, error)
+    assert ("Pod", "good", "True") in written
+    assert refused == ()
+
+
+def test_an_operator_that_may_not_write_a_pods_status_says_so():
+    words = 'pods "bad" is forbidden: User "x" cannot patch resource "pods/status" in API group ""'
+    _, refused = performed({"bad": True, "good": True}, Rejected("PATCH", "bad", 403, words, "Forbidden"))
+    assert [(one.kind, one.name) for one in refused] == [("Pod", "bad")]
+    s = running(manifest(), "auto", pods=(closed(OLD, name="bad"),), rejections=refused)
+    told = decide(s).status.condition("ObjectsAccepted")
+    assert (told.status, told.reason) == ("False", "OperatorForbidden")
+
+
+class Everybody:
+    """Whoever selects all pods of the service, by whatever label: what it may see at every moment."""
+
+    def __init__(self):
+        self.passed: set[str] = set()
+        self.served = False
+
+    def __call__(self, cluster):
+        status = cluster.parsed()
+        self.passed |= {status.stable.revision} if status.stable is not None else set()
+        if status.canary is not None and status.canary.stage in ("Shifting", "Promoting"):
+            self.passed.add(status.canary.revision)
+        ready = {one.revision for one in cluster.engines.views() if one.ready}
+        assert ready <= self.passed, (ready, self.passed, status.canary)
+        assert ready or not self.served, "nobody answers any more"
+        self.served = bool(ready)
+
+
+@pytest.mark.parametrize("bad", [frozenset(), frozenset({ON_TRIAL})])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_nobody_finds_an_unprobed_pod_ready_wherever_the_operator_is_killed(bad, replicas):
+    for killed_at in range(60):
+        cluster = on_trial(replicas, cluster={"bad": bad, "drain_ticks": 1})
+        left, cluster.watch = killed_at, Everybody()
+        for _ in range(400):
+            before = cluster.writes
+            killed = cluster.tick(cut_after=left) is None
+            left = None if killed or left is None else left - (cluster.writes - before)
+            if ended(cluster.parsed()):
+                break
+        assert cluster.status["lastCanary"]["stage"] == ("RolledBack" if bad else "Promoted")
+        if left is not None:
+            break  # It has ended before so many writes.
+    assert killed_at > 10

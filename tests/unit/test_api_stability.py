@@ -1,0 +1,76 @@
+"""docs/api-stability.md promises what there is: its fields, labels, words and pages are those of today's API."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpilot_operator.api.schema import load_crd, root_schema
+from kvpilot_operator.render import names
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "api-stability.md").read_text()
+PROMISED = PAGE.partition("## What stays")[2].partition("Not promised:")[0]
+FORGOTTEN = PAGE.partition("Not promised:")[2].partition("\n\n")[0]
+STATUS = root_schema()["properties"]["status"]
+
+
+def leads_to(schema: Mapping[str, Any], path: str) -> bool:
+    head, _, rest = path.partition(".")
+    if head not in schema.get("properties", {}):
+        return False
+    return not rest or leads_to(schema["properties"][head], rest)
+
+
+def promised() -> list[str]:
+    """Paths below status, of the first cells of the table: a name without a dot has the section of the one before."""
+    found = []
+    for line in PROMISED.splitlines():
+        if not line.startswith("| `status."):
+            continue
+        section = ""
+        for name in re.findall(r"`([\w.]+)`", line.split("|")[1]):
+            path = name.removeprefix("status.")
+            if name.startswith("status."):
+                section = path.rpartition(".")[0]
+            elif "." not in name and not leads_to(STATUS, name):
+                path = f"{section}.{name}"
+            found.append(path)
+    return found
+
+
+def test_every_field_of_the_status_that_is_promised_is_there() -> None:
+    paths = promised()
+    assert {"observedRevision", "stable.dtype", "kvCache.denied", "scaling.recommendedReplicas"} <= set(paths)
+    trial = [f"lastCanary.{name}" for name in ("dtype", "fromDtype", "revision", "stage", "verdict", "weightPercent")]
+    assert [path for path in [*paths, *trial] if not leads_to(STATUS, path)] == []
+
+
+def test_no_field_is_promised_and_said_not_to_be() -> None:
+    memory = {name for name in re.findall(r"`(\w+)`", FORGOTTEN) if name in STATUS["properties"]}
+    assert memory == {"history", "accuracy", "scaling"}
+    assert not {"history", "accuracy"} & {path.partition(".")[0] for path in promised()}
+
+
+@pytest.mark.parametrize("label", [names.SERVICE_LABEL, names.REVISION_LABEL, names.DTYPE_LABEL])
+def test_labels_and_names_are_those_of_today(label: str) -> None:
+    assert f"`{label}`" in PROMISED
+    assert f"`{names.API_VERSION}`" in PAGE
+    assert f"`{names.canary_service('NAME')}`" in PROMISED
+    assert f"`{load_crd()['spec']['names']['shortNames'][0]}`" in PROMISED
+
+
+def test_the_page_is_of_a_definition_with_one_version_and_no_webhook() -> None:
+    spec = load_crd()["spec"]
+    assert [one["name"] for one in spec["versions"]] == [names.VERSION]
+    assert spec.get("conversion", {"strategy": "None"}) == {"strategy": "None"}
+
+
+def test_every_page_that_it_names_is_there() -> None:
+    linked = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", PAGE)
+    assert linked
+    assert [one for one in linked if not (DOCS / one).is_file()] == []

@@ -1,0 +1,53 @@
+"""llm-d's saturation rules against the worked examples of their documentation, and the HPA that follows them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_planning.backtest.wva import Wva, recommend
+
+
+@pytest.mark.parametrize(
+    ("peaks", "replicas", "wanted"),
+    [
+        ([(0.65, 0), (0.72, 0)], 2, 2),  # 11.5 points are spare on average
+        ([(0.65, 0), (0.76, 0)], 2, 3),  # 9.5 points
+        ([(0.3, 2.5), (0.3, 2.5)], 2, 3),  # 2.5 requests are spare
+        ([(0.9, 0), (0.2, 0)], 2, 2),  # the saturated one does not count, and the other alone gives nothing back
+        ([(0.9, 0), (0.85, 9)], 2, 3),  # none has room
+        ([(0.9, 0)], 2, 2),  # one starts already
+        ([(0.3, 0), (0.3, 0)], 2, 1),  # 60% would be left to one: 20 points are spare
+        ([(0.36, 0), (0.36, 0)], 2, 2),  # 72%
+        ([(0.1, 1.5), (0.1, 1.5)], 2, 2),  # three would wait for one
+        ([(0.1, 0)], 1, 1),
+    ],
+)
+def test_a_replica_comes_for_little_spare_room_and_goes_where_as_much_is_left(peaks, replicas, wanted) -> None:
+    assert recommend(peaks, replicas) == wanted
+
+
+def test_a_recommendation_is_taken_once_it_has_stood_for_four_minutes() -> None:
+    wva = Wva(minimum=1, maximum=8, sync_seconds=15)
+    full, told = [(0.9, 6.0), (0.9, 6.0)], []
+    for _ in range(17):
+        told.append(wva.judge(full, 2))
+    assert told[:15] == [2] * 15
+    assert told[-1] == 3
+
+
+def test_one_quiet_minute_keeps_a_replica_from_being_added() -> None:
+    wva = Wva(minimum=1, maximum=8, sync_seconds=15)
+    full, fair = [(0.9, 6.0), (0.9, 6.0)], [(0.5, 0.0), (0.5, 0.0)]
+    assert {wva.judge(full if i % 16 >= 4 else fair, 2) for i in range(60)} == {2}
+
+
+@given(st.lists(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 50)), max_size=5), min_size=1, max_size=60))
+def test_it_stays_within_its_bounds_one_replica_at_a_time(pages) -> None:
+    wva, replicas = Wva(minimum=1, maximum=4, sync_seconds=15), 2
+    for page in pages:
+        wanted = wva.judge(page[:replicas], replicas)
+        assert 1 <= wanted <= 4
+        assert abs(wanted - replicas) <= 1
+        replicas = wanted

@@ -1,0 +1,219 @@
+"""docs/clouds: what can be checked of each page without the cloud that it is about."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from kvpilot_localcluster.toolbox.helm import helm, run_helm
+from kvpilot_localcluster.toolbox.kubectl import kubectl
+from kvpilot_operator.api.schema import apply_defaults, faults
+from kvpilot_operator.api.spec import parse
+from kvpilot_planning.gpus import gpu_of_labels
+
+ROOT = Path(__file__).parents[2]
+CLOUDS = ROOT / "docs" / "clouds"
+PAGES = sorted(path.stem for path in CLOUDS.glob("*.md") if path.stem != "README")
+KNOWN: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "tests/support/cloud_options.yaml").read_text())
+LABELS = {
+    "eks": {"node.kubernetes.io/instance-type": "g6.2xlarge"},
+    "gke": {"cloud.google.com/gke-accelerator": "nvidia-l4"},
+    "aks": {"node.kubernetes.io/instance-type": "Standard_NC24ads_A100_v4"},
+}
+
+
+class Command(NamedTuple):
+    """One command of a page, and what is given to it on its standard input."""
+
+    words: tuple[str, ...]
+    given: str
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Options without their values."""
+        return tuple(word.partition("=")[0] for word in self.words if re.match(r"-{1,2}[a-zA-Z]", word))
+
+    @property
+    def name(self) -> str:
+        """The words before the first option."""
+        first = next((i for i, word in enumerate(self.words) if word.startswith("-")), len(self.words))
+        return " ".join(self.words[:first])
+
+
+@cache
+def page(name: str) -> str:
+    return (CLOUDS / f"{name}.md").read_text()
+
+
+def commands_of(text: str) -> list[Command]:
+    """The commands of a page's shell blocks; a block's variables stand in for what they are set to."""
+    found: list[Command] = []
+    variables: dict[str, str] = {}
+    for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
+        given = iter(re.findall(r"<<EOF\n(.*?)\nEOF\n", block, re.DOTALL))
+        script = re.sub(r"<<EOF\n.*?\nEOF\n", "<<EOF\n", block, flags=re.DOTALL).replace("\\\n", " ")
+        for line in script.splitlines():
+            lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+            lexer.whitespace_split = True
+            words = list(lexer)
+            if len(words) == 1 and re.match(r"[A-Z_]+=", words[0]):
+                key, _, value = words[0].partition("=")
+                variables[key] = filled(value, variables)
+                continue
+            here = next(given) if "<<" in words else ""
+            words = words[: words.index("<<")] if "<<" in words else words
+            part: list[str] = []
+            for word in [*words, "|"]:
+                if word in ("|", "&", "&&", ";"):
+                    if part:
+                        found.append(Command(tuple(part), filled(here, variables)))
+                    part = []
+                else:
+                    part.append(filled(word, variables))
+    return found
+
+
+def filled(text: str, variables: dict[str, str]) -> str:
+    """The text with its variables; one that the page does not set is an error."""
+    return re.sub(r"\$([A-Z_]+)", lambda name: variables[name[1]], text)
+
+
+def commands(name: str, program: str) -> list[Command]:
+    return [one for one in commands_of(page(name)) if one.words[0] == program]
+
+
+@cache
+def options_of(program: Path, *command: str) -> frozenset[str]:
+    """The options that a program's own help has for a command."""
+    said = [
+        subprocess.run([program, *argv], capture_output=True, text=True, check=True).stdout
+        for argv in ([*command, "--help"], *([["options"]] if program.name == "kubectl" else []))
+    ]
+    return frozenset(re.findall(r"(?<![\w-])(--?[a-zA-Z][\w-]*)", "\n".join(said)))
+
+
+def subcommand(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The command of a program, without the options before it: `kubectl -n models get` is get."""
+    rest = list(words[1:])
+    while rest and rest[0].startswith("-"):
+        rest = rest[1 if "=" in rest[0] else 2 :]
+    return (*rest[:2],) if rest[0] in ("repo", "create") and rest[1] in ("add", "namespace") else (rest[0],)
+
+
+def test_there_is_a_page_for_each_place_and_the_index_names_them() -> None:
+    assert PAGES == ["aks", "eks", "gke", "kind", "openshift"]
+    assert re.findall(r"\((\w+)\.md\)", page("README").partition("##")[0]) == ["eks", "gke", "aks", "openshift", "kind"]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_program_is_one_whose_options_are_checked(name: str) -> None:
+    ours = {"kubectl", "helm", "kvpilot"}
+    for one in commands_of(page(name)):
+        assert one.words[0] in ours or known(one), one.words
+
+
+def known(one: Command) -> dict[str, Any] | None:
+    """What was read about a command: the longest one in the list that it begins with."""
+    names = [name for name in KNOWN if f"{one.name} ".startswith(f"{name} ")]
+    return KNOWN[max(names, key=len)] if names else None
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_no_program_of_a_vendor_gets_an_option_that_was_not_read_about(name: str) -> None:
+    for one in commands_of(page(name)):
+        about = known(one)
+        if about is not None:
+            assert about["source"]
+            assert set(one.options) <= set(about["options"]), one.words
+
+
+def test_nothing_is_in_the_list_that_no_page_uses() -> None:
+    used = [one for name in PAGES for one in commands_of(page(name))]
+    for name, about in KNOWN.items():
+        theirs = {option for one in used if known(one) is about for option in one.options}
+        assert theirs == set(about["options"]), name
+
+
+@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("program", ["kubectl", "helm"])
+def test_kubectl_and_helm_have_the_options_that_they_get(name: str, program: str) -> None:
+    at = {"kubectl": kubectl, "helm": helm}[program]()
+    asked = commands(name, program)
+    assert asked
+    for one in asked:
+        assert set(one.options) <= options_of(Path(at), *subcommand(one.words)), one.words
+
+
+def test_an_option_that_helm_or_kubectl_lacks_is_found() -> None:
+    assert "--waitt" not in options_of(helm(), "install")
+    assert "--for" in options_of(Path(kubectl()), "wait")
+    assert "--for" not in options_of(Path(kubectl()), "apply")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_our_chart_takes_the_values_of_the_page(name: str) -> None:
+    (install,) = (one for one in commands(name, "helm") if "charts/kvpilot" in one.words)
+    values = [install.words[i + 1] for i, word in enumerate(install.words) if word == "--set"]
+    text = run_helm("template", "kvpilot", ROOT / "charts/kvpilot", *(f"--set={value}" for value in values))
+    images = {
+        container["image"]
+        for one in yaml.safe_load_all(text) if one and one["kind"] == "Deployment"
+        for container in one["spec"]["template"]["spec"]["containers"]
+    }  # fmt: skip
+    pushed = {one.words[-1] for one in commands(name, "docker") if one.words[1] == "push"}
+    loaded = {word for one in commands(name, "kind") if one.words[1] == "load" for word in one.words[5:]}
+    assert images <= pushed | loaded
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_service_of_the_page_is_accepted_and_its_image_is_there(name: str) -> None:
+    (apply,) = (one for one in commands(name, "kubectl") if "apply" in one.words)
+    service = yaml.safe_load(apply.given)
+    assert faults(service) == ()
+    spec = parse(apply_defaults(service))
+    built = {one.words[one.words.index("-t") + 1] for one in commands(name, "docker") if one.words[1] == "build"}
+    assert spec.engine.image in built
+    assert spec.model.served_name == "chat"
+    assert spec.kv_cache.mode == ("Auto" if name == "kind" else "Recommend")
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name != "kind"])
+def test_the_model_fits_on_the_gpu_of_the_page(name: str) -> None:
+    (plan,) = commands(name, "kvpilot")
+    done = subprocess.run(
+        [Path(sys.executable).with_name("kvpilot"), *plan.words[1:]], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = (line.split() for line in done.stdout.splitlines() if line.startswith("auto "))
+    assert int(row[-1].replace(",", "")) >= 4, row
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_the_operator_knows_the_gpu_that_the_page_rents(name: str) -> None:
+    ((label, value),) = LABELS[name].items()
+    assert value in page(name)
+    assert f"`{label}`" in page(name)
+    (plan,) = commands(name, "kvpilot")
+    known_as = gpu_of_labels({label: value}, {"nvidia.com/gpu": "1"})
+    assert known_as.removeprefix("NVIDIA-") == plan.words[plan.words.index("--gpu") + 1]
+
+
+@pytest.mark.parametrize("name", [*PAGES, "README"])
+def test_no_page_names_a_price_and_every_page_of_ours_that_it_names_is_there(name: str) -> None:
+    assert not re.search(r"(?<![\w$])[$€]\s?\d|\d\s?(USD|EUR|dollars?|cents?)\b", page(name))
+    for link in re.findall(r"\]\((?!https:)([^)#]+)(?:#[^)]*)?\)", page(name)):
+        assert (CLOUDS / link).resolve().is_file(), link
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_page_ends_what_it_began(name: str) -> None:
+    end = page(name).partition("## The end")[2]
+    assert [one for one in commands_of(page(name).partition("## 2.")[0] + end) if "delete" in one.words]

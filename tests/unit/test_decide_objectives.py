@@ -1,0 +1,229 @@
+"""Latency objectives: how percentiles are read, what a missed one calls for, and what a held one saves."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_operator.api.schema import status_faults
+from kvpilot_operator.api.spec import Objective
+from kvpilot_operator.decide import decide
+from kvpilot_operator.decide.judging.objectives import Measured, judge
+from kvpilot_operator.decide.judging.policy import choose_step
+from kvpilot_operator.decide.judging.workload import classify
+from kvpilot_operator.observe.windows import need
+from kvpilot_operator.state.enums import ObjectiveState
+from kvpilot_operator.state.histogram import Histogram
+from kvpilot_operator.state.snapshot import Flows, Sample
+from kvpilot_operator.state.status import dump_status, parse_status
+from support.policy_inputs import denied, policy_input, spec, step, workload
+from support.services import NOW, manifest, running, samples, spec_of
+
+BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.5)
+TTFT = Objective("TTFT", 95, 500)
+ITL = Objective("ITL", 95, 50)
+
+
+def at(seconds: float, count: float = 10) -> Histogram:
+    """So many observations in the bucket of one value."""
+    counts = [0.0] * (len(BOUNDS) + 1)
+    counts[sum(bound < seconds for bound in BOUNDS)] = count
+    return Histogram(BOUNDS, tuple(counts), seconds * count)
+
+
+def window(*ttft: Histogram) -> list[Sample]:
+    """A scrape each, ten seconds apart, the last one now."""
+    times = [NOW - timedelta(seconds=10 * i) for i in range(len(ttft))][::-1]
+    return [Sample(t, 1, 0.3, 4, 0, 3000, "auto", Flows(10.0, ttft=h)) for t, h in zip(times, ttft, strict=True)]
+
+
+def found(objective: Objective, seconds: float | None) -> Measured:
+    if seconds is None:
+        return Measured(objective, ObjectiveState.NO_SAMPLES)
+    held = seconds <= objective.milliseconds / 1000
+    return Measured(objective, ObjectiveState.HELD if held else ObjectiveState.MISSED, seconds)
+
+
+def test_a_percentile_is_what_histogram_quantile_gives() -> None:
+    h = Histogram((0.1, 0.5, 1.0), (10, 30, 50, 10), 60.0)
+    assert h.quantile(0.05) == pytest.approx(0.05)
+    assert h.quantile(0.4) == pytest.approx(0.5)
+    assert h.quantile(0.65) == pytest.approx(0.75)
+    assert h.quantile(0.99) == 1.0
+    assert math.isnan(Histogram((1.0,), (0, 0)).quantile(0.5))
+
+
+@given(st.lists(st.integers(0, 1000), min_size=6, max_size=6).filter(any), st.floats(0, 1), st.floats(0, 1))
+def test_a_percentile_rises_with_its_share_and_stays_within_the_buckets(counts, q, more) -> None:
+    h = Histogram(BOUNDS, tuple(map(float, counts)), 1.0)
+    assert 0 <= h.quantile(q) <= h.quantile(q + (1 - q) * more) <= BOUNDS[-1]
+
+
+def test_an_objective_is_missed_where_both_halves_of_the_window_miss_it() -> None:
+    (late,) = judge([TTFT], window(*[at(2.0)] * 10), sustained=True)
+    assert late.state == "Missed"
+    assert late.seconds == pytest.approx(1.0 + 0.95 * 1.5)
+    (held,) = judge([TTFT], window(*[at(0.2)] * 10), sustained=True)
+    assert held.state == "Held"
+
+
+def test_a_burst_in_one_half_of_the_window_misses_nothing() -> None:
+    (seen,) = judge([TTFT], window(*[at(0.2)] * 5, *[at(2.0)] * 5), sustained=True)
+    assert seen.state == "Unsettled"
+
+
+@pytest.mark.parametrize(
+    ("percentile", "each", "state"),
+    [(95, 3, "NoSamples"), (95, 4, "Missed"), (99, 19, "NoSamples"), (99, 20, "Missed")],
+)
+def test_a_percentile_of_too_few_requests_is_not_judged(percentile, each, state) -> None:
+    (seen,) = judge([Objective("TTFT", percentile, 500)], window(*[at(2.0, each)] * 10), sustained=True)
+    assert seen.state == state
+
+
+def test_nothing_is_judged_of_a_window_that_does_not_cover_its_time() -> None:
+    (seen,) = judge([TTFT], window(*[at(2.0)] * 10), sustained=False)
+    assert (seen.state, seen.seconds) == ("NoSamples", None)
+
+
+def test_buckets_without_a_bound_say_nothing() -> None:
+    (seen,) = judge([TTFT], window(*[Histogram((), (50.0,), 1.0)] * 10), sustained=True)
+    assert seen == Measured(TTFT, ObjectiveState.NO_SAMPLES)
+
+
+def asked(*objectives: Measured, kind: str = "Relaxed", **changes):
+    return policy_input(workload(kind, objectives=objectives, **({"waiting": 0.0} | changes)))
+
+
+def test_late_requests_beside_a_cache_with_room_call_for_a_replica_and_never_for_a_dtype() -> None:
+    ruling = choose_step(asked(found(TTFT, 0.8)))
+    assert step(ruling) == ("ScaleOut", "auto", 2)
+    assert ruling.reason == "ObjectiveMissed"
+    assert "TTFT p95 800 ms (objective 500 ms)" in ruling.message
+    assert {o.outcome for o in ruling.options if o.action == "DtypeDown"} == {"NotMemory"}
+
+
+def test_late_requests_that_wait_for_memory_call_for_a_smaller_dtype_which_costs_nothing() -> None:
+    s = asked(found(TTFT, 0.8), kind="MemoryBound", waiting=4.0)
+    ruling = choose_step(s)
+    assert step(ruling) == ("DtypeDown", "fp8", 1)
+    more = next(o for o in ruling.options if o.action == "ScaleOut")
+    assert (ruling.chosen.gpus, more.gpus) == (0, 1)
+    closed = tuple(denied(dtype) for dtype in ("fp8", "k8v4", "k4v4"))
+    assert step(choose_step(replace(s, denied=closed))) == ("ScaleOut", "auto", 2)
+
+
+def test_a_dtype_under_which_the_prompts_alone_would_be_late_is_not_enough() -> None:
+    slow = asked(found(TTFT, 0.8), kind="MemoryBound", waiting=4.0, prompts_in_hand=0.9, requests_per_second=1.5)
+    ruling = choose_step(slow)
+    assert ruling.chosen.action == "ScaleOut"
+    down = next(o for o in ruling.options if o.dtype == "fp8")
+    assert down.outcome == "Insufficient"
+    assert "TTFT p95 would be 600 ms, objective 500 ms" in down.message
+
+
+def test_a_queue_calls_for_no_replica_while_every_objective_is_held() -> None:
+    for kind in ("PrefillBound", "ComputeBound"):
+        ruling = choose_step(asked(found(TTFT, 0.4), found(ITL, 0.01), kind=kind, waiting=40.0))
+        assert (ruling.chosen.action, ruling.reason) == ("Stay", "ObjectivesHeld")
+    full = asked(found(TTFT, 0.4), kind="MemoryBound", waiting=40.0)
+    assert choose_step(full).chosen.action == "DtypeDown"
+    assert choose_step(replace(full, dtype="k4v4")).reason == "ObjectivesHeld"
+
+
+def test_an_objective_of_the_time_between_tokens_says_nothing_about_a_queue() -> None:
+    assert choose_step(asked(found(ITL, 0.01), kind="ComputeBound", waiting=40.0)).chosen.action == "ScaleOut"
+
+
+def test_no_replica_is_added_where_less_than_one_request_runs_on_each() -> None:
+    ruling = choose_step(asked(found(ITL, 0.08), running=0.7))
+    assert ruling.chosen.action == "Stay"
+    assert "less than one request runs" in (ruling.hold or "")
+
+
+def test_a_replica_is_given_back_only_with_a_margin_to_every_objective() -> None:
+    def calm(ttft: float, busy: float = 0.1):
+        return asked(found(TTFT, ttft), pods=2, demand=200, calm=True, peak_load=0.2, running=1.0, prompts_in_hand=busy)
+
+    assert choose_step(calm(0.2)).chosen.action == "ScaleIn"
+    assert choose_step(calm(0.45)).chosen.action == "Stay"
+    assert choose_step(calm(0.2, busy=0.3)).chosen.action == "ScaleIn"
+    assert choose_step(calm(0.3, busy=0.3)).chosen.action == "Stay"
+
+
+def test_an_objective_that_replicas_of_another_cannot_help_is_held_back_with_the_reason() -> None:
+    external = replace(asked(found(TTFT, 0.8)), spec=spec(scaling={"mode": "External"}))
+    ruling = choose_step(external)
+    assert ruling.chosen.action == "Stay"
+    assert ruling.hold == "an objective is missed, but replicas are written by another (scaling.mode External)"
+    assert ruling.wanted is not None
+    assert ruling.wanted.action == "ScaleOut"
+
+
+def late_service(**scaling):
+    obj = manifest(scaling={"objectives": [{"metric": "TTFT", "percentile": 95, "milliseconds": 500}]} | scaling)
+    seen = tuple(
+        replace(s, flows=Flows(5.0, finished=5, generation_tokens=500, ttft=at(2.0, 5)))
+        for s in samples(usage=0.3, waiting=0)
+    )
+    s = running(obj, "auto")
+    return replace(s, samples={s.traffic: seen})
+
+
+def test_what_was_observed_stands_in_the_status_the_condition_and_the_journal() -> None:
+    decision = decide(late_service())
+    (one,) = decision.status.objectives
+    assert (one.metric, one.percentile, one.milliseconds, one.state) == ("TTFT", 95, 500, "Missed")
+    assert one.observed_milliseconds == 2425
+    condition = decision.status.condition("ObjectivesHeld")
+    assert condition is not None
+    assert (condition.status, condition.reason) == ("False", "Missed")
+    assert decision.status.scaling.desired_replicas == 2
+    entry = decision.status.decisions[0]
+    assert (entry.action, entry.reason) == ("ScaleOut", "ObjectiveMissed")
+    assert "ScaleOutObjectiveMissed" in [event.reason for event in decision.events]
+    assert parse_status(dump_status(decision.status)).objectives == decision.status.objectives
+
+
+def test_a_figure_that_hardly_moved_is_not_written_anew() -> None:
+    s = late_service(maxReplicas=1)
+    (said,) = decide(s).status.objectives
+    before = replace(s, status=replace_objective(s, said, 2300))
+    assert decide(before).status.objectives[0].observed_milliseconds == 2300
+    moved = replace(s, status=replace_objective(s, said, 1500))
+    assert decide(moved).status.objectives[0].observed_milliseconds == 2425
+
+
+def test_whatever_engines_say_the_status_is_one_that_the_schema_takes() -> None:
+    s = late_service()
+    huge = Histogram((1e-300, 1e300), (0, 5, 0), 1e300)
+    seen = tuple(replace(one, flows=replace(one.flows, ttft=huge)) for one in s.samples[s.traffic])
+    status = decide(replace(s, samples={s.traffic: seen}, gpu_hour_micros=10**12)).status
+    assert status.objectives[0].state == "Missed"
+    assert status_faults(json.loads(json.dumps(dump_status(status)))) == ()
+
+
+def replace_objective(s, said, observed: int):
+    raw = dump_status(s.status)
+    raw["objectives"] = [dump_status(said) | {"observedMilliseconds": observed}]
+    return parse_status(raw)
+
+
+def test_a_service_without_objectives_has_no_such_condition_and_keeps_no_latencies() -> None:
+    assert decide(running(manifest(), "auto")).status.condition("ObjectivesHeld") is None
+    assert not need(spec_of(manifest()), trial=False).latencies
+    assert need(late_service().spec, trial=False).latencies
+
+
+def test_the_window_of_the_objectives_is_the_workloads() -> None:
+    s = late_service()
+    seen = classify(s.samples[s.traffic], s.spec.kv_cache.pressure, NOW, objectives=s.spec.scaling.objectives)
+    assert seen.missed == "TTFT p95 2425 ms (objective 500 ms)"
+    later = NOW + timedelta(minutes=5)
+    assert not classify(s.samples[s.traffic], s.spec.kv_cache.pressure, later, objectives=(TTFT,)).missed

@@ -1,0 +1,172 @@
+"""Host memory for prefixes: weighed between dtype and replica where prefixes are thrown out, hits told by tier."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvpilot_operator.api.schema import status_faults
+from kvpilot_operator.control.service_metrics import HITS, rows
+from kvpilot_operator.decide import decide
+from kvpilot_operator.decide.judging.policy import choose_step
+from kvpilot_operator.decide.judging.policy_input import PolicyInput
+from kvpilot_operator.state.snapshot import Flows, ModelFacts, Snapshot
+from kvpilot_operator.state.status import Option, dump_status, parse_status
+from support.policy_inputs import LLAMA, policy_input, spec, workload
+from support.services import manifest, running, samples
+
+# What one H200 holds of Llama-3-8B in 16 bits (docs/benchmarks/h200-engine.json): 131,072 bytes a token.
+TOKENS = 889_584
+OFFLOADED = {"kvCache": {"mode": "Auto", "offload": {"cpuMemoryGiB": 64}}}
+QUERIED = 8000.0
+KNOWN = Flows(5.0, prompt_tokens=QUERIED, generation_tokens=200, finished=4, prefill_seconds=0.5, decode_seconds=60)
+
+
+def thrown_out(**changes: Any) -> PolicyInput:
+    full = workload(demand=2 * TOKENS, capacity=TOKENS, thrown_out=True, host_hits=0.12)
+    return policy_input(full, model=LLAMA, **changes)
+
+
+def weighed(s: PolicyInput) -> Option:
+    (one,) = (option for option in choose_step(s).options if option.action == "Offload")
+    return one
+
+
+def test_where_prefixes_are_thrown_out_host_memory_is_weighed_between_dtype_and_replica() -> None:
+    decision = choose_step(thrown_out())
+    assert [option.action for option in decision.options][:1] == ["DtypeDown"]
+    # What is weighed beside the chosen step stands in the order in which steps are preferred.
+    others = [option.action for option in decision.options[1:]]
+    assert others == ["DtypeDown", "DtypeDown", "Offload", "ScaleOut", "Stay"]
+    one = weighed(thrown_out())
+    assert (one.outcome, one.dtype, one.replicas, one.gpus) == ("NotAsked", "auto", 1, 0)
+    assert (one.capacity_tokens, one.usage_percent) == (2 * TOKENS, 100)
+    assert "kvCache.offload is not set" in one.message
+    # 889,584 tokens of 131,072 bytes are 108.6 GiB.
+    assert "with cpuMemoryGiB 109" in one.message
+
+
+def test_it_takes_no_step_from_anybody() -> None:
+    with_it, without = thrown_out(), thrown_out()
+    without = replace(without, workload=replace(without.workload, thrown_out=False))
+    for changes in ({}, {"spec": spec(kvCache={"mode": "Fixed", "dtype": "auto"})}, {"replicas": 4, "ready": 4}):
+        assert choose_step(replace(with_it, **changes)).chosen == choose_step(replace(without, **changes)).chosen
+
+
+def test_memory_that_binds_for_another_reason_has_no_use_for_it() -> None:
+    decision = choose_step(policy_input(workload(demand=2 * TOKENS, capacity=TOKENS), model=LLAMA))
+    assert "Offload" not in [option.action for option in decision.options]
+
+
+def test_a_smaller_dtype_needs_less_of_it() -> None:
+    one = weighed(thrown_out(dtype="k4v4"))
+    # 4.25 bits an element instead of 16.
+    assert "with cpuMemoryGiB 29" in one.message
+
+
+@pytest.mark.parametrize("model", [None, replace(LLAMA, mla=True)])
+def test_no_size_is_told_of_a_model_that_is_not_known_well_enough(model: ModelFacts | None) -> None:
+    message = weighed(replace(thrown_out(), model=model)).message
+    assert "cpuMemoryGiB" not in message
+    assert "as much host memory as the caches of its GPUs take" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (OFFLOADED, "12% of the prompts' tokens come from 64 GiB of host memory, and prefixes are thrown out"),
+        ({"engine": {"extraArgs": ["--kv_offloading_size", "8"]}}, "12% of the prompts' tokens come from host memory"),
+    ],
+)
+def test_where_there_is_some_already_it_is_not_enough(changes: dict[str, Any], words: str) -> None:
+    asked = {**changes, "engine": {"image": "kvpilot/runtime:1", **changes.get("engine", {})}}
+    one = weighed(thrown_out(spec=spec(**asked)))
+    assert one.outcome == "Insufficient"
+    assert words in one.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "model", "outcome"),
+    [
+        ({}, "k4v4", replace(LLAMA, window_layers=16), "Vetoed"),
+        ({}, "auto", replace(LLAMA, window_layers=16), "NotAsked"),
+        ({"engine": {"image": "kvpilot/runtime:1", "extraArgs": ["--data-parallel-size=2"]}}, "auto", LLAMA, "Vetoed"),
+        (
+            {
+                "kvCache": {
+                    "mode": "Auto",
+                    "retention": {"policy": "SinksAndWindow", "sinkTokens": 4, "windowTokens": 64},
+                }
+            },
+            "auto",
+            LLAMA,
+            "Vetoed",
+        ),
+        ({"kvCache": {"mode": "Auto", "retention": {"policy": "All"}}}, "auto", LLAMA, "NotAsked"),
+    ],
+)
+def test_where_it_would_be_refused_it_is_ruled_out(
+    changes: dict[str, Any], dtype: str, model: ModelFacts, outcome: str
+) -> None:
+    assert weighed(replace(thrown_out(dtype=dtype, spec=spec(**changes)), model=model)).outcome == outcome
+
+
+def test_what_a_hosts_memory_costs_is_not_known_and_not_told() -> None:
+    decision = choose_step(thrown_out(gpu_hour_micros=2_000_000))
+    assert weighed(thrown_out(gpu_hour_micros=2_000_000)).cost_per_hour_micros is None
+    (costs,) = (part for part in decision.message.split("; ") if part.startswith("an hour costs"))
+    assert costs.count("auto at 1") == 1
+
+
+def service(gpu: float, host: float = 0.0, before: float = 0.9, **sections: Any) -> Snapshot:
+    """Full, with requests that wait; so much of the prompts' tokens was found lately, and `before` that on GPUs."""
+    known = [replace(KNOWN, prefix_queries=QUERIED, prefix_hits=before * QUERIED)] * 90
+    late = replace(KNOWN, prefix_queries=QUERIED, prefix_hits=gpu * QUERIED, host_hits=host * QUERIED)
+    seen = samples(usage=0.97, waiting=20, seconds=900)
+    flows = [*known, *[late] * (len(seen) - len(known))]
+    s = running(manifest(**sections), "auto")
+    return replace(s, samples={s.traffic: tuple(replace(a, flows=b) for a, b in zip(seen, flows, strict=True))})
+
+
+def test_the_journal_has_it_with_its_reason() -> None:
+    decision = decide(service(0.1, kvCache={"mode": "Auto", "ladder": ["fp8"]}))
+    (one,) = (o for entry in decision.status.decisions for o in entry.options if o.action == "Offload")
+    assert one.outcome == "NotAsked"
+    assert status_faults(json.loads(json.dumps(dump_status(decision.status)))) == ()
+    assert parse_status(dump_status(decision.status)).decisions == decision.status.decisions
+
+
+def test_hits_by_tier_stand_in_the_status_and_the_metrics_of_a_service_with_two() -> None:
+    s = service(0.3, 0.45, **OFFLOADED)
+    status = decide(s).status
+    assert (status.kv_cache.gpu_hit_percent, status.kv_cache.host_hit_percent) == (30, 45)
+    assert status_faults(json.loads(json.dumps(dump_status(status)))) == ()
+    told = {labels: value for family, labels, value in rows(s, status) if family is HITS}
+    assert told == {("gpu",): 0.3, ("host",): 0.45}
+
+
+def test_a_service_with_one_tier_is_told_of_none() -> None:
+    s = service(0.3)
+    status = decide(s).status
+    assert (status.kv_cache.gpu_hit_percent, status.kv_cache.host_hit_percent) == (None, None)
+    assert HITS not in [family for family, _, _ in rows(s, status)]
+
+
+def test_hits_that_hardly_moved_are_not_written_anew_and_stay_while_nothing_is_looked_up() -> None:
+    s = service(0.3, 0.45, **OFFLOADED)
+    for said, gpu in ((33, 33), (40, 30)):
+        before = msgspec.structs.replace(s.status.kv_cache, gpu_hit_percent=said, host_hit_percent=45)
+        kept = msgspec.structs.replace(s.status, kv_cache=before)
+        assert decide(replace(s, status=kept)).status.kv_cache.gpu_hit_percent == gpu
+        quiet = {s.traffic: samples(usage=0.1, waiting=0)}
+        assert decide(replace(s, status=kept, samples=quiet)).status.kv_cache.gpu_hit_percent == said
+
+
+def test_whatever_engines_say_of_hits_the_schema_takes_it() -> None:
+    status = decide(service(1e12, 1e300, **OFFLOADED)).status
+    assert (status.kv_cache.gpu_hit_percent, status.kv_cache.host_hit_percent) == (100, 100)
+    assert status_faults(json.loads(json.dumps(dump_status(status)))) == ()

@@ -1,0 +1,208 @@
+"""InferencePools: one for what serves and one for the canary, switched as the Services are, shared by the route."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_operator.act.ownership import claim
+from kvpilot_operator.api.schema import apply_defaults, faults
+from kvpilot_operator.cluster.objects import version_of
+from kvpilot_operator.decide import decide
+from kvpilot_operator.decide.judging.route import POOLS, SERVICES, weighted
+from kvpilot_operator.observe.views import pool_view, together
+from kvpilot_operator.render.names import REVISION_LABEL, SERVICE_LABEL
+from kvpilot_operator.render.objects import inference_pool
+from kvpilot_operator.state.questions import Question, Unanswered
+from kvpilot_operator.state.snapshot import ObjectView, RouteView, ServerFacts
+from support.services import KEY, manifest, revision_of, running, spec_of
+from support.trials import NEW, OLD, at_every_moment, ended, on_trial, service, stage
+
+GROUP = "inference.networking.k8s.io"
+POOL = {"group": GROUP, "kind": "InferencePool", "name": KEY.name}
+ROUTE = [{"backendRefs": [POOL]}]
+PICKERS = {
+    "endpointPickerRef": {"name": "chat-epp", "port": {"number": 9002}},
+    "canaryEndpointPickerRef": {"name": "chat-canary-epp", "port": {"number": 9002}, "failureMode": "FailOpen"},
+}
+
+
+def pooled(replicas=3, *, rules=ROUTE, cluster=None, **spec):
+    """A trial of a service with pools and, where there are rules, a route of them."""
+    by_route = {"routeRef": {"name": "web"}} if rules else {}
+    made = on_trial(replicas, cluster={"rules": rules, **(cluster or {})}, **by_route, **spec)
+    edit(made, inferencePool=PICKERS, kvCache={"mode": "Fixed", "dtype": OLD})
+    made.settle()
+    edit(made, kvCache={"mode": "Fixed", "dtype": NEW})
+    return made
+
+
+def edit(cluster, **spec):
+    """The user sets these fields of the spec, and takes away those that are None."""
+    asked = {key: value for key, value in {**cluster.obj["spec"], **spec}.items() if value is not None}
+    cluster.edit(apply_defaults({**cluster.obj, "spec": asked}))
+
+
+def revisions(cluster):
+    return {name: selector.get(REVISION_LABEL, "") for name, selector in cluster.pools.items()}
+
+
+@given(st.sampled_from([None, "", "a", "b"]), st.sampled_from([None, "", "a", "b"]), st.booleans())
+def test_a_service_and_a_pool_that_select_two_revisions_send_to_both(service, pool, owned):
+    found = together(service, ObjectView("p", owned, "1", pool))
+    assert together(service, None) == service
+    assert found == (service if not owned or service is None or pool == service else "")
+
+
+def test_a_pool_selects_the_revision_and_names_its_picker():
+    asked = spec_of(manifest(inferencePool=PICKERS)).inference_pool
+    made = inference_pool(KEY, "u-1", "chat", "abc", asked.endpoint_picker_ref)
+    assert made["spec"] == {
+        "selector": {"matchLabels": {SERVICE_LABEL: "chat", REVISION_LABEL: "abc"}},
+        "targetPorts": [{"number": 8000}],
+        "endpointPickerRef": {
+            "group": "",
+            "kind": "Service",
+            "name": "chat-epp",
+            "port": {"number": 9002},
+            "failureMode": "FailClose",
+        },
+    }
+    assert "endpointPickerRef" not in inference_pool(KEY, "u-1", "chat", "", None)["spec"]
+    assert pool_view({**made, "metadata": {**made["metadata"], "uid": "p"}}, "u-1").selects == "abc"
+
+
+def test_what_claims_a_pools_name_keeps_no_label_that_may_have_to_go():
+    claimed = claim(inference_pool(KEY, "u-1", "chat", "abc", None))
+    assert claimed["spec"]["selector"] == {"matchLabels": {SERVICE_LABEL: "chat"}}
+    assert claimed["metadata"]["ownerReferences"][0]["uid"] == "u-1"
+
+
+def test_what_a_gateway_says_of_a_pool_is_no_change_of_it():
+    said = {"metadata": {"generation": 2, "resourceVersion": "9"}}
+    assert version_of("InferencePool", said) == "2"
+
+
+def test_pickers_are_asked_for_where_a_route_shares_between_pools():
+    one = manifest(inferencePool={"endpointPickerRef": PICKERS["endpointPickerRef"]})
+    assert not faults(one)
+    shared = manifest(inferencePool=one["spec"]["inferencePool"], canary={"routeRef": {"name": "web"}})
+    assert [fault.field for fault in faults(shared)] == ["spec.inferencePool.canaryEndpointPickerRef"]
+    assert not faults(manifest(inferencePool={}, canary={"routeRef": {"name": "web"}}))
+
+
+@pytest.mark.parametrize("of", [SERVICES, SERVICES | POOLS])
+def test_a_rule_keeps_backends_of_kinds_that_are_not_ours(of):
+    rules = ({"backendRefs": [POOL, {"name": KEY.name, "port": 80}]},)
+    shared = weighted(rules, KEY.namespace, KEY.name, "chat-canary", 10, of)
+    told = [(ref.get("kind", "Service"), ref["name"], ref["weight"]) for ref in shared[0]["backendRefs"]]
+    services = [("Service", "chat", 90), ("Service", "chat-canary", 10)]
+    pools = [("InferencePool", "chat", 90), ("InferencePool", "chat-canary", 10)]
+    assert told == [*(pools if of != SERVICES else [("InferencePool", "chat", 100)]), *services]
+    assert weighted(shared, KEY.namespace, KEY.name, "chat-canary", 0, of) == rules
+
+
+def test_a_route_to_a_pool_that_is_not_ours_says_what_to_set():
+    obj = service(NEW, routeRef={"name": "web"})
+    route = RouteView("web", "1", tuple(ROUTE), {})
+    told = decide(running(obj, "auto", route=route, server=ServerFacts(http_routes=True))).status
+    assert "set spec.inferencePool" in told.condition("Progressing").message
+
+
+def test_before_a_trial_both_pools_select_what_serves():
+    cluster = pooled()
+    old = cluster.status["stable"]["revision"]
+    assert revisions(cluster) == {"chat": old, "chat-canary": old}
+    assert cluster.status["inferencePool"] == "chat"
+
+
+def test_without_a_route_there_is_one_pool_and_it_shares_by_replicas():
+    cluster = pooled(rules=None)
+    cluster.until(stage("Shifting"))
+    cluster.tick()
+    assert revisions(cluster) == {"chat": ""}
+    cluster.until(ended)
+    assert cluster.status["lastCanary"]["stage"] == "Promoted"
+    assert revisions(cluster) == {"chat": cluster.status["stable"]["revision"]}
+
+
+def test_a_canarys_share_goes_to_its_pool_by_the_routes_weights():
+    cluster = pooled()
+    cluster.until(lambda s: s.canary is not None and s.canary.step_time is not None)
+    old, new = cluster.status["stable"]["revision"], cluster.status["canary"]["revision"]
+    assert revisions(cluster) == {"chat": old, "chat-canary": new}
+    told = {ref["name"]: ref["weight"] for ref in cluster.rules[0]["backendRefs"]}
+    assert told == {"chat": 75, "chat-canary": 25}
+    assert {ref["kind"] for ref in cluster.rules[0]["backendRefs"]} == {"InferencePool"}
+    cluster.until(ended)
+    assert cluster.rules == ROUTE
+    cluster.settle()
+    assert revisions(cluster) == {"chat": new, "chat-canary": new}
+
+
+@pytest.mark.parametrize(
+    ("rules", "slow", "end"),
+    [(None, {}, "Promoted"), (ROUTE, {}, "Promoted"), (ROUTE, {NEW: 1.4}, "RolledBack")],
+)
+def test_wherever_the_operator_is_killed_no_pool_leads_to_an_unprobed_canary(rules, slow, end):
+    for killed_at in range(100):
+        cluster = pooled(cluster={"slow": slow}, rules=rules)
+        left, cluster.watch = killed_at, at_every_moment
+        for _ in range(600):
+            before = cluster.writes
+            killed = cluster.tick(cut_after=left) is None
+            left = None if killed or left is None else left - (cluster.writes - before)
+            if ended(cluster.parsed()):
+                break
+        assert cluster.status["lastCanary"]["stage"] == end
+        if left is not None:
+            break
+    assert killed_at > 10
+
+
+def test_pools_that_are_not_asked_for_any_more_go_and_a_canarys_after_the_route_has_lost_it():
+    cluster = pooled()
+    cluster.until(lambda s: s.canary is not None and s.canary.step_time is not None)
+    # The user sends to the Service from now on, by a rule that was read before the share was seen to be in it.
+    shared = [ref for ref in cluster.rules[0]["backendRefs"] if ref["name"] == "chat-canary"]
+    cluster.edit_route([{"backendRefs": [{"name": KEY.name, "port": 80}, *shared]}])
+    edit(cluster, inferencePool=None)
+    cluster.watch = at_every_moment
+    cluster.until(ended)
+    cluster.settle()
+    assert cluster.pools == {}
+    assert "inferencePool" not in cluster.status
+    assert [ref["name"] for ref in cluster.rules[0]["backendRefs"]] == ["chat"]
+
+
+def test_without_the_kind_the_field_is_refused_with_the_remedy_and_the_service_serves():
+    obj = manifest(inferencePool=PICKERS, canary={"routeRef": {"name": "web"}})
+    s = running(obj, "auto", server=ServerFacts(http_routes=True), rejections=())
+    told = decide(s)
+    objects, stalled = (told.status.condition(kind) for kind in ("ObjectsAccepted", "Stalled"))
+    assert (objects.status, objects.reason) == ("False", "InferencePoolsNotServed")
+    assert "install the Gateway API Inference Extension" in objects.message
+    assert stalled.status == "True"
+    assert told.status.condition("Available").status == "True"
+    assert "InferencePool" not in {one["kind"] for one in told.objects.apply}
+    assert told.status.inference_pool is None
+
+
+def test_a_pool_of_somebody_elses_moves_nothing():
+    theirs = {("InferencePool", "chat"): ObjectView("theirs", False, "1", None)}
+    old = revision_of(service(OLD), OLD)
+    for obj in (service(OLD), apply_defaults({**service(OLD), "spec": {**service(OLD)["spec"], "inferencePool": {}}})):
+        s = running(obj, OLD, objects=theirs, traffic=old, server=ServerFacts(inference_pools=True))
+        assert decide(s).status.inference_pool is None
+        assert decide(s).objects.absent == ()
+
+
+def test_pools_that_could_not_be_read_are_not_forgotten():
+    obj = service(OLD)
+    s = running(obj, OLD, unanswered=(Unanswered(Question.POOLS, "ClusterError HTTP 403"),))
+    known = replace(s, status=msgspec.structs.replace(s.status, inference_pool="chat"))
+    assert decide(known).status.inference_pool == "chat"

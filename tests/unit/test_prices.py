@@ -1,0 +1,136 @@
+"""Prices by kind of GPU: what is refused, what a service is said to cost, and that no price decides anything."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_operator.decide import decide
+from kvpilot_operator.decide.judging.policy import choose_step
+from kvpilot_operator.gpus import GPUS, PriceError, prices
+from kvpilot_operator.options import parse_arguments
+from kvpilot_operator.state.snapshot import DeploymentView, Flows, Snapshot
+from kvpilot_operator.state.status import Cost, Status, dump_status, parse_status
+from kvpilot_planning.plan import main
+from support.policy_inputs import policy_input, workload
+from support.services import manifest, running, samples
+
+LOAD = ["--requests-per-second", "5", "--prompt-tokens", "2000", "--generated-tokens", "2000"]
+
+
+def test_a_kind_is_named_as_the_table_or_the_node_label_has_it() -> None:
+    assert prices([("h200", 3.5), ("NVIDIA-L40S", 1)]) == {"H200": 3_500_000, "L40S": 1_000_000}
+
+
+BAD = [
+    ([("H900", 1.0)], "prices.H900: no GPU is known by this name; use B200, H200"),
+    ([("H200", -1.0)], "prices.H200: -1.0 is no price; give a number above 0"),
+    ([("H200", 0)], "prices.H200: 0 is no price"),
+    ([("H200", math.nan)], "prices.H200: nan is no price"),
+    ([("H200", math.inf)], "prices.H200: inf is no price"),
+    ([("H200", 10**400)], "prices.H200: 1000"),
+    ([("H200", True)], "prices.H200: True is no price"),
+    ([("H200", "3.5")], "prices.H200: '3.5' is no price"),
+    ([("H200", None)], "prices.H200: None is no price"),
+    ([("H200", 1.0), ("NVIDIA-H200", 2.0)], "prices.NVIDIA-H200: H200 has a price already; remove one of them"),
+]
+
+
+@pytest.mark.parametrize(("given_prices", "said"), BAD)
+def test_a_wrong_price_is_refused_with_field_value_and_remedy(given_prices, said) -> None:
+    with pytest.raises(PriceError) as caught:
+        prices(given_prices)
+    assert said in str(caught.value)
+
+
+@given(st.dictionaries(st.sampled_from([g.name for g in GPUS]), st.floats(0.001, 1e6)))
+def test_whatever_is_a_price_is_kept_to_a_millionth(table) -> None:
+    assert {kind: micros / 1e6 for kind, micros in prices(table.items()).items()} == pytest.approx(table, abs=1e-6)
+
+
+@pytest.mark.parametrize("text", ["H200: -1", "H200: .nan", "[1]", "", "a: b: c", "H900: 1", "1: 2"])
+def test_the_operator_does_not_start_with_prices_that_cannot_be_used(text, tmp_path, capsys) -> None:
+    file = tmp_path / "prices.yaml"
+    file.write_text(text)
+    with pytest.raises(SystemExit):
+        parse_arguments([f"--prices={file}"])
+    assert "argument --prices: " in capsys.readouterr().err
+
+
+def priced(status: Status | None = None, **changes: object) -> Snapshot:
+    obj = manifest(engine={"image": "kvpilot/runtime:1", "tensorParallelSize": 2})
+    s = running(obj, "auto", gpu_hour_micros=3_500_000)
+    flows = Flows(5.0, generation_tokens=500, finished=5, prefill_seconds=0.1, decode_seconds=20)
+    seen = tuple(replace(one, flows=flows) for one in samples(usage=0.3, waiting=0))
+    s = replace(s, samples={s.traffic: seen}, deployments={s.traffic: DeploymentView(s.traffic, "auto", 1)})
+    return replace(s, **({"status": status} if status else {}), **changes)
+
+
+def test_a_service_says_what_it_costs_an_hour_and_a_million_generated_tokens() -> None:
+    cost = decide(priced()).status.cost
+    assert cost is not None
+    assert cost.per_hour_micros == 7_000_000
+    # 7 an hour for 100 tokens a second
+    assert cost.per_million_tokens_micros == round(7e6 / 0.36)
+    assert decide(priced(gpu_hour_micros=None)).status.cost is None
+
+
+def test_a_cost_that_hardly_moved_is_not_written_anew() -> None:
+    s = priced()
+    for said, told in ((19_000_000, 19_000_000), (15_000_000, 19_444_444)):
+        before = parse_status(
+            dump_status(s.status) | {"cost": {"perHourMicros": 7_000_000, "perMillionTokensMicros": said}}
+        )
+        cost = decide(replace(s, status=before)).status.cost
+        assert cost == Cost(per_hour_micros=7_000_000, per_million_tokens_micros=told)
+
+
+def test_a_decision_says_what_each_step_would_have_cost() -> None:
+    ruling = choose_step(policy_input(gpu_hour_micros=3_500_000))
+    assert (
+        "an hour costs: fp8 at 1 3.50, k8v4 at 1 3.50, k4v4 at 1 3.50, auto at 2 7.00, auto at 1 3.50" in ruling.message
+    )
+    assert [one.cost_per_hour_micros for one in ruling.options] == [3_500_000] * 3 + [7_000_000, 3_500_000]
+    assert "costs" not in choose_step(policy_input()).message
+    held = choose_step(policy_input(workload("ComputeBound"), gpu_hour_micros=3_500_000, ready=0))
+    assert held.hold is not None
+    assert "costs" not in held.hold
+    assert "an hour costs: " in held.message
+
+
+def test_a_plan_is_priced_by_the_hour_and_by_the_million_tokens(capsys, tmp_path) -> None:
+    plan = ["Llama-3.1-8B", "--gpu", "L40S", *LOAD]
+    assert main([*plan, "--price", "L40S=1.1"]) == 0
+    told = capsys.readouterr().out
+    assert "1.1 an hour" in told
+    row = next(line for line in told.splitlines() if line.startswith("k4v4") and "time per token" in line).split()
+    assert row[2:5] == ["6", "6.60", "0.183"]
+    file = tmp_path / "prices.yaml"
+    for content in ("L40S: 1.1", yaml.safe_dump({"kind": "ConfigMap", "data": {"prices.yaml": "L40S: 1.1\nH200: 3"}})):
+        file.write_text(content)
+        assert main([*plan, "--price", str(file)]) == 0
+        assert capsys.readouterr().out == told
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([*LOAD, "--price", "L40S=-1"], "--price: prices.L40S: -1.0 is no price"),
+        ([*LOAD, "--price", "L40S=nan"], "nan is no price"),
+        ([*LOAD, "--price", "L40S=cheap"], "'cheap' is no price"),
+        ([*LOAD, "--price", "H900=1"], "no GPU is known by this name"),
+        ([*LOAD, "--price", "H200=1"], "--price: L40S has none; give --price L40S=PER_HOUR"),
+        ([*LOAD, "--price", "nothing.yaml"], "--price nothing.yaml: holds no prices (FileNotFoundError)"),
+        (["--price", "L40S=1"], "--price: is the price of a load; give --requests-per-second"),
+    ],
+)
+def test_a_wrong_price_of_a_plan_is_refused_in_one_line(capsys, more, said) -> None:
+    assert main(["Llama-3.1-8B", "--gpu", "L40S", *more]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1

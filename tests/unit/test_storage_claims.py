@@ -1,0 +1,190 @@
+"""The claim that a service asks for: what it is, who uses it, and when it is written."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kubernetes.utils.quantity import parse_quantity
+
+from kvpilot_operator.api.schema import faults
+from kvpilot_operator.api.spec import Claim
+from kvpilot_operator.errors import Conflict, Rejected
+from kvpilot_operator.render.engine import pod_template
+from kvpilot_operator.render.names import KIND
+from kvpilot_operator.render.objects import claim
+from support.memory_api import MemoryApi, Operator
+from support.services import KEY, manifest, spec_of
+
+CLAIM = ("PersistentVolumeClaim", "chat-weights")
+FIXED = {"mode": "Fixed", "dtype": "auto"}
+
+
+def template(**cache: Any) -> dict[str, Any]:
+    return pod_template("chat", spec_of(manifest(cache=cache)), "k4v4")
+
+
+def test_without_it_pods_are_what_they_were() -> None:
+    assert "kvpilot.io/claim" not in template()["metadata"]["labels"]
+    assert "affinity" not in template(weightsClaimName="models")["spec"]
+
+
+def test_engines_download_to_the_claim_that_is_made_as_to_one_that_was_there() -> None:
+    made, named = template(weights={"size": "100Gi"})["spec"], template(weightsClaimName="chat-weights")["spec"]
+    assert made == named
+    (volume,) = (one for one in made["volumes"] if one["name"] == "model")
+    assert volume["persistentVolumeClaim"] == {"claimName": "chat-weights"}
+    assert {"name": "HF_HOME", "value": "/models"} in made["containers"][0]["env"]
+
+
+def test_its_size_and_class_are_no_part_of_a_revision_and_its_access_is() -> None:
+    plain = template(weights={"size": "100Gi"})
+    assert plain == template(weights={"size": "200Gi", "storageClassName": "nfs"})
+    assert plain != template(weights={"size": "100Gi", "accessMode": "ReadWriteOnce"})
+
+
+def test_pods_that_share_a_disk_are_kept_on_one_node_with_whatever_else_the_spec_says_of_nodes() -> None:
+    asked = {"weights": {"size": "100Gi", "accessMode": "ReadWriteOnce"}}
+    where = {"nodeAffinity": [{"key": "gpu", "operator": "Exists"}]}
+    spec = spec_of(manifest(cache=asked, engine=where))
+    pods = [pod_template("chat", spec, dtype) for dtype in ("auto", "k4v4")]
+    for pod in pods:
+        affinity = pod["spec"]["affinity"]
+        (term,) = affinity["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert term["topologyKey"] == "kubernetes.io/hostname"
+        # A pod that its own term selects may be the first one, and every revision's pods select each other.
+        selected = term["labelSelector"]["matchLabels"].items()
+        assert all(selected <= other["metadata"]["labels"].items() for other in pods)
+        assert affinity["nodeAffinity"]
+
+
+@given(
+    number=st.integers(1, 999_999),
+    unit=st.sampled_from(["M", "G", "T", "Mi", "Gi", "Ti"]),
+    mode=st.sampled_from(["ReadWriteMany", "ReadWriteOnce"]),
+    storage_class=st.none() | st.just("fast"),
+)
+def test_whatever_size_is_accepted_is_asked_for_as_it_was_written(
+    number: int, unit: str, mode: str, storage_class: str | None
+) -> None:
+    size = f"{number}{unit}"
+    asked = {"size": size, "accessMode": mode, **({"storageClassName": storage_class} if storage_class else {})}
+    obj = manifest(cache={"weights": asked})
+    assert faults(obj) == ()
+    wanted = spec_of(obj).cache.weights
+    assert isinstance(wanted, Claim)
+    made = claim(KEY, "u-1", wanted)["spec"]
+    assert 0 < parse_quantity(made["resources"]["requests"]["storage"]) < 2**63
+    assert made.get("storageClassName") == storage_class
+    assert made["accessModes"] == [mode]
+
+
+@given(st.text(alphabet="0123456789.eEimkMGTPKn- ", max_size=10))
+def test_a_size_without_a_whole_number_and_a_unit_is_refused_at_its_field(size: str) -> None:
+    found = faults(manifest(cache={"weights": {"size": size}}))
+    if not found:
+        assert size[0] in "123456789"
+        assert size[-1] in "MGTi"
+        assert parse_quantity(size) >= 1_000_000
+    else:
+        assert {one.field for one in found} == {"spec.cache.weights.size"}
+
+
+@pytest.fixture
+async def operator() -> AsyncIterator[Operator]:
+    one = Operator(MemoryApi(), manifest(kvCache=FIXED, cache={"weights": {"size": "100Gi"}}))
+    yield one
+    await one.close()
+
+
+async def served(operator: Operator) -> None:
+    for _ in range(3):
+        await operator.reconcile()
+        operator.api.run_engines()
+    await operator.reconcile()
+    assert operator.condition("Ready").status == "True"
+
+
+async def test_the_claim_is_the_services_own_and_is_there_before_the_engines(operator: Operator) -> None:
+    await operator.reconcile()
+    (owner,) = operator.api.objects[CLAIM]["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["uid"]) == (KIND, "u-1")
+    kinds = [kind for _, kind, _ in operator.api.writes()]
+    assert kinds.index("PersistentVolumeClaim") < kinds.index("Deployment")
+
+
+async def test_a_pass_in_which_nothing_changes_asks_for_no_claim(operator: Operator) -> None:
+    await served(operator)
+    operator.api.asked.clear()
+    for _ in range(20):
+        await operator.reconcile()
+    assert operator.api.asked == []
+
+
+async def test_a_larger_size_is_asked_for_and_restarts_no_engine(operator: Operator) -> None:
+    await served(operator)
+    before = {what for what in operator.api.objects if what[0] == "Deployment"}
+    operator.edit(manifest(kvCache=FIXED, cache={"weights": {"size": "200Gi"}}))
+    await operator.reconcile()
+    assert operator.api.objects[CLAIM]["spec"]["resources"]["requests"]["storage"] == "200Gi"
+    assert {what for what in operator.api.objects if what[0] == "Deployment"} == before
+    assert operator.condition("Reconciling").status == "False"
+
+
+async def test_a_claim_that_is_asked_for_no_more_is_not_deleted(operator: Operator) -> None:
+    await served(operator)
+    operator.edit(manifest(kvCache=FIXED))
+    for _ in range(5):
+        await operator.reconcile()
+        operator.api.run_engines()
+    assert CLAIM in operator.api.objects
+    assert not [one for one in operator.api.asked if one[0] == "delete" and one[1] == CLAIM[0]]
+
+
+async def test_a_claim_of_somebody_elses_is_left_alone_and_told(operator: Operator) -> None:
+    theirs = {"kind": CLAIM[0], "metadata": {"name": CLAIM[1]}, "spec": {"resources": {"requests": {"storage": "1Gi"}}}}
+    before = operator.api.put(theirs)
+    for _ in range(3):
+        await operator.reconcile()
+    assert operator.api.objects[CLAIM] == before
+    assert operator.condition("ObjectsAccepted").reason == "NameTaken"
+    assert "PersistentVolumeClaim chat-weights" in operator.condition("ObjectsAccepted").message
+
+
+async def test_a_claim_that_is_refused_keeps_no_engine_from_being_mended(operator: Operator) -> None:
+    await served(operator)
+
+    def refuse(written: Any) -> Rejected | None:
+        words = "spec.resources.requests.storage: Forbidden: field can not be less than previous value"
+        return Rejected("PATCH", "x", 422, words, "Invalid") if written.get("kind") == CLAIM[0] else None
+
+    operator.api.refuses = refuse
+    operator.edit(manifest(kvCache=FIXED, cache={"weights": {"size": "50Gi"}}, replicas=2))
+    await operator.reconcile()
+    await operator.reconcile()
+    (deployment,) = (obj for what, obj in operator.api.objects.items() if what[0] == "Deployment")
+    assert deployment["spec"]["replicas"] == 2
+    told = operator.condition("ObjectsAccepted")
+    assert (told.reason, told.status) == ("ClaimCannotShrink", "False")
+    assert told.message.startswith("spec.cache.weights.size: ")
+    assert operator.condition("Stalled").status == "True"
+
+
+@pytest.mark.parametrize("last", ["create", "apply"])
+async def test_an_operator_that_ends_at_any_write_of_the_claim_goes_on_where_it_was(
+    operator: Operator, last: str
+) -> None:
+    def dies(method: str, what: tuple[str, str]) -> None:
+        if method == last and what == CLAIM:
+            raise Conflict("PATCH", what[1], 409, "the process has ended")
+
+    operator.api.before_write = dies
+    with pytest.raises(Conflict):
+        await operator.reconcile()
+    operator.api.before_write = lambda *_: None
+    operator.restart()
+    await served(operator)
+    assert operator.api.objects[CLAIM]["spec"]["accessModes"] == ["ReadWriteMany"]

@@ -1,0 +1,496 @@
+"""The Job that fills a claim before engines are started: what it is, when it runs, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_operator.decide import decide
+from kvpilot_operator.errors import ClusterError, Conflict, ScrapeError
+from kvpilot_operator.observe.prefetch import ProgressReader
+from kvpilot_operator.render.engine import pod_template, revision
+from kvpilot_operator.render.prefetch import identity, job
+from kvpilot_operator.state.decision import Decision
+from kvpilot_operator.state.enums import CachePhase
+from kvpilot_operator.state.questions import Question, unanswered
+from kvpilot_operator.state.snapshot import PodView, PrefetchView, Snapshot
+from kvpilot_operator.state.status import Condition, Status
+from support.kinds import unknown
+from support.memory_api import MemoryApi, Operator
+from support.services import KEY, manifest, running, snapshot, spec_of
+
+JOB = ("Job", "chat-prefetch")
+FIXED = {"mode": "Fixed", "dtype": "auto"}
+FILLED = {"weights": {"size": "100Gi"}, "prefetch": True}
+GB = 10**9
+
+
+def obj(**spec: Any) -> dict[str, Any]:
+    return manifest(**{"kvCache": FIXED, "cache": FILLED, **spec})
+
+
+def made(**spec: Any) -> dict[str, Any]:
+    return job(KEY, "u-1", spec_of(obj(**spec)), assigned_user=False)
+
+
+def pod_of(made: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    pod = made["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    return pod, container
+
+
+def view(content: str = "", **changes: Any) -> PrefetchView:
+    """The Job of the spec as it is, running and silent."""
+    whole = content or made()["metadata"]["annotations"]["kvpilot.io/identity"]
+    return replace(PrefetchView(whole, False, None, (worker(),), None, None), **changes)
+
+
+def worker(**changes: Any) -> PodView:
+    base = PodView("chat-prefetch-x", "", "10.0.0.9", "node-1", True, False, 0, None, None, None)
+    return replace(base, **changes)
+
+
+def said(decision: Decision, kind: str) -> Condition:
+    found = decision.status.condition(kind)
+    assert found is not None
+    return found
+
+
+def applied(decision: Decision, kind: str) -> list[Any]:
+    return [] if decision.objects is None else [one for one in decision.objects.apply if one["kind"] == kind]
+
+
+def deleted(decision: Decision) -> list[str]:
+    return [] if decision.objects is None else [name for _, kind, name in decision.objects.absent if kind == "Job"]
+
+
+def kept(s: Snapshot, phase: CachePhase, **more: Any) -> Snapshot:
+    """With a status in which the claim is so far filled for this spec."""
+    decided = decide(replace(s, prefetch=None)).status
+    assert decided.cache is not None
+    cache = type(decided.cache)(identity=decided.cache.identity, phase=phase, claim_name="chat-weights", **more)
+    status = Status(cache=cache, stable=s.status.stable, conditions=decided.conditions)
+    return replace(s, status=status)
+
+
+# What the Job is.
+
+
+def test_the_job_is_what_kubernetes_takes_and_asks_for_no_gpu() -> None:
+    one = made(engine={"resources": {"limits": {"nvidia.com/gpu": 1}}})
+    assert unknown("V1Job", one, "job") == []
+    _, container = pod_of(one)
+    assert not [name for kind in container["resources"].values() for name in kind if "gpu" in name]
+    assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"} in container["env"]
+    assert one["metadata"]["ownerReferences"][0]["uid"] == "u-1"
+
+
+def test_no_service_sends_it_a_request_and_no_watch_of_engines_sees_it() -> None:
+    labels = made()["spec"]["template"]["metadata"]["labels"]
+    assert "kvpilot.io/service" not in labels
+    assert "kvpilot.io/revision" not in labels
+    assert labels["kvpilot.io/prefetch"] == "chat"
+
+
+def test_it_runs_where_engines_may_with_what_leads_them_to_the_hub() -> None:
+    engine = {
+        "nodeSelector": {"pool": "gpu"},
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+        "nodeAffinity": [{"key": "zone", "operator": "In", "values": ["a"]}],
+        "topologySpread": [{"topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}],
+        "serviceAccountName": "models",
+        "imagePullSecrets": [{"name": "pull"}],
+        "env": [{"name": "HTTPS_PROXY", "value": "http://proxy"}],
+        "podTemplate": {
+            "metadata": {"labels": {"team": "a"}, "annotations": {"sidecar.istio.io/inject": "false"}},
+            "spec": {
+                "volumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+                "containers": [
+                    {"name": "engine", "volumeMounts": [{"name": "ca", "mountPath": "/ca"}]},
+                    {"name": "beside", "image": "a/b:1"},
+                ],
+                "initContainers": [{"name": "before", "image": "a/b:1"}],
+            },
+        },
+    }
+    one = made(engine=engine, model={"tokenSecretRef": {"name": "hf", "key": "token"}})
+    pod, container = pod_of(one)
+    template = pod_template("chat", spec_of(obj(engine=engine)), "auto")["spec"]
+    for same in (
+        "nodeSelector",
+        "tolerations",
+        "affinity",
+        "serviceAccountName",
+        "imagePullSecrets",
+        "securityContext",
+    ):
+        assert pod[same] == template[same]
+    assert not pod.keys() & {"initContainers", "topologySpreadConstraints"}
+    assert [one["name"] for one in pod["volumes"]] == ["model", "ca"]
+    assert [one["mountPath"] for one in container["volumeMounts"]] == ["/models", "/ca"]
+    names = {one["name"] for one in container["env"]}
+    assert {"HF_TOKEN", "HF_HOME", "HTTPS_PROXY"} <= names
+    about = one["spec"]["template"]["metadata"]
+    assert about["labels"]["team"] == "a"
+    assert about["annotations"] == {"sidecar.istio.io/inject": "false"}
+
+
+def test_it_fetches_the_models_revision_and_the_hubs_adapters() -> None:
+    adapters = [{"name": "sql", "source": "hf://team/sql"}, {"name": "own", "source": "pvc://adapters/own"}]
+    _, container = pod_of(made(model={"revision": "v1", "adapters": adapters}))
+    assert container["command"] == ["kvpilot-prefetch"]
+    assert container["args"] == ["--model=Qwen/Qwen3-8B", "--revision=v1", "--adapter=team/sql", "--port=8000"]
+    assert [one["mountPath"] for one in container["volumeMounts"]] == ["/models"]
+
+
+def test_on_a_disk_it_is_on_the_node_of_the_engines() -> None:
+    cache = {"weights": {"size": "1Gi", "accessMode": "ReadWriteOnce"}, "prefetch": True}
+    template = made(cache=cache)["spec"]["template"]
+    engines = pod_template("chat", spec_of(obj(cache=cache)), "auto")
+    assert template["spec"]["affinity"] == engines["spec"]["affinity"]
+    assert template["metadata"]["labels"]["kvpilot.io/claim"] == engines["metadata"]["labels"]["kvpilot.io/claim"]
+
+
+def test_a_prefetch_changes_no_engine() -> None:
+    plain, filled = spec_of(obj(cache={"weights": {"size": "1Gi"}})), spec_of(obj())
+    assert revision(pod_template("chat", plain, "auto")) == revision(pod_template("chat", filled, "auto"))
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"engine": {"image": "kvpilot/runtime:2"}}, True),
+        ({"cache": {"weights": {"size": "200Gi"}, "prefetch": True}}, True),
+        ({"kvCache": {"mode": "Fixed", "dtype": "k4v4"}}, True),
+        ({"model": {"revision": "v2"}}, False),
+        ({"model": {"source": "hf://Qwen/Qwen3-4B"}}, False),
+        ({"cache": {"weightsClaimName": "models", "prefetch": True}}, False),
+    ],
+)
+def test_what_has_to_be_on_the_claim_is_known_by_model_revision_and_claim(change: dict[str, Any], same: bool) -> None:
+    assert (identity("chat", spec_of(obj(**change))) == identity("chat", spec_of(obj()))) == same
+
+
+# When it runs.
+
+
+@pytest.fixture
+async def operator() -> AsyncIterator[Operator]:
+    one = Operator(MemoryApi(), obj())
+    yield one
+    await one.close()
+
+
+def finish(operator: Operator) -> None:
+    found = operator.api.objects[JOB]
+    operator.api.put({**found, "status": {"conditions": [{"type": "Complete", "status": "True"}]}})
+
+
+def kinds(operator: Operator) -> set[str]:
+    return {kind for kind, _ in operator.api.objects}
+
+
+async def served(operator: Operator) -> None:
+    await operator.reconcile()
+    finish(operator)
+    for _ in range(3):
+        await operator.reconcile()
+        operator.api.run_engines()
+    await operator.reconcile()
+    assert operator.condition("Ready").status == "True"
+
+
+async def test_no_engine_is_there_before_the_claim_is_filled(operator: Operator) -> None:
+    for _ in range(3):
+        await operator.reconcile()
+        assert kinds(operator) == {"QuantizedLLMService", "PersistentVolumeClaim", "Job"}
+    assert operator.condition("Reconciling").status == "True"
+    assert operator.condition("Ready").reason == "PrefetchPending"
+    finish(operator)
+    await operator.reconcile()
+    assert "Deployment" in kinds(operator)
+
+
+async def test_a_filled_claim_is_asked_about_no_more(operator: Operator) -> None:
+    await served(operator)
+    operator.api.asked.clear()
+    for _ in range(10):
+        await operator.reconcile()
+    assert operator.api.asked == []
+    del operator.api.objects[JOB]  # its time to live is over, or somebody tidies up
+    await operator.reconcile()
+    assert JOB not in operator.api.objects
+
+
+async def test_another_model_is_fetched_while_the_old_one_serves(operator: Operator) -> None:
+    await served(operator)
+    before = {what for what in operator.api.objects if what[0] == "Deployment"}
+    operator.edit(obj(model={"source": "hf://Qwen/Qwen3-4B"}))
+    await operator.reconcile()
+    assert JOB not in operator.api.objects
+    await operator.reconcile()
+    assert "--model=Qwen/Qwen3-4B" in pod_of(operator.api.objects[JOB])[1]["args"]
+    for _ in range(3):
+        await operator.reconcile()
+    assert {what for what in operator.api.objects if what[0] == "Deployment"} == before
+    assert operator.condition("Ready").status == "True"
+    assert operator.condition("Reconciling").status == "True"
+    finish(operator)
+    await operator.reconcile()
+    await operator.reconcile()
+    assert {what for what in operator.api.objects if what[0] == "Deployment"} > before
+
+
+async def test_a_job_of_an_older_spec_goes_and_a_corrected_one_comes(operator: Operator) -> None:
+    await operator.reconcile()
+    operator.edit(obj(engine={"env": [{"name": "HTTPS_PROXY", "value": "http://proxy"}]}))
+    await operator.reconcile()
+    assert JOB not in operator.api.objects
+    await operator.reconcile()
+    assert {"name": "HTTPS_PROXY", "value": "http://proxy"} in pod_of(operator.api.objects[JOB])[1]["env"]
+
+
+async def test_a_job_that_somebody_deletes_is_made_anew_soon(operator: Operator) -> None:
+    await operator.reconcile()
+    operator.api.drop(*JOB)
+    # The name may be anybody's by then: the first attempt is a conflict, as the server tells it.
+    with pytest.raises(Conflict):
+        await operator.reconcile()
+    await operator.reconcile()
+    assert JOB in operator.api.objects
+
+
+async def test_a_prefetch_that_is_wanted_no_more_leaves_no_job_and_engines_start(operator: Operator) -> None:
+    await operator.reconcile()
+    operator.edit(obj(cache={"weights": {"size": "100Gi"}}))
+    await operator.reconcile()
+    assert JOB not in operator.api.objects
+    assert "Deployment" in kinds(operator)
+    await operator.reconcile()
+    await operator.reconcile()
+    assert "cache" not in operator.api.objects["QuantizedLLMService", KEY.name]["status"]
+
+
+async def test_somebody_elses_job_of_that_name_is_left_alone_and_told(operator: Operator) -> None:
+    theirs = operator.api.put({"kind": "Job", "metadata": {"name": JOB[1]}, "spec": {}})
+    for _ in range(3):
+        await operator.reconcile()
+    assert operator.api.objects[JOB] == theirs
+    assert operator.condition("ObjectsAccepted").reason == "NameTaken"
+    assert "Deployment" not in kinds(operator)
+
+
+WRITES = [
+    ("create", "PersistentVolumeClaim"), ("apply", "PersistentVolumeClaim"), ("create", "Job"), ("apply", "Job"),
+    ("apply status", "QuantizedLLMService"), ("delete", "Job"), ("apply", "Deployment"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "kind"), WRITES)
+@pytest.mark.parametrize("after", [0, 1, 2])
+async def test_whatever_write_the_operator_ends_at_the_same_comes_of_it(
+    operator: Operator, method: str, kind: str, after: int
+) -> None:
+    """kill -9 at the n-th write of a kind; the spec changes on the way, so that a Job is deleted, too."""
+    left = [after]
+
+    def dies(done: str, what: tuple[str, str]) -> None:
+        if (done, what[0]) == (method, kind):
+            left[0] -= 1
+            if left[0] == -1:
+                raise Conflict("PATCH", what[1], 409, "the process has ended")
+
+    operator.api.before_write = dies
+
+    async def goes_on(times: int) -> None:
+        for _ in range(times):
+            try:
+                await operator.reconcile()
+            except Conflict:
+                operator.restart()
+            # No engine is ever there for weights that are not.
+            wanted = operator.api.objects.get(JOB, {}).get("status")
+            assert wanted or "Deployment" not in kinds(operator)
+
+    await goes_on(3)
+    operator.edit(obj(model={"revision": "v2"}))
+    await goes_on(5)
+    assert "--revision=v2" in pod_of(operator.api.objects[JOB])[1]["args"]
+    finish(operator)
+    await goes_on(3)
+    assert len([what for what in operator.api.objects if what[0] in ("Job", "PersistentVolumeClaim")]) == 2
+    assert "Deployment" in kinds(operator)
+
+
+async def test_a_job_that_cannot_be_read_starts_nothing_and_ends_nothing(operator: Operator) -> None:
+    await operator.reconcile()
+    found = operator.api.find
+
+    async def forbidden(api_version: str, kind: str, namespace: str, name: str) -> Any:
+        if kind == "Job":
+            raise ClusterError("GET", "jobs", 403, "forbidden")
+        return await found(api_version, kind, namespace, name)
+
+    operator.api.find = forbidden  # type: ignore[method-assign]
+    operator.edit(obj(model={"revision": "v2"}))
+    before = dict(operator.api.objects)
+    await operator.reconcile()
+    assert operator.api.objects[JOB] == before[JOB]
+    assert "Deployment" not in kinds(operator)
+    assert operator.condition("ReconcileSucceeded").reason == "PrefetchUnanswered"
+
+
+# What is said of it.
+
+
+def test_its_progress_is_told_in_status_and_conditions() -> None:
+    s = snapshot(obj(), prefetch=view(downloaded_bytes=4 * GB, total_bytes=16 * GB))
+    decision = decide(s)
+    cache = decision.status.cache
+    assert cache is not None
+    assert (cache.phase, cache.downloaded_bytes, cache.total_bytes) == (CachePhase.PREFETCHING, 4 * GB, 16 * GB)
+    assert cache.claim_name == "chat-weights"
+    for kind in ("Ready", "Available", "Progressing", "ModelCached"):
+        assert said(decision, kind).reason == "PrefetchingWeights"
+        assert "4.0 of 16.0 GB (25%)" in said(decision, kind).message
+    assert (said(decision, "Progressing").status, said(decision, "Stalled").status) == ("True", "False")
+    assert decision.again_seconds
+
+
+@given(st.lists(st.integers(0, 16 * GB), max_size=60))
+def test_a_status_is_written_for_each_hundredth_at_most(steps: list[int]) -> None:
+    s, writes = snapshot(obj()), 0
+    for there in sorted(steps):
+        status = decide(replace(s, prefetch=view(downloaded_bytes=there, total_bytes=16 * GB))).status
+        writes += status.cache != s.status.cache
+        s = replace(s, status=status)
+    assert writes <= 101
+
+
+def test_a_filled_claim_is_told_once_with_how_much_is_on_it() -> None:
+    s = kept(snapshot(obj()), CachePhase.PREFETCHING, downloaded_bytes=15 * GB, total_bytes=16 * GB)
+    decision = decide(replace(s, prefetch=view(done=True, pods=())))
+    cache = decision.status.cache
+    assert cache is not None
+    assert (cache.phase, cache.downloaded_bytes) == (CachePhase.READY, 16 * GB)
+    assert [one.reason for one in decision.events].count("WeightsPrefetched") == 1
+    assert (
+        said(decision, "ModelCached").message == "PersistentVolumeClaim chat-weights is filled: 16.0 of 16.0 GB (100%)"
+    )
+    assert decision.status.stable is not None
+    again = decide(replace(s, status=decision.status, prefetch=None))
+    assert not [one for one in again.events if one.reason == "WeightsPrefetched"]
+
+
+REFUSED = json.dumps(
+    {"kvpilot": "refused", "reason": "ModelNotFound", "message": "model 'a' is gated: accept its terms"}
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "words", "stuck"),
+    [
+        ({"pods": (worker(ready=False, waiting_reason="CrashLoopBackOff", exit_message=REFUSED),)}, "ModelNotFound",
+         "accept its terms", True),
+        ({"pods": (worker(ready=True, exit_message=REFUSED),)}, "ModelNotFound", "spec.cache.prefetch to false", True),
+        ({"pods": (), "failure": "Job was active longer than specified deadline"}, "PrefetchFailed", "Delete it", True),
+        ({"pods": (worker(ready=False, unschedulable="pod has unbound immediate PersistentVolumeClaims"),)},
+         "Unschedulable", "unbound immediate", False),
+        ({"pods": (worker(ready=False, waiting_reason="ErrImagePull", exit_message="no such image"),)},
+         "ImageUnavailable", "no such image", False),
+        ({"pods": ()}, "PrefetchPending", "kubectl describe job chat-prefetch", False),
+    ],
+)  # fmt: skip
+def test_why_it_does_not_come_on_is_told_with_the_remedy(
+    changes: dict[str, Any], reason: str, words: str, stuck: bool
+) -> None:
+    decision = decide(snapshot(obj(), prefetch=view(**changes)))
+    assert said(decision, "Ready").reason == reason
+    assert words in said(decision, "Ready").message
+    assert "chat-prefetch" in said(decision, "Ready").message
+    assert said(decision, "Stalled").status == ("True" if stuck else "False")
+    assert said(decision, "Reconciling").status == ("False" if stuck else "True")
+    assert applied(decision, "Deployment") == []
+    # It is tried again by itself all the time, so it goes on as soon as it can.
+    assert applied(decision, "Job")
+    assert deleted(decision) == []
+
+
+def test_one_that_gets_on_again_after_a_refusal_is_told_to_get_on() -> None:
+    s = snapshot(obj(), prefetch=view(pods=(worker(exit_message=REFUSED),), downloaded_bytes=0, total_bytes=GB))
+    assert said(decide(s), "Progressing").reason == "PrefetchingWeights"
+
+
+def test_what_serves_is_mended_and_scaled_while_another_model_is_fetched() -> None:
+    old = obj()
+    s = kept(running(old, "auto"), CachePhase.READY)
+    new = obj(model={"revision": "v2"}, replicas=3)
+    later = replace(s, spec=spec_of(new), generation=2, prefetch=None)
+    decision = decide(later)
+    assert decision.objects is not None
+    assert decision.status.canary is None
+    assert decision.objects.scale == {s.status.stable.revision: 3} if s.status.stable else False
+    assert said(decision, "Ready").status == "True"
+    assert said(decision, "Reconciling").status == "True"
+
+
+def test_the_dtype_may_change_without_another_prefetch() -> None:
+    s = kept(running(obj(), "auto"), CachePhase.READY)
+    decision = decide(replace(s, spec=spec_of(obj(kvCache={"mode": "Fixed", "dtype": "k4v4"})), generation=2))
+    assert decision.status.canary is not None
+    assert applied(decision, "Job") == []
+
+
+def test_a_service_that_serves_and_is_given_a_prefetch_goes_on() -> None:
+    s = running(obj(), "auto")
+    decision = decide(s)
+    assert applied(decision, "Job")
+    assert applied(decision, "Deployment")
+    assert said(decision, "Ready").status == "True"
+
+
+def test_an_unread_job_is_neither_made_nor_deleted() -> None:
+    unread = (unanswered(Question.PREFETCH, ClusterError("GET", "jobs", 403, "forbidden")),)
+    decision = decide(snapshot(obj(), unanswered=unread))
+    assert (applied(decision, "Job"), deleted(decision), applied(decision, "Deployment")) == ([], [], [])
+
+
+# Its page.
+
+
+def read(page: bytes) -> tuple[int, int]:
+    reader = ProgressReader()
+    for _ in reader.steps(page):
+        pass
+    return tuple(reader.close())
+
+
+def test_its_page_is_read() -> None:
+    page = b"# HELP a b\nkvpilot_prefetch_bytes 1.5e+09\nkvpilot_prefetch_total_bytes 1.6e+10\nother 1\n"
+    assert read(page) == (1_500_000_000, 16 * GB)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [b"", b"kvpilot_prefetch_bytes 1\n", b"kvpilot_prefetch_bytes -1\nkvpilot_prefetch_total_bytes 1\n",
+     b"kvpilot_prefetch_bytes NaN\nkvpilot_prefetch_total_bytes 1\n",
+     b"kvpilot_prefetch_bytes 1\nkvpilot_prefetch_total_bytes +Inf\n"],
+)  # fmt: skip
+def test_a_page_that_says_neither_or_nonsense_is_refused(page: bytes) -> None:
+    with pytest.raises(ScrapeError):
+        read(page)
+
+
+@given(st.binary(max_size=400))
+def test_whatever_the_pod_sends_is_read_or_refused(page: bytes) -> None:
+    try:
+        there, total = read(b"kvpilot_prefetch_total_bytes 5\n" + page)
+    except ScrapeError:
+        return
+    assert 0 <= there <= total

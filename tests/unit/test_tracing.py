@@ -1,0 +1,496 @@
+"""Spans of reconciles, scrapes and probes: what they say and never say; without an endpoint they are nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from kvpilot_operator import tracing
+from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.api.schema import apply_defaults, faults
+from kvpilot_operator.control.pilot import Pilot
+from kvpilot_operator.control.prober import Probe, Prober
+from kvpilot_operator.control.telemetry import Telemetry
+from kvpilot_operator.errors import Conflict
+from kvpilot_operator.observe.gather import Observer
+from kvpilot_operator.observe.informers import InformerCache
+from kvpilot_operator.observe.scrape import Scraper
+from kvpilot_operator.options import parse_arguments
+from kvpilot_operator.probes import codec
+from kvpilot_operator.render.names import KIND, baseline_name
+from kvpilot_operator.render.objects import baseline_config_map
+from kvpilot_operator.state.decision import Capture, Captured, Measure, ProbeFailed
+from kvpilot_operator.state.snapshot import ServerFacts
+from kvpilot_operator.tracing import Span, Tracer, TracingError, otlp
+from kvpilot_operator.tracing.otlp import OtlpTracer
+from support.collector import collecting
+from support.memory_api import MemoryApi, tell
+from support.observed import World as Observed
+from support.observed import pod
+from support.probe_engine import Body, Handler, Writer, counting, engine, respond
+from support.services import KEY, manifest, spec_of
+
+ROOT = Path(__file__).parents[2]
+SPEC = spec_of(manifest(accuracy={"probeSets": ["builtin/general"]}))
+NAME = baseline_name(KEY.name, "0123456789")
+SECRET = "the patient's name is"
+
+
+@pytest.fixture(autouse=True)
+def nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_SAMPLER", "OTEL_RESOURCE_ATTRIBUTES", "OTEL_SERVICE_NAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+async def ended(tracer: OtlpTracer, exporter: InMemorySpanExporter) -> dict[str, list[ReadableSpan]]:
+    """Every span that has ended, by its name; the tracer is closed."""
+    await tracer.close()
+    found: dict[str, list[ReadableSpan]] = {}
+    for span in exporter.get_finished_spans():
+        found.setdefault(span.name, []).append(span)
+    return found
+
+
+class World:
+    """A Pilot with its real parts before an API server in memory; nothing is scraped."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.api = MemoryApi()
+        self.cache = InformerCache(None, ())  # type: ignore[arg-type]  # nothing is watched
+        self.cache.run = asyncio.Event().wait  # type: ignore[method-assign,assignment]
+        self.cache.filled = partial(asyncio.sleep, 0)  # type: ignore[method-assign]
+        self.api.on_change = partial(tell, self.cache)
+        clock = partial(datetime.now, UTC)
+        self.scraper = Scraper()
+        observer = Observer(self.api, self.cache, self.scraper, ServerFacts(), clock, lambda _: None, tracer=tracer)  # type: ignore[arg-type]
+        prober = Prober(self.api, self.scraper, tracer)  # type: ignore[arg-type]
+        make_actor: Any = partial(Actor, self.api)
+        self.pilot = Pilot(self.cache, observer, make_actor, prober, Telemetry(tracer), 3600.0)
+
+    async def reconciled(self) -> None:
+        """A new service has been reconciled until nothing more is to be written."""
+        self.api.put({**manifest(), "metadata": {"name": KEY.name}})
+        work = asyncio.create_task(self.pilot.run(asyncio.Event()))
+        try:
+            async with asyncio.timeout(60):
+                while "status" not in self.api.objects[KIND, KEY.name] or self.pilot.queue.depth:
+                    await asyncio.sleep(0.01)
+                    assert not work.done(), work.exception()
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            await self.pilot.registry.close()
+            await self.scraper.close()
+
+
+async def test_a_reconcile_is_a_trace_of_its_own_with_its_three_phases() -> None:
+    tracer = OtlpTracer(exporter := InMemorySpanExporter())
+    await World(tracer).reconciled()
+    found = await ended(tracer, exporter)
+    assert set(found) == {"reconcile", "observe", "decide", "act"}
+    for whole in found["reconcile"]:
+        assert whole.parent is None
+        assert whole.attributes is not None
+        assert {**whole.attributes, "kvpilot.namespace": KEY.namespace, "kvpilot.name": KEY.name} == whole.attributes
+        assert whole.attributes["kvpilot.generation"] == 1
+        parts = [
+            part
+            for name in ("observe", "decide", "act")
+            for part in found[name]
+            if part.parent is not None and part.parent.span_id == whole.context.span_id
+        ]
+        assert [part.name for part in parts] == ["observe", "decide", "act"]
+        assert [part.context.trace_id for part in parts] == [whole.context.trace_id] * 3
+        times = [time for part in parts for time in (part.start_time or 0, part.end_time or 0)]
+        assert times == sorted(times)
+    news = [word for whole in found["reconcile"] for word in (whole.attributes or {})["kvpilot.decisions"]]  # type: ignore[union-attr]
+    assert news == ["Serve/Started"]
+
+
+async def test_a_conflict_is_no_fault_and_what_is_one_says_its_type_and_not_its_words() -> None:
+    tracer = OtlpTracer(exporter := InMemorySpanExporter())
+    for error in (Conflict("PATCH", "/x", 409, SECRET), asyncio.CancelledError(SECRET), ValueError(SECRET)):
+        with pytest.raises(type(error)), tracer.span("outer", {}, root=True), tracer.span("inner", {}):
+            raise error
+    found = await ended(tracer, exporter)
+    for spans in found.values():
+        assert [(s.attributes or {})["error.type"] for s in spans] == ["Conflict", "CancelledError", "ValueError"]
+        assert [s.status.status_code for s in spans] == [StatusCode.UNSET, StatusCode.UNSET, StatusCode.ERROR]
+        assert SECRET not in "".join(s.to_json() for s in spans)
+
+
+async def test_a_scrape_says_which_pods_were_asked_and_which_gave_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Observed(monkeypatch)
+    world.put(pod("b", "10.0.0.2"))
+    world.observer.tracer = tracer = OtlpTracer(exporter := InMemorySpanExporter())
+    await world.scrape()
+    (span,) = (await ended(tracer, exporter))["scrape"]
+    assert span.parent is None
+    assert span.attributes == {
+        "kvpilot.namespace": KEY.namespace,
+        "kvpilot.name": KEY.name,
+        "kvpilot.pods": ("a", "b"),
+        "kvpilot.pods.failed": ("b",),
+    }
+    await world.scraper.close()
+
+
+async def test_a_service_without_an_engine_to_ask_makes_no_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Observed(monkeypatch)
+    world.drop("Pod", "a")
+    world.observer.tracer = tracer = OtlpTracer(exporter := InMemorySpanExporter())
+    await world.scrape(3)
+    assert await ended(tracer, exporter) == {}
+    await world.scraper.close()
+
+
+class Maps:
+    """ConfigMaps by name."""
+
+    def __init__(self) -> None:
+        self.maps: dict[str, Any] = {}
+
+    async def find(self, _version: str, _kind: str, _namespace: str, name: str) -> Any:
+        return self.maps.get(name)
+
+
+async def probed(handler: Handler, tracer: Tracer, ask: Callable[[str], Any], maps: Maps, heads: list[str]) -> Any:
+    """What is found by a probe that a reconcile has asked for."""
+    scraper = Scraper()
+    done = asyncio.Event()
+    probe = Probe(KEY, Prober(maps, scraper, tracer).probe, lambda _: done.set())  # type: ignore[arg-type]
+    try:
+        async with engine(handler, heads) as url:
+            with tracer.span("reconcile", {}, root=True):
+                probe.ensure(SPEC, ask(url))
+            await asyncio.wait_for(done.wait(), 300)
+        assert probe.result is not None
+        return probe.result.outcome
+    finally:
+        probe.close()
+        await probe.ended()
+        await scraper.close()
+
+
+def capture(url: str) -> Capture:
+    return Capture("capture/x/0", "p", url, "m", "0123456789", NAME)
+
+
+def measure(url: str) -> Measure:
+    return Measure("measure/x", "p", url, "m", "k4v4", NAME)
+
+
+def traces(heads: list[str]) -> set[tuple[str, str, bool] | None]:
+    """Of the `traceparent` of each request trace, span, and whether it is kept; None where it has none."""
+    found = [[line for line in head.split("\r\n") if line.lower().startswith("traceparent:")] for head in heads]
+    return {parsed(lines[0].split(":", 1)[1].strip()) if lines else None for lines in found}
+
+
+def parsed(traceparent: str) -> tuple[str, str, bool]:
+    version, trace, span, flags = traceparent.split("-")
+    assert version == "00"
+    return trace, span, bool(int(flags, 16) & 1)
+
+
+async def test_a_probe_says_dtype_and_verdict_and_every_request_of_it_carries_its_trace() -> None:
+    tracer, maps = OtlpTracer(exporter := InMemorySpanExporter()), Maps()
+    heads: list[list[str]] = [[], []]
+    kept = await probed(counting, tracer, capture, maps, heads[0])
+    assert isinstance(kept, Captured)
+    maps.maps[NAME] = baseline_config_map(KEY, "u", "0123456789", codec.encode(kept.baseline))
+    await probed(counting, tracer, measure, maps, heads[1])
+    found = await ended(tracer, exporter)
+    said = [dict(span.attributes or {}) for span in found["probe"]]
+    about = {"kvpilot.namespace": KEY.namespace, "kvpilot.name": KEY.name, "kvpilot.pod": "p"}
+    verdict = {"kvpilot.probe.verdict": "Passed", "kvpilot.probe.reason": "WithinLimits"}
+    assert said == [
+        {**about, "kvpilot.probe": "capture", "kvpilot.probe.dtype": "auto"},
+        {**about, "kvpilot.probe": "measure", "kvpilot.probe.dtype": "k4v4", **verdict},
+    ]
+    for span, parent, asked in zip(found["probe"], found["reconcile"], heads, strict=True):
+        assert span.parent is not None
+        assert span.parent.span_id == parent.context.span_id
+        assert len(asked) > 8
+        assert traces(asked) == {(f"{span.context.trace_id:032x}", f"{span.context.span_id:016x}", True)}
+
+
+async def test_without_an_endpoint_a_probe_sends_no_header_of_a_trace() -> None:
+    heads: list[str] = []
+    await probed(counting, tracing.tracer(None), capture, Maps(), heads)
+    assert traces(heads) == {None}
+
+
+async def test_no_span_quotes_a_prompt_or_what_an_engine_says() -> None:
+    tracer = OtlpTracer(exporter := InMemorySpanExporter())
+
+    async def quoting(path: str, body: Body, writer: Writer) -> None:
+        respond(writer, json.dumps({"error": f"{SECRET} {json.dumps(body)}"}).encode(), "500 Internal Server Error")
+
+    outcome = await probed(quoting, tracer, capture, Maps(), [])
+    assert isinstance(outcome, ProbeFailed)
+    assert SECRET in outcome.message
+    (span,) = (await ended(tracer, exporter))["probe"]
+    assert (span.attributes or {})["error.type"] == "EngineRefused"
+    assert span.status.status_code == StatusCode.ERROR
+    assert SECRET not in span.to_json()
+
+
+def test_the_operator_takes_the_options_that_the_documentation_gives_engines() -> None:
+    page = (ROOT / "docs/observability.md").read_text()
+    (block,) = re.findall(r"```yaml\n(spec:\n  engine:.*?)```", page, re.DOTALL)
+    given = yaml.safe_load(block)["spec"]["engine"]
+    assert given["extraArgs"] == ["--otlp-traces-endpoint=http://otel-collector.monitoring:4318/v1/traces"]
+    service = manifest()
+    service["spec"]["engine"] |= given
+    assert not faults(apply_defaults(service))
+
+
+def test_every_attribute_is_in_the_documentation() -> None:
+    page = (ROOT / "docs/observability.md").read_text()
+    package = ROOT / "operator/kvpilot_operator"
+    names = {
+        name
+        for file in package.rglob("*.py")
+        for name in re.findall(r'"(kvpilot\.(?!io[_"])[a-z.]+)"', file.read_text())
+    }
+    assert {"kvpilot.probe.verdict", "kvpilot.generation"} <= names
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
+
+
+def test_spans_reach_a_collector_over_http_with_who_sent_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        tracer = tracing.tracer(tracing.endpoint({"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}))
+        with tracer.span("outer", {"kvpilot.name": "chat"}, root=True), tracer.span("inner", {}):
+            pass
+        await tracer.close()
+
+    with collecting() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=team%2Ca")
+        monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=prod")
+        monkeypatch.setenv("POD_NAME", "kvpilot-0")
+        asyncio.run(story())
+        inner, outer = sorted(collector.spans(), key=lambda span: span.name)
+        assert (inner.name, inner.parent_span_id) == ("inner", outer.span_id)
+        assert [(one.key, one.value.string_value) for one in outer.attributes] == [("kvpilot.name", "chat")]
+        assert collector.headers[0]["x-tenant"] == "team,a"
+        (sender,) = collector.resources()
+        about = {"service.name": "kvpilot-operator", "k8s.pod.name": "kvpilot-0", "deployment.environment": "prod"}
+        assert {**sender, **about} == sender
+
+
+def test_a_sampler_keeps_its_share_and_an_engine_hears_that_a_trace_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    exporter = InMemorySpanExporter()
+
+    async def story() -> dict[str, str]:
+        tracer = OtlpTracer(exporter)
+        with tracer.span("outer", {}, root=True) as span:
+            headers = span.headers()
+        await tracer.close()
+        return headers
+
+    assert parsed(asyncio.run(story())["traceparent"])[2] is False
+    assert exporter.get_finished_spans() == ()
+
+
+def test_a_collector_that_says_nothing_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp, "CLOSE_SECONDS", 0.05)
+    answers = threading.Event()
+
+    async def story() -> None:
+        tracer = OtlpTracer()
+        with tracer.span("outer", {}, root=True):
+            pass
+        # Far less than the exporter itself would wait.
+        await asyncio.wait_for(tracer.close(), 300)
+
+    with collecting(answers) as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3000")
+        asyncio.run(story())
+        assert collector.came.wait(300)
+        assert not answers.is_set()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": ""},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318", "OTEL_SDK_DISABLED": "true"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318", "OTEL_TRACES_EXPORTER": "none"},
+        {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://collector:4318/v1/metrics"},
+        {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+    ],
+)
+def test_without_an_endpoint_for_traces_there_are_none(environment: dict[str, str]) -> None:
+    assert tracing.endpoint(environment) is None
+
+
+def test_an_endpoint_for_traces_comes_before_the_one_for_all() -> None:
+    both = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:4318", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "https://b/v1/traces"}
+    assert tracing.endpoint(both) == "https://b/v1/traces"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4317", False),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:99999", False),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://", False),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://user:hunter2@collector:4318", False),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://collector:4318/v1/traces?key=hunter2", False),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", " http://collector:4318", False),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", True),
+        ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json", True),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "hunter2", False),
+        ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "authorization=a,hunter2", False),
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "10s", True),
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "nan", True),
+        ("OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "brotli", True),
+        ("OTEL_EXPORTER_OTLP_CERTIFICATE", "/does/not/exist.pem", True),
+        ("OTEL_TRACES_EXPORTER", "jaeger", True),
+        ("OTEL_TRACES_SAMPLER", "sometimes", True),
+        ("OTEL_TRACES_SAMPLER_ARG", "1.5", True),
+        ("OTEL_RESOURCE_ATTRIBUTES", "prod", True),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "0", True),
+    ],
+)
+def test_a_value_that_cannot_be_used_ends_the_start_with_its_name_and_the_remedy(
+    name: str, value: str, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as stopped:
+        parse_arguments([])
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert f"error: {name}: " in said
+    assert "; give " in said
+    assert (repr(value) in said) == shown
+    assert "hunter2" not in said
+
+
+def test_batches_larger_than_the_queue_are_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "10")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "20")
+    with pytest.raises(TracingError, match="OTEL_BSP_MAX_EXPORT_BATCH_SIZE"):
+        tracing.tracer("http://collector:4318")
+
+
+def test_good_values_of_all_kinds_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_text("")
+    environment = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "https://[fd00::1]:4318/otlp",
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+        "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Basic%20eA==, x-tenant = a",
+        "OTEL_EXPORTER_OTLP_TIMEOUT": "2.5",
+        "OTEL_EXPORTER_OTLP_COMPRESSION": "gzip",
+        "OTEL_EXPORTER_OTLP_CERTIFICATE": str(tmp_path / "ca.pem"),
+        "OTEL_TRACES_EXPORTER": "otlp",
+        "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+        "OTEL_TRACES_SAMPLER_ARG": "0.1",
+        "OTEL_RESOURCE_ATTRIBUTES": "a=b,c=d",
+        "OTEL_BSP_SCHEDULE_DELAY": "1000",
+    }
+    assert tracing.endpoint(environment) == "https://[fd00::1]:4318/otlp"
+
+
+NAMES = [
+    *(f"OTEL_EXPORTER_OTLP_{one}" for one in ("ENDPOINT", "TRACES_ENDPOINT", "PROTOCOL", "HEADERS", "TIMEOUT")),
+    *(f"OTEL_EXPORTER_OTLP_{one}" for one in ("COMPRESSION", "CERTIFICATE", "TRACES_CLIENT_KEY", "TRACES_HEADERS")),
+    *(f"OTEL_{one}" for one in ("TRACES_EXPORTER", "TRACES_SAMPLER", "TRACES_SAMPLER_ARG", "SDK_DISABLED")),
+    *(f"OTEL_{one}" for one in ("RESOURCE_ATTRIBUTES", "BSP_SCHEDULE_DELAY", "BSP_MAX_QUEUE_SIZE")),
+]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(NAMES),
+        st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])) | st.from_regex(r"https?://[^\0]*"),
+    )
+)
+def test_whatever_the_variables_say_it_is_an_endpoint_none_or_an_error_that_names_one(
+    environment: dict[str, str],
+) -> None:
+    try:
+        found = tracing.endpoint({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318", **environment})
+    except TracingError as error:
+        assert any(str(error).startswith(f"{name}: ") for name in environment)
+        assert "; give " in str(error)
+    else:
+        assert found is None or found.lower().startswith(("http://", "https://"))
+
+
+STARTED = """
+import sys, threading
+{before}
+from kvpilot_operator import main, tracing
+from kvpilot_operator.control.telemetry import Telemetry
+tracer = Telemetry(tracing.tracer({endpoint})).tracer
+with tracer.span("reconcile", dict(), root=True) as span:
+    print(type(tracer).__name__, len(span.headers()), "opentelemetry" in sys.modules, threading.active_count())
+"""
+
+
+def started(endpoint: str | None, before: str = "") -> subprocess.CompletedProcess[str]:
+    code = STARTED.format(endpoint=repr(endpoint), before=before)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+
+def test_without_an_endpoint_opentelemetry_is_not_loaded_and_no_thread_is_started() -> None:
+    assert started(None).stdout.split() == ["Tracer", "0", "False", "1"]
+
+
+def test_an_endpoint_without_the_extra_is_a_warning_and_no_traces() -> None:
+    done = started("http://collector:4318", before="sys.modules['opentelemetry'] = None")
+    assert done.stdout.split()[:2] == ["Tracer", "0"]
+    assert "install kvpilot with its extra `tracing`" in done.stderr
+
+
+def test_with_an_endpoint_and_the_extra_there_are_traces() -> None:
+    assert started("http://127.0.0.1:9").stdout.split()[:3] == ["OtlpTracer", "1", "True"]
+
+
+async def test_without_an_endpoint_a_reconcile_makes_thirteen_calls_for_its_spans_and_no_object() -> None:
+    """One call makes a span, two are its `with`; the reconcile's says more once: 4 x 3 + 1, and none goes deeper."""
+    called: list[str] = []
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and "/kvpilot_operator/tracing/" in frame.f_code.co_filename:
+            called.append(frame.f_code.co_name)
+
+    tracer = tracing.tracer(None)
+    assert tracer.span("a", {}) is tracer.span("b", {}, root=True)
+    assert Span.__slots__ == ()
+    world = World(tracer)
+    sys.setprofile(count)
+    try:
+        await world.reconciled()
+    finally:
+        sys.setprofile(None)
+    times = called.count("tell")
+    assert times > 0
+    assert sorted(called) == sorted(["tell", *["span", "__enter__", "__exit__"] * 4] * times)
