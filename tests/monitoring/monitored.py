@@ -105,13 +105,63 @@ def discovered(pods: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+class Prometheus:
+    """A real one that runs; `async with Prometheus.up(folder)`."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    @classmethod
+    @asynccontextmanager
+    async def up(cls, folder: Path) -> AsyncIterator[Prometheus]:
+        """It scrapes, as documented, what `folder`/targets.json names, now or later, and answers questions."""
+        config, address = folder / "prometheus.yml", f"127.0.0.1:{free_port()}"
+        times = {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "1s"}
+        whole = {"global": times, "rule_files": [str(RULES)]}
+        config.write_text(yaml.safe_dump(whole | without_discovery(documented(), folder / "targets.json")))
+        command = [str(prometheus()), f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}"]
+        command += [f"--web.listen-address={address}", "--log.level=warn"]
+        log = folder / "prometheus.log"
+        process = procs.spawn(folder / "prometheus.pid", command, log=log, env=dict(os.environ))
+        try:
+            # It listens before it has opened its database, and answers in plain text until then.
+            async with asyncio.timeout(HANGS):
+                while not await _ready(f"http://{address}/-/ready"):
+                    assert process.poll() is None, procs.tail(log)
+                    await asyncio.sleep(0.1)
+            yield cls(f"http://{address}/api/v1")
+        finally:
+            procs.end(folder / "prometheus.pid")
+
+    async def ask(self, path: str, **parameters: str | float) -> Any:
+        """The `data` of one request to its API."""
+        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+            found = (await client.get(f"{self._url}/{path}", params=parameters)).json()
+        assert found["status"] == "success", found
+        return found["data"]
+
+    async def query(self, expression: str) -> list[dict[str, Any]]:
+        """The series that an expression gives now."""
+        found: list[dict[str, Any]] = (await self.ask("query", query=expression))["result"]
+        return found
+
+
+async def _ready(url: str) -> bool:
+    try:
+        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+            return (await client.get(url)).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
 class Monitored:
     """One cluster with its Prometheus; `async with Monitored.up(folder)`."""
 
-    def __init__(self, cluster: LocalCluster, url: str) -> None:
+    def __init__(self, cluster: LocalCluster, prometheus: Prometheus) -> None:
         self.rest = cluster.rest
         self.kubeconfig = cluster.kubeconfig
-        self.url = url
+        self.ask = prometheus.ask
+        self.query = prometheus.query
 
     @classmethod
     @asynccontextmanager
@@ -121,15 +171,14 @@ class Monitored:
         cluster = LocalCluster(folder / "cluster")
         try:
             await asyncio.to_thread(cluster.start)
-            monitored = cls(cluster, f"http://127.0.0.1:{free_port()}")
-            await asyncio.to_thread(monitored._install)
-            discovering = asyncio.create_task(monitored._discover(folder / "targets.json"))
-            monitored._start_prometheus(folder)
-            await monitored.until(lambda s: condition(s, "Ready") == "True")
-            yield monitored
-            discovering.cancel()
+            async with Prometheus.up(folder) as prometheus:
+                monitored = cls(cluster, prometheus)
+                await asyncio.to_thread(monitored._install)
+                discovering = asyncio.create_task(monitored._discover(folder / "targets.json"))
+                await monitored.until(lambda s: condition(s, "Ready") == "True")
+                yield monitored
+                discovering.cancel()
         finally:
-            procs.end(folder / "prometheus.pid")
             await asyncio.to_thread(cluster.stop)
 
     def _install(self) -> None:
@@ -140,16 +189,6 @@ class Monitored:
             until(lambda path=account: self.rest.get(path).get("secrets"), "the default service account")
         self.rest.create(f"/apis/apps/v1/namespaces/{OPERATOR}/deployments", _operator(self.kubeconfig))
         self.rest.create(SERVICES, _service())
-
-    def _start_prometheus(self, folder: Path) -> None:
-        config = folder / "prometheus.yml"
-        times = {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "1s"}
-        whole = {"global": times, "rule_files": [str(RULES)]}
-        config.write_text(yaml.safe_dump(whole | without_discovery(documented(), folder / "targets.json")))
-        address = self.url.removeprefix("http://")
-        command = [str(prometheus()), f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}"]
-        command += [f"--web.listen-address={address}", "--log.level=warn"]
-        procs.spawn(folder / "prometheus.pid", command, log=folder / "prometheus.log", env=dict(os.environ))
 
     async def _discover(self, targets: Path) -> None:
         while True:
@@ -177,18 +216,6 @@ class Monitored:
     async def engine_url(self) -> str:
         found = await asyncio.to_thread(self.rest.get, f"/api/v1/namespaces/{NAMESPACE}/services/{NAME}")
         return f"http://{found['spec']['clusterIP']}:{80 if os.geteuid() == 0 else 20080}"
-
-    async def ask(self, path: str, **parameters: str | float) -> Any:
-        """The `data` of one request to Prometheus' API."""
-        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
-            answer = await client.get(f"{self.url}/api/v1/{path}", params=parameters)
-        found = answer.json()
-        assert found["status"] == "success", found
-        return found["data"]
-
-    async def query(self, expression: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = (await self.ask("query", query=expression))["result"]
-        return found
 
 
 def condition(status: dict[str, Any], kind: str) -> str | None:

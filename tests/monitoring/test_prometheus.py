@@ -7,27 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
-import httpx
 import msgspec
 import pytest
 import pytest_asyncio
-import yaml
 from aiohttp import web
-from monitored import discovered, documented, without_discovery
-from panels import RULES, alerts, panels
+from monitored import Prometheus, discovered
+from panels import alerts, panels
 
-from kvpilot_localcluster import procs
-from kvpilot_localcluster.controlplane import free_port
 from kvpilot_localcluster.engines import PAGE_EARLY, PAGE_LATER
 from kvpilot_localcluster.rest import HANGS
-from kvpilot_localcluster.toolbox.promtool import prometheus
 from kvpilot_operator.control.http import serve_http
 from kvpilot_operator.control.service_metrics import ServiceSeries
 from kvpilot_operator.control.telemetry import Telemetry
@@ -141,30 +134,6 @@ async def engine(host: str, pages: list[str]):
         await runner.cleanup()
 
 
-@asynccontextmanager
-async def scraping(folder: Path, pods: list[dict]):
-    """A Prometheus set up as documented; gives a function that asks it."""
-    (folder / "targets.json").write_text(json.dumps(discovered(pods)))
-    times = {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "1s"}
-    whole = {"global": times, "rule_files": [str(RULES)]}
-    config = folder / "prometheus.yml"
-    config.write_text(yaml.safe_dump(whole | without_discovery(documented(), folder / "targets.json")))
-    own = f"127.0.0.1:{free_port()}"
-    command = [str(prometheus()), f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}"]
-    procs.spawn(folder / "pid", [*command, f"--web.listen-address={own}"], log=folder / "log", env=dict(os.environ))
-    try:
-        async with httpx.AsyncClient(base_url=f"http://{own}/api/v1", trust_env=False, timeout=30) as client:
-
-            async def ask(path: str, **parameters: str):
-                found = (await client.get(path, params=parameters)).json()
-                assert found["status"] == "success", found
-                return found["data"]
-
-            yield ask
-    finally:
-        procs.end(folder / "pid")
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def ask(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prometheus")
@@ -180,24 +149,21 @@ async def ask(tmp_path_factory):
     operator = await serve_http(operator_ip, 8080, telemetry.registry, asyncio.Event())
     try:
         passes(telemetry)
-        async with engine(engine_ip, pages), scraping(folder, pods) as ask:
+        (folder / "targets.json").write_text(json.dumps(discovered(pods)))
+        async with engine(engine_ip, pages), Prometheus.up(folder) as prometheus:
             try:
                 async with asyncio.timeout(HANGS):
-                    while not await _scraped_thrice(ask):
+                    while not _scraped_thrice(await prometheus.query("sum_over_time(up[1m])")):
                         await asyncio.sleep(0.3)
                         telemetry.scraped(0.4)
             except TimeoutError:
-                pytest.fail(f"no three scrapes: {await ask('targets')}; {procs.tail(folder / 'log')}")
-            yield ask
+                pytest.fail(f"no three scrapes: {await prometheus.ask('targets')}")
+            yield prometheus.ask
     finally:
         await operator.cleanup()
 
 
-async def _scraped_thrice(ask) -> bool:
-    try:
-        found = (await ask("query", query="sum_over_time(up[1m])"))["result"]
-    except httpx.HTTPError:
-        return False
+def _scraped_thrice(found: list[dict]) -> bool:
     return len(found) == 2 and all(float(one["value"][1]) >= 3 for one in found)
 
 
