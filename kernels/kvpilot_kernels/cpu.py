@@ -1,4 +1,4 @@
-"""Packed pages on a CPU, in vectorised plain torch: store, decode and prefill over `formats.PageLayout`.
+"""Packed pages on a CPU, in vectorised plain torch: store, decode and prefill over `layouts.PageLayout`.
 
 Decode never dequantizes a key or a value. With codes c, scale s and zero point z per group, and the rotated query q,
 
@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from kvpilot_kernels import check
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.formats import Format, Region
+from kvpilot_kernels.formats import Format
+from kvpilot_kernels.layouts import Region
 from kvpilot_kernels.reference.hadamard import hadamard
 from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, split, unpack
 from kvpilot_kernels.ring import FineRows, RingPages

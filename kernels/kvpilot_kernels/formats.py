@@ -1,63 +1,8 @@
-"""KV-cache formats: names, bits, groups and the page layout. Pure Python, so that the operator can import it.
+"""KV-cache formats: names, bits and groups. Pure Python, so that the operator can import it.
 
 A format says how the keys and the values of one token and one KV head become bytes: codes of a fixed width, plus
 metadata per group of elements. kvpilot's own formats are `int8`, `k8v4`, `k4v4`, `k4v2` and `k2v2`; the others are
-vLLM's, listed so that capacities can be compared.
-
-kvpilot's group format (everything of a token is in its page; nothing depends on other tokens)
-----------------------------------------------------------------------------------------------
-A row of D elements is cut into groups of g = 64 (g = 48 at D = 96). Each group stores codes of b bits and 16 bits
-of scale metadata (little endian)::
-
-    meta = (float16 bits of `scale` >> 4) << 5 | zero_code        scale: positive, rounded up to 6 mantissa bits
-    qmax = 2^b - 1        z = zero_code * qmax / 30, zero_code in 0..30        x is read back as scale * (code - z)
-
-Byte j of a 4-bit row holds element j (low nibble) and j + D/2 (high nibble); byte j of a 2-bit row holds j, j + D/4,
-j + D/2 and j + 3D/4 from the low bits up: a kernel unpacks contiguous tiles without interleaving.
-
-Page layout (one flat region per block and KV head; T = tokens in a block, kb/vb = code bits, G = D / g groups)
----------------------------------------------------------------------------------------------------------------
-=============  =====================================  =========================  ================
-region         offset in bytes                        shape, row-major           element
-=============  =====================================  =========================  ================
-`key_codes`    0                                      [T, D * kb / 8]            packed codes, u8
-`value_codes`  T * D * kb / 8                         [T, D * vb / 8]            packed codes, u8
-`key_meta`     T * D * (kb + vb) / 8                  [G, T]                     u16
-`value_meta`   T * D * (kb + vb) / 8 + T * 2 * G      [G, T]                     u16
-(end)          T * `row_bytes(D)`
-=============  =====================================  =========================  ================
-
-D is a multiple of 32 and T of 16, so every region starts at a multiple of 16 bytes. A group's metadata lies side by
-side over the tokens: a kernel loads the scales of a tile as one vector.
-
-Ring layout (the recent window: what the last tokens of a sequence lack of 8 bits)
-----------------------------------------------------------------------------------
-A ring is a fixed number of pages of a sequence, each of the bytes of a page above, so that one pool holds both. The
-token at position p has row p mod (pages * C), C tokens a page. Pages stay complete without it; a ring row only adds
-r, of 8 - b bits, to each code of b bits (n = 2^(8 - b); nothing where b is 8)::
-
-    x is read back as scale * (code - z) + scale * 2^e / n * (r - (n - 1) / 2)        e in 0..2 for a token's group
-
-r is stored in digits of b bits, the highest first, each digit of all elements packed as a row of codes: one digit
-where b is 4, three where b is 2. Each group i of each side has 16 bits of e and a tag of the token's row in the page::
-
-    meta = (h >> 18) << 2 | e        h = (0x9E3779B1 * u + 0x85EBCA77 * w) mod 2^32
-    w: the group's scale metadata        u: 16 bits of the side's packed codes, from byte i * row bytes / G on
-
-A row is used if the tags of groups 0 and 1 of both sides (of group 0 where a side has one) are those of the token's row
-in the page; else the token is read with b bits. So a ring needs no clearing: the row of another token passes one time
-in 2^56 (2^28 at D = 64), and would then move an element by at most 2 scales. Regions, m = 8 / b - 1 digits of a side:
-
-===============  ================================================  ======================  ================
-region           offset in bytes                                   shape, row-major        element
-===============  ================================================  ======================  ================
-`key_digits`     0                                                 [m, C, D * kb / 8]      packed digits, u8
-`value_digits`   C * D * (8 - kb) / 8                              [m, C, D * vb / 8]      packed digits, u8
-`meta`           C * D * (16 - kb - vb) / 8                        [2 * G, C]              u16, keys' first
-(end)            C * (D * (16 - kb - vb) / 8 + 4 * G)              at most T * `row_bytes(D)`
-===============  ================================================  ======================  ================
-
-C is as many as fit: at D = 128 and T = 64 that is 177 for `k8v4`, 64 for `k4v4`, 39 for `k4v2` and 23 for `k2v2`.
+vLLM's, listed so that capacities can be compared. Where the bytes of ours lie is in `layouts`.
 
 How to add a dtype of 2, 4 or 8 bits a side: a row of `FORMATS`. Kernels and backends follow; what is measured or drawn
 for each dtype elsewhere is held to the table by tests/unit/test_dtype_table.py, which names what is missing.
@@ -69,24 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+from kvpilot_kernels import layouts
+from kvpilot_kernels.layouts import PageLayout, RingLayout
+
 HEAD_DIMS = (64, 96, 128, 256)
 """Head dimensions that kvpilot's own formats support."""
-
-ZERO_STEPS = 30
-"""Zero points are stored in thirtieths of qmax; 30 is even, so a symmetric group has an exact centre."""
-
-ZERO_BITS = 5
-"""Low bits of scale metadata, which hold the zero point."""
-
-CUT_BITS = 4
-"""Mantissa bits of a float16 that a scale goes without."""
-
-SHRINK: dict[int, tuple[float, ...]] = {8: (1.0,), 4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.75, 0.65, 0.55)}
-"""Factors that the encoder tries on a group's range, per code width."""
-
-RING_REACH = 0.6
-"""A group whose largest residual is at most RING_REACH * 2^e scales has the exponent e; clipped tails need 1 or 2."""
-
 
 RECENT_CHOICES = (0, 64, 128, 256, 512)
 """Tokens that a recent window may have; 0 is none."""
@@ -157,43 +89,6 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Region:
-    """One array of a page: `offset` in bytes from the page's start, row-major [rows, row_bytes]."""
-
-    offset: int
-    rows: int
-    row_bytes: int
-
-
-@dataclass(frozen=True)
-class PageLayout:
-    """Where everything is in the page of one block and one KV head; see the module's table. All sizes in bytes."""
-
-    key_codes: Region
-    value_codes: Region
-    key_meta: Region
-    value_meta: Region
-    size: int
-
-
-@dataclass(frozen=True)
-class RingLayout:
-    """Where everything is in a ring's page of one KV head; see the module's table.
-
-    Attributes:
-        tokens: tokens of a page, C.
-        key_digits, value_digits: all digits of a side, one after another as rows; no rows for a side of 8 bits.
-        meta: [2 * groups, tokens]. size: bytes in use, at most a page's.
-    """
-
-    tokens: int
-    key_digits: Region
-    value_digits: Region
-    meta: Region
-    size: int
-
-
-@dataclass(frozen=True)
 class Format:
     """A KV-cache dtype.
 
@@ -254,7 +149,7 @@ class Format:
         return layers * kv_heads * self.row_bytes(head_dim)
 
     def page_layout(self, head_dim: int, block_size: int) -> PageLayout:
-        """Offsets of a page of `block_size` tokens; the table in the module's docstring.
+        """Offsets of a page of `block_size` tokens; the table of `layouts`.
 
         Raises:
             UnsupportedHeadDimError: as `group_size`.
@@ -263,17 +158,7 @@ class Format:
         groups = head_dim // self.group_size(head_dim)
         if block_size <= 0 or block_size % 16:
             raise FormatError(f"block_size {block_size} is not a multiple of 16 tokens; use 16, 32, 64 or 128")
-        codes, meta = block_size * head_dim // 8, block_size * 2
-        value_codes = codes * self.key.bits
-        key_meta = value_codes + codes * self.value.bits
-        value_meta = key_meta + groups * meta
-        return PageLayout(
-            key_codes=Region(0, block_size, head_dim * self.key.bits // 8),
-            value_codes=Region(value_codes, block_size, head_dim * self.value.bits // 8),
-            key_meta=Region(key_meta, groups, meta),
-            value_meta=Region(value_meta, groups, meta),
-            size=value_meta + groups * meta,
-        )
+        return layouts.page(self.key.bits, self.value.bits, head_dim, groups, block_size)
 
     @property
     def has_ring(self) -> bool:
@@ -300,7 +185,7 @@ class Format:
         return max(choice for choice in RECENT_CHOICES if choice <= most)
 
     def ring_layout(self, head_dim: int, block_size: int) -> RingLayout:
-        """Offsets of a ring's page, which has the bytes of a page of `block_size` tokens; the module's second table.
+        """Offsets of a ring's page, which has the bytes of a page of `block_size` tokens; `layouts` has the table.
 
         Raises:
             UnsupportedHeadDimError, FormatError: as `page_layout`; FormatError too where the format has no ring.
@@ -309,17 +194,7 @@ class Format:
         if not self.has_ring:
             raise FormatError(f"kv-cache dtype {self.name!r} has 8 bits everywhere: set recentTokens to 0")
         groups = head_dim // self.group_size(head_dim)
-        row = head_dim * (16 - self.key.bits - self.value.bits) // 8 + 4 * groups
-        tokens = page.size // row
-        value_digits = tokens * head_dim * (8 - self.key.bits) // 8
-        meta = value_digits + tokens * head_dim * (8 - self.value.bits) // 8
-        return RingLayout(
-            tokens=tokens,
-            key_digits=Region(0, self.key.digits * tokens, head_dim * self.key.bits // 8),
-            value_digits=Region(value_digits, self.value.digits * tokens, head_dim * self.value.bits // 8),
-            meta=Region(meta, 2 * groups, 2 * tokens),
-            size=meta + 4 * groups * tokens,
-        )
+        return layouts.ring(self.key.bits, self.value.bits, head_dim, groups, page.size)
 
     def ring_blocks(self, recent: int, head_dim: int, block_size: int) -> int:
         """Pages of a sequence's ring that hold the last `recent` tokens; 0 for no window or a format of 8 bits.

@@ -1,4 +1,4 @@
-"""The recent window's ring: where tokens go, and its pages on a CPU. The byte layout is in `formats`."""
+"""The recent window's ring: where tokens go, and its pages on a CPU. The byte layout is in `layouts`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from kvpilot_kernels import check
-from kvpilot_kernels.formats import Format, Region
+from kvpilot_kernels.formats import Format
+from kvpilot_kernels.layouts import Region
 from kvpilot_kernels.reference.quantize import split
 from kvpilot_kernels.reference.residual import (
     encode_residual,

@@ -1,6 +1,6 @@
 """The page codec of the Triton kernels: codes and scale metadata between a row's slots and the bytes of a page.
 
-The byte layout is `kvpilot_kernels.formats`; the same in plain torch is `reference.quantize`. Offsets of regions come
+The byte layout is `kvpilot_kernels.layouts`; the same in plain torch is `reference.quantize`. Offsets of regions come
 from `Format.page_layout` and `Format.ring_layout` as constants of a launch. WIDE is D padded to whole groups of 64
 slots (`rotation`): only D = 96 has slots that hold nothing.
 """
@@ -10,15 +10,15 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from kvpilot_kernels import formats
+from kvpilot_kernels import formats, layouts
 
-ZERO_BITS = tl.constexpr(formats.ZERO_BITS)
-ZERO_MASK = tl.constexpr((1 << formats.ZERO_BITS) - 1)
-ZERO_STEPS = tl.constexpr(formats.ZERO_STEPS)
-CUT_BITS = tl.constexpr(formats.CUT_BITS)
-ROUND_UP = tl.constexpr((1 << formats.CUT_BITS) - 1)
-INFINITY = tl.constexpr(0x7C00 >> formats.CUT_BITS)
-NAN = tl.constexpr(0x7E00 >> formats.CUT_BITS)
+ZERO_BITS = tl.constexpr(layouts.ZERO_BITS)
+ZERO_MASK = tl.constexpr((1 << layouts.ZERO_BITS) - 1)
+ZERO_STEPS = tl.constexpr(layouts.ZERO_STEPS)
+CUT_BITS = tl.constexpr(layouts.CUT_BITS)
+ROUND_UP = tl.constexpr((1 << layouts.CUT_BITS) - 1)
+INFINITY = tl.constexpr(0x7C00 >> layouts.CUT_BITS)
+NAN = tl.constexpr(0x7E00 >> layouts.CUT_BITS)
 
 
 class SideLayout(NamedTuple):
@@ -51,7 +51,7 @@ def side_layouts(fmt: formats.Format, head_dim: int, block_size: int, recent: in
     value_meta = head_dim // fmt.group_size(head_dim) * ring.meta.row_bytes if ring else 0
     return tuple(
         SideLayout(
-            side.bits, codes.row_bytes, codes.offset, meta.offset, formats.SHRINK[side.bits], side.digits,
+            side.bits, codes.row_bytes, codes.offset, meta.offset, layouts.SHRINK[side.bits], side.digits,
             digits.offset if digits else 0, ring.meta.offset + past if ring else 0,
         )
         for side, codes, meta, digits, past in (

@@ -18,9 +18,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from kvpilot_kernels.gpu.latent_operands import (
+    ENTRY,
+    RANK,
+    ROPE_WORDS,
+    chunk_words,
+    fetch,
+    halves,
+    left,
+    load_sums,
+    over_own_rows,
+    parts,
+    planes,
+    products,
+    right,
+    stage_queries,
+)  # fmt: skip
 from kvpilot_kernels.gpu.operands import (
     UNIT,
-    copy_to_shared,
     scales,
     to_half,
     upper_bytes,
@@ -28,148 +43,12 @@ from kvpilot_kernels.gpu.operands import (
     zero_codes,
     zero_unit,
 )
-from kvpilot_kernels.latent import formats
-
-RANK = gl.constexpr(formats.RANK)
-ROPE = gl.constexpr(formats.ROPE)
-ENTRY = gl.constexpr(formats.ENTRY)
-ROPE_WORDS = gl.constexpr(formats.ROPE // 2)
 
 HEADROOM = gl.constexpr(15.0)
 """The largest weight is 2^15, within float16."""
 
 LEAST = gl.constexpr(2.0**-20)
 """The smallest scale that a token of other than zeros has."""
-
-
-@gluon.constexpr_function
-def products(warps):
-    """The layout of a product: 16 rows to a warp, all columns."""
-    return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
-
-
-@gluon.constexpr_function
-def left(warps):
-    """Words, or the float16 made of them, as a product's left operand."""
-    return gl.DotOperandLayout(0, products(warps), 2)
-
-
-@gluon.constexpr_function
-def right(warps):
-    """Queries or weights as a product's right operand."""
-    return gl.DotOperandLayout(1, products(warps), 2)
-
-
-@gluon.constexpr_function
-def halves(warps):
-    """The layout of a product in which the two rows that a thread has of 16 became one."""
-    return gl.BlockedLayout([1, 2], [8, 4], [warps, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def copies(words, warps):
-    """Words of a row as threads copy them, 16 bytes each."""
-    return gl.BlockedLayout([1, 8], [256 // words, words // 8], [warps, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def chunk_words(warps):
-    """Words of a row that are an operand at a time: an MMA's 16 rows to a warp, when they are rows."""
-    return 16 * warps
-
-
-@gluon.constexpr_function
-def parts(heads):
-    """Heads along N, a multiple of 8, as (first, width) of products whose widths are powers of two."""
-    found, first = (), 0
-    for width in (32, 16, 8):
-        if heads - first >= width:
-            found += ((first, width),)
-            first += width
-    return found
-
-
-@gluon.constexpr_function
-def planes(bits, warps):
-    """Planes of a latent's row as (chunk, sub-plane, odd).
-
-    Element of word w: sub * 512 * bits / 8 + 2 * (chunk * chunk_words + w) + odd.
-    """
-    return tuple(
-        (c, sub, odd)
-        for c in range(formats.RANK * bits // 16 // chunk_words(warps))
-        for sub in range(8 // bits)
-        for odd in range(2)
-    )
-
-
-@gluon.jit
-def stage_queries(queries, rope_queries, query_ptr, count, first: gl.constexpr, LATENT: gl.constexpr, Q: gl.constexpr,
-                  WARPS: gl.constexpr):  # fmt: skip
-    """Put prepared queries from `first` on, of `count`, into shared memory by plane, float16 [Q, words].
-
-    Each is divided by what codes of its plane have too much.
-    """
-    PLANES: gl.constexpr = planes(LATENT.bits, WARPS)
-    WORDS: gl.constexpr = chunk_words(WARPS)
-    layout: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
-    n = first + gl.arange(0, Q, gl.SliceLayout(1, layout))[:, None]
-    word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))[None, :]
-    for i in gl.static_range(len(PLANES)):
-        element = PLANES[i][1] * LATENT.row + PLANES[i][2] + 2 * (PLANES[i][0] * WORDS + word)
-        x = gl.load(query_ptr + n * ENTRY + element, mask=(n < count) & (word >= 0), other=0.0)
-        queries.index(i).store((x.to(gl.float32) * 0.5 ** (LATENT.bits * PLANES[i][1])).to(gl.float16))
-    word = gl.arange(0, ROPE_WORDS, gl.SliceLayout(0, layout))[None, :]
-    for odd in gl.static_range(2):
-        x = gl.load(query_ptr + n * ENTRY + (2 * word + (RANK + odd)), mask=(n < count) & (word >= 0), other=0.0)
-        rope_queries.index(odd).store(x)
-
-
-@gluon.jit
-def load_sums(sums_ptr, count, first: gl.constexpr, LATENT: gl.constexpr, POSITION: gl.constexpr, HEADS: gl.constexpr,
-              Q: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """Of queries from `first` on, float32 [Q]: unit, and what a zero code takes off both products, all over UNIT."""
-    n = first + gl.arange(0, Q, gl.SliceLayout(0, products(WARPS)))
-    unit = gl.load(sums_ptr + n, mask=n < count, other=0.0) * (1.0 / UNIT)
-    taken = gl.load(sums_ptr + HEADS + n, mask=n < count, other=0.0) * zero_unit(LATENT.bits)
-    rope_taken = gl.load(sums_ptr + 2 * HEADS + n, mask=n < count, other=0.0) * zero_unit(POSITION.bits)
-    return unit, taken, rope_taken
-
-
-@gluon.jit
-def fetch(codes, rope_codes, meta, stage, cache_ptr, table_ptr, t, end, page_stride, LATENT: gl.constexpr,
-          POSITION: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """Start copying the tile of tokens [t, t + TILE) into `stage`, if t < end."""
-    WORDS: gl.constexpr = chunk_words(WARPS)
-    CHUNKS: gl.constexpr = LATENT.row // 2 // WORDS
-    if t < end:
-        page = cache_ptr + gl.load(table_ptr + t // PAGE).to(gl.int64) * page_stride
-        place = gl.multiple_of(t % PAGE, TILE)
-        u16: gl.constexpr = gl.pointer_type(gl.uint16)
-        layout: gl.constexpr = copies(WORDS, WARPS)
-        token = gl.arange(0, TILE, gl.SliceLayout(1, layout))[:, None]
-        word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))[None, :]
-        rows = (page + (LATENT.codes + place * LATENT.row)).to(u16)
-        for c in gl.static_range(CHUNKS):
-            copy_to_shared(codes.index(stage * CHUNKS + c), rows + (token * (LATENT.row // 2) + (c * WORDS + word)))
-        narrow: gl.constexpr = copies(ROPE_WORDS, WARPS)
-        token = gl.arange(0, TILE, gl.SliceLayout(1, narrow))[:, None]
-        word = gl.arange(0, ROPE_WORDS, gl.SliceLayout(0, narrow))[None, :]
-        rows = (page + (POSITION.codes + place * POSITION.row)).to(u16)
-        copy_to_shared(rope_codes.index(stage), rows + (token * ROPE_WORDS + word))
-        flat: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
-        i = gl.arange(0, 2 * TILE, flat)
-        # The words of latents and of RoPE parts are one region after the other.
-        copy_to_shared(meta.index(stage), (page + LATENT.meta).to(u16) + place + ((i // TILE) * PAGE + i % TILE))
-
-
-@gluon.jit
-def over_own_rows(x, WARPS: gl.constexpr):
-    """Sums over the two rows of 16 that a thread has of a product [rows, heads]: [rows / 2, heads]."""
-    ROWS: gl.constexpr = x.shape[0]
-    Q: gl.constexpr = x.shape[1]
-    x = gl.sum(gl.reshape(x, [ROWS // 16, 2, 8, Q]), 1)
-    return gl.convert_layout(gl.reshape(x, [ROWS // 2, Q]), halves(WARPS))
 
 
 @gluon.jit

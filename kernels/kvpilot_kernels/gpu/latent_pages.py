@@ -9,7 +9,6 @@ import torch
 import triton
 
 from kvpilot_kernels import check as common
-from kvpilot_kernels.formats import SHRINK
 from kvpilot_kernels.gpu import latent_tuning, tuning
 from kvpilot_kernels.gpu.codec import SideLayout
 from kvpilot_kernels.gpu.latent_decode import latent_decode_kernel
@@ -22,6 +21,7 @@ from kvpilot_kernels.gpu.rotation import plain_rotation
 from kvpilot_kernels.latent import check
 from kvpilot_kernels.latent.factors import LatentFactors
 from kvpilot_kernels.latent.formats import ENTRY, RANK, ROPE, ROPE_BITS, LatentFormat
+from kvpilot_kernels.layouts import SHRINK
 
 MOST_HEADS = 128
 """Query heads of a model (of a rank) that were checked against the reference."""

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from kvpilot_kernels import formats
+from kvpilot_kernels import layouts
 
 # Renamed between Triton 3.6 and 3.9.
 copy_to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -28,11 +28,11 @@ UNIT = gl.constexpr(2.0**-24)
 
 # Two words of metadata in a register, as two float16.
 SCALES = gl.constexpr(
-    f"{{ .reg .b32 x; shr.u32 x, $1, {formats.ZERO_BITS - formats.CUT_BITS};"
-    f" and.b32 $0, x, {hex((0x7FFF >> formats.CUT_BITS << formats.CUT_BITS) * 0x10001)}; }}"
+    f"{{ .reg .b32 x; shr.u32 x, $1, {layouts.ZERO_BITS - layouts.CUT_BITS};"
+    f" and.b32 $0, x, {hex((0x7FFF >> layouts.CUT_BITS << layouts.CUT_BITS) * 0x10001)}; }}"
 )
 FINITE = gl.constexpr("{ .reg .b32 x; mov.b32 x, 0x7bff7bff; min.f16x2 $0, $1, x; }")
-ZEROS = gl.constexpr(f"and.b32 $0, $1, {hex(((1 << formats.ZERO_BITS) - 1) * 0x10001)};")
+ZEROS = gl.constexpr(f"and.b32 $0, $1, {hex(((1 << layouts.ZERO_BITS) - 1) * 0x10001)};")
 
 
 @gluon.constexpr_function
@@ -96,7 +96,7 @@ def chunks(bits, dim, group):
 @gluon.constexpr_function
 def zero_unit(bits):
     """A zero point's unit in codes: z = zero_code * zero_unit."""
-    return ((1 << bits) - 1) / formats.ZERO_STEPS
+    return ((1 << bits) - 1) / layouts.ZERO_STEPS
 
 
 @gluon.constexpr_function
@@ -152,7 +152,7 @@ def to_half(x):
 
 @gluon.jit
 def scales(meta, finite: gl.constexpr):
-    """Scales of metadata (see `formats`), float32; if `finite`, never NaN, which may stand past a sequence's end."""
+    """Scales of metadata (see `layouts`), float32; if `finite`, never NaN, which may stand past a sequence's end."""
     x = gl.inline_asm_elementwise(SCALES, "=r,r", [meta], dtype=gl.float16, is_pure=True, pack=2)
     if finite:
         x = gl.inline_asm_elementwise(FINITE, "=r,r", [x], dtype=gl.float16, is_pure=True, pack=2)

@@ -1,6 +1,6 @@
 """The recent window's half of decode: digits of the ring's pages, and whether they belong to the tokens of a tile.
 
-`formats` has the ring's layout. Digits go the way that codes go (`operands`); a token whose tag is not that of its row
+`layouts` has the ring's layout. Digits go the way that codes go (`operands`); a token whose tag is not that of its row
 in the page gets the scale 0.
 """
 

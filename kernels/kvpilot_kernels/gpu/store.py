@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from kvpilot_kernels import formats
+from kvpilot_kernels import layouts
 from kvpilot_kernels.gpu.codec import (
     NAN,
     ZERO_BITS,
@@ -30,7 +30,7 @@ from kvpilot_kernels.gpu.codec import (
 )
 from kvpilot_kernels.gpu.rotation import load_rotation, rotate
 
-REACH = tl.constexpr(formats.RING_REACH)
+REACH = tl.constexpr(layouts.RING_REACH)
 
 
 @triton.jit

@@ -8,14 +8,14 @@ For a group of g elements x and codes of b bits (qmax = 2^b - 1)::
 
 [lo, hi] starts as the group's range (stretched to hold 0) and is shrunk by the factor, out of a few, that gives the
 smallest squared error: with few codes, clipping the tails costs less than the coarser scale that they would force on
-everything else. The scale metadata is described in `kvpilot_kernels.formats`.
+everything else. The scale metadata is described in `kvpilot_kernels.layouts`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kvpilot_kernels.formats import CUT_BITS, SHRINK, ZERO_BITS, ZERO_STEPS
+from kvpilot_kernels.layouts import CUT_BITS, SHRINK, ZERO_BITS, ZERO_STEPS
 
 _INF = 0x7C00 >> CUT_BITS  # float16's infinity and NaN as scales
 _NAN = 0x7E00 >> CUT_BITS

@@ -1,0 +1,181 @@
+"""What a tile of packed pages adds to a running softmax: the scores of its keys, and its values weighed by them.
+
+The arithmetic is told in `decode`. A tile's codes, and its digits where it is of the recent window, are in shared
+memory by now.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from kvpilot_kernels.gpu.columns import by_columns, join_bytes, over_own_rows, to_right
+from kvpilot_kernels.gpu.operands import (
+    MMA,
+    ROWS,
+    SCORES,
+    UNIT,
+    byte_plane,
+    chunks,
+    key_planes,
+    key_shift,
+    load_keys,
+    load_values,
+    middle,
+    scales,
+    to_half,
+    value_planes,
+    word_plane,
+    zero_codes,
+    zero_unit,
+)  # fmt: skip
+from kvpilot_kernels.gpu.recent import fine_scale, place_of_digit, places
+
+HEADROOM = gl.constexpr(5.0)
+"""Probabilities are kept times 2^5: small ones times a value's scale stay normal in float16, and large scales do not
+overflow it until 2,048 (values of 6,000 and more in 2 bits, of 30,000 in 4; then the output is not finite)."""
+
+
+@gluon.jit
+def dot(codes, operands, start, g: gl.constexpr, BITS: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
+        TILE: gl.constexpr, Q: gl.constexpr):  # fmt: skip
+    """Products of a group's codes with the queries, float32 [TILE, Q], times 2^`key_shift`.
+
+    Exact up to the last rounding: sums stay below 64 * LARGEST * 255 < 2^31.
+    """
+    PLANES: gl.constexpr = key_planes(BITS, D, GROUP)
+    sums = gl.full([TILE, 2 * Q], 0, gl.int32, MMA) + start[None, :]
+    for i in gl.static_range(len(PLANES)):
+        if PLANES[i][2] == g:
+            plane = byte_plane(codes[2 * PLANES[i][0] + PLANES[i][4]], BITS, PLANES[i][3])
+            sums = mma_v2(plane, operands[i], sums)
+    return join_bytes(sums, TILE, Q)
+
+
+@gluon.jit
+def score(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
+          TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
+          RECENT: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
+    """A tile's scores, float32 [TILE, Q], in their query's `unit` or, with SOFTCAP, as they are.
+
+    With RECENT, with what the ring's digits add: `fine` as `fine_scale` has it. Token 0 of the sequence has a mean of
+    its own, so its score starts with `apart`; t: the tile's first token.
+    """
+    COUNT: gl.constexpr = chunks(KEY.bits, D, GROUP)
+    DIGITS: gl.constexpr = KEY.digits if RECENT else 0
+    operands, starts, taken, unit, apart = query
+    codes = load_keys(keys, stage, COUNT)
+    token = gl.arange(0, TILE, ROWS)
+    score = gl.where(
+        (token == 0)[:, None], gl.where(t == 0, apart, 0.0)[None, :], gl.full([TILE, Q], 0.0, gl.float32, SCORES)
+    )
+    for g in gl.static_range(D // GROUP):
+        word = meta.slice(g * TILE, TILE).load(ROWS)
+        scale = scales(word, False) * (0.5 ** key_shift(KEY.bits, D, GROUP, g))
+        product = dot(codes, operands, starts[g], g, KEY.bits, D, GROUP, TILE, Q)
+        score += scale[:, None] * (product - zero_codes(word)[:, None] * taken[g][None, :])
+    if DIGITS > 0:
+        products = ()
+        for g in gl.static_range(D // GROUP):
+            products = products + (gl.full([TILE, Q], 0.0, gl.float32, SCORES),)
+        for i in gl.static_range(DIGITS):
+            codes = load_keys(keys, place_of_digit(stage, i, places(KEY, STAGES, RECENT)), COUNT)
+            new = ()
+            for g in gl.static_range(D // GROUP):
+                product = dot(codes, operands, starts[g], g, KEY.bits, D, GROUP, TILE, Q)
+                new = new + (products[g] * (1 << KEY.bits) + product,)
+            products = new
+        for g in gl.static_range(D // GROUP):
+            half = taken[g] * (middle(KEY.bits) / zero_unit(KEY.bits) * UNIT)
+            scale = scales(meta.slice(g * TILE, TILE).load(ROWS), False) * (0.5 ** key_shift(KEY.bits, D, GROUP, g))
+            finer = (scale * fine_scale(fine, g, KEY.bits))[:, None] * (products[g] - half[None, :])
+            if SEVERAL:
+                finer = gl.where(fine[2], finer, 0.0)
+            score += finer
+    if SOFTCAP:
+        power = gl.exp2(score * unit[None, :] * (2.0 / softcap))
+        score = (1.0 - 2.0 / (power + 1.0)) * (softcap * 1.4426950408889634)
+    return score
+
+
+@gluon.jit
+def hide(score, t, ends, end, length, TILE: gl.constexpr, WINDOW: gl.constexpr, SEVERAL: gl.constexpr):
+    """A tile's scores, -1e38 or less for tokens that a query does not see; t: the tile's first token.
+
+    Of one query token a sequence `length` is what it sees; of several `ends`, int32 [Q], and the least of them.
+    """
+    token = gl.arange(0, TILE, ROWS)
+    if SEVERAL:
+        by_query, least = ends
+        if t + TILE > least:
+            score = gl.where((t + token)[:, None] < by_query[None, :], score, float("-inf"))
+        if WINDOW > 0:
+            score = gl.where((t + token)[:, None] >= by_query[None, :] - WINDOW, score, float("-inf"))
+    else:
+        live = t + token < end
+        if WINDOW > 0:
+            live = live & (t + token >= length - WINDOW)
+        score = gl.where(live[:, None], score, -1e38)
+    return score
+
+
+@gluon.jit
+def accumulate(score, unit, values, meta, stage, m, total, zeros, acc, fine, VALUE: gl.constexpr, D: gl.constexpr,
+               GROUP: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr,
+               RECENT: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
+    """Add a tile to the running softmax: new m [Q], total [8, Q], zeros by group [8, Q], acc by plane [words, columns].
+
+    m: the largest score so far, less HEADROOM. total: sums of probabilities times 2^HEADROOM, by the rows of a thread.
+    zeros: of these times scale and zero code, in units of UNIT. acc: of these times scale and code, in units of
+    UNIT * 2^(bits * sub-plane), in the columns of `columns`. `fine`: as in `score`.
+    """
+    PLANES: gl.constexpr = value_planes(VALUE.bits, D, GROUP)
+    COUNT: gl.constexpr = chunks(VALUE.bits, D, GROUP)
+    GROUPS: gl.constexpr = D // GROUP
+    DIGITS: gl.constexpr = VALUE.digits if RECENT else 0
+    m_new = gl.maximum(m, gl.max(score, 0) * unit - HEADROOM)
+    alpha = gl.exp2(m - m_new)
+    total = total * alpha[None, :]
+    new = ()
+    for g in gl.static_range(GROUPS):
+        new = new + (zeros[g] * alpha[None, :],)
+    zeros = new
+    alpha = by_columns(alpha, Q)
+    new = ()
+    for i in gl.static_range(len(PLANES)):
+        new = new + (acc[i] * alpha[None, :],)
+    acc = new
+    p = gl.exp2(score * unit[None, :] - m_new[None, :])
+    total = total + over_own_rows(p, TILE, Q)
+    weights = ()
+    fine_weights = ()
+    new = ()
+    for g in gl.static_range(GROUPS):
+        word = meta.slice((GROUPS + g) * TILE, TILE).load(ROWS)
+        scale = scales(word, True)
+        w = to_half(p * scale[:, None])
+        zero = w.to(gl.float32) * zero_codes(word)[:, None]
+        weights = weights + (to_right(w, TILE, Q),)
+        if DIGITS > 0:
+            w = p * (scale * fine_scale(fine, GROUPS + g, VALUE.bits))[:, None]
+            if SEVERAL:
+                w = gl.where(fine[2], w, 0.0)
+            w = to_half(w)
+            zero += w.to(gl.float32) * (middle(VALUE.bits) / zero_unit(VALUE.bits) * UNIT)
+            fine_weights = fine_weights + (to_right(w, TILE, Q),)
+        new = new + (zeros[g] + over_own_rows(zero, TILE, Q),)
+    zeros = new
+    words = load_values(values, stage, COUNT)
+    new = ()
+    for i in gl.static_range(len(PLANES)):
+        codes = word_plane(words[2 * PLANES[i][0] + PLANES[i][2]], VALUE.bits, PLANES[i][1])
+        new = new + (mma_v2(codes, weights[PLANES[i][3]], acc[i]),)
+    acc = new
+    for j in gl.static_range(DIGITS):
+        words = load_values(values, place_of_digit(stage, j, places(VALUE, STAGES, RECENT)), COUNT)
+        new = ()
+        for i in gl.static_range(len(PLANES)):
+            codes = word_plane(words[2 * PLANES[i][0] + PLANES[i][2]], VALUE.bits, PLANES[i][1])
+            w = (fine_weights[PLANES[i][3]] * (1 << VALUE.bits * (DIGITS - 1 - j))).to(gl.float16)
+            new = new + (mma_v2(codes, w, acc[i]),)
+        acc = new
+    return m_new, total, zeros, acc

@@ -1,0 +1,142 @@
+"""Where the bytes of kvpilot's own formats lie: groups, pages and rings. Pure Python; `formats` has the formats.
+
+kvpilot's group format (everything of a token is in its page; nothing depends on other tokens)
+----------------------------------------------------------------------------------------------
+A row of D elements is cut into groups of g = 64 (g = 48 at D = 96). Each group stores codes of b bits and 16 bits
+of scale metadata (little endian)::
+
+    meta = (float16 bits of `scale` >> 4) << 5 | zero_code        scale: positive, rounded up to 6 mantissa bits
+    qmax = 2^b - 1        z = zero_code * qmax / 30, zero_code in 0..30        x is read back as scale * (code - z)
+
+Byte j of a 4-bit row holds element j (low nibble) and j + D/2 (high nibble); byte j of a 2-bit row holds j, j + D/4,
+j + D/2 and j + 3D/4 from the low bits up: a kernel unpacks contiguous tiles without interleaving.
+
+Page layout (one flat region per block and KV head; T = tokens in a block, kb/vb = code bits, G = D / g groups)
+---------------------------------------------------------------------------------------------------------------
+=============  =====================================  =========================  ================
+region         offset in bytes                        shape, row-major           element
+=============  =====================================  =========================  ================
+`key_codes`    0                                      [T, D * kb / 8]            packed codes, u8
+`value_codes`  T * D * kb / 8                         [T, D * vb / 8]            packed codes, u8
+`key_meta`     T * D * (kb + vb) / 8                  [G, T]                     u16
+`value_meta`   T * D * (kb + vb) / 8 + T * 2 * G      [G, T]                     u16
+(end)          T * `row_bytes(D)`
+=============  =====================================  =========================  ================
+
+D is a multiple of 32 and T of 16, so every region starts at a multiple of 16 bytes. A group's metadata lies side by
+side over the tokens: a kernel loads the scales of a tile as one vector.
+
+Ring layout (the recent window: what the last tokens of a sequence lack of 8 bits)
+----------------------------------------------------------------------------------
+A ring is a fixed number of pages of a sequence, each of the bytes of a page above, so that one pool holds both. The
+token at position p has row p mod (pages * C), C tokens a page. Pages stay complete without it; a ring row only adds
+r, of 8 - b bits, to each code of b bits (n = 2^(8 - b); nothing where b is 8)::
+
+    x is read back as scale * (code - z) + scale * 2^e / n * (r - (n - 1) / 2)        e in 0..2 for a token's group
+
+r is stored in digits of b bits, the highest first, each digit of all elements packed as a row of codes: one digit
+where b is 4, three where b is 2. Each group i of each side has 16 bits of e and a tag of the token's row in the page::
+
+    meta = (h >> 18) << 2 | e        h = (0x9E3779B1 * u + 0x85EBCA77 * w) mod 2^32
+    w: the group's scale metadata        u: 16 bits of the side's packed codes, from byte i * row bytes / G on
+
+A row is used if the tags of groups 0 and 1 of both sides (of group 0 where a side has one) are those of the token's row
+in the page; else the token is read with b bits. So a ring needs no clearing: the row of another token passes one time
+in 2^56 (2^28 at D = 64), and would then move an element by at most 2 scales. Regions, m = 8 / b - 1 digits of a side:
+
+===============  ================================================  ======================  ================
+region           offset in bytes                                   shape, row-major        element
+===============  ================================================  ======================  ================
+`key_digits`     0                                                 [m, C, D * kb / 8]      packed digits, u8
+`value_digits`   C * D * (8 - kb) / 8                              [m, C, D * vb / 8]      packed digits, u8
+`meta`           C * D * (16 - kb - vb) / 8                        [2 * G, C]              u16, keys' first
+(end)            C * (D * (16 - kb - vb) / 8 + 4 * G)              at most T * `row_bytes(D)`
+===============  ================================================  ======================  ================
+
+C is as many as fit: at D = 128 and T = 64 that is 177 for `k8v4`, 64 for `k4v4`, 39 for `k4v2` and 23 for `k2v2`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ZERO_STEPS = 30
+"""Zero points are stored in thirtieths of qmax; 30 is even, so a symmetric group has an exact centre."""
+
+ZERO_BITS = 5
+"""Low bits of scale metadata, which hold the zero point."""
+
+CUT_BITS = 4
+"""Mantissa bits of a float16 that a scale goes without."""
+
+SHRINK: dict[int, tuple[float, ...]] = {8: (1.0,), 4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.75, 0.65, 0.55)}
+"""Factors that the encoder tries on a group's range, per code width."""
+
+RING_REACH = 0.6
+"""A group whose largest residual is at most RING_REACH * 2^e scales has the exponent e; clipped tails need 1 or 2."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """One array of a page: `offset` in bytes from the page's start, row-major [rows, row_bytes]."""
+
+    offset: int
+    rows: int
+    row_bytes: int
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Where everything is in the page of one block and one KV head; see the module's table. All sizes in bytes."""
+
+    key_codes: Region
+    value_codes: Region
+    key_meta: Region
+    value_meta: Region
+    size: int
+
+
+@dataclass(frozen=True)
+class RingLayout:
+    """Where everything is in a ring's page of one KV head; see the module's table.
+
+    Attributes:
+        tokens: tokens of a page, C.
+        key_digits, value_digits: all digits of a side, one after another as rows; no rows for a side of 8 bits.
+        meta: [2 * groups, tokens]. size: bytes in use, at most a page's.
+    """
+
+    tokens: int
+    key_digits: Region
+    value_digits: Region
+    meta: Region
+    size: int
+
+
+def page(key_bits: int, value_bits: int, head_dim: int, groups: int, tokens: int) -> PageLayout:
+    """The page of `tokens` tokens, a multiple of 16; the module's first table."""
+    codes, meta = tokens * head_dim // 8, tokens * 2
+    value_codes = codes * key_bits
+    key_meta = value_codes + codes * value_bits
+    value_meta = key_meta + groups * meta
+    return PageLayout(
+        key_codes=Region(0, tokens, head_dim * key_bits // 8),
+        value_codes=Region(value_codes, tokens, head_dim * value_bits // 8),
+        key_meta=Region(key_meta, groups, meta),
+        value_meta=Region(value_meta, groups, meta),
+        size=value_meta + groups * meta,
+    )
+
+
+def ring(key_bits: int, value_bits: int, head_dim: int, groups: int, size: int) -> RingLayout:
+    """A ring's page of as many tokens as `size` bytes hold; the module's second table."""
+    tokens = size // (head_dim * (16 - key_bits - value_bits) // 8 + 4 * groups)
+    value_digits = tokens * head_dim * (8 - key_bits) // 8
+    meta = value_digits + tokens * head_dim * (8 - value_bits) // 8
+    return RingLayout(
+        tokens=tokens,
+        key_digits=Region(0, (8 // key_bits - 1) * tokens, head_dim * key_bits // 8),
+        value_digits=Region(value_digits, (8 // value_bits - 1) * tokens, head_dim * value_bits // 8),
+        meta=Region(meta, 2 * groups, 2 * tokens),
+        size=meta + 4 * groups * tokens,
+    )
