@@ -21,6 +21,7 @@ from kvpilot_planning import models, plan_json, plan_plot, plan_text
 from kvpilot_planning.facts import Model, PlanError
 from kvpilot_planning.facts_config import read_folder
 from kvpilot_planning.gpus import find_gpu
+from kvpilot_planning.plan_kept import Bound
 from kvpilot_planning.plan_load import Load
 from kvpilot_planning.plan_make import CONTEXTS, DTYPES, Request, make
 from kvpilot_planning.table import render
@@ -85,6 +86,9 @@ def _parser() -> _Parser:
     add("--weights-dtype", choices=WEIGHTS, help="how the weights are stored (default: as they are published)")
     add("--weights-gb", type=_positive, metavar="X", help="10^9 bytes of weights, instead of the estimate")
     add("--kv-gb", type=_positive, metavar="X", help="10^9 bytes for the KV cache in all GPUs, instead of the estimate")
+    add("--retention-sink-tokens", type=_whole, metavar="N", help="kvCache.retention.sinkTokens; with --retention-window-tokens")  # fmt: skip  # noqa: E501
+    add("--retention-window-tokens", type=_whole, metavar="N", help="kvCache.retention.windowTokens: plan for a cache with a bound, too")  # fmt: skip  # noqa: E501
+    add("--offload-gib", type=_whole, metavar="N", help="kvCache.offload.cpuMemoryGiB: what host memory holds, too")
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--plot", type=Path, metavar="FILE", help="write a plot, too: .svg or .png")
     load = parser.add_argument_group("the cost of a load, all replicas together; give the first three")
@@ -116,6 +120,8 @@ def _request(options: argparse.Namespace) -> Request:
         kv=None if options.kv_gb is None else int(options.kv_gb * 1e9),
         load=load,
         recent_tokens=options.recent_tokens,
+        bound=_bound(options.retention_sink_tokens, options.retention_window_tokens),
+        host=(options.offload_gib or 0) * 2**30,
         gpu_hour=_price(options.price, gpu, load),
     )
 
@@ -127,6 +133,13 @@ def _model(name: str) -> Model:
     if path.is_absolute() or name.startswith("."):
         raise PlanError(f"MODEL {name!r}: there is no such folder; give the folder of a Hugging Face model, or a name that --list shows")  # fmt: skip  # noqa: E501
     return models.find(name)
+
+
+def _bound(sinks: int | None, window: int | None) -> Bound | None:
+    if (sinks is None) != (window is None):
+        missing = "--retention-sink-tokens" if sinks is None else "--retention-window-tokens"
+        raise PlanError(f"{missing}: missing; a bound needs both, in tokens")
+    return None if sinks is None or window is None else Bound(sinks, window)
 
 
 def _load(options: argparse.Namespace) -> Load | None:

@@ -85,6 +85,7 @@ class Cache:
         full_token_bytes, window_token_bytes: of one token in all full layers, and in all layers with a window.
         ring_blocks: blocks of the recent window that a sequence holds at most, in each full group; 0 without one.
         ring_tokens: of a ring's page.
+        most_pages: that a sequence holds at most in each full group; 0 where nothing bounds them.
     """
 
     block: int
@@ -98,6 +99,7 @@ class Cache:
     window_token_bytes: int
     ring_blocks: int = 0
     ring_tokens: int = 1
+    most_pages: int = 0
 
     def blocks(self, kv_bytes: int) -> int:
         """Blocks that fit into so many bytes of one GPU."""
@@ -109,7 +111,10 @@ class Cache:
         The recent window's pages come one by one with the tokens that they are for.
         """
         ring = min(-(-context // self.ring_tokens), self.ring_blocks)
-        full = (-(-context // self.block) + ring) * self.full_groups
+        pages = -(-context // self.block)
+        if self.most_pages:
+            pages = min(pages, self.most_pages)
+        full = (pages + ring) * self.full_groups
         if context <= self.window:
             return full + -(-context // self.window_block) * self.window_groups
         return full + (-(-self.window // self.window_block) + 1) * self.window_groups

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from kvpilot_planning.plan_load import Cost
-from kvpilot_planning.plan_make import Plan, Request, Row
+from kvpilot_planning.plan_make import Fit, Plan, Request, Row
 
 
 def document(plan: Plan) -> dict[str, Any]:
@@ -25,6 +25,10 @@ def document(plan: Plan) -> dict[str, Any]:
             "engine_bytes": plan.memory.engine,
         },
         "kv_bytes_per_gpu": plan.kv_bytes,
+        "retention": None
+        if request.bound is None
+        else {"sink_tokens": request.bound.sinks, "window_tokens": request.bound.window},
+        "host_memory_bytes": request.host or None,
         "load": None
         if load is None
         else {
@@ -49,13 +53,18 @@ def _row(plan: Plan, row: Row) -> dict[str, Any]:
         "window_bytes_per_sequence": row.window_bytes,
         "recent_tokens": row.recent_tokens,
         "recent_bytes_per_sequence": row.recent_bytes,
-        "capacities": [
-            {"context_tokens": fit.context, "capacity_tokens": fit.tokens, "sequences": fit.sequences}
-            for fit in row.fits
-        ],
+        "capacities": _capacities(row.fits),
+        "bounded": None
+        if plan.request.bound is None
+        else {"bytes_per_sequence": row.bounded_bytes, "capacities": _capacities(row.bounded)},
+        "host_capacity_tokens": row.host_tokens,
         "notes": list(row.notes),
         "cost": None if row.cost is None else _cost(row.cost, plan.request),
     }
+
+
+def _capacities(fits: tuple[Fit, ...]) -> list[dict[str, int]]:
+    return [{"context_tokens": f.context, "capacity_tokens": f.tokens, "sequences": f.sequences} for f in fits]
 
 
 def _cost(cost: Cost, request: Request) -> dict[str, Any]:

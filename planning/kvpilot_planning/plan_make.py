@@ -9,6 +9,7 @@ from kvpilot_operator.gpus import Gpu
 from kvpilot_planning import plan_veto
 from kvpilot_planning.facts import Model, PlanError
 from kvpilot_planning.plan_capacity import Cache, Memory, cache, kv_heads_per_gpu, memory, weight_bytes
+from kvpilot_planning.plan_kept import Bound, check_bound, host_tokens
 from kvpilot_planning.plan_load import Cost, Load, cost
 from kvpilot_planning.plan_speed import Speed, attention_efficiency
 
@@ -22,7 +23,8 @@ CONTEXTS = (2_048, 8_192, 32_768, 131_072)
 class Request:
     """What to plan. `weights` and `kv` are bytes of all GPUs together that replace the estimates.
 
-    `recent_tokens` are those of the recent window, None for each dtype's default.
+    `recent_tokens` are those of the recent window, None for each dtype's default. `bound` is planned beside the whole
+    cache. `host` are bytes of host memory of one engine for offloaded blocks, 0 for none.
     """
 
     model: Model
@@ -36,6 +38,8 @@ class Request:
     kv: int | None = None
     load: Load | None = None
     recent_tokens: int | None = None
+    bound: Bound | None = None
+    host: int = 0
     gpu_hour: float | None = None
     """What a GPU costs an hour, in a currency of the user's."""
 
@@ -71,6 +75,9 @@ class Row:
         token_bytes: of one token in the full-attention layers of all GPUs, copies of KV heads included.
         window_bytes: of one sequence's full windows, in all GPUs.
         recent_tokens, recent_bytes: of one sequence's recent window, in all GPUs; 0 where dtype or model have none.
+        bounded: what fits with the bound; empty where none was asked for.
+        bounded_bytes: what a sequence takes with it at most, in all GPUs.
+        host_tokens: that host memory holds; None where none was asked for, or none is told.
         cost: of the load, or None where none was asked for or no speed is known.
     """
 
@@ -82,6 +89,9 @@ class Row:
     recent_tokens: int = 0
     recent_bytes: int = 0
     fits: tuple[Fit, ...] = ()
+    bounded: tuple[Fit, ...] = ()
+    bounded_bytes: int = 0
+    host_tokens: int | None = None
     notes: tuple[str, ...] = ()
     cost: Cost | None = None
 
@@ -108,6 +118,8 @@ def make(request: Request) -> Plan:
     """
     model = request.model
     kv_heads_per_gpu(model, request.gpus)
+    if request.bound is not None:
+        check_bound(model)
     dtype = request.weights_dtype or model.published
     weights = request.weights
     if weights is None and (request.kv is None or request.load is not None):
@@ -149,6 +161,7 @@ def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[in
     if refusal is not None:
         return Row(dtype, veto=refusal)
     layout = cache(model, dtype, gpus, request.recent_tokens)
+    bounded = None if request.bound is None else request.bound.of(layout)
     recent = formats.parse(dtype).recent_tokens(request.recent_tokens, model.max_positions)
     return Row(
         dtype,
@@ -157,10 +170,17 @@ def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[in
         window_bytes=layout.window_token_bytes * layout.window * gpus,
         recent_tokens=recent if layout.ring_blocks else 0,
         recent_bytes=layout.ring_blocks * layout.full_token_bytes * layout.block * gpus,
-        fits=tuple(Fit(c, layout.tokens(kv, c), layout.sequences(kv, c)) for c in contexts),
+        fits=_fits(layout, kv, contexts),
+        bounded=() if bounded is None else _fits(bounded, kv, contexts),
+        bounded_bytes=0 if bounded is None else bounded.most_pages * bounded.page_bytes * bounded.group_layers * gpus,
+        host_tokens=host_tokens(model, layout, gpus, request.host) if request.host else None,
         notes=plan_veto.notes(model, dtype),
         cost=_cost(request, dtype, layout, kv, weights),
     )
+
+
+def _fits(layout: Cache, kv: int, contexts: tuple[int, ...]) -> tuple[Fit, ...]:
+    return tuple(Fit(c, layout.tokens(kv, c), layout.sequences(kv, c)) for c in contexts)
 
 
 def _cost(request: Request, dtype: str, layout: Cache, kv: int, weights: int) -> Cost | None:
@@ -188,6 +208,15 @@ def _notes(request: Request, contexts: tuple[int, ...]) -> tuple[str, ...]:
         found.append(f"{model.state_layers} layers keep a state of fixed size for each sequence, which is not counted")
     if model.shared_layers:
         found.append(f"{model.shared_layers} layers read another layer's cache and keep none")
+    if request.bound is not None:
+        found.append("kvCache.retention: engines serve it on CPUs alone so far, and refuse it on a GPU (docs/retention.md)")  # fmt: skip  # noqa: E501
+        if request.load is not None:
+            found.append("the cost of the load is that of the whole cache, without kvCache.retention")
+    if request.host and (model.sliding_layers or model.latent_dim):
+        kind = "layers with a window, beside which our dtypes are not offloaded" if model.sliding_layers else "latents"
+        found.append(f"what host memory holds is not planned for {kind} (docs/offloading.md)")
+    if request.bound is not None and request.host:
+        found.append("kvCache.retention and kvCache.offload do not go together: a service has one or the other")
     if model.source == "config.json" and model.weight_bytes is None and request.weights is None and request.kv is None:
         found.append("no weights beside config.json: their size is counted from the shapes of the text model")
     return tuple(found)

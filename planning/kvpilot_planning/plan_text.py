@@ -15,6 +15,10 @@ WIDTH = 120
 def text(plan: Plan) -> str:
     """The whole answer."""
     parts = [_head(plan), _capacities(plan)]
+    if plan.request.bound is not None:
+        parts.append(_bounded(plan))
+    if any(row.host_tokens is not None for row in plan.rows):
+        parts.append(_hosted(plan))
     if plan.request.load is not None:
         parts.append(_costs(plan))
     if notes := _notes(plan):
@@ -59,6 +63,37 @@ def _capacities(plan: Plan) -> str:
         window = f"{row.recent_bytes / 1e6:,.1f}" if row.recent_bytes else "-"
         rows.append([row.dtype, f"{row.bits:g}", f"{row.token_bytes:,}", window, f"{tokens:,}", ratio, *(f"{fit.sequences:,}" for fit in row.fits)])  # fmt: skip  # noqa: E501
     return "Sequences that fit at once, by their tokens\n" + render(head, rows)
+
+
+def _bounded(plan: Plan) -> str:
+    bound = plan.request.bound
+    if bound is None:
+        raise LookupError("a plan without a bound has no such table")
+    head = ["dtype", "MB a sequence", "KV tokens", "x All", *(f"at {c:,}" for c in plan.contexts)]
+    rows = []
+    for row in plan.rows:
+        if row.veto is not None:
+            rows.append([row.dtype, *["-"] * (len(head) - 1)])
+            continue
+        whole, tokens = row.fits[-1].tokens, row.bounded[-1].tokens
+        ratio = f"{tokens / whole:.2f}" if whole else "-"
+        rows.append([row.dtype, f"{row.bounded_bytes / 1e6:,.1f}", f"{tokens:,}", ratio, *(f"{f.sequences:,}" for f in row.bounded)])  # fmt: skip  # noqa: E501
+    kept = f"the first {bound.sinks:,} and the last {bound.window:,} tokens are kept"
+    return f"The same with SinksAndWindow, of which {kept}\n{render(head, rows)}"
+
+
+def _hosted(plan: Plan) -> str:
+    longest, kv = plan.contexts[-1], plan.kv_bytes * plan.request.gpus
+    head = ["dtype", "tokens", "x the GPU's" if plan.request.gpus == 1 else "x the GPUs'", f"prefixes of {longest:,}"]
+    rows = []
+    for row in plan.rows:
+        tokens = row.host_tokens
+        if tokens is None:
+            rows.append([row.dtype, "-", "-", "-"])
+            continue
+        own = kv // row.token_bytes
+        rows.append([row.dtype, f"{tokens:,}", f"{tokens / own:.2f}" if own else "-", f"{tokens // longest:,}"])
+    return f"Host memory of each replica, {plan.request.host / 2**30:g} GiB\n{render(head, rows)}"
 
 
 def _costs(plan: Plan) -> str:

@@ -10,6 +10,7 @@ from kvpilot_kernels import formats
 from kvpilot_planning import models
 from kvpilot_planning.gpus import find_gpu
 from kvpilot_planning.plan_capacity import cache, memory
+from kvpilot_planning.plan_kept import Bound
 from kvpilot_planning.plan_make import DTYPES, Request, make
 from kvpilot_planning.plan_veto import veto
 
@@ -160,6 +161,29 @@ def test_a_longer_recent_window_never_holds_more(model, dtype, context, data):
         cache(model, dtype, 1, n).sequences(60 * GB, context) for n in formats.RECENT_CHOICES[at : at + 2]
     )
     assert longer <= shorter
+
+
+BOUNDS = st.builds(Bound, st.integers(1, 512), st.integers(1, 2**14))
+
+
+@given(st.sampled_from(PLAIN), st.sampled_from(DTYPES), BOUNDS, st.integers(1, 2**17), st.integers(0, 2**17))
+def test_a_bound_holds_never_more_than_the_whole_cache_and_no_more_however_long_it_gets(
+    model, dtype, bound, context, longer
+):
+    if veto(model, dtype, find_gpu("H200"), 1):
+        return
+    whole = cache(model, dtype, 1, 0)
+    bounded = bound.of(cache(model, dtype, 1))
+    assert bounded.held(context) == min(whole.held(context), bounded.most_pages * whole.full_groups)
+    if context > bounded.most_pages * whole.block:
+        assert bounded.held(context + longer) == bounded.held(context)
+
+
+def test_a_bounded_sequence_holds_what_the_engines_scheduler_lets_it_hold():
+    # tests/runtime/test_bounded_engine.py: blocks of 16 tokens, 4 sinks and a window of 64, a token a step.
+    layout = cache(models.find("Llama-3.1-8B"), "auto", 1)
+    assert Bound(4, 64).of(layout).held(407) == 1 + 64 // 16 + 1
+    assert Bound(4, 64).of(layout).held(40) == 3
 
 
 @given(st.sampled_from(PLAIN), st.sampled_from([1, 2, 4, 8]), st.integers(1, 100))

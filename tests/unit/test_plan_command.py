@@ -78,6 +78,56 @@ def test_the_recent_window_is_planned_for_and_can_be_chosen(capsys):
     assert sequences(plans[64], "fp8", 2048) == sequences(plans[0], "fp8", 2048)
 
 
+BOUND = ["--retention-sink-tokens", "4", "--retention-window-tokens", "4096"]
+
+
+def test_a_bound_is_planned_beside_the_whole_cache(capsys):
+    document = planned(capsys, "Llama-3.1-8B", "--gpu", "H200", *BOUND)
+    whole = planned(capsys, "Llama-3.1-8B", "--gpu", "H200")
+    assert document["retention"] == {"sink_tokens": 4, "window_tokens": 4096}
+    assert whole["retention"] is None
+    for row, plain in zip(document["dtypes"], whole["dtypes"], strict=True):
+        assert (row["capacities"], plain["bounded"]) == (plain["capacities"], None)
+        bounded, block = row["bounded"], 16 if row["dtype"] in ("auto", "fp8") else 64
+        kept = block + 4096 + block  # the sinks' page, and the window, which may begin inside one
+        assert bounded["bytes_per_sequence"] == kept * row["bytes_per_token"]
+        at = {fit["context_tokens"]: fit for fit in bounded["capacities"]}
+        # Of one length whatever the context, once it is past what is kept; the tokens are those of the streams.
+        assert (
+            at[8192]["sequences"]
+            == at[131072]["sequences"]
+            == document["kv_bytes_per_gpu"] // (bounded["bytes_per_sequence"])
+        )
+        assert at[131072]["capacity_tokens"] // at[131072]["sequences"] >= 131072
+    assert any("refuse it on a GPU" in note for note in document["notes"])
+    assert main(["Llama-3.1-8B", "--gpu", "H200", *BOUND]) == 0
+    printed = capsys.readouterr().out
+    assert "The same with SinksAndWindow, of which the first 4 and the last 4,096 tokens are kept" in printed
+    assert max(map(len, printed.splitlines())) <= 120
+
+
+def test_host_memory_holds_as_many_tokens_of_each_dtype_as_its_bytes_do(capsys):
+    document = planned(capsys, "Llama-3.1-8B", "--gpus", "2", "--offload-gib", "64")
+    assert document["host_memory_bytes"] == 64 << 30
+    for row in document["dtypes"]:
+        assert (64 << 30) // row["bytes_per_token"] - row["host_capacity_tokens"] in range(64)
+    assert main(["Llama-3.1-8B", "--gpus", "2", "--offload-gib", "64"]) == 0
+    printed = capsys.readouterr().out
+    assert "Host memory of each replica, 64 GiB\ndtype     tokens  x the GPUs'  prefixes of 131,072" in printed
+    without = planned(capsys, "Llama-3.1-8B")
+    assert without["host_memory_bytes"] is None
+    assert without["dtypes"][0]["host_capacity_tokens"] is None
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "word"), [("gemma-3-27b-it", "1", "window"), ("DeepSeek-V3", "8", "latents")]
+)
+def test_what_vllm_offloads_in_ways_of_its_own_has_no_figure_but_a_note(capsys, model, gpus, word):
+    document = planned(capsys, model, "--gpu", "H200", "--gpus", gpus, "--offload-gib", "64")
+    assert {row.get("host_capacity_tokens") for row in document["dtypes"]} == {None}
+    assert any("host memory" in note and word in note for note in document["notes"])
+
+
 @pytest.mark.parametrize("asked", ["100", "-64", "many", "1024"])
 def test_a_window_that_cannot_be_served_is_refused_with_those_that_can(capsys, asked):
     assert main(["Llama-3-70B", f"--recent-tokens={asked}"]) == 2
@@ -152,6 +202,12 @@ def test_a_window_as_long_as_the_longest_context_is_none(capsys, tmp_path):
         (["Llama-3.1-70B"], "use --gpus 2"),
         (["Llama-3.1-405B", "--gpu", "T4"], "however many are used; use a larger GPU"),
         (["Llama-3.1-8B", "--requests-per-second", "2"], "--prompt-tokens and --generated-tokens: missing"),
+        (["Llama-3.1-8B", *BOUND[:2]], "--retention-window-tokens: missing; a bound needs both"),
+        (["Llama-3.1-8B", *BOUND[2:]], "--retention-sink-tokens: missing; a bound needs both"),
+        (["Llama-3.1-8B", *BOUND[:3], "0"], "--retention-window-tokens: '0' is no positive whole number"),
+        (["Llama-3.1-8B", "--offload-gib", "-1"], "--offload-gib: '-1' is no positive whole number"),
+        (["gemma-3-4b-it", *BOUND], "no engine bounds the cache of a model with layers with a window of their own"),
+        (["DeepSeek-V3", "--gpu", "H200", "--gpus", "8", *BOUND], "a model with multi-head latent attention"),
         (["Llama-3.1-8B", "--plot", "plan.pdf"], "--plot 'plan.pdf': the suffix is no .svg or .png"),
         (["Llama-3.1-8B", "--plot", "/nonexistent/plan.svg"], "its folder does not exist"),
     ],
@@ -270,8 +326,8 @@ def test_the_keys_of_the_json_are_stable(capsys):
     load = ["--requests-per-second", "1", "--prompt-tokens", "1000", "--generated-tokens", "100"]
     document = planned(capsys, "Llama-3.1-8B", *load)
     assert set(document) == {
-        "model", "gpu", "gpus_per_replica", "weights_dtype", "memory_per_gpu", "kv_bytes_per_gpu", "load", "dtypes",
-        "notes",
+        "model", "gpu", "gpus_per_replica", "weights_dtype", "memory_per_gpu", "kv_bytes_per_gpu", "retention",
+        "host_memory_bytes", "load", "dtypes", "notes",
     }  # fmt: skip
     assert set(document["memory_per_gpu"]) == {"usable_bytes", "weights_bytes", "engine_bytes"}
     assert set(document["load"]) == {
@@ -280,8 +336,7 @@ def test_the_keys_of_the_json_are_stable(capsys):
     row = document["dtypes"][0]
     assert set(row) == {
         "dtype", "veto", "bits_per_element", "bytes_per_token", "window_bytes_per_sequence", "recent_tokens",
-        "recent_bytes_per_sequence", "capacities", "notes",
-        "cost",
+        "recent_bytes_per_sequence", "capacities", "bounded", "host_capacity_tokens", "notes", "cost",
     }  # fmt: skip
     assert set(row["capacities"][0]) == {"context_tokens", "capacity_tokens", "sequences"}
     assert set(row["cost"]) == {
