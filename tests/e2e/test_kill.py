@@ -1,4 +1,8 @@
-"""kill -9 of the operator at many moments of the story ends in the state that the undisturbed story ends in."""
+"""kill -9 of the operator at many moments of the story ends in the state that the undisturbed story ends in.
+
+Every run holds it with cheaper engines: tests/unit/test_decide_rollout.py between any two writes, and
+tests/faults/test_unprobed_pods.py with a real API server and the operator's own process.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from kvpilot_demo.story import BAD, GOOD, Story
 from kvpilot_demo.world import World
 from kvpilot_operator.errors import ClusterError
 
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 
 def at(status, *path):
