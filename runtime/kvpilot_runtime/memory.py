@@ -28,9 +28,19 @@ def stages(request: Request) -> int:
     return options.count(request.others, "--pipeline-parallel-size", "-pp")
 
 
+def nodes(request: Request) -> int:
+    """Machines that one engine is spread over, in equal parts."""
+    return options.count(request.others, "--nnodes", "-n")
+
+
 def ranks(request: Request) -> int:
     """GPUs of one engine that layers and heads are spread over."""
     return request.tensor_parallel * stages(request)
+
+
+def here(request: Request) -> int:
+    """Those of them that this machine has to have."""
+    return -(-ranks(request) // nodes(request))
 
 
 def check(
@@ -67,16 +77,18 @@ def check(
         have = machine.available_memory()
         kv = wanted if request.kv_bytes is None else request.kv_bytes
         extra = CPU_OVERHEAD + offloaded(request)
+        weights //= nodes(request)
         need, what = weights + kv + extra, "memory available here"
     else:
-        gpus, wide = machine.gpus(), ranks(request)
+        gpus, wide, seen = machine.gpus(), ranks(request), here(request)
         if not gpus:
             raise PreflightError("DoesNotFit", "no GPU is visible and the installed vLLM is made for GPUs; request nvidia.com/gpu, or use the CPU image")  # fmt: skip  # noqa: E501
-        if len(gpus) < wide:
+        if len(gpus) < seen:
             stages_too = f" times --pipeline-parallel-size {stages(request)}" if stages(request) > 1 else ""
-            raise PreflightError("DoesNotFit", f"--tensor-parallel-size {request.tensor_parallel}{stages_too} needs as many GPUs and {len(gpus)} are visible; request more, or lower it")  # fmt: skip  # noqa: E501
+            shared = f", {seen} on each of {nodes(request)} nodes," if nodes(request) > 1 else ""
+            raise PreflightError("DoesNotFit", f"--tensor-parallel-size {request.tensor_parallel}{stages_too} needs as many GPUs{shared} and {len(gpus)} are visible; request more, or lower it")  # fmt: skip  # noqa: E501
         # vLLM takes its fraction of a whole GPU, but cannot take what others hold.
-        have = min(min(int(g.total * request.memory_fraction), g.total - g.used) for g in gpus[:wide])
+        have = min(min(int(g.total * request.memory_fraction), g.total - g.used) for g in gpus[:seen])
         kv = wanted if request.kv_bytes is None else request.kv_bytes
         # Experts are spread over data-parallel engines too: no GPU has less than this, and some have more.
         weights //= wide * options.count(request.others, "--data-parallel-size", "-dp")

@@ -182,7 +182,7 @@ def _platform_dtype(fmt: Dtype, platform: machine.Platform, request: Request, fi
                  f"the answers are wrong; use one of {', '.join([*sorted(CPU_DTYPES), *formats.own_names()])}")
             )  # fmt: skip
         return
-    for gpu in machine.gpus()[: memory.ranks(request)]:
+    for gpu in machine.gpus()[: memory.here(request)]:
         have = ".".join(map(str, gpu.capability))
         instead = "'auto' or 'int8'" if gpu.capability >= OLDEST_GPU else "'auto'"
         if fmt.name.startswith("fp8") and gpu.capability < (8, 9):

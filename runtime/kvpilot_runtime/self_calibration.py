@@ -3,7 +3,8 @@
 Built-in text (`calibration_text`) goes through the model in one step, as sequences at positions all over the context
 that is served. For this one step every attention layer, whatever its KV dtype, attends to the step's own keys and
 values in the model's own elements. From what our layers see come their factors (`kvpilot_kernels.fit.Observed`); each
-rank of tensor parallelism keeps those of its heads. The same model, text and number of ranks give the same factors.
+rank of tensor parallelism keeps those of its heads, and each stage of a pipeline those of its layers. The same model,
+text and number of ranks give the same factors.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import functional
@@ -29,6 +30,8 @@ from kvpilot_runtime.recent import RecentLayer
 _ROWS = 1024
 """Queries that attend at a time where scores or a mask are made."""
 
+T = TypeVar("T")
+
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
 
@@ -40,9 +43,10 @@ def calibrate(worker: Any) -> None:
     """
     config = worker.vllm_config
     layers = our_layers(config)
-    if not layers:
+    if not any(_of_all_ranks(len(layers))):
         return
-    reason = "" if calibration.asked() else obstacle(config, layers)
+    # What one stage cannot do none does: it would wait for the text.
+    reason = "" if calibration.asked() else next(filter(None, _of_all_ranks(obstacle(config, layers))), "")
     if calibration.asked():
         source = "off" if calibration.turned_off() else "file"
     elif reason:
@@ -95,8 +99,6 @@ def obstacle(config: Any, layers: dict[str, Any]) -> str:
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-    if config.parallel_config.pipeline_parallel_size > 1:
-        return "PipelineParallel"
     if config.lora_config is not None:
         return "LoRA"
     every = get_layers_from_vllm_config(config, AttentionLayerBase)
@@ -131,12 +133,28 @@ def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[st
             # As an eager step: what is compiled later sees no difference.
             set_forward_context(None, config, num_tokens=len(tokens), slot_mapping={}, skip_compiled=True),
         ):
-            model(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
+            _forward(model, ids, positions)
     except Exception as error:
         raise UnsupportedModelError(
             f"the model could not calibrate itself ({type(error).__name__}: {error}); {_REMEDY}"
         ) from error
     return seen
+
+
+def _forward(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> None:
+    """This stage's part of the pass: what the stage before it has made of the text goes in, the next one gets on."""
+    from vllm.distributed import get_pp_group, get_tp_group
+    from vllm.sequence import IntermediateTensors
+
+    stages, group = get_pp_group(), get_tp_group()
+    before = None
+    if not stages.is_first_rank:
+        before = IntermediateTensors(stages.recv_tensor_dict(all_gather_group=group))
+    after = model(
+        input_ids=ids if before is None else None, positions=positions, intermediate_tensors=before, inputs_embeds=None
+    )
+    if not stages.is_last_rank:
+        stages.send_tensor_dict(after.tensors, all_gather_group=group)
 
 
 def _fill(layers: dict[str, Any], seen: dict[str, Observed]) -> str:
@@ -250,11 +268,14 @@ def _digest(factors: list[Any]) -> str:
     return every[0] if len(every) == 1 else calibration.join_digests(every)
 
 
-def _of_all_ranks(mine: str) -> list[str]:
-    """What each rank of tensor parallelism says here, in their order."""
-    from vllm.distributed import get_tp_group
+def _of_all_ranks(mine: T) -> list[T]:
+    """What each rank of tensor parallelism says here, in their order, stage by stage."""
+    from vllm.distributed import get_pp_group, get_tp_group
 
-    group = get_tp_group()
+    return [one for stage in _of_group(_of_group(mine, get_tp_group()), get_pp_group()) for one in stage]
+
+
+def _of_group(mine: T, group: Any) -> list[T]:
     every = [mine] * group.world_size
     if group.world_size > 1:
         torch.distributed.all_gather_object(every, mine, group=group.cpu_group)

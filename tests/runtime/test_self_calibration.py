@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -184,24 +183,16 @@ def test_each_sequence_of_the_chunk_attends_to_itself_and_is_counted_alone() -> 
         torch.testing.assert_close(getattr(seen.factors(), field.name), getattr(apart.factors(), field.name))
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "PipelineParallel"),
-     ({"lora_config": SimpleNamespace()}, "LoRA")],
-)  # fmt: skip
-def test_what_cannot_calibrate_itself_is_named(change: dict[str, Any], reason: str) -> None:
-    config = {"parallel_config": SimpleNamespace(pipeline_parallel_size=1), "lora_config": None, **change}
-    assert self_calibration.obstacle(SimpleNamespace(**config), {}) == reason
+def test_what_cannot_calibrate_itself_is_named() -> None:
+    assert self_calibration.obstacle(SimpleNamespace(lora_config=SimpleNamespace()), {}) == "LoRA"
 
 
 def test_a_dtype_that_is_nothing_without_factors_is_not_served_where_the_engine_finds_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(self_calibration, "our_layers", lambda _config: {"layer": None})
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1), lora_config=SimpleNamespace(),
-        cache_config=SimpleNamespace(cache_dtype="k2v2"),
-    )  # fmt: skip
+    monkeypatch.setattr(self_calibration, "_of_all_ranks", lambda mine: [mine])
+    config = SimpleNamespace(lora_config=SimpleNamespace(), cache_config=SimpleNamespace(cache_dtype="k2v2"))
     with pytest.raises(
         UnsupportedModelError, match=r"'k2v2' is not accurate.*\(LoRA\); give a file of `kvpilot calibrate`"
     ):

@@ -304,6 +304,9 @@ def test_stages_and_data_parallel_engines_share_weights_and_stages_share_the_cac
     model = str(tmp_path)
     assert refusal(asked(model=model)).reason == "DoesNotFit"
     assert "--pipeline-parallel-size 2" in refusal(asked("--pipeline-parallel-size=2", model=model)).message
+    check(asked("--pipeline-parallel-size=2", "--nnodes=2", model=model))
+    four = ("--pipeline-parallel-size=2", "--nnodes=2", "--tensor-parallel-size=2")
+    assert "2 on each of 2 nodes" in refusal(asked(*four, model=model)).message
     cards.append(H200)
     check(asked("--pipeline-parallel-size=2", model=model))
     check(asked("-dp", "2", model=model))

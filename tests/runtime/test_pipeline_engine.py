@@ -1,0 +1,35 @@
+"""Two stages of pipeline parallelism calibrate themselves: the text goes through both, each keeps its own factors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpilot_demo.models import tiny_llama
+from kvpilot_kernels.factors import Factors
+from kvpilot_runtime import calibration, calibration_info
+from support.built_in_factors import factors_of
+from support.stepped_engine import Asked, serve
+
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.long]
+
+STAGES, CHUNK, CONTEXT = 2, 128, 224
+
+
+def test_each_stage_has_the_factors_that_its_layers_have_in_the_whole_model_under_one_hash() -> None:
+    options = {
+        "block_size": 16, "num_gpu_blocks_override": 44, "kv_cache_memory_bytes": 64 << 20, "max_model_len": CONTEXT,
+        "max_num_batched_tokens": CHUNK, "max_num_seqs": 8, "pipeline_parallel_size": STAGES,
+    }  # fmt: skip
+    told = serve(Asked(str(tiny_llama()), "k4v4", [], [], options, calibration=""))
+    stages = [[Factors(*map(torch.tensor, layer)) for layer in stage] for stage in told.factors]
+    assert [len(stage) for stage in stages] == [1] * STAGES
+    whole = factors_of(tiny_llama(), CHUNK, CONTEXT)
+    for [mine], alone in zip(stages, whole, strict=True):
+        for name in Factors.__dataclass_fields__:
+            torch.testing.assert_close(getattr(mine, name), getattr(alone, name), rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(stages[0][0].key_mean, whole[1].key_mean, rtol=1e-3, atol=1e-3)
+    digest = calibration.join_digests([calibration.digest(stage) for stage in stages])
+    [line] = [x for x in told.metrics if x.startswith(calibration_info.NAME + "{")]
+    assert f'hash="{digest}"' in line
+    assert 'source="self"' in line
