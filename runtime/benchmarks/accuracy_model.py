@@ -1,7 +1,8 @@
 """A transformers model whose attention sees keys and values as a cache would give them back.
 
 Every key (after RoPE) and value that attention uses is read as the row says (`Reading`), the query's own token among
-them: what a decode step sees, at every position of a text, in one pass.
+them: what a decode step sees, at every position of a text, in one pass. Layers with a sliding window of their own are
+read in 16 bits, as engines serve them by default.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class Probe:
         return self.model.model(tokens[None], use_cache=False).last_hidden_state[0]
 
     @torch.inference_mode()
-    def self_calibrated(self, tokens: torch.Tensor, context: int) -> list[Factors]:
-        """The factors of every layer as an engine that serves `context` tokens finds them at start, from `tokens`."""
+    def self_calibrated(self, tokens: torch.Tensor, context: int) -> dict[int, Factors]:
+        """The factors by layer as an engine that serves `context` tokens finds them at start, from `tokens`."""
         self._seen, self.reading, at = {}, None, 0
         for length, first in passes(tokens.numel(), context):
             ids, positions = tokens[at : at + length], torch.arange(first, first + length)
@@ -81,7 +82,7 @@ class Probe:
         self.model.model(tokens[at:, None], use_cache=False)
         self._lone = False
         found, self._seen = self._seen, None
-        return [found[layer].factors() for layer in sorted(found)]
+        return {layer: found[layer].factors() for layer in sorted(found)}
 
     @torch.inference_mode()
     def logits(self, states: torch.Tensor, chunk: int = 256) -> Iterator[tuple[int, torch.Tensor]]:
@@ -93,8 +94,8 @@ class Probe:
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
     ) -> tuple[torch.Tensor, None]:
         """transformers' attention hook: query [1, heads, tokens, D], key and value [1, kv_heads, tokens, D]."""
-        scale = options["scaling"]
-        if self._seen is not None:
+        scale, window = options["scaling"], options.get("sliding_window")
+        if self._seen is not None and window is None:
             seen = self._seen.setdefault(module.layer_idx, Observed(key.shape[1], key.shape[3], key.device))
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
             if self._lone:
@@ -102,7 +103,9 @@ class Probe:
             else:
                 seen.add(q, k, v, scale)
         if self.reading is None:
-            out = _rounded(query, key, value, scale) if self.rounded else _causal(query, key, value, scale)
+            out = (_rounded if self.rounded else _causal)(query, key, value, scale, window)
+        elif window is not None:
+            out = _causal(query, *(x.bfloat16().to(x.dtype) for x in (key, value)), scale, window)
         else:
             out = _read(query, (key, value), self.reading, module.layer_idx, scale)
         return out.transpose(1, 2).contiguous(), None
@@ -140,19 +143,26 @@ def _with_first(stored: Sides, fresh: Sides, first: int) -> Sides:
     return key, value
 
 
-def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None) -> torch.Tensor:
+    """Causal attention, to the last `window` tokens where that is given."""
+    if window is not None and window < q.shape[2]:
+        return windowed(q, (k, v), (k, v), scale, recent=0, sliding_window=window)
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
 
 
-def _rounded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def _rounded(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
+) -> torch.Tensor:
     """Attention as three plain steps, in pieces of queries; scores and probabilities are rounded to the dtype of q."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     outs = []
     for i in range(0, q.shape[2], _PIECE):
         end = min(i + _PIECE, q.shape[2])
         scores = q[:, :, i:end] @ k[:, :, :end].transpose(-1, -2) * scale
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(i + 1)
-        p = scores.float().masked_fill_(future, -torch.inf).softmax(-1).to(q.dtype)
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(i + 1)
+        if window is not None:
+            hidden |= torch.ones_like(hidden).tril_(i - window)
+        p = scores.float().masked_fill_(hidden, -torch.inf).softmax(-1).to(q.dtype)
         outs.append(p @ v[:, :, :end])
     return torch.cat(outs, 2)
 

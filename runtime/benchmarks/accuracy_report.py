@@ -2,26 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from accuracy_rows import AGAINST_EXACT, OTHER_WINDOWS, SERVED
+from accuracy_rows import AGAINST_EXACT, OTHER_WINDOWS, SERVED, bits
+
+SMOLLM2 = "smollm2-135m"
 
 HEAD = """\
-# Accuracy of KV-cache codecs
+# Accuracy of KV-cache codecs{title}
 
-Measured by `python runtime/benchmarks/accuracy.py --out docs/benchmarks/accuracy.json` (again with `--needle`), written
-by the same with `--report docs/benchmarks/accuracy.md`; it uses a GPU where there is one.
+```sh
+python runtime/benchmarks/accuracy.py{option} --out docs/benchmarks/{page}.json             # needles: --needle
+python runtime/benchmarks/accuracy.py --out docs/benchmarks/{page}.json --report docs/benchmarks/{page}.md
+```
 
-Model: SmolLM2-135M-Instruct, its real weights (30 layers, 3 KV heads, head_dim 64), computed in float32. Small models
-are hurt most by a small cache, which is why this is the test. The base is a 16-bit (bf16) cache. **Every** key (after
-RoPE) and value that attention sees has been through the codec, the query's own token among them, as in decode steps.
-[The same in the engine](engine-kl.md) is what a real vLLM says of the same texts, decoded from its pages.
+It uses a GPU where there is one.
 
-Text: at least {tokens} tokens a row, in sequences of 1,024, 2,048 and 4,608: Newton's *Opticks* (in the sources that
+Model: {model}
+The base is a 16-bit (bf16) cache. **Every** key (after RoPE) and value that attention sees has been through the codec,
+the query's own token among them, as in decode steps.
+
+Text: {tokens} tokens a row, in sequences of 1,024, 2,048 and 4,608: Newton's *Opticks* (in the sources that
 apache-tvm-ffi carries), the manual of GNU coreutils (Debian), Python's language reference (`pydoc_data`)
 and source code of its standard library.
 
+{rows}
+The control compares the model in bf16 with itself, through two kernels of attention: this much is noise of 16 bits.
+
+Bits count codes, scales and zero points, at head_dim 128 (most models) and at {head_dim} (this model), and what is kept
+beside the pages (a ring's whole pages of 64 tokens, tokens in 16 bits), spread over a context of 4,096 tokens. Rivals
+with a scale per vector take more bits where the vectors are short. KL is over the whole vocabulary, in millinats, with
+its standard error; PPL is the change of perplexity.
+"""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a page says of its model.
+
+    Attributes:
+        title: the end of the page's title. page: its file's name. option: the benchmark's. about: what the model is.
+        rows: how its rows were made. head_dim: of the model.
+    """
+
+    title: str
+    page: str
+    option: str
+    about: str
+    rows: str
+    head_dim: int
+
+
+MODELS = {
+    SMOLLM2: Model(
+        title="",
+        page="accuracy",
+        option="",
+        about="""\
+SmolLM2-135M-Instruct, its real weights (30 layers, 3 KV heads, head_dim 64), computed in float32. Small models
+are hurt most by a small cache, which is why this is the test. [A second model](accuracy-gemma3.md) has normalized
+queries and keys; [the same in the engine](engine-kl.md) is what a real vLLM says of the same texts, decoded from its
+pages.""",
+        rows="""\
 Rows `+self` have the factors that an engine gives itself at start, from 8,192 tokens of built-in text. Rows
 `+calibrated` use `kvpilot calibrate` on 16,384 tokens of other documents (licences, docstrings, the manual of
 findutils, other source code), three sequences of 4,096 and four of 1,024, in bf16 on a GPU. In rows `+wN` a query
@@ -30,14 +73,27 @@ them. The row `+first128` keeps the first 128 tokens in 16 bits, to compare with
 the open tile. The row `k4v4+calibrated` is from before the first key of a sequence had
 [a mean of its own](../decisions/0022-a-mean-of-its-own-for-the-first-key.md), which lowers it. The other rows
 `+calibrated` were computed on a CPU, with the file that was made on the GPU.
-
-The control compares the model in bf16 with itself, through two kernels of attention: this much is noise of 16 bits.
-
-Bits count codes, scales and zero points, at head_dim 128 (most models) and at 64 (this model, on which the rivals with
-a scale per vector take more bits), and what is kept beside the pages (a ring's whole pages of 64 tokens, tokens in 16
-bits), spread over a context of 4,096 tokens. KL is over the whole vocabulary, in millinats, with its standard error;
-PPL is the change of perplexity.
-"""
+""",
+        head_dim=64,
+    ),
+    "gemma3-270m": Model(
+        title=": Gemma 3 270M",
+        page="accuracy-gemma3",
+        option=" --model gemma3-270m",
+        about="""\
+Gemma 3 270M (pretrained), its real weights (of 4 to 6 bits, read as bf16; 18 layers, 1 KV head, head_dim 256,
+normalized queries and keys), computed in float32. Of its layers 3 are full, and these are what the rows are about: the
+15 with a window of 512 tokens stay in 16 bits, as they do in an engine by default. [SmolLM2](accuracy.md) is the first
+model.""",
+        rows="""\
+Rows `+self` have the factors that an engine gives itself at start, from 8,192 tokens of built-in text. In rows `+wN` a
+query reads its last N tokens at 8 bits, as the ring of the
+[recent window](../decisions/0016-a-ring-of-residuals.md) keeps them.
+""",
+        head_dim=256,
+    ),
+}  # fmt: skip
+"""By the name of the model's folder."""
 
 SERVED_HEAD = """
 ## As served
@@ -60,33 +116,38 @@ nats.
 """
 
 
-def markdown(data: dict[str, Any], bits: Callable[[str, int], float]) -> str:
-    """The page. `bits` gives a row's bits per element at a head_dim."""
+def markdown(data: dict[str, Any]) -> str:
+    """The page."""
     texts: dict[str, Any] = data["texts"]
+    name = data.get("model", {}).get("name", SMOLLM2)
+    model = MODELS[name]
     names = sorted((n for n in texts if n != "control"), key=lambda n: (-bits(n, 128), texts[n]["mean_kl"]))
     served = [name for name in (*SERVED, *OTHER_WINDOWS) if name in texts]
-    missing = "".join(f"Not measured: `{name}`.\n" for name in SERVED if name not in texts)
-    beside = ["control", "fp8_e4m3", "kvarn_k4v4+exact", *(name for name in AGAINST_EXACT if name in texts)]
+    missing = ", ".join(f"`{name}`" for name in SERVED if name not in texts)
+    beside = ["control", "fp8_e4m3", "kvarn_k4v4+exact", *AGAINST_EXACT]
     alone = ["control", *(name for name in names if name not in served)]
-    parts = [HEAD.format(tokens=f"{min(row['tokens'] for row in texts.values()):,}")]
-    parts += [
-        SERVED_HEAD.format(missing=missing),
-        *_table([*served, *beside], texts, bits),
+    parts = [
+        HEAD.format(
+            title=model.title, option=model.option, page=model.page, model=model.about, rows=model.rows,
+            tokens=f"{min(row['tokens'] for row in texts.values()):,}", head_dim=model.head_dim,
+        ),
+        SERVED_HEAD.format(missing=f"Not measured: {missing}.\n" if missing else ""),
+        *_table([*served, *(name for name in beside if name in texts)], texts, model.head_dim),
         ALONE_HEAD,
-        *_table(alone, texts, bits),
-    ]
+        *_table(alone, texts, model.head_dim),
+    ]  # fmt: skip
     parts += _split("By position in the context (mean KL)", "buckets", texts, names)
     parts += _split("By text (mean KL)", "texts", texts, names)
     if "needle" in data:
-        parts += _needle(data["needle"], bits)
+        parts += _needle(data["needle"])
     return "".join(parts)
 
 
-def _table(names: list[str], texts: dict[str, Any], bits: Callable[[str, int], float]) -> list[str]:
-    out = ["| codec | bits, D=128 | D=64 | tokens | mean KL | p99 KL | top-1 | PPL |\n" + "|---" * 8 + "|\n"]
+def _table(names: list[str], texts: dict[str, Any], head_dim: int) -> list[str]:
+    out = [f"| codec | bits, D=128 | D={head_dim} | tokens | mean KL | p99 KL | top-1 | PPL |\n" + "|---" * 8 + "|\n"]
     for name in names:
         row = texts[name]
-        size = "16 | 16" if name == "control" else f"{bits(name, 128):.3f} | {bits(name, 64):.3f}"
+        size = "16 | 16" if name == "control" else f"{bits(name, 128):.3f} | {bits(name, head_dim):.3f}"
         out.append(
             f"| {_label(name)} | {size} | {row['tokens']:,} | "
             f"{row['mean_kl']:.1f} ± {row['standard_error']:.1f} | {row['p99_kl']:.0f} | "
@@ -114,7 +175,7 @@ def _split(title: str, key: str, texts: dict[str, Any], names: list[str]) -> lis
     return out
 
 
-def _needle(rows: dict[str, Any], bits: Callable[[str, int], float]) -> list[str]:
+def _needle(rows: dict[str, Any]) -> list[str]:
     first = next(iter(rows.values()))
     lengths = list(first["log_prob"])
     depths = list(dict.fromkeys(place.split("@")[1] for place in first["found"]))

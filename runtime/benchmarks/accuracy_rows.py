@@ -8,7 +8,7 @@ start; `calibrated`: a file of `kvpilot calibrate`), `wN` for a recent window of
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from accuracy_model import Reading
 
@@ -60,8 +60,8 @@ def every_name(labels: Sequence[str]) -> list[str]:
     return [*rivals(), *mine, *SERVED, *OTHER_WINDOWS, *AGAINST_EXACT]
 
 
-def reading(name: str, factors: dict[str, Sequence[Factors]]) -> Reading:
-    """How the row `name` reads. `factors`: of every layer, by label.
+def reading(name: str, factors: Mapping[str, Mapping[int, Factors]]) -> Reading:
+    """How the row `name` reads. `factors`: by label and layer.
 
     Raises:
         ValueError: there is no such row.
@@ -75,8 +75,8 @@ def reading(name: str, factors: dict[str, Sequence[Factors]]) -> Reading:
         return Reading(lambda _layer: pages, recent, (lambda _layer: fine) if recent else None, first)
     if label not in factors:
         raise ValueError(f"row {name!r}: there are no factors {label!r}, only {sorted(factors)}; see --calibration")
-    layers = [own(fmt, one) for one in factors[label]]
-    finer = [own(fmt, one, recent=True) for one in factors[label]]
+    layers = {layer: own(fmt, one) for layer, one in factors[label].items()}
+    finer = {layer: own(fmt, one, recent=True) for layer, one in factors[label].items()}
     return Reading(layers.__getitem__, recent, finer.__getitem__ if recent else None, first)
 
 

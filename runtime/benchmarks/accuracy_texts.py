@@ -84,7 +84,7 @@ def _prose(info: str) -> str:
 
 
 def sequences(tokenizer: Any, plan: list[tuple[str, int, int]]) -> list[Sequence]:
-    """Cut sequences out of the texts.
+    """Cut sequences out of the texts, each with the special tokens that the tokenizer begins a prompt with.
 
     Args:
         plan: (text, tokens, how many); sequences of one text never overlap, those asked for first come first.
@@ -92,16 +92,18 @@ def sequences(tokenizer: Any, plan: list[tuple[str, int, int]]) -> list[Sequence
     at: dict[str, int] = {}
     tokens: dict[str, torch.Tensor] = {}
     cut = []
+    begin = torch.tensor(tokenizer("").input_ids, dtype=torch.int64)
     for name, length, count in plan:
         if name not in tokens:
             body = text(name)
             # A document's first pages are titles and tables of contents.
-            tokens[name] = torch.tensor(tokenizer(body[len(body) // 20 : 700_000]).input_ids)
+            body = body[len(body) // 20 : 700_000]
+            tokens[name] = torch.tensor(tokenizer(body, add_special_tokens=False).input_ids)
             at[name] = 0
         for _ in range(count):
-            piece = tokens[name][at[name] : at[name] + length]
+            piece = torch.cat([begin, tokens[name][at[name] : at[name] + length - begin.numel()]])
             if piece.numel() < length:
                 raise ValueError(f"text {name!r} has no {length} tokens left after {at[name]}; ask for less of it")
-            at[name] += length
+            at[name] += length - begin.numel()
             cut.append((name, piece))
     return cut

@@ -29,7 +29,7 @@ def test_tokens_in_16_bits_are_counted_for_ours_and_for_kvarn():
 
 
 def test_every_row_of_the_table_can_be_read():
-    factors = {label: [Factors.identity(2, 64)] for label in ("self", "calibrated")}
+    factors = {label: {0: Factors.identity(2, 64)} for label in ("self", "calibrated")}
     for name in every_name(list(factors)):
         found = reading(name, factors)
         assert found.pages(0).key(torch.ones(3, 2, 64)).shape == (3, 2, 64)
@@ -41,7 +41,7 @@ def test_every_row_of_the_table_can_be_read():
 @pytest.mark.parametrize("name", ["k4v4+", "k4v4+w64+self", "k9v9", "k4v4+other"])
 def test_a_row_that_is_none_is_refused(name):
     with pytest.raises(ValueError, match=r"row 'k4v4|not known"):
-        reading(name, {"self": [Factors.identity(2, 64)]})
+        reading(name, {"self": {0: Factors.identity(2, 64)}})
 
 
 @pytest.mark.parametrize(("name", "dtype", "variables"), [
