@@ -101,6 +101,7 @@ class Service:
     replicas: int | None
     usage: int | None
     capacity: int | None
+    retention: str
     canary: Trial | None
     last_canary: Trial | None
     denied: tuple[Denied, ...]
@@ -149,6 +150,7 @@ def read(obj: Json) -> Service:
         replicas=whole(status, "replicas"),
         usage=whole(status, "kvCache", "usagePercent"),
         capacity=whole(status, "kvCache", "capacityTokens"),
+        retention=text(status, "kvCache", "retention"),
         canary=_trial(at(status, "canary")),
         last_canary=_trial(at(status, "lastCanary")),
         denied=tuple(
@@ -209,6 +211,7 @@ def document(service: Service) -> dict[str, Any]:
         "replicas": service.replicas,
         "kvUsagePercent": service.usage,
         "kvCapacityTokens": service.capacity,
+        "retention": service.retention or None,
         "load": service.load or None,
         "upToDate": service.written and not service.behind,
         "canary": None if service.canary is None else trial_document(service.canary),

@@ -81,6 +81,7 @@ def detailed(
         *([("adapters", ", ".join(service.adapters))] if service.adapters else []),
         ("replicas", f"{replicas(service)} answer"),
         ("KV cache", _cache(service)),
+        *([("retention", service.retention)] if service.retention else []),
         ("load", service.load or _NONE),
         ("mode", mode(service)),
         ("canary", f"{trial(service.canary)}: {service.canary.message}" if service.canary is not None else "none"),

@@ -5,6 +5,9 @@ keeps. A budget is sinks and window together. Beside it stand the whole cache, t
 window of the largest budget without sinks, which no engine serves. Perplexity is of the tokens after the largest
 budget, where rows differ. `--needle LENGTH` asks for facts at five depths of a text of so many tokens instead.
 
+`--equal` puts `--dtype` as engines serve it (factors found at start, its default recent window) beside the budget of 16
+bits that takes as many bytes of a sequence of 4,096 tokens.
+
 `--beyond LENGTH` shows what true positions past the length that a model was trained for cost (8,192 for SmolLM2). On
 two cores a row of 2,048 tokens takes half a minute or so; 64K tokens are for a GPU.
 """
@@ -16,15 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accuracy import CHUNK
 from accuracy_model import Probe, Reading
 from accuracy_needle import DEPTHS, needles
 from accuracy_needle import TEXT as NEEDLE_TEXT
+from accuracy_rows import CONTEXT, SELF, bits
+from accuracy_rows import reading as row
 from accuracy_texts import EVALUATION, sequences
 from torch.nn import functional
 
 from kvpilot_demo.models import smollm2_135m
 from kvpilot_kernels import formats
 from kvpilot_kernels.reference.own import own
+from kvpilot_runtime.calibration_text import text_ids
 
 _PIECE = 256
 """Queries whose scores are held at once."""
@@ -86,15 +93,27 @@ def main() -> None:
     add("--texts", type=lambda text: text.split(","), default=list(EVALUATION))
     add("--beyond", type=int, metavar="LENGTH", help="that the model was trained for: the stream in parts of so many "
         "tokens, beside each part as a stream of its own, whose positions begin at 0")  # fmt: skip
+    add("--equal", action="store_true", help=f"beside the budget of equal bytes at {CONTEXT} tokens")
     add("--needle", type=int, choices=(1024, 4096, 8192), help="tokens of a prompt")
     add("--model", type=Path, help="a folder; without it SmolLM2-135M")
     asked = parser.parse_args()
     probe = Bounded(asked.model or smollm2_135m())
-    codec = own(formats.parse(asked.dtype))
+    fmt, coarse = formats.parse(asked.dtype), f"whole in {asked.dtype}, uncalibrated, no recent window"
+    codec = own(fmt)
+    quantized = Reading(lambda _layer: codec)
+    if asked.equal:
+        served = f"{asked.dtype}+{SELF}+w{fmt.window}"
+        ids = torch.tensor(text_ids(probe.tokenizer, CHUNK))
+        quantized = row(served, {SELF: probe.self_calibrated(ids, probe.model.config.max_position_embeddings)})
+        held = int(CONTEXT * bits(served, probe.model.config.head_dim) / 16)
+        coarse = f"whole in {served}, {held} tokens' bytes of 16 bits"
+        asked.tokens = CONTEXT
+        # The sinks' pages, and a window that begins inside a page, take `held` tokens' room at most.
+        asked.budgets = [held - (-(-asked.sinks // asked.page) + 1) * asked.page + 1 + asked.sinks]
     most = max(asked.budgets)
     rows: list[tuple[str, tuple[int, int, int] | None, Reading | None]] = [
         ("whole", None, None),
-        (f"whole in {asked.dtype}, uncalibrated, no recent window", None, Reading(lambda _layer: codec)),
+        (coarse, None, quantized),
         *[(f"{asked.sinks} sinks, window {n - asked.sinks}", (asked.sinks, n - asked.sinks, asked.page), None)
           for n in asked.budgets],
         (f"no sinks, window {most}", (0, most, asked.page), None),

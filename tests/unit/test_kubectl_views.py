@@ -122,6 +122,15 @@ def test_the_address_and_the_adapters_are_shown_where_the_status_has_them() -> N
     assert service.document(service.read(obj))["url"] is None
 
 
+def test_what_engines_forget_of_a_sequence_is_shown_where_they_do() -> None:
+    obj = copy.deepcopy(story()["serving"])
+    assert "retention" not in detailed(obj)
+    assert service.document(service.read(obj))["retention"] is None
+    obj["status"]["kvCache"]["retention"] = "SinksAndWindow"
+    assert ["retention", "SinksAndWindow"] in [line.split(maxsplit=1) for line in detailed(obj).splitlines()]
+    assert service.document(service.read(obj))["retention"] == "SinksAndWindow"
+
+
 def engine_pod(ready: str = "False", **more: Any) -> dict[str, Any]:
     waiting = {"name": "engine", "state": {"waiting": {"reason": "ContainerCreating"}}}
     status = {"conditions": [{"type": "Ready", "status": ready}], "containerStatuses": [waiting]}

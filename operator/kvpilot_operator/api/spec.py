@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -209,6 +209,11 @@ class KVCache(_Part, frozen=True):
     offload: Offload | None = None
     retention: Retention | None = None
 
+    @property
+    def bounded(self) -> bool:
+        """Whether engines forget a part of long sequences."""
+        return self.retention is not None and self.retention.policy != "All"
+
     def recent_tokens_of(self, dtype: str) -> int | None:
         """What is asked of an engine with this dtype; None where nothing is, or the dtype has no recent window."""
         return self.recent_tokens if formats.parse(dtype).has_ring else None
@@ -329,6 +334,16 @@ class Spec(_Part, frozen=True):
     drain: Drain
     disruption: Disruption
     inference_pool: InferencePool | None = None
+
+    @property
+    def offloads(self) -> bool:
+        """Whether engines keep prefixes in host memory, too."""
+        return self.kv_cache.offload is not None or bool(self.engine.option("--kv-offloading-size"))
+
+    def as_reference(self) -> Self:
+        """The spec of the engine that accuracy is measured against, whose cache keeps every token."""
+        whole = msgspec.structs.replace(self.kv_cache, retention=None)
+        return msgspec.structs.replace(self, kv_cache=whole) if self.kv_cache.bounded else self
 
 
 def parse(obj: Mapping[str, Json]) -> Spec:

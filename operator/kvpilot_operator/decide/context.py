@@ -174,6 +174,8 @@ class Context(Draft):
     spec: Spec
     render: Callable[[str], Revision]
     """The present spec with a dtype."""
+    render_reference: Callable[[], Revision]
+    """The 16-bit engine that accuracy is measured against; with a whole cache, whatever kvCache.retention says."""
     plan_traffic: Callable[[TrafficMode | None, bool, int], TrafficPlan]
     workload: Workload = _NOT_JUDGED
     policy: PolicyDecision = _NOT_WEIGHED
@@ -200,13 +202,28 @@ class Context(Draft):
     def of(cls, s: Snapshot, spec: Spec) -> Context:
         """The context in which nothing is decided yet."""
 
-        @cache
-        def render(dtype: str) -> Revision:
-            template = pod_template(s.key.name, spec, dtype, assigned_user=s.server.assigns_users)
+        def made(dtype: str, of: Spec) -> Revision:
+            template = pod_template(s.key.name, of, dtype, assigned_user=s.server.assigns_users)
             return Revision(revision(template), template)
 
+        @cache
+        def render(dtype: str) -> Revision:
+            return made(dtype, spec)
+
+        @cache
+        def render_reference() -> Revision:
+            dtype, of = spec.kv_cache.baseline, spec.as_reference()
+            return render(dtype) if of is spec else made(dtype, of)
+
         plan = cache(partial(traffic_plan, s, spec))
-        return cls(snapshot=s, status=s.status, spec=spec, render=render, plan_traffic=plan)
+        return cls(
+            snapshot=s,
+            status=s.status,
+            spec=spec,
+            render=render,
+            render_reference=render_reference,
+            plan_traffic=plan,
+        )
 
     @property
     def replicas(self) -> int:
@@ -230,7 +247,7 @@ class Context(Draft):
     @property
     def reference(self) -> str:
         """The 16-bit revision that accuracy is measured against."""
-        return self.render(self.spec.kv_cache.baseline).name
+        return self.render_reference().name
 
     @property
     def plan(self) -> TrafficPlan:

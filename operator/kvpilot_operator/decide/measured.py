@@ -116,7 +116,7 @@ def accuracy(c: Context) -> Line:
         return Line("False", "ProbeSetInvalid", c.snapshot.probes.fault)
     if stable is None:
         return Line("Unknown", "NoRevision", "nothing serves yet")
-    if stable.dtype == spec.kv_cache.baseline:
+    if stable.dtype == spec.kv_cache.baseline and not spec.kv_cache.bounded:
         return Line("True", "Reference", f"{stable.dtype} is what accuracy is measured against")
     last, runs = accuracy.last, f"of {spec.accuracy.failure_limit} runs in a row failed"
     if last is None or last.revision != stable.revision:

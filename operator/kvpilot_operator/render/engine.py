@@ -185,7 +185,7 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
         arguments.append(f"--recent-tokens={recent}")
     if spec.kv_cache.offload is not None:
         arguments.append(f"--kv-offloading-size={spec.kv_cache.offload.cpu_memory_gib}")
-    if (kept := spec.kv_cache.retention) is not None and kept.policy != "All":
+    if (kept := spec.kv_cache.retention) is not None and spec.kv_cache.bounded:
         arguments.append(f"--retention={kept.policy}")
         arguments.append(f"--retention-sink-tokens={kept.sink_tokens}")
         arguments.append(f"--retention-window-tokens={kept.window_tokens}")

@@ -195,9 +195,9 @@ def _out_closed(s: PolicyInput) -> _Closed | None:
 
 def _offload_closed(s: PolicyInput) -> _Closed:
     asked, engine, kept = s.spec.kv_cache.offload, s.spec.engine, s.spec.kv_cache.retention
-    if kept is not None and kept.policy != "All":
+    if kept is not None and s.spec.kv_cache.bounded:
         return Outcome.VETOED, f"kvCache.retention {kept.policy} frees pages that offloading would look for"
-    if asked is not None or engine.option("--kv-offloading-size"):
+    if s.spec.offloads:
         size = f" {asked.cpu_memory_gib} GiB of" if asked is not None else ""
         share = 100 * (s.workload.host_hits or 0.0)
         brought = f"{share:.0f}% of the prompts' tokens come from{size} host memory"

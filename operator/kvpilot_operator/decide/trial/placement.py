@@ -73,10 +73,10 @@ def deployments(c: Context) -> Context:
     if c.stable is None:
         return c
     s, seconds = c.snapshot, startup_budget_seconds(c.spec)
-    dtypes = {c.target.dtype, c.spec.kv_cache.baseline, c.stable.dtype}
+    dtypes = {c.target.dtype, c.stable.dtype}
     if c.canary is not None:
         dtypes.add(c.canary.dtype)
-    rendered = dict(c.render(dtype) for dtype in sorted(dtypes))
+    rendered = dict([*(c.render(dtype) for dtype in sorted(dtypes)), c.render_reference()])
     return replace(
         c,
         engines={

@@ -1,0 +1,102 @@
+"""A cache with a bound is judged by what the model answers with the whole one, and rolls out like any other change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvpilot_operator.api.spec import parse
+from kvpilot_operator.decide import decide
+from kvpilot_operator.state.decision import Capture, Decision, Measure, ProbeResult
+from kvpilot_operator.state.status import Status
+from support.model_cluster import ModelCluster, measurement
+from support.services import manifest, revision_of, running
+
+
+def service(window: int | None, dtype: str = "auto", **spec: Any) -> dict[str, Any]:
+    """In mode Fixed; it keeps every token where `window` is None."""
+    bound = {"retention": {"policy": "SinksAndWindow", "sinkTokens": 4, "windowTokens": window}}
+    return manifest(kvCache={"mode": "Fixed", "dtype": dtype, **({} if window is None else bound)}, **spec)
+
+
+@dataclass
+class Forgetful(ModelCluster):
+    """Engines with a window of less than `asked` tokens answer garbage, and so would a baseline of theirs."""
+
+    asked: int = 1024
+    captured: list[str] = field(default_factory=list)
+    """Revisions that a baseline was captured from."""
+
+    def _answer(self, decision: Decision) -> None:
+        super()._answer(decision)
+        request = decision.probe
+        if isinstance(request, Capture):
+            self.captured.append(request.pod.rpartition("-")[0])
+        kept = parse(self.obj).kv_cache.retention
+        short = kept is not None and kept.window_tokens is not None and kept.window_tokens < self.asked
+        if isinstance(request, Measure) and short:
+            self.probe = ProbeResult(request, measurement(9_000_000, 10))
+
+
+def ended(cluster: ModelCluster) -> tuple[Status, str, str]:
+    status = cluster.settle()
+    assert status.last_canary is not None
+    return status, status.last_canary.stage, status.last_canary.reason or ""
+
+
+def test_a_bound_that_forgets_what_probes_ask_for_is_rolled_back_and_a_longer_one_is_promoted() -> None:
+    cluster = Forgetful(service(None))
+    cluster.settle()
+    whole = revision_of(cluster.obj, "auto")
+
+    cluster.edit(service(64))
+    status, stage, reason = ended(cluster)
+    assert (stage, reason) == ("RolledBack", "AccuracyRegressed")
+    assert cluster.traffic == whole
+    assert cluster.captured == [whole]
+    # The dtype is not to blame.
+    assert status.kv_cache.denied == ()
+
+    cluster.edit(service(4096))
+    _, stage, reason = ended(cluster)
+    assert stage == "Promoted"
+    assert cluster.traffic == revision_of(cluster.obj, "auto") != whole
+    assert cluster.captured == [whole]
+
+
+@pytest.mark.parametrize(("window", "stage"), [(64, "RolledBack"), (4096, "Promoted")])
+def test_a_service_that_had_the_bound_from_the_start_is_judged_by_a_whole_cache_too(window: int, stage: str) -> None:
+    """A 16-bit replica with the same bound would have forgotten as much, and every canary would pass."""
+    cluster = Forgetful(service(window))
+    cluster.settle()
+    cluster.edit(service(window, "k4v4"))
+    assert ended(cluster)[1] == stage
+    assert cluster.captured == [revision_of(service(None), "auto")]
+    assert list(cluster.deployments) == [cluster.traffic]
+
+
+def test_leaving_the_bound_away_again_goes_out_as_a_canary_that_passes() -> None:
+    cluster = Forgetful(service(4096))
+    cluster.settle()
+    cluster.edit(service(None))
+    assert ended(cluster)[1] == "Promoted"
+    assert cluster.traffic == revision_of(service(None), "auto")
+
+
+def test_the_policy_all_is_no_change_and_starts_nothing() -> None:
+    cluster = Forgetful(service(None))
+    before = cluster.settle()
+    cluster.edit(manifest(kvCache={"mode": "Fixed", "dtype": "auto", "retention": {"policy": "All"}}))
+    assert cluster.settle().stable == before.stable
+    assert cluster.settle().last_canary is None
+
+
+def test_bounded_16_bits_are_not_called_what_accuracy_is_measured_against() -> None:
+    def told(obj: dict[str, Any]) -> tuple[str, str]:
+        found = next(c for c in decide(running(obj, "auto")).status.conditions if c.type == "AccuracyVerified")
+        return found.status, found.reason
+
+    assert told(service(None)) == ("True", "Reference")
+    assert told(service(4096)) == ("Unknown", "NotProbed")
