@@ -36,6 +36,7 @@ class Need(Enum):
     WINDOW = "there is no recent window"
     LATENTS = "dtypes of multi-head latent attention are refused"
     BOUND = "--retention is refused"
+    HOST = "probes of an engine that offloads read from its GPU's pages alone"
 
 
 @dataclass(frozen=True)
@@ -234,6 +235,8 @@ PARTS = (
     Part("vllm.model_executor.layers.attention:Attention.get_kv_cache_spec", Need.BOUND, takes=("vllm_config",)),
     Part(f"{_BACKEND}:AttentionMetadataBuilder.get_cudagraph_support", Need.BOUND,
          takes=("vllm_config", "kv_cache_spec")),
+    Part("vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks", Need.HOST, takes=("request",)),
+    Part("vllm.v1.request:Request.get_skip_reading_prefix_cache", Need.HOST),
     Part("vllm.v1.attention.backends.utils:split_decodes_and_prefills", platform="cuda",
          takes=("common_attn_metadata",), named=("decode_threshold",)),
 )  # fmt: skip
@@ -258,8 +261,8 @@ def tell(found: Iterable[Broken]) -> None:
         return
     os.environ[TOLD] = "1"
     text = compat.version_text()
-    # Of a window its own warning speaks, of latents and of bounded caches whoever asks for them.
-    costly = [b for b in found if b.part.need not in (Need.WINDOW, Need.LATENTS, Need.BOUND)]
+    # Of a window its own warning speaks, of latents and of bounded caches whoever asks for them, and no probe fails.
+    costly = [b for b in found if b.part.need not in (Need.WINDOW, Need.LATENTS, Need.BOUND, Need.HOST)]
     if not compat.tested():
         log.warning(
             "vllm %s is not one of %s, which kvpilot was tested with; of what kvpilot uses of it, %s", text,

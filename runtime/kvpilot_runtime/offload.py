@@ -14,6 +14,10 @@ from kvpilot_runtime import compat
 
 CONNECTOR, TIER = "OffloadingConnector", "CPUOffloadingSpec"
 
+FROM_HOST = "kvpilot_from_host"
+"""A key of a request's `kv_transfer_params`: true leaves aside what the GPU holds of its prompt, so that the tier is
+asked for all of it. The operator's probes set it, to judge pages that came back."""
+
 
 def unsupported(transfer: Any) -> str | None:
     """What of a vLLM `KVTransferConfig` does not go together with our dtypes; None where nothing is in the way."""
@@ -25,6 +29,30 @@ def unsupported(transfer: Any) -> str | None:
     if extra.get("canonical_layout"):
         return "canonical_layout"
     return None
+
+
+def heed_from_host() -> None:
+    """Let a request say that its prefix is to come from the tier. Repeating it changes nothing.
+
+    vLLM's own `skip_reading_prefix_cache` leaves both places aside; this sets it for the GPU's lookup alone.
+    """
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    stock = KVCacheManager.get_computed_blocks
+    if getattr(stock, "_kvpilot_heeds", False):
+        return
+
+    def get_computed_blocks(self: Any, request: Any) -> Any:
+        if (request.kv_transfer_params or {}).get(FROM_HOST) is not True:
+            return stock(self, request)
+        asked, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, True
+        try:
+            return stock(self, request)
+        finally:
+            request.skip_reading_prefix_cache = asked
+
+    get_computed_blocks._kvpilot_heeds = True  # type: ignore[attr-defined]
+    KVCacheManager.get_computed_blocks = get_computed_blocks
 
 
 def serve_on_cpu(config: Any) -> None:

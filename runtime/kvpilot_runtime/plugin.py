@@ -6,7 +6,7 @@ from typing import Any
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.latent import formats as latent
-from kvpilot_runtime import calibration_info, compat, contract, model_info, recent_info, retention
+from kvpilot_runtime import calibration_info, compat, contract, model_info, offload, recent_info, retention
 
 
 def register() -> None:
@@ -29,6 +29,8 @@ def register() -> None:
         contract.refuse_bound(str(bound), broken)
         compat.around_attention("kvpilot_runtime.bounded.spec_of", "kvpilot_runtime.bounded.backend_of")
         retention.INFO.publish()
+    if not any(one.part.need is contract.Need.HOST for one in broken):
+        offload.heed_from_host()
     if any(one.part.need is contract.Need.NAMES for one in broken):
         return
     paths = {name: f"kvpilot_runtime.{platform}.{compat.backend_class(name)}" for name in names}
@@ -50,7 +52,7 @@ def settle(worker: Any) -> None:
     Raises:
         UnsupportedModelError: as `refuse_unsupported_options` and `self_calibration.calibrate`.
     """
-    from kvpilot_runtime import offload, recent, self_calibration
+    from kvpilot_runtime import recent, self_calibration
     from kvpilot_runtime.backend import our_layers, refuse_unsupported_options
 
     if layers := our_layers(worker.vllm_config):

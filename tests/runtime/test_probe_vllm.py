@@ -66,8 +66,8 @@ def reference(sixteen: str) -> tuple[Baseline, Measurement]:
     return asyncio.run(both(sixteen))
 
 
-def measured(url: str, baseline: Baseline) -> Measurement:
-    return asyncio.run(measure(url, MODEL, baseline, settings=SETTINGS))
+def measured(url: str, baseline: Baseline, *, from_host: bool = False) -> Measurement:
+    return asyncio.run(measure(url, MODEL, baseline, settings=replace(SETTINGS, from_host=from_host)))
 
 
 def test_a_sixteen_bit_engine_is_quiet_against_itself_in_other_batches(reference: tuple[Baseline, Measurement]) -> None:
@@ -95,10 +95,18 @@ def test_k4v4_in_our_backend_does_no_more_damage_than_twice_fp8s(
     reference: tuple[Baseline, Measurement], tmp_path: Path
 ) -> None:
     kept, noise = reference
-    with engine(smollm2_135m(), "k4v4", tmp_path, KV_MEMORY) as running:
+    with engine(smollm2_135m(), "k4v4", tmp_path, KV_MEMORY, "--kv-offloading-size=0.25", "--block-size=16") as running:
         k4v4 = measured(running.url, kept)
-    assert k4v4.mean_kl_micronats - noise.mean_kl_micronats < 76_000
-    assert k4v4.top1_agreement_permille > 850
+        stayed = running.metric("vllm:external_prefix_cache_hits_total")
+        returned = measured(running.url, kept, from_host=True)
+        came_back = running.metric("vllm:external_prefix_cache_hits_total") - stayed
+    print(f"{came_back:.0f} tokens came back", *(found.mean_kl_micronats for found in (k4v4, returned)))
+    for found in (k4v4, returned):
+        assert found.mean_kl_micronats - noise.mean_kl_micronats < 76_000
+        assert found.top1_agreement_permille > 850
+    # What the cache holds is read there, unless a probe says that it is to come back: then every whole block does.
+    assert stayed == 0
+    assert came_back >= sum((len(prompt.tokens) - 1) // 16 * 16 for prompt in kept.prompts) > 200
 
 
 def test_a_dtype_that_answers_garbage_is_overwhelming_damage_within_a_bounded_cost(

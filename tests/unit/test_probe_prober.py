@@ -306,6 +306,33 @@ def test_low_priority_is_asked_for_only_where_the_engine_schedules_by_it(argumen
     assert schedules_by_priority(engine) is expected
 
 
+@pytest.mark.parametrize(
+    ("spec", "sent"),
+    [
+        ({"kvCache": {"mode": "Auto", "offload": {"cpuMemoryGiB": 1}}}, {"kvpilot_from_host": True}),
+        ({"engine": {"extraArgs": ["--kv-offloading-size=1"]}}, {"kvpilot_from_host": True}),
+        ({}, None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("serving", [True, False])
+async def test_what_an_engine_that_offloads_is_judged_by_comes_back_from_host_memory(
+    bench: Bench, spec: dict[str, Any], sent: object, serving: bool
+) -> None:
+    bench.cluster.keep(NAME, codec.encode(await captured(bench)))
+    seen: list[object] = []
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if path == "/v1/completions":
+            seen.append(body.get("kv_transfer_params"))
+        await (respond_empty(writer) if path == "/metrics" else counting(path, body, writer))
+
+    async with engine(handler) as url:
+        await bench.ask(Measure("check/x", "p", url, "m", "fp8", NAME, serving=serving), spec_of(manifest(**spec)))
+    assert seen
+    assert all(one == sent for one in seen)
+
+
 async def test_probes_of_an_engine_with_priorities_come_after_everybody_elses(bench: Bench) -> None:
     bench.cluster.keep(NAME, codec.encode(await captured(bench)))
     seen: set[object] = set()

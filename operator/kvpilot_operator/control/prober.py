@@ -217,13 +217,15 @@ class Prober:
     def _settings(self, key: ServiceKey, spec: Spec, request: Request) -> Settings:
         """Beside users a probe gives way. A capture goes on in the end: a service under pressure needs its relief."""
         priority = LOW_PRIORITY if schedules_by_priority(spec.engine) else None
+        from_host = isinstance(request, Measure) and spec.offloads
         if isinstance(request, Find) or not request.serving:
-            return Settings(priority=priority)
+            return Settings(priority=priority, from_host=from_host)
         insist = isinstance(request, Capture)
         give_way = GiveWay(partial(self._scraper.waiting, key, request.url), GIVE_WAY_SECONDS, insist)
         if insist:
             return Settings(priority=priority, give_way=give_way)
-        return Settings(concurrency=1, priority=priority, give_way=give_way, token_budget=TOKEN_BUDGET)
+        gently = Settings(concurrency=1, priority=priority, give_way=give_way, token_budget=TOKEN_BUDGET)
+        return replace(gently, from_host=from_host)
 
 
 def _about(spec: Spec, request: Request) -> dict[str, str]:

@@ -42,6 +42,9 @@ CONNECT_SECONDS = 5.0
 READ_SECONDS = 120.0
 RETRY_PAUSE_SECONDS = 0.5
 _MAX_LINE_BYTES = 128 * 1024
+# What our runtime heeds of a request, and other engines leave alone (runtime/kvpilot_runtime/offload.py).
+FROM_HOST: dict[str, object] = {"kvpilot_from_host": True}
+
 # One token with its logprobs takes some 2 KiB. The loop that reads serves the whole fleet: an engine that talks without
 # an end, and fast, must not have it to itself until the run's deadline.
 _MAX_STREAM_BYTES = 1024 * 1024
@@ -64,7 +67,8 @@ class Engine:
     """An engine's address (`http://host:port`) and the model's served name; `http` is shared by all requests.
 
     `progress` is called whenever the engine has answered a question, or a token of one. `priority` is for an engine
-    that schedules by it (a larger one waits longer).
+    that schedules by it (a larger one waits longer). With `from_host` an engine that offloads takes what it has of a
+    prompt from host memory, also where its GPU still holds it.
     """
 
     base_url: str
@@ -72,6 +76,7 @@ class Engine:
     http: aiohttp.ClientSession
     progress: Progress = untold
     priority: int | None = None
+    from_host: bool = False
 
     async def tokenize(self, messages: Sequence[Message], tools: str = "") -> Tokenized:
         """Return the chat rendered by the engine's own template, ready for an answer.
@@ -141,6 +146,8 @@ class Engine:
         }
         if self.priority is not None:
             body["priority"] = self.priority
+        if self.from_host:
+            body["kv_transfer_params"] = FROM_HOST
         asked = msgspec.json.encode(body)
         # A list of numbers takes four times what it says.
         del body

@@ -97,7 +97,8 @@ class Settings:
     together, prompts included; what it does not cover stays unmeasured. `priority` goes with each request, for an
     engine that schedules by priority: a larger one is served later. `api_key` is what an engine behind a gateway wants,
     `tls` how one in a mesh is reached. `headers` go with each request: by a trace's an engine's own spans join it.
-    `progress` is called at each of an engine's answers.
+    `progress` is called at each of an engine's answers. `from_host` is for an engine that offloads: what it answers is
+    read from pages that came back from host memory.
     """
 
     tokens: int = DEFAULT_TOKENS
@@ -111,6 +112,7 @@ class Settings:
     tls: ssl.SSLContext | None = field(default=None, repr=False)
     headers: Mapping[str, str] = field(default_factory=dict)
     progress: Progress = untold
+    from_host: bool = False
 
     def __post_init__(self) -> None:
         bounds = (
@@ -135,7 +137,7 @@ async def probing(
     deadline = asyncio.timeout(settings.deadline_seconds or START_SECONDS)
     try:
         async with deadline, http_client(settings.api_key, settings.tls, settings.headers) as http:
-            engine = Engine(base_url.rstrip("/"), model, http, settings.progress, settings.priority)
+            engine = Engine(base_url.rstrip("/"), model, http, settings.progress, settings.priority, settings.from_host)
             yield engine, Throttle(engine.base_url, settings.give_way, settings.token_budget), deadline
     except TimeoutError as error:
         raise ProbeTimeout(
