@@ -1,0 +1,76 @@
+"""A bound on the cache in a real cluster with real engines: what forgets is rolled back, what does not is promoted."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpilot_demo.world import NAMESPACE, World
+from kvpilot_operator.render.names import API_VERSION, KIND
+
+HANGS = 1200
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+async def test_a_bound_that_forgets_is_rolled_back_and_one_longer_than_the_probes_is_promoted(tmp_path: Path) -> None:
+    async with World.up(tmp_path, lambda _label, _fraction: None) as world:
+        await world.cluster.create(service(world))
+        await until(world, lambda s: ready(s))
+
+        await bounded_to(world, 32)
+        status = await until(world, lambda s: s.get("lastCanary", {}).get("stage") == "RolledBack")
+        last, measured = status["lastCanary"], status["accuracy"]["last"]
+        print(last["message"], measured["sample"], sep="\n")
+        assert (last["verdict"], last["reason"]) == ("Failed", "AccuracyRegressed")
+        assert measured["excessKLMicronats"] > 20_000
+        # The dtype is not to blame, and what serves has kept every token all along.
+        assert "denied" not in status["kvCache"]
+        assert "retention" not in status["kvCache"]
+        assert status["accuracy"]["baseline"]["controlTop1AgreementPermille"] > 990
+
+        await bounded_to(world, 960)  # the longest prompt of the pack and its answer have some 750 tokens
+        status = await until(world, lambda s: s["kvCache"].get("retention") == "SinksAndWindow")
+        print(status["lastCanary"]["message"])
+        assert (status["lastCanary"]["stage"], status["lastCanary"]["verdict"]) == ("Promoted", "Passed")
+        assert status["accuracy"]["last"]["excessKLMicronats"] < 1_000
+        assert {d["reason"] for d in status["decisions"]} >= {"AccuracyRegressed", "BaselineCaptured", "CanaryPassed"}
+
+
+def service(world: World) -> dict[str, Any]:
+    made = copy.deepcopy(world.example)
+    made["metadata"]["namespace"] = NAMESPACE
+    made["spec"]["model"]["maxModelLen"] = 1024
+    made["spec"]["engine"]["extraArgs"] += ["--block-size=32"]
+    made["spec"]["kvCache"] = {"mode": "Fixed", "dtype": "auto"}
+    made["spec"]["accuracy"] = {"probeSets": ["builtin/long-context"]}
+    return made
+
+
+async def bounded_to(world: World, window: int) -> None:
+    bound = {"policy": "SinksAndWindow", "sinkTokens": 4, "windowTokens": window}
+    await world.cluster.merge(API_VERSION, KIND, NAMESPACE, world.name, {"spec": {"kvCache": {"retention": bound}}})
+
+
+def ready(status: dict[str, Any]) -> bool:
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions", ()))
+
+
+async def until(world: World, seen: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    status: dict[str, Any] = {}
+    try:
+        async with asyncio.timeout(HANGS):
+            while True:
+                status = ((await world.service()) or {}).get("status") or {}
+                if seen(status):
+                    return status
+                await asyncio.sleep(0.5)
+    except TimeoutError:
+        pytest.fail(
+            f"not seen in {HANGS} s; {status.get('canary')}; {status.get('lastCanary')}; {status.get('conditions')}"
+        )
