@@ -152,7 +152,7 @@ def test_swap_is_no_memory_for_offloaded_pages(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(machine, "_lines", lambda path: files.get(path, []))
     error = refusal(asked("--kv-offloading-size=10", "--kv-cache-memory-bytes=64M"))
     assert error.reason == "DoesNotFit"
-    assert all(word in error.message for word in ("10,240 MiB", "8,192 MiB", "offload less"))
+    assert all(word in error.message for word in ("10.0 GiB", "8,192 MiB", "offload less"))
     check(asked("--kv-offloading-size=1", "--kv-cache-memory-bytes=64M"))
 
 
