@@ -21,10 +21,9 @@ torch.set_num_threads(1)
 before = os.environ.get("TRITON_INTERPRET")
 os.environ["TRITON_INTERPRET"] = "1"
 try:
-    from triton.runtime import interpreter
-
     from kvpilot_kernels.gpu import decode, latent_decode, latent_pages, pages, ring  # noqa: F401 - so that it is interpreted
-    from support.gluon_eager import EagerKernel, splat
+    from support.gluon_eager import EagerKernel
+    from support.interpreter import mend
 finally:
     if before is None:
         del os.environ["TRITON_INTERPRET"]
@@ -38,5 +37,5 @@ def on_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         patch.setattr(pages, "decode_kernel", EagerKernel(decode, "decode_kernel"))
         patch.setattr(latent_pages, "latent_decode_kernel", EagerKernel(latent_decode, "latent_decode_kernel"))
-        patch.setattr(interpreter.InterpreterBuilder, "create_splat", splat)
+        mend(patch.setattr)
         yield

@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.runtime import interpreter
 
 POISON = 0xFF
 
@@ -340,11 +339,3 @@ class EagerKernel:
             return names
 
         return scope_of(vars(self.module))[self.kernel]
-
-
-def splat(self: Any, to: Any, scalar: Any) -> Any:
-    """Spread a scalar over a block, in Triton's interpreter.
-
-    Triton 3.9's own makes an int32 of a comparison, which is then no mask.
-    """
-    return interpreter.TensorHandle(np.full(to.shape, scalar.data, scalar.data.dtype), scalar.dtype.scalar)

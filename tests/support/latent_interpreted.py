@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from triton.runtime import interpreter
 from vllm.v1.attention.backend import MultipleOf
 
 from kvpilot_kernels.gpu import latent_decode, latent_pages
@@ -16,7 +15,8 @@ from kvpilot_kernels.latent.formats import names, parse
 from kvpilot_runtime import latent_cpu
 from kvpilot_runtime.backend import classes_of
 from kvpilot_runtime.latent_cuda import CudaLatentBackend
-from support.gluon_eager import EagerKernel, splat
+from support.gluon_eager import EagerKernel
+from support.interpreter import mend
 
 
 class InterpretedBackend(CudaLatentBackend):
@@ -36,5 +36,5 @@ class InterpretedBackend(CudaLatentBackend):
 def install() -> None:
     """Let vLLM's CPU platform serve our dtypes with it."""
     vars(latent_pages)["latent_decode_kernel"] = EagerKernel(latent_decode, "latent_decode_kernel")
-    interpreter.InterpreterBuilder.create_splat = splat
+    mend(setattr)
     vars(latent_cpu)["__getattr__"] = classes_of(InterpretedBackend, names, parse)
