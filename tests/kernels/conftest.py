@@ -7,6 +7,7 @@ before any test runs, so that processes which tests start are not touched.
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,3 +40,11 @@ def on_cpu() -> Iterator[None]:
         patch.setattr(latent_pages, "latent_decode_kernel", EagerKernel(latent_decode, "latent_decode_kernel"))
         mend(patch.setattr)
         yield
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The CUDA backend's module, with stand-ins for what only a GPU has."""
+    from support.cuda_engine import cuda_module
+
+    return cuda_module(monkeypatch)

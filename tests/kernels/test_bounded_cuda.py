@@ -11,10 +11,9 @@ import torch
 
 pytest.importorskip("vllm.v1.attention.backends.fa_utils")
 
-from test_cuda_backend import BLOCK, DIM, HEADS, KV_HEADS, STEP, Engine, cuda  # noqa: F401
-
 from kvpilot_kernels.reference.attention import round_trip
 from kvpilot_runtime.retention import SinksAndWindow
+from support.cuda_engine import BLOCK, DIM, HEADS, KV_HEADS, STEP, Engine
 
 BOUND = SinksAndWindow(4, 100)
 
@@ -26,7 +25,7 @@ def first_kept(position: int) -> int:
 
 @pytest.mark.parametrize("name", ["k4v4", "k8v4"])
 def test_decodes_and_prompts_read_sinks_and_window_alone_whatever_the_pages_between_hold(
-    cuda: Any,  # noqa: F811
+    cuda: Any,
     name: str,
 ) -> None:
     from vllm.v1.attention.backend import CommonAttentionMetadata

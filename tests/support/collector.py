@@ -70,3 +70,10 @@ def collecting(hold: threading.Event | None = None) -> Iterator[Collector]:
             hold.set()
         server.shutdown()
         server.server_close()
+
+
+def parsed(traceparent: str) -> tuple[str, str, bool]:
+    """Of a `traceparent` the trace, the span, and whether it is kept."""
+    version, trace, span, flags = traceparent.split("-")
+    assert version == "00"
+    return trace, span, bool(int(flags, 16) & 1)

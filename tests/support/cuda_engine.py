@@ -1,0 +1,238 @@
+"""A layer of the CUDA backend on a CPU, step by step: real metadata, our kernels, and FlashAttention in plain torch.
+
+FlashAttention and the merge of its parts run on GPUs only. What stands in for them here does what they do to rows
+behind the last token, too: multiplies them by zero, so that NaN in padding shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.gpu import tuning
+from kvpilot_kernels.gpu.tuning import Choice
+from kvpilot_kernels.reference.attention import attend, decode_reference, prefill_reference, round_trip
+from kvpilot_runtime.compat import backend_class
+from support.gpu_batch import PAST_THE_END, generator, poisoned
+
+HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 64
+
+
+def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
+                    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float,
+                    causal: bool, softcap: float, fa_version: int, out: torch.Tensor | None = None,
+                    return_softmax_lse: bool = False) -> Any:  # fmt: skip
+    """Variable-length attention, causal at the bottom right; a sequence without keys gets zeros and -inf."""
+    assert fa_version == 3
+    assert softcap == 0
+    result = torch.full_like(query, torch.nan) if out is None else out
+    lse = torch.full((query.shape[1], query.shape[0]), -torch.inf)
+    for i in range(len(cu_seqlens_q) - 1):
+        q = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
+        k = slice(int(cu_seqlens_k[i]), int(cu_seqlens_k[i + 1]))
+        new, old = q.stop - q.start, k.stop - k.start
+        assert new <= max_seqlen_q
+        assert old <= max_seqlen_k
+        # The last tile goes past the sequence's end, as far as the tensor does.
+        tile = slice(k.start, min(k.start + -(-old // 128) * 128, key.shape[0]))
+        keys, values = (x[tile].repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        scores = torch.einsum("ihd,thd->hit", query[q], keys) * softmax_scale
+        hidden = torch.arange(keys.shape[0]) >= old
+        if causal:
+            hidden = hidden | (torch.arange(keys.shape[0])[None] > torch.arange(new)[:, None] + old - new)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        lse[:, q] = scores.logsumexp(-1)
+        p = (scores - lse[:, q, None]).exp().nan_to_num(0.0)
+        result[q] = torch.einsum("hit,thd->ihd", p, values)
+    return (result, lse) if return_softmax_lse else result
+
+
+def merge(out: torch.Tensor, one: torch.Tensor, one_lse: torch.Tensor, two: torch.Tensor, two_lse: torch.Tensor,
+          out_lse: torch.Tensor | None = None) -> None:  # fmt: skip
+    """Partial results by their log-sums; one of two may be empty."""
+    both = torch.logaddexp(one_lse, two_lse)
+    weights = [(lse - both).exp().T[..., None] for lse in (one_lse, two_lse)]
+    out.copy_(one * weights[0] + two * weights[1])
+    if out_lse is not None:
+        out_lse.copy_(both)
+
+
+def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The CUDA backend's module, with stand-ins for what only a GPU has."""
+    from vllm.v1.attention.backends import fa_utils
+
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash_attention, raising=False)
+    from kvpilot_runtime import backend
+    from kvpilot_runtime import cuda as module
+
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=256))
+    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(backend, "calibration_of", lambda _config: None)
+    # Small tiles, and a wave of 2 programs a KV head.
+    monkeypatch.setattr(tuning, "choose", lambda *_: Choice(16, 2, 4))
+    monkeypatch.setattr(tuning, "FEW_TOKENS", 4)  # steps meet both of `store`'s blocks
+    monkeypatch.setattr(module, "flash_attn_varlen_func", flash_attention)
+    monkeypatch.setattr(module, "merge_attn_states", merge)
+    monkeypatch.setattr(module, "get_flash_attn_version", lambda **_: 3)
+    monkeypatch.setattr(module, "WORKSPACE_BYTES", 4 * KV_HEADS * DIM * 64)  # contexts come in many chunks
+    monkeypatch.setattr(module.CudaImpl, "_workspace", {})
+    monkeypatch.setattr("kvpilot_runtime.cuda.CudaBuilder._upload", lambda _self, x: x)
+    monkeypatch.setattr(backend, "get_forward_context", lambda: STEP)
+    return module
+
+
+STEP = SimpleNamespace(attn_metadata=None)
+"""vLLM's forward context of the step that runs."""
+
+
+class Engine:
+    """Sequences that grow by steps through one layer of the backend, and what each step should have given."""
+
+    def __init__(
+        self, module: Any, name: str, blocks: int = 12, width: int = 4, recent: int = 0, drafts: int = 0, chunk: int = 0
+    ) -> None:  # fmt: skip
+        from kvpilot_runtime import backend
+
+        self.width, self.recent, self.drafts, self.chunk = width, recent, drafts, chunk
+        speculation = SimpleNamespace(method="ngram", num_speculative_tokens=drafts) if drafts else None
+        vars(backend)["get_current_vllm_config"]().speculative_config = speculation
+        self.fmt, self.rng = formats.parse(name), generator(11)
+        self.impl = module.CudaImpl(HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, name)
+        self.impl.recent = recent
+        layer = SimpleNamespace(impl=self.impl, layer_name="model.layers.0.self_attn.attn")
+        # Keys at position 0 alone have a mean: every step must know which they are.
+        self.factors = Factors.identity(KV_HEADS, DIM)
+        self.factors.key_first.copy_(torch.arange(DIM).cos())
+        self.impl.set_factors(layer, self.factors)
+        config = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context={"x": layer}, max_cudagraph_capture_size=8),
+            scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=256),
+            cache_config=SimpleNamespace(cache_dtype=name),
+            model_config=SimpleNamespace(dtype=torch.float32, max_model_len=width * BLOCK),
+            speculative_config=speculation, kv_transfer_config=None,
+        )  # fmt: skip
+        self.layer = layer
+        kind = getattr(module, backend_class(name))
+        if chunk:  # as vLLM makes the backend of such a layer
+            made = pytest.importorskip("vllm.model_executor.layers.attention.chunked_local_attention")
+            kind = made.create_chunked_local_attention_backend(kind, chunk)
+        self.builder = kind.get_builder_cls()(SimpleNamespace(block_size=BLOCK), ["x"], config, torch.device("cpu"))
+        assert self.builder.shape.cut().wave == 2
+        self.cache = poisoned(blocks, KV_HEADS, BLOCK, self.fmt, DIM)
+        self.free = list(range(1, blocks))
+        self.tables: dict[str, list[int]] = {}
+        self.ring_tables: dict[str, list[int]] = {}
+        if recent:
+            # The rings are pages of the same pool.
+            self.impl.ring = SimpleNamespace(kv_cache=self.cache, layer_name="ring")
+            kept = recent + drafts
+            spec = SimpleNamespace(kept=kept, ring_blocks=self.fmt.ring_blocks(kept, DIM, BLOCK),
+                                   ring_tokens=self.fmt.ring_layout(DIM, BLOCK).tokens)  # fmt: skip
+            self.ring_builder = module.CudaRingBuilder(spec, ["x"], config, torch.device("cpu"))
+        self.keys: dict[str, torch.Tensor] = {}
+        self.values: dict[str, torch.Tensor] = {}
+
+    def step(
+        self, new: dict[str, int], padding: int, wrong: dict[str, int] | None = None, resumed: bool = False,
+    ) -> None:  # fmt: skip
+        """New tokens by sequence, decodes first; rows of padding follow, all NaN. Checks the output of every row.
+
+        Of a sequence's new tokens the last `wrong` are taken back. Sequences of many tokens are in their prompts,
+        unless they are `resumed`.
+        """
+        counts = list(new.values())
+        total = sum(counts)
+        query, fresh_k, fresh_v = (
+            torch.cat(
+                [torch.randn(total, heads, DIM, generator=self.rng), torch.full((padding, heads, DIM), torch.nan)]
+            )
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        slots, at = [], 0
+        table = torch.full((len(new), self.width), PAST_THE_END, dtype=torch.int32)
+        before = {}
+        for i, (name, count) in enumerate(new.items()):
+            before[name] = len(self.keys.get(name, []))
+            for kept, rows in ((self.keys, fresh_k), (self.values, fresh_v)):
+                kept[name] = torch.cat([kept.get(name, rows[:0]), rows[at : at + count]])
+            blocks = self.tables.setdefault(name, [])
+            while len(blocks) * BLOCK < len(self.keys[name]):
+                blocks.append(self.free.pop())
+            table[i, : len(blocks)] = torch.tensor(blocks)
+            places = range(before[name], before[name] + count)
+            slots += [blocks[p // BLOCK] * BLOCK + p % BLOCK for p in places]
+            at += count
+        lens = torch.tensor([len(self.keys[name]) for name in new], dtype=torch.int32)
+        prompts = (torch.tensor(counts) > 1 + self.drafts) & (not resumed)
+        common = SimpleNamespace(
+            num_reqs=len(new), causal=True, max_query_len=max(counts), num_actual_tokens=total + padding, seq_lens=lens,
+            query_start_loc_cpu=(starts := torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)),
+            query_start_loc=starts,
+            # As if all that was drafted before had been accepted, but in a prompt.
+            seq_lens_cpu_upper_bound=torch.where(prompts, lens, lens + self.drafts), is_prefilling=prompts,
+            block_table_tensor=table,
+            slot_mapping=torch.tensor(slots + [-1] * padding),
+        )  # fmt: skip
+        out = torch.full((total + padding, HEADS * DIM), torch.nan)
+        meta = self.builder.build(0, common)
+        STEP.attn_metadata = {"ring": self.rings(common, list(new))} if self.recent else None
+        self.impl.forward(self.layer, query, fresh_k, fresh_v, self.cache, meta, out)
+        at = 0
+        for name, seen, first, end, decodes in self.pieces(new, before):
+            count, scale = end - first, DIM**-0.5
+            these = slice(at, at + count)
+            keys, values = self.keys[name][seen:end], self.values[name][seen:end]
+            if decodes:
+                ends = range(first + 1 - seen, end + 1 - seen)
+                each = [(query[at + i], keys[:end], values[:end]) for i, end in enumerate(ends)]
+                wanted = torch.stack([
+                    self.with_window(*one) if self.recent else decode_reference(*one, self.fmt, scale, self.factors)
+                    for one in each
+                ])  # fmt: skip
+            else:
+                wanted = prefill_reference(query[these], keys, values, first - seen, self.fmt, scale, self.factors)
+            found = out[these].view(count, HEADS, DIM)
+            assert ((found - wanted).norm(dim=-1) < 2e-3 * wanted.norm(dim=-1)).all(), name
+            at += count
+        for name, count in (wrong or {}).items():
+            self.keys[name], self.values[name] = self.keys[name][:-count], self.values[name][:-count]
+
+    def pieces(self, new: dict[str, int], before: dict[str, int]) -> Iterator[tuple[str, int, int, int, bool]]:
+        """New tokens [first, end) of a sequence that see it from `seen` on, and whether they decode."""
+        number, decodes = itertools.count(1), True
+        for name, count in new.items():
+            first, last = before[name], before[name] + count
+            while first < last:
+                seen = first - first % self.chunk if self.chunk else 0
+                end = min(last, seen + self.chunk) if self.chunk else last
+                decodes &= end - first <= 1 + self.drafts and next(number) <= self.builder.plan.sequences
+                yield name, seen, first, end, decodes
+                first = end
+
+    def rings(self, common: Any, names: list[str]) -> Any:
+        """What the ring layers' builder makes of the step; pages as a sequence's tokens come to them."""
+        blocks, tokens = self.ring_builder.kv_cache_spec.ring_blocks, self.ring_builder.kv_cache_spec.ring_tokens
+        table = torch.zeros(len(names), max(self.width, blocks), dtype=torch.int32)
+        for i, name in enumerate(names):
+            own = self.ring_tables.setdefault(name, [])
+            while len(own) < min(-(-len(self.keys[name]) // tokens), blocks):
+                own.append(self.free.pop())
+            table[i, : len(own)] = torch.tensor(own)
+        return self.ring_builder.build(0, SimpleNamespace(**{**vars(common), "block_table_tensor": table}))
+
+    def with_window(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Attention of one query that reads the window's tokens finer."""
+        near = (torch.arange(len(keys)) >= len(keys) - self.recent)[:, None, None]
+
+        def read(x: torch.Tensor, side: str) -> torch.Tensor:
+            fine, coarse = (round_trip(x, self.fmt, side, self.factors, recent) for recent in (True, False))
+            return torch.where(near, fine, coarse)
+
+        return attend(query[None], read(keys, "key"), read(values, "value"), DIM**-0.5)[0]
