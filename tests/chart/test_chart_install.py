@@ -49,8 +49,7 @@ NOT_USED_HERE = {
     ("update", "quantizedllmservices/finalizers"),
     # This API server has neither policy/v1 nor the Gateway API and its extension.
     *((verb, "poddisruptionbudgets") for verb in ("get", "create", "patch", "delete")),
-    *((verb, "httproutes") for verb in ("get", "patch")),
-    *((verb, "inferencepools") for verb in ("get", "create", "patch", "delete")),
+    *((verb, kind) for verb in ("get", "create", "patch", "delete") for kind in ("httproutes", "inferencepools")),
     # What only happens later: services and baselines that are not needed any more, an event that comes again.
     ("delete", "services"),
     ("delete", "configmaps"),

@@ -89,15 +89,25 @@ async def test_a_users_pool_is_safe_whichever_write_the_operator_dies_after(worl
     assert {"quantizedllmservices", "deployments", "services", "pods"} <= kinds
 
 
-async def by_route(world, name, worth):
-    """A canary that takes half of a route and is rolled back, and one that is promoted, both by pools of ours."""
+async def a_users_route(world, name):
+    """A route that a user has written to a pool of ours, and the fields of the spec that name it."""
     backend = {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": name, "weight": 1}
     route = {"apiVersion": HTTP_ROUTE_API, "kind": "HTTPRoute", "metadata": {"name": name, "namespace": NAMESPACE}}
-    rules = [{"backendRefs": [backend]}]
-    await world.cluster.create({**route, "spec": {"rules": rules}})
+    await world.cluster.create({**route, "spec": {"rules": [{"backendRefs": [backend]}]}})
+    return {"canary": {"routeRef": {"name": name}}}
+
+
+async def our_route(world, name):
+    """The fields of the spec that have a route made."""
+    return {"route": {"parentRefs": [{"name": "web"}], "hostnames": ["chat.example.com"]}}
+
+
+async def by_route(world, name, worth, fields):
+    """A canary that takes half of a route and is rolled back, and one that is promoted, both by pools of ours."""
+    spec = await fields(world, name)
     steps = [{"weightPercent": 50, "holdSeconds": 3600}]
-    canary = {"routeRef": {"name": name}, "steps": steps, "warmUpSeconds": 0}
-    await world.serving(name, 2, canary=canary, accuracy=ACCURACY, drain=DRAIN, inferencePool={})
+    canary = {**spec.pop("canary", {}), "steps": steps, "warmUpSeconds": 0}
+    await world.serving(name, 2, canary=canary, accuracy=ACCURACY, drain=DRAIN, inferencePool={}, **spec)
 
     async def revisions():
         found = [
@@ -132,12 +142,55 @@ async def by_route(world, name, worth):
     assert seen.nobody == 0
     assert set(seen.answered) == {first, second, third}
     await world.delete(name)
-    await world.cluster.delete(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name)
     return killer, seen, taken
 
 
+async def test_a_route_of_ours_never_leads_to_an_unprobed_pod_and_goes_with_its_service(world):
+    killer, seen, taken = await by_route(world, "our-route", moves_traffic, our_route)
+    assert {written.split()[1].partition("/")[0] for written in killer.killed} >= {"httproutes", "inferencepools"}
+    await until(lambda: found_no_route(world, "our-route"), "the route goes with its service")
+    record(
+        f"operator killed {len(killer.killed)} times while a canary takes its share of a route that it keeps",
+        taken,
+        what="it is rolled back, another is promoted; no request met an unprobed pod, and none failed",
+        answered=seen.answered.total(),
+    )
+
+
+async def test_a_route_that_is_somebody_elses_stays_theirs_and_ours_goes_with_its_field(world):
+    name, fields = "their-route", {"parentRefs": [{"name": "web"}]}
+    await a_users_route(world, name)
+    before = await world.cluster.get(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name)
+    await world.serving(name, 1, canary={"steps": []}, accuracy=ACCURACY, drain=DRAIN, route=fields)
+    await until(lambda: told(world, name, "ObjectsAccepted", "NameTaken"), "the name is said to be taken")
+    assert await world.cluster.get(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name) == before
+    await world.cluster.delete(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name)
+    await until(lambda: told(world, name, "RouteAccepted", "RouteWaiting"), "ours is made")
+    found = await world.cluster.get(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name)
+    assert [ref["name"] for ref in found["spec"]["rules"][0]["backendRefs"]] == [name]
+    said = {"parentRef": fields["parentRefs"][0], "controllerName": "example.com/gateway"}
+    refused = {"type": "Accepted", "status": "False", "reason": "NotAllowedByListeners", "message": "no"}
+    refused["lastTransitionTime"] = "2026-11-23T00:00:00Z"
+    status = {"parents": [{**said, "conditions": [{**refused, "observedGeneration": found["metadata"]["generation"]}]}]}
+    await world.cluster.merge(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name, {"status": status}, subresource="status")
+    await until(lambda: told(world, name, "Stalled", "RouteNotAccepted"), "the Gateway's refusal stalls")
+    await world.patch(name, {"route": None})
+    await until(lambda: found_no_route(world, name), "the route goes with its field")
+    await world.delete(name)
+
+
+async def told(world, name, kind, reason):
+    conditions = (await world.status(name)).get("conditions", ())
+    return any((one["type"], one["reason"]) == (kind, reason) for one in conditions)
+
+
+async def found_no_route(world, name):
+    return await world.cluster.find(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name) is None
+
+
 async def test_a_route_over_pools_of_ours_never_leads_to_an_unprobed_pod(world):
-    killer, seen, taken = await by_route(world, "routed", moves_traffic)
+    killer, seen, taken = await by_route(world, "routed", moves_traffic, a_users_route)
+    await world.cluster.delete(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, "routed")
     assert {written.split()[1].partition("/")[0] for written in killer.killed} >= {"httproutes", "inferencepools"}
     record(
         f"operator killed {len(killer.killed)} times while a canary takes its share of a route over InferencePools",
@@ -148,5 +201,6 @@ async def test_a_route_over_pools_of_ours_never_leads_to_an_unprobed_pod(world):
 
 
 @pytest.mark.long
-async def test_a_route_over_pools_is_safe_whichever_write_the_operator_dies_after(world):
-    await by_route(world, "routed-killed", lambda _: True)
+@pytest.mark.parametrize("fields", [a_users_route, our_route])
+async def test_a_route_over_pools_is_safe_whichever_write_the_operator_dies_after(world, fields):
+    await by_route(world, f"{fields.__name__.replace('_', '-')}-killed", lambda _: True, fields)

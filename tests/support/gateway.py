@@ -16,6 +16,53 @@ from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.errors import NotFound
 
 API = "gateway.networking.k8s.io/v1"
+_NAME = {"type": "string", "minLength": 1, "maxLength": 253}
+_OPEN = {"x-kubernetes-preserve-unknown-fields": True}
+_PARENT = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {
+        "group": {"type": "string", "default": "gateway.networking.k8s.io", "maxLength": 253},
+        "kind": {"type": "string", "default": "Gateway", "minLength": 1, "maxLength": 63},
+        "namespace": {"type": "string", "minLength": 1, "maxLength": 63},
+        "name": _NAME,
+        "sectionName": _NAME,
+        "port": {"type": "integer", "minimum": 1, "maximum": 65535},
+    },
+}
+_BACKEND = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {
+        "group": {"type": "string", "default": "", "maxLength": 253},
+        "kind": {"type": "string", "default": "Service", "minLength": 1, "maxLength": 63},
+        "namespace": {"type": "string", "minLength": 1, "maxLength": 63},
+        "name": _NAME,
+        "port": {"type": "integer", "minimum": 1, "maximum": 65535},
+        "weight": {"type": "integer", "default": 1, "minimum": 0, "maximum": 1_000_000},
+    },
+    "x-kubernetes-validations": [
+        {"rule": "self.kind != 'Service' || self.group != '' || has(self.port)", "message": "a Service needs its port"}
+    ],
+}
+_MATCHES = [{"path": {"type": "PathPrefix", "value": "/"}}]
+_RULE = {
+    "type": "object",
+    "properties": {
+        "matches": {"type": "array", "default": _MATCHES, "maxItems": 64, "items": {"type": "object", **_OPEN}},
+        "backendRefs": {"type": "array", "maxItems": 16, "items": _BACKEND},
+    },
+    **_OPEN,
+}
+_HOST = {**_NAME, "pattern": r"^(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"}
+_SPEC = {
+    "type": "object",
+    "properties": {
+        "parentRefs": {"type": "array", "maxItems": 32, "items": _PARENT},
+        "hostnames": {"type": "array", "maxItems": 16, "items": _HOST},
+        "rules": {"type": "array", "default": [{"matches": _MATCHES}], "maxItems": 16, "items": _RULE},
+    },
+}
 ROUTE_CRD: dict[str, Any] = {
     "apiVersion": "apiextensions.k8s.io/v1",
     "kind": "CustomResourceDefinition",
@@ -33,12 +80,20 @@ ROUTE_CRD: dict[str, Any] = {
                 "name": "v1",
                 "served": True,
                 "storage": True,
-                "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
+                "subresources": {"status": {}},
+                "schema": {
+                    "openAPIV3Schema": {
+                        "type": "object",
+                        "required": ["spec"],
+                        "properties": {"spec": _SPEC, "status": {"type": "object", **_OPEN}},
+                    }
+                },
             }
         ],
     },
 }
-"""The kind with none of its checks: what an operator reads and writes is what matters here."""
+"""HTTPRoute v1 with the limits and defaults of what is written here, in our own words; filters and the status, which
+gateways write, are left open."""
 
 
 class Gateway:

@@ -39,7 +39,7 @@ class ModelApi:
         """Writes until the operator is killed; None is any number."""
 
     def views(self) -> dict[tuple[str, str], ObjectView]:
-        """The Deployments and Services as observe would show them."""
+        """The Deployments, Services, pools and the route of our own as observe would show them."""
         found = {
             ("Deployment", f"{KEY.name}-{name}"): ObjectView(_uid("Deployment", f"{KEY.name}-{name}"), True, str(one))
             for name, one in self._model.deployments.items()
@@ -50,6 +50,9 @@ class ModelApi:
         for name, selector in self._model.pools.items():
             selects = selector.get(REVISION_LABEL, "")
             found["InferencePool", name] = ObjectView(_uid("InferencePool", name), True, _version(selector), selects)
+        if self._model.route_name == KEY.name:
+            view = ObjectView(_uid("HTTPRoute", KEY.name), True, _version(self._model.rules))
+            found["HTTPRoute", KEY.name] = view
         return found
 
     async def find(self, api_version: str, kind: str, namespace: str, name: str) -> Json | None:
@@ -57,6 +60,7 @@ class ModelApi:
             "Deployment": name.removeprefix(f"{KEY.name}-") in self._model.deployments,
             "Service": name in self._model.services,
             "InferencePool": name in self._model.pools,
+            "HTTPRoute": name == self._model.route_name,
             "PodDisruptionBudget": self._model.budget is not None,
             "ConfigMap": self._model.keeps(name),
         }[kind]
@@ -77,6 +81,8 @@ class ModelApi:
             self._write(lambda: self._model.services.update({name: {}}))
         elif kind == "InferencePool":
             self._write(lambda: self._model.pools.update({name: manifest["spec"]["selector"]["matchLabels"]}))
+        elif kind == "HTTPRoute":
+            self._write(lambda: self._own_route(name, []))
         elif kind == "PodDisruptionBudget":
             self._write(lambda: setattr(self._model, "budget", {"minAvailable": 0, "selector": {"matchLabels": {}}}))
         return {"metadata": _metadata(kind, name)}
@@ -117,6 +123,8 @@ class ModelApi:
             self._write(lambda: self._model.services.pop(name, None))
         elif kind == "InferencePool":
             self._write(lambda: self._model.pools.pop(name, None))
+        elif kind == "HTTPRoute":
+            self._write(lambda: self._own_route("web", None))
         elif kind == "PodDisruptionBudget":
             self._write(lambda: setattr(self._model, "budget", None))
 
@@ -137,6 +145,8 @@ class ModelApi:
             model.services[name] = manifest["spec"]["selector"]
         elif kind == "InferencePool":
             model.pools[name] = manifest["spec"]["selector"]["matchLabels"]
+        elif kind == "HTTPRoute":
+            self._own_route(name, manifest["spec"]["rules"])
         elif kind == "PodDisruptionBudget":
             model.budget = manifest["spec"]
         elif kind == "ConfigMap":
@@ -145,6 +155,10 @@ class ModelApi:
             # The annotation lives on the pod: a pod that is gone has none, nor has a new one of its name.
             sheltered = SHELTER_ANNOTATION in about["annotations"] and name in model.pod_names()
             model.do_not_evict = model.do_not_evict | {name} if sheltered else model.do_not_evict - {name}
+
+    def _own_route(self, name: str, rules: list[Json] | None) -> None:
+        self._model.route_name = name
+        self._model.edit_route(rules)
 
     def _admit(self, name: str, conditions: list[Json]) -> None:
         """The condition lives on the pod: a pod that is gone has none."""
@@ -161,6 +175,8 @@ class ModelApi:
             about["resourceVersion"] = _version(self._model.services[name])
         elif kind == "InferencePool":
             about["generation"] = _version(self._model.pools[name])
+        elif kind == "HTTPRoute":
+            about["generation"] = _version(self._model.rules)
         return about
 
 
@@ -172,5 +188,5 @@ def _metadata(kind: str, name: str) -> Json:
     return {"name": name, "uid": _uid(kind, name), "ownerReferences": [{"uid": "u-1"}]}
 
 
-def _version(selector: Json) -> str:
-    return json.dumps(selector, sort_keys=True)
+def _version(content: Any) -> str:
+    return json.dumps(content, sort_keys=True)

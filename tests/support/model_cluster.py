@@ -21,7 +21,16 @@ from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.render.names import REVISION_LABEL
 from kvpilot_operator.state.decision import Capture, Captured, Decision, Find, Measure, NothingKept, ProbeResult
 from kvpilot_operator.state.questions import Question, Unanswered, keeps_probe
-from kvpilot_operator.state.snapshot import DeploymentView, PodView, ProbePlan, RouteView, Sample, ServerFacts, Snapshot
+from kvpilot_operator.state.snapshot import (
+    DeploymentView,
+    Parent,
+    PodView,
+    ProbePlan,
+    RouteView,
+    Sample,
+    ServerFacts,
+    Snapshot,
+)
 from kvpilot_operator.state.status import Status, parse_status
 from support.model_api import Killed, ModelApi, run_to_end
 from support.model_engines import ModelEngines, flows
@@ -63,7 +72,11 @@ class ModelCluster:
     odd_factors: frozenset[str] = frozenset()
     """Dtypes of whose engines all but the first calibrate themselves otherwise."""
     rules: list[dict[str, Any]] | None = None
-    """Of the HTTPRoute "web"; None is no route."""
+    """Of the HTTPRoute; None is no route."""
+    route_name: str = "web"
+    """The HTTPRoute's; one of the service's own name is the operator's."""
+    parents: tuple[Parent, ...] = (Parent("Gateway web/web", True),)
+    """What Gateways say of it."""
     now: datetime = NOW
     status: dict[str, Any] = field(default_factory=dict)
     deployments: dict[str, tuple[str, int]] = field(default_factory=dict)
@@ -116,7 +129,7 @@ class ModelCluster:
             self._read = (self.obj, broken, None if broken else parse(self.obj))
         _, broken, spec = self._read
         unread = {one.question for one in self.unread}
-        named = spec is not None and spec.canary.route_ref == "web"
+        named = spec is not None and spec.route_of(KEY.name) == self.route_name
         return Snapshot(
             now=self.now,
             key=KEY,
@@ -221,7 +234,7 @@ class ModelCluster:
         return sum(self.engines.ready(name) for name in self.shares())
 
     def _route(self) -> RouteView | None:
-        return RouteView("web", self.route_version, tuple(self.rules), {}) if self.rules else None
+        return RouteView("web", self.route_version, tuple(self.rules), {}, self.parents) if self.rules else None
 
     def _behind(self, selector: dict[str, str]) -> dict[str, float]:
         one = selector.get(REVISION_LABEL)

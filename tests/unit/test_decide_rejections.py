@@ -218,6 +218,11 @@ CASES = [
         "OperatorForbidden", "spec.inferencePool: ", "rbac.inferencePools",
     ),
     (
+        refused('httproutes.gateway.networking.k8s.io "chat" is forbidden: User "operator" cannot create resource '
+                '"httproutes" in API group "gateway.networking.k8s.io" in the namespace "team"', kind="HTTPRoute"),
+        "OperatorForbidden", "spec.route: ", "rbac.httpRoutes",
+    ),
+    (
         refused('deployments.apps "chat-1" is forbidden: User "system:serviceaccount:kvpilot:operator" cannot patch '
                 'resource "deployments" in API group "apps" in the namespace "team"'),
         "OperatorForbidden", "User ", "role",

@@ -25,6 +25,7 @@ from kvpilot_operator.api.schema import load_crd
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.render.names import SERVICE_LABEL
 from kvpilot_operator.state.questions import Question, unanswered
+from kvpilot_operator.state.snapshot import Parent
 from kvpilot_operator.state.status import Denied, dump_status
 from support.failing_questions import failing
 from support.kstatus import compute, seen
@@ -219,6 +220,22 @@ def _() -> dict[str, Any]:
     cluster.settle()
     cluster.edit(service(NEW, 2, routeRef={"name": "web"}))
     return after(cluster)
+
+
+def with_route(*parents: Parent) -> dict[str, Any]:
+    cluster = ModelCluster(manifest(route={"parentRefs": [{"name": "web"}]}), parents=parents)
+    cluster.settle()
+    return after(cluster)
+
+
+@state("a Gateway has said nothing of its route")
+def _() -> dict[str, Any]:
+    return with_route(Parent("Gateway team/web", None))
+
+
+@state("a Gateway does not take its route")
+def _() -> dict[str, Any]:
+    return with_route(Parent("Gateway team/web", False, "NotAllowedByListeners: of another namespace"))
 
 
 @state("the API server refuses an object")

@@ -45,7 +45,7 @@
 {{- if .Values.rbac.httpRoutes }}
 - apiGroups: [gateway.networking.k8s.io]
   resources: [httproutes]
-  verbs: [get, patch]
+  verbs: [get, create, patch, delete]
 {{- end }}
 {{- if .Values.rbac.inferencePools }}
 - apiGroups: [inference.networking.k8s.io]

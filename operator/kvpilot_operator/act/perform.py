@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 # An object that was applied as it is is applied again after this long, or half of it, to mend what others changed: of a
 # Deployment's spec and a Service the cache tells at once, of all else (labels, a budget) nobody does.
 REAPPLY_SECONDS = 600.0
-# Of these kinds the snapshot has all that carry the service's label, or (of pools) its names.
-_WATCHED = ("Deployment", "Service", "InferencePool")
+# Of these kinds the snapshot has all that carry the service's label, or (of pools and routes) its names.
+_WATCHED = ("Deployment", "Service", "InferencePool", "HTTPRoute")
 
 
 class _Applied(NamedTuple):
@@ -158,7 +158,7 @@ class Actor:
 
     async def _write(self, s: Snapshot, manifest: Manifest) -> None:
         what, content = (manifest["kind"], manifest["metadata"]["name"]), _hash(manifest)
-        if manifest["kind"] == "HTTPRoute":
+        if "resourceVersion" in manifest["metadata"]:
             await self._attempt(s, what, content, partial(self._route, manifest))
         else:
             await self._attempt(s, what, content, partial(self._apply, s, manifest, content))

@@ -313,6 +313,21 @@ class InferencePool(_Part, frozen=True):
     canary_endpoint_picker_ref: EndpointPickerRef | None = None
 
 
+class ParentRef(_Part, frozen=True):
+    """One item of spec.route.parentRefs: a Gateway, or one of its listeners."""
+
+    name: str
+    namespace: str | None = None
+    section_name: str | None = None
+
+
+class Route(_Part, frozen=True):
+    """spec.route."""
+
+    parent_refs: tuple[ParentRef, ...]
+    hostnames: tuple[str, ...] = ()
+
+
 class Disruption(_Part, frozen=True):
     """spec.disruption."""
 
@@ -334,6 +349,11 @@ class Spec(_Part, frozen=True):
     drain: Drain
     disruption: Disruption
     inference_pool: InferencePool | None = None
+    route: Route | None = None
+
+    def route_of(self, service: str) -> str | None:
+        """Name of the HTTPRoute that gives a canary its share: one of ours has the service's."""
+        return service if self.route is not None else self.canary.route_ref
 
     @property
     def offloads(self) -> bool:

@@ -65,7 +65,7 @@ def name_of(answer: Object) -> str:
 
 def version_of(kind: str, obj: Object) -> str:
     """Moves when somebody changes what an object of a watched kind should be; empty for others: nobody can tell."""
-    if kind in ("Deployment", "InferencePool"):
-        # Their resourceVersion moves with every pod that comes or goes, or gateway that says what it thinks of a pool.
+    if kind in ("Deployment", "InferencePool", "HTTPRoute"):
+        # Their resourceVersion moves with every pod that comes or goes, or gateway that says what it thinks of one.
         return str(obj["metadata"].get("generation", ""))
     return str(obj["metadata"].get("resourceVersion", "")) if kind == "Service" else ""

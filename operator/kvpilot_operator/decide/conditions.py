@@ -27,12 +27,13 @@ D = TypeVar("D", bound=Draft)
 def tell(c: Context) -> Context:
     """All conditions of a service whose spec is accepted; an event where objects are refused anew."""
     objects = _objects_accepted(c.snapshot)
+    route = _route_accepted(c)
     available, calibration, progressing = _available(c, objects), measured.calibration(c), _progressing(c, objects)
     lines = {
-        "Ready": _ready(c, available, objects, calibration),
+        "Ready": _ready(c, available, objects, calibration, route),
         "Available": available,
         "Progressing": progressing,
-        **kstatus.standing(c, progressing=progressing, available=available, objects=objects),
+        **kstatus.standing(c, progressing=progressing, available=available, objects=objects, route=route),
         "ModelCached": measured.model_cached(c),
         "MetricsAvailable": measured.metrics(c),
         "MemoryPressured": measured.memory_pressured(c),
@@ -45,8 +46,12 @@ def tell(c: Context) -> Context:
     held = measured.objectives(c)
     if held is not None:
         lines["ObjectivesHeld"] = held
+    if route is not None:
+        lines["RouteAccepted"] = route
     c = c.set(conditions=_stamped(c.snapshot, lines))
-    return _announce(_announce(c, "ObjectsAccepted", objects.reason), "CalibrationConsistent", calibration.reason)
+    for kind in ("ObjectsAccepted", "CalibrationConsistent", "RouteAccepted"):
+        c = _announce(c, kind, lines[kind].reason) if kind in lines else c
+    return c
 
 
 def refuse(draft: Draft) -> Draft:
@@ -125,12 +130,33 @@ def _objects_accepted(s: Snapshot) -> Line:
     return Line("True", "Written", "the API server has taken every object")
 
 
-def _ready(c: Context, available: Line, objects: Line, calibration: Line) -> Line:
+def _route_accepted(c: Context) -> Line | None:
+    """What Gateways say of the route of ours; None where none is asked for."""
+    s, name, before = c.snapshot, c.snapshot.key.name, c.before.condition("RouteAccepted")
+    if c.spec.route is None:
+        return None
+    if s.unread(Question.ROUTE) is not None and before is not None:
+        return Line(before.status, before.reason, before.message)
+    if s.route is None:
+        return Line("Unknown", "NoRoute", f"HTTPRoute {name} is not there yet: see ObjectsAccepted where it stays so")
+    refused = [f"{one.name} says {one.message}" for one in s.route.parents if one.accepted is False]
+    if refused:
+        return Line("False", "RouteNotAccepted", f"HTTPRoute {name}: {'; '.join(refused)}")
+    silent = [one.name for one in s.route.parents if one.accepted is None]
+    if silent or not s.route.parents:
+        who = ", ".join(silent) or "no Gateway"
+        text = f"HTTPRoute {name}: nothing is said of it yet by {who}. Where it stays so, there is no such Gateway"
+        return Line("Unknown", "RouteWaiting", f"{text}, or nobody serves its class")
+    return Line("True", "RouteAccepted", f"taken by {', '.join(one.name for one in s.route.parents)}")
+
+
+def _ready(c: Context, available: Line, objects: Line, calibration: Line, route: Line | None) -> Line:
     stable, canary = c.stable, c.canary
     if available.status != "True" or stable is None:
         return available._replace(status="False")
     but = "; not all is as the spec asks, see ObjectsAccepted" if objects.status == "False" else ""
     but += "; its engines do not all quantize alike, see CalibrationConsistent" if calibration.status == "False" else ""
+    but += "; its route is not taken, see RouteAccepted" if route is not None and route.status == "False" else ""
     if canary is not None:
         trial = f"{stable.dtype} serves; {canary.dtype} is on trial{_share(canary)}{but}"
         return Line("True", f"Canary{canary.stage}", trial)

@@ -193,7 +193,7 @@ class Context(Draft):
     own: Placed = _NOTHING
     """The Service and its disruption budget."""
     shared: Placed = _NOTHING
-    """The canary's Service and the user's HTTPRoute."""
+    """The canary's Service, and the HTTPRoute."""
     gates: Mapping[str, bool] = field(default_factory=dict)
     """Readiness gates to be opened or closed, by pod."""
     do_not_evict: frozenset[str] = frozenset()

@@ -26,16 +26,16 @@ def lines(kind: str = "", cause: Cause = _SETTLED) -> dict[str, Line]:
     return {one: Line("True", *cause) if one == kind else Line("False", *other) for one in (RECONCILING, STALLED)}
 
 
-def standing(c: Context, *, progressing: Line, available: Line, objects: Line) -> dict[str, Line]:
+def standing(c: Context, *, progressing: Line, available: Line, objects: Line, route: Line | None) -> dict[str, Line]:
     """Both conditions, with the reason and message of the condition that causes them."""
-    stalled = _stalled(c, progressing, objects)
+    stalled = _stalled(c, progressing, objects, route)
     if stalled is not None:
         return lines(STALLED, stalled)
-    under_way = _under_way(c, progressing, available)
+    under_way = _under_way(c, progressing, available, route)
     return lines() if under_way is None else lines(RECONCILING, under_way)
 
 
-def _stalled(c: Context, progressing: Line, objects: Line) -> Cause | None:
+def _stalled(c: Context, progressing: Line, objects: Line, route: Line | None) -> Cause | None:
     """What a person has to change. A trial goes on to its end by itself (it has a deadline), unless it is paused."""
     if c.canary is not None:
         return _cause(progressing) if progressing.status == "False" else None
@@ -45,10 +45,12 @@ def _stalled(c: Context, progressing: Line, objects: Line) -> Cause | None:
         return Cause("ProbeSetInvalid", c.snapshot.probes.fault)
     if not _reached(c) and progressing.status == "False" and progressing.reason != SETTLED:
         return _cause(progressing)
+    if route is not None and route.status == "False":
+        return _cause(route)
     return engine_failure(c.snapshot.pods_of(c.stable.revision)) if c.stable is not None else None
 
 
-def _under_way(c: Context, progressing: Line, available: Line) -> Cause | None:
+def _under_way(c: Context, progressing: Line, available: Line, route: Line | None) -> Cause | None:
     s, stable, replicas = c.snapshot, c.stable, c.replicas
     if c.canary is not None:
         return _cause(progressing)
@@ -62,6 +64,8 @@ def _under_way(c: Context, progressing: Line, available: Line) -> Cause | None:
         return Cause("Scaling", f"{ready} of {replicas} replicas answer{f': {why.message}' if why else ''}")
     if s.traffic != stable.revision:
         return Cause("TrafficMoving", f"the Service does not select revision {stable.revision} alone yet")
+    if route is not None and route.status == "Unknown":
+        return _cause(route)
     leaving = traffic.orphans(c)
     return Cause("Leaving", f"{len(leaving)} of other revisions are still there: {leaving[0]}") if leaving else None
 

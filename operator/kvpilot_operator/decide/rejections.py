@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvpilot_operator.render.names import INFERENCE_POOL_API, deployment_name
+from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, deployment_name
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Rejection, Snapshot
@@ -177,6 +177,10 @@ TABLE = (
         "give the operator the rights over InferencePools (rbac.inferencePools of the chart), or remove the field",
     ),
     Row(
+        r'User "[^"]+" cannot \S+ resource "httproutes"', "OperatorForbidden", "spec.route",
+        "give the operator the rights over HTTPRoutes (rbac.httpRoutes of the chart), or remove the field",
+    ),
+    Row(
         r'User "[^"]+" cannot (?P<verb>\S+) resource', "OperatorForbidden", "",
         "no change of the spec helps: give the operator the role of its own version (upgrade the chart, or config/)",
     ),
@@ -216,14 +220,26 @@ def rejected(s: Snapshot) -> tuple[Rejection, ...]:
 
 
 def _not_served(s: Snapshot) -> tuple[Rejection, ...]:
-    """The pools of a spec that asks for some, where the API server has no such kind: nothing is sent to it."""
-    if s.spec is None or s.spec.inference_pool is None or s.server.inference_pools or s.unread(Question.ROUTE):
+    """The pools and the route of a spec that asks for some, where the API server has no such kind: it is sent none."""
+    if s.spec is None or s.unread(Question.ROUTE):
         return ()
-    words = (
-        f"spec.inferencePool: this API server does not serve {INFERENCE_POOL_API}; install the Gateway API Inference "
-        "Extension, which is noticed within half a minute, or remove the field"
+    asked = (
+        ("InferencePool", "inferencePool", INFERENCE_POOL_API, "the Gateway API Inference Extension",
+         s.spec.inference_pool is not None and not s.server.inference_pools),
+        ("HTTPRoute", "route", HTTP_ROUTE_API, "the Gateway API",
+         s.spec.route is not None and not s.server.http_routes),
+    )  # fmt: skip
+    return tuple(
+        Rejection(
+            kind,
+            s.key.name,
+            f"{kind}sNotServed",
+            f"spec.{field}: this API server does not serve {api}; install {what}, which is noticed within half a "
+            "minute, or remove the field",
+        )
+        for kind, field, api, what, missing in asked
+        if missing
     )
-    return (Rejection("InferencePool", s.key.name, "InferencePoolsNotServed", words),)
 
 
 def finding(rejections: Sequence[Rejection]) -> Cause:

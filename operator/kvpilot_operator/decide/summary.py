@@ -38,7 +38,8 @@ def summarise(c: Context) -> Context:
         observed_revision=c.asked,
         # Where the name is somebody else's Service, requests to it would not be ours.
         url=service_url(s.key.namespace, s.key.name) if s.traffic is not None else None,
-        inference_pool=_pool(c),
+        inference_pool=_kept(c, "InferencePool", Question.POOLS, c.before.inference_pool),
+        route=_kept(c, "HTTPRoute", Question.ROUTE, c.before.route),
         replicas=_counted(c, names),
         ready_replicas=sum(len(s.ready_pods(name)) for name in names),
         selector=f"{SERVICE_LABEL}={s.key.name}{one}",
@@ -73,14 +74,16 @@ def _steady(percent: int | None, said: int | None) -> int | None:
     return said if abs(percent - said) < USAGE_STEP_PERCENT else percent
 
 
-def _pool(c: Context) -> str | None:
+def _kept(c: Context, kind: str, question: Question, before: str | None) -> str | None:
     """Named before it is made, and until none is left, so that an operator that starts anew knows what to look for."""
     s = c.snapshot
-    pools = {name: one.owned for (kind, name), one in s.objects.items() if kind == "InferencePool"}
-    # Where the name is somebody else's pool, it is not said to be ours.
-    asked = c.spec.inference_pool is not None and s.server.inference_pools and pools.get(s.key.name, True)
-    kept = s.unread(Question.POOLS) is not None and c.before.inference_pool is not None
-    return s.key.name if asked or any(pools.values()) or kept else None
+    there = {name: one.owned for (its, name), one in s.objects.items() if its == kind}
+    pool, route = c.spec.inference_pool is not None, c.spec.route is not None
+    wanted = pool and s.server.inference_pools if kind == "InferencePool" else route and s.server.http_routes
+    # Where the name is somebody else's, it is not said to be ours.
+    asked = wanted and there.get(s.key.name, True)
+    kept = s.unread(question) is not None and before is not None
+    return s.key.name if asked or any(there.values()) or kept else None
 
 
 def _shown(c: Context, one: Measured) -> Objective:

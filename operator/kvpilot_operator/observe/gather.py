@@ -26,7 +26,7 @@ from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.prefetch import read_prefetch
 from kvpilot_operator.observe.probe_packs import PackTexts, probe_plan
 from kvpilot_operator.observe.scrape import Scraper
-from kvpilot_operator.observe.views import pool_view, route_view, together
+from kvpilot_operator.observe.views import named_view, pool_view, route_view, together
 from kvpilot_operator.observe.windows import Windows, need
 from kvpilot_operator.probes.errors import PackError
 from kvpilot_operator.render.names import (
@@ -121,7 +121,7 @@ class Observer:
         # Whatever has to be asked for comes first: after it, nothing of the snapshot is older than the rest.
         failed: list[Unanswered] = []
         server = await _observed(Question.ROUTE, self._served(spec), self.server, failed)
-        route = await _observed(Question.ROUTE, self._route(key, spec, server), None, failed)
+        route, routes = await _observed(Question.ROUTE, self._route(known, service, server), (None, {}), failed)
         pools = await _observed(Question.POOLS, self._pools(known, service, server), {}, failed)
         probes = await _observed(Question.PROBE_SETS, self._probe_plan(known, spec), ProbePlan(), failed)
         job = read_prefetch(self.cluster, self.scraper, key, service)
@@ -138,7 +138,7 @@ class Observer:
             if objects["Deployment", placed.name].owned
             and placed.name == deployment_name(key.name, placed.view.revision)
         }
-        objects.update(pools)
+        objects.update(pools | routes)
         traffic = objects.get(("Service", key.name))
         windows.keep_only(revisions.keys())
         if spec is not None:
@@ -247,7 +247,8 @@ class Observer:
 
     async def _served(self, spec: Spec | None) -> ServerFacts:
         """What the API server serves of what this spec names."""
-        routes = spec is not None and spec.canary.route_ref is not None and await self._serves(HTTP_ROUTE_API)
+        named = spec is not None and spec.route_of("") is not None
+        routes = named and await self._serves(HTTP_ROUTE_API)
         pools = spec is not None and spec.inference_pool is not None and await self._serves(INFERENCE_POOL_API)
         return replace(self.server, http_routes=routes, inference_pools=pools)
 
@@ -267,11 +268,23 @@ class Observer:
         found = {("InferencePool", name): await find(name) for name in names}
         return {what: pool_view(one, known.uid) for what, one in found.items() if one is not None}
 
-    async def _route(self, key: ServiceKey, spec: Spec | None, server: ServerFacts) -> RouteView | None:
-        name = spec.canary.route_ref if spec is not None else None
-        if name is None or not server.http_routes:
-            return None
-        return route_view(await self.cluster.find(HTTP_ROUTE_API, "HTTPRoute", key.namespace, name), key)
+    async def _route(
+        self, known: Observations, service: ServiceView, server: ServerFacts
+    ) -> tuple[RouteView | None, Objects]:
+        """The route that takes a canary's share, and the one of ours: the status names it until it is gone."""
+        key, spec, kept = known.key, service.spec, service.status.route is not None
+        find = partial(self.cluster.find, HTTP_ROUTE_API, "HTTPRoute", key.namespace)
+        asked = spec is not None and spec.route is not None
+        ours = await find(key.name) if kept or (asked and server.http_routes) else None
+        views: Objects = {}
+        if ours is not None:
+            views["HTTPRoute", key.name] = named_view("HTTPRoute", ours, known.uid)
+        if asked or spec is None:
+            owned = bool(views) and views["HTTPRoute", key.name].owned
+            return route_view(ours if owned else None, key), views
+        name = spec.canary.route_ref
+        theirs = await find(name) if name is not None and server.http_routes else None
+        return route_view(theirs, key), views
 
     async def _probe_plan(self, remembered: Observations, spec: Spec | None) -> ProbePlan:
         if spec is None:

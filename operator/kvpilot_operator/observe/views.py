@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import dropwhile, islice, takewhile
 from typing import Any
 
@@ -20,7 +21,15 @@ from kvpilot_operator.render.names import (
     SHELTER_ANNOTATION,
     deployment_name,
 )
-from kvpilot_operator.state.snapshot import ON_ITS_WAY, DeploymentView, ObjectView, PodView, RouteView, ServiceKey
+from kvpilot_operator.state.snapshot import (
+    ON_ITS_WAY,
+    DeploymentView,
+    ObjectView,
+    Parent,
+    PodView,
+    RouteView,
+    ServiceKey,
+)
 
 Object = Mapping[str, Any]
 
@@ -149,10 +158,15 @@ def traffic_of(service: Object) -> str | None:
 
 def pool_view(pool: Object, uid: str) -> ObjectView:
     """An InferencePool of the name of one of ours; `uid` is the service's."""
-    metadata, selector = pool["metadata"], (pool.get("spec") or {}).get("selector") or {}
+    selector = (pool.get("spec") or {}).get("selector") or {}
+    return replace(named_view("InferencePool", pool, uid), selects=_selected(pool, selector.get("matchLabels") or {}))
+
+
+def named_view(kind: str, obj: Object, uid: str) -> ObjectView:
+    """An object of the name of one of ours; `uid` is the service's."""
+    metadata = obj["metadata"]
     owned = any(owner.get("uid") == uid for owner in metadata.get("ownerReferences") or ())
-    version = version_of("InferencePool", dict(pool))
-    return ObjectView(metadata.get("uid", ""), owned, version, _selected(pool, selector.get("matchLabels") or {}))
+    return ObjectView(metadata.get("uid", ""), owned, version_of(kind, dict(obj)))
 
 
 def together(service: str | None, pool: ObjectView | None) -> str | None:
@@ -181,7 +195,37 @@ def route_view(route: Object | None, key: ServiceKey) -> RouteView | None:
         if ours and backend.get("kind", "Service") == "Service" and backend.get("group", "") == "":
             weights[name] = weights.get(name, 0) + int(backend.get("weight", 1))
     metadata = route["metadata"]
-    return RouteView(metadata["name"], metadata.get("resourceVersion", ""), rules, weights)
+    return RouteView(metadata["name"], metadata.get("resourceVersion", ""), rules, weights, _parents(route, key))
+
+
+def _parents(route: Object, key: ServiceKey) -> tuple[Parent, ...]:
+    answers = (route.get("status") or {}).get("parents") or ()
+    found = []
+    for ref in (route.get("spec") or {}).get("parentRefs") or ():
+        said = [one for one in answers if _parent(one.get("parentRef") or {}, key) == _parent(ref, key)]
+        conditions = [condition for one in said for condition in one.get("conditions") or ()]
+        found.append(_answer(_parent_name(ref, key), conditions, route["metadata"].get("generation", 0)))
+    return tuple(found)
+
+
+def _answer(name: str, conditions: Sequence[Object], generation: int) -> Parent:
+    """What counts is said of the route as it is now."""
+    now = [one for one in conditions if one.get("observedGeneration", generation) >= generation]
+    for one in now:
+        if one.get("type") in ("Accepted", "ResolvedRefs") and one.get("status") == "False":
+            return Parent(name, False, f"{one.get('reason')}: {one.get('message') or 'no reason is given'}")
+    accepted = any(one.get("type") == "Accepted" and one.get("status") == "True" for one in now)
+    return Parent(name, True if accepted else None)
+
+
+def _parent(ref: Object, key: ServiceKey) -> tuple[object, ...]:
+    kind, namespace = ref.get("kind", "Gateway"), ref.get("namespace", key.namespace)
+    return kind, namespace, ref.get("name"), ref.get("sectionName"), ref.get("port")
+
+
+def _parent_name(ref: Object, key: ServiceKey) -> str:
+    section = f", listener {ref['sectionName']}" if ref.get("sectionName") else ""
+    return f"{ref.get('kind', 'Gateway')} {ref.get('namespace', key.namespace)}/{ref.get('name')}{section}"
 
 
 def _named(containers: Sequence[Object], name: str) -> Object:

@@ -37,6 +37,7 @@ PREFETCH_CONTAINER = "prefetch"
 ADAPTERS_OPTION = "--lora-modules"
 """Of the engine, with NAME=PATH of each adapter in the arguments after it."""
 ENGINE_PORT = 8000
+SERVICE_PORT = 80
 
 
 def engine_url(ip: str | None, mesh: bool) -> str:
@@ -70,7 +71,7 @@ def deployment_name(service: str, revision: str) -> str:
 
 
 def canary_service(service: str) -> str:
-    """`NAME-canary`: the Service or InferencePool that a user's HTTPRoute sends the canary's share to."""
+    """`NAME-canary`: the Service or InferencePool that an HTTPRoute sends the canary's share to."""
     return f"{service}-canary"
 
 

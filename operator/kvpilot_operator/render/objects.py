@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from kvpilot_operator.api.spec import Claim, EndpointPickerRef
+from kvpilot_operator.api.spec import Claim, EndpointPickerRef, Route
 from kvpilot_operator.render.names import (
     ADMITTED,
     API_VERSION,
@@ -20,6 +20,7 @@ from kvpilot_operator.render.names import (
     KIND,
     REVISION_LABEL,
     SERVICE_LABEL,
+    SERVICE_PORT,
     SHELTER_ANNOTATION,
     baseline_name,
     deployment_name,
@@ -28,6 +29,7 @@ from kvpilot_operator.render.names import (
 )
 from kvpilot_operator.state.snapshot import PodView, RouteView, ServiceKey
 
+_GATEWAYS = HTTP_ROUTE_API.partition("/")[0]
 _SHELTER = {
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
     "karpenter.sh/do-not-disrupt": "true",
@@ -73,7 +75,7 @@ def deployment(
 
 def service(key: ServiceKey, uid: str, name: str, revision: str) -> dict[str, Any]:
     """A Service, which selects one revision, or every one where `revision` is empty: the traffic switch."""
-    ports = [{"name": "http", "port": 80, "protocol": "TCP", "targetPort": "http"}]
+    ports = [{"name": "http", "port": SERVICE_PORT, "protocol": "TCP", "targetPort": "http"}]
     spec = {"type": "ClusterIP", "selector": _selector(key, revision), "ports": ports}
     return owned(key, uid, ("v1", "Service", name), spec=spec)
 
@@ -132,6 +134,14 @@ def pod_admission(key: ServiceKey, pod: PodView, admitted: bool, now: datetime) 
     }
     metadata = {"name": pod.name, "namespace": key.namespace, "uid": pod.uid}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "status": {"conditions": [condition]}}
+
+
+def http_route(key: ServiceKey, uid: str, asked: Route, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """An HTTPRoute of ours, with these rules."""
+    parents = [{"group": _GATEWAYS, "kind": "Gateway", **parent.as_written()} for parent in asked.parent_refs]
+    hostnames = {"hostnames": list(asked.hostnames)} if asked.hostnames else {}
+    spec = {"parentRefs": parents, **hostnames, "rules": [dict(rule) for rule in rules]}
+    return owned(key, uid, (HTTP_ROUTE_API, "HTTPRoute", key.name), spec=spec)
 
 
 def route_rules(key: ServiceKey, route: RouteView, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -115,8 +115,9 @@ class Objects:
     """The objects that the service owns from now on.
 
     First `scale` raises the replicas of Deployments that an older spec rendered; `apply` goes to the server in order
-    (an HTTPRoute is the user's: only its rules are replaced, and only if it is as it was observed); then `scale` lowers
-    replicas, and last owned Deployments whose revision is not in `keep` and what is `absent` are deleted.
+    (of an HTTPRoute with a resourceVersion, which is the user's, only the rules are replaced, and only if it is as it
+    was observed); then `scale` lowers replicas, and last owned Deployments whose revision is not in `keep` and what is
+    `absent` are deleted.
     """
 
     apply: tuple[Manifest, ...]

@@ -15,7 +15,7 @@ CONDITION = "ReconcileSucceeded"
 class Question(StrEnum):
     """What a reconcile of one service asks, in the order in which it does."""
 
-    ROUTE = "Route"  # Observed: what the user's HTTPRoute says.
+    ROUTE = "Route"  # Observed: what the HTTPRoute says.
     POOLS = "Pools"  # Observed: what the service's InferencePools select.
     PROBE_SETS = "ProbeSets"  # Observed: which prompts accuracy is measured on.
     NODE = "Node"  # Observed: which GPU the engines run on.
@@ -31,7 +31,7 @@ class Question(StrEnum):
     ENGINES = "Engines"  # How many replicas of each revision?
     TEMPLATES = "Templates"  # What do their Deployments look like?
     TRAFFIC = "Traffic"  # What does the Service select, and how many pods may be disrupted?
-    SHARE = "Share"  # What share of the requests does the user's HTTPRoute give to the canary?
+    SHARE = "Share"  # What share of the requests does the HTTPRoute give to the canary?
     ADMISSION = "Admission"  # Which pods may be sent requests?
     SHELTER = "Shelter"  # Which pods should stay where they are?
     JOURNAL = "Journal"  # What is written down?

@@ -222,9 +222,20 @@ class NodeFacts:
     """False for an accelerator of another vendor than NVIDIA."""
 
 
+class Parent(NamedTuple):
+    """What a Gateway says of a route that asks to be attached to it."""
+
+    name: str
+    """As NAMESPACE/NAME, with the listener where one is named."""
+    accepted: bool | None
+    """None where nothing has been said of the route as it is now."""
+    message: str = ""
+    """Why not."""
+
+
 @dataclass(frozen=True, slots=True)
 class RouteView:
-    """The Gateway API HTTPRoute that `spec.canary.routeRef` names, as it is now."""
+    """The Gateway API HTTPRoute that takes a canary's share, as it is now: ours, or the one that routeRef names."""
 
     name: str
     resource_version: str
@@ -232,6 +243,8 @@ class RouteView:
     """`spec.rules`, raw."""
     weights: Mapping[str, int]
     """Weight by backend Service name, over the rules that send traffic to this service."""
+    parents: tuple[Parent, ...] = ()
+    """In the order of `spec.parentRefs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +288,8 @@ class Snapshot:
     """The revision that the Service, and the pool if there is one, select now, "" for every one, or where they differ;
     None while no Service of ours selects any."""
     objects: Mapping[tuple[str, str], ObjectView] = field(default_factory=dict)
-    """Deployments and Services with the service's label, and InferencePools of its names, by kind and name."""
+    """Deployments and Services with the service's label, and InferencePools and HTTPRoutes of its names, by kind and
+    name."""
     rejections: tuple[Rejection, ...] | None = None
     """What the API server would not have when it was last written; None before anything was."""
     samples: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
@@ -284,7 +298,7 @@ class Snapshot:
     model: ModelFacts | None = None
     """None where no engine has said it."""
     route: RouteView | None = None
-    """None where no route is named, or the one that is named does not exist."""
+    """None where no route is asked for, or it does not exist, or the one of that name is not ours."""
     prefetch: PrefetchView | None = None
     """The Job that fills the claim; None where there is none of ours, and where nothing waits for one."""
     server: ServerFacts = ServerFacts()

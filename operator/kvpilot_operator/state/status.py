@@ -281,6 +281,7 @@ class Status(_Struct, frozen=True, kw_only=True):
     observed_generation: int | None = None
     observed_revision: str | None = None
     inference_pool: str | None = None
+    route: str | None = None
     url: str | None = None
     replicas: int | None = None
     ready_replicas: int | None = None

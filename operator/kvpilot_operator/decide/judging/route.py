@@ -1,4 +1,6 @@
-"""What does the user's HTTPRoute look like with a canary's share in it, and what did it look like without?
+"""What does an HTTPRoute look like with a canary's share in it, and what did it look like without?
+
+A user's is changed from what it is; of ours (spec.route) the rules without a share are made here, too.
 
 Its backends are Services or, with spec.inferencePool, InferencePools: a share of NAME goes to NAME-canary of the kind.
 Weights of a rule are relative to one another, so a rule that names our backend beside other backends is scaled by 100
@@ -12,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, canary_service
+from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, SERVICE_PORT, canary_service
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import RouteView, Snapshot
 
@@ -46,30 +48,62 @@ def weighted(
     return tuple(_with(rule, namespace, service, canary, share, of) for rule in written)
 
 
+def own_rules(s: Snapshot) -> tuple[Rule, ...] | None:
+    """The rules of the route of ours, without a share: to the pool where it is asked for and there, else to the
+    Service; None where neither is ours, or it is not known."""
+    if s.spec is None or s.unread(Question.POOLS) is not None:
+        return None
+    there = {kind: s.objects.get((kind, s.key.name)) for kind in ("InferencePool", "Service")}
+    ours = {kind for kind, one in there.items() if one is not None and one.owned}
+    if s.spec.inference_pool is not None and "InferencePool" in ours:
+        ref = {"group": INFERENCE_POOL_API.partition("/")[0], "kind": "InferencePool", "name": s.key.name}
+        return ({"backendRefs": [ref]},)
+    return ({"backendRefs": [{"name": s.key.name, "port": SERVICE_PORT}]},) if "Service" in ours else None
+
+
+def not_accepted(route: RouteView) -> str | None:
+    """Why no Gateway takes the route as it is; None where one does, or has not said yet."""
+    refused = [one for one in route.parents if one.accepted is False]
+    if not refused or len(refused) < len(route.parents):
+        return None
+    return "; ".join(f"{one.name} says {one.message}" for one in refused)
+
+
+def field_of(spec: Spec) -> str:
+    """The field that asks for the route."""
+    return "spec.route" if spec.route is not None else "spec.canary.routeRef"
+
+
 def carries(route: RouteView | None, namespace: str, backend: str, of: Kinds = SERVICES) -> bool:
     """Whether a rule of the route names the backend of one of these kinds."""
     return route is not None and any(_is(ref, namespace, backend, of) for rule in route.rules for ref in _refs(rule))
 
 
 def fault(s: Snapshot, spec: Spec) -> str | None:
-    """What is wrong with spec.canary.routeRef, and the remedy; None where a canary's share can be set in it."""
-    name, service, lent = spec.canary.route_ref, s.key.name, canary_service(s.key.name)
+    """What is wrong with the route of `field_of`, and the remedy; None where a canary's share can be set in it."""
+    name, service, lent = spec.route_of(s.key.name), s.key.name, canary_service(s.key.name)
+    remove = f"remove {field_of(spec).rpartition('.')[2]}"
     if name is None:
         return " was removed during the trial; put it back, or end the trial"
     if len(lent) > _MAX_NAME:
         long = f"the Service {lent} would have a name of more than {_MAX_NAME} characters"
-        return f": {long}; give the service a shorter one, or remove routeRef"
+        return f": {long}; give the service a shorter one, or {remove}"
     unread = s.unread(Question.ROUTE)
     if unread is not None:
         return f": HTTPRoute {name} could not be read: {unread}"
     if not s.server.http_routes:
         missing = f"this API server does not serve {HTTP_ROUTE_API}"
-        return f": {missing}; install the Gateway API, or remove routeRef"
+        return f": {missing}; install the Gateway API, or {remove}"
     if spec.inference_pool is not None and not s.server.inference_pools:
         missing = f"this API server does not serve {INFERENCE_POOL_API}, which spec.inferencePool needs"
         return f": {missing}; install the Gateway API Inference Extension, or remove spec.inferencePool"
+    if s.route is None and spec.route is not None:
+        return f": HTTPRoute {name} of kvpilot's is not there; ObjectsAccepted says why where it stays so"
     if s.route is None:
-        return f": namespace {s.key.namespace} has no HTTPRoute {name}; create it, or remove routeRef"
+        return f": namespace {s.key.namespace} has no HTTPRoute {name}; create it, or {remove}"
+    closed = not_accepted(s.route)
+    if closed is not None:
+        return f": HTTPRoute {name} is accepted by no Gateway: {closed}; mend what it names, or {remove}"
     of = kinds(s)
     written = weighted(s.route.rules, s.key.namespace, service, lent, 0, of)
     ours = [rule for rule in written if _sends(rule, s.key.namespace, service, of)]
@@ -79,7 +113,7 @@ def fault(s: Snapshot, spec: Spec) -> str | None:
         pools = (
             ", set spec.inferencePool" if of == SERVICES and carries(s.route, s.key.namespace, service, POOLS) else ""
         )
-        return f": {none}; add it to a rule's backendRefs{pools}, or remove routeRef"
+        return f": {none}; add it to a rule's backendRefs{pools}, or {remove}"
     largest = max(_weight(ref) for rule in ours for ref in _refs(rule))
     if largest <= MAX_WEIGHT:
         return None

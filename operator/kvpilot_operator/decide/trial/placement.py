@@ -1,4 +1,4 @@
-"""Which objects must exist? Deployments by revision, Services, the disruption budget, the share in the user's route.
+"""Which objects must exist? Deployments by revision, Services, the disruption budget, the route.
 
 A trial never asks for more than one pod beyond the service's replicas (none, where the canary replaces one), counted
 over all Deployments at every moment: room is taken only when it is observed to be free.
@@ -11,11 +11,18 @@ from dataclasses import replace
 from datetime import timedelta
 
 from kvpilot_operator.decide.context import Context, Placed, in_flight
-from kvpilot_operator.decide.judging.route import kinds, weighted
+from kvpilot_operator.decide.judging.route import POOLS, carries, kinds, own_rules, weighted
 from kvpilot_operator.decide.judging.traffic_plan import counts, floor, rolling_step, total
 from kvpilot_operator.decide.trial import baseline, traffic
-from kvpilot_operator.render.names import INFERENCE_POOL_API, canary_service, deployment_name
-from kvpilot_operator.render.objects import deployment, disruption_budget, inference_pool, route_rules, service
+from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, canary_service, deployment_name
+from kvpilot_operator.render.objects import (
+    deployment,
+    disruption_budget,
+    http_route,
+    inference_pool,
+    route_rules,
+    service,
+)
 from kvpilot_operator.render.startup import startup_budget_seconds
 from kvpilot_operator.state.decision import Find, Manifest, Objects
 from kvpilot_operator.state.enums import Stage, TrafficMode
@@ -105,7 +112,7 @@ def own_service(c: Context) -> Context:
 
 
 def share(c: Context) -> Context:
-    """The canary's Service and pool, and its share in the user's route."""
+    """The canary's Service and pool, and the route with its share: ours, or the user's."""
     if c.stable is None:
         return c
     s, canary, lent = c.snapshot, c.canary, canary_service(c.snapshot.key.name)
@@ -119,17 +126,33 @@ def share(c: Context) -> Context:
     elif _lingers(c):
         # Whoever still sends to it gets what everybody gets.
         apply.append(service(s.key, s.uid, lent, selected))
-    elif c.spec.canary.route_ref is not None and s.unread(Question.ROUTE) is None:
+    elif c.spec.route_of(s.key.name) is not None and s.unread(Question.ROUTE) is None:
         absent = (("v1", "Service", lent),)
     pool = _canary_pool(c, selected)
     if pool is not None:
         apply.append(pool)
     absent += _pools_left_over(c)
-    if s.route is not None:
-        rules = weighted(s.route.rules, s.key.namespace, s.key.name, lent, percent, kinds(s))
-        if rules != tuple(s.route.rules):
-            apply.append(route_rules(s.key, s.route, rules))
+    route = _route(c, percent)
+    if route is not None:
+        apply.append(route)
+    left = s.objects.get(("HTTPRoute", s.key.name))
+    if c.spec.route is None and left is not None and left.owned:
+        absent += ((HTTP_ROUTE_API, "HTTPRoute", s.key.name),)
     return replace(c, shared=Placed(tuple(apply), absent))
+
+
+def _route(c: Context, percent: int) -> Manifest | None:
+    """The route with this share in it: ours always, a user's where it has to change."""
+    s, asked = c.snapshot, c.spec.route
+    there = s.route.rules if s.route is not None else None
+    # Where it is not known what ours should send to, it stays at what it does.
+    rules = there if asked is None else own_rules(s) or there
+    if rules is None or (asked is not None and not s.server.http_routes):
+        return None
+    shared = weighted(rules, s.key.namespace, s.key.name, canary_service(s.key.name), percent, kinds(s))
+    if asked is not None:
+        return http_route(s.key, s.uid, asked, shared)
+    return route_rules(s.key, s.route, shared) if s.route is not None and shared != tuple(rules) else None
 
 
 def _canary_pool(c: Context, selected: str) -> Manifest | None:
@@ -137,7 +160,7 @@ def _canary_pool(c: Context, selected: str) -> Manifest | None:
     s, asked, name = c.snapshot, c.spec.inference_pool, canary_service(c.snapshot.key.name)
     if asked is None or not s.server.inference_pools:
         return None
-    if c.spec.canary.route_ref is None and ("InferencePool", name) not in s.objects:
+    if c.spec.route_of(s.key.name) is None and ("InferencePool", name) not in s.objects:
         return None
     return inference_pool(s.key, s.uid, name, selected, asked.canary_endpoint_picker_ref)
 
@@ -149,6 +172,8 @@ def _pools_left_over(c: Context) -> tuple[tuple[str, str, str], ...]:
         return ()
     pools = [name for kind, name in s.objects if kind == "InferencePool" and s.objects[kind, name].owned]
     named = {canary_service(s.key.name)} if traffic.routed(s) else set()
+    if c.spec.route is not None and carries(s.route, s.key.namespace, s.key.name, POOLS):
+        named.add(s.key.name)
     return tuple((INFERENCE_POOL_API, "InferencePool", name) for name in pools if name not in named)
 
 
@@ -202,9 +227,9 @@ def _lingers(c: Context) -> bool:
         return True
     if last is None or last.traffic_mode != TrafficMode.HTTP_ROUTE:
         return False
-    # Without routeRef the route cannot be read: it may name the canary's Service for ever.
+    # A route that is not named any more cannot be read: it may name the canary's Service for ever.
     left = last.stage_time + timedelta(seconds=c.spec.drain.pre_stop_seconds)
-    return c.spec.canary.route_ref is None or c.now < left
+    return c.spec.route_of(s.key.name) is None or c.now < left
 
 
 def _replicas_on_trial(c: Context, stable: Stable) -> Mapping[str, int]:

@@ -1,4 +1,4 @@
-"""Who gets requests? The Service's selector, and the share in the user's HTTPRoute.
+"""Who gets requests? The Service's selector, and the share in the HTTPRoute.
 
 The selector names one revision, except while two serve together (steps by replica ratio, and the rolling steps of a
 promotion): then it names none and admits both. It never does while other pods of the service stand around: a borrowed

@@ -1,0 +1,92 @@
+"""An HTTPRoute as the operator makes one is what a server takes that has the kind, with its limits and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvpilot_localcluster.cluster import LocalCluster
+from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.rest import ApiError, Rest
+from kvpilot_operator.act.ownership import claim
+from kvpilot_operator.decide.judging.route import weighted
+from kvpilot_operator.observe.views import route_view
+from kvpilot_operator.render.objects import http_route
+from kvpilot_operator.state.snapshot import ServiceKey
+from support.gateway import ROUTE_CRD
+from support.services import manifest, spec_of
+
+KEY = ServiceKey("default", "chat")
+ROUTES = "/apis/gateway.networking.k8s.io/v1/namespaces/default/httproutes"
+PARENT = {"name": "web", "namespace": "gateways", "sectionName": "https"}
+RULES = ({"backendRefs": [{"name": KEY.name, "port": 80}]},)
+
+
+@pytest.fixture(scope="module")
+def server(modern_cluster: LocalCluster) -> Iterator[Rest]:
+    """The newer server of definitions, with the kind."""
+    rest = Rest.of_kubeconfig(modern_cluster.plane.modern_kubeconfig)
+    directly(rest, [ROUTE_CRD])
+    yield rest
+    rest.delete(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{ROUTE_CRD['metadata']['name']}")
+
+
+def made(*rules: Any, **route: Any) -> dict[str, Any]:
+    asked = spec_of(manifest(route={"parentRefs": [PARENT], **route})).route
+    assert asked is not None
+    return http_route(KEY, "u-1", asked, rules or RULES)
+
+
+def applied(server: Rest, manifest: dict[str, Any]) -> dict[str, Any]:
+    path = f"{ROUTES}/{KEY.name}?fieldManager=kvpilot&force=true"
+    stored: dict[str, Any] = server.call("PATCH", path, manifest, content="application/apply-patch+yaml")
+    return stored
+
+
+def test_a_name_that_was_claimed_becomes_a_route_and_keeps_nothing_that_is_not_asked_for(server: Rest) -> None:
+    try:
+        assert not server.create(ROUTES, claim(made()))["spec"].get("parentRefs")
+        stored = applied(server, made(hostnames=["chat.example.com", "*.example.org"]))
+        assert stored["spec"]["parentRefs"] == [{"group": "gateway.networking.k8s.io", "kind": "Gateway", **PARENT}]
+        assert stored["spec"]["hostnames"] == ["chat.example.com", "*.example.org"]
+        stored = applied(server, made())
+        assert "hostnames" not in stored["spec"]
+        (rule,) = stored["spec"]["rules"]
+        assert rule["backendRefs"] == [{"group": "", "kind": "Service", "name": "chat", "port": 80, "weight": 1}]
+    finally:
+        server.delete(f"{ROUTES}/{KEY.name}")
+
+
+def test_a_share_reads_the_same_with_the_servers_defaults_in_it(server: Rest) -> None:
+    def share(rules: Any, percent: int) -> Any:
+        return weighted(rules, KEY.namespace, KEY.name, "chat-canary", percent)
+
+    try:
+        for percent in (25, 50, 0):
+            view = route_view(applied(server, made(*share(RULES, percent))), KEY)
+            assert view is not None
+            assert share(view.rules, percent) == view.rules
+            assert view.weights == ({"chat": 1} if not percent else {"chat": 100 - percent, "chat-canary": percent})
+    finally:
+        server.delete(f"{ROUTES}/{KEY.name}")
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"rules": [{"backendRefs": [{"name": "chat"}]}]}, "needs its port"),
+        ({"rules": [{"backendRefs": [{"name": "chat", "port": 80, "weight": 2_000_000}]}]}, "weight"),
+        ({"hostnames": ["Chat.example.com"]}, "hostnames"),
+        ({"parentRefs": [{"sectionName": "https"}]}, "name"),
+    ],
+)
+def test_what_the_kind_forbids_is_refused_by_the_definition_of_the_tests(
+    server: Rest, change: dict[str, Any], word: str
+) -> None:
+    bad = made()
+    with pytest.raises(ApiError) as refused:
+        server.create(f"{ROUTES}?dryRun=All", {**bad, "spec": {**bad["spec"], **change}})
+    assert refused.value.status == 422
+    assert word in str(refused.value)
