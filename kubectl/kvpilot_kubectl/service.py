@@ -81,6 +81,16 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
+class Weights:
+    """How far the claim for weights is filled."""
+
+    phase: str
+    claim: str
+    downloaded: int | None
+    total: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Service:
     """What is known of one service; None or empty is what no operator has said."""
 
@@ -97,6 +107,7 @@ class Service:
     recommended: str
     url: str
     adapters: tuple[str, ...]
+    weights: Weights | None
     ready: int | None
     replicas: int | None
     usage: int | None
@@ -146,6 +157,7 @@ def read(obj: Json) -> Service:
         recommended=text(status, "kvCache", "recommendedDtype"),
         url=text(status, "url"),
         adapters=words(status, "adapters"),
+        weights=_weights(at(status, "cache")),
         ready=whole(status, "readyReplicas"),
         replicas=whole(status, "replicas"),
         usage=whole(status, "kvCache", "usagePercent"),
@@ -171,6 +183,13 @@ def read(obj: Json) -> Service:
             for one in items(status, "conditions")
         ),
     )
+
+
+def _weights(value: Json) -> Weights | None:
+    if not isinstance(value, Mapping) or not value:
+        return None
+    done, total = whole(value, "downloadedBytes"), whole(value, "totalBytes")
+    return Weights(text(value, "phase"), text(value, "claimName"), done, total)
 
 
 def _trial(value: Json) -> Trial | None:
@@ -207,6 +226,7 @@ def document(service: Service) -> dict[str, Any]:
         "recommendedDtype": service.recommended or None,
         "url": service.url or None,
         "adapters": list(service.adapters),
+        "weights": None if service.weights is None else _weights_document(service.weights),
         "readyReplicas": service.ready,
         "replicas": service.replicas,
         "kvUsagePercent": service.usage,
@@ -229,6 +249,15 @@ def document(service: Service) -> dict[str, Any]:
             }
             for one in service.conditions
         ],
+    }
+
+
+def _weights_document(weights: Weights) -> dict[str, Any]:
+    return {
+        "phase": weights.phase,
+        "claimName": weights.claim,
+        "downloadedBytes": weights.downloaded,
+        "totalBytes": weights.total,
     }
 
 

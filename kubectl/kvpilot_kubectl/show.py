@@ -17,7 +17,7 @@ from rich.text import Text
 from kvpilot_kubectl.fields import ago, duration, stamp
 from kvpilot_kubectl.journal import Entry
 from kvpilot_kubectl.pods import Warned
-from kvpilot_kubectl.service import Condition, Service, Trial
+from kvpilot_kubectl.service import Condition, Service, Trial, Weights
 from kvpilot_operator.state.enums import Outcome
 
 _GOOD, _BAD, _DIM, _BOLD = "green", "bold red", "dim", "bold"
@@ -79,6 +79,7 @@ def detailed(
         ("revision", service.revision or _NONE),
         ("address", service.url or _NONE),
         *([("adapters", ", ".join(service.adapters))] if service.adapters else []),
+        *([("weights", _weights(service.weights))] if service.weights is not None else []),
         ("replicas", f"{replicas(service)} answer"),
         ("KV cache", _cache(service)),
         *([("retention", service.retention)] if service.retention else []),
@@ -210,6 +211,12 @@ def _cache(service: Service) -> str:
     if service.usage is None and service.capacity is None:
         return _NONE
     return f"{_percent(service.usage)} of {_number(service.capacity)} tokens"
+
+
+def _weights(weights: Weights) -> str:
+    done, total = weights.downloaded, weights.total
+    amount = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB ({100 * done // total}%)" if total and done is not None else ""
+    return _joined(weights.phase or _NONE, amount) + (f" on {weights.claim}" if weights.claim else "")
 
 
 def _joined(*parts: str) -> str:

@@ -28,10 +28,11 @@ TRIAL = {
     "Excess KL of the last probe, the ten highest", "Top-1 agreement of the last probe",
 }  # fmt: skip
 # ... and these only after a rollback, or after a decision that weighed steps: a fixed dtype has neither; nor are there
-# objectives here, prices of a CPU, or a second tier.
+# objectives here, prices of a CPU, a second tier, or a claim that is filled.
 OTHERS = {
     "Dtypes that are denied", "Steps that were weighed last", "Latency objectives",
     "Cost of a million generated tokens", "Prompt tokens found, by tier (kvCache.offload)",
+    "Weights on the claim (cache.prefetch)",
 }  # fmt: skip
 
 

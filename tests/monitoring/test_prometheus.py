@@ -30,7 +30,17 @@ from kvpilot_operator.render.names import ENGINE_PORT
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.snapshot import Flows
-from kvpilot_operator.state.status import Accuracy, Canary, Denied, JournalEntry, KVCache, Measured, Option, Status
+from kvpilot_operator.state.status import (
+    Accuracy,
+    Canary,
+    Denied,
+    JournalEntry,
+    KVCache,
+    Measured,
+    Option,
+    Status,
+    WeightsCache,
+)
 from support.services import KEY, NOW, manifest, running, samples, spec_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
@@ -85,6 +95,9 @@ def eventful(now: datetime) -> Status:
         canary=trial,
         last_canary=ended,
         accuracy=Accuracy(last=probe, failures=1),
+        cache=WeightsCache(
+            identity="i", phase="Prefetching", claim_name="models", downloaded_bytes=4 * 10**9, total_bytes=16 * 10**9
+        ),
         kv_cache=KVCache(denied=(denied,)),
         decisions=(entry,),
     )
@@ -104,7 +117,7 @@ def passes(telemetry: Telemetry) -> None:
     with telemetry.timed_reconcile():
         plain = decide(observed).status
     past = eventful(now)
-    kept = {name: getattr(past, name) for name in ("canary", "last_canary", "accuracy", "decisions")}
+    kept = {name: getattr(past, name) for name in ("canary", "last_canary", "accuracy", "cache", "decisions")}
     denied = msgspec.structs.replace(plain.kv_cache, denied=past.kv_cache.denied)
     telemetry.leads(True)
     series = ServiceSeries()

@@ -109,6 +109,23 @@ def test_a_service_that_waits_for_a_person_asks_for_attention_and_one_on_its_way
     assert listed(obj)[0]["ATTENTION"] == "Stalled=True (DtypeDenied)"
 
 
+@pytest.mark.parametrize(
+    ("cache", "line"),
+    [
+        ({"phase": "Pending"}, "Pending on models"),
+        ({"phase": "Prefetching", "downloadedBytes": 4_000_000_000, "totalBytes": 16_400_000_000},
+         "Prefetching, 4.0 of 16.4 GB (24%) on models"),
+        ({"phase": "Ready", "downloadedBytes": 100, "totalBytes": 0}, "Ready on models"),
+    ],
+)  # fmt: skip
+def test_how_far_the_claim_for_weights_is_filled_is_shown(cache: dict[str, Any], line: str) -> None:
+    obj = copy.deepcopy(story()["serving"])
+    assert "weights" not in detailed(obj)
+    obj["status"]["cache"] = {"identity": "abc", "claimName": "models", **cache}
+    assert line in detailed(obj)
+    assert service.document(service.read(obj))["weights"]["phase"] == cache["phase"]
+
+
 def test_the_address_and_the_adapters_are_shown_where_the_status_has_them() -> None:
     obj = copy.deepcopy(story()["serving"])
     obj["status"]["adapters"] = ["sql", "acme/chat"]

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from kvpilot_operator.decide import canary_deadline
 from kvpilot_operator.state.decision import Decision
+from kvpilot_operator.state.enums import CachePhase
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
 from kvpilot_operator.state.status import Accuracy, Status
 
@@ -89,6 +90,12 @@ UNANSWERED = Family("kvpilot_unanswered_pods", "Ready pods of which the last scr
 BACKED_OFF = Family(
     "kvpilot_scrape_backoff_pods", "Ready pods that are scraped less often, after scrapes that failed in a row."
 )
+
+PREFETCH_PHASE = Family("kvpilot_prefetch_phase", "1 for how far the claim of cache.prefetch is filled.", ("phase",))
+PREFETCHED = Family(
+    "kvpilot_prefetch_downloaded_bytes", "Bytes of the weights that are on the claim, until it is filled."
+)
+PREFETCH_SIZE = Family("kvpilot_prefetch_size_bytes", "Bytes of the weights in all, until the claim is filled.")
 
 _OPTION = ("action", "dtype", "outcome")
 OPTION_GPUS = Family(
@@ -183,7 +190,14 @@ class ServiceMetrics(Collector):
 
 def rows(s: Snapshot, status: Status) -> tuple[Row, ...]:
     """The picture of one service after a reconcile: `s` as it was observed, `status` as it was decided."""
-    found = (*_plain(s, status), *_words(s, status), *_options(status), *_canary(s, status), *_probes(status.accuracy))
+    found = (
+        *_plain(s, status),
+        *_prefetch(s, status),
+        *_words(s, status),
+        *_options(status),
+        *_canary(s, status),
+        *_probes(status.accuracy),
+    )
     return tuple((family, labels, float(value)) for family, labels, value in found if value is not None)
 
 
@@ -215,6 +229,18 @@ def _plain(s: Snapshot, status: Status) -> _Rows:
         observed, labels = one.observed_milliseconds, (one.metric, str(one.percentile))
         yield OBJECTIVE, labels, one.milliseconds / 1000
         yield OBSERVED, labels, observed / 1000 if observed is not None else None
+
+
+def _prefetch(s: Snapshot, status: Status) -> _Rows:
+    kept, view = status.cache, s.prefetch
+    if kept is None:
+        return
+    yield PREFETCH_PHASE, (kept.phase,), 1
+    if kept.phase != CachePhase.READY:
+        # The status moves by whole percents, which is too seldom to tell a slow download from none.
+        told = view is not None and view.downloaded_bytes is not None
+        yield PREFETCHED, (), view.downloaded_bytes if view is not None and told else kept.downloaded_bytes
+        yield PREFETCH_SIZE, (), kept.total_bytes
 
 
 def _words(s: Snapshot, status: Status) -> _Rows:
