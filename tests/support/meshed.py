@@ -46,7 +46,9 @@ class Sidecar:
 
 
 @asynccontextmanager
-async def sidecar(engine: str, certificates: Path, speaks: tuple[str, ...] = ("http/1.1",)) -> AsyncIterator[Sidecar]:
+async def sidecar(
+    engine: str, certificates: Path, speaks: tuple[str, ...] = ("http/1.1",), host: str = "127.0.0.1", port: int = 0
+) -> AsyncIterator[Sidecar]:
     """Mutual TLS on loopback in front of an engine: plain connections, and certificates of others, are refused."""
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificates / CHAIN, certificates / KEY)
@@ -62,8 +64,8 @@ async def sidecar(engine: str, certificates: Path, speaks: tuple[str, ...] = ("h
         inner_reader, inner_writer = await asyncio.open_connection(target.hostname, target.port)
         await asyncio.gather(_copy(reader, inner_writer), _copy(inner_reader, writer))
 
-    server = await asyncio.start_server(connected, "127.0.0.1", 0, ssl=tls)
-    found.url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server = await asyncio.start_server(connected, host, port, ssl=tls)
+    found.url = f"https://{host}:{server.sockets[0].getsockname()[1]}"
     try:
         yield found
     finally:
