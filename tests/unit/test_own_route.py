@@ -165,6 +165,8 @@ def test_a_trial_waits_for_a_gateway_that_takes_the_route():
     assert told.canary is None
     assert told.condition("Progressing").reason == "RouteUnusable"
     assert "Gateway g/web says NotAllowedByListeners: no; mend" in told.condition("Progressing").message
+    theirs = service(NEW, 1, routeRef={"name": KEY.name})
+    assert decide(running(theirs, OLD, route=refused, server=SERVES_ALL)).status.canary is not None
 
 
 def condition(kind, status, generation=3):
@@ -205,6 +207,19 @@ def test_a_canarys_share_is_in_the_route_and_gone_after_it():
     cluster.until(ended)
     assert cluster.status["lastCanary"]["stage"] == "Promoted"
     assert cluster.rules == TO_SERVICE
+
+
+def test_a_trial_whose_route_is_taken_away_waits_for_it_and_says_so():
+    cluster = own()
+    cluster.until(lambda s: s.canary is not None and s.canary.step_time is not None)
+    edit(cluster, route=None)
+    cluster.watch = at_every_moment
+    cluster.tick()
+    cluster.tick()
+    assert cluster.rules is None
+    assert "spec.route or spec.canary.routeRef was removed" in cluster.status["canary"]["message"]
+    cluster.until(ended)
+    assert cluster.status["lastCanary"]["stage"] == "RolledBack"
 
 
 def test_what_others_write_into_it_is_mended():

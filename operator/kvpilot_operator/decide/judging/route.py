@@ -70,8 +70,10 @@ def not_accepted(route: RouteView) -> str | None:
 
 
 def field_of(spec: Spec) -> str:
-    """The field that asks for the route."""
-    return "spec.route" if spec.route is not None else "spec.canary.routeRef"
+    """The field that asks for the route; both, where neither does any more."""
+    if spec.route is not None:
+        return "spec.route"
+    return "spec.canary.routeRef" if spec.canary.route_ref is not None else "spec.route or spec.canary.routeRef"
 
 
 def carries(route: RouteView | None, namespace: str, backend: str, of: Kinds = SERVICES) -> bool:
@@ -82,7 +84,7 @@ def carries(route: RouteView | None, namespace: str, backend: str, of: Kinds = S
 def fault(s: Snapshot, spec: Spec) -> str | None:
     """What is wrong with the route of `field_of`, and the remedy; None where a canary's share can be set in it."""
     name, service, lent = spec.route_of(s.key.name), s.key.name, canary_service(s.key.name)
-    remove = f"remove {field_of(spec).rpartition('.')[2]}"
+    remove = "remove route" if spec.route is not None else "remove routeRef"
     if name is None:
         return " was removed during the trial; put it back, or end the trial"
     if len(lent) > _MAX_NAME:
@@ -101,7 +103,8 @@ def fault(s: Snapshot, spec: Spec) -> str | None:
         return f": HTTPRoute {name} of kvpilot's is not there; ObjectsAccepted says why where it stays so"
     if s.route is None:
         return f": namespace {s.key.namespace} has no HTTPRoute {name}; create it, or {remove}"
-    closed = not_accepted(s.route)
+    # Of a user's route a Gateway may dislike what is none of our business.
+    closed = not_accepted(s.route) if spec.route is not None else None
     if closed is not None:
         return f": HTTPRoute {name} is accepted by no Gateway: {closed}; mend what it names, or {remove}"
     of = kinds(s)
