@@ -34,7 +34,8 @@ _BACKEND = {
     "type": "object",
     "required": ["name"],
     "properties": {
-        "group": {"type": "string", "default": "", "maxLength": 253},
+        # The published one has "" by default, which a server of 1.20 refuses as null.
+        "group": {"type": "string", "maxLength": 253},
         "kind": {"type": "string", "default": "Service", "minLength": 1, "maxLength": 63},
         "namespace": {"type": "string", "minLength": 1, "maxLength": 63},
         "name": _NAME,
@@ -42,7 +43,10 @@ _BACKEND = {
         "weight": {"type": "integer", "default": 1, "minimum": 0, "maximum": 1_000_000},
     },
     "x-kubernetes-validations": [
-        {"rule": "self.kind != 'Service' || self.group != '' || has(self.port)", "message": "a Service needs its port"}
+        {
+            "rule": "self.kind != 'Service' || (has(self.group) && self.group != '') || has(self.port)",
+            "message": "a Service needs its port",
+        }
     ],
 }
 _MATCHES = [{"path": {"type": "PathPrefix", "value": "/"}}]
