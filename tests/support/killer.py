@@ -11,18 +11,21 @@ from support.faulty_world import FaultyWorld
 
 
 class Killer:
-    """`killed` says after which writes: the path below the namespace with the canary's stage, verdict and step."""
+    """`killed` says after which writes: the path below the namespace with the canary's stage, verdict and step.
 
-    def __init__(self, world: FaultyWorld, worth: Callable[[str], bool]) -> None:
-        self._world, self._worth = world, worth
+    Only what is written for one service counts: a start costs seconds, and on others no trial runs.
+    """
+
+    def __init__(self, world: FaultyWorld, name: str, worth: Callable[[str], bool]) -> None:
+        self._world, self._name, self._worth = world, name, worth
         self._stage = ""
         self.killed: list[str] = []
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def of(cls, world: FaultyWorld, worth: Callable[[str], bool] = lambda _: True) -> AsyncIterator[Killer]:
-        """Kill it after writes that are `worth` it, and start it again each time, until the block ends."""
-        killer = cls(world, worth)
+    async def of(cls, world: FaultyWorld, name: str, worth: Callable[[str], bool]) -> AsyncIterator[Killer]:
+        """Kill it after writes for `name` that are `worth` it, and start it again each time, until the block ends."""
+        killer = cls(world, name, worth)
         world.api.on_write = killer._written
         starts = asyncio.create_task(killer._start_again())
         try:
@@ -36,9 +39,13 @@ class Killer:
 
     def _written(self, method: str, path: str, body: bytes) -> None:
         below = path.partition("/namespaces/")[2].partition("/")[2]
-        if below.startswith("events"):
+        kind, _, rest = below.partition("/")
+        if kind in ("", "events"):
             return
-        if below.startswith("quantizedllmservices"):
+        name = rest.partition("/")[0] or json.loads(body)["metadata"]["name"]
+        if name != self._name and not name.startswith(f"{self._name}-"):
+            return
+        if kind == "quantizedllmservices":
             canary = (json.loads(body).get("status") or {}).get("canary") or {}
             self._stage = " ".join(str(canary.get(part, "")) for part in ("stage", "verdict", "step"))
         what = f"{method} {below} {self._stage}".strip()
