@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,11 +25,20 @@ PARENT = {"name": "web", "namespace": "gateways", "sectionName": "https"}
 RULES = ({"backendRefs": [{"name": KEY.name, "port": 80}]},)
 
 
+def published() -> dict[str, Any]:
+    """The definition with the default that the tests on 1.20 have to do without."""
+    definition = copy.deepcopy(ROUTE_CRD)
+    spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    backend = spec["properties"]["rules"]["items"]["properties"]["backendRefs"]["items"]
+    backend["properties"]["group"]["default"] = ""
+    return definition
+
+
 @pytest.fixture(scope="module")
 def server(modern_cluster: LocalCluster) -> Iterator[Rest]:
     """The newer server of definitions, with the kind."""
     rest = Rest.of_kubeconfig(modern_cluster.plane.modern_kubeconfig)
-    directly(rest, [ROUTE_CRD])
+    directly(rest, [published()])
     yield rest
     rest.delete(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{ROUTE_CRD['metadata']['name']}")
 
