@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
-from kvpilot_localcluster.engines.real import engine, refused_by_vllm
+from kvpilot_localcluster.engines.real import engine
 from kvpilot_runtime.retention import SinksAndWindow
 from support.bounded_engine import Asked, Told, serve
+from support.engines_in_turn import refused
 from support.oracle import SLACK, Oracle
 
 pytestmark = pytest.mark.timeout(3600)
@@ -115,9 +116,6 @@ def test_kvpilot_serve_serves_a_stream_that_its_cache_could_not_hold(tmp_path: P
     assert Oracle(tiny_llama(), "k4v4", seen=seen(16)).sound(prompt, answer, rounds=10)
 
 
-def test_an_engine_that_is_started_without_kvpilot_serve_refuses_a_model_with_windows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVPILOT_RETENTION", "SinksAndWindow:4:64")
-    log = refused_by_vllm(tiny_gemma3(), tmp_path)
+def test_an_engine_that_is_started_without_kvpilot_serve_refuses_a_model_with_windows() -> None:
+    log = refused(tiny_gemma3(), {"KVPILOT_RETENTION": "SinksAndWindow:4:64"}, dtype="auto")
     assert "a sliding-window layer (model.layers.0.self_attn.attn) is not supported with KVPILOT_RETENTION" in log

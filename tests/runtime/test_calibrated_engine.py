@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,10 @@ import torch
 
 from kvpilot_demo.models import tiny_llama, tiny_qwen3
 from kvpilot_kernels.factors import Factors
-from kvpilot_localcluster.engines.real import engine, refused_by_vllm
 from kvpilot_runtime import calibration
+from support.engines_in_turn import refused
 from support.oracle import SLACK, Oracle
+from support.stepped_engine import Asked, serve
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -34,16 +34,13 @@ def write_factors(model: Path, file: Path) -> list[Factors]:
 
 
 def test_answers_are_those_of_the_calibrated_codec(tmp_path: Path) -> None:
-    layers = write_factors(tiny_llama(), tmp_path / "factors.safetensors")
+    file = tmp_path / "factors.safetensors"
+    layers = write_factors(tiny_llama(), file)
     rng = random.Random(5)
     prompts = [[rng.randrange(3, 49152) for _ in range(rng.randint(8, 120))] for _ in range(60)]
-    arguments = ("--dtype=float32", "--max-num-batched-tokens=48", "--max-num-seqs=16", "--kv-cache-memory-bytes=64M",
-                 f"--calibration={tmp_path / 'factors.safetensors'}", "--recent-tokens=0")  # fmt: skip
-    with (
-        engine(tiny_llama(), "k4v4", tmp_path, *arguments, env={"KVPILOT_PREFILL_FROM_PAGES": "1"}) as running,
-        ThreadPoolExecutor(16) as pool,
-    ):
-        answers = list(pool.map(lambda prompt: running.tokens(prompt, 16), prompts))
+    options = {"max_num_batched_tokens": 48, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20}
+    question = Asked(str(tiny_llama()), "k4v4", [prompts], [[16] * 60], options, recent=0, calibration=str(file))
+    answers = serve(question).answers[0]
     both = list(zip(prompts, answers, strict=True))
     calibrated = Oracle(tiny_llama(), "k4v4", layers)
     wrong = [i for i, (prompt, answer) in enumerate(both) if not calibrated.sound(prompt, answer)]
@@ -53,12 +50,9 @@ def test_answers_are_those_of_the_calibrated_codec(tmp_path: Path) -> None:
     assert sum(max(plain.shortfalls(prompt, answer)) > SLACK for prompt, answer in both) > 20
 
 
-def test_the_file_of_another_model_ends_the_start_with_what_differs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_of_another_model_ends_the_start_with_what_differs(tmp_path: Path) -> None:
     file = tmp_path / "factors.safetensors"
     write_factors(tiny_qwen3(), file)
-    monkeypatch.setenv(calibration.VARIABLE, str(file))
-    log = refused_by_vllm(tiny_llama(), tmp_path, "--kv-cache-dtype=k4v4")
+    log = refused(tiny_llama(), {calibration.VARIABLE: str(file)})
     assert f"calibration file '{file}': head_dim is '128' and the model's is '64'" in log
     assert "run `kvpilot calibrate` with the model that is served" in log

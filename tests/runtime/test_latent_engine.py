@@ -39,10 +39,10 @@ def some_requests(count: int) -> list[tuple[list[int], int]]:
 
 
 @pytest.mark.parametrize("name", names())
-def test_paging_changes_no_token_of_latent_attention(name: str, model: Path, tmp_path: Path) -> None:
+def test_paging_changes_no_token_of_latent_attention(name: str, model: Path) -> None:
     requests = some_requests(80)
     told = serve(
-        model, name, tmp_path, requests, from_pages=True, max_model_len=LONGEST + 32, max_num_seqs=16,
+        model, name, requests, from_pages=True, max_model_len=LONGEST + 32, max_num_seqs=16,
         max_num_batched_tokens=CHUNK, num_gpu_blocks_override=BLOCKS, kv_cache_memory_bytes=2**20,
     )  # fmt: skip
     answers = told["answers"]
@@ -67,15 +67,13 @@ def test_paging_changes_no_token_of_latent_attention(name: str, model: Path, tmp
 
 
 def test_a_prompt_in_one_chunk_is_answered_as_by_a_cache_in_full_and_one_in_several_reads_its_context_from_pages(
-    model: Path, tmp_path: Path
+    model: Path,
 ) -> None:
     prompts = [prompt for prompt, _ in some_requests(60) if len(prompt) > CHUNK][:12]
     plain = Oracle(model, "auto")
     room = {"max_model_len": 256, "max_num_seqs": 1, "kv_cache_memory_bytes": 2**20, "enable_prefix_caching": False}
     for chunk, near in ((256, True), (CHUNK, False)):
-        told = serve(
-            model, "mla4", tmp_path, [(p, 1) for p in prompts], from_pages=False, max_num_batched_tokens=chunk, **room
-        )
+        told = serve(model, "mla4", [(p, 1) for p in prompts], from_pages=False, max_num_batched_tokens=chunk, **room)
         off = [
             abs(first - plain.logprobs(p, a)[0])
             for p, a, first in zip(prompts, told["answers"], told["first"], strict=True)
@@ -85,12 +83,12 @@ def test_a_prompt_in_one_chunk_is_answered_as_by_a_cache_in_full_and_one_in_seve
 
 
 def test_the_cuda_backends_metadata_and_kernels_serve_an_engine_in_tritons_interpreter(
-    model: Path, tmp_path: Path
+    model: Path,
 ) -> None:
     """Prompts in chunks, cached prefixes and mixed steps; 4 programs' worth of splits, and graphs' buffers."""
     requests = [(prompt, min(count, 4)) for prompt, count in some_requests(10)]
     told = serve(
-        model, "mla4", tmp_path, requests, from_pages=True, interpreted=True, max_model_len=LONGEST + 32,
+        model, "mla4", requests, from_pages=True, interpreted=True, max_model_len=LONGEST + 32,
         max_num_seqs=4, max_num_batched_tokens=CHUNK, num_gpu_blocks_override=BLOCKS, kv_cache_memory_bytes=2**20,
     )  # fmt: skip
     assert told["vllm:prefix_cache_hits"] > 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvpilot_demo.models import tiny_llama
-from kvpilot_localcluster.engines.real import refused_by_vllm
+from support.engines_in_turn import refused
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -29,43 +29,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
 }  # fmt: skip
-SPECULATION = {"model": str(tiny_llama()), "num_speculative_tokens": 2}
-TRANSFER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both",
-            "kv_connector_extra_config": {"shared_storage_path": "unused"}}  # fmt: skip
-# What is asked for, and the words that must be in the log beside the dtype's name.
-CASES: dict[str, tuple[str | None, list[str], str]] = {
-    "mla": ("mla", [], "MLA not supported"),
-    "alibi": ("alibi", [], "a model with ALiBi is not supported"),
-    "windows": ("windows", [], "keep these in 16 bits: --kv-cache-dtype-skip-layers sliding_window"),
-    "speculation": (None, [f"--speculative-config={json.dumps(SPECULATION)}"], "speculative decoding by 'draft_model'"),
-    "transfer": (
-        None,
-        [f"--kv-transfer-config={json.dumps(TRANSFER)}"],
-        "the connector 'ExampleConnector' is not supported",
-    ),
+SPECULATION = {"speculative_config": {"model": str(tiny_llama()), "num_speculative_tokens": 2}}
+TRANSFER = {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both",
+                                   "kv_connector_extra_config": {"shared_storage_path": "unused"}}}  # fmt: skip
+# What is asked for, and the words that must be said beside the dtype's name.
+CASES: dict[str, tuple[str | None, dict[str, Any], str]] = {
+    "mla": ("mla", {}, "MLA not supported"),
+    "alibi": ("alibi", {}, "a model with ALiBi is not supported"),
+    "windows": ("windows", {}, "keep these in 16 bits: --kv-cache-dtype-skip-layers sliding_window"),
+    "speculation": (None, SPECULATION, "speculative decoding by 'draft_model'"),
+    "transfer": (None, TRANSFER, "the connector 'ExampleConnector' is not supported"),
 }
 
 
-@pytest.fixture(scope="module")
-def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The logs of all cases, two engines at a time."""
-
-    root = tmp_path_factory.mktemp("refused")
-
-    def refused(case: str) -> str:
-        config, arguments, _ = CASES[case]
-        folder = root / case
-        folder.mkdir()
-        if config is not None:
-            (folder / "config.json").write_text(json.dumps(MODELS[config]))
-        model = tiny_llama() if config is None else folder
-        return refused_by_vllm(model, folder, "--kv-cache-dtype=k4v4", "--port=0", *arguments)
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(CASES, pool.map(refused, CASES), strict=True))
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_the_engine_ends_with_what_is_not_supported_and_what_to_do(logs: dict[str, str], case: str) -> None:
-    raised = [line for line in logs[case].splitlines() if "UnsupportedModelError: " in line or "with error '" in line]
-    assert any(CASES[case][2] in line and "k4v4" in line for line in raised), logs[case][-3000:]
+def test_the_engine_ends_with_what_is_not_supported_and_what_to_do(case: str, tmp_path: Path) -> None:
+    config, options, words = CASES[case]
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(MODELS[config]))
+    log = refused(tiny_llama() if config is None else tmp_path, **options)
+    raised = [line for line in log.splitlines() if "UnsupportedModelError: " in line or "with error '" in line]
+    assert any(words in line and "k4v4" in line for line in raised), log[-3000:]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +20,14 @@ from transformers import AutoTokenizer
 from kvpilot_demo.models import smollm2_135m, tiny_gemma3, tiny_llama
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.fit import Observed
-from kvpilot_localcluster.engines.real import engine, refused_by_vllm
 from kvpilot_runtime import calibration_info, self_calibration
 from kvpilot_runtime.calibration_text import NoTokensError, lone, passes, text_ids
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.worker_info import Reported
 from support.built_in_factors import factors_of
+from support.engines_in_turn import refused
 from support.oracle import Oracle
+from support.stepped_engine import Asked, serve
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -35,28 +35,31 @@ CHUNK, CONTEXT = 512, 2048
 SLACK = 1e-3
 
 
-def told(page: str) -> dict[str, str]:
+def told(page: list[str]) -> dict[str, str]:
     """The labels of the one series of where the factors come from."""
-    [line] = [line for line in page.splitlines() if line.startswith(calibration_info.NAME + "{")]
+    [line] = [line for line in page if line.startswith(calibration_info.NAME + "{")]
     labels = line.partition("{")[2].partition("}")[0]
     return dict(part.split("=", 1) for part in labels.replace('"', "").split(","))
 
 
+def asked(model: Path, dtype: str, prompts: list[list[int]], calibration: str = "") -> Asked:
+    """These prompts at once, 16 tokens each, from an engine without a window."""
+    options = {"max_num_batched_tokens": CHUNK, "max_model_len": CONTEXT, "kv_cache_memory_bytes": 64 << 20}
+    return Asked(str(model), dtype, [prompts], [[16] * len(prompts)], options, recent=0, calibration=calibration)
+
+
 @pytest.mark.parametrize("model", [tiny_llama, tiny_gemma3], ids=["llama", "gemma3"])
-def test_answers_are_those_of_the_factors_of_the_built_in_text(model: Callable[[], Path], tmp_path: Path) -> None:
+def test_answers_are_those_of_the_factors_of_the_built_in_text(model: Callable[[], Path]) -> None:
     rng = random.Random(7)
     prompts = [[rng.randrange(3, 49152) for _ in range(rng.randint(8, 120))] for _ in range(40)]
-    arguments = ("--dtype=float32", f"--max-num-batched-tokens={CHUNK}", f"--max-model-len={CONTEXT}",
-                 "--kv-cache-memory-bytes=64M", "--recent-tokens=0")  # fmt: skip
-    with (
-        engine(model(), "k4v4", tmp_path, *arguments, env={"KVPILOT_PREFILL_FROM_PAGES": "1"}) as running,
-        ThreadPoolExecutor(16) as pool,
-    ):
-        answers = list(pool.map(lambda prompt: running.tokens(prompt, 16), prompts))
-        labels = told(running.page())
+    question = asked(model(), "k4v4", prompts)
+    if model is tiny_gemma3:
+        question.options["kv_cache_dtype_skip_layers"] = ["sliding_window"]
+    found = serve(question)
+    labels = told(found.metrics)
     assert (labels["source"], labels["reason"]) == ("self", "")
     assert len(labels["hash"]) == 16
-    both = list(zip(prompts, answers, strict=True))
+    both = list(zip(prompts, found.answers[0], strict=True))
     calibrated = Oracle(model(), "k4v4", factors_of(model(), CHUNK, CONTEXT))
     wrong = [i for i, (prompt, answer) in enumerate(both) if not calibrated.sound(prompt, answer)]
     assert not wrong
@@ -65,15 +68,9 @@ def test_answers_are_those_of_the_factors_of_the_built_in_text(model: Callable[[
     assert sum(max(plain.shortfalls(prompt, answer)) > SLACK for prompt, answer in both) > 10
 
 
-def test_two_starts_find_the_same_factors_in_whichever_dtype_and_a_start_without_says_so(tmp_path: Path) -> None:
-    arguments = ("--kv-cache-memory-bytes=64M", f"--max-num-batched-tokens={CHUNK}")
-
-    def start(dtype: str, asked: str) -> dict[str, str]:
-        with engine(tiny_llama(), dtype, tmp_path, *arguments, env={"KVPILOT_CALIBRATION": asked}) as running:
-            return told(running.page())
-
-    with ThreadPoolExecutor(2) as pool:
-        first, second, without = pool.map(start, ("k4v4", "k2v2", "k4v4"), ("", "", "off"))
+def test_two_starts_find_the_same_factors_in_whichever_dtype_and_a_start_without_says_so() -> None:
+    starts = (("k4v4", ""), ("k2v2", ""), ("k4v4", "off"))
+    first, second, without = (told(serve(asked(tiny_llama(), dtype, [], how)).metrics) for dtype, how in starts)
     assert first == second
     assert without["source"] == "off"
     assert without["hash"] != first["hash"]
@@ -85,7 +82,7 @@ def test_keys_that_are_not_finite_end_the_start_with_the_layer_and_the_remedy(tm
     weights = load_file(model / "model.safetensors")
     weights["model.layers.1.self_attn.k_proj.weight"][0, 0] = torch.nan
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    log = refused_by_vllm(model, tmp_path, "--kv-cache-dtype=k4v4", "--load-format=auto", "--port=0")
+    log = refused(model, {"KVPILOT_CALIBRATION": ""}, load_format="auto", skip_tokenizer_init=False)
     assert "calibration of layer 'model.layers.1.self_attn.attn': keys are not finite in" in log
     assert "KVPILOT_CALIBRATION" in log
 
@@ -206,4 +203,4 @@ def test_the_metric_appears_once_a_worker_has_reported_and_never_from_half_a_fil
     file.write_text('{"source": "se')
     assert calibration_info.NAME not in generate_latest(registry).decode()
     file.write_text('{"source": "none", "hash": "0f", "reason": "LoRA"}')
-    assert told(generate_latest(registry).decode()) == {"source": "none", "hash": "0f", "reason": "LoRA"}
+    assert told(generate_latest(registry).decode().splitlines()) == {"source": "none", "hash": "0f", "reason": "LoRA"}

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-HANGS = 900
+from support.own_process import ask, run
+
+_PLAIN = {"KVPILOT_CALIBRATION": "off", "KVPILOT_RECENT_TOKENS": "0"}
 
 
 @dataclass
@@ -35,28 +36,30 @@ class Answered:
     Attributes:
         answers: by round and prompt. cached: tokens of each that the prefix cache had. preempted: how often that was.
         groups: each group's kind, tokens of a block, and bytes of a page that are used and that it has.
+        capacity: tokens that the cache holds, by `kv_cache_size_tokens`.
     """
 
     answers: list[list[list[int]]]
     cached: list[list[int]]
     preempted: int
     groups: list[tuple[str, int, int, int]]
+    capacity: int
 
 
 def serve(turns: Sequence[Turn], env: Mapping[str, str] | None = None) -> list[Answered]:
     """Ask the engines in a process of their own. Prompts read themselves back from pages, and nothing is calibrated."""
-    environment = {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "KVPILOT_PREFILL_FROM_PAGES": "1",
-        "KVPILOT_CALIBRATION": "off", "KVPILOT_RECENT_TOKENS": "0", "PYTHONPATH": os.pathsep.join(sys.path),
-    }  # fmt: skip
-    ended = subprocess.run(
-        [sys.executable, "-P", "-m", "support.engines_in_turn"], input=json.dumps([asdict(turn) for turn in turns]),
-        capture_output=True, text=True, env={**os.environ, **environment, **(env or {})}, timeout=HANGS, check=False,
-    )  # fmt: skip
-    if ended.returncode:
-        raise RuntimeError(ended.stderr[-4000:] + ended.stdout[-2000:])
-    return [Answered(**found) for found in json.loads(ended.stdout.splitlines()[-1])]
+    asked = [asdict(turn) for turn in turns]
+    return [Answered(**found) for found in ask("support.engines_in_turn", asked, **{**_PLAIN, **(env or {})})]
+
+
+def refused(model: Path, env: Mapping[str, str] | None = None, dtype: str = "k4v4", **options: Any) -> str:
+    """What an engine says that does not start with these options; no preflight comes before it."""
+    small = {"load_format": "dummy", "kv_cache_memory_bytes": 16 << 20, "max_model_len": 256}
+    turn = Turn(str(model), dtype, [], [], {**small, **options})
+    code, out, err = run("support.engines_in_turn", [asdict(turn)], **{**_PLAIN, **(env or {})})
+    if code == 0:
+        raise RuntimeError("vLLM started as if all were well")
+    return out + err
 
 
 def answer(turn: Turn) -> Answered:
@@ -74,7 +77,8 @@ def answer(turn: Turn) -> Answered:
         return stock(self, *args, **kwargs)
 
     Scheduler._preempt_request = counted
-    llm = LLM(turn.model, kv_cache_dtype=turn.dtype, enforce_eager=True, skip_tokenizer_init=True, **turn.options)
+    options = {"enforce_eager": True, "skip_tokenizer_init": True, **turn.options}
+    llm = LLM(turn.model, kv_cache_dtype=turn.dtype, **options)
     core = llm.llm_engine.engine_core.engine_core
     groups = [group.kv_cache_spec for group in core.scheduler.kv_cache_config.kv_cache_groups]
     answers, cached = [], []
@@ -84,12 +88,13 @@ def answer(turn: Turn) -> Answered:
         answers.append([list(o.outputs[0].token_ids) for o in outputs])
         cached.append([o.num_cached_tokens or 0 for o in outputs])
     Scheduler._preempt_request = stock
+    capacity = core.model_executor.vllm_config.cache_config.kv_cache_size_tokens
     found = [(type(spec).__name__, spec.block_size, *used(spec)) for spec in groups]
     llm.llm_engine.engine_core.shutdown()
     del llm, core
     gc.collect()
     destroy_model_parallel()  # a model with experts has groups that others do without
-    return Answered(answers, cached, preempted, found)
+    return Answered(answers, cached, preempted, found, capacity)
 
 
 def used(spec: Any) -> tuple[int, int]:

@@ -1,23 +1,33 @@
 """A real vLLM in a process of its own that serves multi-head latent attention, and a model for it.
 
-`python -m support.latent_engine JOB`: a JSON file with `engine`, arguments of `vllm.LLM`, and `requests`, each a prompt
-and how many tokens are asked for. Prints, as JSON on the last line, what `serve` gives.
+`python -m support.latent_engine`: a JSON object of `Asked`'s fields on stdin; what `serve` gives on stdout (the last
+line).
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvpilot_runtime.backend import PREFILL_FROM_PAGES
+from support.own_process import ask
 
-HANGS = 1200
 VOCABULARY = 256
 COUNTED = ("vllm:num_preemptions", "vllm:prefix_cache_hits")
+
+
+@dataclass
+class Asked:
+    """`engine`: arguments of `vllm.LLM`; `requests`: prompts, and how many tokens are asked for; `interpreted`: see
+    `serve`.
+    """
+
+    engine: dict[str, Any]
+    requests: list[tuple[list[int], int]]
+    interpreted: bool
 
 
 def make_model(folder: Path) -> Path:
@@ -37,8 +47,8 @@ def make_model(folder: Path) -> Path:
 
 
 def serve(
-    model: Path, dtype: str, folder: Path, requests: list[tuple[list[int], int]], from_pages: bool,
-    interpreted: bool = False, **engine: Any,
+    model: Path, dtype: str, requests: list[tuple[list[int], int]], from_pages: bool, interpreted: bool = False,
+    **engine: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Ask an engine for greedy answers to all requests at once.
 
@@ -56,38 +66,28 @@ def serve(
         "model": str(model), "dtype": "float32", "kv_cache_dtype": dtype, "skip_tokenizer_init": True, "seed": 0,
         "enforce_eager": True, "disable_log_stats": False, **engine,
     }  # fmt: skip
-    job = folder / f"{dtype}.json"
-    job.write_text(json.dumps({"engine": whole, "requests": requests, "interpreted": interpreted}))
-    environment = {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": os.pathsep.join(sys.path),
-        PREFILL_FROM_PAGES: str(int(from_pages)), "TRITON_INTERPRET": str(int(interpreted)),
-    }  # fmt: skip
-    ended = subprocess.run(
-        [sys.executable, "-P", "-m", "support.latent_engine", str(job)], capture_output=True, text=True,
-        env={**os.environ, **environment}, timeout=HANGS, check=False,
-    )  # fmt: skip
-    if ended.returncode:
-        raise RuntimeError(ended.stderr[-4000:] + ended.stdout[-4000:])
-    told: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    environment = {PREFILL_FROM_PAGES: str(int(from_pages))}
+    if interpreted:
+        environment["TRITON_INTERPRET"] = "1"
+    told: dict[str, Any] = ask("support.latent_engine", Asked(whole, requests, interpreted), **environment)
     return told
 
 
-def main(file: str) -> None:
+def main() -> None:
     """Be the engine."""
     from vllm import LLM, SamplingParams
 
-    job = json.loads(Path(file).read_text())
-    if job["interpreted"]:
+    job = Asked(**json.load(sys.stdin))
+    if job.interpreted:
         from support import latent_interpreted
 
         latent_interpreted.install()
-    llm = LLM(**job["engine"])
+    llm = LLM(**job.engine)
     ways = [
         SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, logprobs=1, detokenize=False)
-        for _, count in job["requests"]
+        for _, count in job.requests
     ]
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in job["requests"]], ways, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in job.requests], ways, use_tqdm=False)
     answers = [list(output.outputs[0].token_ids) for output in outputs]
     first = [output.outputs[0].logprobs[0][answer[0]].logprob for output, answer in zip(outputs, answers, strict=True)]
     config = llm.llm_engine.vllm_config.cache_config
@@ -97,4 +97,4 @@ def main(file: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -71,21 +71,6 @@ def engine(
         yield running
 
 
-def refused_by_vllm(model: Path, folder: Path, *arguments: str) -> str:
-    """The log of a vLLM that does not start with these arguments; no preflight comes before it."""
-    log = folder / "refused.log"
-    command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--load-format=dummy"]
-    command += ["--skip-tokenizer-init", "--enforce-eager", "--kv-cache-memory-bytes=16M", "--max-model-len=256"]
-    # Whatever else has vLLM's own port on this machine is not what is to refuse.
-    command += ["--host=127.0.0.1", f"--port={free_port()}"]
-    environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    with process_group([*command, *arguments], log, environment) as process:
-        code = process.wait(HANGS)
-    if code == 0:
-        raise RuntimeError("vLLM ended as if all were well")
-    return log.read_text(errors="replace")
-
-
 @contextmanager
 def process_group(command: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """A process that leads a group of its own; whatever happens, nothing of the group outlives the block."""

@@ -1,0 +1,70 @@
+"""Engines that are forked from a process that has imported vLLM: each is as if it had been started by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from support.own_environment import Asked, Told, serve
+from support.own_process import QUIET, ask, run
+
+pytestmark = pytest.mark.timeout(1800)
+HANGS = 900
+
+
+def alive(number: int) -> bool:
+    """Whether a process is there that is not merely waited for."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_each_process_is_as_if_it_were_the_only_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = serve(KVPILOT_RECENT_TOKENS="64")
+    monkeypatch.chdir(tmp_path)
+    second = serve(KVPILOT_CALIBRATION="off")
+    assert (second.asker, second.mess) == (first.asker, False)
+    environment = {**os.environ, **QUIET, "KVPILOT_PREFILL_FROM_PAGES": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    alone = subprocess.run(
+        [sys.executable, "-P", "-m", "support.own_environment"], input=json.dumps(asdict(Asked())),
+        env={**environment, "KVPILOT_CALIBRATION": "off"}, stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    third = Told(**json.loads(alone.stdout.splitlines()[-1]))
+    assert replace(second, number=third.number, asker=third.asker) == third
+    assert second.folder == str(tmp_path)
+    assert first.environment["KVPILOT_RECENT_TOKENS"] == "64"
+    assert "KVPILOT_CALIBRATION" not in first.environment
+
+
+def test_an_error_ends_with_its_own_status_and_words() -> None:
+    code, _, err = run("support.no_such_module", Asked())
+    assert code == 1
+    assert "No module named 'support.no_such_module'" in err
+    with pytest.raises(RuntimeError, match=r"No module named 'support\.no_such_module'"):
+        ask("support.no_such_module", Asked())
+
+
+def test_who_answers_does_not_outlive_an_asker_that_is_killed(tmp_path: Path) -> None:
+    file = tmp_path / "number"
+    words = "import sys; from support.own_environment import serve; serve(sys.argv[1])"
+    command = [sys.executable, "-P", "-c", words, str(file)]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}) as asker:
+        deadline = time.monotonic() + HANGS
+        while not (file.exists() and file.read_text().endswith("\n")):
+            assert asker.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        number = int(file.read_text())
+        server = int(Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[1])
+        asker.kill()
+    while alive(number) or alive(server):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
