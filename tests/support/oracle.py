@@ -10,7 +10,7 @@ token reads the window, and only of what was stored since its sequence has its r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +140,16 @@ class Oracle:
         chunk = _chunk_of(layer)
         if self._format is not None and window is None:
             factors = self._factors[layer.layer_idx] if self._factors else None
+            codec = self._format
             moved = [(side, self._moved(x).transpose(1, 2)) for side, x in (("key", key), ("value", value))]
-            (key, value), (fine_key, fine_value) = (
-                [round_trip(x, self._format, side, factors, recent).transpose(1, 2).float() for side, x in moved]
-                for recent in (False, True)
-            )
+
+            def read(recent: bool) -> Iterator[torch.Tensor]:
+                return (round_trip(x, codec, side, factors, recent).transpose(1, 2).float() for side, x in moved)
+
+            key, value = read(recent=False)
             if self._fine.any():
                 assert softcap is None and s_aux is None and not chunk, "not with a recent window"
+                fine_key, fine_value = read(recent=True)
                 return self._with_window(query, (key, value), (fine_key, fine_value), scaling), None
         if (at := self._misread) is not None:
             key, value = (x.index_copy(2, torch.arange(at, at + 16), x[:, :, at - 16 : at]) for x in (key, value))
