@@ -79,6 +79,7 @@ def test_a_sixteen_bit_engine_is_quiet_against_itself_in_other_batches(reference
     assert noise.top1_agreement_permille >= 950
 
 
+@pytest.mark.long
 def test_fp8_does_damage_above_the_noise_that_a_reader_would_not_notice(
     reference: tuple[Baseline, Measurement], tmp_path: Path
 ) -> None:
@@ -130,6 +131,7 @@ def gated(capsys: pytest.CaptureFixture[str], baseline: str, candidate: str) -> 
     return code, found
 
 
+@pytest.mark.long
 def test_the_gate_lets_a_sixteen_bit_engine_pass_against_itself_by_the_default_limits(
     sixteen: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,8 +81,8 @@ def served_in_turn(model: Path, count: int, longest: int, blocks: int, seed: int
 @pytest.mark.parametrize(
     ("model", "count", "longest", "blocks"),
     [
-        pytest.param(tiny_llama, 300, 128, 20, id="llama"),
-        pytest.param(tiny_qwen3, 200, 128, 20, id="qwen3"),
+        pytest.param(tiny_llama, 160, 128, 20, id="llama"),
+        pytest.param(tiny_qwen3, 200, 128, 20, id="qwen3", marks=pytest.mark.long),
         pytest.param(tiny_gemma3, 200, 448, 44, id="gemma3"),
     ],
 )
@@ -149,7 +149,7 @@ def judge(
     # The check can fail. These answers are not those of a 16-bit cache: 81 to 98 of 100 differ, by the model. And where
     # a block is misread they are not the best ones any more (179 of 180), nor does rounding explain them.
     plain = Oracle(model, "auto")
-    assert sum(max(plain.shortfalls(r.prompt, r.answer)) > SLACK for r in requests[:100]) > 50
+    assert sum(max(plain.shortfalls(r.prompt, r.answer)) > SLACK for r in requests[:80]) > 40
     long = [r for r in requests if len(r.prompt) > CHUNK][:6]
     misread = [oracle.sound(r.prompt, r.answer, misread=len(r.prompt) // 2, rounds=10) for r in long]
     assert sum(misread) <= 1

@@ -22,7 +22,7 @@ from support.services import KEY, manifest, spec_of
 ROOT = Path(__file__).parents[2]
 COLLECTOR = "http://otel-collector.monitoring:4318"
 
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.long]
 
 
 class NoMaps:
