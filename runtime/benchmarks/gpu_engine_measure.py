@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -129,7 +130,10 @@ def attempt(what: str, capacity: int, needed: int, measure: Callable[[], dict[st
 
 
 def draft_at_random(drafts: int, vocab: int) -> None:
-    """Have vLLM's n-gram proposer name so many random tokens for each sequence, whatever it has read."""
+    """Have vLLM's n-gram proposers name so many random tokens for each sequence, whatever it has read.
+
+    On a GPU vLLM 0.32 has another one, beside another model runner.
+    """
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
     rng = random.Random(3)  # noqa: S311
@@ -138,6 +142,13 @@ def draft_at_random(drafts: int, vocab: int) -> None:
         return [rng.choices(range(FIRST_TOKEN, vocab), k=drafts) if tokens else [] for tokens in sampled]
 
     NgramProposer.propose = propose
+    with suppress(ImportError):
+        from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
+
+        def propose_on_gpu(self: Any, input_batch: Any, *_rest: Any, **_more: Any) -> Any:
+            return self.drafts[: input_batch.num_reqs].random_(FIRST_TOKEN, vocab)
+
+        NgramGPUSpeculator.propose = propose_on_gpu
 
 
 def main() -> NoReturn:

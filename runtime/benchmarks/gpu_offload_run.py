@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gpu_engine_process import end_with_parent, say, versions
+from prometheus_client import REGISTRY
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,12 @@ def main() -> NoReturn:
     rng.shuffle(asked)
     say(f"started in {start_s:.0f} s; {job.conversations} conversations of {job.history} tokens")
     serve(llm, job, [turn(histories[i], job, rng) for i in asked])
-    before = counters(llm)
+    before = counters()
     prompts = [turn(histories[rng.randrange(job.conversations)], job, rng) for _ in range(job.requests)]
     began = time.perf_counter()
     firsts = serve(llm, job, prompts)
     seconds = time.perf_counter() - began
-    after = counters(llm)
+    after = counters()
     grown = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in after}
     result = {
         "requests_per_s": job.requests / seconds, "seconds": seconds, "start_s": start_s,
@@ -160,12 +161,13 @@ def serve(llm: Any, job: Job, prompts: Sequence[list[int]]) -> list[float]:
     return [first[name] - arrived[name] for name in arrived]
 
 
-def counters(llm: Any) -> dict[str, float]:
-    """vLLM's counters by name, summed over their series."""
+def counters() -> dict[str, float]:
+    """vLLM's counters by name, summed over their series; `LLM.get_metrics` would cut seconds to whole ones."""
     found: dict[str, float] = {}
-    for metric in llm.get_metrics():
-        if isinstance(getattr(metric, "value", None), int | float):
-            found[metric.name] = found.get(metric.name, 0.0) + metric.value
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            if sample.name == f"{family.name}_total":
+                found[family.name] = found.get(family.name, 0.0) + sample.value
     return found
 
 
