@@ -29,7 +29,7 @@ models with images or sound for their text part.
 - **bytes a token**, by dtype: in the full layers, of all KV heads; a latent (MLA) cache is the same on every GPU.
   Windows come on top, in 16 bits, and chunks, in the dtype; they do not grow with a sequence, nor do states.
 - **our dtypes**: what keeps them from the model on a GPU; it is served in `auto` and in vLLM's own dtypes all the same.
-  Models with latents have dtypes of their own, `mla8` and `mla4`, on a CPU alone as yet, with the bytes of a token.
+  Models with latents have dtypes of their own, `mla8` and `mla4`, with the bytes of a token.
   *yes* is that `kvpilot-serve` starts the engine, *text alone* that it does with `--language-model-only`; what was run
   is below.
 - **vLLM**: *same* where its specs are these, or why they were not built.
@@ -66,17 +66,17 @@ def row(entry: dict[str, Any]) -> list[str]:
     refusal = unsupported(facts, gpu=True)
     sizes = [size(facts, dtype, refusal) for dtype in DTYPES]
     if facts.latent:
-        verdict = f"no: {refusal}{on_cpu(facts)}"
+        verdict = f"no: {refusal}{of_latents(facts)}"
     else:
         verdict = f"no: {refusal}" if refusal else "yes, text alone" if facts.image_prefix else "yes"
     return [entry["model"], layers(facts), heads(facts), *sizes, verdict, entry.get("vllm", "same")]
 
 
-def on_cpu(facts: Architecture) -> str:
-    """What the dtypes of latents make of a model on a CPU, as the end of a sentence."""
+def of_latents(facts: Architecture) -> str:
+    """What the dtypes of latents make of a model, as the end of a sentence."""
     if (what := unsupported_latent(facts)) is not None:
         return f", and {what}"
-    return "; on a CPU " + " and ".join(
+    return "; of their own " + " and ".join(
         f"`{name}` ({facts.token_bytes(latent.parse(name)):,})" for name in latent.names()
     )
 

@@ -34,8 +34,7 @@ def register() -> None:
     if any(one.part.need is contract.Need.NAMES for one in broken):
         return
     paths = {name: f"kvpilot_runtime.{platform}.{compat.backend_class(name)}" for name in names}
-    if platform == "cpu":  # no engine with `latent_cuda` was seen on a GPU
-        paths |= {name: f"kvpilot_runtime.latent_cpu.{compat.backend_class(name)}" for name in latent.names()}
+    paths |= {name: f"kvpilot_runtime.latent_{platform}.{compat.backend_class(name)}" for name in latent.names()}
     compat.register_dtypes(tuple(paths))
     route = compat.route_cuda_backends if platform == "cuda" else compat.route_cpu_backends
     route(paths, lambda dtype, skipping: contract.refuse(dtype, broken, skipping))

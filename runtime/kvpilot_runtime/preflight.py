@@ -98,7 +98,7 @@ def check(request: Request) -> Findings:
         request.retention is not None and findings.config is not None and findings.config.idle_window
     )
     if isinstance(fmt, latent.LatentFormat):
-        _latent_dtype(fmt, findings.config, request, platform)
+        _latent_dtype(fmt, findings.config, request)
     elif fmt.ours and findings.config is not None:
         _our_dtype(fmt, findings.config, request, findings, platform)
     elif fmt.ours and request.skip_layers is None:
@@ -257,16 +257,12 @@ def _our_dtype(
             refuse(f"the {config.window_layers} sliding-window layers of this model", f"keep them in 16 bits with --kv-cache-dtype-skip-layers={options.SLIDING}")  # fmt: skip  # noqa: E501
 
 
-def _latent_dtype(
-    fmt: latent.LatentFormat, config: models.Architecture | None, request: Request, platform: machine.Platform
-) -> None:
+def _latent_dtype(fmt: latent.LatentFormat, config: models.Architecture | None, request: Request) -> None:
     """Whether our backend of multi-head latent attention can serve the model as asked."""
 
     def refuse(what: str, remedy: str = "leave it out, or use --kv-cache-dtype=auto") -> None:
         raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} does not support {what}; {remedy}")
 
-    if platform == "cuda":
-        refuse("a GPU: no engine has served it there yet", "use --kv-cache-dtype=fp8 or auto")
     if options.speculation(request.others):
         refuse("speculative decoding")
     if any(options.given(request.others, options.OFFLOAD)):

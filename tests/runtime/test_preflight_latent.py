@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,16 @@ def test_a_model_with_latents_is_served_on_a_cpu_and_its_cache_is_counted(deepse
     check(Request(str(deepseek), name, kv_bytes=512 * row))
 
 
-def test_a_gpu_is_refused_with_what_serves_there(deepseek: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_from_ampere_on_serves_latents_of_a_model_in_16_bits(
+    deepseek: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine, "platform", lambda: "cuda")
-    monkeypatch.setattr(machine, "gpus", lambda: [machine.Gpu("NVIDIA H200", 141 * 2**30, 0, (9, 0))])
-    assert "a GPU: no engine has served it there yet; use --kv-cache-dtype=fp8 or auto" in refusal(
-        Request(str(deepseek), "mla4")
-    )
+    gpu = partial(machine.Gpu, "GPU", 141 * 2**30, 0)
+    monkeypatch.setattr(machine, "gpus", lambda: [gpu((9, 0))])
+    assert not check(Request(str(deepseek), "mla4", model_dtype="bfloat16")).warnings
+    assert "needs a model in 16 bits" in refusal(Request(str(deepseek), "mla4", model_dtype="float32"))
+    monkeypatch.setattr(machine, "gpus", lambda: [gpu((7, 5))])
+    assert "needs compute capability 8.0" in refusal(Request(str(deepseek), "mla4", model_dtype="bfloat16"))
 
 
 def test_a_model_without_latents_or_with_other_ones_is_refused_by_name(deepseek: Path, tmp_path: Path) -> None:
