@@ -161,6 +161,11 @@ class Observed:
         self._key.add(key[1:], torch.stack([k for k, _ in weights], 1)[1:])
         self._value.add(value, torch.stack([v for _, v in weights], 1)[..., None].expand(value.shape))
 
+    @property
+    def tokens(self) -> int:
+        """Counted so far, first ones of sequences not among them."""
+        return self._key.tokens
+
     def still(self) -> int:
         """Channels of keys and values that never moved: their scale is that of a floor."""
         return self._key.still() + self._value.still()

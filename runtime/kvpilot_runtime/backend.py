@@ -15,8 +15,9 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
 
 from kvpilot_kernels import formats
@@ -26,7 +27,7 @@ from kvpilot_runtime.compat import HeadMajorPages, backend_class
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.factors_of_engine import calibration_of
 from kvpilot_runtime.recent import RecentLayer, Rings, attach
-from kvpilot_runtime.speculation import drafts, refuse_other_drafters
+from kvpilot_runtime.speculation import drafts, has_draft_model, refuse_other_drafters
 
 PREFILL_FROM_PAGES = "KVPILOT_PREFILL_FROM_PAGES"
 """Set to 1, a chunk reads itself back from its pages too: outputs then do not depend on how prompts were chunked,
@@ -129,6 +130,14 @@ def our_layers(vllm_config: Any) -> dict[str, Any]:
     return {name: layer for name, layer in context.items() if isinstance(getattr(layer, "impl", None), PackedImpl)}
 
 
+def only_ours(vllm_config: Any) -> bool:
+    """Whether all layers that have a KV cache have packed pages."""
+    every = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
+    return all(
+        isinstance(layer, RecentLayer) or isinstance(getattr(layer, "impl", None), PackedImpl) for layer in every
+    )
+
+
 def refuse_unsupported_options(vllm_config: Any) -> None:
     """Refuse what no backend of ours does.
 
@@ -189,13 +198,16 @@ class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 class PackedImpl(AttentionImpl):  # type: ignore[misc]
     """Attention of one layer over packed pages.
 
-    `recent` and `ring` are the tokens of the recent window and the layer that has its pages, None until `attach` has
-    settled it; `drafts` are tokens that a step may store and the next ones take back, for each sequence.
+    `drafting` says that the layer is a draft model's: it has no window, and no factors but those of a calibration at
+    start. `recent` and `ring` are the tokens of the recent window and the layer that has its pages, None until `attach`
+    has settled it; `drafts` are tokens that a step may store and the next ones take back, for each sequence.
 
     Raises (at start):
-        UnsupportedModelError: the layer needs ALiBi or a sliding window, or is not a decoder's; or the engine's
-            drafts come from a model.
+        UnsupportedModelError: the layer needs ALiBi or a sliding window, or is not a decoder's; or drafts come from
+            elsewhere than this platform serves, or from a model beside layers that are not ours.
     """
+
+    platform: ClassVar[str]
 
     def __init__(
         self,
@@ -235,9 +247,15 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.read_back = os.environ.get(PREFILL_FROM_PAGES) == "1"
         self._config = get_current_vllm_config()
-        refuse_other_drafters(self._config, kv_cache_dtype)
+        refuse_other_drafters(self._config, kv_cache_dtype, self.platform)
         self.drafts = drafts(self._config)
-        self._calibration = calibration_of(self._config)
+        # A draft is loaded once its model's layers have settled their window.
+        self.drafting = has_draft_model(self._config) and any(
+            layer.impl.recent is not None for layer in our_layers(self._config).values()
+        )
+        if self.drafting and not only_ours(self._config):
+            refuse("a draft model beside layers that are not full attention, or stay in 16 bits,", "use ngram")
+        self._calibration = None if self.drafting else calibration_of(self._config)
         self._factors: Factors | None = None
         self.recent: int | None = None
         self.ring: RecentLayer | None = None

@@ -36,12 +36,29 @@ REFUSED = (
     Switch("pooling", ("--pooler-config",)),
 )  # fmt: skip
 
+_BESIDE_DRAFT_MODELS = (
+    Switch("a model that drafts, beside tensor parallelism,", ("--tensor-parallel-size", "-tp"), ("1",)),
+    Switch("a model that drafts, beside pipeline parallelism,", ("--pipeline-parallel-size", "-pp"), ("1",)),
+    Switch("a model that drafts, beside adapters,", ("--enable-lora",)),
+    Switch("a model that drafts, beside offloading,", ("--kv-offloading-size",)),
+)
+"""What nobody has seen right beside drafts of a model; the backend knows it in `kvpilot_runtime.speculation`, too."""
+
 _SPECULATION = ("--speculative-config", "-sc")
 _SPECULATION_PARTS = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
 
 DRAFTERS = ("ngram", "suffix")
-"""The methods of speculative decoding that are served: drafts come from the tokens themselves. A model that drafts, be
-it one layer, has a KV cache of its own (docs/decisions/0024)."""
+"""The methods of speculative decoding that are served everywhere: drafts come from the tokens themselves."""
+
+DRAFT_MODELS = ("draft_model", "eagle", "eagle3", "mtp")
+"""Methods with a model that drafts, be it one layer, and has a KV cache of its own: served on a CPU alone, since no
+engine with one was seen on a GPU (docs/decisions/0034)."""
+
+_OF_DRAFTS = {"kv_cache_dtype": "a KV-cache dtype of the draft's own", "parallel_drafting": "parallel drafting",
+              "use_heterogeneous_vocab": "a draft of another vocabulary"}  # fmt: skip
+"""What a draft model can be asked for and is not served with."""
+
+_OFF = (None, False, "False", "false")
 
 SUFFIX_TOKENS = 24
 """Draft tokens of `suffix` where nobody says how many."""
@@ -75,11 +92,17 @@ def _found(arguments: Sequence[str], *options: str) -> Iterator[tuple[str, str, 
                 break
 
 
-def refused(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """The first option, or variable, that does not go with a dtype of ours, and what it is for; None for none."""
-    if (method := speculation(arguments).get("method")) is not None and method not in DRAFTERS:
-        return next(given(arguments, *_SPECULATION, *_SPECULATION_PARTS))[0], drafting(method)
-    for switch in REFUSED:
+def refused(arguments: Sequence[str], environment: Mapping[str, str], platform: str) -> tuple[str, str] | None:
+    """The first option, or variable, that does not go with a dtype of ours, and what it is for; None for none.
+
+    Args:
+        platform: `cpu` or `cuda`.
+    """
+    asked = speculation(arguments)
+    if (what := unsupported_drafts(asked.get("method"), asked, platform)) is not None:
+        return next(given(arguments, *_SPECULATION, *_SPECULATION_PARTS))[0], what
+    beside = _BESIDE_DRAFT_MODELS if asked.get("method") in DRAFT_MODELS else ()
+    for switch in (*REFUSED, *beside):
         for option, value in given(arguments, *switch.options):
             if value is None or value not in switch.off:
                 return option, switch.what
@@ -89,9 +112,18 @@ def refused(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[s
     return None
 
 
-def drafting(method: str) -> str:
-    """What a method that is not served is called, with those that are."""
-    return f"speculative decoding by {method!r} ({' and '.join(DRAFTERS)} are served)"
+def unsupported_drafts(method: str | None, asked: Mapping[str, object], platform: str) -> str | None:
+    """What of speculative decoding a platform, `cpu` or `cuda`, does not serve; None for nothing.
+
+    Args:
+        method: as vLLM calls it, None for no speculation. asked: fields of vLLM's SpeculativeConfig.
+    """
+    served = DRAFTERS + (DRAFT_MODELS if platform == "cpu" else ())
+    if method is not None and method not in served:
+        return f"speculative decoding by {method!r} ({', '.join(served[:-1])} and {served[-1]} are served)"
+    if method not in DRAFT_MODELS:
+        return None
+    return next((f"{_OF_DRAFTS[name]} ({name})" for name in _OF_DRAFTS if asked.get(name) not in _OFF), None)
 
 
 def speculation(arguments: Sequence[str]) -> dict[str, str]:
@@ -110,8 +142,9 @@ def speculation(arguments: Sequence[str]) -> dict[str, str]:
             continue
         if isinstance(whole, dict):
             found |= {str(name).replace("-", "_"): str(part) for name, part in whole.items() if part is not None}
-    if found:  # vLLM finds the method by the model's name, too, and has a second name for one
+    if found:  # vLLM finds the method by the model's name, too, and has more names for some
         method = found.get("method") or {"ngram": "ngram", "[ngram]": "ngram"}.get(found.get("model", ""))
+        method = "mtp" if (method or "").endswith("_mtp") else method
         found["method"] = "ngram" if method == "[ngram]" else method or "draft_model"
     return found
 

@@ -40,7 +40,7 @@ def register() -> None:
     route(paths, lambda dtype, skipping: contract.refuse(dtype, broken, skipping))
     if any(one.part.need is contract.Need.LAYERS for one in broken):
         return
-    compat.around_kv_cache("kvpilot_runtime.plugin.settle", "kvpilot_runtime.page_check.check")
+    compat.around_kv_cache("kvpilot_runtime.plugin.settle", "kvpilot_runtime.plugin.serve")
     calibration_info.INFO.publish()
     recent_info.INFO.publish()
 
@@ -61,3 +61,21 @@ def settle(worker: Any) -> None:
     if (bound := retention.asked()) is not None:
         retention.report(bound, worker.vllm_config.cache_config.block_size)
     offload.serve_on_cpu(worker.vllm_config)
+
+
+def serve(worker: Any) -> None:
+    """In a worker that has its KV cache: refuse what would be stored in others' pages, and try the pages.
+
+    Raises:
+        UnsupportedModelError: as `refuse_other_groups`.
+        UnsupportedEngineError: as `page_check.check`.
+    """
+    from kvpilot_runtime import page_check, speculation
+    from kvpilot_runtime.backend import our_layers
+
+    drafting = {name for name, layer in our_layers(worker.vllm_config).items() if layer.impl.drafting}
+    if drafting:
+        speculation.refuse_other_groups(
+            worker.vllm_config, worker.model_runner.kv_cache_config.kv_cache_groups, drafting
+        )
+    page_check.check(worker)

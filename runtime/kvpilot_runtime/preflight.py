@@ -89,7 +89,7 @@ def check(request: Request) -> Findings:
     if any(options.given(request.others, options.OFFLOAD)):
         _offload(request, platform)
     if fmt.ours:
-        _our_options(fmt, request)
+        _our_options(fmt, request, platform)
     _window(fmt, request, findings)
     if folder is None:
         _ask_hub(request, findings)
@@ -104,8 +104,19 @@ def check(request: Request) -> Findings:
     elif fmt.ours and request.skip_layers is None:
         findings.skip_layers = (options.SLIDING,)  # of no effect on a model without such layers
     if folder is not None and findings.config is not None:
-        memory.check(fmt, findings.config, weight_bytes(folder), request, platform)
+        memory.check(fmt, findings.config, weight_bytes(folder) + _draft_bytes(request, folder), request, platform)
     return findings
+
+
+def _draft_bytes(request: Request, model: Path) -> int:
+    """Bytes of the weights of a draft model that lies in a folder of its own.
+
+    Raises:
+        PreflightError: ModelNotFound, as `weight_bytes`.
+    """
+    asked = options.speculation(request.others)
+    folder = model_folder(asked.get("model", "")) if asked.get("method") in options.DRAFT_MODELS else None
+    return 0 if folder is None or folder == model or not asked.get("model") else weight_bytes(folder)
 
 
 def _ask_hub(request: Request, findings: Findings) -> None:
@@ -200,9 +211,10 @@ def _offload(request: Request, platform: machine.Platform) -> None:
     memory.check_offload(request, platform)
 
 
-def _our_options(fmt: Dtype, request: Request) -> None:
+def _our_options(fmt: Dtype, request: Request, platform: machine.Platform) -> None:
     """What else was asked for, whatever the model is."""
-    if (found := options.refused(request.others, os.environ)) is not None:
+    every = (*request.others, f"--tensor-parallel-size={request.tensor_parallel}")
+    if (found := options.refused(every, os.environ, platform)) is not None:
         option, what = found
         raise PreflightError("BadArguments", f"{option}: {what} does not work with kv-cache dtype {fmt.name!r}; leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
     if any(options.given(request.others, "--enable-sleep-mode")) and not compat.wakes_as_it_was():
@@ -247,6 +259,9 @@ def _our_dtype(
     if config.image_prefix and not any(options.given(request.others, "--language-model-only")):
         refuse("images whose tokens attend to each other both ways", "serve text alone with --language-model-only, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
     findings.disable_window = config.idle_window
+    drafted = options.speculation(request.others).get("method") in options.DRAFT_MODELS
+    if drafted and (config.layers != config.full_layers or config.state_layers or request.skip_layers):
+        refuse("a draft model, EAGLE or MTP beside layers that are not full attention, or stay in 16 bits,", "speculate by ngram, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
     if config.layers != config.full_layers and any(options.given(request.others, options.OFFLOAD)):
         kind = "sliding-window layers" if config.window_layers else "chunked attention"
         refuse(f"{options.OFFLOAD} for a model with {kind}, whose requests can wait for each other for ever when blocks are loaded", "leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501

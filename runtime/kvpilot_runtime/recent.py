@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from kvpilot_kernels import formats
 from kvpilot_runtime import compat, contract, recent_info, retention
 from kvpilot_runtime.errors import UnsupportedModelError
-from kvpilot_runtime.speculation import drafts
+from kvpilot_runtime.speculation import drafts, spares
 
 VARIABLE = "KVPILOT_RECENT_TOKENS"
 """Environment variable with the window's tokens; set by kvpilot-serve. Absent or empty: the default."""
@@ -87,10 +87,14 @@ def asked() -> int | None:
 def attach(config: Any, layers: dict[str, Any]) -> None:
     """Give an engine's layers of ours, by name, their rings, or settle that there are none; once.
 
+    Layers that come after that are a draft model's and have none.
+
     Raises:
         UnsupportedModelError: the window asked for cannot be served, or is longer than the context.
     """
     if any(layer.impl.recent is not None for layer in layers.values()):
+        for layer in layers.values():  # a draft's: its proposer describes no step to rings
+            layer.impl.recent = layer.impl.recent or 0
         return
     fmt = formats.parse(config.cache_config.cache_dtype)
     context = config.model_config.max_model_len
@@ -107,6 +111,10 @@ def attach(config: Any, layers: dict[str, Any]) -> None:
         layer.impl.recent = recent
         if recent and layer.impl.kv_sharing_target_layer_name is None:
             layer.impl.ring = every[name + SUFFIX] = RecentLayer(name + SUFFIX, layer, recent)
+    first = next(iter(layers.values()))
+    for i in range(spares(config, first) if recent else 0):
+        name = f"spare.{i}{SUFFIX}"
+        every[name] = RecentLayer(name, first, recent)
     for layer in layers.values():
         if recent and (target := layer.impl.kv_sharing_target_layer_name) is not None:
             layer.impl.ring = every[target + SUFFIX]

@@ -65,9 +65,8 @@ def calibrate(worker: Any) -> None:
         tokens, reason = token_ids(config)
         _refuse_together(_fill(layers, _observed(worker, tokens, layers)))
         log.info("Calibrated %d layers on %d tokens in %.1f s", len(layers), len(tokens), time.perf_counter() - began)
-    calibration_info.report(
-        Outcome(source, _digest([x.impl.factors(x, worker.device) for x in layers.values()]), reason)
-    )
+    own = (layer for layer in layers.values() if not layer.impl.drafting)  # a draft's factors change no answer
+    calibration_info.report(Outcome(source, _digest([x.impl.factors(x, worker.device) for x in own]), reason))
 
 
 def token_ids(config: Any) -> tuple[list[int], str]:
@@ -119,6 +118,7 @@ def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[st
     from vllm.forward_context import set_forward_context
 
     config, model, device = worker.vllm_config, worker.model_runner.get_model(), worker.device
+    drafting = any(layer.impl.drafting for layer in layers.values())  # while these are themselves, not stand-ins
     seen = {name: Observed(layer.impl.num_kv_heads, layer.impl.head_size, device) for name, layer in layers.items()}
     ids = torch.tensor(tokens, device=device)
     plan = passes(len(tokens), config.model_config.max_model_len)
@@ -133,7 +133,9 @@ def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[st
             # As an eager step: what is compiled later sees no difference.
             set_forward_context(None, config, num_tokens=len(tokens), slot_mapping={}, skip_compiled=True),
         ):
-            _forward(model, ids, positions)
+            found = _forward(model, ids, positions)
+            if drafting:
+                _draft(worker.model_runner.drafter, ids, positions, found)
     except Exception as error:
         raise UnsupportedModelError(
             f"the model could not calibrate itself ({type(error).__name__}: {error}); {_REMEDY}"
@@ -141,8 +143,11 @@ def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[st
     return seen
 
 
-def _forward(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> None:
-    """This stage's part of the pass: what the stage before it has made of the text goes in, the next one gets on."""
+def _forward(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> Any:
+    """This stage's part of the pass: what the stage before it has made of the text goes in, the next one gets on.
+
+    Returns what it has made of the text itself.
+    """
     from vllm.distributed import get_pp_group, get_tp_group
     from vllm.sequence import IntermediateTensors
 
@@ -155,11 +160,31 @@ def _forward(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> None:
     )
     if not stages.is_last_rank:
         stages.send_tensor_dict(after.tensors, all_gather_group=group)
+    return after
+
+
+def _draft(drafter: Any, ids: torch.Tensor, positions: torch.Tensor, found: Any) -> None:
+    """Run the text through the model that drafts, after the served one has given `found` for it.
+
+    A head's input is each token's successor and the model's state at the token. After a sequence's last token that is
+    the next one's first, one in hundreds.
+    """
+    if not drafter.pass_hidden_states_to_model:
+        drafter.model(input_ids=ids, positions=positions, inputs_embeds=None)
+        return
+    if positions.dim() > 1 and not drafter.uses_mrope:
+        positions = positions[0]
+    states, several = found if isinstance(found, tuple) else (found, None)
+    if several is not None and drafter.eagle3_use_aux_hidden_state:
+        states = drafter.model.combine_hidden_states(torch.cat(several, -1))
+    drafter.model(input_ids=ids.roll(-1), positions=positions, hidden_states=states, inputs_embeds=None)
 
 
 def _fill(layers: dict[str, Any], seen: dict[str, Observed]) -> str:
     """Give the layers what was seen of this rank's heads; what forbids it, or nothing."""
     for name, layer in layers.items():
+        if layer.impl.drafting and not seen[name].tokens:
+            continue  # vLLM drafts with the first of a model's MTP layers alone
         try:
             found = seen[name].factors()
         except ValueError as error:

@@ -136,11 +136,11 @@ def test_a_model_that_our_dtypes_do_not_serve_is_refused_by_name(tmp_path: Path,
 
 @pytest.mark.parametrize(
     "option",
-    ["--spec-model", "--spec-method=eagle", "--speculative-config.method=eagle",
-     "--kv-transfer-config={}", "--kv-offloading-backend=lmcache"],
+    ["--spec-method=medusa", "--speculative-config.method=medusa", "--kv-transfer-config={}",
+     "--kv-offloading-backend=lmcache"],
 )  # fmt: skip
 @pytest.mark.parametrize("model", ["folder", "hub/id"])
-def test_drafts_of_a_model_and_kv_transfer_are_refused_beside_our_dtypes_only(option: str, model: str) -> None:
+def test_unknown_drafts_and_kv_transfer_are_refused_beside_our_dtypes_only(option: str, model: str) -> None:
     name = str(tiny_llama()) if model == "folder" else model
     error = refusal(Request(name, "k4v4", others=(option, "x")))
     assert error.reason == "BadArguments"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvpilot_kernels import formats
 from kvpilot_runtime import backend, compat, contract, cpu, recent
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent import RecentLayer
+from kvpilot_runtime.speculation import refuse_other_groups
 
 if not contract.has_rings():
     pytest.skip("this vLLM has no pages outside of prefix caching: there is no window", allow_module_level=True)
@@ -38,19 +40,25 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
         model_config=SimpleNamespace(max_model_len=2048),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         compilation_config=SimpleNamespace(static_forward_context={}),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, pipeline_parallel_size=1, tensor_parallel_size=1
+        ),
         speculative_config=None,
         kv_transfer_config=None,
+        lora_config=None,
     )
 
 
-def attached(config: Any, dim: int = 128, kv_heads: tuple[int, int] = (8, 8), shared: str | None = None) -> list[Any]:
+def attached(
+    config: Any, dim: int = 128, kv_heads: tuple[int, int] = (8, 8), shared: str | None = None,
+    names: Sequence[str] = NAMES,
+) -> list[Any]:  # fmt: skip
     """Two layers as vLLM has them, after they were told that their weights are there."""
     dtype, context = config.cache_config.cache_dtype, config.compilation_config.static_forward_context
     cls = getattr(cpu, compat.backend_class(dtype))
-    for name, heads in zip(NAMES, kv_heads, strict=True):
+    for name, heads in zip(names, kv_heads, strict=True):
         impl = cls.get_impl_cls()(32, dim, 1.0, heads, None, None, dtype,
-                                  kv_sharing_target_layer_name=shared if name == NAMES[1] else None)  # fmt: skip
+                                  kv_sharing_target_layer_name=shared if name == names[1] else None)  # fmt: skip
         impl._config = config
         layer = attention.Attention.__new__(attention.Attention)
         torch.nn.Module.__init__(layer)
@@ -61,9 +69,9 @@ def attached(config: Any, dim: int = 128, kv_heads: tuple[int, int] = (8, 8), sh
             ),
         )  # fmt: skip
         context[name] = layer
-    for name in NAMES:
+    for name in names:
         context[name].impl.process_weights_after_loading(torch.bfloat16)
-    return [context[name] for name in NAMES]
+    return [context[name] for name in names]
 
 
 def rings(config: Any) -> list[RecentLayer]:
@@ -101,6 +109,53 @@ def test_a_ring_keeps_as_many_tokens_more_as_a_step_may_have_drafts(
     attached(config)
     spec = rings(config)[0].get_kv_cache_spec(config)
     assert (spec.ring_blocks, spec.kept) == (blocks, formats.parse(dtype).window + drafts)
+
+
+@pytest.mark.parametrize(("dim", "kv_heads", "groups"), [(128, 8, 2), (128, 4, 3), (64, 8, 3)])
+def test_a_draft_models_layers_are_in_one_group_without_rings_of_their_own(
+    config: Any, dim: int, kv_heads: int, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = SimpleNamespace(
+        get_num_kv_heads=lambda _parallel: kv_heads, get_head_size=lambda: dim, get_total_num_hidden_layers=lambda: 2
+    )
+    config.speculative_config = SimpleNamespace(
+        method="draft_model", num_speculative_tokens=3, draft_model_config=draft, use_eagle=lambda: False,
+        use_eagle_block_drop=lambda: False,
+    )  # fmt: skip
+    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
+    served = attached(config)
+    names = [f"draft_model.{name}" for name in NAMES]
+    drafting = attached(config, dim, (kv_heads, kv_heads), names=names)
+    assert [layer.impl.drafting for layer in (*served, *drafting)] == [False, False, True, True]
+    assert [layer.impl.recent for layer in (*served, *drafting)] == [64, 64, 0, 0]
+    assert not any(layer.impl.ring for layer in drafting)
+    every = config.compilation_config.static_forward_context
+    pages = {
+        name: layer.get_kv_cache_spec(config)
+        if isinstance(layer, RecentLayer)
+        else layer.get_attn_backend().customize_spec(layer.get_kv_cache_spec(config))
+        for name, layer in every.items()
+    }
+    found = get_kv_cache_groups(config, pages)
+    assert len(found) == groups
+    assert sum(not set(names).isdisjoint(group.layer_names) for group in found) == 1
+    if groups == 2:
+        refuse_other_groups(config, found, set(names))
+        return
+    # vLLM's proposer would store the draft's tokens by the served model's table.
+    with pytest.raises(UnsupportedModelError, match=r"other heads or head_dim .* KVPILOT_RECENT_TOKENS to 0"):
+        refuse_other_groups(config, found, set(names))
+
+
+def test_a_draft_beside_a_layer_in_16_bits_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.speculative_config = SimpleNamespace(method="eagle3", num_speculative_tokens=3)
+    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
+    attached(config)
+    other = attention.Attention.__new__(attention.Attention)
+    torch.nn.Module.__init__(other)
+    config.compilation_config.static_forward_context["model.layers.2.self_attn.attn"] = other
+    with pytest.raises(UnsupportedModelError, match="a draft model beside layers"):
+        attached(config, names=["model.layers.3.self_attn.attn", "model.layers.4.self_attn.attn"])
 
 
 def test_a_ring_grows_with_its_request_up_to_the_window() -> None:

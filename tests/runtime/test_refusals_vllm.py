@@ -29,7 +29,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
 }  # fmt: skip
-SPECULATION = {"speculative_config": {"model": str(tiny_llama()), "num_speculative_tokens": 2}}
+SPECULATION = {
+    "speculative_config": {"model": str(tiny_llama()), "num_speculative_tokens": 2, "kv_cache_dtype": "auto"}
+}
 TRANSFER = {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both",
                                    "kv_connector_extra_config": {"shared_storage_path": "unused"}}}  # fmt: skip
 # What is asked for, and the words that must be said beside the dtype's name.
@@ -37,7 +39,7 @@ CASES: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "mla": ("mla", {}, "MLA not supported"),
     "alibi": ("alibi", {}, "a model with ALiBi is not supported"),
     "windows": ("windows", {}, "keep these in 16 bits: --kv-cache-dtype-skip-layers sliding_window"),
-    "speculation": (None, SPECULATION, "speculative decoding by 'draft_model'"),
+    "speculation": (None, SPECULATION, "a KV-cache dtype of the draft's own (kv_cache_dtype)"),
     "transfer": (None, TRANSFER, "the connector 'ExampleConnector' is not supported"),
 }
 

@@ -196,6 +196,16 @@ def test_a_dtype_that_is_nothing_without_factors_is_not_served_where_the_engine_
         self_calibration.calibrate(SimpleNamespace(vllm_config=config, device="cpu"))
 
 
+def test_a_drafting_layer_that_no_token_reaches_stays_as_it_is_and_a_served_one_ends_the_start() -> None:
+    told: list[object] = []
+    impl = SimpleNamespace(drafting=True, set_factors=lambda layer, found: told.append(found))
+    layers, seen = {"model.layers.3.attn": SimpleNamespace(impl=impl)}, {"model.layers.3.attn": Observed(2, 64)}
+    assert not self_calibration._fill(layers, seen)
+    assert not told
+    impl.drafting = False
+    assert "calibration of layer 'model.layers.3.attn': no token was counted" in self_calibration._fill(layers, seen)
+
+
 def test_the_metric_appears_once_a_worker_has_reported_and_never_from_half_a_file(tmp_path: Path) -> None:
     registry, file = CollectorRegistry(), tmp_path / "calibration.json"
     registry.register(Reported(calibration_info.INFO, file))  # type: ignore[arg-type]  # it has what a collector needs

@@ -11,6 +11,7 @@ import itertools
 import random
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime import backend, cpu
 from kvpilot_runtime.errors import UnsupportedModelError
-from kvpilot_runtime.speculation import owners
+from kvpilot_runtime.speculation import owners, refuse_other_drafters
 from support.gpu_batch import generator, poisoned, some_factors
 
 HEADS, KV_HEADS, DIM, BLOCK, LAYER = 4, 2, 64, 16, "model.layers.0.self_attn.attn"
@@ -226,9 +227,42 @@ def test_every_row_sees_its_own_sequence_up_to_itself_and_padding_sees_nothing()
     assert (owner.max(), seen.dtype) == (3, torch.int32)
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model", "medusa", "ngram_gpu", "custom_class"])
-def test_drafts_by_other_methods_are_refused_when_a_layer_is_made(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("platform", "method", "served"),
+    [
+        *(("cuda", method, "ngram and suffix") for method in ("eagle", "eagle3", "mtp", "draft_model")),
+        *(("cpu", method, "ngram, .* and mtp") for method in ("medusa", "dflash", "ngram_gpu", "custom_class")),
+    ],
+)
+def test_drafts_by_other_methods_are_refused_when_a_layer_is_made(
+    platform: str, method: str, served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = SimpleNamespace(speculative_config=SimpleNamespace(method=method, num_speculative_tokens=2))
     monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
-    with pytest.raises(UnsupportedModelError, match=rf"'{method}' \(ngram and suffix are served\).*'k4v4'.*auto"):
+    monkeypatch.setattr(cpu.CpuImpl, "platform", platform)
+    with pytest.raises(UnsupportedModelError, match=rf"'{method}' \({served} are served\).*'k4v4'.*auto"):
         cpu.CpuImpl(HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, "k4v4")
+
+
+@pytest.mark.parametrize(
+    ("beside", "changed"),
+    [("tensor parallelism", {"parallel_config": SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1)}),
+     ("pipeline parallelism", {"parallel_config": SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=2)}),
+     ("adapters", {"lora_config": SimpleNamespace()}), ("offloading", {"kv_transfer_config": SimpleNamespace()})],
+)  # fmt: skip
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "mtp"])
+def test_a_model_that_drafts_is_refused_beside_what_it_was_not_run_with(
+    method: str, beside: str, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = {
+        "parallel_config": SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1), "lora_config": None,
+        "kv_transfer_config": None,
+        "speculative_config": SimpleNamespace(method=method, num_speculative_tokens=2),
+    }  # fmt: skip
+    refuse_other_drafters(SimpleNamespace(**plain), "k4v4", "cpu")
+    asked = SimpleNamespace(**{**plain, **changed})
+    if method == "ngram":
+        refuse_other_drafters(asked, "k4v4", "cpu")
+        return
+    with pytest.raises(UnsupportedModelError, match=f"a model that drafts, beside {beside}, is not .* leave it out"):
+        refuse_other_drafters(asked, "k4v4", "cpu")

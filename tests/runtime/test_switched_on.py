@@ -57,13 +57,30 @@ REFUSED = {
 }  # fmt: skip
 
 DRAFTS = {
-    "speculative decoding by 'eagle3'": [("--speculative-config", '{"method": "eagle3"}'), ("-sc.method=eagle3",),
-                                         ("--spec-method=eagle3",), ("--speculative-conf.method", "eagle3")],
-    "speculative decoding by 'mtp'": [('-sc={"method": "mtp", "num_speculative_tokens": 1}',),
-                                      ("--spec-method", "mtp", "--spec-tokens=1")],
-    "(ngram and suffix are served)": [("--spec-model=org/draft",), ("--spec-tokens", "3"), ("-sc.model=org/draft",),
-                                      ('-sc={"method": "medusa", "model": "org/heads"}',)],
+    "speculative decoding by 'dflash'": [("--speculative-config", '{"method": "dflash"}'), ("-sc.method=dflash",),
+                                         ("--spec-method=dflash",), ("--speculative-conf.method", "dflash")],
+    "(ngram, suffix, draft_model, eagle, eagle3 and mtp are served)": [
+        ('-sc={"method": "medusa", "model": "org/heads"}',), ("--spec-method", "mlp_speculator", "--spec-tokens=1"),
+    ],
+    "a KV-cache dtype of the draft's own (kv_cache_dtype)": [
+        ("--spec-model=org/draft", "-sc.kv_cache_dtype=auto"), ('-sc={"method": "mtp", "kv-cache-dtype": "fp8"}',),
+    ],
+    "parallel drafting": [('-sc={"method": "eagle3", "model": "org/head", "parallel_drafting": true}',)],
+    "a model that drafts, beside offloading,": [("--spec-model=org/draft", "--kv-offloading-size=1")],
+    "a model that drafts, beside adapters,": [("--spec-method=mtp", "--enable-lora")],
+    "a model that drafts, beside tensor parallelism,": [("--spec-method=eagle", "--tensor-parallel-size=2")],
+    "a model that drafts, beside pipeline parallelism,": [
+        ("--spec-model=org/draft", "--pipeline-parallel-size=2"), ("--spec-method=eagle3", "-pp", "2"),
+    ],
+    "a draft of another vocabulary": [('-sc={"model": "org/draft", "use_heterogeneous_vocab": true}',)],
 }  # fmt: skip
+
+OF_A_MODEL = [
+    ("--spec-model=org/draft",), ("--spec-tokens", "3"), ("-sc.model=org/draft",), ("--spec-method=eagle3",),
+    ('-sc={"method": "mtp", "num_speculative_tokens": 1}',), ("--spec-method=mimo_mtp",),
+    ('-sc={"method": "eagle", "model": "org/head", "parallel_drafting": false}',),
+]  # fmt: skip
+"""Drafts that come from a model, or from layers of the model's own."""
 
 
 @pytest.mark.parametrize(
@@ -78,6 +95,40 @@ def test_an_option_that_does_not_go_with_our_dtypes_is_refused_beside_them_alone
     assert "'k4v4'" in error.message
     assert "--kv-cache-dtype=auto" in error.message
     check(asked(*arguments, dtype="auto"))
+
+
+@pytest.mark.parametrize("arguments", OF_A_MODEL)
+def test_models_that_draft_are_served_on_a_cpu_and_refused_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    check(asked(*arguments))
+    monkeypatch.setattr(machine, "platform", lambda: "cuda")
+    monkeypatch.setattr(machine, "gpus", lambda: [H200])
+    error = refusal(asked(*arguments))
+    assert error.reason == "BadArguments"
+    assert "(ngram and suffix are served)" in error.message
+
+
+def test_a_draft_model_beside_layers_in_16_bits_is_refused() -> None:
+    error = refusal(asked("--spec-model=org/draft", model=str(tiny_gemma3())))
+    assert error.reason == "DtypeUnsupported"
+    assert "beside layers that are not full attention" in error.message
+    assert "ngram" in error.message
+    check(asked("--spec-method=ngram", model=str(tiny_gemma3())))
+
+
+def test_a_draft_models_weights_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, draft = folder(tmp_path, json.loads((tiny_llama() / "config.json").read_text())), tmp_path / "draft"
+    draft.mkdir()
+    monkeypatch.setattr(machine, "available_memory", lambda: 4 * 2**30)
+    assert refusal(asked(f"--spec-model={draft}", "--max-model-len=256", model=model)).reason == "ModelNotFound"
+    with (draft / "model.bin").open("wb") as stream:
+        stream.truncate(2**30)
+    check(asked(f"--spec-model={draft}", "--max-model-len=256", model=model))
+    with (draft / "model.bin").open("wb") as stream:
+        stream.truncate(2 * 2**30)
+    assert refusal(asked(f"--spec-model={draft}", "--max-model-len=256", model=model)).reason == "DoesNotFit"
+    check(asked("--spec-method=ngram", "--max-model-len=256", model=model))
 
 
 @pytest.mark.parametrize(

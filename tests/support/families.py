@@ -83,13 +83,19 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
-def make(name: str, folder: Path, change: Callable[[Any], None] = lambda _model: None) -> Path:
-    """The model of a family in a folder of its own; `change` sees it before it is written."""
+def make(
+    name: str, folder: Path, change: Callable[[Any], None] = lambda _model: None, *, kind: str | None = None,
+    fields: dict[str, Any] | None = None,
+) -> Path:  # fmt: skip
+    """The model of a family in a folder of its own; `change` sees it before it is written.
+
+    `kind` and `fields` stand for those of the family's config.
+    """
     import torch
     import transformers
 
     family = FAMILIES[name]
-    config = getattr(transformers, family.config)(**{**_COMMON, **family.fields})
+    config = getattr(transformers, kind or family.config)(**{**_COMMON, **family.fields, **(fields or {})})
     torch.manual_seed(20260101)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, weight in model.named_parameters():

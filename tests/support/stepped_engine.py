@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
 
+from support.draft_models import right_drafts
 from support.own_process import ask
 
 
@@ -25,7 +26,8 @@ class Asked:
     many as it happens and some of them made wrong, since text of random weights hardly repeats itself. `trusting`: rows
     of a ring are used whatever their tags say, which no engine of ours does. `given_up`: requests, numbered through all
     rounds, and after how many steps of their round their clients leave. `late`: see `support.offloading`.
-    `calibration`: a file of factors, `off`, or nothing for an engine that finds its own.
+    `calibration`: a file of factors, `off`, or nothing for an engine that finds its own. `drafter`: the model that
+    drafts, where the method wants one beside the served one.
     """
 
     model: str
@@ -41,6 +43,7 @@ class Asked:
     given_up: list[tuple[int, int]] = field(default_factory=list)
     late: int = 0
     calibration: str = "off"
+    drafter: str = ""
 
 
 @dataclass
@@ -57,6 +60,7 @@ class Told:
         block_size: tokens of a block. moved: how often a request was in another row of the batch than in the step
             before. poisoned: ring pages. drafted, accepted: tokens; of requests' last steps nobody knows the latter.
         factors: of each rank, see `RingWorker.factors_of_rank`. metrics: lines of ours that /metrics has.
+        groups: the kind of each group of layers that share a block table, and their names.
     """
 
     answers: list[list[list[int]]] = field(default_factory=list)
@@ -71,6 +75,7 @@ class Told:
     changed: int = 0
     factors: list[list[list[Any]]] = field(default_factory=list)
     metrics: list[str] = field(default_factory=list)
+    groups: list[tuple[str, list[str]]] = field(default_factory=list)
 
 
 def serve(asked: Asked) -> Told:
@@ -91,14 +96,14 @@ class Steps:
     def __init__(self, core: Any, asked: Asked, told: Told) -> None:
         self.told, self.choose, self.pick = told, random.Random(1), random.Random(1)
         self.executor = core.model_executor
-        if asked.right:
+        if asked.right and asked.method == "ngram":
             worker = self.executor.driver_worker.worker
-            pairs = zip(chain(*asked.rounds), chain(*asked.right), strict=True)
-            self.expected = [prompt + answer for prompt, answer in pairs]
+            self.expected = expected(asked)
             self.requests: Callable[[], list[str]] = lambda: worker.model_runner.input_batch.req_ids
             worker.model_runner.drafter.propose = self.propose
         groups = core.scheduler.kv_cache_config.kv_cache_groups
         kinds = [type(g.kv_cache_spec).__name__ for g in groups]
+        told.groups = [(kind, list(group.layer_names)) for kind, group in zip(kinds, groups, strict=True)]
         self.pages = next(i for i, k in enumerate(kinds) if k == "FullAttentionSpec")
         self.rings = kinds.index("RingSpec") if "RingSpec" in kinds else None
         told.block_size = groups[self.pages].kv_cache_spec.block_size
@@ -189,6 +194,12 @@ class Steps:
         self.ask("poison_ring", block, other, self.told.poisoned)
 
 
+def expected(asked: Asked) -> list[list[int]]:
+    """Each request's prompt and the answer that is expected."""
+    pairs = zip(chain(*asked.rounds), chain(*asked.right), strict=True)
+    return [prompt + answer for prompt, answer in pairs]
+
+
 def main() -> None:
     """Serve what stdin asks for."""
     asked = Asked(**json.load(sys.stdin))
@@ -202,7 +213,8 @@ def main() -> None:
         vars(ring)["split_ring_meta"] = lambda *args: (split_ring_meta(*args)[0], split_ring_meta(*args)[1] | True)
     if asked.drafts:
         lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3} if asked.method == "ngram" else {}
-        speculation = {"method": asked.method, "num_speculative_tokens": asked.drafts, **lookup}
+        drafter = {"model": asked.drafter} if asked.drafter else {}
+        speculation = {"method": asked.method, "num_speculative_tokens": asked.drafts, **lookup, **drafter}
         asked.options["speculative_config"] = speculation
     llm = LLM(
         asked.model, kv_cache_dtype=asked.dtype, dtype="float32", enforce_eager=True,
@@ -212,6 +224,8 @@ def main() -> None:
     told.factors = engine.engine_core.engine_core.model_executor.collective_rpc("factors_of_rank")
     told.metrics = [x for x in generate_latest().decode().splitlines() if x.startswith("kvpilot_")]
     Steps(engine.engine_core.engine_core, asked, told)
+    if asked.right and asked.method != "ngram":
+        right_drafts(expected(asked))
     number = 0
     for prompts, tokens in zip(asked.rounds, asked.tokens, strict=True):
         first, steps = number, 0
