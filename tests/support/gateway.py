@@ -7,13 +7,13 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import httpx
 from aiohttp import web
 
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.errors import NotFound
+from support.community_kinds import definition
 
 API = "gateway.networking.k8s.io/v1"
 _NAME = {"type": "string", "minLength": 1, "maxLength": 253}
@@ -67,35 +67,7 @@ _SPEC = {
         "rules": {"type": "array", "default": [{"matches": _MATCHES}], "maxItems": 16, "items": _RULE},
     },
 }
-ROUTE_CRD: dict[str, Any] = {
-    "apiVersion": "apiextensions.k8s.io/v1",
-    "kind": "CustomResourceDefinition",
-    "metadata": {
-        "name": "httproutes.gateway.networking.k8s.io",
-        # API servers ask this of every kind in a group of the community's.
-        "annotations": {"api-approved.kubernetes.io": "unapproved, for tests only"},
-    },
-    "spec": {
-        "group": "gateway.networking.k8s.io",
-        "scope": "Namespaced",
-        "names": {"kind": "HTTPRoute", "plural": "httproutes", "singular": "httproute"},
-        "versions": [
-            {
-                "name": "v1",
-                "served": True,
-                "storage": True,
-                "subresources": {"status": {}},
-                "schema": {
-                    "openAPIV3Schema": {
-                        "type": "object",
-                        "required": ["spec"],
-                        "properties": {"spec": _SPEC, "status": {"type": "object", **_OPEN}},
-                    }
-                },
-            }
-        ],
-    },
-}
+ROUTE_CRD = definition("gateway.networking.k8s.io", "HTTPRoute", "httproutes", _SPEC)
 """HTTPRoute v1 with the limits and defaults of what is written here, in our own words; filters and the status, which
 gateways write, are left open."""
 

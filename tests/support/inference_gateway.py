@@ -11,12 +11,12 @@ import contextlib
 import itertools
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
 
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API
+from support.community_kinds import definition
 
 _NUMBER = {"type": "integer", "minimum": 1, "maximum": 65535}
 _PORT = {"type": "object", "required": ["number"], "properties": {"number": _NUMBER}}
@@ -64,36 +64,7 @@ _SPEC = {
         "endpointPickerRef": _PICKER,
     },
 }
-_STATUS = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-POOL_CRD: dict[str, Any] = {
-    "apiVersion": "apiextensions.k8s.io/v1",
-    "kind": "CustomResourceDefinition",
-    "metadata": {
-        "name": "inferencepools.inference.networking.k8s.io",
-        # API servers ask this of every kind in a group of the community's.
-        "annotations": {"api-approved.kubernetes.io": "unapproved, for tests only"},
-    },
-    "spec": {
-        "group": "inference.networking.k8s.io",
-        "scope": "Namespaced",
-        "names": {"kind": "InferencePool", "plural": "inferencepools", "singular": "inferencepool"},
-        "versions": [
-            {
-                "name": "v1",
-                "served": True,
-                "storage": True,
-                "subresources": {"status": {}},
-                "schema": {
-                    "openAPIV3Schema": {
-                        "type": "object",
-                        "required": ["spec"],
-                        "properties": {"spec": _SPEC, "status": _STATUS},
-                    }
-                },
-            }
-        ],
-    },
-}
+POOL_CRD = definition("inference.networking.k8s.io", "InferencePool", "inferencepools", _SPEC)
 """InferencePool v1 with the limits of its spec, in our own words; its status, which gateways write, is left open."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvpilot_operator.api.schema import apply_defaults
 from kvpilot_operator.state.status import Status, parse_status
 from support.kstatus import tools_are_told_the_truth
 from support.model_cluster import ModelCluster
@@ -36,6 +37,32 @@ def on_trial(replicas: int = 3, *, cluster: dict[str, Any] | None = None, **spec
     made.settle()
     made.edit(service(NEW, replicas, **spec))
     return made
+
+
+def edit(cluster: ModelCluster, **spec: Any) -> None:
+    """The user sets these fields of the spec, and takes away those that are None."""
+    asked = {key: value for key, value in {**cluster.obj["spec"], **spec}.items() if value is not None}
+    cluster.edit(apply_defaults({**cluster.obj, "spec": asked}))
+
+
+def killed_after_each_write(
+    make: Callable[[], ModelCluster], watch: Callable[[], Callable[[ModelCluster], None]], end: str
+) -> None:
+    """A trial once for each of its writes, after which the operator is killed; each has to come to this end."""
+    for killed_at in range(100):
+        cluster = make()
+        left: int | None = killed_at
+        cluster.watch = watch()
+        for _ in range(600):
+            before = cluster.writes
+            killed = cluster.tick(cut_after=left) is None
+            left = None if killed or left is None else left - (cluster.writes - before)
+            if ended(cluster.parsed()):
+                break
+        assert cluster.status["lastCanary"]["stage"] == end
+        if left is not None:
+            break  # It has ended before so many writes.
+    assert killed_at > 10
 
 
 def stage(name: str, step: int | None = None) -> Callable[[Status], bool]:

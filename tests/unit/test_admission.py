@@ -19,7 +19,7 @@ from kvpilot_operator.state.snapshot import DeploymentView
 from kvpilot_operator.state.status import Canary, Status
 from support.services import KEY, NOW, manifest, pod, revision_of, running, snapshot, spec_of
 from support.trials import NEW as ON_TRIAL
-from support.trials import ended, on_trial, stage
+from support.trials import killed_after_each_write, on_trial, stage
 
 OBJ = manifest(kvCache={"mode": "Fixed", "dtype": "k4v4"}, replicas=2, scaling={"mode": "External"})
 OLD, NEW = revision_of(OBJ, "auto"), revision_of(OBJ, "k4v4")
@@ -202,16 +202,5 @@ class Everybody:
 @pytest.mark.parametrize("bad", [frozenset(), frozenset({ON_TRIAL})])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_nobody_finds_an_unprobed_pod_ready_wherever_the_operator_is_killed(bad, replicas):
-    for killed_at in range(60):
-        cluster = on_trial(replicas, cluster={"bad": bad, "drain_ticks": 1})
-        left, cluster.watch = killed_at, Everybody()
-        for _ in range(400):
-            before = cluster.writes
-            killed = cluster.tick(cut_after=left) is None
-            left = None if killed or left is None else left - (cluster.writes - before)
-            if ended(cluster.parsed()):
-                break
-        assert cluster.status["lastCanary"]["stage"] == ("RolledBack" if bad else "Promoted")
-        if left is not None:
-            break  # It has ended before so many writes.
-    assert killed_at > 10
+    end = "RolledBack" if bad else "Promoted"
+    killed_after_each_write(lambda: on_trial(replicas, cluster={"bad": bad, "drain_ticks": 1}), Everybody, end)

@@ -20,7 +20,7 @@ from kvpilot_operator.render.objects import inference_pool
 from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.snapshot import ObjectView, RouteView, ServerFacts
 from support.services import KEY, manifest, revision_of, running, spec_of
-from support.trials import NEW, OLD, at_every_moment, ended, on_trial, service, stage
+from support.trials import NEW, OLD, at_every_moment, edit, ended, killed_after_each_write, on_trial, service, stage
 
 GROUP = "inference.networking.k8s.io"
 POOL = {"group": GROUP, "kind": "InferencePool", "name": KEY.name}
@@ -39,12 +39,6 @@ def pooled(replicas=3, *, rules=ROUTE, cluster=None, **spec):
     made.settle()
     edit(made, kvCache={"mode": "Fixed", "dtype": NEW})
     return made
-
-
-def edit(cluster, **spec):
-    """The user sets these fields of the spec, and takes away those that are None."""
-    asked = {key: value for key, value in {**cluster.obj["spec"], **spec}.items() if value is not None}
-    cluster.edit(apply_defaults({**cluster.obj, "spec": asked}))
 
 
 def revisions(cluster):
@@ -149,19 +143,7 @@ def test_a_canarys_share_goes_to_its_pool_by_the_routes_weights():
     [(None, {}, "Promoted"), (ROUTE, {}, "Promoted"), (ROUTE, {NEW: 1.4}, "RolledBack")],
 )
 def test_wherever_the_operator_is_killed_no_pool_leads_to_an_unprobed_canary(rules, slow, end):
-    for killed_at in range(100):
-        cluster = pooled(cluster={"slow": slow}, rules=rules)
-        left, cluster.watch = killed_at, at_every_moment
-        for _ in range(600):
-            before = cluster.writes
-            killed = cluster.tick(cut_after=left) is None
-            left = None if killed or left is None else left - (cluster.writes - before)
-            if ended(cluster.parsed()):
-                break
-        assert cluster.status["lastCanary"]["stage"] == end
-        if left is not None:
-            break
-    assert killed_at > 10
+    killed_after_each_write(lambda: pooled(cluster={"slow": slow}, rules=rules), lambda: at_every_moment, end)
 
 
 def test_pools_that_are_not_asked_for_any_more_go_and_a_canarys_after_the_route_has_lost_it():

@@ -16,7 +16,7 @@ from kvpilot_operator.render.objects import http_route
 from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.snapshot import ObjectView, Parent, RouteView, ServerFacts
 from support.services import KEY, manifest, revision_of, running, spec_of
-from support.trials import NEW, OLD, at_every_moment, ended, on_trial, service, stage
+from support.trials import NEW, OLD, at_every_moment, edit, ended, killed_after_each_write, on_trial, service, stage
 
 ROUTE = {
     "parentRefs": [{"name": "web", "namespace": "gateways", "sectionName": "https"}],
@@ -26,12 +26,6 @@ TO_SERVICE = [{"backendRefs": [{"name": KEY.name, "port": 80}]}]
 TO_POOL = [{"backendRefs": [{"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": KEY.name}]}]
 SERVES_ALL = ServerFacts(http_routes=True, inference_pools=True)
 OURS = {("Service", KEY.name): ObjectView("s", True, "1", None)}
-
-
-def edit(cluster, **spec):
-    """The user sets these fields of the spec, and takes away those that are None."""
-    asked = {key: value for key, value in {**cluster.obj["spec"], **spec}.items() if value is not None}
-    cluster.edit(apply_defaults({**cluster.obj, "spec": asked}))
 
 
 def own(*, cluster=None, **spec):
@@ -248,16 +242,5 @@ def test_it_goes_when_it_is_not_asked_for_any_more_and_a_pool_after_it_has_left_
     ("pool", "slow", "end"), [(None, {}, "Promoted"), (None, {NEW: 1.4}, "RolledBack"), ({}, {NEW: 1.4}, "RolledBack")]
 )
 def test_wherever_the_operator_is_killed_no_share_leads_to_an_unprobed_canary(pool, slow, end):
-    for killed_at in range(100):
-        cluster = own(cluster={"slow": slow}, **({"inferencePool": pool} if pool is not None else {}))
-        left, cluster.watch = killed_at, at_every_moment
-        for _ in range(600):
-            before = cluster.writes
-            killed = cluster.tick(cut_after=left) is None
-            left = None if killed or left is None else left - (cluster.writes - before)
-            if ended(cluster.parsed()):
-                break
-        assert cluster.status["lastCanary"]["stage"] == end
-        if left is not None:
-            break
-    assert killed_at > 10
+    pools = {"inferencePool": pool} if pool is not None else {}
+    killed_after_each_write(lambda: own(cluster={"slow": slow}, **pools), lambda: at_every_moment, end)
