@@ -9,8 +9,9 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpilot_operator.api.pods import EnvVar, FieldRef, KeyRef, Resources, Toleration, ValueFrom
 from kvpilot_operator.api.schema import apply_defaults, faults, root_schema
-from kvpilot_operator.api.spec import EnvVar, FieldRef, KeyRef, Resources, Scaling, Spec, Toleration, ValueFrom, parse
+from kvpilot_operator.api.spec import Scaling, Spec, parse
 from support.bad_manifests import GOOD
 
 FLATTENED = {KeyRef}

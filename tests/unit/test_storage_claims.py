@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes.utils.quantity import parse_quantity
 
+from kvpilot_operator.api.pods import Claim
 from kvpilot_operator.api.schema import faults
-from kvpilot_operator.api.spec import Claim
 from kvpilot_operator.errors import Conflict, Rejected
 from kvpilot_operator.render.engine import pod_template
 from kvpilot_operator.render.names import KIND

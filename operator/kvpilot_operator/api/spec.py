@@ -6,172 +6,16 @@ they only get types. A field is None exactly where the CRD gives it no default a
 
 import json
 from collections.abc import Mapping
-from functools import cache
-from itertools import pairwise
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import msgspec
 
 from kvpilot_kernels import formats
-
-Json = Any
-"""A value as a JSON decoder returns it."""
-
-
-_WORDS = {"kl": "KL", "ttft": "TTFT", "itl": "ITL", "mib": "MiB", "gib": "GiB"}
+from kvpilot_operator.api.part import Json, Part
+from kvpilot_operator.api.pods import Cache, Engine, Model
 
 
-@cache
-def camel(name: str) -> str:
-    """The CRD's name of a field."""
-    head, *rest = name.split("_")
-    return head + "".join(_WORDS.get(part, part.capitalize()) for part in rest)
-
-
-class _Part(msgspec.Struct, frozen=True, rename=camel, omit_defaults=True):
-    def as_written(self) -> dict[str, Json]:
-        """The part as JSON, as the CRD has it, without what was left out."""
-        return msgspec.json.decode(msgspec.json.encode(self), type=dict[str, Json])
-
-
-class KeyRef(_Part, frozen=True):
-    """One key of a Secret or ConfigMap of the service's namespace."""
-
-    name: str
-    key: str
-    optional: bool = False
-
-
-class Adapter(_Part, frozen=True):
-    """One item of spec.model.adapters."""
-
-    name: str
-    source: str
-
-
-class Model(_Part, frozen=True):
-    """spec.model; served_name falls back to the object's name."""
-
-    source: str
-    served_name: str
-    adapters: tuple[Adapter, ...] = ()
-    revision: str | None = None
-    token_secret_ref: KeyRef | None = None
-    max_model_len: int | None = None
-
-
-class FieldRef(_Part, frozen=True):
-    """A field of the pod."""
-
-    field_path: str
-
-
-class ValueFrom(_Part, frozen=True):
-    """The one place that a variable's value comes from."""
-
-    secret_key_ref: KeyRef | None = None
-    config_map_key_ref: KeyRef | None = None
-    field_ref: FieldRef | None = None
-
-
-class EnvVar(_Part, frozen=True):
-    """One item of spec.engine.env: a value, or the one place it comes from, or neither for an empty value."""
-
-    name: str
-    value: str | None = None
-    value_from: ValueFrom | None = None
-
-
-class Resources(_Part, frozen=True):
-    """spec.engine.resources: (resource name, quantity) pairs sorted by name, quantities as text ("1", "24Gi")."""
-
-    requests: tuple[tuple[str, str], ...]
-    limits: tuple[tuple[str, str], ...]
-
-
-class NodeExpression(_Part, frozen=True):
-    """One item of spec.engine.nodeAffinity."""
-
-    key: str
-    operator: Literal["In", "NotIn", "Exists", "DoesNotExist", "Gt", "Lt"]
-    values: tuple[str, ...] = ()
-
-
-class TopologySpread(_Part, frozen=True):
-    """One item of spec.engine.topologySpread."""
-
-    topology_key: str
-    max_skew: int
-    when_unsatisfiable: Literal["DoNotSchedule", "ScheduleAnyway"]
-
-
-class Toleration(_Part, frozen=True):
-    """One item of spec.engine.tolerations."""
-
-    operator: Literal["Equal", "Exists"]
-    key: str | None = None
-    value: str | None = None
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    toleration_seconds: int | None = None
-
-
-class Engine(_Part, frozen=True):
-    """spec.engine; image_pull_secrets are names, node_selector is (label, value) pairs sorted by label, nodes is 1.
-
-    pod_template is JSON with sorted keys: nobody but `render` looks into it.
-    """
-
-    image: str
-    image_pull_secrets: tuple[str, ...]
-    tensor_parallel_size: int
-    nodes: int
-    gpu_memory_utilization_percent: int
-    extra_args: tuple[str, ...]
-    env: tuple[EnvVar, ...]
-    resources: Resources
-    node_selector: tuple[tuple[str, str], ...]
-    node_affinity: tuple[NodeExpression, ...]
-    topology_spread: tuple[TopologySpread, ...]
-    tolerations: tuple[Toleration, ...]
-    shm_size_mib: int
-    runtime_class_name: str | None = None
-    priority_class_name: str | None = None
-    service_account_name: str | None = None
-    pod_template: str = "{}"
-
-    def option(self, name: str, shortest: str = "") -> list[str]:
-        """What extra_args set an option to, in order: the last one counts.
-
-        vLLM takes underscores, and a beginning of the name, down to `shortest`, that no other option has.
-        """
-        words = [word for arg in self.extra_args for word in arg.split("=", 1)]
-        options = ((word.replace("_", "-"), value) for word, value in pairwise(words))
-        return [value for word, value in options if word.startswith(shortest or name) and name.startswith(word)]
-
-
-class Claim(_Part, frozen=True):
-    """spec.cache.weights; size is a quantity of storage, as text."""
-
-    size: str
-    access_mode: Literal["ReadWriteMany", "ReadWriteOnce"]
-    storage_class_name: str | None = None
-
-
-class Cache(_Part, frozen=True):
-    """spec.cache; of weights and weights_claim_name one is set at most."""
-
-    prefetch: bool
-    weights: Claim | None = None
-    weights_claim_name: str | None = None
-    compile_claim_name: str | None = None
-
-    @property
-    def on_one_node(self) -> bool:
-        """Whether pods can share the weights' claim on one node alone."""
-        return self.weights is not None and self.weights.access_mode == "ReadWriteOnce"
-
-
-class Pressure(_Part, frozen=True):
+class Pressure(Part, frozen=True):
     """spec.kvCache.pressure."""
 
     high_percent: int
@@ -181,13 +25,13 @@ class Pressure(_Part, frozen=True):
     sustained_seconds: int
 
 
-class Offload(_Part, frozen=True):
+class Offload(Part, frozen=True):
     """spec.kvCache.offload."""
 
     cpu_memory_gib: int
 
 
-class Retention(_Part, frozen=True):
+class Retention(Part, frozen=True):
     """spec.kvCache.retention; both numbers are set exactly when the policy is SinksAndWindow."""
 
     policy: Literal["All", "SinksAndWindow"]
@@ -195,7 +39,7 @@ class Retention(_Part, frozen=True):
     window_tokens: int | None = None
 
 
-class KVCache(_Part, frozen=True):
+class KVCache(Part, frozen=True):
     """spec.kvCache; dtype is set exactly when mode is Fixed."""
 
     mode: Literal["Fixed", "Recommend", "Auto"]
@@ -219,7 +63,7 @@ class KVCache(_Part, frozen=True):
         return self.recent_tokens if formats.parse(dtype).has_ring else None
 
 
-class Objective(_Part, frozen=True):
+class Objective(Part, frozen=True):
     """One item of spec.scaling.objectives."""
 
     metric: Literal["TTFT", "ITL"]
@@ -230,7 +74,7 @@ class Objective(_Part, frozen=True):
         return f"{self.metric} p{self.percentile}"
 
 
-class Scaling(_Part, frozen=True):
+class Scaling(Part, frozen=True):
     """spec.scaling."""
 
     mode: Literal["Operator", "External"]
@@ -244,14 +88,14 @@ class Scaling(_Part, frozen=True):
         return max(self.min_replicas, min(self.max_replicas, replicas))
 
 
-class CanaryStep(_Part, frozen=True):
+class CanaryStep(Part, frozen=True):
     """One item of spec.canary.steps."""
 
     weight_percent: int
     hold_seconds: int
 
 
-class Canary(_Part, frozen=True):
+class Canary(Part, frozen=True):
     """spec.canary; route_ref is its name."""
 
     capacity_policy: Literal["Surge", "ReplaceOne", "SurgeOrReplaceOne"]
@@ -266,7 +110,7 @@ class Canary(_Part, frozen=True):
     route_ref: str | None = None
 
 
-class Accuracy(_Part, frozen=True):
+class Accuracy(Part, frozen=True):
     """spec.accuracy."""
 
     probe_sets: tuple[str, ...]
@@ -278,27 +122,27 @@ class Accuracy(_Part, frozen=True):
     on_failure: Literal["Rollback", "Report"]
 
 
-class Rollout(_Part, frozen=True):
+class Rollout(Part, frozen=True):
     """spec.rollout."""
 
     deny_seconds: int
     paused: bool
 
 
-class Drain(_Part, frozen=True):
+class Drain(Part, frozen=True):
     """spec.drain."""
 
     pre_stop_seconds: int
     timeout_seconds: int
 
 
-class Port(_Part, frozen=True):
+class Port(Part, frozen=True):
     """A port of a Service."""
 
     number: int
 
 
-class EndpointPickerRef(_Part, frozen=True):
+class EndpointPickerRef(Part, frozen=True):
     """The endpoint picker of one pool, as an InferencePool has it."""
 
     name: str
@@ -306,14 +150,14 @@ class EndpointPickerRef(_Part, frozen=True):
     failure_mode: Literal["FailOpen", "FailClose"]
 
 
-class InferencePool(_Part, frozen=True):
+class InferencePool(Part, frozen=True):
     """spec.inferencePool."""
 
     endpoint_picker_ref: EndpointPickerRef | None = None
     canary_endpoint_picker_ref: EndpointPickerRef | None = None
 
 
-class ParentRef(_Part, frozen=True):
+class ParentRef(Part, frozen=True):
     """One item of spec.route.parentRefs: a Gateway, or one of its listeners."""
 
     name: str
@@ -321,20 +165,20 @@ class ParentRef(_Part, frozen=True):
     section_name: str | None = None
 
 
-class Route(_Part, frozen=True):
+class Route(Part, frozen=True):
     """spec.route."""
 
     parent_refs: tuple[ParentRef, ...]
     hostnames: tuple[str, ...] = ()
 
 
-class Disruption(_Part, frozen=True):
+class Disruption(Part, frozen=True):
     """spec.disruption."""
 
     min_available: int
 
 
-class Spec(_Part, frozen=True):
+class Spec(Part, frozen=True):
     """The whole spec of one service."""
 
     replicas: int

@@ -13,7 +13,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 
-from kvpilot_operator.api.spec import Engine, Spec
+from kvpilot_operator.api.pods import Engine
+from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.budget import CANARY_PROBE, CHECK, Places
 from kvpilot_operator.cluster.client import Cluster

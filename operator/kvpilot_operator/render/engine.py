@@ -10,7 +10,8 @@ from typing import Any
 from kubernetes.utils.quantity import parse_quantity
 
 from kvpilot_kernels import formats
-from kvpilot_operator.api.spec import Adapter, Spec
+from kvpilot_operator.api.pods import Adapter
+from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.render.merge import strategic_merge
 from kvpilot_operator.render.names import (
     ADAPTERS_OPTION,

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from kvpilot_operator.api.spec import Claim, EndpointPickerRef, Route
+from kvpilot_operator.api.pods import Claim
+from kvpilot_operator.api.spec import EndpointPickerRef, Route
 from kvpilot_operator.render.names import (
     ADMITTED,
     API_VERSION,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvpilot_operator.api.spec import camel
+from kvpilot_operator.api.part import camel
 from kvpilot_operator.state.enums import Action, CachePhase, ObjectiveState, Outcome, Stage, TrafficMode, Verdict
 
 MAX_DECISIONS = 10
