@@ -2,34 +2,42 @@
 
 A program that spills is slow where nobody sees why, and one that asks for more shared memory than a GPU has ends in an
 error with the first request: `tuning` chooses neither on any of these GPUs.
+
+A program is compiled once for each state of the kernels' source (`kernel_cache`); what it takes is read from its
+machine code each time.
 """
 
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+import kvpilot_kernels
 from kvpilot_kernels import formats
+from support import kernel_cache
 
 FOLDER = Path(__file__).parents[2] / "kernels" / "benchmarks"
+PACKAGE = Path(kvpilot_kernels.__file__).parent
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 
 
-def python(*arguments: str, cache: Path, timeout: int) -> subprocess.CompletedProcess[str]:
-    """Run what compiles: in this process kernels are interpreted."""
+def python(*arguments: str, cache: Path, timeout: int, package: Path = PACKAGE) -> subprocess.CompletedProcess[str]:
+    """Run what compiles the package's kernels: in this process they are interpreted."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_STORE_BINARY_ONLY": "1", "PYTHONPATH": str(package.parent)}
     return subprocess.run(
-        [sys.executable, *arguments], env={**environment, "TRITON_CACHE_DIR": str(cache)}, cwd=FOLDER,
-        capture_output=True, text=True, timeout=timeout,
-    )  # fmt: skip
+        [sys.executable, *arguments], env=environment, cwd=FOLDER, capture_output=True, text=True, timeout=timeout
+    )
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+def served() -> subprocess.CompletedProcess[str]:
     """Of each kernel the programs for the shape of Llama-3-8B, for every GPU."""
-    return python("kernel_resources.py", "--few", "--processes", "1", cache=tmp_path_factory.mktemp("c"), timeout=1800)
+    return python("kernel_resources.py", "--few", "--processes", "1", cache=kernel_cache.folder(), timeout=1800)
 
 
 @pytest.mark.timeout(2000)
@@ -56,13 +64,13 @@ def test_every_head_dim_window_and_group_of_queries_fits_and_spills_no_more_than
     assert f"head_dim {max(formats.HEAD_DIMS)}" in done.stdout
 
 
-def test_a_program_that_would_spill_is_told_and_not_chosen(tmp_path: Path) -> None:
+def test_a_program_that_would_spill_is_told_and_not_chosen() -> None:
     code = """
 from kernel_resources import compile_for, gather_variant, tuning
 for block in (tuning.gather_block(128, (9, 0)), tuning.gather_block(128, (8, 0))):
     print(compile_for(gather_variant("k4v4", 128, block), 80).misfit(80))
 """
-    done = python("-c", code, cache=tmp_path, timeout=300)
+    done = python("-c", code, cache=kernel_cache.folder(), timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     hopper, ampere = done.stdout.splitlines()
     assert hopper.startswith("spills ")
@@ -79,3 +87,47 @@ for capability in SHARED_KIB:
     told = dict(zip(CAPABILITIES, done.stdout.splitlines(), strict=True))
     assert {capability for capability, misfit in told.items() if "of 99 KiB" in misfit} == {86, 89, 120}
     assert not any(told[capability] for capability in (80, 90, 100))
+
+
+def test_a_kernel_is_compiled_again_where_what_it_reads_has_changed_even_unseen_by_triton(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPILOT_CACHE", str(tmp_path / "cache"))
+    changed = tmp_path / PACKAGE.name
+    shutil.copytree(PACKAGE, changed)
+    layouts = changed / "layouts.py"
+    layouts.write_text(layouts.read_text() + "\nZERO_STEPS += 1\n")
+    code = """
+import hashlib
+from kernel_resources import Path, compile_for, decode_variant, triton
+def tell(cache_hit, metadata_group, **_):
+    print(cache_hit, hashlib.sha256(Path(metadata_group["decode_kernel.cubin"]).read_bytes()).hexdigest())
+triton.knobs.compilation.listener = tell
+for _ in range(2):
+    compile_for(decode_variant("int8", 64, 4, 0, 80), 80)
+"""
+    found = [python("-c", code, cache=kernel_cache.folder(package), timeout=900, package=package)
+             for package in (PACKAGE, changed)]  # fmt: skip
+    programs = [done.stdout.split() for done in found]
+    assert [told[::2] for told in programs] == [["False", "True"]] * 2, [done.stderr[-3000:] for done in found]
+    assert all(first == second for _, first, _, second in programs)
+    assert programs[0][1] != programs[1][1]
+
+
+def test_what_was_compiled_of_kernels_that_nobody_tests_any_more_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPILOT_CACHE", str(tmp_path / "cache"))
+    sources = {name: tmp_path / name for name in ("old", "used", "new")}
+    for name, package in sources.items():
+        package.mkdir()
+        (package / "kernel.py").write_text(name)
+    old, used = (kernel_cache.folder(sources[name]) for name in ("old", "used"))
+    (used / "program").write_text("compiled")
+    past = time.time() - kernel_cache.UNUSED - 60
+    for folder in (old, used):
+        os.utime(folder, (past, past))
+    assert kernel_cache.folder(sources["used"]) == used
+    kernel_cache.folder(sources["new"])
+    assert not old.exists()
+    assert (used / "program").read_text() == "compiled"
