@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,13 @@ def mend(set_attribute: Callable[[Any, str, Any], None]) -> None:
     """Change it, by `setattr` or a fixture's that takes it back."""
     set_attribute(interpreter.InterpreterBuilder, "create_splat", splat)
     set_attribute(interpreter, "_patch_builtin", patch_builtins)
+    set_attribute(interpreter, "_get_np_dtype", numpy_dtype)
+    set_attribute(tl.core.tensor, "__init__", make_tensor)
+    set_attribute(tl.core.block_type, "__init__", make_block_type)
+    options = interpreter.interpreter_builder.options
+    if not options.debug:
+        # Each sum and product of integers looks for an overflow then, and tells nobody.
+        set_attribute(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))
 
 
 def splat(self: Any, to: Any, scalar: Any) -> Any:
@@ -30,15 +39,59 @@ def patch_builtins(package: Any, builder: Any, scope: Any) -> None:
     """Let a package's built-in functions be interpreted.
 
     Triton does that at each call of a function by a kernel, and looks each time through all that the package has: a
-    quarter of the time that a kernel takes here.
+    quarter of the time that a kernel takes here. All of them are done at once, and undone.
     """
-    for name in builtins_of(package):
-        member = getattr(package, name)
-        if tl.core.is_builtin(member):  # else it is done
-            interpreter._patch_attr(package, name, member, builder, scope)
+    names = builtins_of(package)
+    if names and not tl.core.is_builtin(getattr(package, names[0])):
+        return
+    for name in names:
+        interpreter._patch_attr(package, name, getattr(package, name), builder, scope)
 
 
 @functools.cache
 def builtins_of(package: Any) -> tuple[str, ...]:
     """Names of a package's built-in functions, as it is before the first kernel."""
     return tuple(name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member))
+
+
+def numpy_dtype(kind: Any) -> Any:
+    """What a type of Triton's is in numpy; Triton makes a table of all of them each time."""
+    scalar = kind.scalar
+    return np.dtype(np.uint64) if scalar.is_ptr() else numpy_scalar(scalar)
+
+
+numpy_scalar = functools.cache(interpreter._get_np_dtype)
+
+
+def make_tensor(self: Any, handle: Any, kind: Any) -> None:
+    """`tensor.__init__`, which makes constants of each shape anew."""
+    self.handle, self.type, self.dtype = handle, kind, kind.scalar
+    self.shape, self.numel = constants_of(tuple(kind.shape) if kind.is_block() else ())
+
+
+@functools.cache
+def constants_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """A tensor's shape and number of elements."""
+    return tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
+
+
+def make_block_type(self: Any, element: Any, shape: Any) -> None:
+    """`block_type.__init__`, which checks each shape anew."""
+    self.element_ty = element
+    self.shape, self.numel, text = checked(tuple(getattr(size, "value", size) for size in shape))
+    self.name = f"<{text}, {element}>"
+
+
+@functools.cache
+def checked(shape: tuple[int, ...]) -> tuple[Any, int, str]:
+    """What Triton's own `block_type` makes of a shape, and its name.
+
+    Raises:
+        TypeError, ValueError: as there.
+    """
+    made = object.__new__(tl.core.block_type)
+    stock_block_type(made, tl.int8, list(shape))
+    return made.shape, made.numel, str(made.shape)
+
+
+stock_block_type = tl.core.block_type.__init__
