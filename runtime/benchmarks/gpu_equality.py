@@ -1,9 +1,10 @@
 """Whether scheduling changes answers, in real vLLM: `python runtime/benchmarks/gpu_equality.py [--model PATH]`.
 
-For each KV-cache dtype the same prompts are answered greedily three times: alone (one at a time, eager, no prefix
-caching, a prompt in one piece), crowded (CUDA graphs, prefix caching, prompts cut into small chunks, many at once, and
-so little cache that requests are preempted) and, with --tp N, crowded on N GPUs. The control is `auto`: batches of
-another shape round differently, so its runs differ too. Every dtype is also compared with `auto`, alone.
+For each KV-cache dtype the same prompts are answered greedily: alone (one at a time, eager, no prefix caching, a prompt
+in one piece), crowded (CUDA graphs, prefix caching, prompts cut into small chunks, many at once, and so little cache
+that requests are preempted), with --tp N crowded on N GPUs, and with --drafters crowded with a model that drafts.
+The control is `auto`: batches of another shape round differently, so its runs differ too. Every dtype is also compared
+with `auto`, alone.
 Writes OUT/equality-MODEL.json; `gpu_equality_page.py` makes the page.
 """
 
@@ -27,6 +28,17 @@ MAX_MODEL_LEN = 1024
 SHARED_PREFIX = 256
 """Tokens that every second prompt begins with, so that the prefix cache is hit."""
 
+DRAFTERS, MTP = ("draft_model", "eagle", "eagle3"), "mtp"
+"""Methods of speculation by a model; with the last one the served model is another."""
+
+
+def methods(text: str) -> list[str]:
+    """Those of `--drafters`."""
+    found = text.split(",")
+    if found != [MTP] and not set(found) <= set(DRAFTERS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not some of {', '.join(DRAFTERS)}, or {MTP} alone")
+    return found
+
 
 def arguments() -> argparse.Namespace:
     """The command line."""
@@ -36,6 +48,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--latent", action="store_true", help="a random model with multi-head latent attention")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and activations")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of a third, tensor-parallel run")
+    parser.add_argument("--drafters", type=methods, default=[], help="of further runs of a random model, "
+                        f"comma-separated: {', '.join(DRAFTERS)}, or {MTP} alone")  # fmt: skip
+    parser.add_argument("--drafts", type=int, default=3, help="tokens that they draft")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=48, help="tokens generated per prompt")
     parser.add_argument("--block-size", type=int, default=16)
@@ -48,10 +63,20 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def random_model(folder: Path, latent: bool) -> Path:
-    """A Llama of 4 layers, 8/2 heads of 128, with seeded random weights; or a DeepSeek V2 of 4 layers, 16 heads."""
+def random_model(folder: Path, latent: bool, mtp: bool) -> Path:
+    """A Llama of 4 layers, 8/2 heads of 128, with seeded random weights; or a DeepSeek V2 of 4 layers, 16 heads.
+
+    With MTP it is a Qwen2, whose heads have 64 channels, and FOLDER-with-mtp the same with a layer that predicts.
+    """
     import torch
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+    )
 
     common: dict[str, Any] = {
         "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
@@ -65,6 +90,8 @@ def random_model(folder: Path, latent: bool) -> Path:
             num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128,
             qk_rope_head_dim=64, v_head_dim=128, first_k_dense_replace=4, **common,
         ))  # fmt: skip
+    elif mtp:
+        model = Qwen2ForCausalLM(Qwen2Config(num_attention_heads=8, num_key_value_heads=2, **common))
     else:
         model = LlamaForCausalLM(LlamaConfig(num_attention_heads=8, num_key_value_heads=2, head_dim=128, **common))
     with torch.no_grad():
@@ -74,6 +101,19 @@ def random_model(folder: Path, latent: bool) -> Path:
         model.lm_head.weight.mul_(4)
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+def with_drafter(model: Path, method: str, drafts: int) -> dict[str, Any]:
+    """Make a model that drafts for `model`; the engine arguments that say so."""
+    from kvpilot_demo import draft_models
+
+    folder = model.with_name(f"{model.name}-with-{method}")
+    makers = {"draft_model": draft_models.shaken, "eagle": draft_models.eagle, "eagle3": draft_models.eagle3,
+              MTP: draft_models.with_mtp}  # fmt: skip
+    made, said = str(makers[method](model, folder)), {"method": method, "num_speculative_tokens": drafts}
+    if method == MTP:
+        return {"model": made, "speculative_config": said}
+    return {"speculative_config": {**said, "model": made}}
 
 
 def token_stream(model: Path) -> list[int]:
@@ -98,7 +138,7 @@ def prompts_of(model: Path, count: int) -> list[list[int]]:
     return [(stream[:SHARED_PREFIX] if i % 2 else []) + tokens for i, tokens in enumerate(own)]
 
 
-def variants(args: argparse.Namespace) -> dict[str, tuple[bool, dict[str, Any]]]:
+def variants(args: argparse.Namespace, model: Path) -> dict[str, tuple[bool, dict[str, Any]]]:
     """Of each run: whether all prompts are asked at once, and its engine arguments."""
     alone = {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": 1,
              "max_num_batched_tokens": MAX_MODEL_LEN}  # fmt: skip
@@ -109,14 +149,16 @@ def variants(args: argparse.Namespace) -> dict[str, tuple[bool, dict[str, Any]]]
     runs: dict[str, tuple[bool, dict[str, Any]]] = {"alone": (False, alone), "crowded": (True, crowded)}
     if args.tp > 1:
         runs[f"tp{args.tp}"] = (True, {**crowded, "tensor_parallel_size": args.tp})
+    for method in args.drafters:
+        runs[method] = (True, {**crowded, **with_drafter(model, method, args.drafts)})
     return runs
 
 
 def answer(args: argparse.Namespace, model: Path, scratch: Path, env: dict[str, str]) -> dict[str, dict[str, Any]]:
     """What every dtype and variant answered (or its error), by "dtype/variant"."""
-    prompts, found = prompts_of(model, args.prompts), {}
+    prompts, found, runs = prompts_of(model, args.prompts), {}, variants(args, model)
     for dtype in args.dtypes.split(","):
-        for variant, (at_once, options) in variants(args).items():
+        for variant, (at_once, options) in runs.items():
             engine = {"model": str(model), "kv_cache_dtype": dtype, "dtype": args.dtype, "block_size": args.block_size,
                       "skip_tokenizer_init": True, "max_model_len": MAX_MODEL_LEN, **options,
                       **args.engine_args}  # fmt: skip
@@ -134,11 +176,13 @@ def answer(args: argparse.Namespace, model: Path, scratch: Path, env: dict[str, 
 
 
 def compare(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row per pair of runs: alone against `auto` alone, crowded against alone, several GPUs against crowded."""
+    """A row per pair of runs: alone against `auto` alone, several GPUs against crowded, others against alone."""
     rows = []
     for name, run in found.items():
         dtype, variant = name.split("/")
-        against = {"alone": "auto/alone", "crowded": f"{dtype}/alone"}.get(variant, f"{dtype}/crowded")
+        against = f"{dtype}/crowded" if variant.startswith("tp") else f"{dtype}/alone"
+        if variant == "alone":
+            against = "auto/alone"
         if name == against:
             continue
         reference = found.get(against, {"error": "was not asked for"})
@@ -155,7 +199,9 @@ def main() -> int:
     extra = {"KVPILOT_PREFILL_FROM_PAGES": "1"} if args.from_pages else {}
     with tempfile.TemporaryDirectory(prefix="kvpilot-equality-") as folder, environment(extra) as env:
         scratch = Path(folder)
-        model = args.model or random_model(scratch / ("random-latent" if args.latent else "random"), args.latent)
+        model = args.model or random_model(
+            scratch / ("random-latent" if args.latent else "random"), args.latent, args.drafters == [MTP]
+        )
         found = answer(args, model, scratch, env)
     rows = compare(found)
     versions: dict[str, str] = next((run["versions"] for run in found.values() if "versions" in run), {})
@@ -163,9 +209,8 @@ def main() -> int:
     options = {key: value for key, value in vars(args).items() if key not in skipped}
     facts = {"model": model.name, "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}", "versions": versions,
              "options": options, "rows": rows}  # fmt: skip
-    stem = "-".join(
-        ["equality", model.name, *(["pages"] if args.from_pages else []), *([f"tp{args.tp}"] * (args.tp > 1))]
-    )
+    pages, gpus = ["pages"] * args.from_pages, [f"tp{args.tp}"] * (args.tp > 1)
+    stem = "-".join(["equality", model.name, *pages, *gpus, *args.drafters])
     (args.out / f"{stem}.json").write_text(json.dumps(facts, indent=1) + "\n")
     for row in rows:
         print(json.dumps(row), flush=True)

@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 from gpu_engine_process import end_with_parent, say, versions
 
 TOP = 20
-COUNTERS = ("vllm:num_preemptions", "vllm:prefix_cache_hits")
+COUNTERS = ("vllm:num_preemptions", "vllm:prefix_cache_hits", "vllm:spec_decode_num_draft_tokens",
+            "vllm:spec_decode_num_accepted_tokens")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -204,10 +204,8 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
 
     Raises (at start):
         UnsupportedModelError: the layer needs ALiBi or a sliding window, or is not a decoder's; or drafts come from
-            elsewhere than this platform serves, or from a model beside layers that are not ours.
+            elsewhere than is served, or from a model beside layers that are not ours.
     """
-
-    platform: ClassVar[str]
 
     def __init__(
         self,
@@ -247,7 +245,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.read_back = os.environ.get(PREFILL_FROM_PAGES) == "1"
         self._config = get_current_vllm_config()
-        refuse_other_drafters(self._config, kv_cache_dtype, self.platform)
+        refuse_other_drafters(self._config, kv_cache_dtype)
         self.drafts = drafts(self._config)
         # A draft is loaded once its model's layers have settled their window.
         self.drafting = has_draft_model(self._config) and any(

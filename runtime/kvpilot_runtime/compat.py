@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
 
 from kvpilot_kernels.formats import Format
@@ -342,3 +343,26 @@ class HeadMajorPages:
     def get_required_kv_cache_layout(cls) -> str:
         """0.28: the same, for backends of other layers that can have it either way."""
         return "HND"
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A model that drafts, as a runner holds it.
+
+    Attributes:
+        reads_states: the served model's states are an input of it. combines_states: of several of its layers.
+        uses_mrope: positions have three dimensions, as the served model's do.
+    """
+
+    model: Any
+    reads_states: bool
+    combines_states: bool
+    uses_mrope: bool
+
+
+def drafter(runner: Any) -> Drafter:
+    """The model that drafts in a worker's runner, of which 0.32 has two kinds: on a GPU it is "model runner V2"."""
+    if (old := getattr(runner, "drafter", None)) is not None:
+        return Drafter(old.model, old.pass_hidden_states_to_model, old.eagle3_use_aux_hidden_state, old.uses_mrope)
+    new = runner.speculator
+    return Drafter(new.model, new.method != "draft_model", runner.use_aux_hidden_state_outputs, uses_mrope=False)

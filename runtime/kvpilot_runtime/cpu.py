@@ -100,8 +100,6 @@ class CpuImpl(PackedImpl):
         UnsupportedModelError: as `PackedImpl`.
     """
 
-    platform = "cpu"
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._pages: tuple[int, PackedPages] | None = None

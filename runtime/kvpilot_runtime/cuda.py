@@ -33,7 +33,6 @@ class CudaImpl(PackedImpl):
         UnsupportedModelError: as `PackedImpl`; or the layer uses another layer's cache, or has attention sinks.
     """
 
-    platform = "cuda"
     _workspace: ClassVar[dict[tuple[torch.device, torch.dtype, int, int], torch.Tensor]] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -48,11 +48,10 @@ _SPECULATION = ("--speculative-config", "-sc")
 _SPECULATION_PARTS = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
 
 DRAFTERS = ("ngram", "suffix")
-"""The methods of speculative decoding that are served everywhere: drafts come from the tokens themselves."""
+"""The methods of speculative decoding whose drafts come from the tokens themselves."""
 
 DRAFT_MODELS = ("draft_model", "eagle", "eagle3", "mtp")
-"""Methods with a model that drafts, be it one layer, and has a KV cache of its own: served on a CPU alone, since no
-engine with one was seen on a GPU (docs/decisions/0034)."""
+"""Methods with a model that drafts, be it one layer, and has a KV cache of its own."""
 
 _OF_DRAFTS = {"kv_cache_dtype": "a KV-cache dtype of the draft's own", "parallel_drafting": "parallel drafting",
               "use_heterogeneous_vocab": "a draft of another vocabulary"}  # fmt: skip
@@ -92,14 +91,10 @@ def _found(arguments: Sequence[str], *options: str) -> Iterator[tuple[str, str, 
                 break
 
 
-def refused(arguments: Sequence[str], environment: Mapping[str, str], platform: str) -> tuple[str, str] | None:
-    """The first option, or variable, that does not go with a dtype of ours, and what it is for; None for none.
-
-    Args:
-        platform: `cpu` or `cuda`.
-    """
+def refused(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str] | None:
+    """The first option, or variable, that does not go with a dtype of ours, and what it is for; None for none."""
     asked = speculation(arguments)
-    if (what := unsupported_drafts(asked.get("method"), asked, platform)) is not None:
+    if (what := unsupported_drafts(asked.get("method"), asked)) is not None:
         return next(given(arguments, *_SPECULATION, *_SPECULATION_PARTS))[0], what
     beside = _BESIDE_DRAFT_MODELS if asked.get("method") in DRAFT_MODELS else ()
     for switch in (*REFUSED, *beside):
@@ -112,13 +107,13 @@ def refused(arguments: Sequence[str], environment: Mapping[str, str], platform: 
     return None
 
 
-def unsupported_drafts(method: str | None, asked: Mapping[str, object], platform: str) -> str | None:
-    """What of speculative decoding a platform, `cpu` or `cuda`, does not serve; None for nothing.
+def unsupported_drafts(method: str | None, asked: Mapping[str, object]) -> str | None:
+    """What of speculative decoding is not served; None for nothing.
 
     Args:
         method: as vLLM calls it, None for no speculation. asked: fields of vLLM's SpeculativeConfig.
     """
-    served = DRAFTERS + (DRAFT_MODELS if platform == "cpu" else ())
+    served = DRAFTERS + DRAFT_MODELS
     if method is not None and method not in served:
         return f"speculative decoding by {method!r} ({', '.join(served[:-1])} and {served[-1]} are served)"
     if method not in DRAFT_MODELS:

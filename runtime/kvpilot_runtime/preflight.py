@@ -89,7 +89,7 @@ def check(request: Request) -> Findings:
     if any(options.given(request.others, options.OFFLOAD)):
         _offload(request, platform)
     if fmt.ours:
-        _our_options(fmt, request, platform)
+        _our_options(fmt, request)
     _window(fmt, request, findings)
     if folder is None:
         _ask_hub(request, findings)
@@ -211,10 +211,10 @@ def _offload(request: Request, platform: machine.Platform) -> None:
     memory.check_offload(request, platform)
 
 
-def _our_options(fmt: Dtype, request: Request, platform: machine.Platform) -> None:
+def _our_options(fmt: Dtype, request: Request) -> None:
     """What else was asked for, whatever the model is."""
     every = (*request.others, f"--tensor-parallel-size={request.tensor_parallel}")
-    if (found := options.refused(every, os.environ, platform)) is not None:
+    if (found := options.refused(every, os.environ)) is not None:
         option, what = found
         raise PreflightError("BadArguments", f"{option}: {what} does not work with kv-cache dtype {fmt.name!r}; leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
     if any(options.given(request.others, "--enable-sleep-mode")) and not compat.wakes_as_it_was():

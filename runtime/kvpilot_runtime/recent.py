@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import torch
@@ -87,14 +88,16 @@ def asked() -> int | None:
 def attach(config: Any, layers: dict[str, Any]) -> None:
     """Give an engine's layers of ours, by name, their rings, or settle that there are none; once.
 
-    Layers that come after that are a draft model's and have none.
+    Layers that come after that are a draft model's and have none. Their backend is one of another name: vLLM has a
+    builder for layers of one backend, whose steps are planned for a window or for none.
 
     Raises:
         UnsupportedModelError: the window asked for cannot be served, or is longer than the context.
     """
     if any(layer.impl.recent is not None for layer in layers.values()):
-        for layer in layers.values():  # a draft's: its proposer describes no step to rings
-            layer.impl.recent = layer.impl.recent or 0
+        for layer in layers.values():
+            if layer.impl.recent is None:  # a draft's: its proposer describes no step to rings
+                layer.impl.recent, layer.attn_backend = 0, _of_drafts(layer.attn_backend)
         return
     fmt = formats.parse(config.cache_config.cache_dtype)
     context = config.model_config.max_model_len
@@ -125,6 +128,12 @@ def attach(config: Any, layers: dict[str, Any]) -> None:
     elif wanted < fmt.recent_tokens(asked()):
         log.info("The default recent window of kv-cache dtype %r, %d tokens, is cut to %d: the context is %d tokens",
                  fmt.name, fmt.window, wanted, context)  # fmt: skip
+
+
+@cache
+def _of_drafts(backend: type[Any]) -> type[Any]:
+    """The same backend under another name."""
+    return type(f"{backend.__name__}OfDrafts", (backend,), {"__module__": backend.__module__})
 
 
 def report(config: Any, layers: dict[str, Any]) -> None:

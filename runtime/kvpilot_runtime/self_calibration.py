@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.fit import Observed
-from kvpilot_runtime import calibration, calibration_info
+from kvpilot_runtime import calibration, calibration_info, compat
 from kvpilot_runtime.backend import our_layers
 from kvpilot_runtime.calibration_info import Outcome
 from kvpilot_runtime.calibration_text import LONGEST, SHORTEST, NoTokensError, passes, text_ids
@@ -135,7 +135,7 @@ def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[st
         ):
             found = _forward(model, ids, positions)
             if drafting:
-                _draft(worker.model_runner.drafter, ids, positions, found)
+                _draft(compat.drafter(worker.model_runner), ids, positions, found)
     except Exception as error:
         raise UnsupportedModelError(
             f"the model could not calibrate itself ({type(error).__name__}: {error}); {_REMEDY}"
@@ -163,19 +163,19 @@ def _forward(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> Any:
     return after
 
 
-def _draft(drafter: Any, ids: torch.Tensor, positions: torch.Tensor, found: Any) -> None:
+def _draft(drafter: compat.Drafter, ids: torch.Tensor, positions: torch.Tensor, found: Any) -> None:
     """Run the text through the model that drafts, after the served one has given `found` for it.
 
     A head's input is each token's successor and the model's state at the token. After a sequence's last token that is
     the next one's first, one in hundreds.
     """
-    if not drafter.pass_hidden_states_to_model:
+    if not drafter.reads_states:
         drafter.model(input_ids=ids, positions=positions, inputs_embeds=None)
         return
     if positions.dim() > 1 and not drafter.uses_mrope:
         positions = positions[0]
     states, several = found if isinstance(found, tuple) else (found, None)
-    if several is not None and drafter.eagle3_use_aux_hidden_state:
+    if several is not None and drafter.combines_states:
         states = drafter.model.combine_hidden_states(torch.cat(several, -1))
     drafter.model(input_ids=ids.roll(-1), positions=positions, hidden_states=states, inputs_embeds=None)
 

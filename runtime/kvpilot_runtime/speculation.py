@@ -22,15 +22,15 @@ def drafts(vllm_config: Any) -> int:
     return 0 if found is None else int(found.num_speculative_tokens)
 
 
-def refuse_other_drafters(vllm_config: Any, dtype: str, platform: str) -> None:
-    """Refuse what of speculation is not served on this platform, `cpu` or `cuda`.
+def refuse_other_drafters(vllm_config: Any, dtype: str) -> None:
+    """Refuse what of speculation is not served.
 
     Raises:
         UnsupportedModelError: as `options.unsupported_drafts`; or drafts come from a model beside what was not seen
             right with it.
     """
     found = getattr(vllm_config, "speculative_config", None)
-    what = None if found is None else options.unsupported_drafts(found.method, vars(found), platform)
+    what = None if found is None else options.unsupported_drafts(found.method, vars(found))
     if what is None and has_draft_model(vllm_config):
         beside = {
             "tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,

@@ -63,7 +63,7 @@ def attached(
         layer = attention.Attention.__new__(attention.Attention)
         torch.nn.Module.__init__(layer)
         vars(layer).update(
-            impl=impl, kv_cache_dtype=dtype, layer_name=name, get_attn_backend=lambda: cls,
+            impl=impl, kv_cache_dtype=dtype, layer_name=name, attn_backend=cls,
             get_kv_cache_spec=lambda _config, heads=heads: FullAttentionSpec(
                 block_size=64, num_kv_heads=heads, head_size=dim, dtype=torch.uint8
             ),
@@ -129,6 +129,11 @@ def test_a_draft_models_layers_are_in_one_group_without_rings_of_their_own(
     assert [layer.impl.drafting for layer in (*served, *drafting)] == [False, False, True, True]
     assert [layer.impl.recent for layer in (*served, *drafting)] == [64, 64, 0, 0]
     assert not any(layer.impl.ring for layer in drafting)
+    # vLLM has a builder for layers of one backend, by its name; with a window and without they need two.
+    own, of_model = (layers[0].get_attn_backend() for layers in (drafting, served))
+    assert own.full_cls_name() != of_model.full_cls_name()
+    assert issubclass(own, of_model)
+    assert own is drafting[1].get_attn_backend()
     every = config.compilation_config.static_forward_context
     pages = {
         name: layer.get_kv_cache_spec(config)

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from kvpilot_demo.models import smollm2_135m, tiny_gemma3, tiny_llama
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.fit import Observed
-from kvpilot_runtime import calibration_info, self_calibration
+from kvpilot_runtime import calibration_info, compat, self_calibration
 from kvpilot_runtime.calibration_text import NoTokensError, lone, passes, text_ids
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.worker_info import Reported
@@ -194,6 +194,36 @@ def test_a_dtype_that_is_nothing_without_factors_is_not_served_where_the_engine_
         UnsupportedModelError, match=r"'k2v2' is not accurate.*\(LoRA\); give a file of `kvpilot calibrate`"
     ):
         self_calibration.calibrate(SimpleNamespace(vllm_config=config, device="cpu"))
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+@pytest.mark.parametrize("new", [False, True])
+def test_a_model_that_drafts_gets_the_text_with_the_states_that_it_reads_in_either_runner(
+    method: str, new: bool
+) -> None:
+    heads, several = method != "draft_model", method == "eagle3"
+    got: dict[str, torch.Tensor] = {}
+
+    class Model:
+        def __call__(self, **inputs: torch.Tensor) -> None:
+            got.update(inputs)
+
+        def combine_hidden_states(self, states: torch.Tensor) -> torch.Tensor:
+            return states + 1
+
+    drafter = SimpleNamespace(
+        model=Model(), method=method, pass_hidden_states_to_model=heads, eagle3_use_aux_hidden_state=several,
+        uses_mrope=False,
+    )  # fmt: skip
+    runner = SimpleNamespace(**{"speculator" if new else "drafter": drafter}, use_aux_hidden_state_outputs=several)
+    ids, positions, states = torch.tensor([5, 6, 7]), torch.arange(3), torch.zeros(3, 2)
+    found = (states, [states, states]) if several else states
+    self_calibration._draft(compat.drafter(runner), ids, positions, found)
+    assert got["input_ids"].tolist() == ([6, 7, 5] if heads else [5, 6, 7])
+    assert got["positions"].tolist() == [0, 1, 2]
+    assert ("hidden_states" in got) == heads
+    if heads:
+        assert torch.equal(got["hidden_states"], torch.ones(3, 4) if several else states)
 
 
 def test_a_drafting_layer_that_no_token_reaches_stays_as_it_is_and_a_served_one_ends_the_start() -> None:

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
 
-from support.draft_models import right_drafts
 from support.own_process import ask
+from support.right_drafts import right_drafts
 
 
 @dataclass

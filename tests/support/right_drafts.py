@@ -1,0 +1,43 @@
+"""What stands in for the skill of models that draft, which random weights lack."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from support.families import VOCABULARY
+
+
+def right_drafts(expected: list[list[int]]) -> None:
+    """Let this process's drafts be taken from these sequences, prompts with answers; in a third of them one is wrong.
+
+    vLLM's proposer runs as it is before, with all that it stores.
+    """
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    stock, before, choose = SpecDecodeBaseProposer.propose, GPUModelRunner.propose_draft_token_ids, random.Random(1)
+    runners: list[Any] = []
+
+    def of_runner(self: Any, *args: Any, **kwargs: Any) -> Any:
+        runners[:] = [self]
+        return before(self, *args, **kwargs)
+
+    def propose(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        common, taken_back = kwargs["common_attn_metadata"], kwargs["num_rejected_tokens_gpu"]
+        stored = common.seq_lens[: common.num_reqs].clone()
+        if taken_back is not None:
+            stored -= taken_back
+        drafts: torch.Tensor = stock(self, *args, **kwargs)
+        for row, request in enumerate(runners[0].input_batch.req_ids):
+            prompt = runners[0].requests[request].prompt_token_ids
+            whole = next(each for each in expected if each[: len(prompt)] == prompt)
+            right = whole[int(stored[row]) + 1 :][: drafts.shape[1]]
+            if right and choose.random() < 0.3:
+                right[choose.randrange(len(right))] = choose.randrange(3, VOCABULARY)
+            drafts[row, : len(right)] = torch.tensor(right, dtype=drafts.dtype)
+        return drafts
+
+    SpecDecodeBaseProposer.propose, GPUModelRunner.propose_draft_token_ids = propose, of_runner
