@@ -1,16 +1,18 @@
 """How many of ngram's drafts are accepted, by KV-cache dtype: `python runtime/benchmarks/speculation_acceptance.py`.
 
-SmolLM2-135M's real weights in float32 on a CPU, greedy, continuing pieces of the texts of docs/benchmarks/accuracy.md;
-our dtypes as they are served, calibrated by the engine itself and with their default window. Each dtype runs in a
-process of its own over the same prompts. An answer changes with the dtype and so does what is drafted for it:
-`accepted` is of each dtype's own drafts. Writes OUT/speculation-acceptance.json.
+SmolLM2-135M's real weights, greedy. A prompt is a piece of a text of docs/benchmarks/accuracy.md
+and then the beginning of that piece, so that the model quotes the rest: what people use ngram for. Our dtypes are
+served as by default, calibrated by the engine itself and with their window. Each dtype runs in a process of its own. An
+answer changes with the dtype and so does what is drafted for it: `accepted` is of each dtype's own drafts. `--cut`
+writes the prompts to a file, which `--texts` reads on a machine without the documents; `--model` may be the model's
+folder there. Writes OUT/speculation-acceptance.json and .md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import platform
 import subprocess
 import sys
 import time
@@ -20,78 +22,141 @@ from pathlib import Path
 from typing import Any
 
 from accuracy_texts import EVALUATION, text
+from gpu_engine_process import environment
 
-from kvpilot_demo.models import smollm2_135m
+PIECE, QUOTED = 192, 48
+"""Tokens of a piece and of the beginning that stands in the prompt once more, about."""
 
-PROMPT = 192
+_PAGE = """# Acceptance of ngram's drafts
+
+vLLM's own count of drafted and accepted tokens (`vllm:spec_decode_num_*_tokens`), with SmolLM2-135M's real weights in
+{dtype}, greedy: {prompts} prompts in which a piece of a text of [the accuracy table](accuracy.md) begins a second
+time, so that the model quotes it, and {tokens} tokens of each answer; {drafts} tokens are drafted at most, after 2 to 4
+that stood in the text before. Our dtypes are as served: calibrated by the engine, with their default window. An answer
+changes with the dtype, and so does what is drafted for it; `like auto` are tokens of the answers up to the first that
+is another than `auto`'s. Raw: [speculation-acceptance.json](speculation-acceptance.json).
+
+`{command}`, {date}, vLLM {vllm}, torch {torch}, Python {python}, {machine}.
+
+| dtype | drafted | accepted | share | beside `auto` | {texts} | like auto |
+|---|---|---|---|---|---|{lines}---|
+{rows}
+"""
 
 
-def prompts(count: int) -> list[str]:
-    """Pieces of each text in turn, evenly over its length, in characters of about `PROMPT` tokens."""
-    size, found = 4 * PROMPT, []
-    for i in range(count):
-        whole = text(EVALUATION[i % len(EVALUATION)])
-        begin = (len(whole) - size) * (i // len(EVALUATION)) // max(1, count // len(EVALUATION))
-        found.append(whole[begin : begin + size])
-    return found
+def prompts(name: str, count: int) -> list[str]:
+    """Pieces of a text, evenly over its length, in characters of about `PIECE` tokens, each begun anew."""
+    size, whole = 4 * PIECE, text(name)
+    starts = [(len(whole) - size) * (i + 1) // (count + 1) for i in range(count)]
+    return [f"{(piece := whole[at : at + size])}\n\n{piece[: 4 * QUOTED]}" for at in starts]
 
 
-def serve(dtype: str, asked: list[str], tokens: int, drafts: int) -> dict[str, Any]:
+def serve(options: argparse.Namespace, asked: dict[str, list[str]]) -> dict[str, Any]:
     """Ask an engine of this process."""
     from vllm import LLM, SamplingParams
 
+    if options.model is None:
+        from kvpilot_demo.models import smollm2_135m
+
+        options.model = smollm2_135m()
     speculation = {
-        "method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_min": 2, "prompt_lookup_max": 4
+        "method": "ngram", "num_speculative_tokens": options.drafts, "prompt_lookup_min": 2, "prompt_lookup_max": 4
     }  # fmt: skip
     llm = LLM(
-        str(smollm2_135m()), kv_cache_dtype=dtype, dtype="float32", enforce_eager=True, max_model_len=1024,
+        str(options.model), kv_cache_dtype=options.one, dtype=options.dtype, enforce_eager=True, max_model_len=1024,
         max_num_seqs=16, max_num_batched_tokens=1024, kv_cache_memory_bytes=1 << 30, disable_log_stats=False,
         speculative_config=speculation,
     )  # fmt: skip
-    began = time.perf_counter()
-    answers = llm.generate(asked, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), use_tqdm=False)
-    seconds = time.perf_counter() - began
-    counts = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
-    drafted, accepted = (
-        counts[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted")
-    )  # fmt: skip
-    return {
-        "dtype": dtype, "drafted": drafted, "accepted": accepted, "rate": round(accepted / drafted, 4),
-        "tokens": sum(len(a.outputs[0].token_ids) for a in answers), "seconds": round(seconds, 1),
-    }  # fmt: skip
+    sampling = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
+    row: dict[str, Any] = {"dtype": options.one, "texts": {}, "answers": []}
+    began, seen = time.perf_counter(), (0, 0)
+    for name in EVALUATION:
+        found = llm.generate(asked[name], sampling, use_tqdm=False)
+        row["answers"] += [list(one.outputs[0].token_ids) for one in found]
+        counts = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+        now = counts["vllm:spec_decode_num_draft_tokens"], counts["vllm:spec_decode_num_accepted_tokens"]
+        row["texts"][name] = {"drafted": now[0] - seen[0], "accepted": now[1] - seen[1]}
+        seen = now
+    return row | {"drafted": seen[0], "accepted": seen[1], "seconds": round(time.perf_counter() - began, 1)}
+
+
+def machine() -> str:
+    """The GPU where there is one, else the processor's kind."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+
+
+def alike(answers: list[list[int]], others: list[list[int]]) -> float:
+    """Share of tokens that stand before the first difference."""
+    same = 0
+    for one, other in zip(answers, others, strict=True):
+        same += next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+    return same / sum(map(len, answers))
+
+
+def page(facts: dict[str, Any]) -> str:
+    """The table of docs/benchmarks."""
+
+    def share(counted: dict[str, int]) -> float:
+        return counted["accepted"] / counted["drafted"]
+
+    first, lines = facts["rows"][0], []
+    for row in facts["rows"]:
+        texts = " | ".join(f"{share(row['texts'][name]):.1%}" for name in EVALUATION)
+        beside = share(row) - share(first)
+        lines.append(
+            f"| `{row['dtype']}` | {row['drafted']:,} | {row['accepted']:,} | {share(row):.1%} | "
+            f"{100 * beside:+.1f} points | {texts} | {row['like_auto']:.0%} |"
+        )
+    facts = {**facts, "rows": "\n".join(lines), "texts": " | ".join(EVALUATION), "lines": "---|" * len(EVALUATION)}
+    return _PAGE.format(**facts)
 
 
 def main() -> int:
-    """Run each dtype and write the figures."""
+    """Run each dtype, the first of which the others are held against, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("out"))
-    parser.add_argument("--dtypes", nargs="+", default=["auto", "k8v4", "k4v4", "k4v2", "k2v2"])
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=96, help="of each answer")
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    parser.add_argument("--dtypes", nargs="+", default=["auto", "fp8", "k8v4", "k4v4"])
+    parser.add_argument("--prompts", type=int, default=12, help="of each text")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--drafts", type=int, default=4, help="draft tokens of a sequence in a step")
+    parser.add_argument("--dtype", default="float32", help="of weights and activations")
+    parser.add_argument("--model", type=Path, help="its folder (default: it is fetched)")
+    parser.add_argument("--cut", type=Path, help="write the prompts to this file, and end")
+    parser.add_argument("--texts", type=Path, help="read them from it")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.texts:
+        asked = json.loads(options.texts.read_text())
+    else:
+        asked = {name: prompts(name, options.prompts) for name in EVALUATION}
+    if options.cut:
+        options.cut.write_text(json.dumps(asked))
+        return 0
     if options.one:
-        row = serve(options.one, prompts(options.prompts), options.tokens, options.drafts)
-        print(json.dumps(row), flush=True)
+        print(json.dumps(serve(options, asked)), flush=True)
         return 0
     facts: dict[str, Any] = {
         "command": f"python runtime/benchmarks/speculation_acceptance.py {' '.join(sys.argv[1:])}".strip(),
-        "date": f"{datetime.now(UTC):%Y-%m-%d}", "vllm": version("vllm"), "rows": [],
+        "date": f"{datetime.now(UTC):%Y-%m-%d}", "vllm": version("vllm"), "torch": version("torch"),
+        "python": platform.python_version(), "machine": machine(), "tokens": options.tokens,
+        "prompts": sum(map(len, asked.values())), "drafts": options.drafts, "dtype": options.dtype, "rows": [],
     }  # fmt: skip
-    environment = {
-        **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }  # fmt: skip
+    options.out.mkdir(parents=True, exist_ok=True)
+    answers: list[list[list[int]]] = []
     for dtype in options.dtypes:
-        ended = subprocess.run(
-            [sys.executable, __file__, *sys.argv[1:], "--one", dtype], env=environment, stdout=subprocess.PIPE,
-            text=True, check=True,
-        )  # fmt: skip
-        facts["rows"].append(json.loads(ended.stdout.splitlines()[-1]))
+        with environment({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}) as env:
+            ended = subprocess.run(
+                [sys.executable, __file__, *sys.argv[1:], "--one", dtype], env=env, stdout=subprocess.PIPE, text=True,
+                check=True,
+            )  # fmt: skip
+        row = json.loads(next(line for line in reversed(ended.stdout.splitlines()) if line.startswith("{")))
+        answers.append(row.pop("answers"))
+        facts["rows"].append(row | {"like_auto": round(alike(answers[-1], answers[0]), 4)})
         print(facts["rows"][-1], flush=True)
-        options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "speculation-acceptance.json").write_text(json.dumps(facts, indent=1) + "\n")
+        (options.out / "speculation-acceptance.md").write_text(page(facts))
     return 0
 
 
