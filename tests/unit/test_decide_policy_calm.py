@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
+import msgspec
+from msgspec.structs import replace as replace_struct
+
 from kvpilot_operator.decide.judging.policy import choose_step
-from kvpilot_operator.state.status import Saturation
+from kvpilot_operator.state.status import Saturation, parse_status
 from support.policy_inputs import DWELL, LLAMA, policy_input, spec, step, workload
 from support.services import NOW
 
@@ -80,3 +83,54 @@ def test_a_climb_that_would_be_too_slow_is_left_out():
     assert step(choose_step(s))[0] == "Stay"
     patient = spec(canary={"maxITLP95RegressionPercent": 1000})
     assert step(choose_step(replace(s, spec=patient)))[0] == "DtypeUp"
+
+
+KNOWN = Saturation(dtype="auto", requests_per_hour=3600, mean_prompt=100, mean_generation=100)
+EIGHT = spec(scaling={"maxReplicas": 8})
+
+
+def test_half_of_the_replicas_go_at_once_where_it_is_known_what_one_can_do():
+    known = replace_struct(KNOWN, computed_prompt=50)
+    quiet = policy_input(calm(load=0.1, pods=8, rate=0.1, computed_prompt=50.0), spec=EIGHT)
+    assert step(choose_step(quiet)) == ("ScaleIn", "auto", 7)
+    assert step(choose_step(replace(quiet, saturations=(known,)))) == ("ScaleIn", "auto", 4)
+    busier = calm(load=0.1, pods=8, rate=0.4, computed_prompt=50.0)
+    assert step(choose_step(replace(quiet, workload=busier, saturations=(known,)))) == ("ScaleIn", "auto", 5)
+
+
+def test_a_status_of_an_older_operator_gives_one_replica_back_at_a_time_and_only_far_below_its_rate():
+    old = {"dtype": "auto", "requestsPerHour": 3600, "meanPrompt": 100, "meanGeneration": 100}
+    saturations = parse_status({"scaling": {"saturations": [old]}}).scaling.saturations
+    assert saturations == (KNOWN,)
+    assert list(msgspec.to_builtins(saturations)) == [old]
+    quiet = policy_input(calm(load=0.1, pods=8, rate=0.1, computed_prompt=50.0), spec=EIGHT, saturations=saturations)
+    assert step(choose_step(quiet)) == ("ScaleIn", "auto", 7)
+    busy = replace(quiet, workload=calm(load=0.1, pods=8, rate=0.65, computed_prompt=50.0))
+    assert step(choose_step(busy))[0] == "Stay"
+
+
+def test_what_a_replica_did_with_heavier_prompts_counts_for_lighter_ones_and_holds_none_back():
+    heavy = replace_struct(KNOWN, computed_prompt=90)
+    light = calm(load=0.1, pods=8, rate=1.1, computed_prompt=10.0)
+    s = policy_input(light, spec=EIGHT, saturations=(heavy,))
+    assert step(choose_step(s)) == ("ScaleIn", "auto", 4)
+    alike = replace(s, workload=replace(light, computed_prompt=80.0))
+    assert step(choose_step(alike))[0] == "Stay"
+
+
+def test_where_memory_is_what_keeps_a_replica_a_smaller_dtype_takes_its_place():
+    memory = replace_struct(KNOWN, memory=True)
+    kept = policy_input(calm(load=0.2, rate=0.5), saturations=(memory,))
+    ruling = choose_step(kept)
+    assert step(ruling) == ("DtypeDown", "fp8", 2)
+    assert ruling.reason == "MemoryKeepsReplicas"
+    assert step(choose_step(replace(kept, saturations=(KNOWN,))))[0] == "Stay"
+    prompts = replace(kept, workload=calm(load=0.2, rate=0.5, prompts_in_hand=0.4))
+    assert step(choose_step(prompts))[0] == "Stay"
+    dwelling = replace(kept, dtype_changed=NOW - timedelta(seconds=DWELL - 1))
+    assert step(choose_step(dwelling))[0] == "Stay"
+
+
+def test_a_smaller_dtype_that_saves_no_replica_takes_no_ones_place():
+    memory = replace_struct(KNOWN, memory=True)
+    assert step(choose_step(policy_input(calm(load=0.2, rate=1.2), saturations=(memory,))))[0] == "Stay"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ from kvpilot_operator.decide.judging.ladder import denial, infeasible
 from kvpilot_operator.decide.judging.objectives import Measured
 from kvpilot_operator.decide.judging.policy import choose_step
 from kvpilot_operator.decide.judging.policy_input import PolicyInput
+from kvpilot_operator.decide.judging.surge import Surge
 from kvpilot_operator.decide.judging.workload import Workload
 from kvpilot_operator.state.enums import ObjectiveState
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
@@ -51,6 +53,9 @@ WORKLOADS = st.builds(
     mean_generation=st.none() | st.floats(0, 1e6),
     itl_seconds=st.none() | st.floats(0, 10),
     prompts_in_hand=st.none() | st.floats(0, 100),
+    best_requests_per_second=st.none() | st.floats(0, 1e6),
+    memory=st.booleans(),
+    surge=st.none() | st.builds(Surge, st.just("surge"), st.floats(0, 1e6), st.floats(0, 1e6)),
     calm=st.booleans(),
     peak_load=st.floats(0, 20),
 )
@@ -83,7 +88,10 @@ def situations(draw, kinds=WORKLOADS):
         draw(st.integers(0, 10)), draw(st.integers(0, 10)), node, draw(MODELS),
         denied=tuple(denied(d, gpu=node.gpu) for d in draw(st.lists(st.sampled_from(dtypes), max_size=3, unique=True))),
         saturations=tuple(
-            Saturation(dtype=d, requests_per_hour=draw(st.integers(0, 10**6)), mean_prompt=100, mean_generation=100)
+            Saturation(
+                dtype=d, requests_per_hour=draw(st.integers(0, 10**6)), mean_prompt=100, mean_generation=100,
+                computed_prompt=draw(st.none() | st.integers(0, 200)), memory=draw(st.booleans()),
+            )
             for d in draw(st.lists(st.sampled_from(dtypes), max_size=2, unique=True))
         ),
         dtype_changed=draw(TIMES), replicas_changed=draw(TIMES), rolled_back=draw(TIMES),
@@ -130,10 +138,13 @@ def test_replicas_are_only_ever_chosen_by_their_owner_and_within_the_limits(s):
     if chosen.action == "ScaleOut":
         assert scaling.mode == "Operator"
         assert s.replicas < chosen.replicas <= scaling.max_replicas
-        assert s.ready >= s.replicas
+        assert s.ready >= s.replicas or (s.loading and s.workload.surge is not None)
+        assert chosen.replicas <= 2 * max(1, s.replicas)
     if chosen.action == "ScaleIn":
         assert scaling.mode == "Operator"
-        assert chosen.replicas == s.replicas - 1
+        known = any(k.dtype == s.dtype and k.computed_prompt is not None for k in s.saturations)
+        assert math.ceil(s.replicas / 2) <= chosen.replicas < s.replicas
+        assert known or chosen.replicas == s.replicas - 1
         assert chosen.replicas >= max(1, scaling.min_replicas)
 
 
@@ -142,13 +153,14 @@ def test_replicas_are_only_ever_chosen_by_their_owner_and_within_the_limits(s):
 def test_a_smaller_dtype_is_for_memory_alone_and_less_of_anything_for_calm_alone(s):
     chosen, w = choose_step(s).chosen, s.workload
     if chosen.action == "DtypeDown":
-        assert w.kind == "MemoryBound"
+        known = next((k for k in s.saturations if k.dtype == s.dtype), None)
+        assert w.kind == "MemoryBound" or (w.calm and known is not None and known.memory)
         assert smaller(chosen.dtype, s.dtype)
     if chosen.action in ("ScaleIn", "DtypeUp"):
         assert w.calm
         assert w.kind in ("Relaxed", "Idle")
     if chosen.action == "ScaleOut":
-        assert w.kind in ("MemoryBound", "PrefillBound", "ComputeBound")
+        assert w.kind in ("MemoryBound", "PrefillBound", "ComputeBound") or w.surge is not None
 
 
 @given(situations(), st.floats(1, 50))
@@ -176,7 +188,9 @@ def measured(limits: tuple[int, int], seen: tuple[float | None, float | None]) -
 @settings(max_examples=200)
 def test_objectives_without_samples_decide_nothing(s):
     unknown = replace(s.workload, objectives=measured((500, 50), (None, None)))
-    assert choose_step(replace(s, workload=unknown)) == choose_step(s)
+    with_them, without = choose_step(replace(s, workload=unknown)), choose_step(s)
+    # What a replica can do is noted with more beside objectives, for later.
+    assert replace(with_them, saturations=()) == replace(without, saturations=())
 
 
 @given(situations(), st.tuples(SEEN, SEEN), st.integers(1, 9999), st.integers(1, 9999), st.floats(0.01, 1))

@@ -69,6 +69,16 @@ def test_prompts_that_a_full_cache_used_to_hold_and_has_thrown_out_are_a_lack_of
     assert verdict.demand_tokens >= 2 * verdict.capacity_tokens
 
 
+@pytest.mark.parametrize(("capacity", "memory"), [(1_000_000, True), (100_000_000, False)])
+def test_prefixes_are_thrown_out_only_of_a_cache_that_the_window_has_overwritten(capacity, memory):
+    window = samples(usage=0.5, waiting=0.2, seconds=900)
+    window = tuple(
+        replace(s, flows=reused(0.9 if i < 90 else 0.1), capacity_tokens=capacity) for i, s in enumerate(window)
+    )
+    verdict = classify(window, PRESSURE, NOW)
+    assert (verdict.memory, verdict.kind) == (memory, "Relaxed")
+
+
 def test_prefixes_that_went_to_host_memory_and_are_loaded_from_there_are_not_thrown_out():
     offloaded = replace(reused(0.1), host_hits=0.8 * RAG.prompt_tokens)
     window = samples(usage=0.97, waiting=20, seconds=900)

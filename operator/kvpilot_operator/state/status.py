@@ -77,12 +77,17 @@ class KVCache(_Struct, frozen=True, kw_only=True):
 
 
 class Saturation(_Struct, frozen=True, kw_only=True):
-    """What one replica finished when requests last queued with this dtype, and how many tokens they had on average."""
+    """What one replica finished when requests last queued with this dtype, and how many tokens they had on average.
+
+    Of the prompt, also how many of them no cache held; and whether they queued for memory.
+    """
 
     dtype: str
     requests_per_hour: int
     mean_prompt: int
     mean_generation: int
+    computed_prompt: int | None = None
+    memory: bool | None = None
 
 
 class ScaleInBackoff(_Struct, frozen=True, kw_only=True):

@@ -53,6 +53,8 @@ class Crew:
         self._flipped = np.full(size, -np.inf)
         # Requests a second of one replica above which the pilot will not go back to fewer replicas: see `_limit`.
         self._limits = np.full(size, np.inf)
+        # Whose requests last queued for memory: a smaller dtype may take the place of a replica.
+        self._memory = np.zeros(size, dtype=bool)
         self._rise = np.array([self._gain_up(p.dtype) for p in self.pilots])
 
     def take(self, minute: Minute, pods: Array) -> None:
@@ -72,7 +74,7 @@ class Crew:
         self._flipped[i] = self._minute * STEP
         self._since[i] = self._minute + 1
         self._rise[i] = self._gain_up(dtype)
-        self._limits[i] = self._limit(i)
+        self._learn(i)
 
     def scaled(self, i: int) -> None:
         """The number of replicas has just been changed."""
@@ -94,7 +96,7 @@ class Crew:
             )  # fmt: skip
             self.asked += 1
             self._bound[i] = pilot.was_bound
-            self._limits[i] = self._limit(int(i))
+            self._learn(int(i))
             if ruling.chosen.action != "Stay":
                 rulings.append((int(i), ruling))
         return rulings
@@ -127,7 +129,8 @@ class Crew:
             & (now >= self._flipped + CLIMB_DWELLS * spec.kv_cache.min_dwell_seconds)
         )
         larger &= 100 * peak / np.maximum(np.maximum(asked, 1) * self._rise, _SLACK) <= pressure.low_percent + _SLACK
-        relaxed = (usage * 100 < pressure.low_percent + _SLACK) & quiet & (fewer | larger) & ~busy
+        smaller_dtype = (asked > least) & self._memory
+        relaxed = (usage * 100 < pressure.low_percent + _SLACK) & quiet & (fewer | larger | smaller_dtype) & ~busy
         return np.asarray(starved | relaxed)
 
     def _starved(self, window: Bools) -> Bools:
@@ -181,6 +184,11 @@ class Crew:
 
     def _now(self) -> datetime:
         return EPOCH + timedelta(seconds=self._minute * STEP)
+
+    def _learn(self, i: int) -> None:
+        pilot = self.pilots[i]
+        self._limits[i] = self._limit(i)
+        self._memory[i] = any(k.memory and k.dtype == pilot.dtype for k in pilot.saturations)
 
     def _limit(self, i: int) -> float:
         """The rate that keeps the pilot from fewer replicas, where one was learnt from requests like those of now."""

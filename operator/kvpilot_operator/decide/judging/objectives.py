@@ -18,7 +18,7 @@ from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.snapshot import Flows, Sample
 
 # Samples of each half of the window, and at least one beyond the percentile: 100 for p99.
-_LEAST = 20.0
+LEAST = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def _measured(objective: Objective, first: Sequence[Flows], second: Sequence[Flo
     ]
     q, limit = objective.percentile / 100, objective.milliseconds / 1000
     seconds = Histogram.together(halves).quantile(q)
-    if min(h.count for h in halves) < max(_LEAST, 100 / (100 - objective.percentile)) or math.isnan(seconds):
+    if min(h.count for h in halves) < max(LEAST, 100 / (100 - objective.percentile)) or math.isnan(seconds):
         return Measured(objective, ObjectiveState.NO_SAMPLES)
     if min(h.quantile(q) for h in halves) > limit:
         return Measured(objective, ObjectiveState.MISSED, seconds)

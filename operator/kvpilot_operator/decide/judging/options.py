@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import msgspec
@@ -14,44 +13,61 @@ from kvpilot_operator.decide.judging.capacity import bits_per_element, gain, rin
 from kvpilot_operator.decide.judging.ladder import Rung, rungs
 from kvpilot_operator.decide.judging.latency import Expected, expected_itl_change, would_miss
 from kvpilot_operator.decide.judging.policy_input import PolicyInput
-from kvpilot_operator.decide.judging.saturation import backing_off, beyond
+from kvpilot_operator.decide.judging.saturation import SHARE, able, backing_off, beyond
+from kvpilot_operator.decide.judging.surge import DRAIN_SECONDS
+from kvpilot_operator.decide.judging.weighing import Closed, Weighed, option_of, percent, weighed
 from kvpilot_operator.state.enums import Action, Outcome, WorkloadKind
-from kvpilot_operator.state.status import MAX_OPTIONS, Option, clip
+from kvpilot_operator.state.status import MAX_OPTIONS, Option
 
 # One step out at most doubles the replicas: the demand of a moment is an estimate.
 _MOST_GROWTH = 2
 # Prompts that a replica may have in hand on average after one has left. They grow faster than the load, and one at all
 # moments is the most that an engine can serve (Little's law; docs/pilot.md).
 _MOST_PROMPTS = 0.6
-# What the schema holds of a figure.
-_MOST_PERCENT = 1_000_000
 
 
-# Why a step is ruled out, in one word and in more.
-_Closed = tuple[Outcome, str]
 ALONE = "less than one request runs on each replica: another would make none of them faster"
 _EXTERNAL = (Outcome.NOT_OWNER, "scaling.mode is External: an autoscaler or a person writes /scale")
-
-
-@dataclass(frozen=True, slots=True)
-class Weighed:
-    """An option with what only the choice needs to know: `open` where nothing rules it out."""
-
-    option: Option
-    open: bool
-    fits: bool
 
 
 def stay(s: PolicyInput, outcome: Outcome, message: str) -> Option:
     """Leave everything as it is."""
     tokens = int(s.workload.capacity_per_pod * s.counted)
-    use = _percent(s.workload.demand_tokens, tokens)
-    return _option(s, Action.STAY, (s.dtype, s.replicas), outcome, message, tokens, use)
+    use = percent(s.workload.demand_tokens, tokens)
+    return option_of(s, Action.STAY, (s.dtype, s.replicas), outcome, message, tokens, use)
 
 
 def down(s: PolicyInput) -> list[Weighed]:
     """Every smaller dtype of the ladder; none in mode Fixed, where the dtype is the user's."""
     return [_down(s, rung) for rung in _rungs(s) if smaller(rung.dtype, s.dtype)]
+
+
+def instead_of_replicas(s: PolicyInput) -> list[Weighed]:
+    """Smaller dtypes, the safest first, of a calm service whose replicas are there because memory ran out with fewer.
+
+    Open are those that could do with at least one replica fewer: memory is what a replica is kept for.
+    """
+    w, scaling = s.workload, s.spec.scaling
+    known = next((k for k in s.saturations if k.dtype == s.dtype), None)
+    if known is None or not known.memory or not known.requests_per_hour or scaling.mode == "External":
+        return []
+    if not w.requests_per_second or _too_many_prompts(s, s.replicas - 1) is not None:
+        return []
+    total = w.requests_per_second * 3600 * w.pods / SHARE
+    return [_instead(s, rung, total / known.requests_per_hour) for rung in _rungs(s) if smaller(rung.dtype, s.dtype)]
+
+
+def _instead(s: PolicyInput, rung: Rung, enough: float) -> Weighed:
+    """`enough` replicas of the serving dtype would do."""
+    times, itl = _gain(s, rung.dtype), expected_itl_change(s, rung.dtype)
+    replicas = max(1, s.spec.scaling.min_replicas, math.ceil(enough / times))
+    tokens, limit = int(s.workload.capacity_per_pod * s.counted * times), s.spec.kv_cache.pressure.high_percent
+    use = percent(s.workload.peak_load, s.counted * times)
+    closed = _dtype_closed(s, rung, itl, climb=False)
+    if closed is None and replicas >= s.replicas:
+        closed = Outcome.INSUFFICIENT, "it would save no replica"
+    late = would_miss(s, Action.DTYPE_DOWN, itl)
+    return weighed(s, Action.DTYPE_DOWN, (rung.dtype, s.replicas), closed, tokens, use, limit, itl, times, late)
 
 
 def up(s: PolicyInput) -> list[Weighed]:
@@ -61,12 +77,12 @@ def up(s: PolicyInput) -> list[Weighed]:
 
 def out(s: PolicyInput) -> Weighed:
     """As many replicas more as the demand needs, at most twice as many as now."""
-    wanted = min(max(s.replicas + 1, _needed(s)), max(s.replicas, 1) * _MOST_GROWTH)
+    wanted = min(max(s.replicas + 1, needed(s)), max(s.replicas, 1) * _MOST_GROWTH)
     replicas = max(s.replicas + 1, min(s.spec.scaling.max_replicas, wanted))
     tokens = int(s.workload.capacity_per_pod * replicas)
-    use, limit = _percent(s.workload.demand_tokens, tokens), s.spec.kv_cache.pressure.high_percent
+    use, limit = percent(s.workload.demand_tokens, tokens), s.spec.kv_cache.pressure.high_percent
     itl = expected_itl_change(s, s.dtype, s.counted / replicas)
-    return _weighed(s, Action.SCALE_OUT, (s.dtype, replicas), _out_closed(s), tokens, use, limit, itl)
+    return weighed(s, Action.SCALE_OUT, (s.dtype, replicas), _out_closed(s), tokens, use, limit, itl)
 
 
 def offload(s: PolicyInput) -> list[Weighed]:
@@ -74,23 +90,31 @@ def offload(s: PolicyInput) -> list[Weighed]:
     if not s.workload.thrown_out:
         return []
     tokens = int(2 * s.workload.capacity_per_pod * s.counted)
-    use, limit = _percent(s.workload.demand_tokens, tokens), s.spec.kv_cache.pressure.high_percent
+    use, limit = percent(s.workload.demand_tokens, tokens), s.spec.kv_cache.pressure.high_percent
     outcome, why = _offload_closed(s)
     text = f"{why}; with {_host_memory(s)} GPUs and hosts would hold {tokens} tokens of prefixes"
-    option = _option(s, Action.OFFLOAD, (s.dtype, s.replicas), outcome, text, tokens, use)
+    option = option_of(s, Action.OFFLOAD, (s.dtype, s.replicas), outcome, text, tokens, use)
     # What a host's memory costs is not known.
     return [Weighed(msgspec.structs.replace(option, cost_per_hour_micros=None), open=False, fits=use <= limit)]
 
 
 def scale_in(s: PolicyInput) -> Weighed:
-    """One replica fewer."""
-    pressure, replicas = s.spec.kv_cache.pressure, max(0, s.replicas - 1)
+    """A replica fewer; where it is known what one can do, as few as half of them, if that is enough for the load."""
+    least = s.replicas - 1
+    if able(s.saturations, s.workload, s.dtype) is not None:
+        least = min(least, max(math.ceil(s.replicas / _MOST_GROWTH), s.spec.scaling.min_replicas))
+    fewer = [_scale_in(s, max(0, replicas)) for replicas in range(least, s.replicas)]
+    return next((step for step in fewer if step.open), fewer[-1])
+
+
+def _scale_in(s: PolicyInput, replicas: int) -> Weighed:
+    pressure = s.spec.kv_cache.pressure
     left = max(1, min(replicas, s.ready))
-    tokens, use = int(s.workload.capacity_per_pod * left), _percent(s.workload.peak_load, left)
+    tokens, use = int(s.workload.capacity_per_pod * left), percent(s.workload.peak_load, left)
     margin = (pressure.low_percent + pressure.high_percent) // 2
     itl = expected_itl_change(s, s.dtype, s.counted / left)
     closed = _in_closed(s, replicas, left, use, margin, would_miss(s, Action.SCALE_IN, itl, s.counted / left))
-    return _weighed(s, Action.SCALE_IN, (s.dtype, replicas), closed, tokens, use, margin, itl)
+    return weighed(s, Action.SCALE_IN, (s.dtype, replicas), closed, tokens, use, margin, itl)
 
 
 def costs(steps: Sequence[Option]) -> str:
@@ -118,18 +142,18 @@ def _rungs(s: PolicyInput) -> tuple[Rung, ...]:
 def _down(s: PolicyInput, rung: Rung) -> Weighed:
     times, itl = _gain(s, rung.dtype), expected_itl_change(s, rung.dtype)
     tokens = int(s.workload.capacity_per_pod * s.counted * times)
-    use, limit = _percent(s.workload.demand_tokens, tokens), s.spec.kv_cache.pressure.high_percent
+    use, limit = percent(s.workload.demand_tokens, tokens), s.spec.kv_cache.pressure.high_percent
     closed = _dtype_closed(s, rung, itl, climb=False)
     if closed is None and s.workload.kind != WorkloadKind.MEMORY_BOUND:
         closed = Outcome.NOT_MEMORY, "memory is not what binds"
     late = would_miss(s, Action.DTYPE_DOWN, itl)
-    return _weighed(s, Action.DTYPE_DOWN, (rung.dtype, s.replicas), closed, tokens, use, limit, itl, times, late)
+    return weighed(s, Action.DTYPE_DOWN, (rung.dtype, s.replicas), closed, tokens, use, limit, itl, times, late)
 
 
 def _up(s: PolicyInput, rung: Rung) -> Weighed:
     times, itl = _gain(s, rung.dtype), expected_itl_change(s, rung.dtype)
     tokens = int(s.workload.capacity_per_pod * s.counted * times)
-    use, limit = _percent(s.workload.peak_load, s.counted * times), s.spec.kv_cache.pressure.low_percent
+    use, limit = percent(s.workload.peak_load, s.counted * times), s.spec.kv_cache.pressure.low_percent
     closed = _dtype_closed(s, rung, itl, climb=True)
     crowded = beyond(s.saturations, s.workload, s.dtype, rung.dtype, s.counted) or would_miss(s, Action.DTYPE_UP, itl)
     if closed is None and s.spec.scaling.mode == "Operator" and s.replicas > max(1, s.spec.scaling.min_replicas):
@@ -138,35 +162,10 @@ def _up(s: PolicyInput, rung: Rung) -> Weighed:
         closed = Outcome.TOO_TIGHT, f"the peak would fill {use}%, above lowPercent {limit}%"
     if closed is None and crowded is not None:
         closed = Outcome.TOO_TIGHT, crowded
-    return _weighed(s, Action.DTYPE_UP, (rung.dtype, s.replicas), closed, tokens, use, limit, itl, times)
+    return weighed(s, Action.DTYPE_UP, (rung.dtype, s.replicas), closed, tokens, use, limit, itl, times)
 
 
-def _weighed(
-    s: PolicyInput,
-    action: Action,
-    to: tuple[str, int],
-    closed: _Closed | None,
-    tokens: int,
-    use: int,
-    limit: int,
-    itl: Expected,
-    times: float | None = None,
-    late: str | None = None,
-) -> Weighed:
-    """What every step says: why it is ruled out, if it is, and what it would lead to; `times` of a change of dtype.
-
-    `late` is the objective that it would not hold.
-    """
-    fits, (dtype, replicas) = use <= limit and late is None, to
-    outcome, why = closed or (Outcome.POSSIBLE if fits else Outcome.INSUFFICIENT, late or "")
-    who, gained = (f"{replicas} replicas", "") if times is None else (dtype, f" ({times:.2f}x)")
-    when = " at the peak" if action in (Action.SCALE_IN, Action.DTYPE_UP) else ""
-    text = f"{who} would hold {tokens} tokens{gained} and be {use}% full{when}; {itl.message}"
-    option = _option(s, action, to, outcome, f"{why}; {text}" if why else text, tokens, use)
-    return Weighed(msgspec.structs.replace(option, itl_change_percent=itl.percent), closed is None, fits)
-
-
-def _dtype_closed(s: PolicyInput, rung: Rung, itl: Expected, *, climb: bool) -> _Closed | None:
+def _dtype_closed(s: PolicyInput, rung: Rung, itl: Expected, *, climb: bool) -> Closed | None:
     if rung.outcome is not None:
         return rung.outcome, rung.message
     limit = s.spec.canary.max_itl_p95_regression_percent
@@ -176,24 +175,24 @@ def _dtype_closed(s: PolicyInput, rung: Rung, itl: Expected, *, climb: bool) -> 
     return s.canary_closed(climb=climb)
 
 
-def _out_closed(s: PolicyInput) -> _Closed | None:
+def _out_closed(s: PolicyInput) -> Closed | None:
     scaling = s.spec.scaling
     if scaling.mode == "External":
         return _EXTERNAL
     if s.replicas >= scaling.max_replicas:
         return Outcome.AT_LIMIT, f"scaling.maxReplicas is {scaling.max_replicas}"
-    if s.ready < s.replicas:
+    if s.ready < s.replicas and not s.loading:
         more = "more of them would not come up either"
         return Outcome.REPLICAS_MISSING, f"{s.ready} of {s.replicas} replicas answer; {more}"
     if s.workload.in_time:
         return Outcome.OBJECTIVES_HELD, "every objective is held without one"
     w = s.workload
-    if w.missed and w.running + w.waiting < w.pods and not w.bound:
+    if (w.missed or w.surge) and w.running + w.waiting < w.pods and not w.bound:
         return Outcome.INSUFFICIENT, ALONE
     return None
 
 
-def _offload_closed(s: PolicyInput) -> _Closed:
+def _offload_closed(s: PolicyInput) -> Closed:
     asked, engine, kept = s.spec.kv_cache.offload, s.spec.engine, s.spec.kv_cache.retention
     if kept is not None and s.spec.kv_cache.bounded:
         return Outcome.VETOED, f"kvCache.retention {kept.policy} frees pages that offloading would look for"
@@ -219,7 +218,7 @@ def _host_memory(s: PolicyInput) -> str:
     return f"cpuMemoryGiB {math.ceil(taken / 2**30)}"
 
 
-def _in_closed(s: PolicyInput, replicas: int, left: int, use: int, margin: int, late: str | None) -> _Closed | None:
+def _in_closed(s: PolicyInput, replicas: int, left: int, use: int, margin: int, late: str | None) -> Closed | None:
     scaling = s.spec.scaling
     if s.replicas <= scaling.min_replicas or s.replicas <= 1:
         return Outcome.AT_LIMIT, f"scaling.minReplicas is {scaling.min_replicas}"
@@ -238,9 +237,18 @@ def _in_closed(s: PolicyInput, replicas: int, left: int, use: int, margin: int, 
     return _EXTERNAL if scaling.mode == "External" else None
 
 
-def _needed(s: PolicyInput) -> int:
-    """Replicas that hold the demand below `highPercent`; where memory does not bind, those that serve the queue too."""
+def needed(s: PolicyInput) -> int:
+    """Replicas that hold the demand below `highPercent`; where memory does not bind, those that serve the queue too.
+
+    Of a load that runs away, as many as what comes and what waits needs at the best that a replica is known to do.
+    """
     w = s.workload
+    if w.surge is not None:
+        each = max(w.best_requests_per_second or 0.0, able(s.saturations, w, s.dtype) or 0.0)
+        enough = (w.surge.arrivals + w.surge.waiting / DRAIN_SECONDS) / each if each else 0
+        wanted = math.ceil(min(enough, s.spec.scaling.max_replicas))
+        # Where prefixes are thrown out, whoever comes is computed anew: what does not double the cache changes little.
+        return max(wanted, 2 * w.pods) if w.memory else wanted
     if w.kind == WorkloadKind.MEMORY_BOUND:
         usable = w.capacity_per_pod * s.spec.kv_cache.pressure.high_percent / 100
         return math.ceil(w.demand_tokens / usable) if usable > 0 else 0
@@ -267,27 +275,3 @@ def _gain(s: PolicyInput, dtype: str) -> float:
     asked = formats.parse(dtype).recent_tokens(kv_cache.recent_tokens, s.spec.model.max_model_len)
     rings = ring_share(s.dtype, s.model, s.recent_tokens, tokens), ring_share(dtype, s.model, asked, tokens)
     return gain(s.dtype, dtype, s.model, kv_cache.skip_layers, rings)
-
-
-def _percent(part: float, whole: float) -> int:
-    if whole <= 0:
-        return 0 if part <= 0 else _MOST_PERCENT
-    return min(_MOST_PERCENT, math.ceil(100 * part / whole - 1e-9))
-
-
-def _option(
-    s: PolicyInput, action: Action, to: tuple[str, int], outcome: Outcome, message: str, tokens: int, use: int
-) -> Option:
-    dtype, replicas = to
-    each = s.gpu_hour_micros
-    return Option(
-        action=action,
-        dtype=dtype,
-        replicas=replicas,
-        gpus=(replicas - s.replicas) * s.spec.engine.tensor_parallel_size,
-        outcome=outcome,
-        message=clip(message),
-        capacity_tokens=tokens,
-        usage_percent=use,
-        cost_per_hour_micros=None if each is None else each * replicas * s.spec.engine.tensor_parallel_size,
-    )

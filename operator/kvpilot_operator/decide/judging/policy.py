@@ -3,9 +3,10 @@
 Under pressure: the safest dtype under which the demand fits; else as many replicas as it needs; else the smallest
 dtype, which is better than nothing. Where prefixes are thrown out host memory is weighed, too, and left to the user.
 Where something other than memory binds: a replica, never a dtype. The same where a latency objective is missed; where
-all are held, and one is of the first token, a queue alone calls for no replica.
-When pressure leaves: a replica fewer first, and back up the ladder once no replica can be given back. One step at a
-time, and none on metrics that say too little.
+all are held, and one is of the first token, a queue alone calls for no replica. Where the load runs away: replicas at
+once, whatever binds.
+When pressure leaves: replicas fewer first; where memory is what keeps one, a smaller dtype in its place; back up the
+ladder once no replica can be given back. One step at a time, and none on metrics that say too little.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from dataclasses import dataclass
 import msgspec
 
 from kvpilot_operator.decide.judging import options
-from kvpilot_operator.decide.judging.options import Weighed
 from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.saturation import learned
+from kvpilot_operator.decide.judging.weighing import Weighed
 from kvpilot_operator.state.enums import Action, Outcome, WorkloadKind
 from kvpilot_operator.state.status import Option, Saturation
 
@@ -46,12 +47,15 @@ class PolicyDecision:
 
 def choose_step(s: PolicyInput) -> PolicyDecision:
     """Weigh every step of one service at one moment; total."""
-    kind = s.workload.kind
+    kind, surge = s.workload.kind, s.workload.surge is not None
+    more = surge and options.needed(s) > s.replicas and options.out(s).open
     if s.busy is not None:
         return _stay(s, "Busy", s.busy)
-    if s.loading and (s.workload.missed or kind not in (WorkloadKind.NO_METRICS, WorkloadKind.WARMING)):
+    if s.loading and more:
+        return _relieve(s)
+    if s.loading and (surge or s.workload.missed or kind not in (WorkloadKind.NO_METRICS, WorkloadKind.WARMING)):
         return _stay(s, "ReplicasLoading", _answering(s))
-    if s.workload.bound or s.workload.missed:
+    if s.workload.bound or s.workload.missed or surge:
         return _relieve(s)
     if kind in (WorkloadKind.RELAXED, WorkloadKind.IDLE) and s.workload.calm:
         return _release(s)
@@ -76,9 +80,11 @@ def _relieve(s: PolicyInput) -> PolicyDecision:
     w = s.workload
     downs, more = options.down(s), options.out(s)
     steps = [*downs, *options.offload(s), more]
-    picked = _for_memory(downs, more) if w.kind == WorkloadKind.MEMORY_BOUND else _if_open(more)
+    picked = _if_open(more) if w.surge or w.kind != WorkloadKind.MEMORY_BOUND else None
+    if picked is None and w.kind == WorkloadKind.MEMORY_BOUND:
+        picked = _for_memory(downs, more)
     if picked is not None:
-        reason = w.kind if picked is more else "MemoryPressured"
+        reason = "MemoryPressured" if picked is not more else "Surge" if w.surge else w.kind
         return _take(s, picked, steps, "ObjectiveMissed" if w.missed else reason, _evidence(s))
     if w.in_time:
         return _stay(s, "ObjectivesHeld", f"{w.message}; {'; '.join(map(str, w.objectives))}")
@@ -109,12 +115,15 @@ def _held(s: PolicyInput, downs: list[Weighed], more: Weighed, steps: list[Weigh
     if s.workload.kind == WorkloadKind.MEMORY_BOUND and s.spec.kv_cache.mode != "Fixed":
         left = "; ".join(f"{step.option.dtype}: {step.option.outcome}" for step in downs) or "none is smaller"
         return _hold(s, steps, more, "EndOfLadder", f"no smaller dtype is left ({left}); {_no_replica(s, more)}")
+    if not s.workload.bound and not s.workload.missed:
+        return _stay(s, "Surge", f"{_evidence(s)}; {_no_replica(s, more)}", more.option)
     what = "an objective is missed" if s.workload.missed else s.workload.kind
     return _hold(s, steps, more, more.option.outcome, f"{what}, but {_no_replica(s, more)}")
 
 
 def _evidence(s: PolicyInput) -> str:
-    return f"{s.workload.missed}; {s.workload.message}" if s.workload.missed else s.workload.message
+    w = s.workload
+    return "; ".join(part for part in (w.surge.message if w.surge else "", w.missed, w.message) if part)
 
 
 def _no_replica(s: PolicyInput, more: Weighed) -> str:
@@ -136,6 +145,11 @@ def _release(s: PolicyInput) -> PolicyDecision:
     fewer = options.scale_in(s)
     if fewer.open:
         return _take(s, fewer, [fewer, *options.up(s)], "LoadLeft", text)
+    if fewer.option.outcome in (Outcome.REGRETTED, Outcome.TOO_TIGHT):
+        downs = options.instead_of_replicas(s)
+        smaller = next((step for step in downs if step.open and step.fits), None)
+        if smaller is not None:
+            return _take(s, smaller, [*downs, fewer], "MemoryKeepsReplicas", text)
     if s.canary_closed(climb=True) is None:
         ups = options.up(s)
         higher = next((step for step in ups if step.open), None)
@@ -150,7 +164,7 @@ def _take(s: PolicyInput, step: Weighed, steps: list[Weighed], reason: str, evid
     others = [other for other in steps if other is not step]
     nothing = Weighed(options.stay(s, Outcome.PASSED, "nothing changes"), open=False, fits=False)
     known = s.saturations
-    if s.workload.bound or s.workload.missed:
+    if s.workload.bound or s.workload.missed or s.workload.surge:
         known = learned(known, s.workload, s.dtype)
     weighed = options.listed(chosen, [*others, nothing])
     message = f"{evidence}{options.costs(weighed)}; {chosen.message}"

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
+import msgspec
+
 from kvpilot_operator.decide.judging.workload import Workload
 from kvpilot_operator.state.enums import Action
 from kvpilot_operator.state.status import MAX_SATURATIONS, Saturation, ScaleInBackoff
@@ -31,8 +33,17 @@ HOLD = timedelta(days=1)
 
 
 def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Saturation, ...]:
-    """What is known once `w` has been seen with its queue; unchanged where too little was seen."""
-    rate = max(w.requests_per_second or 0.0, w.best_requests_per_second or 0.0)
+    """What is known once `w` has been seen with its queue; unchanged where too little was seen.
+
+    A load that runs away is seen before its requests queue: it lowers no rate that is known of requests like these.
+    What else gives replicas back is learnt only beside objectives: they tell in time that it was too much, and a queue
+    tells it late.
+    """
+    now, best = (
+        (w.requests_per_second or 0.0, w.computed_prompt),
+        (w.best_requests_per_second or 0.0, w.best_computed_prompt),
+    )
+    rate, computed = max(now, best, key=lambda pair: pair[0])
     if not rate or not w.pods:
         return tuple(known)
     seen = Saturation(
@@ -40,7 +51,12 @@ def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Satur
         requests_per_hour=round(rate * 3600),
         mean_prompt=round(w.mean_prompt or 0),
         mean_generation=round(w.mean_generation or 0),
+        computed_prompt=round(computed) if w.objectives and computed is not None else None,
+        memory=(w.memory or None) if w.objectives else None,
     )
+    before = next((k for k in known if k.dtype == dtype), None)
+    if w.surge and before and before.requests_per_hour > seen.requests_per_hour and _alike(before, seen):
+        seen = msgspec.structs.replace(before, memory=seen.memory)
     return (seen, *(k for k in known if k.dtype != dtype))[:MAX_SATURATIONS]
 
 
@@ -49,8 +65,8 @@ def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, r
 
     A calm replica that clearly does more than that shows that something else was in the way then.
     """
-    limit = next((k for k in known if k.dtype == dtype), None)
-    if limit is None or w.requests_per_second is None or not _alike(limit, w):
+    limit = queued_at(known, w, dtype)
+    if limit is None or w.requests_per_second is None:
         return None
     each = w.requests_per_second * 3600 * w.pods / max(1, replicas)
     refuted = dtype == serving and SHARE * w.requests_per_second * 3600 > limit.requests_per_hour
@@ -60,6 +76,20 @@ def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, r
         f"{each:.0f} requests an hour for each of {max(1, replicas)} replicas, and they queued at "
         f"{limit.requests_per_hour} with {dtype} ({SHARE * 100:.0f}% of that is the limit)"
     )
+
+
+def queued_at(known: Sequence[Saturation], w: Workload, dtype: str) -> Saturation | None:
+    """What is known of requests like those of now that queued with this dtype."""
+    return next((k for k in known if k.dtype == dtype and _alike(k, w)), None)
+
+
+def able(known: Sequence[Saturation], w: Workload, dtype: str) -> float | None:
+    """Requests a second that a replica can do at least: what it did when requests queued that were no lighter.
+
+    None where it is not known how much of them was computed.
+    """
+    lighter = (k for k in known if k.dtype == dtype and k.computed_prompt is not None and _alike(k, w, lighter=True))
+    return next((k.requests_per_hour / 3600 for k in lighter), None)
 
 
 def backoff(
@@ -83,6 +113,10 @@ def backing_off(now: datetime, dtype: str, replicas: int, known: ScaleInBackoff 
     )
 
 
-def _alike(limit: Saturation, w: Workload) -> bool:
-    pairs = ((limit.mean_prompt, w.mean_prompt), (limit.mean_generation, w.mean_generation))
+def _alike(limit: Saturation, w: Workload | Saturation, *, lighter: bool = False) -> bool:
+    """Whether requests have similar lengths, and similar parts of them to be computed; or less, where `lighter` is."""
+    pairs = [(limit.mean_prompt, w.mean_prompt), (limit.mean_generation, w.mean_generation)]
+    if limit.computed_prompt is not None:
+        less = min(limit.computed_prompt, w.computed_prompt or 0.0) if lighter else limit.computed_prompt
+        pairs.append((round(less), w.computed_prompt))
     return all(_SIMILAR * min(a, b) >= max(a, b) for a, b in ((float(a), b or 0.0) for a, b in pairs))

@@ -9,6 +9,8 @@ from datetime import timedelta
 from kvpilot_operator.api.spec import Pressure
 from kvpilot_operator.state.snapshot import Flows, Sample
 
+# A window counts as full when the time between its scrapes adds up to this share of it: they do not fall on its edges.
+SPAN = 0.8
 # The longest time between two scrapes that still counts as observed, in seconds.
 STALE_SECONDS = 60
 GAP = timedelta(seconds=STALE_SECONDS)

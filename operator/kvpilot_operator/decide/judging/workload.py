@@ -7,7 +7,7 @@ Metrics that are old, full of gaps, or from too few of the pods say nothing at a
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
@@ -15,12 +15,12 @@ from operator import attrgetter
 
 from kvpilot_operator.api.spec import Objective, Pressure
 from kvpilot_operator.decide.judging import objectives as latency_objectives
-from kvpilot_operator.decide.judging.window import GAP, Sums, add_up, plausible
+from kvpilot_operator.decide.judging.best import best_rate, computed, thrown_out
+from kvpilot_operator.decide.judging.surge import DRAIN_SECONDS, Surge, find
+from kvpilot_operator.decide.judging.window import GAP, SPAN, Sums, add_up, plausible
 from kvpilot_operator.state.enums import ObjectiveState, WorkloadKind
-from kvpilot_operator.state.snapshot import Flows, Sample
+from kvpilot_operator.state.snapshot import Sample
 
-# A window counts as full when the time between its scrapes adds up to this share of it: they do not fall on its edges.
-_SPAN = 0.8
 # One scrape in ten may miss the threshold (a long request that ends frees its blocks at once).
 _SHARE = 0.9
 # Fewer running requests a replica than this, and none that wait: next to nothing runs.
@@ -29,14 +29,9 @@ _IDLE_RUNNING = 0.1
 _LEAST_RUNNING = 1e-3
 # A usage that moved by less than this many points is not worth a write to the API server.
 USAGE_STEP_PERCENT = 5
-# A queue is to drain in this many seconds, about as long as clients are willing to wait: what decides how many of the
-# waiting requests must run at once.
-_DRAIN_SECONDS = 120.0
 # Prompts that fill this share of a full cache's steps take over 80% of their time (H200, Llama-3-8B: a step of 8,192
 # prompt tokens takes 240 ms, one that only reads a full cache 32 ms), so no capacity would bring more than 1.2x.
 _FULL_STEP = 0.6
-# Prefixes are thrown out where the prefix cache holds this much less of the prompts than it did lately.
-_LOST_REUSE = 0.2
 _TIME = attrgetter("time")
 _BOUND = (WorkloadKind.MEMORY_BOUND, WorkloadKind.PREFILL_BOUND, WorkloadKind.COMPUTE_BOUND)
 
@@ -85,12 +80,20 @@ class Workload:
     """That one replica finishes."""
     best_requests_per_second: float | None = None
     """The most that one replica finished over any such window of the samples; only where requests wait."""
+    best_computed_prompt: float | None = None
+    """Tokens of a prompt that no cache held then."""
     itl_seconds: float | None = None
     """Mean time between two tokens of one request."""
     calm: bool = False
     """The last `calm_seconds` were seen whole, and next to nobody waited."""
     peak_load: float = 0.0
     """The most KV cache in use in that time, in replicas: 1.5 is one and a half replicas' whole cache."""
+    surge: Surge | None = None
+    """A load that runs away from the replicas."""
+    computed_prompt: float | None = None
+    """Tokens of a prompt that no cache held, on average."""
+    memory: bool = False
+    """Whether memory is known to bind, even if not for a whole window: prefixes are thrown out, or blocks ran out."""
     implausible: tuple[str, ...] = ()
     """Pods whose pages are implausible, and why."""
     objectives: tuple[latency_objectives.Measured, ...] = ()
@@ -108,9 +111,8 @@ class Workload:
     @property
     def in_time(self) -> bool:
         """Whether every objective is held, and one of them says how long a request may wait."""
-        return any(one.objective.metric == "TTFT" for one in self.objectives) and all(
-            one.state == ObjectiveState.HELD for one in self.objectives
-        )
+        held = all(one.state == ObjectiveState.HELD for one in self.objectives)
+        return self.surge is None and held and any(one.objective.metric == "TTFT" for one in self.objectives)
 
     @property
     def capacity_per_pod(self) -> float:
@@ -157,17 +159,19 @@ def classify(
     start = _grown(samples, min(start, max(end - 2, 0)), end)
     window = samples[start:end]
     seen = add_up(window, pressure)
-    lost = _thrown_out(seen, samples[:end], pressure)
+    lost = thrown_out(seen, samples[:end], pressure.sustained_seconds)
     kind, message = _judge(seen, pressure, was_bound, step_tokens, lost)
     calm = None
     if kind in (WorkloadKind.IDLE, WorkloadKind.RELAXED) and seen.usage * 100 < pressure.low_percent:
         start = bisect_left(samples, now - timedelta(seconds=calm_seconds), hi=end, key=_TIME)
         calm = _calm(samples[start:end], calm_seconds, pressure)
-    waits = kind in _BOUND
-    rate = _best(samples[:end], pressure.sustained_seconds, lambda f: (f.finished, f.seconds)) if waits else None
-    workload = _workload(kind, message, seen, window[-1].implausible, calm, rate, lost)
-    sustained = seen.covered >= _SPAN * pressure.sustained_seconds
-    return replace(workload, objectives=latency_objectives.judge(objectives, window, sustained=sustained))
+    sustained = seen.covered >= SPAN * pressure.sustained_seconds
+    measured = latency_objectives.judge(objectives, window, sustained=sustained)
+    surge = find(window, pressure, objectives)
+    waits = kind in _BOUND or surge is not None or any(one.state == ObjectiveState.MISSED for one in measured)
+    best = best_rate(samples[:end], pressure.sustained_seconds) if waits else (None, None)
+    workload = _workload(kind, message, seen, window[-1].implausible, calm, best, lost)
+    return replace(workload, objectives=measured, surge=surge)
 
 
 def _grown(samples: Sequence[Sample], start: int, end: int) -> int:
@@ -185,7 +189,7 @@ def _judge(
         f"KV use {seen.usage * 100:.0f}% of {seen.capacity} tokens (limit {pressure.high_percent}%), "
         f"{seen.waiting:.1f} waiting, {seen.preemptions:.1f} preemptions a minute, over {seen.covered:.0f} s"
     )
-    sustained = seen.covered >= _SPAN * pressure.sustained_seconds
+    sustained = seen.covered >= SPAN * pressure.sustained_seconds
     queue = seen.waiting >= pressure.waiting_per_replica * seen.pods
     starved = queue or seen.preemptions >= pressure.preemptions_per_minute
     full = seen.high >= _SHARE * seen.count
@@ -232,7 +236,7 @@ def _calm(window: Sequence[Sample], calm_seconds: int, pressure: Pressure) -> fl
         return None
     times = [s.time for s in whole]
     covered = times[-1] - times[0] - sum((b - a for a, b in pairwise(times) if b - a > GAP), timedelta())
-    if covered.total_seconds() < _SPAN * calm_seconds:
+    if covered.total_seconds() < SPAN * calm_seconds:
         return None
     if sum(s.waiting / s.pods for s in whole) > 0.5 * pressure.waiting_per_replica * len(whole):
         return None
@@ -245,7 +249,7 @@ def _workload(
     seen: Sums,
     implausible: tuple[str, ...],
     calm: float | None,
-    best: float | None,
+    best: tuple[float | None, float | None],
     lost: str | None,
 ) -> Workload:
     seconds, finished, requests = seen.seconds, seen.finished, seen.prefill + seen.decode
@@ -265,43 +269,18 @@ def _workload(
         gpu_hits=seen.gpu_hits / seen.queried if seen.queried else None,
         host_hits=seen.host_hits / seen.queried if seen.queried else None,
         thrown_out=kind == WorkloadKind.MEMORY_BOUND and lost is not None,
+        memory=lost is not None or kind == WorkloadKind.MEMORY_BOUND,
+        computed_prompt=computed(seen) / finished if finished else None,
         mean_prompt=seen.prompted / finished if finished else None,
         mean_generation=seen.generated / finished if finished else None,
         requests_per_second=finished / seconds if seconds else None,
-        best_requests_per_second=best,
+        best_requests_per_second=best[0],
+        best_computed_prompt=best[1],
         itl_seconds=seen.decode / seen.generated if seen.generated else None,
         calm=calm is not None,
         peak_load=calm if calm is not None else 0.0,
         implausible=implausible,
     )
-
-
-def _thrown_out(seen: Sums, samples: Sequence[Sample], pressure: Pressure) -> str | None:
-    """Why prompts that are computed now are a lack of memory: until lately the prefix cache held more of them."""
-    if seen.reuse is None or not (seen.waiting or seen.preempted):
-        return None
-    best = _best(samples, pressure.sustained_seconds, lambda f: (f.prefix_hits + f.host_hits, f.prefix_queries)) or 0.0
-    if best - seen.reuse < _LOST_REUSE:
-        return None
-    return (
-        f"the prefix cache holds {seen.reuse * 100:.0f}% of the prompts' tokens and held {best * 100:.0f}% before: "
-        "prefixes are thrown out and computed again"
-    )
-
-
-def _best(samples: Sequence[Sample], seconds: int, of: Callable[[Flows], tuple[float, float]]) -> float | None:
-    """The largest ratio of two sums over any stretch as long as the window; None where the second is always 0.
-
-    An engine that has thrown out its cached prefixes does less than it did: what it could do lies before that.
-    """
-    best, top, bottom, later = None, 0.0, 0.0, samples[-1].time
-    for s in reversed(samples):
-        more = of(s.flows)
-        top, bottom = top + more[0], bottom + more[1]
-        if (later - s.time).total_seconds() >= _SPAN * seconds:
-            best = max(best or 0.0, top / bottom) if bottom else best
-            top, bottom, later = 0.0, 0.0, s.time
-    return best
 
 
 def _demand(seen: Sums) -> int:
@@ -315,5 +294,5 @@ def _demand(seen: Sums) -> int:
     more = seen.waiting
     if seen.finished and seen.covered:
         each = (seen.prefill + seen.decode) / seen.finished
-        more = min(more, (max(0.0, seen.growth) / seen.covered + more / _DRAIN_SECONDS) * each)
+        more = min(more, (max(0.0, seen.growth) / seen.covered + more / DRAIN_SECONDS) * each)
     return round(seen.held * (1 + more / seen.running))

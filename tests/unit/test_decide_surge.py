@@ -1,0 +1,160 @@
+"""A load that runs away is answered by replicas within a minute, sized by what comes and what a replica can do."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from kvpilot_operator.api.spec import Objective
+from kvpilot_operator.decide.judging.objectives import Measured
+from kvpilot_operator.decide.judging.policy import choose_step
+from kvpilot_operator.decide.judging.saturation import learned
+from kvpilot_operator.decide.judging.surge import Surge, find
+from kvpilot_operator.decide.judging.workload import classify
+from kvpilot_operator.state.histogram import Histogram
+from kvpilot_operator.state.snapshot import Flows, Sample
+from kvpilot_operator.state.status import Saturation
+from support.policy_inputs import policy_input, spec, step, workload
+from support.services import NOW
+
+PRESSURE = spec().kv_cache.pressure
+BOUNDS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
+TTFT, ITL = Objective("TTFT", 99, 5000), Objective("ITL", 95, 60)
+SURGE = Surge("it runs away", arrivals=20.0, waiting=0.0)
+
+
+def took(*parts):
+    """(seconds, how many) of each."""
+    counts = [0.0] * (len(BOUNDS) + 1)
+    for seconds, count in parts:
+        counts[bisect_left(BOUNDS, seconds)] += count
+    return Histogram(BOUNDS, tuple(counts))
+
+
+def scrapes(in_hand, finished=5.0, *, pods=1, every=15, ttft=None, itl=None):
+    """One replica's scrapes up to NOW, by the requests in hand at each; `finished` a second and replica."""
+    return [
+        Sample(
+            NOW - timedelta(seconds=every * back), pods, 0.2, number, 0.0, 1_000_000 * pods, "auto",
+            Flows(
+                seconds=every * pods, finished=finished * every * pods, generation_tokens=1000.0 * every,
+                decode_seconds=10.0 * every, ttft=ttft or Histogram(), itl=itl or Histogram(),
+            ),
+        )
+        for back, number in zip(range(len(in_hand) - 1, -1, -1), in_hand, strict=True)
+    ]  # fmt: skip
+
+
+CALM, RISING = [10.0] * 20, [10.0] * 17 + [80.0, 200.0, 330.0]
+
+
+def test_requests_that_pile_up_are_a_surge_long_before_the_window_is_over():
+    assert find(scrapes(CALM), PRESSURE, (TTFT,)) is None
+    assert find(scrapes(RISING), PRESSURE, (TTFT,)) is not None
+
+
+def test_without_objectives_nothing_runs_away():
+    assert find(scrapes(RISING), PRESSURE, ()) is None
+
+
+def test_a_few_requests_more_are_chance():
+    assert find(scrapes([1.0] * 17 + [1.0, 2.0, 4.0], finished=0.05), PRESSURE, (TTFT,)) is None
+
+
+def test_requests_that_stopped_piling_up_are_no_surge():
+    assert find(scrapes([10.0] * 10 + [330.0] * 10), PRESSURE, (TTFT,)) is None
+
+
+def test_what_comes_is_extrapolated_by_its_growth():
+    surge = find(scrapes(RISING), PRESSURE, (TTFT,))
+    # 320 more in hand in 45 s and 5 a second finished: 12.1 a second, 7.1 above what came before; in 300 s it is more.
+    assert surge.arrivals == pytest.approx(12.1 + 7.1 * 300 / 180, rel=0.02)
+
+
+def test_an_objective_whose_budget_of_the_window_is_spent_in_a_minute_is_a_surge():
+    late, well = took((0.03, 700), (0.4, 300)), took((0.03, 800), (0.4, 200))
+    assert "ITL p95" in find(scrapes(CALM, itl=late), PRESSURE, (ITL,)).message
+    assert find(scrapes(CALM, itl=well), PRESSURE, (ITL,)) is None
+    assert "TTFT p99" in find(scrapes(CALM, ttft=took((0.4, 90), (8.0, 10))), PRESSURE, (TTFT,)).message
+    assert find(scrapes(CALM, ttft=took((0.4, 97), (8.0, 3))), PRESSURE, (TTFT,)) is None
+
+
+def test_one_late_half_minute_is_no_surge():
+    late, well = took((0.4, 1000)), took((0.03, 1000))
+    window = scrapes(CALM, itl=well)
+    window[-1] = replace(window[-1], flows=replace(window[-1].flows, itl=late))
+    assert find(window, PRESSURE, (ITL,)) is None
+
+
+def test_a_replica_that_has_just_come_up_or_is_not_seen_tells_no_surge():
+    window = scrapes(RISING)
+    assert find(window[-2:], PRESSURE, (TTFT,)) is None
+    assert find([*window[:-1], replace(window[-1], unanswered=1)], PRESSURE, (TTFT,)) is None
+    assert find([*window[:-1], replace(window[-1], pods=2)], PRESSURE, (TTFT,)) is None
+    assert find(scrapes(RISING, every=60), PRESSURE, (TTFT,)) is None
+
+
+def test_a_window_that_is_short_itself_has_no_shorter_one():
+    quick = spec(kvCache={"mode": "Auto", "pressure": {"sustainedSeconds": 120}}).kv_cache.pressure
+    assert find(scrapes(RISING), quick, (TTFT,)) is None
+
+
+def test_the_workload_has_its_surge_and_what_a_replica_could_do():
+    w = classify(scrapes(RISING), PRESSURE, NOW, objectives=(TTFT,))
+    assert w.surge is not None
+    assert w.best_requests_per_second == pytest.approx(5.0)
+
+
+def surging(replicas=1, **changes):
+    w = workload("Relaxed", pods=replicas, surge=SURGE, best_requests_per_second=6.0, **changes)
+    return policy_input(w, spec=spec(scaling={"maxReplicas": 8}))
+
+
+def test_a_surge_is_answered_with_replicas_for_what_comes_at_most_twice_as_many_at_once():
+    assert step(choose_step(surging(1))) == ("ScaleOut", "auto", 2)
+    assert step(choose_step(surging(3))) == ("ScaleOut", "auto", 4)
+    assert choose_step(surging(3)).reason == "Surge"
+
+
+def test_memory_that_binds_in_a_surge_is_answered_with_replicas_too():
+    s = surging(2)
+    bound = replace(s, workload=replace(s.workload, kind="MemoryBound"))
+    assert step(choose_step(bound)) == ("ScaleOut", "auto", 4)
+
+
+def test_where_prefixes_are_thrown_out_replicas_are_doubled():
+    assert step(choose_step(surging(4, memory=True))) == ("ScaleOut", "auto", 8)
+
+
+def test_more_replicas_are_asked_for_while_some_load_only_where_those_would_not_do():
+    s = replace(surging(1), replicas_changed=NOW - timedelta(seconds=15), ready=1)
+    assert step(choose_step(replace(s, replicas=2))) == ("ScaleOut", "auto", 4)
+    assert choose_step(replace(s, replicas=4)).reason == "ReplicasLoading"
+
+
+def test_a_surge_beside_a_canary_waits_for_it():
+    assert choose_step(replace(surging(3), busy="k4v4 is on trial")).reason == "Busy"
+
+
+def test_a_surge_at_max_replicas_says_so_and_holds_nothing():
+    ruling = choose_step(replace(surging(8)))
+    assert (ruling.chosen.action, ruling.hold) == ("Stay", None)
+    assert "maxReplicas" in ruling.message
+
+
+def test_a_surge_lowers_no_rate_that_is_known_of_requests_like_these():
+    known = (Saturation(dtype="auto", requests_per_hour=36_000, mean_prompt=100, mean_generation=100),)
+    w = workload("Relaxed", surge=SURGE, best_requests_per_second=1.0, mean_prompt=100.0, mean_generation=100.0)
+    assert learned(known, w, "auto")[0].requests_per_hour == 36_000
+    assert learned(known, replace(w, surge=None), "auto")[0].requests_per_hour == 3600
+
+
+def test_what_gives_replicas_back_faster_is_learnt_only_beside_objectives():
+    w = workload("MemoryBound", memory=True, best_requests_per_second=1.0, best_computed_prompt=50.0)
+    (seen,) = learned((), w, "auto")
+    assert (seen.requests_per_hour, seen.computed_prompt, seen.memory) == (3600, None, None)
+    (seen,) = learned((), replace(w, objectives=(Measured(TTFT, "Held", 1.0),)), "auto")
+    assert (seen.requests_per_hour, seen.computed_prompt, seen.memory) == (3600, 50, True)
