@@ -30,9 +30,14 @@ def arguments(obj: Json, gpu: str, model: str | None = None) -> list[str]:
     """The arguments of `kvpilot plan` that say what the service's spec says; what it leaves out has plan's defaults.
 
     Raises:
-        ToolError: the spec does not tell which model it is.
+        ToolError: the spec does not tell which model it is, or a replica is spread over nodes.
     """
     spec = at(obj, "spec")
+    if (nodes := whole(spec, "engine", "nodes")) is not None and nodes > 1:
+        raise ToolError(
+            f"spec.engine.nodes is {nodes}, and a plan is of replicas on one node: what several nodes hold is told by "
+            "engines that run there (status.kvCache.capacityTokens)"
+        )
     source = text(spec, "model", "source")
     if model is None and (not source.startswith(_HUB) or source.startswith(f"{_HUB}-") or source == _HUB):
         raise ToolError(

@@ -47,9 +47,10 @@ NOT_USED_HERE = {
     ("patch", "pods/status"),
     # An admission plugin asks for it, where it is on.
     ("update", "quantizedllmservices/finalizers"),
-    # This API server has neither policy/v1 nor the Gateway API and its extension.
+    # This API server has neither policy/v1 nor the Gateway API and its extension nor LeaderWorkerSet.
     *((verb, "poddisruptionbudgets") for verb in ("get", "create", "patch", "delete")),
     *((verb, kind) for verb in ("get", "create", "patch", "delete") for kind in ("httproutes", "inferencepools")),
+    *((verb, "leaderworkersets") for verb in ("get", "list", "watch", "create", "patch", "delete")),
     # What only happens later: services and baselines that are not needed any more, an event that comes again.
     ("delete", "services"),
     ("delete", "configmaps"),

@@ -14,7 +14,7 @@ from kvpilot_localcluster.toolbox.checkov import checkov
 from kvpilot_operator.api.schema import apply_defaults
 from kvpilot_operator.api.spec import parse
 from kvpilot_operator.render.engine import pod_template, revision
-from kvpilot_operator.render.objects import deployment, disruption_budget, service
+from kvpilot_operator.render.objects import disruption_budget, service, workload
 from kvpilot_operator.state.snapshot import ServiceKey
 
 HERE = Path(__file__).parent
@@ -43,7 +43,7 @@ def engine_manifests(root, tmp_path_factory):
             template = pod_template(key.name, parse(apply_defaults(one)), "k4v4")
             name = revision(template)
             objects = [
-                deployment(key, "u-1", template, 2, 600),
+                workload(key, "u-1", template, 2, 600),
                 service(key, "u-1", key.name, name),
                 disruption_budget(key, "u-1", name, 1, evict_unready=True),
             ]

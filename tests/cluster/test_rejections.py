@@ -11,7 +11,7 @@ import pytest
 
 from kvpilot_localcluster.rest import ApiError, Rest, until
 from kvpilot_operator.render.engine import pod_template
-from kvpilot_operator.render.objects import deployment
+from kvpilot_operator.render.objects import workload
 from kvpilot_operator.state.snapshot import ServiceKey
 from support.operated import condition, create, engine, exists, services, told
 from support.services import manifest, spec_of
@@ -207,7 +207,7 @@ def test_a_label_that_somebody_adds_to_our_selector_is_taken_away(rest: Rest, na
 def test_the_server_itself_refuses_to_merge_our_deployment_into_another_one(rest: Rest, namespace: str) -> None:
     """What lets a new Deployment do without a claim of its name."""
     key, spec = ServiceKey(namespace, "chat"), spec_of(manifest())
-    ours = deployment(key, "u-1", pod_template("chat", spec, "auto"), 1, 600)
+    ours = workload(key, "u-1", pod_template("chat", spec, "auto"), 1, 600)
     about = {"name": ours["metadata"]["name"], "namespace": namespace}
     labels = {"app": "shop"}
     template = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "main", "image": "python:3.11"}]}}

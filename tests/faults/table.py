@@ -1,6 +1,6 @@
 """Runs all tests of faults, long ones included, and writes what they measured into docs/reliability.md.
 
-python tests/faults/table.py                  # some ten minutes on two cores
+python tests/faults/table.py                  # measures all
 python tests/faults/table.py --record FILE    # only the table, from a run with KVPILOT_FAULTS_RECORD=FILE
 """
 
@@ -51,7 +51,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         if file is None:
             file = Path(scratch) / "record.jsonl"
-            files = sorted(map(str, Path(__file__).parent.glob("test_*_faults.py")))
+            files = sorted(map(str, Path(__file__).parent.glob("test_*.py")))
             command = [sys.executable, "-m", "pytest", "-m", "long or not long", *files]
             status = subprocess.run(command, env={**os.environ, VARIABLE: str(file)}, check=False).returncode
             if status:

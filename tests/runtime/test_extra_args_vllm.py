@@ -87,6 +87,34 @@ def test_no_other_option_is_refused(parser: FlexibleArgumentParser) -> None:
     assert [name for name in others if refused(name) or refused(f"{name}=$(VALUE)")] == []
 
 
+SPEC = root_schema()["properties"]["spec"]
+NODES = {**SPEC, "x-kubernetes-validations": [one for one in SPEC["x-kubernetes-validations"]
+         if one["fieldPath"] == ".engine.extraArgs" and "engine.nodes" in one["rule"]]}  # fmt: skip
+BESIDE_NODES = {
+    *("pipeline_parallel_size", "prefill_context_parallel_size", "distributed_executor_backend", "master_addr"),
+    *("master_port", "data_parallel_address", "data_parallel_backend", "data_parallel_rpc_port", "data_parallel_size"),
+    *("data_parallel_size_local", "data_parallel_supervisor_port", "speculative_config", "spec_method", "spec_model"),
+    *("spec_tokens", "kv_offloading_backend", "kv_offloading_size", "kv_transfer_config"),
+}
+
+
+def refused_beside_nodes(item: str) -> bool:
+    return next(broken_rules({"engine": {"nodes": 2, "extraArgs": [item]}}, NODES), None) is not None
+
+
+def test_every_spelling_of_what_does_not_go_with_several_nodes_is_refused_beside_them_and_no_other_option_is(
+    parser: FlexibleArgumentParser,
+) -> None:
+    tried = [(name, dest in BESIDE_NODES) for name, dest in beginnings(parser) if dest not in REFUSED]
+    assert {"-sc", "-dpl", "--pi", "--specu"} <= {name for name, beside in tried if beside}
+    assert {dest for _, dest in beginnings(parser)} >= BESIDE_NODES
+    long = [name for name, beside in tried if beside and name.startswith("--")]
+    tried += [(f"--{name[2:].replace('-', '_')}=1", True) for name in long]
+    assert [name for name, beside in tried if refused_beside_nodes(name) != beside] == []
+    assert refused_beside_nodes("--retention=SinksAndWindow")
+    assert next(broken_rules({"engine": {"nodes": 1, "extraArgs": ["-dp=2"]}}, NODES), None) is None
+
+
 def test_a_beginning_of_a_name_really_sets_the_option(parser: FlexibleArgumentParser) -> None:
     assert parser.parse_args(["--api_k=secret"]).api_key == ["secret"]
     assert parser.parse_args(["--api-key.a=b"]).api_key == ['{"a": "b"}']

@@ -127,9 +127,10 @@ class FaultyWorld:
             self._operator.kill()
 
     def kill_operator(self) -> None:
-        """Kill -9."""
+        """Kill -9, and wait until it has ended: until then it would pass for one that runs."""
         if self._operator is not None:
             self._operator.kill()
+            self._operator.wait()
 
     def check(self) -> None:
         """The operator's process lives: no fault is a reason for it to end."""

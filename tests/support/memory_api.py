@@ -19,7 +19,7 @@ from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.render.names import KIND, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.state.decision import Decision
-from kvpilot_operator.state.snapshot import ServerFacts
+from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.state.status import Condition, parse_status
 from support.services import KEY, NOW
 

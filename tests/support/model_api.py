@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpilot_operator.errors import Conflict, NotFound, Rejected
 from kvpilot_operator.render.names import DTYPE_LABEL, REVISION_LABEL, SHELTER_ANNOTATION
+from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.snapshot import ObjectView
 from support.services import KEY
 
@@ -39,11 +40,11 @@ class ModelApi:
         """Writes until the operator is killed; None is any number."""
 
     def views(self) -> dict[tuple[str, str], ObjectView]:
-        """The Deployments, Services, pools and the route of our own as observe would show them."""
-        found = {
-            ("Deployment", f"{KEY.name}-{name}"): ObjectView(_uid("Deployment", f"{KEY.name}-{name}"), True, str(one))
-            for name, one in self._model.deployments.items()
-        }
+        """The workloads, Services, pools and the route of our own as observe would show them."""
+        found = {}
+        for revision, one in self._model.deployments.items():
+            kind, name = self._model.kind(revision), f"{KEY.name}-{revision}"
+            found[kind, name] = ObjectView(_uid(kind, name), True, str(one))
         for name, selector in self._model.services.items():
             selects = selector.get(REVISION_LABEL, "") if selector else None
             found["Service", name] = ObjectView(_uid("Service", name), True, _version(selector), selects)
@@ -56,8 +57,11 @@ class ModelApi:
         return found
 
     async def find(self, api_version: str, kind: str, namespace: str, name: str) -> Json | None:
+        revision = name.removeprefix(f"{KEY.name}-")
+        if kind in KINDS:
+            there = revision in self._model.deployments and self._model.kind(revision) == kind
+            return {"metadata": _metadata(kind, name)} if there else None
         there = {
-            "Deployment": name.removeprefix(f"{KEY.name}-") in self._model.deployments,
             "Service": name in self._model.services,
             "InferencePool": name in self._model.pools,
             "HTTPRoute": name == self._model.route_name,
@@ -77,7 +81,9 @@ class ModelApi:
     async def create(self, manifest: Json) -> Json:
         """A name is claimed: it is there, and does nothing yet."""
         kind, name = manifest["kind"], manifest["metadata"].get("name", "event")
-        if kind == "Service":
+        if kind in KINDS:
+            self._write(lambda: self._put(kind, name, manifest))
+        elif kind == "Service":
             self._write(lambda: self._model.services.update({name: {}}))
         elif kind == "InferencePool":
             self._write(lambda: self._model.pools.update({name: manifest["spec"]["selector"]["matchLabels"]}))
@@ -106,8 +112,8 @@ class ModelApi:
             if patch["metadata"]["resourceVersion"] != model.route_version:
                 raise Conflict("PATCH", name, 409, "changed")
             self._write(lambda: model.edit_route(patch["spec"]["rules"]))
-        elif kind == "Deployment":
-            if revision not in model.deployments:
+        elif kind in KINDS:
+            if revision not in model.deployments or model.kind(revision) != kind:
                 raise NotFound("PATCH", name, 404, "gone")
             scaled = (model.deployments[revision][0], patch["spec"]["replicas"])
             self._write(lambda: model.deployments.update({revision: scaled}))
@@ -117,7 +123,7 @@ class ModelApi:
 
     async def delete(self, api_version: str, kind: str, namespace: str, name: str, *, uid: str = "") -> None:
         assert uid == _uid(kind, name)
-        if kind == "Deployment":
+        if kind in KINDS:
             self._write(lambda: self._model.deployments.pop(name.removeprefix(f"{KEY.name}-"), None))
         elif kind == "Service":
             self._write(lambda: self._model.services.pop(name, None))
@@ -138,8 +144,9 @@ class ModelApi:
 
     def _put(self, kind: str, name: str, manifest: Json) -> None:
         model, about = self._model, manifest["metadata"]
-        if kind == "Deployment":
-            labels = about["labels"]
+        if kind in KINDS:
+            labels, spec = about["labels"], manifest["spec"]
+            model.nodes[labels[REVISION_LABEL]] = spec.get("leaderWorkerTemplate", {}).get("size", 1)
             model.deployments[labels[REVISION_LABEL]] = (labels[DTYPE_LABEL], manifest["spec"]["replicas"])
         elif kind == "Service":
             model.services[name] = manifest["spec"]["selector"]
@@ -153,7 +160,7 @@ class ModelApi:
             model.keep(name)
         elif kind == "Pod":
             # The annotation lives on the pod: a pod that is gone has none, nor has a new one of its name.
-            sheltered = SHELTER_ANNOTATION in about["annotations"] and name in model.pod_names()
+            sheltered = SHELTER_ANNOTATION in about["annotations"] and name in model.pod_names(workers=True)
             model.do_not_evict = model.do_not_evict | {name} if sheltered else model.do_not_evict - {name}
 
     def _own_route(self, name: str, rules: list[Json] | None) -> None:
@@ -169,7 +176,7 @@ class ModelApi:
     def _answer(self, kind: str, name: str) -> Json:
         """Metadata with what tells that an object has changed."""
         about = _metadata(kind, name)
-        if kind == "Deployment":
+        if kind in KINDS:
             about["generation"] = str(self._model.deployments[name.removeprefix(f"{KEY.name}-")])
         elif kind == "Service":
             about["resourceVersion"] = _version(self._model.services[name])

@@ -7,7 +7,7 @@ is lost then.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -19,18 +19,11 @@ from kvpilot_operator.observe.views import together
 from kvpilot_operator.probes.codec import Baseline, Control
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.render.names import REVISION_LABEL
+from kvpilot_operator.render.workloads import kind_for
 from kvpilot_operator.state.decision import Capture, Captured, Decision, Find, Measure, NothingKept, ProbeResult
 from kvpilot_operator.state.questions import Question, Unanswered, keeps_probe
-from kvpilot_operator.state.snapshot import (
-    DeploymentView,
-    Parent,
-    PodView,
-    ProbePlan,
-    RouteView,
-    Sample,
-    ServerFacts,
-    Snapshot,
-)
+from kvpilot_operator.state.server import ServerFacts
+from kvpilot_operator.state.snapshot import DeploymentView, Parent, PodView, ProbePlan, RouteView, Sample, Snapshot
 from kvpilot_operator.state.status import Status, parse_status
 from support.model_api import Killed, ModelApi, run_to_end
 from support.model_engines import ModelEngines, flows
@@ -80,6 +73,8 @@ class ModelCluster:
     now: datetime = NOW
     status: dict[str, Any] = field(default_factory=dict)
     deployments: dict[str, tuple[str, int]] = field(default_factory=dict)
+    nodes: dict[str, int] = field(default_factory=dict)
+    """Pods of a replica by revision."""
     services: dict[str, dict[str, str]] = field(default_factory=dict)
     """Selector by name."""
     pools: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -139,7 +134,10 @@ class ModelCluster:
             faults=broken,
             spec=spec,
             status=parse_status(self.status),
-            deployments={n: DeploymentView(n, d, c) for n, (d, c) in self.deployments.items()},
+            deployments={
+                n: DeploymentView(n, *made, kind=self.kind(n), nodes=self.nodes[n])
+                for n, made in self.deployments.items()
+            },
             pods=tuple(self._pods()),
             traffic=self.traffic,
             objects=self._api.views(),
@@ -147,9 +145,7 @@ class ModelCluster:
             samples={n: tuple(s) for n, s in self.samples.items()},
             route=self._route() if named and Question.ROUTE not in unread else None,
             server=ServerFacts(http_routes=True, inference_pools=True),
-            probes=ProbePlan(identity=PROBES, fault=self.probe_fault)
-            if Question.PROBE_SETS not in unread
-            else ProbePlan(),
+            probes=ProbePlan() if Question.PROBE_SETS in unread else ProbePlan(PROBES, self.probe_fault),
             unanswered=self.unread,
             probe_result=self.probe,
         )
@@ -246,7 +242,7 @@ class ModelCluster:
         self.engines.places, self.engines.starts = self.places, self.starts
         self.engines.start_ticks, self.engines.drain_ticks = self.start_ticks, self.drain_ticks
         self.engines.reconcile({name: count for name, (_, count) in self.deployments.items()})
-        self.do_not_evict &= self.pod_names()
+        self.do_not_evict &= self.pod_names(workers=True)
         self.engines.admitted &= self.pod_names()
 
     def _scrape(self) -> None:
@@ -283,12 +279,16 @@ class ModelCluster:
         """Whether this ConfigMap holds a baseline."""
         return self.baseline is not None
 
-    def pod_names(self) -> set[str]:
-        """Of the pods that are there."""
-        return {p.name for p in self.engines.pods}
+    def kind(self, revision: str) -> str:
+        """Of what runs a revision."""
+        return kind_for(self.nodes[revision]).name
+
+    def pod_names(self, *, workers: bool = False) -> set[str]:
+        """Of the pods that take requests, or of all."""
+        return {one.name for view in self._pods() for one in (view.group if workers else (view,))}
 
     def _pods(self) -> list[PodView]:
-        return [replace(one, do_not_evict=one.name in self.do_not_evict) for one in self.engines.views()]
+        return self.engines.views(self.nodes, self.do_not_evict)
 
     def _answer(self, decision: Decision) -> None:
         request = decision.probe

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import NormalDist
+from types import MappingProxyType
 
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.snapshot import Flows, PodView
@@ -15,6 +17,8 @@ from support.services import pod
 TTFT = (0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
 TOKENS = 100.0
+ALONE: Mapping[str, int] = MappingProxyType({})
+"""Every replica is one pod."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,15 @@ class ModelEngines:
     admitted: frozenset[str] = frozenset()
     """Names of pods whose readiness gate is open."""
 
-    def views(self) -> list[PodView]:
-        """All pods as their kubelets report them."""
-        return [p.view(p.name in self.admitted) for p in self.pods]
+    def views(self, nodes: Mapping[str, int] = ALONE, sheltered: Collection[str] = ()) -> list[PodView]:
+        """The pods that take requests as their kubelets report them, with their workers: `nodes` are a revision's."""
+
+        def group(leader: PodView) -> PodView:
+            names = [f"{leader.name}-{worker}" for worker in range(1, nodes.get(leader.revision, 1))]
+            workers = tuple(replace(leader, name=name, ip=None, do_not_evict=name in sheltered) for name in names)
+            return replace(leader, workers=workers, do_not_evict=leader.name in sheltered)
+
+        return [group(p.view(p.name in self.admitted)) for p in self.pods]
 
     def tick(self) -> None:
         """Pods that go leave, pods that start get nearer."""

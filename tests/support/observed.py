@@ -19,7 +19,8 @@ from kvpilot_operator.observe.page import parse_page
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API
-from kvpilot_operator.state.snapshot import ServerFacts, Snapshot
+from kvpilot_operator.state.server import ServerFacts
+from kvpilot_operator.state.snapshot import Snapshot
 from support.services import KEY, manifest
 
 REAL = PAGE_LATER.read_text()

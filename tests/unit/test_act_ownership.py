@@ -12,7 +12,7 @@ from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.errors import Conflict, Rejected
 from kvpilot_operator.render.engine import pod_template
 from kvpilot_operator.render.names import KIND, REVISION_LABEL, SERVICE_LABEL
-from kvpilot_operator.render.objects import deployment
+from kvpilot_operator.render.objects import workload
 from kvpilot_operator.state.decision import Decision, Objects
 from kvpilot_operator.state.snapshot import DeploymentView, ObjectView
 from support.memory_api import MemoryApi, Operator
@@ -138,7 +138,7 @@ async def test_one_who_is_quicker_between_the_look_and_the_write_keeps_the_name(
 DELETED = Objects((), {}, frozenset())
 SCALED = Objects((), {REVISION: 2}, frozenset({REVISION}))
 APPLIED = Objects(
-    (deployment(KEY, "u-1", pod_template(KEY.name, spec_of(OBJ), "auto"), 2, 600),), {}, frozenset({REVISION})
+    (workload(KEY, "u-1", pod_template(KEY.name, spec_of(OBJ), "auto"), 2, 600),), {}, frozenset({REVISION})
 )
 
 

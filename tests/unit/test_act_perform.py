@@ -11,7 +11,7 @@ from kvpilot_operator.act.perform import REAPPLY_SECONDS, Actor
 from kvpilot_operator.errors import Conflict
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.names import HTTP_ROUTE_API, REVISION_LABEL
-from kvpilot_operator.render.objects import deployment, disruption_budget, route_rules, service
+from kvpilot_operator.render.objects import disruption_budget, route_rules, service, workload
 from kvpilot_operator.state.decision import Decision, Objects
 from kvpilot_operator.state.snapshot import DeploymentView, ObjectView, RouteView
 from support.services import KEY, manifest, snapshot, spec_of
@@ -55,7 +55,7 @@ class Recorder:
 
 
 def made(template, replicas):
-    return deployment(KEY, "u-1", template, replicas, 600)
+    return workload(KEY, "u-1", template, replicas, 600)
 
 
 def observed(**replicas: int):

@@ -9,7 +9,7 @@ from kvpilot_operator.api.schema import faults
 from kvpilot_operator.decide import decide
 from kvpilot_operator.observe.views import deployment_view
 from kvpilot_operator.render.engine import pod_template, revision
-from kvpilot_operator.render.objects import deployment
+from kvpilot_operator.render.objects import workload
 from kvpilot_operator.state.status import Stable, Status
 from support.services import KEY, NOW, manifest, revision_of, running, spec_of
 
@@ -64,7 +64,7 @@ def test_a_change_of_adapters_is_a_new_revision_and_none_is_what_it_was() -> Non
 def test_the_status_names_the_adapters_that_the_serving_revision_has_loaded() -> None:
     before, after = service(SQL, CHAT), service(SQL)
     name = revision_of(before, "auto")
-    made = deployment(KEY, "u-1", pod_template(KEY.name, spec_of(before), "auto"), 1, 600)
+    made = workload(KEY, "u-1", pod_template(KEY.name, spec_of(before), "auto"), 1, 600)
     for ever_ready, told in ((True, ("sql", "acme/chat")), (False, ())):
         status = Status(stable=Stable(revision=name, dtype="auto", ever_ready=ever_ready, since=NOW))
         # The newest spec has one adapter fewer, and is not served yet.

@@ -13,7 +13,7 @@ from kvpilot_operator.errors import Conflict, NotFound, Rejected
 from kvpilot_operator.observe.views import deployment_view, pod_view
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.names import ADMITTED
-from kvpilot_operator.render.objects import deployment
+from kvpilot_operator.render.objects import workload
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.snapshot import DeploymentView
 from kvpilot_operator.state.status import Canary, Status
@@ -89,7 +89,7 @@ def test_an_engine_that_answers_and_is_not_admitted_is_probed():
 
 def test_the_gate_is_in_the_pods_and_not_in_the_revision():
     template = pod_template(KEY.name, spec_of(OBJ), "auto")
-    made, bare = (deployment(KEY, "u-1", template, 1, 600, gated=gated) for gated in (True, False))
+    made, bare = (workload(KEY, "u-1", template, 1, 600, gated=gated) for gated in (True, False))
     assert made["spec"]["template"]["spec"]["readinessGates"] == [{"conditionType": ADMITTED}]
     assert "readinessGates" not in bare["spec"]["template"]["spec"]
     assert revision(made["spec"]["template"]) == revision(bare["spec"]["template"]) == revision(template)

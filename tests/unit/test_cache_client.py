@@ -2,84 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import posixpath
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from kubernetes.aio.client import ApiClient, Configuration
 from yarl import URL
 
-from kvpilot_operator.cluster import transport as module
-from kvpilot_operator.cluster.cache import Store
-from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import path_of
-from kvpilot_operator.cluster.watch import Reflector
 from kvpilot_operator.errors import BadName, ClusterError, Conflict, NotFound, Rejected, Throttled
-from kvpilot_operator.state.snapshot import ServiceKey
-
-Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class Server:
-    """Answers every request by `answer`."""
-
-    def __init__(self) -> None:
-        self.answer: Answer = _nothing
-        self.asked: list[web.Request] = []
-        self.told: list[tuple[str, str, int]] = []
-        self.wrote: list[tuple[str, str, str, Any]] = []
-
-    async def start(self) -> Cluster:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        configuration = Configuration()
-        configuration.host = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
-        self.cluster = Cluster(
-            ApiClient(configuration),
-            on_request=lambda method, kind, status, seconds: self.told.append((method, kind, status)),
-        ).telling(lambda *wrote: self.wrote.append(wrote))
-        return self.cluster
-
-    async def stop(self) -> None:
-        await self.cluster.close()
-        await self._runner.cleanup()
-
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append(request)
-        return await self.answer(request)
-
-
-async def _nothing(_: web.Request) -> web.StreamResponse:
-    return web.json_response({})
+from support.answering_server import Answer, Server, pod, status
 
 
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
-    one = Server()
-    await one.start()
-    yield one
-    await one.stop()
-
-
-def status(code: int, message: str = "said so", **headers: str) -> Answer:
-    async def answer(_: web.Request) -> web.StreamResponse:
-        return web.json_response({"kind": "Status", "message": message}, status=code, headers=headers)
-
-    return answer
-
-
-def pod(name: str, version: int = 1) -> dict[str, Any]:
-    return {"metadata": {"namespace": "a", "name": name, "resourceVersion": str(version)}}
+    async with Server.up() as one:
+        yield one
 
 
 async def test_a_long_list_is_read_page_by_page(server: Server) -> None:
@@ -276,86 +217,3 @@ async def test_a_write_that_is_not_answered_with_an_object_is_an_error(server: S
     with pytest.raises(ClusterError, match="the answer is no Pod"):
         await server.cluster.merge("v1", "Pod", "a", "p", {})
     assert server.wrote == []
-
-
-def lines(*events: Any, end: bool = True) -> Answer:
-    """A watch that says these, in pieces that do not care for lines."""
-
-    async def answer(request: web.Request) -> web.StreamResponse:
-        if "watch" not in request.query:
-            return web.json_response({"metadata": {"resourceVersion": "10"}, "items": [pod("old", 3)]})
-        stream = web.StreamResponse()
-        await stream.prepare(request)
-        text = "".join(json.dumps({"type": kind, "object": obj}) + "\n" for kind, obj in events).encode()
-        for i in range(0, len(text), 50_000):
-            await stream.write(text[i : i + 50_000])
-            await asyncio.sleep(0)
-        if not end:
-            await asyncio.sleep(60)
-        return stream
-
-    return answer
-
-
-async def heard(server: Server) -> list[tuple[str, Any]]:
-    return [event async for event in server.cluster.watch("v1", "Pod", "", "x=y", "10")]
-
-
-async def test_a_watch_yields_its_events_however_they_are_cut_and_however_large(server: Server) -> None:
-    large = {**pod("p", 11), "text": "x" * 3_000_000}
-    mark = {"metadata": {"resourceVersion": "15"}}
-    server.answer = lines(("ADDED", large), ("DELETED", pod("q", 12)), ("BOOKMARK", mark))
-    assert await heard(server) == [("ADDED", large), ("DELETED", pod("q", 12)), ("BOOKMARK", mark)]
-    query = server.asked[0].query
-    assert (query["resourceVersion"], query["allowWatchBookmarks"], query["labelSelector"]) == ("10", "true", "x=y")
-    assert server.asked[0].path == "/api/v1/pods"
-    assert server.told == [("WATCH", "Pod", 200)]
-
-
-@pytest.mark.parametrize("answer", [status(410), lines(("ERROR", {"code": 410, "message": "too old"}))])
-async def test_a_version_that_is_too_old_is_told_as_410(server: Server, answer: Answer) -> None:
-    server.answer = answer
-    with pytest.raises(ClusterError) as caught:
-        await heard(server)
-    assert caught.value.status == 410
-
-
-@pytest.mark.parametrize("line", ["{}", "[]", "no json", '{"type": "ERROR", "object": null}', '{"type": "ADDED"}'])
-async def test_a_line_that_is_no_event_is_an_error(server: Server, line: str) -> None:
-    async def answer(request: web.Request) -> web.StreamResponse:
-        return web.Response(text=line + "\n")
-
-    server.answer = answer
-    with pytest.raises(ClusterError):
-        await heard(server)
-
-
-@pytest.mark.parametrize("obj", [{}, {"metadata": None}, {"metadata": {"name": "p"}}])
-async def test_an_object_of_no_version_is_an_error(server: Server, obj: Any) -> None:
-    server.answer = lines(("ADDED", obj))
-    with pytest.raises(ClusterError, match="no resourceVersion"):
-        await heard(server)
-
-
-async def test_a_watch_that_falls_silent_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SILENCE_SECONDS", 0.2)
-    server.answer = lines(("ADDED", pod("p", 11)), end=False)
-    with pytest.raises(ClusterError) as caught:
-        await heard(server)
-    assert caught.value.status == 0
-
-
-async def test_a_reflector_follows_a_server_that_lists_and_watches(server: Server) -> None:
-    changed: list[ServiceKey] = []
-    store: Store[ServiceKey, str] = Store(
-        lambda obj: obj["metadata"]["name"], lambda _: ServiceKey("a", "chat"), changed.append
-    )
-    server.answer = lines(("ADDED", pod("new", 11)), ("DELETED", pod("old", 12)), end=False)
-    reflector = Reflector(server.cluster, "v1", "Pod", "", "", store)
-    task = asyncio.create_task(reflector.run())
-    async with asyncio.timeout(5):
-        await reflector.filled.wait()
-        while list(store.names()) != [("a", "new")]:
-            await asyncio.sleep(0.01)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

@@ -9,7 +9,7 @@ from kubernetes.aio.client import V1PodDisruptionBudgetSpec
 
 from kvpilot_operator.decide import decide
 from kvpilot_operator.render.names import REVISION_LABEL
-from kvpilot_operator.state.snapshot import ServerFacts
+from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.state.status import parse_status
 from support.model_cluster import ModelCluster
 from support.services import manifest, running

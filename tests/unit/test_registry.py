@@ -33,7 +33,8 @@ from kvpilot_operator.observe.page import parse_page
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.render.names import KIND
 from kvpilot_operator.state.decision import Decision, NothingKept
-from kvpilot_operator.state.snapshot import ServerFacts, ServiceKey, Snapshot
+from kvpilot_operator.state.server import ServerFacts
+from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
 from support.memory_api import MemoryApi, tell
 from support.services import KEY, manifest
 

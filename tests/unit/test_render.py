@@ -6,7 +6,7 @@ import pytest
 
 from kvpilot_kernels import formats
 from kvpilot_operator.render.engine import pod_template, revision
-from kvpilot_operator.render.objects import deployment, service
+from kvpilot_operator.render.objects import service, workload
 from kvpilot_operator.render.startup import startup_budget_seconds
 from support.services import KEY, manifest, spec_of
 
@@ -130,7 +130,7 @@ def test_users_arguments_come_last_and_untouched():
 
 def test_everything_owned_names_its_owner_so_that_deletion_cleans_up():
     template = pod_template(KEY.name, spec_of(manifest()), "auto")
-    for made in (deployment(KEY, "u-1", template, 1, 600), service(KEY, "u-1", "chat", "abc")):
+    for made in (workload(KEY, "u-1", template, 1, 600), service(KEY, "u-1", "chat", "abc")):
         (owner,) = made["metadata"]["ownerReferences"]
         assert (owner["kind"], owner["uid"], owner["controller"]) == ("QuantizedLLMService", "u-1", True)
 

@@ -34,7 +34,7 @@ from kvpilot_operator.probes import codec
 from kvpilot_operator.render.names import KIND, baseline_name
 from kvpilot_operator.render.objects import baseline_config_map
 from kvpilot_operator.state.decision import Capture, Captured, Measure, ProbeFailed
-from kvpilot_operator.state.snapshot import ServerFacts
+from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.tracing import Span, Tracer
 from kvpilot_operator.tracing.otlp import OtlpTracer
 from support.collector import parsed

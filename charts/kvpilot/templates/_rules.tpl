@@ -42,6 +42,11 @@
 - apiGroups: [""]
   resources: [events]
   verbs: [create, patch]
+{{- if .Values.rbac.leaderWorkerSets }}
+- apiGroups: [leaderworkerset.x-k8s.io]
+  resources: [leaderworkersets]
+  verbs: [get, list, watch, create, patch, delete]
+{{- end }}
 {{- if .Values.rbac.httpRoutes }}
 - apiGroups: [gateway.networking.k8s.io]
   resources: [httproutes]

@@ -40,8 +40,8 @@ def own(s: Snapshot, kind: str, found: Object) -> str:
 
 def claim(manifest: Manifest) -> dict[str, Any] | None:
     """What is created to claim the manifest's name: a Service or a budget that selects nothing, an empty ConfigMap, a
-    pool that selects what is admitted, a route that is attached nowhere, a whole claim or Job, which ask nothing of
-    what is there already.
+    pool that selects what is admitted, a route that is attached nowhere, a whole claim, Job or LeaderWorkerSet, which
+    ask nothing of what is there.
 
     Fields that may be dropped later must not be in it: whoever creates a field keeps it, beside who applies it. None
     for a Deployment: its selector is immutable, so the server itself refuses to merge ours into another one.

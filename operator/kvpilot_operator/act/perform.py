@@ -27,6 +27,7 @@ from kvpilot_operator.probes import codec
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.names import API_VERSION, KIND, REVISION_LABEL, deployment_name
 from kvpilot_operator.render.objects import baseline_config_map, pod_admission, pod_shelter
+from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.decision import Decision, Manifest, Objects
 from kvpilot_operator.state.snapshot import Rejection, Snapshot
 from kvpilot_operator.state.status import dump_status
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 # Deployment's spec and a Service the cache tells at once, of all else (labels, a budget) nobody does.
 REAPPLY_SECONDS = 600.0
 # Of these kinds the snapshot has all that carry the service's label, or (of pools and routes) its names.
-_WATCHED = ("Deployment", "Service", "InferencePool", "HTTPRoute")
+_WATCHED = (*KINDS, "Service", "InferencePool", "HTTPRoute")
 
 
 class _Applied(NamedTuple):
@@ -113,9 +114,7 @@ class Actor:
 
     async def _place(self, s: Snapshot, objects: Objects) -> None:
         asked = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in objects.apply}
-        asked |= {
-            ("Deployment", deployment_name(s.key.name, revision)) for revision in (*objects.scale, *s.deployments)
-        }
+        asked |= {_workload(s, revision) for revision in s.deployments}
         asked |= {(kind, name) for _, kind, name in objects.absent}
         asked |= {("Pod", pod.name) for pod in s.pods}
         self._rejections.keep(asked)
@@ -133,7 +132,8 @@ class Actor:
         await self._scale(s, {r: n for r, n in objects.scale.items() if n < _replicas(s, r)})
         for revision in s.deployments:
             if revision not in objects.keep:
-                await self._remove(s, "apps/v1", "Deployment", deployment_name(s.key.name, revision))
+                kind, name = _workload(s, revision)
+                await self._remove(s, KINDS[kind].api_version, kind, name)
         for api_version, kind, name in objects.absent:
             await self._remove(s, api_version, kind, name)
 
@@ -166,10 +166,10 @@ class Actor:
     async def _scale(self, s: Snapshot, wanted: Mapping[str, int]) -> None:
         for revision, replicas in wanted.items():
             if revision in s.deployments:
-                what = ("Deployment", deployment_name(s.key.name, revision))
-                seen = s.objects.get(what)
+                what = _workload(s, revision)
+                seen, api_version = s.objects.get(what), KINDS[what[0]].api_version
                 patch = {"metadata": {"uid": seen.uid} if seen is not None else {}, "spec": {"replicas": replicas}}
-                write = partial(self._cluster.merge, "apps/v1", what[0], s.key.namespace, what[1], patch)
+                write = partial(self._cluster.merge, api_version, what[0], s.key.namespace, what[1], patch)
                 await self._attempt(s, what, _hash(patch), write)
 
     async def _route(self, manifest: Manifest) -> None:
@@ -233,13 +233,12 @@ class Actor:
 
 
 async def shelter(cluster: Cluster, s: Snapshot, wanted: frozenset[str]) -> None:
-    """Ask cluster autoscalers to leave these pods where they are, and take it back of all others.
+    """Ask cluster autoscalers to leave these pods and their workers where they are, and take it back of all others.
 
     The annotations are applied under our field manager to single pods: a change of the pod template would roll them,
     and what a user has annotated stays. A pod that cannot be annotated fails nothing.
     """
-    for pod in s.pods:
-        asked = pod.name in wanted
+    for asked, pod in ((leader.name in wanted, pod) for leader in s.pods for pod in leader.group):
         if pod.terminating or pod.do_not_evict == asked:
             continue
         try:
@@ -253,13 +252,18 @@ def _hash(manifest: Manifest) -> bytes:
     return hashlib.blake2b(msgspec.json.encode(manifest, order="sorted"), digest_size=16).digest()
 
 
+def _workload(s: Snapshot, revision: str) -> tuple[str, str]:
+    """Kind and name of what runs a revision that is there."""
+    return s.deployments[revision].kind, deployment_name(s.key.name, revision)
+
+
 def _replicas(s: Snapshot, revision: str) -> int:
     view = s.deployments.get(revision)
     return view.replicas if view is not None else 0
 
 
 def _shrinks(s: Snapshot, manifest: Manifest) -> bool:
-    if manifest["kind"] != "Deployment":
+    if manifest["kind"] not in KINDS:
         return False
     replicas: int = manifest["spec"]["replicas"]
     return replicas < _replicas(s, manifest["metadata"]["labels"][REVISION_LABEL])

@@ -91,7 +91,7 @@ class Toleration(Part, frozen=True):
 
 
 class Engine(Part, frozen=True):
-    """spec.engine; image_pull_secrets are names, node_selector is (label, value) pairs sorted by label, nodes is 1.
+    """spec.engine; image_pull_secrets are names, node_selector is (label, value) pairs sorted by label.
 
     pod_template is JSON with sorted keys: nobody but `render` looks into it.
     """
@@ -113,6 +113,11 @@ class Engine(Part, frozen=True):
     priority_class_name: str | None = None
     service_account_name: str | None = None
     pod_template: str = "{}"
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of one replica."""
+        return self.tensor_parallel_size * self.nodes
 
     def option(self, name: str, shortest: str = "") -> list[str]:
         """What extra_args set an option to, in order: the last one counts.

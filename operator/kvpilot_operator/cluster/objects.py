@@ -25,6 +25,9 @@ _COLLECTIONS = {
     ("coordination.k8s.io/v1", "Lease"): "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases",
     ("batch/v1", "Job"): "/apis/batch/v1/namespaces/{namespace}/jobs",
     ("apps/v1", "Deployment"): "/apis/apps/v1/namespaces/{namespace}/deployments",
+    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): (
+        "/apis/leaderworkerset.x-k8s.io/v1/namespaces/{namespace}/leaderworkersets"
+    ),
     ("policy/v1", "PodDisruptionBudget"): "/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets",
     ("gateway.networking.k8s.io/v1", "HTTPRoute"): (
         "/apis/gateway.networking.k8s.io/v1/namespaces/{namespace}/httproutes"
@@ -65,7 +68,7 @@ def name_of(answer: Object) -> str:
 
 def version_of(kind: str, obj: Object) -> str:
     """Moves when somebody changes what an object of a watched kind should be; empty for others: nobody can tell."""
-    if kind in ("Deployment", "InferencePool", "HTTPRoute"):
+    if kind in ("Deployment", "LeaderWorkerSet", "InferencePool", "HTTPRoute"):
         # Their resourceVersion moves with every pod that comes or goes, or gateway that says what it thinks of one.
         return str(obj["metadata"].get("generation", ""))
     return str(obj["metadata"].get("resourceVersion", "")) if kind == "Service" else ""

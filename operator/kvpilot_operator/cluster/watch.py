@@ -22,11 +22,20 @@ log = logging.getLogger(__name__)
 _BACKOFF = Backoff(0.2, 5.0)
 # A server, or a proxy, that ends every watch at once must not be asked a thousand times a second.
 _SHORT_WATCH_SECONDS = 1.0
+# A definition may be installed later.
+MISSING_SECONDS = 30.0
+_MISSING = (403, 404)
+_DENIALS = 6
 
 
 @dataclass(eq=False)
 class Reflector:
-    """One collection (of one namespace, or of all where it is empty) in a Store; `filled` once it was listed."""
+    """One collection (of one namespace, or of all where it is empty) in a Store; `filled` once it was listed.
+
+    An `optional` one may be of a kind that the server does not have, or not show us: then it is empty, and asked for
+    again every MISSING_SECONDS. What was served is empty only where the server says so again and again: one that
+    starts may not know its definitions yet.
+    """
 
     cluster: Cluster
     api_version: str
@@ -34,11 +43,14 @@ class Reflector:
     namespace: str
     selector: str
     store: Store[Any, Any]
+    optional: bool = False
 
     def __post_init__(self) -> None:
         self._what = (self.api_version, self.kind, self.namespace, self.selector)
         self._version = ""
         self.filled = asyncio.Event()
+        self.served = False
+        self._denials = 0
 
     async def run(self) -> None:
         """Follow the collection until cancelled.
@@ -63,6 +75,9 @@ class Reflector:
             except ClusterError as error:
                 if error.status:
                     self._version = ""
+                if self.optional and error.status in _MISSING and self._is_missing(error):
+                    await asyncio.sleep(MISSING_SECONDS)
+                    continue
                 wait = error.retry_after if isinstance(error, Throttled) else pause * random.uniform(0.8, 1.2)  # noqa: S311
                 level = logging.DEBUG if error.status in (0, 410) else logging.WARNING
                 remedy = REMEDIES.get(error.status, "")
@@ -84,8 +99,20 @@ class Reflector:
                 names.add((item["metadata"].get("namespace", ""), item["metadata"]["name"]))
             await asyncio.sleep(0)
         self.store.keep_only(self.namespace, names, version)
-        self._version = version
+        self._version, self.served, self._denials = version, True, 0
         self.filled.set()
+
+    def _is_missing(self, error: ClusterError) -> bool:
+        """Whether it is taken for missing, and left alone for a while."""
+        self._denials += 1
+        if self.served and self._denials < _DENIALS:
+            return False
+        if self.served or (error.status == 403 and not self.filled.is_set()):
+            log.warning("%s is taken for not served: %s", self.kind, error)
+        self.store.keep_only(self.namespace, (), "")
+        self._version, self.served = "", False
+        self.filled.set()
+        return True
 
     def _take(self, event: str, obj: Object) -> None:
         if event in ("ADDED", "MODIFIED"):

@@ -21,7 +21,7 @@ from kvpilot_operator.observe.gather import Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.render.names import OPENSHIFT_SECURITY_API
-from kvpilot_operator.state.snapshot import ServerFacts
+from kvpilot_operator.state.server import ServerFacts
 
 # Every write has a time-out of its own, well below this.
 DRAIN_SECONDS = 20.0

@@ -8,11 +8,10 @@ from typing import TypeVar
 from kvpilot_operator.decide import kstatus, measured
 from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.measured import Line, waiting
-from kvpilot_operator.decide.rejections import finding, rejected
+from kvpilot_operator.decide.rejections import finding, of_workload, rejected
 from kvpilot_operator.decide.trial import storage, traffic
 from kvpilot_operator.decide.trial.refusal import engine_failure, pending_reason
 from kvpilot_operator.decide.trial.rollout import start_fault
-from kvpilot_operator.render.names import deployment_name
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.enums import Stage, TrafficMode
 from kvpilot_operator.state.questions import CONDITION, Question, keeps_probe
@@ -182,8 +181,9 @@ def _available(c: Context, objects: Line) -> Line:
         return Line("True", "EnginesReady", f"{ready} of {max(replicas, len(pods))} replicas answer")
     if replicas == 0:
         return Line("False", "ScaledToZero", "spec.replicas is 0")
-    names = [("Service", s.key.name), *(("Deployment", deployment_name(s.key.name, one)) for one in serving)]
-    blocking = [one for one in rejected(s) if (one.kind, one.name) in names]
+    found = rejected(s)
+    blocking = [one for one in found if (one.kind, one.name) == ("Service", s.key.name)]
+    blocking += [one for revision in serving for one in of_workload(s, revision, found)]
     why = engine_failure(pods) or pending_reason(pods) or (finding(blocking) if blocking else None)
     if why is not None:
         return Line("False", *why)

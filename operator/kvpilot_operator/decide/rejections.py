@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, deployment_name
+from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Rejection, Snapshot
@@ -21,7 +22,7 @@ _FIELD = re.compile(r"(?P<field>(?:spec|metadata)(?:\.\w+|\[[^\]]*\])+): (?P<wor
 _ABOUT = re.compile(r'^[\w.-]+ "[^"]*" is (?:forbidden|invalid): ')
 _GO = re.compile(r"^Invalid value: (?:resource|core|v1)\.\w+\{.*\}: ", re.DOTALL)
 
-_POD = r"^spec\.(?:template\.spec\.)?"
+_POD = r"^spec\.(?:(?:template|leaderWorkerTemplate\.\w+)\.spec\.)?"
 _TEMPLATE = "spec.engine.podTemplate"
 # The engine is the first container; of a list that the user's items follow ours in, no index of theirs is known.
 _FIELDS = (
@@ -210,13 +211,19 @@ TABLE = (
 
 
 def rejected(s: Snapshot) -> tuple[Rejection, ...]:
-    """What the API server would not have, pods that a Deployment cannot create included."""
+    """What the API server would not have, pods that a workload cannot create included."""
     pods = [
-        Rejection("Deployment", deployment_name(s.key.name, view.revision), "FailedCreate", view.failure)
+        Rejection(view.kind, deployment_name(s.key.name, view.revision), "FailedCreate", view.failure)
         for view in s.deployments.values()
         if view.failure is not None
     ]
     return (*(s.rejections or ()), *pods, *_not_served(s))
+
+
+def of_workload(s: Snapshot, revision: str, rejections: Sequence[Rejection]) -> list[Rejection]:
+    """Those of them that are about what runs a revision, of whatever kind it is."""
+    name = deployment_name(s.key.name, revision)
+    return [one for one in rejections if one.kind in KINDS and one.name == name]
 
 
 def _not_served(s: Snapshot) -> tuple[Rejection, ...]:

@@ -105,7 +105,8 @@ def _cost(c: Context) -> Cost | None:
     each, w, before = c.snapshot.gpu_hour_micros, c.workload, c.before.cost
     if each is None:
         return None
-    gpus = sum(view.replicas for view in c.snapshot.deployments.values()) * c.spec.engine.tensor_parallel_size
+    pods = sum(view.replicas * view.nodes for view in c.snapshot.deployments.values())
+    gpus = pods * c.spec.engine.tensor_parallel_size
     an_hour = 3600 * (w.requests_per_second or 0.0) * (w.mean_generation or 0.0) * w.pods
     tokens = round(min(gpus * each / an_hour, _MOST) * 1e6) if an_hour >= 1 else None
     said = before.per_million_tokens_micros if before is not None else None

@@ -6,10 +6,9 @@ import asyncio
 import hashlib
 import json
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -26,6 +25,7 @@ from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.prefetch import read_prefetch
 from kvpilot_operator.observe.probe_packs import PackTexts, probe_plan
 from kvpilot_operator.observe.scrape import Scraper
+from kvpilot_operator.observe.served import Served, not_served
 from kvpilot_operator.observe.views import named_view, pool_view, route_view, together
 from kvpilot_operator.observe.windows import Windows, need
 from kvpilot_operator.probes.errors import PackError
@@ -40,16 +40,8 @@ from kvpilot_operator.render.names import (
 )
 from kvpilot_operator.state.decision import ProbeResult
 from kvpilot_operator.state.questions import Question, Unanswered, unanswered
-from kvpilot_operator.state.snapshot import (
-    NodeFacts,
-    ObjectView,
-    PodView,
-    ProbePlan,
-    RouteView,
-    ServerFacts,
-    ServiceKey,
-    Snapshot,
-)
+from kvpilot_operator.state.server import ServerFacts
+from kvpilot_operator.state.snapshot import NodeFacts, ObjectView, PodView, ProbePlan, RouteView, ServiceKey, Snapshot
 from kvpilot_operator.tracing import Tracer
 
 log = logging.getLogger(__name__)
@@ -63,8 +55,6 @@ PACKS_SECONDS = 15.0
 # What is known of a node with GPUs holds for so long, and of one that shows none: its labels may still come.
 NODE_SECONDS = 600.0
 BARE_NODE_SECONDS = 30.0
-# Whether an API is served is asked again after so long: definitions come and go.
-API_SECONDS = 30.0
 # The API server itself is away (0), overloaded or behind something that is: nothing of a service can be read.
 _AWAY = (0, 429, 502, 503, 504)
 
@@ -109,7 +99,7 @@ class Observer:
     def __post_init__(self) -> None:
         self._texts = PackTexts(self.cluster)
         self._nodes: dict[str, tuple[datetime, NodeFacts]] = {}
-        self._apis: dict[str, tuple[float, bool]] = {}
+        self._served = Served(self.cluster, self.server, lambda: self.elapsed())
 
     async def snapshot(self, known: Observations, probe_result: ProbeResult | None) -> Snapshot | None:
         """Everything about one service now, or None where it does not exist any more, or is being deleted."""
@@ -120,7 +110,7 @@ class Observer:
         spec = service.spec
         # Whatever has to be asked for comes first: after it, nothing of the snapshot is older than the rest.
         failed: list[Unanswered] = []
-        server = await _observed(Question.ROUTE, self._served(spec), self.server, failed)
+        server = await _observed(Question.ROUTE, self._served.facts(spec), self.server, failed)
         route, routes = await _observed(Question.ROUTE, self._route(known, service, server), (None, {}), failed)
         pools = await _observed(Question.POOLS, self._pools(known, service, server), {}, failed)
         probes = await _observed(Question.PROBE_SETS, self._probe_plan(known, spec), ProbePlan(), failed)
@@ -134,13 +124,14 @@ class Observer:
         objects = self.cache.objects(key, service.uid)
         revisions = {
             placed.view.revision: placed.view
-            for placed in self.cache.deployments.of(key)
-            if objects["Deployment", placed.name].owned
+            for placed in self.cache.workloads(key)
+            if objects[placed.kind, placed.name].owned
             and placed.name == deployment_name(key.name, placed.view.revision)
         }
         objects.update(pools | routes)
         traffic = objects.get(("Service", key.name))
         windows.keep_only(revisions.keys())
+        faults = service.faults or not_served(spec, self.cache.serves_groups(key.namespace))
         if spec is not None:
             windows.keep(need(spec, trial=service.status.canary is not None))
         return Snapshot(
@@ -149,11 +140,11 @@ class Observer:
             uid=service.uid,
             generation=service.generation,
             resource_version=service.version,
-            faults=service.faults,
-            spec=spec,
+            faults=faults,
+            spec=None if faults else spec,
             status=service.status,
             deployments=revisions,
-            pods=tuple(self.cache.pods.of(key)),
+            pods=self.cache.replicas(key),
             traffic=_traffic(traffic, pools.get(("InferencePool", key.name)), failed),
             objects=objects,
             samples=windows.samples(),
@@ -244,20 +235,6 @@ class Observer:
             self._nodes.pop(name, None)
         else:
             self._nodes[name] = (now, node_facts(found))
-
-    async def _served(self, spec: Spec | None) -> ServerFacts:
-        """What the API server serves of what this spec names."""
-        named = spec is not None and spec.route_of("") is not None
-        routes = named and await self._serves(HTTP_ROUTE_API)
-        pools = spec is not None and spec.inference_pool is not None and await self._serves(INFERENCE_POOL_API)
-        return replace(self.server, http_routes=routes, inference_pools=pools)
-
-    async def _serves(self, api_version: str) -> bool:
-        asked, served = self._apis.get(api_version, (-math.inf, False))
-        if self.elapsed() - asked >= API_SECONDS:
-            served = await self.cluster.serves(api_version)
-            self._apis[api_version] = (self.elapsed(), served)
-        return served
 
     async def _pools(self, known: Observations, service: ServiceView, server: ServerFacts) -> Objects:
         """The InferencePools that the service has, or had: the status names them until they are gone."""

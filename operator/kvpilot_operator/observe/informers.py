@@ -1,6 +1,6 @@
 """All services and what they own, as the operator knows them without asking: a reconcile reads from here.
 
-kopf's watch brings the services, watches of our own their Deployments, pods and Services
+kopf's watch brings the services, watches of our own their workloads, pods and Services
 (docs/decisions/0012-kopf-and-the-official-client.md). What the operator writes is put here at once, as the API server
 answered it: no reconcile sees a state from before an earlier reconcile's writes.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -25,8 +25,9 @@ from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object, version_of
 from kvpilot_operator.cluster.watch import Reflector
 from kvpilot_operator.errors import ClusterError, places
-from kvpilot_operator.observe.views import deployment_view, is_ours, pod_view, traffic_of
-from kvpilot_operator.render.names import API_VERSION, KIND, SERVICE_LABEL
+from kvpilot_operator.observe.views import deployment_view, is_ours, leader_name, pod_view, traffic_of
+from kvpilot_operator.render.names import API_VERSION, GROUP_LABEL, KIND, SERVICE_LABEL
+from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET
 from kvpilot_operator.state.snapshot import DeploymentView, ObjectView, PodView, ServiceKey
 from kvpilot_operator.state.status import Status, parse_status
 
@@ -94,7 +95,8 @@ class ServiceFeed:
 
 V = TypeVar("V")
 
-_CHILDREN = (("apps/v1", "Deployment"), ("v1", "Pod"), ("v1", "Service"))
+_WORKERS = f"{GROUP_LABEL},!{SERVICE_LABEL}"
+"""The label selector of pods of groups that lead none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class ServiceView:
 
 @dataclass(frozen=True, slots=True)
 class Placed(Generic[V]):
-    """What a Deployment or a Service says, and which one it is."""
+    """What a workload or a Service says, and which one it is."""
 
     view: V
     kind: str
@@ -142,24 +144,27 @@ class InformerCache:
             self.on_change(key)
 
         self.services: Store[ServiceKey, ServiceView] = Store(self._service_view, _itself, changed)
-        self.deployments: Store[ServiceKey, Placed[DeploymentView]] = Store(
-            partial(_placed, "Deployment", deployment_view), _owner, changed
-        )
+        self._workloads: dict[str, Store[ServiceKey, Placed[DeploymentView]]] = {
+            kind: Store(partial(_placed, kind, partial(deployment_view, kind=kind)), _owner, changed) for kind in KINDS
+        }
         self.pods: Store[ServiceKey, PodView] = Store(partial(_pod, mesh), _owner, changed)
+        self._workers: Store[ServiceKey, tuple[str, PodView]] = Store(_worker, _group, changed)
         self.traffic: Store[ServiceKey, Placed[str | None]] = Store(
             partial(_placed, "Service", traffic_of), _owner, changed
         )
         self._stores: dict[str, Store[Any, Any]] = {
             KIND: self.services,
-            "Deployment": self.deployments,
+            **self._workloads,
             "Pod": self.pods,
             "Service": self.traffic,
         }
+        watched = [("v1", "Pod", False), ("v1", "Service", False)]
+        watched += [(kind.api_version, kind.name, kind.optional) for kind in KINDS.values()]
         self._reflectors = [
-            Reflector(cluster, api_version, kind, namespace, SERVICE_LABEL, self._stores[kind])
+            Reflector(cluster, api_version, kind, namespace, SERVICE_LABEL, self._stores[kind], optional)
             for namespace in namespaces or ("",)
-            for api_version, kind in _CHILDREN
-        ]
+            for api_version, kind, optional in watched
+        ] + [Reflector(cluster, "v1", "Pod", namespace, _WORKERS, self._workers) for namespace in namespaces or ("",)]
         self.feed = ServiceFeed(cluster, self.services, namespaces or ("",))
 
     async def run(self) -> None:
@@ -185,9 +190,26 @@ class InformerCache:
         else:
             store.put(obj)
 
+    def serves_groups(self, namespace: str) -> bool:
+        """Whether there are LeaderWorkerSets in this namespace that we can see."""
+        kind, everywhere = LEADER_WORKER_SET.name, ("", namespace)
+        return any(one.served for one in self._reflectors if one.kind == kind and one.namespace in everywhere)
+
+    def workloads(self, key: ServiceKey) -> list[Placed[DeploymentView]]:
+        """What carries a service's label and runs pods, of all kinds."""
+        return [one for store in self._workloads.values() for one in store.of(key)]
+
+    def replicas(self, key: ServiceKey) -> tuple[PodView, ...]:
+        """The pods of a service that take requests, each with the workers that it leads."""
+        workers: dict[str, tuple[PodView, ...]] = {}
+        for leader, view in self._workers.of(key):
+            workers[leader] = (*workers.get(leader, ()), view)
+        pods = self.pods.of(key)
+        return tuple(replace(one, workers=workers[one.name]) if one.name in workers else one for one in pods)
+
     def objects(self, key: ServiceKey, uid: str) -> dict[tuple[str, str], ObjectView]:
-        """By kind and name, the Deployments and Services that carry a service's label; `uid` is the service's."""
-        placed = [(one, None) for one in self.deployments.of(key)] + [(one, one.view) for one in self.traffic.of(key)]
+        """By kind and name, the workloads and Services that carry a service's label; `uid` is the service's."""
+        placed = [(one, None) for one in self.workloads(key)] + [(one, one.view) for one in self.traffic.of(key)]
         return {
             (one.kind, one.name): ObjectView(one.uid, uid in one.owners, one.version, selects)
             for one, selects in placed
@@ -229,6 +251,11 @@ def _owner(obj: Object) -> ServiceKey | None:
     return ServiceKey(obj["metadata"]["namespace"], name) if name else None
 
 
+def _group(obj: Object) -> ServiceKey | None:
+    name = (obj["metadata"].get("labels") or {}).get(GROUP_LABEL)
+    return ServiceKey(obj["metadata"]["namespace"], name) if name else None
+
+
 def _placed(kind: str, view: Callable[[Object], V], obj: Object) -> Placed[V]:
     metadata = obj["metadata"]
     owners = frozenset(str(owner.get("uid")) for owner in metadata.get("ownerReferences") or ())
@@ -240,3 +267,9 @@ def _pod(mesh: bool, obj: Object) -> PodView | None:
     # An evicted pod lies about for hours beside its replacement, and says nothing of the service.
     over = (obj.get("status") or {}).get("phase") in ("Failed", "Succeeded")
     return pod_view(obj, mesh) if is_ours(obj, service) and not over else None
+
+
+def _worker(obj: Object) -> tuple[str, PodView] | None:
+    """The name of a worker's leader, and what is seen of the worker itself."""
+    leader = leader_name(obj, obj["metadata"]["labels"][GROUP_LABEL])
+    return (leader, pod_view(obj)) if leader is not None else None

@@ -19,8 +19,8 @@ from kvpilot_operator.render.names import (
     REVISION_LABEL,
     SERVICE_LABEL,
     SHELTER_ANNOTATION,
-    deployment_name,
 )
+from kvpilot_operator.render.workloads import KINDS, leader_of, makes
 from kvpilot_operator.state.snapshot import (
     ON_ITS_WAY,
     DeploymentView,
@@ -107,22 +107,24 @@ def _needs(pod: Object) -> tuple[str, ...]:
 
 
 def is_ours(pod: Object, service: str) -> bool:
-    """True for a pod of one of our Deployments: a label is easily copied, a controller's reference less so."""
+    """True for a pod of one of our workloads: a label is easily copied, a controller's reference less so."""
     labels = pod["metadata"].get("labels") or {}
-    prefix = f"{deployment_name(service, labels.get(REVISION_LABEL, ''))}-"
-    return any(
-        owner.get("controller")
-        and str(owner.get("apiVersion", "")).startswith("apps/")
-        and owner.get("kind") == "ReplicaSet"
-        and owner.get("name", "").startswith(prefix)
-        for owner in pod["metadata"].get("ownerReferences") or ()
-    )
+    owners = pod["metadata"].get("ownerReferences") or ()
+    return any(makes(service, labels.get(REVISION_LABEL, ""), owner) for owner in owners)
 
 
-def deployment_view(deployment: Object) -> DeploymentView:
-    """One revision's Deployment."""
+def leader_name(pod: Object, service: str) -> str | None:
+    """The leader of a worker of one of our groups; None for any other pod."""
+    labels = pod["metadata"].get("labels") or {}
+    owners = pod["metadata"].get("ownerReferences") or ()
+    found = (leader_of(service, labels.get(REVISION_LABEL, ""), owner) for owner in owners)
+    return next((name for name in found if name is not None), None)
+
+
+def deployment_view(deployment: Object, kind: str = "Deployment") -> DeploymentView:
+    """What runs one revision."""
     labels, spec = deployment["metadata"].get("labels") or {}, deployment.get("spec") or {}
-    template = (spec.get("template") or {}).get("spec") or {}
+    template = KINDS[kind].pod_template(deployment).get("spec") or {}
     engine = _named(template.get("containers") or (), ENGINE_CONTAINER)
     told = dict(str(argument).partition("=")[::2] for argument in engine.get("args") or ())
     return DeploymentView(
@@ -134,6 +136,8 @@ def deployment_view(deployment: Object) -> DeploymentView:
         model=told.get("--model"),
         adapters=_adapters(engine.get("args") or ()),
         gated=any(gate.get("conditionType") == ADMITTED for gate in template.get("readinessGates") or ()),
+        kind=kind,
+        nodes=int((spec.get("leaderWorkerTemplate") or {}).get("size", 1)),
     )
 
 

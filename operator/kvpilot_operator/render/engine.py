@@ -12,6 +12,7 @@ from kubernetes.utils.quantity import parse_quantity
 from kvpilot_kernels import formats
 from kvpilot_operator.api.pods import Adapter
 from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.render import groups
 from kvpilot_operator.render.merge import strategic_merge
 from kvpilot_operator.render.names import (
     ADAPTERS_OPTION,
@@ -19,6 +20,7 @@ from kvpilot_operator.render.names import (
     DTYPE_LABEL,
     ENGINE_CONTAINER,
     ENGINE_PORT,
+    GROUP_LABEL,
     REVISION_LABEL,
     SERVICE_LABEL,
     owned_labels,
@@ -34,19 +36,21 @@ _COMPILE_PATH = "/compile-cache"
 
 
 def pod_template(service: str, spec: Spec, dtype: str, *, assigned_user: bool = False) -> dict[str, Any]:
-    """The pod template of `spec` with this KV dtype, labelled with its own revision (8 hex digits of its content).
+    """The template of the pods of `spec` that take requests with this KV dtype, labelled with its own revision.
 
+    The revision is 8 hex digits of the content, of that of workers, too, where a replica has some.
     With `assigned_user` it names no user and no group: the cluster gives each namespace its own.
     """
     template: dict[str, Any] = {
-        "metadata": {"labels": {**owned_labels(service), DTYPE_LABEL: dtype, **claim_label(service, spec)}},
+        "metadata": {"labels": {**owned_labels(service), DTYPE_LABEL: dtype, **_shared_labels(service, spec)}},
         "spec": {**_pod_spec(service, spec, dtype), "securityContext": _security_context(assigned_user)},
     }
     template = strategic_merge(template, json.loads(spec.engine.pod_template))
     if template["spec"].get("hostNetwork"):
         # Otherwise a pod on the node's network asks the node's DNS, which knows no Service.
         template["spec"]["dnsPolicy"] = "ClusterFirstWithHostNet"
-    content = json.dumps(template, sort_keys=True, separators=(",", ":")).encode()
+    whole = template if spec.engine.nodes == 1 else [template, groups.worker_template(template)]
+    content = json.dumps(whole, sort_keys=True, separators=(",", ":")).encode()
     template["metadata"]["labels"][REVISION_LABEL] = hashlib.sha256(content).hexdigest()[:8]
     return template
 
@@ -60,6 +64,11 @@ def revision(template: dict[str, Any]) -> str:
 def claim_label(service: str, spec: Spec) -> dict[str, str]:
     """What pods that share a disk have in common; nothing where the claim is shared by nodes, or the user's."""
     return {CLAIM_LABEL: weights_claim(service)} if spec.cache.on_one_node else {}
+
+
+def _shared_labels(service: str, spec: Spec) -> dict[str, str]:
+    """What pods of a group, or of a disk, have in common."""
+    return {**({GROUP_LABEL: service} if spec.engine.nodes > 1 else {}), **claim_label(service, spec)}
 
 
 def _pod_spec(service: str, spec: Spec, dtype: str) -> dict[str, Any]:
@@ -190,7 +199,7 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
         arguments.append(f"--retention={kept.policy}")
         arguments.append(f"--retention-sink-tokens={kept.sink_tokens}")
         arguments.append(f"--retention-window-tokens={kept.window_tokens}")
-    return [*arguments, *_adapters(spec), *engine.extra_args]
+    return [*arguments, *groups.arguments(engine.nodes), *_adapters(spec), *engine.extra_args]
 
 
 def _adapters(spec: Spec) -> list[str]:

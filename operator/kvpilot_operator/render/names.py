@@ -10,12 +10,16 @@ PLURAL = "quantizedllmservices"
 
 HTTP_ROUTE_API = "gateway.networking.k8s.io/v1"
 INFERENCE_POOL_API = "inference.networking.k8s.io/v1"
+LEADER_WORKER_SET_API = "leaderworkerset.x-k8s.io/v1"
 OPENSHIFT_SECURITY_API = "security.openshift.io/v1"
 """Where it is served, each namespace has users and groups of its own."""
 
 SERVICE_LABEL = "kvpilot.io/service"
 REVISION_LABEL = "kvpilot.io/revision"
 DTYPE_LABEL = "kvpilot.io/dtype"
+GROUP_LABEL = "kvpilot.io/group"
+"""On all pods of groups, leaders and workers, with the service's name: workers have no SERVICE_LABEL, so that whatever
+sends requests by it finds leaders alone."""
 CLAIM_LABEL = "kvpilot.io/claim"
 """On pods that have to be on one node for the claim of this name."""
 PREFETCH_LABEL = "kvpilot.io/prefetch"
@@ -61,12 +65,12 @@ def owned_labels(service: str) -> dict[str, str]:
     }
 
 
-OWN_LABELS = frozenset((*owned_labels(""), REVISION_LABEL, DTYPE_LABEL, CLAIM_LABEL))
+OWN_LABELS = frozenset((*owned_labels(""), REVISION_LABEL, DTYPE_LABEL, GROUP_LABEL, CLAIM_LABEL))
 """Keys of the labels of engine pods that are kvpilot's, and not a user's."""
 
 
 def deployment_name(service: str, revision: str) -> str:
-    """`NAME-<revision>`: one Deployment a revision, so that two can stand side by side."""
+    """`NAME-<revision>`: one workload a revision, so that two can stand side by side."""
     return f"{service}-{revision}"
 
 

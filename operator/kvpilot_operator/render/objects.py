@@ -1,4 +1,4 @@
-"""The Deployments, the Services, the disruption budget, the claim and the baseline's ConfigMap of one service, and its
+"""The workloads, the Services, the disruption budget, the claim and the baseline's ConfigMap of one service, and its
 route.
 """
 
@@ -11,11 +11,13 @@ from typing import Any
 
 from kvpilot_operator.api.pods import Claim
 from kvpilot_operator.api.spec import EndpointPickerRef, Route
+from kvpilot_operator.render.groups import group_spec
 from kvpilot_operator.render.names import (
     ADMITTED,
     API_VERSION,
     DTYPE_LABEL,
     ENGINE_PORT,
+    GROUP_LABEL,
     HTTP_ROUTE_API,
     INFERENCE_POOL_API,
     KIND,
@@ -28,6 +30,7 @@ from kvpilot_operator.render.names import (
     owned_labels,
     weights_claim,
 )
+from kvpilot_operator.render.workloads import kind_for
 from kvpilot_operator.state.snapshot import PodView, RouteView, ServiceKey
 
 _GATEWAYS = HTTP_ROUTE_API.partition("/")[0]
@@ -53,25 +56,33 @@ def owned(
     return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **content}
 
 
-def deployment(
-    key: ServiceKey, uid: str, template: dict[str, Any], replicas: int, startup_seconds: int, *, gated: bool = True
+def workload(
+    key: ServiceKey,
+    uid: str,
+    template: dict[str, Any],
+    replicas: int,
+    startup_seconds: int,
+    *,
+    nodes: int = 1,
+    gated: bool = True,
 ) -> dict[str, Any]:
-    """One revision's Deployment; pods that are `gated` become ready only once they are admitted.
+    """What runs one revision, of so many `nodes` a replica; pods that are `gated` become ready only once admitted.
 
     The gate is no part of the revision: a Deployment from before there was one keeps its pods as they are.
     """
-    if gated:
-        template = {**template, "spec": {**template["spec"], "readinessGates": [{"conditionType": ADMITTED}]}}
+    gates = {"readinessGates": [{"conditionType": ADMITTED}]} if gated else {}
     labels = {k: v for k, v in template["metadata"]["labels"].items() if k in (REVISION_LABEL, DTYPE_LABEL)}
-    revision = labels[REVISION_LABEL]
+    revision, kind = labels[REVISION_LABEL], kind_for(nodes)
     spec = {
         "replicas": replicas,
         "selector": {"matchLabels": _selector(key, revision)},
-        "template": template,
+        "template": {**template, "spec": {**template["spec"], **gates}},
         "progressDeadlineSeconds": startup_seconds + 60,
         "revisionHistoryLimit": 0,
     }
-    return owned(key, uid, ("apps/v1", "Deployment", deployment_name(key.name, revision)), labels, spec=spec)
+    if nodes > 1:
+        spec = group_spec(template, replicas, nodes, gates)
+    return owned(key, uid, (kind.api_version, kind.name, deployment_name(key.name, revision)), labels, spec=spec)
 
 
 def service(key: ServiceKey, uid: str, name: str, revision: str) -> dict[str, Any]:
@@ -95,14 +106,16 @@ def inference_pool(
 
 
 def disruption_budget(
-    key: ServiceKey, uid: str, revision: str, min_available: int, *, evict_unready: bool
+    key: ServiceKey, uid: str, revision: str, min_available: int, *, evict_unready: bool, workers: int = 0
 ) -> dict[str, Any]:
     """Keeps voluntary disruptions from taking the pods that the Service selects below `min_available`.
 
-    With `evict_unready` a pod that is not ready may always leave: an engine that never starts keeps no node.
+    With `evict_unready` a pod that is not ready may always leave: an engine that never starts keeps no node. The
+    `workers` of what the Service selects are covered, too: one eviction takes a whole group, so whole groups may go.
     """
     policy = {"unhealthyPodEvictionPolicy": "AlwaysAllow"} if evict_unready else {}
-    spec = {"minAvailable": min_available, "selector": {"matchLabels": _selector(key, revision)}, **policy}
+    selector = _selector(key, revision, GROUP_LABEL if workers else SERVICE_LABEL)
+    spec = {"minAvailable": min_available + workers, "selector": {"matchLabels": selector}, **policy}
     return owned(key, uid, ("policy/v1", "PodDisruptionBudget", key.name), spec=spec)
 
 
@@ -155,8 +168,8 @@ def route_rules(key: ServiceKey, route: RouteView, rules: Sequence[Mapping[str, 
     }
 
 
-def _selector(key: ServiceKey, revision: str) -> dict[str, str]:
-    return {SERVICE_LABEL: key.name, **({REVISION_LABEL: revision} if revision else {})}
+def _selector(key: ServiceKey, revision: str, label: str = SERVICE_LABEL) -> dict[str, str]:
+    return {label: key.name, **({REVISION_LABEL: revision} if revision else {})}
 
 
 def baseline_config_map(key: ServiceKey, uid: str, identity: str, content: bytes) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def startup_budget_seconds(spec: Spec) -> int:
     scheme, _, name = spec.model.source.lower().partition("://")
     # Before what a registry or a claim is called goes what it holds.
     inner = name.partition("/")[2] if scheme in ("pvc", "oci") else name
-    billions = _billions(inner) or _billions(name) or _UNKNOWN_BILLIONS * spec.engine.tensor_parallel_size
+    billions = _billions(inner) or _billions(name) or _UNKNOWN_BILLIONS * spec.engine.gpus
     return _START_SECONDS + int(min(billions, _MAX_BILLIONS) * _SECONDS_PER_BILLION)
 
 

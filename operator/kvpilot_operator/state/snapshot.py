@@ -12,6 +12,7 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.state.decision import Find, ProbeResult
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.questions import Question, Unanswered
+from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.state.status import Status
 
 
@@ -59,6 +60,13 @@ class PodView:
     containers_ready: bool = False
     admitted: bool | None = None
     """Whether our readiness gate is open; None where the pod has none."""
+    workers: tuple[PodView, ...] = ()
+    """The other pods of the group that it leads, none of which takes requests."""
+
+    @property
+    def group(self) -> tuple[PodView, ...]:
+        """All pods of the replica that it is, or leads."""
+        return (self, *self.workers)
 
     @property
     def answers(self) -> bool:
@@ -83,7 +91,7 @@ class PrefetchView:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentView:
-    """One revision's Deployment."""
+    """One revision's Deployment, or what else runs it."""
 
     revision: str
     dtype: str
@@ -97,6 +105,9 @@ class DeploymentView:
     """Names of the LoRA adapters that its engines load at start."""
     gated: bool = True
     """Whether its pods have our readiness gate: those of an earlier operator may have none."""
+    kind: str = "Deployment"
+    nodes: int = 1
+    """Pods of a replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,19 +267,6 @@ class ProbePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """What this API server serves."""
-
-    pod_disruption_budgets: bool = True
-    unhealthy_pod_eviction: bool = True
-    """Whether a budget can let pods leave that are not ready (Kubernetes 1.27 and newer)."""
-    http_routes: bool = False
-    inference_pools: bool = False
-    assigns_users: bool = False
-    """Whether each namespace has users and groups that its pods are given (OpenShift)."""
-
-
-@dataclass(frozen=True, slots=True)
 class Snapshot:
     """One service, whole."""
 
@@ -288,7 +286,7 @@ class Snapshot:
     """The revision that the Service, and the pool if there is one, select now, "" for every one, or where they differ;
     None while no Service of ours selects any."""
     objects: Mapping[tuple[str, str], ObjectView] = field(default_factory=dict)
-    """Deployments and Services with the service's label, and InferencePools and HTTPRoutes of its names, by kind and
+    """Workloads and Services with the service's label, and InferencePools and HTTPRoutes of its names, by kind and
     name."""
     rejections: tuple[Rejection, ...] | None = None
     """What the API server would not have when it was last written; None before anything was."""
@@ -301,7 +299,7 @@ class Snapshot:
     """None where no route is asked for, or it does not exist, or the one of that name is not ours."""
     prefetch: PrefetchView | None = None
     """The Job that fills the claim; None where there is none of ours, and where nothing waits for one."""
-    server: ServerFacts = ServerFacts()
+    server: ServerFacts = field(default_factory=ServerFacts)
     probes: ProbePlan = ProbePlan()
     probe_result: ProbeResult | None = None
     unanswered: tuple[Unanswered, ...] = ()

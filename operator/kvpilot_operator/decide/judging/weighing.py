@@ -69,10 +69,10 @@ def option_of(
         action=action,
         dtype=dtype,
         replicas=replicas,
-        gpus=(replicas - s.replicas) * s.spec.engine.tensor_parallel_size,
+        gpus=(replicas - s.replicas) * s.spec.engine.gpus,
         outcome=outcome,
         message=clip(message),
         capacity_tokens=tokens,
         usage_percent=use,
-        cost_per_hour_micros=None if each is None else each * replicas * s.spec.engine.tensor_parallel_size,
+        cost_per_hour_micros=None if each is None else each * replicas * s.spec.engine.gpus,
     )

@@ -1,7 +1,7 @@
-"""Which objects must exist? Deployments by revision, Services, the disruption budget, the route.
+"""Which objects must exist? Workloads by revision, Services, the disruption budget, the route.
 
 A trial never asks for more than one pod beyond the service's replicas (none, where the canary replaces one), counted
-over all Deployments at every moment: room is taken only when it is observed to be free.
+over all workloads at every moment: room is taken only when it is observed to be free.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from datetime import timedelta
 from kvpilot_operator.decide.context import Context, Placed, in_flight
 from kvpilot_operator.decide.judging.route import POOLS, carries, kinds, own_rules, weighted
 from kvpilot_operator.decide.judging.traffic_plan import counts, floor, rolling_step, total
+from kvpilot_operator.decide.rejections import of_workload
 from kvpilot_operator.decide.trial import baseline, traffic
-from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, canary_service, deployment_name
+from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, canary_service
 from kvpilot_operator.render.objects import (
-    deployment,
     disruption_budget,
     http_route,
     inference_pool,
     route_rules,
     service,
+    workload,
 )
 from kvpilot_operator.render.startup import startup_budget_seconds
 from kvpilot_operator.state.decision import Find, Manifest, Objects
@@ -76,10 +77,10 @@ def as_they_are(c: Context) -> Context:
 
 
 def deployments(c: Context) -> Context:
-    """Deployments of the wanted revisions that the current spec still renders; older ones can only be scaled."""
+    """Workloads of the wanted revisions that the current spec still renders; older ones can only be scaled."""
     if c.stable is None:
         return c
-    s, seconds = c.snapshot, startup_budget_seconds(c.spec)
+    s, seconds, nodes = c.snapshot, startup_budget_seconds(c.spec), c.spec.engine.nodes
     dtypes = {c.target.dtype, c.stable.dtype}
     if c.canary is not None:
         dtypes.add(c.canary.dtype)
@@ -87,7 +88,7 @@ def deployments(c: Context) -> Context:
     return replace(
         c,
         engines={
-            name: deployment(s.key, s.uid, rendered[name], count, seconds, gated=_gated(s, name))
+            name: workload(s.key, s.uid, rendered[name], count, seconds, nodes=nodes, gated=_gated(s, name))
             for name, count in c.wanted.items()
             if name in rendered
         },
@@ -107,7 +108,8 @@ def own_service(c: Context) -> Context:
     covered = sum(count for name, count in c.wanted.items() if selected in (traffic.EVERY_REVISION, name))
     if not _lets_go(c, covered):
         return replace(c, own=Placed(tuple(own), (("policy/v1", "PodDisruptionBudget", s.key.name),)))
-    budget = disruption_budget(s.key, s.uid, selected, kept, evict_unready=s.server.unhealthy_pod_eviction)
+    evict, workers = s.server.unhealthy_pod_eviction, covered * (_nodes(c, selected) - 1)
+    budget = disruption_budget(s.key, s.uid, selected, kept, evict_unready=evict, workers=workers)
     return replace(c, own=Placed((*own, budget)))
 
 
@@ -199,6 +201,14 @@ def evict_as_now(c: Context) -> Context:
     return replace(c, do_not_evict=_marked(c.snapshot))
 
 
+def _nodes(c: Context, selected: str) -> int:
+    """Pods of each replica that is selected; 1, as if there were no workers, while it is not the same for all."""
+    spread, there = c.spec.engine.nodes, c.snapshot.deployments
+    names = [name for name in c.wanted if selected in (traffic.EVERY_REVISION, name)]
+    found = {spread if name in c.engines or name not in there else there[name].nodes for name in names}
+    return found.pop() if len(found) == 1 else 1
+
+
 def _gated(s: Snapshot, revision: str) -> bool:
     """Whether a revision's pods have our readiness gate: adding it to those that are there would restart them."""
     there = s.deployments.get(revision)
@@ -262,9 +272,8 @@ def _replicas_on_trial(c: Context, stable: Stable) -> Mapping[str, int]:
 
 
 def _is_refused(s: Snapshot, revision: str) -> bool:
-    """Whether a revision has no Deployment because the API server will not have it."""
-    name = deployment_name(s.key.name, revision)
-    return revision not in s.deployments and s.rejection("Deployment", name) is not None
+    """Whether nothing runs a revision because the API server will not have it."""
+    return revision not in s.deployments and bool(of_workload(s, revision, s.rejections or ()))
 
 
 def _goal(c: Context) -> int:

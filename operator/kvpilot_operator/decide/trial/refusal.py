@@ -44,9 +44,7 @@ def _text(said: object) -> str:
 
 def engine_failure(pods: Sequence[PodView]) -> Cause | None:
     """What makes it pointless to wait for these pods, or None."""
-    for pod in pods:
-        if pod.ready or pod.containers_ready:
-            continue
+    for pod in (one for leader in pods if not (leader.ready or leader.containers_ready) for one in leader.group):
         refused = refusal(pod.exit_message)
         if refused is not None:
             return refused
@@ -56,9 +54,16 @@ def engine_failure(pods: Sequence[PodView]) -> Cause | None:
     return None
 
 
+def made_anew(s: Snapshot, revision: str) -> list[PodView]:
+    """Leaders on their way out whose words count: a group that fails is deleted whole, and made anew."""
+    view = s.deployments.get(revision)
+    groups = view is not None and view.nodes > 1
+    return [pod for pod in s.pods if groups and pod.terminating and pod.revision == revision]
+
+
 def pending_reason(pods: Sequence[PodView]) -> Cause | None:
     """Why pods that may still come up have not: no node, no image, back-off."""
-    for pod in pods:
+    for pod in (one for leader in pods for one in leader.group):
         if pod.unschedulable:
             return Cause("Unschedulable", clip(pod.unschedulable))
         # The engine itself waits as long as an init container does.

@@ -18,11 +18,10 @@ import msgspec
 
 from kvpilot_operator.decide.context import Context, Target, in_flight
 from kvpilot_operator.decide.judging.traffic_plan import counts, one_can_leave
-from kvpilot_operator.decide.rejections import finding, rejected
+from kvpilot_operator.decide.rejections import finding, of_workload, rejected
 from kvpilot_operator.decide.trial import shifting, storage, traffic
 from kvpilot_operator.decide.trial.ending import finish_promotion, finish_rollback, roll_back
-from kvpilot_operator.decide.trial.refusal import engine_failure, mixed_factors, not_started
-from kvpilot_operator.render.names import deployment_name
+from kvpilot_operator.decide.trial.refusal import engine_failure, made_anew, mixed_factors, not_started
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.enums import Action, Reason, Stage, TrafficMode, Verdict
 from kvpilot_operator.state.questions import Question
@@ -52,7 +51,7 @@ def advance(c: Context) -> Context:
     if not stable.ever_ready:
         return _serve(c, "Replaced", f"{stable.revision} never became ready; {target.revision} takes its place")
     if stable.revision not in c.snapshot.deployments:
-        gone = f"the Deployment of {stable.revision} is gone; {target.revision} takes its place"
+        gone = f"the engines of {stable.revision} are gone; {target.revision} takes its place"
         return _serve(c, "Replaced", gone)
     if c.spec.rollout.paused or c.snapshot.probes.fault is not None:
         return c
@@ -160,7 +159,7 @@ def _advance_canary(c: Context) -> Context:
     judged = canary.verdict not in (Verdict.PENDING, Verdict.PASSED)
     if canary.stage in (Stage.STARTING, Stage.PROBING) and judged:
         return roll_back(c, canary.verdict, canary.reason, canary.message)
-    failure = engine_failure(_pods_on_trial(c))
+    failure = engine_failure([*_pods_on_trial(c), *made_anew(s, canary.revision)])
     if failure is not None:
         return roll_back(c, Verdict.ERROR, *failure)
     # What its probes say of one pod would not hold for others.
@@ -249,7 +248,8 @@ def _homeless(c: Context) -> str | None:
         return None
     if c.now < canary.stage_time + timedelta(seconds=SURGE_SECONDS):
         return None
-    return next((pod.unschedulable for pod in _pods_on_trial(c) if pod.unschedulable), None)
+    pods = (one for pod in _pods_on_trial(c) for one in pod.group)
+    return next((pod.unschedulable for pod in pods if pod.unschedulable), None)
 
 
 def _replace_one(c: Context, homeless: str) -> Context:
@@ -284,11 +284,10 @@ def _note_capacity(c: Context) -> Context:
 
 def why_waiting(c: Context) -> str:
     """What keeps the pods on trial from coming, after a colon; empty where nothing is known to."""
-    name = deployment_name(c.snapshot.key.name, in_flight(c).revision)
-    refused = [one for one in rejected(c.snapshot) if (one.kind, one.name) == ("Deployment", name)]
+    refused = of_workload(c.snapshot, in_flight(c).revision, rejected(c.snapshot))
     if refused:
         return f": {finding(refused).message}"
-    pods = [pod for pod in _pods_on_trial(c) if not pod.answers]
+    pods = [one for pod in _pods_on_trial(c) if not pod.answers for one in pod.group]
     return next((f": {reason}" for reason in map(_held_back, pods) if reason), "")
 
 

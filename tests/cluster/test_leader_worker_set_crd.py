@@ -1,0 +1,49 @@
+"""LeaderWorkerSets as the operator makes them are what a server takes that has the kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvpilot_localcluster.cluster import LocalCluster
+from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.rest import ApiError, Rest
+from kvpilot_operator.act.ownership import claim
+from kvpilot_operator.observe.views import deployment_view
+from kvpilot_operator.render.engine import pod_template
+from kvpilot_operator.render.objects import workload
+from kvpilot_operator.state.snapshot import ServiceKey
+from support.leader_workers import LEADER_WORKER_SET_CRD
+from support.services import manifest, spec_of
+
+KEY = ServiceKey("default", "chat")
+SETS = "/apis/leaderworkerset.x-k8s.io/v1/namespaces/default/leaderworkersets"
+
+
+@pytest.fixture(scope="module")
+def server(modern_cluster: LocalCluster) -> Iterator[Rest]:
+    """The newer server of definitions, with the kind."""
+    rest = Rest.of_kubeconfig(modern_cluster.plane.modern_kubeconfig)
+    directly(rest, [LEADER_WORKER_SET_CRD])
+    yield rest
+    rest.delete(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{LEADER_WORKER_SET_CRD['metadata']['name']}")
+
+
+def test_a_set_of_ours_and_the_claim_of_its_name_are_taken_as_they_are(server: Rest) -> None:
+    template = pod_template(KEY.name, spec_of(manifest(engine={"nodes": 4})), "k4v4")
+    whole = workload(KEY, "u-1", template, 3, 600, nodes=4)
+    for made in (whole, claim(whole)):
+        stored = server.create(f"{SETS}?dryRun=All", made)
+        assert stored["spec"] == {**whole["spec"], "startupPolicy": "LeaderCreated"}
+        view = deployment_view(stored, "LeaderWorkerSet")
+        assert (view.replicas, view.nodes, view.dtype, view.gated) == (3, 4, "k4v4", True)
+
+
+def test_a_restart_policy_that_the_kind_does_not_know_is_refused(server: Rest) -> None:
+    template = pod_template(KEY.name, spec_of(manifest(engine={"nodes": 2})), "auto")
+    made = workload(KEY, "u-1", template, 1, 600, nodes=2)
+    made["spec"]["leaderWorkerTemplate"]["restartPolicy"] = "Sometimes"
+    with pytest.raises(ApiError) as refused:
+        server.create(f"{SETS}?dryRun=All", made)
+    assert refused.value.status == 422

@@ -1,0 +1,78 @@
+"""A server on loopback that answers as a test says, and a client of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Self
+
+from aiohttp import web
+from kubernetes.aio.client import ApiClient, Configuration
+
+from kvpilot_operator.cluster.client import Cluster
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Server:
+    """Answers every request by `answer`.
+
+    Attributes:
+        cluster: a client of it.
+        asked: the requests.
+        told, wrote: what the client told of requests, and of writes.
+    """
+
+    def __init__(self) -> None:
+        self.answer: Answer = _nothing
+        self.asked: list[web.Request] = []
+        self.told: list[tuple[str, str, int]] = []
+        self.wrote: list[tuple[str, str, str, Any]] = []
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def up(cls) -> AsyncIterator[Self]:
+        """Serve until the end of the block."""
+        server = cls()
+        await server._start()
+        try:
+            yield server
+        finally:
+            await server.cluster.close()
+            await server._runner.cleanup()
+
+    async def _start(self) -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        configuration = Configuration()
+        configuration.host = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
+        self.cluster = Cluster(
+            ApiClient(configuration),
+            on_request=lambda method, kind, status, seconds: self.told.append((method, kind, status)),
+        ).telling(lambda *wrote: self.wrote.append(wrote))
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(request)
+        return await self.answer(request)
+
+
+async def _nothing(_: web.Request) -> web.StreamResponse:
+    return web.json_response({})
+
+
+def status(code: int, message: str = "said so", **headers: str) -> Answer:
+    """The answer of an API server that refuses."""
+
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"kind": "Status", "message": message}, status=code, headers=headers)
+
+    return answer
+
+
+def pod(name: str, version: int = 1) -> dict[str, Any]:
+    """As little of one as a client asks for."""
+    return {"metadata": {"namespace": "a", "name": name, "resourceVersion": str(version)}}

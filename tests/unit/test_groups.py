@@ -1,0 +1,268 @@
+"""Replicas over several nodes: a LeaderWorkerSet a revision, whose leaders alone are engines, and the same trials."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_operator.act.ownership import claim
+from kvpilot_operator.act.perform import shelter
+from kvpilot_operator.api.schema import apply_defaults, faults
+from kvpilot_operator.decide import decide
+from kvpilot_operator.observe.served import not_served
+from kvpilot_operator.observe.views import deployment_view, is_ours, leader_name, pod_view
+from kvpilot_operator.render.engine import pod_template, revision
+from kvpilot_operator.render.groups import worker_template
+from kvpilot_operator.render.names import GROUP_LABEL, REVISION_LABEL, SERVICE_LABEL
+from kvpilot_operator.render.objects import workload
+from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET
+from kvpilot_operator.state.snapshot import DeploymentView, NodeFacts
+from support.model_cluster import ModelCluster
+from support.observed import OURS, World
+from support.services import KEY, manifest, pod, revision_of, running, spec_of
+from support.trials import (
+    BUSY,
+    NEW,
+    OLD,
+    STEPS,
+    at_every_moment,
+    edit,
+    ended,
+    killed_after_each_write,
+    on_trial,
+    service,
+    stage,
+)
+
+OBJ = manifest(engine={"nodes": 2, "tensorParallelSize": 8, "topologySpread": [{"topologyKey": "zone"}]})
+
+
+def template(obj=OBJ, dtype="auto"):
+    return pod_template(KEY.name, spec_of(obj), dtype)
+
+
+def engine_of(made):
+    return next(one for one in made["spec"]["containers"] if one["name"] == "engine")
+
+
+def grouped(replicas=2, *, cluster=None):
+    """A trial of a service whose replicas are groups of two."""
+    made = ModelCluster(over(2, service(OLD, replicas, steps=[])), **{"start_ticks": 2, **(cluster or {})})
+    made.settle()
+    edit(made, kvCache={"mode": "Fixed", "dtype": NEW})
+    return made
+
+
+def over(nodes, obj):
+    engine = {**obj["spec"]["engine"], "nodes": nodes}
+    return apply_defaults({**obj, "spec": {**obj["spec"], "engine": engine}})
+
+
+def kinds(cluster):
+    return {cluster.kind(name) for name in cluster.deployments}
+
+
+def test_a_leader_is_an_engine_and_a_worker_carries_nothing_that_sends_requests_to_it():
+    leader = template()
+    worker = worker_template(leader)
+    assert leader["metadata"]["labels"][SERVICE_LABEL] == KEY.name
+    assert SERVICE_LABEL not in worker["metadata"]["labels"]
+    assert {one["metadata"]["labels"][GROUP_LABEL] for one in (leader, worker)} == {KEY.name}
+    assert {one["metadata"]["labels"][REVISION_LABEL] for one in (leader, worker)} == {revision(leader)}
+    asked, led = engine_of(leader), engine_of(worker)
+    assert set(asked) - set(led) == {"ports", "startupProbe", "readinessProbe", "livenessProbe"}
+    both = {"--tensor-parallel-size=8", "--pipeline-parallel-size=2", "--nnodes=2"}
+    both |= {"--master-addr=$(LWS_LEADER_ADDRESS)", "--distributed-executor-backend=mp"}
+    assert both <= set(asked["args"]) & set(led["args"])
+    assert set(asked["args"]) - set(led["args"]) == {"--node-rank=0"}
+    assert set(led["args"]) - set(asked["args"]) == {"--node-rank=$(LWS_WORKER_INDEX)", "--headless"}
+    assert asked["resources"] == led["resources"]
+    assert worker["spec"]["topologySpreadConstraints"][0]["labelSelector"]["matchLabels"] == {GROUP_LABEL: KEY.name}
+
+
+def test_a_replica_on_one_node_is_rendered_as_before_nodes_were_known():
+    one = pod_template(KEY.name, spec_of(manifest()), "auto")
+    assert GROUP_LABEL not in one["metadata"]["labels"]
+    assert not any("node" in argument for argument in engine_of(one)["args"])
+
+
+def test_a_revision_over_nodes_is_a_leader_worker_set_whose_groups_are_made_anew_whole():
+    made = workload(KEY, "u-1", template(), 3, 600, nodes=2)
+    assert (made["apiVersion"], made["kind"]) == (LEADER_WORKER_SET.api_version, "LeaderWorkerSet")
+    parts = made["spec"]["leaderWorkerTemplate"]
+    assert (made["spec"]["replicas"], parts["size"]) == (3, 2)
+    assert parts["restartPolicy"] == "RecreateGroupOnPodRestart"
+    assert parts["leaderTemplate"]["spec"]["readinessGates"] == [{"conditionType": "kvpilot.io/admitted"}]
+    assert "readinessGates" not in parts["workerTemplate"]["spec"]
+    # Nothing else carries what a Service, a pool or a scrape selects.
+    assert json.dumps(parts["workerTemplate"]).count(SERVICE_LABEL) == 0
+    assert claim(made)["spec"] == made["spec"]
+
+
+OWNER = {"apiVersion": "apps/v1", "kind": "StatefulSet", "controller": True}
+
+
+@given(st.sampled_from(["chat-r1", "chat-r1-0", "chat-r1-5d9", "chat-r2", "chatter-r1", ""]), st.booleans())
+def test_a_pod_is_one_of_a_group_by_the_stateful_set_that_owns_it(name, controller):
+    owner = {**OWNER, "name": name, "controller": controller}
+    one = {"metadata": {"labels": {REVISION_LABEL: "r1"}, "ownerReferences": [owner]}}
+    assert is_ours(one, "chat") == (controller and name == "chat-r1")
+    leads = controller and name.startswith("chat-r1-")
+    assert leader_name(one, "chat") == (name if leads else None)
+
+
+def of_group(name, owner, labels, **status):
+    about = {"name": name, "namespace": KEY.namespace, "ownerReferences": [{**OWNER, "name": owner}]}
+    return {"kind": "Pod", "metadata": {**about, "labels": {**labels, REVISION_LABEL: "r2"}}, "status": status}
+
+
+async def test_workers_are_seen_with_their_leader_and_by_themselves_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    labels = {SERVICE_LABEL: KEY.name, GROUP_LABEL: KEY.name}
+    about = {"name": "chat-r2", "namespace": KEY.namespace, "labels": {**labels, REVISION_LABEL: "r2"}, **OURS}
+    made = workload(KEY, "u-1", template(), 3, 600, nodes=2)
+    world.put({**made, "metadata": {**about, "generation": 4}})
+    world.put(of_group("chat-r2-0", "chat-r2", labels), of_group("chat-r2-1", "chat-r2", labels))
+    waits = [{"type": "PodScheduled", "reason": "Unschedulable", "message": "no node"}]
+    worker = of_group("chat-r2-0-1", "chat-r2-0", {GROUP_LABEL: KEY.name}, conditions=waits)
+    stranger = of_group("odd", "odd", {GROUP_LABEL: KEY.name})
+    for one in (worker, stranger):
+        world.cache._workers.put(one)
+    found = await world.snapshot()
+    assert {one.name: [w.name for w in one.workers] for one in found.pods} == {
+        "a": [], "chat-r2-0": ["chat-r2-0-1"], "chat-r2-1": [],
+    }  # fmt: skip
+    assert next(one for one in found.pods if one.workers).workers[0].unschedulable == "no node"
+    view = found.deployments["r2"]
+    assert (view.kind, view.nodes, view.replicas, view.gated) == ("LeaderWorkerSet", 2, 3, True)
+    assert found.objects["LeaderWorkerSet", "chat-r2"].version == "4"
+
+
+def test_without_the_definition_nodes_are_refused_with_the_remedy_and_with_it_not():
+    spec = spec_of(OBJ)
+    [told] = not_served(spec, False)
+    assert told.field == "spec.engine.nodes"
+    assert "install LeaderWorkerSet" in told.message
+    assert "set nodes to 1" in told.message
+    assert not not_served(spec, True)
+    assert not not_served(spec_of(manifest()), False)
+    assert not faults(OBJ)
+
+
+@pytest.mark.parametrize(("bad", "end"), [(frozenset(), "Promoted"), (frozenset({NEW}), "RolledBack")])
+def test_the_same_trial_runs_by_groups_wherever_the_operator_is_killed(bad, end):
+    def always(cluster):
+        at_every_moment(cluster)
+        assert kinds(cluster) == {"LeaderWorkerSet"}
+
+    killed_after_each_write(lambda: grouped(cluster={"bad": bad}), lambda: always, end)
+
+
+def test_a_route_of_ours_over_pools_gives_a_canary_of_groups_its_share():
+    cluster = grouped(3, cluster={"requests": BUSY})
+    canary = {**cluster.obj["spec"]["canary"], "steps": STEPS}
+    edit(cluster, route={"parentRefs": [{"name": "web"}]}, inferencePool={}, canary=canary,
+         kvCache={"mode": "Fixed", "dtype": OLD})  # fmt: skip
+    cluster.settle()
+    cluster.watch = at_every_moment
+    edit(cluster, kvCache={"mode": "Fixed", "dtype": NEW})
+    revision = cluster.until(lambda s: s.canary is not None and s.canary.step_time is not None).canary.revision
+    assert kinds(cluster) == {"LeaderWorkerSet"}
+    assert cluster.pools[f"{KEY.name}-canary"] == {SERVICE_LABEL: KEY.name, REVISION_LABEL: revision}
+    assert {ref["name"]: ref["weight"] for ref in cluster.rules[0]["backendRefs"]} == {"chat": 75, "chat-canary": 25}
+    cluster.until(ended)
+    assert cluster.status["lastCanary"]["stage"] == "Promoted"
+
+
+def test_leaders_and_workers_load_the_adapters_that_the_status_names():
+    obj = manifest(engine={"nodes": 2}, model={"adapters": [{"name": "sql", "source": "hf://acme/sql"}]})
+    leader = template(obj)
+    for made in (leader, worker_template(leader)):
+        arguments = engine_of(made)["args"]
+        assert arguments[arguments.index("--enable-lora") - 1] == "sql=acme/sql"
+    view = deployment_view(workload(KEY, "u-1", leader, 1, 600, nodes=2), "LeaderWorkerSet")
+    assert view.adapters == ("sql",)
+
+
+def test_a_service_goes_to_nodes_and_back_by_trials_of_revisions_of_two_kinds():
+    cluster = on_trial(2, steps=[])
+    cluster.until(ended)
+    cluster.settle()
+    cluster.watch = at_every_moment
+    seen = set()
+    for nodes in (2, 1):
+        edit(cluster, engine={**cluster.obj["spec"]["engine"], "nodes": nodes})
+        for _ in range(300):
+            cluster.tick()
+            seen.add(frozenset(kinds(cluster)))
+            if {cluster.nodes[name] for name in cluster.deployments} == {nodes}:
+                break
+        cluster.settle()
+    assert frozenset({"Deployment", "LeaderWorkerSet"}) in seen
+    assert kinds(cluster) == {"Deployment"}
+
+
+@given(nodes=st.integers(2, 8), replicas=st.integers(2, 6), least=st.integers(1, 5))
+def test_the_budget_over_groups_lets_go_as_many_pods_as_groups_may_go(nodes, replicas, least):
+    obj = manifest(engine={"nodes": nodes}, replicas=replicas, disruption={"minAvailable": least},
+                   scaling={"mode": "External"}, kvCache={"mode": "Fixed", "dtype": "auto"})  # fmt: skip
+    name = revision_of(obj, "auto")
+    view = DeploymentView(name, "auto", replicas, kind="LeaderWorkerSet", nodes=nodes)
+    told = decide(running(obj, "auto", deployments={name: view}))
+    budgets = [one["spec"] for one in told.objects.apply if one["kind"] == "PodDisruptionBudget"]
+    assert bool(budgets) == (replicas > least)
+    for budget in budgets:
+        assert replicas * nodes - budget["minAvailable"] == replicas - least
+        assert budget["selector"]["matchLabels"] == {GROUP_LABEL: KEY.name, REVISION_LABEL: name}
+
+
+def test_what_keeps_a_worker_from_its_node_is_what_keeps_the_group_and_its_refusal_is_the_canarys():
+    cluster = grouped()
+    cluster.until(stage("Starting"))
+    canary = cluster.parsed().canary.revision
+    refused = '{"kvpilot": "refused", "reason": "DoesNotFit", "message": "too large"}'
+    s = cluster.snapshot()
+    leader = pod(canary, ready=False, name=f"chat-{canary}-0")
+    for changes in ({"terminating": False}, {"terminating": True}):
+        worker = replace(leader, name=f"{leader.name}-1", exit_message=refused, **changes)
+        group = replace(leader, workers=(worker,), **changes)
+        told = decide(replace(s, pods=(*s.pods_of(s.traffic), group)))
+        assert (told.status.canary.stage, told.status.canary.reason) == ("RollingBack", "DoesNotFit")
+
+
+async def test_the_workers_of_a_sheltered_leader_are_sheltered_and_others_let_go():
+    written = []
+
+    class Cluster:
+        async def apply(self, manifest):
+            written.append((manifest["metadata"]["name"], bool(manifest["metadata"]["annotations"])))
+
+    def group(name, *, marked):
+        worker = replace(pod("r1", do_not_evict=marked), name=f"{name}-1")
+        return replace(worker, name=name, workers=(worker,))
+
+    s = replace(running(OBJ, "auto"), pods=(group("in", marked=False), group("out", marked=True)))
+    await shelter(Cluster(), s, frozenset({"in"}))
+    assert written == [("in", True), ("in-1", True), ("out", False), ("out-1", False)]
+
+
+def test_gpus_of_all_nodes_are_priced():
+    name = revision_of(OBJ, "auto")
+    view = DeploymentView(name, "auto", 3, kind="LeaderWorkerSet", nodes=2)
+    s = running(OBJ, "auto", deployments={name: view}, gpu_hour_micros=1_000_000, node=NodeFacts("NVIDIA-H200"))
+    assert decide(s).status.cost.per_hour_micros == 3 * 2 * 8 * 1_000_000
+    assert spec_of(OBJ).engine.gpus == 16
+
+
+def test_every_kind_of_workload_is_known_where_its_objects_are_kept():
+    for kind in KINDS.values():
+        made = workload(KEY, "u-1", template(), 1, 600, nodes=1 if kind.name == "Deployment" else 2)
+        assert made["kind"] == kind.name
+        assert kind.pod_template(made)["spec"]["containers"]
+        assert pod_view({"metadata": {"name": "p", **kind.pod_template(made)["metadata"]}}).revision
+    assert msgspec.structs.asdict(spec_of(OBJ).engine)["nodes"] == 2
