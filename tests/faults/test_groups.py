@@ -10,7 +10,6 @@ import time
 import pytest
 import pytest_asyncio
 
-from kvpilot_localcluster.definitions import directly
 from kvpilot_operator.render.names import GROUP_LABEL, INFERENCE_POOL_API, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.render.workloads import LEADER_WORKER_SET
 from support.faulty_plane import Component, engine_process
@@ -42,9 +41,7 @@ async def groups(whole_world):
     controllers = Component(world.local.plane.folder, "kube-controller-manager")
     controllers.kill()
     controllers.start("--controllers=-statefulset")
-    known = await asyncio.to_thread(world.rest.get, "/apis")
-    pools = [] if "inference.networking.k8s.io" in [group["name"] for group in known["groups"]] else [POOL_CRD]
-    await asyncio.to_thread(directly, world.rest, [LEADER_WORKER_SET_CRD, *pools])
+    await world.define(LEADER_WORKER_SET_CRD, POOL_CRD)
     async with LeaderWorkerSets(world.rest, NAMESPACE).kept() as sets:
         await world.until_ready("early", 1)
         await world.delete("early")

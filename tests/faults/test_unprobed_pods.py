@@ -8,7 +8,6 @@ import asyncio
 import pytest
 import pytest_asyncio
 
-from kvpilot_localcluster.definitions import directly
 from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, REVISION_LABEL, SERVICE_LABEL
 from support.faulty_record import record
 from support.faulty_world import IMAGE, NAMESPACE, until
@@ -37,9 +36,7 @@ def moves_route(written: str) -> bool:
 @pytest_asyncio.fixture(autouse=True, loop_scope="session")
 async def definitions(world):
     """They are there from the first test on, after the operator has started."""
-    known = await asyncio.to_thread(world.rest.get, "/apis")
-    if "inference.networking.k8s.io" not in [group["name"] for group in known["groups"]]:
-        await asyncio.to_thread(directly, world.rest, [POOL_CRD, ROUTE_CRD])
+    await world.define(POOL_CRD, ROUTE_CRD)
 
 
 async def ends(world, name, stage, dtype):
