@@ -36,9 +36,9 @@ EACH_SECOND = {"periodSeconds": 1, "failureThreshold": 1, "timeoutSeconds": 60}
 def test_a_failing_liveness_probe_restarts_the_container(tenant: Tenant) -> None:
     probe = {"exec": {"command": ["test", "!", "-e", "/state/hung"]}, **EACH_SECOND}
     mounts = [{"name": "state", "mountPath": "/state"}]
-    # The first run hangs itself up; the second finds the file gone.
+    # The first run hangs itself up; the second finds the file gone, since the trap was there before the file was.
     script = (
-        "[ -e /state/once ] || { touch /state/once /state/hung; trap 'rm /state/hung; exit 3' TERM; }; sleep 900 & wait"
+        "[ -e /state/once ] || { trap 'rm /state/hung; exit 3' TERM; touch /state/once /state/hung; }; sleep 900 & wait"
     )
     tenant.run("hangs", container(command=["bash", "-c", script], livenessProbe=probe, volumeMounts=mounts))
     status = tenant.wait("hangs", lambda status: status.get("restartCount") == 1 and status["ready"], "restarted")
