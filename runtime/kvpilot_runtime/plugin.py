@@ -6,7 +6,7 @@ from typing import Any
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.latent import formats as latent
-from kvpilot_runtime import calibration_info, compat, contract, model_info, offload, recent_info, retention
+from kvpilot_runtime import calibration_info, compat, contract, hooks, model_info, offload, recent_info, retention
 
 
 def register() -> None:
@@ -27,7 +27,7 @@ def register() -> None:
     model_info.publish()
     if (bound := retention.asked()) is not None:
         contract.refuse_bound(str(bound), broken)
-        compat.around_attention("kvpilot_runtime.bounded.spec_of", "kvpilot_runtime.bounded.backend_of")
+        hooks.around_attention("kvpilot_runtime.bounded.spec_of", "kvpilot_runtime.bounded.backend_of")
         retention.INFO.publish()
     if not any(one.part.need is contract.Need.HOST for one in broken):
         offload.heed_from_host()
@@ -36,11 +36,11 @@ def register() -> None:
     paths = {name: f"kvpilot_runtime.{platform}.{compat.backend_class(name)}" for name in names}
     paths |= {name: f"kvpilot_runtime.latent_{platform}.{compat.backend_class(name)}" for name in latent.names()}
     compat.register_dtypes(tuple(paths))
-    route = compat.route_cuda_backends if platform == "cuda" else compat.route_cpu_backends
+    route = hooks.route_cuda_backends if platform == "cuda" else hooks.route_cpu_backends
     route(paths, lambda dtype, skipping: contract.refuse(dtype, broken, skipping))
     if any(one.part.need is contract.Need.LAYERS for one in broken):
         return
-    compat.around_kv_cache("kvpilot_runtime.plugin.settle", "kvpilot_runtime.plugin.serve")
+    hooks.around_kv_cache("kvpilot_runtime.plugin.settle", "kvpilot_runtime.plugin.serve")
     calibration_info.INFO.publish()
     recent_info.INFO.publish()
 

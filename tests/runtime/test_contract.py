@@ -19,7 +19,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from kvpilot_demo.models import tiny_llama
 from kvpilot_localcluster.engines.real import engine
-from kvpilot_runtime import compat, contract, plugin
+from kvpilot_runtime import compat, contract, hooks, plugin
 from kvpilot_runtime.contract import Broken, Need, Part
 from kvpilot_runtime.errors import UnsupportedEngineError
 
@@ -178,8 +178,8 @@ def test_without_what_teaches_vllm_our_dtypes_it_keeps_its_own(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(contract, "broken", lambda _platform: broken_in(Need.NAMES))
-    for name in ("register_dtypes", "route_cpu_backends", "around_kv_cache"):
-        monkeypatch.setattr(compat, name, lambda *_: pytest.fail("vLLM was changed"))
+    for module, name in ((compat, "register_dtypes"), (hooks, "route_cpu_backends"), (hooks, "around_kv_cache")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("vLLM was changed"))
     with caplog.at_level(logging.ERROR):
         plugin.register()
     assert "no dtype of kvpilot can be chosen" in caplog.text

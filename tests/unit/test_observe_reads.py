@@ -12,8 +12,9 @@ import pytest
 
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.observe import gather, informers
-from kvpilot_operator.observe.gather import NODE_SECONDS, PACKS_SECONDS
+from kvpilot_operator.observe import informers, probe_packs
+from kvpilot_operator.observe.node_cache import NODE_SECONDS
+from kvpilot_operator.observe.probe_packs import PACKS_SECONDS
 from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND
 from kvpilot_operator.state.snapshot import NodeFacts, ProbePlan
 from support.observed import World, edited, route
@@ -41,8 +42,8 @@ async def test_the_packs_are_read_again_only_after_an_edit_of_what_they_depend_o
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[object] = []
-    real = gather.probe_plan
-    monkeypatch.setattr(gather, "probe_plan", lambda spec, maps: read.append(spec) or real(spec, maps))
+    real = probe_packs.probe_plan
+    monkeypatch.setattr(probe_packs, "probe_plan", lambda spec, maps: read.append(spec) or real(spec, maps))
     first = (await world.snapshot()).probes
     edits: tuple[dict[str, Any], ...] = ({"rollout": {"denySeconds": 5}}, {"model": {"revision": "v2"}})
     for generation, spec in enumerate(edits, start=2):
@@ -58,8 +59,8 @@ async def test_a_pack_that_is_edited_makes_another_plan_and_only_then_is_it_read
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[object] = []
-    real = gather.probe_plan
-    monkeypatch.setattr(gather, "probe_plan", lambda spec, maps: read.append(spec) or real(spec, maps))
+    real = probe_packs.probe_plan
+    monkeypatch.setattr(probe_packs, "probe_plan", lambda spec, maps: read.append(spec) or real(spec, maps))
     path = path_of("v1", "ConfigMap", KEY.namespace, "mine")
     world.put(edited(accuracy={"probeSets": ["configmap/mine"]}))
     text = "prompts: [{name: a, messages: [{role: user, content: %s}]}]"

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.errors import ClusterError, ScrapeError, Throttled
 from kvpilot_operator.gpus import by_product
 from kvpilot_operator.observe.informers import InformerCache, ServiceView
-from kvpilot_operator.observe.nodes import node_facts
+from kvpilot_operator.observe.node_cache import NodeCache
 from kvpilot_operator.observe.pace import Pace
 from kvpilot_operator.observe.plausible import Judged
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.prefetch import read_prefetch
-from kvpilot_operator.observe.probe_packs import PackTexts, probe_plan
+from kvpilot_operator.observe.probe_packs import PackTexts, PlanRead
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.observe.served import Served, not_served
 from kvpilot_operator.observe.views import named_view, pool_view, route_view, together
 from kvpilot_operator.observe.windows import Windows, need
-from kvpilot_operator.probes.errors import PackError
 from kvpilot_operator.render.names import (
     API_VERSION,
     HTTP_ROUTE_API,
@@ -41,7 +38,7 @@ from kvpilot_operator.render.names import (
 from kvpilot_operator.state.decision import ProbeResult
 from kvpilot_operator.state.questions import Question, Unanswered, unanswered
 from kvpilot_operator.state.server import ServerFacts
-from kvpilot_operator.state.snapshot import NodeFacts, ObjectView, PodView, ProbePlan, RouteView, ServiceKey, Snapshot
+from kvpilot_operator.state.snapshot import ObjectView, PodView, ProbePlan, RouteView, ServiceKey, Snapshot
 from kvpilot_operator.tracing import Tracer
 
 log = logging.getLogger(__name__)
@@ -49,23 +46,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Objects = dict[tuple[str, str], ObjectView]
 
-# A service's packs are read again after this long, or when its spec has changed: of up to 16 ConfigMaps each is a
-# request, and a reconcile has no time for them after every scrape.
-PACKS_SECONDS = 15.0
-# What is known of a node with GPUs holds for so long, and of one that shows none: its labels may still come.
-NODE_SECONDS = 600.0
-BARE_NODE_SECONDS = 30.0
 # The API server itself is away (0), overloaded or behind something that is: nothing of a service can be read.
 _AWAY = (0, 429, 502, 503, 504)
-
-
-class _Plan(NamedTuple):
-    """What a service's packs said when they were last read."""
-
-    read: datetime
-    spec: Spec
-    about: object
-    plan: ProbePlan
 
 
 class Observations:
@@ -78,7 +60,7 @@ class Observations:
         self.uid = uid
         self.windows = Windows(key)
         self.pace = Pace()
-        self.plan: _Plan | None = None
+        self.plan: PlanRead | None = None
 
 
 @dataclass(eq=False)
@@ -98,7 +80,7 @@ class Observer:
 
     def __post_init__(self) -> None:
         self._texts = PackTexts(self.cluster)
-        self._nodes: dict[str, tuple[datetime, NodeFacts]] = {}
+        self._nodes = NodeCache(self.cluster, lambda: self.clock())
         self._served = Served(self.cluster, self.server, lambda: self.elapsed())
 
     async def snapshot(self, known: Observations, probe_result: ProbeResult | None) -> Snapshot | None:
@@ -117,7 +99,7 @@ class Observer:
         job = read_prefetch(self.cluster, self.scraper, key, service)
         prefetch = await _observed(Question.PREFETCH, job, None, failed)
         pods = self.cache.pods.of(key)
-        node = await _observed(Question.NODE, self._node_facts(pods), self._known_facts(pods), failed)
+        node = await _observed(Question.NODE, self._nodes.facts(pods), self._nodes.known(pods), failed)
         service = self.cache.services.get(*key)
         if service is None or service.spec is not spec:
             return await self.snapshot(known, probe_result)
@@ -197,9 +179,9 @@ class Observer:
     def _add(
         self, known: Observations, revision: str, views: Sequence[PodView], pages: Mapping[str, PodMetrics]
     ) -> None:
-        gpus = {view.name: self._nodes[view.node][1].gpu for view in views if view.node in self._nodes}
         if pages:
-            judged = known.windows.add(revision, self.clock(), pages, unanswered=len(views) - len(pages), gpus=gpus)
+            gpus, unanswered = self._nodes.gpus(views), len(views) - len(pages)
+            judged = known.windows.add(revision, self.clock(), pages, unanswered=unanswered, gpus=gpus)
             _tell(known, revision, pages, judged)
 
     async def _scrape_pod(self, key: ServiceKey, pod: PodView, pace: Pace) -> PodMetrics | None:
@@ -214,27 +196,6 @@ class Observer:
         self.on_scrape(True)
         pace.answered(pod.name)
         return page
-
-    async def _node_facts(self, pods: Sequence[PodView]) -> NodeFacts:
-        await asyncio.gather(*(self._read_node(name) for name in _nodes_of(pods)))
-        return self._known_facts(pods)
-
-    def _known_facts(self, pods: Sequence[PodView]) -> NodeFacts:
-        """The accelerator of the first node that has one."""
-        known = (self._nodes[name][1] for name in _nodes_of(pods) if name in self._nodes)
-        return next((facts for facts in known if facts.gpu != "cpu"), NodeFacts())
-
-    async def _read_node(self, name: str) -> None:
-        """Nodes are many and their labels hardly ever change: each is read once in a while, and watched never."""
-        known, now = self._nodes.get(name), self.clock()
-        keep = NODE_SECONDS if known is not None and known[1].gpu != "cpu" else BARE_NODE_SECONDS
-        if known is not None and 0 <= (now - known[0]).total_seconds() < keep:
-            return
-        found = await self.cluster.find("v1", "Node", "", name)
-        if found is None:
-            self._nodes.pop(name, None)
-        else:
-            self._nodes[name] = (now, node_facts(found))
 
     async def _pools(self, known: Observations, service: ServiceView, server: ServerFacts) -> Objects:
         """The InferencePools that the service has, or had: the status names them until they are gone."""
@@ -263,24 +224,11 @@ class Observer:
         theirs = await find(name) if name is not None and server.http_routes else None
         return route_view(theirs, key), views
 
-    async def _probe_plan(self, remembered: Observations, spec: Spec | None) -> ProbePlan:
+    async def _probe_plan(self, known: Observations, spec: Spec | None) -> ProbePlan:
         if spec is None:
             return ProbePlan()
-        known, now = remembered.plan, self.clock()
-        if known is not None and known.spec is spec and 0 <= (now - known.read).total_seconds() < PACKS_SECONDS:
-            return known.plan
-        try:
-            texts = await self._texts.of(remembered.key, spec)
-        except PackError as error:
-            remembered.plan = _Plan(now, spec, None, ProbePlan(fault=str(error)))
-            return remembered.plan.plan
-        # All that a plan depends on; making one takes some 60 ms, so not at every edit. Of texts the digest is kept:
-        # they are a tenant's, and of any number.
-        digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()
-        about = (spec.model, spec.kv_cache.baseline, spec.accuracy.probe_sets, digest)
-        plan = known.plan if known is not None and known.about == about else probe_plan(spec, texts)
-        remembered.plan = _Plan(now, spec, about, plan)
-        return plan
+        known.plan = await self._texts.plan(known.key, spec, known.plan, self.clock())
+        return known.plan.plan
 
 
 async def _observed(question: Question, reading: Awaitable[T], otherwise: T, failed: list[Unanswered]) -> T:
@@ -304,10 +252,6 @@ def _traffic(service: ObjectView | None, pool: ObjectView | None, failed: Sequen
     if selects is not None and any(one.question == Question.POOLS for one in failed):
         return ""  # Whatever the pool selects, it may not be what the Service does.
     return together(selects, pool)
-
-
-def _nodes_of(pods: Sequence[PodView]) -> list[str]:
-    return sorted({pod.node for pod in pods if pod.node})
 
 
 def _tell(known: Observations, revision: str, pages: Mapping[str, PodMetrics], judged: Judged) -> None:

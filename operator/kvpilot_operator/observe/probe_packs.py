@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
+from datetime import datetime
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,6 +20,9 @@ from kvpilot_operator.probes.packs import CONFIG_MAP_KEY, ProbePrompt
 from kvpilot_operator.probes.session import DEFAULT_TOKENS, TOP_K
 from kvpilot_operator.state.snapshot import ProbePlan, ServiceKey
 
+# A service's packs are read again after this long, or when its spec has changed: of up to 16 ConfigMaps each is a
+# request, and a reconcile has no time for them after every scrape.
+PACKS_SECONDS = 15.0
 # Of a ConfigMap without the key so many others are named to the user.
 _OTHER_KEYS = 8
 
@@ -23,6 +30,16 @@ _OTHER_KEYS = 8
 class _ConfigMap(msgspec.Struct):
     # Values stay the bytes that they are, until one is wanted.
     data: dict[str, msgspec.Raw] | None = None
+
+
+class PlanRead(NamedTuple):
+    """What a service's packs said when they were last read."""
+
+    read: datetime
+    spec: Spec
+    about: object
+    """All that the plan depends on; None where the packs could not be used."""
+    plan: ProbePlan
 
 
 class PackTexts:
@@ -56,6 +73,25 @@ class PackTexts:
                     "all: shorten their texts or name fewer"
                 )
         return found
+
+    async def plan(self, key: ServiceKey, spec: Spec, known: PlanRead | None, now: datetime) -> PlanRead:
+        """The service's probe plan: the one that is known, while that is of now.
+
+        Raises:
+            ClusterError: the API server did not answer.
+        """
+        if known is not None and known.spec is spec and 0 <= (now - known.read).total_seconds() < PACKS_SECONDS:
+            return known
+        try:
+            texts = await self.of(key, spec)
+        except PackError as error:
+            return PlanRead(now, spec, None, ProbePlan(fault=str(error)))
+        # Making a plan takes some 60 ms, so not at every edit. Of texts the digest is kept: they are a tenant's, and of
+        # any number.
+        digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()
+        about = (spec.model, spec.kv_cache.baseline, spec.accuracy.probe_sets, digest)
+        plan = known.plan if known is not None and known.about == about else probe_plan(spec, texts)
+        return PlanRead(now, spec, about, plan)
 
     async def _data(self, key: ServiceKey, name: str) -> Mapping[str, str] | None:
         try:
