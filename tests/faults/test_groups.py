@@ -3,27 +3,23 @@ take requests, a canary is one group more, and a group of which a pod ends is ma
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import time
 
 import pytest
 import pytest_asyncio
 
-from kvpilot_operator.render.names import GROUP_LABEL, INFERENCE_POOL_API, REVISION_LABEL, SERVICE_LABEL
+from kvpilot_operator.render.names import GROUP_LABEL, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.render.workloads import LEADER_WORKER_SET
 from support.faulty_plane import Component, engine_process
 from support.faulty_record import record
 from support.faulty_world import IMAGE, NAMESPACE, until
-from support.inference_gateway import POOL_CRD, EndpointPicker, pool
-from support.killer import Killer
+from support.inference_gateway import POOL_CRD
 from support.leader_workers import LEADER_WORKER_SET_CRD, LeaderWorkerSets
-from support.unprobed import requests
+from support.unprobed import DRAIN, promoted_and_rolled_back
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(3600)]
 
-ACCURACY = {"probeSets": ["builtin/structured"]}
-DRAIN = {"preStopSeconds": 5, "timeoutSeconds": 20}
 ENGINE = {"image": IMAGE, "nodes": 2}
 
 
@@ -58,15 +54,6 @@ async def all_pods(world, name):
     return await world.cluster.list("v1", "Pod", NAMESPACE, f"{GROUP_LABEL}={name}")
 
 
-async def ends(world, name, stage, dtype):
-    async def ended() -> bool:
-        status = await world.status(name)
-        last = status.get("lastCanary") or {}
-        return "canary" not in status and (last.get("stage"), last.get("dtype")) == (stage, dtype)
-
-    return await until(ended, f"the trial of {dtype} ends {stage}", seconds=1500)
-
-
 def moves_groups(written: str) -> bool:
     """Kills after other writes are the same as where a replica is one pod."""
     return written.split()[1].startswith(("services", "leaderworkersets"))
@@ -74,24 +61,13 @@ def moves_groups(written: str) -> bool:
 
 async def test_a_canary_of_groups_is_promoted_and_another_rolled_back_and_leaders_alone_are_asked(world, groups):
     name = "grouped"
-    ill = '{"completions": "hang", "only_dtype": "k8v4"}'
-    engine = {**ENGINE, "env": [{"name": "FAULTY_ENGINE", "value": ill}]}
-    await world.cluster.create(pool(f"all-of-{name}", NAMESPACE, {SERVICE_LABEL: name}))
-    await world.serving(name, 2, engine=engine, canary={"steps": []}, accuracy=ACCURACY, drain=DRAIN)
-    assert len(await world.pods(name)) == 2
-    assert len(await all_pods(world, name)) == 4
-    async with EndpointPicker(world.cluster, NAMESPACE, f"all-of-{name}").following() as picker:
-        await until(lambda: asyncio.sleep(0, picker.pick() is not None), "the picker has a pod")
-        async with requests(world, name, picker.pick) as seen, Killer.of(world, name, moves_groups) as killer:
-            first = (await world.status(name))["stable"]["revision"]
-            await world.patch(name, {"kvCache": {"dtype": "k4v4"}})
-            taken = await ends(world, name, "Promoted", "k4v4")
-            await world.patch(name, {"kvCache": {"dtype": "k8v4"}, "canary": {"progressDeadlineSeconds": 30}})
-            taken += await ends(world, name, "RolledBack", "k8v4")
+    killer, seen, taken = await promoted_and_rolled_back(world, name, moves_groups, nodes=2)
+
+    async def two_groups_of_two() -> bool:
+        return (len(await world.pods(name)), len(await all_pods(world, name))) == (2, 2 * 2)
+
+    await until(two_groups_of_two, "only what serves is left")
     second = (await world.status(name))["stable"]["revision"]
-    assert seen.unprobed == []
-    assert seen.failed == []
-    assert set(seen.answered) == {first, second}
     # Two replicas, and one more: the canary's one group is made of a set that asks for it while the stable one's asks
     # for two, and rollouts ask for no more in all at any moment. Counted is what sets ask for, in one answer of the API
     # server at a time: pods outlive the set that asked for them.
@@ -106,7 +82,6 @@ async def test_a_canary_of_groups_is_promoted_and_another_rolled_back_and_leader
         answered=seen.answered.total(),
     )
     await world.delete(name)
-    await world.cluster.delete(INFERENCE_POOL_API, "InferencePool", NAMESPACE, f"all-of-{name}")
 
 
 async def test_a_group_whose_worker_ends_is_made_anew_whole_and_the_service_is_scaled_by_groups(world, groups):

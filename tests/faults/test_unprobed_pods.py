@@ -8,19 +8,15 @@ import asyncio
 import pytest
 import pytest_asyncio
 
-from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, REVISION_LABEL, SERVICE_LABEL
+from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, REVISION_LABEL
 from support.faulty_record import record
-from support.faulty_world import IMAGE, NAMESPACE, until
+from support.faulty_world import NAMESPACE, until
 from support.gateway import ROUTE_CRD
-from support.inference_gateway import POOL_CRD, EndpointPicker, InferenceGateway, pool
+from support.inference_gateway import POOL_CRD, InferenceGateway
 from support.killer import Killer
-from support.unprobed import requests
+from support.unprobed import ACCURACY, DRAIN, ends, promoted_and_rolled_back, requests
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(3600)]
-
-ACCURACY = {"probeSets": ["builtin/structured"]}
-# A busy machine may need a while to tell the picker that a pod goes.
-DRAIN = {"preStopSeconds": 5, "timeoutSeconds": 20}
 
 
 def moves_traffic(written: str) -> bool:
@@ -39,42 +35,10 @@ async def definitions(world):
     await world.define(POOL_CRD, ROUTE_CRD)
 
 
-async def ends(world, name, stage, dtype):
-    async def ended() -> bool:
-        status = await world.status(name)
-        last = status.get("lastCanary") or {}
-        return "canary" not in status and (last.get("stage"), last.get("dtype")) == (stage, dtype)
-
-    return await until(ended, f"the trial of {dtype} ends {stage}", seconds=1500)
-
-
-async def a_users_pool(world, name, worth):
-    """A promotion and a rollback seen by a pool on the label that all pods of a service have."""
-    ill = '{"completions": "hang", "only_dtype": "k8v4"}'
-    engine = {"image": IMAGE, "env": [{"name": "FAULTY_ENGINE", "value": ill}]}
-    canary = {"steps": []}
-    await world.cluster.create(pool(f"all-of-{name}", NAMESPACE, {SERVICE_LABEL: name}))
-    await world.serving(name, 2, engine=engine, canary=canary, accuracy=ACCURACY, drain=DRAIN)
-    async with EndpointPicker(world.cluster, NAMESPACE, f"all-of-{name}").following() as picker:
-        await until(lambda: asyncio.sleep(0, picker.pick() is not None), "the picker has a pod")
-        async with requests(world, name, picker.pick) as seen, Killer.of(world, name, worth) as killer:
-            first = (await world.status(name))["stable"]["revision"]
-            await world.patch(name, {"kvCache": {"dtype": "k4v4"}})
-            taken = await ends(world, name, "Promoted", "k4v4")
-            await world.patch(name, {"kvCache": {"dtype": "k8v4"}, "canary": {"progressDeadlineSeconds": 30}})
-            taken += await ends(world, name, "RolledBack", "k8v4")
-    second = (await world.status(name))["stable"]["revision"]
-    assert seen.unprobed == []
-    assert seen.failed == []
-    assert set(seen.answered) == {first, second}
-    assert seen.nobody == 0
-    await world.delete(name)
-    await world.cluster.delete(INFERENCE_POOL_API, "InferencePool", NAMESPACE, f"all-of-{name}")
-    return killer, seen, taken
-
-
 async def test_a_users_pool_on_the_service_label_never_picks_an_unprobed_pod(world):
-    killer, seen, taken = await a_users_pool(world, "pooled", moves_traffic)
+    killer, seen, taken = await promoted_and_rolled_back(world, "pooled", moves_traffic)
+    assert seen.nobody == 0
+    await world.delete("pooled")
     assert any("Promoting" in written for written in killer.killed)
     record(
         f"operator killed {len(killer.killed)} times while a canary is promoted and another rolled back",
@@ -86,7 +50,9 @@ async def test_a_users_pool_on_the_service_label_never_picks_an_unprobed_pod(wor
 
 @pytest.mark.long
 async def test_a_users_pool_is_safe_whichever_write_the_operator_dies_after(world):
-    killer, _, _ = await a_users_pool(world, "killed", lambda _: True)
+    killer, seen, _ = await promoted_and_rolled_back(world, "killed", lambda _: True)
+    assert seen.nobody == 0
+    await world.delete("killed")
     kinds = {written.split()[1].partition("/")[0] for written in killer.killed}
     assert {"quantizedllmservices", "deployments", "services", "pods"} <= kinds
 

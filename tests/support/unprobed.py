@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import httpx
 
 from kvpilot_operator.cluster.objects import Object
-from kvpilot_operator.render.names import ENGINE_PORT, REVISION_LABEL
-from support.faulty_world import FaultyWorld
-from support.inference_gateway import Pick
+from kvpilot_operator.render.names import ENGINE_PORT, INFERENCE_POOL_API, REVISION_LABEL, SERVICE_LABEL
+from support.faulty_world import IMAGE, NAMESPACE, FaultyWorld, until
+from support.inference_gateway import EndpointPicker, Pick, pool
+from support.killer import Killer
 
 PASSED = ("Shifting", "Promoting")
+ACCURACY = {"probeSets": ["builtin/structured"]}
+# A busy machine may need a while to tell the picker that a pod goes.
+DRAIN = {"preStopSeconds": 5, "timeoutSeconds": 20}
 
 
 class Witness:
@@ -88,3 +93,44 @@ async def _ask(http: httpx.AsyncClient, name: str, pod: Object, seen: Requests, 
         seen.failed.append(f"{pod['metadata']['name']}: {error!r}")
     if not await witness.may_serve(revision):
         seen.unprobed.append(pod["metadata"]["name"])
+
+
+async def ends(world: FaultyWorld, name: str, stage: str, dtype: str) -> float:
+    """Wait until the trial of `dtype` has ended in this stage; returns the seconds it took."""
+
+    async def ended() -> bool:
+        status = await world.status(name)
+        last = status.get("lastCanary") or {}
+        return "canary" not in status and (last.get("stage"), last.get("dtype")) == (stage, dtype)
+
+    return await until(ended, f"the trial of {dtype} ends {stage}", seconds=1500)
+
+
+async def promoted_and_rolled_back(
+    world: FaultyWorld, name: str, worth: Callable[[str], bool], **engine: Any
+) -> tuple[Killer, Requests, float]:
+    """A service of two replicas is made, promotes k4v4 and rolls k8v4 back, which hangs; the operator is killed after
+    writes that are `worth` it, and a pool on the label that all pods of a service have never picks one too early.
+
+    Returns:
+        Who was killed, what was asked, and the seconds that both trials took.
+    """
+    ill = {"name": "FAULTY_ENGINE", "value": '{"completions": "hang", "only_dtype": "k8v4"}'}
+    engine = {"image": IMAGE, "env": [ill], **engine}
+    everyone = f"all-of-{name}"
+    await world.cluster.create(pool(everyone, NAMESPACE, {SERVICE_LABEL: name}))
+    await world.serving(name, 2, engine=engine, canary={"steps": []}, accuracy=ACCURACY, drain=DRAIN)
+    async with EndpointPicker(world.cluster, NAMESPACE, everyone).following() as picker:
+        await until(lambda: asyncio.sleep(0, picker.pick() is not None), "the picker has a pod")
+        async with requests(world, name, picker.pick) as seen, Killer.of(world, name, worth) as killer:
+            first = (await world.status(name))["stable"]["revision"]
+            await world.patch(name, {"kvCache": {"dtype": "k4v4"}})
+            taken = await ends(world, name, "Promoted", "k4v4")
+            await world.patch(name, {"kvCache": {"dtype": "k8v4"}, "canary": {"progressDeadlineSeconds": 30}})
+            taken += await ends(world, name, "RolledBack", "k8v4")
+    second = (await world.status(name))["stable"]["revision"]
+    assert seen.unprobed == []
+    assert seen.failed == []
+    assert set(seen.answered) == {first, second}
+    await world.cluster.delete(INFERENCE_POOL_API, "InferencePool", NAMESPACE, everyone)
+    return killer, seen, taken
