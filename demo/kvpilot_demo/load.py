@@ -27,7 +27,7 @@ import httpx
 
 # A user whose request has just failed thinks this long, so that a refused connection does not become a busy loop.
 PAUSE_AFTER_FAILURE_SECONDS = 0.5
-TIMEOUT = httpx.Timeout(300.0, connect=10.0)
+TIMEOUT = httpx.Timeout(900.0)
 # About 12,000 tokens: as many distinct prompts, which a demo does not use up.
 CORPUS_CHARACTERS = 60_000
 KEPT_FAILURES = 100

@@ -18,8 +18,8 @@ from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient
 
 from kvpilot_demo.models import cache_folder, smollm2_135m
+from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.cluster import LocalCluster
-from kvpilot_localcluster.controlplane import free_port
 from kvpilot_localcluster.pod import LOGS_ANNOTATION
 from kvpilot_localcluster.rest import Rest
 from kvpilot_operator.cluster.client import Cluster

@@ -1,12 +1,19 @@
-"""Loopback addresses for pods and Services, each given to one of this machine at a time."""
+"""Loopback addresses for pods and Services, and ports, each given to one of this machine at a time."""
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvpilot_localcluster.errors import LocalClusterError
+from kvpilot_localcluster.errors import LocalClusterError, StartFailed
+
+_MOST_HELD = 64
+# Ports that were handed out, by whose owners they may not be listened on yet: the newest ones.
+_held: deque[socket.socket] = deque()
 
 
 def reserve(name: str, numbers: Iterable[int]) -> tuple[int, socket.socket]:
@@ -54,3 +61,23 @@ class Addresses:
     def release(self, address: str) -> None:
         """Give an address back."""
         self._used.discard(address)
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """A TCP port that nothing listens on right now, and that no other process of this machine was given just before.
+
+    It is below those that the kernel gives to outgoing connections: one of theirs could be taken by any client of this
+    machine before its new owner listens, an engine after a minute.
+
+    Raises:
+        StartFailed: there is none among those that were tried.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(lowest // 2, lowest), min(100, lowest // 2)):
+        with socket.socket() as sock, contextlib.suppress(OSError, LocalClusterError):
+            sock.bind((address, port))
+            _held.append(reserve("kvpilot-port", [port])[1])
+            if len(_held) > _MOST_HELD:
+                _held.popleft().close()
+            return port
+    raise StartFailed(f"no free port among 100 of {lowest // 2} to {lowest - 1} on {address}: end what listens there")

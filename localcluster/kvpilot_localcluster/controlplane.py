@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import random
 import shutil
 import socket
 import subprocess
@@ -23,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvpilot_localcluster import audit, certs, procs
-from kvpilot_localcluster.addresses import reserve
+from kvpilot_localcluster.addresses import free_port, reserve
 from kvpilot_localcluster.build import Binaries
 from kvpilot_localcluster.definitions import behind_aggregator, directly
 from kvpilot_localcluster.errors import StartFailed
@@ -38,19 +37,6 @@ _CLIENTS = {
     "controller-manager": "/CN=system:kube-controller-manager",
     "scheduler": "/CN=system:kube-scheduler",
 }
-
-
-def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port that nothing listens on right now, below those that the kernel gives to outgoing connections.
-
-    One of theirs could be taken by any client of this machine before its new owner listens, an engine after a minute.
-    """
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for port in random.sample(range(lowest // 2, lowest), min(100, lowest // 2)):
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind((address, port))
-            return port
-    raise StartFailed(f"no free port among 100 of {lowest // 2} to {lowest - 1} on {address}: end what listens there")
 
 
 def sweep(folder: Path) -> list[str]:

@@ -35,7 +35,8 @@ from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
 from kvpilot_localcluster import build
-from kvpilot_localcluster.controlplane import ControlPlane, free_port
+from kvpilot_localcluster.addresses import free_port
+from kvpilot_localcluster.controlplane import ControlPlane
 from kvpilot_localcluster.engines import PAGE_EARLY, PAGE_LATER
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object

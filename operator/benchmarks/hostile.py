@@ -38,7 +38,7 @@ from fleet_gauges import Cores, Process, Watched, shares
 from fleet_kubelets import KINDS
 from memory_group import MemoryGroup
 
-from kvpilot_localcluster.controlplane import free_port
+from kvpilot_localcluster.addresses import free_port
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError

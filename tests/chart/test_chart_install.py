@@ -18,7 +18,7 @@ import yaml
 
 from kvpilot_demo.models import tiny_llama
 from kvpilot_localcluster.pod import LOGS_ANNOTATION
-from kvpilot_localcluster.rest import ApiError, until
+from kvpilot_localcluster.rest import HANGS, ApiError, until
 from kvpilot_localcluster.toolbox.helm import HelmRefused, render, run_helm
 from kvpilot_localcluster.toolbox.kubectl import kubectl
 from kvpilot_operator.api.schema import faults
@@ -251,7 +251,7 @@ def test_metrics_that_ask_for_a_token_are_read_with_the_right_one_only(install):
     def statuses(*headers):
         found = set()
         for pod in pods:
-            connection = http.client.HTTPConnection(pod["status"]["podIP"], 8080, timeout=10)
+            connection = http.client.HTTPConnection(pod["status"]["podIP"], 8080, timeout=HANGS)
             connection.request("GET", "/metrics", headers=dict(headers))
             found.add(connection.getresponse().status)
         return found

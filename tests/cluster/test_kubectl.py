@@ -18,6 +18,7 @@ from kvpilot_localcluster import build, certs
 from kvpilot_localcluster.controlplane import ControlPlane
 from kvpilot_localcluster.definitions import directly
 from support.model_cluster import ModelCluster
+from support.rights import until_may
 from support.services import manifest
 
 Json = Any
@@ -165,6 +166,8 @@ def reader(world: World) -> Path:
         "subjects": [{"kind": "User", "name": "reader"}],
     }
     world.plane.rest.create(f"{of_rbac}/rolebindings", bound)
+    right = {"namespace": "models", "verb": "list", "group": "kvpilot.io", "resource": "quantizedllmservices"}
+    until_may(world.plane.rest, "reader", resourceAttributes=right)
     return user(world, "reader")
 
 

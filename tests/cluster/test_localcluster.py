@@ -121,11 +121,13 @@ def test_a_process_that_ignores_sigterm_is_killed_after_its_grace_period(tenant:
     tenant.run(
         "deaf",
         container(
-            command=["bash", "-c", "trap '' TERM; while :; do sleep 0.1; done"], env=[{"name": "MARK", "value": "deaf"}]
+            command=["bash", "-c", "trap '' TERM; echo deaf; while :; do sleep 0.1; done"],
+            env=[{"name": "MARK", "value": "deaf"}],
         ),
         terminationGracePeriodSeconds=1,
     )
     tenant.wait_ready("deaf")
+    until(lambda: tenant.log("deaf") == "deaf\n", "it ignores SIGTERM from now on")
     assert running_processes("deaf")
     started = time.monotonic()
     tenant.delete("deaf")
@@ -143,6 +145,8 @@ def test_a_killed_agent_comes_back_to_the_same_processes(tenant: Tenant, tmp_pat
     tenant.run("ends", marked("ends", f"until [ -e {may_end} ]; do sleep 0.1; done"), restartPolicy="Never")
     tenant.run("goes", marked("goes", "exec sleep 600"))
     tenant.wait_ready("stays", "ends", "goes")
+    for name in ("stays", "ends", "goes"):
+        until(lambda name=name: running_processes(name), "it runs, and not only what starts it")
     before = tenant.pod("stays")["status"], running_processes("stays")
     tenant.cluster.agent.send_signal(signal.SIGKILL)
     tenant.cluster.agent.wait()

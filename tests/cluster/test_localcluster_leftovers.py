@@ -93,6 +93,6 @@ def test_a_cluster_with_a_killed_agent_leaves_no_process(own: Tenant, tmp_path: 
         run_family(own, f"starts-{number}", str(tmp_path / "none"))
     own.cluster.agent.send_signal(signal.SIGKILL)
     own.cluster.agent.wait()
-    assert running(str(tmp_path / "none"))
+    until(lambda: running(str(tmp_path / "none")), "what it started runs on")
     assert down(tmp_path / "own")
     assert running(str(tmp_path)) == []

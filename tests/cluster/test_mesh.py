@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from kvpilot_localcluster import procs
-from kvpilot_localcluster.addresses import Addresses
+from kvpilot_localcluster.addresses import Addresses, free_port
 from kvpilot_localcluster.cluster import LocalCluster
-from kvpilot_localcluster.controlplane import free_port
 from kvpilot_localcluster.engines import faulty
 from kvpilot_localcluster.rest import Rest, until
 from kvpilot_operator.render.names import ENGINE_PORT

@@ -15,6 +15,7 @@ from kvpilot_localcluster import certs
 from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.rest import ApiError, Rest, until
 from support.operated import condition, create, engine, services, told
+from support.rights import until_may
 
 Json = dict[str, Any]
 PROGRAM = Path(sys.executable).with_name("kubectl-kvpilot")
@@ -150,6 +151,7 @@ def user(cluster: LocalCluster, namespace: str, role: str) -> Rest:
         "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": name}],
     }
     cluster.rest.create(f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}/rolebindings", bound)
+    until_may(cluster.rest, name, resourceAttributes={"namespace": namespace, "verb": "list", "resource": "pods"})
     certs.certificate(cluster.plane.folder, name, f"/CN={name}")
     return Rest.of_kubeconfig(certs.kubeconfig(cluster.plane.folder, name, cluster.rest.server))
 

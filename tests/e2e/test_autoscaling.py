@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 from kvpilot_localcluster import audit
+from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.cluster import LocalCluster
-from kvpilot_localcluster.controlplane import free_port
 from kvpilot_localcluster.definitions import directly
 from kvpilot_localcluster.engines import faulty
 from kvpilot_localcluster.rest import until
@@ -159,7 +159,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
                 yield world
         finally:
             operator.terminate()
-            operator.wait(30)
+            operator.wait(300)
 
 
 def test_an_hpa_on_requests_in_hand_scales_the_service_up_and_down_across_a_canary(world: World) -> None:

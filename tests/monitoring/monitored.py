@@ -18,8 +18,8 @@ from panels import RULES
 
 from kvpilot_demo.models import tiny_llama
 from kvpilot_localcluster import procs
+from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.cluster import LocalCluster
-from kvpilot_localcluster.controlplane import free_port
 from kvpilot_localcluster.definitions import directly
 from kvpilot_localcluster.rest import HANGS, until
 from kvpilot_localcluster.toolbox.promtool import prometheus

@@ -20,8 +20,8 @@ from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
 from kvpilot_demo.load import Load
+from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.cluster import LocalCluster
-from kvpilot_localcluster.controlplane import free_port
 from kvpilot_localcluster.definitions import directly
 from kvpilot_localcluster.engines import faulty
 from kvpilot_localcluster.procs import tail
@@ -238,7 +238,7 @@ class FaultyWorld:
 
     async def make_ill(self, pod: Object, **faults: Any) -> None:
         """Tell one engine what is wrong with it from now on."""
-        async with httpx.AsyncClient(timeout=10, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=HANGS, trust_env=False) as http:
             url = f"http://{pod['status']['podIP']}:{ENGINE_PORT}/faults"
             (await http.post(url, json=faults)).raise_for_status()
 
@@ -273,7 +273,7 @@ class FaultyWorld:
         return await self.acted("dial", replicas)
 
     async def _ask(self, url: str) -> tuple[int, str]:
-        async with httpx.AsyncClient(timeout=5, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
             answer = await http.get(url)
         return answer.status_code, answer.text
 

@@ -15,8 +15,9 @@ from datetime import datetime
 from pathlib import Path
 
 from kvpilot_localcluster import procs
+from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.audit import Term, Write, misplaced, terms, writes
-from kvpilot_localcluster.controlplane import ControlPlane, free_port
+from kvpilot_localcluster.controlplane import ControlPlane
 from kvpilot_localcluster.rest import until
 
 SYSTEM = "kvpilot-system"

@@ -156,7 +156,7 @@ async def reflected(server: Server, seen: Seen) -> None:
     """Run until the server's scripts are played."""
     task = asyncio.create_task(Reflector(server, "v1", "Thing", "", "", seen.store).run())  # type: ignore[arg-type]
     watches = len(server.scripts) + 1
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while len(server.since) < watches:
             await asyncio.sleep(0.01)
     task.cancel()

@@ -101,7 +101,7 @@ async def test_a_reflector_follows_a_server_that_lists_and_watches(server: Serve
     server.answer = lines(("ADDED", pod("new", 11)), ("DELETED", pod("old", 12)), end=False)
     reflector = Reflector(server.cluster, "v1", "Pod", "", "", store)
     task = asyncio.create_task(reflector.run())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await reflector.filled.wait()
         while list(store.names()) != [("a", "new")]:
             await asyncio.sleep(0.01)

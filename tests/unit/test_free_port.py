@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from kvpilot_localcluster import controlplane
-from kvpilot_localcluster.controlplane import free_port
+from kvpilot_localcluster import addresses
+from kvpilot_localcluster.addresses import free_port
 
 
 def test_a_port_is_none_that_an_outgoing_connection_may_be_given_meanwhile() -> None:
@@ -18,8 +22,30 @@ def test_a_port_is_none_that_an_outgoing_connection_may_be_given_meanwhile() -> 
                 assert port < client.getsockname()[1]
 
 
-def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = free_port()
+def test_a_port_that_is_taken_or_was_handed_out_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, sample = free_port(), random.sample
     with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setattr(controlplane.random, "sample", lambda *_: [server.getsockname()[1], free])
-        assert free_port() == free
+        taken = server.getsockname()[1]
+        monkeypatch.setattr(addresses.random, "sample", lambda *asked: [taken, given, *sample(*asked)])
+        assert free_port() not in (taken, given)
+
+
+def test_another_process_is_not_given_a_port_on_which_nobody_listens_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = free_port()
+    code = (
+        "import random, sys; from kvpilot_localcluster.addresses import free_port; sample = random.sample; "
+        "random.sample = lambda *asked: [int(sys.argv[1]), *sample(*asked)]; print(free_port())"
+    )
+    theirs = subprocess.run([sys.executable, "-c", code, str(given)], capture_output=True, text=True, check=True)
+    assert int(theirs.stdout) != given
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_so_many_ports_as_one_likes_can_be_asked_for_one_after_the_other() -> None:
+    held = open_files()
+    for _ in range(300):
+        free_port()
+    assert open_files() - held <= 64

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvpilot_localcluster.controlplane import free_port
+from kvpilot_localcluster.addresses import free_port
 
 HANGS = 900
 """Seconds after which an engine's start, answer or end counts as hanging: each takes at most 90 s on quiet cores."""

@@ -1,0 +1,24 @@
+"""Rights in a real API server, which heeds a new binding a moment after it has stored it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpilot_localcluster.rest import Rest, until
+
+REVIEWS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+
+
+def until_may(rest: Rest, user: str, **what: Any) -> None:
+    """Wait until a user has a right.
+
+    Args:
+        rest: a client of the administrator's. what: `nonResourceAttributes` or `resourceAttributes` of a
+            SubjectAccessReview.
+    """
+    review = {"spec": {"user": user, "groups": ["system:authenticated"], **what}}
+
+    def may() -> bool:
+        return bool(rest.create(REVIEWS, review)["status"]["allowed"])
+
+    until(may, f"{user} may {what}")
