@@ -29,7 +29,7 @@ from kvpilot_operator.render.engine import pod_template
 from kvpilot_operator.render.names import ENGINE_PORT
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.snapshot import Flows
+from kvpilot_operator.state.samples import Flows
 from kvpilot_operator.state.status import (
     Accuracy,
     Canary,

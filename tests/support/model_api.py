@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvpilot_operator.errors import Conflict, NotFound, Rejected
 from kvpilot_operator.render.names import DTYPE_LABEL, REVISION_LABEL, SHELTER_ANNOTATION
 from kvpilot_operator.render.workloads import KINDS
-from kvpilot_operator.state.snapshot import ObjectView
+from kvpilot_operator.state.objects import ObjectView
 from support.services import KEY
 
 if TYPE_CHECKING:

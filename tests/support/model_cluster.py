@@ -21,9 +21,11 @@ from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.render.names import REVISION_LABEL
 from kvpilot_operator.render.workloads import kind_for
 from kvpilot_operator.state.decision import Capture, Captured, Decision, Find, Measure, NothingKept, ProbeResult
+from kvpilot_operator.state.objects import DeploymentView, Parent, PodView, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered, keeps_probe
+from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.server import ServerFacts
-from kvpilot_operator.state.snapshot import DeploymentView, Parent, PodView, ProbePlan, RouteView, Sample, Snapshot
+from kvpilot_operator.state.snapshot import ProbePlan, Snapshot
 from kvpilot_operator.state.status import Status, parse_status
 from support.model_api import Killed, ModelApi, run_to_end
 from support.model_engines import ModelEngines, flows

@@ -10,7 +10,8 @@ from statistics import NormalDist
 from types import MappingProxyType
 
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.snapshot import Flows, PodView
+from kvpilot_operator.state.objects import PodView
+from kvpilot_operator.state.samples import Flows
 from support.services import pod
 
 # vLLM's own buckets (0.32), those that matter here.

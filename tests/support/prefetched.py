@@ -9,7 +9,8 @@ from kvpilot_operator.decide import decide
 from kvpilot_operator.render.prefetch import job
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.enums import CachePhase
-from kvpilot_operator.state.snapshot import PodView, PrefetchView, Snapshot
+from kvpilot_operator.state.objects import PodView, PrefetchView
+from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Condition, Status
 from support.services import KEY, manifest, spec_of
 

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.state.objects import Parent, PodView
 from kvpilot_operator.state.questions import Question, unanswered
-from kvpilot_operator.state.snapshot import Parent, PodView
 from kvpilot_operator.state.status import Denied, dump_status
 from support.kstatus import seen
 from support.model_cluster import ModelCluster

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 import numpy as np
 
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.snapshot import Flows, Sample
+from kvpilot_operator.state.samples import Flows, Sample
 from support.services import NOW
 
 # The defaults of vLLM 0.32.

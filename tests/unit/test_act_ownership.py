@@ -14,7 +14,7 @@ from kvpilot_operator.render.engine import pod_template
 from kvpilot_operator.render.names import KIND, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.render.objects import workload
 from kvpilot_operator.state.decision import Decision, Objects
-from kvpilot_operator.state.snapshot import DeploymentView, ObjectView
+from kvpilot_operator.state.objects import DeploymentView, ObjectView
 from support.memory_api import MemoryApi, Operator
 from support.services import KEY, manifest, revision_of, snapshot, spec_of
 

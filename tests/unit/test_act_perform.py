@@ -13,7 +13,7 @@ from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.names import HTTP_ROUTE_API, REVISION_LABEL
 from kvpilot_operator.render.objects import disruption_budget, route_rules, service, workload
 from kvpilot_operator.state.decision import Decision, Objects
-from kvpilot_operator.state.snapshot import DeploymentView, ObjectView, RouteView
+from kvpilot_operator.state.objects import DeploymentView, ObjectView, RouteView
 from support.services import KEY, manifest, snapshot, spec_of
 
 OBJ = manifest()

@@ -15,7 +15,7 @@ from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.names import ADMITTED
 from kvpilot_operator.render.objects import workload
 from kvpilot_operator.state.decision import Decision
-from kvpilot_operator.state.snapshot import DeploymentView
+from kvpilot_operator.state.objects import DeploymentView
 from kvpilot_operator.state.status import Canary, Status
 from support.services import KEY, NOW, manifest, pod, revision_of, running, snapshot, spec_of
 from support.trials import NEW as ON_TRIAL

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvpilot_operator.decide.trial.comparison import compare
 from kvpilot_operator.decide.trial.intervals import QUANTILE, log_quantile, share_change, student
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.snapshot import Flows
+from kvpilot_operator.state.samples import Flows
 from support.model_engines import flows
 from support.services import NOW, manifest, spec_of
 from support.two_sides import SCRAPE, TTFT, histogram, load, scrapes, span

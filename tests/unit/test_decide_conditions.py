@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from kvpilot_operator.decide import decide
-from kvpilot_operator.state.snapshot import DeploymentView, Rejection, Snapshot
+from kvpilot_operator.state.objects import DeploymentView, Rejection
+from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Condition, Status
 from support.services import NOW, manifest, pod, revision_of, running, snapshot
 

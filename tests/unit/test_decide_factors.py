@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from kvpilot_operator.decide import decide
 from kvpilot_operator.state.decision import Decision
-from kvpilot_operator.state.snapshot import DeploymentView, Sample, Snapshot
+from kvpilot_operator.state.objects import DeploymentView
+from kvpilot_operator.state.samples import Sample
+from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Canary, Condition, Stable, Status
 from support.services import NOW, manifest, pod, revision_of, running
 from support.trials import NEW, OLD, at_every_moment, ended, on_trial

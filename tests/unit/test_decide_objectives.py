@@ -20,7 +20,7 @@ from kvpilot_operator.decide.judging.workload import classify
 from kvpilot_operator.observe.windows import need
 from kvpilot_operator.state.enums import ObjectiveState
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.snapshot import Flows, Sample
+from kvpilot_operator.state.samples import Flows, Sample
 from kvpilot_operator.state.status import dump_status, parse_status
 from support.policy_inputs import denied, policy_input, spec, step, workload
 from support.services import NOW, manifest, running, samples, spec_of

@@ -15,7 +15,7 @@ from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.saturation import HOLD, backoff
 from kvpilot_operator.decide.judging.workload import Workload, classify
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.snapshot import Flows, Sample
+from kvpilot_operator.state.samples import Flows, Sample
 from support.policy_inputs import H200, LLAMA, spec
 from support.services import NOW
 

@@ -23,7 +23,8 @@ from kvpilot_operator.state.decision import (
     ProbeFailed,
     ProbeResult,
 )
-from kvpilot_operator.state.snapshot import DeploymentView, ProbePlan, Snapshot
+from kvpilot_operator.state.objects import DeploymentView
+from kvpilot_operator.state.snapshot import ProbePlan, Snapshot
 from kvpilot_operator.state.status import Accuracy, Canary, Status, parse_status
 from support.model_cluster import ModelCluster, measurement
 from support.services import KEY, NOW, PROBES, baseline, manifest, pod, revision_of, running

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvpilot_operator.decide.trial.refusal import MAX_RESTARTS, engine_failure, pending_reason
 from kvpilot_operator.observe.views import pod_view
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.snapshot import PodView
+from kvpilot_operator.state.objects import PodView
 
 
 def pod(exit_message: str | None, *, ready: bool = False, restarts: int = 1) -> PodView:

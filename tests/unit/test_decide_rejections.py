@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_operator.decide.rejections import TABLE, finding
-from kvpilot_operator.state.snapshot import Rejection
+from kvpilot_operator.state.objects import Rejection
 
 BOX = "spec.template.spec.containers[0]"
 TEMPLATE = "spec.engine.podTemplate"

@@ -15,7 +15,7 @@ from kvpilot_operator.decide.judging.saturation import learned
 from kvpilot_operator.decide.judging.surge import Surge, find
 from kvpilot_operator.decide.judging.workload import classify
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.snapshot import Flows, Sample
+from kvpilot_operator.state.samples import Flows, Sample
 from kvpilot_operator.state.status import Saturation
 from support.policy_inputs import policy_input, spec, step, workload
 from support.services import NOW

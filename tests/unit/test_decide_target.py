@@ -13,7 +13,9 @@ from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.pressure import policy_input
 from kvpilot_operator.probes.codec import Baseline, Control
 from kvpilot_operator.state.decision import Capture, Captured, ProbeResult
-from kvpilot_operator.state.snapshot import DeploymentView, Flows, NodeFacts
+from kvpilot_operator.state.objects import DeploymentView
+from kvpilot_operator.state.samples import Flows
+from kvpilot_operator.state.snapshot import NodeFacts
 from kvpilot_operator.state.status import Canary, Denied, KVCache, Status
 from support.model_cluster import ModelCluster
 from support.services import NOW, PROBES, manifest, pod, revision_of, running, samples

@@ -13,8 +13,8 @@ from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.judging import route
 from kvpilot_operator.decide.judging.route import weighted
 from kvpilot_operator.decide.trial import traffic
+from kvpilot_operator.state.objects import RouteView
 from kvpilot_operator.state.server import ServerFacts
-from kvpilot_operator.state.snapshot import RouteView
 from kvpilot_operator.state.status import Canary, Stable, Status
 from support.services import NOW, manifest, pod, snapshot, spec_of
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvpilot_operator.api.spec import Pressure
 from kvpilot_operator.decide.judging.window import STALE_SECONDS
 from kvpilot_operator.decide.judging.workload import classify
-from kvpilot_operator.state.snapshot import Flows
+from kvpilot_operator.state.samples import Flows
 from support.services import NOW, samples
 
 PRESSURE = Pressure(

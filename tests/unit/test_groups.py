@@ -21,7 +21,8 @@ from kvpilot_operator.render.groups import worker_template
 from kvpilot_operator.render.names import GROUP_LABEL, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.render.objects import workload
 from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET
-from kvpilot_operator.state.snapshot import DeploymentView, NodeFacts
+from kvpilot_operator.state.objects import DeploymentView
+from kvpilot_operator.state.snapshot import NodeFacts
 from support.model_cluster import ModelCluster
 from support.observed import OURS, World
 from support.services import KEY, manifest, pod, revision_of, running, spec_of

@@ -17,9 +17,9 @@ from kvpilot_operator.decide.judging.route import POOLS, SERVICES, weighted
 from kvpilot_operator.observe.views import pool_view, together
 from kvpilot_operator.render.names import REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.render.objects import inference_pool
+from kvpilot_operator.state.objects import ObjectView, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.server import ServerFacts
-from kvpilot_operator.state.snapshot import ObjectView, RouteView
 from support.services import KEY, manifest, revision_of, running, spec_of
 from support.trials import NEW, OLD, at_every_moment, edit, ended, killed_after_each_write, on_trial, service, stage
 

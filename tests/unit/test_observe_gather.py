@@ -15,8 +15,9 @@ from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.observe.served import API_SECONDS
 from kvpilot_operator.observe.views import route_view
 from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, KIND
+from kvpilot_operator.state.objects import ObjectView
 from kvpilot_operator.state.questions import Question
-from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts, ObjectView
+from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from support.observed import OURS, REAL, World, edited, pod, route
 from support.services import KEY
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from kvpilot_operator.observe.pod_metrics import PodMetrics, Totals
 from kvpilot_operator.observe.windows import Need, Windows, need
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.snapshot import ModelFacts, Sample
+from kvpilot_operator.state.samples import Sample
+from kvpilot_operator.state.snapshot import ModelFacts
 from support.services import KEY, manifest, spec_of
 
 T0 = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)

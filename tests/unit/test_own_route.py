@@ -13,9 +13,9 @@ from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.judging.route import own_rules
 from kvpilot_operator.observe.views import route_view
 from kvpilot_operator.render.objects import http_route
+from kvpilot_operator.state.objects import ObjectView, Parent, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.server import ServerFacts
-from kvpilot_operator.state.snapshot import ObjectView, Parent, RouteView
 from support.services import KEY, manifest, revision_of, running, spec_of
 from support.trials import NEW, OLD, at_every_moment, edit, ended, killed_after_each_write, on_trial, service, stage
 

@@ -16,8 +16,9 @@ from kvpilot_operator.errors import Conflict, NotFound
 from kvpilot_operator.observe.gather import Observations
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.state.decision import NothingKept
+from kvpilot_operator.state.objects import Rejection
 from kvpilot_operator.state.questions import Question
-from kvpilot_operator.state.snapshot import Rejection, ServiceKey
+from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.state.status import Status
 from support.failing_questions import SECRET, failing
 from support.services import manifest, snapshot

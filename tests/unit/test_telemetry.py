@@ -18,7 +18,9 @@ from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import ClusterError, Conflict
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.enums import Action, CachePhase, Outcome
-from kvpilot_operator.state.snapshot import PrefetchView, Sample, ServiceKey
+from kvpilot_operator.state.objects import PrefetchView
+from kvpilot_operator.state.samples import Sample
+from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.state.status import (
     MAX_OPTIONS,
     Accuracy,

@@ -29,7 +29,8 @@ from kvpilot_operator.render.names import API_VERSION, KIND, REVISION_LABEL, dep
 from kvpilot_operator.render.objects import baseline_config_map, pod_admission, pod_shelter
 from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.decision import Decision, Manifest, Objects
-from kvpilot_operator.state.snapshot import Rejection, Snapshot
+from kvpilot_operator.state.objects import Rejection
+from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import dump_status
 
 log = logging.getLogger(__name__)

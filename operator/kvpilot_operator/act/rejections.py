@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.errors import Rejected
-from kvpilot_operator.state.snapshot import Rejection
+from kvpilot_operator.state.objects import Rejection
 
 # A quota may be raised or a webhook mended at any time; nobody tells, so what was refused is written again in a while.
 BACKOFF = Backoff(5.0, 60.0)

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, deployment_name
 from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.decision import Cause
+from kvpilot_operator.state.objects import Rejection
 from kvpilot_operator.state.questions import Question
-from kvpilot_operator.state.snapshot import Rejection, Snapshot
+from kvpilot_operator.state.snapshot import Snapshot
 
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
 # A path in front of what is wrong with it, in the words of a validation.

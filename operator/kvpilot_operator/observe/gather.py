@@ -36,9 +36,10 @@ from kvpilot_operator.render.names import (
     engine_url,
 )
 from kvpilot_operator.state.decision import ProbeResult
+from kvpilot_operator.state.objects import ObjectView, PodView, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered, unanswered
 from kvpilot_operator.state.server import ServerFacts
-from kvpilot_operator.state.snapshot import ObjectView, PodView, ProbePlan, RouteView, ServiceKey, Snapshot
+from kvpilot_operator.state.snapshot import ProbePlan, ServiceKey, Snapshot
 from kvpilot_operator.tracing import Tracer
 
 log = logging.getLogger(__name__)

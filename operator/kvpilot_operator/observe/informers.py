@@ -28,7 +28,8 @@ from kvpilot_operator.errors import ClusterError, places
 from kvpilot_operator.observe.views import deployment_view, is_ours, leader_name, pod_view, traffic_of
 from kvpilot_operator.render.names import API_VERSION, GROUP_LABEL, KIND, SERVICE_LABEL
 from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET
-from kvpilot_operator.state.snapshot import DeploymentView, ObjectView, PodView, ServiceKey
+from kvpilot_operator.state.objects import DeploymentView, ObjectView, PodView
+from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.state.status import Status, parse_status
 
 log = logging.getLogger(__name__)

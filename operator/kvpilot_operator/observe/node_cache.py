@@ -8,7 +8,8 @@ from datetime import datetime
 
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.observe.nodes import node_facts
-from kvpilot_operator.state.snapshot import NodeFacts, PodView
+from kvpilot_operator.state.objects import PodView
+from kvpilot_operator.state.snapshot import NodeFacts
 
 # What is known of a node with GPUs holds for so long, and of one that shows none: its labels may still come.
 NODE_SECONDS = 600.0

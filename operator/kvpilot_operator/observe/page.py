@@ -22,7 +22,8 @@ from kvpilot_operator.numbers import whole
 from kvpilot_operator.observe.pod_metrics import PodMetrics, Totals
 from kvpilot_operator.observe.series import SeriesReader, labels_of
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.snapshot import NOTHING_OBSERVED, ModelFacts
+from kvpilot_operator.state.samples import NOTHING_OBSERVED
+from kvpilot_operator.state.snapshot import ModelFacts
 
 # The newer spelling first.
 _USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")

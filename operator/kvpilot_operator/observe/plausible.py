@@ -24,7 +24,7 @@ from statistics import median
 from typing import TypeVar
 
 from kvpilot_operator.observe.pod_metrics import LONGEST_GAP_SECONDS, PodMetrics, increments
-from kvpilot_operator.state.snapshot import Flows, Sample
+from kvpilot_operator.state.samples import Flows, Sample
 
 _T = TypeVar("_T", int, str)
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.snapshot import Flows, ModelFacts
+from kvpilot_operator.state.samples import Flows
+from kvpilot_operator.state.snapshot import ModelFacts
 
 _COUNTS = (
     "preemptions", "prompt_tokens", "generation_tokens", "prefix_queries", "prefix_hits", "host_hits", "finished",

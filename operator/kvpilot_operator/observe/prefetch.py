@@ -22,7 +22,8 @@ from kvpilot_operator.render.names import (
 )
 from kvpilot_operator.render.prefetch import identity
 from kvpilot_operator.state.enums import CachePhase
-from kvpilot_operator.state.snapshot import PodView, PrefetchView, ServiceKey
+from kvpilot_operator.state.objects import PodView, PrefetchView
+from kvpilot_operator.state.snapshot import ServiceKey
 
 log = logging.getLogger(__name__)
 

@@ -21,15 +21,8 @@ from kvpilot_operator.render.names import (
     SHELTER_ANNOTATION,
 )
 from kvpilot_operator.render.workloads import KINDS, leader_of, makes
-from kvpilot_operator.state.snapshot import (
-    ON_ITS_WAY,
-    DeploymentView,
-    ObjectView,
-    Parent,
-    PodView,
-    RouteView,
-    ServiceKey,
-)
+from kvpilot_operator.state.objects import ON_ITS_WAY, DeploymentView, ObjectView, Parent, PodView, RouteView
+from kvpilot_operator.state.snapshot import ServiceKey
 
 Object = Mapping[str, Any]
 

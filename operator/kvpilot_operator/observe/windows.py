@@ -11,7 +11,8 @@ from datetime import datetime, timedelta
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.observe.plausible import Judged, Known, plausible_sample
 from kvpilot_operator.observe.pod_metrics import PodMetrics
-from kvpilot_operator.state.snapshot import NOTHING_OBSERVED, Flows, ModelFacts, Sample, ServiceKey
+from kvpilot_operator.state.samples import NOTHING_OBSERVED, Flows, Sample
+from kvpilot_operator.state.snapshot import ModelFacts, ServiceKey
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,8 @@ from kvpilot_operator.render.names import (
     weights_claim,
 )
 from kvpilot_operator.render.workloads import kind_for
-from kvpilot_operator.state.snapshot import PodView, RouteView, ServiceKey
+from kvpilot_operator.state.objects import PodView, RouteView
+from kvpilot_operator.state.snapshot import ServiceKey
 
 _GATEWAYS = HTTP_ROUTE_API.partition("/")[0]
 _SHELTER = {

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from kvpilot_operator.api.spec import Objective as LatencyObjective
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.snapshot import Sample
+from kvpilot_operator.state.samples import Sample
 from kvpilot_planning.backtest.costs import Profile
 from kvpilot_planning.backtest.hpa import Hpa
 from kvpilot_planning.backtest.loads import Load

@@ -17,7 +17,7 @@ from kvpilot_operator.decide.judging.capacity import gain, smaller
 from kvpilot_operator.decide.judging.policy import PolicyDecision
 from kvpilot_operator.decide.judging.policy_input import CLIMB_DWELLS
 from kvpilot_operator.decide.judging.saturation import SHARE
-from kvpilot_operator.state.snapshot import Flows, Sample
+from kvpilot_operator.state.samples import Flows, Sample
 from kvpilot_planning.backtest.engine import EPOCH
 from kvpilot_planning.backtest.interval import Minute
 from kvpilot_planning.backtest.loads import STEP

@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
-from kvpilot_operator.state.snapshot import Flows, Sample
+from kvpilot_operator.state.samples import Flows, Sample
 from kvpilot_planning.backtest.blocks import Blocks
 from kvpilot_planning.backtest.buckets import ITL, LENGTHS, TTFT, Tally
 from kvpilot_planning.backtest.costs import Costs

@@ -22,7 +22,8 @@ from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.saturation import backoff
 from kvpilot_operator.decide.judging.workload import Workload, classify
 from kvpilot_operator.gpus import by_product
-from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts, Sample
+from kvpilot_operator.state.samples import Sample
+from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Saturation, ScaleInBackoff
 from kvpilot_planning.backtest.costs import BacktestError, Profile
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
-from kvpilot_operator.state.snapshot import Flows, Sample
+from kvpilot_operator.state.samples import Flows, Sample
 from kvpilot_planning.backtest.buckets import FINE, Tally
 from kvpilot_planning.backtest.costs import Profile
 from kvpilot_planning.backtest.engine import EPOCH, Engine

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvpilot_operator.decide.judging.window import SPAN, Sums
-from kvpilot_operator.state.snapshot import Flows, Sample
+from kvpilot_operator.state.samples import Flows, Sample
 
 # Prefixes are thrown out where the prefix cache holds this much less of the prompts than it did lately.
 _LOST_REUSE = 0.2

@@ -15,7 +15,7 @@ from kvpilot_operator.api.spec import Objective
 from kvpilot_operator.decide.judging.window import plausible
 from kvpilot_operator.state.enums import ObjectiveState
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.snapshot import Flows, Sample
+from kvpilot_operator.state.samples import Flows, Sample
 
 # Samples of each half of the window, and at least one beyond the percentile: 100 for p99.
 LEAST = 20.0

@@ -15,8 +15,9 @@ from typing import Any
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, SERVICE_PORT, canary_service
+from kvpilot_operator.state.objects import RouteView
 from kvpilot_operator.state.questions import Question
-from kvpilot_operator.state.snapshot import RouteView, Snapshot
+from kvpilot_operator.state.snapshot import Snapshot
 
 Rule = Mapping[str, Any]
 Kinds = frozenset[tuple[str, str]]

@@ -18,7 +18,7 @@ from operator import attrgetter
 from kvpilot_operator.api.spec import Objective, Pressure
 from kvpilot_operator.decide.judging.objectives import LEAST
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.snapshot import Flows, Sample
+from kvpilot_operator.state.samples import Flows, Sample
 
 DRAIN_SECONDS = 120.0
 """A queue is to drain in this many seconds, about as long as clients are willing to wait."""

@@ -19,7 +19,7 @@ from kvpilot_operator.decide.judging.best import best_rate, computed, thrown_out
 from kvpilot_operator.decide.judging.surge import DRAIN_SECONDS, Surge, find
 from kvpilot_operator.decide.judging.window import GAP, SPAN, Sums, add_up, plausible
 from kvpilot_operator.state.enums import ObjectiveState, WorkloadKind
-from kvpilot_operator.state.snapshot import Sample
+from kvpilot_operator.state.samples import Sample
 
 # One scrape in ten may miss the threshold (a long request that ends frees its blocks at once).
 _SHARE = 0.9

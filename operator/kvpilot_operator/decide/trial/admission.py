@@ -12,7 +12,7 @@ from dataclasses import replace
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.trial import traffic
 from kvpilot_operator.state.enums import Stage
-from kvpilot_operator.state.snapshot import PodView
+from kvpilot_operator.state.objects import PodView
 
 _SENT_REQUESTS = (Stage.SHIFTING, Stage.PROMOTING)
 

@@ -13,7 +13,8 @@ from kvpilot_operator.probes import codec
 from kvpilot_operator.render.names import baseline_name, engine_url
 from kvpilot_operator.state.decision import Capture, Captured, Find, Measure, NothingKept
 from kvpilot_operator.state.enums import Action, Stage, Verdict
-from kvpilot_operator.state.snapshot import PodView, Snapshot
+from kvpilot_operator.state.objects import PodView
+from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Baseline
 
 

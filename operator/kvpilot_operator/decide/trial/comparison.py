@@ -20,7 +20,7 @@ from kvpilot_operator.api.spec import Canary
 from kvpilot_operator.decide.trial.intervals import Estimate, common, p95_change, ratio_change, share_change
 from kvpilot_operator.state.enums import Verdict
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.snapshot import Flows, Sample
+from kvpilot_operator.state.samples import Flows, Sample
 
 # Batch means: more batches are shorter than the load's drift and make intervals too narrow. Simulated at the very
 # limit, with loads of their own: 5.7% of runs failed with 20 batches and 2.7% with 10, where 2.5% should.

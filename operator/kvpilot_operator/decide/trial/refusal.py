@@ -9,7 +9,8 @@ import re
 from collections.abc import Sequence
 
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.snapshot import ON_ITS_WAY, PodView, Snapshot
+from kvpilot_operator.state.objects import ON_ITS_WAY, PodView
+from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import clip
 
 # An engine may be killed once or twice by a busy node; the third time is no accident.

@@ -24,8 +24,8 @@ from kvpilot_operator.decide.trial.ending import finish_promotion, finish_rollba
 from kvpilot_operator.decide.trial.refusal import engine_failure, made_anew, mixed_factors, not_started
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.enums import Action, Reason, Stage, TrafficMode, Verdict
+from kvpilot_operator.state.objects import ON_ITS_WAY, PodView
 from kvpilot_operator.state.questions import Question
-from kvpilot_operator.state.snapshot import ON_ITS_WAY, PodView
 from kvpilot_operator.state.status import Canary, Stable, clip
 
 # A target of this reason leaves a dtype that harms answers: it is probed, but goes through no steps of traffic.

@@ -19,8 +19,8 @@ from kvpilot_operator.render.objects import claim
 from kvpilot_operator.render.prefetch import claim_name, identity, job
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.enums import CachePhase
+from kvpilot_operator.state.objects import PrefetchView
 from kvpilot_operator.state.questions import Question
-from kvpilot_operator.state.snapshot import PrefetchView
 from kvpilot_operator.state.status import WeightsCache, clip
 
 _KIND = ("batch/v1", "Job")
