@@ -150,6 +150,7 @@ async def test_a_process_whose_shim_was_killed_is_ended_and_told(tmp_path: Path,
     process = Process(tmp_path / "uid/c/0", tmp_path / "log")
     wait = f"tail -f /dev/null {tmp_path}/none"
     process.start(shell(f"{apart}{wait} & exec {wait}"))
+    await process.started()  # its shim writes that down while the process already runs
     await until_running(tmp_path, 3)
     shim = process.shim
     assert shim is not None

@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 def test_waits():
     script = f"tail -f /dev/null & echo $! > {HERE}/pid.part; mv {HERE}/pid.part {HERE}/pid; wait"
     with process_group(["sh", "-c", script], HERE / "log", {}) as process:
+        (HERE / "within").touch()
         process.wait()
 """
 
@@ -34,7 +35,7 @@ def test_the_programs_of_an_engine_end_with_their_run(tmp_path: Path, number: in
     (tmp_path / "test_it.py").write_text(TEST)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=tmp_path, start_new_session=True) as run:
-        while not (tmp_path / "pid").exists():
+        while not all((tmp_path / name).exists() for name in ("pid", "within")):
             assert run.poll() is None, "the run ended by itself"
             time.sleep(0.02)
         pid = int((tmp_path / "pid").read_text())
