@@ -12,7 +12,7 @@ from kvpilot_kernels.gpu import columns, decode, operands, pages, recent, tile
 from support.gluon_eager import Copies, EagerKernel, Pointer, Shared, block, inline_asm_elementwise, load, mma_v2, store
 from support.gpu_batch import Batch
 
-OWN_IMPORT = re.compile(r"^from kvpilot_kernels\.gpu\.\w+ import (\([^)]*\)|.*)", re.MULTILINE)
+OWN_IMPORT = re.compile(r"^from kvpilot_kernels\.gpu\.(?!codec )\w+ import (\([^)]*\)|.*)", re.MULTILINE)
 WORDS = torch.arange(32, dtype=torch.int32).view(4, 8)
 
 

@@ -4,21 +4,23 @@ A program that spills is slow where nobody sees why, and one that asks for more 
 error with the first request: `tuning` chooses neither on any of these GPUs.
 
 A program is compiled once for each state of the kernels' source (`kernel_cache`); what it takes is read from its
-machine code each time.
+machine code each time. Triton's key of a program holds all that its kernel reads.
 """
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kvpilot_kernels
 from kvpilot_kernels import formats
-from support import kernel_cache
+from support import kernel_cache, kernel_keys
 
 FOLDER = Path(__file__).parents[2] / "kernels" / "benchmarks"
 PACKAGE = Path(kvpilot_kernels.__file__).parent
@@ -89,10 +91,7 @@ for capability in SHARED_KIB:
     assert not any(told[capability] for capability in (80, 90, 100))
 
 
-def test_a_kernel_is_compiled_again_where_what_it_reads_has_changed_even_unseen_by_triton(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVPILOT_CACHE", str(tmp_path / "cache"))
+def test_a_kernel_is_compiled_again_where_a_constant_of_another_module_has_changed(tmp_path: Path) -> None:
     changed = tmp_path / PACKAGE.name
     shutil.copytree(PACKAGE, changed)
     layouts = changed / "layouts.py"
@@ -106,12 +105,43 @@ triton.knobs.compilation.listener = tell
 for _ in range(2):
     compile_for(decode_variant("int8", 64, 4, 0, 80), 80)
 """
-    found = [python("-c", code, cache=kernel_cache.folder(package), timeout=900, package=package)
-             for package in (PACKAGE, changed)]  # fmt: skip
+    # One cache, as pods of two versions have that share a claim.
+    cache = tmp_path / "cache"
+    found = [python("-c", code, cache=cache, timeout=900, package=package) for package in (PACKAGE, changed)]
     programs = [done.stdout.split() for done in found]
     assert [told[::2] for told in programs] == [["False", "True"]] * 2, [done.stderr[-3000:] for done in found]
     assert all(first == second for _, first, _, second in programs)
     assert programs[0][1] != programs[1][1]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What tests/support/kernel_keys.py says of the package."""
+    done = python(kernel_keys.__file__, cache=tmp_path_factory.mktemp("keys"), timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(done.stdout))
+
+
+def test_no_kernel_reads_a_value_that_its_key_does_not_hold(told: dict[str, Any]) -> None:
+    assert told["functions"] > 90
+    assert told["unseen"] == {}
+
+
+@pytest.mark.parametrize(
+    ("constant", "readers"),
+    [
+        ("ZERO_STEPS", {"operands.zero_unit", "decode.decode_kernel", "store.store_kernel", "gather.gather_kernel",
+                        "latent_decode.latent_decode_kernel"}),
+        ("ZERO_BITS", {"operands.scales", "decode.decode_kernel", "store.store_kernel", "gather.gather_kernel"}),
+        ("RANK", {"latent_operands.planes", "latent_decode.latent_decode_kernel"}),
+    ],
+)  # fmt: skip
+def test_another_value_of_a_constant_is_another_key_of_every_kernel_that_reads_it(
+    constant: str, readers: set[str], told: dict[str, Any]
+) -> None:
+    assert told["same"]
+    assert readers <= set(told["changed"][constant])
+    assert "plan.plan_kernel" not in told["changed"][constant]
 
 
 def test_what_was_compiled_of_kernels_that_nobody_tests_any_more_goes(

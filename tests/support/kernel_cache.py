@@ -1,8 +1,8 @@
 """Where kernels that tests compile stay between runs: a folder of Triton's in kvpilot's cache.
 
 Triton keys a program by the source of the kernel and of all it calls, its constants, the GPU, options and its own
-version. It does not see what a kernel reads of another module by an attribute (`layouts.ZERO_STEPS`), so the folder is
-named by every source file of the package: what is found in it was compiled from the same kernels.
+version, and never removes one. The folder is named by every source file of the package, so that programs of kernels as
+they were are told from those in use.
 """
 
 import fcntl

@@ -69,7 +69,7 @@ def planes(bits, warps):
     """
     return tuple(
         (c, sub, odd)
-        for c in range(formats.RANK * bits // 16 // chunk_words(warps))
+        for c in range(RANK.value * bits // 16 // chunk_words(warps))
         for sub in range(8 // bits)
         for odd in range(2)
     )

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from kvpilot_kernels import layouts
+from kvpilot_kernels.gpu.codec import CUT_BITS, ZERO_BITS, ZERO_STEPS
 
 # Renamed between Triton 3.6 and 3.9.
 copy_to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -28,11 +28,11 @@ UNIT = gl.constexpr(2.0**-24)
 
 # Two words of metadata in a register, as two float16.
 SCALES = gl.constexpr(
-    f"{{ .reg .b32 x; shr.u32 x, $1, {layouts.ZERO_BITS - layouts.CUT_BITS};"
-    f" and.b32 $0, x, {hex((0x7FFF >> layouts.CUT_BITS << layouts.CUT_BITS) * 0x10001)}; }}"
+    f"{{ .reg .b32 x; shr.u32 x, $1, {ZERO_BITS.value - CUT_BITS.value};"
+    f" and.b32 $0, x, {hex((0x7FFF >> CUT_BITS.value << CUT_BITS.value) * 0x10001)}; }}"
 )
 FINITE = gl.constexpr("{ .reg .b32 x; mov.b32 x, 0x7bff7bff; min.f16x2 $0, $1, x; }")
-ZEROS = gl.constexpr(f"and.b32 $0, $1, {hex(((1 << layouts.ZERO_BITS) - 1) * 0x10001)};")
+ZEROS = gl.constexpr(f"and.b32 $0, $1, {hex(((1 << ZERO_BITS.value) - 1) * 0x10001)};")
 
 
 @gluon.constexpr_function
@@ -96,7 +96,7 @@ def chunks(bits, dim, group):
 @gluon.constexpr_function
 def zero_unit(bits):
     """A zero point's unit in codes: z = zero_code * zero_unit."""
-    return ((1 << bits) - 1) / layouts.ZERO_STEPS
+    return ((1 << bits) - 1) / ZERO_STEPS.value
 
 
 @gluon.constexpr_function

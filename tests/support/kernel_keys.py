@@ -1,0 +1,71 @@
+"""What Triton's key of a compiled kernel sees: run by a process that compiles kernels, and prints JSON.
+
+Triton follows functions and constexpr globals. What a function reads of a module by an attribute, or of a plain global
+in a `constexpr_function`, is in no key: with a cache that outlives a version, a kernel of the last one would run.
+"""
+
+import ast
+import importlib
+import json
+import pkgutil
+import sys
+from types import ModuleType
+from typing import Any
+
+from triton.language.core import constexpr
+from triton.runtime.jit import JITCallable
+
+CHANGED = {
+    "ZERO_STEPS": ("kvpilot_kernels.layouts", 29),
+    "ZERO_BITS": ("kvpilot_kernels.layouts", 6),
+    "RANK": ("kvpilot_kernels.latent.formats", 256),
+}
+"""Constants of other modules that kernels read, and another value of each."""
+
+
+def functions() -> dict[str, JITCallable]:
+    """Every function of the package that Triton compiles or runs while it compiles, by module and name."""
+    gpu = importlib.import_module("kvpilot_kernels.gpu")
+    modules = [importlib.import_module(f"{gpu.__name__}.{one.name}") for one in pkgutil.iter_modules(gpu.__path__)]
+    return {
+        f"{module.__name__.removeprefix('kvpilot_kernels.gpu.')}.{name}": value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, JITCallable) and value.__module__ == module.__name__
+    }
+
+
+def unseen(function: JITCallable) -> list[str]:
+    """Names that a function reads and no key holds the value of."""
+    nodes, scope = list(ast.walk(function.parse())), function.get_capture_scope()
+    own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    read = {node.id for node in nodes if isinstance(node, ast.Name)} - own
+    return sorted(name for name in read & set(scope) if not _seen(scope[name]))
+
+
+def _seen(value: Any) -> bool:
+    if isinstance(value, (JITCallable, constexpr)):
+        return True
+    home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
+    return home.partition(".")[0] == "triton"
+
+
+def keys(constant: str = "") -> dict[str, str]:
+    """The key of each function, imported anew with one of `CHANGED` changed."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "kvpilot_kernels"]:
+        del sys.modules[name]
+    if constant:
+        module, value = CHANGED[constant]
+        setattr(importlib.import_module(module), constant, value)
+    return {name: one.cache_key for name, one in functions().items()}
+
+
+if __name__ == "__main__":
+    before = keys()
+    print(json.dumps({
+        "functions": len(before),
+        "unseen": {name: found for name, one in functions().items() if (found := unseen(one))},
+        "changed": {one: [name for name, key in keys(one).items() if key != before[name]] for one in CHANGED},
+        "same": keys() == before,
+    }))  # fmt: skip
