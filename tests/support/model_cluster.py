@@ -105,7 +105,10 @@ class ModelCluster:
         self._start_operator()
 
     def _start_operator(self) -> None:
-        self._actor = Actor(self._api, lambda: (self.now - NOW).total_seconds())  # type: ignore[arg-type]
+        self._actor = Actor(self._api, self._clock)  # type: ignore[arg-type]
+
+    def _clock(self) -> float:
+        return (self.now - NOW).total_seconds()
 
     @property
     def traffic(self) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from statistics import NormalDist
 from types import MappingProxyType
@@ -39,6 +40,7 @@ class ModelPod:
         """Of the Pod."""
         return f"{self.revision}-{self.index}"
 
+    @cache  # noqa: B019 - it is a value, of which a model has few
     def view(self, admitted: bool) -> PodView:
         """As its kubelet reports it."""
         net = ".".join(str(byte) for byte in bytes.fromhex(self.revision[:4]))
@@ -74,6 +76,8 @@ class ModelEngines:
 
         def group(leader: PodView) -> PodView:
             names = [f"{leader.name}-{worker}" for worker in range(1, nodes.get(leader.revision, 1))]
+            if not names and leader.name not in sheltered:
+                return leader
             workers = tuple(replace(leader, name=name, ip=None, do_not_evict=name in sheltered) for name in names)
             return replace(leader, workers=workers, do_not_evict=leader.name in sheltered)
 

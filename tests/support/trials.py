@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 from kvpilot_operator.api.schema import apply_defaults
@@ -15,6 +16,8 @@ OLD, NEW = "auto", "k8v4"
 STEPS = [{"weightPercent": 25, "holdSeconds": 90}, {"weightPercent": 50, "holdSeconds": 90}]
 ROUTE = [{"backendRefs": [{"name": KEY.name, "port": 80}]}]
 BUSY = 200.0
+_settled: dict[str, ModelCluster] = {}
+"""What has settled already, by what was asked for; a test gets a copy."""
 
 
 def service(
@@ -33,10 +36,20 @@ def service(
 
 def on_trial(replicas: int = 3, *, cluster: dict[str, Any] | None = None, **spec: Any) -> ModelCluster:
     """A service that has settled on the old dtype and is asked for the new one."""
-    made = ModelCluster(service(OLD, replicas, **spec), **{"start_ticks": 2, "requests": BUSY, **(cluster or {})})
-    made.settle()
+    asked = repr((replicas, cluster, spec))
+    if asked not in _settled:
+        made = ModelCluster(service(OLD, replicas, **spec), **{"start_ticks": 2, "requests": BUSY, **(cluster or {})})
+        made.settle()
+        _settled[asked] = made
+    made = copied(_settled[asked])
     made.edit(service(NEW, replicas, **spec))
     return made
+
+
+def copied(cluster: ModelCluster) -> ModelCluster:
+    """One that goes on from here by itself."""
+    samples = [one for many in cluster.samples.values() for one in many]
+    return deepcopy(cluster, {id(one): one for one in samples})  # they are values
 
 
 def edit(cluster: ModelCluster, **spec: Any) -> None:
@@ -48,21 +61,26 @@ def edit(cluster: ModelCluster, **spec: Any) -> None:
 def killed_after_each_write(
     make: Callable[[], ModelCluster], watch: Callable[[], Callable[[ModelCluster], None]], end: str
 ) -> None:
-    """A trial once for each of its writes, after which the operator is killed; each has to come to this end."""
-    for killed_at in range(100):
-        cluster = make()
-        left: int | None = killed_at
-        cluster.watch = watch()
-        for _ in range(600):
-            before = cluster.writes
-            killed = cluster.tick(cut_after=left) is None
-            left = None if killed or left is None else left - (cluster.writes - before)
-            if ended(cluster.parsed()):
-                break
-        assert cluster.status["lastCanary"]["stage"] == end
-        if left is not None:
-            break  # It has ended before so many writes.
-    assert killed_at > 10
+    """A trial once for each of its writes, before which the operator is killed; each has to come to this end.
+
+    What comes before that write is the same for all: each goes on from a copy of the trial that nobody disturbs.
+    """
+    cluster = make()
+    cluster.watch = watch()
+    killed = 0
+    for _ in range(600):
+        if ended(cluster.parsed()):
+            break
+        before = copied(cluster)
+        cluster.tick()
+        for writes in range(cluster.writes - before.writes):
+            disturbed = copied(before)
+            assert disturbed.tick(cut_after=writes) is None
+            disturbed.until(ended, 600)
+            assert disturbed.status["lastCanary"]["stage"] == end
+            killed += 1
+    assert cluster.status["lastCanary"]["stage"] == end
+    assert killed > 10
 
 
 def stage(name: str, step: int | None = None) -> Callable[[Status], bool]:

@@ -19,7 +19,7 @@ from kvpilot_operator.state.status import parse_status
 from support.failing_questions import SECRET, failing
 from support.model_cluster import ModelCluster
 from support.services import manifest, running, samples
-from support.trials import NEW, OLD, ROUTE, ended, on_trial, service, stage
+from support.trials import NEW, OLD, ROUTE, copied, ended, on_trial, service, stage
 
 OBSERVED = (Question.ROUTE, Question.POOLS, Question.PROBE_SETS, Question.NODE)
 # Of the services here none fills a claim: test_storage_prefetch.py has those that do.
@@ -76,12 +76,21 @@ def test_what_serves_is_repaired_and_scaled_whatever_question_fails(question):
     assert parse_status(cluster.status).condition("ReconcileSucceeded").status == "True"
 
 
+@cache
+def reached(where: str, *, routed: bool = False) -> ModelCluster:
+    """A trial that has come to this stage; for tests to copy."""
+    bad = frozenset([NEW]) if where == "RollingBack" else frozenset()
+    spec = {"routeRef": {"name": "web"}} if routed else {}
+    cluster = on_trial(3, cluster={"bad": bad, "rules": ROUTE if routed else None}, min_available=2, **spec)
+    cluster.until(stage(where))
+    return cluster
+
+
 @pytest.mark.parametrize("question", DECIDED)
 @pytest.mark.parametrize("where", ["Starting", "Probing", "Shifting", "Promoting", "RollingBack"])
 def test_a_trial_goes_on_to_its_end_after_a_question_could_not_be_answered_for_a_while(question, where):
-    cluster = on_trial(3, cluster={"bad": frozenset([NEW])} if where == "RollingBack" else {}, min_available=2)
+    cluster = copied(reached(where))
     cluster.unanswered = (question,)
-    cluster.until(stage(where))
     before = set(cluster.deployments)
     with failing([question]):
         for _ in range(5):
@@ -202,11 +211,7 @@ def test_what_cannot_be_read_is_said_and_starts_no_canary(question):
 @pytest.mark.parametrize("question", OBSERVED)
 @pytest.mark.parametrize("where", ["Starting", "Probing", "Shifting", "Promoting", "RollingBack"])
 def test_a_trial_under_way_is_neither_ended_nor_spoilt_by_what_cannot_be_read_for_a_while(question, where):
-    cluster = on_trial(
-        3, cluster={"bad": frozenset([NEW]) if where == "RollingBack" else frozenset(), "rules": ROUTE},
-        min_available=2, routeRef={"name": "web"},
-    )  # fmt: skip
-    cluster.until(stage(where))
+    cluster = copied(reached(where, routed=True))
     canary = cluster.parsed().canary
     cluster.watch = lambda c: at_no_moment_without_engines(c)
     cluster.unread = (Unanswered(question, "ClusterError HTTP 403"),)

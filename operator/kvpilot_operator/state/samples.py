@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
+from operator import attrgetter
 from typing import Any
 
 from kvpilot_operator.state.histogram import Histogram
@@ -48,9 +49,12 @@ class Flows:
     @classmethod
     def together(cls, flows: Sequence[Flows]) -> Flows:
         """Their sum; histograms of other buckets than the last (an engine of another version) are left out."""
-        columns: list[list[Any]] = [[getattr(one, f.name) for one in flows] for f in fields(cls) if flows]
+        columns: Iterator[tuple[Any, ...]] = zip(*map(_FIGURES, flows), strict=True)
         sums: list[Any] = [Histogram.together(c) if isinstance(c[0], Histogram) else sum(c) for c in columns]
         return cls(*sums)
+
+
+_FIGURES = attrgetter(*(one.name for one in fields(Flows)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,11 +100,20 @@ def _figures(ours: _Side, theirs: _Side, limits: Canary) -> tuple[_Figure, ...]:
     between = math.log1p(limits.max_itl_p95_regression_percent / 100)
     slower = limits.max_throughput_regression_percent / 100
     rate = -math.log1p(-slower) if slower < 1 else math.inf
-    figures = (
-        _Figure(_TTFT, "LatencyRegressed", first, lambda a: _p95(ours, theirs, lambda f: f.ttft, a)),
+    # Where every answer is one token long there is no time between two of them.
+    paced = any(f.generation_lengths.total > f.generation_lengths.count for f in (ours.total, theirs.total))
+    pace = (
+        (
+            _Figure(_ITL, "LatencyRegressed", between, _p95(ours, theirs, lambda f: f.itl)),
+            _Figure("ITL mean", "LatencyRegressed", between, lambda a: _mean(ours, theirs, lambda f: f.itl, a)),
+        )
+        if paced
+        else ()
+    )
+    return (
+        _Figure(_TTFT, "LatencyRegressed", first, _p95(ours, theirs, lambda f: f.ttft)),
         _Figure("TTFT mean", "LatencyRegressed", first, lambda a: _mean(ours, theirs, lambda f: f.ttft, a)),
-        _Figure(_ITL, "LatencyRegressed", between, lambda a: _p95(ours, theirs, lambda f: f.itl, a)),
-        _Figure("ITL mean", "LatencyRegressed", between, lambda a: _mean(ours, theirs, lambda f: f.itl, a)),
+        *pace,
         _Figure(
             _RATE,
             "ThroughputRegressed",
@@ -123,13 +132,10 @@ def _figures(ours: _Side, theirs: _Side, limits: Canary) -> tuple[_Figure, ...]:
             lambda value: f"{100 * value:+.1f} points",
         ),
     )
-    # Where every answer is one token long there is no time between two of them.
-    paced = any(f.generation_lengths.total > f.generation_lengths.count for f in (ours.total, theirs.total))
-    return tuple(f for f in figures if paced or not f.name.startswith("ITL"))
 
 
-def _p95(ours: _Side, theirs: _Side, of: Callable[[Flows], Histogram], alpha: float) -> Estimate | None:
-    return p95_change([of(f) for f in ours.batches], [of(f) for f in theirs.batches], alpha)
+def _p95(ours: _Side, theirs: _Side, of: Callable[[Flows], Histogram]) -> Callable[[float], Estimate | None]:
+    return p95_change([of(f) for f in ours.batches], [of(f) for f in theirs.batches])
 
 
 def _mean(ours: _Side, theirs: _Side, of: Callable[[Flows], Histogram], alpha: float) -> Estimate | None:

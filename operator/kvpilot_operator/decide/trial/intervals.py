@@ -15,7 +15,7 @@ a p95's is never taken to be less than that of independent requests.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import NormalDist
@@ -35,24 +35,29 @@ class Estimate:
     high: float
 
 
-def p95_change(ours: Sequence[Histogram], theirs: Sequence[Histogram], alpha: float) -> Estimate | None:
-    """Log ratio of two p95s from the slices of both windows; None where one lies above every bucket.
+def p95_change(ours: Sequence[Histogram], theirs: Sequence[Histogram]) -> Callable[[float], Estimate | None]:
+    """Log ratio of two p95s from the slices of both windows, by level; None where one lies above every bucket.
 
     The correlation of both sides' slices counts: load that both share at the same time is not blamed on either.
     """
     bounds = common(sum(ours, Histogram()), sum(theirs, Histogram()))
-    c, s = (_woodruff([_coarsen(h, bounds) for h in batches], alpha) for batches in (ours, theirs))
+    c, s = (_woodruff([_coarsen(h, bounds) for h in batches]) for batches in (ours, theirs))
     if c is None or s is None:
-        return None
+        return lambda _: None
     m = len(c.strays)
     shared = m / (m - 1) * sum(a * b for a, b in zip(c.strays, s.strays, strict=True))
     rho = max(-1.0, min(1.0, shared / math.sqrt(c.variance * s.variance)))
     value = c.value - s.value
-    return Estimate(
-        value,
-        value - _joined(c.value - c.low, s.high - s.value, rho),
-        value + _joined(c.high - c.value, s.value - s.low, rho),
-    )
+
+    def at(alpha: float) -> Estimate:
+        (c_low, c_high), (s_low, s_high) = c.limits(alpha), s.limits(alpha)
+        return Estimate(
+            value,
+            value - _joined(c.value - c_low, s_high - s.value, rho),
+            value + _joined(c_high - c.value, s.value - s_low, rho),
+        )
+
+    return at
 
 
 def ratio_change(
@@ -125,13 +130,18 @@ def student(level: float, freedom: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Woodruff:
-    """Log of one side's p95 with one-sided limits, and what its batches' shares above it stray by."""
+    """Log of one side's p95, and what its batches' shares above it stray by."""
 
+    total: Histogram
     value: float
-    low: float
-    high: float
     strays: tuple[float, ...]
     variance: float
+
+    def limits(self, alpha: float) -> tuple[float, float]:
+        """One-sided ones, likewise as logs."""
+        half = student(1 - alpha, len(self.strays) - 1) * math.sqrt(self.variance)
+        low = log_quantile(self.total, QUANTILE - half) if half < QUANTILE else -math.inf
+        return low, log_quantile(self.total, QUANTILE + half) if QUANTILE + half < 1 else math.inf
 
 
 def _joined(a: float, b: float, rho: float) -> float:
@@ -140,7 +150,7 @@ def _joined(a: float, b: float, rho: float) -> float:
     return math.sqrt(max(0.0, a * a + b * b - 2 * rho * a * b))
 
 
-def _woodruff(batches: Sequence[Histogram], alpha: float) -> _Woodruff | None:
+def _woodruff(batches: Sequence[Histogram]) -> _Woodruff | None:
     """None where the p95 lies above every bucket."""
     total = sum(batches, Histogram())
     n, m = total.count, len(batches)
@@ -149,10 +159,7 @@ def _woodruff(batches: Sequence[Histogram], alpha: float) -> _Woodruff | None:
         return None
     strays = tuple((_share_above(h, value) - (1 - QUANTILE)) * h.count / n for h in batches)
     variance = max(m / (m - 1) * sum(e * e for e in strays), QUANTILE * (1 - QUANTILE) / n)
-    half = student(1 - alpha, m - 1) * math.sqrt(variance)
-    low = log_quantile(total, QUANTILE - half) if half < QUANTILE else -math.inf
-    high = log_quantile(total, QUANTILE + half) if QUANTILE + half < 1 else math.inf
-    return _Woodruff(value, low, high, strays, variance)
+    return _Woodruff(total, value, strays, variance)
 
 
 def _share_above(h: Histogram, log_value: float) -> float:
