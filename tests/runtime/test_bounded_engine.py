@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
-from kvpilot_localcluster.engines.real import engine
 from kvpilot_runtime.retention import SinksAndWindow
 from support.bounded_engine import Asked, Told, serve
 from support.engines_in_turn import refused
+from support.forked_serve import engine
 from support.oracle import SLACK, Oracle
 
 pytestmark = pytest.mark.timeout(3600)

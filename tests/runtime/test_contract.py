@@ -22,6 +22,7 @@ from kvpilot_localcluster.engines.real import engine
 from kvpilot_runtime import compat, contract, hooks, plugin
 from kvpilot_runtime.contract import Broken, Need, Part
 from kvpilot_runtime.errors import UnsupportedEngineError
+from support import forked_serve
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -210,21 +211,24 @@ def another_vllm(folder: Path, version: str, plugin_source: str = "") -> dict[st
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], str]]:
     """What two engines of a version to come answered, and their logs: one as ours, and one with keys for values."""
 
-    def run(name: str, source: str, more: dict[str, str]) -> tuple[list[int], str]:
+    def run(name: str, start: Any, source: str, more: dict[str, str]) -> tuple[list[int], str]:
         folder = tmp_path_factory.mktemp(name)
         env = another_vllm(folder / "site", AHEAD, source) | more
         small = ("--kv-cache-memory-bytes=16M", "--max-model-len=256", "--num-gpu-blocks-override=20")
         answer: list[int] = []
         try:
-            with engine(tiny_llama(), "k4v4", folder, *small, env=env) as running:
+            with start(tiny_llama(), "k4v4", folder, *small, env=env) as running:
                 answer = running.tokens([5, 6, 7], 4)
         except RuntimeError:  # it ended by itself; the log says why
             pass
         (log,) = folder.glob("*.log")
         return answer, log.read_text(errors="replace")
 
-    # The one that serves has several processes, as vLLM has by default.
-    asked = {"served": ("", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}), "swapped": (SWAPS, {})}
+    # The one that serves has several processes, as vLLM has by default, and each imports it anew.
+    asked: dict[str, tuple[Any, str, dict[str, str]]] = {
+        "served": (engine, "", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
+        "swapped": (forked_serve.engine, SWAPS, {}),
+    }
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
         patch.delenv(contract.TOLD, raising=False)  # left by a plugin that an earlier test registered
         return dict(zip(asked, pool.map(lambda name: run(name, *asked[name]), asked), strict=True))

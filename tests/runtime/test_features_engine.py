@@ -18,8 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvpilot_demo.models import tiny_llama
-from kvpilot_localcluster.engines.real import HANGS, engine
+from kvpilot_localcluster.engines.real import HANGS
 from kvpilot_operator.render.engine import pod_template
+from support.forked_serve import engine
 from support.oracle import SLACK, Oracle
 from support.services import manifest, spec_of
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvpilot_kernels.models import Architecture, Kind, read
+from support.own_process import ask
 
 ROOT = Path(__file__).parents[2]
 CORPUS = json.loads((ROOT / "docs" / "models.json").read_text())["models"]
@@ -33,10 +32,7 @@ def built(entries: list[dict[str, Any]]) -> dict[str, Any]:
         entry["model"]: (entry["config"], {"disable_sliding_window": read(entry["config"]).idle_window})
         for entry in entries
     }
-    command = [sys.executable, str(ROOT / "tests" / "support" / "vllm_specs.py")]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=1800, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = ask("support.vllm_specs", asked)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.own_environment import Asked, Told, serve
-from support.own_process import QUIET, ask, run
+from support.own_process import QUIET, address, ask, begin, run, status
 
 pytestmark = pytest.mark.timeout(1800)
 HANGS = 900
@@ -25,6 +26,22 @@ def alive(number: int) -> bool:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def numbers(file: Path) -> tuple[int, ...]:
+    """Of a process that waits, and of the one that it has spawned, as soon as they are told."""
+    deadline = time.monotonic() + HANGS
+    while not (file.exists() and file.read_text().endswith("\n")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return tuple(map(int, file.read_text().split()))
+
+
+def gone(*processes: int) -> None:
+    deadline = time.monotonic() + HANGS
+    while any(map(alive, processes)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_each_process_is_as_if_it_were_the_only_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,6 +57,7 @@ def test_each_process_is_as_if_it_were_the_only_one(tmp_path: Path, monkeypatch:
     third = Told(**json.loads(alone.stdout.splitlines()[-1]))
     assert replace(second, number=third.number, asker=third.asker) == third
     assert second.folder == str(tmp_path)
+    assert second.spawned[0]["KVPILOT_MESS"] == "1"
     assert first.environment["KVPILOT_RECENT_TOKENS"] == "64"
     assert "KVPILOT_CALIBRATION" not in first.environment
 
@@ -52,19 +70,28 @@ def test_an_error_ends_with_its_own_status_and_words() -> None:
         ask("support.no_such_module", Asked())
 
 
+def test_a_signal_ends_a_process_with_all_that_it_started_and_so_does_an_asker_that_goes(tmp_path: Path) -> None:
+    for i, sent in enumerate((True, False)):
+        file, question = tmp_path / f"numbers-{i}", tmp_path / f"question-{i}"
+        question.write_text(json.dumps(asdict(Asked(str(file)))))
+        with question.open() as stdin:
+            told = begin(address(), "support.own_environment", [], os.environ, [stdin.fileno(), 1, 2])
+        waiting = numbers(file)
+        assert len(waiting) == 2
+        assert all(map(alive, waiting))
+        if sent:
+            told.sendall(bytes([signal.SIGTERM]))
+            assert status(told) == -signal.SIGTERM
+        told.close()
+        gone(*waiting)
+
+
 def test_who_answers_does_not_outlive_an_asker_that_is_killed(tmp_path: Path) -> None:
-    file = tmp_path / "number"
+    file = tmp_path / "numbers"
     words = "import sys; from support.own_environment import serve; serve(sys.argv[1])"
     command = [sys.executable, "-P", "-c", words, str(file)]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}) as asker:
-        deadline = time.monotonic() + HANGS
-        while not (file.exists() and file.read_text().endswith("\n")):
-            assert asker.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        number = int(file.read_text())
-        server = int(Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[1])
+        waiting = numbers(file)
+        server = int(Path(f"/proc/{waiting[0]}/stat").read_text().rpartition(")")[2].split()[1])
         asker.kill()
-    while alive(number) or alive(server):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    gone(*waiting, server)

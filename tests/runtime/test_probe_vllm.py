@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvpilot_demo.models import smollm2_135m, tiny_llama
-from kvpilot_localcluster.engines.real import HANGS, engine
+from kvpilot_localcluster.engines.real import HANGS
 from kvpilot_operator.gate import command
 from kvpilot_operator.mesh import Identity
 from kvpilot_operator.probes import codec, packs
@@ -27,6 +27,7 @@ from kvpilot_operator.probes.run import capture, control, measure
 from kvpilot_operator.probes.session import GiveWay, Settings
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.state.snapshot import ServiceKey
+from support.forked_serve import engine
 from support.meshed import Mesh, sidecar
 from support.scrape_loop import ignore, scraping
 

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama, tiny_qwen3
-from kvpilot_localcluster.engines.real import Engine, engine
+from kvpilot_localcluster.engines.real import Engine
 from support.engines_in_turn import Answered, Turn, serve
+from support.forked_serve import engine
 from support.oracle import SLACK, Oracle
 
 pytestmark = pytest.mark.timeout(3600)

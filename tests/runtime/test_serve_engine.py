@@ -17,6 +17,7 @@ from kvpilot_operator.observe.page import parse_page
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.state.snapshot import ModelFacts
 from kvpilot_runtime import calibration_info
+from support import forked_serve
 from support.engines_in_turn import Turn, serve
 
 pytestmark = pytest.mark.timeout(1800)
@@ -27,7 +28,7 @@ LONG = ("--kv-cache-memory-bytes=64M", "--max-model-len=4096", "--max-num-batche
 
 def capacity(model: Path, dtype: str, folder: Path, *arguments: str) -> int:
     """Tokens that the engine says its KV cache holds."""
-    with engine(model, dtype, folder, *arguments) as running:
+    with forked_serve.engine(model, dtype, folder, *arguments) as running:
         labels = running.cache_config()
         assert labels["cache_dtype"] == dtype
         return int(labels["kv_cache_size_tokens"])

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
 import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
 
 from support.own_process import ask
+from support.vllm_forks import IMPORTED
 
 
 @dataclass
 class Asked:
-    """`waits`: the answer never comes; its process writes its number to a file first."""
+    """`waits`: the answer never comes; numbers of its process and of one that it has spawned go to a file first."""
 
     waits: str = ""
 
 
 @dataclass
 class Told:
-    """Its environment and folder; modules of ours that are there at its start; whether another's mess is there."""
+    """Its environment and folder; modules of ours that are there at its start; whether another's mess is there.
+
+    `spawned`: the same of a process that it spawns after its own mess.
+    """
 
     environment: dict[str, str]
     folder: str
@@ -30,6 +37,7 @@ class Told:
     mess: bool
     number: int
     asker: int
+    spawned: list[Any]
 
 
 def serve(waits: str = "", **environment: str) -> Told:
@@ -40,20 +48,37 @@ def serve(waits: str = "", **environment: str) -> Told:
 def main() -> None:
     """Answer stdin."""
     asked = Asked(**json.load(sys.stdin))
+    spawn = multiprocessing.get_context("spawn")
     if asked.waits:
-        Path(asked.waits).write_text(f"{os.getpid()}\n")
+        other = spawn.Process(target=time.sleep, args=(100_000,))
+        other.start()
+        Path(asked.waits).write_text(f"{os.getpid()} {other.pid}\n")
         time.sleep(100_000)
-    ours = [name for name in sys.modules if name.startswith("kvpilot_")]
-    import vllm.entrypoints.llm
-    import vllm.envs
-
-    there: dict[str, Any] = vars(vllm.envs)
-    told = Told(dict(os.environ), str(Path.cwd()), ours, "KVPILOT_MESS" in there, os.getpid(), os.getppid())
+    ours = _ours()
+    for module in IMPORTED:
+        importlib.import_module(module)
+    there: dict[str, Any] = vars(sys.modules["vllm.envs"])
+    before, mess = dict(os.environ), "KVPILOT_MESS" in there
     there["KVPILOT_MESS"] = os.environ["KVPILOT_MESS"] = "1"
     import kvpilot_runtime.plugin
 
+    answers: SimpleQueue[list[Any]] = spawn.SimpleQueue()
+    other = spawn.Process(target=_say, args=(answers,))
+    other.start()
+    spawned = answers.get()
+    other.join()
     kvpilot_runtime.plugin.register()
+    told = Told(before, str(Path.cwd()), ours, mess, os.getpid(), os.getppid(), [*spawned, other.exitcode])
     print(json.dumps(asdict(told)), flush=True)
+
+
+def _ours() -> list[str]:
+    return [name for name in sys.modules if name.startswith("kvpilot_")]
+
+
+def _say(answers: SimpleQueue[list[Any]]) -> None:
+    there = vars(sys.modules["vllm.envs"]) if "vllm.envs" in sys.modules else {}
+    answers.put([dict(os.environ), str(Path.cwd()), _ours(), "KVPILOT_MESS" in there])
 
 
 if __name__ == "__main__":

@@ -1,23 +1,18 @@
 """vLLM's own KV-cache specs of models that are a config.json alone: built without weights, on torch's meta device.
 
-A process of its own, for it takes vLLM seconds to load and it keeps what it builds::
-
-    python vllm_specs.py < '{"NAME": [CONFIG, {"disable_sliding_window": true}], ...}'
-        > '{"NAME": {"groups": [...], "shared": 0} or {"failed": "why"}, ...}'
+Asked by `support.own_process`, for vLLM keeps what it builds: `{"NAME": [CONFIG, {"disable_sliding_window": true}],
+...}`, which is answered by `{"NAME": {"groups": [...], "shared": 0} or {"failed": "why"}, ...}`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
-
-os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "critical"}
 
 
 def main() -> None:

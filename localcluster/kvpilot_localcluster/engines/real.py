@@ -58,12 +58,12 @@ class Engine:
 
 @contextmanager
 def engine(
-    model: Path, dtype: str, folder: Path, *arguments: str, env: Mapping[str, str] | None = None
+    model: Path, dtype: str, folder: Path, *arguments: str, env: Mapping[str, str] | None = None, serve: str = SERVE
 ) -> Iterator[Engine]:
-    """Run kvpilot-serve with this KV-cache dtype on a free port until the block ends."""
+    """Run kvpilot-serve, this program, with this KV-cache dtype on a free port until the block ends."""
     port = free_port()
     log = folder / f"{dtype}-{port}.log"
-    command = [SERVE, f"--model={model}", "--served-model-name=m", f"--kv-cache-dtype={dtype}", f"--port={port}"]
+    command = [serve, f"--model={model}", "--served-model-name=m", f"--kv-cache-dtype={dtype}", f"--port={port}"]
     command += ["--max-model-len=2048", "--enforce-eager", *arguments]
     with process_group(command, log, {"KVPILOT_SERVE_HOST": "127.0.0.1", **(env or {})}) as process:
         running = Engine(f"http://127.0.0.1:{port}", process, log)

@@ -1,0 +1,81 @@
+"""`kvpilot-serve` as it is, but for the vLLM that it becomes: that is forked from a process that has imported it.
+
+`python -P -m support.forked_serve ADDRESS ARGUMENTS...`: the process stays, passes signals on, and ends as vLLM does.
+It is for tests that need engines and do not test how one starts; tests/e2e/test_demo.py starts them as users do.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import yaml
+
+from kvpilot_localcluster.engines import real
+from kvpilot_localcluster.images import DEFAULT_TABLE
+from kvpilot_runtime import serve
+from support.own_process import QUIET, address, begin, status
+
+# vLLM's import has read these: an engine with others starts as ever.
+_READ = ("OMP_NUM_THREADS", "HF_HUB_OFFLINE")
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def engine(
+    model: Path, dtype: str, folder: Path, *arguments: str, env: Mapping[str, str] | None = None
+) -> Iterator[real.Engine]:
+    """As `kvpilot_localcluster.engines.real.engine`."""
+    with real.engine(model, dtype, folder, *arguments, env=env, serve=str(_program(folder))) as running:
+        yield running
+
+
+def images(folder: Path) -> Path:
+    """The local cluster's table of images with such engines."""
+    found = yaml.safe_load(DEFAULT_TABLE.read_text())
+    for image in found["images"]:
+        if image["entrypoint"] == ["kvpilot-serve"]:
+            image["path"].insert(0, str(_program(folder).parent))
+    table = folder / "images.yaml"
+    table.write_text(yaml.safe_dump(found))
+    return table
+
+
+def _program(folder: Path) -> Path:
+    program = folder / "bin" / "kvpilot-serve"
+    program.parent.mkdir(exist_ok=True)
+    command = shlex.join([sys.executable, "-P", "-m", "support.forked_serve", address()])
+    program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
+def _become(where: str, program: str, command: list[str], environment: dict[str, str]) -> NoReturn:
+    """Stands for os.execve."""
+    if any(environment.get(name) != QUIET[name] for name in _READ):
+        _execve(program, command, environment)
+    assert command[:3] == [sys.executable, "-P", "-m"]
+    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    with begin(where, command[3], command[4:], environment, [0, 1, 2]) as told:
+        for one in _PASSED_ON:
+            signal.signal(one, lambda number, _: told.sendall(bytes([number])))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+        code = status(told)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+_execve = os.execve
+
+if __name__ == "__main__":
+    vars(os)["execve"] = partial(_become, sys.argv[1])
+    sys.exit(serve.main(sys.argv[2:]))

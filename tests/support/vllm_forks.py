@@ -1,0 +1,189 @@
+"""A process that has imported vLLM and becomes a new one for whoever asks, by fork(): no engine has to import it anew.
+
+`python -m support.vllm_forks FD`, where FD is a socket that listens. Who asks sends four files, a question in JSON
+(see `become`) and the new process's stdin, stdout and stderr; any byte that follows is a signal for that process. The
+answer is its exit status, once it has ended. What it starts by `spawn` is forked, too, from a process as it was itself
+in the beginning. Nothing of kvpilot is imported before the environment of a question is there, and nothing that a
+question does is seen by the next. Nothing outlives who asked for it, nor who holds this process's stdin open.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing import context, forkserver, resource_tracker, spawn
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+# What `vllm serve` and `vllm.LLM` load before they know what to serve; each takes what it has imported itself.
+IMPORTED = (
+    "vllm.entrypoints.llm", "vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.serve", "vllm.v1.engine.core",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Answer until stdin is closed."""
+    before = dict(os.environ)
+    for module in IMPORTED:
+        importlib.import_module(module)
+    own = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    gc.collect()
+    gc.freeze()  # so that a collection in a child copies no page of what is here
+    parent = os.getpid()
+    with socket.socket(fileno=int(sys.argv[1])) as listener:
+        folder = Path(listener.getsockname()).parent
+        question = answer_all(listener)
+    become(own, folder, parent, **question)
+
+
+def answer_all(listener: socket.socket) -> dict[str, Any]:
+    """Fork for each who asks. Returns in the child alone, with what it was asked."""
+    running: dict[socket.socket, tuple[int, int]] = {}  # who asks: its process, and what can be read once that ended
+    while True:
+        ends = {ended: asker for asker, (_, ended) in running.items()}
+        sources: list[Any] = [0, listener, *ends, *running]
+        ready = select.select(sources, [], [])[0]
+        if 0 in ready:
+            rmtree(Path(listener.getsockname()).parent, ignore_errors=True)
+            os._exit(0)  # what it has forked is killed by the kernel with it
+        for one in ready:
+            if one is listener:
+                asker = listener.accept()[0]
+                if not (files := socket.recv_fds(asker, 1, 4)[1]):
+                    asker.close()
+                elif pid := os.fork():
+                    with suppress(OSError):  # it does so itself, too, and may have ended
+                        os.setpgid(pid, pid)
+                    running[asker] = (pid, os.pidfd_open(pid))
+                    _close(files)
+                else:
+                    os.setpgid(0, 0)
+                    for other in (asker, *running):
+                        other.close()
+                    _close([ended for _, ended in running.values()])
+                    return _take(files)
+            elif one in ends and ends[one] in running:
+                asker = ends[one]
+                pid = running.pop(asker)[0]
+                _kill(pid)  # what it has left behind
+                with suppress(OSError):
+                    asker.sendall(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+                asker.close()
+                os.close(one)
+            elif one in running:
+                try:
+                    said = one.recv(1)
+                except ConnectionError:
+                    said = b""
+                pid, ended = running[one]
+                if said:
+                    os.kill(pid, said[0])
+                else:  # nobody waits for it any more
+                    _kill(pid)
+                    os.waitpid(pid, 0)
+                    del running[one]
+                    one.close()
+                    os.close(ended)
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
+def _take(files: list[int]) -> dict[str, Any]:
+    """The question; the other files become this process's own."""
+    about, *streams = files
+    with os.fdopen(about) as text:
+        question: dict[str, Any] = json.load(text)
+    for number, file in enumerate(streams):
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdin = os.fdopen(0)
+    return question
+
+
+def become(
+    own: dict[str, str], sockets: Path, parent: int,
+    module: str, arguments: list[str], where: str, environment: dict[str, str],
+) -> None:  # fmt: skip
+    """Be `python -P -m module ARGUMENTS`, as if started so in this folder.
+
+    Args:
+        own: what vLLM's import sets by itself. sockets: a folder that none but this user reads.
+    """
+    _die_with(parent)
+    os.chdir(where)
+    os.environ.clear()
+    os.environ.update({**environment, **own})
+    more = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [folder for folder in more if folder and folder not in sys.path]
+    fork_what_is_spawned(sockets / str(os.getpid()))
+    found = importlib.import_module(module)
+    sys.argv = [str(found.__file__), *arguments]
+    found.main()
+
+
+def fork_what_is_spawned(address: Path) -> None:
+    """Let `spawn` fork processes from one that is now as this one, by the standard library's fork server.
+
+    Unlike there they have the environment that the process which starts them has at that time, as `spawn` gives it.
+    """
+    described, prepared = spawn.get_preparation_data, spawn.prepare
+    server: Any = forkserver._forkserver
+    contexts: Any = context._concrete_contexts  # type: ignore[attr-defined]
+    parent = os.getpid()
+
+    def describe(name: str) -> dict[str, Any]:
+        return {**described(name), "environment": dict(os.environ)}
+
+    def prepare(data: Mapping[str, Any]) -> None:
+        _die_with(parent)
+        os.environ.clear()
+        os.environ.update(data["environment"])
+        prepared(data)
+
+    spawn.get_preparation_data, spawn.prepare = describe, prepare
+    contexts["spawn"] = contexts["forkserver"]
+    server.ensure_running = resource_tracker.ensure_running  # this one does, for what is forked from it, too
+    server._forkserver_address = str(address)
+    watched, server._forkserver_alive_fd = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address))
+        listener.listen()
+        if not os.fork():
+            _die_with(parent)
+            parent = os.getpid()
+            os.close(server._forkserver_alive_fd)
+            try:
+                forkserver.main(listener.detach(), watched, [])
+            finally:
+                os._exit(0)
+    os.close(watched)
+
+
+def _die_with(parent: int) -> None:
+    """Be killed when this parent ends, however it does."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
