@@ -20,6 +20,7 @@ from kubernetes.aio.client import ApiClient
 from kvpilot_demo.models import cache_folder, smollm2_135m
 from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.cluster import LocalCluster
+from kvpilot_localcluster.images import DEFAULT_TABLE
 from kvpilot_localcluster.pod import LOGS_ANNOTATION
 from kvpilot_localcluster.rest import Rest
 from kvpilot_operator.cluster.client import Cluster
@@ -71,9 +72,9 @@ class World:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def up(cls, folder: Path, report: Report) -> AsyncIterator[World]:
-        """Build what is missing, start everything, and take it all down again at the end."""
-        local = await asyncio.to_thread(LocalCluster, folder, report=report)
+    async def up(cls, folder: Path, report: Report, table: Path = DEFAULT_TABLE) -> AsyncIterator[World]:
+        """Build what is missing, start everything, and take it all down again at the end; `table` is that of images."""
+        local = await asyncio.to_thread(LocalCluster, folder, table=table, report=report)
         await asyncio.to_thread(smollm2_135m, report)
         try:
             report("control plane and node", 0.0)

@@ -15,6 +15,7 @@ from kvpilot_demo.models import tiny_llama
 from kvpilot_demo.world import World
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.render.names import API_VERSION, KIND, REVISION_LABEL
+from support import forked_serve
 from support.gateway import API, ROUTE_CRD, Gateway
 
 pytestmark = [pytest.mark.timeout(3600), pytest.mark.asyncio(loop_scope="module")]
@@ -38,7 +39,8 @@ PATIENT = {
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory):
     tiny_llama()
-    async with World.up(tmp_path_factory.mktemp("pilot"), lambda label, fraction: None) as running:
+    folder = tmp_path_factory.mktemp("pilot")
+    async with World.up(folder, lambda label, fraction: None, forked_serve.images(folder)) as running:
         capacity = {"capacity": {SLOT: "3"}, "allocatable": {SLOT: "3"}}
         await asyncio.to_thread(running.rest.merge, "/api/v1/nodes/local/status", {"status": capacity})
         yield running

@@ -15,6 +15,7 @@ from kvpilot_demo.models import tiny_llama
 from kvpilot_demo.world import World
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.render.names import API_VERSION, KIND
+from support import forked_serve
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.asyncio(loop_scope="module")]
 NAMESPACES = ("team-a", "team-b")
@@ -25,7 +26,8 @@ HANGS = 600
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory):
     tiny_llama()
-    async with World.up(tmp_path_factory.mktemp("bad-input"), lambda label, fraction: None) as running:
+    folder = tmp_path_factory.mktemp("bad-input")
+    async with World.up(folder, lambda label, fraction: None, forked_serve.images(folder)) as running:
         for name in NAMESPACES:
             await asyncio.to_thread(running.rest.create, "/api/v1/namespaces", {"metadata": {"name": name}})
         for name in NAMESPACES:
