@@ -95,7 +95,8 @@ def situations(draw, kinds=WORKLOADS):
             for d in draw(st.lists(st.sampled_from(dtypes), max_size=2, unique=True))
         ),
         dtype_changed=draw(TIMES), replicas_changed=draw(TIMES), rolled_back=draw(TIMES),
-        busy=draw(st.sampled_from([None, None, "busy"])), no_canary=draw(st.sampled_from([None, None, "paused"])),
+        busy=draw(st.sampled_from([None, None, "busy"])), yields=draw(st.booleans()),
+        no_canary=draw(st.sampled_from([None, None, "paused"])),
     )  # fmt: skip
 
 
@@ -133,13 +134,21 @@ def test_no_dtype_changes_inside_the_dwell_while_paused_or_beside_another_step(s
 
 @given(situations())
 @settings(max_examples=200)
+def test_beside_a_trial_replicas_alone_are_taken_and_only_in_a_surge_that_it_gives_way_to(s):
+    s = replace(s, busy="busy")
+    chosen = choose_step(s).chosen
+    assert chosen.action == "Stay" or (chosen.action == "ScaleOut" and s.yields and s.workload.surge is not None)
+
+
+@given(situations())
+@settings(max_examples=200)
 def test_replicas_are_only_ever_chosen_by_their_owner_and_within_the_limits(s):
     chosen, scaling = choose_step(s).chosen, s.spec.scaling
     if chosen.action == "ScaleOut":
         assert scaling.mode == "Operator"
         assert s.replicas < chosen.replicas <= scaling.max_replicas
         assert s.ready >= s.replicas or (s.loading and s.workload.surge is not None)
-        assert chosen.replicas <= 2 * max(1, s.replicas)
+        assert chosen.replicas <= max(2 * s.replicas, s.replicas + (4 if s.workload.surge else 1))
     if chosen.action == "ScaleIn":
         assert scaling.mode == "Operator"
         known = any(k.dtype == s.dtype and k.computed_prompt is not None for k in s.saturations)

@@ -68,6 +68,12 @@ def test_requests_that_stopped_piling_up_are_no_surge():
     assert find(scrapes([10.0] * 10 + [330.0] * 10), PRESSURE, (TTFT,)) is None
 
 
+def test_what_is_late_while_a_queue_drains_is_no_surge():
+    late, draining = took((0.4, 90), (8.0, 10)), [330.0] * 17 + [240.0, 120.0, 30.0]
+    assert find(scrapes(CALM, ttft=late), PRESSURE, (TTFT,)) is not None
+    assert find(scrapes(draining, ttft=late), PRESSURE, (TTFT,)) is None
+
+
 def test_what_comes_is_extrapolated_by_its_growth():
     surge = find(scrapes(RISING), PRESSURE, (TTFT,))
     # 320 more in hand in 45 s and 5 a second finished: 12.1 a second, 7.1 above what came before; in 300 s it is more.
@@ -113,10 +119,15 @@ def surging(replicas=1, **changes):
     return policy_input(w, spec=spec(scaling={"maxReplicas": 8}))
 
 
-def test_a_surge_is_answered_with_replicas_for_what_comes_at_most_twice_as_many_at_once():
-    assert step(choose_step(surging(1))) == ("ScaleOut", "auto", 2)
+def test_a_surge_is_answered_with_replicas_for_what_comes_at_most_four_more_or_twice_as_many_at_once():
+    assert step(choose_step(surging(1))) == ("ScaleOut", "auto", 4)
     assert step(choose_step(surging(3))) == ("ScaleOut", "auto", 4)
     assert choose_step(surging(3)).reason == "Surge"
+    flood = replace(SURGE, arrivals=1000.0)
+    for replicas, most in ((1, 5), (3, 7), (6, 12)):
+        s = surging(replicas)
+        s = replace(s, spec=spec(scaling={"maxReplicas": 20}), workload=replace(s.workload, surge=flood))
+        assert step(choose_step(s)) == ("ScaleOut", "auto", most)
 
 
 def test_memory_that_binds_in_a_surge_is_answered_with_replicas_too():
@@ -139,6 +150,13 @@ def test_a_surge_beside_a_canary_waits_for_it():
     assert choose_step(replace(surging(3), busy="k4v4 is on trial")).reason == "Busy"
 
 
+def test_a_trial_that_gives_way_holds_no_surge_back_and_anything_else_as_before():
+    busy = replace(surging(3), busy="k4v4 is on trial", yields=True)
+    assert step(choose_step(busy)) == ("ScaleOut", "auto", 4)
+    assert choose_step(replace(busy, replicas=4, ready=4)).reason == "Busy"
+    assert choose_step(replace(busy, workload=replace(busy.workload, surge=None, kind="ComputeBound"))).reason == "Busy"
+
+
 def test_a_surge_at_max_replicas_says_so_and_holds_nothing():
     ruling = choose_step(replace(surging(8)))
     assert (ruling.chosen.action, ruling.hold) == ("Stay", None)
@@ -150,6 +168,13 @@ def test_a_surge_lowers_no_rate_that_is_known_of_requests_like_these():
     w = workload("Relaxed", surge=SURGE, best_requests_per_second=1.0, mean_prompt=100.0, mean_generation=100.0)
     assert learned(known, w, "auto")[0].requests_per_hour == 36_000
     assert learned(known, replace(w, surge=None), "auto")[0].requests_per_hour == 3600
+
+
+def test_a_surge_does_not_forget_that_memory_ran_out():
+    known = (Saturation(dtype="auto", requests_per_hour=3600, mean_prompt=100, mean_generation=100, memory=True),)
+    w = workload("Relaxed", surge=SURGE, best_requests_per_second=2.0, mean_prompt=100.0, mean_generation=100.0)
+    (seen,) = learned(known, replace(w, objectives=(Measured(TTFT, "Held", 1.0),)), "auto")
+    assert (seen.requests_per_hour, seen.memory) == (7200, True)
 
 
 def test_what_gives_replicas_back_faster_is_learnt_only_beside_objectives():

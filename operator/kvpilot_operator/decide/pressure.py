@@ -72,6 +72,7 @@ def policy_input(c: Context) -> PolicyInput:
         scale_in_backoff=known.scale_in_backoff,
         rolled_back=last.stage_time if last is not None and undone else None,
         busy=_busy(c),
+        yields=_yields(c),
         no_canary=_no_canary(c),
     )
 
@@ -99,6 +100,15 @@ def _busy(c: Context) -> str | None:
     if _serving(c) != c.stable.revision:
         return "traffic is moving to another revision"
     return None
+
+
+def _yields(c: Context) -> bool:
+    """Whether the trial gives way to a surge: of a dtype that was chosen for room, and without traffic so far."""
+    trial = c.canary
+    if trial is None or trial.stage not in (Stage.STARTING, Stage.PROBING, Stage.ROLLING_BACK):
+        return False
+    chosen = c.spec.kv_cache.mode == "Auto" and trial.dtype != trial.from_dtype
+    return chosen and trial.reason != Reason.ACCURACY_DRIFTED and not c.spec.rollout.paused
 
 
 def _no_canary(c: Context) -> str | None:

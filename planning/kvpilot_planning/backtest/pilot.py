@@ -86,7 +86,13 @@ class Pilot:
     backoff: ScaleInBackoff | None = None
 
     def rule(
-        self, samples: Sequence[Sample], now: datetime, replicas: int, ready: int, busy: str | None
+        self,
+        samples: Sequence[Sample],
+        now: datetime,
+        replicas: int,
+        ready: int,
+        busy: str | None,
+        yields: bool = False,
     ) -> tuple[PolicyDecision, Workload]:
         """One decision of the operator's code over the window."""
         workload = classify(
@@ -99,6 +105,7 @@ class Pilot:
                 now=now, spec=self.spec, workload=workload, dtype=self.dtype, replicas=replicas, ready=ready,
                 node=self.node, model=self.model, saturations=self.saturations, dtype_changed=self.dtype_changed,
                 replicas_changed=self.replicas_changed, scale_in_backoff=self.backoff, busy=busy,
+                yields=yields,
             )
         )  # fmt: skip
         self.was_bound = workload.kind == "MemoryBound"

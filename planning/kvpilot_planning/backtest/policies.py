@@ -109,10 +109,15 @@ class Piloted:
             self._roll(service)
         ready = len(service.ready(self.pilot.dtype))
         busy = "a canary is in flight" if self.canary is not None else None
-        ruling, _ = self.pilot.rule(tuple(self.samples), now, self.replicas, ready, busy)
+        # Once its probes have passed it is promoted at once here.
+        yields = self.canary is not None and self.canary not in service.serving
+        ruling, _ = self.pilot.rule(tuple(self.samples), now, self.replicas, ready, busy, yields)
         chosen = ruling.chosen
         if chosen.action == "Stay":
             return
+        if self.canary is not None:
+            service.scale(self.canary, 0)
+            self.canary = None
         self.journal.append(
             f"{service.now / 3600:.2f} h {ruling.reason}: {chosen.action} {chosen.dtype} "
             f"{chosen.replicas} replicas: {ruling.message}"

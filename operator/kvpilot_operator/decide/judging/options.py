@@ -21,6 +21,8 @@ from kvpilot_operator.state.status import MAX_OPTIONS, Option
 
 # One step out at most doubles the replicas: the demand of a moment is an estimate.
 _MOST_GROWTH = 2
+# Or so many more where the load runs away, as an autoscaler may: what comes too late in a burst helps nobody.
+_QUICK = 4
 # Prompts that a replica may have in hand on average after one has left. They grow faster than the load, and one at all
 # moments is the most that an engine can serve (Little's law; docs/pilot.md).
 _MOST_PROMPTS = 0.6
@@ -76,8 +78,9 @@ def up(s: PolicyInput) -> list[Weighed]:
 
 
 def out(s: PolicyInput) -> Weighed:
-    """As many replicas more as the demand needs, at most twice as many as now."""
-    wanted = min(max(s.replicas + 1, needed(s)), max(s.replicas, 1) * _MOST_GROWTH)
+    """As many replicas more as the demand needs, at most twice as many as now, or in a surge four more."""
+    most = max(s.replicas * _MOST_GROWTH, s.replicas + (_QUICK if s.workload.surge else 1))
+    wanted = min(max(s.replicas + 1, needed(s)), most)
     replicas = max(s.replicas + 1, min(s.spec.scaling.max_replicas, wanted))
     tokens = int(s.workload.capacity_per_pod * replicas)
     use, limit = percent(s.workload.demand_tokens, tokens), s.spec.kv_cache.pressure.high_percent

@@ -49,9 +49,9 @@ def choose_step(s: PolicyInput) -> PolicyDecision:
     """Weigh every step of one service at one moment; total."""
     kind, surge = s.workload.kind, s.workload.surge is not None
     more = surge and options.needed(s) > s.replicas and options.out(s).open
-    if s.busy is not None:
+    if s.busy is not None and not (s.yields and more):
         return _stay(s, "Busy", s.busy)
-    if s.loading and more:
+    if more:
         return _relieve(s)
     if s.loading and (surge or s.workload.missed or kind not in (WorkloadKind.NO_METRICS, WorkloadKind.WARMING)):
         return _stay(s, "ReplicasLoading", _answering(s))

@@ -48,6 +48,8 @@ class PolicyInput:
     """When the last canary was rolled back, whatever for but a change of the spec."""
     busy: str | None = None
     """Why no step at all may begin now: a canary is in flight, nothing serves yet."""
+    yields: bool = False
+    """Whether what is busy is the trial of another dtype, which ends where the load runs away."""
     no_canary: str | None = None
     """Why no dtype change may begin now: paused by the user, or probes that cannot be used."""
     gpu_hour_micros: int | None = None

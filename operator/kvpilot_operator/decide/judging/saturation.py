@@ -55,8 +55,9 @@ def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Satur
         memory=(w.memory or None) if w.objectives else None,
     )
     before = next((k for k in known if k.dtype == dtype), None)
-    if w.surge and before and before.requests_per_hour > seen.requests_per_hour and _alike(before, seen):
-        seen = msgspec.structs.replace(before, memory=seen.memory)
+    if w.surge and before and _alike(before, seen):
+        more = max(before, seen, key=lambda k: k.requests_per_hour)
+        seen = msgspec.structs.replace(more, memory=seen.memory or before.memory)
     return (seen, *(k for k in known if k.dtype != dtype))[:MAX_SATURATIONS]
 
 

@@ -60,6 +60,8 @@ def find(samples: Sequence[Sample], pressure: Pressure, objectives: Sequence[Obj
     now, before = _Rates.of(window), _Rates.of(samples[:at])
     if now is None:
         return None
+    if _drains(window):
+        return None
     why = _late([s.flows for s in window], objectives, seconds) or _left_behind(window, now, pressure, objectives)
     if not why:
         return None
@@ -96,6 +98,12 @@ class _Rates:
 
 def _in_hand(s: Sample) -> float:
     return s.running + s.waiting
+
+
+def _drains(window: Sequence[Sample]) -> bool:
+    """Whether requests in hand become fewer throughout: what is late now has waited before."""
+    first, middle, last = (_in_hand(window[i]) for i in (0, len(window) // 2, -1))
+    return first > middle > last
 
 
 def _late(flows: Sequence[Flows], objectives: Sequence[Objective], seconds: float) -> str:

@@ -156,6 +156,10 @@ def _advance_canary(c: Context) -> Context:
     if c.replicas == 0 and canary.stage != Stage.PROMOTING:
         zero = "the service was scaled to 0 while the canary was on trial"
         return roll_back(c, Verdict.ERROR, Reason.SUPERSEDED, zero)
+    if c.policy.chosen.action == Action.SCALE_OUT and c.spec.kv_cache.mode == "Auto":
+        # The policy takes replicas beside a trial only in a surge, and where the trial gives way to it.
+        surge = f"the load runs away: {c.replicas} replicas come first"
+        return roll_back(c, Verdict.ERROR, Reason.SUPERSEDED, surge)
     judged = canary.verdict not in (Verdict.PENDING, Verdict.PASSED)
     if canary.stage in (Stage.STARTING, Stage.PROBING) and judged:
         return roll_back(c, canary.verdict, canary.reason, canary.message)
