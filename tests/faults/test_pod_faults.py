@@ -36,6 +36,10 @@ def on_node(pods, node):
     return next(p for p in pods if p["spec"].get("nodeName") == node and not p["metadata"].get("deletionTimestamp"))
 
 
+def is_ready(pod):
+    return any((one["type"], one["status"]) == ("Ready", "True") for one in pod["status"].get("conditions", ()))
+
+
 async def test_an_engine_that_runs_out_of_memory_comes_back_and_costs_only_its_own_requests(world):
     users = 4
     pod = (await world.pods("steady"))[0]
@@ -134,9 +138,9 @@ async def test_a_pod_that_a_kubelet_evicted_is_replaced_and_no_longer_counted(wo
         await asyncio.to_thread(world.rest.call, "PATCH", f"{path}/status", patch, content=STRATEGIC)
 
         async def replaced() -> bool:
-            return sum(one["status"].get("phase") == "Running" for one in await world.pods("pair")) == 2
+            return sum(map(is_ready, await world.pods("pair"))) == 2
 
-        await until(replaced, "a new pod runs beside the evicted one")
+        await until(replaced, "a new engine answers beside the one that is left")
         await world.until_ready("pair", 2)
         taken = time.monotonic() - began
     lies_there = await world.cluster.get("v1", "Pod", NAMESPACE, name)
