@@ -13,12 +13,14 @@ import argparse
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
 from kvpilot_kernels import formats
-from kvpilot_runtime import machine, memory, model_info, preflight, retention
+from kvpilot_runtime import compiled, machine, memory, model_info, preflight, retention
 from kvpilot_runtime.errors import PreflightError
 
 REFUSED = 78
@@ -155,7 +157,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         environment[model_info.VARIABLE] = model_info.encode(findings.config)
     if preflight.model_folder(request.model) is not None:
         environment.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder: no start waits for the hub
-    return _become_vllm(arguments, environment)
+    variables, beside = compiled.prepare(arguments, environment, partial(_say, "warning"))
+    if beside is not None:
+        subprocess.Popen(beside, stdin=subprocess.DEVNULL)
+    return _become_vllm(arguments, environment | variables)
 
 
 def _become_vllm(arguments: list[str], environment: dict[str, str]) -> NoReturn:

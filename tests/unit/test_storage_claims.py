@@ -16,6 +16,7 @@ from kvpilot_operator.errors import Conflict, Rejected
 from kvpilot_operator.render.engine import pod_template
 from kvpilot_operator.render.names import KIND
 from kvpilot_operator.render.objects import claim
+from kvpilot_runtime import compiled
 from support.memory_api import MemoryApi, Operator
 from support.services import KEY, manifest, spec_of
 
@@ -32,12 +33,36 @@ def test_without_it_pods_are_what_they_were() -> None:
     assert "affinity" not in template(weightsClaimName="models")["spec"]
 
 
+def variables(pod: dict[str, Any]) -> dict[str, str]:
+    return {one["name"]: one["value"] for one in pod["spec"]["containers"][0]["env"]}
+
+
 def test_engines_download_to_the_claim_that_is_made_as_to_one_that_was_there() -> None:
-    made, named = template(weights={"size": "100Gi"})["spec"], template(weightsClaimName="chat-weights")["spec"]
-    assert made == named
-    (volume,) = (one for one in made["volumes"] if one["name"] == "model")
+    made, named = template(weights={"size": "100Gi"}), template(weightsClaimName="chat-weights")
+    assert made["spec"]["volumes"] == named["spec"]["volumes"]
+    (volume,) = (one for one in made["spec"]["volumes"] if one["name"] == "model")
     assert volume["persistentVolumeClaim"] == {"claimName": "chat-weights"}
-    assert {"name": "HF_HOME", "value": "/models"} in made["containers"][0]["env"]
+    assert variables(named) == {"HF_HOME": "/models"}
+    assert variables(made) == {"HF_HOME": "/models", compiled.VARIABLE: "/models/kvpilot-compiled"}
+
+
+def test_what_engines_compiled_is_kept_on_their_own_claim_or_on_the_one_that_is_named_for_it_alone() -> None:
+    own = {"weights": {"size": "100Gi"}}
+    assert compiled.VARIABLE not in variables(template())
+    assert compiled.VARIABLE not in variables(template(weightsClaimName="models"))
+    for cache in ({}, own, {"weightsClaimName": "models"}):
+        pod = template(**cache, compileClaimName="code")
+        assert variables(pod)[compiled.VARIABLE] == "/compile-cache"
+        (volume,) = (one for one in pod["spec"]["volumes"] if one["name"] == "compile")
+        assert volume["persistentVolumeClaim"] == {"claimName": "code"}
+    local = spec_of(manifest(cache={"compileClaimName": "code"}, model={"source": "pvc://models/m", "servedName": "m"}))
+    assert variables(pod_template("chat", local, "auto"))[compiled.VARIABLE] == "/compile-cache"
+
+
+def test_the_user_may_turn_that_off() -> None:
+    spec = spec_of(manifest(cache={"weights": {"size": "100Gi"}}, engine={"env": [{"name": compiled.VARIABLE}]}))
+    env = pod_template("chat", spec, "auto")["spec"]["containers"][0]["env"]
+    assert [one for one in env if one["name"] == compiled.VARIABLE] == [{"name": compiled.VARIABLE, "value": ""}]
 
 
 def test_its_size_and_class_are_no_part_of_a_revision_and_its_access_is() -> None:

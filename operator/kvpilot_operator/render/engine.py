@@ -33,6 +33,8 @@ ENGINE_USER = 65532
 _WEIGHTS_PATH = "/models"
 _ADAPTERS_PATH = "/adapters"
 _COMPILE_PATH = "/compile-cache"
+# What kvpilot-serve calls the folder of archives.
+_COMPILED = "KVPILOT_COMPILED"
 
 
 def pod_template(service: str, spec: Spec, dtype: str, *, assigned_user: bool = False) -> dict[str, Any]:
@@ -234,10 +236,18 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
         env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": spec.model.token_secret_ref.as_written()}})
     if (spec.cache.weights or spec.cache.weights_claim_name) and spec.model.source.startswith("hf://"):
         env.append({"name": "HF_HOME", "value": _WEIGHTS_PATH})
-    if spec.cache.compile_claim_name:
-        env.append({"name": "VLLM_CACHE_ROOT", "value": _COMPILE_PATH})
+    compiled = _compiled(spec)
+    if compiled and all(one.name != _COMPILED for one in spec.engine.env):
+        env.append({"name": _COMPILED, "value": compiled})
     empty = {"value": ""}
     return [*env, *((empty if one.value_from is None else {}) | one.as_written() for one in spec.engine.env)]
+
+
+def _compiled(spec: Spec) -> str:
+    """Where engines keep what they compiled. Others run it, so it goes to no claim that was named for weights alone."""
+    if spec.cache.compile_claim_name:
+        return _COMPILE_PATH
+    return f"{_WEIGHTS_PATH}/kvpilot-compiled" if spec.cache.weights and spec.model.source.startswith("hf://") else ""
 
 
 def _volumes(service: str, spec: Spec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -1,0 +1,419 @@
+"""What engines compiled, kept on a claim: whole or not at all, for its own kind of engine, and in nobody's way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpilot_runtime import compiled, machine
+
+SECONDS = 900
+ARGUMENTS = ["/models/m", "--kv-cache-dtype=k4v4", "--host=0.0.0.0", "--port=8000"]
+NAMES = st.text(st.sampled_from("ab.é "), min_size=1, max_size=8).filter(lambda name: name.strip(".") and name != " ")
+TREES = st.dictionaries(st.tuples(NAMES, NAMES), st.binary(max_size=2000), max_size=6)
+
+
+def write(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def prepared(home: Path, store: object, **more: str) -> tuple[dict[str, str], list[str] | None, list[str]]:
+    """What `prepare` returns for a pod with this home, and its warnings."""
+    said: list[str] = []
+    environment = {"HOME": str(home), compiled.VARIABLE: str(store), **more}
+    variables, command = compiled.prepare(ARGUMENTS, environment, lambda reason, text: said.append(f"{reason} {text}"))
+    return variables, command, said
+
+
+@pytest.fixture
+def new_pod(tmp_path: Path) -> Callable[[], Path]:
+    """Empties the pod's home, which is at the same path in every pod."""
+
+    def made() -> Path:
+        home = tmp_path / "home"
+        if home.exists():
+            home.rename(tmp_path / f"old-{time.monotonic_ns()}")
+        home.mkdir()
+        return home
+
+    return made
+
+
+@settings(max_examples=25)
+@given(tree=TREES)
+def test_what_one_pod_compiled_is_what_the_next_one_finds(tree: dict[tuple[str, str], bytes]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        one, other, archive = Path(name, "one"), Path(name, "other"), Path(name, "claim", "compiled-1.tar")
+        for folder in (one, other, archive.parent):
+            folder.mkdir()
+        wanted = {f"{folder}-/{file}": content for (folder, file), content in tree.items() if not file.endswith(".tmp")}
+        write(one, wanted)
+        write(one, {"aot/model.17.tmp": b"half", "k/tmp.pid_17_5/kernel.cubin": b"half"})
+        write(one, {"vllm/gpu_p2p_access_cache_for_0,1.json": b"of this node"})
+        assert compiled.pack(one, archive)
+        assert compiled.unpack(archive, other, pytest.fail) is True
+        assert files(other) == wanted
+        assert [path.name for path in archive.parent.iterdir()] == [archive.name]
+
+
+def test_programs_stay_executable_and_times_stay(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    write(one, {"launcher.so": b"x"})
+    other.mkdir()
+    (one / "launcher.so").chmod(0o755)
+    os.utime(one / "launcher.so", (1000, 1000))
+    compiled.pack(one, tmp_path / "a.tar")
+    compiled.unpack(tmp_path / "a.tar", other, pytest.fail)
+    assert (other / "launcher.so").stat().st_mode & 0o777 == 0o755
+    assert (other / "launcher.so").stat().st_mtime == 1000
+
+
+def test_an_engine_compiles_into_its_pod_and_not_onto_the_claim(tmp_path: Path, new_pod: Callable[[], Path]) -> None:
+    home = new_pod()
+    variables, command, said = prepared(home, tmp_path / "claim")
+    folder = home / ".cache" / "kvpilot" / "compiled"
+    assert variables == {"VLLM_CACHE_ROOT": f"{folder}/vllm", "TRITON_CACHE_DIR": f"{folder}/triton",
+                         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "VLLM_USE_AOT_COMPILE": "0"}  # fmt: skip
+    assert command is not None
+    assert said == []
+    assert list((tmp_path / "claim").iterdir()) == []
+
+
+def test_where_the_user_has_said_where_code_is_kept_it_is_kept_there(tmp_path: Path) -> None:
+    assert prepared(tmp_path, tmp_path, VLLM_CACHE_ROOT="/mine") == ({}, None, [])
+    assert prepared(tmp_path, "") == ({}, None, [])
+    variables, _, _ = prepared(tmp_path, tmp_path / "claim", TRITON_CACHE_DIR="/mine", VLLM_USE_AOT_COMPILE="1")
+    assert variables.keys() == {"VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR"}
+
+
+def test_a_gpus_engine_loads_graphs_that_were_compiled_ahead_of_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "platform", lambda: "cuda")
+    variables, _, _ = prepared(tmp_path, tmp_path / "claim")
+    assert "VLLM_USE_AOT_COMPILE" not in variables
+
+
+def start(command: list[str], pause: float = 0.05) -> subprocess.Popen[str]:
+    return subprocess.Popen([*command, str(pause)], stderr=subprocess.PIPE, text=True)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_what_is_compiled_is_on_the_claim_soon_and_again_when_more_is(
+    tmp_path: Path, new_pod: Callable[[], Path]
+) -> None:
+    claim, home = tmp_path / "claim", new_pod()
+    variables, command, _ = prepared(home, claim)
+    assert command is not None
+    beside = start(command)
+    try:
+        write(Path(variables["VLLM_CACHE_ROOT"]), {"model": b"first"})
+        until(lambda: len(list(claim.glob("compiled-*.tar"))) == 1)
+        write(Path(variables["TRITON_CACHE_DIR"]), {"KEY/kernel.cubin": b"second"})
+        (archive,) = claim.glob("compiled-*.tar")
+
+        def both() -> bool:
+            with tarfile.open(archive) as tar:
+                return len(tar.getnames()) == 2
+
+        until(both)
+    finally:
+        beside.kill()
+        beside.communicate(timeout=SECONDS)
+    variables, command, said = prepared(new_pod(), claim)
+    assert said == []
+    assert files(Path(variables["VLLM_CACHE_ROOT"]).parent) == {
+        "vllm/model": b"first",
+        "triton/KEY/kernel.cubin": b"second",
+    }
+    assert command is not None
+    assert command[-1] == compiled.state(Path(variables["VLLM_CACHE_ROOT"]).parent) != ""
+
+
+def test_an_archive_that_has_everything_is_not_written_again(tmp_path: Path) -> None:
+    folder, archive = tmp_path / "folder", tmp_path / "compiled-1.tar"
+    write(folder, {"model": b"first"})
+    looks = iter([True] * 4 + [False])
+    compiled.keep(folder, archive, compiled.state(folder), 0, lambda: next(looks))
+    assert not archive.exists()
+    looks = iter([True] * 4 + [False])
+    compiled.keep(folder, archive, "", 0, lambda: next(looks))
+    assert archive.exists()
+
+
+def test_a_folder_that_goes_while_it_is_looked_at_is_kept_under_its_next_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, archive, scandir = tmp_path / "triton", tmp_path / "compiled-1.tar", os.scandir
+    write(folder, {"tmp.pid_1_2/kernel": b"x", "other": b"y"})
+
+    def late(path: str) -> Iterator[os.DirEntry[str]]:
+        if Path(path) == folder / "tmp.pid_1_2":
+            Path(path).rename(folder / "KEY")  # as Triton does when it has written all files of a kernel
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", late)
+    assert not compiled.pack(folder, archive)
+    assert compiled.pack(folder, archive)
+    with tarfile.open(archive) as tar:
+        assert tar.getnames() == ["KEY/kernel", "other"]
+
+
+def test_it_ends_with_its_engine_however_early_that_ends(tmp_path: Path) -> None:
+    code = f"""
+import os, subprocess, sys
+arguments = [str(os.getpid()), {str(tmp_path)!r}, {str(tmp_path / "compiled-1.tar")!r}, "", "60"]
+beside = subprocess.Popen([sys.executable, "-m", "kvpilot_runtime.compiled", *arguments], stdin=subprocess.DEVNULL)
+os.kill(os.getpid(), 9)
+"""
+    # Whatever is left of them holds the pipe.
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=SECONDS)
+    assert done.returncode == -signal.SIGKILL
+
+
+def contend(folder: Path, archive: Path, content: bytes, rounds: int) -> None:
+    """A pod that writes its archive so many times."""
+    write(folder, {f"{i}.so": content * 1000 for i in range(20)})
+    for _ in range(rounds):
+        assert compiled.pack(folder, archive)
+
+
+def test_beside_several_writers_a_reader_finds_what_one_of_them_wrote(tmp_path: Path) -> None:
+    claim, seen = tmp_path / "claim", set()
+    claim.mkdir()
+    archive, context = claim / "compiled-1.tar", get_context("fork")
+    jobs = [(tmp_path / letter, archive, letter.encode(), 60) for letter in "abc"]
+    writers = [context.Process(target=contend, args=job) for job in jobs]
+    for one in writers:
+        one.start()
+    number = 0
+    while any(one.is_alive() for one in writers):
+        number += 1
+        found = tmp_path / f"found{number}"
+        found.mkdir()
+        if compiled.unpack(archive, found, pytest.fail):
+            contents = set(files(found).values())
+            assert len(files(found)) == 20
+            assert len(contents) == 1
+            seen |= contents
+    assert seen
+    assert [one.exitcode for one in writers] == [0] * 3
+    assert [path.name for path in claim.iterdir()] == [archive.name]
+
+
+@pytest.mark.parametrize(
+    "damage", ["cut in a file", "cut between files", "a wrong byte", "nothing in it", "endless", "another's"]
+)
+def test_an_archive_that_is_damaged_or_anothers_is_told_once_and_replaced(
+    damage: str, tmp_path: Path, new_pod: Callable[[], Path]
+) -> None:
+    claim, compiles = tmp_path / "claim", {"model": b"x" * 100_000, "other": b"y" * 100_000}
+    _, command, _ = prepared(new_pod(), claim)
+    assert command is not None
+    archive = Path(command[-2])
+    write(tmp_path / "whole", compiles)
+    compiled.pack(tmp_path / "whole", archive)
+    whole = archive.read_bytes()
+    with tarfile.open(archive) as tar:
+        second = tar.getmembers()[1].offset
+    damaged = {"cut in a file": whole[:50_000], "cut between files": whole[:second], "nothing in it": b"",
+               "a wrong byte": whole[:50_000] + b"z" + whole[50_001:]}  # fmt: skip
+    if damage == "another's":
+        other = tmp_path / "compiled-2.tar"
+        compiled.pack(tmp_path / "whole", other)
+        other.replace(archive)
+    elif damage == "endless":
+        os.truncate(archive, 1 << 40)  # bytes that take no space
+    else:
+        archive.write_bytes(damaged[damage])
+    variables, command, said = prepared(new_pod(), claim)
+    folder = Path(variables["VLLM_CACHE_ROOT"]).parent
+    assert len(said) == 1
+    assert str(archive) in said[0]
+    assert files(folder) == {}
+    assert command is not None
+    assert command[-1] == ""
+    write(folder, compiles)
+    looks = iter([True] * 3 + [False])
+    compiled.keep(folder, archive, command[-1], 0, lambda: next(looks))
+    variables, _, said = prepared(new_pod(), claim)
+    assert said == []
+    assert files(folder) == compiles
+
+
+@pytest.mark.parametrize("kind", ["climbs", "leads away", "is a link", "is a pipe"])
+def test_an_archive_writes_nothing_outside_its_folder(kind: str, tmp_path: Path) -> None:
+    folder, archive, outside = tmp_path / "a" / "folder", tmp_path / "compiled-1.tar", tmp_path / "outside"
+    folder.mkdir(parents=True)
+    outside.mkdir()
+    if kind == "is a pipe":
+        os.mkfifo(archive)
+    elif kind == "is a link":
+        write(tmp_path / "whole", {"model": b"x"})
+        compiled.pack(tmp_path / "whole", tmp_path / "other.tar")
+        archive.symlink_to(tmp_path / "other.tar")
+    else:
+        with tarfile.open(archive, "w") as tar:
+            link = tarfile.TarInfo("way")
+            link.type, link.linkname = tarfile.SYMTYPE, str(outside)
+            if kind == "leads away":
+                tar.addfile(link)
+            tar.addfile(tarfile.TarInfo("way/file" if kind == "leads away" else "../file"))
+        with archive.open("r+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            assert file.write(compiled.digest(file, archive.name, end)) == 32
+    said: list[str] = []
+    assert compiled.unpack(archive, folder, said.append) is False
+    assert len(said) == 1
+    assert files(tmp_path / "a") == files(outside) == {}
+
+
+def identity(arguments: list[str] | None = None, folder: str = "/home") -> str:
+    return compiled.identity(arguments or ARGUMENTS, Path(folder))
+
+
+def test_engines_of_another_kind_share_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [identity(), identity([*ARGUMENTS, "--node-rank=1"]), identity(["/models/m", "--kv-cache-dtype=fp8"]),
+             identity(folder="/other")]  # fmt: skip
+    for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
+        monkeypatch.setattr(machine, "gpus", lambda name=name: [machine.Gpu(name, 1, 0, (9, 0))])
+        found.append(identity())
+    monkeypatch.setattr(machine, "gpus", lambda: [machine.Gpu("NVIDIA H200", 1, 0, (9, 0))] * 2)
+    found.append(identity())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for record in ("vllm/a.py,sha256=1,5", "vllm/a.py,sha256=2,5"):
+        write(
+            tmp_path / "vllm-0.32.0.dist-info",
+            {"METADATA": b"Name: vllm\nVersion: 0.32.0\n", "RECORD": record.encode()},
+        )
+        found.append(identity())
+    assert len(set(found)) == len(found)
+
+
+def test_pods_of_a_service_share_what_they_compiled_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gpus", lambda: [machine.Gpu("NVIDIA H200", 10, 0, (9, 0))])
+    here = identity()
+    monkeypatch.setattr(machine, "gpus", lambda: [machine.Gpu("NVIDIA H200", 10, 7, (9, 0))])
+    away = ["/models/m", "--kv-cache-dtype=k4v4", "--host=::", "--port=9000", "--master-addr=10.0.0.1"]
+    assert identity(away) == here == identity()
+
+
+def test_archives_that_nobody_starts_with_any_more_go_and_nothing_else_does(tmp_path: Path) -> None:
+    now, day = time.time(), 24 * 3600
+    ages = {"compiled-old.tar": 31, "compiled-used.tar": 29, ".compiled-1.tar.left": 2, ".compiled-1.tar.begun": 0.5,
+            "hub": 400, "mine.tar": 400}  # fmt: skip
+    for name, days in ages.items():
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (now - days * day,) * 2)
+    compiled.tidy(tmp_path, now)
+    assert {path.name for path in tmp_path.iterdir()} == set(ages) - {"compiled-old.tar", ".compiled-1.tar.left"}
+
+
+def test_an_archive_that_is_started_with_is_in_use(tmp_path: Path) -> None:
+    write(tmp_path / "whole", {"model": b"x"})
+    archive = tmp_path / "compiled-1.tar"
+    compiled.pack(tmp_path / "whole", archive)
+    os.utime(archive, (0, 0))
+    (tmp_path / "folder").mkdir()
+    compiled.unpack(archive, tmp_path / "folder", pytest.fail)
+    compiled.tidy(tmp_path, time.time())
+    assert archive.exists()
+
+
+def test_a_file_in_its_place_is_told_once_and_the_engine_compiles(tmp_path: Path, new_pod: Callable[[], Path]) -> None:
+    (tmp_path / "claim").write_text("mine")
+    variables, command, said = prepared(new_pod(), tmp_path / "claim")
+    assert command is None
+    assert "VLLM_CACHE_ROOT" in variables
+    assert len(said) == 1
+    assert "goes with its pod" in said[0]
+    assert (tmp_path / "claim").read_text() == "mine"
+
+
+def test_a_home_that_cannot_be_written_to_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("")
+    variables, command, said = prepared(tmp_path / "home", tmp_path / "claim")
+    assert (variables, command) == ({}, None)
+    assert len(said) == 1
+
+
+@pytest.fixture(scope="module")
+def mounts() -> Iterator[list[str]]:
+    """What begins a command that may mount file systems of its own."""
+    begin = ["unshare", "--user", "--map-root-user", "--mount"]
+    tried = subprocess.run([*begin, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, timeout=SECONDS)
+    if tried.returncode:
+        pytest.skip(f"no file system may be mounted here: {tried.stderr!r}")
+    yield begin
+
+
+PREPARE = """
+import json, sys
+from pathlib import Path
+from kvpilot_runtime import compiled
+said = []
+home, claim = sys.argv[1:]
+variables, command = compiled.prepare(
+    ["m"], {"HOME": home, compiled.VARIABLE: claim}, lambda reason, text: said.append(text))
+print(json.dumps({"writes": command is not None, "said": said,
+                  "found": [path.name for path in Path(variables["VLLM_CACHE_ROOT"]).parent.rglob("*")]}))
+"""
+
+
+def test_a_claim_that_is_mounted_read_only_is_read(
+    tmp_path: Path, new_pod: Callable[[], Path], mounts: list[str]
+) -> None:
+    home, claim = new_pod(), tmp_path / "claim"
+    claim.mkdir()
+    _, command = compiled.prepare(["m"], {"HOME": str(home), compiled.VARIABLE: str(claim)}, pytest.fail)
+    assert command is not None
+    write(tmp_path / "whole", {"model": b"x"})
+    compiled.pack(tmp_path / "whole", Path(command[-2]))
+    new_pod()
+    shell = f'mount --bind "{claim}" "{claim}" && mount -o remount,bind,ro "{claim}" && exec "$@"'
+    run = [sys.executable, "-c", PREPARE, str(home), str(claim)]
+    done = subprocess.run([*mounts, "sh", "-c", shell, "-", *run], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["writes"], told["found"]) == (False, ["model"])
+    assert len(told["said"]) == 1
+    assert "Read-only file system" in told["said"][0]
+
+
+def test_a_claim_that_is_full_is_told_once_and_nothing_half_is_left_on_it(tmp_path: Path, mounts: list[str]) -> None:
+    folder, claim = tmp_path / "folder", tmp_path / "claim"
+    claim.mkdir()
+    write(folder, {"model": b"x" * 1_000_000})
+    run = [str(folder), str(claim / "compiled-1.tar"), "", "0.05"]
+    beside = f'"{sys.executable}" -m kvpilot_runtime.compiled $$ "$@"'
+    shell = f'mount -t tmpfs -o size=64k none "{claim}" && {beside}; echo "$?"; ls -A "{claim}"'
+    done = subprocess.run([*mounts, "sh", "-c", shell, "-", *run], capture_output=True, text=True, timeout=SECONDS)
+    assert done.stdout.split() == ["0"]
+    (line,) = done.stderr.splitlines()
+    assert json.loads(line)["reason"] == compiled.REASON
+    assert "No space left on device" in line

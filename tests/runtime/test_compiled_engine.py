@@ -1,0 +1,87 @@
+"""Real vLLM that compiles: what one pod compiled, the next one runs."""
+
+from __future__ import annotations
+
+import hashlib
+import tarfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvpilot_demo.models import tiny_llama
+from kvpilot_localcluster.engines.real import HANGS, engine
+from kvpilot_runtime import compiled
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
+PROMPT = [7] * 8
+Files = dict[str, tuple[str, int]]
+"""Of each file below a folder: its hash, and when it was written, in ns."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One pod's life: what it answered, its log, what it had compiled or unpacked, seconds until it was ready."""
+
+    tokens: list[int]
+    log: str
+    files: Files
+    seconds: float
+
+
+def pod(folder: Path, claim: Path, dtype: str) -> Start:
+    """An engine with an empty home and code on `claim`, until everything that it has is there."""
+    home, logs = folder / "home", folder / f"logs-{time.monotonic_ns()}"
+    home.mkdir()
+    logs.mkdir()
+    begun = time.monotonic()
+    env = {"HOME": str(home), compiled.VARIABLE: str(claim)}
+    made = home / ".cache" / "kvpilot" / "compiled"
+    with engine(
+        tiny_llama(), dtype, logs, "--no-enforce-eager", "--max-num-seqs=4", "--kv-cache-memory-bytes=16M", env=env
+    ) as running:
+        seconds = time.monotonic() - begun
+        tokens = running.tokens(PROMPT, 8)
+        while kept(claim) != files(made).keys():
+            assert time.monotonic() - begun < HANGS
+            time.sleep(0.5)
+        log = running.log.read_text()
+    found = files(made)
+    home.rename(folder / f"home-{time.monotonic_ns()}")
+    return Start(tokens, log, found, seconds)
+
+
+def files(folder: Path) -> Files:
+    return {
+        str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def kept(claim: Path) -> set[str]:
+    """The names of what is on the claim."""
+    names: set[str] = set()
+    for archive in claim.glob("compiled-*.tar"):
+        with tarfile.open(archive) as tar:
+            names.update(tar.getnames())
+    return names
+
+
+@pytest.mark.parametrize("dtype", ["k4v4", "auto"])
+def test_a_second_pod_runs_what_the_first_compiled_and_adds_nothing(tmp_path: Path, dtype: str) -> None:
+    claim = tmp_path / "claim"
+    first = pod(tmp_path, claim, dtype)
+    second = pod(tmp_path, claim, dtype)
+    print(f"{dtype}: ready after {first.seconds:.1f} s, then {second.seconds:.1f} s, {len(first.files)} files")
+    programs = [name for name in first.files if name.endswith(".so")]
+    assert len(programs) > 5
+    # With the times of the first pod's: not compiled again, and nothing that the archive would be written again for.
+    (archive,) = claim.glob("compiled-*.tar")
+    (tmp_path / "look").mkdir()
+    assert compiled.unpack(archive, tmp_path / "look", pytest.fail)
+    assert second.files == files(tmp_path / "look")
+    assert {name: first.files[name][0] for name in first.files} == {name: one[0] for name, one in second.files.items()}
+    assert compiled.REASON not in first.log + second.log
+    assert second.tokens == first.tokens
