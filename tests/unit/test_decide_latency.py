@@ -53,6 +53,28 @@ def replace_time(seen, days):
     )
 
 
+def test_a_canary_that_came_to_no_verdict_says_nothing_of_latency():
+    """Its engine crashed, or its deadline came, while its figures were still within chance."""
+    for verdict in ("Error", "Inconclusive"):
+        assert expected(history=(trial(verdict, 0, 300),)).percent == expected().percent, verdict
+        assert expected(history=(trial(verdict, 0, 300), trial("Passed", -3, -12))).percent == -12
+
+
+def test_a_canary_that_failed_counts_for_as_long_as_its_dtype_is_denied():
+    assert SPEC.rollout.deny_seconds == 7 * 86_400
+    assert expected(history=(trial("Failed", -6, 25),)).percent == 25
+    assert expected(history=(trial("Failed", -7, 25),)).percent == expected().percent
+    lifted = spec_of(manifest(rollout={"denySeconds": 0}))
+    assert expected(spec=lifted, history=(trial("Failed", 0, 25),)).percent == expected().percent
+
+
+def trial(verdict, days, percent):
+    return Experience(
+        dtype="k4v4", from_dtype="auto", model="hf://Qwen/Qwen3-8B", image="kvpilot/runtime:1", gpu="NVIDIA-H200",
+        time=NOW + timedelta(days=days), verdict=verdict, reason="why", itl_p95_change_percent=percent,
+    )  # fmt: skip
+
+
 def test_what_another_model_or_gpu_did_says_nothing():
     seen = Experience(
         dtype="k4v4", from_dtype="auto", model="hf://another/model", image="kvpilot/runtime:1", gpu="NVIDIA-H200",

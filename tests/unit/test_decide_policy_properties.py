@@ -117,7 +117,7 @@ def test_every_situation_has_a_ruling_with_its_reason(s):
 def test_a_denied_or_vetoed_dtype_is_never_chosen(s):
     chosen = choose_step(s).chosen
     if chosen.action.startswith("Dtype"):
-        assert denial(chosen.dtype, s.spec, s.node, s.denied, s.now) is None
+        assert denial(chosen.dtype, s.spec, s.node.gpu, s.denied, s.now) is None
         assert infeasible(chosen.dtype, s.spec, s.node, s.model) is None
 
 

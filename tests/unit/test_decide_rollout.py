@@ -11,7 +11,7 @@ from kvpilot_operator.decide import decide
 from kvpilot_operator.state.status import parse_status
 from support.model_cluster import ModelCluster, measurement
 from support.services import manifest, revision_of, running, snapshot
-from support.trials import at_every_moment, ended
+from support.trials import NEW, at_every_moment, ended, on_trial, stage
 
 AUTO = {
     "kvCache": {
@@ -236,3 +236,50 @@ def test_a_promotion_always_has_a_passed_verdict(kl, agreement, positions):
     cluster.settle()
     last = parse_status(cluster.status).last_canary
     assert last is None or last.stage != "Promoted" or last.verdict == "Passed"
+
+
+def test_what_answers_serves_on_with_its_replicas_where_the_status_is_lost():
+    cluster = ModelCluster(manifest(**AUTO, scaling={"maxReplicas": 4}), demand=9000, start_ticks=3)
+    cluster.settle()
+    cluster.status["scaling"]["desiredReplicas"] = 3
+    cluster.settle()
+    serves = revision_of(cluster.obj, "k4v4")
+    assert cluster.deployments == {serves: ("k4v4", 3)}
+    cluster.status, seen = {}, set()
+    cluster.watch = lambda now: seen.add(now.answering())
+    for _ in range(20):
+        cluster.tick()
+    status = cluster.parsed()
+    assert (status.stable.revision, status.scaling.desired_replicas) == (serves, 3)
+    assert cluster.deployments == {serves: ("k4v4", 3)}
+    assert min(seen) == 3
+    assert [(one.action, one.reason) for one in status.decisions][-1] == ("Serve", "TakenBack")
+
+
+def test_a_status_that_is_lost_while_two_revisions_share_the_traffic_ends_no_service():
+    cluster = on_trial(4)
+    cluster.until(lambda s: stage("Shifting")(s) and cluster.traffic == "")
+    cluster.status, seen = {}, set()
+    cluster.watch = lambda now: seen.add(now.answering())
+    cluster.until(ended)
+    assert min(seen) >= 3
+    assert cluster.settle().kv_cache.active_dtype == NEW
+
+
+def test_what_replicas_could_do_is_forgotten_with_another_engine_and_not_with_another_dtype():
+    learnt = {
+        "saturations": [{"dtype": "auto", "requestsPerHour": 900, "meanPrompt": 100, "meanGeneration": 50}],
+        "regret": {"dtype": "auto", "replicas": 1, "time": "2026-11-21T12:00:00Z"},
+    }
+    cluster = ModelCluster(manifest(**AUTO))
+    cluster.settle()
+    cluster.status["scaling"] |= learnt
+    cluster.demand = 5000
+    cluster.until(lambda s: s.kv_cache.active_dtype == "k8v4")
+    assert {one.dtype for one in cluster.parsed().scaling.saturations} >= {"auto"}
+    assert cluster.parsed().scaling.scale_in_backoff is not None
+    cluster.edit(manifest(**AUTO, engine={"image": "kvpilot/runtime:2"}))
+    status = cluster.until(ended)
+    assert status.last_canary.stage == "Promoted"
+    assert status.scaling.saturations == ()
+    assert status.scaling.scale_in_backoff is None

@@ -7,8 +7,8 @@ from datetime import timedelta
 from kvpilot_operator.render.names import REVISION_LABEL
 from kvpilot_operator.state.status import parse_status
 from support.model_cluster import ModelCluster
-from support.services import KEY, revision_of
-from support.trials import BUSY, NEW, OLD, ROUTE, at_every_moment, ended, on_trial, service, stage
+from support.services import KEY, manifest, revision_of
+from support.trials import BUSY, NEW, OLD, ROUTE, STEPS, at_every_moment, ended, on_trial, service, stage
 
 
 def test_a_good_canary_goes_through_every_step_and_is_promoted():
@@ -178,6 +178,26 @@ def test_a_route_that_does_not_exist_holds_the_canary_before_anything_is_started
     assert [d.reason for d in status.decisions].count("RouteUnusable") == 1
     cluster.edit_route(ROUTE)
     assert cluster.settle().kv_cache.active_dtype == NEW
+
+
+def test_a_change_of_the_spec_that_cannot_start_is_told_once_beside_memory_pressure():
+    asked = {
+        "kvCache": {"mode": "Auto", "ladder": ["k8v4", "k4v4"], "pressure": {"sustainedSeconds": 30}},
+        "canary": {"steps": STEPS, "routeRef": {"name": "web"}},
+        "scaling": {"maxReplicas": 1},
+    }
+    cluster = ModelCluster(manifest(**asked), demand=9000)
+    cluster.settle(60)
+    cluster.edit(manifest(**asked, engine={"image": "kvpilot/runtime:2"}))
+    status = cluster.settle(60)
+    assert status.condition("MemoryPressured").status == "True"
+    for kind in ("Progressing", "Stalled"):
+        assert status.condition(kind).reason == "RouteUnusable"
+        assert "HTTPRoute web" in status.condition(kind).message
+    assert [d.reason for d in status.decisions].count("RouteUnusable") == 1
+    before = cluster.writes
+    cluster.tick()
+    assert cluster.writes == before
 
 
 def test_a_route_that_vanishes_during_a_step_stops_the_canary_there():

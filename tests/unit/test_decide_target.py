@@ -188,6 +188,20 @@ def test_a_fixed_dtype_that_drifts_gives_way_to_the_baseline():
     assert decision.status.canary.dtype == "auto"
 
 
+def test_a_denied_dtype_is_not_tried_while_no_pod_has_a_node_that_would_tell_the_gpu():
+    """Its only node is drained, and its pod waits for another one: the same GPU, most likely."""
+    on_h200 = msgspec.structs.replace(denied("k4v4", "AccuracyDrifted"), gpu="NVIDIA-H200")
+    fixed = manifest(kvCache={"mode": "Fixed", "dtype": "k4v4"})
+    s = serving(fixed, "auto", usage=0.5, waiting=0, status=Status(kv_cache=KVCache(denied=(on_h200,))))
+    assert decide(replace(s, node=NodeFacts("NVIDIA-H200"))).status.canary is None
+    waits = replace(s.pods[0], node=None, ip=None, ready=False, unschedulable="0/1 nodes are available")
+    drained = decide(replace(s, pods=(waits,), node=NodeFacts()))
+    assert drained.status.canary is None
+    assert drained.status.condition("Progressing").reason == "DtypeDenied"
+    another = decide(replace(s, node=NodeFacts("NVIDIA-H100")))
+    assert another.status.canary is not None
+
+
 def test_a_sound_revision_of_a_fixed_dtype_stays_where_the_dtype_is_denied_with_another_image():
     """A canary with the new image was refused for its answers; what serves has the image before it."""
     old, new = (

@@ -210,8 +210,6 @@ def _progressing(c: Context, objects: Line) -> Line:
     waits = storage.wait(c)
     if waits is not None and (stable is None or target.revision != stable.revision):
         return Line("False" if waits.stuck else "True", *waits.cause)
-    if target.held is not None:
-        return Line("False", target.reason, target.held)
     if stable is not None and stable.ever_ready and target.revision != stable.revision:
         fault = start_fault(c, target)
         if fault is not None:
@@ -219,6 +217,8 @@ def _progressing(c: Context, objects: Line) -> Line:
         if paused:
             text = f"spec.rollout.paused is true: no canary for {target.dtype} is started ({target.message})"
             return Line("False", "RolloutPaused", text)
+    if target.held is not None:
+        return Line("False", target.reason, target.held)
     if objects.status == "False":
         return objects
     if stable is not None and not stable.ever_ready:

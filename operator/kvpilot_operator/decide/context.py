@@ -231,8 +231,10 @@ class Context(Draft):
         return scaling.replicas(self.spec, self.status.scaling)
 
     def denial(self, dtype: str) -> Denied | None:
-        """Why a dtype must not be tried now, if it must not."""
-        return denial(dtype, self.spec, self.snapshot.node, self.status.kv_cache.denied, self.now)
+        """Why a dtype must not be tried now, if it must not. Which GPU it would have no pod tells that has no node."""
+        s = self.snapshot
+        gpu = s.node.gpu if any(pod.node for pod in s.pods) else None
+        return denial(dtype, self.spec, gpu, self.status.kv_cache.denied, self.now)
 
     @property
     def asked(self) -> str:

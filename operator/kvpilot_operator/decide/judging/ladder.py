@@ -124,17 +124,16 @@ def rungs(
     return tuple(found)
 
 
-def denial(dtype: str, spec: Spec, node: NodeFacts, denied: Sequence[Denied], now: datetime) -> Denied | None:
-    """The standing denial of this dtype for this model, image, GPU and recent window, if any."""
+def denial(dtype: str, spec: Spec, gpu: str | None, denied: Sequence[Denied], now: datetime) -> Denied | None:
+    """The standing denial of this dtype for this model, image, GPU (None: any) and recent window, if there is one."""
     if spec.rollout.deny_seconds == 0:
         return None
-    wanted = subject(dtype, spec, node)
-    return next((d for d in denied if about(d) == wanted and d.until > now), None)
+    return next((d for d in denied if about(d) == subject(dtype, spec, gpu or d.gpu) and d.until > now), None)
 
 
-def subject(dtype: str, spec: Spec, node: NodeFacts) -> tuple[str, str, str, str, int | None]:
+def subject(dtype: str, spec: Spec, gpu: str) -> tuple[str, str, str, str, int | None]:
     """What a denial of this dtype would be of now."""
-    return dtype, spec.model.source, spec.engine.image, node.gpu, spec.kv_cache.recent_tokens_of(dtype)
+    return dtype, spec.model.source, spec.engine.image, gpu, spec.kv_cache.recent_tokens_of(dtype)
 
 
 def about(d: Denied) -> tuple[str, str, str, str, int | None]:
@@ -148,7 +147,7 @@ def _rung(
     ruled_out = infeasible(dtype, spec, node, model)
     if ruled_out is not None:
         return Rung(dtype, Outcome.VETOED, ruled_out.message)
-    standing = denial(dtype, spec, node, denied, now)
+    standing = denial(dtype, spec, node.gpu, denied, now)
     if standing is not None:
         return Rung(
             dtype, Outcome.DENIED, f"{dtype} is denied until {standing.until:%Y-%m-%dT%H:%M:%SZ} ({standing.reason})"

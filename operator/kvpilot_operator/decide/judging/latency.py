@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 
 from kvpilot_operator.decide.judging.capacity import bits_per_element
 from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.workload import Workload
 from kvpilot_operator.gpus import by_product
-from kvpilot_operator.state.enums import Action
+from kvpilot_operator.state.enums import Action, Verdict
+from kvpilot_operator.state.status import Experience
 
 # Share of an H200's peak bandwidth (4.8 TB/s) that decode attention reaches on the bytes of its cache, 32 sequences of
 # 16K tokens of a Llama-3-8B, vLLM 0.32.0: auto, fp8, k4v4 and k4v2 from the attention column of
@@ -47,7 +49,7 @@ class Expected:
 def expected_itl_change(s: PolicyInput, to_dtype: str, load: float = 1.0) -> Expected:
     """What a step to a dtype, or to the same one, would bring with `load` times the tokens in each replica's cache."""
     if s.dtype != to_dtype:
-        measured = (e.itl_p95_change_percent for e in s.experience(to_dtype))
+        measured = (e.itl_p95_change_percent for e in s.experience(to_dtype) if _stands(s, e))
         known = next((percent for percent in measured if percent is not None), None)
         if known is not None:
             return Expected(known, f"a canary measured {known:+d}% between two tokens")
@@ -65,6 +67,12 @@ def expected_itl_change(s: PolicyInput, to_dtype: str, load: float = 1.0) -> Exp
         f"{percent:+d}% between two tokens, from {observed * 1000:.1f} ms of which attention reads the cache for "
         f"{part * 1000:.1f} ms (efficiencies as measured on an H200)",
     )
+
+
+def _stands(s: PolicyInput, e: Experience) -> bool:
+    """Whether a trial's figures count: without a verdict they may be chance, and a failure is forgiven in its time."""
+    forgiven = e.time + timedelta(seconds=s.spec.rollout.deny_seconds)
+    return e.verdict == Verdict.PASSED or (e.verdict == Verdict.FAILED and s.now < forgiven)
 
 
 def would_miss(s: PolicyInput, action: Action, itl: Expected, load: float = 1.0) -> str | None:

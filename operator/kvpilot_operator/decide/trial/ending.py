@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import msgspec
+
 from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.judging.ladder import RETRY_SECONDS, about, subject
 from kvpilot_operator.decide.trial.traffic import routed
@@ -51,10 +53,13 @@ def finish_promotion(c: Context) -> Context:
     canary = in_flight(c)
     c = _remember(c.set_canary(stage=Stage.PROMOTED, weight_percent=None))
     stable = Stable(revision=canary.revision, dtype=canary.dtype, since=c.now, ever_ready=True)
+    if c.stable is not None and c.stable.revision != c.render(canary.from_dtype).name:
+        # More than the dtype has changed: what replicas could do, and how many were too few, is another engine's.
+        c = c.set(scaling=msgspec.structs.replace(c.status.scaling, saturations=(), scale_in_backoff=None))
     c = c.set(last_canary=c.canary, canary=None, stable=stable)
     if canary.dtype != canary.from_dtype:
         # It was tried although it is denied (denySeconds was 0), and has passed: the denial is out of date.
-        passed = subject(canary.dtype, c.spec, c.snapshot.node)
+        passed = subject(canary.dtype, c.spec, c.snapshot.node.gpu)
         denied = tuple(one for one in c.status.kv_cache.denied if about(one) != passed)
         c = c.set_kv(changed_time=c.now, denied=denied)
     gained = ""

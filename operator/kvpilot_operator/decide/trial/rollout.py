@@ -38,7 +38,10 @@ DOWN_SECONDS = 60
 
 def advance(c: Context) -> Context:
     """Move the rollout by at most one stage."""
+    lost = c.stable is None
     c = _mark_ready(_take_back(c))
+    if lost and c.stable is not None:
+        return c  # The target was chosen for a service that starts: it is chosen anew.
     stable, target = c.stable, c.target
     if c.canary is not None:
         return _advance_canary(c)
@@ -92,15 +95,26 @@ def _take_back(c: Context) -> Context:
     """A revision that was replaced before it answered, and answers after all while requests still go to it, is stable.
 
     Its successor then comes as a canary, as every other change does: switching to it now would leave nobody to answer.
+    Where the status was lost, what answers is stable, with its replicas.
     """
-    s, stable, there = c.snapshot, c.stable, c.snapshot.deployments.get(c.snapshot.traffic or "")
-    if stable is None or stable.ever_ready or c.canary is not None or there is None:
+    s, stable, asked = c.snapshot, c.stable, c.spec.scaling
+    if c.canary is not None or (stable is not None and stable.ever_ready):
         return c
-    if there.revision == stable.revision or not s.answering_pods(there.revision) or s.ready_pods(stable.revision):
+    every = stable is None and s.traffic == traffic.EVERY_REVISION
+    selected = [view for name, view in s.deployments.items() if every or name == s.traffic]
+    there = max(selected, key=lambda view: len(s.answering_pods(view.revision)), default=None)
+    if there is None or not s.answering_pods(there.revision):
         return c
-    text = f"{there.revision} ({there.dtype}) answers after all, before {stable.revision} does"
+    text = f"{there.revision} ({there.dtype}) answers, and the status did not name it"
+    if stable is not None:
+        if there.revision == stable.revision or s.ready_pods(stable.revision):
+            return c
+        text = f"{there.revision} ({there.dtype}) answers after all, before {stable.revision} does"
+    elif asked.mode == "Operator":
+        c = c.set(scaling=msgspec.structs.replace(c.status.scaling, desired_replicas=asked.clamp(there.replicas)))
+    before = stable.dtype if stable is not None else None
     c = c.set(stable=Stable(revision=there.revision, dtype=there.dtype, since=c.now))
-    return c.record(Action.SERVE, "TakenBack", text, from_dtype=stable.dtype, to_dtype=there.dtype)
+    return c.record(Action.SERVE, "TakenBack", text, from_dtype=before, to_dtype=there.dtype)
 
 
 def _serve(c: Context, reason: str, message: str) -> Context:
