@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-DONE, REFUSED, USAGE = 0, 1, 2
+DONE, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 class ToolError(Exception):

@@ -1,11 +1,12 @@
 """`kubectl kvpilot COMMAND`: what services do and why, and the few things to tell them. See docs/kubectl.md.
 
-Exit codes: 0 done, 1 not found or refused, 2 a wrong argument.
+Exit codes: 0 done, 1 not found or refused, 2 a wrong argument, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
-from kvpilot_kubectl.errors import DONE, REFUSED, ToolError, UsageError
+from kvpilot_kubectl.errors import DONE, INTERRUPTED, REFUSED, ToolError, UsageError
 
 PROG = "kubectl kvpilot"
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
@@ -33,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from kvpilot_kubectl import complete
 
         complete.in_shell()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Messages hold any character, and the user's terminal may not.
+        sys.stdout.reconfigure(errors="replace")
     try:
         options = parser().parse_args(argv)
         run: Callable[[argparse.Namespace], int] = options.run
@@ -47,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read has seen enough; nothing more is written at the end of the process either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def parser() -> argparse.ArgumentParser:

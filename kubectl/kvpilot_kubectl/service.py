@@ -23,6 +23,8 @@ _CALM = {
     "CanaryHealthy": ("True", "Unknown"),
     "AccuracyVerified": ("True", "Unknown"),
     "CalibrationConsistent": ("True", "Unknown"),
+    "ObjectivesHeld": ("True", "Unknown"),
+    "RouteAccepted": ("True", "Unknown"),
     "SpecAccepted": ("True",),
     "ObjectsAccepted": ("True", "Unknown"),
     "ReconcileSucceeded": ("True",),

@@ -1,3 +1,8 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from kvpilot_kernels import command
@@ -25,3 +30,22 @@ def test_the_rest_of_the_line_goes_to_the_command(capsys):
         command.main(["calibrate", "--help"])
     assert ended.value.code == 0
     assert "--prompts" in capsys.readouterr().out
+
+
+def test_a_reader_who_leaves_early_gets_no_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    program = Path(sys.executable).with_name("kvpilot")
+    command = [program, "plan", "--list"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False, timeout=600)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_user_who_interrupts_gets_no_traceback(monkeypatch, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvpilot_planning.plan.main", interrupted)
+    assert command.main(["plan"]) == 130
+    assert capsys.readouterr().err == ""

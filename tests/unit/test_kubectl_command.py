@@ -355,6 +355,29 @@ def test_a_reader_who_leaves_early_gets_no_traceback(api: LoopbackApi) -> None:
     assert (done.stdout, done.stderr) == ("{\n", "")
 
 
+def test_a_user_who_interrupts_gets_no_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvpilot_kubectl.main.cluster", asked)
+    assert run("status") == (130, "", "")
+
+
+def test_a_terminal_of_few_characters_shows_what_it_can(api: LoopbackApi) -> None:
+    api.services["chat"]["status"] = {"decisions": [{"action": "Hold", "message": "≥ 85% …"}]}
+    program = Path(sys.executable).with_name("kubectl-kvpilot")
+    done = subprocess.run(
+        [program, "why", "chat", "--kubeconfig", api.kubeconfig],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "? 85% ?" in done.stdout
+
+
 def test_without_its_dependencies_it_says_what_to_install(tmp_path: Path) -> None:
     """As in the operator's image, which has the script and not the extra."""
     (tmp_path / "rich.py").write_text("raise ModuleNotFoundError(\"No module named 'rich'\", name='rich')")

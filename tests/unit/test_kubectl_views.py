@@ -18,8 +18,10 @@ from rich.console import Console
 
 from kvpilot_kubectl import fields, journal, pods, service, show
 from kvpilot_operator.api.schema import load_crd
+from kvpilot_operator.decide import decide
+from kvpilot_operator.state.status import dump_status
 from support.model_cluster import ModelCluster
-from support.services import manifest
+from support.services import manifest, running
 
 BAD = "int4_per_token_head"
 AUTO = {
@@ -92,6 +94,19 @@ def test_a_line_has_dtype_revision_replicas_load_and_the_stage_of_the_canary() -
     assert row["LOAD"] == "MemoryBound"
     assert row["CANARY"] == f"k4v4 {obj['status']['canary']['stage']}"
     assert row["MODE"] == "Auto"
+
+
+def test_every_condition_that_the_operator_writes_can_ask_for_attention() -> None:
+    objectives = [{"metric": "TTFT", "percentile": 95, "milliseconds": 500}]
+    obj = manifest(scaling={"objectives": objectives}, route={"parentRefs": [{"name": "web"}]})
+    status = dump_status(decide(running(obj, "auto")).status)
+    assert {"RouteAccepted", "ObjectivesHeld"} < {one["type"] for one in status["conditions"]}
+    for told in status["conditions"]:
+        bad = [{**told, "status": word, "reason": "Why"} for word in ("True", "False")]
+        shown = [listed({**obj, "status": {"conditions": [one]}})[0]["ATTENTION"] for one in bad]
+        # Ready has a column of its own, and to be under way is no fault.
+        asks = told["type"] not in ("Ready", "Reconciling")
+        assert any(told["type"] in one for one in shown) == asks, told["type"]
 
 
 def test_a_calm_service_asks_for_no_attention_and_one_under_pressure_does() -> None:
