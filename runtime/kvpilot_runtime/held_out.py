@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,6 @@ from kvpilot_kernels.reference.windowed import windowed
 from kvpilot_runtime.calibration_text import passes
 
 _CHUNK = 256  # tokens whose logits are held at once
-
-Attend = Callable[..., tuple[torch.Tensor, None]]
-"""transformers' attention function."""
 
 
 @dataclass(frozen=True)

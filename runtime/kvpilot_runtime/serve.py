@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--retention-sink-tokens", type=_count, metavar="N", help="first tokens that are kept")
     parser.add_argument("--retention-window-tokens", type=_count, metavar="N", help="last tokens that are kept")
     parser.add_argument("--max-model-len", type=_count, help="tokens")
-    parser.add_argument("--tensor-parallel-size", type=_count, default=1)
+    parser.add_argument("--tensor-parallel-size", "-tp", type=_count, default=1)
     parser.add_argument("--gpu-memory-utilization", type=_fraction, default=0.9)
     parser.add_argument("--kv-cache-memory-bytes", type=_count, help="size of the KV cache: bytes, or 64M")
     return parser
@@ -104,6 +104,8 @@ def parse(argv: Sequence[str]) -> tuple[preflight.Request, list[str]]:
     """
     argv = [re.sub(r"^--[\w-]+", lambda option: option[0].replace("_", "-"), arg) for arg in argv]
     known, others = _parser().parse_known_args(argv)
+    if any(arg.partition("=")[0] == "--config" for arg in others):
+        raise PreflightError("BadArguments", "--config: what is checked here, and given to vLLM, would overrule what its file says; leave it out, and write the file's options as arguments")  # fmt: skip  # noqa: E501
     skip = known.kv_cache_dtype_skip_layers
     if skip is not None:
         skip = tuple(part for part in skip.split(",") if part)

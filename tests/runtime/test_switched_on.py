@@ -41,6 +41,21 @@ def folder(path: Path, config: dict[str, Any]) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize(
+    "spelled", [("-tp", "2"), ("-tp=2",), ("--tensor-parallel-size=2",), ("--tensor_parallel_size", "2")]
+)
+def test_every_gpu_of_an_engine_counts_however_their_number_is_spelled(spelled):
+    request, arguments = serve.parse([f"--model={tiny_llama()}", *spelled])
+    assert request.tensor_parallel == 2
+    assert [one for one in arguments if one.startswith(("-tp", "--tensor"))] == ["--tensor-parallel-size=2"]
+
+
+@pytest.mark.parametrize("given", [("--config", "vllm.yaml"), ("--config=vllm.yaml",)])
+def test_a_file_of_options_that_would_be_overruled_is_refused(given):
+    with pytest.raises(PreflightError, match=r"^--config: .* write the file's options as arguments"):
+        asked(*given)
+
+
 REFUSED = {
     "decode context parallelism": [
         ("--decode-context-parallel-size=2",), ("--decode-context-parallel-size", "2"), ("-dcp", "4"),
