@@ -27,20 +27,11 @@ from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.decide import decide
 from kvpilot_operator.render.engine import pod_template
 from kvpilot_operator.render.names import ENGINE_PORT
+from kvpilot_operator.state.accuracy import Accuracy, Measured
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows
-from kvpilot_operator.state.status import (
-    Accuracy,
-    Canary,
-    Denied,
-    JournalEntry,
-    KVCache,
-    Measured,
-    Option,
-    Status,
-    WeightsCache,
-)
+from kvpilot_operator.state.status import Canary, Denied, JournalEntry, KVCache, Option, Status, WeightsCache
 from support.services import KEY, NOW, manifest, running, samples, spec_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvpilot_operator.state.accuracy import Accuracy
 from kvpilot_operator.state.decision import Decision, Measure, ProbeResult
-from kvpilot_operator.state.status import Accuracy, parse_status
+from kvpilot_operator.state.status import parse_status
 from support.model_cluster import ModelCluster, measurement
 from support.services import manifest
 

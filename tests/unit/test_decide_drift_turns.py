@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_operator.decide.accuracy.drift import due, next_pod
-from kvpilot_operator.state.status import Accuracy, Measured, parse_status
+from kvpilot_operator.state.accuracy import Accuracy, Measured
+from kvpilot_operator.state.status import parse_status
 from support.services import NOW, manifest, pod, snapshot, spec_of
 from support.serving_fleet import PERIOD, ServingFleet, fixed, serving
 

@@ -9,8 +9,9 @@ import pytest
 
 from kvpilot_operator.decide import decide
 from kvpilot_operator.render.names import engine_url
+from kvpilot_operator.state.accuracy import Accuracy
 from kvpilot_operator.state.decision import Capture, Decision, Measure, ProbeFailed, ProbeResult
-from kvpilot_operator.state.status import Accuracy, Status
+from kvpilot_operator.state.status import Status
 from support.model_cluster import ModelCluster, measurement
 from support.services import NOW, baseline, manifest, running
 from support.trials import on_trial

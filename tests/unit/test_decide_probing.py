@@ -13,6 +13,7 @@ from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.trial import baseline as borrowing
 from kvpilot_operator.probes.codec import Baseline, Control
 from kvpilot_operator.render.names import baseline_name
+from kvpilot_operator.state.accuracy import Accuracy
 from kvpilot_operator.state.decision import (
     Capture,
     Captured,
@@ -25,7 +26,7 @@ from kvpilot_operator.state.decision import (
 )
 from kvpilot_operator.state.objects import DeploymentView
 from kvpilot_operator.state.snapshot import ProbePlan, Snapshot
-from kvpilot_operator.state.status import Accuracy, Canary, Status, parse_status
+from kvpilot_operator.state.status import Canary, Status, parse_status
 from support.model_cluster import ModelCluster, measurement
 from support.services import KEY, NOW, PROBES, baseline, manifest, pod, revision_of, running
 

@@ -16,6 +16,7 @@ from prometheus_client import generate_latest
 from kvpilot_operator.control.service_metrics import MAX_REASONS, ServiceSeries
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import ClusterError, Conflict
+from kvpilot_operator.state.accuracy import Accuracy, Measured
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.enums import Action, CachePhase, Outcome
 from kvpilot_operator.state.objects import PrefetchView
@@ -23,13 +24,11 @@ from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.state.status import (
     MAX_OPTIONS,
-    Accuracy,
     Canary,
     Condition,
     Denied,
     JournalEntry,
     KVCache,
-    Measured,
     Option,
     Scaling,
     Status,

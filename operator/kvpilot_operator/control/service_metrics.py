@@ -16,10 +16,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvpilot_operator.decide import canary_deadline
+from kvpilot_operator.state.accuracy import Accuracy
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.enums import CachePhase
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
-from kvpilot_operator.state.status import Accuracy, Status
+from kvpilot_operator.state.status import Status
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvpilot_operator.api.part import camel
+from kvpilot_operator.state.accuracy import Accuracy
 from kvpilot_operator.state.enums import Action, CachePhase, ObjectiveState, Outcome, Stage, TrafficMode, Verdict
+from kvpilot_operator.state.struct import Struct
 
 MAX_DECISIONS = 10
 MAX_DENIED = 32
@@ -21,11 +22,7 @@ MAX_SATURATIONS = 20
 MAX_MESSAGE = 1024
 
 
-class _Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, rename=camel):
-    pass
-
-
-class Stable(_Struct, frozen=True, kw_only=True):
+class Stable(Struct, frozen=True, kw_only=True):
     """The revision that serves, or is meant to serve first."""
 
     revision: str
@@ -34,7 +31,7 @@ class Stable(_Struct, frozen=True, kw_only=True):
     ever_ready: bool = False
 
 
-class Denied(_Struct, frozen=True, kw_only=True):
+class Denied(Struct, frozen=True, kw_only=True):
     """A dtype that must not be tried for this (model, image, GPU, recent window asked for) before `until`."""
 
     dtype: str
@@ -47,7 +44,7 @@ class Denied(_Struct, frozen=True, kw_only=True):
     until: datetime
 
 
-class WeightsCache(_Struct, frozen=True, kw_only=True):
+class WeightsCache(Struct, frozen=True, kw_only=True):
     """How far the claim for weights is filled; `identity` hashes what has to be on it."""
 
     identity: str
@@ -57,7 +54,7 @@ class WeightsCache(_Struct, frozen=True, kw_only=True):
     total_bytes: int | None = None
 
 
-class KVCache(_Struct, frozen=True, kw_only=True):
+class KVCache(Struct, frozen=True, kw_only=True):
     """What is known of the serving cache: capacity in tokens over all stable replicas, use in percent.
 
     Hits are of the tokens of prompts, of services with kvCache.offload alone.
@@ -76,7 +73,7 @@ class KVCache(_Struct, frozen=True, kw_only=True):
     denied: tuple[Denied, ...] = ()
 
 
-class Saturation(_Struct, frozen=True, kw_only=True):
+class Saturation(Struct, frozen=True, kw_only=True):
     """What one replica finished when requests last queued with this dtype, and how many tokens they had on average.
 
     Of the prompt, also how many of them no cache held; and whether they queued for memory.
@@ -90,7 +87,7 @@ class Saturation(_Struct, frozen=True, kw_only=True):
     memory: bool | None = None
 
 
-class ScaleInBackoff(_Struct, frozen=True, kw_only=True):
+class ScaleInBackoff(Struct, frozen=True, kw_only=True):
     """So many replicas of this dtype were too few: one that had been given back was soon needed again."""
 
     dtype: str
@@ -98,7 +95,7 @@ class ScaleInBackoff(_Struct, frozen=True, kw_only=True):
     time: datetime
 
 
-class Scaling(_Struct, frozen=True, kw_only=True):
+class Scaling(Struct, frozen=True, kw_only=True):
     """How many replicas the operator wants (scaling mode Operator), and which spec.replicas it started from."""
 
     desired_replicas: int | None = None
@@ -110,7 +107,7 @@ class Scaling(_Struct, frozen=True, kw_only=True):
     saturations: tuple[Saturation, ...] = ()
 
 
-class Objective(_Struct, frozen=True, kw_only=True):
+class Objective(Struct, frozen=True, kw_only=True):
     """A latency objective and what was last seen of it; a figure that hardly moved is not written anew."""
 
     metric: Literal["TTFT", "ITL"]
@@ -120,14 +117,14 @@ class Objective(_Struct, frozen=True, kw_only=True):
     observed_milliseconds: int | None = None
 
 
-class Cost(_Struct, frozen=True, kw_only=True):
+class Cost(Struct, frozen=True, kw_only=True):
     """What the service costs, in millionths of the currency of the operator's prices; of tokens, generated ones."""
 
     per_hour_micros: int
     per_million_tokens_micros: int | None = None
 
 
-class Canary(_Struct, frozen=True, kw_only=True):
+class Canary(Struct, frozen=True, kw_only=True):
     """A revision on trial, or (as `lastCanary`) how the last trial ended. Changes are in percent of the stable side."""
 
     revision: str
@@ -164,7 +161,7 @@ CHANGES = ("ttft_p95_change_percent", "itl_p95_change_percent", "throughput_chan
 """Of a trial's fields those that say how the canary did beside the stable side."""
 
 
-class Experience(_Struct, frozen=True, kw_only=True):
+class Experience(Struct, frozen=True, kw_only=True):
     """How a canary turned out: what the policy expects of the same dtype next time."""
 
     dtype: str
@@ -183,66 +180,7 @@ class Experience(_Struct, frozen=True, kw_only=True):
     excess_kl_micronats: int | None = None
 
 
-class Baseline(_Struct, frozen=True, kw_only=True):
-    """Where the 16-bit reference answers are kept, and the 16-bit-against-16-bit control."""
-
-    config_map: str
-    identity: str
-    dtype: str
-    captured_time: datetime
-    prompts: int
-    positions: int
-    control_mean_kl_micronats: int
-    control_p99_kl_micronats: int
-    control_top1_agreement_permille: int
-
-
-class Bucket(_Struct, frozen=True, kw_only=True):
-    """Damage at context positions [from, to)."""
-
-    from_position: int
-    to_position: int
-    mean_kl_micronats: int
-    top1_agreement_permille: int
-
-
-class Sample(_Struct, frozen=True, kw_only=True):
-    """One prompt's tail with both sides' continuation, for a person to read."""
-
-    prompt: str
-    stable: str
-    canary: str
-
-
-class Measured(_Struct, frozen=True, kw_only=True):
-    """The last accuracy measurement; excess is over the control."""
-
-    revision: str
-    dtype: str
-    verdict: Verdict
-    probe_time: datetime
-    prompts: int
-    positions: int
-    mean_kl_micronats: int
-    p99_kl_micronats: int
-    excess_kl_micronats: int
-    top1_agreement_permille: int
-    pod: str | None = None
-    buckets: tuple[Bucket, ...] = ()
-    sample: Sample | None = None
-
-
-class Accuracy(_Struct, frozen=True, kw_only=True):
-    """Accuracy's reference, its last measurement, and what the periodic probes of the serving revision found."""
-
-    baseline: Baseline | None = None
-    last: Measured | None = None
-    checked_time: datetime | None = None
-    failures: int = 0
-    errors: int = 0
-
-
-class Option(_Struct, frozen=True, kw_only=True):
+class Option(Struct, frozen=True, kw_only=True):
     """A step that was weighed. `gpus` and `itl_change_percent` are relative to now, the rest is what it leads to."""
 
     action: Action
@@ -257,7 +195,7 @@ class Option(_Struct, frozen=True, kw_only=True):
     cost_per_hour_micros: int | None = None
 
 
-class JournalEntry(_Struct, frozen=True, kw_only=True):
+class JournalEntry(Struct, frozen=True, kw_only=True):
     """One decision with its reason in words and numbers."""
 
     time: datetime
@@ -269,7 +207,7 @@ class JournalEntry(_Struct, frozen=True, kw_only=True):
     options: tuple[Option, ...] = ()
 
 
-class Condition(_Struct, frozen=True, kw_only=True):
+class Condition(Struct, frozen=True, kw_only=True):
     """metav1.Condition."""
 
     type: str
@@ -280,7 +218,7 @@ class Condition(_Struct, frozen=True, kw_only=True):
     message: str = ""
 
 
-class Status(_Struct, frozen=True, kw_only=True):
+class Status(Struct, frozen=True, kw_only=True):
     """The whole `.status`."""
 
     observed_generation: int | None = None

@@ -22,11 +22,12 @@ from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS
 from kvpilot_operator.decide.trial import baseline
 from kvpilot_operator.decide.trial.ending import deny
 from kvpilot_operator.probes.stats import Measurement
+from kvpilot_operator.state.accuracy import Accuracy, Baseline
 from kvpilot_operator.state.decision import Measure, ProbeFailed
 from kvpilot_operator.state.enums import Action, Reason, Verdict
 from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.state.snapshot import Snapshot
-from kvpilot_operator.state.status import Accuracy, Baseline, Stable
+from kvpilot_operator.state.status import Stable
 
 
 def begin(c: Context) -> Context:

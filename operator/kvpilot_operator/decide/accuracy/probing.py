@@ -12,10 +12,11 @@ from kvpilot_operator.decide.rejections import finding
 from kvpilot_operator.decide.trial import baseline
 from kvpilot_operator.decide.trial.ending import roll_back
 from kvpilot_operator.probes.stats import Measurement
+from kvpilot_operator.state.accuracy import Baseline
 from kvpilot_operator.state.decision import Captured, Find, Measure, NothingKept, ProbeFailed, Request
 from kvpilot_operator.state.enums import Action, Reason, Stage, Verdict
 from kvpilot_operator.state.questions import Question
-from kvpilot_operator.state.status import Baseline, Canary
+from kvpilot_operator.state.status import Canary
 
 # After a probe that ended in an error the next waits this long, times the errors so far.
 ERROR_BACKOFF_SECONDS = 10

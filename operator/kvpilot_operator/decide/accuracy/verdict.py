@@ -9,9 +9,10 @@ import msgspec
 from kvpilot_operator.api.spec import Accuracy
 from kvpilot_operator.decide.trial.intervals import share_change
 from kvpilot_operator.probes.stats import Measurement
+from kvpilot_operator.state.accuracy import Baseline, Bucket, Measured, Sample
 from kvpilot_operator.state.enums import Reason, Verdict
 from kvpilot_operator.state.snapshot import Snapshot
-from kvpilot_operator.state.status import Baseline, Bucket, Measured, Sample, clip
+from kvpilot_operator.state.status import clip
 
 MAX_SAMPLE = 500
 # Fewer compared positions than this say nothing about a 99th percentile or a share in percent.

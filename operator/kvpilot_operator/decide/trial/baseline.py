@@ -11,11 +11,11 @@ from dataclasses import replace
 from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.probes import codec
 from kvpilot_operator.render.names import baseline_name, engine_url
+from kvpilot_operator.state.accuracy import Baseline
 from kvpilot_operator.state.decision import Capture, Captured, Find, Measure, NothingKept
 from kvpilot_operator.state.enums import Action, Stage, Verdict
 from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.state.snapshot import Snapshot
-from kvpilot_operator.state.status import Baseline
 
 
 def known(draft: Draft) -> Baseline | None:
