@@ -17,6 +17,7 @@ from kvpilot_operator.api.host_access import KINDS
 from kvpilot_operator.api.schema import faults
 from kvpilot_operator.gpus import GPUS
 from kvpilot_operator.options import parse_arguments
+from kvpilot_operator.render.names import ENGINE_PORT, PREFETCH_LABEL, SERVICE_LABEL
 from kvpilot_operator.tracing import endpoint
 
 REFUSED = {
@@ -128,6 +129,18 @@ def test_traces_go_where_the_values_say_by_opentelemetrys_own_names_and_may_get_
     (policy,) = (one for one in objects if one["kind"] == "NetworkPolicy")
     anywhere = [port["port"] for rule in policy["spec"]["egress"] if "to" not in rule for port in rule["ports"]]
     assert anywhere == [53, 53, 443, 6443, *([port] if port else [])]
+
+
+def test_a_restricted_operator_reaches_every_pod_whose_metrics_it_reads(chart):
+    objects = render(chart, {"networkPolicy": {"restrictEgress": True}})
+    (policy,) = (one for one in objects if one["kind"] == "NetworkPolicy")
+    to = [
+        one
+        for rule in policy["spec"]["egress"]
+        if rule["ports"] == [{"port": ENGINE_PORT, "protocol": "TCP"}]
+        for one in rule["to"]
+    ]
+    assert {one["podSelector"]["matchExpressions"][0]["key"] for one in to} == {SERVICE_LABEL, PREFETCH_LABEL}
 
 
 def test_the_operator_reads_certificates_where_its_sidecar_writes_them_and_nothing_is_intercepted(chart):
