@@ -28,8 +28,9 @@ class Warned:
 
 
 def unready(pods: Iterable[Json]) -> tuple[Json, ...]:
-    """Those whose engines do not answer and that are not on their way out, by name."""
-    found = [one for one in pods if not _answers(one) and not text(one, "metadata", "deletionTimestamp")]
+    """Those whose engines do not answer and that are neither over (evicted) nor on their way out, by name."""
+    there = (one for one in pods if text(one, "status", "phase") not in ("Failed", "Succeeded"))
+    found = [one for one in there if not _answers(one) and not text(one, "metadata", "deletionTimestamp")]
     return tuple(sorted(found, key=lambda one: text(one, "metadata", "name")))
 
 

@@ -191,6 +191,13 @@ def test_what_a_kubelet_warns_of_is_shown_beside_a_pod_that_does_not_answer() ->
     assert pods.document(found)[0]["message"] == said
 
 
+def test_evicted_pods_that_lie_about_do_not_hide_one_that_does_not_answer() -> None:
+    evicted = [engine_pod(name=f"chat-{number}") for number in range(pods.SHOWN)]
+    for one in evicted:
+        one["status"]["phase"] = "Failed"
+    assert pods.unready([*evicted, engine_pod(name="chat-z")])[: pods.SHOWN] == (engine_pod(name="chat-z"),)
+
+
 def test_a_pod_without_a_warning_is_shown_with_what_its_container_waits_for() -> None:
     (found,) = pods.warned(engine_pod(), [])
     assert (found.pod, found.reason, found.time) == ("chat-1", "ContainerCreating", None)

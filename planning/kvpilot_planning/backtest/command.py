@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvpilot_operator.api.spec import Spec
+from kvpilot_planning import plan_plot
 from kvpilot_planning.backtest import fleet_report, report
 from kvpilot_planning.backtest.compare import FLEET_POLICIES, POLICIES, Row, run
 from kvpilot_planning.backtest.costs import BacktestError, Profile, load_profile
@@ -20,6 +21,7 @@ from kvpilot_planning.backtest.loads import NAMES, Load, synthetic
 from kvpilot_planning.backtest.pilot import load_spec
 from kvpilot_planning.backtest.policies import REQUESTS_TARGET
 from kvpilot_planning.backtest.service import Objective
+from kvpilot_planning.facts import PlanError
 
 PROCESSES = 2
 
@@ -31,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return _backtest(arguments)
-    except BacktestError as error:
+    except (BacktestError, PlanError) as error:
         print(f"kvpilot backtest: {error}", file=sys.stderr)
         return 2
 
@@ -39,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _backtest(a: argparse.Namespace) -> int:
     spec, profile = load_spec(a.service), load_profile(a.profile)
     objective = Objective(a.ttft, a.itl / 1000)
-    if not 0 < a.requests_target < math.inf:
-        raise BacktestError(f"requests-target: {a.requests_target}; give a number above 0, such as 16")
+    _check(a)
     if a.services:
         policies = a.policies or list(FLEET_POLICIES)
         if unknown := [name for name in policies if name not in FLEET_POLICIES]:
@@ -67,6 +68,20 @@ def _backtest(a: argparse.Namespace) -> int:
 
         draw(rows, a.plot)
     return 0
+
+
+def _check(a: argparse.Namespace) -> None:
+    """What could only be told when everything has run."""
+    for name, such in (("requests-target", 16), ("size", 1), ("ttft", 5), ("itl", 60)):
+        value = getattr(a, name.replace("-", "_"))
+        if not 0 < value < math.inf:
+            raise BacktestError(f"{name}: {value}; give a number above 0, such as {such}")
+    for name in ("json", "report"):
+        file = getattr(a, name)
+        if file is not None and not file.absolute().parent.is_dir():
+            raise BacktestError(f"{name}: {file}: its folder does not exist; make it first")
+    if a.plot is not None:
+        plan_plot.check(a.plot)
 
 
 def _loads(a: argparse.Namespace) -> tuple[list[Load], History | None]:
