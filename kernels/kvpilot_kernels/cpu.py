@@ -252,24 +252,28 @@ class PackedPages:
         Raises:
             BadInputError: a length without room in the table, or a block beyond the cache.
         """
+        return self.keys(block_table, length), self._side("value", block_table, length)
+
+    def keys(self, block_table: torch.Tensor, length: int) -> torch.Tensor:
+        """Keys alone, as `read` has them."""
+        return self._side("key", block_table, length)
+
+    def _side(self, side: str, block_table: torch.Tensor, length: int) -> torch.Tensor:
         check.tables(block_table[None], torch.tensor([length]), self.key_codes.shape[0], self.block_size)
         table = block_table[: -(-length // self.block_size)].long()
-        rotation = hadamard(self.head_dim)
-        sides = []
-        for codes, meta, side, bits in (
-            (self.key_codes, self.key_meta, "key", self.fmt.key.bits),
-            (self.value_codes, self.value_meta, "value", self.fmt.value.bits),
-        ):
-            rows = codes[table].transpose(1, 2).flatten(0, 1)[:length]
-            meta = meta[table].transpose(1, 2).flatten(0, 1)[:length]
-            back = decode(unpack(rows, bits), meta, bits) @ rotation.T
-            if self.factors is not None:
-                mean, scale = self.factors.of(side)
-                back = back / scale + mean
-                if side == "key":
-                    back[:1] += self.factors.key_first - mean
-            sides.append(back)
-        return sides[0], sides[1]
+        codes, meta, bits = {
+            "key": (self.key_codes, self.key_meta, self.fmt.key.bits),
+            "value": (self.value_codes, self.value_meta, self.fmt.value.bits),
+        }[side]
+        rows = codes[table].transpose(1, 2).flatten(0, 1)[:length]
+        meta = meta[table].transpose(1, 2).flatten(0, 1)[:length]
+        back = decode(unpack(rows, bits), meta, bits) @ hadamard(self.head_dim).T
+        if self.factors is not None:
+            mean, scale = self.factors.of(side)
+            back = back / scale + mean
+            if side == "key":
+                back[:1] += self.factors.key_first - mean
+        return back
 
     def _recent(
         self, ring: RingPages, table: torch.Tensor, seq_lens: torch.Tensor, ring_table: torch.Tensor

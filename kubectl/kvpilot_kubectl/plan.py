@@ -53,7 +53,7 @@ def arguments(obj: Json, gpu: str, model: str | None = None) -> list[str]:
         argv.append(f"--context={','.join(map(str, (*(c for c in CONTEXTS if c < longest), longest)))}")
     if (recent := whole(spec, "kvCache", "recentTokens")) is not None:
         argv.append(f"--recent-tokens={recent}")
-    for option, field in (("sink", "sinkTokens"), ("window", "windowTokens")):
+    for option, field in (("sink", "sinkTokens"), ("window", "windowTokens"), ("budget", "budgetTokens")):
         if (tokens := whole(spec, "kvCache", "retention", field)) is not None:
             argv.append(f"--retention-{option}-tokens={tokens}")
     if (size := whole(spec, "kvCache", "offload", "cpuMemoryGiB")) is not None:

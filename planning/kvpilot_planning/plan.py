@@ -88,6 +88,7 @@ def _parser() -> _Parser:
     add("--kv-gb", type=_positive, metavar="X", help="10^9 bytes for the KV cache in all GPUs, instead of the estimate")
     add("--retention-sink-tokens", type=_whole, metavar="N", help="kvCache.retention.sinkTokens; with --retention-window-tokens")  # fmt: skip  # noqa: E501
     add("--retention-window-tokens", type=_whole, metavar="N", help="kvCache.retention.windowTokens: plan for a cache with a bound, too")  # fmt: skip  # noqa: E501
+    add("--retention-budget-tokens", type=_whole, metavar="N", help="kvCache.retention.budgetTokens, of HeavyHitters, instead of both or beside them")  # fmt: skip  # noqa: E501
     add("--offload-gib", type=_whole, metavar="N", help="kvCache.offload.cpuMemoryGiB: what host memory holds, too")
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--plot", type=Path, metavar="FILE", help="write a plot, too: .svg or .png")
@@ -120,7 +121,7 @@ def _request(options: argparse.Namespace) -> Request:
         kv=None if options.kv_gb is None else int(options.kv_gb * 1e9),
         load=load,
         recent_tokens=options.recent_tokens,
-        bound=_bound(options.retention_sink_tokens, options.retention_window_tokens),
+        bound=_bound(options.retention_sink_tokens, options.retention_window_tokens, options.retention_budget_tokens),
         host=(options.offload_gib or 0) * 2**30,
         gpu_hour=_price(options.price, gpu, load),
     )
@@ -135,11 +136,15 @@ def _model(name: str) -> Model:
     return models.find(name)
 
 
-def _bound(sinks: int | None, window: int | None) -> Bound | None:
+def _bound(sinks: int | None, window: int | None, budget: int | None) -> Bound | None:
+    if budget is not None:
+        if (sinks or 4) + (window or budget // 2) >= budget:
+            raise PlanError(f"--retention-budget-tokens {budget}: not above sinks and window together; raise it, or lower these")  # fmt: skip  # noqa: E501
+        return Bound(sinks, window, budget)
     if (sinks is None) != (window is None):
         missing = "--retention-sink-tokens" if sinks is None else "--retention-window-tokens"
         raise PlanError(f"{missing}: missing; a bound needs both, in tokens")
-    return None if sinks is None or window is None else Bound(sinks, window)
+    return None if sinks is None else Bound(sinks, window)
 
 
 def _load(options: argparse.Namespace) -> Load | None:

@@ -27,7 +27,11 @@ def document(plan: Plan) -> dict[str, Any]:
         "kv_bytes_per_gpu": plan.kv_bytes,
         "retention": None
         if request.bound is None
-        else {"sink_tokens": request.bound.sinks, "window_tokens": request.bound.window},
+        else {
+            "sink_tokens": request.bound.sinks,
+            "window_tokens": request.bound.window,
+            "budget_tokens": request.bound.budget,
+        },
         "host_memory_bytes": request.host or None,
         "load": None
         if load is None

@@ -10,14 +10,25 @@ from kvpilot_planning.plan_capacity import Cache
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """`SinksAndWindow`: at least so many of the first and of the last tokens of a sequence are kept, in whole pages."""
+    """So many of the first and of the last tokens of a sequence are kept, in whole pages (`SinksAndWindow`), or
+    `budget` tokens in all (`HeavyHitters`, whose other numbers do not change what it takes)."""
 
-    sinks: int
-    window: int
+    sinks: int | None = None
+    window: int | None = None
+    budget: int | None = None
+
+    def __str__(self) -> str:
+        """The policy, and what it keeps."""
+        if self.budget is not None:
+            return f"HeavyHitters, of which {self.budget:,} tokens are kept: first, last, and the heaviest between"
+        return f"SinksAndWindow, of which the first {self.sinks:,} and the last {self.window:,} tokens are kept"
 
     def of(self, layout: Cache) -> Cache:
         """The layout with this bound, beside which engines keep no recent window."""
-        pages = -(-self.sinks // layout.block) + -(-self.window // layout.block) + 1
+        if self.budget is not None:
+            pages = self.budget // layout.block + 1
+        else:
+            pages = -(-(self.sinks or 0) // layout.block) + -(-(self.window or 0) // layout.block) + 1
         return replace(layout, ring_blocks=0, most_pages=pages)
 
 
@@ -33,7 +44,7 @@ def check_bound(model: Model) -> None:
     }
     found = [way for way, there in ways.items() if there]
     if found:
-        raise PlanError(f"--retention-window-tokens: no engine bounds the cache of a model with {' and '.join(found)}; leave it and --retention-sink-tokens out")  # fmt: skip  # noqa: E501
+        raise PlanError(f"--retention: no engine bounds the cache of a model with {' and '.join(found)}; leave the options of --retention out")  # fmt: skip  # noqa: E501
 
 
 def host_tokens(model: Model, layout: Cache, gpus: int, host_bytes: int) -> int | None:

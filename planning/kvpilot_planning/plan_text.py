@@ -78,8 +78,7 @@ def _bounded(plan: Plan) -> str:
         whole, tokens = row.fits[-1].tokens, row.bounded[-1].tokens
         ratio = f"{tokens / whole:.2f}" if whole else "-"
         rows.append([row.dtype, f"{row.bounded_bytes / 1e6:,.1f}", f"{tokens:,}", ratio, *(f"{f.sequences:,}" for f in row.bounded)])  # fmt: skip  # noqa: E501
-    kept = f"the first {bound.sinks:,} and the last {bound.window:,} tokens are kept"
-    return f"The same with SinksAndWindow, of which {kept}\n{render(head, rows)}"
+    return f"The same with {bound}\n{render(head, rows)}"
 
 
 def _hosted(plan: Plan) -> str:

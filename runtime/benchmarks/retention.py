@@ -1,8 +1,9 @@
 """What a bounded cache costs: `python runtime/benchmarks/retention.py --tokens 2048 --budgets 256,512`.
 
 SmolLM2-135M's weights in float32 over one stream of a text; attention sees what docs/retention.md says that an engine
-keeps. A budget is sinks and window together. Beside it stand the whole cache, the whole cache in `--dtype`, and the
-window of the largest budget without sinks, which no engine serves. Perplexity is of the tokens after the largest
+keeps. A budget is sinks and window together, or with the heaviest pages between (HeavyHitters, whose window is half of
+it; the stream is read `--chunk` tokens at a time). Beside it stand the whole cache, the whole cache in `--dtype`, and
+the window of the largest budget without sinks, which no engine serves. Perplexity is of the tokens after the largest
 budget, where rows differ. `--needle LENGTH` asks for facts at five depths of a text of so many tokens instead.
 
 `--equal` puts `--dtype` as engines serve it (factors found at start, its default recent window) beside the budget of 16
@@ -27,26 +28,71 @@ from accuracy_rows import CONTEXT, SELF, bits
 from accuracy_rows import reading as row
 from accuracy_texts import EVALUATION, sequences
 from torch.nn import functional
+from transformers import DynamicCache
 
 from kvpilot_demo.models import smollm2_135m
 from kvpilot_kernels import formats
 from kvpilot_kernels.reference.own import own
 from kvpilot_runtime.calibration_text import text_ids
+from kvpilot_runtime.heavy import measured_rows, page_mass
+from kvpilot_runtime.heavy_spec import lightest
+from kvpilot_runtime.retention import SINKS, HeavyHitters
+
+Kept = tuple[int, int, int] | HeavyHitters | None
 
 _PIECE = 256
 """Queries whose scores are held at once."""
 
 
 class Bounded(Probe):
-    """The model with a cache that keeps `sinks` first tokens and a `window`, in pages; all of them where it is None."""
+    """The model with a cache that keeps `sinks` first tokens and a `window`, in pages, or heavy hitters; all of them
+    where it is None."""
 
-    kept: tuple[int, int, int] | None = None
+    kept: Kept = None
+    page, chunk = 16, 32
+
+    @torch.inference_mode()
+    def hidden(self, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
+        """As the whole model's; with heavy hitters chunk by chunk, as pages are freed between steps."""
+        if not isinstance(self.kept, HeavyHitters):
+            return super().hidden(tokens, reading)
+        cache, states = DynamicCache(), []
+        held: list[int] = []
+        masses = torch.zeros(-(-len(tokens) // self.page), dtype=torch.float64)
+        for begin in range(0, len(tokens), self.chunk):
+            light = lightest(self.kept, self.page, held, dict(enumerate(masses.tolist())), begin)
+            held = [at for at in held if at not in light]
+            new = tokens[begin : begin + self.chunk]
+            seen = (torch.tensor(held).long()[:, None] * self.page + torch.arange(self.page)).flatten()
+            self._seen_tokens = torch.cat([seen, torch.arange(begin, begin + len(new))])
+            held += range(begin // self.page, -(-(begin + len(new)) // self.page))
+            self._mass = torch.zeros(len(held), dtype=torch.float64)
+            at = torch.arange(begin, begin + len(new))
+            found = self.model.model(new[None], position_ids=at[None], past_key_values=cache, use_cache=True)
+            states.append(found.last_hidden_state[0])
+            masses[held] += self._mass
+        return torch.cat(states)
+
+    def _heavy(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, None]:
+        """Attention of a chunk to what is held, which weighs it."""
+        new, (k, v) = query.shape[2], (x[:, :, self._seen_tokens] for x in (key, value))
+        rows, weight = measured_rows(new, int(self._seen_tokens[-1]) + 1)
+        if rows:
+            last = query[0, :, new - rows :].transpose(0, 1)
+            self._mass += page_mass(last, k[0].transpose(1, 2), self.page, scale) * weight
+        mask = torch.ones(new, k.shape[2], dtype=torch.bool).tril_(k.shape[2] - new)
+        out = functional.scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
 
     def _attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
     ) -> tuple[torch.Tensor, None]:
         if self.kept is None:
             return super()._attend(module, query, key, value, _mask, **options)
+        if isinstance(self.kept, HeavyHitters):
+            return self._heavy(query, key, value, options["scaling"])
         sinks, window, page = self.kept
         first = -(-sinks // page) * page
         outs = []
@@ -89,6 +135,8 @@ def main() -> None:
     add("--budgets", type=lambda text: [int(n) for n in text.split(",")], default=[256, 512])
     add("--sinks", type=int, default=4)
     add("--page", type=int, default=16)
+    add("--chunk", type=int, default=32, help="of heavy hitters, tokens of a step: a multiple of --page")
+    add("--only", default="", metavar="WORD", help="rows that have it in their names")
     add("--dtype", default="k4v2", choices=formats.own_names())
     add("--texts", type=lambda text: text.split(","), default=list(EVALUATION))
     add("--beyond", type=int, metavar="LENGTH", help="that the model was trained for: the stream in parts of so many "
@@ -98,6 +146,7 @@ def main() -> None:
     add("--model", type=Path, help="a folder; without it SmolLM2-135M")
     asked = parser.parse_args()
     probe = Bounded(asked.model or smollm2_135m())
+    probe.page, probe.chunk = asked.page, asked.chunk
     fmt, coarse = formats.parse(asked.dtype), f"whole in {asked.dtype}, uncalibrated, no recent window"
     codec = own(fmt)
     quantized = Reading(lambda _layer: codec)
@@ -111,13 +160,15 @@ def main() -> None:
         # The sinks' pages, and a window that begins inside a page, take `held` tokens' room at most.
         asked.budgets = [held - (-(-asked.sinks // asked.page) + 1) * asked.page + 1 + asked.sinks]
     most = max(asked.budgets)
-    rows: list[tuple[str, tuple[int, int, int] | None, Reading | None]] = [
+    rows: list[tuple[str, Kept, Reading | None]] = [
         ("whole", None, None),
         (coarse, None, quantized),
         *[(f"{asked.sinks} sinks, window {n - asked.sinks}", (asked.sinks, n - asked.sinks, asked.page), None)
           for n in asked.budgets],
+        *[(f"HeavyHitters, {n}", HeavyHitters(SINKS, n // 2, n), None) for n in asked.budgets],
         (f"no sinks, window {most}", (0, most, asked.page), None),
     ]  # fmt: skip
+    rows = [row for row in rows if asked.only in row[0]]
     if asked.needle:
         ((_, haystack),) = sequences(probe.tokenizer, NEEDLE_TEXT)
         print("| cache |", " | ".join(f"{int(100 * depth)}%" for depth in DEPTHS), "|")

@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from kvpilot_runtime import options, retention
 from kvpilot_runtime.errors import UnsupportedModelError
-from kvpilot_runtime.retention import SinksAndWindow
+from kvpilot_runtime.retention import HeavyHitters, SinksAndWindow
 
 
 @dataclass
@@ -108,9 +108,16 @@ def bounded_backend(stock: Any) -> Any:
             return AttentionCGSupport.NEVER
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-            """Metadata of a batch's pieces."""
-            spec = self.kv_cache_spec
-            return super().build(0, kept_alone(common_attn_metadata, spec.bound, spec.block_size), fast_build)
+            """Metadata of a batch's pieces, or of what heavy hitters hold."""
+            bound, page = self.kv_cache_spec.bound, self.kv_cache_spec.block_size
+            if not isinstance(bound, HeavyHitters):
+                return super().build(0, kept_alone(common_attn_metadata, bound, page), fast_build)
+            from kvpilot_runtime import heavy
+
+            held = heavy.held_alone(common_attn_metadata, bound, page, heavy.STEP)
+            metadata = super().build(0, held, fast_build)
+            setattr(metadata, heavy.MARK, heavy.STEP.measured)
+            return metadata
 
     body = {"get_builder_cls": staticmethod(lambda: Builder), "__module__": stock.__module__}
     return type(f"Bounded{stock.__name__}", (stock,), body)
@@ -128,12 +135,21 @@ def spec_of(layer: Any, stock: Any, vllm_config: Any) -> Any:
         UnsupportedModelError: a bounded cache does not serve this model, or not with what else is switched on.
     """
     from kvpilot_runtime.bounded_spec import BoundedSpec
+    from kvpilot_runtime.heavy_spec import HeavySpec
 
     if (bound := retention.asked()) is None:
         return stock
     refuse_unsupported(vllm_config, bound)
     same = {f.name: getattr(stock, f.name) for f in fields(BoundedSpec) if f.init and hasattr(stock, f.name)}
-    return BoundedSpec(**same | {"sinks": bound.sinks, "sliding_window": bound.window})
+    same |= {"sinks": bound.sinks, "sliding_window": bound.window}
+    if not isinstance(bound, HeavyHitters):
+        return BoundedSpec(**same)
+    if bound.budget < (least := bound.least(stock.block_size)):
+        raise UnsupportedModelError(
+            f"{retention.VARIABLE}={bound}: sinks, window and one page beside them take {least} tokens in pages of "
+            f"{stock.block_size}; make the budget at least that, or the window or --block-size smaller"
+        )
+    return HeavySpec(**same, budget=bound.budget)
 
 
 def refuse_unsupported(vllm_config: Any, bound: SinksAndWindow) -> None:

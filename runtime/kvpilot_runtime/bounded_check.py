@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvpilot_kernels import formats, models
@@ -9,7 +10,9 @@ from kvpilot_kernels.latent.formats import LatentFormat
 from kvpilot_kernels.models import Kind
 from kvpilot_runtime import machine, options
 from kvpilot_runtime.errors import PreflightError, Reason
+from kvpilot_runtime.memory import BLOCK_TOKENS
 from kvpilot_runtime.options import Switch
+from kvpilot_runtime.retention import HeavyHitters
 
 if TYPE_CHECKING:
     from kvpilot_runtime.preflight import Request
@@ -56,15 +59,41 @@ def check(
         raise refuse(f"--kv-cache-dtype-skip-layers {','.join(skipped)}", "leave one of the two out")
     if request.recent:
         raise refuse(f"--recent-tokens {request.recent} (the recent window)", "leave one of the two out")
+    if isinstance(bound, HeavyHitters):
+        _heavy(fmt, bound, request, BLOCK_TOKENS[platform], refuse)
     if config is None:
         return []
     if (what := _unsupported(config)) is not None:
         raise refuse(what, "leave it out", "ModelUnsupported")
     length = request.max_model_len or config.max_positions
-    if length and length <= bound.window:
-        return [("RetentionUnused", f"--retention {bound}: no context of {length} tokens leaves the window; the option "
-                 "is of no effect")]  # fmt: skip
+    if length and length <= bound.reach:
+        what = "outgrows the budget" if isinstance(bound, HeavyHitters) else "leaves the window"
+        return [("RetentionUnused", f"--retention {bound}: no context of {length} tokens {what}; the option is of no "
+                 "effect")]  # fmt: skip
     return []
+
+
+def _heavy(
+    fmt: formats.Format | LatentFormat, bound: HeavyHitters, request: Request, usual: int,
+    refuse: Callable[[str, str], PreflightError],
+) -> None:  # fmt: skip
+    """Refuse what pages cannot be weighed with; `usual`: tokens of a page where nobody says."""
+    if fmt.name.startswith("fp8"):
+        raise refuse(f"kv-cache dtype {fmt.name!r}", "use auto or a dtype of kvpilot")
+    if request.tensor_parallel > 1:
+        raise refuse(f"--tensor-parallel-size {request.tensor_parallel}", "use 1")
+    for option in ("--pipeline-parallel-size", "-pp"):
+        if options.count(request.others, option) > 1:
+            raise refuse(f"{option} (pipeline parallelism)", "leave it out")
+    page = options.count(request.others, "--block-size")
+    page = usual if page == 1 else page
+    if bound.budget < bound.least(page):
+        raise PreflightError(
+            "BadArguments",
+            f"--retention {bound}: {bound.sinks} sinks, a window of {bound.window} tokens and one page beside them "
+            f"take {bound.least(page)} tokens in pages of {page}; make --retention-budget-tokens at least that, or the "
+            "window or --block-size smaller",
+        )
 
 
 def _unsupported(model: models.Architecture) -> str | None:

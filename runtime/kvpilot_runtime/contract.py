@@ -36,6 +36,7 @@ class Need(Enum):
     WINDOW = "there is no recent window"
     LATENTS = "dtypes of multi-head latent attention are refused"
     BOUND = "--retention is refused"
+    HEAVY = "--retention HeavyHitters is refused"
     HOST = "probes of an engine that offloads read from its GPU's pages alone"
 
 
@@ -147,6 +148,11 @@ def _laid_out(backend: Any) -> str:
     return "" if known else "has neither a layout LBHNC nor get_kv_cache_shape"
 
 
+def _carries(message: Any) -> str:
+    """What scheduler and workers send each other may have something of ours with it."""
+    return "has slots, and takes no attribute" if hasattr(message, "__slots__") else ""
+
+
 _BACKEND = "vllm.v1.attention.backend"
 _LATENT = "vllm.model_executor.layers.attention.mla_attention"
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
@@ -235,6 +241,14 @@ PARTS = (
     Part("vllm.model_executor.layers.attention:Attention.get_kv_cache_spec", Need.BOUND, takes=("vllm_config",)),
     Part(f"{_BACKEND}:AttentionMetadataBuilder.get_cudagraph_support", Need.BOUND,
          takes=("vllm_config", "kv_cache_spec")),
+    Part("vllm.v1.core.sched.scheduler:Scheduler.schedule", Need.HEAVY),
+    Part("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", Need.HEAVY,
+         takes=("scheduler_output", "model_runner_output")),
+    Part("vllm.v1.core.sched.output:SchedulerOutput", Need.HEAVY, has=("num_scheduled_tokens",), tries=_carries),
+    Part("vllm.v1.outputs:ModelRunnerOutput", Need.HEAVY, tries=_carries),
+    Part(f"{_MANAGER}.pop_blocks_for_free", Need.HEAVY, takes=("request_id",)),
+    Part("vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model", Need.HEAVY, takes=("scheduler_output",)),
+    Part("vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens", Need.HEAVY, takes=("grammar_output",)),
     Part("vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks", Need.HOST, takes=("request",)),
     Part("vllm.v1.request:Request.get_skip_reading_prefix_cache", Need.HOST),
     Part("vllm.v1.attention.backends.utils:split_decodes_and_prefills", platform="cuda",
@@ -262,7 +276,7 @@ def tell(found: Iterable[Broken]) -> None:
     os.environ[TOLD] = "1"
     text = compat.version_text()
     # Of a window its own warning speaks, of latents and of bounded caches whoever asks for them, and no probe fails.
-    costly = [b for b in found if b.part.need not in (Need.WINDOW, Need.LATENTS, Need.BOUND, Need.HOST)]
+    costly = [b for b in found if b.part.need not in (Need.WINDOW, Need.LATENTS, Need.BOUND, Need.HEAVY, Need.HOST)]
     if not compat.tested():
         log.warning(
             "vllm %s is not one of %s, which kvpilot was tested with; of what kvpilot uses of it, %s", text,
@@ -293,13 +307,13 @@ def refuse(dtype: str, found: Iterable[Broken], skipping: bool) -> None:
         )
 
 
-def refuse_bound(bound: str, found: Iterable[Broken]) -> None:
-    """Refuse a cache with a bound for what is not as it should be.
+def refuse_bound(bound: str, found: Iterable[Broken], heavy: bool = False) -> None:
+    """Refuse a cache with a bound for what is not as it should be; `heavy`: one of heavy hitters.
 
     Raises:
         UnsupportedEngineError: a part that frees pages; it names all of them.
     """
-    if why := [str(one) for one in found if one.part.need is Need.BOUND]:
+    if why := [str(one) for one in found if one.part.need in (Need.BOUND, *[Need.HEAVY] * heavy)]:
         raise UnsupportedEngineError(
             f"--retention {bound} cannot be served by vllm {compat.version_text()}, whose scheduler cannot be told "
             f"which pages to free: {'; '.join(why)}; leave it out, or use a runtime image with vllm 0.32"

@@ -113,7 +113,7 @@ class CpuImpl(PackedImpl):
             ring_slots = torch.full_like(slot_mapping, -1) if rings is None else rings.slots[: slot_mapping.shape[0]]
         step = get_forward_context().attn_metadata  # none where vLLM warms up, with slots of padding
         ordinals = step[layer.layer_name].ordinals if step else None
-        self._packed(layer, kv_cache).store(key, value, slot_mapping, ring_slots, ordinals)
+        self.pages_of(layer, kv_cache).store(key, value, slot_mapping, ring_slots, ordinals)
 
     def forward(
         self,
@@ -136,7 +136,7 @@ class CpuImpl(PackedImpl):
             raise UnsupportedModelError("quantized attention outputs are not supported; turn this fusion off")
         if attn_metadata is None:  # vLLM's warm-up
             return output
-        pages, meta = self._packed(layer, kv_cache), attn_metadata
+        pages, meta = self.pages_of(layer, kv_cache), attn_metadata
         out = output.view(-1, self.num_heads, self.head_size)
         if meta.decode_rows.numel():
             rows = meta.decode_rows
@@ -159,7 +159,7 @@ class CpuImpl(PackedImpl):
             )
         return output
 
-    def _packed(self, layer: Any, kv_cache: torch.Tensor) -> PackedPages:
+    def pages_of(self, layer: Any, kv_cache: torch.Tensor) -> PackedPages:
         """Views of this layer's cache, made once."""
         if self._pages is None or self._pages[0] != kv_cache.data_ptr():
             ring = self.ring.kv_cache if self.ring is not None else None

@@ -148,3 +148,26 @@ def around_attention(spec_of: str, backend_of: str) -> None:
 
     get_kv_cache_spec._kvpilot_asks = spec_of  # type: ignore[attr-defined]
     Attention.get_kv_cache_spec, Attention.get_attn_backend = get_kv_cache_spec, get_attn_backend
+
+
+def around_scheduler(tell: str, hear: str) -> None:
+    """Call two functions, given by import path, of every scheduler: one when it has made a step, with the step, one
+    before it takes a step's results, with these."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    stock, update = Scheduler.schedule, Scheduler.update_from_output
+    if getattr(stock, "_kvpilot_tells", None) is not None:
+        return
+
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = stock(self, *args, **kwargs)
+        resolve_obj_by_qualname(tell)(self, output)
+        return output
+
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        resolve_obj_by_qualname(hear)(self, model_runner_output)
+        return update(self, scheduler_output, model_runner_output)
+
+    schedule._kvpilot_tells = tell  # type: ignore[attr-defined]
+    Scheduler.schedule, Scheduler.update_from_output = schedule, update_from_output

@@ -26,8 +26,10 @@ def register() -> None:
     contract.tell(broken)
     model_info.publish()
     if (bound := retention.asked()) is not None:
-        contract.refuse_bound(str(bound), broken)
+        contract.refuse_bound(str(bound), broken, heavy=isinstance(bound, retention.HeavyHitters))
         hooks.around_attention("kvpilot_runtime.bounded.spec_of", "kvpilot_runtime.bounded.backend_of")
+        if isinstance(bound, retention.HeavyHitters):
+            hooks.around_scheduler("kvpilot_runtime.heavy_spec.tell", "kvpilot_runtime.heavy_spec.hear")
         retention.INFO.publish()
     if not any(one.part.need is contract.Need.HOST for one in broken):
         offload.heed_from_host()
@@ -64,10 +66,10 @@ def settle(worker: Any) -> None:
 
 
 def serve(worker: Any) -> None:
-    """In a worker that has its KV cache: refuse what would be stored in others' pages, and try the pages.
+    """In a worker that has its KV cache: refuse what would be stored in others' pages, try the pages, and weigh them.
 
     Raises:
-        UnsupportedModelError: as `refuse_other_groups`.
+        UnsupportedModelError: as `refuse_other_groups` and `heavy.attach`.
         UnsupportedEngineError: as `page_check.check`.
     """
     from kvpilot_runtime import page_check, speculation
@@ -79,3 +81,7 @@ def serve(worker: Any) -> None:
             worker.vllm_config, worker.model_runner.kv_cache_config.kv_cache_groups, drafting
         )
     page_check.check(worker)
+    if isinstance(bound := retention.asked(), retention.HeavyHitters):
+        from kvpilot_runtime import heavy
+
+        heavy.attach(worker, bound)

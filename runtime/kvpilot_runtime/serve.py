@@ -85,10 +85,15 @@ def _parser() -> argparse.ArgumentParser:
                         f"{', '.join(map(str, formats.RECENT_CHOICES))} (default: {RECENT}, and without it "
                         f"{formats.default_windows()}, or what the context has room for)")  # fmt: skip
     parser.add_argument("--retention", metavar="POLICY", help=f"{retention.SINKS_AND_WINDOW} keeps the first and the "
-                        f"last tokens of a sequence and frees pages between them, {retention.ALL} keeps every token "
-                        f"(default: {retention.VARIABLE}, or {retention.ALL})")  # fmt: skip
+                        f"last tokens of a sequence and frees pages between them, {retention.HEAVY_HITTERS} keeps the "
+                        "heaviest of these too, up to a budget, "
+                        f"{retention.ALL} keeps every token (default: {retention.VARIABLE}, or "
+                        f"{retention.ALL})")  # fmt: skip
     parser.add_argument("--retention-sink-tokens", type=_count, metavar="N", help="first tokens that are kept")
     parser.add_argument("--retention-window-tokens", type=_count, metavar="N", help="last tokens that are kept")
+    parser.add_argument("--retention-budget-tokens", type=_count, metavar="N", help=f"of {retention.HEAVY_HITTERS}, "
+                        f"all tokens that are kept, sinks (default: {retention.SINKS}) and window (default: half of "
+                        "them) among them")  # fmt: skip
     parser.add_argument("--max-model-len", type=_count, help="tokens")
     parser.add_argument("--tensor-parallel-size", "-tp", type=_count, default=1)
     parser.add_argument("--gpu-memory-utilization", type=_fraction, default=0.9)
@@ -116,7 +121,8 @@ def parse(argv: Sequence[str]) -> tuple[preflight.Request, list[str]]:
         known.model, known.kv_cache_dtype, known.dtype, known.max_model_len, known.tensor_parallel_size,
         known.gpu_memory_utilization, kv_bytes, skip, known.calibration, known.revision,
         tuple(others), known.recent_tokens,
-        retention.parse(known.retention, known.retention_sink_tokens, known.retention_window_tokens),
+        retention.parse(known.retention, known.retention_sink_tokens, known.retention_window_tokens,
+                        known.retention_budget_tokens),
     )  # fmt: skip
     arguments = [
         known.model,

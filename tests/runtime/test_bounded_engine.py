@@ -79,7 +79,7 @@ def test_answers_are_those_of_sinks_and_window_whatever_happened_to_a_request(
     assert told.blocks * page < 407
     # What vLLM says of its capacity: as many requests of 640 tokens as what they keep has room for.
     assert told.concurrency == pytest.approx(told.blocks / (1 + -(-(BOUND.window - 1 + 48) // page) + 1), rel=0.1)
-    bound = f'page_tokens="{page}",policy="SinksAndWindow",sink_tokens="4",window_tokens="64"'
+    bound = f'budget_tokens="",page_tokens="{page}",policy="SinksAndWindow",sink_tokens="4",window_tokens="64"'
     assert f"kvpilot_retention_info{{{bound}}} 1.0" in told.metrics
     off = 'kvpilot_recent_window_info{dtype="k4v4",reason="BoundedCache",tokens="0"} 1.0'
     assert (off in told.metrics) == (dtype == "k4v4")

@@ -21,7 +21,8 @@ class Asked:
 
     `retention`: as the environment has it. `poison`: freed pages lose their place in the prefix cache, too, and all of
     their bytes; else they stay there until they are taken, as vLLM leaves them. `spoil_sinks`: the first page of every
-    request is overwritten like a freed one, so that it shows that such a page is seen.
+    request is overwritten like a freed one, so that it shows that such a page is seen. `abort`: requests, by their
+    number over all rounds, that are given up once they have so many tokens.
     """
 
     model: str
@@ -32,6 +33,7 @@ class Asked:
     options: dict[str, Any]
     poison: bool = True
     spoil_sinks: bool = False
+    abort: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -44,7 +46,9 @@ class Told:
             most. chunks: steps of several tokens that did not begin their request. preempted: requests that had to
             begin anew.
         blocks, tokens_of_cache: the pool, and `kv_cache_size_tokens` of it. usage: of the pool at most, 0 to 1.
-        metrics: lines of ours that /metrics has.
+        steps: of each request, by its number: tokens before the step, new ones, and the places in its table that have
+            a page. begun: tokens of its answer that each had when it began, or last began anew. left: pages that are
+            not free when all is done. metrics: lines of ours that /metrics has.
     """
 
     answers: list[list[list[int]]] = field(default_factory=list)
@@ -57,12 +61,20 @@ class Told:
     tokens_of_cache: int = 0
     concurrency: float = 0.0
     usage: float = 0.0
+    steps: dict[str, list[tuple[int, int, list[int]]]] = field(default_factory=dict)
+    begun: dict[str, int] = field(default_factory=dict)
+    left: int = 0
     metrics: list[str] = field(default_factory=list)
 
 
 def serve(asked: Asked) -> Told:
     """Ask an engine in a process of its own."""
     return Told(**ask("support.bounded_engine", asked, KVPILOT_CALIBRATION="off", KVPILOT_RETENTION=asked.retention))
+
+
+def name_of(request: str) -> str:
+    """Of a request, as it was asked for: vLLM adds something of its own."""
+    return request.partition("-")[0]
 
 
 class Watched:
@@ -91,6 +103,16 @@ class Watched:
         def executing(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             told.preempted += len(scheduled.preempted_req_ids or ())
             cached = scheduled.scheduled_cached_reqs
+            before = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+            told.begun |= dict.fromkeys(map(name_of, before), 0)
+            before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            for request, had in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+                if request in cached.resumed_req_ids:
+                    told.begun[name_of(request)] = had
+            for request, new in scheduled.num_scheduled_tokens.items():
+                blocks = enumerate(self.manager.req_to_blocks[request])
+                places = [i for i, block in blocks if not block.is_null]
+                told.steps.setdefault(name_of(request), []).append((before[request], new, places))
             told.chunks += sum(scheduled.num_scheduled_tokens[request] > 1 for request in cached.req_ids)
             told.held = max([told.held, *(len(self.held(request)) for request in scheduled.num_scheduled_tokens)])
             told.usage = max(told.usage, self.pool.get_usage())
@@ -144,9 +166,13 @@ def main() -> None:
         while engine.has_unfinished_requests():
             for output in engine.step():
                 answers[int(output.request_id)] = list(output.outputs[0].token_ids)
+                if len(output.outputs[0].token_ids) == asked.abort.get(output.request_id):
+                    engine.abort_request([output.request_id])
                 cached[int(output.request_id)] = output.num_cached_tokens or 0
         told.answers.append([answers[n] for n in range(first, number)])
         told.cached.append([cached[n] for n in range(first, number)])
+    pool = core.scheduler.kv_cache_manager.block_pool
+    told.left = told.blocks - 1 - pool.get_num_free_blocks()
     engine.engine_core.shutdown()
     print(json.dumps(asdict(told)), flush=True)
 

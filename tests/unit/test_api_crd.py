@@ -90,6 +90,7 @@ def test_every_optional_field_of_the_spec_has_a_default_or_means_something_when_
         "spec.cache.weights.storageClassName", "spec.kvCache.dtype",
         "spec.kvCache.recentTokens", "spec.kvCache.offload", "spec.kvCache.retention",
         "spec.kvCache.retention.sinkTokens", "spec.kvCache.retention.windowTokens",
+        "spec.kvCache.retention.budgetTokens",
         "spec.engine.resources.requests", "spec.engine.resources.limits", "spec.canary.routeRef",
         "spec.engine.podTemplate", "spec.inferencePool", "spec.inferencePool.endpointPickerRef",
         "spec.inferencePool.canaryEndpointPickerRef", "spec.route",

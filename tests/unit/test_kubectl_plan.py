@@ -70,6 +70,11 @@ def test_it_says_what_kvpilot_plan_says_and_with_which_arguments(
             "The same with SinksAndWindow",
         ),
         ({"offload": {"cpuMemoryGiB": 64}}, "--offload-gib=64", "Host memory of each replica, 64 GiB"),
+        (
+            {"retention": {"policy": "HeavyHitters", "budgetTokens": 4096}},
+            "--retention-budget-tokens=4096",
+            "The same with HeavyHitters, of which 4,096 tokens are kept",
+        ),
         ({"retention": {"policy": "All"}}, "--utilization=0.85 --context=2048,8192,16384\n", "Sequences that fit"),
     ],
     ids=str,
@@ -199,7 +204,7 @@ def test_no_spec_of_whatever_shape_ends_in_an_error(
         "engine": {"tensorParallelSize": gpus, "gpuMemoryUtilizationPercent": percent},
         "kvCache": {
             "recentTokens": recent,
-            "retention": {"sinkTokens": gpus, "windowTokens": longest},
+            "retention": {"sinkTokens": gpus, "windowTokens": longest, "budgetTokens": recent},
             "offload": {"cpuMemoryGiB": percent},
         },
     }

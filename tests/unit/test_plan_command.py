@@ -84,7 +84,7 @@ BOUND = ["--retention-sink-tokens", "4", "--retention-window-tokens", "4096"]
 def test_a_bound_is_planned_beside_the_whole_cache(capsys):
     document = planned(capsys, "Llama-3.1-8B", "--gpu", "H200", *BOUND)
     whole = planned(capsys, "Llama-3.1-8B", "--gpu", "H200")
-    assert document["retention"] == {"sink_tokens": 4, "window_tokens": 4096}
+    assert document["retention"] == {"sink_tokens": 4, "window_tokens": 4096, "budget_tokens": None}
     assert whole["retention"] is None
     for row, plain in zip(document["dtypes"], whole["dtypes"], strict=True):
         assert (row["capacities"], plain["bounded"]) == (plain["capacities"], None)
@@ -104,6 +104,18 @@ def test_a_bound_is_planned_beside_the_whole_cache(capsys):
     printed = capsys.readouterr().out
     assert "The same with SinksAndWindow, of which the first 4 and the last 4,096 tokens are kept" in printed
     assert max(map(len, printed.splitlines())) <= 120
+
+
+def test_a_budget_takes_its_pages_and_one_more_whatever_else_is_kept(capsys):
+    budget = ["--retention-budget-tokens", "4096"]
+    for more in ([], ["--retention-window-tokens", "1024"]):
+        document = planned(capsys, "Llama-3.1-8B", "--gpu", "H200", *budget, *more)
+        assert document["retention"]["budget_tokens"] == 4096
+        for row in document["dtypes"]:
+            block = 16 if row["dtype"] in ("auto", "fp8") else 64
+            assert row["bounded"]["bytes_per_sequence"] == (4096 + block) * row["bytes_per_token"]
+    assert main(["Llama-3.1-8B", "--gpu", "H200", *budget]) == 0
+    assert "The same with HeavyHitters, of which 4,096 tokens are kept" in capsys.readouterr().out
 
 
 def test_host_memory_holds_as_many_tokens_of_each_dtype_as_its_bytes_do(capsys):
@@ -206,6 +218,10 @@ def test_a_window_as_long_as_the_longest_context_is_none(capsys, tmp_path):
         (["Llama-3.1-8B", *BOUND[2:]], "--retention-sink-tokens: missing; a bound needs both"),
         (["Llama-3.1-8B", *BOUND[:3], "0"], "--retention-window-tokens: '0' is no positive whole number"),
         (["Llama-3.1-8B", "--offload-gib", "-1"], "--offload-gib: '-1' is no positive whole number"),
+        (
+            ["Llama-3.1-8B", *BOUND, "--retention-budget-tokens", "4100"],
+            "--retention-budget-tokens 4100: not above sinks",
+        ),
         (["gemma-3-4b-it", *BOUND], "no engine bounds the cache of a model with layers with a window of their own"),
         (["DeepSeek-V3", "--gpu", "H200", "--gpus", "8", *BOUND], "a model with multi-head latent attention"),
         (["Llama-3.1-8B", "--plot", "plan.pdf"], "--plot 'plan.pdf': the suffix is no .svg or .png"),

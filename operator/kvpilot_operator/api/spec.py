@@ -32,11 +32,12 @@ class Offload(Part, frozen=True):
 
 
 class Retention(Part, frozen=True):
-    """spec.kvCache.retention; both numbers are set exactly when the policy is SinksAndWindow."""
+    """spec.kvCache.retention; SinksAndWindow has the first two numbers, HeavyHitters the last and perhaps these."""
 
-    policy: Literal["All", "SinksAndWindow"]
+    policy: Literal["All", "SinksAndWindow", "HeavyHitters"]
     sink_tokens: int | None = None
     window_tokens: int | None = None
+    budget_tokens: int | None = None
 
 
 class KVCache(Part, frozen=True):

@@ -199,8 +199,8 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
         arguments.append(f"--kv-offloading-size={spec.kv_cache.offload.cpu_memory_gib}")
     if (kept := spec.kv_cache.retention) is not None and spec.kv_cache.bounded:
         arguments.append(f"--retention={kept.policy}")
-        arguments.append(f"--retention-sink-tokens={kept.sink_tokens}")
-        arguments.append(f"--retention-window-tokens={kept.window_tokens}")
+        numbers = {"sink": kept.sink_tokens, "window": kept.window_tokens, "budget": kept.budget_tokens}
+        arguments += [f"--retention-{name}-tokens={n}" for name, n in numbers.items() if n is not None]
     return [*arguments, *groups.arguments(engine.nodes), *_adapters(spec), *engine.extra_args]
 
 

@@ -1,0 +1,142 @@
+"""What pages weigh, of which requests, and where a backend of vLLM's keeps its keys."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.cpu import PackedPages
+from kvpilot_kernels.reference.attention import round_trip
+from kvpilot_runtime.errors import UnsupportedEngineError, UnsupportedModelError
+from kvpilot_runtime.heavy import Step, held_alone, key_places, page_mass
+from kvpilot_runtime.retention import HeavyHitters
+
+BOUND = HeavyHitters(4, 32, 128)
+
+
+def expected(
+    query: torch.Tensor, keys: torch.Tensor, page: int, softcap: float, sinks: torch.Tensor | None
+) -> list[float]:
+    """Token by token in float64."""
+    rows, heads, dim = query.shape
+    total = [0.0] * -(-len(keys) // page)
+    for row in range(rows):
+        seen = len(keys) - (rows - 1 - row)
+        for head in range(heads):
+            key = keys[:seen, head // (heads // keys.shape[1])].double()
+            scores = key @ query[row, head].double() * dim**-0.5
+            scores = softcap * (scores / softcap).tanh() if softcap else scores
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head : head + 1].double()])
+            for token, p in enumerate(scores.softmax(0)[:seen].tolist()):
+                total[token // page] += p
+    return total
+
+
+@given(rows=st.integers(1, 5), tokens=st.integers(5, 70), repeat=st.sampled_from([1, 3]),
+       softcap=st.sampled_from([0, 5]), sinks=st.booleans(), seed=st.integers(0, 99))  # fmt: skip
+@settings(deadline=None, max_examples=40)
+def test_a_pages_mass_is_the_attention_that_its_tokens_get(
+    rows: int, tokens: int, repeat: int, softcap: float, sinks: bool, seed: int
+) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    query, keys = torch.randn(rows, 2 * repeat, 64, generator=rng), torch.randn(tokens, 2, 64, generator=rng)
+    extra = torch.randn(2 * repeat, generator=rng) if sinks else None
+    found = page_mass(query, keys.permute(1, 2, 0), 16, 64**-0.5, softcap, extra)
+    wanted = torch.tensor(expected(query, keys, 16, softcap, extra), dtype=torch.float64)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    if not sinks:
+        assert float(found.sum()) == pytest.approx(rows * 2 * repeat)
+
+
+@pytest.mark.parametrize("name", formats.own_names())
+def test_keys_are_read_from_packed_pages_as_attention_reads_them(name: str) -> None:
+    fmt, rng = formats.parse(name), torch.Generator().manual_seed(5)
+    packed = PackedPages(torch.full((9, 2, 16, fmt.row_bytes(64)), 255, dtype=torch.uint8), fmt, 64)
+    key, value = (torch.randn(70, 2, 64, generator=rng) for _ in "kv")
+    table = torch.tensor([7, 2, 5, 1, 8])
+    packed.store(key, value, table[torch.arange(70) // 16] * 16 + torch.arange(70) % 16)
+    found = packed.keys(table, 70)
+    torch.testing.assert_close(found, round_trip(key, fmt, "key").float(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found, packed.read(table, 70)[0], atol=0, rtol=0)
+
+
+def batch(sequences: list[tuple[int, int]], table: torch.Tensor, **more: Any) -> CommonAttentionMetadata:
+    """A batch of vLLM's of (tokens before, new ones); `table`: int32 [sequences, blocks]."""
+    starts = torch.tensor([0, *(n for _, n in sequences)]).cumsum(0).int()
+    lens = torch.tensor([context + n for context, n in sequences], dtype=torch.int32)
+    return CommonAttentionMetadata(
+        **{"query_start_loc": starts, "query_start_loc_cpu": starts, "seq_lens": lens, "num_reqs": len(sequences),
+           "num_actual_tokens": int(starts[-1]), "max_query_len": max(n for _, n in sequences),
+           "max_seq_len": int(lens.max()), "block_table_tensor": table, "causal": True,
+           "slot_mapping": torch.full((int(starts[-1]),), -1), **more}
+    )  # fmt: skip
+
+
+def test_tables_and_lengths_are_those_of_held_pages_alone() -> None:
+    table = torch.arange(1, 37).view(3, 12).int()
+    told = {10: ("a", (0, 3, 4), 6), 16: ("b", (), 0), 34: ("c", (0, 1, 6), 7)}
+    step = Step(told)  # of 16 tokens a page: a has 159 tokens, b 64, c 160
+    found = held_alone(batch([(158, 1), (0, 64), (159, 1)], table), BOUND, 16, step)
+    assert found.block_table_tensor[0, :7].tolist() == [1, 4, 5, 7, 8, 9, 10]
+    assert found.block_table_tensor[1, :4].tolist() == [13, 14, 15, 16]
+    assert found.block_table_tensor[2, :6].tolist() == [25, 26, 31, 32, 33, 34]
+    assert found.seq_lens.tolist() == [159 - 48, 64, 160 - 64]
+    assert found.max_seq_len == 111
+    assert found.query_start_loc.tolist() == [0, 1, 65, 66]
+    # One query in 32: of b's chunk the last two of 64; of c the 160th token; of a, whose 159th it is, none.
+    assert [(one.request, one.rows, one.weight) for one in step.measured] == [
+        ("b", slice(63, 65), 32), ("c", slice(65, 66), 32)
+    ]  # fmt: skip
+    assert step.measured[1].pages == (0, 1, 6, 7, 8, 9)
+    assert step.measured[1].table.tolist() == [25, 26, 31, 32, 33, 34]
+
+
+def test_a_batch_before_the_engine_serves_stays_as_it_is() -> None:
+    common = batch([(0, 2)], torch.zeros(1, 4, dtype=torch.int32))
+    assert held_alone(common, BOUND, 16, Step()) is common
+
+
+def test_a_sequence_that_the_scheduler_does_not_tell_of_is_no_guess() -> None:
+    with pytest.raises(UnsupportedEngineError, match=r"no sequence that ends in block 3.*version of vllm"):
+        held_alone(batch([(40, 1)], torch.tensor([[1, 2, 3, 4]])), BOUND, 16, Step({7: ("a", (), 0)}))
+
+
+def test_a_batch_that_is_not_causal_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"causal=False.*HeavyHitters:4:32:128"):
+        held_alone(batch([(0, 2)], torch.zeros(1, 4), causal=False), BOUND, 16, Step({}))
+
+
+class Scrambled:
+    """Stores keys in an order of its own; `bits` of their numbers."""
+
+    def __init__(self, heads: int, tokens: int, dim: int, lossy: bool = False) -> None:
+        self.order = torch.randperm(2 * tokens * dim, generator=torch.Generator().manual_seed(1))[: tokens * dim]
+        self.lossy = lossy
+
+    def do_kv_cache_update(self, _: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, at: Any) -> None:
+        kept = key / 2 if self.lossy else key
+        for head in range(key.shape[1]):
+            block = torch.full_like(cache[0, head].flatten(), float(value[0, 0, 0]))
+            block[self.order] = kept[:, head].flatten()
+            cache[0, head] = block.view(cache.shape[2:])
+
+
+@pytest.mark.parametrize(("tokens", "dim", "dtype"), [(16, 64, torch.float32), (512, 128, torch.bfloat16)])
+def test_where_a_backend_keeps_keys_is_found_by_writing_some(tokens: int, dim: int, dtype: torch.dtype) -> None:
+    impl = Scrambled(2, tokens, dim)
+    layer = SimpleNamespace(kv_cache=torch.zeros(3, 2, tokens, 2 * dim, dtype=dtype), impl=impl)
+    assert torch.equal(key_places(layer).flatten(), impl.order)
+
+
+def test_keys_that_are_not_stored_as_they_are_cannot_be_weighed() -> None:
+    layer = SimpleNamespace(kv_cache=torch.zeros(3, 2, 16, 128), impl=Scrambled(2, 16, 64, lossy=True))
+    with pytest.raises(UnsupportedModelError, match="keys that Scrambled stores cannot be read"):
+        key_places(layer)
