@@ -209,7 +209,8 @@ def _notes(request: Request, contexts: tuple[int, ...]) -> tuple[str, ...]:
     if model.shared_layers:
         found.append(f"{model.shared_layers} layers read another layer's cache and keep none")
     if request.bound is not None:
-        found.append("kvCache.retention: engines serve it on CPUs alone so far, and refuse it on a GPU (docs/retention.md)")  # fmt: skip  # noqa: E501
+        if request.bound.budget is not None:
+            found.append("kvCache.retention: engines serve HeavyHitters on CPUs alone so far, and refuse it on a GPU (docs/retention.md)")  # fmt: skip  # noqa: E501
         if request.load is not None:
             found.append("the cost of the load is that of the whole cache, without kvCache.retention")
     if request.host and (model.sliding_layers or model.latent_dim):

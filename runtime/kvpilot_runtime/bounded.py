@@ -95,6 +95,37 @@ def kept_alone(common: Any, bound: SinksAndWindow, page: int) -> Any:
     return replace(common, **{name: value for name, value in changes.items() if name in known})
 
 
+class KeptTables:
+    """Tables of kept pages for steps in which each sequence has one new token, in buffers that captured graphs read."""
+
+    def __init__(self, bound: SinksAndWindow, page: int, sequences: int, device: torch.device) -> None:
+        self.bound, self.page = bound, page
+        self.columns = torch.arange(-(-bound.kept(page) // page), device=device)
+        self.table = torch.zeros(sequences, len(self.columns), dtype=torch.int32, device=device)
+        self.lens = torch.zeros(sequences, dtype=torch.int32, device=device)
+
+    def alone(self, common: Any) -> Any:
+        """As `kept_alone`, without a look at the device; rows of padding have a length of 0, and stay."""
+        count, sinks, table = common.num_reqs, self.bound.sink_pages(self.page), common.block_table_tensor
+        gap = self.gap(common.seq_lens[:count])
+        columns = torch.where(self.columns < sinks, self.columns, self.columns + gap[:, None])
+        torch.gather(table[:count], 1, columns.clamp(max=table.shape[1] - 1), out=self.table[:count])
+        self.lens[:count] = common.seq_lens[:count] - gap * self.page
+        host = common.seq_lens_cpu_upper_bound
+        changes = {
+            "seq_lens": self.lens[:count], "block_table_tensor": self.table[:count],
+            "max_seq_len": min(common.max_seq_len, self.bound.kept(self.page)),
+            "seq_lens_cpu_upper_bound": None if host is None else host - self.gap(host) * self.page,
+            "_num_computed_tokens_cache": None,
+        }  # fmt: skip
+        known = {f.name for f in fields(common)}
+        return replace(common, **{name: value for name, value in changes.items() if name in known})
+
+    def gap(self, lens: torch.Tensor) -> torch.Tensor:
+        """Pages between the sinks and the window of the last of `lens` tokens; of the dtype of `lens`."""
+        return ((lens - self.bound.window) // self.page - self.bound.sink_pages(self.page)).clamp(min=0)
+
+
 @cache
 def bounded_backend(stock: Any) -> Any:
     """A subclass of a layer's `AttentionBackend`, whose builder is given kept pages alone."""
@@ -102,22 +133,34 @@ def bounded_backend(stock: Any) -> Any:
     class Builder(stock.get_builder_cls()):  # type: ignore[misc]
         supports_update_block_table = False  # tables of other groups would be whole ones
 
+        def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+            graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+            sequences = max(vllm_config.scheduler_config.max_num_seqs, graphs)
+            self.kept = KeptTables(kv_cache_spec.bound, kv_cache_spec.block_size, sequences, device)
+
         @classmethod
         def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-            """None of whole steps: tables and lengths are new tensors in each."""
-            return AttentionCGSupport.NEVER
+            """Of whole steps those alone in which each sequence has one new token: others have tables of their own."""
+            if isinstance(kv_cache_spec.bound, HeavyHitters):
+                return AttentionCGSupport.NEVER
+            stock = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+            return min(stock, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda support: support.value)
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             """Metadata of a batch's pieces, or of what heavy hitters hold."""
-            bound, page = self.kv_cache_spec.bound, self.kv_cache_spec.block_size
-            if not isinstance(bound, HeavyHitters):
-                return super().build(0, kept_alone(common_attn_metadata, bound, page), fast_build)
-            from kvpilot_runtime import heavy
+            common, bound, page = common_attn_metadata, self.kv_cache_spec.bound, self.kv_cache_spec.block_size
+            if isinstance(bound, HeavyHitters):
+                from kvpilot_runtime import heavy
 
-            held = heavy.held_alone(common_attn_metadata, bound, page, heavy.STEP)
-            metadata = super().build(0, held, fast_build)
-            setattr(metadata, heavy.MARK, heavy.STEP.measured)
-            return metadata
+                metadata = super().build(0, heavy.held_alone(common, bound, page, heavy.STEP), fast_build)
+                setattr(metadata, heavy.MARK, heavy.STEP.measured)
+                return metadata
+            if common.causal is True and common.max_query_len == 1:
+                common = self.kept.alone(common)
+            else:
+                common = kept_alone(common, bound, page)
+            return super().build(0, common, fast_build)
 
     body = {"get_builder_cls": staticmethod(lambda: Builder), "__module__": stock.__module__}
     return type(f"Bounded{stock.__name__}", (stock,), body)
@@ -166,8 +209,9 @@ def refuse_unsupported(vllm_config: Any, bound: SinksAndWindow) -> None:
     unlike = (f"{_unlike(layer)} ({name})" for name, layer in every.items() if _unlike(layer))
     parallel = vllm_config.parallel_config
     skipped = set(vllm_config.cache_config.kv_cache_dtype_skip_layers or ())
+    weighed = isinstance(bound, HeavyHitters)
     switched = (
-        (not current_platform.is_cpu(), "a platform other than a CPU, where no engine has served it yet,"),
+        (weighed and not current_platform.is_cpu(), "a platform other than a CPU, where no page is weighed yet,"),
         (vllm_config.speculative_config is not None, "speculative decoding"),
         (vllm_config.kv_transfer_config is not None, "KV transfer and offloading"),
         (bool(skipped - {options.SLIDING}), "--kv-cache-dtype-skip-layers"),

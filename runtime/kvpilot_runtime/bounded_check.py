@@ -45,8 +45,8 @@ def check(
     def refuse(what: str, remedy: str, reason: Reason = "BadArguments") -> PreflightError:
         return PreflightError(reason, f"--retention {bound}: {what} is not supported beside it; {remedy}")
 
-    if platform == "cuda":
-        raise refuse("a GPU (no engine has served it there yet)", "leave it out, or use the CPU image")
+    if platform == "cuda" and isinstance(bound, HeavyHitters):
+        raise refuse("a GPU (no page is weighed there yet)", "use SinksAndWindow, or the CPU image")
     if isinstance(fmt, LatentFormat):
         raise refuse(f"kv-cache dtype {fmt.name!r}", "leave it out")
     if options.speculation(request.others):

@@ -153,14 +153,16 @@ class CudaBuilder(PackedBuilder):
         self.warm_up(common.block_table_tensor.stride(0))
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=self.width)
         if decodes > self.plan.sequences or decode_tokens > self.plan.rows:
-            # Pieces of chunked attention: a sequence has two where it goes into its next chunk.
+            # Pieces: a sequence has two where it goes into its next chunk, or its window leaves a page.
             starts = common.query_start_loc_cpu[: self.plan.sequences + 1]
             decodes = int((starts <= self.plan.rows).sum()) - 1
             decode_tokens, prefills = int(starts[decodes]), common.num_reqs - decodes
         lens = common.seq_lens[:decodes]
         several, ordinals = self._several(common, decodes, decode_tokens)
-        # Drafts are stored in the same step in which tokens after them read them.
-        self.plan.update(lens, overlap=not prefills and several is None, several=several)
+        # Drafts are stored in the same step in which tokens after them read them; so are two new tokens of a sequence
+        # that are pieces of their own (a cache with a bound).
+        alone = not prefills and several is None and common.max_query_len == 1
+        self.plan.update(lens, overlap=alone, several=several)
         found = self._prefills(common, decodes, decode_tokens) if prefills else None
         rows = len(ordinals)
         if found:

@@ -30,12 +30,13 @@ def test_decodes_and_prompts_read_sinks_and_window_alone_whatever_the_pages_betw
 ) -> None:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from kvpilot_runtime.bounded import bounded_backend
+    from kvpilot_runtime.bounded import KeptTables, bounded_backend
 
     engine = Engine(cuda, name, blocks=40, width=8)
     engine.impl.read_back = engine.builder.read_back = True  # then a token's answer does not depend on its chunk
     engine.builder.__class__ = bounded_backend(cuda.CudaBackend).get_builder_cls()
     engine.builder.kv_cache_spec = SimpleNamespace(bound=BOUND, block_size=BLOCK)
+    engine.builder.kept = KeptTables(BOUND, BLOCK, 8, torch.device("cpu"))
     tables = {sequence: [engine.free.pop() for _ in range(8)] for sequence in "abc"}
     keys, values = ({s: torch.randn(0, KV_HEADS, DIM) for s in "abc"} for _ in "kv")
     for new in (
@@ -81,3 +82,31 @@ def test_decodes_and_prompts_read_sinks_and_window_alone_whatever_the_pages_betw
                 found = out[row].view(HEADS, DIM).double()
                 assert ((found - wanted).norm(dim=-1) < 2e-3 * wanted.norm(dim=-1)).all(), (s, position)
                 row += 1
+
+
+def test_decode_waits_for_the_store_where_two_new_tokens_of_a_sequence_decode_apart(cuda: Any) -> None:
+    """The second reads the first; tokens of unlike sequences read nothing of each other, and need not wait."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from kvpilot_runtime.bounded import KeptTables, bounded_backend
+
+    engine = Engine(cuda, "k4v4", blocks=40, width=8)
+    engine.builder.__class__ = bounded_backend(cuda.CudaBackend).get_builder_cls()
+    engine.builder.kv_cache_spec = SimpleNamespace(bound=BOUND, block_size=BLOCK)
+    engine.builder.kept = KeptTables(BOUND, BLOCK, 8, torch.device("cpu"))
+    engine.builder.plan.shape.can_overlap = True  # as on a GPU
+    boundary = 3 * BLOCK + BOUND.window - 1  # the position whose window begins with a page
+    assert first_kept(boundary) > first_kept(boundary - 1)
+    for new, decodes in ((1, 3), (2, 4)):
+        counts = torch.tensor([1, new, 1])
+        starts = torch.tensor([0, *counts.cumsum(0)], dtype=torch.int32)
+        lens = torch.tensor([50, boundary + 1, 200], dtype=torch.int32)
+        common = CommonAttentionMetadata(
+            query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lens, num_reqs=3,
+            num_actual_tokens=int(starts[-1]), max_query_len=new, max_seq_len=int(lens.max()),
+            block_table_tensor=torch.arange(24, dtype=torch.int32).view(3, 8),
+            slot_mapping=torch.arange(int(starts[-1])), causal=True, seq_lens_cpu_upper_bound=lens,
+        )  # fmt: skip
+        made = engine.builder.build(0, common)
+        assert (made.decodes, made.prefills) == (decodes, None)
+        assert made.plan.overlap == (new == 1)

@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from kvpilot_kernels import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.reference.attention import round_trip
-from kvpilot_runtime.bounded import bounded_backend, kept_alone, pieces
+from kvpilot_runtime.bounded import KeptTables, bounded_backend, kept_alone, pieces
 from kvpilot_runtime.cpu import CpuBackend, CpuBuilder
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.retention import SinksAndWindow
@@ -75,6 +75,27 @@ def test_no_piece_takes_more_blocks_than_a_token_may_keep(
     assert cut.columns.shape[1] * 16 < bound.kept(16) + 16
 
 
+@given(BOUNDS, st.sampled_from([16, 32]), st.lists(st.integers(0, 300), min_size=1, max_size=5), st.integers(0, 3))
+def test_a_token_of_each_sequence_is_served_from_buffers_that_graphs_read_as_its_piece_is(
+    bound: SinksAndWindow, page: int, contexts: list[int], padding: int
+) -> None:
+    rows, blocks = len(contexts) + padding, -(-301 // page)
+    table = 1 + torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks)
+    kept = KeptTables(bound, page, 9, torch.device("cpu"))
+    padded = batch([(context, 1) for context in contexts] + [(0, 0)] * padding, table)
+    before = kept.table.data_ptr(), kept.lens.data_ptr()
+    found = kept.alone(padded)
+    wanted = kept_alone(batch([(context, 1) for context in contexts], table[: len(contexts)]), bound, page)
+    assert (found.block_table_tensor.data_ptr(), found.seq_lens.data_ptr()) == before
+    assert found.seq_lens.tolist() == [*wanted.seq_lens.tolist(), *[0] * padding]
+    assert int(found.seq_lens.max()) <= found.max_seq_len <= bound.kept(page)
+    for row, length in enumerate(wanted.seq_lens.tolist()):
+        pages = -(-length // page)
+        assert found.block_table_tensor[row, :pages].tolist() == wanted.block_table_tensor[row, :pages].tolist()
+    assert found.slot_mapping is padded.slot_mapping
+    assert found.query_start_loc is padded.query_start_loc
+
+
 def test_a_batch_of_nobody_stays_as_it_is() -> None:
     common = batch([(0, 0)], torch.zeros(1, 4, dtype=torch.int32))
     assert kept_alone(common, SinksAndWindow(4, 32), 16) is common
@@ -123,6 +144,7 @@ def test_packed_pages_are_read_as_attention_with_the_mask_says(name: str) -> Non
     assert issubclass(builder, CpuBuilder)
     made = object.__new__(builder)
     made.kv_cache_spec = SimpleNamespace(bound=bound, block_size=page)
+    made.kept = KeptTables(bound, page, 8, torch.device("cpu"))
     made.vllm_config = config
     meta = made.build(0, batch(sequences, table))
     query = torch.randn(sum(n for _, n in sequences), 4, dim, generator=rng)

@@ -126,12 +126,12 @@ def test_a_model_that_a_bound_does_not_serve_is_refused_by_what_is_in_the_way(wh
     assert "SinksAndWindow:4:1024" in error.message
 
 
-def test_a_gpu_and_dtypes_of_latents_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dtypes_of_latents_are_refused_and_heavy_hitters_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "kv-cache dtype 'mla4'" in refusal(*BOUND, dtype="mla4").message
     monkeypatch.setattr(machine, "platform", lambda: "cuda")
     monkeypatch.setattr(machine, "gpus", lambda: [machine.Gpu("NVIDIA H200", 141 * 2**30, 0, (9, 0))])
-    assert "no engine has served it there yet" in refusal(*BOUND).message
-    assert "no engine has served it there yet" in refusal(*HEAVY).message
+    assert "a GPU (no page is weighed there yet)" in refusal(*HEAVY).message
+    check(serve.parse([f"--model={tiny_llama()}", "--kv-cache-dtype=auto", *BOUND])[0])
 
 
 def test_a_request_needs_memory_for_what_it_keeps_alone(tmp_path: Path) -> None:
