@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu import tuning
+from kvpilot_kernels.gpu.ahead import compile_ahead
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
 from kvpilot_kernels.gpu.ring import fill_ring_slots
 from kvpilot_runtime.backend import PackedBuilder
@@ -23,6 +23,14 @@ from kvpilot_runtime.speculation import drafts, owners
 def powers(most: int) -> set[int]:
     """What a warm-up takes of 1 to `most`, so that it meets every way in which launches depend on it."""
     return {most, *(2**i for i in range(most.bit_length()))}
+
+
+def warm_up(launch: Callable[[], None], vllm_config: Any, device: torch.device) -> None:
+    """Launch all that serving can reach; on a GPU it is compiled before, side by side. Elsewhere it is interpreted."""
+    if device.type == "cuda":
+        compile_ahead(launch, vllm_config.parallel_config.world_size)
+    else:
+        launch()
 
 
 def decode_sizes(vllm_config: Any) -> tuple[int, int]:
@@ -111,8 +119,13 @@ class CudaRingBuilder(PackedBuilder):
         rows = max(vllm_config.scheduler_config.max_num_batched_tokens, graphs)
         self.slots = torch.full((rows,), -1, device=device)
         sequences = max(vllm_config.scheduler_config.max_num_seqs, graphs)
-        for count in {2**i for i in range(sequences.bit_length())}:  # every variant that serving can reach
-            zeros = torch.zeros(count + 1, kv_cache_spec.ring_blocks, dtype=torch.int32, device=device)
+        self._sequences = sequences
+        warm_up(self.warm_up, vllm_config, device)
+
+    def warm_up(self) -> None:
+        """Launch every variant of our kernel that serving can reach."""
+        for count in {2**i for i in range(self._sequences.bit_length())}:
+            zeros = torch.zeros(count + 1, self.kv_cache_spec.ring_blocks, dtype=torch.int32, device=self.device)
             self._fill(self.slots[:1], zeros[:, 0].contiguous(), zeros[:-1, 0].contiguous(), zeros[:-1])
 
     def describe(self, common: Any) -> Rings:
@@ -143,14 +156,11 @@ class CudaBuilder(PackedBuilder):
         self.read_back = impl.read_back
         self.chunk_tokens = impl.workspace_tokens
         self.dtype = vllm_config.model_config.dtype
-        self._warmed: set[tuple[bool, bool]] = set()
-        columns = triton.cdiv(vllm_config.model_config.max_model_len, kv_cache_spec.block_size)
-        self.warm_up(columns)
+        warm_up(self.warm_up, vllm_config, device)
         self.owners, self.seen = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2))
 
     def describe(self, common: Any) -> Metadata:
         """Metadata of one batch; what a captured graph reads is rewritten in place."""
-        self.warm_up(common.block_table_tensor.stride(0))
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=self.width)
         if decodes > self.plan.sequences or decode_tokens > self.plan.rows:
             # Pieces: a sequence has two where it goes into its next chunk, or its window leaves a page.
@@ -182,16 +192,12 @@ class CudaBuilder(PackedBuilder):
         self.seen[:rows] = seen
         return Several(starts, self.owners[:rows], most), self.seen[:rows]
 
-    def warm_up(self, width: int) -> None:
-        """Compile every variant of our kernels that serving can reach, for block tables of `width` columns.
+    def warm_up(self) -> None:
+        """Launch every variant of our kernels that serving can reach.
 
         Triton compiles anew for another constant, and for an address or a stride that is no longer a multiple of 16.
         vLLM's own warm-up meets some variants only: none reads a context back, and none decodes beside a prompt.
         """
-        variant = width % 16 == 0, width == 1
-        if variant in self._warmed:
-            return
-        self._warmed.add(variant)
         shape, sequences, rows = self.shape, self.plan.sequences, self.plan.rows
         heads = shape.kv_heads * shape.ratio
         make: dict[str, Any] = {"device": shape.device}
@@ -199,9 +205,8 @@ class CudaBuilder(PackedBuilder):
         cache = torch.zeros(1, shape.kv_heads, shape.block_size, row, dtype=torch.uint8, **make)
         factors = Factors.identity(shape.kv_heads, shape.head_dim, shape.device)
         pages = GpuPages(cache, shape, factors, cache if shape.recent else None)
-        # One row more, since prompts follow the sequences that decode: their table starts anywhere.
-        table = torch.zeros(sequences + 1, width, dtype=torch.int32, **make)
-        rings = torch.zeros(sequences, max(width, shape.ring_blocks), dtype=torch.int32, **make)[:, : shape.ring_blocks]
+        table = torch.zeros(sequences, 1, dtype=torch.int32, **make)
+        rings = torch.zeros(sequences, shape.ring_blocks, dtype=torch.int32, **make)
         tokens = max(rows, tuning.FEW_TOKENS + 1)
         lens = torch.ones(tokens, dtype=torch.int32, **make)
         slots = torch.full((tokens,), -1, **make)
@@ -223,8 +228,7 @@ class CudaBuilder(PackedBuilder):
                 pages.decode(table[:1], lens[:1], self.plan, query[:count], rings[:1] if shape.recent else None)
         pages.store(query, fresh, fresh, slots, self.plan, 0, 1.0, slots if shape.recent else None, lens)
         ends = torch.tensor([0, 1], dtype=torch.int32, **make)
-        for first in range(2):
-            pages.gather(table[first : first + 1], ends, lens[:1], 1, fresh[:1], fresh[:1])
+        pages.gather(table[:1], ends, lens[:1], 1, fresh[:1], fresh[:1])
 
     def _prefills(self, common: Any, decodes: int, decode_tokens: int) -> Prefills:
         starts = common.query_start_loc_cpu[decodes : common.num_reqs + 1] - decode_tokens

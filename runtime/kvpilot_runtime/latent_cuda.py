@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
-import triton
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonDecodeMetadata,
@@ -25,7 +24,7 @@ from kvpilot_kernels.gpu.latent_pages import GpuLatentPages, LatentPlan, LatentS
 from kvpilot_kernels.latent.factors import LatentFactors
 from kvpilot_kernels.latent.formats import ENTRY, RANK, LatentFormat, names, parse
 from kvpilot_runtime.backend import classes_of
-from kvpilot_runtime.cuda_steps import decode_sizes
+from kvpilot_runtime.cuda_steps import decode_sizes, warm_up
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.latent import LatentBackend, LatentImpl
 
@@ -92,13 +91,7 @@ class CudaLatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
         impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
         self.shape = shape_of(impl.fmt, self.num_heads, kv_cache_spec.block_size, device)
         self.plan = LatentPlan(self.shape, decode_sizes(vllm_config)[0])
-        self._warmed: set[tuple[bool, bool]] = set()
-        self.warm_up(triton.cdiv(vllm_config.model_config.max_model_len, kv_cache_spec.block_size))
-
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """Metadata of one batch."""
-        self.warm_up(common_attn_metadata.block_table_tensor.stride(0))
-        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        warm_up(self.warm_up, vllm_config, device)
 
     def _build_decode(
         self, block_table_tensor: torch.Tensor, seq_lens_device: torch.Tensor, *args: Any, **kwargs: Any
@@ -106,15 +99,8 @@ class CudaLatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
         self.plan.update(seq_lens_device)
         return Decode(block_table_tensor, seq_lens_device, None, self.plan)
 
-    def warm_up(self, width: int) -> None:
-        """Compile every variant of our kernels that serving can reach, for block tables of `width` columns.
-
-        Triton compiles anew for another constant, and for an address or a stride that is no longer a multiple of 16.
-        """
-        variant = width % 16 == 0, width == 1
-        if variant in self._warmed:
-            return
-        self._warmed.add(variant)
+    def warm_up(self) -> None:
+        """Launch every variant of our kernels that serving can reach: Triton compiles anew for another constant."""
         shape, sequences, dims = self.shape, self.plan.sequences, self.mla_dims
         make: dict[str, Any] = {"device": shape.device}
         floats = make | {"dtype": self.model_config.dtype}
@@ -122,7 +108,7 @@ class CudaLatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
         pages = GpuLatentPages(cache, shape, no_factors(shape.device))
         entry = torch.zeros(1, ENTRY, **floats)
         pages.store(entry[:, :RANK].contiguous(), entry[:, RANK:], torch.full((1,), -1, **make))
-        table = torch.zeros(sequences, width, dtype=torch.int32, **make)
+        table = torch.zeros(sequences, 1, dtype=torch.int32, **make)
         lens = torch.ones(sequences, dtype=torch.int32, **make)
         absorbed = torch.zeros(sequences, shape.heads, RANK, **floats)
         query = torch.zeros(sequences, shape.heads, dims.qk_nope_head_dim + dims.qk_rope_head_dim, **floats)

@@ -166,23 +166,25 @@ class Launches:
         if isinstance(self.kernel, EagerKernel):
             function = vars(self.kernel.module)[self.kernel.kernel]
             name, plain = self.kernel.kernel, [p.name for p in function.params if p.do_not_specialize]
+            anywhere = [p.name for p in function.params if p.do_not_specialize_on_alignment]
         else:
             function = self.kernel
             name, plain = function.fn.__name__, function.kwargs["do_not_specialize"] or ()
+            anywhere = function.kwargs["do_not_specialize_on_alignment"] or ()
 
         def launch(*args: Any, **constants: Any) -> None:
             given = zip(function.arg_names, args, strict=False)
-            kinds = tuple(self.kind(value) for arg, value in given if arg not in plain)
+            kinds = tuple(self.kind(value, arg not in anywhere) for arg, value in given if arg not in plain)
             self.seen.add((name, kinds, tuple(sorted((key, str(value)) for key, value in constants.items()))))
             self.kernel[grid](*args, **constants)
 
         return launch
 
     @staticmethod
-    def kind(value: Any) -> Any:
+    def kind(value: Any, aligned: bool) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.dtype, value.data_ptr() % 16 == 0
-        return type(value), *([value % 16 == 0, value == 1] if isinstance(value, int) else [])
+            return value.dtype, aligned and value.data_ptr() % 16 == 0
+        return type(value), *([aligned and value % 16 == 0, value == 1] if isinstance(value, int) else [])
 
 
 @pytest.mark.parametrize(("recent", "drafts"), [(0, 0), (64, 0), (0, 3), (64, 3)])

@@ -141,7 +141,7 @@ def attend(query, stage, m, total, zeros, acc, recent, base, table_ptr, ring_ptr
     return stage, m, total, zeros, acc
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["table_stride", "ring_table_stride"])
 def decode_kernel(
     query_ptr, apart_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr, splits_ptr, starts_ptr, spans_ptr, bases_ptr,
     out_ptr, lse_ptr, page_stride, head_stride, ring_page_stride, ring_head_stride, table_stride, ring_table_stride,

@@ -28,7 +28,8 @@ def read_side(page_ptr, place, live, rotation_ptr, head, mean_ptr, scale_ptr, SI
     return y / factor[None, :] + mean[None, :]
 
 
-@triton.jit
+# What a step gives it are parts of tensors, and tables of any width.
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "begins_ptr"])
 def gather_kernel(
     cache_ptr, table_ptr, rows_ptr, key_out_ptr, value_out_ptr, key_rotation_ptr, value_rotation_ptr, key_first_ptr,
     key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr, begins_ptr, page_stride, head_stride, table_stride,

@@ -125,7 +125,7 @@ def accumulate(codes, weights, stage, acc, LATENT: gl.constexpr, Q: gl.constexpr
     return new
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["table_stride"])
 def latent_decode_kernel(
     query_ptr, sums_ptr, cache_ptr, table_ptr, splits_ptr, out_ptr, lse_ptr, page_stride, table_stride,
     LATENT: gl.constexpr, POSITION: gl.constexpr, HEADS: gl.constexpr, TAKE: gl.constexpr, Q: gl.constexpr,

@@ -23,7 +23,8 @@ def read_part(page, place, live, to, rotation_ptr, mean_ptr, factor_ptr, SIDE: t
     tl.store(to[:, None] + d[None, :], y.to(to.dtype.element_ty), mask=live[:, None])
 
 
-@triton.jit(do_not_specialize_on_alignment=["table_ptr", "starts_ptr", "rows_ptr"])  # parts of a step's tensors
+# What a step gives it are parts of tensors, and tables of any width.
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "starts_ptr"])
 def latent_gather_kernel(cache_ptr, table_ptr, starts_ptr, rows_ptr, out_ptr, rotation_ptr, mean_ptr, factor_ptr,
                          page_stride, table_stride, LATENT: tl.constexpr, POSITION: tl.constexpr, PAGE: tl.constexpr,
                          TOKENS: tl.constexpr):  # fmt: skip
