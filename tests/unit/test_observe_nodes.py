@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvpilot_operator.decide.judging.engine_args import step_tokens
@@ -277,7 +277,15 @@ JSON = st.recursive(
 )
 
 
+def test_a_slice_that_alone_names_its_gpu_has_that_ones_capability_and_its_own_memory() -> None:
+    named = node({"nvidia.com/mig-1g.10gb.product": A100}, {"nvidia.com/mig-1g.10gb": "2"})
+    assert node_facts(named) == NodeFacts(A100, (8, 0), 10 * 10**9 // 2**20)
+    longer = node({"nvidia.com/mig-1g.10gb.product": f"{A100}-MIG-1g.10gb"}, {"nvidia.com/mig-1g.10gb": "2"})
+    assert node_facts(longer) == NodeFacts(f"{A100}-MIG-1g.10gb", (8, 0), 10 * 10**9 // 2**20)
+
+
 @given(st.dictionaries(LABELS | st.text(), TEXTS), st.dictionaries(RESOURCES | st.text(), TEXTS))
+@example({"nvidia.com/mig-1g.10gb.product": A100}, {"nvidia.com/mig-1g.10gb": "00"})
 def test_labels_and_resources_of_any_text_are_read_without_an_error(
     labels: dict[str, str], allocatable: dict[str, str]
 ) -> None:

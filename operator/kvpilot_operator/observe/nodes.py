@@ -113,12 +113,15 @@ def _nvidia(labels: Mapping[str, str], allocatable: Mapping[str, str]) -> NodeFa
     elif slices:
         (profile,) = slices
         product = labels.get(f"nvidia.com/mig-{profile}.product") or f"{kind}-MIG-{profile}"
+        kind = product.removesuffix("-SHARED").partition("-MIG-")[0]
         memory = whole(labels.get(f"nvidia.com/mig-{profile}.memory"), _MAX_MIB)
     elif shared and not product.endswith("-SHARED"):
         product = f"{product}-SHARED"
     of_kind = by_product(kind)
     if not memory:
-        memory = of_kind.memory_mib if of_kind is not None and product == kind else _nominal_mib(profile)
+        memory = (
+            of_kind.memory_mib if of_kind is not None and product == kind and not profile else _nominal_mib(profile)
+        )
     major, minor = (whole(labels.get(f"nvidia.com/gpu.compute.{part}"), 99) for part in ("major", "minor"))
     capability = of_kind.compute_capability if of_kind is not None else None
     if major is not None and minor is not None:
