@@ -148,6 +148,7 @@ def test_a_service_that_has_settled_serves_the_revision_that_its_spec_asks_for(n
         "a canary is probed", "a canary has a share of the traffic", "a canary is promoted", "a canary is rolled back",
         "a canary is paused", "a change of the spec waits for a pause to end", "a change of the spec was rolled back",
         "a Fixed dtype is denied, the last good one serves", "no canary can be started",
+        "another operator's canary cannot be read",
     }  # fmt: skip
     assert (status["observedRevision"] != status["stable"]["revision"]) == (name in elsewhere)
 

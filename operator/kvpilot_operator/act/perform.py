@@ -101,7 +101,13 @@ class Actor:
         metadata = {**s.key._asdict(), "resourceVersion": s.resource_version}
         status = dump_status(decision.status)
         service = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "status": status}
-        await self._cluster.apply(service, subresource="status")
+        write = partial(self._cluster.apply, service, subresource="status")
+        if s.unreadable is None:
+            await write()
+            return
+        # A definition that was put back, too, may refuse what it does not know: pods and events do not wait for it.
+        status["canary"] = s.unreadable.value
+        await self._attempt(s, (KIND, s.key.name), _hash(status), write)
 
     async def _set_gates(self, s: Snapshot, names: Collection[str], *, admitted: bool) -> None:
         """Open or close the readiness gates of these pods; one that has just gone fails nothing."""

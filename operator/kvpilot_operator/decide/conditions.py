@@ -12,6 +12,7 @@ from kvpilot_operator.decide.rejections import finding, of_workload, rejected
 from kvpilot_operator.decide.trial import storage, traffic
 from kvpilot_operator.decide.trial.refusal import engine_failure, pending_reason
 from kvpilot_operator.decide.trial.rollout import start_fault
+from kvpilot_operator.decide.trial.unreadable import unreadable
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.enums import Stage, TrafficMode
 from kvpilot_operator.state.questions import CONDITION, Question, keeps_probe
@@ -150,12 +151,14 @@ def _route_accepted(c: Context) -> Line | None:
 
 
 def _ready(c: Context, available: Line, objects: Line, calibration: Line, route: Line | None) -> Line:
-    stable, canary = c.stable, c.canary
+    stable, canary, held = c.stable, c.canary, unreadable(c.snapshot)
     if available.status != "True" or stable is None:
         return available._replace(status="False")
     but = "; not all is as the spec asks, see ObjectsAccepted" if objects.status == "False" else ""
     but += "; its engines do not all quantize alike, see CalibrationConsistent" if calibration.status == "False" else ""
     but += "; its route is not taken, see RouteAccepted" if route is not None and route.status == "False" else ""
+    if held is not None:
+        return Line("True", held.reason, f"requests are answered; {held.message}")
     if canary is not None:
         trial = f"{stable.dtype} serves; {canary.dtype} is on trial{_share(canary)}{but}"
         return Line("True", f"Canary{canary.stage}", trial)
@@ -203,6 +206,9 @@ def _unserved(s: Snapshot, ready: int) -> Line:
 
 def _progressing(c: Context, objects: Line) -> Line:
     canary, stable, target, paused = c.canary, c.stable, c.target, c.spec.rollout.paused
+    held = unreadable(c.snapshot)
+    if held is not None:
+        return Line("False", *held)
     if canary is not None:
         stopped = paused and canary.stage != Stage.ROLLING_BACK
         text = f"{canary.from_dtype} -> {canary.dtype}{_share(canary)}: {canary.message}{waiting(c)}"
@@ -241,6 +247,8 @@ def _spec_accepted(c: Context, objects: Line) -> Line:
         note = "this API server does not serve policy/v1: no PodDisruptionBudget is kept"
     if objects.status == "False":
         note = "the spec is valid, and not all that it asks for could be written: see ObjectsAccepted"
+    if c.snapshot.unreadable is not None:
+        note = "the spec is valid, and is not acted on while status.canary cannot be read: see Stalled"
     if note is not None:
         return Line("True", "PartlyActedOn", note)
     return Line("True", "Accepted", "every field that is set is acted on")

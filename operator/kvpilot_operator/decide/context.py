@@ -35,6 +35,8 @@ class Draft:
     status: Status
     """As decided so far; `before` is what it was."""
     events: tuple[Event, ...] = ()
+    gates: Mapping[str, bool] = field(default_factory=dict)
+    """Readiness gates to be opened or closed, by pod."""
     unanswered: tuple[Unanswered, ...] = ()
 
     @property
@@ -194,8 +196,6 @@ class Context(Draft):
     """The Service and its disruption budget."""
     shared: Placed = _NOTHING
     """The canary's Service, and the HTTPRoute."""
-    gates: Mapping[str, bool] = field(default_factory=dict)
-    """Readiness gates to be opened or closed, by pod."""
     do_not_evict: frozenset[str] = frozenset()
 
     @classmethod

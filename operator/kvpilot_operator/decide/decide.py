@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from kvpilot_operator.decide import conditions, pressure, summary, target
 from kvpilot_operator.decide.accuracy import probing
 from kvpilot_operator.decide.context import Context, Draft
-from kvpilot_operator.decide.trial import admission, placement, rollout, storage
+from kvpilot_operator.decide.trial import admission, placement, rollout, storage, unreadable
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.questions import Question, unanswered
 from kvpilot_operator.state.snapshot import Snapshot
@@ -63,6 +63,15 @@ RULES: tuple[Rule[Context], ...] = (
 )
 """A rule sees what the ones above it decided, in the Context that they return."""
 
+UNREADABLE: tuple[Rule[Context], ...] = (
+    Rule(Question.WORKLOAD, pressure.judge_workload),
+    Rule(Question.ADMISSION, admission.admit_serving),
+    Rule(Question.SHELTER, placement.evict_as_now),
+    Rule(Question.JOURNAL, unreadable.explain),
+    Rule(Question.CONDITIONS, conditions.tell),
+)
+"""For a service with a canary that cannot be read: no object is touched."""
+
 REFUSED: tuple[Rule[Draft], ...] = (Rule(Question.CONDITIONS, conditions.refuse),)
 """For a service whose spec breaks the API's rules: what runs is left as it is."""
 
@@ -74,10 +83,11 @@ def decide(s: Snapshot) -> Decision:
     if s.spec is None:
         refused = conditions.report(fold(_seen(Draft(snapshot=s, status=s.status)), REFUSED))
         return Decision(refused.status, events=refused.events, unanswered=refused.unanswered)
-    c = conditions.report(fold(_seen(Context.of(s, s.spec)), RULES))
+    rules = RULES if s.unreadable is None else UNREADABLE
+    c = conditions.report(fold(_seen(Context.of(s, s.spec)), rules))
     return Decision(
         status=c.status,
-        objects=placement.objects(c),
+        objects=placement.objects(c) if s.unreadable is None else None,
         baseline=c.captured,
         probe=c.request,
         events=c.events,

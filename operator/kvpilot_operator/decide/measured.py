@@ -12,6 +12,7 @@ from kvpilot_operator.decide.trial import storage
 from kvpilot_operator.decide.trial.baseline import known
 from kvpilot_operator.decide.trial.refusal import engine_failure, mixed_factors
 from kvpilot_operator.decide.trial.rollout import why_waiting
+from kvpilot_operator.decide.trial.unreadable import unreadable
 from kvpilot_operator.state.enums import ObjectiveState, Reason, Stage, Verdict, WorkloadKind
 
 _WORST_FIRST = (ObjectiveState.MISSED, ObjectiveState.UNSETTLED, ObjectiveState.NO_SAMPLES, ObjectiveState.HELD)
@@ -98,7 +99,9 @@ def waiting(c: Context) -> str:
 
 def canary_healthy(c: Context) -> Line:
     """What was found of the canary in flight, or of the last one."""
-    canary, last = c.canary, c.status.last_canary
+    canary, last, held = c.canary, c.status.last_canary, unreadable(c.snapshot)
+    if held is not None:
+        return Line("Unknown", *held)
     if canary is not None:
         passed: Word = "True" if canary.verdict == Verdict.PASSED else "Unknown"
         word: Word = "False" if canary.stage == Stage.ROLLING_BACK else passed

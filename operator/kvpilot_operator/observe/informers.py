@@ -30,7 +30,7 @@ from kvpilot_operator.render.names import API_VERSION, GROUP_LABEL, KIND, SERVIC
 from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET
 from kvpilot_operator.state.objects import DeploymentView, ObjectView, PodView
 from kvpilot_operator.state.snapshot import ServiceKey
-from kvpilot_operator.state.status import Status, parse_status
+from kvpilot_operator.state.status import Status, Unreadable, parse_status, unreadable_canary
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +112,8 @@ class ServiceView:
     spec: Spec | None
     """None while there are faults."""
     status: Status
+    unreadable: Unreadable | None = None
+    """The status' canary, where it cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +228,8 @@ class InformerCache:
             broken, spec = known.faults, known.spec
         else:
             broken, spec = _judged(obj, self._host_access)
-        status = parse_status(obj.get("status"))
-        return ServiceView(uid, generation, metadata["resourceVersion"], broken, spec, status)
+        status, unreadable = parse_status(obj.get("status")), unreadable_canary(obj.get("status"))
+        return ServiceView(uid, generation, metadata["resourceVersion"], broken, spec, status, unreadable)
 
 
 def _judged(obj: Object, host_access: Collection[str]) -> tuple[tuple[Fault, ...], Spec | None]:

@@ -25,6 +25,14 @@ def admit(c: Context) -> Context:
     return replace(c, gates={pod.name: open_ for pod, open_ in wanted if open_ not in (None, pod.admitted)})
 
 
+def admit_serving(c: Context) -> Context:
+    """Open the gates of revisions that get requests already; none is closed. For a trial that is left as it is."""
+    s = c.snapshot
+    serving = {s.traffic, c.stable.revision if c.stable is not None else None}
+    pods = (pod for pod in s.pods if pod.admitted is False and not pod.terminating)
+    return replace(c, gates={pod.name: True for pod in pods if pod.revision in serving})
+
+
 def _wanted(c: Context, pod: PodView) -> bool | None:
     """Whether the pod's gate is to be open; None leaves it as it is."""
     if c.stable is not None and pod.revision == c.stable.revision:
