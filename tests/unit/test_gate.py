@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +172,22 @@ async def test_an_error_of_the_command_itself_does_not_read_as_a_regression(monk
     monkeypatch.setattr(report, "text", broken)
     async with engine(serving(counting, "m")) as one:
         assert await probe("--baseline", one, "--candidate", one, *GENERAL) == 2
+
+
+async def test_a_reader_who_leaves_before_the_verdict_gets_no_traceback() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    program = Path(sys.executable).with_name("kvpilot")
+    async with engine(serving(counting, "m")) as one, engine(serving(counting, "m")) as other:
+        asked = (program, "probe", "--baseline", one, "--candidate", other, *GENERAL)
+        # Unbuffered, the line breaks as it is printed; else at the end of the process.
+        for more in ({}, {"PYTHONUNBUFFERED": "1"}):
+            started = await asyncio.create_subprocess_exec(
+                *asked, stdout=write, stderr=subprocess.PIPE, env={**os.environ, **more}
+            )
+            _, said = await started.communicate()
+            assert (started.returncode, said) == (141, b"")
+    os.close(write)
 
 
 def test_it_is_a_command_of_kvpilot(capsys: pytest.CaptureFixture[str]) -> None:

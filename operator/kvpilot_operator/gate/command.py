@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _judged(_parser().parse_args(argv))
     except (GateError, ProbeError) as error:
         print(f"kvpilot probe: {_in_options(str(error))}", file=sys.stderr)
+    except BrokenPipeError:
+        raise  # The reader has left: `kvpilot` ends as every command of its does.
     except Exception:
         # Python's own exit code for it is 1, which says that the candidate regressed.
         traceback.print_exc()
