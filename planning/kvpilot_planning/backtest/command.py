@@ -25,6 +25,10 @@ from kvpilot_planning.facts import PlanError
 
 PROCESSES = 2
 
+_SYNTHETIC = ("days", "size")
+_ASKED = ("query-range", "selector")
+_OF_REQUESTS = ("trace", "history", "prometheus", *_ASKED, "size", "requests-target", "journal", "report", "plot")
+
 _Job = tuple[Load, str, Spec, Profile, Objective, float]
 
 
@@ -39,10 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _backtest(a: argparse.Namespace) -> int:
+    _check(a)
+    _check_use(a)
     spec, profile = load_spec(a.service), load_profile(a.profile)
     objective = Objective(a.ttft, a.itl / 1000)
-    _check(a)
-    if a.services:
+    if a.services is not None:
         policies = a.policies or list(FLEET_POLICIES)
         if unknown := [name for name in policies if name not in FLEET_POLICIES]:
             raise BacktestError(f"policies: {unknown[0]!r} is not for fleets; use {', '.join(FLEET_POLICIES)}")
@@ -76,12 +81,38 @@ def _check(a: argparse.Namespace) -> None:
         value = getattr(a, name.replace("-", "_"))
         if not 0 < value < math.inf:
             raise BacktestError(f"{name}: {value}; give a number above 0, such as {such}")
+    if a.seed < 0:
+        raise BacktestError(f"seed: {a.seed}; give a whole number from 0 on")
     for name in ("json", "report"):
         file = getattr(a, name)
         if file is not None and not file.absolute().parent.is_dir():
             raise BacktestError(f"{name}: {file}: its folder does not exist; make it first")
     if a.plot is not None:
         plan_plot.check(a.plot)
+
+
+def _check_use(a: argparse.Namespace) -> None:
+    """An option that the others leave without an effect is a misunderstanding."""
+    mode = next((name for name in ("services", "history", "prometheus") if getattr(a, name) is not None), None)
+    unused = {"services": _OF_REQUESTS, "history": _SYNTHETIC, "prometheus": _SYNTHETIC}
+    for name in unused.get(mode or "", ()):
+        _refuse_given(a, name, f"with --{mode}; leave out one of the two")
+    if mode != "prometheus":
+        for name in _ASKED:
+            _refuse_given(a, name, "without --prometheus; give both or none")
+    policies = a.policies or POLICIES
+    if not any(name.endswith("requests") for name in policies):
+        _refuse_given(a, "requests-target", "without a policy that scales on requests; add bf16-requests to --policies")
+    if not {"pilot", "objectives"} & set(policies):
+        _refuse_given(a, "journal", "without a policy that keeps one; add pilot to --policies")
+
+
+def _refuse_given(a: argparse.Namespace, option: str, why: str) -> None:
+    name = option.replace("-", "_")
+    value = getattr(a, name)
+    if value != _parser().get_default(name):
+        shown = str(value) if isinstance(value, Path) else value
+        raise BacktestError(f"{option}: {shown!r} is of no use {why}")
 
 
 def _loads(a: argparse.Namespace) -> tuple[list[Load], History | None]:
@@ -142,7 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--service", type=Path, help="a QuantizedLLMService manifest whose rules apply")
     parser.add_argument("--profile", type=Path, help="costs of your model and GPU; Llama-3-8B on an H200 if left out")
     parser.add_argument("--policies", type=_policies, help=f"which to run, with commas: {', '.join(POLICIES)}")
-    parser.add_argument("--services", type=int, default=0, metavar="N", help="a fleet of N services, minute by minute")
+    parser.add_argument("--services", type=int, metavar="N", help="a fleet of N services, minute by minute")
     parser.add_argument("--days", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", type=float, default=1.0, help="times the requests of a synthetic load")
