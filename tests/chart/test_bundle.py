@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from kvpilot_localcluster.manifests import objects
 from kvpilot_localcluster.toolbox.courier import courier
 from kvpilot_localcluster.toolbox.hadolint import hadolint
 from kvpilot_operator.api.schema import faults
@@ -121,7 +122,7 @@ def test_metadata_that_do_not_fit_are_faults(bundle: Bundle) -> None:
 
 
 def test_it_runs_the_charts_deployment_with_the_charts_rights(root: Path, bundle: Bundle) -> None:
-    base = list(yaml.safe_load_all((root / "config/base/operator.yaml").read_text()))
+    base = objects((root / "config/base/operator.yaml").read_text())
     strategy = bundle.csv["spec"]["install"]["spec"]
     (installed,) = strategy["deployments"]
     (plain,) = (one for one in base if one["kind"] == "Deployment")
@@ -140,9 +141,8 @@ def test_it_runs_the_charts_deployment_with_the_charts_rights(root: Path, bundle
 
 def test_its_definition_is_the_one_of_crds(root: Path, bundle: Bundle) -> None:
     (definition,) = bundle.definitions
-    assert (
-        definition["spec"] == yaml.safe_load((root / "crds/kvpilot.io_quantizedllmservices.yaml").read_text())["spec"]
-    )
+    (source,) = objects((root / "crds/kvpilot.io_quantizedllmservices.yaml").read_text())
+    assert definition["spec"] == source["spec"]
 
 
 def test_every_example_is_a_service_that_the_operator_accepts(bundle: Bundle) -> None:

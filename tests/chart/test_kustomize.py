@@ -7,6 +7,7 @@ import subprocess
 import pytest
 import yaml
 
+from kvpilot_localcluster.manifests import objects
 from kvpilot_localcluster.toolbox.helm import render
 from kvpilot_localcluster.toolbox.kubectl import kubectl
 
@@ -41,7 +42,7 @@ def test_a_folder_is_what_helm_makes_of_its_values(root, chart, folder):
     done = subprocess.run(
         [kubectl(), "kustomize", root / "config" / folder], capture_output=True, text=True, check=True
     )
-    made = by_identity(yaml.safe_load_all(done.stdout))
+    made = by_identity(objects(done.stdout))
     wanted = by_identity(plain(one) for one in render(chart, FOLDERS[folder], "--skip-tests"))
     namespace = made.pop(("Namespace", None, "kvpilot-system"))
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
@@ -55,5 +56,5 @@ def test_overlays_are_patches_and_not_copies(root):
         kustomization = yaml.safe_load((root / "config" / folder / "kustomization.yaml").read_text())
         assert "../../base" in kustomization["resources"]
         added = yaml.safe_load_all((root / "config" / folder / "added.yaml").read_text())
-        base = by_identity(yaml.safe_load_all((root / "config/base/operator.yaml").read_text()))
+        base = by_identity(objects((root / "config/base/operator.yaml").read_text()))
         assert not by_identity(added).keys() & base.keys()

@@ -19,6 +19,8 @@ from uuid import UUID
 
 import yaml
 
+from kvpilot_localcluster.manifests import objects
+
 Json = Any
 
 CAPABILITIES = ("Basic Install", "Seamless Upgrades", "Full Lifecycle", "Deep Insights", "Auto Pilot")
@@ -74,7 +76,7 @@ def read_bundle(folder: Path) -> Bundle:
     size = sum(len(gzip.compress(file.read_bytes())) * 4 // 3 for file in files)
     labels = re.findall(r'(?m)^LABEL (\S+?)="(.*)"$', (folder / "Dockerfile").read_text())
     annotations = yaml.safe_load((folder / "metadata/annotations.yaml").read_text())["annotations"]
-    return Bundle([yaml.safe_load(file.read_text()) for file in files], annotations, dict(labels), size)
+    return Bundle([one for file in files for one in objects(file.read_text())], annotations, dict(labels), size)
 
 
 def bundle_faults(bundle: Bundle) -> list[str]:

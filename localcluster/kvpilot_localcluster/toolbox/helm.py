@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from kvpilot_localcluster.manifests import objects
 from kvpilot_localcluster.toolbox.fetch import tool
 from kvpilot_localcluster.toolbox.kubelayer import unpack
 
@@ -46,4 +47,4 @@ def render(
         HelmRefused: the values or a template are wrong.
     """
     text = run_helm("template", release, chart, "--namespace", namespace, *flags, values=values)
-    return [one for one in yaml.safe_load_all(text) if one]
+    return objects(text)
