@@ -146,7 +146,8 @@ def main() -> None:
     from prometheus_client import generate_latest
     from vllm import LLM, SamplingParams
 
-    llm = LLM(asked.model, kv_cache_dtype=asked.dtype, dtype="float32", enforce_eager=True, **asked.options)
+    options = {"enforce_eager": True, "skip_tokenizer_init": True, **asked.options}
+    llm = LLM(asked.model, kv_cache_dtype=asked.dtype, dtype="float32", **options)
     told, engine = Told(), llm.llm_engine
     core = engine.engine_core.engine_core
     told.metrics = [x for x in generate_latest().decode().splitlines() if x.startswith("kvpilot_")]
@@ -160,7 +161,7 @@ def main() -> None:
         answers: dict[int, list[int]] = {}
         cached: dict[int, int] = {}
         for prompt, count in zip(prompts, tokens, strict=True):
-            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
             engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
             number += 1
         while engine.has_unfinished_requests():

@@ -216,9 +216,11 @@ def main() -> None:
         drafter = {"model": asked.drafter} if asked.drafter else {}
         speculation = {"method": asked.method, "num_speculative_tokens": asked.drafts, **lookup, **drafter}
         asked.options["speculative_config"] = speculation
+    # An engine that calibrates itself reads a text, if it has a tokenizer.
+    options = {"enforce_eager": True, "skip_tokenizer_init": asked.calibration == "off", **asked.options}
     llm = LLM(
-        asked.model, kv_cache_dtype=asked.dtype, dtype="float32", enforce_eager=True,
-        worker_extension_cls="support.ring_worker.RingWorker", **asked.options,
+        asked.model, kv_cache_dtype=asked.dtype, dtype="float32",
+        worker_extension_cls="support.ring_worker.RingWorker", **options,
     )  # fmt: skip
     told, engine = Told(), llm.llm_engine
     told.factors = engine.engine_core.engine_core.model_executor.collective_rpc("factors_of_rank")
@@ -232,7 +234,7 @@ def main() -> None:
         answers: dict[int, list[int]] = {}
         cached: dict[int, int] = {}
         for prompt, count in zip(prompts, tokens, strict=True):
-            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
             engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
             number += 1
         while engine.has_unfinished_requests():

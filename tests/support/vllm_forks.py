@@ -9,6 +9,7 @@ question does is seen by the next. Nothing outlives who asked for it, nor who ho
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -18,17 +19,21 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+import threading
+import traceback
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing import context, forkserver, resource_tracker, spawn
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
-# What `vllm serve` and `vllm.LLM` load before they know what to serve; each takes what it has imported itself.
+# What `vllm serve` and `vllm.LLM` load before they know what to serve, and what our plugin looks at before it changes
+# anything; each takes what it has imported itself.
 IMPORTED = (
     "vllm.entrypoints.llm", "vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.serve", "vllm.v1.engine.core",
+    "vllm.v1.worker.gpu_model_runner",
 )  # fmt: skip
 
 
@@ -40,11 +45,31 @@ def main() -> None:
     own = {name: value for name, value in os.environ.items() if before.get(name) != value}
     gc.collect()
     gc.freeze()  # so that a collection in a child copies no page of what is here
+    vars(gc)["unfreeze"] = lambda: None  # nor where an engine has ended, for vLLM then collects what it never made
     parent = os.getpid()
     with socket.socket(fileno=int(sys.argv[1])) as listener:
         folder = Path(listener.getsockname()).parent
         question = answer_all(listener)
-    become(own, folder, parent, **question)
+    leave(lambda: become(own, folder, parent, **question))
+
+
+def leave(do: Callable[[], None]) -> NoReturn:
+    """Do this, and end as a process does that has done it, but take nothing apart that the kernel frees anyway."""
+    code = 0
+    try:
+        do()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as an interpreter does before these
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def answer_all(listener: socket.socket) -> dict[str, Any]:

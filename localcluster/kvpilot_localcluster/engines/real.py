@@ -39,9 +39,16 @@ class Engine:
         ids: list[int] = answer.json()["choices"][0]["token_ids"]
         return ids
 
+    def healthy(self) -> bool:
+        """Whether it answers."""
+        try:
+            return self._client.get("/health", timeout=2).status_code == 200
+        except httpx.HTTPError:
+            return False
+
     def page(self) -> str:
         """The metrics page."""
-        return httpx.get(f"{self.url}/metrics", timeout=HANGS).text
+        return self._client.get("/metrics").text
 
     def metric(self, name: str) -> float:
         """The sum of a metric's series."""
@@ -97,11 +104,8 @@ def process_group(command: Sequence[str], log: Path, env: Mapping[str, str]) -> 
 def _wait(running: Engine) -> None:
     deadline = time.monotonic() + HANGS
     while True:
-        try:
-            if httpx.get(f"{running.url}/health", timeout=2).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
+        if running.healthy():
+            return
         end = running.log.read_text(errors="replace")[-2000:]
         if running.process.poll() is not None:
             raise RuntimeError(f"the engine ended with {running.process.returncode}: {end}")
