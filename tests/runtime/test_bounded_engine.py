@@ -93,7 +93,7 @@ def test_answers_are_those_of_sinks_and_window_whatever_happened_to_a_request(
 
 def test_a_freed_page_that_was_read_would_show() -> None:
     what = asked("k4v4", spoil_sinks=True)
-    what.rounds, what.tokens = what.rounds[:1], what.tokens[:1]
+    what.rounds, what.tokens = what.rounds[:1], [[24] * len(what.rounds[0])]  # it shows at once
     assert len(unsound(what, serve(what), Oracle(tiny_llama(), "k4v4", seen=seen(16)))) >= 4
 
 

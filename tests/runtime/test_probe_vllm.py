@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +46,6 @@ pytestmark = pytest.mark.timeout(3600)
 def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of an engine with a 16-bit cache."""
     with engine(smollm2_135m(), "auto", tmp_path_factory.mktemp("auto"), KV_MEMORY) as running:
-        yield running.url
-
-
-@pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of an engine that answers garbage."""
-    with engine(smollm2_135m(), BROKEN, tmp_path_factory.mktemp("broken"), KV_MEMORY) as running:
         yield running.url
 
 
@@ -111,44 +106,47 @@ def test_k4v4_in_our_backend_does_no_more_damage_than_twice_fp8s(
     assert came_back >= sum((len(prompt.tokens) - 1) // 16 * 16 for prompt in kept.prompts) > 200
 
 
-def test_a_dtype_that_answers_garbage_is_overwhelming_damage_within_a_bounded_cost(
-    reference: tuple[Baseline, Measurement], broken: str
-) -> None:
-    kept, noise = reference
-    garbage = measured(broken, kept)
-    assert garbage.mean_kl_micronats - noise.mean_kl_micronats > 500_000
-    assert garbage.top1_agreement_permille < 700
-    # Half of each prompt, the prompt, its resumes, and one answer to show.
-    assert garbage.requests <= 8 * (SETTINGS.max_resumes + 2) + 1
-    assert garbage.sample is not None
-    assert garbage.sample.canary != garbage.sample.stable
-
-
-def gated(capsys: pytest.CaptureFixture[str], baseline: str, candidate: str) -> tuple[int, dict[str, Any]]:
+def gated(baseline: str, candidate: str) -> tuple[int, dict[str, Any]]:
     """What `kvpilot probe` ends with, and what it says."""
     arguments = ("--probe-set", "builtin/general", "--deadline-seconds", "1200", "--json")
-    code = command.main(["--baseline", baseline, "--candidate", candidate, *arguments])
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    with redirect_stdout(StringIO()) as said:
+        code = command.main(["--baseline", baseline, "--candidate", candidate, *arguments])
+    found: dict[str, Any] = json.loads(said.getvalue())
     return code, found
 
 
 @pytest.mark.long
-def test_the_gate_lets_a_sixteen_bit_engine_pass_against_itself_by_the_default_limits(
-    sixteen: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, found = gated(capsys, sixteen, sixteen)
+def test_the_gate_lets_a_sixteen_bit_engine_pass_against_itself_by_the_default_limits(sixteen: str) -> None:
+    code, found = gated(sixteen, sixteen)
     assert code == 0, found["message"]
     assert found["baseline"]["model"] == MODEL
     assert found["measured"]["positions"] > 200
 
 
-def test_the_gate_says_that_a_dtype_that_answers_garbage_has_regressed(
-    sixteen: str, broken: str, capsys: pytest.CaptureFixture[str]
+@pytest.fixture(scope="module")
+def garbage(sixteen: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
+    """What the gate says of an engine that answers garbage: it asks as the operator's own probes do."""
+    with engine(smollm2_135m(), BROKEN, tmp_path_factory.mktemp("broken"), KV_MEMORY) as running:
+        return gated(sixteen, running.url)
+
+
+def test_a_dtype_that_answers_garbage_is_overwhelming_damage_within_a_bounded_cost(
+    garbage: tuple[int, dict[str, Any]],
 ) -> None:
-    code, found = gated(capsys, sixteen, broken)
+    _, found = garbage
+    measured, noise = found["measured"], found["control"]
+    assert measured["mean_kl_micronats"] - noise["mean_kl_micronats"] > 500_000
+    assert measured["top1_agreement_permille"] < 700
+    # Half of each prompt, the prompt, its resumes, and one answer to show.
+    assert found["baseline"]["prompts"] == 8
+    assert measured["requests"] <= 8 * (SETTINGS.max_resumes + 2) + 1
+    assert measured["sample"]["canary"] != measured["sample"]["stable"]
+
+
+def test_the_gate_says_that_a_dtype_that_answers_garbage_has_regressed(garbage: tuple[int, dict[str, Any]]) -> None:
+    code, found = garbage
     assert code == 1, found["message"]
     assert found["excess_kl_micronats"] > 500_000
-    assert found["measured"]["sample"]["stable"] != found["measured"]["sample"]["canary"]
 
 
 async def test_an_engine_behind_a_meshs_mutual_tls_is_read_and_probed_like_one_beside_it(

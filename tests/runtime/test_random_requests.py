@@ -151,6 +151,6 @@ def judge(
     # a block is misread they are not the best ones any more (179 of 180), nor does rounding explain them.
     plain = Oracle(model, "auto")
     assert sum(max(plain.shortfalls(r.prompt, r.answer)) > SLACK for r in requests[:80]) > 40
-    long = [r for r in requests if len(r.prompt) > CHUNK][:6]
+    long = sorted((r for r in requests if len(r.prompt) > CHUNK), key=lambda r: len(r.prompt))[:6]
     misread = [oracle.sound(r.prompt, r.answer, misread=len(r.prompt) // 2, rounds=10) for r in long]
     assert sum(misread) <= 1
