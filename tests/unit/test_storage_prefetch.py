@@ -12,7 +12,7 @@ from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.prefetch import identity
 from support.kinds import unknown
 from support.memory_api import MemoryApi, Operator
-from support.prefetched import JOB, made, obj, pod_of
+from support.prefetched import FILLED, JOB, made, obj, pod_of
 from support.services import KEY, spec_of
 
 # What the Job is.
@@ -75,6 +75,13 @@ def test_it_runs_where_engines_may_with_what_leads_them_to_the_hub() -> None:
     about = one["spec"]["template"]["metadata"]
     assert about["labels"]["team"] == "a"
     assert about["annotations"] == {"sidecar.istio.io/inject": "false"}
+
+
+def test_it_is_told_nothing_of_compiled_code_which_is_the_engines() -> None:
+    env = [{"name": "KVPILOT_COMPILED", "value": "/elsewhere"}]
+    for changes in ({}, {"cache": {**FILLED, "compileClaimName": "code"}}, {"engine": {"env": env}}):
+        _, container = pod_of(made(**changes))
+        assert "KVPILOT_COMPILED" not in {one["name"] for one in container["env"]}
 
 
 def test_it_fetches_the_models_revision_and_the_hubs_adapters() -> None:

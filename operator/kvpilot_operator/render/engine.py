@@ -34,7 +34,7 @@ _WEIGHTS_PATH = "/models"
 _ADAPTERS_PATH = "/adapters"
 _COMPILE_PATH = "/compile-cache"
 # What kvpilot-serve calls the folder of archives.
-_COMPILED = "KVPILOT_COMPILED"
+COMPILED = "KVPILOT_COMPILED"
 
 
 def pod_template(service: str, spec: Spec, dtype: str, *, assigned_user: bool = False) -> dict[str, Any]:
@@ -237,8 +237,8 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
     if (spec.cache.weights or spec.cache.weights_claim_name) and spec.model.source.startswith("hf://"):
         env.append({"name": "HF_HOME", "value": _WEIGHTS_PATH})
     compiled = _compiled(spec)
-    if compiled and all(one.name != _COMPILED for one in spec.engine.env):
-        env.append({"name": _COMPILED, "value": compiled})
+    if compiled and all(one.name != COMPILED for one in spec.engine.env):
+        env.append({"name": COMPILED, "value": compiled})
     empty = {"value": ""}
     return [*env, *((empty if one.value_from is None else {}) | one.as_written() for one in spec.engine.env)]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.render.engine import claim_label, model_location, pod_template
+from kvpilot_operator.render.engine import COMPILED, claim_label, model_location, pod_template
 from kvpilot_operator.render.names import (
     ENGINE_CONTAINER,
     ENGINE_PORT,
@@ -67,7 +67,10 @@ def job(key: ServiceKey, uid: str, spec: Spec, *, assigned_user: bool) -> dict[s
         **{field: engine[field] for field in _COPIED if field in engine},
         "command": ["kvpilot-prefetch"],
         "args": [*_arguments(spec), f"--port={ENGINE_PORT}"],
-        "env": [*([] if _names_gpus(engine["env"]) else [_NO_GPU]), *engine["env"]],
+        "env": [
+            *([] if _names_gpus(engine["env"]) else [_NO_GPU]),
+            *(one for one in engine["env"] if one["name"] != COMPILED),
+        ],
         "ports": [{"name": "http", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
         "volumeMounts": [one for one in engine["volumeMounts"] if not _engines_alone(one)],
         "resources": _RESOURCES,
