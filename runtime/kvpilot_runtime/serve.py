@@ -28,6 +28,12 @@ CALIBRATION = "KVPILOT_CALIBRATION"
 """The environment variable that tells the engine's processes which calibration file to read."""
 RECENT = "KVPILOT_RECENT_TOKENS"
 """The environment variable that tells the engine's processes how many tokens the recent window has."""
+_CHECKED = (
+    "--model", "--revision", "--kv-cache-dtype", "--kv-cache-dtype-skip-layers", "--dtype", "--max-model-len",
+    "--tensor-parallel-size", "-tp", "--gpu-memory-utilization", "--device-memory-utilization",
+    "--kv-cache-memory-bytes",
+)  # fmt: skip
+"""Of the options below those that are vLLM's, too."""
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -96,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
                         "them) among them")  # fmt: skip
     parser.add_argument("--max-model-len", type=_count, help="tokens")
     parser.add_argument("--tensor-parallel-size", "-tp", type=_count, default=1)
-    parser.add_argument("--gpu-memory-utilization", type=_fraction, default=0.9)
+    parser.add_argument("--gpu-memory-utilization", "--device-memory-utilization", type=_fraction, default=0.9)
     parser.add_argument("--kv-cache-memory-bytes", type=_count, help="size of the KV cache: bytes, or 64M")
     return parser
 
@@ -111,6 +117,7 @@ def parse(argv: Sequence[str]) -> tuple[preflight.Request, list[str]]:
     known, others = _parser().parse_known_args(argv)
     if any(arg.partition("=")[0] == "--config" for arg in others):
         raise PreflightError("BadArguments", "--config: what is checked here, and given to vLLM, would overrule what its file says; leave it out, and write the file's options as arguments")  # fmt: skip  # noqa: E501
+    _refuse_abbreviated(others)
     skip = known.kv_cache_dtype_skip_layers
     if skip is not None:
         skip = tuple(part for part in skip.split(",") if part)
@@ -139,6 +146,18 @@ def parse(argv: Sequence[str]) -> tuple[preflight.Request, list[str]]:
     if known.kv_cache_memory_bytes:
         arguments.append(f"--kv-cache-memory-bytes={known.kv_cache_memory_bytes}")
     return request, [*arguments, *others]
+
+
+def _refuse_abbreviated(others: Sequence[str]) -> None:
+    """vLLM takes any beginning that is one option's alone: what is checked would not be what it takes.
+
+    Raises:
+        PreflightError: BadArguments.
+    """
+    for name in (re.split(r"[=.]", arg, maxsplit=1)[0] for arg in others):
+        meant = [option for option in _CHECKED if name.strip("-") and option.startswith(name)]
+        if meant:
+            raise PreflightError("BadArguments", f"{name}: write {' or '.join(meant)} in full; an abbreviation would not be checked, and vLLM may take it")  # fmt: skip  # noqa: E501
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Action
 from collections.abc import Iterator
 from importlib import import_module
@@ -13,6 +14,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from kvpilot_operator.api.rules import broken_rules
 from kvpilot_operator.api.schema import root_schema
 from kvpilot_runtime import options as options_beside_ours
+from kvpilot_runtime import serve
+from kvpilot_runtime.errors import PreflightError
 
 if not version("vllm").startswith("0.32."):
     pytest.skip("each version has arguments of its own; the API's rules are those of 0.32", allow_module_level=True)
@@ -147,3 +150,37 @@ def test_an_option_that_our_dtypes_look_at_is_found_in_every_spelling_and_no_oth
         if any(options_beside_ours.given([spelling], *OURS)) != (dest in dests)
     ]
     assert wrong == []
+
+
+CHECKED = {
+    "model": "n", "revision": "r", "dtype": "float16", "kv_cache_dtype": "k4v4", "kv_cache_dtype_skip_layers": "0",
+    "max_model_len": "4096", "tensor_parallel_size": "2", "gpu_memory_utilization": "0.5",
+    "kv_cache_memory_bytes": "64",
+}  # fmt: skip
+"""What kvpilot-serve judges before the start, by vLLM's destination, with a value that is not the default."""
+
+
+def test_no_spelling_of_what_is_checked_reaches_vllm_unchecked(parser: FlexibleArgumentParser) -> None:
+    outcomes: dict[str, str] = {}
+    for beginning, dest in beginnings(parser):
+        if dest not in CHECKED:
+            continue
+        checked = serve.parse(["--model=m", f"--{dest.replace('_', '-')}={CHECKED[dest]}"])
+        underscores = f"--{beginning[2:].replace('-', '_')}" if beginning.startswith("--") else beginning
+        for spelled in ((f"{beginning}={CHECKED[dest]}",), (underscores, CHECKED[dest])):
+            try:
+                assert serve.parse(["--model=m", *spelled]) == checked
+                outcomes[beginning] = "checked"
+            except PreflightError as error:
+                assert re.match(f"{beginning}: write {beginning}.* in full", error.message)
+                outcomes[beginning] = "refused"
+    named = set(options(parser))
+    assert {one for one, outcome in outcomes.items() if one in named and outcome == "refused"} == set()
+    assert {outcomes[one] for one in ("--max-model", "--tensor-par", "--kv-cache-mem", "--device-m")} == {"refused"}
+    assert {outcomes[one] for one in ("--max-model-len", "-tp", "--device-memory-utilization")} == {"checked"}
+
+
+def test_every_other_option_of_vllm_goes_to_it_as_it_is(parser: FlexibleArgumentParser) -> None:
+    for name, action in options(parser).items():
+        if action.dest not in {*CHECKED, "config", "help"}:
+            assert f"{name}=1" in serve.parse(["--model=m", f"{name}=1"])[1]
