@@ -249,6 +249,13 @@ def _() -> dict[str, Any]:
     return after(settled(probe_fault="configmap/prompts does not exist"))
 
 
+@state("a change of the spec waits for a probe set that is missing")
+def _() -> dict[str, Any]:
+    cluster = settled(probe_fault="configmap/prompts does not exist")
+    cluster.edit(service(NEW, 2))
+    return after(cluster)
+
+
 @state("replicas are added")
 def _() -> dict[str, Any]:
     cluster = settled(start_ticks=10)

@@ -148,9 +148,17 @@ def test_a_service_that_has_settled_serves_the_revision_that_its_spec_asks_for(n
         "a canary is probed", "a canary has a share of the traffic", "a canary is promoted", "a canary is rolled back",
         "a canary is paused", "a change of the spec waits for a pause to end", "a change of the spec was rolled back",
         "a Fixed dtype is denied, the last good one serves", "no canary can be started",
-        "another operator's canary cannot be read",
+        "another operator's canary cannot be read", "a change of the spec waits for a probe set that is missing",
     }  # fmt: skip
     assert (status["observedRevision"] != status["stable"]["revision"]) == (name in elsewhere)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_what_serves_another_revision_than_the_spec_asks_for_is_not_said_to_have_settled(name: str) -> None:
+    status = STATES[name]().get("status", {})
+    if status.get("observedRevision") != status.get("stable", {}).get("revision"):
+        (progressing,) = [one for one in status["conditions"] if one["type"] == "Progressing"]
+        assert progressing["reason"] != "Settled"
 
 
 @pytest.mark.parametrize("name", STATES)

@@ -115,8 +115,6 @@ def _no_canary(c: Context) -> str | None:
     """Why no dtype change may begin. A canary with two changes at once could not say which of them did the damage."""
     if c.spec.rollout.paused:
         return "spec.rollout.paused is set"
-    if c.snapshot.probes.fault is not None:
-        return f"the probe sets cannot be used: {c.snapshot.probes.fault}"
     if c.stable is not None and c.render(c.stable.dtype).name != c.stable.revision:
         return "the change of the spec is rolled out first"
     fault = start_fault(c)

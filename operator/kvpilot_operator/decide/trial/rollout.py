@@ -56,7 +56,7 @@ def advance(c: Context) -> Context:
     if stable.revision not in c.snapshot.deployments:
         gone = f"the engines of {stable.revision} are gone; {target.revision} takes its place"
         return _serve(c, "Replaced", gone)
-    if c.spec.rollout.paused or c.snapshot.probes.fault is not None:
+    if c.spec.rollout.paused:
         return c
     fault = start_fault(c, target)
     return _start_canary(c, stable) if fault is None else _hold(c, fault)
@@ -70,6 +70,9 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
     unread = next((one for one in map(c.snapshot.unread, needed) if one is not None), None)
     if unread is not None:
         return Cause("NotObserved", f"no canary is started while it is not known what it needs: {unread}")
+    broken = c.snapshot.probes.fault
+    if broken is not None:
+        return Cause("ProbeSetInvalid", f"the probe sets cannot be used, and {canary} starts once they can: {broken}")
     if replicas == 0:
         return Cause("ScaledToZero", f"spec.replicas is 0: {canary} starts once there are replicas again")
     if spec.canary.capacity_policy == "ReplaceOne" and not one_can_leave(spec, replicas):
