@@ -204,3 +204,22 @@ class Everybody:
 def test_nobody_finds_an_unprobed_pod_ready_wherever_the_operator_is_killed(bad, replicas):
     end = "RolledBack" if bad else "Promoted"
     killed_after_each_write(lambda: on_trial(replicas, cluster={"bad": bad, "drain_ticks": 1}), Everybody, end)
+
+
+@pytest.mark.parametrize("where", ["Probing", "Promoting"])
+def test_pods_of_what_serves_that_come_anew_are_admitted_while_the_spec_is_refused(where: str) -> None:
+    cluster = on_trial()
+    cluster.until(stage(where))
+    if where == "Promoting":
+        cluster.until(lambda _: cluster.traffic == cluster.status["canary"]["revision"])
+    serves, waits = cluster.traffic, cluster.status["canary"]["revision"]
+    cluster.edit({**cluster.obj, "spec": {**cluster.obj["spec"], "replicas": -1}})
+    for name, (_, replicas) in cluster.deployments.items():
+        for _ in range(replicas):
+            cluster.engines.evict(name)
+    for _ in range(10):
+        cluster.tick()
+    s = cluster.snapshot()
+    assert len(s.ready_pods(serves)) == cluster.deployments[serves][1]
+    assert len(s.answering_pods(waits)) == cluster.deployments[waits][1]
+    assert where == "Promoting" or not s.ready_pods(waits)

@@ -120,7 +120,8 @@ def test_pods_that_come_anew_get_requests_where_their_revision_serves(where: str
         decision = cluster.tick()
         assert decision is not None
         assert [one.reason for one in decision.events] == ["CanaryUnreadable"]
-    cluster.engines.pods = tuple(one for one in cluster.engines.pods if one.revision != serves)
+    for _ in range(cluster.deployments[serves][1]):
+        cluster.engines.evict(serves)
     after(cluster, 10)
     ready = {one.name for one in cluster.snapshot().ready_pods(serves)}
     assert len(ready) == cluster.deployments[serves][1]

@@ -72,7 +72,10 @@ UNREADABLE: tuple[Rule[Context], ...] = (
 )
 """For a service with a canary that cannot be read: no object is touched."""
 
-REFUSED: tuple[Rule[Draft], ...] = (Rule(Question.CONDITIONS, conditions.refuse),)
+REFUSED: tuple[Rule[Draft], ...] = (
+    Rule(Question.ADMISSION, admission.admit_serving),
+    Rule(Question.CONDITIONS, conditions.refuse),
+)
 """For a service whose spec breaks the API's rules: what runs is left as it is."""
 
 _AGAIN_SECONDS = 10.0
@@ -82,7 +85,7 @@ def decide(s: Snapshot) -> Decision:
     """Snapshot in, Decision out; total: every snapshot has a decision, and each question that fails is named in it."""
     if s.spec is None:
         refused = conditions.report(fold(_seen(Draft(snapshot=s, status=s.status)), REFUSED))
-        return Decision(refused.status, events=refused.events, unanswered=refused.unanswered)
+        return Decision(refused.status, events=refused.events, gates=refused.gates, unanswered=refused.unanswered)
     rules = RULES if s.unreadable is None else UNREADABLE
     c = conditions.report(fold(_seen(Context.of(s, s.spec)), rules))
     return Decision(

@@ -8,11 +8,14 @@ revision may serve, and derived anew from the status in every reconcile.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
-from kvpilot_operator.decide.context import Context
+from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.trial import traffic
 from kvpilot_operator.state.enums import Stage
 from kvpilot_operator.state.objects import PodView
+
+D = TypeVar("D", bound=Draft)
 
 _SENT_REQUESTS = (Stage.SHIFTING, Stage.PROMOTING)
 
@@ -25,12 +28,16 @@ def admit(c: Context) -> Context:
     return replace(c, gates={pod.name: open_ for pod, open_ in wanted if open_ not in (None, pod.admitted)})
 
 
-def admit_serving(c: Context) -> Context:
-    """Open the gates of revisions that get requests already; none is closed. For a trial that is left as it is."""
-    s = c.snapshot
-    serving = {s.traffic, c.stable.revision if c.stable is not None else None}
+def admit_serving(draft: D) -> D:
+    """Open the gates of revisions that get requests already, and close none: for a service that is left as it is."""
+    s, stable, canary = draft.snapshot, draft.stable, draft.canary
+    serving = {s.traffic}
+    if stable is not None:
+        serving.add(stable.revision)
+    if canary is not None and canary.stage in _SENT_REQUESTS:
+        serving.add(canary.revision)
     pods = (pod for pod in s.pods if pod.admitted is False and not pod.terminating)
-    return replace(c, gates={pod.name: True for pod in pods if pod.revision in serving})
+    return replace(draft, gates={pod.name: True for pod in pods if pod.revision in serving})
 
 
 def _wanted(c: Context, pod: PodView) -> bool | None:
