@@ -21,6 +21,8 @@ from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.render.names import API_VERSION, KIND
 
 OPERATOR = "kvpilot-operator"
+# Seconds, against hanging alone: on a busy machine all that is measured takes longer.
+DEADLINE = 600.0
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -131,7 +133,7 @@ class Watched:
                 version = "" if error.status else version
                 await asyncio.sleep(0.2)
 
-    async def until(self, key: tuple[str, str], right: Any, since: float, seconds: float = 60.0) -> float:
+    async def until(self, key: tuple[str, str], right: Any, since: float) -> float:
         """When a status came, not before `since`, of which `right(object)` holds; infinite where none did."""
         seen, latest = self._latest.get(key, (0.0, {}))
         if seen >= since and right(latest):
@@ -139,7 +141,7 @@ class Watched:
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting[key].append((right, future))
         try:
-            return await asyncio.wait_for(future, seconds)
+            return await asyncio.wait_for(future, DEADLINE)
         except TimeoutError:
             return float("inf")
 

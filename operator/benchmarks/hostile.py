@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -34,45 +33,21 @@ from typing import Any
 import aiohttp
 from background import taking
 from fleet import connected, plane_of
-from fleet_gauges import Cores, Process, Watched, shares
+from fleet_gauges import DEADLINE, Cores, Process, Watched, shares
 from fleet_kubelets import KINDS
+from hostile_services import GOOD, GOOD_REPLICAS, HOSTILE, HOSTILE_REPLICAS, HostileServices, service
 from memory_group import MemoryGroup
 
 from kvpilot_localcluster.addresses import free_port
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.objects import Object
-from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.render.names import API_VERSION, KIND, SERVICE_LABEL
 
 HERE = Path(__file__).parent
 MEBIBYTES = 512
 SCRAPE_SECONDS = 1.0
-GOOD_REPLICAS, HOSTILE_REPLICAS = 2, 4
 PROBES = 5
 # Of the scrape loop, in each phase at least.
 CYCLES = 6
-HOSTILE = KINDS[1:]
-MAPS = 16
-BOMB = "prompts:\n- &a {k: v}\n" + "".join(f"- &a{i} {{<<: [{', '.join(['*a'] * 20)}]}}\n" for i in range(12))
-CHARACTER = "\N{GRINNING FACE}"
-
-
-def service(namespace: str, name: str, replicas: int, **spec: Any) -> Object:
-    """A service of engines that answer probes, in mode Fixed."""
-    base = {
-        "replicas": replicas,
-        "model": {"source": "file:///models/tiny", "servedName": "m", "maxModelLen": 4096},
-        "engine": {"image": "ghcr.io/kvpilot/runtime:1"},
-        "kvCache": {"mode": "Fixed", "dtype": "auto"},
-        "scaling": {"mode": "External", "minReplicas": 0, "maxReplicas": 8},
-        "accuracy": {"probeSets": ["builtin/general"]},
-    }
-    return {
-        "apiVersion": API_VERSION,
-        "kind": KIND,
-        "metadata": {"namespace": namespace, "name": name},
-        "spec": {**base, **spec},
-    }
 
 
 class HostileFleet:
@@ -82,8 +57,7 @@ class HostileFleet:
         self.cluster, self.operator, self.group = cluster, operator, group
         self.watched = Watched(cluster)
         self.good: list[tuple[str, str]] = []
-        self.hostile: list[tuple[str, str]] = []
-        self.refused: Counter[str] = Counter()
+        self.hostile = HostileServices(cluster)
         self._port = port
         self._probed = 0
         self._health: list[float] = []
@@ -91,52 +65,22 @@ class HostileFleet:
 
     async def make_good(self, number: int) -> None:
         """Create good services and wait for their replicas."""
-        self.good = [("team-good", f"good-{i:03d}") for i in range(number)]
+        self.good = [(GOOD[i % len(GOOD)], f"good-{i:03d}") for i in range(number)]
         for key in self.good:
             await self.cluster.create(service(*key, GOOD_REPLICAS))
-        await self._until_ready(self.good, GOOD_REPLICAS, 120)
+        await self._until_ready(self.good, GOOD_REPLICAS)
 
     async def make_hostile(self, number: int) -> None:
-        """Create hostile services of each kind in turn, each kind in a namespace of its own."""
-        self.hostile = [
-            (f"team-{kind}", f"{kind}-{i:03d}") for i in range(number) for kind in [HOSTILE[i % len(HOSTILE)]]
-        ]
-        for key in self.hostile:
-            kind = key[0].removeprefix("team-")
-            spec: dict[str, Any] = {}
-            if kind in ("maps", "yaml"):
-                names = [f"{key[1]}-{i}" for i in range(MAPS)]
-                spec["accuracy"] = {"probeSets": [f"configmap/{name}" for name in names]}
-                for name in names:
-                    await self._try(self._config_map(key[0], name, kind))
-            if kind == "route":
-                spec["canary"] = {"routeRef": {"name": "../" * 6 + "api/v1/configmaps"}}
-            if not await self._try(self.cluster.create(service(*key, HOSTILE_REPLICAS, **spec))):
-                self.refused[kind] += 1
-        # Those with a name that climbs are refused, by the API server or by the operator.
-        made = [key for key in self.hostile if key[0] != "team-route"]
-        await self._until_ready(made, HOSTILE_REPLICAS, 120)
+        """Create hostile services of each kind in turn, and wait for their replicas."""
+        made = await self.hostile.create(number)
+        await self._until_ready(made, HOSTILE_REPLICAS)
 
-    async def _config_map(self, namespace: str, name: str, kind: str) -> None:
-        data = {"prompts.yaml": BOMB} if kind == "yaml" else {"prompts.yaml": "prompts: []", "more": "x" * 1_000_000}
-        about = {"namespace": namespace, "name": name}
-        await self.cluster.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data})
-
-    async def _try(self, doing: Any) -> bool:
-        try:
-            await doing
-        except ClusterError as error:
-            if error.status not in (400, 413, 422, 500):
-                raise
-            return False
-        return True
-
-    async def _until_ready(self, keys: list[tuple[str, str]], replicas: int, seconds: float) -> None:
+    async def _until_ready(self, keys: list[tuple[str, str]], replicas: int) -> None:
         began = time.monotonic()
         while left := [key for key in keys if self.watched.ready.get(key, 0) < replicas]:
             self._alive()
-            if time.monotonic() - began > seconds:
-                raise TimeoutError(f"not ready in {seconds:g} s: {left}; {self.operator.log.read_text()[-3000:]}")
+            if time.monotonic() - began > DEADLINE:
+                raise TimeoutError(f"not ready in {DEADLINE:g} s: {left}; {self.operator.log.read_text()[-3000:]}")
             await asyncio.sleep(0.2)
 
     def _alive(self) -> None:
@@ -148,14 +92,14 @@ class HostileFleet:
         own = {key: await self._addresses(key) for key in self.good}
         before, began, cores = await self.asked(), time.monotonic(), Cores()
         failed = self._failed_scrapes()
-        hostile = asyncio.create_task(self._provoke())
+        hostile = asyncio.create_task(self.hostile.provoke())
         health = asyncio.create_task(self._ask_health())
         cycles = asyncio.create_task(self._count_cycles())
         probes = [asyncio.create_task(self._probe(key)) for key in self._to_probe()]
         edits: list[asyncio.Task[float]] = []
         quiet = self.good[-10:]
         # On a busy machine a cycle takes longer, and so does a phase.
-        while (passed := time.monotonic() - began) < seconds or (len(self._cycles) <= CYCLES and passed < 120):
+        while (passed := time.monotonic() - began) < seconds or (len(self._cycles) <= CYCLES and passed < DEADLINE):
             self._alive()
             edits.append(asyncio.create_task(self._edit(quiet[len(edits) % len(quiet)], len(edits))))
             await asyncio.sleep(0.5)
@@ -185,7 +129,7 @@ class HostileFleet:
 
     def _failed_scrapes(self) -> int:
         lines = self.operator.log.read_text(errors="replace").splitlines()
-        return sum("scrape failed" in line and '"team-good/' in line for line in lines)
+        return sum("scrape failed" in line and '"team-good-' in line for line in lines)
 
     def _to_probe(self) -> list[tuple[str, str]]:
         chosen = self.good[self._probed : self._probed + PROBES]
@@ -210,28 +154,12 @@ class HostileFleet:
             key,
             lambda one: ((one.get("status") or {}).get("kvCache") or {}).get("activeDtype") == "k8v4",
             since,
-            seconds=120,
         )
         return done - since
 
-    async def _provoke(self) -> None:
-        """What the hostile services' users do: edits of a megabyte, and canaries of engines that hang or lie."""
-        canaries = [key for key in self.hostile if key[0] in ("team-objects", "team-probe-hang")]
-        for key in canaries:
-            await self._try(self.cluster.merge(API_VERSION, KIND, *key, {"spec": {"kvCache": {"dtype": "k8v4"}}}))
-        specs = [key for key in self.hostile if key[0] == "team-spec"]
-        for number in itertools.count():
-            # No faster: what is measured is the operator, and not an API server that has megabytes to judge.
-            await asyncio.sleep(1)
-            if specs:
-                env = [{"name": f"V{i}", "value": f"{number:04d}" + CHARACTER * 4000} for i in range(64)]
-                key = specs[number % len(specs)]
-                if not await self._try(self.cluster.merge(API_VERSION, KIND, *key, {"spec": {"engine": {"env": env}}})):
-                    self.refused["spec"] += 1
-
     async def _ask_health(self) -> None:
         self._health = []
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE)) as http:
             while True:
                 began = time.monotonic()
                 async with http.get(f"http://127.0.0.1:{self._port}/healthz") as answer:
@@ -242,7 +170,7 @@ class HostileFleet:
     async def _count_cycles(self) -> None:
         """Scrapes of the whole fleet, told by the operator's own metrics."""
         self._cycles = set()
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE)) as http:
             while True:
                 async with http.get(f"http://127.0.0.1:{self._port}/metrics") as answer:
                     page = await answer.text()
@@ -262,7 +190,7 @@ class HostileFleet:
 @contextlib.asynccontextmanager
 async def world(folder: Path) -> AsyncIterator[HostileFleet]:
     """Everything started, and ended afterwards."""
-    namespaces = ["team-good", *(f"team-{kind}" for kind in HOSTILE)]
+    namespaces = [*GOOD, *(f"team-{kind}" for kind in HOSTILE)]
     async with contextlib.AsyncExitStack() as stack:
         plane = stack.enter_context(plane_of(folder, namespaces))
         cluster = await connected(plane)
@@ -307,7 +235,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
                 result["limit"] = fleet.group.how
                 result["limit_mib"] = MEBIBYTES
                 result["killed"] = fleet.group.kills()
-                result["refused"] = dict(fleet.refused)
+                result["refused"] = dict(fleet.hostile.refused)
                 asked = await fleet.asked("127.101.0.1")
                 result["engines"] = dict(Counter(KINDS[int(address.split(".")[1]) - 100] for address in asked))
                 print(json.dumps(result), flush=True)

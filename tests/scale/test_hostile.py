@@ -1,7 +1,9 @@
 """Fifty hostile services of every kind beside fifty good ones: operator/benchmarks/hostile.py, and what must hold.
 
 How long good services wait is counted and not timed, since the machine is anybody's: in cycles of the scrape loop, in
-edits whose status came, in probes that were done. docs/benchmarks/operator-hostile.md has seconds.
+edits whose status came, in probes that were done. docs/benchmarks/operator-hostile.md has seconds. Good services are in
+as many namespaces as hostile ones: where the machine leaves the operator so little that pages wait for their turn,
+each namespace gets its share of the turns, and all good ones in one of twelve would have a twelfth of them.
 """
 
 import json
@@ -63,8 +65,9 @@ def test_every_edit_of_a_good_service_reaches_its_status_and_every_probe_of_one_
 
 def test_the_operator_answers_the_kubelet_all_the_time(measured):
     for phase in ("quiet", "hostile"):
-        # A livenessProbe of the chart gives up after some seconds; it asks about four times a second here.
-        assert measured[phase]["healthz"]["count"] > measured[phase]["seconds"]
+        # Asked again 0.25 s after each answer. A cycle waits for the operator's loop once for every service, of which
+        # there are 50 at least, and an answer waits for it some ten times, however slow the machine.
+        assert measured[phase]["healthz"]["count"] > measured[phase]["cycles"]
 
 
 def test_what_the_machines_cores_were_taken_by_is_told(measured):
