@@ -159,7 +159,7 @@ def service_row(service: dict[str, Any] | None) -> list[tuple[str, str]]:
     conditions = {c["type"]: c for c in status.get("conditions", [])}
     cache, canary = status.get("kvCache", {}), status.get("canary")
     row = [
-        ("READY", conditions.get("Ready", {}).get("status", "-")),
+        *((kind.upper(), conditions.get(kind, {}).get("status", "-")) for kind in ("Ready", "Serving")),
         ("DTYPE", cache.get("activeDtype", "-")),
         ("KV%", str(cache.get("usagePercent", "-"))),
         ("CAPACITY", f"{cache['capacityTokens']:,} tokens" if cache.get("capacityTokens") else "-"),

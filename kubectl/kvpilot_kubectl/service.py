@@ -15,6 +15,7 @@ DENY_SECONDS = 604_800
 # What a calm service has; of any other condition nothing is known here.
 _CALM = {
     "Ready": ("True",),
+    "Serving": ("True",),
     "Available": ("True",),
     "Stalled": ("False",),
     "ModelCached": ("True",),
@@ -45,8 +46,10 @@ class Condition:
     @property
     def calm(self) -> bool:
         """Whether nobody needs to look; a type that is not known here is calm."""
-        if self.type == "Progressing":
+        if self.type == "Progressing":  # an operator before Serving said that it is False when all is done
             return self.status == "True" or self.reason == "Settled"
+        if self.type == "Serving" and self.reason == "ScaledToZero":
+            return True
         return self.status in _CALM.get(self.type, (self.status,))
 
 

@@ -48,13 +48,26 @@ def rendered(parts: Iterable[RenderableType], console: Console, *, fold: bool = 
 
 def listed(services: Sequence[Service], *, everywhere: bool) -> RenderableType:
     """A line for each service, and what of its conditions somebody should look at."""
-    head = ["NAME", "READY", "REASON", "DTYPE", "REVISION", "REPLICAS", "KV%", "LOAD", "CANARY", "MODE", "ATTENTION"]
+    head = [
+        "NAME",
+        "READY",
+        "SERVING",
+        "REASON",
+        "DTYPE",
+        "REVISION",
+        "REPLICAS",
+        "KV%",
+        "LOAD",
+        "CANARY",
+        "MODE",
+        "ATTENTION",
+    ]
     table = _table(["NAMESPACE", *head] if everywhere else head, right=("REPLICAS", "KV%"))
     for one in services:
-        ready = one.condition("Ready")
+        ready, serving = one.condition("Ready"), one.condition("Serving")
         cells: list[str | Text] = [
             Text(one.name, _BOLD),
-            _word(ready) if ready is not None else _NONE,
+            *(_word(word) if word is not None else _NONE for word in (ready, serving)),
             ready.reason if ready is not None else _NONE,
             one.dtype or _NONE,
             one.revision or _NONE,

@@ -90,7 +90,7 @@ async def restart(world: FaultyWorld, away_seconds: float, fault: str) -> None:
         taken = await changes.caught_up()
     assert load.stats.failed == 0, load.stats.failures
     assert load.stats.ok > 0
-    assert await world.condition("steady", "Ready") == ("True", "Serving")
+    assert await world.condition("steady", "Serving") == ("True", "Serving")
     record(fault, taken, what=WHAT, answered=load.stats.ok)
 
 

@@ -70,7 +70,7 @@ async def test_a_clock_that_jumps_moves_no_decision_and_blinds_no_eye(world, clo
         await until(calm, f"the window is full after the clock went {words}")
         after = await world.status("timed")
         assert after.get("decisions") == before.get("decisions")
-        assert await world.condition("timed", "Ready") == ("True", "Serving")
+        assert await world.condition("timed", "Serving") == ("True", "Serving")
         record(
             f"clock set {words} by an hour",
             taken,

@@ -41,6 +41,7 @@ def tools_are_told_the_truth(cluster: ModelCluster) -> None:
     told = {one.type: one.status for one in status.conditions}
     assert not told or {told["Reconciling"], told["Stalled"]} <= {"True", "False"}
     assert (told.get("Reconciling"), told.get("Stalled")) != ("True", "True")
+    assert not told or (told["Ready"] == "True") == ((told["Reconciling"], told["Stalled"]) == ("False", "False"))
     assert all(one.reason != "Settled" for one in status.conditions if (one.type, one.status) == ("Stalled", "True"))
     if not cluster.status:
         return  # before anything is written kstatus knows nothing, and says Current

@@ -125,8 +125,7 @@ async def test_what_nobody_asks_for_any_more_is_not_told_any_more(operator: Oper
     for _ in range(3):
         await operator.reconcile()
     assert operator.condition("ObjectsAccepted").reason == "QuotaExceeded"
-    assert operator.condition("Ready").status == "True"
-    assert "see ObjectsAccepted" in operator.condition("Ready").message
+    assert (operator.condition("Ready").status, operator.condition("Serving").status) == ("False", "True")
     operator.edit(OBJ)
     for _ in range(3):
         await operator.reconcile()

@@ -81,7 +81,8 @@ def test_the_service_stalls_and_the_field_with_its_value_and_the_remedy_are_name
         assert "Soaking" in text
         assert f"kubectl -n {KEY.namespace} patch qllm {KEY.name} --subresource=status" in text
     for kind, word in (
-        ("Ready", "True"),
+        ("Ready", "False"),
+        ("Serving", "True"),
         ("Available", "True"),
         ("Progressing", "False"),
         ("CanaryHealthy", "Unknown"),

@@ -29,6 +29,7 @@ from support.services import KEY, manifest, revision_of
 from support.trials import NEW, OLD, service
 
 ROOT = Path(__file__).parents[2]
+TOLD = ("Ready", "Serving", "Available", "Progressing", "Reconciling", "Stalled")
 PAGE = (ROOT / "docs" / "conditions.md").read_text()
 
 
@@ -111,7 +112,7 @@ def test_each_state_has_a_row_and_each_row_a_state() -> None:
 @pytest.mark.parametrize("name", STATES)
 def test_a_state_is_told_as_its_row_says(name: str) -> None:
     obj = STATES[name]()
-    told = [shown(obj, kind) for kind in ("Ready", "Reconciling", "Stalled")]
+    told = [shown(obj, kind) for kind in TOLD]
     assert [*told, compute(obj), argo(obj)[0], flux(obj)] == rows()[name]
 
 
@@ -129,6 +130,15 @@ def test_what_holds_a_service_up_is_said_in_the_words_of_the_condition_that_caus
         assert own or [
             other for other in conditions.values() if other["message"] == one["message"] and other is not one
         ]
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_ready_is_true_exactly_where_nothing_is_under_way_and_nothing_holds_it_up(name: str) -> None:
+    told = {one["type"]: one for one in STATES[name]().get("status", {}).get("conditions", ())}
+    if told:
+        causes = [told[kind] for kind in ("Stalled", "Reconciling") if told[kind]["status"] == "True"]
+        assert (told["Ready"]["status"] == "True") == (not causes)
+        assert all(told["Ready"]["reason"] == one["reason"] for one in causes)
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -189,7 +199,7 @@ def test_the_columns_of_kubectl_get_tell_a_canary_from_calm(name: str) -> None:
     row = columns(obj)
     on_trial = "canary" in obj.get("status", {})
     assert on_trial == (row["Canary"] is not None)
-    assert on_trial == str(row["Reason"]).startswith("Canary")
+    assert str(row["Reason"]).startswith("Canary") == (on_trial and row["Reason"] != "RolloutPaused")
 
 
 @pytest.mark.parametrize(
@@ -224,10 +234,10 @@ def test_a_service_whose_requests_go_elsewhere_is_not_current_until_that_is_mend
     assert compute(after(cluster)) == "Current"
 
 
-def test_the_two_conditions_stand_after_progressing_whatever_happened() -> None:
+def test_the_conditions_stand_in_the_same_order_whatever_happened() -> None:
     cluster = settled()
     order = [one["type"] for one in cluster.status["conditions"]]
-    assert order[:5] == ["Ready", "Available", "Progressing", "Reconciling", "Stalled"]
+    assert order[: len(TOLD)] == list(TOLD)
     cluster.unanswered = (Question.SUMMARY,)
     with failing([Question.SUMMARY]):
         cluster.tick()

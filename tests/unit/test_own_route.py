@@ -148,7 +148,7 @@ def test_what_gateways_say_of_it_is_a_condition(route, word, reason, tools):
     assert [one.type for one in told.conditions if one.status == "True" and one.type in ("Reconciling", "Stalled")] == (
         [tools] if tools else []
     )
-    assert told.condition("Ready").status == "True"
+    assert told.condition("Serving").status == "True"
     if tools:
         assert told.condition(tools).reason == reason
     assert decide(observed(obj=service(OLD), route=route)).status.condition("RouteAccepted") is None

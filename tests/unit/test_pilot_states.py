@@ -262,12 +262,12 @@ class BadDays(RuleBasedStateMachine):
             assert asked > self.cluster.budget["minAvailable"]
 
     def _check_last_word(self) -> None:
-        """Once all is quiet no tool waits for ever, unless the service is scaled to 0."""
+        """Once all is quiet no tool waits for ever."""
         status, obj = self._status(), self.cluster.obj
         told = {one.type: one for one in status.conditions}
         word = compute(seen(self.cluster))
         assert told["Reconciling"].status == "False", told["Reconciling"]
-        assert word in ("Current", "Failed") or told["Available"].reason == "ScaledToZero", told
+        assert word in ("Current", "Failed"), told
         if word == "Current":
             assert status.stable.revision in self.cluster.deployments
             assert obj["spec"]["kvCache"].get("dtype", status.stable.dtype) == status.stable.dtype

@@ -106,7 +106,7 @@ def test_what_serves_is_mended_and_scaled_while_another_model_is_fetched() -> No
     assert decision.objects is not None
     assert decision.status.canary is None
     assert decision.objects.scale == {s.status.stable.revision: 3} if s.status.stable else False
-    assert said(decision, "Ready").status == "True"
+    assert said(decision, "Serving").status == "True"
     assert said(decision, "Reconciling").status == "True"
 
 

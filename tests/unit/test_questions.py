@@ -126,6 +126,7 @@ def test_nothing_that_runs_is_deleted_although_a_lost_status_cannot_be_made_anew
 # What each part of a decision is made of.
 _FIRST = {Question.WORKLOAD, Question.REPLICAS, Question.STEP, Question.TARGET, Question.TRIAL}
 _BEFORE_OBJECTS = _FIRST | {Question.ACCURACY}
+SUMMING_UP = ("Ready", "Reconciling", "Stalled", "ReconcileSucceeded")
 PARTS = {
     "scaling": (lambda d: d.status.scaling, {Question.WORKLOAD, Question.REPLICAS, Question.STEP, Question.TRIAL}),
     "trial": (lambda d: (d.status.stable, d.status.canary, d.status.last_canary), _BEFORE_OBJECTS),
@@ -137,7 +138,7 @@ PARTS = {
     "sheltered": (lambda d: d.do_not_evict, _BEFORE_OBJECTS | {Question.SHELTER}),
     "figures": (lambda d: (d.status.replicas, d.status.selector), _BEFORE_OBJECTS | {Question.SUMMARY}),
     "conditions": (
-        lambda d: [c for c in d.status.conditions if c.type not in ("ReconcileSucceeded", "Reconciling", "Stalled")],
+        lambda d: [c for c in d.status.conditions if c.type not in SUMMING_UP],
         _BEFORE_OBJECTS | {Question.SUMMARY, Question.CONDITIONS, Question.JOURNAL},
     ),
 }

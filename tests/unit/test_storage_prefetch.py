@@ -182,8 +182,8 @@ async def test_another_model_is_fetched_while_the_old_one_serves(operator: Opera
     for _ in range(3):
         await operator.reconcile()
     assert {what for what in operator.api.objects if what[0] == "Deployment"} == before
-    assert operator.condition("Ready").status == "True"
-    assert operator.condition("Reconciling").status == "True"
+    assert operator.condition("Serving").status == "True"
+    assert operator.condition("Reconciling").reason == operator.condition("Ready").reason == "PrefetchPending"
     finish(operator)
     await operator.reconcile()
     await operator.reconcile()

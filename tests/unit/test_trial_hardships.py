@@ -51,7 +51,7 @@ def end(cluster: ModelCluster, ticks: int = 600) -> tuple[Any, ...]:
         cluster.services,
         cluster.rules,
         [d.dtype for d in status.kv_cache.denied],
-        status.condition("Ready").status,
+        status.condition("Serving").status,
     )
 
 

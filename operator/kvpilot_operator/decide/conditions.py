@@ -28,12 +28,14 @@ def tell(c: Context) -> Context:
     """All conditions of a service whose spec is accepted; an event where objects are refused anew."""
     objects = _objects_accepted(c.snapshot)
     route = _route_accepted(c)
-    available, calibration, progressing = _available(c, objects), measured.calibration(c), _progressing(c, objects)
+    serving, calibration, progressing = _serving(c, objects), measured.calibration(c), _progressing(c, objects)
+    standing = kstatus.standing(c, progressing=progressing, serving=serving, objects=objects, route=route)
     lines = {
-        "Ready": _ready(c, available, objects, calibration, route),
-        "Available": available,
-        "Progressing": progressing,
-        **kstatus.standing(c, progressing=progressing, available=available, objects=objects, route=route),
+        "Ready": _ready(c, standing, serving, calibration),
+        "Serving": serving,
+        "Available": _available(c, serving),
+        "Progressing": _as_of_a_deployment(progressing, standing),
+        **standing,
         "ModelCached": measured.model_cached(c),
         "MetricsAvailable": measured.metrics(c),
         "MemoryPressured": measured.memory_pressured(c),
@@ -59,10 +61,13 @@ def refuse(draft: Draft) -> Draft:
     s = draft.snapshot
     message = clip("; ".join(f"{fault.field}: {fault.message}" for fault in s.faults))
     before = {one.type: Line(one.status, one.reason, one.message) for one in s.status.conditions}
-    serving = any(pod.ready for pod in s.pods)
-    suffix = " (the last accepted spec keeps serving)" if serving else ""
-    ready, refused = Line("False", "SpecInvalid", message + suffix), Line("False", "Invalid", message)
-    lines = {"Ready": ready, **before} | {"Ready": ready, "SpecAccepted": refused}
+    serves, kept = any(pod.ready for pod in s.pods), "the last accepted spec keeps serving"
+    refused = Line("False", "SpecInvalid", message)
+    first = {
+        "Ready": refused._replace(message=f"{message} ({kept})") if serves else refused,
+        "Serving": Line("True", "Serving", kept) if serves else refused,
+    }
+    lines = first | before | first | {"Progressing": refused, "SpecAccepted": refused._replace(reason="Invalid")}
     lines |= kstatus.lines(kstatus.STALLED, Cause("SpecInvalid", message))
     return _announce(draft.set(conditions=_stamped(s, lines)), "SpecAccepted", "SpecInvalid")
 
@@ -84,7 +89,7 @@ def report(draft: D) -> D:
         lines = {CONDITION: Line("False", *why)}
         # It is not known whether the spec is reached; that it is refused is known without any of these answers.
         if draft.snapshot.spec is not None or any(one.question == Question.CONDITIONS for one in draft.unanswered):
-            lines |= kstatus.lines(kstatus.RECONCILING, why)
+            lines |= {"Ready": Line("False", *why), **kstatus.lines(kstatus.RECONCILING, why)}
     said = {one.type: one for one in _stamped(draft.snapshot, lines)}
     return draft.set(conditions=tuple((found | said).values()))
 
@@ -150,40 +155,35 @@ def _route_accepted(c: Context) -> Line | None:
     return Line("True", "RouteAccepted", f"taken by {', '.join(one.name for one in s.route.parents)}")
 
 
-def _ready(c: Context, available: Line, objects: Line, calibration: Line, route: Line | None) -> Line:
-    stable, canary, held = c.stable, c.canary, unreadable(c.snapshot)
-    if available.status != "True" or stable is None:
-        return available._replace(status="False")
-    but = "; not all is as the spec asks, see ObjectsAccepted" if objects.status == "False" else ""
-    but += "; its engines do not all quantize alike, see CalibrationConsistent" if calibration.status == "False" else ""
-    but += "; its route is not taken, see RouteAccepted" if route is not None and route.status == "False" else ""
-    if held is not None:
-        return Line("True", held.reason, f"requests are answered; {held.message}")
-    if canary is not None:
-        trial = f"{stable.dtype} serves; {canary.dtype} is on trial{_share(canary)}{but}"
-        return Line("True", f"Canary{canary.stage}", trial)
-    return Line("True", "Serving", f"{stable.dtype} serves{but}")
+def _ready(c: Context, standing: Mapping[str, Line], serving: Line, calibration: Line) -> Line:
+    """Whether the service does what its newest spec asks for: nothing is under way, and nothing holds it up."""
+    for one in (kstatus.STALLED, kstatus.RECONCILING):
+        if standing[one].status == "True":
+            return standing[one]._replace(status="False")
+    but = "; its engines do not all quantize alike, see CalibrationConsistent" if calibration.status == "False" else ""
+    return Line("True", serving.reason, serving.message + but)
 
 
-def _available(c: Context, objects: Line) -> Line:
+def _serving(c: Context, objects: Line) -> Line:
     """Whether engines answer, behind a Service of ours that selects them.
 
     Their endpoints follow from that and are not watched: each EndpointSlice is written again whenever a pod becomes
     ready or not, which the pods tell already.
     """
-    s, replicas = c.snapshot, c.replicas
+    s, replicas, canary = c.snapshot, c.replicas, c.canary
     if c.stable is None:
         waits = storage.wait(c)
         return Line("False", *(Cause("NoRevision", "nothing serves yet") if waits is None else waits.cause))
     serving = traffic.serving(c)
-    pods = [pod for revision in serving for pod in s.pods_of(revision)]
-    ready = sum(len(s.ready_pods(revision)) for revision in serving)
-    if ready and ready >= min(replicas, 1) and s.traffic is None:
+    ready = _answering(c)
+    if ready and s.traffic is None:
         return _unserved(s, ready)
-    if ready and ready >= min(replicas, 1):
-        return Line("True", "EnginesReady", f"{ready} of {max(replicas, len(pods))} replicas answer")
+    if ready:
+        trial = f"; {canary.dtype} is on trial{_share(canary)}" if canary is not None else ""
+        return Line("True", "Serving", f"{c.stable.dtype} serves{trial}")
     if replicas == 0:
         return Line("False", "ScaledToZero", "spec.replicas is 0")
+    pods = [pod for revision in serving for pod in s.pods_of(revision)]
     found = rejected(s)
     blocking = [one for one in found if (one.kind, one.name) == ("Service", s.key.name)]
     blocking += [one for revision in serving for one in of_workload(s, revision, found)]
@@ -193,6 +193,24 @@ def _available(c: Context, objects: Line) -> Line:
     if s.rejections is None and objects.status == "False":
         return objects
     return Line("False", "EnginesStarting", f"0 of {replicas} replicas answer yet")
+
+
+def _available(c: Context, serving: Line) -> Line:
+    """Whether as many replicas answer as a Deployment of that size calls available: all but a quarter."""
+    replicas, ready = c.replicas, _answering(c)
+    if not replicas:
+        return Line("True", "ScaledToZero", "spec.replicas is 0")
+    if serving.status != "True":
+        return serving
+    least = replicas - replicas // 4
+    if ready < least:
+        return Line("False", "TooFewReplicas", f"{ready} of {replicas} replicas answer, and {least} have to")
+    return Line("True", "EnginesReady", f"{ready} of {replicas} replicas answer")
+
+
+def _answering(c: Context) -> int:
+    """How many pods answer, of the revisions that have traffic."""
+    return sum(len(c.snapshot.ready_pods(revision)) for revision in traffic.serving(c))
 
 
 def _unserved(s: Snapshot, ready: int) -> Line:
@@ -231,6 +249,17 @@ def _progressing(c: Context, objects: Line) -> Line:
         starting = f"revision {stable.revision} ({stable.dtype}) is starting"
         return Line("True", "EnginesStarting", starting)
     return Line("False", "Settled", target.message)
+
+
+def _as_of_a_deployment(progressing: Line, standing: Mapping[str, Line]) -> Line:
+    """`Progressing` as it is on a Deployment: also True when all is done, Unknown while paused, False when stuck."""
+    stalled, reconciling = standing[kstatus.STALLED], standing[kstatus.RECONCILING]
+    told = progressing.reason != kstatus.SETTLED
+    if stalled.status != "True":
+        return progressing._replace(status="True") if told or reconciling.status != "True" else reconciling
+    if stalled.reason == "RolloutPaused":
+        return stalled._replace(status="Unknown")
+    return progressing if told and progressing.status == "False" else stalled._replace(status="False")
 
 
 def _share(canary: Canary) -> str:

@@ -26,12 +26,12 @@ def lines(kind: str = "", cause: Cause = _SETTLED) -> dict[str, Line]:
     return {one: Line("True", *cause) if one == kind else Line("False", *other) for one in (RECONCILING, STALLED)}
 
 
-def standing(c: Context, *, progressing: Line, available: Line, objects: Line, route: Line | None) -> dict[str, Line]:
+def standing(c: Context, *, progressing: Line, serving: Line, objects: Line, route: Line | None) -> dict[str, Line]:
     """Both conditions, with the reason and message of the condition that causes them."""
     stalled = _stalled(c, progressing, objects, route)
     if stalled is not None:
         return lines(STALLED, stalled)
-    under_way = _under_way(c, progressing, available, route)
+    under_way = _under_way(c, progressing, serving, route)
     return lines() if under_way is None else lines(RECONCILING, under_way)
 
 
@@ -50,14 +50,18 @@ def _stalled(c: Context, progressing: Line, objects: Line, route: Line | None) -
     return engine_failure(c.snapshot.pods_of(c.stable.revision)) if c.stable is not None else None
 
 
-def _under_way(c: Context, progressing: Line, available: Line, route: Line | None) -> Cause | None:
+def _under_way(c: Context, progressing: Line, serving: Line, route: Line | None) -> Cause | None:
     s, stable, replicas = c.snapshot, c.stable, c.replicas
     if c.canary is not None:
         return _cause(progressing)
-    if stable is None or not _reached(c):
+    if stable is None:
+        return _cause(serving)
+    if not _reached(c):
+        if progressing.status == "True":
+            return _cause(progressing)
         return Cause("SpecNotReached", f"the newest spec is not served yet: {c.target.message or c.target.held}")
-    if replicas and available.status != "True":
-        return _cause(available)
+    if replicas and serving.status != "True":
+        return _cause(serving)
     ready = len(s.ready_pods(stable.revision))
     if ready != replicas:
         why = pending_reason(s.pods_of(stable.revision))

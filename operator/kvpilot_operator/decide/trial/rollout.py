@@ -232,10 +232,10 @@ def _share_traffic(c: Context) -> Context:
 
 def _stable_is_down(c: Context) -> bool:
     """Whether nothing has answered for so long that it is no hiccup."""
-    available = c.before.condition("Available")
-    if available is None or available.status != "False":
+    serving = c.before.condition("Serving")
+    if serving is None or serving.status != "False":
         return False
-    return c.now >= available.last_transition_time + timedelta(seconds=DOWN_SECONDS)
+    return c.now >= serving.last_transition_time + timedelta(seconds=DOWN_SECONDS)
 
 
 def _promote(c: Context) -> Context:
