@@ -98,8 +98,9 @@ def test_a_cluster_without_the_crd_is_said_to_have_no_kvpilot(world: World) -> N
 
 def test_status_is_a_line_a_service_and_all_of_one(world: World) -> None:
     head, row = world.run("status").splitlines()
-    assert head.split()[:6] == ["NAME", "READY", "REASON", "DTYPE", "REVISION", "REPLICAS"]
-    assert row.split()[:6] == ["chat", "True", "Serving", "auto", world.status["stable"]["revision"], "1/1"]
+    assert head.split()[:7] == ["NAME", "READY", "SERVING", "REASON", "DTYPE", "REVISION", "REPLICAS"]
+    revision = world.status["stable"]["revision"]
+    assert row.split()[:7] == ["chat", "False", "True", "DtypeDenied", "auto", revision, "1/1"]
     assert "Progressing=False (DtypeDenied)" in row
     whole = world.run("status", "chat")
     assert all(f"\n{one['type']} " in whole for one in world.status["conditions"])
