@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+from kvpilot_localcluster.cache import cache_folder
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction that is done, 0 to 1."""
@@ -30,11 +31,6 @@ _GEMMA3_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a68
 
 class ModelError(RuntimeError):
     """A model could not be made; the message says which step failed and what to do."""
-
-
-def cache_folder() -> Path:
-    """Where kvpilot keeps what it downloads and builds: ``KVPILOT_CACHE``, or ``~/.cache/kvpilot``."""
-    return Path(os.environ.get("KVPILOT_CACHE") or Path.home() / ".cache/kvpilot")
 
 
 def smollm2_135m(progress: Progress | None = None) -> Path:

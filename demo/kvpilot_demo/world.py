@@ -17,8 +17,9 @@ import yaml
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient
 
-from kvpilot_demo.models import cache_folder, smollm2_135m
+from kvpilot_demo.models import smollm2_135m
 from kvpilot_localcluster.addresses import free_port
+from kvpilot_localcluster.cache import cache_folder
 from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.images import DEFAULT_TABLE
 from kvpilot_localcluster.pod import LOGS_ANNOTATION

@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in (("down", "end a cluster"), ("kubeconfig", "print the path of a cluster's client configuration")):
         commands.add_parser(name, help=text)
     for name in ("up", "down", "kubeconfig"):
-        default = build.cache_folder() / "run"
+        default = build.builds_folder() / "run"
         commands.choices[name].add_argument("--folder", type=Path, default=default, help="the cluster's run folder")
     one = commands.add_parser("node", help="run a node agent and forward Services")
     one.add_argument("--kubeconfig", type=Path, required=True)

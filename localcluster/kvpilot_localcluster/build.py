@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvpilot_localcluster.cache import cache_folder
 from kvpilot_localcluster.debian import Archive, check_tools
 from kvpilot_localcluster.errors import BuildFailed, MissingTool
 from kvpilot_localcluster.procs import write_atomically
@@ -64,9 +65,9 @@ class Progress:
     fraction: float
 
 
-def cache_folder() -> Path:
+def builds_folder() -> Path:
     """The folder of finished builds."""
-    return Path(os.environ.get("KVPILOT_CACHE") or "~/.cache/kvpilot").expanduser() / "controlplane"
+    return cache_folder() / "controlplane"
 
 
 def find(*, modern: bool = False) -> Binaries | None:
@@ -101,7 +102,7 @@ def progress(*, modern: bool = False) -> Iterator[Progress]:
     weights = [_FETCH_WEIGHT + sum(step.weight for step in recipe.steps) for recipe in recipes]
     done = 0.0
     for recipe, weight in zip(recipes, weights, strict=True):
-        for news in make(recipe, cache_folder()):
+        for news in make(recipe, builds_folder()):
             yield Progress(news.step, (done + news.fraction * weight) / sum(weights))
         done += weight
 
@@ -117,7 +118,7 @@ def build(*, modern: bool = False, report: Report | None = None) -> Binaries:
             report(news.step, news.fraction)
     found = find(modern=modern)
     if found is None:
-        raise BuildFailed(f"the build ended but {cache_folder()} holds no complete result: remove it and try again")
+        raise BuildFailed(f"the build ended but {builds_folder()} holds no complete result: remove it and try again")
     return found
 
 
@@ -179,7 +180,7 @@ def _key(files: Sequence[str]) -> str:
 
 def _finished(recipe: Recipe, cache: Path | None = None) -> Path | None:
     """The newest finished build of a recipe as it is now; the archive is not asked, so this works offline."""
-    builds = (cache or cache_folder()).glob(f"{recipe.name}-*/built.json")
+    builds = (cache or builds_folder()).glob(f"{recipe.name}-*/built.json")
     for record in sorted(builds, key=lambda file: file.stat().st_mtime, reverse=True):
         if json.loads(record.read_text())["recipe"] == REVISION:
             return record.parent

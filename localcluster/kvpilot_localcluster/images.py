@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import os
 import string
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from kvpilot_localcluster.cache import cache_folder
 from kvpilot_localcluster.errors import LocalClusterError
 from kvpilot_localcluster.expand import expand
 
@@ -43,7 +43,7 @@ def load(path: Path = DEFAULT_TABLE) -> list[Image]:
         LocalClusterError: it is not a table of images; the message names the file and the entry.
     """
     folders = {
-        "CACHE": str(Path(os.environ.get("KVPILOT_CACHE") or "~/.cache/kvpilot").expanduser()),
+        "CACHE": str(cache_folder()),
         "VENV": sys.prefix,
         "HOME": str(Path.home()),
     }

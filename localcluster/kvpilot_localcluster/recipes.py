@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvpilot_localcluster.cache import cache_folder
 from kvpilot_localcluster.debian import Archive, run
 from kvpilot_localcluster.errors import BuildFailed, MissingTool
 
@@ -211,8 +212,8 @@ def installer() -> list[str]:
     Raises:
         MissingTool: there is none.
     """
-    cache = Path(os.environ.get("KVPILOT_CACHE", "~/.cache/kvpilot")).expanduser()
-    uv = str(cache / "tools/bin/uv") if (cache / "tools/bin/uv").exists() else shutil.which("uv")
+    own = cache_folder() / "tools/bin/uv"
+    uv = str(own) if own.exists() else shutil.which("uv")
     if uv is not None:
         return [uv, "pip", "install", "--quiet", "--python", sys.executable]
     for python in (sys.executable, "python3"):

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import kvpilot_kernels
+from kvpilot_localcluster.cache import cache_folder
 
 UNUSED = 14 * 24 * 3600
 """Seconds after which a folder that no run has asked for is removed."""
@@ -27,7 +28,7 @@ def source_key(package: Path) -> str:
 
 def folder(package: Path = Path(kvpilot_kernels.__file__).parent) -> Path:
     """Triton's cache of the package's kernels as they are now; those of other states go once they are not used."""
-    cache = Path(os.environ.get("KVPILOT_CACHE") or "~/.cache/kvpilot").expanduser() / "kernels"
+    cache = cache_folder() / "kernels"
     cache.mkdir(parents=True, exist_ok=True)
     found = cache / source_key(package)
     with (cache / "lock").open("w") as lock:

@@ -6,8 +6,10 @@ Between packages, the import contracts in pyproject.toml hold the order.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +25,17 @@ def imported(file: Path) -> Iterator[str]:
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
             yield str(node.module).partition(".")[0]
+
+
+def test_the_page_of_the_architecture_names_the_operators_layers_in_their_order() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (one["layers"] for one in contracts if one.get("containers") == ["kvpilot_operator"])
+    page = (ROOT / "docs/architecture.md").read_text()
+    told = page.partition("has no exception: ")[2].partition("\n\n")[0]
+    told = re.sub(r"\([^)]*\)|, which know nothing of one another", "", told)
+    assert [set(re.findall(r"`(\w+)`", layer)) for layer in told.split(";")] == [
+        set(layer.split(" | ")) for layer in layers
+    ]
 
 
 def test_demo_benchmarks_and_scripts_import_nothing_from_tests() -> None:

@@ -96,11 +96,14 @@ def test_a_line_has_dtype_revision_replicas_load_and_the_stage_of_the_canary() -
     assert row["MODE"] == "Auto"
 
 
-def test_every_condition_that_the_operator_writes_can_ask_for_attention() -> None:
+def test_every_condition_that_the_operator_writes_is_in_the_api_and_can_ask_for_attention() -> None:
     objectives = [{"metric": "TTFT", "percentile": 95, "milliseconds": 500}]
     obj = manifest(scaling={"objectives": objectives}, route={"parentRefs": [{"name": "web"}]})
     status = dump_status(decide(running(obj, "auto")).status)
     assert {"RouteAccepted", "ObjectivesHeld"} < {one["type"] for one in status["conditions"]}
+    described = load_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]
+    named = described["conditions"]["items"]["properties"]["type"]["description"]
+    assert {one["type"] for one in status["conditions"]} == set(re.findall(r"[A-Z]\w+", named))
     for told in status["conditions"]:
         bad = [{**told, "status": word, "reason": "Why"} for word in ("True", "False")]
         shown = [listed({**obj, "status": {"conditions": [one]}})[0]["ATTENTION"] for one in bad]

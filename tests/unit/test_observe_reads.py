@@ -13,12 +13,12 @@ import pytest
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.observe import informers, probe_packs
-from kvpilot_operator.observe.node_cache import NODE_SECONDS
+from kvpilot_operator.observe.node_cache import FORGET_SECONDS, NODE_SECONDS, NodeCache
 from kvpilot_operator.observe.probe_packs import PACKS_SECONDS
 from kvpilot_operator.render.names import API_VERSION, HTTP_ROUTE_API, KIND
 from kvpilot_operator.state.snapshot import NodeFacts, ProbePlan
 from support.observed import World, edited, route
-from support.services import KEY, manifest
+from support.services import KEY, manifest, pod
 
 
 @pytest.fixture
@@ -36,6 +36,19 @@ async def test_a_reconcile_that_finds_all_it_needs_in_the_cache_asks_the_server_
     world.now += timedelta(seconds=NODE_SECONDS)
     await world.snapshot()
     assert world.cluster.asked == ["/api/v1/nodes/node-1"]
+
+
+async def test_a_node_that_no_engine_has_run_on_for_long_is_forgotten(world: World) -> None:
+    known = NodeCache(world.cluster, lambda: world.now)  # type: ignore[arg-type]
+    old, new = (pod("p", node=name) for name in ("node-1", "node-2"))
+    world.cluster.objects["/api/v1/nodes/node-2"] = world.cluster.objects["/api/v1/nodes/node-1"]
+    await known.facts([old, new])
+    world.now += timedelta(seconds=FORGET_SECONDS)
+    await known.facts([new])
+    assert known.gpus([old, new])
+    world.now += timedelta(seconds=NODE_SECONDS)
+    await known.facts([new])
+    assert (known.known([old]), known.known([new]).gpu) == (NodeFacts(), "NVIDIA-H200")
 
 
 async def test_the_packs_are_read_again_only_after_an_edit_of_what_they_depend_on(

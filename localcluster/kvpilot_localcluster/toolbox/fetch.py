@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvpilot_localcluster.cache import cache_folder
 from kvpilot_localcluster.debian import Archive, run
 from kvpilot_localcluster.errors import BuildFailed
 from kvpilot_localcluster.recipes import installer
@@ -17,7 +18,7 @@ from kvpilot_localcluster.recipes import installer
 
 def tools_folder() -> Path:
     """Where fetched tools lie, one folder NAME-VERSION each."""
-    return Path(os.environ.get("KVPILOT_CACHE") or "~/.cache/kvpilot").expanduser() / "tools"
+    return cache_folder() / "tools"
 
 
 def tool(program: str, version: str, fetch: Callable[[Path], None]) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable
 from typing import Generic, NamedTuple, TypeVar
 
 from kvpilot_operator.cluster.objects import Object
@@ -108,10 +108,6 @@ class Store(Generic[K, V]):
         ]
         for name in gone:
             self._remove(name)
-
-    def names(self) -> Iterable[Name]:
-        """What is kept."""
-        return self._entries.keys()
 
     def _remove(self, name: Name) -> None:
         known = self._entries.pop(name, None)

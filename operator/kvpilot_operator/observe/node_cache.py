@@ -14,6 +14,8 @@ from kvpilot_operator.state.snapshot import NodeFacts
 # What is known of a node with GPUs holds for so long, and of one that shows none: its labels may still come.
 NODE_SECONDS = 600.0
 BARE_NODE_SECONDS = 30.0
+# A node with engines is read again long before; one that an autoscaler has taken away never is.
+FORGET_SECONDS = 2 * NODE_SECONDS
 
 
 class NodeCache:
@@ -52,6 +54,12 @@ class NodeCache:
             self._read.pop(name, None)
         else:
             self._read[name] = (now, node_facts(found))
+            self._forget(now)
+
+    def _forget(self, now: datetime) -> None:
+        """Drop nodes that nobody has asked for in a long time."""
+        for name in [name for name, (read, _) in self._read.items() if (now - read).total_seconds() > FORGET_SECONDS]:
+            del self._read[name]
 
 
 def _nodes_of(pods: Sequence[PodView]) -> list[str]:

@@ -60,8 +60,6 @@ class Workload:
     Twice the capacity at least where prefixes are thrown out: how many is not known, and what does not double the cache
     is not worth a restart.
     """
-    prefill_share: float | None = None
-    """Prefill seconds over prefill and decode seconds of requests, 0 to 1; None where no request was seen."""
     prompts_in_hand: float | None = None
     """Prompts that one replica is computing, on average."""
     prompt_tokens_per_step: float | None = None
@@ -252,7 +250,7 @@ def _workload(
     best: tuple[float | None, float | None],
     lost: str | None,
 ) -> Workload:
-    seconds, finished, requests = seen.seconds, seen.finished, seen.prefill + seen.decode
+    seconds, finished = seen.seconds, seen.finished
     return Workload(
         kind=kind,
         message=message,
@@ -263,7 +261,6 @@ def _workload(
         pods=seen.pods,
         capacity_tokens=seen.capacity,
         demand_tokens=_demand(seen) if lost is None else max(_demand(seen), 2 * seen.capacity),
-        prefill_share=seen.prefill / requests if requests else None,
         prompts_in_hand=seen.prefill / seconds if seconds else None,
         prompt_tokens_per_step=seen.prompt_tokens_per_step,
         gpu_hits=seen.gpu_hits / seen.queried if seen.queried else None,

@@ -1,0 +1,11 @@
+"""The folder of what is downloaded and built once on a machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """Where kvpilot keeps what it downloads and builds: `KVPILOT_CACHE`, or `~/.cache/kvpilot`."""
+    return Path(os.environ.get("KVPILOT_CACHE") or "~/.cache/kvpilot").expanduser()

@@ -1,0 +1,20 @@
+"""Where the local cluster keeps what it downloads and builds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvpilot_localcluster.cache import cache_folder
+
+
+@pytest.mark.parametrize(
+    ("said", "folder"),
+    [("/srv/cache", Path("/srv/cache")), ("~/other", Path.home() / "other"), ("", Path.home() / ".cache/kvpilot")],
+)
+def test_the_cache_is_where_the_environment_says_and_an_empty_word_says_nothing(
+    said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPILOT_CACHE", said)
+    assert cache_folder() == folder
