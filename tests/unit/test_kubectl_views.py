@@ -1,68 +1,31 @@
-"""What `kubectl kvpilot` shows of a service: of statuses that the operator's own rules wrote, and of any other JSON."""
+"""What `kubectl kvpilot` shows of a service with a status that the operator's own rules wrote."""
 
 from __future__ import annotations
 
 import copy
-import functools
-import io
-import json
 import re
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from kvpilot_kubectl import fields, journal, pods, service, show
 from kvpilot_operator.api.schema import load_crd
 from kvpilot_operator.decide import decide
 from kvpilot_operator.state.status import dump_status
-from support.model_cluster import ModelCluster
 from support.services import manifest, running
-
-BAD = "int4_per_token_head"
-AUTO = {
-    "kvCache": {"mode": "Auto", "ladder": ["k8v4", "k4v4"], "pressure": {"sustainedSeconds": 30}},
-    "canary": {"steps": []},
-}
-PLAIN = Console(file=io.StringIO())
-COLOURED = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=80, markup=False)
-
-
-def fixed(dtype: str) -> dict[str, Any]:
-    return manifest(kvCache={"mode": "Fixed", "dtype": dtype}, canary={"steps": []})
-
-
-@functools.cache
-def story() -> dict[str, dict[str, Any]]:
-    """The object as the operator left it: serving, on trial, promoted after pressure, and with a dtype denied."""
-    seen = {}
-    cluster = ModelCluster(manifest(**AUTO), bad=frozenset({BAD}))
-    cluster.settle()
-    seen["serving"] = here(cluster)
-    cluster.demand = 9000
-    cluster.until(lambda status: status.canary is not None)
-    seen["trial"] = here(cluster)
-    cluster.settle()
-    seen["promoted"] = here(cluster)
-    cluster.demand = 0
-    cluster.edit(fixed(BAD))
-    cluster.settle()
-    seen["denied"] = here(cluster)
-    return seen
-
-
-def here(cluster: ModelCluster) -> dict[str, Any]:
-    """The object as the API server would give it, by way of JSON."""
-    obj = {**cluster.obj, "status": json.loads(json.dumps(cluster.status, default=str))}
-    return copy.deepcopy(obj)
-
-
-def now() -> datetime:
-    return datetime(2026, 11, 22, tzinfo=UTC)
+from support.shown_services import (
+    BAD,
+    PLAIN,
+    detailed,
+    engine_pod,
+    now,
+    story,
+    warning,
+    why,
+)
 
 
 def listed(*objects: Any, everywhere: bool = False) -> list[dict[str, str]]:
@@ -74,14 +37,6 @@ def listed(*objects: Any, everywhere: bool = False) -> list[dict[str, str]]:
     # Numbers are flush right, below the end of their name.
     bounds = [*(start if names[i] not in ("REPLICAS", "KV%") else start - 2 for i, start in enumerate(starts)), None]
     return [{name: row[bounds[i] : bounds[i + 1]].strip() for i, name in enumerate(names)} for row in rows]
-
-
-def detailed(obj: Any) -> str:
-    return show.rendered(show.detailed(service.read(obj), now()), PLAIN)
-
-
-def why(obj: Any, *events: Any) -> str:
-    return show.rendered(show.timeline(service.read(obj), journal.entries(obj, events), now(), []), PLAIN)
 
 
 def test_a_line_has_dtype_revision_replicas_load_and_the_stage_of_the_canary() -> None:
@@ -164,17 +119,6 @@ def test_what_engines_forget_of_a_sequence_is_shown_where_they_do() -> None:
     obj["status"]["kvCache"]["retention"] = "SinksAndWindow"
     assert ["retention", "SinksAndWindow"] in [line.split(maxsplit=1) for line in detailed(obj).splitlines()]
     assert service.document(service.read(obj))["retention"] == "SinksAndWindow"
-
-
-def engine_pod(ready: str = "False", **more: Any) -> dict[str, Any]:
-    waiting = {"name": "engine", "state": {"waiting": {"reason": "ContainerCreating"}}}
-    status = {"conditions": [{"type": "Ready", "status": ready}], "containerStatuses": [waiting]}
-    return {"metadata": {"name": "chat-1", "uid": "p-1", **more}, "spec": {"nodeName": "a"}, "status": status}
-
-
-def warning(message: str, at: str = "2026-11-21T23:59:00Z", **more: Any) -> dict[str, Any]:
-    about = {"involvedObject": {"uid": "p-1"}, "type": "Warning", "reason": "FailedMount", "lastTimestamp": at}
-    return {**about, "message": message, **more}
 
 
 def test_what_a_kubelet_warns_of_is_shown_beside_a_pod_that_does_not_answer() -> None:
@@ -314,79 +258,6 @@ def test_json_has_the_same_facts() -> None:
     assert [one["message"] for one in document["timeline"]] == [
         one["message"] for one in obj["status"]["decisions"][::-1]
     ]
-
-
-def test_a_message_can_neither_steer_the_terminal_nor_break_its_line() -> None:
-    obj = copy.deepcopy(story()["serving"])
-    obj["status"]["conditions"][0]["message"] = "a\x1b]0;owned\x07b\nc\x9bd\u202ee [red]not markup[/red] :smile:"
-    (line,) = (line for line in detailed(obj).splitlines() if "owned" in line)
-    assert line.endswith("a ]0;owned b c d e [red]not markup[/red] :smile:")
-
-
-def test_a_narrow_terminal_folds_messages_and_nothing_else() -> None:
-    narrow = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=60)
-    lines = show.rendered(show.detailed(service.read(story()["denied"]), now()), narrow).splitlines()
-    assert max(map(len, lines)) <= 100
-    assert any(line.startswith("CalibrationConsistent  True ") for line in lines)
-    table = [show.listed([service.read(one) for one in story().values()], everywhere=False)]
-    assert show.rendered(table, narrow, fold=False) == show.rendered(table, PLAIN)
-
-
-def test_colours_are_for_terminals_alone() -> None:
-    parts = show.detailed(service.read(story()["denied"]), now())
-    assert "\x1b[" in show.rendered(parts, COLOURED)
-    assert "\x1b" not in show.rendered(parts, PLAIN)
-
-
-ANY = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.datetimes().map(str),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON value."""
-    yield path
-    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    for key in keys:
-        yield from places(value[key], (*path, key))
-
-
-@st.composite
-def odd_objects(draw: st.DrawFn) -> Any:
-    """A real object of which parts are something else, or are missing."""
-    obj = copy.deepcopy(draw(st.sampled_from(sorted(story().items())))[1])
-    for _ in range(draw(st.integers(1, 4))):
-        path = draw(st.sampled_from([one for one in places(obj) if one]))
-        inner = functools.reduce(lambda value, key: value[key], path[:-1], obj)
-        if draw(st.booleans()):
-            inner[path[-1]] = draw(ANY)
-        else:
-            del inner[path[-1]]
-    return obj
-
-
-@given(st.lists(ANY | st.builds(engine_pod), max_size=3), st.lists(ANY | st.builds(warning, st.text()), max_size=3))
-def test_no_pod_of_whatever_shape_ends_in_an_error(listed: list[Any], events: list[Any]) -> None:
-    for pod in pods.unready(listed):
-        found = pods.warned(pod, events)
-        assert found
-        show.rendered(show.detailed(service.read({}), now(), found), PLAIN).encode()
-        json.dumps(pods.document(found))
-
-
-@given(odd_objects() | ANY, st.lists(ANY, max_size=2))
-def test_no_object_of_whatever_shape_ends_in_an_error(obj: Any, events: list[Any]) -> None:
-    found, entries = service.read(obj), journal.entries(obj, events)
-    for console in (PLAIN, COLOURED):
-        parts = [show.listed([found], everywhere=True), *show.detailed(found, now())]
-        text = show.rendered([*parts, *show.timeline(found, entries, now(), ["a note"])], console)
-        text.encode()
-        assert not re.search(r"[\x00-\x09\x0b-\x1a\x1c-\x1f\x7f-\x9f]", text)
-    assert "\x1b" not in show.rendered(parts, PLAIN)
-    json.dumps(service.document(found))
-    json.dumps(journal.document(obj, entries))
 
 
 @given(st.datetimes(timezones=st.just(UTC)), st.timedeltas())

@@ -1,0 +1,82 @@
+"""Objects as the operator's own rules left them, and what `kubectl kvpilot` shows of them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console
+
+from kvpilot_kubectl import journal, service, show
+from support.model_cluster import ModelCluster
+from support.services import manifest
+
+BAD = "int4_per_token_head"
+AUTO = {
+    "kvCache": {"mode": "Auto", "ladder": ["k8v4", "k4v4"], "pressure": {"sustainedSeconds": 30}},
+    "canary": {"steps": []},
+}
+PLAIN = Console(file=io.StringIO())
+COLOURED = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=80, markup=False)
+
+
+def fixed(dtype: str) -> dict[str, Any]:
+    """A service with this dtype."""
+    return manifest(kvCache={"mode": "Fixed", "dtype": dtype}, canary={"steps": []})
+
+
+@functools.cache
+def story() -> dict[str, dict[str, Any]]:
+    """The object as the operator left it: serving, on trial, promoted after pressure, and with a dtype denied."""
+    seen = {}
+    cluster = ModelCluster(manifest(**AUTO), bad=frozenset({BAD}))
+    cluster.settle()
+    seen["serving"] = here(cluster)
+    cluster.demand = 9000
+    cluster.until(lambda status: status.canary is not None)
+    seen["trial"] = here(cluster)
+    cluster.settle()
+    seen["promoted"] = here(cluster)
+    cluster.demand = 0
+    cluster.edit(fixed(BAD))
+    cluster.settle()
+    seen["denied"] = here(cluster)
+    return seen
+
+
+def here(cluster: ModelCluster) -> dict[str, Any]:
+    """The object as the API server would give it, by way of JSON."""
+    obj = {**cluster.obj, "status": json.loads(json.dumps(cluster.status, default=str))}
+    return copy.deepcopy(obj)
+
+
+def now() -> datetime:
+    """When it is looked at."""
+    return datetime(2026, 11, 22, tzinfo=UTC)
+
+
+def detailed(obj: Any) -> str:
+    """What `status NAME` shows."""
+    return show.rendered(show.detailed(service.read(obj), now()), PLAIN)
+
+
+def why(obj: Any, *events: Any) -> str:
+    """What `why NAME` shows."""
+    return show.rendered(show.timeline(service.read(obj), journal.entries(obj, events), now(), []), PLAIN)
+
+
+def engine_pod(ready: str = "False", **more: Any) -> dict[str, Any]:
+    """A pod whose engine waits for its container; `more` is of its metadata."""
+    waiting = {"name": "engine", "state": {"waiting": {"reason": "ContainerCreating"}}}
+    status = {"conditions": [{"type": "Ready", "status": ready}], "containerStatuses": [waiting]}
+    return {"metadata": {"name": "chat-1", "uid": "p-1", **more}, "spec": {"nodeName": "a"}, "status": status}
+
+
+def warning(message: str, at: str = "2026-11-21T23:59:00Z", **more: Any) -> dict[str, Any]:
+    """A kubelet's event about that pod."""
+    about = {"involvedObject": {"uid": "p-1"}, "type": "Warning", "reason": "FailedMount", "lastTimestamp": at}
+    return {**about, "message": message, **more}

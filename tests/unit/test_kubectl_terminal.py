@@ -1,0 +1,91 @@
+"""What `kubectl kvpilot` writes to a terminal: no text can steer it, and no JSON of whatever shape ends in an error."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from kvpilot_kubectl import journal, pods, service, show
+from support.shown_services import COLOURED, PLAIN, detailed, engine_pod, now, story, warning
+
+
+def test_a_message_can_neither_steer_the_terminal_nor_break_its_line() -> None:
+    obj = copy.deepcopy(story()["serving"])
+    obj["status"]["conditions"][0]["message"] = "a\x1b]0;owned\x07b\nc\x9bd\u202ee [red]not markup[/red] :smile:"
+    (line,) = (line for line in detailed(obj).splitlines() if "owned" in line)
+    assert line.endswith("a ]0;owned b c d e [red]not markup[/red] :smile:")
+
+
+def test_a_narrow_terminal_folds_messages_and_nothing_else() -> None:
+    narrow = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=60)
+    lines = show.rendered(show.detailed(service.read(story()["denied"]), now()), narrow).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any(line.startswith("CalibrationConsistent  True ") for line in lines)
+    table = [show.listed([service.read(one) for one in story().values()], everywhere=False)]
+    assert show.rendered(table, narrow, fold=False) == show.rendered(table, PLAIN)
+
+
+def test_colours_are_for_terminals_alone() -> None:
+    parts = show.detailed(service.read(story()["denied"]), now())
+    assert "\x1b[" in show.rendered(parts, COLOURED)
+    assert "\x1b" not in show.rendered(parts, PLAIN)
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.datetimes().map(str),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a JSON value."""
+    yield path
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in keys:
+        yield from places(value[key], (*path, key))
+
+
+@st.composite
+def odd_objects(draw: st.DrawFn) -> Any:
+    """A real object of which parts are something else, or are missing."""
+    obj = copy.deepcopy(draw(st.sampled_from(sorted(story().items())))[1])
+    for _ in range(draw(st.integers(1, 4))):
+        path = draw(st.sampled_from([one for one in places(obj) if one]))
+        inner = functools.reduce(lambda value, key: value[key], path[:-1], obj)
+        if draw(st.booleans()):
+            inner[path[-1]] = draw(ANY)
+        else:
+            del inner[path[-1]]
+    return obj
+
+
+@given(st.lists(ANY | st.builds(engine_pod), max_size=3), st.lists(ANY | st.builds(warning, st.text()), max_size=3))
+def test_no_pod_of_whatever_shape_ends_in_an_error(listed: list[Any], events: list[Any]) -> None:
+    for pod in pods.unready(listed):
+        found = pods.warned(pod, events)
+        assert found
+        show.rendered(show.detailed(service.read({}), now(), found), PLAIN).encode()
+        json.dumps(pods.document(found))
+
+
+@given(odd_objects() | ANY, st.lists(ANY, max_size=2))
+def test_no_object_of_whatever_shape_ends_in_an_error(obj: Any, events: list[Any]) -> None:
+    found, entries = service.read(obj), journal.entries(obj, events)
+    for console in (PLAIN, COLOURED):
+        parts = [show.listed([found], everywhere=True), *show.detailed(found, now())]
+        text = show.rendered([*parts, *show.timeline(found, entries, now(), ["a note"])], console)
+        text.encode()
+        assert not re.search(r"[\x00-\x09\x0b-\x1a\x1c-\x1f\x7f-\x9f]", text)
+    assert "\x1b" not in show.rendered(parts, PLAIN)
+    json.dumps(service.document(found))
+    json.dumps(journal.document(obj, entries))
