@@ -137,7 +137,8 @@ def bounded_backend(stock: Any) -> Any:
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
             graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
             sequences = max(vllm_config.scheduler_config.max_num_seqs, graphs)
-            self.kept = KeptTables(kv_cache_spec.bound, kv_cache_spec.block_size, sequences, device)
+            if not isinstance(kv_cache_spec.bound, HeavyHitters):  # whose steps are none of a graph's
+                self.kept = KeptTables(kv_cache_spec.bound, kv_cache_spec.block_size, sequences, device)
 
         @classmethod
         def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:

@@ -63,6 +63,14 @@ def wakes_as_it_was() -> bool:
         return True
 
 
+def kept_graphs(platform: str) -> dict[str, str]:
+    """Variables without which vLLM does not find again what it compiled.
+
+    On a CPU 0.32 cannot load what it saved ahead of time: it traces again and saves it again, at every start.
+    """
+    return {"VLLM_USE_AOT_COMPILE": "0"} if platform == "cpu" else {}
+
+
 def register_dtypes(names: tuple[str, ...]) -> None:
     """Make `names` valid values of `--kv-cache-dtype`, stored as bytes in pages that 16-bit layers can share.
 

@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from kvpilot_runtime import machine
+from kvpilot_runtime import compat, machine
 
 VARIABLE = "KVPILOT_COMPILED"
 """The environment variable that names the folder of archives. Empty, or beside VLLM_CACHE_ROOT, nothing is kept."""
@@ -72,9 +72,7 @@ def prepare(
     command = [sys.executable, "-P", "-m", "kvpilot_runtime.compiled", *beside]
     places = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
     variables = {name: str(folder / place) for name, place in places.items()}
-    if machine.platform() == "cpu":
-        # On a CPU vLLM 0.32 cannot load what it saved ahead of time, traces again and saves it again, at every start.
-        variables["VLLM_USE_AOT_COMPILE"] = "0"
+    variables |= compat.kept_graphs(machine.platform())
     variables = {name: value for name, value in variables.items() if name not in environment}
     return variables, command if writable else None
 

@@ -17,7 +17,7 @@ from kvpilot_kernels.reference.attention import round_trip
 from kvpilot_runtime.bounded import KeptTables, bounded_backend, kept_alone, pieces
 from kvpilot_runtime.cpu import CpuBackend, CpuBuilder
 from kvpilot_runtime.errors import UnsupportedModelError
-from kvpilot_runtime.retention import SinksAndWindow
+from kvpilot_runtime.retention import HeavyHitters, SinksAndWindow
 
 BOUNDS = st.builds(SinksAndWindow, st.integers(1, 40), st.integers(1, 100))
 SEQUENCES = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 80)), min_size=1, max_size=5)
@@ -164,3 +164,17 @@ def test_packed_pages_are_read_as_attention_with_the_mask_says(name: str) -> Non
             p = torch.einsum("hd,thd->ht", query[row].double(), keys).mul(0.125).softmax(-1)
             torch.testing.assert_close(out[row].double(), torch.einsum("ht,thd->hd", p, values), atol=2e-5, rtol=1e-4)
             row += 1
+
+
+@pytest.mark.parametrize("bound", [SinksAndWindow(4, 40), HeavyHitters(4, 40, 80)])
+def test_buffers_for_graphs_are_made_where_steps_are_captured_alone(bound: SinksAndWindow) -> None:
+    builder = bounded_backend(CpuBackend).get_builder_cls()
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=8),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        cache_config=SimpleNamespace(cache_dtype="k4v4"),
+        kv_transfer_config=None,
+    )
+    made = builder(SimpleNamespace(bound=bound, block_size=16), ["x"], config, torch.device("cpu"))
+    buffers = [one for one in vars(made).values() if isinstance(one, KeptTables)]
+    assert [len(one.table) for one in buffers] == ([] if isinstance(bound, HeavyHitters) else [8])

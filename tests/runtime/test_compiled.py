@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_runtime import compiled, machine
+from kvpilot_runtime import compat, compiled, machine
 from support.trees import files, write
 
 SECONDS = 900
@@ -46,6 +46,7 @@ def new_pod(tmp_path: Path) -> Callable[[], Path]:
 def test_an_engine_compiles_into_its_pod_and_not_onto_the_claim(tmp_path: Path, new_pod: Callable[[], Path]) -> None:
     home = new_pod()
     variables, command, said = prepared(home, tmp_path / "claim")
+    assert compat.kept_graphs("cpu").items() <= variables.items()
     folder = home / ".cache" / "kvpilot" / "compiled"
     assert variables == {"VLLM_CACHE_ROOT": f"{folder}/vllm", "TRITON_CACHE_DIR": f"{folder}/triton",
                          "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "VLLM_USE_AOT_COMPILE": "0"}  # fmt: skip
