@@ -19,6 +19,8 @@ from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.state.snapshot import ServiceKey
 from support.answering_server import Answer, Server, pod, status
 
+CHAT = ServiceKey("a", "chat")
+
 
 def lines(*events: Any, end: bool = True) -> Answer:
     """A watch that says these, in pieces that do not care for lines."""
@@ -95,15 +97,13 @@ async def test_a_watch_that_falls_silent_is_given_up(server: Server, monkeypatch
 
 async def test_a_reflector_follows_a_server_that_lists_and_watches(server: Server) -> None:
     changed: list[ServiceKey] = []
-    store: Store[ServiceKey, str] = Store(
-        lambda obj: obj["metadata"]["name"], lambda _: ServiceKey("a", "chat"), changed.append
-    )
+    store: Store[ServiceKey, str] = Store(lambda obj: obj["metadata"]["name"], lambda _: CHAT, changed.append)
     server.answer = lines(("ADDED", pod("new", 11)), ("DELETED", pod("old", 12)), end=False)
     reflector = Reflector(server.cluster, "v1", "Pod", "", "", store)
     task = asyncio.create_task(reflector.run())
     async with asyncio.timeout(60):
         await reflector.filled.wait()
-        while list(store.names()) != [("a", "new")]:
+        while store.of(CHAT) != ["new"]:
             await asyncio.sleep(0.01)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -113,9 +113,7 @@ def served_or_not(server: Server, monkeypatch: pytest.MonkeyPatch) -> tuple[Refl
     """A reflector of what the server may lack, which does not wait for long."""
     monkeypatch.setattr(watch, "MISSING_SECONDS", 0.01)
     monkeypatch.setattr(watch, "_BACKOFF", Backoff(0.01, 0.01))
-    store: Store[ServiceKey, str] = Store(
-        lambda obj: obj["metadata"]["name"], lambda _: ServiceKey("a", "chat"), lambda _: None
-    )
+    store: Store[ServiceKey, str] = Store(lambda obj: obj["metadata"]["name"], lambda _: CHAT, lambda _: None)
     return Reflector(server.cluster, "v1", "Pod", "", "", store, optional=True), store
 
 
@@ -130,11 +128,11 @@ async def test_a_kind_that_may_be_missing_is_empty_comes_once_it_is_served_and_g
         await reflector.filled.wait()
         assert not reflector.served
         server.answer = lines(("ADDED", pod("new", 11)))
-        while list(store.names()) != [("a", "old"), ("a", "new")]:
+        while store.of(CHAT) != ["new", "old"]:
             await asyncio.sleep(0.01)
         assert reflector.served
         server.answer = status(code)
-        while list(store.names()) or reflector.served:
+        while store.of(CHAT) or reflector.served:
             await asyncio.sleep(0.01)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -156,9 +154,9 @@ async def test_a_server_that_does_not_know_its_definitions_yet_takes_nothing_fro
     task = asyncio.create_task(reflector.run())
     async with asyncio.timeout(30):
         await reflector.filled.wait()
-        while list(store.names()) != [("a", "old"), ("a", "new")]:
+        while store.of(CHAT) != ["new", "old"]:
             assert reflector.served
-            assert ("a", "old") in store.names()
+            assert "old" in store.of(CHAT)
             await asyncio.sleep(0.001)
     assert len(denied) == watch._DENIALS - 1
     task.cancel()

@@ -129,15 +129,16 @@ class Watched:
 
     def __init__(self, server: Server, cluster: Cluster) -> None:
         self.server = server
+        self.told: set[ServiceKey] = set()
         self.store: Store[ServiceKey, str] = Store(
             lambda obj: obj["metadata"]["resourceVersion"],
             lambda obj: ServiceKey(obj["metadata"]["namespace"], obj["metadata"]["name"]),
-            lambda _: None,
+            self.told.add,
         )
         self.feed = ServiceFeed(cluster, self.store, [""])
 
     def names(self) -> set[str]:
-        return {name for _, name in self.store.names()}
+        return {service.name for service in self.told if self.store.of(service)}
 
     async def like_the_server(self) -> None:
         """Wait until the store holds what the server holds."""
