@@ -16,6 +16,7 @@ from typing import NoReturn, TypeVar
 import yaml
 
 from kvpilot_kernels.formats import RECENT_CHOICES, FormatError, default_windows, parse
+from kvpilot_operator import plots
 from kvpilot_operator.gpus import GPUS, Gpu, PriceError, prices
 from kvpilot_planning import models, plan_json, plan_plot, plan_text
 from kvpilot_planning.facts import Model, PlanError
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = make(_request(options))
         if options.plot is not None:
             plan_plot.draw(plan, options.plot)
-    except (PlanError, FormatError) as error:
+    except (PlanError, plots.PlotError, FormatError) as error:
         print(f"kvpilot plan: {error}", file=sys.stderr)
         return 2
     print(json.dumps(plan_json.document(plan), indent=2) if options.json else plan_text.text(plan))
@@ -107,7 +108,7 @@ def _request(options: argparse.Namespace) -> Request:
     for dtype in options.dtype:
         parse(dtype)
     if options.plot is not None:
-        plan_plot.check(options.plot)
+        plots.check(options.plot)
     gpu, load = find_gpu(options.gpu), _load(options)
     return Request(
         model=_model(options.model),

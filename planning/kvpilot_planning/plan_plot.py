@@ -6,42 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from kvpilot_kernels import formats
-from kvpilot_planning.facts import PlanError
+from kvpilot_operator import plots
 from kvpilot_planning.plan_make import Plan
-
-SUFFIXES = (".svg", ".png")
-# White behind everything, so that a dark viewer shows it as a light one does; no random ids, so that the same plan
-# gives the same file.
-STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "kvpilot",
-    "savefig.facecolor": "white",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
-
-
-def check(file: Path) -> None:
-    """Raise PlanError unless a plot can be written there."""
-    if file.suffix.lower() not in SUFFIXES:
-        raise PlanError(f"--plot {str(file)!r}: the suffix is no {' or '.join(SUFFIXES)}; name the file so")
-    if not file.absolute().parent.is_dir():
-        raise PlanError(f"--plot {str(file)!r}: its folder does not exist; make it first")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise PlanError("--plot needs matplotlib, which is not installed; pip install 'kvpilot[planning]'") from None
 
 
 def draw(plan: Plan, file: Path) -> None:
-    """Write the plot; `check` must have passed."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    import matplotlib.pyplot as plt
-
+    """Write the plot; `plots.check` must have passed. Raises `plots.PlotError` where the file cannot be written."""
     request = plan.request
-    with mpl.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(7.5, 4.5))
+    with plots.drawing(file, 7.5, 4.5) as axes:
         ends = []
         for row in plan.rows:
             fits = sorted({fit.context: fit.sequences for fit in row.fits if fit.sequences}.items())
@@ -63,12 +35,6 @@ def draw(plan: Plan, file: Path) -> None:
             title=f"{request.model.name} on {request.gpus} x {request.gpu.name}",
         )
         _label(axes, ends)
-        try:
-            figure.savefig(file, bbox_inches="tight", metadata={"Date": None} if file.suffix.lower() == ".svg" else {})
-        except OSError as error:
-            raise PlanError(f"--plot {str(file)!r} cannot be written ({error}); choose another place") from error
-        finally:
-            plt.close(figure)
 
 
 def _label(axes: Any, ends: list[tuple[int, int, str, str]]) -> None:

@@ -22,10 +22,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvpilot_operator import plots
 from kvpilot_operator.api.schema import apply_defaults
 from kvpilot_operator.api.spec import Accuracy, parse
 from kvpilot_operator.errors import KvpilotError
-from kvpilot_operator.gate import report
+from kvpilot_operator.gate import plot, report
 from kvpilot_operator.gate.compare import Endpoint, compare
 from kvpilot_operator.numbers import whole
 from kvpilot_operator.probes import packs, session
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare the two endpoints, print what was found, and return the exit code."""
     try:
         return _judged(_parser().parse_args(argv))
-    except (GateError, ProbeError) as error:
+    except (GateError, ProbeError, plots.PlotError) as error:
         print(f"kvpilot probe: {_in_options(str(error))}", file=sys.stderr)
     except BrokenPipeError:
         raise  # The reader has left: `kvpilot` ends as every command of its does.
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _judged(options: argparse.Namespace) -> int:
+    if options.plot is not None:
+        plots.check(options.plot)
     baseline, candidate = (_endpoint(options, side) for side in ("baseline", "candidate"))
     prompts = _prompts(options)
     limits = msgspec.structs.replace(
@@ -80,6 +83,12 @@ def _judged(options: argparse.Namespace) -> int:
             print("\r", end="\033[K", file=sys.stderr, flush=True)
     urls = baseline.url, candidate.url
     print(json.dumps(report.document(found, limits, urls), indent=2) if options.json else report.text(found, urls))
+    if options.plot is not None:
+        try:
+            plot.draw(found, options.plot)
+        except plots.PlotError as error:
+            # The verdict has cost minutes, and stands.
+            print(f"kvpilot probe: {error}", file=sys.stderr)
     return _CODES[found.judgement.verdict]
 
 
@@ -116,6 +125,7 @@ def _parser() -> _Parser:
         add(f"--{option}", type=kind, default=default, metavar="N", help=f"{what} (default {default})")
     passes = "of each of the three passes (default: by the number of their tokens)"
     add("--deadline-seconds", type=_WHOLE, metavar="N", help=passes)
+    add("--plot", type=Path, metavar="FILE", help="draw KL by position, too: .svg or .png")
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
 

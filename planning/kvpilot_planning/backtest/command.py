@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvpilot_operator import plots
 from kvpilot_operator.api.spec import Spec
-from kvpilot_planning import plan_plot
 from kvpilot_planning.backtest import fleet_report, report
 from kvpilot_planning.backtest.compare import FLEET_POLICIES, POLICIES, Row, run
 from kvpilot_planning.backtest.costs import BacktestError, Profile, load_profile
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return _backtest(arguments)
-    except (BacktestError, PlanError) as error:
+    except (BacktestError, PlanError, plots.PlotError) as error:
         print(f"kvpilot backtest: {error}", file=sys.stderr)
         return 2
 
@@ -88,7 +88,7 @@ def _check(a: argparse.Namespace) -> None:
         if file is not None and not file.absolute().parent.is_dir():
             raise BacktestError(f"{name}: {file}: its folder does not exist; make it first")
     if a.plot is not None:
-        plan_plot.check(a.plot)
+        plots.check(a.plot)
 
 
 def _check_use(a: argparse.Namespace) -> None:

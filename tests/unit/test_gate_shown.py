@@ -1,0 +1,124 @@
+"""What `kvpilot probe` shows people: progress on a terminal, bars and a plot of damage by position."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import re
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvpilot_operator.gate import command
+from support.probe_engine import Body, Writer, completing, counting, engine, event, respond, serving, stream, tokens_of
+
+GENERAL = ("--probe-set", "builtin/general")
+GARBAGE = completing(event("token_id:7777", {"token_id:7777": -0.01, "token_id:7778": -9.0}))
+
+
+async def probe(*arguments: str) -> int:
+    return await asyncio.to_thread(command.main, arguments)
+
+
+async def waning(path: str, body: Body, writer: Writer) -> None:
+    """`counting` that is the less sure of its tokens the longer the context; it chooses the same ones."""
+    if path == "/tokenize":
+        respond(writer, tokens_of(body))
+        return
+    start = len(body["prompt"])
+    sure = ((t, -0.1 if t < 256 else -0.2 if t < 512 else -0.5) for t in range(start, start + body["max_tokens"]))
+    stream(writer, *(event(f"token_id:{t}", {f"token_id:{t}": p, "token_id:9999": -3.0}) for t, p in sure))
+
+
+async def test_bars_show_where_in_the_context_the_damage_is(capsys: pytest.CaptureFixture[str]) -> None:
+    async with engine(serving(counting, "m")) as one, engine(serving(waning, "m")) as other:
+        await probe("--baseline", one, "--candidate", other)
+        said = capsys.readouterr().out
+        await probe("--baseline", one, "--candidate", other, "--json")
+    buckets = json.loads(capsys.readouterr().out)["measured"]["buckets"]
+    assert len(buckets) >= 4
+    worst = max(b["mean_kl_micronats"] for b in buckets)
+    table = said.split("tokens before")[1].splitlines()[1:]
+    for bucket, line in zip(buckets, table, strict=False):
+        cells = line.split()
+        assert cells[:2] == [f"{bucket['from_position']:,}-{bucket['to_position']:,}", f"{bucket['positions']:,}"]
+        bar = cells[4] if len(cells) > 4 else ""
+        assert set(bar) <= {"#"}
+        assert abs(len(bar) - 24 * bucket["mean_kl_micronats"] / worst) <= 0.5
+    assert buckets[0]["mean_kl_micronats"] == 0 and "#" not in table[0]
+    assert "#" * 24 in said and "#" * 25 not in said
+
+
+class Terminal:
+    """A pseudo-terminal as a process's stderr; `shown` is what a person would have been sent."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._ours, theirs = pty.openpty()
+        self._stream = os.fdopen(theirs, "w")
+        monkeypatch.setattr(sys, "stderr", self._stream)
+        self._reader = asyncio.create_task(asyncio.to_thread(self._read))
+
+    async def shown(self) -> str:
+        self._stream.close()
+        return await self._reader
+
+    def _read(self) -> str:
+        found = b""
+        # Linux says EIO where the other side is closed.
+        with suppress(OSError):
+            while part := os.read(self._ours, 4096):
+                found += part
+        os.close(self._ours)
+        return found.decode()
+
+
+async def test_a_terminal_shows_progress_on_one_line_that_is_gone_at_the_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with engine(serving(counting, "m")) as one, engine(serving(counting, "m")) as other:
+        terminal = Terminal(monkeypatch)
+        assert await probe("--baseline", one, "--candidate", other, *GENERAL) == 0
+        shown = await terminal.shown()
+    lines = [line.removesuffix("\033[K") for line in shown.split("\r")]
+    stages = [line.partition(":")[0] for line in lines if line]
+    assert list(dict.fromkeys(stages)) == ["baseline", "control", "candidate"]
+    for stage in ("baseline", "control", "candidate"):
+        counts = [int(line.split()[1]) for line in lines if re.fullmatch(rf"{stage}: \d+ answers and tokens", line)]
+        assert f"{stage}: starts" in lines
+        assert counts == sorted(set(counts)) and counts[-1] >= 8 * 32
+    assert shown.endswith("\r\033[K") and "\n" not in shown
+    assert "\033" not in capsys.readouterr().out
+
+
+async def test_nothing_but_a_terminal_shows_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    async with engine(serving(counting, "m")) as one, engine(serving(counting, "m")) as other:
+        assert await probe("--baseline", one, "--candidate", other, *GENERAL) == 0
+    assert capsys.readouterr().err == ""
+
+
+async def test_a_plot_shows_both_sides_by_position_and_is_the_same_for_the_same_figures(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.svg", tmp_path / "b.svg"
+    async with engine(serving(counting, "sixteen")) as one, engine(serving(waning, "four")) as other:
+        for file in (first, second):
+            await probe("--baseline", one, "--candidate", other, "--plot", str(file))
+    assert first.read_bytes() == second.read_bytes()
+    drawn = first.read_text()
+    # matplotlib draws letters as shapes, and says in comments which.
+    for text in ("mean KL, millinats", "tokens before", "128-256", "256-512", "baseline (sixteen)", "candidate (four)"):
+        assert f"<!-- {text} -->" in drawn
+
+
+async def test_a_plot_that_cannot_be_written_leaves_the_verdict(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "plot.svg").mkdir()
+    async with engine(serving(counting, "m")) as one, engine(serving(GARBAGE, "m")) as other:
+        plot = ("--plot", str(tmp_path / "plot.svg"))
+        assert await probe("--baseline", one, "--candidate", other, *GENERAL, *plot) == 1
+    said = capsys.readouterr()
+    assert "cannot be written" in said.err
+    assert "Failed: AccuracyRegressed" in said.out
