@@ -8,27 +8,28 @@ from datetime import datetime
 from typing import Any
 
 from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole, words
+from kvpilot_operator.state.enums import ConditionType, Reason
 
 DENY_SECONDS = 604_800
 """The default of spec.rollout.denySeconds, for an object that has none."""
 
 # What a calm service has; of any other condition nothing is known here.
-_CALM = {
-    "Ready": ("True",),
-    "Serving": ("True",),
-    "Available": ("True",),
-    "Stalled": ("False",),
-    "ModelCached": ("True",),
-    "MetricsAvailable": ("True",),
-    "MemoryPressured": ("False", "Unknown"),
-    "CanaryHealthy": ("True", "Unknown"),
-    "AccuracyVerified": ("True", "Unknown"),
-    "CalibrationConsistent": ("True", "Unknown"),
-    "ObjectivesHeld": ("True", "Unknown"),
-    "RouteAccepted": ("True", "Unknown"),
-    "SpecAccepted": ("True",),
-    "ObjectsAccepted": ("True", "Unknown"),
-    "ReconcileSucceeded": ("True",),
+_CALM: dict[str, tuple[str, ...]] = {
+    ConditionType.READY: ("True",),
+    ConditionType.SERVING: ("True",),
+    ConditionType.AVAILABLE: ("True",),
+    ConditionType.STALLED: ("False",),
+    ConditionType.MODEL_CACHED: ("True",),
+    ConditionType.METRICS_AVAILABLE: ("True",),
+    ConditionType.MEMORY_PRESSURED: ("False", "Unknown"),
+    ConditionType.CANARY_HEALTHY: ("True", "Unknown"),
+    ConditionType.ACCURACY_VERIFIED: ("True", "Unknown"),
+    ConditionType.CALIBRATION_CONSISTENT: ("True", "Unknown"),
+    ConditionType.OBJECTIVES_HELD: ("True", "Unknown"),
+    ConditionType.ROUTE_ACCEPTED: ("True", "Unknown"),
+    ConditionType.SPEC_ACCEPTED: ("True",),
+    ConditionType.OBJECTS_ACCEPTED: ("True", "Unknown"),
+    ConditionType.RECONCILE_SUCCEEDED: ("True",),
 }
 
 
@@ -46,9 +47,9 @@ class Condition:
     @property
     def calm(self) -> bool:
         """Whether nobody needs to look; a type that is not known here is calm."""
-        if self.type == "Progressing":  # an operator before Serving said that it is False when all is done
-            return self.status == "True" or self.reason == "Settled"
-        if self.type == "Serving" and self.reason == "ScaledToZero":
+        if self.type == ConditionType.PROGRESSING:  # an operator before Serving said that it is False when all is done
+            return self.status == "True" or self.reason == Reason.SETTLED
+        if self.type == ConditionType.SERVING and self.reason == Reason.SCALED_TO_ZERO:
             return True
         return self.status in _CALM.get(self.type, (self.status,))
 
@@ -130,7 +131,7 @@ class Service:
     @property
     def load(self) -> str:
         """What binds the engines, as the operator found it."""
-        found = self.condition("MemoryPressured")
+        found = self.condition(ConditionType.MEMORY_PRESSURED)
         return found.reason if found is not None else ""
 
     @property

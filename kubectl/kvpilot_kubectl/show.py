@@ -18,7 +18,7 @@ from kvpilot_kubectl.fields import ago, duration, stamp
 from kvpilot_kubectl.journal import Entry
 from kvpilot_kubectl.pods import Warned
 from kvpilot_kubectl.service import Condition, Service, Trial, Weights
-from kvpilot_operator.state.enums import Outcome
+from kvpilot_operator.state.enums import ConditionType, Outcome
 
 _GOOD, _BAD, _DIM, _BOLD = "green", "bold red", "dim", "bold"
 _UNBOUNDED = 100_000
@@ -64,7 +64,7 @@ def listed(services: Sequence[Service], *, everywhere: bool) -> RenderableType:
     ]
     table = _table(["NAMESPACE", *head] if everywhere else head, right=("REPLICAS", "KV%"))
     for one in services:
-        ready, serving = one.condition("Ready"), one.condition("Serving")
+        ready, serving = one.condition(ConditionType.READY), one.condition(ConditionType.SERVING)
         cells: list[str | Text] = [
             Text(one.name, _BOLD),
             *(_word(word) if word is not None else _NONE for word in (ready, serving)),
@@ -211,7 +211,9 @@ def _attention(service: Service) -> Text:
     if not service.written:
         return Text("no status yet", _BAD)
     found = [
-        f"{one.type}={one.status} ({one.reason})" for one in service.conditions if not one.calm and one.type != "Ready"
+        f"{one.type}={one.status} ({one.reason})"
+        for one in service.conditions
+        if not one.calm and one.type != ConditionType.READY
     ]
     return Text(", ".join([*(["spec not read yet"] if service.behind else []), *found]) or _NONE, _BAD if found else "")
 

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from kvpilot_operator.api.schema import root_schema
+from kvpilot_operator.decide.rejections import TABLE
 from kvpilot_operator.state.enums import (
     Action,
+    ConditionType,
     ObjectiveState,
     Outcome,
     Reason,
@@ -21,6 +23,8 @@ from kvpilot_operator.state.enums import (
     Verdict,
     WorkloadKind,
 )
+from kvpilot_operator.state.questions import Question
+from support.service_states import STATES
 
 DOCS = Path(__file__).parents[2] / "docs"
 WEIGHED = {Action.STAY, Action.DTYPE_DOWN, Action.DTYPE_UP, Action.SCALE_OUT, Action.SCALE_IN, Action.OFFLOAD}
@@ -78,6 +82,26 @@ def test_the_docs_explain_every_stage_of_a_canary_in_flight() -> None:
     assert [stage for stage in Stage if stage not in (Stage.PROMOTED, Stage.ROLLED_BACK) and stage not in rows] == []
 
 
-def test_the_docs_name_every_reason_that_the_operator_acts_on() -> None:
-    text = "".join(page.read_text() for page in DOCS.rglob("*.md"))
-    assert [reason for reason in Reason if reason not in text] == []
+def test_the_schema_names_every_condition_and_no_other() -> None:
+    (conditions,) = fields("conditions")
+    told = conditions["items"]["properties"]["type"]["description"]
+    assert re.findall(r"[A-Z]\w+", told) == list(ConditionType)
+
+
+def test_the_docs_have_every_condition_and_every_reason_and_no_other() -> None:
+    _, _, text = (DOCS / "conditions.md").read_text().partition("## Reasons")
+    text, _, _ = text.partition("## ")
+    rows = [row.split("|") for row in text.splitlines() if row.startswith("| `")]
+    assert [row[1].strip(" `") for row in rows] == list(ConditionType)
+    named = {word for line in text.splitlines() for word in re.findall(r"`(\w+)`", line.split("|", 2)[-1])}
+    assert set(Reason) - named == set()
+    made = {"Canary", "Unanswered", "ProbePassed"}
+    assert named - {*Reason, *WorkloadKind, *ObjectiveState, ConditionType.RECONCILING, ConditionType.STALLED} == made
+
+
+def test_a_condition_has_one_of_these_reasons_unless_an_engine_or_its_kubelet_has_a_word_for_it() -> None:
+    told = {one["reason"] for made in STATES.values() for one in made().get("status", {}).get("conditions", ())}
+    known = {*Reason, *WorkloadKind, *ObjectiveState, *Outcome, *Stage, *ConditionType, *(row.reason for row in TABLE)}
+    known |= {f"Canary{stage}" for stage in Stage} | {f"{question}Unanswered" for question in Question}
+    known |= {f"Probe{verdict}" for verdict in Verdict}
+    assert told - known == {"DoesNotFit", "CrashLoopBackOff"}

@@ -17,7 +17,8 @@ from kvpilot_operator.errors import Conflict, NotFound
 from kvpilot_operator.observe.gather import Observations, Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.state.decision import Decision
-from kvpilot_operator.state.questions import CONDITION, keeps_probe
+from kvpilot_operator.state.enums import ConditionType
+from kvpilot_operator.state.questions import keeps_probe
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
 from kvpilot_operator.state.status import JournalEntry
 
@@ -126,7 +127,8 @@ class Pilot:
 
 
 def _tell(s: Snapshot, decision: Decision) -> None:
-    before, after = s.status.condition(CONDITION), decision.status.condition(CONDITION)
+    kind = ConditionType.RECONCILE_SUCCEEDED
+    before, after = s.status.condition(kind), decision.status.condition(kind)
     if decision.unanswered and (before is None or after is None or before.message != after.message):
         for one in decision.unanswered:
             log.error(

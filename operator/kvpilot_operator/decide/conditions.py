@@ -14,8 +14,8 @@ from kvpilot_operator.decide.trial.refusal import engine_failure, pending_reason
 from kvpilot_operator.decide.trial.rollout import start_fault
 from kvpilot_operator.decide.trial.unreadable import unreadable
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.enums import Stage, TrafficMode
-from kvpilot_operator.state.questions import CONDITION, Question, keeps_probe
+from kvpilot_operator.state.enums import ConditionType, Reason, Stage, TrafficMode
+from kvpilot_operator.state.questions import Question, keeps_probe
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Canary, Condition, clip
 
@@ -30,28 +30,28 @@ def tell(c: Context) -> Context:
     route = _route_accepted(c)
     serving, calibration, progressing = _serving(c, objects), measured.calibration(c), _progressing(c, objects)
     standing = kstatus.standing(c, progressing=progressing, serving=serving, objects=objects, route=route)
-    lines = {
-        "Ready": _ready(c, standing, serving, calibration),
-        "Serving": serving,
-        "Available": _available(c, serving),
-        "Progressing": _as_of_a_deployment(progressing, standing),
+    lines: dict[str, Line] = {
+        ConditionType.READY: _ready(c, standing, serving, calibration),
+        ConditionType.SERVING: serving,
+        ConditionType.AVAILABLE: _available(c, serving),
+        ConditionType.PROGRESSING: _as_of_a_deployment(progressing, standing),
         **standing,
-        "ModelCached": measured.model_cached(c),
-        "MetricsAvailable": measured.metrics(c),
-        "MemoryPressured": measured.memory_pressured(c),
-        "CanaryHealthy": measured.canary_healthy(c),
-        "AccuracyVerified": measured.accuracy(c),
-        "CalibrationConsistent": calibration,
-        "SpecAccepted": _spec_accepted(c, objects),
-        "ObjectsAccepted": objects,
+        ConditionType.MODEL_CACHED: measured.model_cached(c),
+        ConditionType.METRICS_AVAILABLE: measured.metrics(c),
+        ConditionType.MEMORY_PRESSURED: measured.memory_pressured(c),
+        ConditionType.CANARY_HEALTHY: measured.canary_healthy(c),
+        ConditionType.ACCURACY_VERIFIED: measured.accuracy(c),
+        ConditionType.CALIBRATION_CONSISTENT: calibration,
+        ConditionType.SPEC_ACCEPTED: _spec_accepted(c, objects),
+        ConditionType.OBJECTS_ACCEPTED: objects,
     }
     held = measured.objectives(c)
     if held is not None:
-        lines["ObjectivesHeld"] = held
+        lines[ConditionType.OBJECTIVES_HELD] = held
     if route is not None:
-        lines["RouteAccepted"] = route
+        lines[ConditionType.ROUTE_ACCEPTED] = route
     c = c.set(conditions=_stamped(c.snapshot, lines))
-    for kind in ("ObjectsAccepted", "CalibrationConsistent", "RouteAccepted"):
+    for kind in (ConditionType.OBJECTS_ACCEPTED, ConditionType.CALIBRATION_CONSISTENT, ConditionType.ROUTE_ACCEPTED):
         c = _announce(c, kind, lines[kind].reason) if kind in lines else c
     return c
 
@@ -62,23 +62,27 @@ def refuse(draft: Draft) -> Draft:
     message = clip("; ".join(f"{fault.field}: {fault.message}" for fault in s.faults))
     before = {one.type: Line(one.status, one.reason, one.message) for one in s.status.conditions}
     serves, kept = any(pod.ready for pod in s.pods), "the last accepted spec keeps serving"
-    refused = Line("False", "SpecInvalid", message)
-    first = {
-        "Ready": refused._replace(message=f"{message} ({kept})") if serves else refused,
-        "Serving": Line("True", "Serving", kept) if serves else refused,
+    refused = Line("False", Reason.SPEC_INVALID, message)
+    first: dict[str, Line] = {
+        ConditionType.READY: refused._replace(message=f"{message} ({kept})") if serves else refused,
+        ConditionType.SERVING: Line("True", Reason.SERVING, kept) if serves else refused,
     }
-    lines = first | before | first | {"Progressing": refused, "SpecAccepted": refused._replace(reason="Invalid")}
-    lines |= kstatus.lines(kstatus.STALLED, Cause("SpecInvalid", message))
-    return _announce(draft.set(conditions=_stamped(s, lines)), "SpecAccepted", "SpecInvalid")
+    lines = first | before | first | {ConditionType.PROGRESSING: refused}
+    lines[ConditionType.SPEC_ACCEPTED] = refused._replace(reason=Reason.INVALID)
+    lines |= kstatus.lines(ConditionType.STALLED, Cause(Reason.SPEC_INVALID, message))
+    return _announce(draft.set(conditions=_stamped(s, lines)), ConditionType.SPEC_ACCEPTED, Reason.SPEC_INVALID)
 
 
 def report(draft: D) -> D:
     """Say which questions had no answer; what a running probe has found so far stays said."""
-    found = {one.type: one for one in draft.status.conditions if one.type != CONDITION}
+    kind = ConditionType.RECONCILE_SUCCEEDED
+    found = {one.type: one for one in draft.status.conditions if one.type != kind}
     if keeps_probe(draft.unanswered):
-        accuracy = draft.before.condition("AccuracyVerified")
+        accuracy = draft.before.condition(ConditionType.ACCURACY_VERIFIED)
         found |= {accuracy.type: accuracy} if accuracy is not None else {}
-    lines = {CONDITION: Line("True", "AllAnswered", "every question of the last reconcile was answered")}
+    lines: dict[str, Line] = {
+        kind: Line("True", Reason.ALL_ANSWERED, "every question of the last reconcile was answered")
+    }
     if draft.unanswered:
         named = ", ".join(dict.fromkeys(map(str, draft.unanswered)))
         text = (
@@ -86,10 +90,10 @@ def report(draft: D) -> D:
             "has more about it; where the API server gave no error of its own, please report it"
         )
         why = Cause(f"{draft.unanswered[0].question}Unanswered", text)
-        lines = {CONDITION: Line("False", *why)}
+        lines = {kind: Line("False", *why)}
         # It is not known whether the spec is reached; that it is refused is known without any of these answers.
         if draft.snapshot.spec is not None or any(one.question == Question.CONDITIONS for one in draft.unanswered):
-            lines |= {"Ready": Line("False", *why), **kstatus.lines(kstatus.RECONCILING, why)}
+            lines |= {ConditionType.READY: Line("False", *why), **kstatus.lines(ConditionType.RECONCILING, why)}
     said = {one.type: one for one in _stamped(draft.snapshot, lines)}
     return draft.set(conditions=tuple((found | said).values()))
 
@@ -126,38 +130,40 @@ def _objects_accepted(s: Snapshot) -> Line:
     refused = rejected(s)
     if refused:
         return Line("False", *finding(refused))
-    before = s.status.condition("ObjectsAccepted")
+    before = s.status.condition(ConditionType.OBJECTS_ACCEPTED)
     if s.rejections is None and before is not None:
         # Nothing was written yet in this life of the operator: what was refused before most likely still is.
         return Line(before.status, before.reason, before.message)
     if s.rejections is None:
-        return Line("Unknown", "NotWrittenYet", "no object has been written yet")
-    return Line("True", "Written", "the API server has taken every object")
+        return Line("Unknown", Reason.NOT_WRITTEN_YET, "no object has been written yet")
+    return Line("True", Reason.WRITTEN, "the API server has taken every object")
 
 
 def _route_accepted(c: Context) -> Line | None:
     """What Gateways say of the route of ours; None where none is asked for."""
-    s, name, before = c.snapshot, c.snapshot.key.name, c.before.condition("RouteAccepted")
+    s, name, before = c.snapshot, c.snapshot.key.name, c.before.condition(ConditionType.ROUTE_ACCEPTED)
     if c.spec.route is None:
         return None
     if s.unread(Question.ROUTE) is not None and before is not None:
         return Line(before.status, before.reason, before.message)
     if s.route is None:
-        return Line("Unknown", "NoRoute", f"HTTPRoute {name} is not there yet: see ObjectsAccepted where it stays so")
+        return Line(
+            "Unknown", Reason.NO_ROUTE, f"HTTPRoute {name} is not there yet: see ObjectsAccepted where it stays so"
+        )
     refused = [f"{one.name} says {one.message}" for one in s.route.parents if one.accepted is False]
     if refused:
-        return Line("False", "RouteNotAccepted", f"HTTPRoute {name}: {'; '.join(refused)}")
+        return Line("False", Reason.ROUTE_NOT_ACCEPTED, f"HTTPRoute {name}: {'; '.join(refused)}")
     silent = [one.name for one in s.route.parents if one.accepted is None]
     if silent or not s.route.parents:
         who = ", ".join(silent) or "no Gateway"
         text = f"HTTPRoute {name}: nothing is said of it yet by {who}. Where it stays so, there is no such Gateway"
-        return Line("Unknown", "RouteWaiting", f"{text}, or nobody serves its class")
-    return Line("True", "RouteAccepted", f"taken by {', '.join(one.name for one in s.route.parents)}")
+        return Line("Unknown", Reason.ROUTE_WAITING, f"{text}, or nobody serves its class")
+    return Line("True", Reason.ROUTE_ACCEPTED, f"taken by {', '.join(one.name for one in s.route.parents)}")
 
 
 def _ready(c: Context, standing: Mapping[str, Line], serving: Line, calibration: Line) -> Line:
     """Whether the service does what its newest spec asks for: nothing is under way, and nothing holds it up."""
-    for one in (kstatus.STALLED, kstatus.RECONCILING):
+    for one in (ConditionType.STALLED, ConditionType.RECONCILING):
         if standing[one].status == "True":
             return standing[one]._replace(status="False")
     but = "; its engines do not all quantize alike, see CalibrationConsistent" if calibration.status == "False" else ""
@@ -173,16 +179,16 @@ def _serving(c: Context, objects: Line) -> Line:
     s, replicas, canary = c.snapshot, c.replicas, c.canary
     if c.stable is None:
         waits = storage.wait(c)
-        return Line("False", *(Cause("NoRevision", "nothing serves yet") if waits is None else waits.cause))
+        return Line("False", *(Cause(Reason.NO_REVISION, "nothing serves yet") if waits is None else waits.cause))
     serving = traffic.serving(c)
     ready = _answering(c)
     if ready and s.traffic is None:
         return _unserved(s, ready)
     if ready:
         trial = f"; {canary.dtype} is on trial{_share(canary)}" if canary is not None else ""
-        return Line("True", "Serving", f"{c.stable.dtype} serves{trial}")
+        return Line("True", Reason.SERVING, f"{c.stable.dtype} serves{trial}")
     if replicas == 0:
-        return Line("False", "ScaledToZero", "spec.replicas is 0")
+        return Line("False", Reason.SCALED_TO_ZERO, "spec.replicas is 0")
     pods = [pod for revision in serving for pod in s.pods_of(revision)]
     found = rejected(s)
     blocking = [one for one in found if (one.kind, one.name) == ("Service", s.key.name)]
@@ -192,20 +198,20 @@ def _serving(c: Context, objects: Line) -> Line:
         return Line("False", *why)
     if s.rejections is None and objects.status == "False":
         return objects
-    return Line("False", "EnginesStarting", f"0 of {replicas} replicas answer yet")
+    return Line("False", Reason.ENGINES_STARTING, f"0 of {replicas} replicas answer yet")
 
 
 def _available(c: Context, serving: Line) -> Line:
     """Whether as many replicas answer as a Deployment of that size calls available: all but a quarter."""
     replicas, ready = c.replicas, _answering(c)
     if not replicas:
-        return Line("True", "ScaledToZero", "spec.replicas is 0")
+        return Line("True", Reason.SCALED_TO_ZERO, "spec.replicas is 0")
     if serving.status != "True":
         return serving
     least = replicas - replicas // 4
     if ready < least:
-        return Line("False", "TooFewReplicas", f"{ready} of {replicas} replicas answer, and {least} have to")
-    return Line("True", "EnginesReady", f"{ready} of {replicas} replicas answer")
+        return Line("False", Reason.TOO_FEW_REPLICAS, f"{ready} of {replicas} replicas answer, and {least} have to")
+    return Line("True", Reason.ENGINES_READY, f"{ready} of {replicas} replicas answer")
 
 
 def _answering(c: Context) -> int:
@@ -219,7 +225,7 @@ def _unserved(s: Snapshot, ready: int) -> Line:
     if refused is not None:
         return Line("False", *finding([refused]))
     text = f"{ready} replicas answer, and no Service {s.key.name} of kvpilot's selects them: it is written now"
-    return Line("False", "NoService", text)
+    return Line("False", Reason.NO_SERVICE, text)
 
 
 def _progressing(c: Context, objects: Line) -> Line:
@@ -230,7 +236,7 @@ def _progressing(c: Context, objects: Line) -> Line:
     if canary is not None:
         stopped = paused and canary.stage != Stage.ROLLING_BACK
         text = f"{canary.from_dtype} -> {canary.dtype}{_share(canary)}: {canary.message}{waiting(c)}"
-        return Line("False", "RolloutPaused", text) if stopped else Line("True", f"Canary{canary.stage}", text)
+        return Line("False", Reason.ROLLOUT_PAUSED, text) if stopped else Line("True", f"Canary{canary.stage}", text)
     waits = storage.wait(c)
     if waits is not None and (stable is None or target.revision != stable.revision):
         return Line("False" if waits.stuck else "True", *waits.cause)
@@ -240,24 +246,23 @@ def _progressing(c: Context, objects: Line) -> Line:
             return Line("False", *fault)
         if paused:
             text = f"spec.rollout.paused is true: no canary for {target.dtype} is started ({target.message})"
-            return Line("False", "RolloutPaused", text)
+            return Line("False", Reason.ROLLOUT_PAUSED, text)
     if target.held is not None:
         return Line("False", target.reason, target.held)
     if objects.status == "False":
         return objects
     if stable is not None and not stable.ever_ready:
-        starting = f"revision {stable.revision} ({stable.dtype}) is starting"
-        return Line("True", "EnginesStarting", starting)
-    return Line("False", "Settled", target.message)
+        return Line("True", Reason.ENGINES_STARTING, f"revision {stable.revision} ({stable.dtype}) is starting")
+    return Line("False", Reason.SETTLED, target.message)
 
 
 def _as_of_a_deployment(progressing: Line, standing: Mapping[str, Line]) -> Line:
     """`Progressing` as it is on a Deployment: also True when all is done, Unknown while paused, False when stuck."""
-    stalled, reconciling = standing[kstatus.STALLED], standing[kstatus.RECONCILING]
-    told = progressing.reason != kstatus.SETTLED
+    stalled, reconciling = standing[ConditionType.STALLED], standing[ConditionType.RECONCILING]
+    told = progressing.reason != Reason.SETTLED
     if stalled.status != "True":
         return progressing._replace(status="True") if told or reconciling.status != "True" else reconciling
-    if stalled.reason == "RolloutPaused":
+    if stalled.reason == Reason.ROLLOUT_PAUSED:
         return stalled._replace(status="Unknown")
     return progressing if told and progressing.status == "False" else stalled._replace(status="False")
 
@@ -279,8 +284,8 @@ def _spec_accepted(c: Context, objects: Line) -> Line:
     if c.snapshot.unreadable is not None:
         note = "the spec is valid, and is not acted on while status.canary cannot be read: see Stalled"
     if note is not None:
-        return Line("True", "PartlyActedOn", note)
-    return Line("True", "Accepted", "every field that is set is acted on")
+        return Line("True", Reason.PARTLY_ACTED_ON, note)
+    return Line("True", Reason.ACCEPTED, "every field that is set is acted on")
 
 
 def _window_note(c: Context) -> str | None:

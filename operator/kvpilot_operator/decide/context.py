@@ -21,7 +21,7 @@ from kvpilot_operator.decide.judging.workload import Workload
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.state.decision import Event, Manifest, Request
-from kvpilot_operator.state.enums import Action, Stage, TrafficMode, WorkloadKind
+from kvpilot_operator.state.enums import Action, Reason, Stage, TrafficMode, WorkloadKind
 from kvpilot_operator.state.questions import Unanswered
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import MAX_DECISIONS, Canary, Denied, JournalEntry, Option, Stable, Status, clip
@@ -161,7 +161,7 @@ class Placed(NamedTuple):
 
 _NOT_JUDGED = Workload(WorkloadKind.NO_METRICS, "the metrics were not judged")
 _NOT_WEIGHED = nothing_weighed("", 0, ())
-_NOT_CHOSEN = Target("", "", "NotChosen", "", startable=False)
+_NOT_CHOSEN = Target("", "", Reason.NOT_CHOSEN, "", startable=False)
 _NOTHING = Placed()
 
 

@@ -13,26 +13,25 @@ from kvpilot_operator.decide.measured import Line
 from kvpilot_operator.decide.trial import traffic
 from kvpilot_operator.decide.trial.refusal import engine_failure, pending_reason
 from kvpilot_operator.state.decision import Cause
+from kvpilot_operator.state.enums import ConditionType, Reason
 
-RECONCILING, STALLED = "Reconciling", "Stalled"
-SETTLED = "Settled"
-
-_SETTLED = Cause(SETTLED, "the spec is acted on, and nothing is under way")
+_BOTH = (ConditionType.RECONCILING, ConditionType.STALLED)
+_SETTLED = Cause(Reason.SETTLED, "the spec is acted on, and nothing is under way")
 
 
-def lines(kind: str = "", cause: Cause = _SETTLED) -> dict[str, Line]:
+def lines(kind: ConditionType | None = None, cause: Cause = _SETTLED) -> dict[str, Line]:
     """Both conditions: that of this type is True for this cause and the other one False; without a type both are."""
     other = Cause(kind, f"see {kind}") if kind else cause
-    return {one: Line("True", *cause) if one == kind else Line("False", *other) for one in (RECONCILING, STALLED)}
+    return {one: Line("True", *cause) if one == kind else Line("False", *other) for one in _BOTH}
 
 
 def standing(c: Context, *, progressing: Line, serving: Line, objects: Line, route: Line | None) -> dict[str, Line]:
     """Both conditions, with the reason and message of the condition that causes them."""
     stalled = _stalled(c, progressing, objects, route)
     if stalled is not None:
-        return lines(STALLED, stalled)
+        return lines(ConditionType.STALLED, stalled)
     under_way = _under_way(c, progressing, serving, route)
-    return lines() if under_way is None else lines(RECONCILING, under_way)
+    return lines() if under_way is None else lines(ConditionType.RECONCILING, under_way)
 
 
 def _stalled(c: Context, progressing: Line, objects: Line, route: Line | None) -> Cause | None:
@@ -42,8 +41,8 @@ def _stalled(c: Context, progressing: Line, objects: Line, route: Line | None) -
     if objects.status == "False":
         return _cause(objects)
     if c.snapshot.probes.fault is not None:
-        return Cause("ProbeSetInvalid", c.snapshot.probes.fault)
-    if not _reached(c) and progressing.status == "False" and progressing.reason != SETTLED:
+        return Cause(Reason.PROBE_SET_INVALID, c.snapshot.probes.fault)
+    if not _reached(c) and progressing.status == "False" and progressing.reason != Reason.SETTLED:
         return _cause(progressing)
     if route is not None and route.status == "False":
         return _cause(route)
@@ -59,19 +58,21 @@ def _under_way(c: Context, progressing: Line, serving: Line, route: Line | None)
     if not _reached(c):
         if progressing.status == "True":
             return _cause(progressing)
-        return Cause("SpecNotReached", f"the newest spec is not served yet: {c.target.message or c.target.held}")
+        return Cause(Reason.SPEC_NOT_REACHED, f"the newest spec is not served yet: {c.target.message or c.target.held}")
     if replicas and serving.status != "True":
         return _cause(serving)
     ready = len(s.ready_pods(stable.revision))
     if ready != replicas:
         why = pending_reason(s.pods_of(stable.revision))
-        return Cause("Scaling", f"{ready} of {replicas} replicas answer{f': {why.message}' if why else ''}")
+        return Cause(Reason.SCALING, f"{ready} of {replicas} replicas answer{f': {why.message}' if why else ''}")
     if s.traffic != stable.revision:
-        return Cause("TrafficMoving", f"the Service does not select revision {stable.revision} alone yet")
+        return Cause(Reason.TRAFFIC_MOVING, f"the Service does not select revision {stable.revision} alone yet")
     if route is not None and route.status == "Unknown":
         return _cause(route)
     leaving = traffic.orphans(c)
-    return Cause("Leaving", f"{len(leaving)} of other revisions are still there: {leaving[0]}") if leaving else None
+    return (
+        Cause(Reason.LEAVING, f"{len(leaving)} of other revisions are still there: {leaving[0]}") if leaving else None
+    )
 
 
 def _reached(c: Context) -> bool:

@@ -13,7 +13,7 @@ from kvpilot_operator.decide.trial.baseline import known
 from kvpilot_operator.decide.trial.refusal import engine_failure, mixed_factors
 from kvpilot_operator.decide.trial.rollout import why_waiting
 from kvpilot_operator.decide.trial.unreadable import unreadable
-from kvpilot_operator.state.enums import ObjectiveState, Reason, Stage, Verdict, WorkloadKind
+from kvpilot_operator.state.enums import ConditionType, ObjectiveState, Reason, Stage, Verdict, WorkloadKind
 
 _WORST_FIRST = (ObjectiveState.MISSED, ObjectiveState.UNSETTLED, ObjectiveState.NO_SAMPLES, ObjectiveState.HELD)
 
@@ -34,13 +34,13 @@ def model_cached(c: Context) -> Line:
     if waits is not None:
         return Line("False", *waits.cause)
     if c.spec.cache.prefetch:
-        return Line("True", "Prefetched", storage.told(c))
+        return Line("True", Reason.PREFETCHED, storage.told(c))
     if stable is not None and stable.ever_ready:
-        return Line("True", "EngineLoadedIt", "an engine has loaded the model")
+        return Line("True", Reason.ENGINE_LOADED_IT, "an engine has loaded the model")
     failure = engine_failure(c.snapshot.pods_of(stable.revision)) if stable is not None else None
     if failure is not None and failure.reason in ("ModelNotFound", "ModelUnsupported"):
         return Line("False", *failure)
-    return Line("Unknown", "NotLoadedYet", "no engine has loaded the model yet")
+    return Line("Unknown", Reason.NOT_LOADED_YET, "no engine has loaded the model yet")
 
 
 def metrics(c: Context) -> Line:
@@ -56,13 +56,17 @@ def metrics(c: Context) -> Line:
     capacity = f"KV capacity {workload.capacity_tokens} tokens"
     if workload.implausible:  # names alone: why holds figures that move, and is in the operator's log
         names = ", ".join(sorted(one.partition(":")[0] for one in workload.implausible))
-        return Line("True", "PartlyBelieved", f"{capacity}; implausible: {names}{less}")
-    return Line("True", "Scraped", f"{capacity}{less}")
+        return Line("True", Reason.PARTLY_BELIEVED, f"{capacity}; implausible: {names}{less}")
+    return Line("True", Reason.SCRAPED, f"{capacity}{less}")
 
 
 def memory_pressured(c: Context) -> Line:
     """What binds, and whether it is memory."""
-    workload, before, usage = c.workload, c.before.condition("MemoryPressured"), c.before.kv_cache.usage_percent
+    workload, before, usage = (
+        c.workload,
+        c.before.condition(ConditionType.MEMORY_PRESSURED),
+        c.before.kv_cache.usage_percent,
+    )
     if workload.kind == WorkloadKind.NO_METRICS:
         return Line("Unknown", "NoMetrics", workload.message)
     held = workload.kind == WorkloadKind.WARMING and before is not None and before.status == "True"
@@ -107,7 +111,7 @@ def canary_healthy(c: Context) -> Line:
         word: Word = "False" if canary.stage == Stage.ROLLING_BACK else passed
         return Line(word, canary.reason or canary.stage, f"{canary.dtype}: {canary.message}{waiting(c)}")
     if last is None:
-        return Line("Unknown", "NoCanary", "no canary has run")
+        return Line("Unknown", Reason.NO_CANARY, "no canary has run")
     ended: Word = "True" if last.stage == Stage.PROMOTED else "False"
     return Line(ended, last.reason or last.stage, f"{last.stage} {last.dtype}: {last.message}")
 
@@ -116,11 +120,11 @@ def accuracy(c: Context) -> Line:
     """Whether the serving dtype still answers as 16 bits do."""
     stable, accuracy, spec = c.stable, c.status.accuracy, c.spec
     if c.snapshot.probes.fault is not None:
-        return Line("False", "ProbeSetInvalid", c.snapshot.probes.fault)
+        return Line("False", Reason.PROBE_SET_INVALID, c.snapshot.probes.fault)
     if stable is None:
-        return Line("Unknown", "NoRevision", "nothing serves yet")
+        return Line("Unknown", Reason.NO_REVISION, "nothing serves yet")
     if stable.dtype == spec.kv_cache.baseline and not spec.kv_cache.bounded:
-        return Line("True", "Reference", f"{stable.dtype} is what accuracy is measured against")
+        return Line("True", Reason.REFERENCE, f"{stable.dtype} is what accuracy is measured against")
     last, runs = accuracy.last, f"of {spec.accuracy.failure_limit} runs in a row failed"
     if last is None or last.revision != stable.revision:
         found = f"{stable.dtype} has not been compared with a 16-bit engine"
@@ -133,14 +137,14 @@ def accuracy(c: Context) -> Line:
         return Line("False", Reason.ACCURACY_DRIFTED, f"{found}; {accuracy.failures} runs in a row failed")
     if accuracy.errors >= spec.accuracy.consecutive_error_limit:
         # Not the number: it grows with every run, and nobody is helped by a new message each time.
-        return Line("Unknown", "ProbeErrors", f"the last runs brought no verdict (see events); {found}")
+        return Line("Unknown", Reason.PROBE_ERRORS, f"the last runs brought no verdict (see events); {found}")
     if last is None or last.revision != stable.revision:
-        return Line("Unknown", "NotProbed", found)
+        return Line("Unknown", Reason.NOT_PROBED, found)
     if accuracy.failures:
-        return Line("Unknown", "ProbeFailed", f"{found}; {accuracy.failures} {runs}")
+        return Line("Unknown", Reason.PROBE_FAILED, f"{found}; {accuracy.failures} {runs}")
     if known(c) is None:
         unwatched = "no 16-bit reference is kept for the present model and probe sets, the next canary captures one"
-        return Line("Unknown", "NotWatched", f"{found}; not watched since: {unwatched}")
+        return Line("Unknown", Reason.NOT_WATCHED, f"{found}; not watched since: {unwatched}")
     word: Word = "True" if last.verdict == Verdict.PASSED else "False"
     return Line(word, f"Probe{last.verdict}", found)
 
@@ -153,7 +157,7 @@ def calibration(c: Context) -> Line:
         return Line("False", Reason.MIXED_FACTORS, "; ".join(found))
     sample = s.last_sample(stable.revision) if stable is not None else None
     if stable is not None and not formats.parse(stable.dtype).ours:
-        return Line("True", "NotCalibrated", f"{stable.dtype} has no calibration factors")
+        return Line("True", Reason.NOT_CALIBRATED, f"{stable.dtype} has no calibration factors")
     if sample is None or not sample.factors:
-        return Line("Unknown", "NotReported", "no engine has told its calibration factors yet")
-    return Line("True", "SameFactors", f"all engines have the calibration factors {sample.factors}")
+        return Line("Unknown", Reason.NOT_REPORTED, "no engine has told its calibration factors yet")
+    return Line("True", Reason.SAME_FACTORS, f"all engines have the calibration factors {sample.factors}")

@@ -11,7 +11,7 @@ from kvpilot_operator.decide.judging.policy import choose_step, nothing_weighed
 from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.workload import classify
 from kvpilot_operator.decide.trial.rollout import start_fault
-from kvpilot_operator.state.enums import Reason, Stage
+from kvpilot_operator.state.enums import ConditionType, Reason, Stage
 
 
 def judge_workload(c: Context) -> Context:
@@ -84,7 +84,7 @@ def serving_dtype(c: Context) -> str:
 
 def was_pressured(draft: Draft) -> bool:
     """Whether the last reconcile found memory pressure."""
-    before = draft.before.condition("MemoryPressured")
+    before = draft.before.condition(ConditionType.MEMORY_PRESSURED)
     return before is not None and before.status == "True"
 
 

@@ -12,7 +12,7 @@ from kvpilot_operator.decide.judging.workload import USAGE_STEP_PERCENT
 from kvpilot_operator.decide.pressure import was_pressured
 from kvpilot_operator.decide.trial import traffic
 from kvpilot_operator.render.names import REVISION_LABEL, SERVICE_LABEL, service_url
-from kvpilot_operator.state.enums import Action, WorkloadKind
+from kvpilot_operator.state.enums import Action, ConditionType, WorkloadKind
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.status import Cost, Objective
 
@@ -172,7 +172,7 @@ def _hold(c: Context) -> Context:
     target, policy = c.target, c.policy
     if target.held is None or c.canary is not None:
         return c
-    before = c.before.condition("Progressing")
+    before = c.before.condition(ConditionType.PROGRESSING)
     newest = c.status.decisions[0] if c.status.decisions else None
     told = newest is not None and (newest.action, newest.reason) == (Action.HOLD, target.reason)
     if told or (before is not None and before.reason == target.reason):

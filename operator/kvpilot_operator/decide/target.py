@@ -26,7 +26,7 @@ def unchanged(c: Context) -> Context:
     part = c.canary or c.stable
     dtype, name = (part.dtype, part.revision) if part is not None else (c.spec.kv_cache.baseline, "")
     held, recommended = "no target could be chosen: what serves stays as it is", c.status.kv_cache.recommended_dtype
-    return replace(c, target=Target(dtype, name, "NotChosen", held, held, recommended, startable=False))
+    return replace(c, target=Target(dtype, name, Reason.NOT_CHOSEN, held, held, recommended, startable=False))
 
 
 def _left_behind(c: Context) -> Target | None:
@@ -47,7 +47,7 @@ def _left_behind(c: Context) -> Target | None:
             f"{stable.dtype} with {standing.image} and {standing.model} {_denied(standing)}; what serves keeps its own "
             "image and model. Choose another image, model or dtype, or set spec.rollout.denySeconds to 0 to try again"
         )
-        return Target(stable.dtype, stable.revision, "DtypeDenied", held, held, startable=False)
+        return Target(stable.dtype, stable.revision, Reason.DTYPE_DENIED, held, held, startable=False)
     if canary is not None and canary.stage != Stage.ROLLING_BACK and smaller(stable.dtype, canary.dtype):
         return _guarded(c, canary.dtype, canary.reason, canary.message, recommended=canary.dtype)
     why = f"{stable.dtype} serves and is denied for its answers: {standing.message}"
@@ -90,26 +90,26 @@ def _fixed(c: Context) -> Target:
             f"spec.kvCache.dtype {wanted} {_denied(standing)}; {stable.dtype} keeps serving. "
             "Choose another dtype, or set spec.rollout.denySeconds to 0 to try again"
         )
-        return _guarded(c, stable.dtype, "DtypeDenied", held, held=held, warning=warning)
-    return _guarded(c, wanted, "FixedDtype", f"spec.kvCache.dtype is {wanted}", warning=warning)
+        return _guarded(c, stable.dtype, Reason.DTYPE_DENIED, held, held=held, warning=warning)
+    return _guarded(c, wanted, Reason.FIXED_DTYPE, f"spec.kvCache.dtype is {wanted}", warning=warning)
 
 
 def _laddered(c: Context) -> Target:
     stable, canary, policy = c.stable, c.canary, c.policy
     if stable is None:
         baseline = c.spec.kv_cache.baseline
-        return _guarded(c, baseline, "Baseline", f"starts with the baseline dtype {baseline}")
+        return _guarded(c, baseline, Reason.BASELINE, f"starts with the baseline dtype {baseline}")
     if canary is not None and canary.stage != Stage.ROLLING_BACK:
         return _guarded(c, canary.dtype, canary.reason, canary.message, recommended=canary.dtype)
     step, best = policy.chosen, (policy.wanted or policy.chosen).dtype
     if c.spec.kv_cache.mode == "Recommend":
-        return _guarded(c, stable.dtype, "Steady", "mode Recommend: nothing is changed", recommended=best)
+        return _guarded(c, stable.dtype, Reason.STEADY, "mode Recommend: nothing is changed", recommended=best)
     if step.action in (Action.DTYPE_DOWN, Action.DTYPE_UP):
         taken = _guarded(c, step.dtype, policy.reason, policy.message, recommended=best)
         return replace(taken, options=policy.options)
     if policy.hold is not None:
         return _guarded(c, stable.dtype, policy.reason, policy.hold, held=policy.hold, recommended=best)
-    return _guarded(c, stable.dtype, "Steady", "no other dtype is called for", recommended=best)
+    return _guarded(c, stable.dtype, Reason.STEADY, "no other dtype is called for", recommended=best)
 
 
 def _guarded(
@@ -127,7 +127,7 @@ def _guarded(
     failed = _failed_before(c, name)
     if failed is not None and stable is not None and stable.revision != name:
         return Target(
-            stable.dtype, stable.revision, "RevisionFailed", failed, failed, recommended, warning, startable=False
+            stable.dtype, stable.revision, Reason.REVISION_FAILED, failed, failed, recommended, warning, startable=False
         )
     return Target(dtype, name, reason, message, held, recommended, warning)
 

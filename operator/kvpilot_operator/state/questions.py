@@ -8,9 +8,6 @@ from enum import StrEnum
 
 from kvpilot_operator.errors import ClusterError, places
 
-CONDITION = "ReconcileSucceeded"
-"""The condition that names the questions without an answer."""
-
 
 class Question(StrEnum):
     """What a reconcile of one service asks, in the order in which it does."""

@@ -32,7 +32,7 @@ def probe(c: Context) -> Context:
         c = _take_result(c)
         return replace(c, request=_next(c))
     if canary is not None and canary.stage in (Stage.STARTING, Stage.PROBING):
-        return roll_back(c, Verdict.ERROR, "ProbeSetInvalid", fault)
+        return roll_back(c, Verdict.ERROR, Reason.PROBE_SET_INVALID, fault)
     return c
 
 
@@ -64,7 +64,7 @@ def _take_result(c: Context) -> Context:
     if isinstance(outcome, Captured):
         if outcome.adopted or refused is None:
             return baseline.take(c, outcome)
-        outcome = ProbeFailed("BaselineNotKept", finding([refused]).message)
+        outcome = ProbeFailed(Reason.BASELINE_NOT_KEPT, finding([refused]).message)
     if canary is None:
         return drift.take(c, asked, outcome) if isinstance(asked, Measure) else c
     if not _is_probed(canary) or isinstance(asked, Find):

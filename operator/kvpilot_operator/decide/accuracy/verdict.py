@@ -56,9 +56,9 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
         return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, numbers, excess)
     if few:
         return Judgement(
-            Verdict.INCONCLUSIVE, "TooFewPositions", f"{numbers}; at least {MIN_POSITIONS} are needed", excess
+            Verdict.INCONCLUSIVE, Reason.TOO_FEW_POSITIONS, f"{numbers}; at least {MIN_POSITIONS} are needed", excess
         )
-    return Judgement(Verdict.PASSED, "WithinLimits", numbers, excess)
+    return Judgement(Verdict.PASSED, Reason.WITHIN_LIMITS, numbers, excess)
 
 
 def _surely(found: Measurement, control: Baseline, limits: Accuracy) -> bool:

@@ -19,7 +19,7 @@ from kvpilot_operator.decide.judging import options
 from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.saturation import learned
 from kvpilot_operator.decide.judging.weighing import Weighed
-from kvpilot_operator.state.enums import Action, Outcome, WorkloadKind
+from kvpilot_operator.state.enums import Action, Outcome, Reason, WorkloadKind
 from kvpilot_operator.state.status import Option, Saturation
 
 
@@ -50,11 +50,11 @@ def choose_step(s: PolicyInput) -> PolicyDecision:
     kind, surge = s.workload.kind, s.workload.surge is not None
     more = surge and options.needed(s) > s.replicas and options.out(s).open
     if s.busy is not None and not (s.yields and more):
-        return _stay(s, "Busy", s.busy)
+        return _stay(s, Reason.BUSY, s.busy)
     if more:
         return _relieve(s)
     if s.loading and (surge or s.workload.missed or kind not in (WorkloadKind.NO_METRICS, WorkloadKind.WARMING)):
-        return _stay(s, "ReplicasLoading", _answering(s))
+        return _stay(s, Reason.REPLICAS_LOADING, _answering(s))
     if s.workload.bound or s.workload.missed or surge:
         return _relieve(s)
     if kind in (WorkloadKind.RELAXED, WorkloadKind.IDLE) and s.workload.calm:
@@ -66,7 +66,7 @@ def nothing_weighed(dtype: str, replicas: int, saturations: tuple[Saturation, ..
     """Stay, where no step could be weighed."""
     message = "no step could be weighed"
     option = Option(action=Action.STAY, dtype=dtype, replicas=replicas, gpus=0, outcome=Outcome.CHOSEN, message=message)
-    return PolicyDecision((option,), "NotWeighed", message, saturations=saturations)
+    return PolicyDecision((option,), Reason.NOT_WEIGHED, message, saturations=saturations)
 
 
 def _stay(s: PolicyInput, reason: str, message: str, wanted: Option | None = None) -> PolicyDecision:
@@ -84,10 +84,10 @@ def _relieve(s: PolicyInput) -> PolicyDecision:
     if picked is None and w.kind == WorkloadKind.MEMORY_BOUND:
         picked = _for_memory(downs, more)
     if picked is not None:
-        reason = "MemoryPressured" if picked is not more else "Surge" if w.surge else w.kind
-        return _take(s, picked, steps, "ObjectiveMissed" if w.missed else reason, _evidence(s))
+        reason = Reason.MEMORY_PRESSURED if picked is not more else Reason.SURGE if w.surge else w.kind
+        return _take(s, picked, steps, Reason.OBJECTIVE_MISSED if w.missed else reason, _evidence(s))
     if w.in_time:
-        return _stay(s, "ObjectivesHeld", f"{w.message}; {'; '.join(map(str, w.objectives))}")
+        return _stay(s, Outcome.OBJECTIVES_HELD, f"{w.message}; {'; '.join(map(str, w.objectives))}")
     return _held(s, downs, more, steps)
 
 
@@ -114,9 +114,9 @@ def _held(s: PolicyInput, downs: list[Weighed], more: Weighed, steps: list[Weigh
         return _hold(s, steps, wanted, closed[0], f"{closed[1]}; {_no_replica(s, more)}")
     if s.workload.kind == WorkloadKind.MEMORY_BOUND and s.spec.kv_cache.mode != "Fixed":
         left = "; ".join(f"{step.option.dtype}: {step.option.outcome}" for step in downs) or "none is smaller"
-        return _hold(s, steps, more, "EndOfLadder", f"no smaller dtype is left ({left}); {_no_replica(s, more)}")
+        return _hold(s, steps, more, Reason.END_OF_LADDER, f"no smaller dtype is left ({left}); {_no_replica(s, more)}")
     if not s.workload.bound and not s.workload.missed:
-        return _stay(s, "Surge", f"{_evidence(s)}; {_no_replica(s, more)}", more.option)
+        return _stay(s, Reason.SURGE, f"{_evidence(s)}; {_no_replica(s, more)}", more.option)
     what = "an objective is missed" if s.workload.missed else s.workload.kind
     return _hold(s, steps, more, more.option.outcome, f"{what}, but {_no_replica(s, more)}")
 
@@ -144,17 +144,17 @@ def _release(s: PolicyInput) -> PolicyDecision:
     text = f"{s.workload.message}; below lowPercent {low}% for {s.spec.scaling.scale_down_stabilization_seconds} s"
     fewer = options.scale_in(s)
     if fewer.open:
-        return _take(s, fewer, [fewer, *options.up(s)], "LoadLeft", text)
+        return _take(s, fewer, [fewer, *options.up(s)], Reason.LOAD_LEFT, text)
     if fewer.option.outcome in (Outcome.REGRETTED, Outcome.TOO_TIGHT):
         downs = options.instead_of_replicas(s)
         smaller = next((step for step in downs if step.open and step.fits), None)
         if smaller is not None:
-            return _take(s, smaller, [*downs, fewer], "MemoryKeepsReplicas", text)
+            return _take(s, smaller, [*downs, fewer], Reason.MEMORY_KEEPS_REPLICAS, text)
     if s.canary_closed(climb=True) is None:
         ups = options.up(s)
         higher = next((step for step in ups if step.open), None)
         if higher is not None:
-            return _take(s, higher, [*ups, fewer], "PressureLeft", text)
+            return _take(s, higher, [*ups, fewer], Reason.PRESSURE_LEFT, text)
     would = fewer.option if fewer.option.outcome == Outcome.NOT_OWNER else None
     return _stay(s, s.workload.kind, s.workload.message, would)
 

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 from kvpilot_operator.api.spec import Canary
 from kvpilot_operator.decide.trial.intervals import Estimate, common, p95_change, ratio_change, share_change
-from kvpilot_operator.state.enums import Verdict
+from kvpilot_operator.state.enums import Reason, Verdict
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
 
@@ -72,13 +72,17 @@ def compare(
     )
     if min(ours.total.finished, theirs.total.finished) < limits.min_requests:
         return Finding(
-            Verdict.INCONCLUSIVE, "TooFewRequests", f"{sizes}; at least {limits.min_requests} are needed on each"
+            Verdict.INCONCLUSIVE, Reason.TOO_FEW_REQUESTS, f"{sizes}; at least {limits.min_requests} are needed on each"
         )
     if len(ours.batches) < MIN_BATCHES:
-        return Finding(Verdict.INCONCLUSIVE, "TooFewScrapes", f"{sizes}; at least {MIN_BATCHES} scrapes are needed")
+        return Finding(
+            Verdict.INCONCLUSIVE, Reason.TOO_FEW_SCRAPES, f"{sizes}; at least {MIN_BATCHES} scrapes are needed"
+        )
     both = ((ours.total.ttft, theirs.total.ttft), (ours.total.itl, theirs.total.itl))
     if any(a.count and b.count and not common(a, b) for a, b in both):
-        return Finding(Verdict.ERROR, "BucketsDiffer", f"{sizes}; their latency histograms have no bucket in common")
+        return Finding(
+            Verdict.ERROR, Reason.BUCKETS_DIFFER, f"{sizes}; their latency histograms have no bucket in common"
+        )
     figures = _figures(ours, theirs, limits)
     share = alpha / len(figures)
     told = [(f, f.at(alpha), f.at(share)) for f in figures]
@@ -91,8 +95,8 @@ def compare(
     open_ = [f.name for f, found, _ in told if found is None or not found.high < f.limit]
     if open_:
         text = f"more requests are needed to tell {' and '.join(open_)}: {message}"
-        return Finding(Verdict.INCONCLUSIVE, "NotSignificant", text, *changes)
-    return Finding(Verdict.PASSED, "WithinLimits", message, *changes)
+        return Finding(Verdict.INCONCLUSIVE, Reason.NOT_SIGNIFICANT, text, *changes)
+    return Finding(Verdict.PASSED, Reason.WITHIN_LIMITS, message, *changes)
 
 
 def _figures(ours: _Side, theirs: _Side, limits: Canary) -> tuple[_Figure, ...]:
@@ -104,19 +108,19 @@ def _figures(ours: _Side, theirs: _Side, limits: Canary) -> tuple[_Figure, ...]:
     paced = any(f.generation_lengths.total > f.generation_lengths.count for f in (ours.total, theirs.total))
     pace = (
         (
-            _Figure(_ITL, "LatencyRegressed", between, _p95(ours, theirs, lambda f: f.itl)),
-            _Figure("ITL mean", "LatencyRegressed", between, lambda a: _mean(ours, theirs, lambda f: f.itl, a)),
+            _Figure(_ITL, Reason.LATENCY_REGRESSED, between, _p95(ours, theirs, lambda f: f.itl)),
+            _Figure("ITL mean", Reason.LATENCY_REGRESSED, between, lambda a: _mean(ours, theirs, lambda f: f.itl, a)),
         )
         if paced
         else ()
     )
     return (
-        _Figure(_TTFT, "LatencyRegressed", first, _p95(ours, theirs, lambda f: f.ttft)),
-        _Figure("TTFT mean", "LatencyRegressed", first, lambda a: _mean(ours, theirs, lambda f: f.ttft, a)),
+        _Figure(_TTFT, Reason.LATENCY_REGRESSED, first, _p95(ours, theirs, lambda f: f.ttft)),
+        _Figure("TTFT mean", Reason.LATENCY_REGRESSED, first, lambda a: _mean(ours, theirs, lambda f: f.ttft, a)),
         *pace,
         _Figure(
             _RATE,
-            "ThroughputRegressed",
+            Reason.THROUGHPUT_REGRESSED,
             rate,
             # Both sums are of requests that ended, so that tokens and time belong together.
             lambda a: _ratio(
@@ -126,7 +130,7 @@ def _figures(ours: _Side, theirs: _Side, limits: Canary) -> tuple[_Figure, ...]:
         ),
         _Figure(
             "failed requests",
-            "ErrorsIncreased",
+            Reason.ERRORS_INCREASED,
             limits.max_error_increase_percent / 100,
             lambda a: share_change(_failures(ours), _failures(theirs), a),
             lambda value: f"{100 * value:+.1f} points",

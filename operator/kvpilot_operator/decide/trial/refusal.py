@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 
 from kvpilot_operator.state.decision import Cause
+from kvpilot_operator.state.enums import Reason
 from kvpilot_operator.state.objects import ON_ITS_WAY, PodView
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import clip
@@ -30,7 +31,7 @@ def refusal(exit_message: str | None) -> Cause | None:
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and record.get("kvpilot") == "refused":
-            return Cause(_reason(record.get("reason"), "EngineRefused"), clip(_text(record.get("message"))))
+            return Cause(_reason(record.get("reason"), Reason.ENGINE_REFUSED), clip(_text(record.get("message"))))
     return None
 
 
@@ -51,7 +52,7 @@ def engine_failure(pods: Sequence[PodView]) -> Cause | None:
             return refused
         if pod.restarts >= MAX_RESTARTS:
             tail = (pod.exit_message or "no message").strip().splitlines()[-3:]
-            return Cause("EngineCrashed", clip(f"{pod.restarts} restarts; last words: {' | '.join(tail)}"))
+            return Cause(Reason.ENGINE_CRASHED, clip(f"{pod.restarts} restarts; last words: {' | '.join(tail)}"))
     return None
 
 
@@ -66,15 +67,15 @@ def pending_reason(pods: Sequence[PodView]) -> Cause | None:
     """Why pods that may still come up have not: no node, no image, back-off."""
     for pod in (one for leader in pods for one in leader.group):
         if pod.unschedulable:
-            return Cause("Unschedulable", clip(pod.unschedulable))
+            return Cause(Reason.UNSCHEDULABLE, clip(pod.unschedulable))
         # The engine itself waits as long as an init container does.
         reason, message = pod.held_up or (pod.waiting_reason, pod.exit_message)
         if reason in _IMAGE_REASONS:
-            return Cause("ImageUnavailable", clip(f"{reason}: {message or ''}"))
+            return Cause(Reason.IMAGE_UNAVAILABLE, clip(f"{reason}: {message or ''}"))
         if reason in ON_ITS_WAY and pod.needs is not None:
             return Cause(reason, clip(not_started(pod)))
         if reason:
-            return Cause(_reason(reason, "Waiting"), clip((message or "").strip()[-600:]))
+            return Cause(_reason(reason, Reason.WAITING), clip((message or "").strip()[-600:]))
     return None
 
 

@@ -43,7 +43,9 @@ def advance(c: Context) -> Context:
     plan, canary = c.plan, in_flight(c)
     if plan.held is not None or not plan.steps:
         # What a step has not passed is not promoted for want of a step: the deadline ends it.
-        reason, text = (Reason.ROUTE_UNUSABLE, plan.held) if plan.held is not None else ("NoStepLeft", plan.message)
+        reason, text = (
+            (Reason.ROUTE_UNUSABLE, plan.held) if plan.held is not None else (Reason.NO_STEP_LEFT, plan.message)
+        )
         return noted(c, text, verdict=Verdict.PENDING, reason=reason)
     place = max((i for i, p in enumerate(plan.steps) if p.index <= (canary.step or 0)), default=0)
     step = plan.steps[place]
@@ -111,7 +113,7 @@ def _enter(c: Context, plan: TrafficPlan, place: int) -> Context:
         step_time=None,
         weight_percent=step.weight_percent,
         verdict=Verdict.PENDING,
-        reason="Shifting",
+        reason=Stage.SHIFTING,
         message=f"{_named(plan, step)}: {_first_answer(step)}",
     )
     return c.event("CanaryStep", f"{_named(plan, step)}, {plan.message}")
@@ -164,8 +166,8 @@ def _conclude(c: Context, plan: TrafficPlan, place: int, found: Finding) -> Cont
     if found.outcome == Verdict.INCONCLUSIVE:
         return c.set_canary(verdict=Verdict.INCONCLUSIVE, reason=found.reason, message=text)
     if found.outcome == Verdict.PASSED:
-        c = c.set_canary(verdict=Verdict.PASSED, reason="StepPassed", message=text)
-        c = c.record_trial(Action.JUDGE, "StepPassed", text)
+        c = c.set_canary(verdict=Verdict.PASSED, reason=Reason.STEP_PASSED, message=text)
+        c = c.record_trial(Action.JUDGE, Reason.STEP_PASSED, text)
         return c if place + 1 == len(plan.steps) else _enter(c, plan, place + 1)
     failed = found.outcome == Verdict.FAILED
     failures, errors = canary.failures + failed, canary.errors + (not failed)

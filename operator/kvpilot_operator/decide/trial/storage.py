@@ -18,7 +18,7 @@ from kvpilot_operator.render.names import prefetch_job
 from kvpilot_operator.render.objects import claim
 from kvpilot_operator.render.prefetch import claim_name, identity, job
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.enums import CachePhase
+from kvpilot_operator.state.enums import CachePhase, Reason
 from kvpilot_operator.state.objects import PrefetchView
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.status import WeightsCache, clip
@@ -59,24 +59,26 @@ def wait(c: Context) -> Wait | None:
         return None
     view, kept, name = c.snapshot.prefetch, c.status.cache, prefetch_job(c.snapshot.key.name)
     if view is None:
-        return Wait(Cause("PrefetchPending", f"Job {name} is to fill {_claim(c)} before an engine is started"), False)
+        return Wait(
+            Cause(Reason.PREFETCH_PENDING, f"Job {name} is to fill {_claim(c)} before an engine is started"), False
+        )
     if view.failure is not None:
         text = f"Job {name} has failed: {view.failure}. Delete it, and it is made anew"
-        return Wait(Cause("PrefetchFailed", clip(text)), True)
+        return Wait(Cause(Reason.PREFETCH_FAILED, clip(text)), True)
     known = kept is not None and kept.total_bytes is not None
     stopped = _stopped(view) if view.downloaded_bytes is None else None
     if stopped is not None:
         way = "or set spec.cache.prefetch to false, and engines download for themselves"
         return Wait(stopped._replace(message=clip(f"Job {name}: {stopped.message} ({way})")), True)
     if known and kept is not None:
-        return Wait(Cause("PrefetchingWeights", f"Job {name} fills {_claim(c)}: {_amount(kept)}"), False)
+        return Wait(Cause(Reason.PREFETCHING_WEIGHTS, f"Job {name} fills {_claim(c)}: {_amount(kept)}"), False)
     pending = pending_reason(view.pods)
     if pending is not None:
         return Wait(pending._replace(message=clip(f"Job {name}: {pending.message}")), False)
     if not view.pods:
         text = f"Job {name} has no pod yet; where it stays so, `kubectl describe job {name}` says why"
-        return Wait(Cause("PrefetchPending", text), False)
-    return Wait(Cause("PrefetchingWeights", f"Job {name} fills {_claim(c)}"), False)
+        return Wait(Cause(Reason.PREFETCH_PENDING, text), False)
+    return Wait(Cause(Reason.PREFETCHING_WEIGHTS, f"Job {name} fills {_claim(c)}"), False)
 
 
 def told(c: Context) -> str:

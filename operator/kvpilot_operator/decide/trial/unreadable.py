@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.enums import Action
+from kvpilot_operator.state.enums import Action, ConditionType, Reason
 from kvpilot_operator.state.snapshot import Snapshot
 
 
@@ -17,7 +17,7 @@ def unreadable(s: Snapshot) -> Cause | None:
         return None
     key = s.key
     return Cause(
-        "CanaryUnreadable",
+        Reason.CANARY_UNREADABLE,
         f"status.canary cannot be read by this operator ({s.unreadable.why}): one of another version has written it. "
         "Until it can be read its engines and traffic, and all else of the service, stay as they are. Put that version "
         "of the operator back; or remove the field, with which the trial ends and status.stable serves alone: kubectl "
@@ -28,7 +28,7 @@ def unreadable(s: Snapshot) -> Cause | None:
 
 def explain(c: Context) -> Context:
     """Say it once."""
-    cause, before = unreadable(c.snapshot), c.before.condition("Progressing")
+    cause, before = unreadable(c.snapshot), c.before.condition(ConditionType.PROGRESSING)
     if cause is None or (before is not None and before.reason == cause.reason):
         return c
     return c.record(Action.HOLD, *cause, warning=True)
