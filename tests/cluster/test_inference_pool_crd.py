@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
+import pytest_asyncio
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, Configuration
 
 from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.definitions import directly
-from kvpilot_localcluster.rest import ApiError, Rest
+from kvpilot_localcluster.rest import ApiError, Rest, until
 from kvpilot_operator.act.ownership import claim
+from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.decide.rejections import finding, rejected
+from kvpilot_operator.observe.views import pool_view
 from kvpilot_operator.render.objects import inference_pool
+from kvpilot_operator.state.decision import Cause, Decision, Objects
 from kvpilot_operator.state.snapshot import ServiceKey
-from support.inference_gateway import POOL_CRD, pool
-from support.services import manifest, spec_of
+from support.inference_gateway import POOL_CRD, POOL_CRD_1_6, pool
+from support.services import manifest, snapshot, spec_of
 
 KEY = ServiceKey("default", "chat")
 POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/default/inferencepools"
+DEFINITION = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{POOL_CRD['metadata']['name']}"
 PICKER = {"name": "chat-epp", "port": {"number": 9002}, "failureMode": "FailOpen"}
+OTHER = {"name": "other-epp", "port": {"number": 9003}, "failureMode": "FailOpen"}
 
 
 @pytest.fixture(scope="module")
@@ -27,21 +39,94 @@ def server(modern_cluster: LocalCluster) -> Iterator[Rest]:
     rest = Rest.of_kubeconfig(modern_cluster.plane.modern_kubeconfig)
     directly(rest, [POOL_CRD])
     yield rest
-    rest.delete(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{POOL_CRD['metadata']['name']}")
+    rest.delete(DEFINITION)
 
 
-def made(**picker: Any) -> dict[str, Any]:
+@pytest.fixture
+def server_1_6(server: Rest) -> Iterator[Rest]:
+    """The same server while it has the kind as of v1.6."""
+
+    def takes_none() -> bool:
+        try:
+            return bool(server.create(f"{POOLS}?dryRun=All", made({})))
+        except ApiError as error:
+            assert error.status == 422
+            return False
+
+    server.merge(DEFINITION, {"spec": POOL_CRD_1_6["spec"]})
+    until(takes_none, "a pool may be without a picker")
+    yield server
+    server.merge(DEFINITION, {"spec": POOL_CRD["spec"]})
+    until(lambda: not takes_none(), "a pool needs its picker")
+
+
+@pytest_asyncio.fixture
+async def cluster_of_pools(modern_cluster: LocalCluster, server: Rest) -> AsyncIterator[Cluster]:
+    """That server as the operator sees it."""
+    configuration = Configuration()
+    kubeconfig = str(modern_cluster.plane.modern_kubeconfig)
+    await config.load_kube_config(config_file=kubeconfig, client_configuration=configuration)
+    cluster = Cluster(ApiClient(configuration))
+    yield cluster
+    await cluster.close()
+    for name in (KEY.name, f"{KEY.name}-canary"):
+        server.delete(f"{POOLS}/{name}")
+
+
+def made(picker: dict[str, Any], name: str = KEY.name) -> dict[str, Any]:
     asked = spec_of(manifest(inferencePool={"endpointPickerRef": picker} if picker else {})).inference_pool
     assert asked is not None
-    return inference_pool(KEY, "u-1", KEY.name, "abc", asked.endpoint_picker_ref)
+    return inference_pool(KEY, "u-1", name, "abc", asked.endpoint_picker_ref)
 
 
-@pytest.mark.parametrize("picker", [PICKER, {}], ids=["with a picker", "without"])
-def test_a_pool_of_ours_is_taken_as_it_is_and_so_is_the_claim_of_its_name(server: Rest, picker: dict[str, Any]) -> None:
-    whole = made(**picker)
+async def told(cluster: Cluster, actor: Actor, whole: dict[str, Any]) -> Cause | None:
+    """A reconcile that asks for this pool; returns why it was refused."""
+    name = whole["metadata"]["name"]
+    found = await cluster.find(whole["apiVersion"], whole["kind"], KEY.namespace, name)
+    seen = {} if found is None else {("InferencePool", name): pool_view(found, "u-1")}
+    s = replace(snapshot(manifest()), key=KEY, objects=seen)
+    await actor.perform(s, Decision(s.status, Objects((whole,), {}, frozenset())))
+    refused = rejected(replace(s, rejections=actor.rejections))
+    return finding(refused) if refused else None
+
+
+def test_a_pool_of_ours_is_taken_as_it_is_and_so_is_the_claim_of_its_name(server: Rest) -> None:
+    whole = made(PICKER)
     assert server.create(f"{POOLS}?dryRun=All", claim(whole))["spec"]["targetPorts"] == [{"number": 8000}]
     stored = server.create(f"{POOLS}?dryRun=All", whole)["spec"]
     assert {**stored, "appProtocol": "http"} == {**whole["spec"], "appProtocol": "http"}
+
+
+@pytest.mark.parametrize("pickers", [(PICKER, {}, OTHER, {}), ({}, PICKER, {})], ids=["with a picker", "without"])
+async def test_as_of_v1_6_a_pool_has_the_picker_that_the_spec_names_or_none(
+    server_1_6: Rest, cluster_of_pools: Cluster, pickers: tuple[dict[str, Any], ...]
+) -> None:
+    actor = Actor(cluster_of_pools)
+    for picker in pickers:
+        whole = made(picker)
+        assert await told(cluster_of_pools, actor, whole) is None
+        stored = server_1_6.get(f"{POOLS}/{KEY.name}")["spec"]
+        assert {**stored, "appProtocol": "http"} == {**whole["spec"], "appProtocol": "http"}
+
+
+@pytest.mark.parametrize(("name", "field"), [("chat", "endpointPickerRef"), ("chat-canary", "canaryEndpointPickerRef")])
+async def test_before_v1_6_a_pool_without_a_picker_is_refused_with_the_field_and_the_remedy_and_stays_as_it_is(
+    server: Rest, cluster_of_pools: Cluster, name: str, field: str
+) -> None:
+    refused, tell = made({}, name), partial(told, cluster_of_pools, Actor(cluster_of_pools))
+    for before in (None, PICKER, OTHER):
+        if before is not None:
+            assert await tell(made(before, name)) is None
+        why = await tell(refused)
+        assert why is not None
+        assert why.reason == "EndpointPickerMissing"
+        assert why.message == (
+            f"spec.inferencePool.{field}: the InferencePools of this API server need an endpoint picker (Required "
+            "value): name one for this pool, install the Gateway API Inference Extension v1.6.0 or newer for a gateway "
+            f"that picks itself, or remove spec.inferencePool (InferencePool {name})"
+        )
+        there = server.get(POOLS)["items"]
+        assert [one["spec"]["endpointPickerRef"]["name"] for one in there] == ([before["name"]] if before else [])
 
 
 @pytest.mark.parametrize(

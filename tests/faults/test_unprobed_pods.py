@@ -70,12 +70,21 @@ async def our_route(world, name):
     return {"route": {"parentRefs": [{"name": "web"}], "hostnames": ["chat.example.com"]}}
 
 
+def pickers_of(name):
+    """One for each of the pools of a service."""
+    port = {"number": 9002}
+    return {
+        "endpointPickerRef": {"name": f"{name}-epp", "port": port},
+        "canaryEndpointPickerRef": {"name": f"{name}-canary-epp", "port": port},
+    }
+
+
 async def by_route(world, name, worth, fields):
     """A canary that takes half of a route and is rolled back, and one that is promoted, both by pools of ours."""
     spec = await fields(world, name)
     steps = [{"weightPercent": 50, "holdSeconds": 3600}]
     canary = {**spec.pop("canary", {}), "steps": steps, "warmUpSeconds": 0}
-    await world.serving(name, 2, canary=canary, accuracy=ACCURACY, drain=DRAIN, inferencePool={}, **spec)
+    await world.serving(name, 2, canary=canary, accuracy=ACCURACY, drain=DRAIN, inferencePool=pickers_of(name), **spec)
 
     async def revisions():
         found = [

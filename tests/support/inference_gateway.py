@@ -36,7 +36,7 @@ _PICKER = {
 }
 _SPEC = {
     "type": "object",
-    "required": ["selector", "targetPorts"],
+    "required": ["endpointPickerRef", "selector", "targetPorts"],
     "properties": {
         "selector": {
             "type": "object",
@@ -65,7 +65,17 @@ _SPEC = {
     },
 }
 POOL_CRD = definition("inference.networking.k8s.io", "InferencePool", "inferencepools", _SPEC)
-"""InferencePool v1 with the limits of its spec, in our own words; its status, which gateways write, is left open."""
+"""InferencePool v1 with the limits of its spec, in our own words; its status, which gateways write, is left open.
+
+Releases v1.0 to v1.5 of the extension require the endpoint picker.
+"""
+POOL_CRD_1_6 = definition(
+    "inference.networking.k8s.io",
+    "InferencePool",
+    "inferencepools",
+    {**_SPEC, "required": ["selector", "targetPorts"]},
+)
+"""The same as of v1.6, where a pool may be without a picker."""
 
 
 class EndpointPicker:

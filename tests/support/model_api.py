@@ -81,6 +81,9 @@ class ModelApi:
     async def create(self, manifest: Json) -> Json:
         """A name is claimed: it is there, and does nothing yet."""
         kind, name = manifest["kind"], manifest["metadata"].get("name", "event")
+        refused = self._model.refuses(manifest) if kind == "InferencePool" else None
+        if refused is not None:
+            raise Rejected("POST", name, 422, refused, "Invalid")
         if kind in KINDS:
             self._write(lambda: self._put(kind, name, manifest))
         elif kind == "Service":

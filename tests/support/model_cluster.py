@@ -102,9 +102,10 @@ class ModelCluster:
 
     def __post_init__(self) -> None:
         self._api = ModelApi(self)
-        self._start_operator()
+        self.restart()
 
-    def _start_operator(self) -> None:
+    def restart(self) -> None:
+        """The operator's process ends, if there is one, and another one begins."""
         self._actor = Actor(self._api, self._clock)  # type: ignore[arg-type]
 
     def _clock(self) -> float:
@@ -171,7 +172,7 @@ class ModelCluster:
             run_to_end(self._actor.perform(before, decision))
         except Killed:
             self.probe = None
-            self._start_operator()
+            self.restart()
             return None
         if not keeps_probe(decision.unanswered):
             self._answer(decision)

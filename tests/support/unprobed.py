@@ -30,7 +30,7 @@ class Witness:
         self._passed: set[str] = set()
 
     async def may_serve(self, revision: str) -> bool:
-        """Whether it serves, or has passed its probes; asked after a request was sent there, never before."""
+        """Whether it serves, or has passed its probes, by now."""
         if revision not in self._passed:
             status = await self._world.status(self._name)
             canary = status.get("canary") or {}
@@ -84,6 +84,9 @@ async def requests(world: FaultyWorld, name: str, pick: Pick, users: int = 2) ->
 
 async def _ask(http: httpx.AsyncClient, name: str, pod: Object, seen: Requests, witness: Witness) -> None:
     revision = pod["metadata"]["labels"][REVISION_LABEL]
+    # Its gate was opened after the status had said that it may be: what the status says by now is not too early.
+    if not await witness.may_serve(revision):
+        seen.unprobed.append(pod["metadata"]["name"])
     body = {"model": name, "prompt": [1] * 16, "max_tokens": 8, "stream": True}
     try:
         answer = await http.post(f"http://{pod['status']['podIP']}:{ENGINE_PORT}/v1/completions", json=body)
@@ -91,8 +94,6 @@ async def _ask(http: httpx.AsyncClient, name: str, pod: Object, seen: Requests, 
         seen.answered[revision] += 1
     except httpx.HTTPError as error:
         seen.failed.append(f"{pod['metadata']['name']}: {error!r}")
-    if not await witness.may_serve(revision):
-        seen.unprobed.append(pod["metadata"]["name"])
 
 
 async def ends(world: FaultyWorld, name: str, stage: str, dtype: str) -> float:

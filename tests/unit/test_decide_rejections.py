@@ -213,6 +213,15 @@ CASES = [
         "NamespaceTerminating", "unable to create", "another namespace",
     ),
     (
+        invalid(
+            ("spec.inferencePool.endpointPickerRef", "Required value"),
+            ("<nil>", 'Invalid value: "null": some validation rules were not checked because the object was invalid'),
+            kind="InferencePool",
+        ),
+        "EndpointPickerMissing", "spec.inferencePool.endpointPickerRef: the InferencePools of this API server need an "
+        "endpoint picker (Required value): name one", "itself, or remove spec.inferencePool (InferencePool chat-1)",
+    ),
+    (
         refused('inferencepools.inference.networking.k8s.io "chat" is forbidden: User "operator" cannot get resource '
                 '"inferencepools" in API group "inference.networking.k8s.io"', kind="InferencePool"),
         "OperatorForbidden", "spec.inferencePool: ", "rbac.inferencePools",
@@ -251,6 +260,7 @@ def test_a_common_refusal_names_field_and_remedy(rejection: Rejection, reason: s
 def test_every_row_of_the_table_is_tried() -> None:
     words = [text for rejection, *_ in CASES for text in (rejection.message, *(words for _, words in rejection.causes))]
     words.append("a Deployment of this name exists and is not kvpilot's")
+    words.append("the InferencePools of this API server need an endpoint picker")
     for row in TABLE:
         assert any(re.search(row.words, text, re.DOTALL) for text in words), row.reason
 

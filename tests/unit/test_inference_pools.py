@@ -60,7 +60,6 @@ def test_a_pool_selects_the_revision_and_names_its_picker():
         "selector": {"matchLabels": {SERVICE_LABEL: "chat", REVISION_LABEL: "abc"}},
         "targetPorts": [{"number": 8000}],
         "endpointPickerRef": {
-            "group": "",
             "kind": "Service",
             "name": "chat-epp",
             "port": {"number": 9002},
@@ -71,9 +70,12 @@ def test_a_pool_selects_the_revision_and_names_its_picker():
     assert pool_view({**made, "metadata": {**made["metadata"], "uid": "p"}}, "u-1").selects == "abc"
 
 
-def test_what_claims_a_pools_name_keeps_no_label_that_may_have_to_go():
-    claimed = claim(inference_pool(KEY, "u-1", "chat", "abc", None))
-    assert claimed["spec"]["selector"] == {"matchLabels": {SERVICE_LABEL: "chat"}}
+@pytest.mark.parametrize("asked", [{}, PICKERS])
+def test_what_claims_a_pools_name_has_its_picker_and_no_label_that_may_have_to_go(asked):
+    picker = spec_of(manifest(inferencePool=asked)).inference_pool.endpoint_picker_ref
+    whole = inference_pool(KEY, "u-1", "chat", "abc", picker)
+    claimed = claim(whole)
+    assert claimed["spec"] == {**whole["spec"], "selector": {"matchLabels": {SERVICE_LABEL: "chat"}}}
     assert claimed["metadata"]["ownerReferences"][0]["uid"] == "u-1"
 
 
@@ -173,6 +175,91 @@ def test_without_the_kind_the_field_is_refused_with_the_remedy_and_the_service_s
     assert told.status.condition("Available").status == "True"
     assert "InferencePool" not in {one["kind"] for one in told.objects.apply}
     assert told.status.inference_pool is None
+
+
+def before_v1_6(manifest):
+    """Why releases before v1.6 of the extension will not have a manifest."""
+    if manifest["kind"] == "InferencePool" and "endpointPickerRef" not in manifest["spec"]:
+        return 'InferencePool "chat" is invalid: spec.endpointPickerRef: Required value'
+    return None
+
+
+def told(cluster, kind):
+    return cluster.parsed().condition(kind)
+
+
+def test_a_pool_that_is_refused_for_want_of_a_picker_is_said_and_its_service_goes_through_a_trial():
+    cluster = on_trial(cluster={"refuses": before_v1_6})
+    edit(cluster, inferencePool={}, kvCache={"mode": "Fixed", "dtype": NEW})
+    cluster.watch = at_every_moment
+    cluster.until(stage("Shifting"))
+    found = told(cluster, "ObjectsAccepted")
+    assert (found.status, found.reason) == ("False", "EndpointPickerMissing")
+    assert found.message.startswith("spec.inferencePool.endpointPickerRef: ")
+    assert told(cluster, "Available").status == "True"
+    cluster.until(ended)
+    assert cluster.status["lastCanary"]["stage"] == "Promoted"
+    assert cluster.pools == {}
+    edit(cluster, inferencePool=PICKERS)
+    cluster.settle()
+    assert revisions(cluster) == {"chat": cluster.status["stable"]["revision"]}
+    assert told(cluster, "ObjectsAccepted").status == "True"
+
+
+def test_no_trial_by_a_route_begins_while_a_pool_of_it_is_refused_and_the_route_stays_as_it_is():
+    to_service = [{"backendRefs": [{"name": KEY.name, "port": 80}]}]
+    cluster = on_trial(cluster={"refuses": before_v1_6, "rules": to_service}, routeRef={"name": "web"})
+    edit(cluster, inferencePool={}, kvCache={"mode": "Fixed", "dtype": OLD})
+    cluster.settle()
+    old = cluster.status["stable"]["revision"]
+    edit(cluster, kvCache={"mode": "Fixed", "dtype": NEW})
+    cluster.watch = at_every_moment
+    for passed in range(20):
+        if passed % 5 == 1:
+            cluster.restart()
+        cluster.tick()
+        assert (cluster.rules, cluster.traffic, cluster.shares()) == (to_service, old, {old: 1.0})
+    assert "canary" not in cluster.status
+    found = told(cluster, "ObjectsAccepted").message
+    assert "spec.inferencePool.endpointPickerRef: " in found
+    assert "spec.inferencePool.canaryEndpointPickerRef: " in found
+    assert told(cluster, "Progressing").reason == "RouteUnusable"
+    assert "InferencePool chat, which it is to send to, is refused" in told(cluster, "Progressing").message
+    edit(cluster, inferencePool=PICKERS)
+    cluster.until(ended)
+    assert cluster.status["lastCanary"]["stage"] == "Promoted"
+
+
+def test_a_pool_that_may_not_lose_its_picker_keeps_it_and_no_trial_begins_until_it_has_one():
+    cluster = pooled(rules=None, cluster={"refuses": before_v1_6})
+    edit(cluster, inferencePool={}, kvCache={"mode": "Fixed", "dtype": OLD})
+    cluster.settle()
+    old = cluster.status["stable"]["revision"]
+    edit(cluster, kvCache={"mode": "Fixed", "dtype": NEW})
+    cluster.watch = at_every_moment
+    for passed in range(20):
+        if passed % 5 == 1:
+            cluster.restart()
+        cluster.tick()
+        assert (revisions(cluster), cluster.traffic) == ({"chat": old}, old)
+    assert "canary" not in cluster.status
+    assert told(cluster, "Progressing").reason == "PoolRefused"
+    edit(cluster, inferencePool=PICKERS)
+    cluster.until(ended)
+    assert cluster.status["lastCanary"]["stage"] == "Promoted"
+
+
+@pytest.mark.parametrize(("asked", "keeps"), [({"endpointPickerRef": PICKERS["endpointPickerRef"]}, True), ({}, False)])
+def test_a_canarys_pool_that_no_route_names_any_more_keeps_the_picker_that_the_spec_has_lost(asked, keeps):
+    picker = {"kind": "Service", **PICKERS["canaryEndpointPickerRef"]}
+    obj = service(OLD)
+    old = revision_of(obj, OLD)
+    there = {("InferencePool", f"chat{end}"): ObjectView(f"p{end}", True, "1", old, picker) for end in ("", "-canary")}
+    obj = apply_defaults({**obj, "spec": {**obj["spec"], "inferencePool": asked}})
+    s = running(obj, OLD, objects=there, server=ServerFacts(inference_pools=True))
+    made = {one["metadata"]["name"]: one["spec"] for one in decide(s).objects.apply if one["kind"] == "InferencePool"}
+    assert made["chat-canary"].get("endpointPickerRef") == (picker if keeps else None)
+    assert made["chat"].get("endpointPickerRef", {}).get("name") == asked.get("endpointPickerRef", {}).get("name")
 
 
 def test_a_pool_of_somebody_elses_moves_nothing():

@@ -43,17 +43,18 @@ def claim(manifest: Manifest) -> dict[str, Any] | None:
     pool that selects what is admitted, a route that is attached nowhere, a whole claim, Job or LeaderWorkerSet, which
     ask nothing of what is there.
 
-    Fields that may be dropped later must not be in it: whoever creates a field keeps it, beside who applies it. None
-    for a Deployment: its selector is immutable, so the server itself refuses to merge ours into another one.
+    Fields that may be dropped later must not be in it: whoever creates a field keeps it, beside who applies it. The one
+    that has to be, a pool's endpoint picker, is taken away by a write of its own. None for a Deployment: its selector
+    is immutable, so the server itself refuses to merge ours into another one.
     """
     if manifest["kind"] == "Deployment":
         return None
     claimed = {part: manifest[part] for part in ("apiVersion", "kind", "metadata")}
     if manifest["kind"] == "InferencePool":
-        # It cannot be without a selector. Who is not admitted is not picked, whatever it selects.
-        selector, ports = manifest["spec"]["selector"]["matchLabels"], manifest["spec"]["targetPorts"]
-        labels = {SERVICE_LABEL: selector[SERVICE_LABEL]}
-        claimed["spec"] = {"selector": {"matchLabels": labels}, "targetPorts": ports}
+        # It cannot be without a selector, nor without its picker before v1.6 of the extension. Who is not admitted is
+        # not picked, whatever it selects.
+        labels = {SERVICE_LABEL: manifest["spec"]["selector"]["matchLabels"][SERVICE_LABEL]}
+        claimed["spec"] = {**manifest["spec"], "selector": {"matchLabels": labels}}
     elif manifest["kind"] == "HTTPRoute":
         claimed["spec"] = {}
     elif "spec" in manifest:

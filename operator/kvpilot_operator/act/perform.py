@@ -199,6 +199,10 @@ class Actor:
             # Another manager's labels in a selector outlive an apply (before Kubernetes 1.21): none of it stays.
             empty = {"metadata": {"uid": uid}, "spec": {"selector": None}}
             await self._cluster.merge(manifest["apiVersion"], kind, s.key.namespace, name, empty)
+        if kind == "InferencePool" and seen is not None and seen.picker and "endpointPickerRef" not in manifest["spec"]:
+            # Who has claimed the name, or changed the pool, keeps the picker beside us: an apply would leave it there.
+            none = {"metadata": {"uid": uid}, "spec": {"endpointPickerRef": None}}
+            await self._cluster.merge(manifest["apiVersion"], kind, s.key.namespace, name, none)
         pinned = {**manifest, "metadata": {**manifest["metadata"], **({"uid": uid} if uid else {})}}
         answer = await self._cluster.apply(pinned)
         # What was applied together, at the operator's start, is not to be due together for ever after.

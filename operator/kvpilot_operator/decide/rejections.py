@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, deployment_name
@@ -175,6 +176,11 @@ TABLE = (
         "create the service in another namespace",
     ),
     Row(
+        r"the InferencePools of this API server need an endpoint picker", "EndpointPickerMissing", "",
+        "name one for this pool, install the Gateway API Inference Extension v1.6.0 or newer for a gateway that picks "
+        "itself, or remove spec.inferencePool",
+    ),
+    Row(
         r'User "[^"]+" cannot \S+ resource "inferencepools"', "OperatorForbidden", "spec.inferencePool",
         "give the operator the rights over InferencePools (rbac.inferencePools of the chart), or remove the field",
     ),
@@ -218,7 +224,16 @@ def rejected(s: Snapshot) -> tuple[Rejection, ...]:
         for view in s.deployments.values()
         if view.failure is not None
     ]
-    return (*(s.rejections or ()), *pods, *_not_served(s))
+    return (*(_of_pool(s, one) for one in s.rejections or ()), *pods, *_not_served(s))
+
+
+def _of_pool(s: Snapshot, one: Rejection) -> Rejection:
+    """With the spec's field for a pool's picker: which one it is, its pool's name tells."""
+    if one.kind != "InferencePool":
+        return one
+    own = "spec.inferencePool." + ("endpointPickerRef" if one.name == s.key.name else "canaryEndpointPickerRef")
+    causes = ((field.replace("spec.endpointPickerRef", own), words) for field, words in _faults(one))
+    return replace(one, causes=tuple(causes))
 
 
 def of_workload(s: Snapshot, revision: str, rejections: Sequence[Rejection]) -> list[Rejection]:
@@ -263,7 +278,9 @@ def finding(rejections: Sequence[Rejection]) -> Cause:
 def _faults(rejection: Rejection) -> Iterator[tuple[str, str]]:
     """Field ("" where there is none) and words, by the server's own list or else out of its message."""
     if rejection.causes:
-        yield from rejection.causes
+        # Newer servers add that they have looked no further.
+        known = [cause for cause in rejection.causes if "some validation rules were not checked" not in cause[1]]
+        yield from known or rejection.causes
         return
     message = _ABOUT.sub("", rejection.message)
     for part in re.split(r", (?=(?:spec|metadata)\.)", message.strip("[]") if message.startswith("[") else message):
@@ -275,6 +292,8 @@ def _piece(rejection: Rejection, field: str, words: str) -> tuple[str, str]:
     """Reason and words of one fault."""
     if rejection.kind == "Deployment" and field == "spec.selector":
         words = f"a Deployment of this name exists and is not kvpilot's ({words})"
+    if field.startswith("spec.inferencePool.") and field.endswith("PickerRef") and words.startswith("Required value"):
+        words = f"the InferencePools of this API server need an endpoint picker ({words})"
     shown, own = _GO.sub("", words), _field(field)
     for row in TABLE:
         found = re.search(row.words, words, re.DOTALL)

@@ -155,8 +155,9 @@ def traffic_of(service: Object) -> str | None:
 
 def pool_view(pool: Object, uid: str) -> ObjectView:
     """An InferencePool of the name of one of ours; `uid` is the service's."""
-    selector = (pool.get("spec") or {}).get("selector") or {}
-    return replace(named_view("InferencePool", pool, uid), selects=_selected(pool, selector.get("matchLabels") or {}))
+    spec = pool.get("spec") or {}
+    selects = _selected(pool, (spec.get("selector") or {}).get("matchLabels") or {})
+    return replace(named_view("InferencePool", pool, uid), selects=selects, picker=spec.get("endpointPickerRef"))
 
 
 def named_view(kind: str, obj: Object, uid: str) -> ObjectView:

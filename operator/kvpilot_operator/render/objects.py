@@ -102,7 +102,7 @@ def inference_pool(
         "targetPorts": [{"number": ENGINE_PORT}],
     }
     if picker is not None:
-        spec["endpointPickerRef"] = {"group": "", "kind": "Service", **picker.as_written()}
+        spec["endpointPickerRef"] = {"kind": "Service", **picker.as_written()}
     return owned(key, uid, (INFERENCE_POOL_API, "InferencePool", name), spec=spec)
 
 

@@ -153,6 +153,7 @@ class Reason(StrEnum):
     ROUTE_ACCEPTED = "RouteAccepted"
     ROUTE_NOT_ACCEPTED = "RouteNotAccepted"
     ROUTE_WAITING = "RouteWaiting"
+    POOL_REFUSED = "PoolRefused"
     NO_ROUTE = "NoRoute"
 
     # Its engines, and the weights that they load.

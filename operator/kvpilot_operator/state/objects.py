@@ -101,6 +101,8 @@ class ObjectView:
     """Moves when somebody changes what the object should be."""
     selects: str | None = None
     """The revision that a Service sends requests to, "" for every one; None where its selector is not ours."""
+    picker: Mapping[str, Any] | None = None
+    """The endpoint picker that an InferencePool names, as it stands there."""
 
 
 @dataclass(frozen=True, slots=True)

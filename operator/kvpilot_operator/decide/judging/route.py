@@ -100,6 +100,9 @@ def fault(s: Snapshot, spec: Spec) -> str | None:
     if spec.inference_pool is not None and not s.server.inference_pools:
         missing = f"this API server does not serve {INFERENCE_POOL_API}, which spec.inferencePool needs"
         return f": {missing}; install the Gateway API Inference Extension, or remove spec.inferencePool"
+    refused = next((pool for pool in (service, lent) if s.rejection("InferencePool", pool) is not None), None)
+    if spec.inference_pool is not None and refused is not None:
+        return f": InferencePool {refused}, which it is to send to, is refused; ObjectsAccepted says why and what to do"
     if s.route is None and spec.route is not None:
         return f": HTTPRoute {name} of kvpilot's is not there; ObjectsAccepted says why where it stays so"
     if s.route is None:

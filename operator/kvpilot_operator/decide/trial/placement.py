@@ -11,19 +11,12 @@ from dataclasses import replace
 from datetime import timedelta
 
 from kvpilot_operator.decide.context import Context, Placed, in_flight
-from kvpilot_operator.decide.judging.route import POOLS, carries, kinds, own_rules, weighted
+from kvpilot_operator.decide.judging.route import kinds, own_rules, weighted
 from kvpilot_operator.decide.judging.traffic_plan import counts, floor, rolling_step, total
 from kvpilot_operator.decide.rejections import of_workload
-from kvpilot_operator.decide.trial import baseline, traffic
-from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, canary_service
-from kvpilot_operator.render.objects import (
-    disruption_budget,
-    http_route,
-    inference_pool,
-    route_rules,
-    service,
-    workload,
-)
+from kvpilot_operator.decide.trial import baseline, pools, traffic
+from kvpilot_operator.render.names import HTTP_ROUTE_API, canary_service
+from kvpilot_operator.render.objects import disruption_budget, http_route, route_rules, service, workload
 from kvpilot_operator.render.startup import startup_budget_seconds
 from kvpilot_operator.state.decision import Find, Manifest, Objects
 from kvpilot_operator.state.enums import Stage, TrafficMode
@@ -101,8 +94,9 @@ def own_service(c: Context) -> Context:
         return c
     s, selected, kept = c.snapshot, traffic.selected(c), c.spec.disruption.min_available
     own: list[Manifest] = [service(s.key, s.uid, s.key.name, selected)]
-    if c.spec.inference_pool is not None and s.server.inference_pools:
-        own.append(inference_pool(s.key, s.uid, s.key.name, selected, c.spec.inference_pool.endpoint_picker_ref))
+    pool = pools.own(c, selected)
+    if pool is not None:
+        own.append(pool)
     if not s.server.pod_disruption_budgets:
         return replace(c, own=Placed(tuple(own)))
     covered = sum(count for name, count in c.wanted.items() if selected in (traffic.EVERY_REVISION, name))
@@ -130,10 +124,10 @@ def share(c: Context) -> Context:
         apply.append(service(s.key, s.uid, lent, selected))
     elif c.spec.route_of(s.key.name) is not None and s.unread(Question.ROUTE) is None:
         absent = (("v1", "Service", lent),)
-    pool = _canary_pool(c, selected)
-    if pool is not None:
-        apply.append(pool)
-    absent += _pools_left_over(c)
+    lent_pool = pools.canarys(c, selected)
+    if lent_pool is not None:
+        apply.append(lent_pool)
+    absent += pools.left_over(c)
     route = _route(c, percent)
     if route is not None:
         apply.append(route)
@@ -155,28 +149,6 @@ def _route(c: Context, percent: int) -> Manifest | None:
     if asked is not None:
         return http_route(s.key, s.uid, asked, shared)
     return route_rules(s.key, s.route, shared) if s.route is not None and shared != tuple(rules) else None
-
-
-def _canary_pool(c: Context, selected: str) -> Manifest | None:
-    """The pool that a canary's share goes to. It is there before any trial: a gateway takes a while to know a pool."""
-    s, asked, name = c.snapshot, c.spec.inference_pool, canary_service(c.snapshot.key.name)
-    if asked is None or not s.server.inference_pools:
-        return None
-    if c.spec.route_of(s.key.name) is None and ("InferencePool", name) not in s.objects:
-        return None
-    return inference_pool(s.key, s.uid, name, selected, asked.canary_endpoint_picker_ref)
-
-
-def _pools_left_over(c: Context) -> tuple[tuple[str, str, str], ...]:
-    """Pools of a service that asks for none any more; what the route still names stays until it does not."""
-    s = c.snapshot
-    if c.spec.inference_pool is not None:
-        return ()
-    pools = [name for kind, name in s.objects if kind == "InferencePool" and s.objects[kind, name].owned]
-    named = {canary_service(s.key.name)} if traffic.routed(s) else set()
-    if c.spec.route is not None and carries(s.route, s.key.namespace, s.key.name, POOLS):
-        named.add(s.key.name)
-    return tuple((INFERENCE_POOL_API, "InferencePool", name) for name in pools if name not in named)
 
 
 def do_not_evict(c: Context) -> Context:

@@ -19,7 +19,7 @@ import msgspec
 from kvpilot_operator.decide.context import Context, Target, in_flight
 from kvpilot_operator.decide.judging.traffic_plan import counts, one_can_leave
 from kvpilot_operator.decide.rejections import finding, of_workload, rejected
-from kvpilot_operator.decide.trial import shifting, storage, traffic
+from kvpilot_operator.decide.trial import pools, shifting, storage, traffic
 from kvpilot_operator.decide.trial.ending import finish_promotion, finish_rollback, roll_back
 from kvpilot_operator.decide.trial.refusal import engine_failure, made_anew, mixed_factors, not_started
 from kvpilot_operator.state.decision import Cause
@@ -56,7 +56,7 @@ def advance(c: Context) -> Context:
     if stable.revision not in c.snapshot.deployments:
         gone = f"the engines of {stable.revision} are gone; {target.revision} takes its place"
         return _serve(c, "Replaced", gone)
-    if c.spec.rollout.paused:
+    if c.spec.rollout.paused or pools.unwritten(c):
         return c
     fault = start_fault(c, target)
     return _start_canary(c, stable) if fault is None else _hold(c, fault)
@@ -83,7 +83,7 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
             "minAvailable, or choose Surge",
         )
     held = None if target is not None and target.reason == URGENT else c.plan.held
-    return None if held is None else Cause(Reason.ROUTE_UNUSABLE, held)
+    return pools.fault(c) if held is None else Cause(Reason.ROUTE_UNUSABLE, held)
 
 
 def _mark_ready(c: Context) -> Context:
