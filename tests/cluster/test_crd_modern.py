@@ -18,6 +18,7 @@ from kvpilot_localcluster.rest import ApiError
 from kvpilot_operator.api.host_access import KINDS
 from kvpilot_operator.api.schema import apply_defaults, faults
 from support.bad_manifests import BAD, GOOD, GOOD_GPU_LIMITS, Bad, with_gpus
+from support.derived_manifests import service_with, together
 from support.pod_templates import TEMPLATES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -55,6 +56,14 @@ def test_a_wrong_manifest_is_refused_at_the_field_that_the_operator_finds(
         ((field, message),) = causes(answer)
         assert field == fault.field
         assert message.endswith(re.sub(r"^is ('.*?'|-?\d+|true|false): ", "", fault.message))
+
+
+def test_every_limit_of_the_schema_is_enforced_where_the_operator_finds_it(modern_cluster: LocalCluster) -> None:
+    for group in together():
+        status, answer = create(modern_cluster, service_with(group))
+        assert status == 422, answer
+        mine = places([fault.field for fault in faults(service_with(group))])
+        assert mine == places([field for field, _ in causes(answer)]), group[0].keyword
 
 
 @pytest.mark.parametrize("bad", [bad for bad in BAD if bad.judge == "operator"], ids=lambda bad: bad.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from kvpilot_localcluster.rest import ApiError, Rest, until
 from kvpilot_operator.api.host_access import KINDS
 from kvpilot_operator.api.schema import apply_defaults, faults, load_crd
 from support.bad_manifests import BAD, GOOD, Bad
+from support.derived_manifests import service_with, together
 
 SERVICES = "/apis/kvpilot.io/v1alpha1/namespaces/default/quantizedllmservices"
 
@@ -39,6 +41,14 @@ def create(server: Rest, manifest: dict[str, Any]) -> tuple[int, dict[str, Any]]
 @pytest.mark.parametrize("bad", [bad for bad in BAD if bad.judge == "schema"], ids=lambda bad: bad.name)
 def test_the_schema_alone_refuses_a_wrong_shape(server: Rest, bad: Bad) -> None:
     assert create(server, bad.manifest)[0] == 422
+
+
+def test_every_limit_of_the_schema_is_enforced_where_the_operator_finds_it(server: Rest) -> None:
+    for group in together():
+        status, answer = create(server, service_with(group))
+        assert status == 422, answer
+        refused = {re.sub(r"\[\d+\]", "", cause["field"]) for cause in answer["details"]["causes"]}
+        assert {re.sub(r"\[\d+\]", "", case.field) for case in group} <= refused, group[0].keyword
 
 
 @pytest.mark.parametrize("bad", [bad for bad in BAD if bad.judge == "rule"], ids=lambda bad: bad.name)
