@@ -6,6 +6,7 @@ No request has a seed: with one and a prompt in chunks, vLLM 0.32 ends on a CPU,
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +20,12 @@ from safetensors.torch import load_file, save_file
 
 from kvpilot_demo.models import tiny_llama
 from kvpilot_localcluster.engines.real import HANGS
+from kvpilot_operator.observe.adapters import loaded
 from kvpilot_operator.render.engine import pod_template
 from support.forked_serve import engine
 from support.oracle import SLACK, Oracle
-from support.services import manifest, spec_of
+from support.scrape_loop import ignore, scraping
+from support.services import KEY, manifest, spec_of
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -78,9 +81,10 @@ def served(lora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
     )  # fmt: skip
     exact = {"KVPILOT_PREFILL_FROM_PAGES": "1", "KVPILOT_CALIBRATION": "off"}
     compact = {"VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}  # for its tags know no option against spaces
+    updating = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with (
         engine(
-            tiny_llama(), "k4v4", tmp_path_factory.mktemp("features"), *arguments, env={**exact, **compact}
+            tiny_llama(), "k4v4", tmp_path_factory.mktemp("features"), *arguments, env={**exact, **compact, **updating}
         ) as running,
         httpx.Client(base_url=running.url, timeout=HANGS) as client,
     ):
@@ -175,6 +179,21 @@ def test_every_adapter_of_a_service_is_served_under_its_own_name(served: httpx.C
     answers = [completed(served, model=name, max_tokens=24)["choices"][0] for name in ("m", "adapter", "acme/other")]
     base, *adapted = (answer["token_ids"] for answer in answers)
     assert base not in adapted
+
+
+def test_the_operator_reads_which_adapters_an_engine_has_also_of_those_that_come_and_go_by_its_api(
+    served: httpx.Client, lora: tuple[Path, Path]
+) -> None:
+    async def read() -> tuple[str, ...]:
+        async with scraping() as scraper:
+            return await loaded(scraper, KEY, str(served.base_url).rstrip("/"), ignore)
+
+    assert asyncio.run(read()) == ("adapter", "acme/other")
+    late = {"lora_name": "late", "lora_path": str(lora[0])}
+    served.post("/v1/load_lora_adapter", json=late).raise_for_status()
+    assert asyncio.run(read()) == ("adapter", "acme/other", "late")
+    served.post("/v1/unload_lora_adapter", json={"lora_name": "late"}).raise_for_status()
+    assert asyncio.run(read()) == ("adapter", "acme/other")
 
 
 def test_an_adapter_answers_as_the_model_with_its_weights_added(

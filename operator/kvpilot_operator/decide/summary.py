@@ -20,6 +20,7 @@ from kvpilot_operator.state.status import Cost, Objective
 _MOVED = 0.1
 # Whatever a page says, the schema holds it.
 _MOST = 1e12
+_MOST_ADAPTERS, _MOST_LETTERS = 16, 128
 _QUIET = (WorkloadKind.MEMORY_BOUND, WorkloadKind.WARMING, WorkloadKind.NO_METRICS)
 
 
@@ -43,8 +44,7 @@ def summarise(c: Context) -> Context:
         replicas=_counted(c, names),
         ready_replicas=sum(len(s.ready_pods(name)) for name in names),
         selector=f"{SERVICE_LABEL}={s.key.name}{one}",
-        # An engine that cannot load one of its adapters does not start.
-        adapters=serves.adapters if serves is not None and stable.ever_ready else (),
+        adapters=_adapters(c, stable.revision, serves.adapters if serves is not None and stable.ever_ready else ()),
     )
     c = c.set(objectives=tuple(_shown(c, one) for one in c.workload.objectives), cost=_cost(c))
     return c.set_kv(
@@ -58,6 +58,17 @@ def summarise(c: Context) -> Context:
         gpu_hit_percent=_hits(c, c.workload.gpu_hits, kv.gpu_hit_percent),
         host_hit_percent=_hits(c, c.workload.host_hits, kv.host_hit_percent),
     )
+
+
+def _adapters(c: Context, revision: str, told: tuple[str, ...]) -> tuple[str, ...]:
+    """What all pods say they have loaded; until one says so what they were told to, without which none starts."""
+    s = c.snapshot
+    said = [s.adapters[pod.name] for pod in s.ready_pods(revision) if pod.name in s.adapters]
+    if not said:
+        return told
+    everywhere = set(said[0]).intersection(*said[1:])
+    names = [*told, *sorted(everywhere.difference(told))]
+    return tuple(name for name in names if name in everywhere and len(name) <= _MOST_LETTERS)[:_MOST_ADAPTERS]
 
 
 def _hits(c: Context, share: float | None, said: int | None) -> int | None:

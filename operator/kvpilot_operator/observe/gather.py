@@ -15,6 +15,7 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.errors import ClusterError, ScrapeError, Throttled
 from kvpilot_operator.gpus import by_product
+from kvpilot_operator.observe.adapters import loaded
 from kvpilot_operator.observe.informers import InformerCache, ServiceView
 from kvpilot_operator.observe.node_cache import NodeCache
 from kvpilot_operator.observe.pace import Pace
@@ -54,7 +55,7 @@ _AWAY = (0, 429, 502, 503, 504)
 class Observations:
     """What is remembered of one service that was observed."""
 
-    __slots__ = ("key", "pace", "plan", "uid", "windows")
+    __slots__ = ("adapters", "key", "pace", "plan", "uid", "windows")
 
     def __init__(self, key: ServiceKey, uid: str) -> None:
         self.key = key
@@ -62,6 +63,8 @@ class Observations:
         self.windows = Windows(key)
         self.pace = Pace()
         self.plan: PlanRead | None = None
+        self.adapters: dict[str, tuple[str, ...]] = {}
+        """What pods said that they have loaded, by name."""
 
 
 @dataclass(eq=False)
@@ -142,6 +145,7 @@ class Observer:
             probe_result=probe_result,
             unanswered=tuple(failed),
             backed_off=known.pace.backed_off,
+            adapters=dict(known.adapters),
         )
 
     async def refresh(self, key: ServiceKey) -> None:
@@ -167,6 +171,8 @@ class Observer:
         by_revision: dict[str, list[PodView]] = {}
         for view in answering.values():
             by_revision.setdefault(view.revision, []).append(view)
+        told = {placed.view.revision for placed in self.cache.workloads(key) if placed.view.adapters}
+        known.adapters = {name: names for name, names in known.adapters.items() if name in answering}
         about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name, "kvpilot.pods": sorted(due)}
         with self.tracer.span("scrape", about, root=True) as span:
             failed: list[str] = []
@@ -176,6 +182,8 @@ class Observer:
                 pages = {view.name: page for view, page in zip(asked, answers, strict=True) if page is not None}
                 failed += [view.name for view in asked if view.name not in pages]
                 self._add(known, revision, views, pages)
+                if revision in told:
+                    await asyncio.gather(*(self._ask_adapters(known, view) for view in asked if view.name in pages))
             span.tell({"kvpilot.pods.failed": failed})
 
     def _add(
@@ -198,6 +206,16 @@ class Observer:
         self.on_scrape(True)
         pace.answered(pod.name)
         return page
+
+    async def _ask_adapters(self, known: Observations, pod: PodView) -> None:
+        url = engine_url(pod.ip, pod.mesh)
+        try:
+            names = await loaded(self.scraper, known.key, url, lambda work: known.pace.spend(work, self.elapsed()))
+        except ScrapeError as error:
+            log.warning("adapters: %s", error, extra={"service": str(known.key), "pod": pod.name})
+            known.adapters.pop(pod.name, None)
+        else:
+            known.adapters[pod.name] = names
 
     async def _pools(self, known: Observations, service: ServiceView, server: ServerFacts) -> Objects:
         """The InferencePools that the service has, or had: the status names them until they are gone."""

@@ -74,9 +74,9 @@ class Scraper:
         finally:
             spend(page.work)
 
-    async def read(self, service: ServiceKey, url: str, page: Page[T_co]) -> T_co:
+    async def read(self, service: ServiceKey, url: str, page: Page[T_co], path: str = "/metrics") -> T_co:
         """Fetch a page and have it read; every failure is a ScrapeError that names the address."""
-        address = f"{url}/metrics"
+        address = f"{url}{path}"
         try:
             async with self._places.of(service, service.namespace):
                 await self._fetch(service, address, page)

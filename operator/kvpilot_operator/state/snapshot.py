@@ -102,6 +102,8 @@ class Snapshot:
     """What could not be observed this time: its field holds nothing then, which says nothing."""
     backed_off: Mapping[str, str] = field(default_factory=dict)
     """Pods that are asked for their metrics less often, by name, with why: they failed more than once in a row."""
+    adapters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """LoRA adapters that pods say they have loaded, by name of the pod; asked are those that were told to load any."""
     gpu_hour_micros: int | None = None
     """What one of its GPUs costs an hour, in millionths of the prices' currency; None where no price is known."""
 
