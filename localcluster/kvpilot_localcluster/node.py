@@ -36,7 +36,8 @@ from kvpilot_localcluster.backoff import Backoff
 from kvpilot_localcluster.container import Process, exited
 from kvpilot_localcluster.kube import MERGE, STRATEGIC, Json, Kube
 from kvpilot_localcluster.kubelet_api import LogServer
-from kvpilot_localcluster.pod import Node, PodWorker
+from kvpilot_localcluster.pod import PodWorker
+from kvpilot_localcluster.pod_command import Node
 from kvpilot_localcluster.podstatus import timestamp
 from kvpilot_localcluster.services import Forwarder
 from kvpilot_localcluster.tasks import cancelled

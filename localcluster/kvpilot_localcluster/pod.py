@@ -9,7 +9,6 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,51 +16,17 @@ from typing import Any
 import aiohttp
 from kubernetes.aio.client import ApiException
 
-from kvpilot_localcluster import images, procs, volumes
-from kvpilot_localcluster.backoff import Backoff
+from kvpilot_localcluster import procs, volumes
 from kvpilot_localcluster.container import Command
-from kvpilot_localcluster.errors import InvalidPod, UnknownImage
-from kvpilot_localcluster.expand import environment, expand, service_variables
-from kvpilot_localcluster.kube import MERGE, STRATEGIC, Json, Kube
-from kvpilot_localcluster.paths import rewrite
+from kvpilot_localcluster.errors import InvalidPod
+from kvpilot_localcluster.kube import MERGE, STRATEGIC, Json
+from kvpilot_localcluster.pod_command import Node, command
 from kvpilot_localcluster.podstatus import pod_status
 from kvpilot_localcluster.tasks import cancelled
 from kvpilot_localcluster.worker import ContainerWorker
 
 log = logging.getLogger("kvpilot_localcluster.node")
 LOGS_ANNOTATION = "localcluster.kvpilot.io/logs"
-
-
-@dataclass
-class Node:
-    """What every pod of a node shares.
-
-    Attributes:
-        folder: holds pods/ (records and volumes) and logs/.
-        images: the image table.
-        host: the node's IP address.
-        allocatable: the node's resources.
-        services: all services of the cluster, kept current by the forwarder.
-    """
-
-    kube: Kube
-    name: str
-    folder: Path
-    images: list[images.Image]
-    backoff: Backoff
-    allocatable: Mapping[str, str]
-    host: str = "127.0.0.1"
-    services: dict[str, Json] = field(default_factory=dict)
-
-    async def fetch(self, plural: str, namespace: str, name: str) -> Json | None:
-        """Read an object of the core API; None if there is none."""
-        scope = f"/namespaces/{namespace}" if namespace else ""
-        try:
-            return await self.kube.call("GET", f"/api/v1{scope}/{plural}/{name}")
-        except ApiException as error:
-            if error.status == 404:
-                return None
-            raise
 
 
 def pod_folder(node: Node, uid: str) -> Path:
@@ -207,53 +172,8 @@ class PodWorker:
             await self._node.kube.call("PATCH", self._path, note, content=MERGE)
 
     async def _command(self, spec: Mapping[str, Any], message_file: Path) -> Command:
-        image = images.find(self._node.images, spec["image"])
-        if image is None:
-            raise UnknownImage(
-                f'no entry of the image table matches "{spec["image"]}": this node pulls nothing, add one'
-            )
         pod = {**self._pod, "status": {"podIP": self._address, "hostIP": self._node.host}}
-        metadata = pod["metadata"]
-        facts = {"POD_IP": self._address, "POD_NAME": metadata["name"], "POD_NAMESPACE": metadata["namespace"]}
-        base = {
-            "HOME": str(self._folder / ".home"),
-            "HOSTNAME": metadata["name"],
-            **service_variables(list(self._node.services.values()), metadata["namespace"]),
-            **image.environment(facts),
-        }
-        data = await self._data(spec)
-        wanted = environment(
-            spec, pod, source=lambda kind, name: data.get((kind, name)), allocatable=self._node.allocatable, base=base
-        )
-        folders = dict(image.folders) | volumes.mounts(spec, self._volumes)
-        folders[spec.get("terminationMessagePath") or "/dev/termination-log"] = str(message_file)
-        # What the image sets is in this machine's terms already.
-        variables = base | {name: rewrite(value, folders) for name, value in wanted.items()}
-        first = [*(spec.get("command") or image.entrypoint), *(spec.get("args") or [])]
-        argv = [rewrite(expand(part, variables), folders) for part in first]
-        if not argv:
-            raise InvalidPod(
-                f'container "{spec["name"]}" names no command and the image table has no entrypoint for it'
-            )
-        cwd = rewrite(spec["workingDir"], folders) if spec.get("workingDir") else base["HOME"]
-        return Command(argv, variables, cwd, folders)
-
-    async def _data(self, spec: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, str]]:
-        """The ConfigMaps and Secrets that a container's environment refers to."""
-        wanted = set()
-        for kind, fields in (
-            ("ConfigMap", ("configMapKeyRef", "configMapRef")),
-            ("Secret", ("secretKeyRef", "secretRef")),
-        ):
-            origins = [entry.get("valueFrom") or {} for entry in spec.get("env") or []] + (spec.get("envFrom") or [])
-            wanted |= {(kind, origin[one]["name"]) for origin in origins for one in fields if one in origin}
-        found = {}
-        for kind, name in wanted:
-            thing = await self._node.fetch(f"{kind.lower()}s", self._pod["metadata"]["namespace"], name)
-            if thing is not None:
-                content = volumes.decoded(kind, thing).items()
-                found[kind, name] = {key: value.decode(errors="replace") for key, value in content}
-        return found
+        return await command(self._node, pod, self._folder / ".home", self._volumes, spec, message_file)
 
     def _status(self) -> Json:
         return pod_status(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from kvpilot_kernels import formats, models
 from kvpilot_kernels.latent.formats import LatentFormat
@@ -12,10 +11,8 @@ from kvpilot_runtime import machine, options
 from kvpilot_runtime.errors import PreflightError, Reason
 from kvpilot_runtime.memory import BLOCK_TOKENS
 from kvpilot_runtime.options import Switch
+from kvpilot_runtime.preflight_request import Request
 from kvpilot_runtime.retention import HeavyHitters
-
-if TYPE_CHECKING:
-    from kvpilot_runtime.preflight import Request
 
 REFUSED = (
     Switch("offloading to host memory", (options.OFFLOAD,)),

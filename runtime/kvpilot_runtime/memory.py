@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from kvpilot_kernels import formats, models
 from kvpilot_kernels.latent.formats import LatentFormat
 from kvpilot_runtime import machine, options
 from kvpilot_runtime.errors import PreflightError
-
-if TYPE_CHECKING:
-    from kvpilot_runtime.preflight import Request
+from kvpilot_runtime.preflight_request import Request
 
 CPU_OVERHEAD = 2_500 * 2**20
 """Bytes that vLLM's three processes take on CPU beyond weights and KV cache: an estimate (0.32.0, SmolLM2-135M)."""

@@ -7,6 +7,7 @@ from typing import Any
 from kvpilot_kernels import formats
 from kvpilot_kernels.latent import formats as latent
 from kvpilot_runtime import calibration_info, compat, contract, hooks, model_info, offload, recent_info, retention
+from kvpilot_runtime.vllm_parts import Feature
 
 
 def register() -> None:
@@ -31,16 +32,16 @@ def register() -> None:
         if isinstance(bound, retention.HeavyHitters):
             hooks.around_scheduler("kvpilot_runtime.heavy_spec.tell", "kvpilot_runtime.heavy_spec.hear")
         retention.INFO.publish()
-    if not any(one.part.need is contract.Need.HOST for one in broken):
+    if not any(one.part.feature is Feature.HOST for one in broken):
         offload.heed_from_host()
-    if any(one.part.need is contract.Need.NAMES for one in broken):
+    if any(one.part.feature is Feature.NAMES for one in broken):
         return
     paths = {name: f"kvpilot_runtime.{platform}.{compat.backend_class(name)}" for name in names}
     paths |= {name: f"kvpilot_runtime.latent_{platform}.{compat.backend_class(name)}" for name in latent.names()}
     compat.register_dtypes(tuple(paths))
     route = hooks.route_cuda_backends if platform == "cuda" else hooks.route_cpu_backends
     route(paths, lambda dtype, skipping: contract.refuse(dtype, broken, skipping))
-    if any(one.part.need is contract.Need.LAYERS for one in broken):
+    if any(one.part.feature is Feature.LAYERS for one in broken):
         return
     hooks.around_kv_cache("kvpilot_runtime.plugin.settle", "kvpilot_runtime.plugin.serve")
     calibration_info.INFO.publish()

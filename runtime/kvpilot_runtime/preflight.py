@@ -5,71 +5,21 @@ It takes well under a second for a model in a folder, and for one on the hub as 
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from kvpilot_kernels import formats, models
 from kvpilot_kernels.latent import formats as latent
-from kvpilot_runtime import bounded_check, compat, engines, hub, machine, memory, options
+from kvpilot_runtime import bounded_check, engines, hub, machine, memory, options, preflight_dtypes
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.modelconfig import read_config, weight_bytes
-from kvpilot_runtime.retention import SinksAndWindow
-
-Dtype = formats.Format | latent.LatentFormat
+from kvpilot_runtime.preflight_request import Dtype, Findings, Request, model_folder
 
 CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})
 """vLLM's own dtypes that its CPU backend really implements; it accepts the others and reads garbage."""
 
 OLDEST_GPU = (8, 0)
 """Compute capability from which on our formats run: their kernels multiply in bfloat16 on tensor cores."""
-
-CALIBRATION_OFF = "off"
-"""In the place of a calibration file: serve without factors."""
-
-_POOLING = ("ForSequenceClassification", "ForTokenClassification", "RewardModel", "ForRewardModeling", "EmbeddingModel",
-            "ForTextEncoding")  # fmt: skip
-"""Ends of the names of classes that vLLM turns into pooling models."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What `kvpilot-serve` was asked for; sizes in bytes, lengths in tokens.
-
-    `dtype` is of the KV cache and `model_dtype` of the weights; `skip_layers` and `recent`, the tokens of the recent
-    window, are None when the user said nothing. `retention` is None where all tokens are kept.
-    """
-
-    model: str
-    dtype: str = "auto"
-    model_dtype: str = "auto"
-    max_model_len: int | None = None
-    tensor_parallel: int = 1
-    memory_fraction: float = 0.9
-    kv_bytes: int | None = None
-    skip_layers: tuple[str, ...] | None = None
-    calibration: str | None = None
-    revision: str | None = None
-    others: tuple[str, ...] = ()
-    recent: int | None = None
-    retention: SinksAndWindow | None = None
-
-
-@dataclass
-class Findings:
-    """What a preflight that passed has to say.
-
-    Attributes:
-        config: what the model says of itself; None where it could not be had.
-        skip_layers: the layers that are to stay in 16 bits.
-        disable_window: vLLM is to build layers without the window that no context of this model can leave.
-        warnings: as (reason, message).
-    """
-
-    config: models.Architecture | None = None
-    skip_layers: tuple[str, ...] = ()
-    disable_window: bool = False
-    warnings: list[tuple[str, str]] = field(default_factory=list)
 
 
 def check(request: Request) -> Findings:
@@ -89,8 +39,8 @@ def check(request: Request) -> Findings:
     if any(options.given(request.others, options.OFFLOAD)):
         _offload(request, platform)
     if fmt.ours:
-        _our_options(fmt, request)
-    _window(fmt, request, findings)
+        preflight_dtypes.check_options(fmt, request)
+    preflight_dtypes.check_window(fmt, request, findings)
     if folder is None:
         _ask_hub(request, findings)
     findings.warnings += bounded_check.check(fmt, findings.config, request, platform)
@@ -98,9 +48,9 @@ def check(request: Request) -> Findings:
         request.retention is not None and findings.config is not None and findings.config.idle_window
     )
     if isinstance(fmt, latent.LatentFormat):
-        _latent_dtype(fmt, findings.config, request)
+        preflight_dtypes.check_latent(fmt, findings.config, request)
     elif fmt.ours and findings.config is not None:
-        _our_dtype(fmt, findings.config, request, findings, platform)
+        preflight_dtypes.check_own(fmt, findings.config, request, findings, platform)
     elif fmt.ours and request.skip_layers is None:
         findings.skip_layers = (options.SLIDING,)  # of no effect on a model without such layers
     if folder is not None and findings.config is not None:
@@ -128,12 +78,6 @@ def _ask_hub(request: Request, findings: Findings) -> None:
     if file is not None:
         findings.config = read_config(file)
         _architecture(findings.config, request, findings)
-
-
-def model_folder(model: str) -> Path | None:
-    """The folder that `model` names, or None for a hub id such as `Qwen/Qwen3-8B`."""
-    path = Path(model)
-    return path if path.is_absolute() or model.startswith(".") or path.exists() else None
 
 
 def _dtype(name: str) -> Dtype:
@@ -209,96 +153,3 @@ def _offload(request: Request, platform: machine.Platform) -> None:
     if not engines.can_offload():
         raise PreflightError("BadArguments", f"{options.OFFLOAD}: the installed vLLM has no offloading to host memory; leave it out, or use a runtime image with vLLM 0.28 or newer")  # fmt: skip  # noqa: E501
     memory.check_offload(request, platform)
-
-
-def _our_options(fmt: Dtype, request: Request) -> None:
-    """What else was asked for, whatever the model is."""
-    every = (*request.others, f"--tensor-parallel-size={request.tensor_parallel}")
-    if (found := options.refused(every, os.environ)) is not None:
-        option, what = found
-        raise PreflightError("BadArguments", f"{option}: {what} does not work with kv-cache dtype {fmt.name!r}; leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
-    if any(options.given(request.others, "--enable-sleep-mode")) and not compat.wakes_as_it_was():
-        raise PreflightError("BadArguments", f"--enable-sleep-mode: before vLLM {'.'.join(map(str, compat.SLEEP_FROM))} an engine with kv-cache dtype {fmt.name!r} does not wake up as it was; leave it out, or use a runtime image with a newer vLLM")  # fmt: skip  # noqa: E501
-    named = request.calibration not in (None, CALIBRATION_OFF)
-    if fmt.calibrated_only and request.calibration == CALIBRATION_OFF:
-        raise PreflightError("BadArguments", f"--calibration off: without calibration kv-cache dtype {fmt.name!r} is not accurate; leave the option out, so that the engine calibrates itself, or give a file of `kvpilot calibrate`")  # fmt: skip  # noqa: E501
-    if named and not Path(request.calibration or "").is_file():
-        raise PreflightError("BadArguments", f"--calibration {request.calibration!r}: there is no such file; check that its volume is mounted, or leave the option out: the engine then calibrates itself")  # fmt: skip  # noqa: E501
-
-
-def _window(fmt: Dtype, request: Request, findings: Findings) -> None:
-    """Whether the recent window that was asked for can be served."""
-    if not request.recent:
-        return
-    length = request.max_model_len or (findings.config.max_positions if findings.config is not None else None)
-    if not fmt.has_ring:
-        findings.warnings.append(
-            ("WindowUnused", f"--recent-tokens {request.recent}: kv-cache dtype {fmt.name!r} has no bits to add to its "
-             "last tokens; the option is of no effect")
-        )  # fmt: skip
-    elif length is not None and request.recent > length:
-        raise PreflightError("BadArguments", f"--recent-tokens {request.recent} is more than the context of {length} tokens; use a smaller window ({', '.join(map(str, formats.RECENT_CHOICES))}), or a longer --max-model-len")  # fmt: skip  # noqa: E501
-
-
-def _our_dtype(
-    fmt: Dtype, config: models.Architecture, request: Request, findings: Findings, platform: machine.Platform
-) -> None:
-    """Whether our backend can serve the model, and which of its layers stay in 16 bits."""
-
-    def refuse(what: str, remedy: str = "use --kv-cache-dtype=auto") -> None:
-        raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} does not support {what}; {remedy}")
-
-    what = models.unsupported(config, platform == "cuda", request.tensor_parallel)
-    if config.latent and models.unsupported_latent(config) is None:
-        instead = " or ".join(f"--kv-cache-dtype={name}" for name in ("auto", *latent.names()))
-        refuse("multi-head latent attention, which has dtypes of its own", f"use {instead}")
-    if what is not None:
-        refuse(what)
-    if _pools(config, request):
-        refuse(f"pooling, which is what vLLM serves {config.architectures[0]!r} for")
-    if config.image_prefix and not any(options.given(request.others, "--language-model-only")):
-        refuse("images whose tokens attend to each other both ways", "serve text alone with --language-model-only, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
-    findings.disable_window = config.idle_window
-    drafted = options.speculation(request.others).get("method") in options.DRAFT_MODELS
-    if drafted and (config.layers != config.full_layers or config.state_layers or request.skip_layers):
-        refuse("a draft model, EAGLE or MTP beside layers that are not full attention, or stay in 16 bits,", "speculate by ngram, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
-    if config.layers != config.full_layers and any(options.given(request.others, options.OFFLOAD)):
-        kind = "sliding-window layers" if config.window_layers else "chunked attention"
-        refuse(f"{options.OFFLOAD} for a model with {kind}, whose requests can wait for each other for ever when blocks are loaded", "leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
-    if config.window_layers:
-        if request.skip_layers is None:
-            findings.skip_layers = (options.SLIDING,)
-        elif options.SLIDING not in request.skip_layers:
-            refuse(f"the {config.window_layers} sliding-window layers of this model", f"keep them in 16 bits with --kv-cache-dtype-skip-layers={options.SLIDING}")  # fmt: skip  # noqa: E501
-
-
-def _latent_dtype(fmt: latent.LatentFormat, config: models.Architecture | None, request: Request) -> None:
-    """Whether our backend of multi-head latent attention can serve the model as asked."""
-
-    def refuse(what: str, remedy: str = "leave it out, or use --kv-cache-dtype=auto") -> None:
-        raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} does not support {what}; {remedy}")
-
-    if options.speculation(request.others):
-        refuse("speculative decoding")
-    if any(options.given(request.others, options.OFFLOAD)):
-        refuse(options.OFFLOAD)
-    if request.skip_layers:
-        refuse("--kv-cache-dtype-skip-layers")
-    if request.calibration not in (None, CALIBRATION_OFF):
-        refuse(f"--calibration {request.calibration!r}: there are no static factors of latents")
-    if config is None:
-        return
-    if (what := models.unsupported_latent(config)) is not None:
-        refuse(what, "use --kv-cache-dtype=auto")
-    if _pools(config, request):
-        refuse(f"pooling, which is what vLLM serves {config.architectures[0]!r} for", "use --kv-cache-dtype=auto")
-
-
-def _pools(config: models.Architecture, request: Request) -> bool:
-    """Whether vLLM would serve this model for embeddings, scores or classes, as far as is known without asking it."""
-    if ("--runner", "generate") in options.given(request.others, "--runner"):
-        return False
-    folder, name = model_folder(request.model), config.architectures[0]
-    if folder is not None and (folder / "modules.json").exists():  # sentence-transformers
-        return True
-    return name in engines.pooling_architectures() or name.endswith(_POOLING)

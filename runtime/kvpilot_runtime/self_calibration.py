@@ -11,24 +11,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch.nn import functional
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.fit import Observed
 from kvpilot_runtime import calibration, calibration_info, compat
 from kvpilot_runtime.backend import our_layers
+from kvpilot_runtime.calibration_attention import attending_to_itself
 from kvpilot_runtime.calibration_info import Outcome
 from kvpilot_runtime.calibration_text import LONGEST, SHORTEST, NoTokensError, passes, text_ids
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent import RecentLayer
-
-_ROWS = 1024
-"""Queries that attend at a time where scores or a mask are made."""
 
 T = TypeVar("T")
 
@@ -129,7 +124,7 @@ def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[st
         positions = positions.expand(3, -1)
     try:
         with (
-            _attending_to_itself(config, seen, [length for length, _ in plan]),
+            attending_to_itself(config, seen, [length for length, _ in plan]),
             # As an eager step: what is compiled later sees no difference.
             set_forward_context(None, config, num_tokens=len(tokens), slot_mapping={}, skip_compiled=True),
         ):
@@ -204,87 +199,6 @@ def _refuse_together(problem: str) -> None:
     """
     if told := next(filter(None, _of_all_ranks(problem)), ""):
         raise UnsupportedModelError(told)
-
-
-class _Chunk:
-    """Stands in for a layer's attention: each sequence of the chunk attends to itself, and is counted.
-
-    The tokens after the sequences of `lengths` stand alone.
-    """
-
-    def __init__(self, impl: Any, sliding_window: int | None, seen: Observed | None, lengths: list[int]) -> None:
-        self.scale, self.softcap = float(impl.scale), float(_softcap(impl))
-        self.window, self.seen, self.lengths = sliding_window, seen, lengths
-
-    def forward(
-        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-        attn_metadata: None, output: torch.Tensor, output_scale: Any = None, output_block_scale: Any = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """vLLM's signature: query [tokens, heads, D], key and value [tokens, kv_heads, D]."""
-        how = self.scale, self.softcap, self.window
-        out = output.view(query.shape)
-        start = 0
-        for length in self.lengths:
-            rows = slice(start, start + length)
-            if self.seen is not None:
-                self.seen.add(query[rows], key[rows], value[rows], *how)
-            out[rows] = causal(query[rows], key[rows], value[rows], *how)
-            start += length
-        if self.seen is not None:
-            self.seen.add_first(key[start:])
-        out[start:] = value[start:].repeat_interleave(query.shape[1] // value.shape[1], 1)
-        return output
-
-
-def _softcap(impl: Any) -> float:
-    """What a backend calls its cap on scores; each has a name of its own for it, and 0 or None for none."""
-    found = (getattr(impl, name, None) for name in ("softcap", "logits_soft_cap"))
-    return next((x for x in found if x), 0.0)
-
-
-def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float = 0.0,
-           window: int | None = None) -> torch.Tensor:  # fmt: skip
-    """Causal attention of a sequence to itself, [tokens, heads, D] in and out; key and value [tokens, kv_heads, D].
-
-    `softcap`: 0, or scores become cap * tanh(score / cap). `window`: the last tokens that a query sees, itself among
-    them; None for all.
-    """
-    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-    if not softcap and window is None:
-        out = functional.scaled_dot_product_attention(
-            q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True
-        )
-        return out[0].transpose(0, 1)
-    repeat = q.shape[0] // k.shape[0]
-    k, v = k.repeat_interleave(repeat, 0).float(), v.repeat_interleave(repeat, 0).float()
-    outs, tokens = [], q.shape[1]
-    for start in range(0, tokens, _ROWS):
-        end = min(start + _ROWS, tokens)
-        first = 0 if window is None else max(0, start - window + 1)
-        scores = q[:, start:end].float() @ k[:, first:end].transpose(1, 2) * scale
-        if softcap:
-            scores = (scores / softcap).tanh() * softcap
-        ago = torch.arange(start, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
-        hidden = (ago < 0) if window is None else (ago < 0) | (ago >= window)
-        outs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[:, first:end])
-    return torch.cat(outs, 1).transpose(0, 1).to(query.dtype)
-
-
-@contextmanager
-def _attending_to_itself(config: Any, seen: dict[str, Observed], lengths: list[int]) -> Iterator[None]:
-    """Replace the attention of every layer for one pass."""
-    from vllm.config import get_layers_from_vllm_config
-    from vllm.model_executor.layers.attention import Attention
-
-    layers = get_layers_from_vllm_config(config, Attention)
-    kept = {name: layer.impl for name, layer in layers.items()}
-    try:
-        for name, layer in layers.items():
-            layer.impl = _Chunk(kept[name], layer.sliding_window, seen.get(name), lengths)
-        yield
-    finally:
-        for name, layer in layers.items():
-            layer.impl = kept[name]
 
 
 def _digest(factors: list[Any]) -> str:

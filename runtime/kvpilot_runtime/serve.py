@@ -22,6 +22,7 @@ from typing import NoReturn
 from kvpilot_kernels import formats
 from kvpilot_runtime import compiled, machine, memory, model_info, preflight, retention
 from kvpilot_runtime.errors import PreflightError
+from kvpilot_runtime.preflight_request import Request, model_folder
 
 REFUSED = 78
 CALIBRATION = "KVPILOT_CALIBRATION"
@@ -107,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> tuple[preflight.Request, list[str]]:
+def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
     """What was asked for, and the arguments of `vllm serve` that ask it for the same but for the layers to skip.
 
     Raises:
@@ -124,7 +125,7 @@ def parse(argv: Sequence[str]) -> tuple[preflight.Request, list[str]]:
     kv_bytes = known.kv_cache_memory_bytes
     if kv_bytes is None and machine.platform() == "cpu":
         kv_bytes = memory.cpu_kv_bytes()
-    request = preflight.Request(
+    request = Request(
         known.model, known.kv_cache_dtype, known.dtype, known.max_model_len, known.tensor_parallel_size,
         known.gpu_memory_utilization, kv_bytes, skip, known.calibration, known.revision,
         tuple(others), known.recent_tokens,
@@ -182,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment[retention.VARIABLE] = str(request.retention or "")
     if findings.config is not None:
         environment[model_info.VARIABLE] = model_info.encode(findings.config)
-    if preflight.model_folder(request.model) is not None:
+    if model_folder(request.model) is not None:
         environment.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder: no start waits for the hub
     variables, beside = compiled.prepare(arguments, environment, partial(_say, "warning"))
     if beside is not None:

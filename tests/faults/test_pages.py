@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvpilot_localcluster.engines.faulty import Engine
 from kvpilot_operator.budget import METRICS, METRICS_LINE_BYTES, METRICS_LINES
 from kvpilot_operator.errors import ScrapeError
-from kvpilot_operator.observe import page, scrape
+from kvpilot_operator.observe import page, page_values, scrape
 from kvpilot_operator.observe.page import parse_page
 from kvpilot_operator.probes import packs, run
 from kvpilot_operator.probes.errors import MalformedAnswer, ProbeTimeout
@@ -95,7 +95,7 @@ def with_buckets(number: int) -> str:
         (FINE + CONFIG.format("auto", 10**14, 10**14), "capacity"),
         (FINE + "vllm:prompt_tokens_total 1e300\n" * 2, "vllm:prompt_tokens_total"),
         (FINE + "vllm:request_prefill_time_seconds_sum -1e300\n", "vllm:request_prefill_time_seconds_sum"),
-        (with_buckets(page.MOST_BUCKETS + 1), "bounds"),
+        (with_buckets(page_values.MOST_BUCKETS + 1), "bounds"),
         (FINE + 'vllm:time_to_first_token_seconds_bucket{le="' + "0" * 9_999 + '1"} 1\n', "characters"),
         ("vllm:kv_cache_usage_perc " + "9" * 1_000_000 + "x\n", "a line of more than"),
     ],

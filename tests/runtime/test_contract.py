@@ -20,13 +20,13 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from kvpilot_demo.models import tiny_llama
 from kvpilot_localcluster.engines.real import engine
 from kvpilot_runtime import compat, contract, hooks, plugin
-from kvpilot_runtime.contract import Broken, Need, Part
 from kvpilot_runtime.errors import UnsupportedEngineError
+from kvpilot_runtime.vllm_parts import PARTS, Broken, Feature, Part, unlike
 from support import forked_serve
 
 pytestmark = pytest.mark.timeout(1800)
 
-ON_CPU = [part for part in contract.PARTS if part.platform in ("", "cpu") and not part.wrong()]
+ON_CPU = [part for part in PARTS if part.platform in ("", "cpu") and not part.wrong()]
 LAYER = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="k4v4", block_size=None)
 AHEAD = "0.99.0+cpu"
 
@@ -55,7 +55,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
 
 
 def test_the_installed_vllm_has_every_part_but_rings_before_0_30() -> None:
-    assert not [one for one in contract.broken("cpu") if one.part.need is not Need.WINDOW]
+    assert not [one for one in contract.broken("cpu") if one.part.feature is not Feature.WINDOW]
     assert contract.has_rings() == (compat.vllm_version() >= (0, 30))
 
 
@@ -93,7 +93,7 @@ def test_a_part_with_other_parameters_is_named(part: Part, monkeypatch: pytest.M
     ],
 )
 def test_parameters_are_compared_as_a_call_would_give_them(function: Any, wrong: str) -> None:
-    assert contract._unlike(function, ("query", "key"), ()) == wrong
+    assert unlike(function, ("query", "key"), ()) == wrong
 
 
 @pytest.mark.parametrize(
@@ -140,37 +140,37 @@ def test_a_version_that_was_tried_is_served_without_a_word(
     assert not caplog.records
 
 
-def broken_in(need: Need) -> tuple[Broken, ...]:
-    return (Broken(Part("vllm.some:where", need), "is not there (AttributeError)"),)
+def broken_in(feature: Feature) -> tuple[Broken, ...]:
+    return (Broken(Part("vllm.some:where", feature), "is not there (AttributeError)"),)
 
 
 def test_a_scheduler_that_cannot_be_told_which_pages_to_free_refuses_bounded_caches_alone() -> None:
     with pytest.raises(UnsupportedEngineError, match=r"SinksAndWindow:4:64.*vllm\.some\.where is not there"):
-        contract.refuse_bound("SinksAndWindow:4:64", broken_in(Need.BOUND))
-    contract.refuse_bound("SinksAndWindow:4:64", broken_in(Need.LAYERS))
-    contract.refuse("k4v4", broken_in(Need.BOUND), skipping=True)
+        contract.refuse_bound("SinksAndWindow:4:64", broken_in(Feature.BOUND))
+    contract.refuse_bound("SinksAndWindow:4:64", broken_in(Feature.LAYERS))
+    contract.refuse("k4v4", broken_in(Feature.BOUND), skipping=True)
 
 
 def test_only_dtypes_of_ours_are_refused_for_a_part_that_their_layers_need(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedEngineError, match=r"'k4v4'.*vllm\.some\.where is not there.*--kv-cache-dtype auto"):
-        contract.refuse("k4v4", broken_in(Need.LAYERS), skipping=False)
-    contract.refuse("k4v4", broken_in(Need.SKIPPED), skipping=False)
-    contract.refuse("k4v4", broken_in(Need.WINDOW), skipping=True)
+        contract.refuse("k4v4", broken_in(Feature.LAYERS), skipping=False)
+    contract.refuse("k4v4", broken_in(Feature.SKIPPED), skipping=False)
+    contract.refuse("k4v4", broken_in(Feature.WINDOW), skipping=True)
     with pytest.raises(UnsupportedEngineError, match=r"vllm\.some\.where"):
-        contract.refuse("k4v4", broken_in(Need.SKIPPED), skipping=True)
+        contract.refuse("k4v4", broken_in(Feature.SKIPPED), skipping=True)
 
 
 def test_a_part_that_latents_alone_need_costs_no_other_dtype_anything(caplog: pytest.LogCaptureFixture) -> None:
-    contract.tell(broken_in(Need.LATENTS))
+    contract.tell(broken_in(Feature.LATENTS))
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-    contract.refuse("k4v4", broken_in(Need.LATENTS), skipping=True)
+    contract.refuse("k4v4", broken_in(Feature.LATENTS), skipping=True)
     with pytest.raises(UnsupportedEngineError, match="'mla4' cannot be served"):
-        contract.refuse("mla4", broken_in(Need.LATENTS), skipping=False)
+        contract.refuse("mla4", broken_in(Feature.LATENTS), skipping=False)
 
 
 def test_what_is_broken_is_logged_with_its_remedy_and_costs_auto_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        contract.tell(broken_in(Need.LAYERS))
+        contract.tell(broken_in(Feature.LAYERS))
     assert [r.levelname for r in caplog.records] == ["ERROR"]
     assert all(word in caplog.text for word in ("vllm.some.where is not there", "--kv-cache-dtype auto"))
 
@@ -178,7 +178,7 @@ def test_what_is_broken_is_logged_with_its_remedy_and_costs_auto_nothing(caplog:
 def test_without_what_teaches_vllm_our_dtypes_it_keeps_its_own(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(contract, "broken", lambda _platform: broken_in(Need.NAMES))
+    monkeypatch.setattr(contract, "broken", lambda _platform: broken_in(Feature.NAMES))
     for module, name in ((compat, "register_dtypes"), (hooks, "route_cpu_backends"), (hooks, "around_kv_cache")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("vLLM was changed"))
     with caplog.at_level(logging.ERROR):

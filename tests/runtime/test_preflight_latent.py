@@ -13,7 +13,8 @@ from kvpilot_demo.models import tiny_llama
 from kvpilot_kernels.latent import formats as latent
 from kvpilot_runtime import machine
 from kvpilot_runtime.errors import PreflightError
-from kvpilot_runtime.preflight import Request, check
+from kvpilot_runtime.preflight import check
+from kvpilot_runtime.preflight_request import Request
 from support.latent_engine import make_model
 
 

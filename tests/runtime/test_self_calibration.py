@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from kvpilot_demo.models import smollm2_135m, tiny_gemma3, tiny_llama
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.fit import Observed
-from kvpilot_runtime import calibration_info, compat, self_calibration
+from kvpilot_runtime import calibration_attention, calibration_info, compat, self_calibration
 from kvpilot_runtime.calibration_text import NoTokensError, lone, passes, text_ids
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.worker_info import Reported
@@ -147,8 +147,8 @@ def test_a_chunk_attends_to_itself_as_the_formula_says(
     rng = torch.Generator().manual_seed(tokens)
     query, key, value = (torch.randn(tokens, n, 8, generator=rng) for n in (heads[0], heads[1], heads[1]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(self_calibration, "_ROWS", rows)
-        found = self_calibration.causal(query, key, value, 0.3, softcap, window)
+        patch.setattr(calibration_attention, "_ROWS", rows)
+        found = calibration_attention.causal(query, key, value, 0.3, softcap, window)
     for t in range(tokens):
         first = 0 if window is None else max(0, t - window + 1)
         for h in range(heads[0]):
@@ -165,14 +165,14 @@ def test_each_sequence_of_the_chunk_attends_to_itself_and_is_counted_alone() -> 
     query, key, value = (torch.randn(65, n, 64, generator=rng) for n in (4, 2, 2))
     seen, apart, output = Observed(2, 64), Observed(2, 64), torch.empty(65, 4 * 64)
     impl = SimpleNamespace(scale=0.1, softcap=3.0)
-    chunk = self_calibration._Chunk(impl, None, seen, [40, 20])
+    chunk = calibration_attention.Chunk(impl, None, seen, [40, 20])
     assert chunk.forward(None, query, key, value, key, None, output) is output
     for rows in (slice(0, 40), slice(40, 60)):
-        wanted = self_calibration.causal(query[rows], key[rows], value[rows], 0.1, 3.0)
+        wanted = calibration_attention.causal(query[rows], key[rows], value[rows], 0.1, 3.0)
         torch.testing.assert_close(output.view(65, 4, 64)[rows], wanted)
         apart.add(query[rows], key[rows], value[rows], 0.1, 3.0)
     for row in range(60, 65):  # each of them alone
-        wanted = self_calibration.causal(*(x[row : row + 1] for x in (query, key, value)), 0.1, 3.0)
+        wanted = calibration_attention.causal(*(x[row : row + 1] for x in (query, key, value)), 0.1, 3.0)
         torch.testing.assert_close(output.view(65, 4, 64)[row : row + 1], wanted)
         apart.add_first(key[row : row + 1])
     torch.testing.assert_close(seen.factors().key_first, key[60:].mean(0))

@@ -12,7 +12,8 @@ from kvpilot_demo.models import tiny_gemma3, tiny_llama
 from kvpilot_kernels.models import read
 from kvpilot_runtime import compat, engines, machine, options, serve
 from kvpilot_runtime.errors import PreflightError
-from kvpilot_runtime.preflight import Request, check
+from kvpilot_runtime.preflight import check
+from kvpilot_runtime.preflight_request import Request
 
 H200 = machine.Gpu("NVIDIA H200", 141 * 2**30, 0, (9, 0))
 SMALL = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2,

@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from kvpilot_localcluster.engines import PAGE_LATER
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe import series
-from kvpilot_operator.observe.page import MOST_REQUESTS, PageReader, parse_page
+from kvpilot_operator.observe.page import PageReader, parse_page
+from kvpilot_operator.observe.page_values import MOST_REQUESTS
 from kvpilot_operator.state.snapshot import ModelFacts
 
 REAL = PAGE_LATER.read_text()

@@ -8,21 +8,14 @@ spelling too: a page that has both says the same twice, and the newer one is rea
 
 from __future__ import annotations
 
-import math
-import re
-import sys
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields
-from functools import lru_cache
 from typing import Any
 
-from kvpilot_kernels import formats
 from kvpilot_operator.errors import ScrapeError
-from kvpilot_operator.numbers import whole
+from kvpilot_operator.observe import page_values as values
 from kvpilot_operator.observe.pod_metrics import PodMetrics, Totals
 from kvpilot_operator.observe.series import SeriesReader, labels_of
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.samples import NOTHING_OBSERVED
 from kvpilot_operator.state.snapshot import ModelFacts
 
 # The newer spelling first.
@@ -70,19 +63,6 @@ _SUMS = frozenset([*_SECONDS.values(), *(f"{name}_sum" for name in _BUCKETS.valu
 _INFO = (_CONFIG, _MODEL, _FACTORS, _RECENT, _RETENTION)
 WANTED = frozenset(name.encode() for name in (*_USAGE, *_COUNTERS, *_SUMS, *_BUCKETS, *_INFO))
 """The names of the series that are read."""
-
-# One pod holds a connection for each request; a process may open about a million files.
-MOST_REQUESTS = 1_000_000
-# Far beyond any machine and any uptime, and still exact enough to count with; a broken page may say anything.
-MOST__COUNTED = 1e18
-MOST_TOKENS = 10**12
-# vLLM's histograms have some thirty. The bounds of a page are kept, so a page must not invent more at every scrape.
-MOST_BUCKETS = 200
-_LONGEST_BOUND = 32
-# What status.kvCache.observedDtype holds.
-_LONGEST_DTYPE = 63
-_HASH = re.compile(r"[0-9a-f]{4,64}")
-_POLICY = re.compile(r"[A-Za-z]{1,63}")
 
 
 def parse_page(text: str) -> PodMetrics:
@@ -136,10 +116,10 @@ class PageReader:
         waiting = self._for_room if self._for_room is not None else self._sums.get(_WAITING, 0.0)
         return PodMetrics(
             usage=total / ranks,
-            running=_requests(_RUNNING, self._sums.get(_RUNNING, 0.0)),
-            waiting=_requests(_WAITING, waiting),
-            capacity_tokens=_tokens("the capacity", self._capacity),
-            blocks=_tokens("num_gpu_blocks", self._blocks),
+            running=values.requests(_RUNNING, self._sums.get(_RUNNING, 0.0)),
+            waiting=values.requests(_WAITING, waiting),
+            capacity_tokens=values.tokens(_CONFIG, "the capacity", self._capacity),
+            blocks=values.tokens(_CONFIG, "num_gpu_blocks", self._blocks),
             dtype=self._dtype,
             process_start=self._count(_START) if _START in self._sums else None,
             totals=self._totals(),
@@ -155,11 +135,12 @@ class PageReader:
     def _add(self, name: str, labels: str, value: float) -> None:
         """One series more."""
         if name in _COUNTERS:
-            self._sums[name] = self._sums.get(name, 0.0) + _counted(name, value)
+            self._sums[name] = self._sums.get(name, 0.0) + values.counted(name, value)
             if name in _PARTED:
                 self._add_part(name, labels_of(labels), value)
         elif name in _BUCKETS:
-            self._add_bucket(name, labels_of(labels).get("le", ""), _counted(name, value))
+            reached = self._buckets.setdefault(_BUCKETS[name], {})
+            values.add_bucket(name, reached, labels_of(labels).get("le", ""), values.counted(name, value))
         elif name in _SUMS:
             self._sums[name] = self._sums.get(name, 0.0) + value
         elif name in _USAGE:
@@ -170,16 +151,13 @@ class PageReader:
         elif name == _CONFIG:
             self._add_config(labels_of(labels))
         elif name == _FACTORS:
-            told = labels_of(labels).get("hash", "")
-            # One string for all pages that have it.
-            self._factors = self._factors or (sys.intern(told) if _HASH.fullmatch(told) else "")
+            self._factors = self._factors or values.hash_of_factors(labels_of(labels).get("hash", ""))
         elif name == _RECENT:
-            self._recent = _recent(labels_of(labels).get("tokens", ""))
+            self._recent = values.recent_tokens(labels_of(labels).get("tokens", ""))
         elif name == _RETENTION:
-            told = labels_of(labels).get("policy", "")
-            self._retention = sys.intern(told) if _POLICY.fullmatch(told) else ""
+            self._retention = values.policy(labels_of(labels).get("policy", ""))
         elif self._model is None:
-            self._model = _model(labels_of(labels))
+            self._model = values.model_facts(labels_of(labels))
 
     def _add_part(self, name: str, labels: Mapping[str, str], value: float) -> None:
         if name == _WAITING_BY_REASON and labels.get("reason") == "capacity":
@@ -191,21 +169,12 @@ class PageReader:
         ):
             self._server_errors += value
 
-    def _add_bucket(self, name: str, edge: str, value: float) -> None:
-        reached = self._buckets.setdefault(_BUCKETS[name], {})
-        reached[edge] = reached.get(edge, 0.0) + value
-        if len(reached) > MOST_BUCKETS or len(edge) > _LONGEST_BOUND:
-            raise ScrapeError(
-                f"{name}: {len(reached)} bounds, one of {len(edge)} characters; no engine has more than "
-                f"{MOST_BUCKETS} of {_LONGEST_BOUND}"
-            )
-
     def _add_config(self, labels: Mapping[str, str]) -> None:
-        blocks, dtype = _number(labels.get("num_gpu_blocks", "")), labels.get("cache_dtype", "")
-        if len(dtype) > _LONGEST_DTYPE:
+        blocks, dtype = values.number(labels.get("num_gpu_blocks", "")), labels.get("cache_dtype", "")
+        if len(dtype) > values.LONGEST_DTYPE:
             raise ScrapeError(f"{_CONFIG}: cache_dtype has {len(dtype)} characters: no dtype's name has so many")
         self._blocks += blocks
-        self._capacity += _number(labels.get("kv_cache_size_tokens", "")) or blocks * _number(
+        self._capacity += values.number(labels.get("kv_cache_size_tokens", "")) or blocks * values.number(
             labels.get("block_size", "")
         )
         self._dtype = dtype
@@ -214,93 +183,20 @@ class PageReader:
         counts: dict[str, Any] = {field: self._count(name) for field, name in _COUNTED.items()}
         counts |= {field: self._sum(name) for field, name in _SECONDS.items()}
         counts |= {field: self._histogram(_first(names, self._buckets) or "") for field, names in _HISTOGRAMS.items()}
-        errors, server_errors = _whole(_COUNTED["finished"], self._errors), _whole(_HTTP, self._server_errors)
-        return Totals(errors=errors, server_errors=server_errors, **counts)
+        errors = values.whole_count(_COUNTED["finished"], self._errors)
+        return Totals(errors=errors, server_errors=values.whole_count(_HTTP, self._server_errors), **counts)
 
     def _count(self, name: str) -> float:
-        return _whole(name, self._sums.get(name, 0.0))
+        return values.whole_count(name, self._sums.get(name, 0.0))
 
     def _sum(self, name: str) -> float:
-        total = self._sums.get(name, 0.0)
-        if not abs(total) <= MOST__COUNTED:
-            raise ScrapeError(f"{name} is {total}: not a number, or beyond {MOST__COUNTED:g}")
-        return total
+        return values.total_of(name, self._sums.get(name, 0.0))
 
     def _histogram(self, name: str) -> Histogram:
-        """The histogram over all of its series; an empty one where the page has none."""
-        reached = self._buckets.get(name)
-        if not reached:
-            return NOTHING_OBSERVED
-        bounds = _bounds(name, tuple(reached))
-        counts: list[float] = []
-        below = 0.0
-        for edge in sorted(reached, key=float):
-            upto = _whole(f"{name}_bucket", reached[edge])
-            if upto < below:
-                raise ScrapeError(f"{name}_bucket: {upto:g} up to {edge} and {below:g} up to the bound before it")
-            counts.append(int(upto - below))
-            below = upto
-        return Histogram(bounds, tuple(counts), self._sum(f"{name}_sum"))
+        """The histogram over all of its series."""
+        return values.histogram(name, self._buckets.get(name, {}), self._sums.get(f"{name}_sum", 0.0))
 
 
 def _first(names: tuple[str, ...], found: Collection[str]) -> str | None:
     """The newest spelling that is there."""
     return next((name for name in names if name in found), None)
-
-
-def _counted(name: str, value: float) -> float:
-    if not (math.isfinite(value) and value >= 0):
-        raise ScrapeError(f"{name} is {value}: negative or not a number")
-    return value
-
-
-def _whole(name: str, total: float) -> float:
-    """The sum of a counter's series, as an int where it is whole: small ints cost no memory."""
-    if total > MOST__COUNTED:
-        raise ScrapeError(f"{name} is {total:g}: impossible, nothing counts beyond {MOST__COUNTED:g}")
-    return int(total) if total.is_integer() else total
-
-
-def _requests(name: str, total: float) -> float:
-    number = _whole(name, total)
-    if number > MOST_REQUESTS:
-        raise ScrapeError(f"{name} is {number:g}: impossible, no process serves more than {MOST_REQUESTS} at once")
-    return number
-
-
-@lru_cache(maxsize=256)
-def _bounds(name: str, edges: tuple[str, ...]) -> tuple[float, ...]:
-    """The finite bounds, rising; cached so that all pages of a fleet share one tuple."""
-    try:
-        rising = sorted(map(float, edges))
-    except ValueError as error:
-        raise ScrapeError(f"{name}_bucket: le: {error}") from error
-    if rising[-1] != math.inf or any(not math.isfinite(bound) for bound in rising[:-1]):
-        raise ScrapeError(f"{name}_bucket: le is {', '.join(edges)}; finite bounds and one +Inf are needed")
-    if len(set(rising)) != len(rising):
-        raise ScrapeError(f"{name}_bucket: le is {', '.join(edges)}: one bound twice")
-    return tuple(rising[:-1])
-
-
-def _model(labels: Mapping[str, str]) -> ModelFacts | None:
-    sizes = {f.name: labels.get(f.name, "") for f in fields(ModelFacts)}
-    mla = sizes.pop("mla")
-    if all(_number(size) or size == "0" for size in sizes.values()) and mla in ("true", "false"):
-        return ModelFacts(**{name: int(size) for name, size in sizes.items()}, mla=mla == "true")
-    return None
-
-
-def _recent(text: str) -> int | None:
-    tokens = _number(text)
-    return tokens if tokens in formats.RECENT_CHOICES and (tokens or text == "0") else None
-
-
-def _tokens(what: str, number: int) -> int:
-    if number > MOST_TOKENS:
-        raise ScrapeError(f"{_CONFIG}: {what} is {number}: impossible, no memory holds more than {MOST_TOKENS} tokens")
-    return number
-
-
-def _number(text: str) -> int:
-    """A label's whole number; 0 where it is none ("None", as vLLM writes what it does not know)."""
-    return whole(text, 10**15) or 0
