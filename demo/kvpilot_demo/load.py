@@ -12,18 +12,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import random
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pydoc_data.topics import topics
 from typing import Any
 
 import httpx
+
+from kvpilot_operator.probes.stats import percentile
 
 # A user whose request has just failed thinks this long, so that a refused connection does not become a busy loop.
 PAUSE_AFTER_FAILURE_SECONDS = 0.5
@@ -123,9 +123,9 @@ class Load:
         active = sum(not t.done() for t in self._tasks.values())
         return (
             f"{active} users, {s.ok} answered, {s.failed} failed, {rate:.1f} tokens/s, "
-            f"first token p50 {_percentile(s.first_token, 0.5):.2f} s p95 {_percentile(s.first_token, 0.95):.2f} s, "
-            f"between tokens p50 {_percentile(s.between_tokens, 0.5) * 1000:.0f} ms "
-            f"p95 {_percentile(s.between_tokens, 0.95) * 1000:.0f} ms"
+            f"first token p50 {percentile(s.first_token, 0.5):.2f} s p95 {percentile(s.first_token, 0.95):.2f} s, "
+            f"between tokens p50 {percentile(s.between_tokens, 0.5) * 1000:.0f} ms "
+            f"p95 {percentile(s.between_tokens, 0.95) * 1000:.0f} ms"
         )
 
     async def _user(self, index: int) -> None:
@@ -200,12 +200,6 @@ def _chunk(data: str) -> dict[str, Any]:
     if not isinstance(chunk, dict) or "error" in chunk:
         raise _Failed(f"the engine failed: {data[:300]}")
     return chunk
-
-
-def _percentile(values: Iterable[float], share: float) -> float:
-    """The nearest-rank percentile; 0 for no values."""
-    ordered = sorted(values)
-    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0
 
 
 async def _run(args: argparse.Namespace) -> int:

@@ -219,7 +219,7 @@ def tables(block_table: torch.Tensor, seq_lens: torch.Tensor, blocks: int, block
 
 
 def int32(**given: torch.Tensor) -> None:
-    """What a kernel reads as int32: a tensor of another type would be misread without a sound.
+    """What a kernel reads as int32: a tensor of another type would be read wrongly, without an error.
 
     Raises:
         BadInputError: another type, naming the argument.

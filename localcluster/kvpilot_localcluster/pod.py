@@ -9,7 +9,6 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from kvpilot_localcluster.container import Command
 from kvpilot_localcluster.errors import InvalidPod
 from kvpilot_localcluster.kube import MERGE, STRATEGIC, Json
 from kvpilot_localcluster.pod_command import Node, command
-from kvpilot_localcluster.podstatus import pod_status
+from kvpilot_localcluster.podstatus import pod_status, timestamp
 from kvpilot_localcluster.tasks import cancelled
 from kvpilot_localcluster.worker import ContainerWorker
 
@@ -150,7 +149,7 @@ class PodWorker:
         self._told.add(message)
         namespace, name = self.key
         about = {"apiVersion": "v1", "kind": "Pod", "namespace": namespace, "name": name}
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        now = timestamp(time.time())
         body = {
             "metadata": {"generateName": f"{name}."},
             "involvedObject": {**about, "uid": self._pod["metadata"]["uid"]},

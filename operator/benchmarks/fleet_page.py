@@ -40,7 +40,7 @@ made unready a second, and every 30 s the operator's own metrics are read.
 
 """  # noqa: E501
 
-_COLUMNS = """| services | pods | up s | edit p50/p95/p99 ms | pod p50/p95/p99 ms | gap p50/p99 s | passes/s | requests/s | own page KiB, s | cores | RSS MiB |
+_COLUMNS = """| services | pods | up s | edit p50/p95/p99 ms | pod p50/p95/p99 ms | gap p50/p99 s | reconciles/s | requests/s | own page KiB, s | cores | RSS MiB |
 |---|---|---|---|---|---|---|---|---|---|---|
 """  # noqa: E501
 
@@ -99,7 +99,7 @@ def soak(one: dict[str, Any]) -> str:
     return (
         f"\n**{one['seconds'] / 60:.0f} minutes more at the largest size**, with the same edits: edit p99 "
         f"{1000 * edit['p99']:.0f} ms (at most {1000 * edit['max']:.0f} ms, {edit['count']} edits), {one['cores']:.2f} "
-        f"cores, {one['scrapes_failed']:.0f} failed scrapes, {one['passes_failed']:.0f} failed passes. RSS from "
+        f"cores, {one['scrapes_failed']:.0f} failed scrapes, {one['passes_failed']:.0f} failed reconciles. RSS from "
         f"{memory[0][1]:.0f} to {memory[-1][1]:.0f} MiB, {slope(half):+.0f} MiB an hour over its second half.\n"
     )
 

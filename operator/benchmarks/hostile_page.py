@@ -34,8 +34,8 @@ Who else was at work on the machine took {others:.2f} cores beside the hostile o
 
 """
 _TAIL = """
-Engines whose pages are refused are asked every 30 s instead of each second (`observe/pace.py`), pages are read in
-steps of {step} lines between which everybody else has a turn, namespaces share the places of reconciles, and a
+Engines whose pages are refused are asked every 30 s instead of each second (`observe/scrape_throttle.py`), pages are
+read in steps of {step} lines between which everybody else has a turn, namespaces share the places of reconciles, and a
 service's packs are read every 15 s. Without these the same hostile services took 0.84 cores of the operator, an
 edit 0.26 s (quiet 0.02), a canary 8.9 s (quiet 2.9) and a cycle 1.4 s (2026-11-22, cores that did nothing else).
 

@@ -1,15 +1,14 @@
-"""What one service may cost the operator, at every door through which a tenant's bytes come in.
+"""What one service may cost the operator: limits on every kind of input that tenants send it.
 
 The operator's container has 512 MiB. A fleet of 2,000 services and 6,000 pods takes up to 368 of them
-(docs/benchmarks/fleet.md), so that all doors together, with every place taken and every answer as large as it may be,
-get `ALL_DOORS_BYTES`; the rest is the allocator's.
+(docs/benchmarks/fleet.md), so that all inputs together, with every permit taken and every answer as large as it may be,
+get `ALL_INPUTS_BYTES`; the rest is the allocator's.
 
-A door bounds three things. Bytes: an answer that exceeds `read_bytes` is refused while it is read, and reading one
-takes at most `held_bytes` of memory (docs/benchmarks/operator-doors.md has what they take). Work: parsers are linear in
-what they read, and what they read is bounded; pages of metrics, which are read for ever, have a rate besides
-(`METRICS_WORK_PER_SECOND`). Places: a service holds at most `share` of them,
-tenants (namespaces) take turns, and who holds one for longer than `patience_seconds` gives way to those who wait
-(`Places`).
+Three things are bounded. Bytes: an answer that exceeds `read_bytes` is refused while it is read, and reading one
+takes at most `held_bytes` of memory (docs/benchmarks/operator-parsers.md has what they take). Work: parsers are linear
+in what they read, and what they read is bounded; pages of metrics, which are read for ever, have a rate besides
+(`METRICS_WORK_PER_SECOND`). Concurrency: a service holds at most `share` permits, tenants (namespaces) get them by
+round robin, and who holds one for longer than `patience_seconds` gives way to those who wait (`Permits`).
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Hashable, Sequence
 from dataclasses import dataclass
 
-from kvpilot_operator.errors import OverBudget, PlaceLost
+from kvpilot_operator.errors import OverBudget, PermitLost
 
 _KIB, _MIB = 1024, 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """The limits of one door.
+class InputLimits:
+    """The limits of one kind of input.
 
-    `quick` places are for those that take no longer than `quick_seconds`, which is what keeps the others from waiting;
-    who takes longer moves to one of the `slow` ones. Where these are taken, too, who waits gets the place of one that
+    `quick` permits are for those that take no longer than `quick_seconds`, which is what keeps the others from waiting;
+    who takes longer moves to one of the `slow` ones. Where these are taken, too, who waits gets the permit of one that
     has got on with nothing for `patience_seconds`.
     """
 
@@ -45,16 +44,16 @@ class Door:
 
     @property
     def most_bytes(self) -> int:
-        """The memory that this door takes at most."""
+        """The memory that this input takes at most."""
         return self.held_bytes * (self.quick + self.slow)
 
 
-ALL_DOORS_BYTES = 128 * _MIB
+ALL_INPUTS_BYTES = 128 * _MIB
 
 # A page of vLLM is some 50 KiB for each data parallel rank, so 20 ranks behind one server. It is read chunk by chunk
 # and never held: what is held are the socket's buffers, a chunk and a line. A healthy engine answers within 10 ms; 450
-# pages a second (control/pilot.py) then take 5 places, and the rest are for engines that are slow.
-METRICS = Door(
+# pages a second (control/pilot.py) then take 5 permits, and the rest are for engines that are slow.
+METRICS = InputLimits(
     "a page of metrics", 1 * _MIB, 192 * _KIB, quick=64, slow=192, share=8, quick_seconds=0.5, patience_seconds=0.5
 )
 METRICS_SOCKET_BYTES = 32 * _KIB
@@ -66,7 +65,7 @@ METRICS_CHUNK_BYTES = 32 * _KIB
 # and of one service one, are taken before whatever else is ready has its turn: a fleet of 2,000 services has some 1,400
 # a second.
 METRICS_STEP_LINES = 256
-METRICS_TURN = Door(
+METRICS_STEP = InputLimits(
     "a step of a page", METRICS_CHUNK_BYTES, 0, quick=4, slow=0, share=1, quick_seconds=60.0, patience_seconds=60.0
 )
 # Work is counted in lines, and a line more for each 128 bytes: 2.5 us. A service may take so much for each of its pods:
@@ -76,7 +75,7 @@ METRICS_WORK_PER_SECOND = 2_000
 
 # A pack has 32 KiB at most (probes/packs.py). The API server sends whole objects, of up to 1.5 MiB: a ConfigMap with
 # more beside the pack than this is refused before it is parsed.
-CONFIG_MAP = Door(
+CONFIG_MAP = InputLimits(
     "a ConfigMap", 256 * _KIB, 1 * _MIB, quick=4, slow=0, share=1, quick_seconds=15.0, patience_seconds=15.0
 )
 
@@ -86,18 +85,18 @@ PACKS_BYTES = 128 * _KIB
 # A run holds its prompts (0.5 MiB of text, or a baseline of 1.1 MiB), the question that is asked and a line of the
 # answer or the tokens of a prompt; with the built-in packs some 0.5 MiB. It takes some seconds on a GPU and half a
 # minute on a CPU, and no engine is silent for longer than the patience but one that hangs, or that computes a very long
-# prompt. Behind engines that hang a good service waits for a second while slow places are free, else for the patience.
+# prompt. Behind engines that hang a good service waits for a second while slow permits are free, else for the patience.
 # No prompt has more than the 65,536 tokens that a baseline keeps, of 10 bytes each.
-CANARY_PROBE = Door(
+CANARY_PROBE = InputLimits(
     "a probe of a canary", 640 * _KIB, 2 * _MIB, quick=8, slow=8, share=1, quick_seconds=1.0, patience_seconds=5.0
 )
-# Those of replicas that serve have places of their own: a canary never waits behind a thousand of them.
-CHECK = Door(
+# Those of replicas that serve have permits of their own: a canary never waits behind a thousand of them.
+CHECK = InputLimits(
     "a check of a replica", 640 * _KIB, 2 * _MIB, quick=8, slow=8, share=1, quick_seconds=1.0, patience_seconds=5.0
 )
 
 # Reconciles and captures read ConfigMaps each by themselves.
-DOORS = (METRICS, CONFIG_MAP, CONFIG_MAP, CANARY_PROBE, CHECK)
+INPUTS = (METRICS, CONFIG_MAP, CONFIG_MAP, CANARY_PROBE, CHECK)
 
 
 async def read_body(chunks: AsyncIterator[bytes], most: float, where: str) -> bytes:
@@ -111,8 +110,8 @@ async def read_body(chunks: AsyncIterator[bytes], most: float, where: str) -> by
 
 
 @dataclass(eq=False, slots=True)
-class Place:
-    """One place of a pool, while a task holds it or waits for it."""
+class Permit:
+    """One permit, while a task holds it or waits for it."""
 
     service: Hashable
     tenant: Hashable
@@ -124,149 +123,149 @@ class Place:
     lost: bool = False
 
     def progress(self) -> None:
-        """Tell that the work goes on: of those that hold a slow place, the one that is silent for longest loses it."""
+        """Tell that the work goes on: of those that hold a slow permit, the one that is silent for longest loses it."""
         self.moved = asyncio.get_running_loop().time()
 
     @property
     def silent_until(self) -> float:
-        """Until when its holder may say nothing before it may lose the place."""
+        """Until when its holder may say nothing before it may lose the permit."""
         return self.moved + self.patience
 
 
-class Places:
-    """The places of a door, shared out fairly.
+class Permits:
+    """A semaphore whose permits are shared out fairly, and can be taken back.
 
-    The next place is the tenant's that holds the fewest, and of its services each has its turn, whatever number of
-    requests they have waiting. A holder gives its quick place to those who wait once it has had it for `quick_seconds`,
-    and goes on in a slow one. Where these are all taken, a tenant with more places than the one that waits loses its
-    most silent one; among tenants with as many, the place that has been silent for longest is lost, if that was for
-    longer than its patience. So however many engines of one tenant hang, another tenant gets a place after
-    `quick_seconds`, or after `patience_seconds` where every place is another tenant's; and among themselves who waits
-    gets one after `patience_seconds * (1 + services that wait / quick)`.
+    The next permit is the tenant's that holds the fewest, and its services get theirs by round robin, whatever number
+    of requests they have waiting. A holder gives its quick permit to those who wait once it has had it for
+    `quick_seconds`, and goes on in a slow one. Where these are all taken, a tenant with more permits than the one that
+    waits loses its most silent one; among tenants with as many, the permit that has been silent for longest is lost, if
+    that was for longer than its patience. So however many engines of one tenant hang, another tenant gets a permit
+    after `quick_seconds`, or after `patience_seconds` where every permit is another tenant's; and among themselves who
+    waits gets one after `patience_seconds * (1 + services that wait / quick)`.
     """
 
-    def __init__(self, door: Door) -> None:
-        self.door = door
-        self._quick: dict[Place, None] = {}
+    def __init__(self, limits: InputLimits) -> None:
+        self.limits = limits
+        self._quick: dict[Permit, None] = {}
         """In the order in which they were taken."""
-        self._slow: dict[Place, None] = {}
+        self._slow: dict[Permit, None] = {}
         self._held: Counter[Hashable] = Counter()
         self._tenants: Counter[Hashable] = Counter()
-        """Places that services, and that tenants hold."""
-        self._waiting: dict[Hashable, deque[tuple[Place, asyncio.Future[None]]]] = {}
-        self._turns: dict[Hashable, dict[Hashable, None]] = {}
-        """By tenant, in the order of their turns, services that wait and hold less than their share, in theirs."""
+        """Permits that services, and that tenants hold."""
+        self._waiting: dict[Hashable, deque[tuple[Permit, asyncio.Future[None]]]] = {}
+        self._next: dict[Hashable, dict[Hashable, None]] = {}
+        """By tenant, services that wait and hold less than their share; both in the order in which they are served."""
         self._timer: asyncio.TimerHandle | None = None
 
     @contextlib.asynccontextmanager
     async def of(
         self, service: Hashable, tenant: Hashable, patience_seconds: float | None = None
-    ) -> AsyncIterator[Place]:
-        """A place for one piece of work of a tenant's service: waits for it, and gives it back.
+    ) -> AsyncIterator[Permit]:
+        """A permit for one piece of work of a tenant's service: waits for it, and gives it back.
 
-        Work that lost its place and begins anew may be given more patience than the door's, or it might never end.
+        Work that lost its permit and begins anew may be given more patience than the others, or it might never end.
 
         Raises:
-            PlaceLost: others have got the place; the work is cancelled.
+            PermitLost: others have got the permit; the work is cancelled.
         """
         task, cancelled = asyncio.current_task(), None
         assert task is not None  # noqa: S101 - whoever waits is a task
         cancelling = task.cancelling()
-        place = Place(service, tenant, patience_seconds or self.door.patience_seconds, task)
-        await self._enter(place)
+        permit = Permit(service, tenant, patience_seconds or self.limits.patience_seconds, task)
+        await self._enter(permit)
         try:
-            yield place
+            yield permit
         except asyncio.CancelledError as error:
             cancelled = error
             raise
         finally:
-            self._leave(place)
-            if place.lost and task.uncancel() <= cancelling and cancelled is not None:
-                held = asyncio.get_running_loop().time() - place.since
-                raise PlaceLost(f"{self.door.what}: stopped after {held:.1f} s, others wait") from cancelled
+            self._leave(permit)
+            if permit.lost and task.uncancel() <= cancelling and cancelled is not None:
+                held = asyncio.get_running_loop().time() - permit.since
+                raise PermitLost(f"{self.limits.what}: stopped after {held:.1f} s, others wait") from cancelled
 
     @property
     def taken(self) -> int:
-        """How many places are taken."""
+        """How many permits are taken."""
         return len(self._quick) + len(self._slow)
 
-    async def _enter(self, place: Place) -> None:
+    async def _enter(self, permit: Permit) -> None:
         asked = asyncio.get_running_loop().create_future()
-        queue = self._waiting.setdefault(place.service, deque())
-        queue.append((place, asked))
-        self._queue_up(place)
+        queue = self._waiting.setdefault(permit.service, deque())
+        queue.append((permit, asked))
+        self._queue_up(permit)
         self._share_out()
         try:
             await asked
         except asyncio.CancelledError:
-            if place in self._quick or place in self._slow:
-                self._leave(place)
+            if permit in self._quick or permit in self._slow:
+                self._leave(permit)
             else:
                 with contextlib.suppress(ValueError):  # its turn may have come when it was cancelled already
-                    queue.remove((place, asked))
-                self._queue_up(place)
+                    queue.remove((permit, asked))
+                self._queue_up(permit)
             raise
 
-    def _leave(self, place: Place) -> None:
-        """Give a place back; one that was lost is gone already."""
-        if self._drop(place):
+    def _leave(self, permit: Permit) -> None:
+        """Give a permit back; one that was lost is gone already."""
+        if self._drop(permit):
             self._share_out()
 
-    def _take(self, place: Place, now: float) -> None:
-        place.since = place.moved = now
-        self._quick[place] = None
-        self._held[place.service] += 1
-        self._tenants[place.tenant] += 1
+    def _take(self, permit: Permit, now: float) -> None:
+        permit.since = permit.moved = now
+        self._quick[permit] = None
+        self._held[permit.service] += 1
+        self._tenants[permit.tenant] += 1
 
-    def _drop(self, place: Place) -> bool:
-        lane = self._quick if place in self._quick else self._slow
-        if place not in lane:
+    def _drop(self, permit: Permit) -> bool:
+        lane = self._quick if permit in self._quick else self._slow
+        if permit not in lane:
             return False
-        del lane[place]
-        for held, who in ((self._held, place.service), (self._tenants, place.tenant)):
+        del lane[permit]
+        for held, who in ((self._held, permit.service), (self._tenants, permit.tenant)):
             held[who] -= 1
             if not held[who]:
                 del held[who]
-        self._queue_up(place)
+        self._queue_up(permit)
         return True
 
-    def _queue_up(self, place: Place) -> None:
-        """Keep `_turns` true for the service of this place."""
-        service, turns = place.service, self._turns.get(place.tenant, {})
+    def _queue_up(self, permit: Permit) -> None:
+        """Keep `_next` true for the service of this permit."""
+        service, services = permit.service, self._next.get(permit.tenant, {})
         if not self._waiting.get(service):
             self._waiting.pop(service, None)
-        if service in self._waiting and self._held[service] < self.door.share:
-            self._turns.setdefault(place.tenant, turns).setdefault(service)
-        elif service in turns:
-            del turns[service]
-            if not turns:
-                del self._turns[place.tenant]
+        if service in self._waiting and self._held[service] < self.limits.share:
+            self._next.setdefault(permit.tenant, services).setdefault(service)
+        elif service in services:
+            del services[service]
+            if not services:
+                del self._next[permit.tenant]
 
     def _share_out(self) -> None:
         now = asyncio.get_running_loop().time()
-        while self._turns:
-            tenant = min(self._turns, key=self._tenants.__getitem__)
-            if len(self._quick) >= self.door.quick and not self._make_room(tenant, now):
+        while self._next:
+            tenant = min(self._next, key=self._tenants.__getitem__)
+            if len(self._quick) >= self.limits.quick and not self._make_room(tenant, now):
                 break
-            service = next(iter(self._turns[tenant]))
-            place, asked = self._waiting[service].popleft()
+            service = next(iter(self._next[tenant]))
+            permit, asked = self._waiting[service].popleft()
             if not asked.done():
-                self._take(place, now)
+                self._take(permit, now)
                 asked.set_result(None)
             # Both go to the end of their line.
-            turns = self._turns.pop(tenant)
-            del turns[service]
-            if turns:
-                self._turns[tenant] = turns
-            self._queue_up(place)
+            services = self._next.pop(tenant)
+            del services[service]
+            if services:
+                self._next[tenant] = services
+            self._queue_up(permit)
         self._arm(now)
 
     def _make_room(self, tenant: Hashable, now: float) -> bool:
-        """Free a quick place: its oldest holder moves on, if its time is over and a slow place is or becomes free."""
+        """Free a quick permit: its oldest holder moves on, if its time is over and a slow permit is or becomes free."""
         oldest = next(iter(self._quick))
-        if now < oldest.since + self.door.quick_seconds:
+        if now < oldest.since + self.limits.quick_seconds:
             return False
-        if len(self._slow) >= self.door.slow:
+        if len(self._slow) >= self.limits.slow:
             loser = self._loser(tenant, [*self._slow, oldest], now)
             if loser is None:
                 return False
@@ -279,20 +278,20 @@ class Places:
         self._slow[oldest] = None
         return True
 
-    def _loser(self, tenant: Hashable, holders: Sequence[Place], now: float) -> Place | None:
-        """Whose place this tenant gets: one of a tenant with at least two more, or else one that is silent too long."""
-        most = max(self._tenants[place.tenant] for place in holders)
+    def _loser(self, tenant: Hashable, holders: Sequence[Permit], now: float) -> Permit | None:
+        """Whose permit this tenant gets: of a tenant with at least two more, or else one that is silent too long."""
+        most = max(self._tenants[permit.tenant] for permit in holders)
         if most >= self._tenants[tenant] + 2:
-            return min((p for p in holders if self._tenants[p.tenant] == most), key=lambda place: place.moved)
-        silent = min(holders, key=lambda place: place.silent_until)
+            return min((p for p in holders if self._tenants[p.tenant] == most), key=lambda permit: permit.moved)
+        silent = min(holders, key=lambda permit: permit.silent_until)
         return silent if now >= silent.silent_until else None
 
     def _arm(self, now: float) -> None:
-        """Look again when the oldest quick place has been held for long enough, if somebody waits for it."""
+        """Look again when the oldest quick permit has been held for long enough, if somebody waits for it."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._turns:
-            quick = self.door.quick_seconds
+        if self._next:
+            quick = self.limits.quick_seconds
             wait = max(next(iter(self._quick)).since + quick - now, quick / 10)
             self._timer = asyncio.get_running_loop().call_later(wait, self._share_out)

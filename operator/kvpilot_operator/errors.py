@@ -14,7 +14,7 @@
     |   +-- ScrapeTimeout      it did not come in time
     +-- NoIdentity             the mesh has given no certificate yet
     +-- OverBudget             somebody sent more than one service may cost (kvpilot_operator.budget)
-    +-- PlaceLost              others waited for the place that was held for too long
+    +-- PermitLost             others waited for the permit that was held for too long
 
 Errors of the accuracy probes live with the probes (`kvpilot_operator.probes.errors`).
 """
@@ -38,6 +38,11 @@ class ClusterError(KvpilotError):
         super().__init__(f"{method} {path}: HTTP {status}: {message}")
         self.status = status
         self.message = message
+
+    @property
+    def away(self) -> bool:
+        """Whether the API server cannot be reached (0), or says itself that it is away."""
+        return self.status in (0, 502, 503, 504)
 
 
 class Conflict(ClusterError):
@@ -121,8 +126,8 @@ class OverBudget(KvpilotError):
     """Somebody sent more than one service may cost; the limits are in `kvpilot_operator.budget`."""
 
 
-class PlaceLost(KvpilotError):
-    """The work was stopped: it was silent for too long while others waited for its place."""
+class PermitLost(KvpilotError):
+    """The work was stopped: it was silent for too long while others waited for its permit."""
 
 
 def places(error: Exception) -> tuple[str, ...]:

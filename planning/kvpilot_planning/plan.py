@@ -18,6 +18,7 @@ import yaml
 from kvpilot_kernels.formats import RECENT_CHOICES, FormatError, default_windows, parse
 from kvpilot_operator import plots
 from kvpilot_operator.gpus import GPUS, Gpu, PriceError, prices
+from kvpilot_operator.text_tables import render
 from kvpilot_planning import models, plan_json, plan_plot, plan_text
 from kvpilot_planning.facts import Model, PlanError
 from kvpilot_planning.facts_config import read_folder
@@ -25,7 +26,6 @@ from kvpilot_planning.gpus import find_gpu
 from kvpilot_planning.plan_kept import Bound
 from kvpilot_planning.plan_load import Load
 from kvpilot_planning.plan_make import CONTEXTS, DTYPES, Request, make
-from kvpilot_planning.table import render
 
 WEIGHTS = ("bfloat16", "fp8", "int4")
 

@@ -47,8 +47,8 @@ def document(plan: Plan) -> dict[str, Any]:
 
 
 def _row(plan: Plan, row: Row) -> dict[str, Any]:
-    if row.veto is not None:
-        return {"dtype": row.dtype, "veto": row.veto}
+    if row.infeasible is not None:
+        return {"dtype": row.dtype, "veto": row.infeasible}
     return {
         "dtype": row.dtype,
         "veto": None,

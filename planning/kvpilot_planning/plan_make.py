@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvpilot_kernels import formats
 from kvpilot_operator.gpus import Gpu
-from kvpilot_planning import plan_veto
+from kvpilot_planning import plan_feasibility
 from kvpilot_planning.facts import Model, PlanError
 from kvpilot_planning.plan_capacity import Cache, Memory, cache, kv_heads_per_gpu, memory, weight_bytes
 from kvpilot_planning.plan_kept import Bound, check_bound, host_tokens
@@ -68,7 +68,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One dtype. Where `veto` says why it cannot be used, the rest is empty.
+    """One dtype. Where `infeasible` says why it cannot be used, the rest is empty.
 
     Attributes:
         bits: of a cache element with its metadata.
@@ -82,7 +82,7 @@ class Row:
     """
 
     dtype: str
-    veto: str | None = None
+    infeasible: str | None = None
     bits: float = 0.0
     token_bytes: int = 0
     window_bytes: int = 0
@@ -157,9 +157,9 @@ def _too_large(request: Request, weights: int, split: Memory) -> str:
 
 def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[int, ...]) -> Row:
     model, gpus = request.model, request.gpus
-    refusal = plan_veto.veto(model, dtype, request.gpu, gpus)
+    refusal = plan_feasibility.infeasible(model, dtype, request.gpu, gpus)
     if refusal is not None:
-        return Row(dtype, veto=refusal)
+        return Row(dtype, infeasible=refusal)
     layout = cache(model, dtype, gpus, request.recent_tokens)
     bounded = None if request.bound is None else request.bound.of(layout)
     recent = formats.parse(dtype).recent_tokens(request.recent_tokens, model.max_positions)
@@ -174,7 +174,7 @@ def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[in
         bounded=() if bounded is None else _fits(bounded, kv, contexts),
         bounded_bytes=0 if bounded is None else bounded.most_pages * bounded.page_bytes * bounded.group_layers * gpus,
         host_tokens=host_tokens(model, layout, gpus, request.host) if request.host else None,
-        notes=plan_veto.notes(model, dtype),
+        notes=plan_feasibility.notes(model, dtype),
         cost=_cost(request, dtype, layout, kv, weights),
     )
 

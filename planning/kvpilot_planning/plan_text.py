@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import textwrap
 
+from kvpilot_operator.text_tables import render
 from kvpilot_planning.plan_load import FILL
 from kvpilot_planning.plan_make import Plan, Row
-from kvpilot_planning.table import render
 
 WIDTH = 120
 
@@ -55,7 +55,7 @@ def _capacities(plan: Plan) -> str:
     ]
     rows = []
     for row in plan.rows:
-        if row.veto is not None:
+        if row.infeasible is not None:
             rows.append([row.dtype, *["-"] * (len(head) - 1)])
             continue
         tokens = row.fits[-1].tokens
@@ -72,7 +72,7 @@ def _bounded(plan: Plan) -> str:
     head = ["dtype", "MB a sequence", "KV tokens", "x All", *(f"at {c:,}" for c in plan.contexts)]
     rows = []
     for row in plan.rows:
-        if row.veto is not None:
+        if row.infeasible is not None:
             rows.append([row.dtype, *["-"] * (len(head) - 1)])
             continue
         whole, tokens = row.fits[-1].tokens, row.bounded[-1].tokens
@@ -108,7 +108,7 @@ def _costs(plan: Plan) -> str:
         head[3:3] = ["an hour", "10^6 tokens"]
         title += f"; {plan.request.gpu_hour:g} an hour for a GPU, by generated tokens"
     title = textwrap.fill(title, WIDTH, subsequent_indent="  ")
-    return f"{title}\n{render(head, [_cost(plan, row) for row in plan.rows if row.veto is None])}"
+    return f"{title}\n{render(head, [_cost(plan, row) for row in plan.rows if row.infeasible is None])}"
 
 
 def _cost(plan: Plan, row: Row) -> list[str]:
@@ -134,5 +134,5 @@ def _cost(plan: Plan, row: Row) -> list[str]:
 def _notes(plan: Plan) -> list[str]:
     found = list(plan.notes)
     for row in plan.rows:
-        found += [row.veto] if row.veto is not None else row.notes
+        found += [row.infeasible] if row.infeasible is not None else row.notes
     return [textwrap.fill(note, WIDTH, initial_indent="- ", subsequent_indent="  ") for note in found]

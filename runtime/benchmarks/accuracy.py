@@ -5,7 +5,7 @@ cache. Every key and value that attention sees has been through the codec. The c
 bf16 that differ in the attention kernel only.
 
 `--codecs` takes some rows only (accuracy_rows.py says how they are named) and merges them into `--out`; `--needle` runs
-the needle task instead of the texts; `--report` turns the file into docs/benchmarks/accuracy.md. A GPU is used where
+the needle task instead of the texts; accuracy_report.py makes the page. A GPU is used where
 there is one: a row takes it some seconds, and one core two minutes and more. `--cut` writes the texts' tokens to a
 file, which `--texts` reads on a machine without the documents; `--model` may be the model's folder there.
 """
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy_model import Probe, Reading
+from accuracy_model import Probe
 from accuracy_needle import TEXT as NEEDLE_TEXT
 from accuracy_needle import needles
-from accuracy_report import SMOLLM2, markdown
-from accuracy_rows import SELF, every_name, reading
+from accuracy_report import SMOLLM2
+from accuracy_rows import SELF, Reading, every_name, reading
 from accuracy_texts import CALIBRATION, Sequence, sequences
 from transformers import AutoTokenizer
 
@@ -195,11 +195,7 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, help="what --cut has written, for a machine without the documents")
     parser.add_argument("--cut", type=Path, help="write the texts' tokens to this file, and do nothing else")
     parser.add_argument("--needle", action="store_true", help="the needle task instead of the texts")
-    parser.add_argument("--report", type=Path, help="write this Markdown file from --out, and do nothing else")
     options = parser.parse_args()
-    if options.report:
-        options.report.write_text(markdown(json.loads(options.out.read_text())))
-        return
     folder = MODELS[options.model](None) if options.model in MODELS else Path(options.model)
     if options.cut:
         torch.save(cut(AutoTokenizer.from_pretrained(folder)), options.cut)

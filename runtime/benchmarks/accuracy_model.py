@@ -7,12 +7,12 @@ read in 16 bits, as engines serve them by default.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from accuracy_rows import Reading
 from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
@@ -22,30 +22,8 @@ from kvpilot_kernels.reference.codec import Codec
 from kvpilot_kernels.reference.windowed import Sides, windowed
 from kvpilot_runtime.calibration_text import passes
 
-ByLayer = Callable[[int], Codec]
-"""The codec of a layer."""
-
 _PIECE = 512
 """Queries whose scores are held at once."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How attention reads a cache.
-
-    Attributes:
-        pages: what the pages give back.
-        recent: of a query's last tokens, its own among them, that are read by `fine` instead. fine: None for 16 bits.
-        first: of a sequence's first tokens that are read in 16 bits.
-        hit: tokens that came from the prefix cache: their queries attend in 16 bits, as a prefill does, and the ring
-            holds none of them.
-    """
-
-    pages: ByLayer
-    recent: int = 0
-    fine: ByLayer | None = None
-    first: int = 0
-    hit: int = 0
 
 
 class Probe:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accuracy_model import Probe, Reading
+from accuracy_model import Probe
+from accuracy_rows import Reading
 
 LENGTHS = (1024, 4096, 8192)
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)

@@ -1,10 +1,11 @@
-"""Writes docs/benchmarks/accuracy.md out of docs/benchmarks/accuracy.json."""
+"""The pages of accuracy.py, beside the figures: `python runtime/benchmarks/accuracy_report.py FIGURES.json...`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import page_beside
 from accuracy_rows import AGAINST_EXACT, OTHER_WINDOWS, SERVED, bits
 
 SMOLLM2 = "smollm2-135m"
@@ -14,7 +15,7 @@ HEAD = """\
 
 ```sh
 python runtime/benchmarks/accuracy.py{option} --out docs/benchmarks/{page}.json             # needles: --needle
-python runtime/benchmarks/accuracy.py --out docs/benchmarks/{page}.json --report docs/benchmarks/{page}.md
+python runtime/benchmarks/accuracy_report.py docs/benchmarks/{page}.json
 ```
 
 It uses a GPU where there is one.
@@ -197,3 +198,7 @@ def _needle(rows: dict[str, Any]) -> list[str]:
         cells += [f"{row['log_prob'][n]:.2f}" for n in lengths]
         out.append(f"| `{name}` | {' | '.join(cells)} |\n")
     return out
+
+
+if __name__ == "__main__":
+    page_beside.write(markdown)

@@ -8,9 +8,8 @@ start; `calibrated`: a file of `kvpilot calibrate`), `wN` for a recent window of
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-
-from accuracy_model import Reading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
@@ -20,6 +19,9 @@ from kvpilot_kernels.reference.kivi import kivi
 from kvpilot_kernels.reference.kvarn import kvarn
 from kvpilot_kernels.reference.own import own
 from kvpilot_kernels.reference.turboquant import turboquant
+
+ByLayer = Callable[[int], Codec]
+"""The codec of a layer."""
 
 SELF = "self"
 
@@ -45,6 +47,25 @@ CONTEXT = 4096
 
 _PAGE = 64
 """Tokens of a page, for the size of a ring."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How attention reads a cache.
+
+    Attributes:
+        pages: what the pages give back.
+        recent: of a query's last tokens, its own among them, that are read by `fine` instead. fine: None for 16 bits.
+        first: of a sequence's first tokens that are read in 16 bits.
+        hit: tokens that came from the prefix cache: their queries attend in 16 bits, as a prefill does, and the ring
+            holds none of them.
+    """
+
+    pages: ByLayer
+    recent: int = 0
+    fine: ByLayer | None = None
+    first: int = 0
+    hit: int = 0
 
 
 def rivals() -> dict[str, Codec]:

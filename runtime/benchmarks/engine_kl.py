@@ -8,7 +8,7 @@ are computed as the table does, and checked against the log-probabilities that t
 Rows are named as the table's, and beside each stands what the table's model says of the same tokens. The control is
 16 bits again, each text in one prefill. An engine that fails is named, and the rows of the others are written. On a GPU
 `fp8_e4m3` wants `--dtype bfloat16`. `--hit N` measures the 64 tokens after a hit of N tokens in the prefix cache.
-`--report` turns the file into docs/benchmarks/engine-kl.md.
+engine_kl_report.py makes the page.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 from accuracy import PLAN, Base, Tally
-from accuracy_model import Probe, Reading
-from accuracy_rows import SELF, engine, reading
+from accuracy_model import Probe
+from accuracy_rows import SELF, Reading, engine, reading
 from accuracy_texts import Sequence, sequences
 from engine_kl_run import Job
 from gpu_engine_process import ChildFailedError, environment, run_child, say
@@ -65,7 +65,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=1800, help="seconds an engine may take (default: %(default)s)")
     parser.add_argument("--raw", type=Path, help="keep each engine's answers here, and do not ask again for those kept")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
-    parser.add_argument("--report", type=Path, help="write this Markdown file from --out, and do nothing else")
     return parser.parse_args()
 
 
@@ -152,11 +151,6 @@ def command_line(words: list[str]) -> str:
 def main() -> None:
     """Run engines and model, print and write."""
     args = arguments()
-    if args.report:
-        from engine_kl_report import markdown
-
-        args.report.write_text(markdown(json.loads(args.out.read_text())))
-        return
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_default_device(args.device)  # of this thread alone
     args.dtype = args.dtype or ("float16" if args.device == "cuda" else "float32")

@@ -1,8 +1,10 @@
-"""Writes docs/benchmarks/engine-kl.md out of docs/benchmarks/engine-kl.json."""
+"""The page of engine_kl.py: `python runtime/benchmarks/engine_kl_report.py docs/benchmarks/engine-kl.json`."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import page_beside
 
 HEAD = """\
 # The damage of a KV cache, measured in the engine
@@ -67,3 +69,7 @@ def _row(name: str, row: dict[str, Any]) -> str:
         f"| {label} | {engine['mean_kl']:.2f} ± {engine['standard_error']:.2f} | {by_model} | {ratio} | "
         f"{engine['p99_kl']:.0f} | {engine['top1']:.1f}% | {top} |\n"
     )
+
+
+if __name__ == "__main__":
+    page_beside.write(markdown)

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from accuracy import CHUNK
-from accuracy_model import Probe, Reading
+from accuracy_model import Probe
 from accuracy_needle import DEPTHS, needles
 from accuracy_needle import TEXT as NEEDLE_TEXT
-from accuracy_rows import CONTEXT, SELF, bits
+from accuracy_rows import CONTEXT, SELF, Reading, bits
 from accuracy_rows import reading as row
 from accuracy_texts import EVALUATION, sequences
 from torch.nn import functional

@@ -5,7 +5,8 @@ and then the beginning of that piece, so that the model quotes the rest: what pe
 served as by default, calibrated by the engine itself and with their window. Each dtype runs in a process of its own. An
 answer changes with the dtype and so does what is drafted for it: `accepted` is of each dtype's own drafts. `--cut`
 writes the prompts to a file, which `--texts` reads on a machine without the documents; `--model` may be the model's
-folder there. Writes OUT/speculation-acceptance.json and .md.
+folder there. Writes OUT/speculation-acceptance.json, of which
+speculation_acceptance_report.py makes the page.
 """
 
 from __future__ import annotations
@@ -26,22 +27,6 @@ from gpu_engine_process import environment
 
 PIECE, QUOTED = 192, 48
 """Tokens of a piece and of the beginning that stands in the prompt once more, about."""
-
-_PAGE = """# Acceptance of ngram's drafts
-
-vLLM's own count of drafted and accepted tokens (`vllm:spec_decode_num_*_tokens`), with SmolLM2-135M's real weights in
-{dtype}, greedy: {prompts} prompts in which a piece of a text of [the accuracy table](accuracy.md) begins a second
-time, so that the model quotes it, and {tokens} tokens of each answer; {drafts} tokens are drafted at most, after 2 to 4
-that stood in the text before. Our dtypes are as served: calibrated by the engine, with their default window. An answer
-changes with the dtype, and so does what is drafted for it; `like auto` are tokens of the answers up to the first that
-is another than `auto`'s. Raw: [speculation-acceptance.json](speculation-acceptance.json).
-
-`{command}`, {date}, vLLM {vllm}, torch {torch}, Python {python}, {machine}.
-
-| dtype | drafted | accepted | share | beside `auto` | {texts} | like auto |
-|---|---|---|---|---|---|{lines}---|
-{rows}
-"""
 
 
 def prompts(name: str, count: int) -> list[str]:
@@ -95,24 +80,6 @@ def alike(answers: list[list[int]], others: list[list[int]]) -> float:
     return same / sum(map(len, answers))
 
 
-def page(facts: dict[str, Any]) -> str:
-    """The table of docs/benchmarks."""
-
-    def share(counted: dict[str, int]) -> float:
-        return counted["accepted"] / counted["drafted"]
-
-    first, lines = facts["rows"][0], []
-    for row in facts["rows"]:
-        texts = " | ".join(f"{share(row['texts'][name]):.1%}" for name in EVALUATION)
-        beside = share(row) - share(first)
-        lines.append(
-            f"| `{row['dtype']}` | {row['drafted']:,} | {row['accepted']:,} | {share(row):.1%} | "
-            f"{100 * beside:+.1f} points | {texts} | {row['like_auto']:.0%} |"
-        )
-    facts = {**facts, "rows": "\n".join(lines), "texts": " | ".join(EVALUATION), "lines": "---|" * len(EVALUATION)}
-    return _PAGE.format(**facts)
-
-
 def main() -> int:
     """Run each dtype, the first of which the others are held against, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -156,7 +123,6 @@ def main() -> int:
         facts["rows"].append(row | {"like_auto": round(alike(answers[-1], answers[0]), 4)})
         print(facts["rows"][-1], flush=True)
         (options.out / "speculation-acceptance.json").write_text(json.dumps(facts, indent=1) + "\n")
-        (options.out / "speculation-acceptance.md").write_text(page(facts))
     return 0
 
 

@@ -84,7 +84,9 @@ def identity(arguments: Sequence[str], folder: Path) -> str:
     linked with nor everything of the CPU that torch compiles for.
     """
     installed = {name: _installed(name) for name in _DISTRIBUTIONS}
-    cpu = sorted({line for line in _lines("/proc/cpuinfo") if line.startswith(("flags", "Features", "model name"))})
+    cpu = sorted(
+        {line for line in machine.lines("/proc/cpuinfo") if line.startswith(("flags", "Features", "model name"))}
+    )
     gpus = [(gpu.name, gpu.capability) for gpu in machine.gpus()]
     same = [one for one in arguments if not one.startswith(_ADDRESSES)]
     told = [installed, sys.version, platform.libc_ver(), platform.machine(), cpu, gpus, same, str(folder)]
@@ -244,13 +246,6 @@ def _writable(store: Path, say: Say) -> bool:
         say(f"{store}: {error.strerror}: what this engine compiles goes with its pod")
         return False
     return True
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
 
 
 def main(argv: Sequence[str]) -> int:

@@ -32,12 +32,12 @@ def platform() -> Platform:
 
 def available_memory() -> int:
     """Bytes that this process may still take: the machine's MemAvailable, or less where a cgroup limits it."""
-    free = [int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:")]
+    free = [int(line.split()[1]) * 1024 for line in lines("/proc/meminfo") if line.startswith("MemAvailable:")]
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
-        most, now = _lines(limit), _lines(used)
+        most, now = lines(limit), lines(used)
         if most and now and most[0].isdigit():
             free.append(max(0, int(most[0]) - int(now[0])))
     return min(free, default=0)
@@ -78,7 +78,8 @@ def parse_gpus(listing: str) -> list[Gpu]:
     return found
 
 
-def _lines(path: str) -> list[str]:
+def lines(path: str) -> list[str]:
+    """Of a file; none where it cannot be read."""
     try:
         return Path(path).read_text().splitlines()
     except OSError:

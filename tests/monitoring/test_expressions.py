@@ -39,7 +39,7 @@ def page_of(text: str) -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def telemetry() -> Telemetry:
-    """After a real pass over a service."""
+    """After a real reconcile of a service."""
     made = Telemetry()
     observed = running(manifest(), "auto")
     observed = running(manifest(), "auto", samples={observed.traffic: samples(usage=0.95, waiting=3)})

@@ -214,7 +214,7 @@ def test_offloading_more_than_this_machine_has_is_refused_with_the_numbers(
 def test_swap_is_no_memory_for_offloaded_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"/proc/meminfo": ["MemTotal: 33554432 kB", "MemAvailable: 8388608 kB", "SwapFree: 67108864 kB"],
              "/sys/fs/cgroup/memory.max": ["max"], "/sys/fs/cgroup/memory.current": ["0"]}  # fmt: skip
-    monkeypatch.setattr(machine, "_lines", lambda path: files.get(path, []))
+    monkeypatch.setattr(machine, "lines", lambda path: files.get(path, []))
     error = refusal(asked("--kv-offloading-size=10", "--kv-cache-memory-bytes=64M"))
     assert error.reason == "DoesNotFit"
     assert all(word in error.message for word in ("10.0 GiB", "8,192 MiB", "offload less"))

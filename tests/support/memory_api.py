@@ -146,7 +146,7 @@ def tell(cache: InformerCache, change: Object | What) -> None:
 
 
 class Operator:
-    """The operator's cache, decide and Actor before a MemoryApi; `reconcile` is one pass over the one service."""
+    """The operator's cache, decide and Actor before a MemoryApi; `reconcile` is one reconcile of the one service."""
 
     def __init__(self, api: MemoryApi, obj: Object) -> None:
         self.api = api
@@ -175,7 +175,7 @@ class Operator:
         await self._scraper.close()
 
     async def reconcile(self, seconds: float = 5) -> Decision:
-        """One pass, some seconds after the last."""
+        """One reconcile, some seconds after the last."""
         self.now += timedelta(seconds=seconds)
         observed = await self._observer.snapshot(self._known, None)
         assert observed is not None

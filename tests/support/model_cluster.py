@@ -158,7 +158,7 @@ class ModelCluster:
         )
 
     def tick(self, cut_after: int | None = None) -> Decision | None:
-        """Time passes, engines are scraped, one pass runs; it is cut off after `cut_after` of its writes."""
+        """Time passes, engines are scraped, one reconcile runs; it is cut off after `cut_after` of its writes."""
         self.now += STEP
         self.engines.tick()
         self._controllers()

@@ -35,7 +35,7 @@ class ServingFleet(ModelCluster):
             super()._answer(decision)
             return
         if request.identity != self.waiting:
-            # As an engine would take its time: the answer is there for the pass after the next.
+            # As an engine would take its time: the answer is there for the reconcile after the next.
             self.waiting, self.probe = request.identity, ProbeResult(request, None)
             return
         if self.probe is None or self.probe.outcome is None:

@@ -77,7 +77,7 @@ def test_before_anything_is_written_the_last_word_on_refusals_stands() -> None:
     assert told(again, "ObjectsAccepted").status == "True"
 
 
-def test_a_refusal_is_one_event_and_not_one_each_pass() -> None:
+def test_a_refusal_is_one_event_and_not_one_each_reconcile() -> None:
     s: Any = snapshot(OBJ, rejections=(TAKEN,))
     first = decide(s)
     assert [event.reason for event in first.events if event.type == "Warning"] == ["NameTaken"]

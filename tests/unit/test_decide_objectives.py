@@ -17,7 +17,7 @@ from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.judging.objectives import Measured, judge
 from kvpilot_operator.decide.judging.policy import choose_step
 from kvpilot_operator.decide.judging.workload import classify
-from kvpilot_operator.observe.windows import need
+from kvpilot_operator.observe.windows import retention_of
 from kvpilot_operator.state.enums import ObjectiveState
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
@@ -102,36 +102,36 @@ def asked(*objectives: Measured, kind: str = "Relaxed", **changes):
 
 
 def test_late_requests_beside_a_cache_with_room_call_for_a_replica_and_never_for_a_dtype() -> None:
-    ruling = choose_step(asked(found(TTFT, 0.8)))
-    assert step(ruling) == ("ScaleOut", "auto", 2)
-    assert ruling.reason == "ObjectiveMissed"
-    assert "TTFT p95 800 ms (objective 500 ms)" in ruling.message
-    assert {o.outcome for o in ruling.options if o.action == "DtypeDown"} == {"NotMemory"}
+    decision = choose_step(asked(found(TTFT, 0.8)))
+    assert step(decision) == ("ScaleOut", "auto", 2)
+    assert decision.reason == "ObjectiveMissed"
+    assert "TTFT p95 800 ms (objective 500 ms)" in decision.message
+    assert {o.outcome for o in decision.options if o.action == "DtypeDown"} == {"NotMemory"}
 
 
 def test_late_requests_that_wait_for_memory_call_for_a_smaller_dtype_which_costs_nothing() -> None:
     s = asked(found(TTFT, 0.8), kind="MemoryBound", waiting=4.0)
-    ruling = choose_step(s)
-    assert step(ruling) == ("DtypeDown", "fp8", 1)
-    more = next(o for o in ruling.options if o.action == "ScaleOut")
-    assert (ruling.chosen.gpus, more.gpus) == (0, 1)
+    decision = choose_step(s)
+    assert step(decision) == ("DtypeDown", "fp8", 1)
+    more = next(o for o in decision.options if o.action == "ScaleOut")
+    assert (decision.chosen.gpus, more.gpus) == (0, 1)
     closed = tuple(denied(dtype) for dtype in ("fp8", "k8v4", "k4v4"))
     assert step(choose_step(replace(s, denied=closed))) == ("ScaleOut", "auto", 2)
 
 
 def test_a_dtype_under_which_the_prompts_alone_would_be_late_is_not_enough() -> None:
     slow = asked(found(TTFT, 0.8), kind="MemoryBound", waiting=4.0, prompts_in_hand=0.9, requests_per_second=1.5)
-    ruling = choose_step(slow)
-    assert ruling.chosen.action == "ScaleOut"
-    down = next(o for o in ruling.options if o.dtype == "fp8")
+    decision = choose_step(slow)
+    assert decision.chosen.action == "ScaleOut"
+    down = next(o for o in decision.options if o.dtype == "fp8")
     assert down.outcome == "Insufficient"
     assert "TTFT p95 would be 600 ms, objective 500 ms" in down.message
 
 
 def test_a_queue_calls_for_no_replica_while_every_objective_is_held() -> None:
     for kind in ("PrefillBound", "ComputeBound"):
-        ruling = choose_step(asked(found(TTFT, 0.4), found(ITL, 0.01), kind=kind, waiting=40.0))
-        assert (ruling.chosen.action, ruling.reason) == ("Stay", "ObjectivesHeld")
+        decision = choose_step(asked(found(TTFT, 0.4), found(ITL, 0.01), kind=kind, waiting=40.0))
+        assert (decision.chosen.action, decision.reason) == ("Stay", "ObjectivesHeld")
     full = asked(found(TTFT, 0.4), kind="MemoryBound", waiting=40.0)
     assert choose_step(full).chosen.action == "DtypeDown"
     assert choose_step(replace(full, dtype="k4v4")).reason == "ObjectivesHeld"
@@ -142,9 +142,9 @@ def test_an_objective_of_the_time_between_tokens_says_nothing_about_a_queue() ->
 
 
 def test_no_replica_is_added_where_less_than_one_request_runs_on_each() -> None:
-    ruling = choose_step(asked(found(ITL, 0.08), running=0.7))
-    assert ruling.chosen.action == "Stay"
-    assert "less than one request runs" in (ruling.hold or "")
+    decision = choose_step(asked(found(ITL, 0.08), running=0.7))
+    assert decision.chosen.action == "Stay"
+    assert "less than one request runs" in (decision.hold or "")
 
 
 def test_a_replica_is_given_back_only_with_a_margin_to_every_objective() -> None:
@@ -159,11 +159,11 @@ def test_a_replica_is_given_back_only_with_a_margin_to_every_objective() -> None
 
 def test_an_objective_that_replicas_of_another_cannot_help_is_held_back_with_the_reason() -> None:
     external = replace(asked(found(TTFT, 0.8)), spec=spec(scaling={"mode": "External"}))
-    ruling = choose_step(external)
-    assert ruling.chosen.action == "Stay"
-    assert ruling.hold == "an objective is missed, but replicas are written by another (scaling.mode External)"
-    assert ruling.wanted is not None
-    assert ruling.wanted.action == "ScaleOut"
+    decision = choose_step(external)
+    assert decision.chosen.action == "Stay"
+    assert decision.hold == "an objective is missed, but replicas are written by another (scaling.mode External)"
+    assert decision.wanted is not None
+    assert decision.wanted.action == "ScaleOut"
 
 
 def late_service(**scaling):
@@ -217,8 +217,8 @@ def replace_objective(s, said, observed: int):
 
 def test_a_service_without_objectives_has_no_such_condition_and_keeps_no_latencies() -> None:
     assert decide(running(manifest(), "auto")).status.condition("ObjectivesHeld") is None
-    assert not need(spec_of(manifest()), trial=False).latencies
-    assert need(late_service().spec, trial=False).latencies
+    assert not retention_of(spec_of(manifest()), trial=False).latencies
+    assert retention_of(late_service().spec, trial=False).latencies
 
 
 def test_the_window_of_the_objectives_is_the_workloads() -> None:

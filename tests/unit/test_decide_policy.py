@@ -1,4 +1,4 @@
-"""Which step does the arbiter take under pressure, and which does it pass over?"""
+"""Which step does the policy take under pressure, and which does it pass over?"""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from support.policy_inputs import A100, DWELL, denied, policy_input, spec, step,
 from support.services import NOW, manifest, spec_of
 
 
-def outcomes(ruling: PolicyDecision) -> dict[str, str]:
-    return {o.dtype if o.action.startswith("Dtype") else o.action: o.outcome for o in ruling.options}
+def outcomes(decision: PolicyDecision) -> dict[str, str]:
+    return {o.dtype if o.action.startswith("Dtype") else o.action: o.outcome for o in decision.options}
 
 
 def test_the_safest_dtype_that_holds_the_demand_is_taken_before_a_gpu():
-    ruling = choose_step(policy_input(workload(demand=1500)))
-    assert step(ruling) == ("DtypeDown", "fp8", 1)
-    assert ruling.chosen.usage_percent == 75
-    assert outcomes(ruling) == {
+    decision = choose_step(policy_input(workload(demand=1500)))
+    assert step(decision) == ("DtypeDown", "fp8", 1)
+    assert decision.chosen.usage_percent == 75
+    assert outcomes(decision) == {
         "fp8": "Chosen",
         "k8v4": "Possible",
         "k4v4": "Possible",
@@ -36,10 +36,10 @@ def test_more_demand_takes_a_smaller_dtype():
 
 
 def test_demand_that_no_dtype_holds_alone_takes_as_many_replicas_as_it_needs_at_most_twice_as_many():
-    ruling = choose_step(policy_input(workload(demand=8000, pods=2, capacity=1000)))
-    assert step(ruling) == ("ScaleOut", "auto", 4)
-    assert ruling.chosen.gpus == 2
-    assert outcomes(ruling)["k4v4"] == "Insufficient"
+    decision = choose_step(policy_input(workload(demand=8000, pods=2, capacity=1000)))
+    assert step(decision) == ("ScaleOut", "auto", 4)
+    assert decision.chosen.gpus == 2
+    assert outcomes(decision)["k4v4"] == "Insufficient"
 
 
 def test_a_replica_costs_all_the_gpus_that_its_tensor_parallelism_takes():
@@ -54,9 +54,9 @@ def test_a_dtype_that_is_not_enough_alone_is_taken_where_replicas_cannot_grow():
 
 def test_a_replica_is_added_while_the_dwell_holds_the_dtype():
     s = policy_input(workload(demand=1500), dtype_changed=NOW - timedelta(seconds=DWELL - 1))
-    ruling = choose_step(s)
-    assert step(ruling) == ("ScaleOut", "auto", 2)
-    assert outcomes(ruling)["fp8"] == "Dwelling"
+    decision = choose_step(s)
+    assert step(decision) == ("ScaleOut", "auto", 2)
+    assert outcomes(decision)["fp8"] == "Dwelling"
     assert step(choose_step(replace(s, now=NOW + timedelta(seconds=2))))[0] == "DtypeDown"
 
 
@@ -68,12 +68,12 @@ def test_after_a_rollback_the_next_dtype_waits():
 
 def test_a_held_step_says_what_it_would_be_and_when():
     s = policy_input(workload(demand=1500), dtype_changed=NOW, spec=spec(scaling={"maxReplicas": 1}))
-    ruling = choose_step(s)
-    assert step(ruling) == ("Stay", "auto", 1)
-    assert ruling.reason == "Dwelling"
-    assert "the next may come at 2026-11-21T18:00:00Z" in (ruling.hold or "")
-    assert ruling.wanted is not None
-    assert ruling.wanted.dtype == "fp8"
+    decision = choose_step(s)
+    assert step(decision) == ("Stay", "auto", 1)
+    assert decision.reason == "Dwelling"
+    assert "the next may come at 2026-11-21T18:00:00Z" in (decision.hold or "")
+    assert decision.wanted is not None
+    assert decision.wanted.dtype == "fp8"
 
 
 def test_a_denied_dtype_is_passed_over_for_this_model_image_and_gpu_only():
@@ -83,9 +83,9 @@ def test_a_denied_dtype_is_passed_over_for_this_model_image_and_gpu_only():
 
 
 def test_a_dtype_that_the_gpu_cannot_compute_is_passed_over():
-    ruling = choose_step(policy_input(workload(demand=1500), node=A100))
-    assert step(ruling)[1] == "k8v4"
-    assert outcomes(ruling)["fp8"] == "Vetoed"
+    decision = choose_step(policy_input(workload(demand=1500), node=A100))
+    assert step(decision)[1] == "k8v4"
+    assert outcomes(decision)["fp8"] == "Vetoed"
 
 
 def test_at_the_end_of_the_ladder_it_scales_out():
@@ -104,9 +104,9 @@ def test_replicas_that_still_load_are_waited_for():
 
 def test_replicas_that_never_came_up_do_not_stand_in_the_way_of_a_dtype_and_are_not_asked_for_again():
     s = policy_input(workload(demand=1500), replicas=2, ready=1, replicas_changed=NOW - timedelta(hours=2))
-    ruling = choose_step(s)
-    assert step(ruling) == ("DtypeDown", "fp8", 2)
-    assert outcomes(ruling)["ScaleOut"] == "ReplicasMissing"
+    decision = choose_step(s)
+    assert step(decision) == ("DtypeDown", "fp8", 2)
+    assert outcomes(decision)["ScaleOut"] == "ReplicasMissing"
 
 
 def test_replicas_that_belong_to_an_autoscaler_are_never_written():
@@ -117,16 +117,16 @@ def test_replicas_that_belong_to_an_autoscaler_are_never_written():
 
 def test_prompts_or_the_batch_get_a_replica_and_never_a_dtype():
     for kind in ("PrefillBound", "ComputeBound"):
-        ruling = choose_step(policy_input(workload(kind)))
-        assert step(ruling) == ("ScaleOut", "auto", 2)
-        assert {outcomes(ruling)[d] for d in ("fp8", "k8v4", "k4v4")} == {"NotMemory"}
+        decision = choose_step(policy_input(workload(kind)))
+        assert step(decision) == ("ScaleOut", "auto", 2)
+        assert {outcomes(decision)[d] for d in ("fp8", "k8v4", "k4v4")} == {"NotMemory"}
 
 
 def test_a_fixed_dtype_is_never_stepped_but_replicas_are():
     fixed = spec_of(manifest(kvCache={"mode": "Fixed", "dtype": "fp8"}))
-    ruling = choose_step(policy_input(workload(demand=1500), dtype="fp8", spec=fixed))
-    assert step(ruling) == ("ScaleOut", "fp8", 2)
-    assert not any(o.action.startswith("Dtype") for o in ruling.options)
+    decision = choose_step(policy_input(workload(demand=1500), dtype="fp8", spec=fixed))
+    assert step(decision) == ("ScaleOut", "fp8", 2)
+    assert not any(o.action.startswith("Dtype") for o in decision.options)
 
 
 def test_metrics_that_say_too_little_move_nothing():
@@ -146,28 +146,28 @@ def experience(**found):
 
 
 def test_a_step_that_a_canary_found_too_slow_is_not_tried_again():
-    ruling = choose_step(policy_input(workload(demand=1500), history=(experience(itl_p95_change_percent=25),)))
-    assert outcomes(ruling)["fp8"] == "Slower"
-    assert step(ruling)[1] == "k8v4"
+    decision = choose_step(policy_input(workload(demand=1500), history=(experience(itl_p95_change_percent=25),)))
+    assert outcomes(decision)["fp8"] == "Slower"
+    assert step(decision)[1] == "k8v4"
 
 
 def test_the_capacity_that_a_canary_measured_counts_more_than_bits():
-    ruling = choose_step(policy_input(workload(demand=1500), history=(experience(capacity_percent=120),)))
-    assert step(ruling)[1] == "k8v4"
+    decision = choose_step(policy_input(workload(demand=1500), history=(experience(capacity_percent=120),)))
+    assert step(decision)[1] == "k8v4"
 
 
 def test_what_a_canary_measured_with_another_recent_window_does_not_count():
     found = experience(capacity_percent=120, itl_p95_change_percent=25, recent_tokens=64)
-    ruling = choose_step(policy_input(workload(demand=1500), history=(found,)))
-    assert step(ruling)[1] == "fp8"
+    decision = choose_step(policy_input(workload(demand=1500), history=(found,)))
+    assert step(decision)[1] == "fp8"
 
 
 def test_the_pages_of_recent_windows_count_where_sequences_are_short():
     w = workload(demand=2900, mean_prompt=100.0, mean_generation=56.0)
     kv_cache = {"ladder": ["k4v4"], "recentTokens": 128}
-    ruling = choose_step(policy_input(w, spec=spec(kvCache=kv_cache)))
+    decision = choose_step(policy_input(w, spec=spec(kvCache=kv_cache)))
     # 128 tokens in pages for the window and 128 for the sequence: half of 3.76x.
-    assert step(ruling)[0] == "ScaleOut"
+    assert step(decision)[0] == "ScaleOut"
     without = choose_step(policy_input(w, spec=spec(kvCache={**kv_cache, "recentTokens": 0})))
     assert step(without) == ("DtypeDown", "k4v4", 1)
 
@@ -188,10 +188,10 @@ def test_a_dtype_without_a_recent_window_gets_back_what_the_engines_say_that_the
     w = workload(demand=1500, mean_prompt=100.0, mean_generation=56.0)
     tokens = {}
     for recent in (0, 128):
-        ruling = choose_step(
+        decision = choose_step(
             policy_input(w, spec=spec(kvCache={"ladder": ["k2v2"]}), dtype="k4v4", recent_tokens=recent)
         )
-        tokens[recent] = next(o.capacity_tokens for o in ruling.options if o.dtype == "k2v2")
+        tokens[recent] = next(o.capacity_tokens for o in decision.options if o.dtype == "k2v2")
     assert tokens[128] == pytest.approx(2 * tokens[0], rel=0.01)
 
 

@@ -103,13 +103,14 @@ def situations(draw, kinds=WORKLOADS):
 @given(situations())
 @settings(max_examples=200)
 def test_every_situation_has_a_ruling_with_its_reason(s):
-    ruling = choose_step(s)
-    assert ruling.reason
-    assert ruling.message
-    assert all(o.message for o in ruling.options)
-    assert ruling.chosen.outcome == "Chosen"
-    assert sum(o.outcome == "Chosen" for o in ruling.options) == 1
-    assert (ruling.chosen.action == "Stay") == ((ruling.chosen.dtype, ruling.chosen.replicas) == (s.dtype, s.replicas))
+    decision = choose_step(s)
+    assert decision.reason
+    assert decision.message
+    assert all(o.message for o in decision.options)
+    assert decision.chosen.outcome == "Chosen"
+    assert sum(o.outcome == "Chosen" for o in decision.options) == 1
+    chosen = decision.chosen
+    assert (chosen.action == "Stay") == ((chosen.dtype, chosen.replicas) == (s.dtype, s.replicas))
 
 
 @given(situations())
@@ -218,7 +219,7 @@ def test_prices_times_a_constant_change_no_decision(s, seen, price, times):
     s = replace(s, workload=replace(s.workload, objectives=measured((500, 50), seen)))
 
     def weighed(micros):
-        ruling = choose_step(replace(s, gpu_hour_micros=micros))
-        return ruling.reason, [(o.action, o.dtype, o.replicas, o.outcome) for o in ruling.options]
+        decision = choose_step(replace(s, gpu_hour_micros=micros))
+        return decision.reason, [(o.action, o.dtype, o.replicas, o.outcome) for o in decision.options]
 
     assert weighed(None) == weighed(price) == weighed(price * times)

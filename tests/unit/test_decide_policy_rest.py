@@ -112,13 +112,13 @@ def test_a_constant_load_comes_to_rest_but_for_a_replica_that_is_tried_without_o
                 window, limits.kv_cache.pressure, now, was_bound=bound, objectives=limits.scaling.objectives
             )
         bound = seen[key].kind == "MemoryBound"
-        ruling = choose_step(replace(s, now=now, workload=seen[key]))
-        chosen = ruling.chosen
+        decision = choose_step(replace(s, now=now, workload=seen[key]))
+        chosen = decision.chosen
         if chosen.action != "Stay":
             taken.append((quarter, chosen.action, chosen.dtype, chosen.replicas))
         given_back, known_few = backoff(chosen.action, s.dtype, s.replicas, now, given_back, s.scale_in_backoff)
         s = replace(
-            s, dtype=chosen.dtype, replicas=chosen.replicas, ready=chosen.replicas, saturations=ruling.saturations,
+            s, dtype=chosen.dtype, replicas=chosen.replicas, ready=chosen.replicas, saturations=decision.saturations,
             scale_in_backoff=known_few,
             dtype_changed=now if chosen.dtype != s.dtype else s.dtype_changed,
             replicas_changed=now if chosen.replicas != s.replicas else s.replicas_changed,

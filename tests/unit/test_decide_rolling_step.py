@@ -11,7 +11,7 @@ SIZES = st.integers(1, 6)
 
 
 def rolled(replicas: int, surge: int, floor: int, late: list[int]) -> tuple[list[tuple[int, int, int]], int]:
-    """Every state of a whole exchange as (growing, shrinking, pods that answer); `late` is when new pods answer."""
+    """Every state of a whole promotion as (growing, shrinking, pods that answer); `late` is when new pods answer."""
     total = replicas + surge
     growing, shrinking, ready = 0, replicas, 0
     states = []

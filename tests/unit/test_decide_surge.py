@@ -158,9 +158,9 @@ def test_a_trial_that_gives_way_holds_no_surge_back_and_anything_else_as_before(
 
 
 def test_a_surge_at_max_replicas_says_so_and_holds_nothing():
-    ruling = choose_step(replace(surging(8)))
-    assert (ruling.chosen.action, ruling.hold) == ("Stay", None)
-    assert "maxReplicas" in ruling.message
+    decision = choose_step(replace(surging(8)))
+    assert (decision.chosen.action, decision.hold) == ("Stay", None)
+    assert "maxReplicas" in decision.message
 
 
 def test_a_surge_lowers_no_rate_that_is_known_of_requests_like_these():

@@ -50,7 +50,7 @@ def denied(dtype, reason):
 
 
 def again(s, decision, seconds=5):
-    """The next pass: the status was written, time went by, the load is the same."""
+    """The next reconcile: the status was written, time went by, the load is the same."""
     later = NOW + timedelta(seconds=seconds)
     window = {n: tuple(replace(x, time=x.time + timedelta(seconds=seconds)) for x in w) for n, w in s.samples.items()}
     return replace(s, now=later, status=decision.status, samples=window)

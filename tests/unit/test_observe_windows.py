@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot_operator.observe.pod_metrics import PodMetrics, Totals
-from kvpilot_operator.observe.windows import Need, Windows, need
+from kvpilot_operator.observe.windows import SampleRetention, Windows, retention_of
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.snapshot import ModelFacts
@@ -36,7 +36,7 @@ def page(i: int, **changes: float) -> PodMetrics:
     return replace(counted, **changes)  # type: ignore[arg-type]
 
 
-def scraped(count: int, seconds: float, look_back: Need) -> tuple[Sample, ...]:
+def scraped(count: int, seconds: float, look_back: SampleRetention) -> tuple[Sample, ...]:
     windows = Windows(KEY)
     windows.keep(look_back)
     for i in range(count):
@@ -45,20 +45,20 @@ def scraped(count: int, seconds: float, look_back: Need) -> tuple[Sample, ...]:
 
 
 def test_a_service_looks_back_as_far_as_its_spec_says() -> None:
-    by_default = need(spec_of(manifest()), trial=True)
+    by_default = retention_of(spec_of(manifest()), trial=True)
     assert (by_default.near, by_default.far) == (600, 3600)
-    assert by_default.cell == 300 / 24
-    patient = need(spec_of(manifest(kvCache={"pressure": {"sustainedSeconds": 86_400}})), trial=True)
-    assert (patient.near, patient.far, patient.cell) == (86_400, 86_400, 45)
+    assert by_default.bucket == 300 / 24
+    patient = retention_of(spec_of(manifest(kvCache={"pressure": {"sustainedSeconds": 86_400}})), trial=True)
+    assert (patient.near, patient.far, patient.bucket) == (86_400, 86_400, 45)
     slow = manifest(
         canary={"steps": [{"weightPercent": 5, "holdSeconds": 7200}, {"weightPercent": 50, "holdSeconds": 0}]}
     )
-    assert need(spec_of(slow), trial=True).far >= 7200
+    assert retention_of(spec_of(slow), trial=True).far >= 7200
 
 
 @pytest.mark.parametrize("sustained", [5, 60, 300, 3600, 20_000])
 def test_the_window_of_pressure_is_kept_evenly_and_without_gaps(sustained: int) -> None:
-    look_back = need(spec_of(manifest(kvCache={"pressure": {"sustainedSeconds": sustained}})), trial=True)
+    look_back = retention_of(spec_of(manifest(kvCache={"pressure": {"sustainedSeconds": sustained}})), trial=True)
     series = scraped(2 * sustained // 5 + 40, 5, look_back)
     window = [s for s in series if s.time >= series[-1].time - timedelta(seconds=sustained)]
     assert (window[-1].time - window[0].time).total_seconds() >= 0.9 * sustained - 5
@@ -68,7 +68,7 @@ def test_the_window_of_pressure_is_kept_evenly_and_without_gaps(sustained: int) 
 
 
 def test_what_is_older_than_the_longest_window_is_dropped() -> None:
-    series = scraped(2000, 5, Need(near=300, far=900, cell=12.5))
+    series = scraped(2000, 5, SampleRetention(near=300, far=900, bucket=12.5))
     assert 900 - 60 <= (series[-1].time - series[0].time).total_seconds() <= 900
 
 
@@ -76,14 +76,14 @@ def test_what_is_older_than_the_longest_window_is_dropped() -> None:
 @given(
     near=st.floats(5, 5000),
     times=st.floats(1, 20),
-    cells=st.integers(4, 100),
+    buckets=st.integers(4, 100),
     every=st.floats(0.5, 60),
     count=st.integers(1, 400),
 )
-def test_flows_are_merged_and_never_lost(near: float, times: float, cells: int, every: float, count: int) -> None:
-    look_back = Need(near, near * times, near / cells)
+def test_flows_are_merged_and_never_lost(near: float, times: float, buckets: int, every: float, count: int) -> None:
+    look_back = SampleRetention(near, near * times, near / buckets)
     series = scraped(count, every, look_back)
-    assert len(series) <= cells + 24 + 4
+    assert len(series) <= buckets + 24 + 4
     assert [s.time for s in series] == sorted(s.time for s in series)
     if count * every < look_back.far:
         assert sum(s.flows.finished for s in series) == 10 * (count - 1)
@@ -93,7 +93,7 @@ def test_flows_are_merged_and_never_lost(near: float, times: float, cells: int, 
 
 def test_gauges_of_merged_scrapes_are_averaged() -> None:
     windows = Windows(KEY)
-    windows.keep(Need(near=600, far=600, cell=60))
+    windows.keep(SampleRetention(near=600, far=600, bucket=60))
     for i, usage in enumerate((0.2, 0.4, 0.9)):
         windows.add("r1", at(i * 5), {"a": page(i, usage=usage, waiting=3 * i)})
     [sample] = windows.samples()["r1"]
@@ -105,7 +105,7 @@ def test_gauges_of_merged_scrapes_are_averaged() -> None:
 
 def test_a_scrape_in_which_nobody_is_believed_does_not_water_down_the_others() -> None:
     windows = Windows(KEY)
-    windows.keep(Need(near=600, far=600, cell=300))
+    windows.keep(SampleRetention(near=600, far=600, bucket=300))
     for i in range(12):
         windows.add("r1", at(i * 5), {"a": page(i, running=0, usage=0.9) if i > 3 else page(i)})
     [sample] = windows.samples()["r1"]
@@ -115,7 +115,7 @@ def test_a_scrape_in_which_nobody_is_believed_does_not_water_down_the_others() -
 
 def test_a_pod_that_is_believed_again_counts_from_then_on() -> None:
     windows = Windows(KEY)
-    windows.keep(Need(near=600, far=600, cell=300))
+    windows.keep(SampleRetention(near=600, far=600, bucket=300))
     for i in range(12):
         windows.add("r1", at(i * 5), {"a": page(i, running=0, usage=0.9) if i < 11 else page(i)})
     [sample] = windows.samples()["r1"]
@@ -139,7 +139,7 @@ def test_revisions_are_kept_apart_and_forgotten_with_their_deployments() -> None
 
 
 def test_without_a_canary_only_lengths_of_the_window_of_pressure_are_kept_of_histograms() -> None:
-    windows = (Need(near=300, far=1200, cell=12.5, pressure=100, trial=trial) for trial in (True, False))
+    windows = (SampleRetention(near=300, far=1200, bucket=12.5, pressure=100, trial=trial) for trial in (True, False))
     with_, without = (scraped(300, 5, look_back) for look_back in windows)
     assert sum(s.flows.ttft.count for s in without) == 0
     for one, other in zip(with_, without, strict=True):
@@ -152,7 +152,7 @@ def test_without_a_canary_only_lengths_of_the_window_of_pressure_are_kept_of_his
 
 def test_a_clock_that_is_set_back_leaves_nothing_that_is_dated_later_than_now(caplog: pytest.LogCaptureFixture) -> None:
     windows = Windows(KEY)
-    windows.keep(Need(near=100, far=1200, cell=5))
+    windows.keep(SampleRetention(near=100, far=1200, bucket=5))
     for i in range(60):
         windows.add("r1", at(5 * i), {"a": page(i)})
     for i in range(60, 63):
@@ -181,7 +181,7 @@ def test_a_busy_service_with_the_default_spec_takes_less_than_so_many_kib(trial:
     bounds = tuple(float(i) for i in range(22))
     tokens, requests = [0] * 23, [0] * 23
     windows = Windows(KEY)
-    windows.keep(need(spec_of(manifest()), trial=trial))
+    windows.keep(retention_of(spec_of(manifest()), trial=trial))
 
     def scrape(i: int) -> None:
         for _ in range(50):  # ten requests a second, and 200 tokens each

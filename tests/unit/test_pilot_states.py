@@ -236,7 +236,7 @@ class BadDays(RuleBasedStateMachine):
         assert self.cluster.now - changed >= timedelta(seconds=DWELL) - STEP
 
     def _check_owners(self) -> None:
-        """One writer of replicas: after a whole pass with scaling mode External there is only the user's number."""
+        """One writer of replicas: after a whole reconcile in scaling mode External there is only the user's number."""
         spec, status = self.cluster.obj["spec"], self._status()
         if spec["scaling"]["mode"] != "External":
             return
@@ -247,7 +247,7 @@ class BadDays(RuleBasedStateMachine):
             assert self.cluster.deployments[status.stable.revision][1] == theirs
 
     def _check_shelter(self, decision: Decision) -> None:
-        """After a whole pass nobody who stays is kept from being moved but who is on trial, or asked."""
+        """After a whole reconcile nobody who stays is kept from being moved but who is on trial, or asked."""
         canary = self._status().canary
         judged = canary is not None and canary.stage in ("Starting", "Probing", "Shifting")
         if decision.probe is None and (not judged or self.cluster.obj["spec"]["rollout"]["paused"]):

@@ -329,12 +329,12 @@ def test_a_load_is_priced_for_every_dtype_that_can_serve(capsys):
 
 
 def test_a_dtype_that_cannot_serve_says_why(capsys):
-    vetoes = {
+    infeasible = {
         row["dtype"]: row["veto"] for row in planned(capsys, "DeepSeek-V3", "--gpu", "H200", "--gpus", "8")["dtypes"]
     }
-    assert vetoes["auto"] is None
-    assert vetoes["fp8"] is None  # vLLM's own, and it has it
-    assert "multi-head latent attention" in vetoes["k4v4"]
+    assert infeasible["auto"] is None
+    assert infeasible["fp8"] is None  # vLLM's own, and it has it
+    assert "multi-head latent attention" in infeasible["k4v4"]
     assert main(["DeepSeek-V3", "--gpu", "H200", "--gpus", "8"]) == 0
     assert "k4v4 does not support multi-head latent attention" in capsys.readouterr().out
 

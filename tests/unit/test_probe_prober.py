@@ -230,9 +230,9 @@ async def test_checks_that_hang_hold_no_place_of_a_canary(monkeypatch: pytest.Mo
 async def test_however_many_engines_hang_a_good_one_is_probed(
     monkeypatch: pytest.MonkeyPatch, serving: bool, namespace: str
 ) -> None:
-    door = replace(CANARY_PROBE, quick=2, slow=2, quick_seconds=0.1, patience_seconds=0.1)
-    monkeypatch.setattr(module, "CANARY_PROBE", door)
-    monkeypatch.setattr(module, "CHECK", door)
+    limits = replace(CANARY_PROBE, quick=2, slow=2, quick_seconds=0.1, patience_seconds=0.1)
+    monkeypatch.setattr(module, "CANARY_PROBE", limits)
+    monkeypatch.setattr(module, "CHECK", limits)
     async with opened() as bench, engine(hangs) as stuck, sound() as (url, _):
         bench.cluster.keep(NAME, codec.encode(await captured(bench)))
         for i in range(20):
@@ -249,7 +249,7 @@ async def test_however_many_engines_hang_a_good_one_is_probed(
 async def test_an_engine_that_is_slow_to_begin_is_probed_in_the_end_although_others_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It loses its place, which is no failure, and comes again with more patience."""
+    """It loses its permit, which is no failure, and comes again with more patience."""
     monkeypatch.setattr(
         module, "CANARY_PROBE", replace(CANARY_PROBE, quick=1, slow=1, quick_seconds=0.1, patience_seconds=0.1)
     )

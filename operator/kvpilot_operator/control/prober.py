@@ -1,4 +1,4 @@
-"""Runs probes beside the reconciles: one at a time for a service, in places that services and namespaces share, and
+"""Runs probes beside the reconciles: one at a time for a service, under permits that services and namespaces share, and
 gently to the users of an engine.
 """
 
@@ -16,10 +16,10 @@ from functools import partial
 from kvpilot_operator.api.pods import Engine
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.backoff import Backoff
-from kvpilot_operator.budget import CANARY_PROBE, CHECK, Places
+from kvpilot_operator.budget import CANARY_PROBE, CHECK, Permits
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.decide import described, judge
-from kvpilot_operator.errors import KvpilotError, PlaceLost
+from kvpilot_operator.errors import KvpilotError, PermitLost
 from kvpilot_operator.observe.probe_packs import PackTexts, probe_prompts
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.probes import codec, run
@@ -133,7 +133,7 @@ class Probe:
         self._on_result(self._key)
 
 
-# A probe that lost its place to others, because its engine said nothing for longer than the door's patience, begins
+# A probe that lost its permit to others, because its engine said nothing for longer than the limits allow, begins
 # anew with twice the patience: an engine that is only slow gets through in the end.
 MAX_PATIENCE_SECONDS = 80.0
 # Beside users' requests a probe waits this long in all while requests are queued.
@@ -150,11 +150,11 @@ class Prober:
         self._scraper = scraper
         self._tracer = tracer
         self._texts = PackTexts(cluster)
-        self._probes = Places(CANARY_PROBE)
-        self._checks = Places(CHECK)
+        self._probes = Permits(CANARY_PROBE)
+        self._checks = Permits(CHECK)
 
     async def probe(self, key: ServiceKey, spec: Spec, request: Request) -> Found:
-        """Wait for a place, and again where it was lost, and probe; raises a KvpilotError where it cannot."""
+        """Wait for a permit, and again where it was lost, and probe; raises a KvpilotError where it cannot."""
         about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name, **_about(spec, request)}
         with self._tracer.span("probe", about) as span:
             found = await self._placed(key, spec, request, span)
@@ -163,16 +163,16 @@ class Prober:
             return found
 
     async def _placed(self, key: ServiceKey, spec: Spec, request: Request, span: Span) -> Found:
-        places = self._checks if isinstance(request, Measure) and request.serving else self._probes
-        patience = places.door.patience_seconds
+        permits = self._checks if isinstance(request, Measure) and request.serving else self._probes
+        patience = permits.limits.patience_seconds
         while True:
             try:
-                async with places.of(key, key.namespace, patience) as place:
+                async with permits.of(key, key.namespace, patience) as permit:
                     tls = None if isinstance(request, Find) else self._scraper.tls(request.url)
                     asked = self._settings(key, spec, request)
-                    settings = replace(asked, progress=place.progress, tls=tls, headers=span.headers())
+                    settings = replace(asked, progress=permit.progress, tls=tls, headers=span.headers())
                     return await self._run(key, spec, request, settings, span)
-            except PlaceLost as lost:
+            except PermitLost as lost:
                 log.info("probe begins anew: %s", lost, extra={"service": str(key), "probe": request.identity})
                 patience = min(2 * patience, MAX_PATIENCE_SECONDS)
 

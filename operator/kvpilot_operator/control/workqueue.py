@@ -21,8 +21,6 @@ WORKERS = 32
 _BACKOFF = Backoff(0.5, 60.0)
 # A server that could not be reached is tried often: when it is back, nobody should have to wait for a minute.
 _LAST_UNREACHED_SECONDS = 5.0
-# An API server that cannot be reached (0), or that says itself that it is away: its return is to be noticed soon.
-_AWAY = (0, 502, 503, 504)
 # Of so many reconciles one is of low priority, however many services have changed.
 _LOW_PRIORITY_EACH = 4
 
@@ -177,8 +175,7 @@ class WorkQueue:
         except Throttled as error:
             self._retry(key, known, str(error), at_least=error.retry_after)
         except ClusterError as error:
-            away = error.status in _AWAY
-            self._retry(key, known, str(error), at_most=_LAST_UNREACHED_SECONDS if away else math.inf)
+            self._retry(key, known, str(error), at_most=_LAST_UNREACHED_SECONDS if error.away else math.inf)
         except Exception:
             log.exception("reconcile failed", extra={"service": str(key)})
             self._retry(key, known, "unexpected error")

@@ -11,6 +11,7 @@ from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS, RETRY_SECON
 from kvpilot_operator.render.engine import model_location
 from kvpilot_operator.state.enums import Action, Reason, Stage, Verdict
 from kvpilot_operator.state.status import Denied, Stable
+from kvpilot_operator.times import utc
 
 
 def choose(c: Context) -> Context:
@@ -76,7 +77,7 @@ def _safer(c: Context, stable: Stable) -> str | None:
 
 
 def _denied(standing: Denied) -> str:
-    return f"is denied until {standing.until:%Y-%m-%dT%H:%M:%SZ}: {standing.message}"
+    return f"is denied until {utc(standing.until)}: {standing.message}"
 
 
 def _fixed(c: Context) -> Target:
@@ -145,5 +146,5 @@ def _failed_before(c: Context, name: str) -> str | None:
         return None
     return (
         f"this very revision ({last.dtype}) was rolled back: {last.reason}: {last.message}; it may be tried again at "
-        f"{until:%Y-%m-%dT%H:%M:%SZ}, or after a change of the spec"
+        f"{utc(until)}, or after a change of the spec"
     )

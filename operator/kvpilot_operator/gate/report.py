@@ -9,6 +9,7 @@ from typing import Any
 from kvpilot_operator.api.spec import Accuracy
 from kvpilot_operator.gate.compare import Comparison
 from kvpilot_operator.probes.stats import Measurement
+from kvpilot_operator.text_tables import render
 
 _BAR = 24
 
@@ -84,16 +85,8 @@ def _sample(found: Comparison) -> str:
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    last = len(widths) - 1
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i == 0 or (i == last and i > 3) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    last = len(rows[0]) - 1
+    return render(rows[0], rows[1:], left=(0, last) if last > 3 else (0,))
 
 
 def _milli(micronats: int) -> str:

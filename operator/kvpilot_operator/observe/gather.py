@@ -18,15 +18,15 @@ from kvpilot_operator.gpus import by_product
 from kvpilot_operator.observe.adapters import loaded
 from kvpilot_operator.observe.informers import InformerCache, ServiceView
 from kvpilot_operator.observe.node_cache import NodeCache
-from kvpilot_operator.observe.pace import Pace
 from kvpilot_operator.observe.plausible import Judged
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.prefetch import read_prefetch
 from kvpilot_operator.observe.probe_packs import PackTexts, PlanRead
 from kvpilot_operator.observe.scrape import Scraper
+from kvpilot_operator.observe.scrape_throttle import ScrapeThrottle
 from kvpilot_operator.observe.served import Served, not_served
 from kvpilot_operator.observe.views import named_view, pool_view, route_view, together
-from kvpilot_operator.observe.windows import Windows, need
+from kvpilot_operator.observe.windows import Windows, retention_of
 from kvpilot_operator.render.names import (
     API_VERSION,
     HTTP_ROUTE_API,
@@ -48,20 +48,17 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Objects = dict[tuple[str, str], ObjectView]
 
-# The API server itself is away (0), overloaded or behind something that is: nothing of a service can be read.
-_AWAY = (0, 429, 502, 503, 504)
-
 
 class Observations:
     """What is remembered of one service that was observed."""
 
-    __slots__ = ("adapters", "key", "pace", "plan", "uid", "windows")
+    __slots__ = ("adapters", "key", "plan", "throttle", "uid", "windows")
 
     def __init__(self, key: ServiceKey, uid: str) -> None:
         self.key = key
         self.uid = uid
         self.windows = Windows(key)
-        self.pace = Pace()
+        self.throttle = ScrapeThrottle()
         self.plan: PlanRead | None = None
         self.adapters: dict[str, tuple[str, ...]] = {}
         """What pods said that they have loaded, by name."""
@@ -119,7 +116,7 @@ class Observer:
         windows.keep_only(revisions.keys())
         faults = service.faults or not_served(spec, self.cache.serves_groups(key.namespace))
         if spec is not None:
-            windows.keep(need(spec, trial=service.status.canary is not None))
+            windows.keep(retention_of(spec, trial=service.status.canary is not None))
         return Snapshot(
             now=self.clock().replace(microsecond=0),
             key=key,
@@ -144,7 +141,7 @@ class Observer:
             probes=probes,
             probe_result=probe_result,
             unanswered=tuple(failed),
-            backed_off=known.pace.backed_off,
+            backed_off=known.throttle.backed_off,
             adapters=dict(known.adapters),
         )
 
@@ -160,12 +157,12 @@ class Observer:
 
     async def scrape(self, known: Observations) -> None:
         """Scrape every ready engine of a service that is due; a pod that gives no page is left out of this sample."""
-        key, pace = known.key, known.pace
+        key, throttle = known.key, known.throttle
         service = self.cache.services.get(*key)
         if service is None or service.uid != known.uid:
             return
         answering = {view.name: view for view in self.cache.pods.of(key) if view.answers}
-        due = pace.due(answering.keys(), self.elapsed())
+        due = throttle.due(answering.keys(), self.elapsed())
         if not due:
             return
         by_revision: dict[str, list[PodView]] = {}
@@ -178,7 +175,7 @@ class Observer:
             failed: list[str] = []
             for revision, views in by_revision.items():
                 asked = [view for view in views if view.name in due]
-                answers = await asyncio.gather(*(self._scrape_pod(key, view, pace) for view in asked))
+                answers = await asyncio.gather(*(self._scrape_pod(key, view, throttle) for view in asked))
                 pages = {view.name: page for view, page in zip(asked, answers, strict=True) if page is not None}
                 failed += [view.name for view in asked if view.name not in pages]
                 self._add(known, revision, views, pages)
@@ -194,23 +191,23 @@ class Observer:
             judged = known.windows.add(revision, self.clock(), pages, unanswered=unanswered, gpus=gpus)
             _tell(known, revision, pages, judged)
 
-    async def _scrape_pod(self, key: ServiceKey, pod: PodView, pace: Pace) -> PodMetrics | None:
+    async def _scrape_pod(self, key: ServiceKey, pod: PodView, throttle: ScrapeThrottle) -> PodMetrics | None:
         try:
             url = engine_url(pod.ip, pod.mesh)
-            page = await self.scraper.scrape(key, url, lambda work: pace.spend(work, self.elapsed()))
+            page = await self.scraper.scrape(key, url, lambda work: throttle.spend(work, self.elapsed()))
         except ScrapeError as error:
             log.warning("scrape failed: %s", error, extra={"service": str(key), "pod": pod.name})
             self.on_scrape(False)
-            pace.failed(pod.name, self.elapsed(), str(error))
+            throttle.failed(pod.name, self.elapsed(), str(error))
             return None
         self.on_scrape(True)
-        pace.answered(pod.name)
+        throttle.answered(pod.name)
         return page
 
     async def _ask_adapters(self, known: Observations, pod: PodView) -> None:
         url = engine_url(pod.ip, pod.mesh)
         try:
-            names = await loaded(self.scraper, known.key, url, lambda work: known.pace.spend(work, self.elapsed()))
+            names = await loaded(self.scraper, known.key, url, lambda work: known.throttle.spend(work, self.elapsed()))
         except ScrapeError as error:
             log.warning("adapters: %s", error, extra={"service": str(known.key), "pod": pod.name})
             known.adapters.pop(pod.name, None)
@@ -260,8 +257,10 @@ async def _observed(question: Question, reading: Awaitable[T], otherwise: T, fai
     try:
         return await reading
     except Exception as error:
-        # An error with a type of its own is about what was asked for, not about who was asked.
-        if isinstance(error, Throttled) or (type(error) is ClusterError and error.status in _AWAY):
+        # An error with a type of its own is about what was asked for, not about who was asked: one that is away, or
+        # overloaded (429).
+        asked = type(error) is ClusterError and (error.away or error.status == 429)
+        if isinstance(error, Throttled) or asked:
             raise
         failed.append(unanswered(question, error))
         return otherwise

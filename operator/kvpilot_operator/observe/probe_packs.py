@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.budget import CONFIG_MAP, PACKS_BYTES, Places
+from kvpilot_operator.budget import CONFIG_MAP, PACKS_BYTES, Permits
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.errors import ClusterError, OverBudget
 from kvpilot_operator.probes import codec, packs
@@ -47,7 +47,7 @@ class PackTexts:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._places = Places(CONFIG_MAP)
+        self._permits = Permits(CONFIG_MAP)
 
     async def of(self, key: ServiceKey, spec: Spec) -> dict[str, Mapping[str, str]]:
         """By ConfigMap that `spec.accuracy.probeSets` names, the text under `prompts.yaml`.
@@ -61,7 +61,7 @@ class PackTexts:
         found: dict[str, Mapping[str, str]] = {}
         left = PACKS_BYTES
         for name in (one.partition("/")[2] for one in spec.accuracy.probe_sets if one.startswith("configmap/")):
-            async with self._places.of(key, key.namespace):
+            async with self._permits.of(key, key.namespace):
                 data = await self._data(key, name)
             if data is None:
                 continue

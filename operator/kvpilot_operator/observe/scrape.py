@@ -1,4 +1,4 @@
-"""Fetches the engines' pages of metrics, within limits on time, size, memory and places."""
+"""Fetches the engines' pages of metrics, within limits on time, size, memory and concurrency."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Protocol, TypeVar
 
 import aiohttp
 
-from kvpilot_operator.budget import METRICS, METRICS_CHUNK_BYTES, METRICS_SOCKET_BYTES, METRICS_TURN, Places
-from kvpilot_operator.errors import NoIdentity, PlaceLost, ScrapeError, ScrapeTimeout
+from kvpilot_operator.budget import METRICS, METRICS_CHUNK_BYTES, METRICS_SOCKET_BYTES, METRICS_STEP, Permits
+from kvpilot_operator.errors import NoIdentity, PermitLost, ScrapeError, ScrapeTimeout
 from kvpilot_operator.mesh import Identity
 from kvpilot_operator.observe.page import PageReader
 from kvpilot_operator.observe.pod_metrics import PodMetrics
@@ -47,8 +47,8 @@ class Scraper:
 
     def __init__(self, identity: Identity | None = None) -> None:
         self.identity = identity
-        self._places = Places(METRICS)
-        self._turns = Places(METRICS_TURN)
+        self._permits = Permits(METRICS)
+        self._steps = Permits(METRICS_STEP)
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_socket),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -78,10 +78,10 @@ class Scraper:
         """Fetch a page and have it read; every failure is a ScrapeError that names the address."""
         address = f"{url}{path}"
         try:
-            async with self._places.of(service, service.namespace):
+            async with self._permits.of(service, service.namespace):
                 await self._fetch(service, address, page)
                 return page.close()
-        except (ScrapeError, PlaceLost, NoIdentity) as error:
+        except (ScrapeError, PermitLost, NoIdentity) as error:
             raise ScrapeError(f"{address}: {error}") from error
         except TimeoutError as error:
             raise ScrapeTimeout(f"{address}: no whole page within {TIMEOUT_SECONDS:g} s") from error
@@ -127,10 +127,10 @@ class Scraper:
                 limit.reschedule(until + clock() - came)
 
     async def _read(self, service: ServiceKey, steps: Iterator[None]) -> None:
-        """Go through these steps; each waits for its turn."""
+        """Go through these steps; each waits for a permit."""
         more = True
         while more:
-            async with self._turns.of(service, service.namespace):
+            async with self._steps.of(service, service.namespace):
                 more = next(steps, steps) is None
                 # Whatever else is ready comes before the next steps, whoever's they are.
                 await asyncio.sleep(0)

@@ -17,23 +17,23 @@ from kvpilot_operator.state.snapshot import ModelFacts, ServiceKey
 log = logging.getLogger(__name__)
 
 # Samples in the window of pressure: enough to say "nine in ten of them".
-_PRESSURE_CELLS = 24
+_PRESSURE_BUCKETS = 24
 # Samples in a canary's step: as many slices as its two sides are compared in.
-_STEP_CELLS = 20
+_STEP_BUCKETS = 20
 # Samples are this close at most where a gap between them would read as missing scrapes.
-_LONGEST_CELL_SECONDS = 45.0
+_LONGEST_BUCKET_SECONDS = 45.0
 # Samples that are kept of a window of a day, and beyond the windows of the workload.
-_MOST_CELLS = 2400
-_FAR_CELLS = 24
+_MOST_BUCKETS = 2400
+_FAR_BUCKETS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """What a service's decisions look back on, in seconds: `cell` apart over `near`, and wider apart over `far`."""
+class SampleRetention:
+    """What a service's decisions look back on, in seconds: `bucket` apart over `near`, and wider apart over `far`."""
 
     near: float = 600.0
     far: float = 3600.0
-    cell: float = 12.5
+    bucket: float = 12.5
     pressure: float = 300.0
     """Without a trial, histograms are kept of these last seconds alone, and those of latencies only for objectives."""
     trial: bool = True
@@ -42,30 +42,32 @@ class Need:
     """Whether histograms of latencies are kept without one, for objectives."""
 
     @property
-    def far_cell(self) -> float:
+    def far_bucket(self) -> float:
         """The time between two samples that are older than `near`."""
-        return max(self.cell, self.far / _FAR_CELLS)
+        return max(self.bucket, self.far / _FAR_BUCKETS)
 
 
-def need(spec: Spec, *, trial: bool) -> Need:
+def retention_of(spec: Spec, *, trial: bool) -> SampleRetention:
     """The windows of a spec: those that the workload is judged by, and beyond them the longest that a step may take."""
     canary, sustained = spec.canary, spec.kv_cache.pressure.sustained_seconds
     holds = [step.hold_seconds for step in canary.steps if step.hold_seconds]
     near = max(sustained, spec.scaling.scale_down_stabilization_seconds)
     far = max(near, canary.progress_deadline_seconds, *(hold + canary.warm_up_seconds for hold in holds))
-    cell = min(sustained / _PRESSURE_CELLS, _LONGEST_CELL_SECONDS, *(hold / _STEP_CELLS for hold in holds))
-    return Need(near, far, max(cell, near / _MOST_CELLS), sustained, trial, bool(spec.scaling.objectives))
+    bucket = min(sustained / _PRESSURE_BUCKETS, _LONGEST_BUCKET_SECONDS, *(hold / _STEP_BUCKETS for hold in holds))
+    return SampleRetention(
+        near, far, max(bucket, near / _MOST_BUCKETS), sustained, trial, bool(spec.scaling.objectives)
+    )
 
 
 @dataclass(slots=True)
-class _Cell:
+class _Bucket:
     """Scrapes that are merged into one sample, and how many they are."""
 
     sample: Sample
     scrapes: int = 1
 
-    def merge(self, other: _Cell) -> None:
-        """Take in a later cell: flows add up, gauges are averaged, all else is the later one's."""
+    def merge(self, other: _Bucket) -> None:
+        """Take in a later bucket: flows add up, gauges are averaged, all else is the later one's."""
         ours, theirs = self.sample, other.sample
         if not theirs.pods:
             self.sample = replace(ours, implausible=theirs.implausible, unanswered=theirs.unanswered)
@@ -92,8 +94,8 @@ class _Series:
     known: Mapping[str, Known] = field(default_factory=dict)
     odd: frozenset[str] = frozenset()
     """What was odd about the last pages."""
-    far: deque[_Cell] = field(default_factory=deque)
-    near: deque[_Cell] = field(default_factory=deque)
+    far: deque[_Bucket] = field(default_factory=deque)
+    near: deque[_Bucket] = field(default_factory=deque)
 
     def turned_back(self, now: datetime) -> bool:
         """Forget what is dated later than now, and say whether anything was; the clock has been set back then."""
@@ -102,48 +104,48 @@ class _Series:
         if not later:
             return False
         self.known = {pod: known for pod, known in self.known.items() if pod not in later}
-        for cells in (self.near, self.far):
-            while cells and cells[-1].sample.time > now:
-                cells.pop()
+        for buckets in (self.near, self.far):
+            while buckets and buckets[-1].sample.time > now:
+                buckets.pop()
         return True
 
-    def add(self, sample: Sample, need: Need) -> None:
+    def add(self, sample: Sample, retention: SampleRetention) -> None:
         """Append a sample, thin what has grown older, drop what nobody looks back on."""
-        if not need.trial and not need.latencies:
+        if not retention.trial and not retention.latencies:
             sample = replace(sample, flows=replace(sample.flows, ttft=NOTHING_OBSERVED, itl=NOTHING_OBSERVED))
-        _append(self.near, _Cell(sample), need.cell)
-        if not need.trial:
-            self._thin(sample.time, need.pressure)
-        while _age(self.near[0], sample.time) > need.near:
-            _append(self.far, self.near.popleft(), need.far_cell)
-        while self.far and _age(self.far[0], sample.time) > need.far:
+        _append(self.near, _Bucket(sample), retention.bucket)
+        if not retention.trial:
+            self._thin(sample.time, retention.pressure)
+        while _age(self.near[0], sample.time) > retention.near:
+            _append(self.far, self.near.popleft(), retention.far_bucket)
+        while self.far and _age(self.far[0], sample.time) > retention.far:
             self.far.popleft()
 
     def _thin(self, now: datetime, seconds: float) -> None:
         """Drop the histograms of what is older, most of what a sample takes; older still, they are gone already."""
-        for cell in reversed(self.near):
-            flows = cell.sample.flows
-            if _age(cell, now) > seconds:
+        for bucket in reversed(self.near):
+            flows = bucket.sample.flows
+            if _age(bucket, now) > seconds:
                 if flows.prompt_lengths is flows.generation_lengths is NOTHING_OBSERVED:
                     return
                 none = NOTHING_OBSERVED
                 scalars = replace(flows, ttft=none, itl=none, prompt_lengths=none, generation_lengths=none)
-                cell.sample = replace(cell.sample, flows=scalars)
+                bucket.sample = replace(bucket.sample, flows=scalars)
 
 
 class Windows:
     """One service's samples by revision, as far back as its spec looks, thinned as they age."""
 
-    __slots__ = ("_key", "_need", "_series")
+    __slots__ = ("_key", "_retention", "_series")
 
     def __init__(self, key: ServiceKey) -> None:
         self._key = key
         self._series: dict[str, _Series] = {}
-        self._need = Need()
+        self._retention = SampleRetention()
 
-    def keep(self, need: Need) -> None:
+    def keep(self, retention: SampleRetention) -> None:
         """Look back this far from now on."""
-        self._need = need
+        self._retention = retention
 
     def add(
         self,
@@ -163,7 +165,7 @@ class Windows:
         judged = plausible_sample(time, series.known, pages, unanswered=unanswered, gpus=gpus)
         series.known = judged.known
         if judged.sample.pods or judged.sample.implausible:
-            series.add(judged.sample, self._need)
+            series.add(judged.sample, self._retention)
         return judged
 
     def news(self, revision: str, odd: Collection[str]) -> Collection[str]:
@@ -174,7 +176,7 @@ class Windows:
 
     def samples(self) -> dict[str, tuple[Sample, ...]]:
         """All series, by revision."""
-        return {name: tuple(cell.sample for cell in (*one.far, *one.near)) for name, one in self._series.items()}
+        return {name: tuple(bucket.sample for bucket in (*one.far, *one.near)) for name, one in self._series.items()}
 
     def model(self) -> ModelFacts | None:
         """The model's architecture as most of the service's pods have it; None where none has said it."""
@@ -188,12 +190,12 @@ class Windows:
             del self._series[name]
 
 
-def _append(cells: deque[_Cell], cell: _Cell, width: float) -> None:
-    if cells and cells[-1].sample.time.timestamp() // width == cell.sample.time.timestamp() // width:
-        cells[-1].merge(cell)
+def _append(buckets: deque[_Bucket], bucket: _Bucket, width: float) -> None:
+    if buckets and buckets[-1].sample.time.timestamp() // width == bucket.sample.time.timestamp() // width:
+        buckets[-1].merge(bucket)
     else:
-        cells.append(cell)
+        buckets.append(bucket)
 
 
-def _age(cell: _Cell, now: datetime) -> float:
-    return (now - cell.sample.time).total_seconds()
+def _age(bucket: _Bucket, now: datetime) -> float:
+    return (now - bucket.sample.time).total_seconds()

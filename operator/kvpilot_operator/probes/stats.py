@@ -149,7 +149,7 @@ def compare(prompt: int, position: int, baseline: Logprobs, candidate: Logprobs)
     return Compared(prompt, position, kl_nats(baseline.top, candidate.top), baseline.token == candidate.token)
 
 
-def percentile(values: Sequence[float], share: float) -> float:
+def percentile(values: Iterable[float], share: float) -> float:
     """Return the nearest-rank percentile: the smallest value that at least `share` (0 to 1) of the values reach."""
     ordered = sorted(values)
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0

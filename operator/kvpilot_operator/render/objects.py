@@ -33,6 +33,7 @@ from kvpilot_operator.render.names import (
 from kvpilot_operator.render.workloads import kind_for
 from kvpilot_operator.state.objects import PodView, RouteView
 from kvpilot_operator.state.snapshot import ServiceKey
+from kvpilot_operator.times import utc
 
 _GATEWAYS = HTTP_ROUTE_API.partition("/")[0]
 _SHELTER = {
@@ -145,7 +146,7 @@ def pod_admission(key: ServiceKey, pod: PodView, admitted: bool, now: datetime) 
         "status": "True" if admitted else "False",
         "reason": "Admitted" if admitted else "NotAdmitted",
         "message": "its revision serves, or has passed its probes" if admitted else "its revision is rolled back",
-        "lastTransitionTime": f"{now:%Y-%m-%dT%H:%M:%SZ}",
+        "lastTransitionTime": utc(now),
     }
     metadata = {"name": pod.name, "namespace": key.namespace, "uid": pod.uid}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "status": {"conditions": [condition]}}

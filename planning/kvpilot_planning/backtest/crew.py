@@ -86,23 +86,23 @@ class Crew:
         chosen = np.ones(len(self.pilots), dtype=bool) if self._ask_all else self.candidates(asked, ready, busy)
         for i in np.flatnonzero(self._bound & ~chosen):
             self.pilots[i].was_bound = self._bound[i] = False
-        rulings = []
+        decisions = []
         now = self._now()
         for i in np.flatnonzero(chosen):
             pilot = self.pilots[i]
-            ruling, _ = pilot.rule(
+            decision, _ = pilot.rule(
                 self._samples(int(i)), now, int(asked[i]), int(ready[i]),
                 "a canary is in flight" if busy[i] else None,
             )  # fmt: skip
             self.asked += 1
             self._bound[i] = pilot.was_bound
             self._learn(int(i))
-            if ruling.chosen.action != "Stay":
-                rulings.append((int(i), ruling))
-        return rulings
+            if decision.chosen.action != "Stay":
+                decisions.append((int(i), decision))
+        return decisions
 
     def candidates(self, asked: Array, ready: Array, busy: Bools) -> Bools:
-        """Whose ruling can be anything but Stay, or whose pressure is to be noted."""
+        """Whose decision can be anything but Stay, or whose pressure is to be noted."""
         spec, pressure = self._spec, self._spec.kv_cache.pressure
         window = self._within(pressure.sustained_seconds, self._since)
         calm = self._within(spec.scaling.scale_down_stabilization_seconds, self._since)

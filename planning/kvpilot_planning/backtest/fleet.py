@@ -138,8 +138,8 @@ def _pilot(
         flips[i] += 1
         crew.flipped(i, new)
     wanted = pods.asked
-    for i, ruling in crew.judge(pods.asked.astype(float), pods.ready.astype(float), busy):
-        step = ruling.chosen
+    for i, decision in crew.judge(pods.asked.astype(float), pods.ready.astype(float), busy):
+        step = decision.chosen
         if trail is not None:
             trail.append((minute, i, step.action, step.dtype, step.replicas))
         if step.dtype != crew.pilots[i].dtype:

@@ -99,7 +99,7 @@ class Piloted:
     journal: list[str] = field(default_factory=list)
 
     def judge(self, service: Service, sample: Sample | None) -> None:
-        """One pass: take the sample in, move the roll, decide."""
+        """One reconcile: take the sample in, move the roll, decide."""
         now = EPOCH + timedelta(seconds=service.now)
         if sample is not None:
             self.samples.append(sample)
@@ -111,16 +111,16 @@ class Piloted:
         busy = "a canary is in flight" if self.canary is not None else None
         # Once its probes have passed it is promoted at once here.
         yields = self.canary is not None and self.canary not in service.serving
-        ruling, _ = self.pilot.rule(tuple(self.samples), now, self.replicas, ready, busy, yields)
-        chosen = ruling.chosen
+        decision, _ = self.pilot.rule(tuple(self.samples), now, self.replicas, ready, busy, yields)
+        chosen = decision.chosen
         if chosen.action == "Stay":
             return
         if self.canary is not None:
             service.scale(self.canary, 0)
             self.canary = None
         self.journal.append(
-            f"{service.now / 3600:.2f} h {ruling.reason}: {chosen.action} {chosen.dtype} "
-            f"{chosen.replicas} replicas: {ruling.message}"
+            f"{service.now / 3600:.2f} h {decision.reason}: {chosen.action} {chosen.dtype} "
+            f"{chosen.replicas} replicas: {decision.message}"
         )
         if chosen.dtype != self.pilot.dtype:
             self.canary, self.probed_at = chosen.dtype, None

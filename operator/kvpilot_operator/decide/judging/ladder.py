@@ -17,6 +17,7 @@ from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.enums import Outcome, Reason
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Denied
+from kvpilot_operator.times import utc
 
 # vLLM's CPU backend accepts these names and computes something else: perplexity 40,000 and more where bf16 has 27
 # (SmolLM2-135M, vLLM 0.32.0).
@@ -149,7 +150,5 @@ def _rung(
         return Rung(dtype, Outcome.VETOED, ruled_out.message)
     standing = denial(dtype, spec, node.gpu, denied, now)
     if standing is not None:
-        return Rung(
-            dtype, Outcome.DENIED, f"{dtype} is denied until {standing.until:%Y-%m-%dT%H:%M:%SZ} ({standing.reason})"
-        )
+        return Rung(dtype, Outcome.DENIED, f"{dtype} is denied until {utc(standing.until)} ({standing.reason})")
     return Rung(dtype)

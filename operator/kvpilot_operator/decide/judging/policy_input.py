@@ -11,6 +11,7 @@ from kvpilot_operator.decide.judging.workload import Workload
 from kvpilot_operator.state.enums import Outcome
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Denied, Experience, Saturation, ScaleInBackoff
+from kvpilot_operator.times import utc
 
 # After a canary was rolled back the next dtype change waits this long, or the dwell where that is shorter: a cluster
 # that goes through its ladder in an hour helps nobody.
@@ -82,17 +83,13 @@ class PolicyInput:
         cool = min(COOL_DOWN_SECONDS, self.spec.kv_cache.min_dwell_seconds)
         until = _after(self.rolled_back, cool)
         if until is not None and self.now < until:
-            return Outcome.COOLING_DOWN, f"a canary was rolled back; the next dtype change may come at {_z(until)}"
+            return Outcome.COOLING_DOWN, f"a canary was rolled back; the next dtype change may come at {utc(until)}"
         dwell = self.spec.kv_cache.min_dwell_seconds * (CLIMB_DWELLS if climb else 1)
-        until = _after(self.dtype_changed, dwell)
-        if until is not None and self.now < until:
-            return Outcome.DWELLING, f"the dtype changed at {_z(self.dtype_changed)}; the next may come at {_z(until)}"
+        changed, until = self.dtype_changed, _after(self.dtype_changed, dwell)
+        if changed is not None and until is not None and self.now < until:
+            return Outcome.DWELLING, f"the dtype changed at {utc(changed)}; the next may come at {utc(until)}"
         return None
 
 
 def _after(time: datetime | None, seconds: int) -> datetime | None:
     return None if time is None else time + timedelta(seconds=seconds)
-
-
-def _z(time: datetime | None) -> str:
-    return f"{time:%Y-%m-%dT%H:%M:%SZ}"

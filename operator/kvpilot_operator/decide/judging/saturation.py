@@ -21,6 +21,7 @@ import msgspec
 from kvpilot_operator.decide.judging.workload import Workload
 from kvpilot_operator.state.enums import Action
 from kvpilot_operator.state.status import MAX_SATURATIONS, Saturation, ScaleInBackoff
+from kvpilot_operator.times import utc
 
 # A replica is loaded up to this share of the rate at which its requests queued.
 SHARE = 0.7
@@ -108,10 +109,7 @@ def backing_off(now: datetime, dtype: str, replicas: int, known: ScaleInBackoff 
     """Why this few replicas of this dtype are not tried now, without figures that move; None where they may be."""
     if known is None or known.dtype != dtype or replicas > known.replicas or now >= known.time + HOLD:
         return None
-    return (
-        f"{known.replicas} replicas of {dtype} were too few at {known.time:%Y-%m-%dT%H:%M:%SZ}: they are not tried "
-        "again for a day"
-    )
+    return f"{known.replicas} replicas of {dtype} were too few at {utc(known.time)}: they are not tried again for a day"
 
 
 def _alike(limit: Saturation, w: Workload | Saturation, *, lighter: bool = False) -> bool:

@@ -16,6 +16,7 @@ from kvpilot_operator.state.decision import Capture, Captured, Find, Measure, No
 from kvpilot_operator.state.enums import Action, Stage, Verdict
 from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.state.snapshot import Snapshot
+from kvpilot_operator.times import utc
 
 
 def known(draft: Draft) -> Baseline | None:
@@ -82,7 +83,7 @@ def take(c: Context, found: Captured) -> Context:
     if control is None or found.baseline.identity != probes.identity or known(c) is not None:
         return c
     baseline = described(found.baseline, baseline_name(c.snapshot.key.name, probes.identity))
-    when = f", captured at {control.captured:%Y-%m-%dT%H:%M:%SZ}" if found.adopted else ""
+    when = f", captured at {utc(control.captured)}" if found.adopted else ""
     c = c.set_accuracy(baseline=baseline).record(
         Action.KEEP_BASELINE,
         "BaselineAdopted" if found.adopted else "BaselineCaptured",

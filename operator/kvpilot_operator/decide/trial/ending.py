@@ -11,6 +11,7 @@ from kvpilot_operator.decide.judging.ladder import RETRY_SECONDS, about, subject
 from kvpilot_operator.decide.trial.traffic import routed
 from kvpilot_operator.state.enums import Action, Reason, Stage, Verdict
 from kvpilot_operator.state.status import CHANGES, MAX_DENIED, MAX_HISTORY, Denied, Experience, Stable, clip
+from kvpilot_operator.times import utc
 
 
 def roll_back(c: Context, verdict: Verdict, reason: str, message: str) -> Context:
@@ -85,7 +86,7 @@ def deny(c: Context, dtype: str, reason: str, message: str, seconds: int) -> Con
         until=c.now + timedelta(seconds=seconds),
     )
     kept = [one for one in c.status.kv_cache.denied if one.until > c.now and about(one) != about(denied)]
-    text = f"{dtype} is denied for this model, image and GPU ({denied.gpu}) until {denied.until:%Y-%m-%dT%H:%M:%SZ}"
+    text = f"{dtype} is denied for this model, image and GPU ({denied.gpu}) until {utc(denied.until)}"
     return c.set_kv(denied=(denied, *kept)[:MAX_DENIED]).event("DtypeDenied", text, warning=True)
 
 

@@ -1,6 +1,6 @@
-"""Every door through which a tenant's bytes come in: whatever is sent, it is read or refused by the door's own error.
+"""Every parser of what tenants send: whatever it is, it is read or refused by the parser's own error.
 
-The texts are those whose cost operator/benchmarks/doors.py measures, cut, put together and changed at random.
+The texts are those whose cost operator/benchmarks/parsers.py measures, cut, put together and changed at random.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvpilot_operator.probes.plain_yaml import NotPlainYaml, read
 
 @dataclass(frozen=True)
 class DoorTest:
-    """How a door reads, what it may raise, and how many bytes it is given at most."""
+    """How a parser reads, what it may raise, and how many bytes it is given at most."""
 
     read: Callable[[bytes], object]
     refuses: tuple[type[Exception], ...]
@@ -57,7 +57,7 @@ def read_spec(text: bytes) -> None:
     faults(found)
 
 
-DOORS = {
+PARSERS = {
     "page": DoorTest(read_page, (ScrapeError,), PAGES, METRICS.read_bytes),
     "yaml": DoorTest(read_yaml, (NotPlainYaml,), YAML, 32 * 1024),
     "tokenize": DoorTest(lambda t: read_tokens("here", t), (MalformedAnswer,), TOKENS, CANARY_PROBE.read_bytes),
@@ -66,7 +66,7 @@ DOORS = {
     "config map": DoorTest(texts_of, (ClusterError,), CONFIG_MAPS, CONFIG_MAP.read_bytes),
     "spec": DoorTest(read_spec, (), SPECS, 64 * 1024),
 }
-EVERY = [(door, kind) for door, one in DOORS.items() for kind in one.texts]
+EVERY = [(parser, kind) for parser, one in PARSERS.items() for kind in one.texts]
 
 
 @st.composite
@@ -81,11 +81,11 @@ def mangled(draw: st.DrawFn, texts: dict[str, Make]) -> bytes:
     return draw(st.sampled_from([b"", b"\n", b",", b"\\", b'"', b"\xff"])).join(pieces)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("parser", PARSERS)
 @settings(max_examples=150)
 @given(data=st.data())
-def test_whatever_is_sent_is_read_or_refused_by_the_doors_own_error(door: str, data: st.DataObject) -> None:
-    one = DOORS[door]
+def test_whatever_is_sent_is_read_or_refused_by_the_parsers_own_error(parser: str, data: st.DataObject) -> None:
+    one = PARSERS[parser]
     text = data.draw(st.binary(max_size=300) | mangled(one.texts))
     try:
         one.read(text)
@@ -93,9 +93,9 @@ def test_whatever_is_sent_is_read_or_refused_by_the_doors_own_error(door: str, d
         assert len(str(error)) < 8000
 
 
-@pytest.mark.parametrize(("door", "kind"), EVERY)
-def test_the_largest_text_of_every_hostile_kind_takes_little_memory(door: str, kind: str) -> None:
-    one = DOORS[door]
+@pytest.mark.parametrize(("parser", "kind"), EVERY)
+def test_the_largest_text_of_every_hostile_kind_takes_little_memory(parser: str, kind: str) -> None:
+    one = PARSERS[parser]
     text = one.texts[kind](one.most)
     tracemalloc.start()
     try:
@@ -105,5 +105,5 @@ def test_the_largest_text_of_every_hostile_kind_takes_little_memory(door: str, k
     finally:
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    # One is read at a time; a page leaves a door with nothing of it held, the others are copied, or made, once.
+    # One is read at a time; a page leaves its parser with nothing of it held, the others are copied, or made, once.
     assert peak < 24 * 1024 * 1024

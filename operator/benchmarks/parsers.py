@@ -1,6 +1,6 @@
-"""What the parsers at every door cost, with sizes that double: a linear one costs the same for each byte.
+"""What the parsers of every input cost, with sizes that double: a linear one costs the same for each byte.
 
-    python operator/benchmarks/doors.py --out docs/benchmarks/operator-doors.json
+    python operator/benchmarks/parsers.py --out docs/benchmarks/operator-parsers.json
 
 Each parser reads texts of every hostile kind that is known here, and a sound one. The page beside the JSON is made from
 it. The limits on a page's size are lifted for the measurement, so that the slope shows beyond them.
@@ -66,7 +66,7 @@ def spec(text: bytes) -> None:
     faults(json.loads(text))
 
 
-DOORS: dict[str, tuple[Callable[[bytes], object], dict[str, Make], int]] = {
+PARSERS: dict[str, tuple[Callable[[bytes], object], dict[str, Make], int]] = {
     "a page of metrics": (page, PAGES, 2**20),
     "the same by prometheus_client": (prometheus_client, PAGES, 2**20),
     "a pack's YAML": (yaml, YAML, 2**18),
@@ -111,10 +111,10 @@ def _outcome(read: Callable[[bytes], object], text: bytes) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The page: one table a door."""
+    """The page: one table a parser."""
     words = [
-        "# What each door's parser costs\n",
-        "    python operator/benchmarks/doors.py --out docs/benchmarks/operator-doors.json\n",
+        "# What each parser of tenants' input costs\n",
+        "    python operator/benchmarks/parsers.py --out docs/benchmarks/operator-parsers.json\n",
         f"{result['date']}, {result['machine']}; {', '.join(f'{k} {v}' for k, v in result['versions'].items())}.\n",
         "Nanoseconds of the processor for each byte of texts whose size doubles, the best of three or five runs:\n"
         "what stays level from left to right is linear, and what is refused early gets cheaper with size. The limits\n"
@@ -122,16 +122,16 @@ def table(result: dict[str, Any]) -> str:
         "allocations at the largest size, in bytes for each byte of the text. A stored baseline's bytes are those\n"
         "before it is unpacked, to 2 MiB at most.\n",
     ]
-    for door, kinds in result["doors"].items():
+    for which, kinds in result["parsers"].items():
         sizes = max((list(one["ns_per_byte"]) for one in kinds.values()), key=len)[::2]
-        words.append(f"## {door[0].upper()}{door[1:]}\n")
+        words.append(f"## {which[0].upper()}{which[1:]}\n")
         words.append(f"| text | {' | '.join(_size(int(size)) for size in sizes)} | memory | outcome |")
         words.append("|---|" + "---|" * (len(sizes) + 2))
         for kind, one in kinds.items():
             cells = [f"{one['ns_per_byte'][size]:.3g}" if size in one["ns_per_byte"] else "" for size in sizes]
             words.append(f"| {kind} | {' | '.join(cells)} | {one['peak_bytes_per_byte']:.2g} | {one['outcome']} |")
         words.append("")
-    words.append("Raw: [operator-doors.json](operator-doors.json).")
+    words.append("Raw: [operator-parsers.json](operator-parsers.json).")
     return "\n".join(words) + "\n"
 
 
@@ -158,13 +158,13 @@ def main() -> None:
             "Python": platform.python_version(),
             **{name: version(name) for name in ("prometheus-client", "pyyaml", "msgspec", "jsonschema")},
         },
-        "doors": {},
+        "parsers": {},
     }
-    for door, (read, kinds, most) in DOORS.items():
-        result["doors"][door] = {}
+    for which, (read, kinds, most) in PARSERS.items():
+        result["parsers"][which] = {}
         for kind, make in kinds.items():
-            one = result["doors"][door][kind] = measured(read, make, most)
-            print(f"{door:30} {kind:30} {one}", flush=True)
+            one = result["parsers"][which][kind] = measured(read, make, most)
+            print(f"{which:30} {kind:30} {one}", flush=True)
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
         options.out.with_suffix(".md").write_text(table(result))

@@ -11,7 +11,7 @@ from kvpilot_planning.facts import Model
 _LATENT = ("fp8", "fp8_e4m3")  # of vLLM's own dtypes below 16 bits
 
 
-def veto(model: Model, dtype: str, gpu: Gpu, gpus: int) -> str | None:
+def infeasible(model: Model, dtype: str, gpu: Gpu, gpus: int) -> str | None:
     """Why this dtype cannot serve the model there, or None.
 
     Raises:

@@ -23,7 +23,7 @@ class _Failed:
     why: str
 
 
-class Pace:
+class ScrapeThrottle:
     """One service's. Before a cycle `due` says whom to ask, after it `answered` or `failed` are told what came.
 
     Times are seconds on a clock that never goes back.

@@ -1,0 +1,16 @@
+"""What every program does that makes a page of figures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def write(markdown: Callable[[dict[str, Any]], str]) -> None:
+    """Make the page of each JSON file that the command line names, and write it beside the figures."""
+    for name in sys.argv[1:]:
+        figures = Path(name)
+        figures.with_suffix(".md").write_text(markdown(json.loads(figures.read_text())))
