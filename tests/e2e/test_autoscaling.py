@@ -24,7 +24,7 @@ from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.definitions import directly
 from kvpilot_localcluster.engines import faulty
 from kvpilot_localcluster.rest import until
-from kvpilot_operator.render.names import API_VERSION, REVISION_LABEL, SERVICE_LABEL, SHELTER_ANNOTATION
+from kvpilot_operator.render.names import API_VERSION, DO_NOT_EVICT_ANNOTATION, REVISION_LABEL, SERVICE_LABEL
 from support.metrics_adapter import Adapter, page, serving
 
 ROOT = Path(__file__).parents[2]
@@ -179,7 +179,7 @@ def test_an_hpa_on_requests_in_hand_scales_the_service_up_and_down_across_a_cana
     world.until(lambda: world.status(name).get("canary", {}).get("stage") == "Probing", "the canary is probed")
     canary = world.status(name)["canary"]["revision"]
     (probed,) = world.pods(name, **{REVISION_LABEL: canary})
-    world.until(lambda: _sheltered(world, name) == {probed["metadata"]["name"]}, "the canary's pod is sheltered")
+    world.until(lambda: _marked(world, name) == {probed["metadata"]["name"]}, "the canary's pod is marked")
     assert world.scale(name)["status"]["replicas"] == 3
     world.adapter.asked.clear()
     world.load[name] = {"usage": 0.3, "running": 190, "waiting": 0}
@@ -192,7 +192,7 @@ def test_an_hpa_on_requests_in_hand_scales_the_service_up_and_down_across_a_cana
     _post(probed, {"completions": ""})
     world.until(lambda: world.deployments(name) == {canary: 4}, "the canary has been promoted")
     world.until(lambda: world.status(name)["kvCache"]["activeDtype"] == "fp8", "the status says so")
-    world.until(lambda: not any(_ours(pod) for pod in world.pods(name)), "no pod is sheltered any more")
+    world.until(lambda: not any(_ours(pod) for pod in world.pods(name)), "no pod is marked any more")
 
     world.rest.merge(f"{AUTOSCALERS}/{name}", {"spec": {"behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}}}})
     world.load[name] = {"usage": 0.3, "running": 130, "waiting": 0}
@@ -220,7 +220,7 @@ def test_an_hpa_on_kvpilots_recommendation_carries_it_out(world: World) -> None:
     _operator_wrote_no_number(world, name)
 
 
-def _sheltered(world: World, name: str) -> set[str]:
+def _marked(world: World, name: str) -> set[str]:
     wanted = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
     found = [pod["metadata"] for pod in world.pods(name)]
     return {about["name"] for about in found if wanted.items() <= (about.get("annotations") or {}).items()}
@@ -228,7 +228,8 @@ def _sheltered(world: World, name: str) -> set[str]:
 
 def _ours(pod: Json) -> bool:
     return any(
-        key in (pod["metadata"].get("annotations") or {}) for key in (SHELTER_ANNOTATION, "karpenter.sh/do-not-disrupt")
+        key in (pod["metadata"].get("annotations") or {})
+        for key in (DO_NOT_EVICT_ANNOTATION, "karpenter.sh/do-not-disrupt")
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from kvpilot_operator.errors import Conflict, NotFound, Rejected
-from kvpilot_operator.render.names import DTYPE_LABEL, REVISION_LABEL, SHELTER_ANNOTATION
+from kvpilot_operator.render.names import DO_NOT_EVICT_ANNOTATION, DTYPE_LABEL, REVISION_LABEL
 from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.objects import ObjectView
 from support.services import KEY
@@ -163,8 +163,8 @@ class ModelApi:
             model.keep(name)
         elif kind == "Pod":
             # The annotation lives on the pod: a pod that is gone has none, nor has a new one of its name.
-            sheltered = SHELTER_ANNOTATION in about["annotations"] and name in model.pod_names(workers=True)
-            model.do_not_evict = model.do_not_evict | {name} if sheltered else model.do_not_evict - {name}
+            marked = DO_NOT_EVICT_ANNOTATION in about["annotations"] and name in model.pod_names(workers=True)
+            model.do_not_evict = model.do_not_evict | {name} if marked else model.do_not_evict - {name}
 
     def _own_route(self, name: str, rules: list[Json] | None) -> None:
         self._model.route_name = name

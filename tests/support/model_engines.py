@@ -71,15 +71,15 @@ class ModelEngines:
     admitted: frozenset[str] = frozenset()
     """Names of pods whose readiness gate is open."""
 
-    def views(self, nodes: Mapping[str, int] = ALONE, sheltered: Collection[str] = ()) -> list[PodView]:
+    def views(self, nodes: Mapping[str, int] = ALONE, do_not_evict: Collection[str] = ()) -> list[PodView]:
         """The pods that take requests as their kubelets report them, with their workers: `nodes` are a revision's."""
 
         def group(leader: PodView) -> PodView:
             names = [f"{leader.name}-{worker}" for worker in range(1, nodes.get(leader.revision, 1))]
-            if not names and leader.name not in sheltered:
+            if not names and leader.name not in do_not_evict:
                 return leader
-            workers = tuple(replace(leader, name=name, ip=None, do_not_evict=name in sheltered) for name in names)
-            return replace(leader, workers=workers, do_not_evict=leader.name in sheltered)
+            workers = tuple(replace(leader, name=name, ip=None, do_not_evict=name in do_not_evict) for name in names)
+            return replace(leader, workers=workers, do_not_evict=leader.name in do_not_evict)
 
         return [group(p.view(p.name in self.admitted)) for p in self.pods]
 

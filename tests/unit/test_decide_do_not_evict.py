@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvpilot_operator.act.perform import shelter
+from kvpilot_operator.act.perform import mark_do_not_evict
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.trial.placement import do_not_evict
 from kvpilot_operator.errors import Conflict
-from kvpilot_operator.render.names import SHELTER_ANNOTATION
+from kvpilot_operator.render.names import DO_NOT_EVICT_ANNOTATION
 from kvpilot_operator.state.decision import Find, Measure
 from kvpilot_operator.state.status import parse_status
 from support.model_cluster import ModelCluster
@@ -22,7 +22,7 @@ def names(cluster: ModelCluster, dtype: str) -> set[str]:
     return {p.name for p in cluster.engines.pods if p.revision == revision}
 
 
-def test_the_pods_of_a_canary_are_sheltered_until_its_verdict_and_nobody_afterwards():
+def test_the_pods_of_a_canary_are_marked_until_its_verdict_and_nobody_afterwards():
     cluster = on_trial(3)
     for where in ("Starting", "Shifting"):
         cluster.until(stage(where))
@@ -34,7 +34,7 @@ def test_the_pods_of_a_canary_are_sheltered_until_its_verdict_and_nobody_afterwa
     assert cluster.do_not_evict == set()
 
 
-def test_a_probe_shelters_the_replica_that_it_asks():
+def test_a_probe_marks_the_replica_that_it_asks():
     cluster = ModelCluster(manifest(replicas=3, kvCache={"mode": "Auto"}, scaling={"mode": "External"}))
     asked: set[str] = set()
     for _ in range(20):
@@ -45,7 +45,7 @@ def test_a_probe_shelters_the_replica_that_it_asks():
     assert cluster.do_not_evict == set()
 
 
-def test_a_borrowed_replica_is_sheltered_with_the_canary_that_needs_it():
+def test_a_borrowed_replica_is_marked_with_the_canary_that_needs_it():
     cluster = on_trial(1, cluster={"start_ticks": 4}, steps=[])
     cluster.settle()
     cluster.edit(service("k4v4", 1, steps=[]))
@@ -86,7 +86,7 @@ def test_what_a_killed_operator_left_behind_is_taken_off_by_the_next():
     assert ghost not in cluster.do_not_evict
 
 
-def test_pods_on_their_way_out_and_searches_shelter_nobody():
+def test_pods_on_their_way_out_and_searches_mark_nobody():
     obj = manifest()
     s = running(obj, "auto")
     leaving = replace(pod(revision_of(obj, "auto")), terminating=True)
@@ -120,13 +120,13 @@ async def test_only_pods_whose_annotations_are_not_what_they_should_be_are_writt
     s = running(manifest(), "auto")
     pods = tuple(replace(pod("r"), name=n, uid=n, do_not_evict=n in ("b", "c")) for n in ("gone", "a", "b", "c", "d"))
     server = Server("gone")
-    await shelter(server, replace(s, pods=pods), frozenset({"gone", "a", "b"}))
+    await mark_do_not_evict(server, replace(s, pods=pods), frozenset({"gone", "a", "b"}))
     assert set(server.applied) == {"a", "c"}
     assert server.applied["c"] == {}
     assert server.applied["a"] == {
         "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
         "karpenter.sh/do-not-disrupt": "true",
-        SHELTER_ANNOTATION: "true",
+        DO_NOT_EVICT_ANNOTATION: "true",
     }
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_operator.act.ownership import claim
-from kvpilot_operator.act.perform import shelter
+from kvpilot_operator.act.perform import mark_do_not_evict
 from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.decide import decide
 from kvpilot_operator.observe.served import not_served
@@ -236,7 +236,7 @@ def test_what_keeps_a_worker_from_its_node_is_what_keeps_the_group_and_its_refus
         assert (told.status.canary.stage, told.status.canary.reason) == ("RollingBack", "DoesNotFit")
 
 
-async def test_the_workers_of_a_sheltered_leader_are_sheltered_and_others_let_go():
+async def test_the_workers_of_a_marked_leader_are_marked_and_others_let_go():
     written = []
 
     class Cluster:
@@ -248,7 +248,7 @@ async def test_the_workers_of_a_sheltered_leader_are_sheltered_and_others_let_go
         return replace(worker, name=name, workers=(worker,))
 
     s = replace(running(OBJ, "auto"), pods=(group("in", marked=False), group("out", marked=True)))
-    await shelter(Cluster(), s, frozenset({"in"}))
+    await mark_do_not_evict(Cluster(), s, frozenset({"in"}))
     assert written == [("in", True), ("in-1", True), ("out", False), ("out-1", False)]
 
 

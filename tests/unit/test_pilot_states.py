@@ -178,7 +178,7 @@ class BadDays(RuleBasedStateMachine):
         decision = self.cluster.tick(cut_after)
         if decision is not None:
             self._check_owners()
-            self._check_shelter(decision)
+            self._check_do_not_evict(decision)
 
     def _essence(self) -> dict[str, Any]:
         """The status without what the periodic probes of an unchanged service go on to say."""
@@ -246,7 +246,7 @@ class BadDays(RuleBasedStateMachine):
             theirs = max(scaling["minReplicas"], min(scaling["maxReplicas"], spec["replicas"]))
             assert self.cluster.deployments[status.stable.revision][1] == theirs
 
-    def _check_shelter(self, decision: Decision) -> None:
+    def _check_do_not_evict(self, decision: Decision) -> None:
         """After a whole reconcile nobody who stays is kept from being moved but who is on trial, or asked."""
         canary = self._status().canary
         judged = canary is not None and canary.stage in ("Starting", "Probing", "Shifting")

@@ -135,7 +135,7 @@ PARTS = {
     "templates": (lambda d: applied(d, "Deployment"), _BEFORE_OBJECTS | {Question.ENGINES, Question.TEMPLATES}),
     "service": (lambda d: applied(d, "Service")[:1], _BEFORE_OBJECTS | {Question.TRAFFIC}),
     "route": (lambda d: applied(d, "HTTPRoute"), _BEFORE_OBJECTS | {Question.SHARE}),
-    "sheltered": (lambda d: d.do_not_evict, _BEFORE_OBJECTS | {Question.SHELTER}),
+    "do_not_evict": (lambda d: d.do_not_evict, _BEFORE_OBJECTS | {Question.DO_NOT_EVICT}),
     "figures": (lambda d: (d.status.replicas, d.status.selector), _BEFORE_OBJECTS | {Question.SUMMARY}),
     "conditions": (
         lambda d: [c for c in d.status.conditions if c.type not in SUMMING_UP],

@@ -26,7 +26,7 @@ from kvpilot_operator.errors import ClusterError, Conflict, NotFound, Rejected
 from kvpilot_operator.probes import codec
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.names import API_VERSION, KIND, REVISION_LABEL, deployment_name
-from kvpilot_operator.render.objects import baseline_config_map, pod_admission, pod_shelter
+from kvpilot_operator.render.objects import baseline_config_map, pod_admission, pod_do_not_evict
 from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.decision import Decision, Manifest, Objects
 from kvpilot_operator.state.objects import Rejection
@@ -76,7 +76,7 @@ class Actor:
         if decision.objects is not None:
             await self._place(s, decision.objects)
         await self._set_gates(s, {name for name, admitted in decision.gates.items() if not admitted}, admitted=False)
-        await shelter(self._cluster, s, decision.do_not_evict)
+        await mark_do_not_evict(self._cluster, s, decision.do_not_evict)
         for event in decision.events:
             await self._events.post(s, event)
 
@@ -243,7 +243,7 @@ class Actor:
             self._applied[what] = None
 
 
-async def shelter(cluster: Cluster, s: Snapshot, wanted: frozenset[str]) -> None:
+async def mark_do_not_evict(cluster: Cluster, s: Snapshot, wanted: frozenset[str]) -> None:
     """Ask cluster autoscalers to leave these pods and their workers where they are, and take it back of all others.
 
     The annotations are applied under our field manager to single pods: a change of the pod template would roll them,
@@ -253,7 +253,7 @@ async def shelter(cluster: Cluster, s: Snapshot, wanted: frozenset[str]) -> None
         if pod.terminating or pod.do_not_evict == asked:
             continue
         try:
-            await cluster.apply(pod_shelter(s.key, pod, asked))
+            await cluster.apply(pod_do_not_evict(s.key, pod, asked))
         except ClusterError as error:
             # Most often it has just gone: its uid keeps the server from taking the annotations for a new pod.
             log.info("pod not annotated: %s", error, extra={"service": str(s.key), "pod": pod.name})

@@ -11,7 +11,7 @@ from kvpilot_operator.decide.measured import Line, waiting
 from kvpilot_operator.decide.rejections import finding, of_workload, rejected
 from kvpilot_operator.decide.trial import storage, traffic
 from kvpilot_operator.decide.trial.refusal import engine_failure, pending_reason
-from kvpilot_operator.decide.trial.rollout import start_fault
+from kvpilot_operator.decide.trial.starting import start_fault
 from kvpilot_operator.decide.trial.unreadable import unreadable
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.enums import ConditionType, Reason, Stage, TrafficMode

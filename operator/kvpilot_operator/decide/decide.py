@@ -57,7 +57,7 @@ RULES: tuple[Rule[Context], ...] = (
     Rule(Question.TRAFFIC, placement.own_service),
     Rule(Question.SHARE, placement.share),
     Rule(Question.ADMISSION, admission.admit),
-    Rule(Question.SHELTER, placement.do_not_evict, otherwise=placement.evict_as_now),
+    Rule(Question.DO_NOT_EVICT, placement.do_not_evict, otherwise=placement.evict_as_now),
     Rule(Question.JOURNAL, summary.explain),
     Rule(Question.CONDITIONS, conditions.tell),
 )
@@ -66,7 +66,7 @@ RULES: tuple[Rule[Context], ...] = (
 UNREADABLE: tuple[Rule[Context], ...] = (
     Rule(Question.WORKLOAD, pressure.judge_workload),
     Rule(Question.ADMISSION, admission.admit_serving),
-    Rule(Question.SHELTER, placement.evict_as_now),
+    Rule(Question.DO_NOT_EVICT, placement.evict_as_now),
     Rule(Question.JOURNAL, unreadable.explain),
     Rule(Question.CONDITIONS, conditions.tell),
 )

@@ -11,8 +11,8 @@ from kvpilot_operator.decide.judging.workload import USAGE_STEP_PERCENT
 from kvpilot_operator.decide.trial import storage
 from kvpilot_operator.decide.trial.baseline import known
 from kvpilot_operator.decide.trial.refusal import engine_failure, mixed_factors
-from kvpilot_operator.decide.trial.rollout import why_waiting
 from kvpilot_operator.decide.trial.unreadable import unreadable
+from kvpilot_operator.decide.trial.waiting import why_waiting
 from kvpilot_operator.state.enums import ConditionType, ObjectiveState, Reason, Stage, Verdict, WorkloadKind
 
 _WORST_FIRST = (ObjectiveState.MISSED, ObjectiveState.UNSETTLED, ObjectiveState.NO_SAMPLES, ObjectiveState.HELD)

@@ -10,7 +10,7 @@ from kvpilot_operator.decide.judging.engine_args import step_tokens
 from kvpilot_operator.decide.judging.policy import choose_step, nothing_weighed
 from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.workload import classify
-from kvpilot_operator.decide.trial.rollout import start_fault
+from kvpilot_operator.decide.trial.starting import start_fault
 from kvpilot_operator.state.enums import ConditionType, Reason, Stage
 
 

@@ -12,13 +12,13 @@ from kvpilot_operator.cluster.objects import version_of
 from kvpilot_operator.render.names import (
     ADAPTERS_OPTION,
     ADMITTED,
+    DO_NOT_EVICT_ANNOTATION,
     DTYPE_LABEL,
     ENGINE_CONTAINER,
     MESH_LABEL,
     MESH_VALUE,
     REVISION_LABEL,
     SERVICE_LABEL,
-    SHELTER_ANNOTATION,
 )
 from kvpilot_operator.render.workloads import KINDS, leader_of, makes
 from kvpilot_operator.state.objects import ON_ITS_WAY, DeploymentView, ObjectView, Parent, PodView, RouteView
@@ -60,7 +60,7 @@ def pod_view(pod: Object, mesh: bool = False, container_name: str = ENGINE_CONTA
         held_up=_held_up(status, container_name),
         needs=None if _begun(status) else _needs(pod),
         uid=pod["metadata"].get("uid", ""),
-        do_not_evict=SHELTER_ANNOTATION in (pod["metadata"].get("annotations") or {}),
+        do_not_evict=DO_NOT_EVICT_ANNOTATION in (pod["metadata"].get("annotations") or {}),
         mesh=mesh and labels.get(MESH_LABEL) == MESH_VALUE,
         containers_ready=conditions.get("ContainersReady", {}).get("status") == "True",
         admitted=conditions.get(ADMITTED, {}).get("status") == "True" if ADMITTED in gates else None,

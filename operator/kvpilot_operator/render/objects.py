@@ -15,6 +15,7 @@ from kvpilot_operator.render.groups import group_spec
 from kvpilot_operator.render.names import (
     ADMITTED,
     API_VERSION,
+    DO_NOT_EVICT_ANNOTATION,
     DTYPE_LABEL,
     ENGINE_PORT,
     GROUP_LABEL,
@@ -24,7 +25,6 @@ from kvpilot_operator.render.names import (
     REVISION_LABEL,
     SERVICE_LABEL,
     SERVICE_PORT,
-    SHELTER_ANNOTATION,
     baseline_name,
     deployment_name,
     owned_labels,
@@ -36,10 +36,10 @@ from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.times import utc
 
 _GATEWAYS = HTTP_ROUTE_API.partition("/")[0]
-_SHELTER = {
+_DO_NOT_EVICT = {
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
     "karpenter.sh/do-not-disrupt": "true",
-    SHELTER_ANNOTATION: "true",
+    DO_NOT_EVICT_ANNOTATION: "true",
 }
 
 
@@ -132,9 +132,9 @@ def claim(key: ServiceKey, uid: str, asked: Claim) -> dict[str, Any]:
     return owned(key, uid, ("v1", "PersistentVolumeClaim", weights_claim(key.name)), spec=spec)
 
 
-def pod_shelter(key: ServiceKey, pod: PodView, sheltered: bool) -> dict[str, Any]:
+def pod_do_not_evict(key: ServiceKey, pod: PodView, wanted: bool) -> dict[str, Any]:
     """The annotations of ours on one pod: those that cluster autoscalers know, with a mark of ours, or none."""
-    annotations = dict(_SHELTER) if sheltered else {}
+    annotations = dict(_DO_NOT_EVICT) if wanted else {}
     metadata = {"name": pod.name, "namespace": key.namespace, "uid": pod.uid, "annotations": annotations}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}
 

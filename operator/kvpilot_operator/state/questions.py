@@ -30,7 +30,7 @@ class Question(StrEnum):
     TRAFFIC = "Traffic"  # What does the Service select, and how many pods may be disrupted?
     SHARE = "Share"  # What share of the requests does the HTTPRoute give to the canary?
     ADMISSION = "Admission"  # Which pods may be sent requests?
-    SHELTER = "Shelter"  # Which pods should stay where they are?
+    DO_NOT_EVICT = "DoNotEvict"  # Which pods should stay where they are?
     JOURNAL = "Journal"  # What is written down?
     CONDITIONS = "Conditions"  # What do the conditions say?
 

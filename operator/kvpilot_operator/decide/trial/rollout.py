@@ -6,32 +6,25 @@
                                                     +--> RollingBack --traffic back, pods gone--> none
 
 Each step is written to the status before its objects change, and each is derived from what is observed, so a reconcile
-that is cut off anywhere is simply done again. `placement` says which objects follow, `shifting` how a step is judged.
+that is cut off anywhere is simply done again. `starting` says when a canary may start, `waiting` what
+keeps its pods from coming, `shifting` how a step is judged, and `placement` which objects follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 
 import msgspec
 
-from kvpilot_operator.decide.context import Context, Target, in_flight
+from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.judging.traffic_plan import counts, one_can_leave
-from kvpilot_operator.decide.rejections import finding, of_workload, rejected
-from kvpilot_operator.decide.trial import pools, shifting, storage, traffic
+from kvpilot_operator.decide.trial import pools, shifting, starting, storage, traffic
 from kvpilot_operator.decide.trial.ending import finish_promotion, finish_rollback, roll_back
-from kvpilot_operator.decide.trial.refusal import engine_failure, made_anew, mixed_factors, not_started
-from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.enums import Action, Reason, Stage, TrafficMode, Verdict
-from kvpilot_operator.state.objects import ON_ITS_WAY, PodView
-from kvpilot_operator.state.questions import Question
-from kvpilot_operator.state.status import Canary, Stable, clip
+from kvpilot_operator.decide.trial.refusal import engine_failure, made_anew, mixed_factors
+from kvpilot_operator.decide.trial.waiting import SURGE_SECONDS, pods_on_trial, unschedulable, why_waiting
+from kvpilot_operator.state.enums import Action, ConditionType, Reason, Stage, TrafficMode, Verdict
+from kvpilot_operator.state.status import Stable
 
-# A target of this reason leaves a dtype that harms answers: it is probed, but goes through no steps of traffic.
-URGENT = Reason.ACCURACY_DRIFTED
-# With SurgeOrReplaceOne a canary without a node gives up on spare capacity after this long.
-SURGE_SECONDS = 60
 # A stable side of which nothing answers for this long is down.
 DOWN_SECONDS = 60
 
@@ -58,32 +51,8 @@ def advance(c: Context) -> Context:
         return _serve(c, "Replaced", gone)
     if c.spec.rollout.paused or pools.unwritten(c):
         return c
-    fault = start_fault(c, target)
-    return _start_canary(c, stable) if fault is None else _hold(c, fault)
-
-
-def start_fault(c: Context, target: Target | None = None) -> Cause | None:
-    """Why no canary can be started for this target (None: for any), with the remedy; None where one can."""
-    spec, replicas = c.spec, c.replicas
-    canary = f"a canary for {target.dtype}" if target is not None else "a canary"
-    needed = (Question.POOLS, Question.PROBE_SETS, Question.NODE)
-    unread = next((one for one in map(c.snapshot.unread, needed) if one is not None), None)
-    if unread is not None:
-        return Cause("NotObserved", f"no canary is started while it is not known what it needs: {unread}")
-    broken = c.snapshot.probes.fault
-    if broken is not None:
-        return Cause("ProbeSetInvalid", f"the probe sets cannot be used, and {canary} starts once they can: {broken}")
-    if replicas == 0:
-        return Cause("ScaledToZero", f"spec.replicas is 0: {canary} starts once there are replicas again")
-    if spec.canary.capacity_policy == "ReplaceOne" and not one_can_leave(spec, replicas):
-        return Cause(
-            "NoReplicaToReplace",
-            f"spec.canary.capacityPolicy ReplaceOne takes the place of one of {replicas} replicas, and "
-            f"spec.disruption.minAvailable {spec.disruption.min_available} needs them all; raise the replicas, lower "
-            "minAvailable, or choose Surge",
-        )
-    held = None if target is not None and target.reason == URGENT else c.plan.held
-    return pools.fault(c) if held is None else Cause(Reason.ROUTE_UNUSABLE, held)
+    fault = starting.start_fault(c, target)
+    return starting.start(c, stable) if fault is None else starting.hold(c, fault)
 
 
 def _mark_ready(c: Context) -> Context:
@@ -125,37 +94,6 @@ def _serve(c: Context, reason: str, message: str) -> Context:
     return c.record(Action.SERVE, reason, message, to_dtype=c.target.dtype)
 
 
-def _hold(c: Context, fault: Cause) -> Context:
-    before = c.before.condition("Progressing")
-    if before is not None and before.reason == fault.reason:
-        return c
-    return c.record(Action.HOLD, fault.reason, fault.message, warning=True)
-
-
-def _start_canary(c: Context, stable: Stable) -> Context:
-    target, sample = c.target, c.snapshot.last_sample(stable.revision)
-    canary = Canary(
-        revision=target.revision,
-        dtype=target.dtype,
-        from_dtype=stable.dtype,
-        stage=Stage.STARTING,
-        started_time=c.now,
-        stage_time=c.now,
-        generation=c.snapshot.generation,
-        reason=target.reason,
-        message=clip(target.message),
-        stable_capacity_tokens=sample.capacity_tokens // sample.pods if sample is not None else None,
-        replaces_one=c.spec.canary.capacity_policy == "ReplaceOne",
-        traffic_mode=TrafficMode.PROBE_ONLY if target.reason == URGENT else None,
-    )
-    known = msgspec.structs.replace(c.status.scaling, saturations=c.policy.saturations)
-    c = c.set(canary=canary, scaling=known)
-    c = c.record_trial(
-        Action.START_CANARY, target.reason, target.message, event="CanaryStarted", options=target.options
-    )
-    return c if target.warning is None else c.event("PreflightWarning", target.warning, warning=True)
-
-
 def _advance_canary(c: Context) -> Context:
     s, canary = c.snapshot, in_flight(c)
     if canary.stage == Stage.ROLLING_BACK:
@@ -180,7 +118,7 @@ def _advance_canary(c: Context) -> Context:
     judged = canary.verdict not in (Verdict.PENDING, Verdict.PASSED)
     if canary.stage in (Stage.STARTING, Stage.PROBING) and judged:
         return roll_back(c, canary.verdict, canary.reason, canary.message)
-    failure = engine_failure([*_pods_on_trial(c), *made_anew(s, canary.revision)])
+    failure = engine_failure([*pods_on_trial(c), *made_anew(s, canary.revision)])
     if failure is not None:
         return roll_back(c, Verdict.ERROR, *failure)
     # What its probes say of one pod would not hold for others.
@@ -190,8 +128,8 @@ def _advance_canary(c: Context) -> Context:
     c = _note_capacity(c)
     if overdue:
         return _give_up(c)
-    homeless = _homeless(c)
-    return _advance_stage(c) if homeless is None else _replace_one(c, homeless)
+    no_node = unschedulable(c)
+    return _advance_stage(c) if no_node is None else _replace_one(c, no_node)
 
 
 def _advance_stage(c: Context) -> Context:
@@ -207,7 +145,7 @@ def _advance_stage(c: Context) -> Context:
 
 
 def _begin_probing(c: Context) -> Context:
-    canary, answering = in_flight(c), [pod for pod in _pods_on_trial(c) if pod.answers]
+    canary, answering = in_flight(c), [pod for pod in pods_on_trial(c) if pod.answers]
     if not answering:
         return c
     who = f"canary {canary.revision} ({canary.dtype})"
@@ -232,7 +170,7 @@ def _share_traffic(c: Context) -> Context:
 
 def _stable_is_down(c: Context) -> bool:
     """Whether nothing has answered for so long that it is no hiccup."""
-    serving = c.before.condition("Serving")
+    serving = c.before.condition(ConditionType.SERVING)
     if serving is None or serving.status != "False":
         return False
     return c.now >= serving.last_transition_time + timedelta(seconds=DOWN_SECONDS)
@@ -254,34 +192,15 @@ def _note_shares(c: Context) -> Context:
     return c
 
 
-def _pods_on_trial(c: Context) -> Sequence[PodView]:
-    """The canary's pods and, before its verdict, those that are borrowed for its baseline."""
-    canary = in_flight(c)
-    pods = c.snapshot.pods_of(canary.revision)
-    borrows = canary.stage in (Stage.STARTING, Stage.PROBING) and c.reference not in c.sides
-    return (*pods, *c.snapshot.pods_of(c.reference)) if borrows else pods
-
-
-def _homeless(c: Context) -> str | None:
-    """Why a pod on trial has no node for so long that the policy lets it take the place of a replica."""
-    canary = in_flight(c)
-    if c.spec.canary.capacity_policy != "SurgeOrReplaceOne" or canary.replaces_one or c.replicas == 0:
-        return None
-    if c.now < canary.stage_time + timedelta(seconds=SURGE_SECONDS):
-        return None
-    pods = (one for pod in _pods_on_trial(c) for one in pod.group)
-    return next((pod.unschedulable for pod in pods if pod.unschedulable), None)
-
-
-def _replace_one(c: Context, homeless: str) -> Context:
+def _replace_one(c: Context, no_node: str) -> Context:
     """Give up on spare capacity, where a replica can give way."""
     if not one_can_leave(c.spec, c.replicas):
         text = (
-            f"no node has room for it ({homeless}), and none of {c.replicas} replicas can give way: "
+            f"no node has room for it ({no_node}), and none of {c.replicas} replicas can give way: "
             f"spec.disruption.minAvailable is {c.spec.disruption.min_available}; it waits for spare capacity"
         )
         return _advance_stage(shifting.noted(c, text))
-    room = f"no node had room for the canary in {SURGE_SECONDS} s ({homeless})"
+    room = f"no node had room for the canary in {SURGE_SECONDS} s ({no_node})"
     text = f"{room}: one of {c.replicas} replicas gives way to it"
     return c.set_canary(replaces_one=True, stage_time=c.now).record_trial(Action.REPLACE_ONE, "NoSpareCapacity", text)
 
@@ -294,25 +213,10 @@ def _give_up(c: Context) -> Context:
     text = f"still {canary.stage} after {seconds} s{why_waiting(c)}"
     if canary.stage == Stage.SHIFTING or canary.reason == Reason.ROUTE_UNUSABLE:
         text = f"{text}: {canary.message}"
-    return roll_back(c, Verdict.ERROR, "ProgressDeadlineExceeded", text)
+    return roll_back(c, Verdict.ERROR, Reason.PROGRESS_DEADLINE_EXCEEDED, text)
 
 
 def _note_capacity(c: Context) -> Context:
     canary = in_flight(c)
     sample = c.snapshot.last_sample(canary.revision)
     return c.set_canary(capacity_tokens=sample.capacity_tokens // sample.pods) if sample is not None else c
-
-
-def why_waiting(c: Context) -> str:
-    """What keeps the pods on trial from coming, after a colon; empty where nothing is known to."""
-    refused = of_workload(c.snapshot, in_flight(c).revision, rejected(c.snapshot))
-    if refused:
-        return f": {finding(refused).message}"
-    pods = [one for pod in _pods_on_trial(c) if not pod.answers for one in pod.group]
-    return next((f": {reason}" for reason in map(_held_back, pods) if reason), "")
-
-
-def _held_back(pod: PodView) -> str:
-    """An image and containers take their time; a volume of something that is missing takes all of it."""
-    known = pod.unschedulable or ": ".join(pod.held_up or ()) or pod.waiting_reason or ""
-    return (not_started(pod) if pod.needs else "") if known in ON_ITS_WAY else known
