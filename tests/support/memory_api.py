@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -76,15 +76,14 @@ class MemoryApi:
         self.asked.append(("find", kind, name))
         return copy.deepcopy(self.objects.get((kind, name)))
 
-    async def pages(
-        self, api_version: str, kind: str, namespace: str, selector: str, *, limit: int
-    ) -> AsyncGenerator[tuple[list[Object], str], None]:
-        self.asked.append(("list", kind, selector))
+    async def first(
+        self, api_version: str, kind: str, namespace: str, selector: str = "", *, fields: str = "", limit: int
+    ) -> list[Object]:
+        self.asked.append(("list", kind, selector or fields))
+        assert not fields, "nothing here has fields that are selected by"
         label, _, value = selector.partition("=")
         found = [obj for what, obj in self.objects.items() if what[0] == kind]
-        ours = [obj for obj in found if obj["metadata"].get("labels", {}).get(label) == value]
-        for first in range(0, max(len(ours), 1), limit):
-            yield copy.deepcopy(ours[first : first + limit]), "1"
+        return copy.deepcopy([obj for obj in found if obj["metadata"].get("labels", {}).get(label) == value][:limit])
 
     async def metadata(
         self, api_version: str, kind: str, namespace: str, selector: str, *, most: int

@@ -21,7 +21,8 @@ from support.model_cluster import ModelCluster
 from support.services import manifest, running, samples
 from support.trials import NEW, OLD, ROUTE, copied, ended, on_trial, service, stage
 
-OBSERVED = (Question.ROUTE, Question.POOLS, Question.PROBE_SETS, Question.NODE)
+NEEDED = (Question.ROUTE, Question.POOLS, Question.PROBE_SETS, Question.NODE)
+OBSERVED = (*NEEDED, Question.GROUPS)
 # Of the services here none fills a claim: test_storage_prefetch.py has those that do.
 DECIDED = tuple(question for question in Question if question not in (*OBSERVED, Question.PREFETCH))
 
@@ -194,7 +195,7 @@ def unread(question: Question, s: Snapshot) -> Snapshot:
     return replace(s, unanswered=(unanswered(question, error),), **gone)
 
 
-@pytest.mark.parametrize("question", OBSERVED)
+@pytest.mark.parametrize("question", NEEDED)
 def test_what_cannot_be_read_is_said_and_starts_no_canary(question):
     spec = {"routeRef": {"name": "web"}} if question == Question.ROUTE else {}
     cluster = on_trial(2, cluster={"rules": ROUTE if spec else None}, **spec)
@@ -207,6 +208,13 @@ def test_what_cannot_be_read_is_said_and_starts_no_canary(question):
     assert decision.status.canary is None
     assert "HTTP 403" in decision.status.condition("Progressing").message
     assert replicas_of(decision) == {s.status.stable.revision: 2}
+
+
+def test_that_nobody_may_say_why_pods_of_groups_are_missing_is_said_and_keeps_nothing():
+    s = on_trial(2).snapshot()
+    decision = decide(unread(Question.GROUPS, s))
+    assert said(decision)[:2] == ("False", "GroupsUnanswered")
+    assert decision.status.canary is not None
 
 
 @pytest.mark.parametrize("question", OBSERVED)

@@ -46,6 +46,10 @@
 - apiGroups: [leaderworkerset.x-k8s.io]
   resources: [leaderworkersets]
   verbs: [get, list, watch, create, patch, delete]
+# Why pods of a group cannot be created, its StatefulSets say in Events alone.
+- apiGroups: [""]
+  resources: [events]
+  verbs: [list]
 {{- end }}
 {{- if .Values.rbac.httpRoutes }}
 - apiGroups: [gateway.networking.k8s.io]

@@ -92,6 +92,15 @@ class Cluster:
         """The objects with these labels."""
         return [item async for items, _ in self.pages(api_version, kind, namespace, selector) for item in items]
 
+    async def first(
+        self, api_version: str, kind: str, namespace: str, selector: str = "", *, fields: str = "", limit: int
+    ) -> Sequence[Object]:
+        """At most `limit` of the objects with these labels and fields, in the order of their names."""
+        async with contextlib.aclosing(
+            self.pages(api_version, kind, namespace, selector, fields=fields, limit=limit)
+        ) as pages:
+            return (await anext(pages))[0]
+
     async def pages(
         self,
         api_version: str,
@@ -99,11 +108,12 @@ class Cluster:
         namespace: str,
         selector: str,
         *,
+        fields: str = "",
         accept: str = "application/json",
         limit: int = _PAGE,
     ) -> AsyncGenerator[tuple[Sequence[Object], str], None]:
-        """The objects with these labels, `limit` at a time, each time with the list's resourceVersion."""
-        query = {"labelSelector": selector, "limit": str(limit)}
+        """The objects with these labels and fields, `limit` at a time, each time with the list's resourceVersion."""
+        query = {"labelSelector": selector, "limit": str(limit)} | ({"fieldSelector": fields} if fields else {})
         while True:
             request = Request("GET", kind, path_of(api_version, kind, namespace), query, accept=accept)
             found = await self._transport.send(request, verb="LIST")

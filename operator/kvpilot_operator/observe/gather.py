@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from typing import TypeVar
@@ -16,6 +16,7 @@ from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.errors import ClusterError, ScrapeError, Throttled
 from kvpilot_operator.gpus import by_product
 from kvpilot_operator.observe.adapters import loaded
+from kvpilot_operator.observe.group_events import GroupEvents
 from kvpilot_operator.observe.informers import InformerCache, ServiceView
 from kvpilot_operator.observe.node_cache import NodeCache
 from kvpilot_operator.observe.plausible import Judged
@@ -83,6 +84,7 @@ class Observer:
         self._texts = PackTexts(self.cluster)
         self._nodes = NodeCache(self.cluster, lambda: self.clock())
         self._served = Served(self.cluster, self.server, lambda: self.elapsed())
+        self._groups = GroupEvents(self.cluster, lambda: self.elapsed())
 
     async def snapshot(self, known: Observations, probe_result: ProbeResult | None) -> Snapshot | None:
         """Everything about one service now, or None where it does not exist any more, or is being deleted."""
@@ -101,12 +103,13 @@ class Observer:
         prefetch = await _observed(Question.PREFETCH, job, None, failed)
         pods = self.cache.pods.of(key)
         node = await _observed(Question.NODE, self._nodes.facts(pods), self._nodes.known(pods), failed)
+        refusals = await _observed(Question.GROUPS, self._group_refusals(key), {}, failed)
         service = self.cache.services.get(*key)
         if service is None or service.spec is not spec:
             return await self.snapshot(known, probe_result)
         objects = self.cache.objects(key, service.uid)
         revisions = {
-            placed.view.revision: placed.view
+            placed.view.revision: replace(placed.view, failure=refusals.get(placed.view.revision, placed.view.failure))
             for placed in self.cache.workloads(key)
             if objects[placed.kind, placed.name].owned
             and placed.name == deployment_name(key.name, placed.view.revision)
@@ -213,6 +216,10 @@ class Observer:
             known.adapters.pop(pod.name, None)
         else:
             known.adapters[pod.name] = names
+
+    async def _group_refusals(self, key: ServiceKey) -> dict[str, str]:
+        views = [placed.view for placed in self.cache.workloads(key)]
+        return await self._groups.refusals(key, views, self.cache.replicas(key))
 
     async def _pools(self, known: Observations, service: ServiceView, server: ServerFacts) -> Objects:
         """The InferencePools that the service has, or had: the status names them until they are gone."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import aclosing
 from typing import Any, NamedTuple
 
 from kvpilot_operator.cluster.client import Cluster
@@ -86,13 +85,8 @@ async def read_prefetch(
     job = await cluster.find("batch/v1", "Job", key.namespace, name) if _asked(key, service) else None
     if job is None or not any(one.get("uid") == service.uid for one in job["metadata"].get("ownerReferences") or ()):
         return None
-    pods: tuple[PodView, ...] = ()
-    async with aclosing(
-        cluster.pages("v1", "Pod", key.namespace, f"{PREFETCH_LABEL}={key.name}", limit=_PODS)
-    ) as pages:
-        async for items, _ in pages:
-            pods = _pods_of(job, items, mesh=scraper.identity is not None)
-            break
+    found = await cluster.first("v1", "Pod", key.namespace, f"{PREFETCH_LABEL}={key.name}", limit=_PODS)
+    pods = _pods_of(job, found, mesh=scraper.identity is not None)
     progress = None
     for pod in pods:
         if pod.ready and pod.ip:

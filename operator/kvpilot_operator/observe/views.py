@@ -141,11 +141,16 @@ def _adapters(arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def _replica_failure(status: Object) -> str | None:
-    """The condition ReplicaFailure, without the name of the pod that was not created: each attempt has another one."""
+    """What the condition ReplicaFailure says."""
     for condition in status.get("conditions") or ():
         if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
-            return _POD_NAME.sub("", str(condition.get("message") or condition.get("reason") or "FailedCreate"))[:1000]
+            return without_pod_name(str(condition.get("message") or condition.get("reason") or "FailedCreate"))
     return None
+
+
+def without_pod_name(message: str) -> str:
+    """Why a pod was not created, without its name: each attempt has another one."""
+    return _POD_NAME.sub("", message)[:1000]
 
 
 def traffic_of(service: Object) -> str | None:

@@ -77,7 +77,7 @@ class DeploymentView:
     dtype: str
     replicas: int
     failure: str | None = None
-    """Why pods that it lacks cannot be created, in the API server's words (the condition ReplicaFailure)."""
+    """Why pods that it lacks cannot be created, in the API server's words (ReplicaFailure, or Events)."""
     image: str | None = None
     model: str | None = None
     """The engine's, as it is told."""

@@ -16,6 +16,7 @@ class Question(StrEnum):
     POOLS = "Pools"  # Observed: what the service's InferencePools select.
     PROBE_SETS = "ProbeSets"  # Observed: which prompts accuracy is measured on.
     NODE = "Node"  # Observed: which GPU the engines run on.
+    GROUPS = "Groups"  # Observed: why pods of groups cannot be created.
     PREFETCH = "Prefetch"  # Observed: how far the Job is that fills the claim for weights.
     WORKLOAD = "Workload"  # What binds?
     REPLICAS = "Replicas"  # How many replicas?

@@ -1,0 +1,81 @@
+"""Why can a pod of a group not be created? StatefulSets, which make them, say it in Events and nowhere else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.observe.views import without_pod_name
+from kvpilot_operator.render.names import deployment_name
+from kvpilot_operator.render.workloads import LEADER_WORKER_SET
+from kvpilot_operator.state.objects import DeploymentView, PodView
+from kvpilot_operator.state.snapshot import ServiceKey
+
+Object = Mapping[str, Any]
+
+READ_SECONDS = 30.0
+"""Events of one StatefulSet are read again after so long, and only while pods of it are missing."""
+FORGET_SECONDS = 600.0
+# One set has an Event for each kind of news; whoever may write Events may write any number.
+_MOST = 50
+
+
+@dataclass(eq=False)
+class GroupEvents:
+    """Reads the Events of StatefulSets that lack pods; `elapsed` gives seconds that never go back."""
+
+    cluster: Cluster
+    elapsed: Callable[[], float]
+    _read: dict[tuple[str, str], tuple[float, str | None]] = field(default_factory=dict)
+
+    async def refusals(
+        self, key: ServiceKey, workloads: Iterable[DeploymentView], leaders: Sequence[PodView]
+    ) -> dict[str, str]:
+        """By revision, why its groups lack pods.
+
+        Raises:
+            ClusterError: the Events could not be read.
+        """
+        lacking = {view.revision: incomplete(key, view, leaders) for view in workloads}
+        asked = {revision: name for revision, name in lacking.items() if name is not None}
+        told = {revision: await self._refusal(key.namespace, name) for revision, name in asked.items()}
+        return {revision: words for revision, words in told.items() if words is not None}
+
+    async def _refusal(self, namespace: str, name: str) -> str | None:
+        read, known = self._read.get((namespace, name), (-math.inf, None))
+        if self.elapsed() - read < READ_SECONDS:
+            return known
+        about = f"involvedObject.kind=StatefulSet,involvedObject.name={name}"
+        found = refusal_of(await self.cluster.first("v1", "Event", namespace, fields=about, limit=_MOST))
+        now = self.elapsed()
+        self._read = {one: told for one, told in self._read.items() if now - told[0] < FORGET_SECONDS}
+        self._read[namespace, name] = (now, found)
+        return found
+
+
+def incomplete(key: ServiceKey, view: DeploymentView, leaders: Sequence[PodView]) -> str | None:
+    """The StatefulSet of a revision's groups that lacks pods: that of leaders, or one leader's of its workers."""
+    if view.kind != LEADER_WORKER_SET.name:
+        return None
+    there = [one for one in leaders if one.revision == view.revision]
+    if len(there) < view.replicas:
+        return deployment_name(key.name, view.revision)
+    return next((one.name for one in there if len(one.workers) < view.nodes - 1), None)
+
+
+def refusal_of(events: Sequence[Object]) -> str | None:
+    """The newest refusal of a pod, without the pod's name; None where a pod was created since."""
+    about = [one for one in events if one.get("reason") in ("FailedCreate", "SuccessfulCreate")]
+    newest = max(about, key=_time, default=None)
+    if newest is None or newest["reason"] == "SuccessfulCreate":
+        return None
+    message = str(newest.get("message") or "FailedCreate")
+    return without_pod_name(message.partition(" failed error: ")[2] or message)
+
+
+def _time(event: Object) -> str:
+    """RFC 3339 in UTC, which sorts as text; the two fields are of older and of newer recorders."""
+    return str(event.get("lastTimestamp") or event.get("eventTime") or "")

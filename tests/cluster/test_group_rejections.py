@@ -1,0 +1,58 @@
+"""Why pods of a group cannot be created, which StatefulSets say in Events alone, reaches the service's status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvpilot_localcluster.cluster import LocalCluster
+from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.rest import Rest, until
+from support.leader_workers import GROUP, LEADER_WORKER_SET_CRD
+from support.operated import create, engine, told
+
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def groups(cluster: LocalCluster) -> Iterator[None]:
+    """The kind, without its controller."""
+    directly(cluster.rest, [LEADER_WORKER_SET_CRD])
+    yield
+    name = LEADER_WORKER_SET_CRD["metadata"]["name"]
+    cluster.rest.delete(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}")
+
+
+def stateful_set(of: Json) -> Json:
+    """What LeaderWorkerSet makes of one for its leaders."""
+    labels = {"app": of["metadata"]["name"]}
+    template = of["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
+    return {
+        "metadata": {"name": of["metadata"]["name"]},
+        "spec": {
+            "replicas": of["spec"]["replicas"],
+            "serviceName": "none",
+            "selector": {"matchLabels": labels},
+            "template": {**template, "metadata": {**template["metadata"], "labels": labels}},
+        },
+    }
+
+
+@pytest.mark.usefixtures("groups")
+def test_a_quota_that_keeps_the_leaders_of_groups_away_is_told_with_what_to_do(rest: Rest, namespace: str) -> None:
+    quotas = f"/api/v1/namespaces/{namespace}/resourcequotas"
+    rest.create(quotas, {"metadata": {"name": "team"}, "spec": {"hard": {"pods": "0"}}})
+    until(lambda: rest.get(f"{quotas}/team")["status"].get("hard"), "the quota counts")
+    create(rest, namespace, **engine(nodes=2))
+    sets = f"/apis/{GROUP}/v1/namespaces/{namespace}/leaderworkersets"
+    until(lambda: rest.get(sets)["items"], "the operator has found the kind and makes its groups", seconds=900)
+    [made] = rest.get(sets)["items"]
+    rest.create(f"/apis/apps/v1/namespaces/{namespace}/statefulsets", stateful_set(made))
+    found = told(rest, namespace, "ObjectsAccepted", "QuotaExceeded")
+    assert found["status"] == "False"
+    assert found["message"].startswith("spec.replicas")
+    assert "raise ResourceQuota team" in found["message"]
+    assert f"(LeaderWorkerSet {made['metadata']['name']})" in found["message"]
+    assert told(rest, namespace, "Serving", "QuotaExceeded")["status"] == "False"
