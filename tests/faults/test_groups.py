@@ -14,8 +14,10 @@ from kvpilot_operator.render.workloads import LEADER_WORKER_SET
 from support.faulty_plane import Component, engine_process
 from support.faulty_record import record
 from support.faulty_world import IMAGE, NAMESPACE, until
+from support.gateway import ROUTE_CRD
 from support.inference_gateway import POOL_CRD
 from support.leader_workers import LEADER_WORKER_SET_CRD, LeaderWorkerSets
+from support.routed import a_users_route, by_route, our_route
 from support.unprobed import DRAIN, promoted_and_rolled_back
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(3600)]
@@ -37,7 +39,7 @@ async def groups(whole_world):
     controllers = Component(world.local.plane.folder, "kube-controller-manager")
     controllers.kill()
     controllers.start("--controllers=-statefulset")
-    await world.define(LEADER_WORKER_SET_CRD, POOL_CRD)
+    await world.define(LEADER_WORKER_SET_CRD, POOL_CRD, ROUTE_CRD)
     async with LeaderWorkerSets(world.rest, NAMESPACE).kept() as sets:
         await world.until_ready("early", 1)
         await world.delete("early")
@@ -82,6 +84,17 @@ async def test_a_canary_of_groups_is_promoted_and_another_rolled_back_and_leader
         answered=seen.answered.total(),
     )
     await world.delete(name)
+
+
+def moves_routed_groups(written: str) -> bool:
+    return moves_groups(written) or written.split()[1].startswith(("inferencepools", "httproutes"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("fields", "kind"), [(our_route, "Service"), (a_users_route, "InferencePool")])
+async def test_a_route_never_leads_to_an_unprobed_group(world, groups, fields, kind):
+    killer, _, _ = await by_route(world, f"grouped-{kind.lower()}", moves_routed_groups, fields, kind, engine=ENGINE)
+    assert {"httproutes", "leaderworkersets"} <= {written.split()[1].partition("/")[0] for written in killer.killed}
 
 
 async def test_a_group_whose_worker_ends_is_made_anew_whole_and_the_service_is_scaled_by_groups(world, groups):

@@ -3,18 +3,16 @@ canary and a rollback, and wherever the operator is killed."""
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import pytest_asyncio
 
-from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, REVISION_LABEL
+from kvpilot_operator.render.names import HTTP_ROUTE_API
 from support.faulty_record import record
 from support.faulty_world import NAMESPACE, until
 from support.gateway import ROUTE_CRD
-from support.inference_gateway import POOL_CRD, InferenceGateway
-from support.killer import Killer
-from support.unprobed import ACCURACY, DRAIN, ends, promoted_and_rolled_back, requests
+from support.inference_gateway import POOL_CRD
+from support.routed import a_users_route, by_route, our_route
+from support.unprobed import ACCURACY, DRAIN, promoted_and_rolled_back
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(3600)]
 
@@ -25,8 +23,8 @@ def moves_traffic(written: str) -> bool:
 
 
 def moves_route(written: str) -> bool:
-    """The same where trials over pools are killed elsewhere already: after what an HTTPRoute of ours follows."""
-    return written.split()[1].startswith(("inferencepools", "httproutes"))
+    """The same where the stages of a trial are killed elsewhere already: after what an HTTPRoute of ours follows."""
+    return written.split()[1].startswith(("services", "httproutes"))
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="session")
@@ -57,74 +55,9 @@ async def test_a_users_pool_is_safe_whichever_write_the_operator_dies_after(worl
     assert {"quantizedllmservices", "deployments", "services", "pods"} <= kinds
 
 
-async def a_users_route(world, name):
-    """A route that a user has written to a pool of ours, and the fields of the spec that name it."""
-    backend = {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": name, "weight": 1}
-    route = {"apiVersion": HTTP_ROUTE_API, "kind": "HTTPRoute", "metadata": {"name": name, "namespace": NAMESPACE}}
-    await world.cluster.create({**route, "spec": {"rules": [{"backendRefs": [backend]}]}})
-    return {"canary": {"routeRef": {"name": name}}}
-
-
-async def our_route(world, name):
-    """The fields of the spec that have a route made."""
-    return {"route": {"parentRefs": [{"name": "web"}], "hostnames": ["chat.example.com"]}}
-
-
-def pickers_of(name):
-    """One for each of the pools of a service."""
-    port = {"number": 9002}
-    return {
-        "endpointPickerRef": {"name": f"{name}-epp", "port": port},
-        "canaryEndpointPickerRef": {"name": f"{name}-canary-epp", "port": port},
-    }
-
-
-async def by_route(world, name, worth, fields):
-    """A canary that takes half of a route and is rolled back, and one that is promoted, both by pools of ours."""
-    spec = await fields(world, name)
-    steps = [{"weightPercent": 50, "holdSeconds": 3600}]
-    canary = {**spec.pop("canary", {}), "steps": steps, "warmUpSeconds": 0}
-    await world.serving(name, 2, canary=canary, accuracy=ACCURACY, drain=DRAIN, inferencePool=pickers_of(name), **spec)
-
-    async def revisions():
-        found = [
-            await world.cluster.find(INFERENCE_POOL_API, "InferencePool", NAMESPACE, one)
-            for one in (name, f"{name}-canary")
-        ]
-        return [one and one["spec"]["selector"]["matchLabels"].get(REVISION_LABEL) for one in found]
-
-    async def settled():
-        return await revisions() == [(await world.status(name))["stable"]["revision"]] * 2
-
-    await until(settled, "both pools select what serves")
-    gateway = InferenceGateway(world.cluster, NAMESPACE, name, (name, f"{name}-canary"))
-    async with gateway.following():
-        await until(lambda: asyncio.sleep(0, gateway.pick() is not None), "the gateway has a pod")
-        async with requests(world, name, gateway.pick) as seen, Killer.of(world, name, worth) as killer:
-            await world.patch(name, {"kvCache": {"dtype": "k4v4"}})
-            await until(lambda: asyncio.sleep(0, len(seen.answered) > 1), "the canary has its share", seconds=1500)
-            first, second = await revisions()
-            assert first != second
-            await world.patch(name, {"kvCache": {"dtype": "auto"}})
-            taken = await ends(world, name, "RolledBack", "k4v4")
-            await until(settled, "both pools select what serves")
-            await world.patch(name, {"kvCache": {"dtype": "k8v4"}, "canary": {"steps": []}})
-            taken += await ends(world, name, "Promoted", "k8v4")
-            await until(settled, "both pools select what serves")
-            third = (await revisions())[0]
-    found = await world.cluster.get(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name)
-    assert [ref["name"] for ref in found["spec"]["rules"][0]["backendRefs"]] == [name]
-    assert seen.unprobed == []
-    assert seen.failed == []
-    assert seen.nobody == 0
-    assert set(seen.answered) == {first, second, third}
-    await world.delete(name)
-    return killer, seen, taken
-
-
-async def test_a_route_of_ours_never_leads_to_an_unprobed_pod_and_goes_with_its_service(world):
-    killer, seen, taken = await by_route(world, "our-route", moves_route, our_route)
-    assert {written.split()[1].partition("/")[0] for written in killer.killed} >= {"httproutes", "inferencepools"}
+async def test_a_route_of_ours_over_services_never_leads_to_an_unprobed_pod_and_goes_with_its_service(world):
+    killer, seen, taken = await by_route(world, "our-route", moves_route, our_route, "Service")
+    assert {written.split()[1].partition("/")[0] for written in killer.killed} >= {"httproutes", "services"}
     await until(lambda: found_no_route(world, "our-route"), "the route goes with its service")
     record(
         f"operator killed {len(killer.killed)} times while a canary takes its share of a route that it keeps",
@@ -136,7 +69,7 @@ async def test_a_route_of_ours_never_leads_to_an_unprobed_pod_and_goes_with_its_
 
 async def test_a_route_that_is_somebody_elses_stays_theirs_and_ours_goes_with_its_field(world):
     name, fields = "their-route", {"parentRefs": [{"name": "web"}]}
-    await a_users_route(world, name)
+    await a_users_route(world, name, "InferencePool")
     before = await world.cluster.get(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name)
     await world.serving(name, 1, canary={"steps": []}, accuracy=ACCURACY, drain=DRAIN, route=fields)
     await until(lambda: told(world, name, "ObjectsAccepted", "NameTaken"), "the name is said to be taken")
@@ -166,7 +99,7 @@ async def found_no_route(world, name):
 
 
 async def test_a_route_over_pools_of_ours_never_leads_to_an_unprobed_pod(world):
-    killer, seen, taken = await by_route(world, "routed", moves_traffic, a_users_route)
+    killer, seen, taken = await by_route(world, "routed", moves_traffic, a_users_route, "InferencePool")
     await world.cluster.delete(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, "routed")
     assert {written.split()[1].partition("/")[0] for written in killer.killed} >= {"httproutes", "inferencepools"}
     record(
@@ -178,6 +111,11 @@ async def test_a_route_over_pools_of_ours_never_leads_to_an_unprobed_pod(world):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("kind", ["InferencePool", "Service"])
 @pytest.mark.parametrize("fields", [a_users_route, our_route])
-async def test_a_route_over_pools_is_safe_whichever_write_the_operator_dies_after(world, fields):
-    await by_route(world, f"{fields.__name__.replace('_', '-')}-killed", lambda _: True, fields)
+async def test_a_route_is_safe_whichever_write_the_operator_dies_after(world, fields, kind):
+    killer, _, _ = await by_route(
+        world, f"{fields.__name__.replace('_', '-')}-{kind.lower()}", lambda _: True, fields, kind
+    )
+    kinds = {written.split()[1].partition("/")[0] for written in killer.killed}
+    assert {"quantizedllmservices", "deployments", "services", "pods", "httproutes"} <= kinds

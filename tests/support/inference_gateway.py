@@ -1,7 +1,8 @@
 """The Gateway API Inference Extension as far as a test needs it: its InferencePool, and an endpoint picker of ours.
 
 The picker does what the extension's protocol asks of one: it follows one pool by its name, and answers with the address
-of a pod that the pool's selector matches and that is Ready, or with 503 where there is none.
+of a pod that the pool's selector matches and that is Ready, or with 503 where there is none. What Kubernetes makes a
+Service's endpoints of is the same, and so a Service is followed likewise.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import itertools
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Literal
 
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
@@ -78,22 +80,36 @@ POOL_CRD_1_6 = definition(
 """The same as of v1.6, where a pool may be without a picker."""
 
 
-class EndpointPicker:
-    """Picks pods for one InferencePool, by watches of the pools and of the pods of its namespace."""
+Backend = Literal["InferencePool", "Service"]
+_API_OF: dict[Backend, str] = {"InferencePool": INFERENCE_POOL_API, "Service": "v1"}
 
-    def __init__(self, cluster: Cluster, namespace: str, pool: str) -> None:
-        self._cluster, self._namespace, self._pool = cluster, namespace, pool
-        self._pools: dict[str, Object] = {}
+
+def selected_by(backend: Object) -> dict[str, str]:
+    """The labels by which an InferencePool or a Service selects pods."""
+    selector: Object = backend["spec"].get("selector") or {}
+    labels: dict[str, str] = selector.get("matchLabels", {}) if backend["kind"] == "InferencePool" else selector
+    return labels
+
+
+class EndpointPicker:
+    """Picks pods for one InferencePool or Service, by watches of that kind and of the pods of its namespace."""
+
+    def __init__(self, cluster: Cluster, namespace: str, name: str, kind: Backend = "InferencePool") -> None:
+        self._cluster, self._namespace, self._name, self._kind = cluster, namespace, name, kind
+        self._backends: dict[str, Object] = {}
         self._pods: dict[str, Object] = {}
         self._turn = itertools.count()
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[EndpointPicker]:
-        """Follow the pool until the block ends."""
+        """Follow the backend until the block ends."""
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(follow(self._cluster, *about, self._namespace, store))
-                for about, store in (((INFERENCE_POOL_API, "InferencePool"), self._pools), (("v1", "Pod"), self._pods))
+                for about, store in (
+                    ((_API_OF[self._kind], self._kind), self._backends),
+                    (("v1", "Pod"), self._pods),
+                )
             ]
             yield self
             for task in tasks:
@@ -101,10 +117,10 @@ class EndpointPicker:
 
     def pick(self) -> Object | None:
         """A pod to send a request to, each in turn; None is a 503 of the picker's."""
-        pool = self._pools.get(self._pool)
-        if pool is None:
+        backend = self._backends.get(self._name)
+        if backend is None:
             return None
-        wanted = pool["spec"]["selector"]["matchLabels"].items()
+        wanted = selected_by({**backend, "kind": self._kind}).items()
         ready = [pod for _, pod in sorted(self._pods.items()) if wanted <= _labels(pod).items() and _is_ready(pod)]
         return ready[next(self._turn) % len(ready)] if ready else None
 
@@ -157,17 +173,20 @@ Pick = Callable[[], Object | None]
 
 
 class InferenceGateway:
-    """Sends each request to a pool of a route's first rule, drawn by weight, and there to a pod of its picker's."""
+    """Sends each request to a backend of a route's first rule, drawn by weight, and there to a pod of its picker's.
 
-    def __init__(self, cluster: Cluster, namespace: str, route: str, pools: Sequence[str]) -> None:
+    All backends that the route ever has are of one kind and among these names.
+    """
+
+    def __init__(self, cluster: Cluster, namespace: str, route: str, backends: Sequence[str], kind: Backend) -> None:
         self._cluster, self._namespace, self._route = cluster, namespace, route
-        self._pickers = {name: EndpointPicker(cluster, namespace, name) for name in pools}
+        self._pickers = {(kind, name): EndpointPicker(cluster, namespace, name, kind) for name in backends}
         self._routes: dict[str, Object] = {}
         self._random = random.Random(0)
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[InferenceGateway]:
-        """Follow route and pools until the block ends."""
+        """Follow route and backends until the block ends."""
         async with contextlib.AsyncExitStack() as stack:
             for picker in self._pickers.values():
                 await stack.enter_async_context(picker.following())
@@ -185,4 +204,5 @@ class InferenceGateway:
             return None
         refs = self._routes[self._route]["spec"]["rules"][0]["backendRefs"]
         weights = [ref.get("weight", 1) for ref in refs]
-        return self._pickers[self._random.choices(refs, weights)[0]["name"]].pick()
+        drawn = self._random.choices(refs, weights)[0]
+        return self._pickers[drawn.get("kind", "Service"), drawn["name"]].pick()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -111,7 +112,8 @@ async def promoted_and_rolled_back(
     world: FaultyWorld, name: str, worth: Callable[[str], bool], **engine: Any
 ) -> tuple[Killer, Requests, float]:
     """A service of two replicas is made, promotes k4v4 and rolls k8v4 back, which hangs; the operator is killed after
-    writes that are `worth` it, and a pool on the label that all pods of a service have never picks one too early.
+    writes that are `worth` it. Asked in turns, a pool on the label that all pods of a service have and the Service
+    itself never lead to one too early.
 
     Returns:
         Who was killed, what was asked, and the seconds that both trials took.
@@ -121,9 +123,12 @@ async def promoted_and_rolled_back(
     everyone = f"all-of-{name}"
     await world.cluster.create(pool(everyone, NAMESPACE, {SERVICE_LABEL: name}))
     await world.serving(name, 2, engine=engine, canary={"steps": []}, accuracy=ACCURACY, drain=DRAIN)
-    async with EndpointPicker(world.cluster, NAMESPACE, everyone).following() as picker:
-        await until(lambda: asyncio.sleep(0, picker.pick() is not None), "the picker has a pod")
-        async with requests(world, name, picker.pick) as seen, Killer.of(world, name, worth) as killer:
+    pool_of_all = EndpointPicker(world.cluster, NAMESPACE, everyone)
+    endpoints = EndpointPicker(world.cluster, NAMESPACE, name, "Service")
+    turns = itertools.cycle((pool_of_all, endpoints))
+    async with pool_of_all.following(), endpoints.following():
+        await until(lambda: asyncio.sleep(0, None not in (pool_of_all.pick(), endpoints.pick())), "both have a pod")
+        async with requests(world, name, lambda: next(turns).pick()) as seen, Killer.of(world, name, worth) as killer:
             first = (await world.status(name))["stable"]["revision"]
             await world.patch(name, {"kvCache": {"dtype": "k4v4"}})
             taken = await ends(world, name, "Promoted", "k4v4")

@@ -1,0 +1,90 @@
+"""Trials by the weights of an HTTPRoute, over InferencePools of ours or plain Services, with the operator killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, REVISION_LABEL, SERVICE_PORT
+from support.faulty_world import NAMESPACE, FaultyWorld, until
+from support.inference_gateway import Backend, InferenceGateway, selected_by
+from support.killer import Killer
+from support.unprobed import ACCURACY, DRAIN, Requests, ends, requests
+
+Fields = Callable[[FaultyWorld, str, Backend], Awaitable[dict[str, Any]]]
+
+
+async def a_users_route(world: FaultyWorld, name: str, kind: Backend) -> dict[str, Any]:
+    """A route that a user has written to a backend of ours, and the fields of the spec that name it."""
+    group = INFERENCE_POOL_API.partition("/")[0]
+    of_kind = {"group": group} if kind == "InferencePool" else {"port": SERVICE_PORT}
+    backend = {"kind": kind, "name": name, "weight": 1, **of_kind}
+    route = {"apiVersion": HTTP_ROUTE_API, "kind": "HTTPRoute", "metadata": {"name": name, "namespace": NAMESPACE}}
+    await world.cluster.create({**route, "spec": {"rules": [{"backendRefs": [backend]}]}})
+    return {"canary": {"routeRef": {"name": name}}}
+
+
+async def our_route(world: FaultyWorld, name: str, kind: Backend) -> dict[str, Any]:
+    """The fields of the spec that have a route made."""
+    return {"route": {"parentRefs": [{"name": "web"}], "hostnames": ["chat.example.com"]}}
+
+
+def pickers_of(name: str) -> dict[str, Any]:
+    """One for each of the pools of a service."""
+    port = {"number": 9002}
+    return {
+        "endpointPickerRef": {"name": f"{name}-epp", "port": port},
+        "canaryEndpointPickerRef": {"name": f"{name}-canary-epp", "port": port},
+    }
+
+
+async def by_route(
+    world: FaultyWorld, name: str, worth: Callable[[str], bool], fields: Fields, kind: Backend, **more: Any
+) -> tuple[Killer, Requests, float]:
+    """A canary that takes half of a route and is rolled back, and one that is promoted, both by backends of this kind.
+
+    Returns:
+        Who was killed after writes that are `worth` it, what was asked, and the seconds that both trials took.
+    """
+    spec = {**await fields(world, name, kind), **more}
+    steps = [{"weightPercent": 50, "holdSeconds": 3600}]
+    canary = {**spec.pop("canary", {}), "steps": steps, "warmUpSeconds": 0}
+    if kind == "InferencePool":
+        spec["inferencePool"] = pickers_of(name)
+    await world.serving(name, 2, canary=canary, accuracy=ACCURACY, drain=DRAIN, **spec)
+    api_version = INFERENCE_POOL_API if kind == "InferencePool" else "v1"
+
+    async def revisions() -> list[str | None]:
+        """What the backends select: the service's, and the canary's, a Service of which is there in a trial alone."""
+        found = [await world.cluster.find(api_version, kind, NAMESPACE, one) for one in (name, f"{name}-canary")]
+        return [None if one is None else selected_by({**one, "kind": kind}).get(REVISION_LABEL) for one in found]
+
+    async def settled() -> bool:
+        serves = (await world.status(name))["stable"]["revision"]
+        return await revisions() == [serves, serves if kind == "InferencePool" else None]
+
+    await until(settled, "the backends select what serves")
+    gateway = InferenceGateway(world.cluster, NAMESPACE, name, (name, f"{name}-canary"), kind)
+    async with gateway.following():
+        await until(lambda: asyncio.sleep(0, gateway.pick() is not None), "the gateway has a pod")
+        async with requests(world, name, gateway.pick) as seen, Killer.of(world, name, worth) as killer:
+            await world.patch(name, {"kvCache": {"dtype": "k4v4"}})
+            await until(lambda: asyncio.sleep(0, len(seen.answered) > 1), "the canary has its share", seconds=1500)
+            first, second = await revisions()
+            assert first != second
+            await world.patch(name, {"kvCache": {"dtype": "auto"}})
+            taken = await ends(world, name, "RolledBack", "k4v4")
+            await until(settled, "the backends select what serves")
+            await world.patch(name, {"kvCache": {"dtype": "k8v4"}, "canary": {"steps": []}})
+            taken += await ends(world, name, "Promoted", "k8v4")
+            await until(settled, "the backends select what serves")
+            third = (await revisions())[0]
+    found = await world.cluster.get(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name)
+    assert [ref["name"] for ref in found["spec"]["rules"][0]["backendRefs"]] == [name]
+    assert seen.unprobed == []
+    assert seen.failed == []
+    assert seen.nobody == 0
+    assert set(seen.answered) == {first, second, third}
+    await world.delete(name)
+    return killer, seen, taken
