@@ -93,6 +93,17 @@ def test_it_goes_with_the_service(rest: Rest, namespace: str) -> None:
     until(lambda: not exists(rest, claim(namespace)), "the claim is collected")
 
 
+@pytest.mark.parametrize("more", [{}, {"storageClassName": "nobody-has-this"}])
+def test_a_claim_that_no_class_makes_a_volume_for_is_told_with_the_remedy(
+    rest: Rest, namespace: str, more: dict[str, str]
+) -> None:
+    create(rest, namespace, **weights("1Gi", **more))
+    found = told(rest, namespace, "Ready", "ClaimNotBound")
+    assert more.get("storageClassName", "the cluster's default StorageClass") in found["message"]
+    assert "accessMode ReadWriteOnce" in found["message"]
+    assert rest.get(claim(namespace))["status"]["phase"] == "Pending"
+
+
 def test_a_quota_on_storage_is_told(rest: Rest, namespace: str) -> None:
     quotas = f"/api/v1/namespaces/{namespace}/resourcequotas"
     rest.create(quotas, {"metadata": {"name": "team"}, "spec": {"hard": {"requests.storage": "1Gi"}}})

@@ -77,6 +77,11 @@ def _() -> dict[str, Any]:
     return of_an_engine(unschedulable="0/3 nodes are available: 3 Insufficient nvidia.com/gpu")
 
 
+@state("a claim has no volume")
+def _() -> dict[str, Any]:
+    return of_an_engine(unschedulable="0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims.")
+
+
 @state("the image cannot be pulled")
 def _() -> dict[str, Any]:
     return of_an_engine(waiting_reason="ImagePullBackOff", exit_message="no such image")

@@ -120,6 +120,19 @@ def test_a_pod_of_which_nothing_has_started_is_told_with_what_its_volumes_are_ma
     assert pending_reason([again]) == Cause("ContainerCreating", "no room")
 
 
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        ('running PreBind plugin "VolumeBinding": binding volumes: context deadline exceeded', "ClaimNotBound"),
+        ("binding rejected: the object has been modified", None),
+    ],
+)
+def test_of_the_schedulers_own_errors_one_about_a_volume_is_told(message: str, cause: str | None) -> None:
+    scheduled = {"type": "PodScheduled", "status": "False", "reason": "SchedulerError", "message": message}
+    pod = pod_view({"metadata": {"name": "a"}, "status": {"conditions": [scheduled]}})
+    assert pending_reason([pod]) == (Cause(cause, message) if cause else None)
+
+
 @pytest.mark.parametrize("reason", ["Unschedulable", "SchedulingGated"])
 def test_a_pod_without_a_node_is_told_in_the_schedulers_words_whatever_holds_it_back(reason: str) -> None:
     scheduled = {"type": "PodScheduled", "status": "False", "reason": reason, "message": "no room"}

@@ -31,6 +31,28 @@ def test_where_none_can_leave_the_canary_waits_and_says_why_until_the_deadline()
     assert (status.last_canary.reason, status.last_canary.verdict) == ("ProgressDeadlineExceeded", "Error")
 
 
+class WithoutVolume(ModelCluster):
+    """One whose pods without a place lack a volume, too, as the scheduler says first."""
+
+    def _pods(self):
+        words = "pod has unbound immediate PersistentVolumeClaims"
+        return [replace(view, unschedulable=view.unschedulable and words) for view in super()._pods()]
+
+
+def test_no_replica_gives_way_to_a_canary_whose_claim_has_no_volume():
+    asked = {"capacityPolicy": "SurgeOrReplaceOne", "min_available": 2}
+    cluster = WithoutVolume(service(OLD, 3, **asked), start_ticks=2, requests=BUSY, places=3)
+    cluster.settle()
+    cluster.edit(service(NEW, 3, **asked))
+    began = cluster.now
+    while not ended(status := parse_status(cluster.status)):
+        assert status.canary is None or not status.canary.replaces_one
+        cluster.tick()
+    assert cluster.now - began >= timedelta(seconds=120)
+    assert status.last_canary.reason == "ProgressDeadlineExceeded"
+    assert "unbound immediate" in status.last_canary.message
+
+
 def test_surge_waits_for_spare_capacity():
     cluster = on_trial(cluster={"places": 3}, capacityPolicy="Surge")
     for _ in range(40):

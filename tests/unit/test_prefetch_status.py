@@ -71,7 +71,7 @@ REFUSED = json.dumps(
         ({"pods": (worker(ready=True, exit_message=REFUSED),)}, "ModelNotFound", "spec.cache.prefetch to false", True),
         ({"pods": (), "failure": "Job was active longer than specified deadline"}, "PrefetchFailed", "Delete it", True),
         ({"pods": (worker(ready=False, unschedulable="pod has unbound immediate PersistentVolumeClaims"),)},
-         "Unschedulable", "unbound immediate", False),
+         "ClaimNotBound", "put spec.cache.weights back", False),
         ({"pods": (worker(ready=False, waiting_reason="ErrImagePull", exit_message="no such image"),)},
          "ImageUnavailable", "no such image", False),
         ({"pods": ()}, "PrefetchPending", "kubectl describe job chat-prefetch", False),

@@ -12,13 +12,15 @@ from kubernetes.utils.quantity import parse_quantity
 
 from kvpilot_operator.api.pods import Claim
 from kvpilot_operator.api.schema import faults
+from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import Conflict, Rejected
 from kvpilot_operator.render.engine import pod_template
 from kvpilot_operator.render.names import KIND
 from kvpilot_operator.render.objects import claim
 from kvpilot_runtime import compiled
+from support import services
 from support.memory_api import MemoryApi, Operator
-from support.services import KEY, manifest, spec_of
+from support.services import KEY, manifest, revision_of, running, spec_of
 
 CLAIM = ("PersistentVolumeClaim", "chat-weights")
 FIXED = {"mode": "Fixed", "dtype": "auto"}
@@ -31,6 +33,42 @@ def template(**cache: Any) -> dict[str, Any]:
 def test_without_it_pods_are_what_they_were() -> None:
     assert "kvpilot.io/claim" not in template()["metadata"]["labels"]
     assert "affinity" not in template(weightsClaimName="models")["spec"]
+
+
+SHARED = "as ReadWriteMany of StorageClass gp3: there is no such class, or its volumes cannot be shared"
+DISK = "as ReadWriteOnce of the cluster's default StorageClass: there is no such class, or it can make none where"
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        "0/1 nodes are available: 1 pod has unbound immediate PersistentVolumeClaims.",
+        'persistentvolumeclaim "models" not found',
+        'running PreBind plugin "VolumeBinding": binding volumes: context deadline exceeded',
+    ],
+)
+@pytest.mark.parametrize(
+    ("cache", "words", "not_said"),
+    [
+        ({"weights": {"size": "200Gi", "storageClassName": "gp3"}}, f"chat-weights asks for 200Gi {SHARED}", "Mend"),
+        ({"weights": {"size": "1Gi"}}, "or with accessMode ReadWriteOnce, which keeps all pods on one node", "gp3"),
+        ({"weights": {"size": "1Gi", "accessMode": "ReadWriteOnce"}}, DISK, "or with accessMode"),
+        ({"weightsClaimName": "models"}, "Mend that claim, or name one that is Bound", "spec.cache.weights"),
+    ],
+)
+def test_a_claim_without_a_volume_is_told_with_what_was_asked_for_and_the_remedy(
+    cache: dict[str, Any], words: str, not_said: str, scheduler: str
+) -> None:
+    obj = manifest(cache=cache, kvCache=FIXED)
+    waits = services.pod(revision_of(obj, "auto"), ready=False, node=None, ip=None, unschedulable=scheduler)
+    status = decide(running(obj, "auto", pods=(waits,), rejections=())).status
+    for kind in ("Ready", "Serving", "Available"):
+        found = status.condition(kind)
+        assert found is not None
+        assert (found.status, found.reason) == ("False", "ClaimNotBound")
+        assert words in found.message
+        assert not_said not in found.message
+        assert found.message.endswith(f"The scheduler says: {scheduler}")
 
 
 def variables(pod: dict[str, Any]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.measured import Line, waiting
 from kvpilot_operator.decide.rejections import finding, of_workload, rejected
 from kvpilot_operator.decide.trial import storage, traffic
-from kvpilot_operator.decide.trial.refusal import engine_failure, pending_reason
+from kvpilot_operator.decide.trial.refusal import engine_failure
 from kvpilot_operator.decide.trial.starting import start_fault
 from kvpilot_operator.decide.trial.unreadable import unreadable
 from kvpilot_operator.state.decision import Cause
@@ -193,7 +193,7 @@ def _serving(c: Context, objects: Line) -> Line:
     found = rejected(s)
     blocking = [one for one in found if (one.kind, one.name) == ("Service", s.key.name)]
     blocking += [one for revision in serving for one in of_workload(s, revision, found)]
-    why = engine_failure(pods) or pending_reason(pods) or (finding(blocking) if blocking else None)
+    why = engine_failure(pods) or storage.held_up(c, pods) or (finding(blocking) if blocking else None)
     if why is not None:
         return Line("False", *why)
     if s.rejections is None and objects.status == "False":

@@ -10,8 +10,8 @@ from __future__ import annotations
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS
 from kvpilot_operator.decide.measured import Line
-from kvpilot_operator.decide.trial import traffic
-from kvpilot_operator.decide.trial.refusal import engine_failure, pending_reason
+from kvpilot_operator.decide.trial import storage, traffic
+from kvpilot_operator.decide.trial.refusal import engine_failure
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.enums import ConditionType, Reason
 
@@ -63,7 +63,7 @@ def _under_way(c: Context, progressing: Line, serving: Line, route: Line | None)
         return _cause(serving)
     ready = len(s.ready_pods(stable.revision))
     if ready != replicas:
-        why = pending_reason(s.pods_of(stable.revision))
+        why = storage.held_up(c, s.pods_of(stable.revision))
         return Cause(Reason.SCALING, f"{ready} of {replicas} replicas answer{f': {why.message}' if why else ''}")
     if s.traffic != stable.revision:
         return Cause(Reason.TRAFFIC_MOVING, f"the Service does not select revision {stable.revision} alone yet")

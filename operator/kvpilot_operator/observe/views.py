@@ -44,7 +44,7 @@ def pod_view(pod: Object, mesh: bool = False, container_name: str = ENGINE_CONTA
     container = _named(status.get("containerStatuses") or (), container_name)
     scheduled = conditions.get("PodScheduled", {})
     gates = [gate.get("conditionType") for gate in (pod.get("spec") or {}).get("readinessGates") or ()]
-    unschedulable = scheduled.get("message") if scheduled.get("reason") in _NO_NODE else None
+    unschedulable = scheduled.get("message") if scheduled.get("reason") in _NO_NODE else _no_volume(scheduled)
     waiting = (container.get("state") or {}).get("waiting") or {}
     return PodView(
         name=pod["metadata"]["name"],
@@ -65,6 +65,12 @@ def pod_view(pod: Object, mesh: bool = False, container_name: str = ENGINE_CONTA
         containers_ready=conditions.get("ContainersReady", {}).get("status") == "True",
         admitted=conditions.get(ADMITTED, {}).get("status") == "True" if ADMITTED in gates else None,
     )
+
+
+def _no_volume(scheduled: Object) -> str | None:
+    """What the scheduler says where a volume was not made in time; it calls that an error of its own."""
+    message = str(scheduled.get("message") or "")
+    return message if scheduled.get("reason") == "SchedulerError" and "VolumeBinding" in message else None
 
 
 def _held_up(status: Object, container_name: str) -> tuple[str, str] | None:

@@ -158,6 +158,7 @@ class Reason(StrEnum):
 
     # Its engines, and the weights that they load.
     UNSCHEDULABLE = "Unschedulable"
+    CLAIM_NOT_BOUND = "ClaimNotBound"
     IMAGE_UNAVAILABLE = "ImageUnavailable"
     WAITING = "Waiting"
     ENGINE_REFUSED = "EngineRefused"

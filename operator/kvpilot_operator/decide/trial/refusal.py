@@ -18,6 +18,8 @@ from kvpilot_operator.state.status import clip
 MAX_RESTARTS = 3
 # What a condition's reason may be; the words come from a container, which may say anything.
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+# What the scheduler says of a pod whose claim has no volume, at once, or after it has waited for one to be made.
+_UNBOUND = re.compile(r'unbound immediate PersistentVolumeClaims|persistentvolumeclaim "[^"]*" not found|VolumeBinding')
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError")
 
 
@@ -67,7 +69,8 @@ def pending_reason(pods: Sequence[PodView]) -> Cause | None:
     """Why pods that may still come up have not: no node, no image, back-off."""
     for pod in (one for leader in pods for one in leader.group):
         if pod.unschedulable:
-            return Cause(Reason.UNSCHEDULABLE, clip(pod.unschedulable))
+            known = Reason.CLAIM_NOT_BOUND if waits_for_volume(pod) else Reason.UNSCHEDULABLE
+            return Cause(known, clip(pod.unschedulable))
         # The engine itself waits as long as an init container does.
         reason, message = pod.held_up or (pod.waiting_reason, pod.exit_message)
         if reason in _IMAGE_REASONS:
@@ -77,6 +80,11 @@ def pending_reason(pods: Sequence[PodView]) -> Cause | None:
         if reason:
             return Cause(_reason(reason, Reason.WAITING), clip((message or "").strip()[-600:]))
     return None
+
+
+def waits_for_volume(pod: PodView) -> bool:
+    """Whether a claim without a volume keeps this pod from every node: no room that is made helps it."""
+    return pod.unschedulable is not None and _UNBOUND.search(pod.unschedulable) is not None
 
 
 def not_started(pod: PodView) -> str:

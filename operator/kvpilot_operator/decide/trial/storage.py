@@ -9,6 +9,7 @@ an older spec is deleted, and made anew once it is seen to be gone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from kvpilot_operator.render.objects import claim
 from kvpilot_operator.render.prefetch import claim_name, identity, job
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.enums import CachePhase, Reason
-from kvpilot_operator.state.objects import PrefetchView
+from kvpilot_operator.state.objects import PodView, PrefetchView
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.status import WeightsCache, clip
 
@@ -72,13 +73,21 @@ def wait(c: Context) -> Wait | None:
         return Wait(stopped._replace(message=clip(f"Job {name}: {stopped.message} ({way})")), True)
     if known and kept is not None:
         return Wait(Cause(Reason.PREFETCHING_WEIGHTS, f"Job {name} fills {_claim(c)}: {_amount(kept)}"), False)
-    pending = pending_reason(view.pods)
+    pending = held_up(c, view.pods)
     if pending is not None:
         return Wait(pending._replace(message=clip(f"Job {name}: {pending.message}")), False)
     if not view.pods:
         text = f"Job {name} has no pod yet; where it stays so, `kubectl describe job {name}` says why"
         return Wait(Cause(Reason.PREFETCH_PENDING, text), False)
     return Wait(Cause(Reason.PREFETCHING_WEIGHTS, f"Job {name} fills {_claim(c)}"), False)
+
+
+def held_up(c: Context, pods: Sequence[PodView]) -> Cause | None:
+    """Why pods that may still come up have not; of a claim without a volume with what helps."""
+    found = pending_reason(pods)
+    if found is None or found.reason != Reason.CLAIM_NOT_BOUND:
+        return found
+    return found._replace(message=clip(f"{_unbound(c)} The scheduler says: {found.message}"))
 
 
 def told(c: Context) -> str:
@@ -153,3 +162,21 @@ def _claim(c: Context) -> str:
 def _amount(kept: WeightsCache) -> str:
     there, total = kept.downloaded_bytes or 0, kept.total_bytes or 0
     return f"{there / 1e9:.1f} of {total / 1e9:.1f} GB ({100 * there // max(total, 1)}%)"
+
+
+def _unbound(c: Context) -> str:
+    """The scheduler does not say which claim it is, nor Kubernetes which access modes a class has."""
+    text = "a claim of its pods has no volume: `kubectl get pvc` shows which, and `kubectl describe pvc` why."
+    asked = c.spec.cache.weights
+    if asked is None:
+        return f"{text} Mend that claim, or name one that is Bound."
+    named = asked.storage_class_name
+    of = f"StorageClass {named}" if named is not None else "the cluster's default StorageClass"
+    field, many = "spec.cache.weights", asked.access_mode == "ReadWriteMany"
+    wrong = "its volumes cannot be shared (disks cannot)" if many else "it can make none where the pods may run"
+    or_else = ", or with accessMode ReadWriteOnce, which keeps all pods on one node" if many else ""
+    return (
+        f"{text} {_claim(c)} asks for {asked.size} as {asked.access_mode} of {of}: there is no such class, or {wrong}. "
+        f"A claim keeps both: take {field} out of the spec, delete the claim, and put {field} back with the "
+        f"storageClassName of {'a shared file system' if many else 'another class'}{or_else}."
+    )

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.rejections import finding, of_workload, rejected
-from kvpilot_operator.decide.trial.refusal import not_started
+from kvpilot_operator.decide.trial.refusal import not_started, waits_for_volume
 from kvpilot_operator.state.enums import Stage
 from kvpilot_operator.state.objects import ON_ITS_WAY, PodView
 
@@ -31,7 +31,7 @@ def unschedulable(c: Context) -> str | None:
     if c.now < canary.stage_time + timedelta(seconds=SURGE_SECONDS):
         return None
     pods = (one for pod in pods_on_trial(c) for one in pod.group)
-    return next((pod.unschedulable for pod in pods if pod.unschedulable), None)
+    return next((pod.unschedulable for pod in pods if pod.unschedulable and not waits_for_volume(pod)), None)
 
 
 def why_waiting(c: Context) -> str:
