@@ -19,7 +19,7 @@ _INTRO = """\
 
 API `{group}/{version}`, short name `{short}`, category `{category}`, scope {scope}; `/status` and `/scale` are served.
 
-Defaults and limits are in the schema, so `kubectl explain {short}.spec --recursive` tells the same. The rules under a
+Defaults and limits are in the schema, so `kubectl explain {plural}.spec --recursive` tells the same. The rules under a
 table are enforced by Kubernetes 1.29 and newer when an object is written; on an older server the operator reports the
 same faults in the condition `SpecAccepted` and does not act on the object.
 """
@@ -34,6 +34,7 @@ def reference_page() -> str:
         description=root_schema()["description"],
         group=crd["group"],
         version=crd["versions"][0]["name"],
+        plural=names["plural"],
         short=names["shortNames"][0],
         category=names["categories"][0],
         scope=crd["scope"].lower(),

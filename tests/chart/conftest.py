@@ -13,6 +13,7 @@ import yaml
 from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.images import DEFAULT_TABLE
 from kvpilot_localcluster.toolbox.helm import render
+from support.faulty_world import cheap_image
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -46,7 +47,11 @@ def rendered(chart: Path) -> Callable[[str], list[dict[str, Any]]]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """Kubernetes 1.20 with one node and nothing of ours in it; the operator's image runs with its pod's own account."""
+    """Kubernetes 1.20 with one node, which pretends to have a GPU, and nothing of ours in it.
+
+    The operator's image runs with its pod's own account. The runtime's image of docs/install.md, whose model nobody can
+    fetch here, is a cheap engine.
+    """
     folder = tmp_path_factory.mktemp("chart")
     operator = {
         "match": ["*/kvpilot/operator:*"],
@@ -54,9 +59,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         "path": [str(Path(sys.executable).parent)],
         "env": {"POD_IP": "$(POD_IP)", "CLUSTER_KUBECONFIG": str(folder / "controlplane" / "admin.kubeconfig")},
     }
+    engine = cheap_image(folder.parent / "engine", "registry.example.com/kvpilot/runtime:*")
     table = yaml.safe_load(DEFAULT_TABLE.read_text())
-    table["images"].insert(0, operator)
+    table["images"][:0] = [operator, engine]
     (folder.parent / "images.yaml").write_text(yaml.safe_dump(table))
-    with LocalCluster(folder, backoff=1.0, table=folder.parent / "images.yaml") as running:
+    gpus = {"nvidia.com/gpu": "1"}
+    with LocalCluster(folder, backoff=1.0, table=folder.parent / "images.yaml", resources=gpus) as running:
         yield running
         running.check()

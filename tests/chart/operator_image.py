@@ -1,7 +1,7 @@
 """What a container runtime does for the operator's image: its pod's service account lies where clients look for it.
 
-The node agent runs pods as plain processes, so the account's token is in a folder of the pod's, whose path the chart's
-`extraEnv` hands over, and the pod listens on its own address. The API server's address comes from CLUSTER_KUBECONFIG,
+The node agent runs pods as plain processes, so the account's token is in a volume's folder beside the pod's home, and
+the pod listens on its own address. The API server's address comes from CLUSTER_KUBECONFIG,
 of which nothing else is read: the identity is the pod's own and no other.
 """
 
@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-account = Path(os.environ["SERVICE_ACCOUNT"])
+(token,) = Path(os.environ["HOME"]).parent.glob(".volumes/*/token")
 cluster = json.loads(Path(os.environ["CLUSTER_KUBECONFIG"]).read_text())["clusters"][0]
 config = Path(os.environ["HOME"]) / "account.kubeconfig"
 config.write_text(
@@ -20,7 +20,7 @@ config.write_text(
             "kind": "Config",
             "current-context": "pod",
             "clusters": [cluster],
-            "users": [{"name": "pod", "user": {"token": (account / "token").read_text()}}],
+            "users": [{"name": "pod", "user": {"token": token.read_text()}}],
             "contexts": [{"name": "pod", "context": {"cluster": cluster["name"], "user": "pod"}}],
         }
     )

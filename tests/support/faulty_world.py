@@ -58,7 +58,8 @@ class FaultyWorld:
     @contextlib.asynccontextmanager
     async def up(cls, folder: Path) -> AsyncIterator[FaultyWorld]:
         """Start everything, and take it all down at the end."""
-        table = _image_table(folder)
+        table = folder / "images.yaml"
+        table.write_text(yaml.safe_dump({"images": [cheap_image(folder, IMAGE)]}))
         local = LocalCluster(folder / "cluster", table=table, backoff=1.0)
         await asyncio.to_thread(local.start)
         try:
@@ -305,22 +306,19 @@ async def insist(write: Callable[[], Awaitable[object]]) -> None:
     await until(taken, "the API server takes a change")
 
 
-def _image_table(folder: Path) -> Path:
-    """An image table whose one image is the cheap engine under the name of the real one's program."""
+def cheap_image(folder: Path, name: str) -> dict[str, Any]:
+    """An entry of an image table: the cheap engine under the name of the real one's program, written to `folder`."""
     programs = folder / "bin"
     programs.mkdir(parents=True)
     serve = programs / "kvpilot-serve"
     serve.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {PROGRAM} "$@"\n')
     serve.chmod(0o755)
-    entry = {
-        "match": [IMAGE],
+    return {
+        "match": [name],
         "entrypoint": ["kvpilot-serve"],
         "path": [str(programs)],
         "env": {"KVPILOT_SERVE_HOST": "$(POD_IP)"},
     }
-    table = folder / "images.yaml"
-    table.write_text(yaml.safe_dump({"images": [entry]}))
-    return table
 
 
 def _kubeconfig(server: str) -> str:

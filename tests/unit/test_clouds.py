@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import yaml
@@ -18,6 +17,7 @@ from kvpilot_localcluster.toolbox.kubectl import kubectl
 from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.api.spec import parse
 from kvpilot_planning.gpus import gpu_of_labels
+from support.page_commands import Command, commands_of, options_of, subcommand
 
 ROOT = Path(__file__).parents[2]
 CLOUDS = ROOT / "docs" / "clouds"
@@ -30,82 +30,13 @@ LABELS = {
 }
 
 
-class Command(NamedTuple):
-    """One command of a page, and what is given to it on its standard input."""
-
-    words: tuple[str, ...]
-    given: str
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """Options without their values."""
-        return tuple(word.partition("=")[0] for word in self.words if re.match(r"-{1,2}[a-zA-Z]", word))
-
-    @property
-    def name(self) -> str:
-        """The words before the first option."""
-        first = next((i for i, word in enumerate(self.words) if word.startswith("-")), len(self.words))
-        return " ".join(self.words[:first])
-
-
 @cache
 def page(name: str) -> str:
     return (CLOUDS / f"{name}.md").read_text()
 
 
-def commands_of(text: str) -> list[Command]:
-    """The commands of a page's shell blocks; a block's variables stand in for what they are set to."""
-    found: list[Command] = []
-    variables: dict[str, str] = {}
-    for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
-        given = iter(re.findall(r"<<EOF\n(.*?)\nEOF\n", block, re.DOTALL))
-        script = re.sub(r"<<EOF\n.*?\nEOF\n", "<<EOF\n", block, flags=re.DOTALL).replace("\\\n", " ")
-        for line in script.splitlines():
-            lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
-            lexer.whitespace_split = True
-            words = list(lexer)
-            if len(words) == 1 and re.match(r"[A-Z_]+=", words[0]):
-                key, _, value = words[0].partition("=")
-                variables[key] = filled(value, variables)
-                continue
-            here = next(given) if "<<" in words else ""
-            words = words[: words.index("<<")] if "<<" in words else words
-            part: list[str] = []
-            for word in [*words, "|"]:
-                if word in ("|", "&", "&&", ";"):
-                    if part:
-                        found.append(Command(tuple(part), filled(here, variables)))
-                    part = []
-                else:
-                    part.append(filled(word, variables))
-    return found
-
-
-def filled(text: str, variables: dict[str, str]) -> str:
-    """The text with its variables; one that the page does not set is an error."""
-    return re.sub(r"\$([A-Z_]+)", lambda name: variables[name[1]], text)
-
-
 def commands(name: str, program: str) -> list[Command]:
     return [one for one in commands_of(page(name)) if one.words[0] == program]
-
-
-@cache
-def options_of(program: Path, *command: str) -> frozenset[str]:
-    """The options that a program's own help has for a command."""
-    said = [
-        subprocess.run([program, *argv], capture_output=True, text=True, check=True).stdout
-        for argv in ([*command, "--help"], *([["options"]] if program.name == "kubectl" else []))
-    ]
-    return frozenset(re.findall(r"(?<![\w-])(--?[a-zA-Z][\w-]*)", "\n".join(said)))
-
-
-def subcommand(words: tuple[str, ...]) -> tuple[str, ...]:
-    """The command of a program, without the options before it: `kubectl -n models get` is get."""
-    rest = list(words[1:])
-    while rest and rest[0].startswith("-"):
-        rest = rest[1 if "=" in rest[0] else 2 :]
-    return (*rest[:2],) if rest[0] in ("repo", "create") and rest[1] in ("add", "namespace") else (rest[0],)
 
 
 def test_there_is_a_page_for_each_place_and_the_index_names_them() -> None:

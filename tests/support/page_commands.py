@@ -1,0 +1,88 @@
+"""The commands of a documentation page's shell blocks, and the options that programs know."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from textwrap import dedent
+from typing import NamedTuple
+
+_BLOCK = re.compile(r"^( *)```sh\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+_GIVEN = re.compile(r"<<EOF\n(.*?)\nEOF\n", re.DOTALL)
+# Commands of programs that have commands of their own.
+_DEEPER = {("repo", "add"), ("create", "namespace"), ("create", "secret"), ("auth", "can-i"), ("rollout", "status")}
+
+
+class Command(NamedTuple):
+    """One command of a page, and what is given to it on its standard input."""
+
+    words: tuple[str, ...]
+    given: str
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Options without their values."""
+        return tuple(word.partition("=")[0] for word in self.words if re.match(r"-{1,2}[a-zA-Z]", word))
+
+    @property
+    def name(self) -> str:
+        """The words before the first option."""
+        first = next((i for i, word in enumerate(self.words) if word.startswith("-")), len(self.words))
+        return " ".join(self.words[:first])
+
+
+def commands_of(text: str, environment: Mapping[str, str] | None = None) -> list[Command]:
+    """The commands of a page's shell blocks, in their order.
+
+    A page's variables stand in for what they are set to, there or in `environment`; another one is a KeyError.
+    """
+    found: list[Command] = []
+    variables = dict(environment or {})
+    for block in (dedent(block) for _, block in _BLOCK.findall(text)):
+        given = iter(_GIVEN.findall(block))
+        script = _GIVEN.sub("<<EOF\n", block).replace("\\\n", " ")
+        for line in script.splitlines():
+            lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+            lexer.whitespace_split = True
+            words = list(lexer)
+            if len(words) == 1 and re.match(r"[A-Z_]+=", words[0]):
+                key, _, value = words[0].partition("=")
+                variables[key] = _filled(value, variables)
+                continue
+            here = next(given) if "<<" in words else ""
+            words = words[: words.index("<<")] if "<<" in words else words
+            part: list[str] = []
+            for word in [*words, "|"]:
+                if word in ("|", "&", "&&", ";"):
+                    if part:
+                        found.append(Command(tuple(part), _filled(here, variables)))
+                    part = []
+                else:
+                    part.append(_filled(word, variables))
+    return found
+
+
+def _filled(text: str, variables: Mapping[str, str]) -> str:
+    return re.sub(r"\$([A-Z_]+)", lambda name: variables[name[1]], text)
+
+
+@cache
+def options_of(program: Path, *command: str) -> frozenset[str]:
+    """The options that the own help of kubectl or Helm has for a command."""
+    said = [
+        subprocess.run([program, *argv], capture_output=True, text=True, check=True).stdout
+        for argv in ([*command, "--help"], *([["options"]] if program.name == "kubectl" else []))
+    ]
+    return frozenset(re.findall(r"(?<![\w-])(--?[a-zA-Z][\w-]*)", "\n".join(said)))
+
+
+def subcommand(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The command of kubectl or Helm, without the options before it: `kubectl -n models get` is get."""
+    rest = list(words[1:])
+    while rest and rest[0].startswith("-"):
+        rest = rest[1 if "=" in rest[0] else 2 :]
+    return tuple(rest[:2]) if tuple(rest[:2]) in _DEEPER else (rest[0],)
