@@ -21,7 +21,7 @@ from kvpilot_operator.api.schema import load_crd
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.render.names import SERVICE_LABEL
 from kvpilot_operator.state.questions import Question, unanswered
-from support.failing_questions import failing
+from support.failing_questions import decide, failing
 from support.kstatus import compute, seen
 from support.model_cluster import ModelCluster
 from support.service_states import STATES, after, settled
@@ -202,12 +202,7 @@ def test_the_columns_of_kubectl_get_tell_a_canary_from_calm(name: str) -> None:
     assert str(row["Reason"]).startswith("Canary") == (on_trial and row["Reason"] != "RolloutPaused")
 
 
-@pytest.mark.parametrize(
-    "question",
-    sorted(
-        set(Question) - {Question.ROUTE, Question.POOLS, Question.PROBE_SETS, Question.NODE, Question.PREFETCH},
-    ),
-)
+@pytest.mark.parametrize("question", sorted({rule.question for rule in decide.RULES}))
 def test_whatever_question_fails_a_service_is_neither_current_nor_stalled_until_it_is_answered(
     question: Question,
 ) -> None:

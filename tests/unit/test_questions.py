@@ -17,14 +17,14 @@ from kvpilot_operator.state.questions import Question, Unanswered, keeps_probe, 
 from kvpilot_operator.state.snapshot import ProbePlan, Snapshot
 from kvpilot_operator.state.status import parse_status
 from support.failing_questions import SECRET, failing
+from support.failing_questions import decide as rules
 from support.model_cluster import ModelCluster
 from support.services import manifest, running, samples
 from support.trials import NEW, OLD, ROUTE, copied, ended, on_trial, service, stage
 
 NEEDED = (Question.ROUTE, Question.POOLS, Question.PROBE_SETS, Question.NODE)
 OBSERVED = (*NEEDED, Question.GROUPS)
-# Of the services here none fills a claim: test_storage_prefetch.py has those that do.
-DECIDED = tuple(question for question in Question if question not in (*OBSERVED, Question.PREFETCH))
+DECIDED = sorted({rule.question for rule in rules.RULES})
 
 
 def said(decision: Decision) -> tuple[str, str, str]:
@@ -43,7 +43,7 @@ def test_every_question_of_a_decision_goes_through_the_one_place():
     asked: set[Question] = set()
     with failing((), asked):
         decide(running(manifest(), OLD))
-    assert asked == set(DECIDED)
+    assert asked == set(DECIDED) == set(Question) - {*OBSERVED, Question.PREFETCH}
 
 
 @pytest.mark.parametrize("question", DECIDED)
