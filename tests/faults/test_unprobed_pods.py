@@ -60,7 +60,7 @@ async def test_a_route_of_ours_over_services_never_leads_to_an_unprobed_pod_and_
     assert {written.split()[1].partition("/")[0] for written in killer.killed} >= {"httproutes", "services"}
     await until(lambda: found_no_route(world, "our-route"), "the route goes with its service")
     record(
-        f"operator killed {len(killer.killed)} times while a canary takes its share of a route that it keeps",
+        f"operator killed {len(killer.killed)} times while a canary takes its share of our route over Services",
         taken,
         what="it is rolled back, another is promoted; no request met an unprobed pod, and none failed",
         answered=seen.answered.total(),
