@@ -188,6 +188,17 @@ def told(cluster, kind):
     return cluster.parsed().condition(kind)
 
 
+def waits_without_a_trial(cluster):
+    """Reconciles, between which operators end and begin, none of which starts a canary."""
+    cluster.watch = at_every_moment
+    for passed in range(20):
+        if passed % 5 == 1:
+            cluster.restart()
+        cluster.tick()
+        assert "canary" not in cluster.status
+        yield passed
+
+
 def test_a_pool_that_is_refused_for_want_of_a_picker_is_said_and_its_service_goes_through_a_trial():
     cluster = on_trial(cluster={"refuses": before_v1_6})
     edit(cluster, inferencePool={}, kvCache={"mode": "Fixed", "dtype": NEW})
@@ -213,13 +224,8 @@ def test_no_trial_by_a_route_begins_while_a_pool_of_it_is_refused_and_the_route_
     cluster.settle()
     old = cluster.status["stable"]["revision"]
     edit(cluster, kvCache={"mode": "Fixed", "dtype": NEW})
-    cluster.watch = at_every_moment
-    for passed in range(20):
-        if passed % 5 == 1:
-            cluster.restart()
-        cluster.tick()
+    for _ in waits_without_a_trial(cluster):
         assert (cluster.rules, cluster.traffic, cluster.shares()) == (to_service, old, {old: 1.0})
-    assert "canary" not in cluster.status
     found = told(cluster, "ObjectsAccepted").message
     assert "spec.inferencePool.endpointPickerRef: " in found
     assert "spec.inferencePool.canaryEndpointPickerRef: " in found
@@ -236,13 +242,8 @@ def test_a_pool_that_may_not_lose_its_picker_keeps_it_and_no_trial_begins_until_
     cluster.settle()
     old = cluster.status["stable"]["revision"]
     edit(cluster, kvCache={"mode": "Fixed", "dtype": NEW})
-    cluster.watch = at_every_moment
-    for passed in range(20):
-        if passed % 5 == 1:
-            cluster.restart()
-        cluster.tick()
+    for _ in waits_without_a_trial(cluster):
         assert (revisions(cluster), cluster.traffic) == ({"chat": old}, old)
-    assert "canary" not in cluster.status
     assert told(cluster, "Progressing").reason == "PoolRefused"
     edit(cluster, inferencePool=PICKERS)
     cluster.until(ended)
