@@ -34,7 +34,8 @@ from kvpilot_demo.models import smollm2_135m
 from kvpilot_kernels import formats
 from kvpilot_kernels.reference.own import own
 from kvpilot_runtime.calibration_text import text_ids
-from kvpilot_runtime.heavy import measured_rows, page_mass
+from kvpilot_runtime.heavy import measured_rows
+from kvpilot_runtime.heavy_mass import page_mass
 from kvpilot_runtime.heavy_spec import lightest
 from kvpilot_runtime.retention import SINKS, HeavyHitters
 
@@ -78,7 +79,7 @@ class Bounded(Probe):
     ) -> tuple[torch.Tensor, None]:
         """Attention of a chunk to what is held, which weighs it."""
         new, (k, v) = query.shape[2], (x[:, :, self._seen_tokens] for x in (key, value))
-        rows, weight = measured_rows(new, int(self._seen_tokens[-1]) + 1)
+        rows, weight = measured_rows(new)
         if rows:
             last = query[0, :, new - rows :].transpose(0, 1)
             self._mass += page_mass(last, k[0].transpose(1, 2), self.page, scale) * weight
@@ -122,9 +123,13 @@ def nll(probe: Probe, tokens: torch.Tensor, reading: Reading | None) -> torch.Te
     return torch.cat(found)
 
 
-def perplexity(probe: Probe, tokens: torch.Tensor, reading: Reading | None, after: int) -> float:
-    """Of the tokens from position `after` on."""
-    return float(nll(probe, tokens, reading)[after - 1 :].mean().exp())
+def perplexities(
+    probe: Probe, tokens: torch.Tensor, reading: Reading | None, after: int, parts: int | None
+) -> list[float]:
+    """Of the tokens from position `after` on, in each part of `parts` tokens."""
+    losses = nll(probe, tokens, reading)
+    cuts = range(0, len(tokens), parts or len(tokens))
+    return [float(losses[max(begin, after) - 1 : begin + cuts.step - 1].mean().exp()) for begin in cuts]
 
 
 def main() -> None:
@@ -141,6 +146,7 @@ def main() -> None:
     add("--texts", type=lambda text: text.split(","), default=list(EVALUATION))
     add("--beyond", type=int, metavar="LENGTH", help="that the model was trained for: the stream in parts of so many "
         "tokens, beside each part as a stream of its own, whose positions begin at 0")  # fmt: skip
+    add("--parts", type=int, metavar="TOKENS", help="perplexity of each part of so many tokens of the stream")
     add("--equal", action="store_true", help=f"beside the budget of equal bytes at {CONTEXT} tokens")
     add("--needle", type=int, choices=(1024, 4096, 8192), help="tokens of a prompt")
     add("--model", type=Path, help="a folder; without it SmolLM2-135M")
@@ -193,8 +199,8 @@ def main() -> None:
     print("| cache |", " | ".join(name for name, _ in texts), "|")
     for name, kept, reading in rows:
         probe.kept = kept
-        found = [perplexity(probe, tokens, reading, most) for _, tokens in texts]
-        print(f"| {name} |", " | ".join(f"{one:.2f}" for one in found), "|", flush=True)
+        found = [perplexities(probe, tokens, reading, most, asked.parts) for _, tokens in texts]
+        print(f"| {name} |", " | ".join(f"{one:.2f}" for parts in found for one in parts), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -137,14 +137,19 @@ def bounded_backend(stock: Any) -> Any:
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
             graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
             sequences = max(vllm_config.scheduler_config.max_num_seqs, graphs)
-            if not isinstance(kv_cache_spec.bound, HeavyHitters):  # whose steps are none of a graph's
-                self.kept = KeptTables(kv_cache_spec.bound, kv_cache_spec.block_size, sequences, device)
+            bound, page = kv_cache_spec.bound, kv_cache_spec.block_size
+            if isinstance(bound, HeavyHitters):
+                from kvpilot_runtime import heavy
+
+                self.held = heavy.HeldTables(bound, page, sequences, device)
+            else:
+                self.kept = KeptTables(bound, page, sequences, device)
 
         @classmethod
         def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
             """Of whole steps those alone in which each sequence has one new token: others have tables of their own."""
-            if isinstance(kv_cache_spec.bound, HeavyHitters):
-                return AttentionCGSupport.NEVER
+            if isinstance(kv_cache_spec.bound, HeavyHitters) and not vllm_config.use_v2_model_runner:
+                return AttentionCGSupport.NEVER  # the older runner cannot be told to leave a step out
             stock = super().get_cudagraph_support(vllm_config, kv_cache_spec)
             return min(stock, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda support: support.value)
 
@@ -154,8 +159,10 @@ def bounded_backend(stock: Any) -> Any:
             if isinstance(bound, HeavyHitters):
                 from kvpilot_runtime import heavy
 
-                metadata = super().build(0, heavy.held_alone(common, bound, page, heavy.STEP), fast_build)
-                setattr(metadata, heavy.MARK, heavy.STEP.measured)
+                common = heavy.held_alone(common, bound, page, heavy.STEP)
+                common = self.held.put(common) if common.max_query_len == 1 else common
+                metadata = super().build(0, common, fast_build)
+                setattr(metadata, heavy.MARK, heavy.STEP.weighing)
                 return metadata
             if common.causal is True and common.max_query_len == 1:
                 common = self.kept.alone(common)
@@ -212,7 +219,10 @@ def refuse_unsupported(vllm_config: Any, bound: SinksAndWindow) -> None:
     skipped = set(vllm_config.cache_config.kv_cache_dtype_skip_layers or ())
     weighed = isinstance(bound, HeavyHitters)
     switched = (
-        (weighed and not current_platform.is_cpu(), "a platform other than a CPU, where no page is weighed yet,"),
+        (
+            weighed and not (current_platform.is_cpu() or current_platform.is_cuda()),
+            "a platform other than a CPU or CUDA, where no page is weighed,",
+        ),
         (vllm_config.speculative_config is not None, "speculative decoding"),
         (vllm_config.kv_transfer_config is not None, "KV transfer and offloading"),
         (bool(skipped - {options.SLIDING}), "--kv-cache-dtype-skip-layers"),

@@ -42,8 +42,9 @@ def check(
     def refuse(what: str, remedy: str, reason: Reason = "BadArguments") -> PreflightError:
         return PreflightError(reason, f"--retention {bound}: {what} is not supported beside it; {remedy}")
 
-    if platform == "cuda" and isinstance(bound, HeavyHitters):
-        raise refuse("a GPU (no page is weighed there yet)", "use SinksAndWindow, or the CPU image")
+    if platform == "cuda" and isinstance(bound, HeavyHitters) and not fmt.ours:
+        raise refuse(f"kv-cache dtype {fmt.name!r} on a GPU (its pages were not seen weighed right there)",
+                     "use a dtype of kvpilot, or SinksAndWindow")  # fmt: skip
     if isinstance(fmt, LatentFormat):
         raise refuse(f"kv-cache dtype {fmt.name!r}", "leave it out")
     if options.speculation(request.others):
@@ -77,6 +78,8 @@ def _heavy(
     """Refuse what pages cannot be weighed with; `usual`: tokens of a page where nobody says."""
     if fmt.name.startswith("fp8"):
         raise refuse(f"kv-cache dtype {fmt.name!r}", "use auto or a dtype of kvpilot")
+    if any(options.given(request.others, "--async-scheduling")):
+        raise refuse("--async-scheduling", "leave it out")
     if request.tensor_parallel > 1:
         raise refuse(f"--tensor-parallel-size {request.tensor_parallel}", "use 1")
     for option in ("--pipeline-parallel-size", "-pp"):

@@ -79,12 +79,12 @@ class CudaImpl(PackedImpl):
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedModelError("quantized attention outputs are not supported; turn this fusion off")
-        workspace = self._make_workspace(query.device, query.dtype)
+        workspace = self.workspace(query.device, query.dtype)
         if attn_metadata is None:  # vLLM measures memory
             return output.zero_()
         meta = attn_metadata
         out = output.view(-1, self.num_heads, self.head_size)
-        pages = self._pages_of(layer, kv_cache, meta.plan.shape)
+        pages = self.pages_of(layer, kv_cache, meta.plan.shape)
         rings = self.rings()
         ring_slots = None if rings is None else rings.slots[: meta.slot_mapping.shape[0]]
         pages.store(
@@ -139,7 +139,7 @@ class CudaImpl(PackedImpl):
             if not last:
                 merged, lse = target, target_lse
 
-    def _make_workspace(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    def workspace(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """[2, tokens, kv_heads, D], shared by all layers alike; made while vLLM measures what memory is left."""
         key = (device, dtype, self.num_kv_heads, self.head_size)
         if key not in self._workspace:
@@ -147,7 +147,8 @@ class CudaImpl(PackedImpl):
             self._workspace[key] = torch.empty(shape, dtype=dtype, device=device)
         return self._workspace[key]
 
-    def _pages_of(self, layer: Any, kv_cache: torch.Tensor, shape: Shape) -> GpuPages:
+    def pages_of(self, layer: Any, kv_cache: torch.Tensor, shape: Shape) -> GpuPages:
+        """Views of this layer's cache, made once."""
         if self._gpu_pages is None or self._gpu_pages[0] != kv_cache.data_ptr():
             factors = self.factors(layer, kv_cache.device)
             ring = self.ring.kv_cache if self.ring is not None else None

@@ -2,98 +2,80 @@
 
 A page's mass is the attention that its tokens get, summed over query heads and layers. It is measured beside a layer's
 attention, of one query in `EVERY`, each of which counts for so many: decode kernels stay as they are, and cost nothing.
+Steps in which single tokens are measured are none of a CUDA graph's; the others may be.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from kvpilot_runtime import retention
+from kvpilot_runtime import heavy_mass, retention
 from kvpilot_runtime.errors import UnsupportedEngineError, UnsupportedModelError
-from kvpilot_runtime.heavy_spec import KEPT, MASSES, Kept, Masses
+from kvpilot_runtime.heavy_mass import Measured, Weighing
+from kvpilot_runtime.heavy_spec import EVERY, KEPT, MASSES, Kept
 from kvpilot_runtime.retention import HeavyHitters
 
-EVERY = 32
-"""One query in so many is measured: of a sequence that decodes each such token, of a chunk its last ones."""
 MOST = 8
 """Queries of a chunk that are measured, at most."""
+UNIFORM = "gather_batch_req_state"
+"""Method of vLLM's newer runner for GPUs that says whether a step has as many tokens of each sequence."""
 MARK = "kvpilot_measured"
-"""Attribute of a batch's metadata: what of it is measured."""
-
-
-@dataclass
-class Measured:
-    """A sequence of a step whose last queries are measured.
-
-    Attributes:
-        request: its id. pages: those it holds, in the order of `table`, int64 [pages] of their blocks.
-        length: tokens in these. rows: of the batch, the last tokens. weight: what each counts for.
-        mass: float64 [pages], the sum so far.
-    """
-
-    request: str
-    pages: tuple[int, ...]
-    table: torch.Tensor
-    length: int
-    rows: slice
-    weight: float
-    mass: torch.Tensor
+"""Attribute of a batch's metadata: its `Weighing`, None where nothing is measured."""
 
 
 @dataclass
 class Step:
-    """What a worker was told of the step that runs, by the block that a sequence's last token goes into."""
+    """What a worker was told of the step that runs.
+
+    Attributes:
+        kept: by the block that a sequence's last token goes into; None before the engine serves. alone: single tokens
+            are measured. weighing: what is, once the batch is known.
+    """
 
     kept: dict[int, Kept] | None = None
-    measured: list[Measured] = field(default_factory=list)
-
-    def masses(self) -> list[Masses]:
-        """For the scheduler."""
-        return [(one.request, one.pages, one.mass.tolist()) for one in self.measured]
+    alone: bool = False
+    weighing: Weighing | None = None
 
 
 STEP = Step()
 """Of this process's engine; one runs at a time."""
 
 
-def measured_rows(new: int, length: int) -> tuple[int, float]:
-    """How many of a sequence's last `new` tokens are measured, and what each counts for; `length`: its tokens."""
+def measured_rows(new: int, alone: bool = False) -> tuple[int, float]:
+    """How many of a sequence's `new` tokens, the last ones, are measured, and what each counts for; a single one where
+    the step says so (`alone`)."""
     if new == 1:
-        return (0 if length % EVERY else 1), EVERY
+        return int(alone), EVERY
     rows = min(max(new // EVERY, 1), MOST)
     return rows, new / rows
 
 
-def page_mass(
-    query: torch.Tensor, keys: torch.Tensor, page: int, scale: float, softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Causal attention that each page gets from the last tokens, summed over them and their heads.
+class HeldTables:
+    """Tables and lengths of held pages for steps in which each sequence has one new token, in buffers that captured
+    graphs read: then a sequence holds its budget and the page of that token at most."""
 
-    Args:
-        query: [rows, heads, head_dim]. keys: [kv_heads, head_dim, tokens]; the last row is that of the last token.
-        page: tokens of a page. scale, softcap, sinks: as attention has them.
+    def __init__(self, bound: HeavyHitters, page: int, sequences: int, device: torch.device) -> None:
+        self.page = page
+        self.table = torch.zeros(sequences, bound.pages(page) + 1, dtype=torch.int32, device=device)
+        self.lens = torch.zeros(sequences, dtype=torch.int32, device=device)
 
-    Returns:
-        float64 [pages]; all together `rows * heads`, less what the sinks' logits took.
-    """
-    rows, heads, dim = query.shape
-    kv_heads, _, tokens = keys.shape
-    q = query.float().view(rows, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).flatten(1, 2)
-    scores = (q @ keys.float()).mul_(scale).view(heads, rows, tokens)
-    if softcap:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
-    if rows > 1:
-        later = torch.ones(rows, tokens, dtype=torch.bool).triu_(tokens - rows + 1)
-        scores = scores.masked_fill_(later, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.float().view(heads, 1, 1).expand(heads, rows, 1)], -1)
-    mass = scores.softmax(-1)[..., :tokens].sum((0, 1), dtype=torch.float64)
-    return torch.nn.functional.pad(mass, (0, -tokens % page)).view(-1, page).sum(1)
+    def put(self, common: Any) -> Any:
+        """The batch, whose tables and lengths are those of held pages, with the same in the buffers."""
+        count, most = common.num_reqs, self.table.shape[1]
+        table = common.block_table_tensor[:count, :most]
+        self.table[:count, : table.shape[1]] = table
+        # Where graphs are captured, lengths are those of a context that nothing was freed of.
+        torch.clamp(common.seq_lens[:count], max=most * self.page, out=self.lens[:count])
+        host, longest = common.seq_lens_cpu_upper_bound, most * self.page
+        return replace(
+            common, block_table_tensor=self.table[:count], seq_lens=self.lens[:count],
+            max_seq_len=min(common.max_seq_len, longest),
+            seq_lens_cpu_upper_bound=None if host is None else host.clamp(max=longest),
+        )  # fmt: skip
 
 
 def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step) -> Any:
@@ -114,34 +96,37 @@ def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step) -> Any:
     starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
     lens = common.seq_lens_cpu_upper_bound
     lens = (common.seq_lens.cpu() if lens is None else lens)[: common.num_reqs].clone()
-    table, columns = common.block_table_tensor, []
-    step.measured = []
+    table, columns, measured = common.block_table_tensor, [], []
+    ends = ((lens.long() - 1).clamp(min=0) // page).to(table.device)
+    last_blocks = table[: common.num_reqs].gather(1, ends[:, None])[:, 0].tolist()
     for row, length in enumerate(lens.tolist()):
         new, last = starts[row + 1] - starts[row], (length - 1) // page
         if not new:
             columns.append((0,))
             continue
-        if (told := step.kept.get(int(table[row, last]))) is None:
+        if (told := step.kept.get(last_blocks[row])) is None:
             raise UnsupportedEngineError(
                 f"{retention.VARIABLE}={bound}: the scheduler tells of no sequence that ends in block "
-                f"{int(table[row, last])}; leave it out, and report this with the version of vllm"
+                f"{last_blocks[row]}; leave it out, and report this with the version of vllm"
             )
         request, kept, first = told
         pages = (*kept, *range(first, last + 1))
         lens[row] = length - (last + 1 - len(pages)) * page
         columns.append(pages)
-        rows, weight = measured_rows(new, length)
+        rows, weight = measured_rows(new, step.alone)
         if rows:
-            step.measured.append(
-                Measured(request, pages, table[row, list(pages)].long(), int(lens[row]),
-                         slice(starts[row + 1] - rows, starts[row + 1]), weight,
-                         torch.zeros(len(pages), dtype=torch.float64))
-            )  # fmt: skip
+            here = slice(starts[row + 1] - rows, starts[row + 1])
+            measured.append(Measured(request, pages, row, int(lens[row]), here, weight))
     width = max(len(pages) for pages in columns)
-    at = torch.tensor([[*pages, *[0] * (width - len(pages))] for pages in columns])
+    # Past a sequence's end its first page, which is never freed.
+    at = torch.tensor([[*pages, *pages[:1] * (width - len(pages))] for pages in columns]).to(table.device)
+    held = table.gather(1, at)
+    if measured and step.weighing is None:  # layers of another shape have the same step
+        total = torch.zeros(len(measured), width, dtype=torch.float64, device=table.device)
+        step.weighing = Weighing(measured, held, total)
     changes = {
         "seq_lens": lens.to(common.seq_lens), "seq_lens_cpu_upper_bound": lens, "max_seq_len": int(lens.max()),
-        "block_table_tensor": table.gather(1, at),
+        "block_table_tensor": held,
         # What was worked out for the sequences.
         "req_idx": None, "_num_computed_tokens_cache": None, "_token_to_req_indices_cache": None,
     }  # fmt: skip
@@ -160,7 +145,10 @@ def attach(worker: Any, bound: HeavyHitters) -> None:
     found = (
         (parallel.tensor_parallel_size > 1, "tensor parallelism"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism"),
-        (bool(config.scheduler_config.async_scheduling), "asynchronous scheduling"),
+        (
+            bool(config.scheduler_config.async_scheduling),
+            "asynchronous scheduling (which --no-async-scheduling switches off)",
+        ),
         (len(runner.kv_cache_config.kv_cache_groups) != 1, "layers with pages of several kinds"),
         (str(config.cache_config.cache_dtype).startswith("fp8"), f"kv-cache dtype {config.cache_config.cache_dtype!r}"),
     )
@@ -174,83 +162,53 @@ def attach(worker: Any, bound: HeavyHitters) -> None:
     execute, sample = runner.execute_model, runner.sample_tokens
 
     def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        STEP.kept, STEP.measured = getattr(scheduled, KEPT, None), []
+        (STEP.kept, STEP.alone), STEP.weighing = getattr(scheduled, KEPT, (None, False)), None
         return execute(scheduled, *args, **kwargs)
 
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
         output = sample(*args, **kwargs)
-        if STEP.measured:
-            setattr(output, MASSES, STEP.masses())
-        STEP.kept, STEP.measured = None, []
+        if STEP.weighing is not None and output is not None:
+            # The runner of GPUs gives what it has not read yet around what is sent.
+            setattr(getattr(output, "model_runner_output", output), MASSES, STEP.weighing.masses())
+        STEP.kept, STEP.alone, STEP.weighing = None, False, None
         return output
 
     runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
+    if hasattr(runner, UNIFORM):
+        setattr(runner, UNIFORM, apart_from_graphs(getattr(runner, UNIFORM)))
+
+
+def apart_from_graphs(uniform: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a runner: a step whose single tokens are measured is not one of those that were captured whole."""
+
+    def gather_batch_req_state(*args: Any, **kwargs: Any) -> Any:
+        state, tokens_of_each = uniform(*args, **kwargs)
+        return state, None if STEP.alone else tokens_of_each
+
+    return gather_batch_req_state
 
 
 def _measure(layer: Any) -> None:
     """Let a layer's attention add to the masses of a step's pages."""
-    impl, keys = layer.impl, _reader(layer)
-    forward, page = impl.forward, layer.kv_cache.shape[2]
-    softcap = float(getattr(impl, "softcap", 0.0) or getattr(impl, "logits_soft_cap", 0.0) or 0.0)
+    forward, weigh = layer.impl.forward, weigher(layer)
 
     def measured(of: Any, query: torch.Tensor, key: Any, value: Any, cache: Any, metadata: Any, **kwargs: Any) -> Any:
         output = forward(of, query, key, value, cache, metadata, **kwargs)
-        for one in getattr(metadata, MARK, ()):
-            found = keys(one.table, one.length)
-            one.mass += page_mass(query[one.rows], found, page, impl.scale, softcap, impl.sinks) * one.weight
+        if (weighing := getattr(metadata, MARK, None)) is not None:
+            weigh(query, metadata, weighing)
         return output
 
-    impl.forward = measured
+    layer.impl.forward = measured
 
 
-def _reader(layer: Any) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """Reads a layer's keys by a table of blocks and a length: float [kv_heads, head_dim, tokens]."""
-    from kvpilot_runtime.cpu import CpuImpl
-
-    if isinstance(impl := layer.impl, CpuImpl):
-        return lambda table, length: impl.pages_of(layer, layer.kv_cache).keys(table, length).permute(1, 2, 0)
-    at = key_places(layer).T.contiguous()
-    straight = torch.equal(at.flatten(), torch.arange(at.numel()))
-
-    def keys(table: torch.Tensor, length: int) -> torch.Tensor:
-        blocks = layer.kv_cache.flatten(2)[table]
-        pages = blocks[..., : at.numel()].unflatten(2, at.shape) if straight else blocks[..., at]
-        tokens: torch.Tensor = pages.permute(1, 2, 0, 3).flatten(2)
-        return tokens[..., :length]
-
-    return keys
-
-
-def key_places(layer: Any) -> torch.Tensor:
-    """Where a backend of vLLM's keeps the keys of a block, found by writing one: int64 [tokens, head_dim].
-
-    In which order is a matter of the CPU's instructions. Numbers up to 256 are exact in every dtype of a cache.
+def weigher(layer: Any) -> Callable[[torch.Tensor, Any, Weighing], None]:
+    """Adds to the masses of a step, of a layer's queries [tokens, heads, head_dim] and its metadata of the step.
 
     Raises:
-        UnsupportedModelError: a key is not found as it was written.
+        UnsupportedModelError: where the layer's backend keeps its keys is not known.
     """
-    cache, impl = layer.kv_cache, layer.impl
-    _, heads, tokens, width = cache.shape
-    dim = width // 2
+    if layer.kv_cache.device.type == "cpu":
+        return heavy_mass.on_cpu(layer)
+    from kvpilot_runtime import heavy_cuda
 
-    def written(keys: torch.Tensor) -> torch.Tensor:
-        block = torch.zeros_like(cache[:1])
-        given = keys.to(cache.dtype)[:, None].expand(tokens, heads, dim).contiguous()
-        impl.do_kv_cache_update(layer, given, torch.full_like(given, -1), block, torch.arange(tokens))
-        stored: torch.Tensor = block[0].flatten(1)
-        return stored
-
-    token, element = torch.meshgrid(torch.arange(tokens), torch.arange(dim), indexing="ij")
-    # Of blocks with more tokens than a dtype tells apart, by two digits.
-    low, high, which = written(token % 128 + 1), written(token // 128 + 1), written(element)
-    order = torch.full((tokens, dim), -1)
-    place = (low[0] > 0).nonzero().flatten()
-    row = (low[0, place].long() - 1) + 128 * (high[0, place].long() - 1)
-    order[row.clamp(0, tokens - 1), which[0, place].long().clamp(0, dim - 1)] = place
-    numbers = torch.randn(tokens, dim).to(cache.dtype)
-    if (order < 0).any() or not all(torch.equal(one[order], numbers) for one in written(numbers)):
-        raise UnsupportedModelError(
-            f"the keys that {type(impl).__name__} stores cannot be read, so pages cannot be weighed: "
-            f"{retention.VARIABLE} needs another policy, or a KV-cache dtype of kvpilot"
-        )
-    return order
+    return heavy_cuda.weigher(layer)

@@ -20,6 +20,9 @@ from kvpilot_runtime.retention import HeavyHitters
 
 KEPT, MASSES = "kvpilot_kept", "kvpilot_masses"
 
+EVERY = 32
+"""One step in so many is measured of sequences that decode; chunks of prompts always are."""
+
 Kept = tuple[str, tuple[int, ...], int]
 """Of one request: its id, the pages that it holds among its first, and how many these first are; it has all others."""
 Masses = tuple[str, tuple[int, ...], list[float]]
@@ -66,12 +69,13 @@ class HeavyManager(BoundedManager):
     """Frees the lightest pages of a request that is above its budget.
 
     Attributes:
-        masses: of the pages of each request that were measured.
+        masses: of the pages of each request that were measured. steps: that workers were told of.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.masses: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
+        self.steps = 0
         self._kept: dict[str, tuple[list[int], int]] = {}  # pages held of so many first ones; all others are held
 
     @classmethod
@@ -138,9 +142,11 @@ def _manager(scheduler: Any) -> HeavyManager | None:
 
 
 def tell(scheduler: Any, output: Any) -> None:
-    """Of a scheduler that has made a step: let workers know which pages its requests hold.
+    """Of a scheduler that has made a step: let workers know which pages its requests hold, and whether single tokens
+    are measured in it.
 
-    By the block that a request's last token goes into: no two requests of a step share that one.
+    By the block that a request's last token goes into: no two requests of a step share that one. All sequences that
+    decode are measured in the same steps, so that the others are whole CUDA graphs.
     """
     if (manager := _manager(scheduler)) is None:
         return
@@ -148,7 +154,8 @@ def tell(scheduler: Any, output: Any) -> None:
     for request in output.num_scheduled_tokens:
         last = (scheduler.requests[request].num_computed_tokens - 1) // manager.block_size
         kept[manager.req_to_blocks[request][last].block_id] = (request, *manager.kept(request))
-    setattr(output, KEPT, kept)
+    manager.steps += bool(kept)
+    setattr(output, KEPT, (kept, manager.steps % EVERY == 0))
 
 
 def hear(scheduler: Any, output: Any) -> None:

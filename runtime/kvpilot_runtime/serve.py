@@ -175,6 +175,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments += ["--kv-cache-dtype-skip-layers", *findings.skip_layers]
     if findings.disable_window:
         arguments.append("--disable-sliding-window")
+    if findings.in_order:
+        arguments.append("--no-async-scheduling")
     environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ}
     if request.calibration:
         environment[CALIBRATION] = request.calibration

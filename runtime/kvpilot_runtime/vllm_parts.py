@@ -98,6 +98,12 @@ def unlike(function: Any, takes: tuple[str, ...], named: tuple[str, ...]) -> str
     return f"asks for {', '.join(asks)}" if asks else ""
 
 
+def _gives(output: Any) -> str:
+    """What a worker's runner gives before it is read says what will be sent."""
+    known = "model_runner_output" in inspect.signature(output.__init__).parameters
+    return "" if known else "is not made of a model_runner_output"
+
+
 def _names(cache: Any) -> str:
     if hasattr(cache, "register_kv_cache_dtype"):
         return "" if hasattr(cache, "get_kv_cache_dtype_handler") else "has no get_kv_cache_dtype_handler"
@@ -243,6 +249,13 @@ PARTS = (
     Part(f"{_MANAGER}.pop_blocks_for_free", Feature.HEAVY, takes=("request_id",)),
     Part("vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model", Feature.HEAVY, takes=("scheduler_output",)),
     Part("vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens", Feature.HEAVY, takes=("grammar_output",)),
+    Part("vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model", Feature.HEAVY, "cuda",
+         takes=("scheduler_output",)),
+    Part("vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens", Feature.HEAVY, "cuda",
+         takes=("grammar_output",)),
+    Part("vllm.v1.worker.gpu.model_runner:GPUModelRunner.gather_batch_req_state", Feature.HEAVY, "cuda",
+         takes=("scheduler_output", "dummy_run")),
+    Part("vllm.v1.worker.gpu.async_utils:AsyncOutput", Feature.HEAVY, "cuda", tries=_gives),
     Part("vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks", Feature.HOST, takes=("request",)),
     Part("vllm.v1.request:Request.get_skip_reading_prefix_cache", Feature.HOST),
     Part("vllm.v1.attention.backends.utils:split_decodes_and_prefills", platform="cuda",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.cpu import PackedPages
@@ -17,6 +17,7 @@ from kvpilot_kernels.reference.attention import round_trip
 from kvpilot_runtime.bounded import KeptTables, bounded_backend, kept_alone, pieces
 from kvpilot_runtime.cpu import CpuBackend, CpuBuilder
 from kvpilot_runtime.errors import UnsupportedModelError
+from kvpilot_runtime.heavy import HeldTables
 from kvpilot_runtime.retention import HeavyHitters, SinksAndWindow
 
 BOUNDS = st.builds(SinksAndWindow, st.integers(1, 40), st.integers(1, 100))
@@ -176,5 +177,25 @@ def test_buffers_for_graphs_are_made_where_steps_are_captured_alone(bound: Sinks
         kv_transfer_config=None,
     )
     made = builder(SimpleNamespace(bound=bound, block_size=16), ["x"], config, torch.device("cpu"))
-    buffers = [one for one in vars(made).values() if isinstance(one, KeptTables)]
-    assert [len(one.table) for one in buffers] == ([] if isinstance(bound, HeavyHitters) else [8])
+    buffers = [one for one in vars(made).values() if isinstance(one, KeptTables | HeldTables)]
+    assert [type(one) for one in buffers] == [HeldTables if isinstance(bound, HeavyHitters) else KeptTables]
+    assert [len(one.table) for one in buffers] == [8]
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_steps_of_heavy_hitters_are_captured_whole_where_the_runner_can_leave_some_out(newer: bool) -> None:
+    class Whole(CpuBuilder):
+        @classmethod
+        def get_cudagraph_support(cls, *_: Any) -> AttentionCGSupport:
+            return AttentionCGSupport.ALWAYS
+
+    class Stock(CpuBackend):
+        @staticmethod
+        def get_builder_cls() -> type[Whole]:
+            return Whole
+
+    builder = bounded_backend(Stock).get_builder_cls()
+    found = builder.get_cudagraph_support(
+        SimpleNamespace(use_v2_model_runner=newer), SimpleNamespace(bound=HeavyHitters(4, 40, 80))
+    )
+    assert found is (AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if newer else AttentionCGSupport.NEVER)

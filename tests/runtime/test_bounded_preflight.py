@@ -106,6 +106,7 @@ def test_what_does_not_go_with_a_bound_is_refused_by_name(
     [
         (("--tensor-parallel-size=2",), "k4v4", "--tensor-parallel-size 2"),
         (("-pp=2",), "k4v4", "-pp (pipeline parallelism)"),
+        (("--async-scheduling",), "k4v4", "--async-scheduling"),
         ((), "fp8", "kv-cache dtype 'fp8'"),
     ],
 )
@@ -126,11 +127,34 @@ def test_a_model_that_a_bound_does_not_serve_is_refused_by_what_is_in_the_way(wh
     assert "SinksAndWindow:4:1024" in error.message
 
 
-def test_dtypes_of_latents_are_refused_and_heavy_hitters_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dtypes_of_latents_are_refused() -> None:
     assert "kv-cache dtype 'mla4'" in refusal(*BOUND, dtype="mla4").message
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "platform", lambda: "cuda")
     monkeypatch.setattr(machine, "gpus", lambda: [machine.Gpu("NVIDIA H200", 141 * 2**30, 0, (9, 0))])
-    assert "a GPU (no page is weighed there yet)" in refusal(*HEAVY).message
+
+
+@pytest.mark.usefixtures("gpu")
+def test_steps_of_heavy_hitters_on_a_gpu_wait_for_each_others_results_without_being_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Asynchronous scheduling, which vLLM has by default there, makes a step before the last one's masses are known."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execve", lambda _, command, environment: started.append(command))
+    monkeypatch.setattr(serve.compiled, "prepare", lambda *_: ({}, None))
+    for arguments in (HEAVY, BOUND, ()):
+        serve.main([f"--model={tiny_llama()}", "--kv-cache-dtype=k4v4", *arguments])
+    assert ["--no-async-scheduling" in command for command in started] == [True, False, False]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_heavy_hitters_in_16_bits_are_refused_on_a_gpu() -> None:
+    error = refusal(*HEAVY)
+    assert "kv-cache dtype 'auto' on a GPU" in error.message
+    assert "use a dtype of kvpilot, or SinksAndWindow" in error.message
     check(serve.parse([f"--model={tiny_llama()}", "--kv-cache-dtype=auto", *BOUND])[0])
 
 

@@ -54,7 +54,7 @@ def last_life(steps: list[Any]) -> list[Any]:
 def held(steps: list[Any], page: int, length: int) -> torch.Tensor:
     """bool [queries, keys]: which pages a request had when a token was computed; of a prefix that was cached, all."""
     mask = torch.ones(length, length, dtype=torch.bool)
-    for before, new, places in steps:
+    for before, new, places, _ in steps:
         seen = torch.zeros(-(-length // page) * page, dtype=torch.bool).view(-1, page)
         seen[[place for place in places if place < len(seen)]] = True
         mask[before : before + new] = seen.flatten()[:length]
@@ -109,7 +109,7 @@ def test_answers_are_those_of_the_pages_that_were_held(served: tuple[Asked, Told
     assert told.chunks > 3
     # A request has its budget and a step, wherever a page begins.
     assert told.held <= bound.budget // page + -(-CHUNK // page) + 1
-    assert max(len(places) for steps in told.steps.values() for _, new, places in steps if new == 1) <= (
+    assert max(len(places) for steps in told.steps.values() for _, new, places, _ in steps if new == 1) <= (
         bound.budget // page + 1
     )
     assert len(told.answers[0][GIVEN_UP]) == 200
@@ -120,7 +120,8 @@ def test_answers_are_those_of_the_pages_that_were_held(served: tuple[Asked, Told
 
 @pytest.mark.parametrize("served", ["auto"], indirect=True)  # whose keys are not quantized: the reference's are not
 def test_the_lightest_pages_by_the_models_own_attention_are_freed(served: tuple[Asked, Told]) -> None:
-    """By docs/retention.md: one query in 32 is measured, of a chunk its last ones, and counts for 32 or its share."""
+    """By docs/retention.md: of tokens that decode those of one step in 32, of a chunk its last; each counts for 32 or a
+    share."""
     what, told = served
     page, bound = PAGE[what.dtype], BOUND[what.dtype]
     mask, drops, middle = torch.zeros(0), 0, 0
@@ -132,7 +133,7 @@ def test_the_lightest_pages_by_the_models_own_attention_are_freed(served: tuple[
         assert oracle.given is not None
         masses = by_page(torch.zeros(len(mask), dtype=torch.float64), page)
         had = list(range(-(-steps[0][0] // page)))
-        for before, new, places in steps:
+        for before, new, places, alone in steps:
             if before + new > len(mask):
                 break  # a step of one that was given up meanwhile
             light = lightest(bound, page, had, dict(enumerate(masses.tolist())), before)
@@ -143,7 +144,7 @@ def test_the_lightest_pages_by_the_models_own_attention_are_freed(served: tuple[
             drops += len(freed)
             middle += any(min(freed) > at >= bound.sink_pages(page) for at in places) if freed else 0
             had = places
-            rows = min(max(new // 32, 1), 8) if new > 1 else int((before + 1) % 32 == 0)
+            rows = min(max(new // 32, 1), 8) if new > 1 else int(alone)
             given = oracle.given[before + new - rows : before + new] * ((32 if new == 1 else new / rows) if rows else 0)
             masses += by_page(given.sum(0), page)
     assert drops > 10

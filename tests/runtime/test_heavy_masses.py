@@ -14,8 +14,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from kvpilot_kernels import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.reference.attention import round_trip
+from kvpilot_runtime import heavy
 from kvpilot_runtime.errors import UnsupportedEngineError, UnsupportedModelError
-from kvpilot_runtime.heavy import Step, held_alone, key_places, page_mass
+from kvpilot_runtime.heavy import HeldTables, Step, held_alone
+from kvpilot_runtime.heavy_mass import key_places, masses, page_mass, scores
 from kvpilot_runtime.retention import HeavyHitters
 
 BOUND = HeavyHitters(4, 32, 128)
@@ -56,6 +58,25 @@ def test_a_pages_mass_is_the_attention_that_its_tokens_get(
         assert float(found.sum()) == pytest.approx(rows * 2 * repeat)
 
 
+@given(lens=st.lists(st.integers(5, 70), min_size=1, max_size=4), rows=st.integers(1, 5), sinks=st.booleans(),
+       seed=st.integers(0, 99))  # fmt: skip
+@settings(deadline=None, max_examples=40)
+def test_masses_of_sequences_together_are_those_of_each_whatever_lies_past_their_ends(
+    lens: list[int], rows: int, sinks: bool, seed: int
+) -> None:
+    rng, longest = torch.Generator().manual_seed(seed), -(-max(lens) // 16) * 16
+    query = torch.randn(len(lens), rows, 4, 64, generator=rng)
+    keys = torch.full((len(lens), 2, 64, longest), torch.nan)
+    for key, length in zip(keys, lens, strict=True):
+        key[..., :length] = torch.randn(2, 64, length, generator=rng)
+    extra = torch.randn(4, generator=rng) if sinks else None
+    found = masses(scores(query, keys, 0.125), 16, 5.0, extra, torch.tensor(lens))
+    for i, length in enumerate(lens):
+        alone = page_mass(query[i], keys[i, ..., :length], 16, 0.125, 5.0, extra)
+        torch.testing.assert_close(found[i, : len(alone)], alone, atol=1e-6, rtol=1e-5)
+        assert not found[i, len(alone) :].any()
+
+
 @pytest.mark.parametrize("name", formats.own_names())
 def test_keys_are_read_from_packed_pages_as_attention_reads_them(name: str) -> None:
     fmt, rng = formats.parse(name), torch.Generator().manual_seed(5)
@@ -83,7 +104,7 @@ def batch(sequences: list[tuple[int, int]], table: torch.Tensor, **more: Any) ->
 def test_tables_and_lengths_are_those_of_held_pages_alone() -> None:
     table = torch.arange(1, 37).view(3, 12).int()
     told = {10: ("a", (0, 3, 4), 6), 16: ("b", (), 0), 34: ("c", (0, 1, 6), 7)}
-    step = Step(told)  # of 16 tokens a page: a has 159 tokens, b 64, c 160
+    step = Step(told, alone=True)  # of 16 tokens a page: a has 159 tokens, b 64, c 160
     found = held_alone(batch([(158, 1), (0, 64), (159, 1)], table), BOUND, 16, step)
     assert found.block_table_tensor[0, :7].tolist() == [1, 4, 5, 7, 8, 9, 10]
     assert found.block_table_tensor[1, :4].tolist() == [13, 14, 15, 16]
@@ -91,12 +112,63 @@ def test_tables_and_lengths_are_those_of_held_pages_alone() -> None:
     assert found.seq_lens.tolist() == [159 - 48, 64, 160 - 64]
     assert found.max_seq_len == 111
     assert found.query_start_loc.tolist() == [0, 1, 65, 66]
-    # One query in 32: of b's chunk the last two of 64; of c the 160th token; of a, whose 159th it is, none.
-    assert [(one.request, one.rows, one.weight) for one in step.measured] == [
-        ("b", slice(63, 65), 32), ("c", slice(65, 66), 32)
+    # Of b's chunk the last two of 64; of those that decode each, where the step says so.
+    assert step.weighing is not None
+    assert [(one.request, one.row, one.rows, one.weight) for one in step.weighing.sequences] == [
+        ("a", 0, slice(0, 1), 32), ("b", 1, slice(63, 65), 32), ("c", 2, slice(65, 66), 32)
     ]  # fmt: skip
-    assert step.measured[1].pages == (0, 1, 6, 7, 8, 9)
-    assert step.measured[1].table.tolist() == [25, 26, 31, 32, 33, 34]
+    assert step.weighing.sequences[2].pages == (0, 1, 6, 7, 8, 9)
+    assert step.weighing.table[2, :6].tolist() == [25, 26, 31, 32, 33, 34]
+    step.weighing.total += 3
+    assert step.weighing.masses() == [
+        ("a", (0, 3, 4, 6, 7, 8, 9), [3.0] * 7), ("b", (0, 1, 2, 3), [3.0] * 4), ("c", (0, 1, 6, 7, 8, 9), [3.0] * 6)
+    ]  # fmt: skip
+    step = Step(told)
+    held_alone(batch([(158, 1), (0, 64), (159, 1)], table), BOUND, 16, step)
+    assert step.weighing is not None
+    assert [one.request for one in step.weighing.sequences] == ["b"]
+
+
+def test_what_no_sequence_holds_is_in_no_table() -> None:
+    """Past a sequence's end there is its own first page, whatever was in its table."""
+    table = torch.tensor([[4, -9, 5, 6], [7, 8, -9, -9]], dtype=torch.int32)
+    found = held_alone(batch([(40, 20), (10, 10)], table), BOUND, 16, Step({6: ("a", (0,), 2), 8: ("b", (), 0)}))
+    assert found.block_table_tensor.tolist() == [[4, 5, 6], [7, 8, 7]]
+
+
+def test_layers_of_unlike_shapes_add_to_the_same_masses() -> None:
+    step, common = Step({8: ("b", (), 0)}), batch([(0, 32)], torch.tensor([[7, 8]]))
+    held_alone(common, BOUND, 16, step)
+    first = step.weighing
+    held_alone(common, BOUND, 16, step)
+    assert step.weighing is first is not None
+
+
+def test_steps_of_one_token_of_each_are_in_buffers_that_stay_where_they_are() -> None:
+    buffers = HeldTables(BOUND, 16, 8, torch.device("cpu"))
+    places = set()
+    for kept, length in (((0, 3, 4), 159), ((0, 2, 4), 160)):
+        table = torch.arange(1, 25).view(2, 12).int()
+        told = {10: ("a", kept, 6), 14: ("b", (), 0)}
+        found = buffers.put(held_alone(batch([(length - 1, 1), (20, 1)], table), BOUND, 16, Step(told)))
+        assert found.block_table_tensor[0, :7].tolist() == [*(at + 1 for at in kept), 7, 8, 9, 10]
+        assert found.block_table_tensor[1, :2].tolist() == [13, 14]
+        assert found.seq_lens.tolist() == [length - 48, 21]
+        places.add((found.block_table_tensor.data_ptr(), found.seq_lens.data_ptr()))
+    assert len(places) == 1
+    # Where a graph is captured the table is the whole one, and lengths are those of any context.
+    longest = batch([(4000, 1)], torch.zeros(1, 300, dtype=torch.int32))
+    captured = buffers.put(held_alone(longest, BOUND, 16, Step()))
+    assert (captured.max_seq_len, captured.seq_lens.tolist()) == (144, [144])
+    assert (captured.block_table_tensor.data_ptr(), captured.seq_lens.data_ptr()) in places
+
+
+def test_a_step_that_measures_single_tokens_is_none_of_a_captured_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heavy, "STEP", Step())
+    uniform = heavy.apart_from_graphs(lambda scheduled, dummy_run: ("state", 1))
+    assert uniform("step", dummy_run=False) == ("state", 1)
+    heavy.STEP.alone = True
+    assert uniform("step", dummy_run=False) == ("state", None)
 
 
 def test_a_batch_before_the_engine_serves_stays_as_it_is() -> None:

@@ -194,7 +194,8 @@ def test_a_step_says_which_pages_its_requests_hold_and_its_results_what_they_wei
     output = SimpleNamespace(num_scheduled_tokens={"a": 64, "b": 64})
     tell(scheduler, output)
     blocks = heavy(kv).req_to_blocks
-    told = getattr(output, KEPT)
+    told, alone = getattr(output, KEPT)
+    assert not alone
     assert told == {blocks["a"][15].block_id: ("a", *heavy(kv).kept("a")), blocks["b"][3].block_id: ("b", (), 0)}
     _, pages, first = told[blocks["a"][15].block_id]
     assert [*pages, *range(first, 16)] == held(kv, "a")
@@ -202,6 +203,18 @@ def test_a_step_says_which_pages_its_requests_hold_and_its_results_what_they_wei
     assert dict(heavy(kv).masses["b"]) == {0: 1.0, 1: 2.0}
     assert "gone" not in heavy(kv).masses
     hear(scheduler, SimpleNamespace())  # a step that nothing was measured in
+
+
+def test_one_step_in_32_measures_what_decodes() -> None:
+    kv = manager(BOUND, 60)
+    scheduler = SimpleNamespace(kv_cache_manager=kv, requests={"a": request("a", list(range(100)))})
+    assert compute(kv, scheduler.requests["a"], 64)
+    measured = []
+    for count in range(100):
+        output = SimpleNamespace(num_scheduled_tokens={"a": 1} if count % 5 else {})  # some with nothing to do
+        tell(scheduler, output)
+        measured.append(getattr(output, KEPT)[1] and bool(count % 5))
+    assert sum(measured) == 2
 
 
 def test_layers_of_another_budget_are_another_group() -> None:

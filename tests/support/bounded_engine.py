@@ -46,9 +46,10 @@ class Told:
             most. chunks: steps of several tokens that did not begin their request. preempted: requests that had to
             begin anew.
         blocks, tokens_of_cache: the pool, and `kv_cache_size_tokens` of it. usage: of the pool at most, 0 to 1.
-        steps: of each request, by its number: tokens before the step, new ones, and the places in its table that have
-            a page. begun: tokens of its answer that each had when it began, or last began anew. left: pages that are
-            not free when all is done. metrics: lines of ours that /metrics has.
+        steps: of each request, by its number: tokens before the step, new ones, the places in its table that have a
+            page, and whether single tokens are measured for heavy hitters. begun: tokens of its answer that each had
+            when it began, or last began anew. left: pages that are not free when all is done. metrics: lines of ours
+            that /metrics has.
     """
 
     answers: list[list[list[int]]] = field(default_factory=list)
@@ -61,7 +62,7 @@ class Told:
     tokens_of_cache: int = 0
     concurrency: float = 0.0
     usage: float = 0.0
-    steps: dict[str, list[tuple[int, int, list[int]]]] = field(default_factory=dict)
+    steps: dict[str, list[tuple[int, int, list[int], bool]]] = field(default_factory=dict)
     begun: dict[str, int] = field(default_factory=dict)
     left: int = 0
     metrics: list[str] = field(default_factory=list)
@@ -109,10 +110,11 @@ class Watched:
             for request, had in zip(cached.req_ids, cached.num_output_tokens, strict=True):
                 if request in cached.resumed_req_ids:
                     told.begun[name_of(request)] = had
+            _, alone = getattr(scheduled, "kvpilot_kept", (None, False))
             for request, new in scheduled.num_scheduled_tokens.items():
                 blocks = enumerate(self.manager.req_to_blocks[request])
                 places = [i for i, block in blocks if not block.is_null]
-                told.steps.setdefault(name_of(request), []).append((before[request], new, places))
+                told.steps.setdefault(name_of(request), []).append((before[request], new, places, alone))
             told.chunks += sum(scheduled.num_scheduled_tokens[request] > 1 for request in cached.req_ids)
             told.held = max([told.held, *(len(self.held(request)) for request in scheduled.num_scheduled_tokens)])
             told.usage = max(told.usage, self.pool.get_usage())

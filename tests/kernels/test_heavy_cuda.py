@@ -1,0 +1,218 @@
+"""Heavy hitters through the CUDA backend's metadata and kernels, interpreted; FlashAttention in plain torch."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm.v1.attention.backends.fa_utils")
+
+from kvpilot_kernels.reference.attention import round_trip
+from kvpilot_runtime.errors import UnsupportedModelError
+from kvpilot_runtime.retention import HeavyHitters
+from support.cuda_engine import BLOCK, DIM, HEADS, KV_HEADS, STEP, Engine
+
+BOUND = HeavyHitters(4, 100, 4 * BLOCK)
+LAYERS = 2
+STEPS = (
+    ({"a": 90, "b": 300, "c": 31}, False),
+    ({"a": 6, "b": 20, "c": 1}, True),
+    ({"b": 1, "a": 160}, False),
+    ({"a": 64, "b": 63, "c": 32}, True),
+    ({"a": 1, "b": 1, "c": 1}, False),
+    ({"c": 127, "a": 31, "b": 31}, False),
+    ({"a": 31, "b": 31, "c": 64}, False),
+    ({"a": 1, "b": 1, "c": 1}, True),
+)
+"""New tokens of each sequence, and whether single ones are measured."""
+
+
+def after_freeing(rng: random.Random, held: list[int], before: int) -> list[int]:
+    """As a scheduler: of the pages between sinks and window any go until the budget is kept."""
+    between = [at for at in held if 1 <= at < BOUND.first_page(before, BLOCK)]
+    gone = rng.sample(between, max(0, min(len(held) - BOUND.pages(BLOCK), len(between))))
+    return [at for at in held if at not in gone]
+
+
+def attention(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """float64 [heads, tokens] of a query [heads, DIM] to keys [tokens, kv_heads, DIM]."""
+    keys = key.repeat_interleave(HEADS // KV_HEADS, 1).double()
+    return torch.einsum("hd,thd->ht", query.double(), keys).mul(DIM**-0.5).softmax(-1)
+
+
+@pytest.mark.parametrize(("name", "room"), [("k4v4", 64), ("k4v4", 1024), ("k8v4", 256), ("k4v2", 320), ("k2v2", 1024)])
+def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
+    cuda: Any, name: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether sequences are weighed together and a context in pieces or at once; freed pages are full of NaN."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from kvpilot_runtime import heavy, heavy_cuda
+    from kvpilot_runtime.bounded import bounded_backend
+
+    monkeypatch.setattr(cuda, "WORKSPACE_BYTES", 4 * KV_HEADS * DIM * room)
+    monkeypatch.setattr(heavy, "STEP", heavy.Step())
+    engine, rng = Engine(cuda, name, blocks=40, width=9), random.Random(7)
+    engine.impl.read_back = engine.builder.read_back = True  # then a token's answer does not depend on its chunk
+    engine.builder.__class__ = bounded_backend(cuda.CudaBackend).get_builder_cls()
+    engine.builder.kv_cache_spec = SimpleNamespace(bound=BOUND, block_size=BLOCK)
+    engine.builder.held = heavy.HeldTables(BOUND, BLOCK, 8, torch.device("cpu"))
+    engine.layer.kv_cache = engine.cache
+    weigh = heavy_cuda.weigher(engine.layer)
+    blocks = {sequence: [engine.free.pop() for _ in range(9)] for sequence in "abc"}
+    held: dict[str, list[int]] = {sequence: [] for sequence in "abc"}
+    keys, values = ({s: torch.randn(0, KV_HEADS, DIM) for s in "abc"} for _ in "kv")
+    decoded = freed = 0
+    for new, alone in STEPS:
+        counts = list(new.values())
+        starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+        before, told, slots = {s: len(keys[s]) for s in new}, {}, []
+        query, fresh_k, fresh_v = (
+            torch.randn(sum(counts), heads, DIM, generator=engine.rng) for heads in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        for i, (s, count) in enumerate(new.items()):
+            rows = slice(int(starts[i]), int(starts[i + 1]))
+            keys[s], values[s] = torch.cat([keys[s], fresh_k[rows]]), torch.cat([values[s], fresh_v[rows]])
+            slots += [blocks[s][p // BLOCK] * BLOCK + p % BLOCK for p in range(before[s], before[s] + count)]
+            had, first = held[s], -(-before[s] // BLOCK)
+            held[s] = after_freeing(rng, had, before[s])
+            for at in set(had) - set(held[s]):
+                engine.cache[blocks[s][at]] = 255
+                blocks[s][at] = -9  # nobody may look there
+                freed += 1
+            last = (len(keys[s]) - 1) // BLOCK
+            told[blocks[s][last]] = (s, tuple(held[s]), first)
+            held[s] = [*held[s], *range(first, last + 1)]
+        lens = torch.tensor([len(keys[s]) for s in new], dtype=torch.int32)
+        common = CommonAttentionMetadata(
+            query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lens, num_reqs=len(new),
+            num_actual_tokens=sum(counts), max_query_len=max(counts), max_seq_len=int(lens.max()),
+            block_table_tensor=torch.tensor([blocks[s] for s in new], dtype=torch.int32),
+            slot_mapping=torch.tensor(slots), causal=True, seq_lens_cpu_upper_bound=lens,
+        )  # fmt: skip
+        out = torch.full((sum(counts), HEADS * DIM), torch.nan)
+        STEP.attn_metadata = None
+        heavy.STEP.kept, heavy.STEP.alone, heavy.STEP.weighing = told, alone, None
+        metadata = engine.builder.build(0, common)
+        if max(counts) == 1:  # as captured graphs read it
+            assert metadata.block_table.data_ptr() == engine.builder.held.table.data_ptr()
+        engine.impl.forward(engine.layer, query, fresh_k, fresh_v, engine.cache, metadata, out)
+        weighing = getattr(metadata, heavy.MARK)
+        if weighing is not None:
+            for _ in range(LAYERS):
+                weigh(query, metadata, weighing)
+        found = {} if weighing is None else {s: (pages, mass) for s, pages, mass in weighing.masses()}
+        row = 0
+        for s, count in new.items():
+            key, value = (
+                round_trip(x[s], engine.fmt, side, engine.factors) for x, side in ((keys, "key"), (values, "value"))
+            )
+            seen = torch.tensor([t for t in range(len(key)) if t // BLOCK in held[s]])
+            rows = min(max(count // 32, 1), 8) if count > 1 else int(alone)
+            wanted = torch.zeros(len(held[s]), dtype=torch.float64)
+            for position in range(before[s], before[s] + count):
+                own = seen[seen <= position]
+                p = attention(query[row], key[own])
+                answer = torch.einsum("ht,thd->hd", p, value[own].repeat_interleave(HEADS // KV_HEADS, 1).double())
+                off = (out[row].view(HEADS, DIM).double() - answer).norm(dim=-1)
+                assert (off < 2e-3 * answer.norm(dim=-1)).all(), (s, position)
+                if position >= before[s] + count - rows:
+                    places = torch.tensor([held[s].index(int(t) // BLOCK) for t in own])
+                    wanted.index_add_(0, places, p.sum(0))
+                row += 1
+            assert (s in found) == bool(rows)
+            if rows:
+                pages, mass = found[s]
+                assert pages == tuple(held[s])
+                weight = LAYERS * (32 if count == 1 else count / rows)
+                torch.testing.assert_close(
+                    torch.tensor(mass, dtype=torch.float64), wanted * weight, rtol=1e-4, atol=1e-4
+                )
+                decoded += count == 1
+    assert freed > 3
+    assert decoded > 1
+
+
+@pytest.mark.parametrize("room", [64, 256, 10**6])
+def test_every_page_of_every_measured_sequence_is_read_once_and_no_more_at_a_time_than_there_is_room(
+    cuda: Any, room: int
+) -> None:
+    from kvpilot_runtime import heavy_cuda
+    from kvpilot_runtime.heavy_mass import Measured, Weighing
+
+    rng, sequences = random.Random(room), []
+    for i in range(12):
+        pages, rows = rng.randint(1, 9), rng.choice([1, 1, 1, 3])
+        sequences.append(Measured(str(i), tuple(range(pages)), i, pages * BLOCK - 3, slice(10 * i, 10 * i + rows), i))
+    table = torch.arange(12 * 9, dtype=torch.int32).view(12, 9)
+    weighing = Weighing(sequences, table, torch.zeros(12, 9, dtype=torch.float64))
+    read: list[int] = []
+    for group in heavy_cuda.groups(weighing, BLOCK, room):
+        read += group.at.tolist()
+        assert [piece.first for piece in group.pieces] == [0, *(piece.last for piece in group.pieces[:-1])]
+        assert group.pieces[-1].last == group.table.shape[1]
+        for i, at in enumerate(group.at.tolist()):
+            one = sequences[at]
+            assert group.rows[i].tolist() == list(range(one.rows.start, one.rows.stop))
+            assert group.table[i, : len(one.pages)].tolist() == table[at, : len(one.pages)].tolist()
+            assert (group.lens[i], group.weights[i]) == (one.length, at)
+        for piece in group.pieces:
+            assert int(piece.rows[-1]) <= max(room, BLOCK)
+            assert piece.begins.tolist() == [piece.first * BLOCK] * len(group.at)
+    assert sorted(read) == list(range(12))
+
+
+class InOrder:
+    """Keeps a token's key before its value, as FlashAttention of vLLM does; or after it."""
+
+    softcap, sinks, scale, num_kv_heads, head_size = 0.0, None, DIM**-0.5, KV_HEADS, DIM
+
+    def __init__(self, value_first: bool = False) -> None:
+        self.value_first = value_first
+
+    def do_kv_cache_update(self, _: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, at: Any) -> None:
+        pair = (value, key) if self.value_first else (key, value)
+        cache[at // BLOCK, :, at % BLOCK] = torch.cat(pair, -1)
+
+
+@pytest.mark.parametrize("room", [64, 1024])
+def test_keys_of_vllms_own_backends_are_read_from_where_they_are_found(
+    cuda: Any, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvpilot_runtime import heavy_cuda
+    from kvpilot_runtime.heavy_mass import Measured, Weighing, page_mass
+
+    monkeypatch.setattr(heavy_cuda, "WORKSPACE_BYTES", 4 * KV_HEADS * DIM * room)
+    rng = torch.Generator().manual_seed(1)
+    cache = torch.full((20, KV_HEADS, BLOCK, 2 * DIM), torch.nan)
+    layer = SimpleNamespace(impl=InOrder(), kv_cache=cache)
+    table, lens = torch.tensor([[3, 9, 4], [7, 7, 7], [8, 2, 5]], dtype=torch.int32), [170, 30, 191]
+    keys = [torch.randn(length, KV_HEADS, DIM, generator=rng) for length in lens]
+    for i, key in enumerate(keys):
+        at = torch.arange(len(key))
+        layer.impl.do_kv_cache_update(layer, key, key, cache, table[i, at // BLOCK].long() * BLOCK + at % BLOCK)
+    query = torch.randn(6, HEADS, DIM, generator=rng)
+    rows = [slice(0, 1), slice(1, 2), slice(3, 6)]
+    sequences = [
+        Measured(str(i), tuple(range(-(-n // BLOCK))), i, n, at, 2.0)
+        for i, (n, at) in enumerate(zip(lens, rows, strict=True))
+    ]
+    weighing = Weighing(sequences, table, torch.zeros(3, 3, dtype=torch.float64))
+    heavy_cuda.weigher(layer)(query, None, weighing)
+    for (_, pages, mass), key, at in zip(weighing.masses(), keys, rows, strict=True):
+        wanted = page_mass(query[at], key.permute(1, 2, 0), BLOCK, DIM**-0.5) * 2
+        assert len(pages) == len(wanted)
+        torch.testing.assert_close(torch.tensor(mass, dtype=torch.float64), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_backend_that_keeps_keys_elsewhere_is_refused(cuda: Any) -> None:
+    from kvpilot_runtime import heavy_cuda
+
+    layer = SimpleNamespace(impl=InOrder(value_first=True), kv_cache=torch.zeros(4, KV_HEADS, BLOCK, 2 * DIM))
+    with pytest.raises(UnsupportedModelError, match="InOrder does not keep a token's key before its value"):
+        heavy_cuda.weigher(layer)
