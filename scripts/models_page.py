@@ -63,7 +63,7 @@ def section(family: str, entries: list[dict[str, Any]]) -> list[str]:
 def row(entry: dict[str, Any]) -> list[str]:
     """One model."""
     facts = read(entry["config"])
-    refusal = unsupported(facts, gpu=True)
+    refusal = unsupported(facts)
     sizes = [size(facts, dtype, refusal) for dtype in DTYPES]
     if facts.latent:
         verdict = f"no: {refusal}{of_latents(facts)}"

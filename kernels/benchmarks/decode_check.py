@@ -16,7 +16,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,22 +30,42 @@ LIMIT, READ_LIMIT = 2e-3, 6e-3
 """Of a head's norm: queries and probabilities are float16 on their way into the tensor cores, and what `gather` reads
 back is rounded to bfloat16."""
 LENGTHS, HIT, BLOCK, KV_HEADS = [1, 63, 64, 65, 300, 1000, 2500], 40, 64, 2
+
+
+class Case(NamedTuple):
+    """Format, head_dim, query heads to a KV head, recent window, tokens of a sequence in a step; cap and sinks."""
+
+    name: str
+    dim: int
+    ratio: int
+    recent: int
+    tokens: int = 1
+    softcap: float = 0.0
+    sinks: bool = False
+
+
 CASES = [
-    *((name, dim, 4, recent, 1) for name in formats.own_names() for dim in formats.HEAD_DIMS
+    *(Case(name, dim, 4, recent) for name in formats.own_names() for dim in formats.HEAD_DIMS
       for recent in dict.fromkeys((0, 64 if formats.parse(name).has_ring else 0, formats.parse(name).window))),
-    ("k4v4", 128, 16, 64, 1), ("k4v2", 256, 7, 64, 1), ("k8v4", 96, 12, 300, 1), ("k2v2", 128, 5, 512, 1),
-    ("k4v4", 128, 1, 64, 1),
-    *((name, dim, 4, 64 if formats.parse(name).has_ring else 0, 4) for name in formats.own_names()
+    Case("k4v4", 128, 16, 64), Case("k4v2", 256, 7, 64), Case("k8v4", 96, 12, 300), Case("k2v2", 128, 5, 512),
+    Case("k4v4", 128, 1, 64),
+    *(Case(name, dim, 4, 64 if formats.parse(name).has_ring else 0, 4) for name in formats.own_names()
       for dim in formats.HEAD_DIMS),
-    *(("k4v4", 128, 4, recent, tokens) for recent in (0, 64) for tokens in (2, 3, 5, 8)),
-    ("k4v4", 64, 1, 64, 3), ("k4v2", 128, 16, 64, 2), ("k2v2", 128, 5, 512, 7), ("k8v4", 96, 8, 300, 6),
+    *(Case("k4v4", 128, 4, recent, tokens) for recent in (0, 64) for tokens in (2, 3, 5, 8)),
+    Case("k4v4", 64, 1, 64, 3), Case("k4v2", 128, 16, 64, 2), Case("k2v2", 128, 5, 512, 7), Case("k8v4", 96, 8, 300, 6),
+    *(Case(name, 64, 8, recent, tokens, sinks=True) for name, recent in (("k8v4", 64), ("k4v4", 0), ("k4v4", 64))
+      for tokens in (1, 4)),
+    *(Case("k4v4", 256, 2, recent, tokens, softcap=30.0) for recent in (0, 64) for tokens in (1, 4)),
+    Case("k4v2", 128, 8, 128, softcap=5.0, sinks=True),
+    *(Case("k4v4", dim, ratio, 64, tokens) for dim, ratio in ((64, 32), (64, 71), (128, 48), (256, 17))
+      for tokens in (1, 3)),
 ]  # fmt: skip
 LAYERS, PADDING = 4, 3
 
 
-def check(case: tuple[str, int, int, int, int]) -> dict[str, Any]:
-    """Errors of one format, head_dim, ratio of heads, window, and tokens of a sequence in a step."""
-    name, dim, ratio, recent, most = case
+def check(case: Case) -> dict[str, Any]:
+    """Errors of one case."""
+    name, dim, ratio, recent, most, softcap, sinking = case
     torch.manual_seed(dim + ratio + recent + most)
     torch.set_num_threads(2)
     device, fmt, count, scale = torch.device("cuda"), formats.parse(name), len(LENGTHS), dim**-0.5
@@ -65,11 +85,12 @@ def check(case: tuple[str, int, int, int, int]) -> dict[str, Any]:
         table[i, : per[i]] = part
     ring_table = blocks[sum(per) :].view(count, rings) if rings else None
     factors = Factors(*(torch.rand(KV_HEADS, dim) + 0.5 for _ in range(4)), 2 * torch.randn(KV_HEADS, dim))
-    shape = Shape(fmt, dim, KV_HEADS, ratio, BLOCK, device, recent=recent)
+    shape = Shape(fmt, dim, KV_HEADS, ratio, BLOCK, device, softcap=softcap, recent=recent)
+    sinks = 3 * torch.randn(KV_HEADS * ratio).bfloat16() if sinking else None
     shape.ring_blocks = rings
     ring = cache if recent else None
     plan = Plan(shape, count, most, len(owner) + padding)
-    pages = GpuPages(cache, shape, factors.to(device), ring=ring)
+    pages = GpuPages(cache, shape, factors.to(device), ring, None if sinks is None else sinks.to(device))
     starts = torch.tensor([0, *torch.tensor(news).cumsum(0)], dtype=torch.int32, device=device)
     owners = torch.cat([owner, torch.full((padding,), -1)]).int().to(device)
     several = Several(starts, owners, most) if most > 1 else None
@@ -133,18 +154,18 @@ def check(case: tuple[str, int, int, int, int]) -> dict[str, Any]:
         step()
     worst = 0.0
     for _ in range(2):
-        for scratch in (out, plan.partial, plan.lse, plan.rotated, plan.apart):
+        for scratch in (out, plan.partial, plan.lse, plan.rotated, plan.apart, plan.level):
             scratch.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()
         stored = cache.cpu()
         cpu = PackedPages(stored, fmt, dim, factors, stored if recent else None, recent, most - 1)
         real, tables = query[:, : len(owner)].cpu(), (table[owner], None if ring_table is None else ring_table[owner])
-        wanted = torch.stack([cpu.decode(q, tables[0], seen, scale, ring_table=tables[1]) for q in real])
+        wanted = torch.stack([cpu.decode(q, tables[0], seen, scale, softcap, tables[1], sinks) for q in real])
         off = (out[:, : len(owner)].cpu() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
         right = bool(off.isfinite().all()) and not out[:, len(owner) :].any()
         worst = max(worst, float(off.max())) if right else float("inf")
-    plain = PackedPages(stored, fmt, dim, factors).decode(real[-1], tables[0], seen, scale)
+    plain = PackedPages(stored, fmt, dim, factors).decode(real[-1], tables[0], seen, scale, softcap, None, sinks)
     theirs = torch.full_like(stored, 255)
     cpu = PackedPages(theirs, fmt, dim, factors)
     for i, n in enumerate(LENGTHS):
@@ -159,8 +180,7 @@ def check(case: tuple[str, int, int, int, int]) -> dict[str, Any]:
             off_read = max(off_read, float(((mine - his).norm(dim=-1) / his.norm(dim=-1)).nan_to_num(9.0).max()))
     used = blocks[: sum(per)].long()
     return {
-        "format": name, "head_dim": dim, "ratio": ratio, "recent": recent, "tokens": most, "error": worst,
-        "gather_error": off_read,
+        **case._asdict(), "error": worst, "gather_error": off_read,
         "bytes_unlike_the_cpus": float((stored[used] != theirs[used]).float().mean()),
         "moved_by_the_ring": float(((plain - wanted[-1]).norm(dim=-1) / wanted[-1].norm(dim=-1)).max()),
     }  # fmt: skip
@@ -180,7 +200,8 @@ def main() -> int:
             try:
                 rows.append(future.result())
             except Exception as error:
-                rows.append({"case": case, "error": float("inf"), "message": f"{type(error).__name__}: {error}"[:500]})
+                message = f"{type(error).__name__}: {error}"[:500]
+                rows.append({**case._asdict(), "error": float("inf"), "message": message})
             print(rows[-1], flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "decode-check.json").write_text(json.dumps(rows, indent=1) + "\n")

@@ -257,3 +257,17 @@ def blocks(table: torch.Tensor, blocks: int, field: str) -> None:
         raise BadInputError(
             field, f"names block {int(table.max())}", f"the cache has blocks 0 to {blocks - 1}; give -1 for none"
         )
+
+
+def sinks(found: torch.Tensor | None, heads: int) -> None:
+    """Logits of attention sinks: contiguous floats [heads], or none.
+
+    Raises:
+        BadInputError: another type or shape.
+    """
+    if found is None:
+        return
+    if found.dtype not in FLOATS or tuple(found.shape) != (heads,) or not found.is_contiguous():
+        raise BadInputError(
+            "sinks", f"is {found.dtype} {tuple(found.shape)}", f"give contiguous floats, one for each of {heads} heads"
+        )

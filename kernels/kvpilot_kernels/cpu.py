@@ -20,6 +20,7 @@ from kvpilot_kernels.layouts import Region
 from kvpilot_kernels.reference.hadamard import hadamard
 from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, split, unpack
 from kvpilot_kernels.ring import FineRows, RingPages
+from kvpilot_kernels.softmax import softmax
 
 
 class PackedPages:
@@ -166,10 +167,12 @@ class PackedPages:
         sequences, heads = query.shape[:2]
         kv_heads = self.key_codes.shape[1]
         q = query.float().view(sequences, kv_heads, heads // kv_heads, self.head_dim)
-        apart = None
+        apart, level = None, None
         if self.factors is not None:
-            # q . key_mean is the same for all tokens: no softmax sees it. The token at position 0 has another mean.
+            # The token at position 0 has another mean. q . key_mean is the same for all tokens: no softmax sees it,
+            # unless scores have a cap, or a logit beside them that it is not in.
             apart = (q * (self.factors.key_first - self.factors.key_mean)[:, None]).sum(-1).mul_(scale)
+            level = (q * self.factors.key_mean[:, None]).sum(-1, keepdim=True).mul_(scale)
             q = q / self.factors.key_scale[:, None]
         q = split((q @ rotation).mul_(scale), self.groups).transpose(2, 3)  # [S, H, groups, queries, g]
 
@@ -186,10 +189,12 @@ class PackedPages:
             scores.scatter_add_(-1, at, finer)  # positions that are none have a scale of 0
         if apart is not None:
             scores[..., 0] += apart
+        if level is not None and (softcap or sinks is not None):
+            scores += level
         if softcap:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         scores = scores.masked_fill_(past[:, None, None, :], -torch.inf)
-        p = _softmax(scores, None if sinks is None else sinks.view(kv_heads, -1, 1)).unsqueeze(2)
+        p = softmax(scores, None if sinks is None else sinks.view(kv_heads, -1, 1)).unsqueeze(2)
 
         group_scale, zero = self._meta(self.value_meta, table, self.fmt.value.bits)
         # Unused slots may hold anything, NaN scales among them, and 0 * NaN is not 0.
@@ -201,7 +206,9 @@ class PackedPages:
             out += torch.matmul(near, fine_value.values)
         out = out.transpose(2, 3).reshape(sequences, kv_heads, -1, self.head_dim) @ rotation.T
         if self.factors is not None:
-            out = out / self.factors.value_scale[:, None] + self.factors.value_mean[:, None]
+            # A sink takes weight from the mean, too.
+            weight = 1.0 if sinks is None else p.sum(-1).transpose(2, 3).reshape(sequences, kv_heads, -1, 1)
+            out = out / self.factors.value_scale[:, None] + weight * self.factors.value_mean[:, None]
         return out.view(sequences, heads, self.head_dim)
 
     def prefill(
@@ -309,12 +316,4 @@ def _attention(
     if softcap:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(k.shape[2] - q.shape[2] + 1)
-    return _softmax(scores.masked_fill(future, -torch.inf), None if sinks is None else sinks[:, None, None]) @ v
-
-
-def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Over the last dimension, with one more logit that nothing is returned for; `sinks` broadcasts to [..., 1]."""
-    if sinks is None:
-        return scores.softmax(-1)
-    one_more = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
-    return torch.cat([scores, one_more], -1).softmax(-1)[..., :-1]
+    return softmax(scores.masked_fill(future, -torch.inf), None if sinks is None else sinks[:, None, None]) @ v

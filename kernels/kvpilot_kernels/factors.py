@@ -5,8 +5,9 @@ A token is stored as
     k' = ((k - key_mean) * key_scale) H        v' = ((v - value_mean) * value_scale) H
 
 and read back with the inverse. `key_mean` costs nothing at decode: q . key_mean is the same for every token, and the
-softmax does not notice it. `key_scale` divides the query, `value_scale` and `value_mean` touch only the output, since
-the probabilities sum to one.
+softmax does not notice it, unless scores have a cap or it has an attention sink: then it is added to them. `key_scale`
+divides the query, `value_scale` and `value_mean` touch only the output, since the probabilities sum to one, or to what
+a sink leaves of it, by which the mean is weighed.
 
 The first token of a sequence, at position 0, is an attention sink: whatever it is, its key lies far from all others,
 and in most layers at the same place. So its key has a mean of its own, `key_first`, in place of `key_mean`, and a

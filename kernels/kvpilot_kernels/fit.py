@@ -37,6 +37,7 @@ from __future__ import annotations
 import torch
 
 from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.softmax import softmax
 
 _ROUNDS = 60
 _LIMIT = 16.0  # a scale is at most this far from the geometric mean of its head
@@ -131,7 +132,7 @@ class Observed:
 
     def add(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float = 0.0,
-        sliding_window: int | None = None,
+        sliding_window: int | None = None, sinks: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Count one sequence, as causal attention sees it (after RoPE). Its first key tells nothing of the others.
 
@@ -139,6 +140,7 @@ class Observed:
             query: [tokens, heads, D], any float dtype; heads is a multiple of kv_heads, grouped as in attention.
             key, value: [tokens, kv_heads, D].
             scale: factor on the scores. softcap: 0 for none. sliding_window: tokens that a query sees; None for all.
+            sinks: [heads], a logit of each head that takes weight and has no value; None without.
 
         Raises:
             ValueError: the shapes do not fit each other or this layer.
@@ -155,7 +157,7 @@ class Observed:
         group = query.shape[1] // kv_heads
         weights = [
             _information(query[:, i * group : (i + 1) * group].float(), key[:, i].float(), value[:, i].float(), scale,
-                         softcap, sliding_window)
+                         softcap, sliding_window, None if sinks is None else sinks[i * group : (i + 1) * group].float())
             for i in range(kv_heads)
         ]  # fmt: skip
         self._key.add(key[1:], torch.stack([k for k, _ in weights], 1)[1:])
@@ -192,8 +194,9 @@ class Observed:
 
 
 def _information(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float, window: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float, window: int | None,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """g^2 of one KV head's keys [tokens, D] and values [tokens]; query [tokens, heads of the group, D]."""
     tokens = key.shape[0]
     recent = min(RECENT, tokens // 8)
@@ -209,7 +212,7 @@ def _information(
             capped = (scores / softcap).tanh()
             scores, slope = capped * softcap, (1 - capped.square()).square()
         hidden = ago < 0 if window is None else (ago < 0) | (ago >= window)
-        p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        p = softmax(scores.masked_fill(hidden, -torch.inf), None if sinks is None else sinks[:, None, None])
         out = p @ v
         p2 = p.square().masked_fill(ago < recent, 0)
         for_value[:end] += p2.sum((0, 1))

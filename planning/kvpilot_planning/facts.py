@@ -30,8 +30,8 @@ class Model:
             `expert_intermediate`. The first `dense_layers` layers have none.
         latent_dim: elements of a token's compressed cache entry under multi-head latent attention (0: plain
             attention).
-        sinks, alibi, other_layers: what kvpilot's kernels do not serve: attention sinks, biases by distance, layers
-            with a cache that is not known here.
+        alibi, other_layers: what kvpilot's kernels do not serve: biases by distance, layers with a cache that is not
+            known here.
         value_dim: elements of a value, where it is shorter than a key; 0 where it is not.
         published: how the publisher stores the weights.
         weight_bytes: bytes of the weights found beside a config.json, or None.
@@ -59,7 +59,6 @@ class Model:
     expert_intermediate: int = 0
     dense_layers: int = 0
     latent_dim: int = 0
-    sinks: bool = False
     alibi: bool = False
     chunked: bool = False
     window_kv_heads: int = 0
@@ -94,7 +93,6 @@ class Model:
             shared_layers=self.shared_layers,
             other_layers=self.other_layers,
             latent=self.latent_dim,
-            sinks=self.sinks,
             alibi=self.alibi,
         )
 

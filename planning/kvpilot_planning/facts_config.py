@@ -83,7 +83,6 @@ def _model(raw: Mapping[str, Any], name: str, weight_bytes: int | None) -> Model
         expert_intermediate=(fields.size("moe_intermediate_size") or dense) if experts else 0,
         dense_layers=fields.size("first_k_dense_replace") if experts else 0,
         latent_dim=found.latent,
-        sinks=found.sinks,
         alibi=found.alibi,
         chunked=window is not None and window.kind is Kind.CHUNKED,
         window_kv_heads=_unlike(window, main, "kv_heads"),

@@ -11,7 +11,7 @@ from kvpilot_planning.facts import Model
 _LATENT = ("fp8", "fp8_e4m3")  # of vLLM's own dtypes below 16 bits
 
 
-def infeasible(model: Model, dtype: str, gpu: Gpu, gpus: int) -> str | None:
+def infeasible(model: Model, dtype: str, gpu: Gpu) -> str | None:
     """Why this dtype cannot serve the model there, or None.
 
     Raises:
@@ -27,7 +27,7 @@ def infeasible(model: Model, dtype: str, gpu: Gpu, gpus: int) -> str | None:
             if latent
             else None
         )
-    refusal = models.unsupported(model.architecture, gpu=True, ranks=gpus)
+    refusal = models.unsupported(model.architecture)
     return None if refusal is None else f"{dtype} does not support {refusal}"
 
 

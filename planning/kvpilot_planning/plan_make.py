@@ -157,7 +157,7 @@ def _too_large(request: Request, weights: int, split: Memory) -> str:
 
 def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[int, ...]) -> Row:
     model, gpus = request.model, request.gpus
-    refusal = plan_feasibility.infeasible(model, dtype, request.gpu, gpus)
+    refusal = plan_feasibility.infeasible(model, dtype, request.gpu)
     if refusal is not None:
         return Row(dtype, infeasible=refusal)
     layout = cache(model, dtype, gpus, request.recent_tokens)

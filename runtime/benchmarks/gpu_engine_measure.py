@@ -1,7 +1,7 @@
 """The child of gpu_engine.py: starts one engine, measures every case of a job file, and writes as it goes.
 
-Cases of one batch size share their prompts (a shorter context is a prefix of a longer one), so only the longest is
-prefilled; that prefill, of prompts that the engine never saw, is the one whose tokens per second are reported.
+Cases share their prompts (a shorter context is a prefix of a longer one), so each prompt is prefilled once, as far as
+the longest case needs it; a rate in tokens per second is that of prompts that the engine never saw.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Result:
 
 def decode_case(driver: Driver, job: Job, batch: int, context: int) -> dict[str, Any]:
     """Prefill the prompts of a case, then time decode steps over them."""
-    prompts = [prompt(f"{batch}/{i}", context, job.vocab) for i in range(batch)]
+    prompts = [prompt(str(i), context, job.vocab) for i in range(batch)]
     groups = [prompts[i : i + PROMPTS_AT_ONCE] for i in range(0, batch, PROMPTS_AT_ONCE)]
     filled = [driver.prefill(group) for group in groups]
     runs = [driver.decode(prompts, job.steps) for _ in range(job.repeats)]

@@ -84,6 +84,11 @@ class PackedBackend(HeadMajorPages, AttentionBackend):  # type: ignore[misc]  # 
         return list(formats.HEAD_DIMS)
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        """Layers whose softmax divides by one more logit."""
+        return True
+
+    @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
         """vLLM's reasons against this backend for a layer, with the remedy where there is one of its own."""
         return [_REMEDIES.get(reason, reason) for reason in super().validate_configuration(*args, **kwargs)]

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from kvpilot_kernels.fit import Observed
+from kvpilot_kernels.softmax import softmax
 
 _ROWS = 1024
 """Queries that attend at a time where scores or a mask are made."""
@@ -22,7 +23,7 @@ class Chunk:
     """
 
     def __init__(self, impl: Any, sliding_window: int | None, seen: Observed | None, lengths: list[int]) -> None:
-        self.scale, self.softcap = float(impl.scale), float(_softcap(impl))
+        self.scale, self.softcap, self.sinks = float(impl.scale), float(_softcap(impl)), getattr(impl, "sinks", None)
         self.window, self.seen, self.lengths = sliding_window, seen, lengths
 
     def forward(
@@ -30,7 +31,7 @@ class Chunk:
         attn_metadata: None, output: torch.Tensor, output_scale: Any = None, output_block_scale: Any = None,
     ) -> torch.Tensor:  # fmt: skip
         """vLLM's signature: query [tokens, heads, D], key and value [tokens, kv_heads, D]."""
-        how = self.scale, self.softcap, self.window
+        how = self.scale, self.softcap, self.window, self.sinks
         out = output.view(query.shape)
         start = 0
         for length in self.lengths:
@@ -41,7 +42,10 @@ class Chunk:
             start += length
         if self.seen is not None:
             self.seen.add_first(key[start:])
-        out[start:] = value[start:].repeat_interleave(query.shape[1] // value.shape[1], 1)
+        alone, repeat = slice(start, None), query.shape[1] // value.shape[1]
+        key, value = (x[alone].repeat_interleave(repeat, 1) for x in (key, value))
+        scores = _capped((query[alone] * key).sum(-1, keepdim=True).float() * self.scale, self.softcap)
+        out[alone] = softmax(scores, None if self.sinks is None else self.sinks[:, None]).to(value.dtype) * value
         return output
 
 
@@ -51,15 +55,19 @@ def _softcap(impl: Any) -> float:
     return next((x for x in found if x), 0.0)
 
 
+def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+    return (scores / softcap).tanh() * softcap if softcap else scores
+
+
 def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float = 0.0,
-           window: int | None = None) -> torch.Tensor:  # fmt: skip
+           window: int | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
     """Causal attention of a sequence to itself, [tokens, heads, D] in and out; key and value [tokens, kv_heads, D].
 
     `softcap`: 0, or scores become cap * tanh(score / cap). `window`: the last tokens that a query sees, itself among
-    them; None for all.
+    them; None for all. `sinks`: [heads], a logit of each head that takes weight and has no value; None without.
     """
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-    if not softcap and window is None:
+    if not softcap and window is None and sinks is None:
         out = functional.scaled_dot_product_attention(
             q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True
         )
@@ -71,11 +79,11 @@ def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
         end = min(start + _ROWS, tokens)
         first = 0 if window is None else max(0, start - window + 1)
         scores = q[:, start:end].float() @ k[:, first:end].transpose(1, 2) * scale
-        if softcap:
-            scores = (scores / softcap).tanh() * softcap
+        scores = _capped(scores, softcap)
         ago = torch.arange(start, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
         hidden = (ago < 0) if window is None else (ago < 0) | (ago >= window)
-        outs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[:, first:end])
+        weights = softmax(scores.masked_fill(hidden, -torch.inf), None if sinks is None else sinks[:, None, None])
+        outs.append(weights @ v[:, first:end])
     return torch.cat(outs, 1).transpose(0, 1).to(query.dtype)
 
 

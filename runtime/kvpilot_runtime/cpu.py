@@ -199,11 +199,6 @@ class CpuBackend(CpuBlocks, PackedBackend):
         """The backend of the layers that have the rings."""
         return CpuRingBackend
 
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Layers whose softmax divides by one more logit."""
-        return True
-
     @staticmethod
     def get_impl_cls() -> type[CpuImpl]:
         """The implementation of one layer."""

@@ -19,7 +19,7 @@ from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 from kvpilot_kernels import formats
 from kvpilot_kernels.gpu.pages import GpuPages, Shape
 from kvpilot_runtime.backend import PackedBackend, PackedImpl, RingBackend, classes_of
-from kvpilot_runtime.cuda_steps import CudaBuilder, CudaRingBuilder, Metadata, Prefills
+from kvpilot_runtime.cuda_steps import ContextChunk, CudaBuilder, CudaRingBuilder, Metadata, Prefills
 from kvpilot_runtime.errors import UnsupportedModelError
 
 WORKSPACE_BYTES = 128 * 2**20
@@ -30,23 +30,13 @@ class CudaImpl(PackedImpl):
     """Attention of one layer over packed pages on a GPU.
 
     Raises (at start):
-        UnsupportedModelError: as `PackedImpl`; or the layer uses another layer's cache, or has attention sinks.
+        UnsupportedModelError: as `PackedImpl`.
     """
 
     _workspace: ClassVar[dict[tuple[torch.device, torch.dtype, int, int], torch.Tensor]] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.sinks is not None:
-            raise UnsupportedModelError(
-                f"a layer with attention sinks is not supported with kv-cache dtype {self.kv_cache_dtype!r} on a GPU; "
-                "use --kv-cache-dtype auto"
-            )
-        if self.kv_sharing_target_layer_name is not None:
-            raise UnsupportedModelError(
-                f"a layer that uses another layer's KV cache is not supported with kv-cache dtype "
-                f"{self.kv_cache_dtype!r} on a GPU; use --kv-cache-dtype auto"
-            )
         self._gpu_pages: tuple[int, GpuPages] | None = None
         self.fa_version = get_flash_attn_version(head_size=self.head_size)
         self.workspace_tokens = WORKSPACE_BYTES // (4 * self.num_kv_heads * self.head_size)
@@ -65,8 +55,8 @@ class CudaImpl(PackedImpl):
         self,
         layer: Any,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: Metadata | None,
         output: torch.Tensor,
@@ -75,6 +65,7 @@ class CudaImpl(PackedImpl):
     ) -> torch.Tensor:
         """Store a batch and attend: query [tokens, heads, D], key and value [tokens, kv_heads, D].
 
+        A layer that uses another layer's cache has neither, or ignores them: that layer has stored the step's tokens.
         Writes `output`, [tokens, heads, D], and returns it.
         """
         if output_scale is not None or output_block_scale is not None:
@@ -85,59 +76,72 @@ class CudaImpl(PackedImpl):
         meta = attn_metadata
         out = output.view(-1, self.num_heads, self.head_size)
         pages = self.pages_of(layer, kv_cache, meta.plan.shape)
-        rings = self.rings()
-        ring_slots = None if rings is None else rings.slots[: meta.slot_mapping.shape[0]]
-        pages.store(
-            query, key, value, meta.slot_mapping, meta.plan, meta.decodes, self.scale, ring_slots, meta.ordinals
-        )
+        rings, slots = self.rings(), meta.slot_mapping
+        ring_slots = None if rings is None else rings.slots[: slots.shape[0]]
+        shared = self.kv_sharing_target_layer_name is not None
+        if shared or key is None or value is None:
+            # Every slot is padding: queries are rotated and nothing is stored, whatever stands for keys and values.
+            slots, ring_slots = meta.nowhere, None if ring_slots is None else meta.nowhere
+            key = value = query[:, : self.num_kv_heads]
+        pages.store(query, key, value, slots, meta.plan, meta.decodes, self.scale, ring_slots, meta.ordinals)
         if meta.decodes:
             pages.decode(meta.block_table, meta.seq_lens, meta.plan, out, None if rings is None else rings.table)
         if meta.prefills is not None:
             # Without the rows of padding: FlashAttention multiplies what follows its tokens by zero, and NaN stays NaN.
             new = slice(meta.decodes, meta.decodes + meta.prefills.tokens)
-            self._prefill(query[new], key[new], value[new], meta.prefills, pages, workspace, out[new])
+            if shared:
+                assert meta.prefills.stored is not None  # noqa: S101  # for mypy: there is such a layer
+                key, value = self._read(pages, meta.prefills.block_table, meta.prefills.stored, query.dtype)
+            else:
+                key, value = key[new], value[new]
+            lse = self._prefill(query[new], key, value, meta.prefills, pages, workspace, out[new])
+            if self.sinks is not None:
+                out[new] *= torch.sigmoid(lse.T - self.sinks.float())[..., None].to(out.dtype)
         return output
 
+    def _read(self, pages: GpuPages, block_table: torch.Tensor, part: ContextChunk,
+              dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Keys and values of a part of all prefilling sequences as pages give them back, [total, kv_heads, D]."""
+        shape = (2, part.total, self.num_kv_heads, self.head_size)
+        read = torch.empty(shape, dtype=dtype, device=block_table.device)
+        pages.gather(block_table, part.rows, part.begins, part.longest, read[0], read[1])
+        return read[0], read[1]
+
     def _prefill(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefills: Prefills,
-                 pages: GpuPages, workspace: torch.Tensor, out: torch.Tensor) -> None:  # fmt: skip
+                 pages: GpuPages, workspace: torch.Tensor, out: torch.Tensor) -> torch.Tensor:  # fmt: skip
+        """Attention without sinks, written to `out`; returns the log-sums of the scores, float32 [heads, tokens]."""
         common: dict[str, Any] = {
             "cu_seqlens_q": prefills.starts, "max_seqlen_q": prefills.longest, "softmax_scale": self.scale,
-            "softcap": self.softcap, "fa_version": self.fa_version,
+            "softcap": self.softcap, "fa_version": self.fa_version, "return_softmax_lse": True,
         }  # fmt: skip
         whole = prefills.whole
         if whole is not None:
-            stored = torch.empty(
-                2, whole.total, self.num_kv_heads, self.head_size, dtype=query.dtype, device=query.device
+            key, value = self._read(pages, prefills.block_table, whole, query.dtype)
+            _, lse = flash_attn_varlen_func(
+                query, key, value, cu_seqlens_k=whole.rows, max_seqlen_k=whole.longest, causal=True, out=out, **common
             )
-            pages.gather(prefills.block_table, whole.rows, whole.begins, whole.longest, stored[0], stored[1])
-            flash_attn_varlen_func(
-                query, stored[0], stored[1], cu_seqlens_k=whole.rows, max_seqlen_k=whole.longest, causal=True, out=out,
-                **common,
-            )  # fmt: skip
-            return
+            return lse
         if not prefills.context_chunks:
-            flash_attn_varlen_func(
+            _, lse = flash_attn_varlen_func(
                 query, key, value, cu_seqlens_k=prefills.starts, max_seqlen_k=prefills.longest, causal=True,
                 out=out, **common,
             )  # fmt: skip
-            return
+            return lse
         merged, lse = flash_attn_varlen_func(
-            query, key, value, cu_seqlens_k=prefills.starts, max_seqlen_k=prefills.longest, causal=True,
-            return_softmax_lse=True, **common,
-        )  # fmt: skip
+            query, key, value, cu_seqlens_k=prefills.starts, max_seqlen_k=prefills.longest, causal=True, **common
+        )
         for i, chunk in enumerate(prefills.context_chunks):
             # Here, too, no row more than was gathered.
             old_key, old_value = workspace[0, : chunk.total], workspace[1, : chunk.total]
             pages.gather(prefills.block_table, chunk.rows, chunk.begins, chunk.longest, old_key, old_value)
             part, part_lse = flash_attn_varlen_func(
-                query, old_key, old_value, cu_seqlens_k=chunk.rows, max_seqlen_k=chunk.longest, causal=False,
-                return_softmax_lse=True, **common,
-            )  # fmt: skip
-            last = i == len(prefills.context_chunks) - 1
-            target, target_lse = (out, None) if last else (torch.empty_like(merged), torch.empty_like(lse))
-            merge_attn_states(target, part, part_lse, merged, lse, target_lse)
-            if not last:
-                merged, lse = target, target_lse
+                query, old_key, old_value, cu_seqlens_k=chunk.rows, max_seqlen_k=chunk.longest, causal=False, **common
+            )
+            target = out if i == len(prefills.context_chunks) - 1 else torch.empty_like(merged)
+            both = torch.empty_like(lse)
+            merge_attn_states(target, part, part_lse, merged, lse, both)
+            merged, lse = target, both
+        return lse
 
     def workspace(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """[2, tokens, kv_heads, D], shared by all layers alike; made while vLLM measures what memory is left."""
@@ -152,7 +156,7 @@ class CudaImpl(PackedImpl):
         if self._gpu_pages is None or self._gpu_pages[0] != kv_cache.data_ptr():
             factors = self.factors(layer, kv_cache.device)
             ring = self.ring.kv_cache if self.ring is not None else None
-            self._gpu_pages = kv_cache.data_ptr(), GpuPages(kv_cache, shape, factors, ring)
+            self._gpu_pages = kv_cache.data_ptr(), GpuPages(kv_cache, shape, factors, ring, self.sinks)
         return self._gpu_pages[1]
 
 

@@ -77,6 +77,7 @@ class Prefills:
         longest, tokens: new tokens of one sequence at most, and of all; rows after them are padding.
         block_table: int32 [sequences, blocks]. ordinals: int32 [tokens], each one's place in its sequence from 1 on.
         context_chunks: of their contexts, empty where nobody has one.
+        stored: the new tokens alone, for layers that use another layer's cache; None where no layer does.
         whole: context and new tokens at once, where chunks read themselves back (`PREFILL_FROM_PAGES`).
     """
 
@@ -86,6 +87,7 @@ class Prefills:
     block_table: torch.Tensor
     ordinals: torch.Tensor
     context_chunks: list[ContextChunk]
+    stored: ContextChunk | None = None
     whole: ContextChunk | None = None
 
 
@@ -96,6 +98,7 @@ class Metadata:
     Attributes:
         block_table: int32 [sequences or more, blocks]. seq_lens: int32 [sequences that decode], tokens stored.
         ordinals: int32 [tokens without padding], each token's place in its sequence from 1 on.
+        nowhere: as `slot_mapping`, of padding alone, for layers that use another layer's cache.
     """
 
     plan: Plan
@@ -105,6 +108,7 @@ class Metadata:
     slot_mapping: torch.Tensor
     ordinals: torch.Tensor
     prefills: Prefills | None
+    nowhere: torch.Tensor
 
 
 class CudaRingBuilder(PackedBuilder):
@@ -147,16 +151,21 @@ class CudaBuilder(PackedBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        impl = layer.impl
+        every = vllm_config.compilation_config.static_forward_context
+        impl = every[layer_names[0]].impl
         self.shape: Shape = impl.shape(kv_cache_spec.block_size, device)
+        self.sinks = impl.sinks
         self.width = self.reorder_batch_threshold = 1 + drafts(vllm_config)
         sequences, rows = decode_sizes(vllm_config)
         self.plan = Plan(self.shape, sequences, self.width, rows)
         self.read_back = impl.read_back
+        self.shared = any(every[name].impl.kv_sharing_target_layer_name is not None for name in layer_names)
         self.chunk_tokens = impl.workspace_tokens
         self.dtype = vllm_config.model_config.dtype
         warm_up(self.warm_up, vllm_config, device)
+        graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        most = max(vllm_config.scheduler_config.max_num_batched_tokens, graphs)
+        self.nowhere = torch.full((most,), -1, device=device)
         self.owners, self.seen = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2))
 
     def describe(self, common: Any) -> Metadata:
@@ -178,7 +187,8 @@ class CudaBuilder(PackedBuilder):
         if found:
             ordinals = torch.cat([ordinals, found.ordinals])
         table = common.block_table_tensor
-        return Metadata(self.plan, rows, table, lens, common.slot_mapping, ordinals, found)
+        nowhere = self.nowhere[: common.slot_mapping.shape[0]]
+        return Metadata(self.plan, rows, table, lens, common.slot_mapping, ordinals, found, nowhere)
 
     def _several(self, common: Any, decodes: int, tokens: int) -> tuple[Several | None, torch.Tensor]:
         """Rows of the first `decodes` sequences and their `tokens`, None where each is one; each one's place in it."""
@@ -204,7 +214,7 @@ class CudaBuilder(PackedBuilder):
         row = shape.fmt.row_bytes(shape.head_dim)
         cache = torch.zeros(1, shape.kv_heads, shape.block_size, row, dtype=torch.uint8, **make)
         factors = Factors.identity(shape.kv_heads, shape.head_dim, shape.device)
-        pages = GpuPages(cache, shape, factors, cache if shape.recent else None)
+        pages = GpuPages(cache, shape, factors, cache if shape.recent else None, self.sinks)
         table = torch.zeros(sequences, 1, dtype=torch.int32, **make)
         rings = torch.zeros(sequences, shape.ring_blocks, dtype=torch.int32, **make)
         tokens = max(rows, tuning.FEW_TOKENS + 1)
@@ -242,6 +252,8 @@ class CudaBuilder(PackedBuilder):
         prefills = Prefills(
             self._upload(starts.int()), int(new.max()), int(starts[-1]), block_table, self._upload(ordinals.int()), []
         )
+        if self.shared:
+            prefills.stored = self._context_chunk(context, new)
         if self.read_back:
             prefills.whole = self._context_chunk(torch.zeros_like(context), context + new)
             return prefills

@@ -52,7 +52,7 @@ def check(request: Request) -> Findings:
     if isinstance(fmt, latent.LatentFormat):
         preflight_dtypes.check_latent(fmt, findings.config, request)
     elif fmt.ours and findings.config is not None:
-        preflight_dtypes.check_own(fmt, findings.config, request, findings, platform)
+        preflight_dtypes.check_own(fmt, findings.config, request, findings)
     elif fmt.ours and request.skip_layers is None:
         findings.skip_layers = (options.SLIDING,)  # of no effect on a model without such layers
     if folder is not None and findings.config is not None:

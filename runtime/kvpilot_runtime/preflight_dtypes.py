@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvpilot_kernels import formats, models
 from kvpilot_kernels.latent import formats as latent
-from kvpilot_runtime import compat, engines, machine, options
+from kvpilot_runtime import compat, engines, options
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight_request import CALIBRATION_OFF, Dtype, Findings, Request, model_folder
 
@@ -45,15 +45,13 @@ def check_window(fmt: Dtype, request: Request, findings: Findings) -> None:
         raise PreflightError("BadArguments", f"--recent-tokens {request.recent} is more than the context of {length} tokens; use a smaller window ({', '.join(map(str, formats.RECENT_CHOICES))}), or a longer --max-model-len")  # fmt: skip  # noqa: E501
 
 
-def check_own(
-    fmt: Dtype, config: models.Architecture, request: Request, findings: Findings, platform: machine.Platform
-) -> None:
+def check_own(fmt: Dtype, config: models.Architecture, request: Request, findings: Findings) -> None:
     """Whether our backend can serve the model, and which of its layers stay in 16 bits."""
 
     def refuse(what: str, remedy: str = "use --kv-cache-dtype=auto") -> None:
         raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} does not support {what}; {remedy}")
 
-    what = models.unsupported(config, platform == "cuda", request.tensor_parallel)
+    what = models.unsupported(config)
     if config.latent and models.unsupported_latent(config) is None:
         instead = " or ".join(f"--kv-cache-dtype={name}" for name in ("auto", *latent.names()))
         refuse("multi-head latent attention, which has dtypes of its own", f"use {instead}")

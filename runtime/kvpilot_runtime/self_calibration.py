@@ -100,8 +100,6 @@ def obstacle(config: Any, layers: dict[str, Any]) -> str:
         return "OtherLayers"
     if any(layer.impl.kv_sharing_target_layer_name is not None for layer in layers.values()):
         return "SharedCache"
-    if any(getattr(layer.impl, "sinks", None) is not None for layer in every.values() if type(layer) is Attention):
-        return "AttentionSinks"
     if min(config.scheduler_config.max_num_batched_tokens, config.model_config.max_model_len) < SHORTEST:
         return "ShortContext"
     return ""

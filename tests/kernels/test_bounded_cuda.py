@@ -68,7 +68,8 @@ def test_decodes_and_prompts_read_sinks_and_window_alone_whatever_the_pages_betw
         )  # fmt: skip
         out = torch.full((sum(counts), HEADS * DIM), torch.nan)
         STEP.attn_metadata = None
-        engine.impl.forward(engine.layer, query, fresh_k, fresh_v, engine.cache, engine.builder.build(0, common), out)
+        meta = engine.builder.build(0, common)
+        engine.impl.forward(engine.layers[0], query, fresh_k, fresh_v, engine.cache, meta, out)
         row = 0
         for s, count in new.items():
             stored = [

@@ -14,7 +14,7 @@ from support.gluon_eager import EagerKernel
 
 pytest.importorskip("vllm.v1.attention.backends.fa_utils")
 
-from support.cuda_engine import BLOCK, DIM, HEADS, KV_HEADS, Engine
+from support.cuda_engine import BLOCK, Engine
 
 
 @pytest.mark.parametrize(("name", "recent"), [("k4v4", 64), ("k4v4", 128), ("k8v4", 64), ("k2v2", 64)])
@@ -211,6 +211,32 @@ def test_no_step_launches_a_variant_that_was_not_compiled_at_start(
     assert seen <= at_start, seen - at_start
 
 
-def test_a_layer_that_uses_anothers_cache_is_refused(cuda: Any) -> None:
-    with pytest.raises(cuda.UnsupportedModelError, match=r"another layer's KV cache is not supported with .*'k4v4'"):
-        cuda.CudaImpl(HEADS, DIM, 1.0, KV_HEADS, None, None, "k4v4", kv_sharing_target_layer_name="model.layers.0")
+@pytest.mark.parametrize(("name", "recent"), [("k8v4", 0), ("k4v4", 64)])
+def test_a_layer_that_uses_anothers_cache_stores_nothing_and_reads_what_that_one_stored(
+    cuda: Any, name: str, recent: int
+) -> None:
+    engine = Engine(cuda, name, blocks=24, recent=recent, shared=True)
+    engine.step({"a": 40}, padding=0)
+    engine.step({"a": 1, "b": 70}, padding=9)
+    engine.step({"a": 1, "b": 1}, padding=2)
+    engine.step({"a": 1, "b": 60, "c": 100}, padding=3)  # contexts come in several chunks
+    engine.step({"c": 1, "a": 1, "b": 1}, padding=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sink_takes_its_weight_in_prompts_with_and_without_a_context_and_in_decode(
+    cuda: Any, dtype: torch.dtype
+) -> None:
+    engine = Engine(cuda, "k4v4", blocks=24, sinks=torch.tensor([3.0, -2.0, 0.5, 6.0], dtype=dtype))
+    engine.step({"a": 40}, padding=0)
+    engine.step({"a": 1, "b": 70}, padding=9)
+    engine.step({"a": 1, "b": 60, "c": 100}, padding=3)
+    engine.step({"c": 1, "a": 1, "b": 1}, padding=2)
+
+
+def test_more_than_16_query_heads_may_share_a_kv_head(cuda: Any) -> None:
+    engine = Engine(cuda, "k4v4", blocks=24, recent=64, drafts=1, heads=2 * 19)
+    engine.step({"a": 40}, padding=0)
+    engine.step({"a": 1, "b": 70}, padding=3)
+    engine.step({"a": 2, "b": 2}, padding=2, wrong={"a": 1})
+    engine.step({"a": 1, "b": 1}, padding=0)

@@ -14,7 +14,7 @@ from support.rounding import assert_within_rounding
 
 CLOSE = 1e-3
 """Of a head's norm, of fixed inputs: queries are float16 on their way into decode, probabilities in tensor cores."""
-ratios = st.sampled_from([1, 2, 3, 5, 7, 8, 9, 12, 16])
+ratios = st.sampled_from([1, 2, 3, 5, 7, 8, 9, 12, 16, 20, 33])
 # (block size, tile): a tile divides its block.
 cuts = st.sampled_from([(16, 16), (32, 16), (32, 32), (48, 16), (64, 32), (64, 64), (128, 64)])
 seeds = st.integers(0, 2**31)
@@ -83,6 +83,28 @@ def test_softcap_bends_scores_as_on_cpu(name: str, length: int, softcap: float, 
         assert off(out, batch.cpu.decode(query, batch.table, batch.lens, batch.scale)) > 5 * CLOSE
 
 
+@pytest.mark.parametrize("softcap", [0.0, 5.0, 30.0])
+@pytest.mark.parametrize("sinking", [False, True])
+def test_caps_and_sinks_see_scores_whole_with_what_the_keys_mean_adds_to_all_of_them(
+    softcap: float, sinking: bool
+) -> None:
+    batch = Batch("k4v4", 64, [40, 0, 130], seed=3, ratio=3, softcap=softcap, calibrated=True)
+    query, sinks = batch.queries(), torch.tensor([3.0, -2.0, 0.5, 6.0, 0.0, 1.0]) if sinking else None
+    batch.pages = pages.GpuPages(batch.cache, batch.shape, batch.factors, sinks=sinks)
+    out = batch.decode(query)
+    assert not out[1].any()
+    for i in (0, 2):
+        wanted = decode_reference(
+            query[i], batch.keys[i], batch.values[i], batch.fmt, batch.scale, batch.factors, softcap=softcap,
+            sinks=sinks,
+        )  # fmt: skip
+        assert off(out[i], wanted) < 5 * CLOSE  # factors make scores larger, and queries are float16
+    if softcap or sinking:
+        batch.factors.key_mean.neg_()
+        batch.factors.key_first.neg_()
+        assert off(batch.decode(query)[2], wanted) > 10 * CLOSE
+
+
 @pytest.mark.parametrize("softcap", [0.5, 5.0, 30.0])
 def test_the_first_key_has_its_mean_before_softcap_bends_its_score(softcap: float) -> None:
     batch = Batch("k4v4", 64, [40], seed=3, ratio=2, softcap=softcap, calibrated=True)
@@ -109,7 +131,7 @@ def test_a_query_with_one_element_far_above_the_others_is_as_exact_as_float16(na
     assert off(batch.decode(query)[0].double(), wanted) < 3 * CLOSE
 
 
-@pytest.mark.parametrize("ratio", range(1, 17))
+@pytest.mark.parametrize("ratio", [*range(1, 18), 24, 32, 71])
 def test_every_number_of_query_heads_has_its_own_output(ratio: int) -> None:
     assert_equals_reference(Batch("k2v2", 64, [37], seed=ratio, ratio=ratio))
 

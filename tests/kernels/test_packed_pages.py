@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kvpilot_kernels import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.reference.attention import decode_reference, prefill_reference
+from support.gpu_batch import Batch as WithFactors
 
 SERVED = ["int8", "k8v4", "k4v4", "k4v2", "k2v2"]
 
@@ -88,6 +89,20 @@ def test_caps_and_sinks_are_the_references(
     last = batch.pages.decode(query[-1:], batch.table, torch.tensor([context + tokens]), 0.125, **how)
     wanted = decode_reference(query[-1], key, value, batch.fmt, 0.125, **how)
     assert torch.allclose(last[0].double(), wanted, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("sinking", [False, True])
+def test_with_factors_caps_and_sinks_see_what_the_means_of_keys_and_values_add(softcap: float, sinking: bool) -> None:
+    batch = WithFactors("k4v4", 64, [200, 3], seed=3, ratio=2, calibrated=True)
+    query, how = (
+        batch.queries(),
+        {"softcap": softcap, "sinks": torch.tensor([1.0, -1.0, 3.0, 0.5]) if sinking else None},
+    )
+    found = batch.cpu.decode(query, batch.table, batch.lens, batch.scale, **how)
+    for i in range(2):
+        parts = batch.keys[i], batch.values[i], batch.fmt, batch.scale, batch.factors
+        assert torch.allclose(found[i].double(), decode_reference(query[i], *parts, **how), atol=2e-4, rtol=2e-4)
 
 
 def test_a_sink_takes_its_share_and_gives_no_value() -> None:

@@ -107,23 +107,21 @@ def test_a_head_dim_without_a_layout_is_refused_on_a_gpu_too(gpu: Any, tmp_path:
     assert "64, 96, 128, 256" in error.message
 
 
-def test_more_query_heads_to_a_kv_head_than_the_gpu_kernels_take_are_refused(gpu: Any, tmp_path: Path) -> None:
-    model = changed(tmp_path, tiny_llama(), num_attention_heads=64, num_key_value_heads=2, head_dim=64)
-    assert silent(check(Request(model, "k4v4")))
-    gpu(H200, H200, H200, H200)
-    assert "32 query heads to a KV head" in refusal(Request(model, "k4v4")).message
-    assert silent(check(Request(model, "k4v4", tensor_parallel=4)))  # 16 heads and a KV head on each
-
-
-def test_attention_sinks_are_served_on_a_cpu_and_refused_on_a_gpu(gpu: Any, tmp_path: Path) -> None:
-    names = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
-    model = changed(tmp_path, tiny_llama(), **names, layer_types=["full_attention"] * 2)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_attention_heads": 71, "num_key_value_heads": 1, "head_dim": 64},
+        {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "layer_types": ["full_attention"] * 2},
+    ],
+    ids=["71 query heads to a KV head", "attention sinks"],
+)
+def test_what_the_kernels_of_both_take_is_served_on_a_cpu_and_on_a_gpu(
+    gpu: Any, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    model = changed(tmp_path, tiny_llama(), **fields)
     assert silent(check(Request(model, "k4v4")))
     gpu(H200)
-    error = refusal(Request(model, "k4v4"))
-    assert error.reason == "DtypeUnsupported"
-    assert "attention sinks on a GPU; use --kv-cache-dtype=auto" in error.message
-    assert silent(check(Request(model, "auto")))
+    assert silent(check(Request(model, "k4v4")))
 
 
 @pytest.mark.parametrize("kind", REFUSED)

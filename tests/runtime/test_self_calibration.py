@@ -140,15 +140,17 @@ def test_without_a_tokenizer_the_same_random_tokens_are_drawn_each_time_and_it_i
 @given(
     tokens=st.integers(1, 40), heads=st.sampled_from([(4, 2), (3, 3), (6, 1)]),
     window=st.one_of(st.none(), st.integers(1, 50)), softcap=st.sampled_from([0.0, 2.0]), rows=st.integers(1, 50),
+    sinking=st.booleans(),
 )  # fmt: skip
 def test_a_chunk_attends_to_itself_as_the_formula_says(
-    tokens: int, heads: tuple[int, int], window: int | None, softcap: float, rows: int
+    tokens: int, heads: tuple[int, int], window: int | None, softcap: float, rows: int, sinking: bool
 ) -> None:
     rng = torch.Generator().manual_seed(tokens)
     query, key, value = (torch.randn(tokens, n, 8, generator=rng) for n in (heads[0], heads[1], heads[1]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration_attention, "_ROWS", rows)
-        found = calibration_attention.causal(query, key, value, 0.3, softcap, window)
+        sinks = torch.randn(heads[0], generator=rng) if sinking else None
+        found = calibration_attention.causal(query, key, value, 0.3, softcap, window, sinks)
     for t in range(tokens):
         first = 0 if window is None else max(0, t - window + 1)
         for h in range(heads[0]):
@@ -156,23 +158,25 @@ def test_a_chunk_attends_to_itself_as_the_formula_says(
             scores = key[first : t + 1, kv].double() @ query[t, h].double() * 0.3
             if softcap:
                 scores = softcap * (scores / softcap).tanh()
-            wanted = scores.softmax(0) @ value[first : t + 1, kv].double()
+            more = 0.0 if sinks is None else sinks[h].double().exp()
+            wanted = scores.exp() / (scores.exp().sum() + more) @ value[first : t + 1, kv].double()
             torch.testing.assert_close(found[t, h].double(), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_each_sequence_of_the_chunk_attends_to_itself_and_is_counted_alone() -> None:
+@pytest.mark.parametrize("sinks", [None, torch.tensor([1.0, -1.0, 3.0, 0.0])])
+def test_each_sequence_of_the_chunk_attends_to_itself_and_is_counted_alone(sinks: torch.Tensor | None) -> None:
     rng = torch.Generator().manual_seed(5)
     query, key, value = (torch.randn(65, n, 64, generator=rng) for n in (4, 2, 2))
     seen, apart, output = Observed(2, 64), Observed(2, 64), torch.empty(65, 4 * 64)
-    impl = SimpleNamespace(scale=0.1, softcap=3.0)
+    impl, how = SimpleNamespace(scale=0.1, softcap=3.0, sinks=sinks), (0.1, 3.0, None, sinks)
     chunk = calibration_attention.Chunk(impl, None, seen, [40, 20])
     assert chunk.forward(None, query, key, value, key, None, output) is output
     for rows in (slice(0, 40), slice(40, 60)):
-        wanted = calibration_attention.causal(query[rows], key[rows], value[rows], 0.1, 3.0)
+        wanted = calibration_attention.causal(query[rows], key[rows], value[rows], *how)
         torch.testing.assert_close(output.view(65, 4, 64)[rows], wanted)
-        apart.add(query[rows], key[rows], value[rows], 0.1, 3.0)
+        apart.add(query[rows], key[rows], value[rows], *how)
     for row in range(60, 65):  # each of them alone
-        wanted = calibration_attention.causal(*(x[row : row + 1] for x in (query, key, value)), 0.1, 3.0)
+        wanted = calibration_attention.causal(*(x[row : row + 1] for x in (query, key, value)), *how)
         torch.testing.assert_close(output.view(65, 4, 64)[row : row + 1], wanted)
         apart.add_first(key[row : row + 1])
     torch.testing.assert_close(seen.factors().key_first, key[60:].mean(0))

@@ -96,42 +96,55 @@ class Engine:
     """Sequences that grow by steps through one layer of the backend, and what each step should have given."""
 
     def __init__(
-        self, module: Any, name: str, blocks: int = 12, width: int = 4, recent: int = 0, drafts: int = 0, chunk: int = 0
+        self, module: Any, name: str, blocks: int = 12, width: int = 4, recent: int = 0, drafts: int = 0,
+        chunk: int = 0, heads: int = HEADS, sinks: torch.Tensor | None = None, shared: bool = False,
     ) -> None:  # fmt: skip
+        """`shared`: what is asked is a second layer, which uses the cache of the first."""
         from kvpilot_runtime import backend
 
         self.width, self.recent, self.drafts, self.chunk = width, recent, drafts, chunk
         speculation = SimpleNamespace(method="ngram", num_speculative_tokens=drafts) if drafts else None
         vars(backend)["get_current_vllm_config"]().speculative_config = speculation
         self.fmt, self.rng = formats.parse(name), generator(11)
-        self.impl = module.CudaImpl(HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, name)
+        self.heads, self.sinks = heads, sinks
+        self.impl = module.CudaImpl(heads, DIM, DIM**-0.5, KV_HEADS, None, None, name, sinks=sinks)
         self.impl.recent = recent
         layer = SimpleNamespace(impl=self.impl, layer_name="model.layers.0.self_attn.attn")
+        layers = {"x": layer}
+        if shared:
+            other = module.CudaImpl(
+                heads, DIM, DIM**-0.5, KV_HEADS, None, None, name, kv_sharing_target_layer_name=layer.layer_name
+            )
+            other.recent = recent
+            layers["y"] = SimpleNamespace(impl=other, layer_name="model.layers.1.self_attn.attn")
+        self.layers = list(layers.values())
         # Keys at position 0 alone have a mean: every step must know which they are.
         self.factors = Factors.identity(KV_HEADS, DIM)
         self.factors.key_first.copy_(torch.arange(DIM).cos())
-        self.impl.set_factors(layer, self.factors)
+        for one in self.layers:
+            one.impl.set_factors(one, self.factors)
         config = SimpleNamespace(
-            compilation_config=SimpleNamespace(static_forward_context={"x": layer}, max_cudagraph_capture_size=8),
+            compilation_config=SimpleNamespace(static_forward_context=layers, max_cudagraph_capture_size=8),
             scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=256),
             cache_config=SimpleNamespace(cache_dtype=name),
             model_config=SimpleNamespace(dtype=torch.float32, max_model_len=width * BLOCK),
             speculative_config=speculation, kv_transfer_config=None,
         )  # fmt: skip
-        self.layer = layer
         kind = getattr(module, backend_class(name))
         if chunk:  # as vLLM makes the backend of such a layer
             made = pytest.importorskip("vllm.model_executor.layers.attention.chunked_local_attention")
             kind = made.create_chunked_local_attention_backend(kind, chunk)
-        self.builder = kind.get_builder_cls()(SimpleNamespace(block_size=BLOCK), ["x"], config, torch.device("cpu"))
-        assert self.builder.shape.cut().wave == 2
+        spec = SimpleNamespace(block_size=BLOCK)
+        self.builder = kind.get_builder_cls()(spec, list(layers), config, torch.device("cpu"))
+        assert self.builder.shape.cut().wave in (1, 2)
         self.cache = poisoned(blocks, KV_HEADS, BLOCK, self.fmt, DIM)
         self.free = list(range(1, blocks))
         self.tables: dict[str, list[int]] = {}
         self.ring_tables: dict[str, list[int]] = {}
         if recent:
             # The rings are pages of the same pool.
-            self.impl.ring = SimpleNamespace(kv_cache=self.cache, layer_name="ring")
+            for one in self.layers:
+                one.impl.ring = SimpleNamespace(kv_cache=self.cache, layer_name="ring")
             kept = recent + drafts
             spec = SimpleNamespace(kept=kept, ring_blocks=self.fmt.ring_blocks(kept, DIM, BLOCK),
                                    ring_tokens=self.fmt.ring_layout(DIM, BLOCK).tokens)  # fmt: skip
@@ -153,7 +166,7 @@ class Engine:
             torch.cat(
                 [torch.randn(total, heads, DIM, generator=self.rng), torch.full((padding, heads, DIM), torch.nan)]
             )
-            for heads in (HEADS, KV_HEADS, KV_HEADS)
+            for heads in (self.heads, KV_HEADS, KV_HEADS)
         )
         slots, at = [], 0
         table = torch.full((len(new), self.width), PAST_THE_END, dtype=torch.int32)
@@ -180,10 +193,13 @@ class Engine:
             block_table_tensor=table,
             slot_mapping=torch.tensor(slots + [-1] * padding),
         )  # fmt: skip
-        out = torch.full((total + padding, HEADS * DIM), torch.nan)
+        out = torch.full((total + padding, self.heads * DIM), torch.nan)
         meta = self.builder.build(0, common)
         STEP.attn_metadata = {"ring": self.rings(common, list(new))} if self.recent else None
-        self.impl.forward(self.layer, query, fresh_k, fresh_v, self.cache, meta, out)
+        new_tokens: tuple[torch.Tensor | None, ...] = fresh_k, fresh_v
+        for one in self.layers:  # the last one is looked at
+            one.impl.forward(one, query, *new_tokens, self.cache, meta, out.fill_(torch.nan))
+            new_tokens = None, None
         at = 0
         for name, seen, first, end, decodes in self.pieces(new, before):
             count, scale = end - first, DIM**-0.5
@@ -193,12 +209,18 @@ class Engine:
                 ends = range(first + 1 - seen, end + 1 - seen)
                 each = [(query[at + i], keys[:end], values[:end]) for i, end in enumerate(ends)]
                 wanted = torch.stack([
-                    self.with_window(*one) if self.recent else decode_reference(*one, self.fmt, scale, self.factors)
+                    self.with_window(*one) if self.recent
+                    else decode_reference(*one, self.fmt, scale, self.factors, sinks=self.sinks)
                     for one in each
                 ])  # fmt: skip
+            elif len(self.layers) > 1:
+                read = (round_trip(x, self.fmt, s, self.factors) for x, s in ((keys, "key"), (values, "value")))
+                wanted = attend(query[these], *read, scale)
             else:
-                wanted = prefill_reference(query[these], keys, values, first - seen, self.fmt, scale, self.factors)
-            found = out[these].view(count, HEADS, DIM)
+                wanted = prefill_reference(
+                    query[these], keys, values, first - seen, self.fmt, scale, self.factors, sinks=self.sinks
+                )
+            found = out[these].view(count, self.heads, DIM)
             assert ((found - wanted).norm(dim=-1) < 2e-3 * wanted.norm(dim=-1)).all(), name
             at += count
         for name, count in (wrong or {}).items():

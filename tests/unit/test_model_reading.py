@@ -63,7 +63,7 @@ def test_gemma_3_4b_has_the_heads_that_its_config_leaves_out():
 )
 def test_a_model_with_some_windows_is_not_taken_for_one_with_nothing_else(config, expected):
     assert layers(config) == expected
-    assert unsupported(read(config), gpu=True) is None
+    assert unsupported(read(config)) is None
 
 
 def test_a_hybrids_cache_is_that_of_its_few_layers_that_attend():
@@ -95,13 +95,13 @@ def test_a_field_that_is_null_is_not_the_classs_default():
 def test_layers_that_read_another_ones_cache_keep_none():
     found = read({"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text", "num_hidden_layers": 35}})
     assert (layers({"model_type": "gemma3n"}), found.shared_layers) == ({"full": 4, "window": 16}, 15)
-    assert "another layer's KV cache" in unsupported(found, gpu=True)
+    assert unsupported(found) is None
 
 
 def test_full_layers_may_have_a_head_dim_of_their_own():
     found = read({"model_type": "gemma4", "text_config": {"model_type": "gemma4_text", "num_hidden_layers": 30}})
     assert {group.kind: group.head_dim for group in found.groups} == {Kind.FULL: 512, Kind.WINDOW: 256}
-    assert "head_dim 512" in unsupported(found, gpu=False)
+    assert "head_dim 512" in unsupported(found)
 
 
 def test_a_latent_cache_is_one_entry_a_layer_and_an_index_comes_on_top():
@@ -119,7 +119,7 @@ def test_layers_without_attention_are_not_counted():
 def test_a_model_without_attention_has_no_cache_and_is_read_all_the_same():
     found = read({"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "num_hidden_layers": 64})
     assert (found.layers, found.state_layers, found.token_bytes("auto")) == (0, 64, 0)
-    assert "without attention" in unsupported(found, gpu=False)
+    assert "without attention" in unsupported(found)
 
 
 def test_kinds_that_are_not_known_are_said_and_not_counted():
@@ -128,7 +128,7 @@ def test_kinds_that_are_not_known_are_said_and_not_counted():
     )
     assert (found.layers, found.other_layers) == (1, 1)
     assert "quantum_attention" in found.doubt
-    assert unsupported(found, gpu=False)
+    assert unsupported(found)
 
 
 def test_a_model_that_nobody_here_knows_is_read_as_a_decoder_and_said_so():

@@ -48,8 +48,9 @@ def place_of(n, first, stride, RATIO: gl.constexpr, SEVERAL: gl.constexpr):
 
 
 @gluon.jit
-def load_query(query_ptr, apart_ptr, first, count, stride, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
-               RATIO: gl.constexpr, Q: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
+def load_query(query_ptr, apart_ptr, level_ptr, first, count, stride, KEY: gl.constexpr, D: gl.constexpr,
+               GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, LEVEL: gl.constexpr,
+               SEVERAL: gl.constexpr):  # fmt: skip
     """`count` queries of a KV head, at their `place_of`, as integers, int8 [bytes, 2 Q] by plane, and what products
     with them need.
 
@@ -60,7 +61,7 @@ def load_query(query_ptr, apart_ptr, first, count, stride, KEY: gl.constexpr, D:
     Returns:
         By plane int8 [bytes, 2 Q]; by group what sums start with, int32 [2 Q], for codes that are less by 128; by group
         what a zero code takes off a product, float32 [Q], over UNIT; `unit`, float32 [Q], NaN where a query has one;
-        in units what the score of the sequence's first token starts with, float32 [Q].
+        in units what the score of the sequence's first token starts with, float32 [Q], and every score with LEVEL.
     """
     PLANES: gl.constexpr = key_planes(KEY.bits, D, GROUP)
     WORDS: gl.constexpr = chunk_words(KEY.bits, D, GROUP)
@@ -104,8 +105,12 @@ def load_query(query_ptr, apart_ptr, first, count, stride, KEY: gl.constexpr, D:
         zeros = zeros + (even_columns(taken, Q),)
     unit = even_columns(largest * (1.0 / LARGEST) + nothing, Q)
     i = gl.arange(0, Q, COLS)
-    apart = gl.load(apart_ptr + place_of(i, first, stride, RATIO, SEVERAL), mask=i < count, other=0.0)
-    return operands, starts, zeros, unit, apart / unit
+    place = place_of(i, first, stride, RATIO, SEVERAL)
+    apart = gl.load(apart_ptr + place, mask=i < count, other=0.0)
+    level = gl.full([Q], 0.0, gl.float32, COLS)
+    if LEVEL:
+        level = gl.load(level_ptr + place, mask=i < count, other=0.0)
+    return operands, starts, zeros, unit, apart / unit, level / unit
 
 
 @gluon.jit

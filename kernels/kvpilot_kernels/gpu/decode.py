@@ -143,19 +143,20 @@ def attend(query, stage, m, total, zeros, acc, recent, base, table_ptr, ring_ptr
 
 @gluon.jit(do_not_specialize=["table_stride", "ring_table_stride"])
 def decode_kernel(
-    query_ptr, apart_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr, splits_ptr, starts_ptr, spans_ptr, bases_ptr,
-    out_ptr, lse_ptr, page_stride, head_stride, ring_page_stride, ring_head_stride, table_stride, ring_table_stride,
-    softcap, KEY: gl.constexpr, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr,
-    TAKE: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
-    WINDOW: gl.constexpr, RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr, SEVERAL: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    query_ptr, apart_ptr, level_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr, splits_ptr, starts_ptr, spans_ptr,
+    bases_ptr, out_ptr, lse_ptr, page_stride, head_stride, ring_page_stride, ring_head_stride, table_stride,
+    ring_table_stride, softcap, KEY: gl.constexpr, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
+    RATIO: gl.constexpr, TAKE: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+    SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr,
+    SEVERAL: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Partial attention of one split of the plan and TAKE queries of a KV head, at most 16; one warp.
 
     Grid (cdiv(most tokens of a sequence * RATIO, TAKE), kv_heads, splits).
 
     query: float16 [rows, kv_heads * RATIO, D], rotated, scaled by softmax scale * log2(e); a row is a query token.
-    apart: float32 [rows, kv_heads * RATIO], added to the score of the sequence's first token.
+    apart: float32 [rows, kv_heads * RATIO], added to the score of the sequence's first token; level: the same shape,
+    added to every score before its cap, unread where there is none.
     cache: packed pages; table: int32 [sequences, blocks]; splits: int32 [splits, 4] as (sequence, start, end, the
     sequence's length), a sequence of -1 is no work; KEY, VALUE: a `codec.SideLayout`.
     ring: pages of the last RECENT tokens' residuals, RING tokens in each of RING_BLOCKS; ring_table: int32 [sequences,
@@ -249,7 +250,8 @@ def decode_kernel(
 
         at = (row * heads + head).to(gl.int64) * RATIO + (0 if SEVERAL else first)
         query = load_query(
-            query_ptr + at * D, apart_ptr + at, first, count, heads * RATIO, KEY, D, GROUP, RATIO, Q, SEVERAL
+            query_ptr + at * D, apart_ptr + at, level_ptr + at, first, count, heads * RATIO, KEY, D, GROUP, RATIO, Q,
+            SOFTCAP, SEVERAL,
         )  # fmt: skip
         stage = 0
         m = gl.full([Q], -1e30, gl.float32, COLS)

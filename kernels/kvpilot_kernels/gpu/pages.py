@@ -56,21 +56,19 @@ class Shape:
 
     Args:
         fmt: one of kvpilot's own formats. head_dim: elements of a key and of a value.
-        kv_heads: KV heads here (of this rank). ratio: query heads per KV head, at most 16.
+        kv_heads: KV heads here (of this rank). ratio: query heads per KV head.
         block_size: tokens in a page. window: the last tokens that a query sees, 0 for all. softcap: 0 for none.
         recent: the last tokens that are read with what a ring adds, 0 for no ring.
 
     Raises:
-        BadInputError: more than 16 query heads per KV head.
+        BadInputError: no query head per KV head.
         FormatError: a recent window for a format of 8 bits, or a negative one.
     """
 
     def __init__(self, fmt: Format, head_dim: int, kv_heads: int, ratio: int, block_size: int, device: torch.device,
                  window: int = 0, softcap: float = 0.0, recent: int = 0) -> None:  # fmt: skip
-        if not 1 <= ratio <= 16:
-            raise check.BadInputError(
-                "ratio", f"is {ratio} query heads per KV head", "the kernels take 1 to 16; use 'auto'"
-            )
+        if ratio < 1:
+            raise check.BadInputError("ratio", f"is {ratio} query heads per KV head", "give 1 or more")
         self.fmt, self.head_dim, self.kv_heads, self.ratio = fmt, head_dim, kv_heads, ratio
         self.block_size, self.device, self.window, self.softcap = block_size, device, window, softcap
         self.recent, self.ring_blocks = recent, fmt.ring_blocks(recent, head_dim, block_size)
@@ -112,6 +110,7 @@ class Plan:
         partial: float32 [results, kv_heads, ratio, D]; lse: float32 [results, kv_heads, ratio].
         rotated: float16 [rows, kv_heads * ratio, D], the rotated queries.
         apart: float32 [rows, kv_heads * ratio], what is added to the scores of the sequences' first tokens.
+        level: the same shape, what keys' mean adds to every score; used where a cap or a sink makes it matter.
         several: of the step; None where each sequence is one row.
     """
 
@@ -131,6 +130,7 @@ class Plan:
         self.partial = torch.empty(results, *heads, dim, **make)  # type: ignore[call-overload]
         self.lse = torch.empty(results, *heads, **make)  # type: ignore[call-overload]
         self.apart = torch.empty(self.rows, heads[0] * heads[1], **make)  # type: ignore[call-overload]
+        self.level = torch.empty_like(self.apart)
         self.rotated = torch.empty(self.rows, heads[0] * heads[1], dim, dtype=torch.float16, **make)  # type: ignore[call-overload]
 
     def cut(self) -> Cut:
@@ -158,12 +158,14 @@ class GpuPages:
     """One layer's cache of packed pages, uint8 [blocks, kv_heads, block_size, row_bytes], flat per (block, head).
 
     `ring` holds the pages of the recent window, in the same shape and perhaps the same tensor; None without a window.
+    `sinks`: floats [kv_heads * ratio], a logit of each head that takes weight and has no value; None without.
 
     Raises:
-        BadInputError: the cache or the ring is not laid out as the shape says, naming what it should be.
+        BadInputError: cache, ring or sinks are not laid out as the shape says, naming what they should be.
     """
 
-    def __init__(self, cache: torch.Tensor, shape: Shape, factors: Factors, ring: torch.Tensor | None = None) -> None:
+    def __init__(self, cache: torch.Tensor, shape: Shape, factors: Factors, ring: torch.Tensor | None = None,
+                 sinks: torch.Tensor | None = None) -> None:  # fmt: skip
         check.page_cache(cache, shape.fmt, shape.head_dim)
         if tuple(cache.shape[1:3]) != (shape.kv_heads, shape.block_size):
             raise check.BadInputError(
@@ -175,6 +177,8 @@ class GpuPages:
             check.page_cache(ring, shape.fmt, shape.head_dim, "ring")
         self.cache, self.shape, self.factors = cache, shape, factors
         self.ring = cache if ring is None else ring
+        check.sinks(sinks, shape.kv_heads * shape.ratio)
+        self.sinks = sinks
 
     def store(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor,
               plan: Plan, decodes: int, scale: float, ring_slots: torch.Tensor | None = None,
@@ -205,12 +209,13 @@ class GpuPages:
         heads, block = s.kv_heads * (2 + (s.ratio if decodes else 0)), tuning.store_block(s.head_dim, tokens)
         store_kernel[(triton.cdiv(tokens, block.tokens), heads)](
             query, key, value, slot_mapping, slot_mapping if ordinals is None else ordinals, self.cache,
-            slot_mapping if ring_slots is None else ring_slots, self.ring, plan.rotated, plan.apart, s.key_rotation,
-            s.value_rotation, s.rotation, f.key_first, f.key_mean, f.key_scale, f.value_mean, f.value_scale, tokens,
-            0 if ordinals is None else ordinals.shape[0], decodes, query.stride(0), key.stride(0), value.stride(0),
-            self.cache.stride(0), self.cache.stride(1), self.ring.stride(0), self.ring.stride(1), scale * LOG2_E,
-            RATIO=s.ratio, RING=s.ring_tokens, TOKENS=block.tokens, WAIT=s.can_overlap, **s.codec,
-            num_warps=block.warps, **s.chained,
+            slot_mapping if ring_slots is None else ring_slots, self.ring, plan.rotated, plan.apart, plan.level,
+            s.key_rotation, s.value_rotation, s.rotation, f.key_first, f.key_mean, f.key_scale, f.value_mean,
+            f.value_scale, tokens, 0 if ordinals is None else ordinals.shape[0], decodes, query.stride(0),
+            key.stride(0), value.stride(0), self.cache.stride(0), self.cache.stride(1), self.ring.stride(0),
+            self.ring.stride(1), scale * LOG2_E, RATIO=s.ratio, RING=s.ring_tokens, TOKENS=block.tokens,
+            LEVEL=s.softcap > 0 or self.sinks is not None, WAIT=s.can_overlap, **s.codec, num_warps=block.warps,
+            **s.chained,
         )  # fmt: skip
 
     def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, out: torch.Tensor,
@@ -246,7 +251,7 @@ class GpuPages:
         """The first half of `decode`: partial results of every split, into the plan."""
         s, rings, cut = self.shape, block_table if ring_table is None else ring_table, plan.cut()
         decode_kernel[(cut.parts, s.kv_heads, most_splits(seq_lens.shape[0], cut.wave))](
-            plan.rotated, plan.apart, self.cache, block_table, self.ring, rings, plan.splits,
+            plan.rotated, plan.apart, plan.level, self.cache, block_table, self.ring, rings, plan.splits,
             plan.spans if plan.several is None else plan.several.starts, plan.spans, plan.bases, plan.partial, plan.lse,
             self.cache.stride(0), self.cache.stride(1), self.ring.stride(0), self.ring.stride(1),
             block_table.stride(0), rings.stride(0), s.softcap, KEY=s.key, VALUE=s.value, D=s.head_dim,
@@ -263,8 +268,9 @@ class GpuPages:
         starts, owners = (plan.spans, plan.spans) if several is None else (several.starts, several.owners)
         reduce_kernel[(rows, s.kv_heads, s.ratio // take)](
             plan.partial, plan.lse, plan.spans, starts, owners, plan.bases, s.rotation, f.value_mean, f.value_scale,
-            out, out.stride(0), KV_HEADS=s.kv_heads, RATIO=s.ratio, TAKE=take, D=s.head_dim, WIDE=s.codec["WIDE"],
-            ROWS=triton.next_power_of_2(take), STEP=step, SEVERAL=several is not None, OVERLAP=s.can_overlap,
+            plan.lse if self.sinks is None else self.sinks, plan.level, out, out.stride(0), KV_HEADS=s.kv_heads,
+            RATIO=s.ratio, TAKE=take, D=s.head_dim, WIDE=s.codec["WIDE"], ROWS=triton.next_power_of_2(take), STEP=step,
+            SEVERAL=several is not None, SINKS=self.sinks is not None, LEVEL=s.softcap == 0, OVERLAP=s.can_overlap,
             num_warps=warps, **s.chained,
         )  # fmt: skip
 

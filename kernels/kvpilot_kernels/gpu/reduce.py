@@ -3,6 +3,8 @@
 With partial outputs o_i and log-sums L_i (base 2), o = sum_i 2^(L_i - L) o_i with L = log2 sum_i 2^L_i; then
 
     out = (o H^T) / value_scale + value_mean
+
+An attention sink, a logit a with no value, is one more summand of L alone.
 """
 
 import triton
@@ -11,19 +13,24 @@ from triton.language.extra.cuda import gdc_wait
 
 from kvpilot_kernels.gpu.rotation import load_rotation, rotate
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases_ptr, rotation_ptr, value_mean_ptr,
-                  value_scale_ptr, out_ptr, out_stride, KV_HEADS: tl.constexpr, RATIO: tl.constexpr,
-                  TAKE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-                  SEVERAL: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+                  value_scale_ptr, sinks_ptr, level_ptr, out_ptr, out_stride, KV_HEADS: tl.constexpr,
+                  RATIO: tl.constexpr, TAKE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+                  STEP: tl.constexpr, SEVERAL: tl.constexpr, SINKS: tl.constexpr, LEVEL: tl.constexpr,
+                  OVERLAP: tl.constexpr):  # fmt: skip
     """Grid (rows, KV_HEADS, RATIO / TAKE): a program takes TAKE of the query heads of a KV head, of one query token.
 
     partial: float32 [results, KV_HEADS, RATIO, D]; lse: float32 [results, KV_HEADS, RATIO]; spans: int32 [sequences,
     2]; rotation: [WIDE, WIDE], H in the order of elements; out: [rows, KV_HEADS * RATIO, D], any float dtype, stride
     per row in elements. A sequence without splits gets zeros. ROWS: TAKE padded to a power of two; STEP: splits in
     flight. owners: int32 [rows], each one's sequence, negative for padding, which gets zeros; starts, bases: as `plan`
-    has them. Without SEVERAL each sequence is a row, and these are not read.
+    has them. Without SEVERAL each sequence is a row, and these are not read. sinks: [KV_HEADS * RATIO], natural
+    logits of any float dtype, read with SINKS alone. level: float32 [rows, KV_HEADS * RATIO], what every score lacks,
+    in powers of two, read with LEVEL alone.
     """
     token = tl.program_id(0)
     head = tl.program_id(1)
@@ -64,10 +71,19 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases
         norm = norm * old + weight
         acc = acc * old + weight * part
         top = higher
-    weight = tl.exp2(top - tl.max(top, 0)[None, :, :])
+    highest = tl.max(top, 0)
+    weight = tl.exp2(top - highest[None, :, :])
     total = tl.sum(weight * norm, 0)
     merged = tl.sum(weight * acc, 0) / tl.where(total > 0, total, 1.0)
-    out = rotate(merged, rotation, D)
-    out = tl.where(number > 0, out / factor[None, :] + mean[None, :], 0.0)
+    out = rotate(merged, rotation, D) / factor[None, :] + mean[None, :]
+    if SINKS:
+        heads = head * RATIO + begin + row
+        sink = tl.load(sinks_ptr + heads, mask=row < TAKE, other=0.0).to(tl.float32) * LOG2_E
+        if LEVEL:
+            at = level_ptr + token.to(tl.int64) * (KV_HEADS * RATIO) + heads
+            # Of padding there is none.
+            sink -= tl.load(at, mask=(row < TAKE) & (number > 0), other=0.0)
+        out = out * total / (total + tl.exp2(sink[:, None] - highest))
+    out = tl.where(number > 0, out, 0.0)
     to = out_ptr + token.to(tl.int64) * out_stride + (head * RATIO + begin + row)[:, None] * D + d[None, :]
     tl.store(to, out.to(out_ptr.dtype.element_ty), mask=(row < TAKE)[:, None] & (d < D)[None, :])

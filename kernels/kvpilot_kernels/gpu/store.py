@@ -169,11 +169,11 @@ def store_side(x_ptr, stride, first_ptr, mean_ptr, scale_ptr, rotation_ptr, slot
 @triton.jit(do_not_specialize=["tokens", "numbered", "decodes"])
 def store_kernel(
     query_ptr, key_ptr, value_ptr, slots_ptr, ordinals_ptr, cache_ptr, ring_slots_ptr, ring_ptr, rotated_ptr, apart_ptr,
-    key_rotation_ptr, value_rotation_ptr, query_rotation_ptr, key_first_ptr, key_mean_ptr, key_scale_ptr,
+    level_ptr, key_rotation_ptr, value_rotation_ptr, query_rotation_ptr, key_first_ptr, key_mean_ptr, key_scale_ptr,
     value_mean_ptr, value_scale_ptr, tokens, numbered, decodes, query_stride, key_stride, value_stride, page_stride,
     head_stride, ring_page_stride, ring_head_stride, scale, KV_HEADS: tl.constexpr, RATIO: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
-    RING: tl.constexpr, TOKENS: tl.constexpr, WAIT: tl.constexpr,
+    RING: tl.constexpr, TOKENS: tl.constexpr, LEVEL: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(tokens, TOKENS), KV_HEADS * (2 + RATIO)): keys, values, then queries of the first `decodes` tokens.
 
@@ -183,6 +183,8 @@ def store_kernel(
     RING is 0; rotated: float16 [decodes, KV_HEADS * RATIO, D]; apart: float32 [decodes, KV_HEADS * RATIO], to be added
     to the scores of first tokens; rotations: [WIDE, WIDE] (`rotation`); factors: float32 [KV_HEADS, D]; KEY, VALUE: a
     `SideLayout`.
+    level: as `apart`, what the keys' mean adds to every score. Written with LEVEL alone: a softmax does not see what
+    all scores have, unless they have a cap or it has a sink.
     WAIT: launched as a dependent: what the kernel before this one wrote is there after `gdc_wait`.
     """
     head = tl.program_id(1)
@@ -208,15 +210,18 @@ def store_kernel(
             mask = (row < decodes * RATIO)[:, None] & (d < D)[None, :]
             factor = tl.load(key_scale_ptr + kv * D + d, mask=d < D, other=1.0)
             apart = tl.load(key_first_ptr + kv * D + d, mask=d < D, other=0.0)
-            apart -= tl.load(key_mean_ptr + kv * D + d, mask=d < D, other=0.0)
+            mean = tl.load(key_mean_ptr + kv * D + d, mask=d < D, other=0.0)
+            apart -= mean
             rotation = load_rotation(query_rotation_ptr, WIDE, False)
             if WAIT:
                 gdc_wait()
             token = (row // RATIO)[:, None].to(tl.int64)
             element = ((kv * RATIO + row % RATIO) * D)[:, None] + d[None, :]
             x = tl.load(query_ptr + token * query_stride + element, mask=mask, other=0.0).to(tl.float32)
-            to = apart_ptr + (row // RATIO).to(tl.int64) * (KV_HEADS * RATIO) + (kv * RATIO + row % RATIO)
-            tl.store(to, tl.sum(x * apart[None, :], 1) * scale, mask=row < decodes * RATIO)
+            place = (row // RATIO).to(tl.int64) * (KV_HEADS * RATIO) + (kv * RATIO + row % RATIO)
+            tl.store(apart_ptr + place, tl.sum(x * apart[None, :], 1) * scale, mask=row < decodes * RATIO)
+            if LEVEL:
+                tl.store(level_ptr + place, tl.sum(x * mean[None, :], 1) * scale, mask=row < decodes * RATIO)
             y = rotate(x / factor[None, :], rotation, D) * scale
             tl.store(rotated_ptr + token * (KV_HEADS * RATIO * D) + element, y.to(tl.float16), mask=mask)
         elif WAIT:

@@ -58,11 +58,11 @@ def score(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D: gl.c
     """A tile's scores, float32 [TILE, Q], in their query's `unit` or, with SOFTCAP, as they are.
 
     With RECENT, with what the ring's digits add: `fine` as `fine_scale` has it. Token 0 of the sequence has a mean of
-    its own, so its score starts with `apart`; t: the tile's first token.
+    its own, so its score starts with `apart`; t: the tile's first token. With SOFTCAP `level` is added before the cap.
     """
     COUNT: gl.constexpr = chunks(KEY.bits, D, GROUP)
     DIGITS: gl.constexpr = KEY.digits if RECENT else 0
-    operands, starts, taken, unit, apart = query
+    operands, starts, taken, unit, apart, level = query
     codes = load_keys(keys, stage, COUNT)
     token = gl.arange(0, TILE, ROWS)
     score = gl.where(
@@ -92,6 +92,7 @@ def score(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D: gl.c
                 finer = gl.where(fine[2], finer, 0.0)
             score += finer
     if SOFTCAP:
+        score += level[None, :]
         power = gl.exp2(score * unit[None, :] * (2.0 / softcap))
         score = (1.0 - 2.0 / (power + 1.0)) * (softcap * 1.4426950408889634)
     return score

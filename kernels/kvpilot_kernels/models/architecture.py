@@ -54,7 +54,7 @@ class Architecture:
         latent: elements that a token keeps in each layer under multi-head latent attention; 0 without.
         index_bytes: bytes that a token's index takes in each layer of sparse attention, whatever the dtype.
         softcap: the cap of attention's logits, or None.
-        sinks, alibi, encoder_decoder: attention has sinks; biases by distance; the model has cross attention.
+        alibi, encoder_decoder: attention has biases by distance; the model has cross attention.
         bidirectional: tokens attend to those after them, too, as in models for embeddings.
         image_prefix: the tokens of an image do, among themselves.
         custom_code: the repository brings its own model code (`auto_map`).
@@ -74,7 +74,6 @@ class Architecture:
     latent: int = 0
     index_bytes: int = 0
     softcap: float | None = None
-    sinks: bool = False
     alibi: bool = False
     encoder_decoder: bool = False
     bidirectional: bool = False

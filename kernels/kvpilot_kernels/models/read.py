@@ -16,7 +16,6 @@ LATENT = frozenset({
 })  # fmt: skip
 """model_type of models that vLLM serves with a latent cache where they have a kv_lora_rank; others unfold it."""
 
-_SINKS = frozenset({"gpt_oss"})
 _ALIBI = frozenset({"bloom", "mpt"})
 _IMAGE_PREFIX = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "paligemma"})
 _INDEX_SCALE_BYTES = 4  # vLLM keeps an index in fp8 with a float32 scale
@@ -58,7 +57,6 @@ def read(raw: Mapping[str, Any]) -> Architecture:
         latent=_latent(fields),
         index_bytes=fields.size("index_head_dim") + _INDEX_SCALE_BYTES if fields.size(_INDEXED) else 0,
         softcap=_softcap(fields),
-        sinks=fields.model_type in _SINKS or fields.get("add_full_attention_sink_bias") is True,
         alibi=fields.model_type in _ALIBI or fields.get("alibi") is True,
         encoder_decoder=crossed,
         bidirectional=fields.get("is_causal") is False or fields.get("use_bidirectional_attention") in (True, "all"),
