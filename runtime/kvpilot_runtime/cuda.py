@@ -115,6 +115,7 @@ class CudaImpl(PackedImpl):
             "softcap": self.softcap, "fa_version": self.fa_version, "return_softmax_lse": True,
         }  # fmt: skip
         whole = prefills.whole
+        lse: torch.Tensor
         if whole is not None:
             key, value = self._read(pages, prefills.block_table, whole, query.dtype)
             _, lse = flash_attn_varlen_func(

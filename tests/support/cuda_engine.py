@@ -214,8 +214,8 @@ class Engine:
                     for one in each
                 ])  # fmt: skip
             elif len(self.layers) > 1:
-                read = (round_trip(x, self.fmt, s, self.factors) for x, s in ((keys, "key"), (values, "value")))
-                wanted = attend(query[these], *read, scale)
+                old = [round_trip(x, self.fmt, s, self.factors) for x, s in ((keys, "key"), (values, "value"))]
+                wanted = attend(query[these], old[0], old[1], scale)
             else:
                 wanted = prefill_reference(
                     query[these], keys, values, first - seen, self.fmt, scale, self.factors, sinks=self.sinks
