@@ -12,6 +12,7 @@ from kvpilot_demo.models import tiny_llama, tiny_qwen3
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime import calibration
 from support.engines_in_turn import refused
+from support.families import VOCABULARY, make
 from support.oracle import SLACK, Oracle
 from support.stepped_engine import Asked, serve
 
@@ -48,6 +49,23 @@ def test_answers_are_those_of_the_calibrated_codec(tmp_path: Path) -> None:
     # The check can fail: without the factors the same codec gives other answers.
     plain = Oracle(tiny_llama(), "k4v4")
     assert sum(max(plain.shortfalls(prompt, answer)) > SLACK for prompt, answer in both) > 20
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss"], ids=["soft cap", "attention sinks"])
+def test_what_sees_scores_whole_sees_what_the_means_of_keys_add(family: str, tmp_path: Path) -> None:
+    model, file = make(family, tmp_path / "model"), tmp_path / "factors.safetensors"
+    layers = write_factors(model, file)
+    rng = random.Random(6)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randint(8, 120))] for _ in range(20)]
+    options = {"max_num_batched_tokens": 48, "kv_cache_memory_bytes": 64 << 20, "max_model_len": 160, "block_size": 16,
+               "kv_cache_dtype_skip_layers": ["sliding_window"], "skip_tokenizer_init": True}  # fmt: skip
+    question = Asked(str(model), "k4v4", [prompts], [[16] * 20], options, recent=0, calibration=str(file))
+    both = list(zip(prompts, serve(question).answers[0], strict=True))
+    calibrated = Oracle(model, "k4v4", layers)
+    wrong = [i for i, (prompt, answer) in enumerate(both) if not calibrated.sound(prompt, answer)]
+    assert not wrong
+    plain = Oracle(model, "k4v4")
+    assert sum(max(plain.shortfalls(prompt, answer)) > SLACK for prompt, answer in both) > 5
 
 
 def test_the_file_of_another_model_ends_the_start_with_what_differs(tmp_path: Path) -> None:
