@@ -62,8 +62,8 @@ def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
     engine.builder.__class__ = bounded_backend(cuda.CudaBackend).get_builder_cls()
     engine.builder.kv_cache_spec = SimpleNamespace(bound=BOUND, block_size=BLOCK)
     engine.builder.held = heavy.HeldTables(BOUND, BLOCK, 8, torch.device("cpu"))
-    engine.layer.kv_cache = engine.cache
-    weigh = heavy_cuda.weigher(engine.layer)
+    engine.layers[0].kv_cache = engine.cache
+    weigh = heavy_cuda.weigher(engine.layers[0])
     blocks = {sequence: [engine.free.pop() for _ in range(9)] for sequence in "abc"}
     held: dict[str, list[int]] = {sequence: [] for sequence in "abc"}
     keys, values = ({s: torch.randn(0, KV_HEADS, DIM) for s in "abc"} for _ in "kv")
@@ -101,7 +101,7 @@ def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
         metadata = engine.builder.build(0, common)
         if max(counts) == 1:  # as captured graphs read it
             assert metadata.block_table.data_ptr() == engine.builder.held.table.data_ptr()
-        engine.impl.forward(engine.layer, query, fresh_k, fresh_v, engine.cache, metadata, out)
+        engine.impl.forward(engine.layers[0], query, fresh_k, fresh_v, engine.cache, metadata, out)
         weighing = getattr(metadata, heavy.MARK)
         if weighing is not None:
             for _ in range(LAYERS):
