@@ -36,6 +36,10 @@ _PRIVATE = re.compile(
 )
 """Fields whose values may be keys and tokens. Messages go into the status, events and logs, and do without them."""
 
+_BEFORE_QUERY = "^([^?]*://[^?]*|[^?]*([?]([^=]*$)?)?)"
+"""All of a text, or of an address what comes before `?`. One without a scheme is known by the `=` in its query. The
+CRD's rules have the same expression in their messages."""
+
 _OPTION = re.compile(r"-[^=:\s]*")
 
 MAX_SPEC_BYTES = 128 * 1024
@@ -217,13 +221,13 @@ def _shown(value: Json, field: str) -> str:
         return "a list"
     if isinstance(value, bool):
         return str(value).lower()
-    text = repr(_address(value))
+    text = repr(_without_query(value))
     return text if len(text) <= 100 else text[:97] + "..."
 
 
-def _address(value: Json) -> Json:
-    """What comes before a query, which may be a signature."""
-    return value.partition("?")[0] if isinstance(value, str) else value
+def _without_query(value: Json) -> Json:
+    """Without what may be a signature."""
+    return re2.search(_BEFORE_QUERY, value)[0] if isinstance(value, str) else value
 
 
 def _length(value: Json) -> int:
@@ -262,7 +266,11 @@ def _broken(value: Json, schema: Mapping[str, Json], path: str) -> Iterator[Faul
     for relative, message in broken_rules(value, schema):
         at_fault = _at(value, relative)
         field = f"{path}{relative}"
-        if isinstance(at_fault, (str, int)) and not _PRIVATE.search(field) and str(_address(at_fault)) not in message:
+        if (
+            isinstance(at_fault, (str, int))
+            and not _PRIVATE.search(field)
+            and str(_without_query(at_fault)) not in message
+        ):
             message = f"is {_shown(at_fault, field)}: {message}"
         yield Fault(field.lstrip("."), message)
     for item, child, at in _children(value, schema, path):
