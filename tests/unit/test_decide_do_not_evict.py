@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 
 from kvpilot_operator.act.perform import mark_do_not_evict
+from kvpilot_operator.api.schema import Fault
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.trial.placement import do_not_evict
+from kvpilot_operator.decide.trial import do_not_evict
 from kvpilot_operator.errors import Conflict
 from kvpilot_operator.render.names import DO_NOT_EVICT_ANNOTATION
 from kvpilot_operator.state.decision import Find, Measure
@@ -69,12 +71,42 @@ def test_a_paused_trial_keeps_no_node_alive():
     assert cluster.do_not_evict == set()
 
 
-def test_an_invalid_spec_keeps_no_node_alive():
+REFUSED = manifest(scaling={"minReplicas": 5, "maxReplicas": 2})
+
+
+def test_a_trial_whose_spec_is_refused_and_soon_mended_keeps_its_pods_marked_throughout():
+    cluster = on_trial(3)
+    asked = cluster.obj
+    cluster.until(stage("Shifting"))
+    cluster.tick()
+    marked = set(cluster.do_not_evict)
+    assert marked == names(cluster, NEW) != set()
+    cluster.edit(REFUSED)
+    for _ in range(12):
+        cluster.tick()
+        assert cluster.do_not_evict == marked
+    cluster.edit(asked)
+    cluster.tick()
+    assert cluster.do_not_evict >= marked
+    cluster.until(ended)
+    assert cluster.do_not_evict == set()
+
+
+def test_a_spec_that_stays_refused_keeps_no_node_alive():
     cluster = on_trial(3)
     cluster.until(stage("Shifting"))
-    cluster.edit(manifest(scaling={"minReplicas": 5, "maxReplicas": 2}))
-    cluster.tick()
-    assert cluster.do_not_evict == set()
+    cluster.edit(REFUSED)
+    began = cluster.now
+    while cluster.do_not_evict:
+        cluster.tick()
+        assert cluster.now - began < timedelta(minutes=11)
+    assert parse_status(cluster.status).canary is not None
+
+
+def test_a_spec_that_is_refused_without_a_trial_marks_nobody():
+    s = running(manifest(), "auto")
+    s = replace(s, spec=None, faults=(Fault("spec", "is wrong"),), pods=(replace(s.pods[0], do_not_evict=True),))
+    assert decide(s).do_not_evict == frozenset()
 
 
 def test_what_a_killed_operator_left_behind_is_taken_off_by_the_next():
@@ -94,7 +126,7 @@ def test_pods_on_their_way_out_and_searches_mark_nobody():
     ask = Measure("i", s.pods[0].name, url, "m", "fp8", "c")
 
     def left_alone(s, request):
-        return do_not_evict(replace(Context.of(s, spec_of(obj)), request=request)).do_not_evict
+        return do_not_evict.mark(replace(Context.of(s, spec_of(obj)), request=request)).do_not_evict
 
     assert left_alone(s, None) == left_alone(s, Find("i", "b", "c")) == frozenset()
     assert left_alone(s, ask) == {s.pods[0].name}

@@ -37,6 +37,8 @@ class Draft:
     events: tuple[Event, ...] = ()
     gates: Mapping[str, bool] = field(default_factory=dict)
     """Readiness gates to be opened or closed, by pod."""
+    do_not_evict: frozenset[str] = frozenset()
+    """Pods that autoscalers are asked to leave alone."""
     unanswered: tuple[Unanswered, ...] = ()
 
     @property
@@ -196,7 +198,6 @@ class Context(Draft):
     """The Service and its disruption budget."""
     shared: Placed = _NOTHING
     """The canary's Service, and the HTTPRoute."""
-    do_not_evict: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, s: Snapshot, spec: Spec) -> Context:

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from kvpilot_operator.decide import conditions, pressure, summary, target
 from kvpilot_operator.decide.accuracy import probing
 from kvpilot_operator.decide.context import Context, Draft
-from kvpilot_operator.decide.trial import admission, placement, rollout, storage, unreadable
+from kvpilot_operator.decide.trial import admission, do_not_evict, placement, rollout, storage, unreadable
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.questions import Question, unanswered
 from kvpilot_operator.state.snapshot import Snapshot
@@ -57,7 +57,7 @@ RULES: tuple[Rule[Context], ...] = (
     Rule(Question.TRAFFIC, placement.own_service),
     Rule(Question.SHARE, placement.share),
     Rule(Question.ADMISSION, admission.admit),
-    Rule(Question.DO_NOT_EVICT, placement.do_not_evict, otherwise=placement.evict_as_now),
+    Rule(Question.DO_NOT_EVICT, do_not_evict.mark, otherwise=do_not_evict.as_now),
     Rule(Question.JOURNAL, summary.explain),
     Rule(Question.CONDITIONS, conditions.tell),
 )
@@ -66,7 +66,7 @@ RULES: tuple[Rule[Context], ...] = (
 UNREADABLE: tuple[Rule[Context], ...] = (
     Rule(Question.WORKLOAD, pressure.judge_workload),
     Rule(Question.ADMISSION, admission.admit_serving),
-    Rule(Question.DO_NOT_EVICT, placement.evict_as_now),
+    Rule(Question.DO_NOT_EVICT, do_not_evict.as_now),
     Rule(Question.JOURNAL, unreadable.explain),
     Rule(Question.CONDITIONS, conditions.tell),
 )
@@ -74,6 +74,7 @@ UNREADABLE: tuple[Rule[Context], ...] = (
 
 REFUSED: tuple[Rule[Draft], ...] = (
     Rule(Question.ADMISSION, admission.admit_serving),
+    Rule(Question.DO_NOT_EVICT, do_not_evict.while_refused),
     Rule(Question.CONDITIONS, conditions.refuse),
 )
 """For a service whose spec breaks the API's rules: what runs is left as it is."""
@@ -85,7 +86,13 @@ def decide(s: Snapshot) -> Decision:
     """Snapshot in, Decision out; total: every snapshot has a decision, and each question that fails is named in it."""
     if s.spec is None:
         refused = conditions.report(fold(_seen(Draft(snapshot=s, status=s.status)), REFUSED))
-        return Decision(refused.status, events=refused.events, gates=refused.gates, unanswered=refused.unanswered)
+        return Decision(
+            refused.status,
+            events=refused.events,
+            gates=refused.gates,
+            do_not_evict=refused.do_not_evict,
+            unanswered=refused.unanswered,
+        )
     rules = RULES if s.unreadable is None else UNREADABLE
     c = conditions.report(fold(_seen(Context.of(s, s.spec)), rules))
     return Decision(

@@ -18,13 +18,11 @@ from kvpilot_operator.decide.trial import baseline, pools, traffic
 from kvpilot_operator.render.names import HTTP_ROUTE_API, canary_service
 from kvpilot_operator.render.objects import disruption_budget, http_route, route_rules, service, workload
 from kvpilot_operator.render.startup import startup_budget_seconds
-from kvpilot_operator.state.decision import Find, Manifest, Objects
+from kvpilot_operator.state.decision import Manifest, Objects
 from kvpilot_operator.state.enums import Stage, TrafficMode
-from kvpilot_operator.state.questions import Question, keeps_probe
+from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Stable
-
-_JUDGED = (Stage.STARTING, Stage.PROBING, Stage.SHIFTING)
 
 
 def objects(c: Context) -> Objects | None:
@@ -151,28 +149,6 @@ def _route(c: Context, percent: int) -> Manifest | None:
     return route_rules(s.key, s.route, shared) if s.route is not None and shared != tuple(rules) else None
 
 
-def do_not_evict(c: Context) -> Context:
-    """Pods that a cluster autoscaler should leave where they are: those on trial, those borrowed, the one probed.
-
-    An eviction there ruins minutes of measuring and nothing else, so this is never a right to stay: it is derived anew
-    in every reconcile, ends with the trial's verdict, and a trial that the user has paused has none. `kubectl drain`
-    does not look at it at all.
-    """
-    asked = None if c.request is None or isinstance(c.request, Find) else c.request.pod
-    judged: set[str | None] = set()
-    if c.canary is not None and c.canary.stage in _JUDGED and not c.spec.rollout.paused:
-        judged = {c.canary.revision, baseline.borrowed(c)}
-    pods = [p for p in c.snapshot.pods if not p.terminating]
-    names = frozenset(p.name for p in pods if p.revision in judged or p.name == asked)
-    # A probe that goes on goes on undisturbed.
-    return replace(c, do_not_evict=names | _marked(c.snapshot) if keeps_probe(c.unanswered) else names)
-
-
-def evict_as_now(c: Context) -> Context:
-    """The pods that autoscalers are asked to leave alone already."""
-    return replace(c, do_not_evict=_marked(c.snapshot))
-
-
 def _nodes(c: Context, selected: str) -> int:
     """Pods of each replica that is selected; 1, as if there were no workers, while it is not the same for all."""
     spread, there = c.spec.engine.nodes, c.snapshot.deployments
@@ -185,10 +161,6 @@ def _gated(s: Snapshot, revision: str) -> bool:
     """Whether a revision's pods have our readiness gate: adding it to those that are there would restart them."""
     there = s.deployments.get(revision)
     return there is None or there.gated
-
-
-def _marked(s: Snapshot) -> frozenset[str]:
-    return frozenset(p.name for p in s.pods if p.do_not_evict and not p.terminating)
 
 
 def _lets_go(c: Context, covered: int) -> bool:
