@@ -58,6 +58,19 @@ def test_a_change_of_the_spec_in_the_middle_of_a_promotion_goes_back_replica_by_
     assert list(cluster.deployments.values()) == [(OLD, 3)]
 
 
+@pytest.mark.parametrize("why", [{"slow": {NEW: 1.6}}, {"failing": {NEW: 0.5}}])
+def test_from_the_write_that_ends_a_rollback_on_the_status_says_why_the_spec_is_not_reached(why):
+    cluster = on_trial(2, cluster=why)
+    cluster.until(stage("RollingBack"))
+    first = cluster.until(ended)
+    assert first.last_canary.stage == "RolledBack"
+    cluster.tick()
+    told = [{one.type: (one.status, one.reason) for one in status.conditions} for status in (first, cluster.parsed())]
+    assert told[0]["Stalled"] == told[1]["Stalled"] == ("True", "RevisionFailed")
+    assert told[0]["Progressing"] == told[1]["Progressing"] == ("False", "RevisionFailed")
+    assert told[0]["Ready"] == told[1]["Ready"]
+
+
 def test_looks_err_with_less_than_alpha_together():
     spent = sum(shifting.ALPHA / 2 ** (n + 1) for n in range(20))
     assert spent < shifting.ALPHA

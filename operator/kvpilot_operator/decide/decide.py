@@ -50,6 +50,7 @@ RULES: tuple[Rule[Context], ...] = (
     Rule(Question.TARGET, target.choose, otherwise=target.unchanged),
     Rule(Question.STORAGE, storage.keep),
     Rule(Question.TRIAL, rollout.advance),
+    Rule(Question.TARGET, target.after_rollback),
     Rule(Question.ACCURACY, probing.probe),
     Rule(Question.SUMMARY, summary.summarise),
     Rule(Question.ENGINES, placement.replicas, otherwise=placement.as_they_are),

@@ -22,6 +22,11 @@ def choose(c: Context) -> Context:
     return replace(c, target=left)
 
 
+def after_rollback(c: Context) -> Context:
+    """Chosen again where a rollback has just ended: while it went on, the target was what has failed."""
+    return choose(c) if c.before.canary is not None and c.canary is None and c.stable == c.before.stable else c
+
+
 def unchanged(c: Context) -> Context:
     """What is under way, where no target could be chosen: nothing new is started."""
     part = c.canary or c.stable
