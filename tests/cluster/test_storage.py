@@ -104,6 +104,21 @@ def test_a_claim_that_no_class_makes_a_volume_for_is_told_with_the_remedy(
     assert rest.get(claim(namespace))["status"]["phase"] == "Pending"
 
 
+def test_a_volume_that_is_not_made_for_the_pod_that_waits_for_it_is_told_before_the_scheduler_gives_up(
+    rest: Rest, namespace: str
+) -> None:
+    name = f"class-{namespace}"
+    rest.create(
+        "/apis/storage.k8s.io/v1/storageclasses",
+        {"metadata": {"name": name}, "provisioner": "example.org/none", "volumeBindingMode": "WaitForFirstConsumer"},
+    )
+    create(rest, namespace, **weights("1Gi", storageClassName=name))
+    found = told(rest, namespace, "Ready", "ClaimNotBound")
+    assert f"of StorageClass {name}" in found["message"]
+    assert "The scheduler says: nothing of pod chat-" in found["message"]
+    assert rest.get(claim(namespace))["status"]["phase"] == "Pending"
+
+
 def test_a_quota_on_storage_is_told(rest: Rest, namespace: str) -> None:
     quotas = f"/api/v1/namespaces/{namespace}/resourcequotas"
     rest.create(quotas, {"metadata": {"name": "team"}, "spec": {"hard": {"requests.storage": "1Gi"}}})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,9 +16,12 @@ from kvpilot_operator.api.pods import Claim
 from kvpilot_operator.api.schema import faults
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import Conflict, Rejected
+from kvpilot_operator.observe.views import pod_view
 from kvpilot_operator.render.engine import pod_template
 from kvpilot_operator.render.names import KIND
 from kvpilot_operator.render.objects import claim
+from kvpilot_operator.state.objects import PodView
+from kvpilot_operator.times import utc
 from kvpilot_runtime import compiled
 from support import services
 from support.memory_api import MemoryApi, Operator
@@ -45,6 +50,8 @@ DISK = "as ReadWriteOnce of the cluster's default StorageClass: there is no such
         "0/1 nodes are available: 1 pod has unbound immediate PersistentVolumeClaims.",
         'persistentvolumeclaim "models" not found',
         'running PreBind plugin "VolumeBinding": binding volumes: context deadline exceeded',
+        "0/2 nodes are available: 2 node(s) didn't find available persistent volumes to bind.",
+        "0/1 nodes are available: 1 node(s) did not have enough free storage.",
     ],
 )
 @pytest.mark.parametrize(
@@ -69,6 +76,46 @@ def test_a_claim_without_a_volume_is_told_with_what_was_asked_for_and_the_remedy
         assert words in found.message
         assert not_said not in found.message
         assert found.message.endswith(f"The scheduler says: {scheduler}")
+
+
+def without_a_word(seconds: int, claims: bool) -> PodView:
+    volumes = [{"name": "model", "persistentVolumeClaim": {"claimName": "chat-weights"}}] if claims else []
+    obj = {
+        "metadata": {"name": "chat-1", "uid": "u", "creationTimestamp": utc(services.NOW - timedelta(seconds=seconds))},
+        "spec": {"volumes": volumes, "containers": [{"name": "engine"}]},
+        "status": {"phase": "Pending"},
+    }
+    return pod_view(obj)
+
+
+@pytest.mark.parametrize(
+    ("claims", "seconds", "reason", "words"),
+    [
+        (True, 59, "EnginesStarting", "0 of 1"),
+        (True, 60, "ClaimNotBound", "asks for 1Gi as ReadWriteMany of StorageClass efs"),
+        (True, 3600, "ClaimNotBound", "chat-1, which is there since"),
+        (False, 59, "EnginesStarting", "0 of 1"),
+        (False, 60, "Unschedulable", "see whether one of its schedulerName runs"),
+    ],
+)
+def test_a_pod_of_which_the_scheduler_says_nothing_waits_for_a_volume_if_it_has_a_claim(
+    claims: bool, seconds: int, reason: str, words: str
+) -> None:
+    obj = manifest(cache={"weights": {"size": "1Gi", "storageClassName": "efs"}}, kvCache=FIXED)
+    waits = replace(without_a_word(seconds, claims), revision=revision_of(obj, "auto"))
+    found = decide(running(obj, "auto", pods=(waits,), rejections=())).status.condition("Serving")
+    assert found is not None
+    assert (found.status, found.reason) == ("False", reason)
+    assert words in found.message
+
+
+def test_where_some_nodes_have_no_room_and_others_no_volume_room_may_help() -> None:
+    obj = manifest(cache={"weights": {"size": "1Gi"}}, kvCache=FIXED)
+    words = "0/2 nodes are available: 1 Insufficient nvidia.com/gpu, 1 node(s) didn't find available persistent volumes"
+    waits = services.pod(revision_of(obj, "auto"), ready=False, node=None, ip=None, unschedulable=f"{words} to bind.")
+    found = decide(running(obj, "auto", pods=(waits,), rejections=())).status.condition("Serving")
+    assert found is not None
+    assert found.reason == "Unschedulable"
 
 
 def variables(pod: dict[str, Any]) -> dict[str, str]:

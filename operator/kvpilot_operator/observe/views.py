@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from itertools import dropwhile, islice, takewhile
 from typing import Any
 
@@ -45,6 +46,7 @@ def pod_view(pod: Object, mesh: bool = False, container_name: str = ENGINE_CONTA
     scheduled = conditions.get("PodScheduled", {})
     gates = [gate.get("conditionType") for gate in (pod.get("spec") or {}).get("readinessGates") or ()]
     unschedulable = scheduled.get("message") if scheduled.get("reason") in _NO_NODE else _no_volume(scheduled)
+    unheard = None if scheduled or (pod.get("spec") or {}).get("nodeName") else pod["metadata"].get("creationTimestamp")
     waiting = (container.get("state") or {}).get("waiting") or {}
     return PodView(
         name=pod["metadata"]["name"],
@@ -57,8 +59,9 @@ def pod_view(pod: Object, mesh: bool = False, container_name: str = ENGINE_CONTA
         waiting_reason=waiting.get("reason"),
         exit_message=_exit_message(container) or waiting.get("message"),
         unschedulable=unschedulable,
+        unheard_since=datetime.fromisoformat(unheard) if unheard else None,
         held_up=_held_up(status, container_name),
-        needs=None if _begun(status) else _needs(pod),
+        needs=_needs(pod) if unheard or not _begun(status) else None,
         uid=pod["metadata"].get("uid", ""),
         do_not_evict=DO_NOT_EVICT_ANNOTATION in (pod["metadata"].get("annotations") or {}),
         mesh=mesh and labels.get(MESH_LABEL) == MESH_VALUE,

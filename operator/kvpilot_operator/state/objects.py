@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, NamedTuple
 
 ON_ITS_WAY = ("PodInitializing", "ContainerCreating")
@@ -28,6 +29,9 @@ class PodView:
     """What the engine's last exit left behind (kvpilot-serve's refusal, or the end of its log)."""
     unschedulable: str | None
     """The scheduler's message while no node fits, or a queue holds the pod back."""
+    unheard_since: datetime | None = None
+    """Since when it is there without a node and without a word of the scheduler, who says nothing while it waits for a
+    volume to be made."""
     held_up: tuple[str, str] | None = None
     """Why an init container or a sidecar keeps the pod from being ready: reason and message."""
     needs: tuple[str, ...] | None = None

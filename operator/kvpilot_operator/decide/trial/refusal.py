@@ -18,8 +18,12 @@ from kvpilot_operator.state.status import clip
 MAX_RESTARTS = 3
 # What a condition's reason may be; the words come from a container, which may say anything.
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
-# What the scheduler says of a pod whose claim has no volume, at once, or after it has waited for one to be made.
-_UNBOUND = re.compile(r'unbound immediate PersistentVolumeClaims|persistentvolumeclaim "[^"]*" not found|VolumeBinding')
+# What the scheduler says of a pod whose claim has no volume, at once, or after it has waited for one to be made. Where
+# some nodes lack room and others a volume, room may help.
+_UNBOUND = re.compile(
+    r'unbound immediate PersistentVolumeClaims|persistentvolumeclaim "[^"]*" not found|VolumeBinding'
+    r"|^(?!.*Insufficient).*(?:didn't find available persistent volumes to bind|did not have enough free storage)"
+)
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError")
 
 

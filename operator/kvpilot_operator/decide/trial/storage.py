@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import NamedTuple
 
 from kvpilot_operator.decide.context import Context, Placed
@@ -23,8 +24,10 @@ from kvpilot_operator.state.enums import CachePhase, Reason
 from kvpilot_operator.state.objects import PodView, PrefetchView
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.status import WeightsCache, clip
+from kvpilot_operator.times import utc
 
 _KIND = ("batch/v1", "Job")
+_UNHEARD = timedelta(seconds=60)
 
 
 class Wait(NamedTuple):
@@ -84,10 +87,21 @@ def wait(c: Context) -> Wait | None:
 
 def held_up(c: Context, pods: Sequence[PodView]) -> Cause | None:
     """Why pods that may still come up have not; of a claim without a volume with what helps."""
-    found = pending_reason(pods)
+    found = pending_reason(pods) or _unheard(c, pods)
     if found is None or found.reason != Reason.CLAIM_NOT_BOUND:
         return found
     return found._replace(message=clip(f"{_unbound(c)} The scheduler says: {found.message}"))
+
+
+def _unheard(c: Context, pods: Sequence[PodView]) -> Cause | None:
+    """What of a pod that no scheduler has said anything of: it has seconds to, unless it waits for a volume."""
+    for pod in (one for leader in pods for one in leader.group):
+        if pod.unheard_since is not None and c.now - pod.unheard_since >= _UNHEARD:
+            text = f"nothing of pod {pod.name}, which is there since {utc(pod.unheard_since)}"
+            if any(one.startswith("PersistentVolumeClaim ") for one in pod.needs or ()):
+                return Cause(Reason.CLAIM_NOT_BOUND, f"{text}: it waits for a volume to be made, or does not run.")
+            return Cause(Reason.UNSCHEDULABLE, f"the scheduler says {text}: see whether one of its schedulerName runs")
+    return None
 
 
 def told(c: Context) -> str:
