@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvpilot_operator.api.schema import root_schema
-from kvpilot_operator.decide.rejections import TABLE
+from kvpilot_operator.decide.remedies import TABLE
 from kvpilot_operator.state.enums import (
     Action,
     ConditionType,

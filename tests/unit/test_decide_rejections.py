@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.rejections import TABLE, finding
+from kvpilot_operator.decide.rejections import finding
+from kvpilot_operator.decide.remedies import TABLE
 from kvpilot_operator.state.objects import Rejection
 
 BOX = "spec.template.spec.containers[0]"

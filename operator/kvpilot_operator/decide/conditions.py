@@ -6,20 +6,18 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from kvpilot_operator.decide import kstatus, measured
+from kvpilot_operator.decide.answering import available, serving, share
 from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.measured import Line, waiting
-from kvpilot_operator.decide.rejections import finding, of_workload, rejected
-from kvpilot_operator.decide.trial import storage, traffic
-from kvpilot_operator.decide.trial.refusal import engine_failure
+from kvpilot_operator.decide.rejections import finding, rejected
+from kvpilot_operator.decide.trial import storage
 from kvpilot_operator.decide.trial.starting import start_fault
 from kvpilot_operator.decide.trial.unreadable import unreadable
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.enums import ConditionType, Reason, Stage, TrafficMode
+from kvpilot_operator.state.enums import ConditionType, Reason, Stage
 from kvpilot_operator.state.questions import Question, keeps_probe
 from kvpilot_operator.state.snapshot import Snapshot
-from kvpilot_operator.state.status import Canary, Condition, clip
-
-_WAYS = {TrafficMode.HTTP_ROUTE: " by HTTPRoute", TrafficMode.REPLICA_RATIO: " by replica ratio"}
+from kvpilot_operator.state.status import Condition, clip
 
 D = TypeVar("D", bound=Draft)
 
@@ -28,12 +26,12 @@ def tell(c: Context) -> Context:
     """All conditions of a service whose spec is accepted; an event where objects are refused anew."""
     objects = _objects_accepted(c.snapshot)
     route = _route_accepted(c)
-    serving, calibration, progressing = _serving(c, objects), measured.calibration(c), _progressing(c, objects)
-    standing = kstatus.standing(c, progressing=progressing, serving=serving, objects=objects, route=route)
+    answers, calibration, progressing = serving(c, objects), measured.calibration(c), _progressing(c, objects)
+    standing = kstatus.standing(c, progressing=progressing, serving=answers, objects=objects, route=route)
     lines: dict[str, Line] = {
-        ConditionType.READY: _ready(c, standing, serving, calibration),
-        ConditionType.SERVING: serving,
-        ConditionType.AVAILABLE: _available(c, serving),
+        ConditionType.READY: _ready(c, standing, answers, calibration),
+        ConditionType.SERVING: answers,
+        ConditionType.AVAILABLE: available(c, answers),
         ConditionType.PROGRESSING: _as_of_a_deployment(progressing, standing),
         **standing,
         ConditionType.MODEL_CACHED: measured.model_cached(c),
@@ -161,71 +159,13 @@ def _route_accepted(c: Context) -> Line | None:
     return Line("True", Reason.ROUTE_ACCEPTED, f"taken by {', '.join(one.name for one in s.route.parents)}")
 
 
-def _ready(c: Context, standing: Mapping[str, Line], serving: Line, calibration: Line) -> Line:
+def _ready(c: Context, standing: Mapping[str, Line], answers: Line, calibration: Line) -> Line:
     """Whether the service does what its newest spec asks for: nothing is under way, and nothing holds it up."""
     for one in (ConditionType.STALLED, ConditionType.RECONCILING):
         if standing[one].status == "True":
             return standing[one]._replace(status="False")
     but = "; its engines do not all quantize alike, see CalibrationConsistent" if calibration.status == "False" else ""
-    return Line("True", serving.reason, serving.message + but)
-
-
-def _serving(c: Context, objects: Line) -> Line:
-    """Whether engines answer, behind a Service of ours that selects them.
-
-    Their endpoints follow from that and are not watched: each EndpointSlice is written again whenever a pod becomes
-    ready or not, which the pods tell already.
-    """
-    s, replicas, canary = c.snapshot, c.replicas, c.canary
-    if c.stable is None:
-        waits = storage.wait(c)
-        return Line("False", *(Cause(Reason.NO_REVISION, "nothing serves yet") if waits is None else waits.cause))
-    serving = traffic.serving(c)
-    ready = _answering(c)
-    if ready and s.traffic is None:
-        return _unserved(s, ready)
-    if ready:
-        trial = f"; {canary.dtype} is on trial{_share(canary)}" if canary is not None else ""
-        return Line("True", Reason.SERVING, f"{c.stable.dtype} serves{trial}")
-    if replicas == 0:
-        return Line("False", Reason.SCALED_TO_ZERO, "spec.replicas is 0")
-    pods = [pod for revision in serving for pod in s.pods_of(revision)]
-    found = rejected(s)
-    blocking = [one for one in found if (one.kind, one.name) == ("Service", s.key.name)]
-    blocking += [one for revision in serving for one in of_workload(s, revision, found)]
-    why = engine_failure(pods) or storage.held_up(c, pods) or (finding(blocking) if blocking else None)
-    if why is not None:
-        return Line("False", *why)
-    if s.rejections is None and objects.status == "False":
-        return objects
-    return Line("False", Reason.ENGINES_STARTING, f"0 of {replicas} replicas answer yet")
-
-
-def _available(c: Context, serving: Line) -> Line:
-    """Whether as many replicas answer as a Deployment of that size calls available: all but a quarter."""
-    replicas, ready = c.replicas, _answering(c)
-    if not replicas:
-        return Line("True", Reason.SCALED_TO_ZERO, "spec.replicas is 0")
-    if serving.status != "True":
-        return serving
-    least = replicas - replicas // 4
-    if ready < least:
-        return Line("False", Reason.TOO_FEW_REPLICAS, f"{ready} of {replicas} replicas answer, and {least} have to")
-    return Line("True", Reason.ENGINES_READY, f"{ready} of {replicas} replicas answer")
-
-
-def _answering(c: Context) -> int:
-    """How many pods answer, of the revisions that have traffic."""
-    return sum(len(c.snapshot.ready_pods(revision)) for revision in traffic.serving(c))
-
-
-def _unserved(s: Snapshot, ready: int) -> Line:
-    """Engines answer, and no Service of ours sends them anything."""
-    refused = s.rejection("Service", s.key.name)
-    if refused is not None:
-        return Line("False", *finding([refused]))
-    text = f"{ready} replicas answer, and no Service {s.key.name} of kvpilot's selects them: it is written now"
-    return Line("False", Reason.NO_SERVICE, text)
+    return Line("True", answers.reason, answers.message + but)
 
 
 def _progressing(c: Context, objects: Line) -> Line:
@@ -235,7 +175,7 @@ def _progressing(c: Context, objects: Line) -> Line:
         return Line("False", *held)
     if canary is not None:
         stopped = paused and canary.stage != Stage.ROLLING_BACK
-        text = f"{canary.from_dtype} -> {canary.dtype}{_share(canary)}: {canary.message}{waiting(c)}"
+        text = f"{canary.from_dtype} -> {canary.dtype}{share(canary)}: {canary.message}{waiting(c)}"
         return Line("False", Reason.ROLLOUT_PAUSED, text) if stopped else Line("True", f"Canary{canary.stage}", text)
     waits = storage.wait(c)
     if waits is not None and (stable is None or target.revision != stable.revision):
@@ -265,14 +205,6 @@ def _as_of_a_deployment(progressing: Line, standing: Mapping[str, Line]) -> Line
     if stalled.reason == Reason.ROLLOUT_PAUSED:
         return stalled._replace(status="Unknown")
     return progressing if told and progressing.status == "False" else stalled._replace(status="False")
-
-
-def _share(canary: Canary) -> str:
-    """How much of the traffic the canary has, and how it gets it."""
-    if canary.stage not in (Stage.SHIFTING, Stage.PROMOTING) or canary.weight_percent is None:
-        return ""
-    way = _WAYS.get(canary.traffic_mode, "") if canary.traffic_mode is not None else ""
-    return f", at {canary.weight_percent}% of the traffic{way}"
 
 
 def _spec_accepted(c: Context, objects: Line) -> Line:
