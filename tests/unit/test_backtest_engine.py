@@ -42,11 +42,12 @@ class Watched(Engine):
 
     def _step(self) -> None:
         super()._step()
-        held = sum(-(-(offset + self._ticks) // BLOCK) for _, offset in self._decoding.values())
-        held += sum(r.blocks for r in self._prefilling.values())
+        lengths = dict(self.decoding.lengths())
+        held = sum(-(-length // BLOCK) for length in lengths.values())
+        held += sum(r.blocks for r in self.prefilling.values())
         assert held == self.blocks.used <= self.blocks.total
-        assert self._length_sum == sum(offset + self._ticks for _, offset in self._decoding.values())
-        assert set(self.running) == set(self._prefilling) | set(self._decoding)
+        assert self.decoding.tokens == sum(lengths.values())
+        assert set(self.running.values()) == set(self.prefilling.values()) | set(lengths)
         assert len(self.running) <= self.limits.max_num_seqs
 
 

@@ -6,13 +6,11 @@ running request that finds no free block evicts the one admitted last, which goe
 its tokens again. Nothing is admitted in a step that evicted. Finished and evicted requests leave their full blocks as
 a cached prefix of their session, reused when it comes back and overwritten in order of age, ends first.
 
-A step's cost in Python does not grow with the batch: decoding requests are kept by the remainder of their length, so
-the blocks that a step needs are one look-up.
+A step's cost in Python does not grow with the batch (see `decoding`).
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -21,6 +19,7 @@ from kvpilot_operator.state.samples import Flows, Sample
 from kvpilot_planning.backtest.blocks import Blocks
 from kvpilot_planning.backtest.buckets import ITL, LENGTHS, TTFT, Tally
 from kvpilot_planning.backtest.costs import Costs
+from kvpilot_planning.backtest.decoding import Decoding
 from kvpilot_planning.backtest.request import Limits, Request
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
@@ -40,14 +39,8 @@ class Engine:
         self.done: list[Request] = []
         self.preemptions = 0
         self.steps = 0
-        self._prefilling: OrderedDict[int, Request] = OrderedDict()
-        self._decoding: dict[
-            int, tuple[Request, int]
-        ] = {}  # the request, and its length less the count of decode steps
-        self._by_remainder = [0] * costs.block_size
-        self._ends: list[tuple[int, int, int]] = []  # decode step at which a request ends, its number and epoch
-        self._ticks = 0
-        self._length_sum = 0  # of decoding requests, in tokens, as of now
+        self.prefilling: OrderedDict[int, Request] = OrderedDict()
+        self.decoding = Decoding(costs.block_size)
         self._flows: dict[str, float] = dict.fromkeys(_COUNTS, 0.0)
         self._ttft, self._itl = Tally(TTFT), Tally(ITL)
         self._prompts, self._generations = Tally(LENGTHS), Tally(LENGTHS)
@@ -116,9 +109,9 @@ class Engine:
     def _step(self) -> None:
         """One scheduling step and its forward pass."""
         evicted = self._make_room()
-        decoding = len(self._decoding)
-        self.blocks.take(self._needed())
-        kv_tokens = self._length_sum + decoding
+        decoding = len(self.decoding)
+        self.blocks.take(self.decoding.needed())
+        kv_tokens = self.decoding.tokens + decoding
         budget = self.limits.max_num_batched_tokens - decoding
         before = self.preemptions
         work, ready, budget = self._continue_prefills(budget)
@@ -129,10 +122,9 @@ class Engine:
         seconds = self.costs.decode_step(decoding, kv_tokens) + work
         self.now += seconds
         self.steps += 1
-        self._ticks += 1
-        self._length_sum += decoding
+        self.decoding.step(1, decoding)
         self._flows["decode_seconds"] += seconds * decoding
-        self._flows["prefill_seconds"] += seconds * len(self._prefilling)
+        self._flows["prefill_seconds"] += seconds * len(self.prefilling)
         if decoding:
             self._gap(seconds, decoding)
             self._flows["generation_tokens"] += decoding
@@ -146,45 +138,32 @@ class Engine:
 
     def alike(self, until: float) -> int:
         """How many of the next steps only decode the same requests, without an arrival, an end or an eviction."""
-        n = len(self._decoding)
-        if self.waiting or self._prefilling or not n:
+        n = len(self.decoding)
+        if self.waiting or self.prefilling or not n:
             return 1
-        while self._ends and self._void(self._ends[0]):
-            heapq.heappop(self._ends)
         horizon = (min(until, self.arriving[0].arrival) if self.arriving else until) - self.now
-        most = min(_ALIKE, self._ends[0][0] - self._ticks, (self.blocks.available) // n * self.costs.block_size)
+        most = min(_ALIKE, self.decoding.until_one_ends(), self.blocks.available // n * self.costs.block_size)
         # Steps grow longer with the contexts: as many as fit at the length of the last one fit indeed.
-        longest = self.costs.decode_step(n, self._length_sum + n * most)
+        longest = self.costs.decode_step(n, self.decoding.tokens + n * most)
         return min(most, int(horizon / longest))
 
     def _steps(self, count: int) -> None:
         """So many steps that only decode, at once; their gaps are counted at their mean."""
-        n, size = len(self._decoding), self.costs.block_size
-        whole, rest = divmod(count, size)
-        blocks = whole * n + sum(self._by_remainder[-(self._ticks + i) % size] for i in range(rest))
-        self.blocks.take(blocks)
-        mean = self.costs.decode_step(n, self._length_sum + n * (count + 1) / 2)
+        n = len(self.decoding)
+        self.blocks.take(self.decoding.needed_for(count))
+        mean = self.costs.decode_step(n, self.decoding.tokens + n * (count + 1) / 2)
         self.now += mean * count
         self.steps += count
-        self._ticks += count
-        self._length_sum += n * count
+        self.decoding.step(count, n)
         self._flows["decode_seconds"] += mean * count * n
         self._flows["generation_tokens"] += n * count
         self._gap(mean, n * count)
         self._finish_decodes()
 
-    def _void(self, end: tuple[int, int, int]) -> bool:
-        entry = self._decoding.get(end[1])
-        return entry is None or entry[0].epoch != end[2]
-
-    def _needed(self) -> int:
-        """Blocks that decoding requests need for their next token: of those whose length fills their blocks exactly."""
-        return self._by_remainder[-self._ticks % self.costs.block_size]
-
     def _make_room(self) -> bool:
         """Evict from the end until every decoding request that needs a block finds one."""
         evicted = False
-        while self._needed() > self.blocks.available:
+        while self.decoding.needed() > self.blocks.available:
             self._preempt(next(reversed(self.running.values())))
             evicted = True
         return evicted
@@ -200,17 +179,9 @@ class Engine:
     def _leave(self, request: Request) -> None:
         """Take a request off the batch; its full blocks stay behind as a cached prefix."""
         del self.running[request.number]
-        self._prefilling.pop(request.number, None)
-        entry = self._decoding.pop(request.number, None)
-        if entry is not None:
-            offset = entry[1]
-            request.computed = offset + self._ticks
-            request.generated = request.computed - request.prompt + 1
-            request.blocks = self._blocks(request.computed)
+        self.prefilling.pop(request.number, None)
+        if self.decoding.leave(request):
             request.last_token = self.now
-            self._by_remainder[offset % self.costs.block_size] -= 1
-            self._length_sum -= request.computed
-            request.epoch += 1
         full = min(request.computed // self.costs.block_size, request.blocks) if self.limits.prefix_caching else 0
         self.blocks.give(request.blocks, self._key(request), full)
         request.blocks = 0
@@ -220,22 +191,22 @@ class Engine:
 
     def _continue_prefills(self, budget: int) -> tuple[float, list[Request], int]:
         work, ready = 0.0, []
-        for request in list(self._prefilling.values()):
+        for request in list(self.prefilling.values()):
             if budget <= 0:
                 break
-            if request.number not in self._prefilling:
+            if request.number not in self.prefilling:
                 continue
             tokens = min(budget, request.prompt + request.generated - request.computed)
             more = self._blocks(request.computed + tokens) - request.blocks
-            while more > self.blocks.available and request.number in self._prefilling:
+            while more > self.blocks.available and request.number in self.prefilling:
                 self._preempt(next(reversed(self.running.values())))
-            if request.number not in self._prefilling:
+            if request.number not in self.prefilling:
                 break
             budget -= tokens
             work += self._compute(request, tokens, more)
             if request.computed == request.prompt + request.generated:
                 ready.append(request)
-        return work, [r for r in ready if r.number in self._prefilling], budget
+        return work, [r for r in ready if r.number in self.prefilling], budget
 
     def _compute(self, request: Request, tokens: int, blocks: int) -> float:
         self.blocks.take(blocks)
@@ -262,7 +233,7 @@ class Engine:
             request.blocks = hit
             request.computed = hit * self.costs.block_size
             self.running[request.number] = request
-            self._prefilling[request.number] = request
+            self.prefilling[request.number] = request
             tokens = min(budget, length - request.computed)
             budget -= tokens
             work += self._compute(request, tokens, self._blocks(request.computed + tokens) - hit)
@@ -272,7 +243,7 @@ class Engine:
 
     def _first_token(self, request: Request) -> None:
         """The prefill's last chunk gives a token; from the next step on the request decodes."""
-        del self._prefilling[request.number]
+        del self.prefilling[request.number]
         if request.first_token < 0:
             request.first_token = self.now
             self._ttft.add(self.now - request.arrival)
@@ -285,17 +256,11 @@ class Engine:
         if request.generated >= request.output:
             self._finish(request)
             return
-        offset = request.computed - self._ticks
-        self._decoding[request.number] = (request, offset)
-        self._by_remainder[offset % self.costs.block_size] += 1
-        self._length_sum += request.computed
-        heapq.heappush(self._ends, (self._ticks + request.output - request.generated, request.number, request.epoch))
+        self.decoding.add(request)
 
     def _finish_decodes(self) -> None:
-        while self._ends and self._ends[0][0] <= self._ticks:
-            end = heapq.heappop(self._ends)
-            if not self._void(end):
-                self._finish(self._decoding[end[1]][0])
+        for request in self.decoding.ended():
+            self._finish(request)
 
     def _finish(self, request: Request) -> None:
         self._leave(request)
