@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from kvpilot_kernels import check
+from kvpilot_kernels.capped import attention
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.formats import Format
 from kvpilot_kernels.layouts import Region
@@ -244,7 +245,7 @@ class PackedPages:
             value = torch.cat([old_value.to(value.dtype), value])
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         if softcap or sinks is not None:
-            return _attention(q, k, v, scale, softcap, sinks)[0].transpose(0, 1).to(query.dtype)
+            return attention(q, k, v, scale, softcap, sinks)[0].transpose(0, 1).to(query.dtype)
         mask = None
         if context:
             mask = torch.ones(tokens, key.shape[0], dtype=torch.bool).tril_(context)
@@ -304,16 +305,3 @@ class PackedPages:
         """Steps and zero points of sequences, float32 [S, H, groups, 1, L]."""
         meta = meta[table].transpose(1, 2).flatten(2, 3).transpose(2, 3).unsqueeze(3)
         return scale_and_zero(meta, bits)
-
-
-def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, softcap: float, sinks: torch.Tensor | None
-) -> torch.Tensor:
-    """Causal attention with capped scores or sinks, aligned to the end of the keys; [1, heads, tokens, D], float32."""
-    repeat = q.shape[1] // k.shape[1]
-    k, v = k.float().repeat_interleave(repeat, 1), v.float().repeat_interleave(repeat, 1)
-    scores = q.float() @ k.transpose(-1, -2) * scale
-    if softcap:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(k.shape[2] - q.shape[2] + 1)
-    return softmax(scores.masked_fill(future, -torch.inf), None if sinks is None else sinks[:, None, None]) @ v

@@ -68,7 +68,8 @@ def test_every_head_dim_window_and_group_of_queries_fits_and_spills_no_more_than
 
 def test_a_program_that_would_spill_is_told_and_not_chosen() -> None:
     code = """
-from kernel_resources import compile_for, gather_variant, tuning
+from kernel_resources import compile_for
+from kernel_variants import gather_variant, tuning
 for block in (tuning.gather_block(128, (9, 0)), tuning.gather_block(128, (8, 0))):
     print(compile_for(gather_variant("k4v4", 128, block), 80).misfit(80))
 """
@@ -98,7 +99,8 @@ def test_a_kernel_is_compiled_again_where_a_constant_of_another_module_has_chang
     layouts.write_text(layouts.read_text() + "\nZERO_STEPS += 1\n")
     code = """
 import hashlib
-from kernel_resources import Path, compile_for, decode_variant, triton
+from kernel_resources import Path, compile_for, triton
+from kernel_variants import decode_variant
 def tell(cache_hit, metadata_group, **_):
     print(cache_hit, hashlib.sha256(Path(metadata_group["decode_kernel.cubin"]).read_bytes()).hexdigest())
 triton.knobs.compilation.listener = tell

@@ -1,0 +1,147 @@
+"""The programs of each GPU kernel that engines launch: kernel, constants, warps, by format, head_dim and capability."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.gpu import latent_tuning, plan, ring, tuning
+from kvpilot_kernels.gpu.codec import side_layouts
+from kvpilot_kernels.gpu.latent_pages import part_layouts
+from kvpilot_kernels.gpu.rotation import slots
+from kvpilot_kernels.latent import formats as latent_formats
+
+BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with its constants; `shape` and `dtype` say in a table which. `registers`: as in `tuning.Choice`."""
+
+    kernel: str
+    dtype: str
+    shape: str
+    warps: int
+    constants: dict[str, Any] = field(hash=False)
+    registers: int | None = None
+
+
+def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int, page: int = BLOCK,
+                   softcap: bool = False, window: int = 0, tokens: int = 1) -> Variant:  # fmt: skip
+    """Decode as `GpuPages` launches it for a format, head_dim, query heads of a KV head, recent window, and so on."""
+    fmt, queries = formats.parse(name), tuning.program_queries(dim, ratio, tokens)
+    kept = recent + tokens - 1 if recent else 0
+    key, value = side_layouts(fmt, dim, page, recent)
+    choice = tuning.choose(dim, queries, fmt.key.bits + fmt.value.bits, page, recent, divmod(capability, 10))
+    ring = fmt.ring_layout(dim, page).tokens if recent else 0
+    parts = [f"head_dim {dim}", f"{ratio} queries", tokens > 1 and f"of {tokens} tokens", recent and f"window {recent}",
+             page != BLOCK and f"blocks of {page}", softcap and "soft cap", window and f"sliding {window}"]  # fmt: skip
+    return Variant(
+        "decode_kernel", name, ", ".join(part for part in parts if part), 1,
+        {"KEY": key, "VALUE": value, "D": dim, "GROUP": fmt.group_size(dim), "RATIO": ratio, "TAKE": queries,
+         "TILE": choice.tile, "PAGE": page, "STAGES": choice.stages, "SOFTCAP": softcap, "WINDOW": window,
+         "RECENT": recent, "RING": ring, "RING_BLOCKS": fmt.ring_blocks(kept, dim, page),
+         "SEVERAL": tokens > 1}, choice.registers,
+    )  # fmt: skip
+
+
+def store_variant(name: str, dim: int, recent: int, tokens: int) -> Variant:
+    """Store as `GpuPages` launches it for so many tokens."""
+    fmt, block = formats.parse(name), tuning.store_block(dim, tokens)
+    key, value = side_layouts(fmt, dim, BLOCK, recent)
+    ring = fmt.ring_layout(dim, BLOCK).tokens if recent else 0
+    constants = {"KV_HEADS": 8, "RATIO": 4, "KEY": key, "VALUE": value, "D": dim, "WIDE": slots(dim), "PAGE": BLOCK,
+                 "RING": ring, "TOKENS": block.tokens}  # fmt: skip
+    parts = [f"head_dim {dim}", recent and f"window {recent}", f"{block.tokens} tokens"]
+    return Variant("store_kernel", name, ", ".join(part for part in parts if part), block.warps, constants)
+
+
+def gather_variant(name: str, dim: int, block: tuning.Block) -> Variant:
+    """Gather with so many tokens and warps."""
+    key, value = side_layouts(formats.parse(name), dim, BLOCK, 0)
+    constants = {"KV_HEADS": 8, "KEY": key, "VALUE": value, "D": dim, "WIDE": slots(dim), "PAGE": BLOCK,
+                 "TOKENS": block.tokens}  # fmt: skip
+    return Variant("gather_kernel", name, f"head_dim {dim}", block.warps, constants)
+
+
+def reduce_variant(dim: int, take: int, step: int, warps: int, several: bool = False) -> Variant:
+    """Reduce for so many of 8 query heads and splits in flight; it knows no format."""
+    shape = f"head_dim {dim}, {take} of 8 queries, {step} splits" + (", several tokens" if several else "")
+    constants = {"KV_HEADS": 8, "RATIO": 8, "TAKE": take, "D": dim, "WIDE": slots(dim), "ROWS": take, "STEP": step,
+                 "SEVERAL": several}  # fmt: skip
+    return Variant("reduce_kernel", "any", shape, warps, constants)
+
+
+def step_variants() -> list[Variant]:
+    """Plan and ring slots, which know no head."""
+    cut = {"TILE": 64, "WINDOW": 0, "CHUNK": plan.CHUNK, "OWN": plan.OWN, "PER": plan.PER}
+    slot_constants = {"RECENT": 64, "RING": 39, "RING_BLOCKS": 2, "ROUNDS": 8, "TOKENS": ring.TOKENS}
+    return [Variant("plan_kernel", "any", "a token of a sequence", 4, cut | {"SEVERAL": False}),
+            Variant("plan_kernel", "any", "several tokens", 4, cut | {"SEVERAL": True}),
+            Variant("ring_slots_kernel", "any", "window 64", 4, slot_constants)]  # fmt: skip
+
+
+def latent_variants(heads: int, capability: int, page: int = BLOCK) -> list[Variant]:
+    """The kernels of latent pages for a model's heads, as `GpuLatentPages` launches them."""
+    shape, found = f"{heads} heads" + (f", blocks of {page}" if page != BLOCK else ""), []
+    for name in latent_formats.names():
+        fmt = latent_formats.parse(name)
+        latent, position = part_layouts(fmt, page)
+        pages = {"LATENT": latent, "POSITION": position, "PAGE": page}
+        codec = pages | {"HEADS": heads}
+        choice = latent_tuning.choose(fmt, heads, page, divmod(capability, 10))
+        decode = {"TAKE": latent_tuning.program_heads(heads), "Q": choice.heads, "TILE": choice.tile,
+                  "STAGES": choice.stages, "WARPS": choice.warps}  # fmt: skip
+        found += [
+            Variant("latent_decode_kernel", name, shape, choice.warps, codec | decode, choice.registers),
+            Variant("latent_store_kernel", name, shape, latent_tuning.STORE_WARPS,
+                    pages | {"TOKENS": latent_tuning.STORE_TOKENS}),
+            Variant("latent_gather_kernel", name, shape, latent_tuning.GATHER_WARPS,
+                    pages | {"TOKENS": latent_tuning.GATHER_TOKENS}),
+        ]  # fmt: skip
+    merges = {latent_tuning.merging(splits) for splits in (8, 264)}
+    return [
+        *found,
+        Variant("latent_prepare_kernel", "any", shape, latent_tuning.STORE_WARPS,
+                {"HEADS": heads, "ROWS": latent_tuning.STORE_TOKENS}),
+        *(Variant("latent_reduce_kernel", "any", f"{shape}, {one.splits} splits at once", one.warps,
+                  {"HEADS": heads, "TAKE": one.heads, "STEP": one.splits})
+          for one in sorted(merges, key=lambda one: one.splits)),
+    ]  # fmt: skip
+
+
+def every_variant(capability: int) -> list[Variant]:
+    """Each kernel for each format and head_dim, with a recent window and without, decode for 4 and for 8 queries, and
+    of several tokens for 4."""
+    found = step_variants()
+    for dim in formats.HEAD_DIMS:
+        for name in formats.own_names():
+            windows = (0, 64) if formats.parse(name).has_ring else (0,)
+            found += [decode_variant(name, dim, ratio, recent, capability) for ratio in (4, 8) for recent in windows]
+            found += [decode_variant(name, dim, 4, recent, capability, tokens=4) for recent in windows]
+            found += [store_variant(name, dim, recent, tokens) for recent in windows
+                      for tokens in ((1, tuning.FEW_TOKENS + 1) if dim <= 128 else (1,))]  # fmt: skip
+            found.append(gather_variant(name, dim, tuning.gather_block(dim, divmod(capability, 10))))
+        found.append(decode_variant("k4v4", dim, 8, 64, capability, page=16))
+        found.append(decode_variant("k4v4", dim, 8, 64, capability, softcap=True, window=4096))
+        few = 2 if dim <= 128 else 4
+        ways = ((1, 128, 16), (1, 32, 4), (1, 8, few), (2, 8, few), (4, 4, few))
+        found += [reduce_variant(dim, *way, several) for way in ways for several in (False, True)]
+    for heads in (8, 16, 20, 64, 128):
+        found += latent_variants(heads, capability)
+    return found + latent_variants(16, capability, page=16)
+
+
+def few_variants(capability: int) -> list[Variant]:
+    """Of store and decode and each format one as for Llama-3-8B, with a window of 64; int8's are of head_dim 256, as
+    Gemma's. Of a prompt's store and of a step with drafts k4v4's, and of gather k4v4's and int8's: these take much the
+    same in every format. No latents, which no engine on a GPU serves yet."""
+    found = [*step_variants(), reduce_variant(128, 1, 32, 4), reduce_variant(256, 4, 4, 4)]
+    found += [reduce_variant(128, 2, 8, 2, several=True), decode_variant("k4v4", 128, 4, 64, capability, tokens=4)]
+    for name in formats.own_names():
+        recent, dim = 64 if formats.parse(name).has_ring else 0, 256 if name == "int8" else 128
+        found += [decode_variant(name, dim, 4, recent, capability), store_variant(name, dim, recent, 1)]
+        if name in ("int8", "k4v4"):
+            found.append(gather_variant(name, dim, tuning.gather_block(dim, divmod(capability, 10))))
+    return [*found, store_variant("k4v4", 128, 64, tuning.FEW_TOKENS + 1)]
