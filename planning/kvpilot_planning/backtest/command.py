@@ -13,11 +13,11 @@ from pathlib import Path
 
 from kvpilot_operator import plots
 from kvpilot_operator.api.spec import Spec
-from kvpilot_planning.backtest import fleet_report, report
+from kvpilot_planning.backtest import fleet_report, recorded, report
 from kvpilot_planning.backtest.compare import FLEET_POLICIES, POLICIES, Row, run
 from kvpilot_planning.backtest.costs import BacktestError, Profile, load_profile
-from kvpilot_planning.backtest.history import History, read_file, read_server
-from kvpilot_planning.backtest.loads import NAMES, Load, synthetic
+from kvpilot_planning.backtest.history import read_file, read_server
+from kvpilot_planning.backtest.loads import NAMES, Asked, synthetic
 from kvpilot_planning.backtest.pilot import load_spec
 from kvpilot_planning.backtest.policies import REQUESTS_TARGET
 from kvpilot_planning.backtest.service import Objective
@@ -27,9 +27,10 @@ PROCESSES = 2
 
 _SYNTHETIC = ("days", "size")
 _ASKED = ("query-range", "selector")
-_OF_REQUESTS = ("trace", "history", "prometheus", *_ASKED, "size", "requests-target", "journal", "report", "plot")
+_SOURCES = ("history", "recorded", "prometheus")
+_OF_REQUESTS = ("trace", *_SOURCES, *_ASKED, "size", "requests-target", "journal", "report", "plot")
 
-_Job = tuple[Load, str, Spec, Profile, Objective, float]
+_Job = tuple[Asked, str, Spec, Profile, Objective, float]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +53,7 @@ def _backtest(a: argparse.Namespace) -> int:
         if unknown := [name for name in policies if name not in FLEET_POLICIES]:
             raise BacktestError(f"policies: {unknown[0]!r} is not for fleets; use {', '.join(FLEET_POLICIES)}")
         return fleet_report.show(a.services, a.days, a.seed, spec, profile, objective, policies, a.json)
-    loads, history = _loads(a)
+    loads, note = _loads(a)
     began = time.monotonic()
     jobs = [
         (load, name, spec, profile, objective, a.requests_target) for load in loads for name in a.policies or POLICIES
@@ -62,8 +63,8 @@ def _backtest(a: argparse.Namespace) -> int:
     print(f"{len(rows)} runs in {time.monotonic() - began:.0f} s")
     for row in rows if a.journal else ():
         print("\n".join(row.journal))
-    if history is not None:
-        print(f"the history's own KV use: {report.mean_use(history.usage)}")
+    if note:
+        print(note)
     if a.json:
         a.json.write_text(json.dumps(report.as_json(rows), indent=1) + "\n", encoding="utf-8")
     if a.report:
@@ -93,8 +94,9 @@ def _check(a: argparse.Namespace) -> None:
 
 def _check_use(a: argparse.Namespace) -> None:
     """An option that the others leave without an effect is a misunderstanding."""
-    mode = next((name for name in ("services", "history", "prometheus") if getattr(a, name) is not None), None)
-    unused = {"services": _OF_REQUESTS, "history": _SYNTHETIC, "prometheus": _SYNTHETIC}
+    mode = next((name for name in ("services", *_SOURCES) if getattr(a, name) is not None), None)
+    unused: dict[str, tuple[str, ...]] = {"services": _OF_REQUESTS, "history": _SYNTHETIC, "prometheus": _SYNTHETIC}
+    unused["recorded"] = ("days",) if a.size != 1 else ("days", "seed")
     for name in unused.get(mode or "", ()):
         _refuse_given(a, name, f"with --{mode}; leave out one of the two")
     if mode != "prometheus":
@@ -115,15 +117,19 @@ def _refuse_given(a: argparse.Namespace, option: str, why: str) -> None:
         raise BacktestError(f"{option}: {shown!r} is of no use {why}")
 
 
-def _loads(a: argparse.Namespace) -> tuple[list[Load], History | None]:
+def _loads(a: argparse.Namespace) -> tuple[Sequence[Asked], str]:
+    """What is asked, and a line about it where there is one to tell."""
+    if a.recorded is not None:
+        load = recorded.read(a.recorded).scaled(a.size, a.seed)
+        return [load], load.told()
     if a.history is not None or a.prometheus is not None:
         if a.history is not None:
             history = read_file(a.history, a.seed)
         else:
             history = read_server(a.prometheus, *_range(a.query_range), a.selector, a.seed)
-        return [history.load], history
+        return [history.load], f"the history's own KV use: {report.mean_use(history.usage)}"
     names = NAMES if a.trace == "all" else tuple(a.trace.split(","))
-    return [synthetic(name, a.days, a.seed, a.size) for name in names], None
+    return [synthetic(name, a.days, a.seed, a.size) for name in names], ""
 
 
 def _range(text: str | None) -> tuple[float, float]:
@@ -167,6 +173,9 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--history", type=Path, help="JSON of a Prometheus' /api/v1/query_range, or a list of such answers"
     )
+    what.add_argument(
+        "--recorded", type=Path, metavar="FILE", help="requests one by one: CSV or JSON lines of arrival and lengths"
+    )
     what.add_argument("--prometheus", metavar="URL", help="ask this Prometheus, with --query-range")
     parser.add_argument("--query-range", metavar="START,END", help="in Unix seconds, for --prometheus")
     parser.add_argument("--selector", default="", help='label matchers for --prometheus, such as namespace="chat"')
@@ -176,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--services", type=int, metavar="N", help="a fleet of N services, minute by minute")
     parser.add_argument("--days", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--size", type=float, default=1.0, help="times the requests of a synthetic load")
+    parser.add_argument("--size", type=float, default=1.0, help="times the requests of a synthetic or recorded load")
     parser.add_argument("--ttft", type=float, default=5.0, help="objective: seconds to the first token")
     parser.add_argument("--itl", type=float, default=60.0, help="objective: mean milliseconds between two tokens")
     parser.add_argument(

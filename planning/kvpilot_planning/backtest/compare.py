@@ -15,7 +15,7 @@ from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Sample
 from kvpilot_planning.backtest.costs import Profile
 from kvpilot_planning.backtest.hpa import Hpa
-from kvpilot_planning.backtest.loads import Load
+from kvpilot_planning.backtest.loads import Asked
 from kvpilot_planning.backtest.pilot import Pilot, model_of, node_of
 from kvpilot_planning.backtest.policies import (
     HPA_TARGET,
@@ -112,7 +112,7 @@ def with_objectives(spec: Spec, objective: Objective) -> Spec:
 
 
 def run(
-    load: Load, name: str, spec: Spec, profile: Profile, objective: Objective,
+    load: Asked, name: str, spec: Spec, profile: Profile, objective: Objective,
     progress: Callable[[float], None] = lambda _share: None, requests_target: float = REQUESTS_TARGET,
 ) -> Row:  # fmt: skip
     """Drive the load through a service under a policy."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,21 @@ class Session:
     number: int
     start: float
     turns: tuple[tuple[int, int, float], ...]
+
+
+class Asked(Protocol):
+    """What is asked of one service, session by session."""
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasts."""
+
+    def sessions(self) -> Iterator[Session]:
+        """All sessions in order of start; the same at every call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from kvpilot_operator.state.samples import Flows, Sample
 from kvpilot_planning.backtest.buckets import FINE, Tally
 from kvpilot_planning.backtest.costs import Profile
 from kvpilot_planning.backtest.engine import EPOCH, Engine
-from kvpilot_planning.backtest.loads import Load, Session
+from kvpilot_planning.backtest.loads import Asked, Session
 from kvpilot_planning.backtest.request import Limits, Request
 
 SLICE = 1.0
@@ -62,7 +62,7 @@ class Service:
     """The simulated cluster's side of one service."""
 
     def __init__(
-        self, profile: Profile, load: Load, dtype: str, replicas: int, *, objective: Objective, start_seconds: float,
+        self, profile: Profile, load: Asked, dtype: str, replicas: int, *, objective: Objective, start_seconds: float,
         timeout: float,
     ) -> None:  # fmt: skip
         self.profile, self.load = profile, load
