@@ -23,7 +23,7 @@ from kvpilot_operator.observe.views import pool_view
 from kvpilot_operator.render.objects import inference_pool
 from kvpilot_operator.state.decision import Cause, Decision, Objects
 from kvpilot_operator.state.snapshot import ServiceKey
-from support.inference_gateway import POOL_CRD, POOL_CRD_1_6, pool
+from support.inference_kinds import POOL_CRD, POOL_CRD_1_6, pool
 from support.services import manifest, snapshot, spec_of
 
 KEY = ServiceKey("default", "chat")

@@ -15,7 +15,7 @@ from support.faulty_plane import Component, engine_process
 from support.faulty_record import record
 from support.faulty_world import IMAGE, NAMESPACE, until
 from support.gateway import ROUTE_CRD
-from support.inference_gateway import POOL_CRD
+from support.inference_kinds import POOL_CRD
 from support.leader_workers import LEADER_WORKER_SET_CRD, LeaderWorkerSets
 from support.routed import a_users_route, by_route, our_route
 from support.unprobed import DRAIN, promoted_and_rolled_back

@@ -10,7 +10,7 @@ from kvpilot_operator.render.names import HTTP_ROUTE_API
 from support.faulty_record import record
 from support.faulty_world import NAMESPACE, until
 from support.gateway import ROUTE_CRD
-from support.inference_gateway import POOL_CRD
+from support.inference_kinds import POOL_CRD
 from support.routed import a_users_route, by_route, our_route
 from support.unprobed import ACCURACY, DRAIN, promoted_and_rolled_back
 

@@ -1,8 +1,6 @@
-"""The Gateway API Inference Extension as far as a test needs it: its InferencePool, and an endpoint picker of ours.
+"""A gateway as far as a test needs one: it follows an HTTPRoute's weights, to InferencePools and to Services.
 
-The picker does what the extension's protocol asks of one: it follows one pool by its name, and answers with the address
-of a pod that the pool's selector matches and that is Ready, or with 503 where there is none. What Kubernetes makes a
-Service's endpoints of is the same, and so a Service is followed likewise.
+For a pool it asks the endpoint picker that the pool names, as Envoy does; a Service's Ready pods it takes in turn.
 """
 
 from __future__ import annotations
@@ -11,176 +9,160 @@ import asyncio
 import contextlib
 import itertools
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Literal
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Protocol
+
+import httpx
+from envoy_data_plane.envoy.config.core.v3 import HeaderMap, HeaderValue, Metadata
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ProcessingModeBodySendMode as BodySendMode
+from envoy_data_plane.envoy.service.ext_proc.v3 import (
+    BodyResponse,
+    HttpBody,
+    HttpHeaders,
+    ProcessingRequest,
+    ProcessingResponse,
+    ProtocolConfiguration,
+)
+from envoy_data_plane.google.protobuf import Struct
+from grpclib.client import Channel, Stream
+from grpclib.const import Cardinality
 
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
-from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API
-from support.community_kinds import definition
+from kvpilot_operator.render.names import HTTP_ROUTE_API
+from support.endpoint_picker import CHOICE, DESTINATION, PROCESSOR, SERVED, EndpointPicker
+from support.inference_kinds import picker_name
+from support.ready_pods import Backend, ReadyPods, follow
 
-_NUMBER = {"type": "integer", "minimum": 1, "maximum": 65535}
-_PORT = {"type": "object", "required": ["number"], "properties": {"number": _NUMBER}}
-_PICKER = {
-    "type": "object",
-    "required": ["name"],
-    "properties": {
-        "group": {"type": "string", "maxLength": 253},
-        "kind": {"type": "string", "default": "Service", "minLength": 1, "maxLength": 63},
-        "name": {"type": "string", "minLength": 1, "maxLength": 253},
-        "port": _PORT,
-        "failureMode": {"type": "string", "enum": ["FailOpen", "FailClose"], "default": "FailClose"},
-    },
-    "x-kubernetes-validations": [
-        {"rule": "self.kind != 'Service' || has(self.port)", "message": "a Service as the picker needs its port"}
-    ],
-}
-_SPEC = {
-    "type": "object",
-    "required": ["endpointPickerRef", "selector", "targetPorts"],
-    "properties": {
-        "selector": {
-            "type": "object",
-            "required": ["matchLabels"],
-            "properties": {
-                "matchLabels": {
-                    "type": "object",
-                    "minProperties": 1,
-                    "maxProperties": 64,
-                    "additionalProperties": {"type": "string", "maxLength": 63},
-                }
-            },
-        },
-        "targetPorts": {
-            "type": "array",
-            "x-kubernetes-list-type": "atomic",
-            "minItems": 1,
-            "maxItems": 8,
-            "items": _PORT,
-            "x-kubernetes-validations": [
-                {"rule": "self.all(a, self.exists_one(b, a.number == b.number))", "message": "ports must differ"}
-            ],
-        },
-        "appProtocol": {"type": "string", "enum": ["http", "kubernetes.io/h2c"], "default": "http"},
-        "endpointPickerRef": _PICKER,
-    },
-}
-POOL_CRD = definition("inference.networking.k8s.io", "InferencePool", "inferencepools", _SPEC)
-"""InferencePool v1 with the limits of its spec, in our own words; its status, which gateways write, is left open.
+PATH = "/v1/completions"
+_HEADERS = {"content-type": "application/json"}
+_STREAMED = BodySendMode.FULL_DUPLEX_STREAMED
 
-Releases v1.0 to v1.5 of the extension require the endpoint picker.
-"""
-POOL_CRD_1_6 = definition(
-    "inference.networking.k8s.io",
-    "InferencePool",
-    "inferencepools",
-    {**_SPEC, "required": ["selector", "targetPorts"]},
-)
-"""The same as of v1.6, where a pool may be without a picker."""
+Sent = Callable[[str], Awaitable[None]]
+"""Is told the endpoint that a request goes to, before it goes there."""
 
 
-Backend = Literal["InferencePool", "Service"]
-_API_OF: dict[Backend, str] = {"InferencePool": INFERENCE_POOL_API, "Service": "v1"}
+class Way(Protocol):
+    """How requests come to pods."""
+
+    async def ask(self, http: httpx.AsyncClient, body: bytes, sent: Sent) -> bool:
+        """Send a request with this body, and read its answer; False is a 503, of which no pod knows.
+
+        Raises:
+            httpx.HTTPError: a pod has not answered as it should.
+        """
 
 
-def selected_by(backend: Object) -> dict[str, str]:
-    """The labels by which an InferencePool or a Service selects pods."""
-    selector: Object = backend["spec"].get("selector") or {}
-    labels: dict[str, str] = selector.get("matchLabels", {}) if backend["kind"] == "InferencePool" else selector
-    return labels
+class ServiceWay:
+    """To the Ready pods of a Service, each in turn."""
+
+    def __init__(self, pods: ReadyPods) -> None:
+        self._pods, self._turn = pods, itertools.count()
+
+    async def ask(self, http: httpx.AsyncClient, body: bytes, sent: Sent) -> bool:
+        endpoints = self._pods.endpoints()
+        if not endpoints:
+            return False
+        endpoint = endpoints[next(self._turn) % len(endpoints)]
+        await sent(endpoint)
+        answer = await http.post(f"http://{endpoint}{PATH}", content=body, headers=_HEADERS)
+        answer.raise_for_status()
+        return True
 
 
-class EndpointPicker:
-    """Picks pods for one InferencePool or Service, by watches of that kind and of the pods of its namespace."""
+class PickedWay:
+    """To the endpoint that a picker names by the protocol; request and answer pass through the picker."""
 
-    def __init__(self, cluster: Cluster, namespace: str, name: str, kind: Backend = "InferencePool") -> None:
-        self._cluster, self._namespace, self._name, self._kind = cluster, namespace, name, kind
-        self._backends: dict[str, Object] = {}
-        self._pods: dict[str, Object] = {}
-        self._turn = itertools.count()
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
 
-    @contextlib.asynccontextmanager
-    async def following(self) -> AsyncIterator[EndpointPicker]:
-        """Follow the backend until the block ends."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(follow(self._cluster, *about, self._namespace, store))
-                for about, store in (
-                    ((_API_OF[self._kind], self._kind), self._backends),
-                    (("v1", "Pod"), self._pods),
-                )
-            ]
-            yield self
-            for task in tasks:
-                task.cancel()
-
-    def pick(self) -> Object | None:
-        """A pod to send a request to, each in turn; None is a 503 of the picker's."""
-        backend = self._backends.get(self._name)
-        if backend is None:
-            return None
-        wanted = selected_by({**backend, "kind": self._kind}).items()
-        ready = [pod for _, pod in sorted(self._pods.items()) if wanted <= _labels(pod).items() and _is_ready(pod)]
-        return ready[next(self._turn) % len(ready)] if ready else None
+    async def ask(self, http: httpx.AsyncClient, body: bytes, sent: Sent) -> bool:
+        process = f"/{PROCESSOR}/Process"
+        async with self._channel.request(
+            process, Cardinality.STREAM_STREAM, ProcessingRequest, ProcessingResponse
+        ) as stream:
+            endpoint = await _destination(stream)
+            if endpoint is None:
+                return False
+            await sent(endpoint)
+            passed = await _told(stream, ProcessingRequest(request_body=HttpBody(body, end_of_stream=True)))
+            request = http.stream(
+                "POST", f"http://{endpoint}{PATH}", content=_body(passed.request_body), headers=_HEADERS
+            )
+            async with request as answer:
+                await _told(stream, _answered(answer, endpoint))
+                async for chunk in answer.aiter_raw():
+                    came = await _told(stream, ProcessingRequest(response_body=HttpBody(chunk)))
+                    assert _body(came.response_body) == chunk
+                await _told(stream, ProcessingRequest(response_body=HttpBody(end_of_stream=True)))
+            await stream.end()
+            answer.raise_for_status()
+        return True
 
 
-async def follow(cluster: Cluster, api_version: str, kind: str, namespace: str, store: dict[str, Object]) -> None:
-    """Keep `store` like the objects of a kind, by name, until cancelled."""
-    while True:
-        with contextlib.suppress(ClusterError):
-            version, found = "", {}
-            async for items, listed in cluster.pages(api_version, kind, namespace, ""):
-                version = listed
-                found.update({item["metadata"]["name"]: item for item in items})
-            store.clear()
-            store.update(found)
-            async for event, obj in cluster.watch(api_version, kind, namespace, "", version):
-                _take(store, event, obj)
-        await asyncio.sleep(0.1)
+def _headers(**more: str) -> HttpHeaders:
+    pairs = [HeaderValue(key=key, raw_value=value.encode()) for key, value in (_HEADERS | more).items()]
+    return HttpHeaders(HeaderMap(pairs))
 
 
-def _take(store: dict[str, Object], event: str, obj: Object) -> None:
-    if event == "DELETED":
-        store.pop(obj["metadata"]["name"], None)
-    elif event != "BOOKMARK":
-        store[obj["metadata"]["name"]] = obj
+async def _destination(stream: Stream[ProcessingRequest, ProcessingResponse]) -> str | None:
+    """The endpoint that the picker chooses, None for its 503."""
+    answer = await _told(
+        stream,
+        ProcessingRequest(
+            request_headers=_headers(**{":method": "POST", ":path": PATH}),
+            protocol_config=ProtocolConfiguration(request_body_mode=_STREAMED, response_body_mode=_STREAMED),
+        ),
+    )
+    if (refusal := answer.immediate_response) is not None:
+        assert refusal.status.code == httpx.codes.SERVICE_UNAVAILABLE
+        return None
+    chosen: str = answer.dynamic_metadata.to_dict()[CHOICE][DESTINATION]
+    [header] = answer.request_headers.response.header_mutation.set_headers
+    assert (header.header.key, header.header.raw_value.decode()) == (DESTINATION, chosen)
+    return chosen
 
 
-def _labels(pod: Object) -> dict[str, str]:
-    return pod["metadata"].get("labels") or {}
+def _answered(answer: httpx.Response, endpoint: str) -> ProcessingRequest:
+    served = Metadata({CHOICE: Struct.from_dict({SERVED: endpoint})})
+    return ProcessingRequest(response_headers=_headers(**{":status": str(answer.status_code)}), metadata_context=served)
 
 
-def _is_ready(pod: Object) -> bool:
-    conditions = (pod.get("status") or {}).get("conditions") or ()
-    ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
-    return ready and "deletionTimestamp" not in pod["metadata"]
+async def _told(
+    stream: Stream[ProcessingRequest, ProcessingResponse], message: ProcessingRequest
+) -> ProcessingResponse:
+    await stream.send_message(message)
+    answer = await stream.recv_message()
+    if answer is None:
+        raise EOFError("the picker ended the stream of a request that it had not answered")
+    return answer
 
 
-def pool(name: str, namespace: str, labels: dict[str, str]) -> Object:
-    """An InferencePool as a user writes one."""
-    spec = {
-        "selector": {"matchLabels": labels},
-        "targetPorts": [{"number": 8000}],
-        "endpointPickerRef": {"name": f"{name}-epp", "port": {"number": 9002}},
-    }
-    metadata = {"name": name, "namespace": namespace}
-    return {"apiVersion": INFERENCE_POOL_API, "kind": "InferencePool", "metadata": metadata, "spec": spec}
+def _body(response: BodyResponse) -> bytes:
+    return bytes(response.response.body_mutation.streamed_response.body)
 
 
-Pick = Callable[[], Object | None]
-"""Who is sent the next request; None is a 503."""
+@contextlib.asynccontextmanager
+async def picked(pods: ReadyPods) -> AsyncIterator[PickedWay]:
+    """A way by a picker that serves one pool, until the block ends."""
+    async with EndpointPicker(pods.endpoints).listening() as port:
+        channel = Channel("127.0.0.1", port)
+        try:
+            yield PickedWay(channel)
+        finally:
+            channel.close()
 
 
 class InferenceGateway:
-    """Sends each request to a backend of a route's first rule, drawn by weight, and there to a pod of its picker's.
+    """Sends each request to a backend of a route's first rule, drawn by weight.
 
-    All backends that the route ever has are of one kind and among these names.
+    All backends that the route ever has are of one kind and among these names. A pool's picker is the one it names.
     """
 
-    def __init__(self, cluster: Cluster, namespace: str, route: str, backends: Sequence[str], kind: Backend) -> None:
-        self._cluster, self._namespace, self._route = cluster, namespace, route
-        self._pickers = {(kind, name): EndpointPicker(cluster, namespace, name, kind) for name in backends}
+    def __init__(self, cluster: Cluster, namespace: str, route: str, names: Sequence[str], kind: Backend) -> None:
+        self._cluster, self._namespace, self._route, self._kind = cluster, namespace, route, kind
+        self._pods = {name: ReadyPods(cluster, namespace, name, kind) for name in names}
+        self._ways: dict[str, Way] = {}
         self._routes: dict[str, Object] = {}
         self._random = random.Random(0)
 
@@ -188,8 +170,12 @@ class InferenceGateway:
     async def following(self) -> AsyncIterator[InferenceGateway]:
         """Follow route and backends until the block ends."""
         async with contextlib.AsyncExitStack() as stack:
-            for picker in self._pickers.values():
-                await stack.enter_async_context(picker.following())
+            for name, pods in self._pods.items():
+                await stack.enter_async_context(pods.following())
+                if self._kind == "Service":
+                    self._ways[name] = ServiceWay(pods)
+                else:
+                    self._ways[picker_name(name)] = await stack.enter_async_context(picked(pods))
             task = asyncio.create_task(
                 follow(self._cluster, HTTP_ROUTE_API, "HTTPRoute", self._namespace, self._routes)
             )
@@ -198,11 +184,26 @@ class InferenceGateway:
             finally:
                 task.cancel()
 
-    def pick(self) -> Object | None:
-        """A pod to send a request to; None is a 503."""
-        if self._route not in self._routes:
-            return None
-        refs = self._routes[self._route]["spec"]["rules"][0]["backendRefs"]
-        weights = [ref.get("weight", 1) for ref in refs]
-        drawn = self._random.choices(refs, weights)[0]
-        return self._pickers[drawn.get("kind", "Service"), drawn["name"]].pick()
+    @property
+    def is_ready(self) -> bool:
+        """Whether each backend of the route has a pod."""
+        refs = self._refs()
+        return bool(refs) and all(self._pods[ref["name"]].endpoints() for ref in refs)
+
+    async def ask(self, http: httpx.AsyncClient, body: bytes, sent: Sent) -> bool:
+        """As a `Way`."""
+        refs = self._refs()
+        if not refs:
+            return False
+        drawn = self._random.choices(refs, [ref.get("weight", 1) for ref in refs])[0]["name"]
+        backend = self._pods[drawn].backend()
+        if backend is None:
+            return False
+        name = drawn if self._kind == "Service" else backend["spec"]["endpointPickerRef"]["name"]
+        return await self._ways[name].ask(http, body, sent)
+
+    def _refs(self) -> list[Object]:
+        route = self._routes.get(self._route)
+        refs: list[Object] = route["spec"]["rules"][0]["backendRefs"] if route else []
+        assert all(ref.get("kind", "Service") == self._kind for ref in refs)
+        return refs

@@ -8,8 +8,10 @@ from typing import Any
 
 from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, REVISION_LABEL, SERVICE_PORT
 from support.faulty_world import NAMESPACE, FaultyWorld, until
-from support.inference_gateway import Backend, InferenceGateway, selected_by
+from support.inference_gateway import InferenceGateway
+from support.inference_kinds import picker_name
 from support.killer import Killer
+from support.ready_pods import API_OF, Backend, selected_by
 from support.unprobed import ACCURACY, DRAIN, Requests, ends, requests
 
 Fields = Callable[[FaultyWorld, str, Backend], Awaitable[dict[str, Any]]]
@@ -34,8 +36,8 @@ def pickers_of(name: str) -> dict[str, Any]:
     """One for each of the pools of a service."""
     port = {"number": 9002}
     return {
-        "endpointPickerRef": {"name": f"{name}-epp", "port": port},
-        "canaryEndpointPickerRef": {"name": f"{name}-canary-epp", "port": port},
+        "endpointPickerRef": {"name": picker_name(name), "port": port},
+        "canaryEndpointPickerRef": {"name": picker_name(f"{name}-canary"), "port": port},
     }
 
 
@@ -53,11 +55,10 @@ async def by_route(
     if kind == "InferencePool":
         spec["inferencePool"] = pickers_of(name)
     await world.serving(name, 2, canary=canary, accuracy=ACCURACY, drain=DRAIN, **spec)
-    api_version = INFERENCE_POOL_API if kind == "InferencePool" else "v1"
 
     async def revisions() -> list[str | None]:
         """What the backends select: the service's, and the canary's, a Service of which is there in a trial alone."""
-        found = [await world.cluster.find(api_version, kind, NAMESPACE, one) for one in (name, f"{name}-canary")]
+        found = [await world.cluster.find(API_OF[kind], kind, NAMESPACE, one) for one in (name, f"{name}-canary")]
         return [None if one is None else selected_by({**one, "kind": kind}).get(REVISION_LABEL) for one in found]
 
     async def settled() -> bool:
@@ -67,8 +68,8 @@ async def by_route(
     await until(settled, "the backends select what serves")
     gateway = InferenceGateway(world.cluster, NAMESPACE, name, (name, f"{name}-canary"), kind)
     async with gateway.following():
-        await until(lambda: asyncio.sleep(0, gateway.pick() is not None), "the gateway has a pod")
-        async with requests(world, name, gateway.pick) as seen, Killer.of(world, name, worth) as killer:
+        await until(lambda: asyncio.sleep(0, gateway.is_ready), "the gateway has a pod")
+        async with requests(world, name, gateway) as seen, Killer.of(world, name, worth) as killer:
             await world.patch(name, {"kvCache": {"dtype": "k4v4"}})
             await until(lambda: asyncio.sleep(0, len(seen.answered) > 1), "the canary has its share", seconds=1500)
             first, second = await revisions()

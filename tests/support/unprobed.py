@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 import httpx
 
 from kvpilot_operator.cluster.objects import Object
-from kvpilot_operator.render.names import ENGINE_PORT, INFERENCE_POOL_API, REVISION_LABEL, SERVICE_LABEL
+from kvpilot_operator.render.names import INFERENCE_POOL_API, REVISION_LABEL, SERVICE_LABEL
 from support.faulty_world import IMAGE, NAMESPACE, FaultyWorld, until
-from support.inference_gateway import EndpointPicker, Pick, pool
+from support.inference_gateway import Sent, ServiceWay, Way, picked
+from support.inference_kinds import pool
 from support.killer import Killer
+from support.ready_pods import ReadyPods
 
 PASSED = ("Shifting", "Promoting")
 ACCURACY = {"probeSets": ["builtin/structured"]}
@@ -24,11 +27,19 @@ DRAIN = {"preStopSeconds": 5, "timeoutSeconds": 20}
 
 
 class Witness:
-    """Knows of one service which revisions may be sent requests, by what the API server holds of its status."""
+    """Knows by what the API server holds whose an address is, and which revisions of a service may be sent requests."""
 
     def __init__(self, world: FaultyWorld, name: str) -> None:
         self._world, self._name = world, name
         self._passed: set[str] = set()
+
+    async def pod_at(self, endpoint: str) -> Object:
+        """The pod that has this address now, the newest one where others had it before."""
+        address = endpoint.rpartition(":")[0]
+        pages = self._world.cluster.pages("v1", "Pod", NAMESPACE, "", fields=f"status.podIP={address}")
+        return max(
+            [pod async for pods, _ in pages for pod in pods], key=lambda pod: pod["metadata"]["creationTimestamp"]
+        )
 
     async def may_serve(self, revision: str) -> bool:
         """Whether it serves, or has passed its probes, by now."""
@@ -39,6 +50,16 @@ class Witness:
                 self._passed.add(canary["revision"])
             self._passed |= {(status.get("stable") or {}).get("revision", "")}
         return revision in self._passed
+
+
+class InTurns:
+    """One way after the other."""
+
+    def __init__(self, *ways: Way) -> None:
+        self._ways = itertools.cycle(ways)
+
+    async def ask(self, http: httpx.AsyncClient, body: bytes, sent: Sent) -> bool:
+        return await next(self._ways).ask(http, body, sent)
 
 
 class Requests:
@@ -52,12 +73,12 @@ class Requests:
         self.failed: list[str] = []
         """Why requests were not answered."""
         self.nobody = 0
-        """Picks that found no pod."""
+        """Requests that were answered 503, because no pod was there."""
 
 
 @contextlib.asynccontextmanager
-async def requests(world: FaultyWorld, name: str, pick: Pick, users: int = 2) -> AsyncIterator[Requests]:
-    """Users of a service, each asking whom `pick` names as soon as it is answered, until the block ends."""
+async def requests(world: FaultyWorld, name: str, way: Way, users: int = 2) -> AsyncIterator[Requests]:
+    """Users of a service, each asking by this way as soon as it is answered, until the block ends."""
     seen, witness = Requests(), Witness(world, name)
     async with httpx.AsyncClient(
         timeout=300, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
@@ -65,12 +86,7 @@ async def requests(world: FaultyWorld, name: str, pick: Pick, users: int = 2) ->
 
         async def user() -> None:
             while True:
-                pod = pick()
-                if pod is None:
-                    seen.nobody += 1
-                    await asyncio.sleep(0.05)
-                else:
-                    await _ask(http, name, pod, seen, witness)
+                await _ask(http, name, way, seen, witness)
 
         tasks = [asyncio.create_task(user()) for _ in range(users)]
         try:
@@ -83,16 +99,22 @@ async def requests(world: FaultyWorld, name: str, pick: Pick, users: int = 2) ->
                     raise ended
 
 
-async def _ask(http: httpx.AsyncClient, name: str, pod: Object, seen: Requests, witness: Witness) -> None:
-    revision = pod["metadata"]["labels"][REVISION_LABEL]
-    # Its gate was opened after the status had said that it may be: what the status says by now is not too early.
-    if not await witness.may_serve(revision):
-        seen.unprobed.append(pod["metadata"]["name"])
+async def _ask(http: httpx.AsyncClient, name: str, way: Way, seen: Requests, witness: Witness) -> None:
+    pod: Object = {}
+
+    async def sent(endpoint: str) -> None:
+        pod.update(await witness.pod_at(endpoint))
+        # Its gate was opened after the status had said that it may be: what the status says by now is not too early.
+        if not await witness.may_serve(pod["metadata"]["labels"][REVISION_LABEL]):
+            seen.unprobed.append(pod["metadata"]["name"])
+
     body = {"model": name, "prompt": [1] * 16, "max_tokens": 8, "stream": True}
     try:
-        answer = await http.post(f"http://{pod['status']['podIP']}:{ENGINE_PORT}/v1/completions", json=body)
-        answer.raise_for_status()
-        seen.answered[revision] += 1
+        if await way.ask(http, json.dumps(body).encode(), sent):
+            seen.answered[pod["metadata"]["labels"][REVISION_LABEL]] += 1
+        else:
+            seen.nobody += 1
+            await asyncio.sleep(0.05)
     except httpx.HTTPError as error:
         seen.failed.append(f"{pod['metadata']['name']}: {error!r}")
 
@@ -123,12 +145,14 @@ async def promoted_and_rolled_back(
     everyone = f"all-of-{name}"
     await world.cluster.create(pool(everyone, NAMESPACE, {SERVICE_LABEL: name}))
     await world.serving(name, 2, engine=engine, canary={"steps": []}, accuracy=ACCURACY, drain=DRAIN)
-    pool_of_all = EndpointPicker(world.cluster, NAMESPACE, everyone)
-    endpoints = EndpointPicker(world.cluster, NAMESPACE, name, "Service")
-    turns = itertools.cycle((pool_of_all, endpoints))
-    async with pool_of_all.following(), endpoints.following():
-        await until(lambda: asyncio.sleep(0, None not in (pool_of_all.pick(), endpoints.pick())), "both have a pod")
-        async with requests(world, name, lambda: next(turns).pick()) as seen, Killer.of(world, name, worth) as killer:
+    pool_of_all = ReadyPods(world.cluster, NAMESPACE, everyone)
+    endpoints = ReadyPods(world.cluster, NAMESPACE, name, "Service")
+    async with pool_of_all.following(), endpoints.following(), picked(pool_of_all) as by_picker:
+        await until(
+            lambda: asyncio.sleep(0, bool(pool_of_all.endpoints() and endpoints.endpoints())), "both have a pod"
+        )
+        in_turns = InTurns(by_picker, ServiceWay(endpoints))
+        async with requests(world, name, in_turns) as seen, Killer.of(world, name, worth) as killer:
             first = (await world.status(name))["stable"]["revision"]
             await world.patch(name, {"kvCache": {"dtype": "k4v4"}})
             taken = await ends(world, name, "Promoted", "k4v4")

@@ -1,0 +1,93 @@
+"""The pods that an InferencePool or a Service leads to: those that match its selector and are Ready."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Literal
+
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.render.names import ENGINE_PORT, INFERENCE_POOL_API
+
+Backend = Literal["InferencePool", "Service"]
+API_OF: dict[Backend, str] = {"InferencePool": INFERENCE_POOL_API, "Service": "v1"}
+
+
+def selected_by(backend: Object) -> dict[str, str]:
+    """The labels by which an InferencePool or a Service selects pods."""
+    selector: Object = backend["spec"].get("selector") or {}
+    labels: dict[str, str] = selector.get("matchLabels", {}) if backend["kind"] == "InferencePool" else selector
+    return labels
+
+
+class ReadyPods:
+    """The endpoints of one InferencePool or Service, by watches of that kind and of the pods of its namespace."""
+
+    def __init__(self, cluster: Cluster, namespace: str, name: str, kind: Backend = "InferencePool") -> None:
+        self._cluster, self._namespace, self._name, self._kind = cluster, namespace, name, kind
+        self._backends: dict[str, Object] = {}
+        self._pods: dict[str, Object] = {}
+
+    @contextlib.asynccontextmanager
+    async def following(self) -> AsyncIterator[ReadyPods]:
+        """Follow the backend until the block ends."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(follow(self._cluster, *about, self._namespace, store))
+                for about, store in (
+                    ((API_OF[self._kind], self._kind), self._backends),
+                    (("v1", "Pod"), self._pods),
+                )
+            ]
+            yield self
+            for task in tasks:
+                task.cancel()
+
+    def backend(self) -> Object | None:
+        """The InferencePool or Service itself, None as long as nothing is known of it."""
+        return self._backends.get(self._name)
+
+    def endpoints(self) -> list[str] | None:
+        """Addresses with ports; None as long as nothing is known of the backend."""
+        backend = self.backend()
+        if backend is None:
+            return None
+        wanted = selected_by({**backend, "kind": self._kind}).items()
+        ready = [pod for _, pod in sorted(self._pods.items()) if wanted <= _labels(pod).items() and _is_ready(pod)]
+        port = backend["spec"]["targetPorts"][0]["number"] if self._kind == "InferencePool" else ENGINE_PORT
+        return [f"{pod['status']['podIP']}:{port}" for pod in ready]
+
+
+async def follow(cluster: Cluster, api_version: str, kind: str, namespace: str, store: dict[str, Object]) -> None:
+    """Keep `store` like the objects of a kind, by name, until cancelled."""
+    while True:
+        with contextlib.suppress(ClusterError):
+            version, found = "", {}
+            async for items, listed in cluster.pages(api_version, kind, namespace, ""):
+                version = listed
+                found.update({item["metadata"]["name"]: item for item in items})
+            store.clear()
+            store.update(found)
+            async for event, obj in cluster.watch(api_version, kind, namespace, "", version):
+                _take(store, event, obj)
+        await asyncio.sleep(0.1)
+
+
+def _take(store: dict[str, Object], event: str, obj: Object) -> None:
+    if event == "DELETED":
+        store.pop(obj["metadata"]["name"], None)
+    elif event != "BOOKMARK":
+        store[obj["metadata"]["name"]] = obj
+
+
+def _labels(pod: Object) -> dict[str, str]:
+    return pod["metadata"].get("labels") or {}
+
+
+def _is_ready(pod: Object) -> bool:
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+    return ready and "deletionTimestamp" not in pod["metadata"]
