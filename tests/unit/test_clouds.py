@@ -27,6 +27,7 @@ LABELS = {
     "eks": {"node.kubernetes.io/instance-type": "g6.2xlarge"},
     "gke": {"cloud.google.com/gke-accelerator": "nvidia-l4"},
     "aks": {"node.kubernetes.io/instance-type": "Standard_NC24ads_A100_v4"},
+    "openshift": {"nvidia.com/gpu.product": "NVIDIA-L4"},
 }
 
 
