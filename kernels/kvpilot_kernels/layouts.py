@@ -72,6 +72,12 @@ CUT_BITS = 4
 SHRINK: dict[int, tuple[float, ...]] = {8: (1.0,), 4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.75, 0.65, 0.55)}
 """Factors that the encoder tries on a group's range, per code width."""
 
+GAIN_BITS = 2
+"""Codes of at most so many bits have their group's scale stretched, so that they are not too short on average."""
+
+GAIN_LIMIT = 2.0
+"""A scale is stretched by at most this: a group too small for float16's scales has codes that say nothing of it."""
+
 RING_REACH = 0.6
 """A group whose largest residual is at most RING_REACH * 2^e scales has the exponent e; clipped tails need 1 or 2."""
 

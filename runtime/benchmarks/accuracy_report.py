@@ -29,6 +29,9 @@ apache-tvm-ffi carries), the manual of GNU coreutils (Debian), Python's language
 and source code of its standard library.
 
 {rows}
+Rows of ours with 2 bits, and their needles, are from before codes of 2 bits had their
+[full length](../decisions/0044-two-bits-of-full-length.md), which lowers the damage; the rows are yet to be renewed.
+
 The control compares the model in bf16 with itself, through two kernels of attention: this much is noise of 16 bits.
 
 Bits count codes, scales and zero points, at head_dim 128 (most models) and at {head_dim} (this model), and what is kept

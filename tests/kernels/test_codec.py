@@ -60,7 +60,33 @@ def test_an_unclipped_element_is_off_by_at_most_a_code_of_its_group(
     scale = scale.repeat_interleave(group(dim), -1)
     error = (decode(codes, meta, bits) - x).abs()
     clipped = (codes == 0) | (codes == (1 << bits) - 1)
-    assert (error[~clipped] <= scale[~clipped] * 0.51).all()
+    # Two codes of 2 bits lie inside; a stretched scale moves them by up to half their distance from the zero point.
+    assert (error[~clipped] <= scale[~clipped] * (1.3 if bits == 2 else 0.51)).all()
+
+
+@given(seeds, dims, st.floats(1e-3, 1e4), st.floats(-2, 2))
+def test_two_bits_are_as_long_along_a_row_as_the_row(seed: int, dim: int, size: float, shift: float) -> None:
+    x = ((normal(seed, 64, dim) + shift) * size).double()
+    back = decode(*encode(x.float(), 2, group(dim)), 2).double()
+    shortness = (back * x).sum(-1) / x.square().sum(-1) - 1
+    assert (shortness.abs() <= 2**-6).all()  # half of the last bit of a scale
+
+
+@given(seeds, dims)
+def test_a_mean_of_tokens_alike_keeps_its_length(seed: int, dim: int) -> None:
+    common = normal(seed, dim)
+    x = common + normal(seed + 1, 512, dim)
+    back = decode(*encode(x, 2, group(dim)), 2).mean(0)
+    assert abs(float(back @ common / (common @ common)) - float(x.mean(0) @ common / (common @ common))) < 0.05
+
+
+@pytest.mark.parametrize("x", [1e-7, 1e-30, 1e10, 3e38])
+def test_rows_beyond_what_a_scale_can_say_are_not_blown_up(x: float) -> None:
+    row = normal(5, 8, 64) * x
+    row = torch.where(row.isfinite(), row, x)
+    back = decode(*encode(row, 2, 64), 2)
+    assert back.isfinite().all()
+    assert back.norm() <= max(4 * float(row.double().norm()), 1e-3)
 
 
 @given(seeds, dims)

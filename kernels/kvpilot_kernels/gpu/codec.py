@@ -17,6 +17,7 @@ ZERO_MASK = tl.constexpr((1 << layouts.ZERO_BITS) - 1)
 ZERO_STEPS = tl.constexpr(layouts.ZERO_STEPS)
 CUT_BITS = tl.constexpr(layouts.CUT_BITS)
 ROUND_UP = tl.constexpr((1 << layouts.CUT_BITS) - 1)
+ROUND_HALF = tl.constexpr(1 << (layouts.CUT_BITS - 1))
 INFINITY = tl.constexpr(0x7C00 >> layouts.CUT_BITS)
 NAN = tl.constexpr(0x7E00 >> layouts.CUT_BITS)
 
@@ -104,6 +105,14 @@ def scale_bits(wanted):
     """The scale bits of a group: float32 to the 11 upper bits of a float16, rounded up, below infinity."""
     bits = (tl.minimum(wanted, 65504.0).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
             + ROUND_UP) >> CUT_BITS  # fmt: skip
+    return tl.minimum(bits, INFINITY - 1)
+
+
+@triton.jit
+def nearest_scale_bits(wanted):
+    """As `scale_bits`, to the nearest."""
+    bits = (tl.minimum(wanted, 65504.0).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+            + ROUND_HALF) >> CUT_BITS  # fmt: skip
     return tl.minimum(bits, INFINITY - 1)
 
 

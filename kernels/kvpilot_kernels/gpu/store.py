@@ -17,8 +17,10 @@ from kvpilot_kernels import layouts
 from kvpilot_kernels.gpu.codec import (
     NAN,
     ZERO_BITS,
+    ZERO_MASK,
     ZERO_STEPS,
     byte_of,
+    nearest_scale_bits,
     pack_codes,
     pack_meta,
     scale_and_zero,
@@ -31,6 +33,8 @@ from kvpilot_kernels.gpu.codec import (
 from kvpilot_kernels.gpu.rotation import load_rotation, rotate
 
 REACH = tl.constexpr(layouts.RING_REACH)
+GAIN_BITS = tl.constexpr(layouts.GAIN_BITS)
+GAIN_LIMIT = tl.constexpr(layouts.GAIN_LIMIT)
 
 
 @triton.jit
@@ -64,6 +68,18 @@ def quantize(y, lo, hi, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr)
 
 
 @triton.jit
+def stretched(y, codes, meta, BITS: tl.constexpr):
+    """Scale metadata [T, G] under which codes [T, G, 64] are as long along y as y is; slots of no element hold 0."""
+    scale, zero = scale_and_zero(meta, BITS)
+    along = tl.sum((codes - zero[:, :, None]) * scale[:, :, None] * y, 2)
+    square = tl.sum(y * y, 2)
+    usable = (along > 0) & (along < float("inf")) & (square > 0)
+    gain = tl.minimum(square / tl.where(usable, along, 1.0), GAIN_LIMIT)
+    bits = nearest_scale_bits(scale * gain)
+    return tl.where(usable, pack_meta(bits, meta & ZERO_MASK), meta)
+
+
+@triton.jit
 def encode(y, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
     """Codes, int32 [T, G, 64], and scale metadata [T, G] of y [T, G, 64]: the best of the ranges to try."""
     lo = tl.minimum(tl.min(y, 2), 0.0)
@@ -75,6 +91,8 @@ def encode(y, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
         codes = tl.where(better[:, :, None], codes2, codes)
         meta = tl.where(better, meta2, meta)
         least = tl.minimum(error, least)
+    if SIDE.bits <= GAIN_BITS:
+        meta = stretched(y, codes, meta, SIDE.bits)
     # A group with a NaN reads back as NaN: comparisons and minima may have lost it, a sum cannot.
     broken = tl.sum(y, 2) * 0.0 != 0.0
     return tl.where(broken[:, :, None], 0.0, codes).to(tl.int32), tl.where(broken, NAN << ZERO_BITS, meta)

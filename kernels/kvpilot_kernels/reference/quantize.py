@@ -9,13 +9,20 @@ For a group of g elements x and codes of b bits (qmax = 2^b - 1)::
 [lo, hi] starts as the group's range (stretched to hold 0) and is shrunk by the factor, out of a few, that gives the
 smallest squared error: with few codes, clipping the tails costs less than the coarser scale that they would force on
 everything else. The scale metadata is described in `kvpilot_kernels.layouts`.
+
+What is nearest to x is too short along x: at 2 bits <x, x'> is about 0.89 <x, x>, for every token alike, so a sum over
+tokens does not average it out as it does the rest of the error. There the codes stay and the stored scale becomes
+
+    scale * min(<x, x> / <x, x'>, GAIN_LIMIT)
+
+which makes <x, x'> = <x, x> for a little more squared error of a single token (`docs/decisions/0044`).
 """
 
 from __future__ import annotations
 
 import torch
 
-from kvpilot_kernels.layouts import CUT_BITS, SHRINK, ZERO_BITS, ZERO_STEPS
+from kvpilot_kernels.layouts import CUT_BITS, GAIN_BITS, GAIN_LIMIT, SHRINK, ZERO_BITS, ZERO_STEPS
 
 _INF = 0x7C00 >> CUT_BITS  # float16's infinity and NaN as scales
 _NAN = 0x7E00 >> CUT_BITS
@@ -46,7 +53,20 @@ def encode(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.
         better = error < least
         codes, meta = torch.where(better, codes2, codes), torch.where(better, meta2, meta)
         least = torch.minimum(error, least)
+    if bits <= GAIN_BITS:
+        meta = _stretched(x, codes, meta, bits)
     return codes.to(torch.uint8).flatten(-2), meta.to(torch.int16).squeeze(-1)
+
+
+def _stretched(x: torch.Tensor, codes: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
+    """The metadata [..., 1] with scales under which codes are as long along x as x is."""
+    scale, zero = scale_and_zero(meta, bits)
+    along = (codes - zero).mul_(scale).mul_(x).sum(-1, keepdim=True)
+    gain = (x.square().sum(-1, keepdim=True) / along).clamp(max=GAIN_LIMIT)
+    wanted = (scale * gain).clamp(max=65504.0)
+    high = (wanted.half().view(torch.int16).to(torch.int32) + (1 << CUT_BITS - 1)) >> CUT_BITS  # to the nearest
+    stretched = (high.clamp(max=_INF - 1) << ZERO_BITS) | (meta & ((1 << ZERO_BITS) - 1))
+    return torch.where((along > 0) & (along < torch.inf) & (gain > 0), stretched, meta)
 
 
 def _error(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
