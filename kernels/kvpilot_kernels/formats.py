@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from kvpilot_kernels import layouts
 from kvpilot_kernels.layouts import PageLayout, RingLayout
@@ -99,6 +100,7 @@ class Format:
         window: tokens of the recent window where nobody says otherwise, one of `RECENT_CHOICES`; 0 for none.
         calibrated_only: not to be served without factors, of a file or of the engine itself: the accuracy is not there
             otherwise.
+        latent: False: of keys and values. Those of multi-head latent attention are in `latent.formats`.
         summary: one line for people. colour: of its line in every plot, grey for the dtypes that none is about.
     """
 
@@ -110,6 +112,7 @@ class Format:
     colour: str = "#9a9a9a"
     window: int = 0
     calibrated_only: bool = False
+    latent: ClassVar[bool] = False
 
     @property
     def ours(self) -> bool:

@@ -15,7 +15,8 @@ from typing import NoReturn, TypeVar
 
 import yaml
 
-from kvpilot_kernels.formats import RECENT_CHOICES, FormatError, default_windows, parse
+from kvpilot_kernels.dtypes import parse
+from kvpilot_kernels.formats import RECENT_CHOICES, FormatError, default_windows
 from kvpilot_operator import plots
 from kvpilot_operator.gpus import GPUS, Gpu, PriceError, prices
 from kvpilot_operator.text_tables import render
@@ -25,7 +26,7 @@ from kvpilot_planning.facts_config import read_folder
 from kvpilot_planning.gpus import find_gpu
 from kvpilot_planning.plan_kept import Bound
 from kvpilot_planning.plan_load import Load
-from kvpilot_planning.plan_make import CONTEXTS, DTYPES, Request, make
+from kvpilot_planning.plan_make import CONTEXTS, Request, make, usual_dtypes
 
 WEIGHTS = ("bfloat16", "fp8", "int4")
 
@@ -72,9 +73,10 @@ def _parser() -> _Parser:
     add(
         "--dtype",
         type=_list_of(str),
-        default=DTYPES,
+        default=(),
         metavar="D,D",
-        help=f"KV-cache dtypes (default {','.join(DTYPES)})",
+        help=f"KV-cache dtypes (default {','.join(usual_dtypes(latent=False))}; with multi-head latent attention "
+        f"{','.join(usual_dtypes(latent=True))})",
     )
     add(
         "--recent-tokens",

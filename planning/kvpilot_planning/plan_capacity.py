@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpilot_kernels import formats
+from kvpilot_kernels import dtypes, formats
+from kvpilot_kernels.latent.formats import LatentFormat
 from kvpilot_operator.decide.judging.capacity import OWN_BLOCK
 from kvpilot_operator.gpus import Gpu
 from kvpilot_planning.facts import Model, PlanError
@@ -138,18 +139,20 @@ def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None)
         PlanError: the heads cannot be cut into `gpus` parts.
         FormatError: the dtype has no layout for the model's head_dim, or the window cannot be served.
     """
-    stored = formats.parse(dtype)
+    stored = dtypes.parse(dtype)
     recent = stored.recent_tokens(recent_tokens, model.max_positions)
     heads = kv_heads_per_gpu(model, gpus)
     block = OWN_BLOCK if stored.ours else BLOCK
     window_heads = max(1, (model.window_kv_heads or model.kv_heads) // gpus)
-    beside = stored if model.chunked else formats.parse("auto")
+    beside = formats.parse(dtype if model.chunked else "auto")
     wide = beside.row_bytes(model.window_head_dim or model.head_dim) * window_heads
-    row = stored.row_bytes(model.head_dim) * heads
-    if model.latent_dim:
+    if isinstance(stored, LatentFormat):
+        row = stored.row_bytes
+    elif model.latent_dim:
         row = int(model.latent_dim * (1 if stored.bits_per_element() < 16 else 2))
-    elif model.value_dim:
-        row = (row + stored.row_bytes(model.value_dim) * heads) // 2
+    else:
+        sizes = (model.head_dim, model.value_dim or model.head_dim)
+        row = sum(stored.row_bytes(size) for size in sizes) * heads // 2
     full, windows = model.full_layers, model.sliding_layers
     window_block = block
     if full and windows:
@@ -164,7 +167,7 @@ def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None)
         row = row if full else wide
     ring = (
         stored.ring_layout(model.head_dim, block)
-        if recent and full and not (model.state_layers or model.chunked)
+        if isinstance(stored, formats.Format) and recent and full and not (model.state_layers or model.chunked)
         else None
     )
     return Cache(

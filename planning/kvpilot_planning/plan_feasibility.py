@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpilot_kernels import formats, models
+from kvpilot_kernels import dtypes, models
 from kvpilot_operator.decide.judging.ladder import hardware_fault
 from kvpilot_operator.gpus import Gpu
 from kvpilot_operator.state.snapshot import NodeFacts
@@ -17,7 +17,7 @@ def infeasible(model: Model, dtype: str, gpu: Gpu) -> str | None:
     Raises:
         UnknownFormatError: no dtype has this name.
     """
-    stored = formats.parse(dtype)
+    stored = dtypes.parse(dtype)
     if (refusal := hardware_fault(dtype, NodeFacts(gpu.name, gpu.compute_capability))) is not None:
         return refusal
     if not stored.ours:
@@ -27,7 +27,7 @@ def infeasible(model: Model, dtype: str, gpu: Gpu) -> str | None:
             if latent
             else None
         )
-    refusal = models.unsupported(model.architecture)
+    refusal = (models.unsupported_latent if stored.latent else models.unsupported)(model.architecture)
     return None if refusal is None else f"{dtype} does not support {refusal}"
 
 

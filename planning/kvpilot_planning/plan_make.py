@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpilot_kernels import formats
+from kvpilot_kernels import dtypes
 from kvpilot_operator.gpus import Gpu
 from kvpilot_planning import plan_feasibility
 from kvpilot_planning.facts import Model, PlanError
@@ -13,8 +13,14 @@ from kvpilot_planning.plan_kept import Bound, check_bound, host_tokens
 from kvpilot_planning.plan_load import Cost, Load, cost
 from kvpilot_planning.plan_speed import Speed, attention_efficiency
 
-DTYPES = ("auto", "fp8", *formats.own_names())
-"""What is shown unless asked otherwise: 16 bits, vLLM's own half of it, and ours."""
+
+def usual_dtypes(latent: bool) -> tuple[str, ...]:
+    """What is shown unless asked otherwise: 16 bits, vLLM's own half of it, and ours for such a model.
+
+    `latent`: it has multi-head latent attention.
+    """
+    return ("auto", "fp8", *dtypes.own_names(latent))
+
 
 CONTEXTS = (2_048, 8_192, 32_768, 131_072)
 
@@ -23,6 +29,7 @@ CONTEXTS = (2_048, 8_192, 32_768, 131_072)
 class Request:
     """What to plan. `weights` and `kv` are bytes of all GPUs together that replace the estimates.
 
+    `dtypes` are the usual ones for the model where none is named.
     `recent_tokens` are those of the recent window, None for each dtype's default. `bound` is planned beside the whole
     cache. `host` are bytes of host memory of one engine for offloaded blocks, 0 for none.
     """
@@ -31,7 +38,7 @@ class Request:
     gpu: Gpu
     gpus: int = 1
     contexts: tuple[int, ...] = ()
-    dtypes: tuple[str, ...] = DTYPES
+    dtypes: tuple[str, ...] = ()
     utilization: float = 0.9
     weights_dtype: str | None = None
     weights: int | None = None
@@ -133,7 +140,8 @@ def make(request: Request) -> Plan:
         if not kv:
             raise PlanError(_too_large(request, weights or 0, split))
     contexts = request.contexts or _contexts(model)
-    rows = tuple(_row(request, dtype, kv, weights or 0, contexts) for dtype in request.dtypes)
+    named = request.dtypes or usual_dtypes(bool(model.latent_dim))
+    rows = tuple(_row(request, dtype, kv, weights or 0, contexts) for dtype in named)
     return Plan(request, dtype, split, kv, contexts, rows, _notes(request, contexts))
 
 
@@ -162,10 +170,10 @@ def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[in
         return Row(dtype, infeasible=refusal)
     layout = cache(model, dtype, gpus, request.recent_tokens)
     bounded = None if request.bound is None else request.bound.of(layout)
-    recent = formats.parse(dtype).recent_tokens(request.recent_tokens, model.max_positions)
+    recent = dtypes.parse(dtype).recent_tokens(request.recent_tokens, model.max_positions)
     return Row(
         dtype,
-        bits=formats.parse(dtype).bits_per_element(model.head_dim),
+        bits=dtypes.parse(dtype).bits_per_element(model.head_dim),
         token_bytes=layout.full_token_bytes * gpus,
         window_bytes=layout.window_token_bytes * layout.window * gpus,
         recent_tokens=recent if layout.ring_blocks else 0,
@@ -210,7 +218,7 @@ def _notes(request: Request, contexts: tuple[int, ...]) -> tuple[str, ...]:
         found.append(f"{model.shared_layers} layers read another layer's cache and keep none")
     if request.bound is not None:
         if request.bound.budget is not None:
-            found.append("kvCache.retention: engines serve HeavyHitters on CPUs alone so far, and refuse it on a GPU (docs/retention.md)")  # fmt: skip  # noqa: E501
+            found.append("kvCache.retention: HeavyHitters is served on a GPU with our dtypes alone (docs/retention.md)")  # fmt: skip  # noqa: E501
         if request.load is not None:
             found.append("the cost of the load is that of the whole cache, without kvCache.retention")
     if request.host and (model.sliding_layers or model.latent_dim):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvpilot_kernels import formats
+from kvpilot_kernels import dtypes
 from kvpilot_operator import plots
 from kvpilot_planning.plan_make import Plan
 
@@ -20,7 +20,7 @@ def draw(plan: Plan, file: Path) -> None:
             if not fits:
                 continue
             contexts, sequences = zip(*fits, strict=True)
-            colour = formats.parse(row.dtype).colour
+            colour = dtypes.parse(row.dtype).colour
             axes.plot(contexts, sequences, color=colour, marker="o", markersize=4, linewidth=1.8)
             ends.append((sequences[-1], contexts[-1], row.dtype, colour))
         axes.set_xscale("log", base=2)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from kvpilot_kernels import formats, models
+from kvpilot_kernels import dtypes, formats, models
+from kvpilot_kernels.dtypes import Dtype
 from kvpilot_kernels.latent import formats as latent
 from kvpilot_runtime import bounded_check, engines, hub, machine, memory, options, preflight_dtypes
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.modelconfig import read_config, weight_bytes
-from kvpilot_runtime.preflight_request import Dtype, Findings, Request, model_folder
+from kvpilot_runtime.preflight_request import Findings, Request, model_folder
 from kvpilot_runtime.retention import HeavyHitters
 
 CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})
@@ -83,13 +84,11 @@ def _ask_hub(request: Request, findings: Findings) -> None:
 
 
 def _dtype(name: str) -> Dtype:
-    if name in latent.names():
-        return latent.parse(name)
     if name in formats.VLLM_DTYPES_LEFT_OUT:
         # vLLM's to judge; counted as its smallest, so that nothing is refused that could fit.
         return replace(formats.parse("nvfp4"), name=name)
     try:
-        return formats.parse(name)
+        return dtypes.parse(name)
     except formats.UnknownFormatError as error:
         raise PreflightError("DtypeUnsupported", f"--kv-cache-dtype: {error}") from error
 

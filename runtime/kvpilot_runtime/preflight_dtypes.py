@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 
 from kvpilot_kernels import formats, models
+from kvpilot_kernels.dtypes import Dtype
 from kvpilot_kernels.latent import formats as latent
 from kvpilot_runtime import compat, engines, options
 from kvpilot_runtime.errors import PreflightError
-from kvpilot_runtime.preflight_request import CALIBRATION_OFF, Dtype, Findings, Request, model_folder
+from kvpilot_runtime.preflight_request import CALIBRATION_OFF, Findings, Request, model_folder
 
 _POOLING = ("ForSequenceClassification", "ForTokenClassification", "RewardModel", "ForRewardModeling", "EmbeddingModel",
             "ForTextEncoding")  # fmt: skip

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvpilot_kernels import formats, models
-from kvpilot_kernels.latent.formats import LatentFormat
+from kvpilot_kernels import models
 from kvpilot_runtime.retention import SinksAndWindow
-
-Dtype = formats.Format | LatentFormat
 
 CALIBRATION_OFF = "off"
 """In the place of a calibration file: serve without factors."""

@@ -10,7 +10,7 @@ from typing import Any
 import celpy
 import pytest
 
-from kvpilot_kernels import formats
+from kvpilot_kernels import dtypes, formats
 from kvpilot_operator.api.schema import faults, load_crd, root_schema
 
 VERSION = load_crd()["spec"]["versions"][0]
@@ -124,10 +124,10 @@ def test_every_rule_compiles_and_has_a_message_with_a_remedy(path: str, rule: Ma
 
 def test_dtypes_are_exactly_those_of_the_formats_module() -> None:
     kv_cache = SPEC["properties"]["kvCache"]["properties"]
-    assert set(kv_cache["dtype"]["enum"]) == set(formats.names())
+    assert set(kv_cache["dtype"]["enum"]) == set(dtypes.names())
     assert kv_cache["ladder"]["items"]["enum"] == kv_cache["dtype"]["enum"]
     assert kv_cache["baseline"]["enum"] == [
-        d for d in kv_cache["dtype"]["enum"] if formats.parse(d).bits_per_element(128) == 16
+        d for d in kv_cache["dtype"]["enum"] if dtypes.parse(d).bits_per_element() == 16
     ]
 
 
@@ -140,7 +140,7 @@ def test_the_recent_window_is_bounded_and_described_as_the_formats_module_has_it
 
 
 def test_the_ladder_goes_down_exactly_when_bits_per_element_do() -> None:
-    smaller = [d for d in formats.names() if formats.parse(d).bits_per_element(128) < 16]
+    smaller = [d for d in dtypes.names() if dtypes.parse(d).bits_per_element() < 16]
     for above, below in permutations(smaller, 2):
         manifest = {
             "metadata": {"name": "a"},
@@ -150,7 +150,7 @@ def test_the_ladder_goes_down_exactly_when_bits_per_element_do() -> None:
                 "kvCache": {"ladder": [above, below]},
             },
         }
-        downwards = formats.parse(above).bits_per_element(128) > formats.parse(below).bits_per_element(128)
+        downwards = dtypes.parse(above).bits_per_element() > dtypes.parse(below).bits_per_element()
         assert (faults(manifest) == ()) == downwards, (above, below)
 
 

@@ -82,8 +82,9 @@ def test_a_pod_that_is_gone_or_on_its_way_out_is_no_longer_named():
 
 def test_engines_that_tell_no_factors_are_unknown_and_dtypes_without_any_are_not():
     assert told(decide(serving(None)), "CalibrationConsistent").status == "Unknown"
-    plain = manifest(kvCache={"mode": "Fixed", "dtype": "auto"})
-    assert told(decide(running(plain, "auto")), "CalibrationConsistent").reason == "NotCalibrated"
+    for dtype in ("auto", "mla4"):
+        plain = manifest(kvCache={"mode": "Fixed", "dtype": dtype})
+        assert told(decide(running(plain, dtype)), "CalibrationConsistent").reason == "NotCalibrated"
 
 
 @pytest.mark.parametrize("stage", ["Probing", "Shifting", "Promoting"])

@@ -52,10 +52,37 @@ def test_facts_that_are_not_known_rule_nothing_out():
     assert reason("k4v4", hardware=NodeFacts("unlabelled-gpu"), model=None) is None
 
 
-def test_latent_attention_rules_our_formats_out():
+def test_latent_attention_has_dtypes_of_its_own():
     mla = replace(LLAMA, mla=True)
-    assert reason("k4v4", model=mla) == "ModelUnsupported"
-    assert reason("fp8", model=mla) is None
+    against = infeasible("k4v4", SPEC, HOPPER, mla)
+    assert against is not None
+    assert against.reason == "ModelUnsupported"
+    assert "dtypes of its own (mla8 or mla4)" in against.message
+    for dtype in ("fp8", "mla8", "mla4"):
+        assert reason(dtype, model=mla) is None
+        assert reason(dtype, model=None) is None
+    assert reason("mla4") == "ModelUnsupported"
+    assert reason("mla4", hardware=VOLTA, model=mla) == "HardwareUnsupported"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("offload", {"cpuMemoryGiB": 8}),
+        ("retention", {"policy": "SinksAndWindow", "sinkTokens": 4, "windowTokens": 64}),
+    ],
+)
+def test_dtypes_of_latents_are_passed_over_beside_what_they_do_not_go_with(field, value):
+    against = infeasible("mla4", spec_of(manifest(kvCache={field: value})), HOPPER, replace(LLAMA, mla=True))
+    assert against is not None
+    assert f"mla4 does not go together with kvCache.{field}" in against.message
+
+
+def test_a_ladder_with_dtypes_of_both_kinds_serves_models_with_latents_and_without():
+    spec = spec_of(manifest(kvCache={"mode": "Auto", "ladder": ["fp8", "mla4", "k4v4"]}))
+    for model, left in ((LLAMA, ["auto", "fp8", "k4v4"]), (replace(LLAMA, mla=True), ["auto", "fp8", "mla4"])):
+        found = rungs(spec, HOPPER, model, (), NOW)
+        assert [rung.dtype for rung in found if rung.outcome is None] == left
 
 
 def test_a_head_dimension_that_our_formats_do_not_have_rules_them_out():

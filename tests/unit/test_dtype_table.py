@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_kernels import formats
+from kvpilot_kernels import dtypes, formats
 from kvpilot_operator.decide.judging.latency import EFFICIENCY
-from kvpilot_planning.plan_make import DTYPES
+from kvpilot_planning.plan_make import usual_dtypes
 from kvpilot_planning.plan_speed import HEAD_DIM_256
 
 ROOT = Path(__file__).parents[2]
@@ -21,16 +21,17 @@ def test_every_dtype_of_ours_has_a_measured_share_of_bandwidth(name: str) -> Non
     assert 0 < HEAD_DIM_256[name] < 1, "measure it with kernels/benchmarks/decode.py"
 
 
-@pytest.mark.parametrize("name", formats.names())
+@pytest.mark.parametrize("name", formats.FORMATS)
 def test_every_dtype_of_ours_below_8_bits_has_a_default_window_that_can_be_served(name: str) -> None:
     fmt = formats.parse(name)
     assert bool(fmt.window) == fmt.has_ring, "say which window is its default: runtime/benchmarks/accuracy.py measures"
     assert fmt.window in formats.RECENT_CHOICES
 
 
-def test_plans_and_plots_tell_the_dtypes_apart() -> None:
-    colours = [formats.parse(name).colour for name in DTYPES]
-    assert len(set(colours)) == len(DTYPES) == len(formats.own_names()) + 2
+@pytest.mark.parametrize("latent", [False, True])
+def test_plans_and_plots_tell_the_dtypes_apart(latent: bool) -> None:
+    usual = usual_dtypes(latent)
+    assert len({dtypes.parse(name).colour for name in usual}) == len(usual) == len(dtypes.own_names(latent)) + 2
 
 
 @pytest.mark.parametrize("name", formats.own_names())

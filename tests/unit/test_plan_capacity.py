@@ -12,11 +12,15 @@ from kvpilot_planning.gpus import find_gpu
 from kvpilot_planning.plan_capacity import cache, memory
 from kvpilot_planning.plan_feasibility import infeasible
 from kvpilot_planning.plan_kept import Bound
-from kvpilot_planning.plan_make import DTYPES, Request, make
+from kvpilot_planning.plan_make import Request, make, usual_dtypes
 
-MEASURED = Path(__file__).parents[2] / "docs" / "benchmarks" / "h200-engine.json"
+FIGURES = Path(__file__).parents[2] / "docs" / "benchmarks"
+MEASURED = FIGURES / "h200-engine.json"
+MEASURED_LATENTS = FIGURES / "h200-mla-engine.json"
 PLAIN = [m for m in models.table() if not m.sliding_layers and not m.latent_dim]
 WINDOWS = [m for m in models.table() if m.sliding_layers and m.full_layers]
+DTYPES = usual_dtypes(latent=False)
+EVERY = sorted({*DTYPES, *usual_dtypes(latent=True)})
 GB = 10**9
 
 
@@ -84,11 +88,11 @@ def test_a_window_that_begins_inside_a_block_holds_one_block_more():
 
 
 @given(st.sampled_from(WINDOWS), st.sampled_from(DTYPES), st.integers(1, 2**17))
-def test_a_sequence_past_its_window_grows_only_in_the_full_layers(model, dtype, beyond):
+def test_a_sequence_past_its_windows_grows_only_in_the_full_layers(model, dtype, beyond):
     if infeasible(model, dtype, find_gpu("H200")):
         return
     layout = cache(model, dtype, 1)
-    context = model.window + beyond
+    context = model.window + layout.ring_blocks * layout.ring_tokens + beyond
     grown = layout.held(context + 10 * layout.block) - layout.held(context)
     assert grown == 10 * layout.full_groups
 
@@ -103,7 +107,7 @@ def test_windows_never_hold_more_than_full_attention_would(model, context):
     assert held[0] <= held[1] * padded + block.page_bytes * block.group_layers * (block.window_groups + 1)
 
 
-@given(st.sampled_from(models.table()), st.sampled_from(DTYPES), st.integers(1, 2**17), st.integers(0, 2**17))
+@given(st.sampled_from(models.table()), st.sampled_from(EVERY), st.integers(1, 2**17), st.integers(0, 2**17))
 def test_longer_sequences_never_fit_more_often(model, dtype, context, longer):
     if infeasible(model, dtype, find_gpu("H200")):
         return
@@ -207,6 +211,15 @@ def test_a_latent_cache_is_kept_whole_by_every_gpu():
     model = models.find("DeepSeek-V3")
     # 61 layers of 512 + 64 elements in 16 bits.
     assert cache(model, "auto", 1).full_token_bytes == cache(model, "auto", 8).full_token_bytes == 61 * 576 * 2
+    assert cache(model, "mla4", 1).full_token_bytes == cache(model, "mla4", 8).full_token_bytes == 61 * 324
+
+
+def test_latents_take_as_much_less_as_was_measured_on_an_h200():
+    runs = {run["dtype"]: run["kv_tokens"] for run in json.loads(MEASURED_LATENTS.read_text())}
+    model = models.find("DeepSeek-V3")  # of each layer as DeepSeek-V2-Lite
+    tokens = {dtype: cache(model, dtype, 1).tokens(100 * GB, 66_560) for dtype in ("auto", "mla8", "mla4")}
+    for dtype in ("mla8", "mla4"):
+        assert tokens[dtype] / tokens["auto"] == pytest.approx(runs[dtype] / runs["auto"], rel=0.005)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +229,8 @@ def test_a_latent_cache_is_kept_whole_by_every_gpu():
         ("Llama-3.1-8B", "k4v4", "T4", "compute capability 8.0"),
         ("Mistral-7B-v0.1", "k4v4", "H100-80GB", "layers all have a sliding window"),
         ("DeepSeek-V3", "int8", "H200", "multi-head latent attention"),
+        ("Llama-3.1-8B", "mla8", "H200", "a model without multi-head latent attention"),
+        ("DeepSeek-V3", "mla4", "T4", "compute capability 8.0"),
     ],
 )
 def test_a_veto_has_its_reason(name, dtype, gpu, reason):

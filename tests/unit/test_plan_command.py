@@ -116,7 +116,7 @@ def test_a_budget_takes_its_pages_and_one_more_whatever_else_is_kept(capsys):
             assert row["bounded"]["bytes_per_sequence"] == (4096 + block) * row["bytes_per_token"]
     assert main(["Llama-3.1-8B", "--gpu", "H200", *budget]) == 0
     assert "The same with HeavyHitters, of which 4,096 tokens are kept" in capsys.readouterr().out
-    assert any("refuse it on a GPU" in note for note in document["notes"])
+    assert any("on a GPU with our dtypes alone" in note for note in document["notes"])
 
 
 def test_host_memory_holds_as_many_tokens_of_each_dtype_as_its_bytes_do(capsys):
@@ -330,13 +330,21 @@ def test_a_load_is_priced_for_every_dtype_that_can_serve(capsys):
 
 def test_a_dtype_that_cannot_serve_says_why(capsys):
     infeasible = {
-        row["dtype"]: row["veto"] for row in planned(capsys, "DeepSeek-V3", "--gpu", "H200", "--gpus", "8")["dtypes"]
+        row["dtype"]: row["veto"]
+        for row in planned(capsys, "DeepSeek-V3", "--gpu", "H200", "--gpus", "8", "--dtype", "auto,fp8,k4v4")["dtypes"]
     }
     assert infeasible["auto"] is None
     assert infeasible["fp8"] is None  # vLLM's own, and it has it
     assert "multi-head latent attention" in infeasible["k4v4"]
-    assert main(["DeepSeek-V3", "--gpu", "H200", "--gpus", "8"]) == 0
-    assert "k4v4 does not support multi-head latent attention" in capsys.readouterr().out
+    assert main(["Llama-3.1-8B", "--dtype", "mla4"]) == 0
+    assert "mla4 does not support a model without multi-head latent attention" in capsys.readouterr().out
+
+
+def test_a_model_with_latents_is_planned_in_dtypes_of_latents(capsys):
+    rows = planned(capsys, "DeepSeek-V3", "--gpu", "H200", "--gpus", "8")["dtypes"]
+    assert [row["dtype"] for row in rows] == ["auto", "fp8", "mla8", "mla4"]
+    assert [row["veto"] for row in rows] == [None] * 4
+    assert [row["bytes_per_token"] for row in rows] == [8 * 61 * size for size in (1152, 576, 580, 324)]
 
 
 def test_the_keys_of_the_json_are_stable(capsys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpilot_kernels import formats
+from kvpilot_kernels import dtypes
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.objects import service, workload
 from kvpilot_operator.render.startup import startup_budget_seconds
@@ -22,16 +22,26 @@ def test_the_revision_follows_the_content_of_the_pod():
     assert revision(pod_template("chat", spec, "auto")) != revision(pod_template("chat", spec, "k4v4"))
 
 
-@pytest.mark.parametrize("dtype", formats.names())
+@pytest.mark.parametrize("dtype", dtypes.names())
 def test_a_recent_window_that_is_asked_for_reaches_the_engines_that_have_one_and_makes_a_new_revision(dtype):
     plain, asked = (spec_of(manifest(kvCache=kv_cache)) for kv_cache in ({}, {"recentTokens": 128}))
     before, after = (pod_template("chat", spec, dtype) for spec in (plain, asked))
     arguments = after["spec"]["containers"][0]["args"]
-    if formats.parse(dtype).has_ring:
+    if dtypes.parse(dtype).has_ring:
         assert "--recent-tokens=128" in arguments
         assert revision(before) != revision(after)
     else:
         assert before == after
+
+
+@pytest.mark.parametrize(
+    ("skipped", "told"),
+    [(["sliding_window"], None), (["sliding_window", "3"], "--kv-cache-dtype-skip-layers=3"), ([], None)],
+)
+def test_a_model_with_latents_is_told_of_no_windows_to_skip(skipped, told):
+    template = pod_template("chat", spec_of(manifest(kvCache={"skipLayers": skipped})), "mla4")
+    found = [a for a in template["spec"]["containers"][0]["args"] if "skip" in a]
+    assert found == ([] if told is None else [told])
 
 
 def test_a_recent_window_that_nobody_asks_for_is_left_to_the_engine():
@@ -44,7 +54,7 @@ def test_a_recent_window_of_0_is_told_to_the_engine():
     assert "--recent-tokens=0" in container["args"]
 
 
-@pytest.mark.parametrize("dtype", formats.names())
+@pytest.mark.parametrize("dtype", dtypes.names())
 @pytest.mark.parametrize(
     ("bound", "told"),
     [
@@ -74,7 +84,7 @@ def test_a_bound_reaches_engines_of_every_dtype_and_makes_a_new_revision(dtype, 
     assert revision(before) != revision(after)
 
 
-@pytest.mark.parametrize("dtype", formats.names())
+@pytest.mark.parametrize("dtype", dtypes.names())
 def test_offloading_reaches_engines_of_every_dtype_with_the_memory_for_it_and_makes_a_new_revision(dtype):
     before, after = (
         pod_template("chat", spec_of(manifest(kvCache=kv_cache, engine={"image": "i", "shmSizeMiB": 512})), dtype)

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import ClassVar
 
 from kvpilot_kernels.formats import FormatError, UnknownFormatError
 from kvpilot_kernels.layouts import Region
@@ -58,29 +59,36 @@ class LatentLayout:
 
 @dataclass(frozen=True)
 class LatentFormat:
-    """A KV-cache format of MLA. Attributes: `name`, `bits` of a latent's code, `summary` for people."""
+    """A KV-cache format of MLA; what it has in common with `formats.Format` is asked of it in the same words.
+
+    Attributes: `name`, `bits` of a latent's code, `summary` for people, `colour` of its line in every plot.
+    """
 
     name: str
     bits: int
     summary: str
-    ours = True
-    calibrated_only = False
-    has_ring = False
+    colour: str
+    ours: ClassVar[bool] = True
+    latent: ClassVar[bool] = True
+    calibrated_only: ClassVar[bool] = False
+    has_ring: ClassVar[bool] = False
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a token's entry with all metadata."""
         return RANK * self.bits // 8 + ROPE * ROPE_BITS // 8 + 2 * 2
 
-    @property
-    def bits_per_element(self) -> float:
-        """Bits per stored element with everything counted."""
+    def bits_per_element(self, head_dim: int = ENTRY) -> float:
+        """Bits per stored element with everything counted, whatever the heads have."""
         return self.row_bytes * 8 / ENTRY
 
-    @property
-    def capacity_ratio(self) -> float:
-        """How many times more tokens it keeps than 16 bits in the same bytes."""
-        return ENTRY * 2 / self.row_bytes
+    def recent_tokens(self, asked: int | None = None, context: int | None = None) -> int:
+        """0: there is no recent window."""
+        return 0
+
+    def ring_blocks(self, recent: int, head_dim: int, block_size: int) -> int:
+        """0: there is no recent window."""
+        return 0
 
     def page_layout(self, block_size: int) -> LatentLayout:
         """Offsets of a page of `block_size` tokens.
@@ -105,12 +113,12 @@ LATENT_FORMATS: Mapping[str, LatentFormat] = MappingProxyType(
     {
         f.name: f
         for f in (
-            LatentFormat("mla8", 8, "8-bit latent and RoPE key"),
-            LatentFormat("mla4", 4, "4-bit latent, 8-bit RoPE key"),
+            LatentFormat("mla8", 8, "8-bit latent and RoPE key", "#7a9e3a"),
+            LatentFormat("mla4", 4, "4-bit latent, 8-bit RoPE key", "#d1491f"),
         )
     }
 )
-"""Every format of MLA by name, the widest first. Of `formats.FORMATS`, which users choose from, none until served."""
+"""Every format of MLA by name, the widest first."""
 
 
 def parse(name: str) -> LatentFormat:

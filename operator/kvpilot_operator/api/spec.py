@@ -10,7 +10,7 @@ from typing import Literal, Self
 
 import msgspec
 
-from kvpilot_kernels import formats
+from kvpilot_kernels import dtypes
 from kvpilot_operator.api.part import Json, Part
 from kvpilot_operator.api.pods import Cache, Engine, Model
 
@@ -61,7 +61,7 @@ class KVCache(Part, frozen=True):
 
     def recent_tokens_of(self, dtype: str) -> int | None:
         """What is asked of an engine with this dtype; None where nothing is, or the dtype has no recent window."""
-        return self.recent_tokens if formats.parse(dtype).has_ring else None
+        return self.recent_tokens if dtypes.parse(dtype).has_ring else None
 
 
 class Objective(Part, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from kvpilot_kernels import formats
+from kvpilot_kernels import dtypes
 from kvpilot_operator.decide.accuracy.drift import drifted
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.judging.workload import USAGE_STEP_PERCENT
@@ -156,7 +156,8 @@ def calibration(c: Context) -> Line:
     if found:
         return Line("False", Reason.MIXED_FACTORS, "; ".join(found))
     sample = s.last_sample(stable.revision) if stable is not None else None
-    if stable is not None and not formats.parse(stable.dtype).ours:
+    stored = dtypes.parse(stable.dtype) if stable is not None else None
+    if stable is not None and stored is not None and (stored.latent or not stored.ours):
         return Line("True", Reason.NOT_CALIBRATED, f"{stable.dtype} has no calibration factors")
     if sample is None or not sample.factors:
         return Line("Unknown", Reason.NOT_REPORTED, "no engine has told its calibration factors yet")

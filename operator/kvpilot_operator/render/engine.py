@@ -7,7 +7,7 @@ import json
 import math
 from typing import Any
 
-from kvpilot_kernels import formats
+from kvpilot_kernels import dtypes
 from kvpilot_operator.api.pods import Adapter
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.render import groups
@@ -191,8 +191,11 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
         arguments.append(f"--max-model-len={model.max_model_len}")
     if model.revision is not None and model.source.startswith("hf://"):
         arguments.append(f"--revision={model.revision}")
-    if spec.kv_cache.skip_layers and formats.parse(dtype).bits_per_element() < 16:
-        arguments.append(f"--kv-cache-dtype-skip-layers={','.join(spec.kv_cache.skip_layers)}")
+    stored = dtypes.parse(dtype)
+    # No layer with a latent has a window, and beside dtypes of latents the engine takes no layers to skip.
+    skipped = [layer for layer in spec.kv_cache.skip_layers if not stored.latent or layer != "sliding_window"]
+    if skipped and stored.bits_per_element() < 16:
+        arguments.append(f"--kv-cache-dtype-skip-layers={','.join(skipped)}")
     recent = spec.kv_cache.recent_tokens_of(dtype)
     if recent is not None:
         arguments.append(f"--recent-tokens={recent}")

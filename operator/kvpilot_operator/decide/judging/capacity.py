@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from kvpilot_kernels import formats
+from kvpilot_kernels import dtypes, formats
 from kvpilot_operator.numbers import whole
 from kvpilot_operator.state.snapshot import ModelFacts
 
@@ -17,7 +17,7 @@ _KEPT_BITS = 16.0
 
 def smaller(dtype: str, than: str) -> bool:
     """True where `dtype` needs fewer bits an element."""
-    return formats.parse(dtype).bits_per_element() < formats.parse(than).bits_per_element()
+    return dtypes.parse(dtype).bits_per_element() < dtypes.parse(than).bits_per_element()
 
 
 @lru_cache(maxsize=4096)
@@ -43,7 +43,7 @@ def ring_share(dtype: str, model: ModelFacts | None, recent_tokens: int, held: i
 
     A sequence that is shorter than the window holds as many of its pages as its tokens take.
     """
-    stored = formats.parse(dtype)
+    stored = dtypes.parse(dtype)
     head_dim = 128 if model is None else model.head_dim
     if held is None or not stored.has_ring or head_dim not in formats.HEAD_DIMS:
         return 0.0
@@ -58,7 +58,7 @@ def bits_per_element(
 
     `ring` is what layers with a recent window take more, as a share (`ring_share`).
     """
-    stored = formats.parse(dtype)
+    stored = dtypes.parse(dtype)
     supported = model is not None and (not stored.ours or model.head_dim in formats.HEAD_DIMS) and model.head_dim > 0
     bits = stored.bits_per_element(model.head_dim) if model is not None and supported else stored.bits_per_element()
     bits *= 1 + ring

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from kvpilot_kernels import formats
+from kvpilot_kernels import dtypes, formats
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.judging.capacity import gain, kept_layers
 from kvpilot_operator.state.decision import Cause
@@ -40,19 +40,23 @@ def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None
     hardware = hardware_fault(dtype, node)
     if hardware is not None:
         return Cause("HardwareUnsupported", hardware)
-    stored = formats.parse(dtype)
+    stored = dtypes.parse(dtype)
     if stored.calibrated_only and uncalibrated(spec):
         return Cause(
             "NotCalibrated",
             f"{dtype} is not accurate without calibration: leave --calibration and KVPILOT_CALIBRATION out",
         )
+    if stored.latent and (spec.offloads or spec.kv_cache.bounded):
+        option = "kvCache.offload" if spec.offloads else "kvCache.retention"
+        return Cause("OptionUnsupported", f"{dtype} does not go together with {option}")
     if model is None or stored.bits_per_element() >= 16:
         return None
-    if model.mla and stored.ours:
-        return Cause(
-            "ModelUnsupported", f"{dtype} does not support multi-head latent attention, which has its own formats"
-        )
-    if stored.ours and model.head_dim not in formats.HEAD_DIMS:
+    if stored.ours and stored.latent != model.mla:
+        others = " or ".join(dtypes.own_names(latent=True))
+        instead = f"which has dtypes of its own ({others})" if model.mla else "which is all that it is for"
+        lacks = "does not support" if model.mla else "needs a model with"
+        return Cause("ModelUnsupported", f"{dtype} {lacks} multi-head latent attention, {instead}")
+    if stored.ours and not stored.latent and model.head_dim not in formats.HEAD_DIMS:
         dims = ", ".join(map(str, formats.HEAD_DIMS))
         return Cause("ModelUnsupported", f"{dtype} supports head_dim {dims}; the model has {model.head_dim}")
     return _little_gain(dtype, spec, model)
@@ -85,11 +89,11 @@ def hardware_fault(dtype: str, node: NodeFacts) -> str | None:
         return None
     if not node.cuda:
         # Which of its own dtypes vLLM serves there is for vLLM to say.
-        return f"{dtype} needs an NVIDIA GPU; the node has {node.gpu}" if formats.parse(dtype).ours else None
+        return f"{dtype} needs an NVIDIA GPU; the node has {node.gpu}" if dtypes.parse(dtype).ours else None
     if node.compute_capability is None:
         return None
     has = f"{node.gpu} has {'.'.join(map(str, node.compute_capability))}"
-    if formats.parse(dtype).ours and node.compute_capability < (8, 0):
+    if dtypes.parse(dtype).ours and node.compute_capability < (8, 0):
         return f"{dtype} needs compute capability 8.0 or newer; {has}"
     # FP8 arithmetic came with Ada and Hopper.
     if dtype.startswith("fp8") and node.compute_capability < (8, 9):

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import msgspec
 
-from kvpilot_kernels import formats
+from kvpilot_kernels import dtypes
 from kvpilot_operator.decide.judging.capacity import bits_per_element, gain, ring_share, smaller
 from kvpilot_operator.decide.judging.ladder import Rung, rungs
 from kvpilot_operator.decide.judging.latency import Expected, expected_itl_change, would_miss
@@ -206,7 +206,7 @@ def _offload_closed(s: PolicyInput) -> Closed:
         return Outcome.INSUFFICIENT, f"{brought}, and prefixes are thrown out all the same"
     if any(argument.startswith(("--da", "-dp")) for argument in engine.extra_args):
         return Outcome.VETOED, "kvCache.offload is for one engine in a pod, and engine.extraArgs starts several"
-    if formats.parse(s.dtype).ours and s.model is not None and s.model.window_layers:
+    if dtypes.parse(s.dtype).ours and s.model is not None and s.model.window_layers:
         return Outcome.VETOED, f"{s.dtype} is not offloaded beside layers with a sliding window"
     return Outcome.NOT_ASKED, "kvCache.offload is not set, and the memory of your hosts is yours to give"
 
@@ -275,6 +275,6 @@ def _gain(s: PolicyInput, dtype: str) -> float:
         return measured / 100
     kv_cache, w = s.spec.kv_cache, s.workload
     tokens = None if w.mean_prompt is None or w.mean_generation is None else int(w.mean_prompt + w.mean_generation / 2)
-    asked = formats.parse(dtype).recent_tokens(kv_cache.recent_tokens, s.spec.model.max_model_len)
+    asked = dtypes.parse(dtype).recent_tokens(kv_cache.recent_tokens, s.spec.model.max_model_len)
     rings = ring_share(s.dtype, s.model, s.recent_tokens, tokens), ring_share(dtype, s.model, asked, tokens)
     return gain(s.dtype, dtype, s.model, kv_cache.skip_layers, rings)
