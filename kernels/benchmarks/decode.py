@@ -267,6 +267,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.page:
         runs = (
+            ("h200-decode-two-bits.json", "## Two bits of full length, with a window: the kernels of today"),
             ("h200-decode-integers.json", "## Keys as 8-bit integers (stopped before the last shapes)"),
             (
                 "h200-decode-integers-recent.json",

@@ -29,9 +29,6 @@ apache-tvm-ffi carries), the manual of GNU coreutils (Debian), Python's language
 and source code of its standard library.
 
 {rows}
-Rows of ours with 2 bits, and their needles, are from before codes of 2 bits had their
-[full length](../decisions/0044-two-bits-of-full-length.md), which lowers the damage; the rows are yet to be renewed.
-
 The control compares the model in bf16 with itself, through two kernels of attention: this much is noise of 16 bits.
 
 Bits count codes, scales and zero points, at head_dim 128 (most models) and at {head_dim} (this model), and what is kept
@@ -75,8 +72,9 @@ findutils, other source code), three sequences of 4,096 and four of 1,024, in bf
 reads its last N tokens at 8 bits, as the ring of the [recent window](../decisions/0016-a-ring-of-residuals.md) keeps
 them. The row `+first128` keeps the first 128 tokens in 16 bits, to compare with KVarN (`+exact`), which keeps them and
 the open tile. The row `k4v4+calibrated` is from before the first key of a sequence had
-[a mean of its own](../decisions/0022-a-mean-of-its-own-for-the-first-key.md), which lowers it. The other rows
-`+calibrated` were computed on a CPU, with the file that was made on the GPU.
+[a mean of its own](../decisions/0022-a-mean-of-its-own-for-the-first-key.md), which lowers it. Of the other rows
+`+calibrated` that of `k4v4` was computed on a CPU, with a file that was made on an H200; those of 2 bits, and
+their needles, are of 2026-11-24, on an H100 with a file that was made there.
 """,
         head_dim=64,
     ),
@@ -93,6 +91,8 @@ model.""",
 Rows `+self` have the factors that an engine gives itself at start, from 8,192 tokens of built-in text. In rows `+wN` a
 query reads its last N tokens at 8 bits, as the ring of the
 [recent window](../decisions/0016-a-ring-of-residuals.md) keeps them.
+Rows with 2 bits are from before codes of 2 bits had their
+[full length](../decisions/0044-two-bits-of-full-length.md), which lowers the damage.
 """,
         head_dim=256,
     ),
