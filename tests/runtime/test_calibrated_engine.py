@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvpilot_demo.families import VOCABULARY, make
 from kvpilot_demo.models import tiny_llama, tiny_qwen3
+from kvpilot_demo.oracle import SLACK, Oracle
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime import calibration
 from support.engines_in_turn import refused
-from support.families import VOCABULARY, make
-from support.oracle import SLACK, Oracle
 from support.stepped_engine import Asked, serve
 
 pytestmark = pytest.mark.timeout(1800)

@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvpilot_demo import draft_models
+from kvpilot_demo import draft_models, families
+from kvpilot_demo.oracle import Oracle
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime import calibration, calibration_info
-from support import families
 from support.judge import Judge
-from support.oracle import Oracle
 from support.stepped_engine import Asked, Told, serve
 
 pytestmark = pytest.mark.timeout(3600)

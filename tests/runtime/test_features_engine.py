@@ -1,6 +1,7 @@
 """What people switch on in vLLM beside `k4v4`, in one real engine: answers are those of the same weights and codec.
 
-Chunks read themselves back and there is no window, so that an answer depends on the codec alone (`support.oracle`).
+Chunks read themselves back and there is no window, so that an answer depends on the codec alone
+(`kvpilot_demo.oracle`).
 No request has a seed: with one and a prompt in chunks, vLLM 0.32 ends on a CPU, whatever the dtype.
 """
 
@@ -15,21 +16,19 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
+from kvpilot_demo import adapters
 from kvpilot_demo.models import tiny_llama
+from kvpilot_demo.oracle import SLACK, Oracle
 from kvpilot_localcluster.engines.real import HANGS
 from kvpilot_operator.observe.adapters import loaded
 from kvpilot_operator.render.engine import pod_template
 from support.forked_serve import engine
-from support.oracle import SLACK, Oracle
 from support.scrape_loop import ignore, scraping
 from support.services import KEY, manifest, spec_of
 
 pytestmark = pytest.mark.timeout(1800)
 
-RANK, ALPHA = 4, 8
 PROMPT = [5, 812, 77, 3001, 9, 45000, 18, 2, 404, 31, 27, 1999, 60, 7, 8, 15000] * 3
 SCHEMA = {
     "type": "object", "additionalProperties": False, "required": ["city", "warm", "days"],
@@ -42,22 +41,7 @@ SCHEMA = {
 def lora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A random adapter of queries, keys and values, and the model with its weights added."""
     adapter, merged = tmp_path_factory.mktemp("adapter"), tmp_path_factory.mktemp("merged")
-    for file in tiny_llama().iterdir():
-        (merged / file.name).write_bytes(file.read_bytes())
-    weights = {name: w.float() for name, w in load_file(merged / "model.safetensors").items()}
-    rng, parts = torch.Generator().manual_seed(4), {}
-    for name in [n for n in weights if n.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
-        out, into = weights[name].shape
-        a, b = torch.randn(RANK, into, generator=rng) / 8, torch.randn(out, RANK, generator=rng) / 4
-        weights[name] += b @ a * (ALPHA / RANK)
-        stem = f"base_model.model.{name.removesuffix('.weight')}"
-        parts |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
-    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
-    save_file(parts, adapter / "adapter_model.safetensors")
-    (adapter / "adapter_config.json").write_text(json.dumps({
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "bias": "none",
-        "target_modules": ["q_proj", "k_proj", "v_proj"], "base_model_name_or_path": "m",
-    }))  # fmt: skip
+    adapters.make(tiny_llama(), adapter, merged)
     return adapter, merged
 
 

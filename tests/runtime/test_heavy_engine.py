@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from kvpilot_demo.models import tiny_llama
+from kvpilot_demo.oracle import SLACK, Oracle
 from kvpilot_runtime.heavy_spec import lightest
 from kvpilot_runtime.retention import HeavyHitters
 from support.bounded_engine import Asked, Told, serve
 from support.engines_in_turn import refused
 from support.forked_serve import engine
-from support.oracle import SLACK, Oracle
 
 pytestmark = pytest.mark.timeout(3600)
 

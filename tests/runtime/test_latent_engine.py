@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kvpilot_demo.oracle import SLACK, Oracle
 from kvpilot_kernels.latent.formats import names, parse
 from support.latent_engine import VOCABULARY, make_model, serve
-from support.oracle import SLACK, Oracle
 
 pytestmark = pytest.mark.timeout(3600)
 

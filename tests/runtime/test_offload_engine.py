@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from kvpilot_demo.models import tiny_llama
+from kvpilot_demo.oracle import Oracle
 from kvpilot_kernels import formats
 from support.judge import Judge
-from support.oracle import Oracle
 from support.stepped_engine import Asked, serve
 
 pytestmark = pytest.mark.timeout(3600)

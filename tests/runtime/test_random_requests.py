@@ -1,7 +1,7 @@
 """Random requests through a real engine whose cache is far too small for them, held against the codec without pages.
 
-The engine preempts, finds prefixes in its cache and cuts prompts into chunks; the oracle (`support.oracle`) computes
-each request on its own with plain transformers.
+The engine preempts, finds prefixes in its cache and cuts prompts into chunks; the oracle (`kvpilot_demo.oracle`)
+computes each request on its own with plain transformers.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama, tiny_qwen3
+from kvpilot_demo.oracle import SLACK, Oracle
 from kvpilot_localcluster.engines.real import Engine
 from support.engines_in_turn import Answered, Turn, serve
 from support.forked_serve import engine
-from support.oracle import SLACK, Oracle
 
 pytestmark = pytest.mark.timeout(3600)
 

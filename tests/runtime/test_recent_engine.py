@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama, tiny_qwen3
+from kvpilot_demo.oracle import Oracle
 from support.judge import Judge
-from support.oracle import Oracle
 from support.stepped_engine import Asked, serve
 
 pytestmark = pytest.mark.timeout(3600)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from kvpilot_demo.models import smollm2_135m, tiny_gemma3, tiny_llama
+from kvpilot_demo.oracle import Oracle
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.fit import Observed
 from kvpilot_runtime import calibration_attention, calibration_info, compat, self_calibration
@@ -26,7 +27,6 @@ from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.worker_info import Reported
 from support.built_in_factors import factors_of
 from support.engines_in_turn import refused
-from support.oracle import Oracle
 from support.stepped_engine import Asked, serve
 
 pytestmark = pytest.mark.timeout(1800)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
+from kvpilot_demo.oracle import SLACK, Oracle
 from kvpilot_kernels import formats
 from support.judge import Judge
-from support.oracle import SLACK, Oracle
 from support.stepped_engine import Asked, Told, serve
 
 pytestmark = [

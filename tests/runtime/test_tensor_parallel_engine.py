@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvpilot_demo.models import tiny_llama
+from kvpilot_demo.oracle import Oracle
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime import calibration, calibration_info
 from support.built_in_factors import factors_of
 from support.judge import Judge
-from support.oracle import Oracle
 from support.stepped_engine import Asked, Told, serve
 
 pytestmark = pytest.mark.timeout(3600)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from kvpilot_demo.models import tiny_llama
+from kvpilot_demo.oracle import Oracle
 from kvpilot_kernels.factors import Factors
 from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.engines import real
 from kvpilot_runtime import calibration, calibration_info
-from support.oracle import Oracle
 
 pytestmark = [pytest.mark.timeout(3600), pytest.mark.long]
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from kvpilot_demo.families import VOCABULARY
+from kvpilot_demo.families import make as make_model
+from kvpilot_demo.oracle import Oracle
 from support.engines_in_turn import Answered, Turn, serve
-from support.families import VOCABULARY
-from support.families import make as make_model
-from support.oracle import Oracle
 from support.quantized_weights import METHODS, make
 
 pytestmark = pytest.mark.timeout(1800)

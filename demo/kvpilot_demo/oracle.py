@@ -56,7 +56,7 @@ class Oracle:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=_NAME)
         if self._latent is not None:
             for layer in self._model.model.layers:
-                layer.self_attn.expand_kv = self._read_back(layer.self_attn.expand_kv)
+                layer.self_attn.expand_kv = self._read_back(layer.self_attn.expand_kv, self._latent)
 
     @torch.inference_mode()
     def shortfalls(
@@ -82,15 +82,25 @@ class Oracle:
         return below
 
     @torch.inference_mode()
-    def logprobs(self, prompt: list[int], answer: list[int]) -> list[float]:
-        """The log-probability of each token of an answer, computed without a recent window."""
-        self._jitter, self._misread = 0.0, None
+    def predictions(
+        self, prompt: list[int], answer: list[int], *, jitter: float = 0.0, misread: int | None = None
+    ) -> torch.Tensor:
+        """Log-probabilities at each token of an answer, float64 [tokens, vocabulary], without a recent window.
+
+        `jitter` and `misread` are those of `shortfalls`.
+        """
+        self._jitter, self._misread = jitter, misread
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
         tokens = torch.tensor([prompt + answer[:-1]])
         self._fine = self._fine_keys(tokens.shape[1], ())
-        logits = self._model(tokens, use_cache=False, logits_to_keep=len(answer)).logits[0].double()
-        found: list[float] = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
-        return found
+        logits: torch.Tensor = self._model(tokens, use_cache=False, logits_to_keep=len(answer)).logits[0]
+        return logits.double().log_softmax(-1)
+
+    def logprobs(self, prompt: list[int], answer: list[int]) -> list[float]:
+        """The log-probability of each token of an answer, as `predictions`."""
+        found = self.predictions(prompt, answer).gather(1, torch.tensor(answer)[:, None])
+        logprobs: list[float] = found[:, 0].tolist()
+        return logprobs
 
     @torch.inference_mode()
     def best(self, prompt: list[int], count: int) -> list[tuple[int, float]]:
@@ -148,7 +158,10 @@ class Oracle:
 
             key, value = read(recent=False)
             if self._fine.any():
-                assert softcap is None and s_aux is None and not chunk, "not with a recent window"
+                if softcap is not None or s_aux is not None or chunk:
+                    raise ValueError(
+                        "the oracle knows no recent window beside soft caps, sinks or chunks; use recent=0"
+                    )
                 fine_key, fine_value = read(recent=True)
                 return self._with_window(query, (key, value), (fine_key, fine_value), scaling), None
         if (at := self._misread) is not None:
@@ -167,12 +180,11 @@ class Oracle:
         )
         return out.transpose(1, 2), None
 
-    def _read_back(self, expand: Callable[..., Any]) -> Callable[..., Any]:
+    def _read_back(self, expand: Callable[..., Any], codec: latent.LatentFormat) -> Callable[..., Any]:
         """Keys and values of each head, [1, heads, tokens, D], made of entries as the codec gives them back."""
 
         def from_codec(kv: torch.Tensor, rope: torch.Tensor) -> Any:
-            assert self._latent is not None
-            back = latent_round_trip(self._moved(torch.cat([kv, rope], -1)), self._latent).float()
+            back = latent_round_trip(self._moved(torch.cat([kv, rope], -1)), codec).float()
             return expand(back[..., : kv.shape[-1]], back[..., kv.shape[-1] :])
 
         return from_codec

@@ -80,6 +80,51 @@ FAMILIES: dict[str, Family] = {
          "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 16,
          "mamba_chunk_size": 16, "position_embedding_type": "nope", "attention_multiplier": 0.125},
     ),
+    "qwen2": Family(  # Qwen2.5, too: keys and queries have a bias, which is a large mean of some channels
+        "Qwen2Config",
+        {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256},
+        {"q_proj.bias": 0.5, "k_proj.bias": 2.0},
+    ),
+    "qwen3": Family(  # normalized queries and keys
+        "Qwen3Config",
+        {"num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128},
+    ),
+    "qwen3-moe": Family(
+        "Qwen3MoeConfig",
+        {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    ),
+    "phi3": Family(
+        "Phi3Config",
+        {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 384},
+    ),
+    "gemma3": Family(
+        "Gemma3TextConfig",
+        {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256,
+         "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+        {"post_attention_layernorm.weight": 8.0, "q_norm.weight": 1.5, "k_norm.weight": 1.5}, ("sliding_window",),
+    ),
+    "lfm2": Family(  # convolutions
+        "Lfm2Config",
+        {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256,
+         "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention", "conv"],
+         "initializer_range": 0.1, "conv_dim": 256, "block_dim": 256},
+        {"q_layernorm.weight": 2.0, "k_layernorm.weight": 2.0},
+    ),
+    "nemotron-h": Family(
+        "NemotronHConfig",
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 256,
+         "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+         "mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 16, "n_groups": 1, "chunk_size": 16,
+         "tie_word_embeddings": False},
+    ),
+    "qwen3-next": Family(  # gated linear attention, and a gate behind attention
+        "Qwen3NextConfig",
+        {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256,
+         "layer_types": ["linear_attention", "full_attention"], "num_experts": 0, "mlp_only_layers": [0, 1],
+         "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        {"q_norm.weight": 1.0, "k_norm.weight": 1.0},  # to which the model adds 1
+    ),
 }  # fmt: skip
 
 
