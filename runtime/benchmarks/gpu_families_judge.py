@@ -1,0 +1,102 @@
+"""What gpu_families.py makes of a family's answers: whether they are those of its weights and of the codec.
+
+All divergences are in nats, means over tokens. Of the bare codec they are between an engine's predictions and those of
+plain transformers for the same tokens (kvpilot_demo.oracle), so that every token of every answer counts. `k4v4` as it
+is served depends on how a request came to a token (what the window holds, which part of a prompt was read back): it is
+held against itself alone, beside the damage that it does there and what a crowd does to `auto`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_equality_compare import Answer, agreement, divergence
+
+from kvpilot_demo.oracle import Oracle
+
+NEAR = 0.25
+"""An engine is right where it is nearer to its own oracle than to the other one by this factor at least."""
+ROUNDED = 3.0
+"""Or no further from it than this many times what rounding alone does: a value on the edge of two codes falls to either
+side, and where a group's range moves by a step, all of its codes are other ones."""
+CROWD = 3.0
+"""`k4v4` in a crowd may be from itself alone as far as its own damage, and this many times as far as `auto` is."""
+BLOCK = 16
+"""Tokens that the oracle of a fault misreads."""
+RIGHT = "served and right"
+
+
+def from_oracle(oracle: Oracle, prompts: list[list[int]], answers: list[Answer], *, misread: bool = False) -> float:
+    """Mean divergence of an engine's predictions from the oracle's; with `misread` the oracle has a block misread."""
+    found: list[float] = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        at = max(BLOCK, (len(prompt) - BLOCK) // BLOCK * BLOCK)
+        wanted = oracle.predictions(prompt, answer["tokens"], misread=at if misread else None)
+        for right, got in zip(wanted, answer["logprobs"], strict=True):
+            sound = not any(map(math.isnan, got.values()))
+            found.append(divergence({t: float(right[int(t)]) for t in got}, got) if sound else math.nan)
+    return statistics.fmean(found)
+
+
+def of_rounding(oracle: Oracle, prompts: list[list[int]], answers: list[Answer], dtype: str) -> float:
+    """Mean divergence of an oracle from itself with its keys and values moved by as much as `dtype` rounds them."""
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        exact = oracle.predictions(prompt, answer["tokens"])
+        moved = oracle.predictions(prompt, answer["tokens"], jitter=torch.finfo(getattr(torch, dtype)).eps / 2)
+        found.append(float((exact.exp() * (exact - moved)).sum(-1).mean()))
+    return statistics.fmean(found)
+
+
+def judge(model: Path, dtype: str, prompts: list[list[int]], runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Figures of a family and the verdict in words. `runs` are answers of gpu_families.py's engines, by their names."""
+    errors = {name: run["error"] for name, run in runs.items() if "error" in run}
+    counted = ("counters", "kv_tokens", "groups", "free_blocks", "said", "attention", "graphs")
+    figures: dict[str, Any] = {
+        "dtype": dtype, "errors": errors,
+        "engines": {name: {key: run.get(key) for key in counted} for name, run in runs.items()},
+    }  # fmt: skip
+    good = {name: run["answers"] for name, run in runs.items() if name not in errors}
+    for name, against in (("auto/crowded", "auto/alone"), ("k4v4/alone", "auto/alone"), ("k4v4/crowded", "k4v4/alone")):
+        if name in good and against in good:
+            figures[f"{name} from {against}"] = agreement(good[against], good[name])
+    try:
+        for codec in ("auto", "k4v4"):
+            oracle = Oracle(model, codec)
+            for name in good.keys() & {"auto/crowded", "k4v4/codec", "k4v4/crowded"}:
+                figures[f"{name} from oracle {codec}"] = from_oracle(oracle, prompts, good[name])
+        if "k4v4/codec" in good:
+            answers = good["k4v4/codec"]
+            figures["k4v4/codec from a misread block"] = from_oracle(oracle, prompts, answers, misread=True)
+            figures["oracle k4v4 rounded"] = of_rounding(oracle, prompts, answers, dtype)
+    except Exception as error:  # transformers of another version: the engines' own figures stand
+        figures["oracle"] = f"{type(error).__name__}: {error}"
+    return {"verdict": verdict(figures), **figures}
+
+
+def verdict(figures: dict[str, Any]) -> str:
+    """`served and right`, or what is missing for it."""
+    if figures["errors"]:
+        return "not served: " + "; ".join(f"{name}: {error}" for name, error in figures["errors"].items())
+
+    def far(name: str) -> float:
+        found = figures.get(name, math.nan)
+        return float(found["mean_kl"] if isinstance(found, dict) else found)
+
+    own, other = far("k4v4/codec from oracle k4v4"), far("k4v4/codec from oracle auto")
+    control, changed = far("auto/crowded from oracle auto"), far("auto/crowded from oracle k4v4")
+    crowd, noise = far("k4v4/crowded from k4v4/alone"), far("auto/crowded from auto/alone")
+    damage = far("k4v4/alone from auto/alone")
+    holds = {
+        "auto is not what transformers say": control <= NEAR * changed,
+        "the codec is not what transformers say": own <= max(NEAR * other, ROUNDED * far("oracle k4v4 rounded")),
+        "a misread block would not show": own <= NEAR * far("k4v4/codec from a misread block"),
+        "logits are not numbers": not any(x.get("not_a_number") for x in figures.values() if isinstance(x, dict)),
+        "a crowd changes answers": crowd <= damage + CROWD * noise,
+    }
+    missing = [what for what, held in holds.items() if not held]
+    return "served, not shown right: " + "; ".join(missing) if missing else RIGHT

@@ -1,0 +1,165 @@
+"""What people switch on in vLLM, in `k4v4` on GPUs: `python runtime/benchmarks/gpu_options.py --out DIR [--gpus 2]`.
+
+On one GPU: weights in fp8 made at the start, sleep mode, a LoRA adapter, prompt logprobs, parallel samples, structured
+output. On two: tensor, pipeline and data parallelism, and expert parallelism of a small mixture of experts, each beside
+the same on one GPU. Small random models and prompts as in gpu_families.py, whose comparisons these are: what is served
+on two GPUs takes the place of the crowd there, and one GPU's crowd the place of what is alone.
+
+Writes DIR/options.json (options-2.json), what is judged, and all answers beside it; `gpu_families_page.py` makes the
+page. Needs `demo` on the path beside `runtime` and `kernels`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from gpu_equality import prompts_of
+from gpu_families import OWN_PROCESS, ROOM, RUNS, engine_options, serve, write
+from gpu_families_ask import Asked
+from gpu_families_judge import judge
+from gpu_options_judge import adapter_row, fp8_row, schema_row, sleep_row
+
+from kvpilot_demo import adapters
+from kvpilot_demo.families import VOCABULARY, make
+
+MODEL, EXPERTS, DTYPE = "plain", "qwen3-moe", "float16"
+WIDTH = 2
+"""GPUs that an engine is spread over."""
+SPREAD: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "tensor parallel": (MODEL, "answers", {"tensor_parallel_size": WIDTH}),
+    "pipeline parallel": (MODEL, "answers", {"pipeline_parallel_size": WIDTH}),
+    "data parallel": (MODEL, "data_parallel", {"data_parallel_size": WIDTH}),
+    "expert parallel": (EXPERTS, "answers", {"tensor_parallel_size": WIDTH, "enable_expert_parallel": True}),
+}
+"""By name: the model, how it is asked, and what is added to an engine on one GPU."""
+NOT_ASKED = {"error": "not asked"}
+ON_TWO = ("auto/crowded", "k4v4/crowded", "k4v4/codec")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=1, choices=(1, WIDTH))
+    parser.add_argument("--only", default="", help="names of engines that contain this (default: all)")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=32, help="tokens generated per prompt")
+    parser.add_argument("--at-once", type=int, default=12, help="engines beside each other")
+    parser.add_argument("--limit", type=float, default=150, help="seconds that one engine may take")
+    parser.add_argument("--within", type=float, default=600, help="seconds that all engines may take")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    return parser.parse_args()
+
+
+def tokenizer(folder: Path) -> None:
+    """Put a tokenizer beside a model, with a token for each byte: structured output asks what tokens stand for."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words = {word: i for i, word in enumerate([*known, *(f"<{i}>" for i in range(len(known), VOCABULARY))])}
+    made = Tokenizer(models.BPE(vocab=words, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(folder)
+
+
+class Engines:
+    """The engines that are to be served, by name, with their models."""
+
+    def __init__(self, args: argparse.Namespace, scratch: Path) -> None:
+        self.args, self.scratch, self.asked = args, scratch, dict[str, Asked]()
+
+    def add(
+        self, name: str, model: Path, run: str, how: str = "answers", more: dict[str, Any] | None = None, **engine: Any
+    ) -> None:
+        """One as a run of gpu_families.py, with further arguments of vLLM's."""
+        dtype, crowded, env = RUNS[run]
+        options = {**engine_options(model, dtype, crowded), "dtype": DTYPE, **engine, **self.args.engine_args}
+        own = {} if how == "data_parallel" else OWN_PROCESS
+        out, prompts = (
+            self.scratch / f"{name.replace(' ', '-').replace('/', '-')}.json",
+            prompts_of(model, self.args.prompts),
+        )
+        room = 0.0 if how in ("data_parallel", "details") else ROOM * crowded
+        if self.args.only in name:
+            self.asked[name] = Asked(
+                options, prompts, self.args.tokens, crowded, str(out), {**own, **env}, room, how, more or {}
+            )
+
+
+def on_one(engines: Engines, models: dict[str, Path]) -> None:
+    """All that one GPU serves."""
+    plain, adapter = models[MODEL], str(models["adapter"])
+    for run in ("auto/alone", "k4v4/alone", "auto/crowded", "k4v4/crowded"):
+        engines.add(f"fp8 {run}", plain, run, quantization="fp8")
+    for run in ("auto/alone", "k4v4/alone"):
+        engines.add(f"16 bits {run}", plain, run)
+        engines.add(f"sleep {run}", plain, run, "slept", enable_sleep_mode=True, enable_prefix_caching=True)
+    engines.add("adapter k4v4/codec", plain, "k4v4/codec", "adapted", {"adapter": adapter},
+                enable_lora=True, max_lora_rank=8)  # fmt: skip
+    engines.add("details k4v4/codec", plain, "k4v4/codec", "details", skip_tokenizer_init=False,
+                enable_prefix_caching=False,
+                structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True})  # fmt: skip
+
+
+def on_two(engines: Engines, models: dict[str, Path]) -> None:
+    """All that two GPUs serve, and the same on one."""
+    for name in (MODEL, EXPERTS):
+        for run in ON_TWO:
+            engines.add(f"one {name} {run}", models[name], run)
+    for name, (model, how, engine) in SPREAD.items():
+        for run in ON_TWO:
+            engines.add(f"{name} {run}", models[model], run, how, **engine)
+
+
+def judged_of_one(told: dict[str, Any], models: dict[str, Path], prompts: list[list[int]]) -> dict[str, Any]:
+    """Rows of one GPU."""
+
+    def of(what: str) -> dict[str, Any]:
+        return {run: told[f"{what} {run}"] for run in RUNS if f"{what} {run}" in told}
+
+    plain = models[MODEL]
+    return {
+        "weights in fp8": fp8_row(of("fp8"), of("16 bits")), "sleep mode": sleep_row(of("sleep")),
+        "LoRA adapter": adapter_row(plain, models["merged"], prompts, of("adapter")),
+        **schema_row(plain, prompts, of("details")),
+    }  # fmt: skip
+
+
+def judged_of_two(told: dict[str, Any], models: dict[str, Path], prompts: list[list[int]]) -> dict[str, Any]:
+    """Rows of two GPUs: to the judge one GPU's crowd is what is alone, and two GPUs' the crowd."""
+    rows = {}
+    for name, (model, _, _) in SPREAD.items():
+        one = {f"{dtype}/alone": told.get(f"one {model} {dtype}/crowded", NOT_ASKED) for dtype in ("auto", "k4v4")}
+        two = {run: told.get(f"{name} {run}", NOT_ASKED) for run in ON_TWO}
+        rows[name] = judge(models[model], DTYPE, prompts, one | two)
+    return rows
+
+
+def main() -> int:
+    """Serve all, judge, print and write; returns 1 when something was not served and right."""
+    args = arguments()
+    args.name = "options" if args.gpus == 1 else f"options-{args.gpus}"
+    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="kvpilot-options-") as folder:
+        scratch = Path(folder)
+        models = {name: make(name, scratch / name) for name in (MODEL, EXPERTS)}
+        tokenizer(models[MODEL])
+        models |= {name: scratch / name for name in ("adapter", "merged")}
+        adapters.make(models[MODEL], models["adapter"], models["merged"])
+        engines = Engines(args, scratch)
+        (on_one if args.gpus == 1 else on_two)(engines, models)
+        told = dict(zip(engines.asked, serve(args, list(engines.asked.values())), strict=True))
+        prompts = prompts_of(models[MODEL], args.prompts)
+        rows = (judged_of_one if args.gpus == 1 else judged_of_two)(told, models, prompts)
+    return write(args, rows, list(told.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""What the benchmarks of families and options call right."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "runtime" / "benchmarks"))
+
+from gpu_families_judge import RIGHT, verdict
+from gpu_options_judge import fits, sleep_row
+
+SOUND = {
+    "errors": {},
+    "auto/crowded from auto/alone": {"mean_kl": 0.001, "not_a_number": 0},
+    "k4v4/alone from auto/alone": {"mean_kl": 0.1, "not_a_number": 0},
+    "k4v4/crowded from k4v4/alone": {"mean_kl": 0.09, "not_a_number": 0},
+    "auto/crowded from oracle auto": 0.001,
+    "auto/crowded from oracle k4v4": 0.2,
+    "k4v4/codec from oracle k4v4": 0.02,
+    "k4v4/codec from oracle auto": 0.2,
+    "k4v4/codec from a misread block": 1.0,
+    "oracle k4v4 rounded": 0.01,
+}
+
+
+def test_answers_of_the_weights_and_of_the_codec_are_right() -> None:
+    assert verdict(SOUND) == RIGHT
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "missing"),
+    [
+        ("auto/crowded from oracle auto", 0.1, "auto is not what transformers say"),
+        ("k4v4/codec from oracle k4v4", 0.06, "the codec is not what transformers say"),
+        ("k4v4/codec from oracle auto", math.nan, "the codec is not what transformers say"),
+        ("k4v4/codec from a misread block", 0.03, "a misread block would not show"),
+        ("k4v4/crowded from k4v4/alone", {"mean_kl": 0.2, "not_a_number": 0}, "a crowd changes answers"),
+        ("k4v4/crowded from k4v4/alone", {"mean_kl": 0.0, "not_a_number": 1}, "logits are not numbers"),
+        ("oracle", "AttributeError: ...", None),
+    ],
+)
+def test_what_is_missing_for_it_is_named(name: str, value: object, missing: str | None) -> None:
+    found = verdict({**SOUND, name: value})
+    assert found == (f"served, not shown right: {missing}" if missing else RIGHT)
+
+
+@pytest.mark.parametrize("name", [name for name in SOUND if name not in ("errors", "oracle k4v4 rounded")])
+def test_nothing_is_right_without_each_of_its_figures(name: str) -> None:
+    assert verdict({key: value for key, value in SOUND.items() if key != name}) != RIGHT
+
+
+def test_where_rounding_moves_codes_an_engine_may_be_as_far_as_rounding_goes() -> None:
+    moved = {**SOUND, "k4v4/codec from oracle k4v4": 0.15}
+    assert verdict(moved) != RIGHT
+    assert verdict({**moved, "oracle k4v4 rounded": 0.05}) == RIGHT
+
+
+def test_an_engine_that_failed_is_not_served() -> None:
+    assert verdict({**SOUND, "errors": {"k4v4/alone": "no"}}) == "not served: k4v4/alone: no"
+
+
+def answer(tokens: list[int], likely: float) -> dict[str, object]:
+    return {"tokens": tokens, "logprobs": [{str(t): likely, "0": math.log(1 - math.exp(likely))} for t in tokens]}
+
+
+def test_an_engine_that_answers_otherwise_after_sleep_is_not_right() -> None:
+    said = ["Sleep mode freed 1 GiB memory"]
+    run = {"answers": [answer([5], -0.1)], "again": [answer([5], -0.1)], "woken": [answer([5], -0.1)], "said": said}
+    assert sleep_row({"k4v4/alone": run})["verdict"] == RIGHT
+    assert "another after sleep" in sleep_row({"k4v4/alone": {**run, "woken": [answer([5], -0.5)]}})["verdict"]
+    assert "has not slept" in sleep_row({"k4v4/alone": {**run, "said": []}})["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("text", "held"),
+    [
+        ('{"city": "Oslo", "warm": false, "days": 9}', True),
+        ('{"city": "Oslo", "warm": false, "days": 10}', False),
+        ('{"city": "Oslo", "warm": 0, "days": 9}', False),
+        ('{"city": "Oslo", "warm": true}', False),
+        ('{"city": "Oslo", ', False),
+        ("[]", False),
+    ],
+)
+def test_a_text_is_of_the_schema_or_not(text: str, held: bool) -> None:
+    assert fits(text) is held
