@@ -34,10 +34,10 @@ from kvpilot_demo.families import FAMILIES, make
 
 CODEC = {"KVPILOT_CALIBRATION": "off", "KVPILOT_RECENT_TOKENS": "0", "KVPILOT_PREFILL_FROM_PAGES": "1"}
 RUNS: dict[str, tuple[str, bool, dict[str, str]]] = {
-    "auto/alone": ("auto", False, {}), "k4v4/alone": ("k4v4", False, {}), "auto/crowded": ("auto", True, {}),
-    "k4v4/crowded": ("k4v4", True, {}), "k4v4/codec": ("k4v4", True, CODEC),
+    "k4v4/codec": ("k4v4", True, CODEC), "auto/crowded": ("auto", True, {}), "k4v4/crowded": ("k4v4", True, {}),
+    "k4v4/alone": ("k4v4", False, {}), "auto/alone": ("auto", False, {}),
 }  # fmt: skip
-"""By name: dtype, whether crowded, and what its environment has. Those that compile least come first."""
+"""By name: dtype, whether crowded, and what its environment has."""
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Engine cores run in the engines' own processes, where their caches can be taken."""
 CHUNK = 128
@@ -56,7 +56,9 @@ class Case:
 CASES: dict[str, Case] = {
     **{name: Case() for name in FAMILIES},
     # vLLM takes no float16 for these, and FlashAttention no sinks in it.
-    **{name: Case("bfloat16") for name in ("gemma2", "gemma3", "gpt-oss")},
+    **{name: Case("bfloat16") for name in ("gemma2", "gemma3")},
+    # All experts of a token: in bfloat16 rounding chooses others, which is a jump.
+    "gpt-oss": Case("bfloat16", {"num_experts_per_tok": 4}),
     # On a GPU a chunk has whole blocks of 64 tokens.
     "llama-4": Case(fields={"attention_chunk_size": 128}),
 }

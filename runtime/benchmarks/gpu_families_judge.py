@@ -21,8 +21,8 @@ from kvpilot_demo.oracle import Oracle
 NEAR = 0.25
 """An engine is right where it is nearer to its own oracle than to the other one by this factor at least."""
 ROUNDED = 3.0
-"""Or no further from it than this many times what rounding alone does: a value on the edge of two codes falls to either
-side, and where a group's range moves by a step, all of its codes are other ones."""
+"""Or no further from it than this many times what rounding alone does, to codes and to `auto`: a value on the edge of
+two codes falls to either side, and where a group's range moves by a step, all of its codes are other ones."""
 CROWD = 3.0
 """`k4v4` in a crowd may be from itself alone as far as its own damage, and this many times as far as `auto` is."""
 BLOCK = 16
@@ -90,10 +90,11 @@ def verdict(figures: dict[str, Any]) -> str:
     own, other = far("k4v4/codec from oracle k4v4"), far("k4v4/codec from oracle auto")
     control, changed = far("auto/crowded from oracle auto"), far("auto/crowded from oracle k4v4")
     crowd, noise = far("k4v4/crowded from k4v4/alone"), far("auto/crowded from auto/alone")
+    rounded = far("oracle k4v4 rounded")
     damage = far("k4v4/alone from auto/alone")
     holds = {
         "auto is not what transformers say": control <= NEAR * changed,
-        "the codec is not what transformers say": own <= max(NEAR * other, ROUNDED * far("oracle k4v4 rounded")),
+        "the codec is not what transformers say": own <= max(NEAR * other, ROUNDED * (rounded + control)),
         "a misread block would not show": own <= NEAR * far("k4v4/codec from a misread block"),
         "logits are not numbers": not any(x.get("not_a_number") for x in figures.values() if isinstance(x, dict)),
         "a crowd changes answers": crowd <= damage + CROWD * noise,

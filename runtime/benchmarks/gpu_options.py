@@ -22,7 +22,7 @@ from gpu_equality import prompts_of
 from gpu_families import OWN_PROCESS, ROOM, RUNS, engine_options, serve, write
 from gpu_families_ask import Asked
 from gpu_families_judge import judge
-from gpu_options_judge import adapter_row, fp8_row, schema_row, sleep_row
+from gpu_options_judge import adapter_row, details_rows, fp8_row, sleep_row
 
 from kvpilot_demo import adapters
 from kvpilot_demo.families import VOCABULARY, make
@@ -37,7 +37,7 @@ SPREAD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "expert parallel": (EXPERTS, "answers", {"tensor_parallel_size": WIDTH, "enable_expert_parallel": True}),
 }
 """By name: the model, how it is asked, and what is added to an engine on one GPU."""
-NOT_ASKED = {"error": "not asked"}
+ON_ONE = ("fp8", "sleep", "adapter", "details")
 ON_TWO = ("auto/crowded", "k4v4/crowded", "k4v4/codec")
 
 
@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1, choices=(1, WIDTH))
-    parser.add_argument("--only", default="", help="names of engines that contain this (default: all)")
+    parser.add_argument("--what", help=f"comma-separated: {', '.join(ON_ONE)}; on two GPUs {', '.join(SPREAD)}")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=32, help="tokens generated per prompt")
     parser.add_argument("--at-once", type=int, default=12, help="engines beside each other")
@@ -87,59 +87,64 @@ class Engines:
             prompts_of(model, self.args.prompts),
         )
         room = 0.0 if how in ("data_parallel", "details") else ROOM * crowded
-        if self.args.only in name:
-            self.asked[name] = Asked(
-                options, prompts, self.args.tokens, crowded, str(out), {**own, **env}, room, how, more or {}
-            )
+        self.asked[name] = Asked(
+            options, prompts, self.args.tokens, crowded, str(out), {**own, **env}, room, how, more or {}
+        )
 
 
-def on_one(engines: Engines, models: dict[str, Path]) -> None:
-    """All that one GPU serves."""
-    plain, adapter = models[MODEL], str(models["adapter"])
-    for run in ("auto/alone", "k4v4/alone", "auto/crowded", "k4v4/crowded"):
-        engines.add(f"fp8 {run}", plain, run, quantization="fp8")
-    for run in ("auto/alone", "k4v4/alone"):
-        engines.add(f"16 bits {run}", plain, run)
-        engines.add(f"sleep {run}", plain, run, "slept", enable_sleep_mode=True, enable_prefix_caching=True)
-    engines.add("adapter k4v4/codec", plain, "k4v4/codec", "adapted", {"adapter": adapter},
-                enable_lora=True, max_lora_rank=8)  # fmt: skip
-    engines.add("details k4v4/codec", plain, "k4v4/codec", "details", skip_tokenizer_init=False,
-                enable_prefix_caching=False,
-                structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True})  # fmt: skip
+def on_one(engines: Engines, models: dict[str, Path], what: str) -> None:
+    """What one GPU serves."""
+    plain, alone = models[MODEL], ("auto/alone", "k4v4/alone")
+    if what == "fp8":
+        for run in (*alone, "auto/crowded", "k4v4/crowded"):
+            engines.add(f"fp8 {run}", plain, run, quantization="fp8")
+        for run in alone:
+            engines.add(f"16 bits {run}", plain, run)
+    elif what == "sleep":
+        for run in alone:
+            engines.add(f"sleep {run}", plain, run, "slept", enable_sleep_mode=True, enable_prefix_caching=True)
+    elif what == "adapter":
+        engines.add("adapter k4v4/codec", plain, "k4v4/codec", "adapted", {"adapter": str(models["adapter"])},
+                    enable_lora=True, max_lora_rank=8)  # fmt: skip
+    else:
+        engines.add("details k4v4/codec", plain, "k4v4/codec", "details", skip_tokenizer_init=False,
+                    enable_prefix_caching=False,
+                    structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True})  # fmt: skip
 
 
-def on_two(engines: Engines, models: dict[str, Path]) -> None:
-    """All that two GPUs serve, and the same on one."""
-    for name in (MODEL, EXPERTS):
-        for run in ON_TWO:
+def on_two(engines: Engines, models: dict[str, Path], what: str) -> None:
+    """What two GPUs serve, and the same on one."""
+    name, how, engine = SPREAD[what]
+    for run in ON_TWO:
+        if f"one {name} {run}" not in engines.asked:
             engines.add(f"one {name} {run}", models[name], run)
-    for name, (model, how, engine) in SPREAD.items():
-        for run in ON_TWO:
-            engines.add(f"{name} {run}", models[model], run, how, **engine)
+        engines.add(f"{what} {run}", models[name], run, how, **engine)
 
 
-def judged_of_one(told: dict[str, Any], models: dict[str, Path], prompts: list[list[int]]) -> dict[str, Any]:
+def rows_of_one(
+    told: dict[str, Any], models: dict[str, Path], what: str, prompts: list[list[int]]
+) -> dict[str, dict[str, Any]]:
     """Rows of one GPU."""
 
-    def of(what: str) -> dict[str, Any]:
-        return {run: told[f"{what} {run}"] for run in RUNS if f"{what} {run}" in told}
+    def of(name: str) -> dict[str, Any]:
+        return {run: told[f"{name} {run}"] for run in RUNS if f"{name} {run}" in told}
 
-    plain = models[MODEL]
-    return {
-        "weights in fp8": fp8_row(of("fp8"), of("16 bits")), "sleep mode": sleep_row(of("sleep")),
-        "LoRA adapter": adapter_row(plain, models["merged"], prompts, of("adapter")),
-        **schema_row(plain, prompts, of("details")),
-    }  # fmt: skip
+    if what == "fp8":
+        return {"weights in fp8": fp8_row(of("fp8"), of("16 bits"))}
+    if what == "sleep":
+        return {"sleep mode": sleep_row(of("sleep"))}
+    if what == "adapter":
+        return {"LoRA adapter": adapter_row(models[MODEL], models["merged"], prompts, of("adapter"))}
+    return details_rows(models[MODEL], prompts, of("details"))
 
 
-def judged_of_two(told: dict[str, Any], models: dict[str, Path], prompts: list[list[int]]) -> dict[str, Any]:
-    """Rows of two GPUs: to the judge one GPU's crowd is what is alone, and two GPUs' the crowd."""
-    rows = {}
-    for name, (model, _, _) in SPREAD.items():
-        one = {f"{dtype}/alone": told.get(f"one {model} {dtype}/crowded", NOT_ASKED) for dtype in ("auto", "k4v4")}
-        two = {run: told.get(f"{name} {run}", NOT_ASKED) for run in ON_TWO}
-        rows[name] = judge(models[model], DTYPE, prompts, one | two)
-    return rows
+def rows_of_two(
+    told: dict[str, Any], models: dict[str, Path], what: str, prompts: list[list[int]]
+) -> dict[str, dict[str, Any]]:
+    """A row of two GPUs: to the judge one GPU's crowd is what is alone, and two GPUs' the crowd."""
+    name = SPREAD[what][0]
+    one = {f"{dtype}/alone": told[f"one {name} {dtype}/crowded"] for dtype in ("auto", "k4v4")}
+    return {what: judge(models[name], DTYPE, prompts, one | {run: told[f"{what} {run}"] for run in ON_TWO})}
 
 
 def main() -> int:
@@ -154,10 +159,18 @@ def main() -> int:
         models |= {name: scratch / name for name in ("adapter", "merged")}
         adapters.make(models[MODEL], models["adapter"], models["merged"])
         engines = Engines(args, scratch)
-        (on_one if args.gpus == 1 else on_two)(engines, models)
+        asking, judging = (on_one, rows_of_one) if args.gpus == 1 else (on_two, rows_of_two)
+        known = ON_ONE if args.gpus == 1 else tuple(SPREAD)
+        chosen = args.what.split(",") if args.what else known
+        if unknown := set(chosen) - set(known):
+            raise SystemExit(
+                f"--what has {', '.join(sorted(unknown))}; on {args.gpus} GPUs there is {', '.join(known)}"
+            )
+        for what in chosen:
+            asking(engines, models, what)
         told = dict(zip(engines.asked, serve(args, list(engines.asked.values())), strict=True))
         prompts = prompts_of(models[MODEL], args.prompts)
-        rows = (judged_of_one if args.gpus == 1 else judged_of_two)(told, models, prompts)
+        rows = {name: row for what in chosen for name, row in judging(told, models, what, prompts).items()}
     return write(args, rows, list(told.values()))
 
 

@@ -87,7 +87,7 @@ def adapter_row(model: Path, merged: Path, prompts: list[list[int]], runs: Runs)
     return row({**figures, "counters": run["counters"], "said": run["said"]}, holds)
 
 
-def schema_row(model: Path, prompts: list[list[int]], runs: Runs) -> dict[str, Any]:
+def details_rows(model: Path, prompts: list[list[int]], runs: Runs) -> dict[str, dict[str, Any]]:
     """Prompt logprobs and samples: those of the codec; structured output: it holds to its schema."""
     names = ("prompt logprobs", "parallel samples", "structured output")
     if error := failed(runs):
