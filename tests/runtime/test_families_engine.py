@@ -23,7 +23,9 @@ pytestmark = pytest.mark.timeout(1800)
 CHUNK = 48
 LONGEST = 128
 COUNT = 10
-EXACT = ("shared-kv-head", "gemma2", "gpt-oss", "gemma3n", "llama-4", "granite-4")
+EXACT = (
+    "shared-kv-head", "gemma2", "gpt-oss", "gemma3n", "llama-4", "granite-4", "qwen2", "qwen3-moe", "phi3",
+)  # fmt: skip
 """Those whose answers in float32, with `auto`, are transformers' own on a CPU: then they depend on the codec alone."""
 
 PREEMPTED = "llama-4, preempted"
