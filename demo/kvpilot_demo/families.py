@@ -121,7 +121,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3-next": Family(  # gated linear attention, and a gate behind attention
         "Qwen3NextConfig",
         {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256,
-         "layer_types": ["linear_attention", "full_attention"], "num_experts": 0, "mlp_only_layers": [0, 1],
+         "layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
          "linear_num_key_heads": 2, "linear_num_value_heads": 4},
         {"q_norm.weight": 1.0, "k_norm.weight": 1.0},  # to which the model adds 1
     ),

@@ -1,19 +1,26 @@
-"""Page of gpu_families.py and gpu_options.py: `python runtime/benchmarks/gpu_families_page.py RAW ... OUT`.
+"""Judges answers of gpu_families.py and gpu_options.py and makes their page: `gpu_families_page.py ANSWERS ... OUT.md`.
 
-RAW are families.json, options.json and options-2.json, or some of them; OUT is the page, and beside it lies all of them
-in one file.
+ANSWERS are what these programs wrote. The models are made anew, and have to be those that answered. Beside OUT lie all
+figures in one file.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import gpu_options
 from gpu_engine_report import versions_of
-from gpu_families_judge import CROWD, NEAR
+from gpu_equality import prompts_of
+from gpu_families import CASES, RUNS, digest, made
+from gpu_families_judge import CROWD, NEAR, SERVED, judge
+
+Rows = dict[str, dict[str, Any]]
 
 INTRODUCTION = """\
 # Families of models, and what people switch on, in real vLLM on a GPU
@@ -28,9 +35,13 @@ likely tokens; those from plain transformers over all tokens of all answers, tho
 first difference.
 
 *Served and right*: `auto` and the codec are each nearer to what transformers say of them than to what they say of the
-other, by a factor of {near:.0f} at least, and the codec so, too, than to a misread block; and `k4v4` in a crowd is from
-itself alone at most as far as alone from `auto`, and {crowd:.0f} times what a crowd changes `auto`.
+other, by a factor of {near:.0f} at least (or the codec as near as rounding allows, which moves codes), and the codec
+so, too, than to a misread block; `k4v4` as served does at most {served:.2f} times the damage of the bare codec; in a
+crowd it is from itself alone at most as far as alone from `auto`, and {crowd:.0f} times what a crowd changes `auto`.
 """
+
+
+TITLES = {"families": "Families", "options": "What people switch on", "options-2": "On two GPUs"}
 
 
 def number(value: float | None) -> str:
@@ -87,28 +98,57 @@ def other(name: str, row: dict[str, Any]) -> str:
     return f"| {name} | {'; '.join(figures)} | {row['verdict']} |"
 
 
-def section(title: str, facts: dict[str, Any]) -> list[str]:
+def section(facts: dict[str, Any]) -> list[str]:
     """One run of a program."""
-    rows: dict[str, dict[str, Any]] = facts["rows"]
+    rows: Rows = facts["rows"]
     compared = {name: row for name, row in rows.items() if "engines" in row}
     others = {name: row for name, row in rows.items() if "engines" not in row}
-    lines = [f"## {title}", "", f"{versions_of(facts['versions'])}; {facts['date']} UTC; {facts['prompts']} prompts, "
-             f"{facts['tokens']} tokens each.", ""]  # fmt: skip
+    lines = [f"## {TITLES[facts['name']]}", "", f"{versions_of(facts['versions'])}; {facts['date']} UTC; "
+             f"{facts['prompts']} prompts, {facts['tokens']} tokens each.", ""]  # fmt: skip
     lines += table(compared, "what") if compared else []
     if others:
         lines += ["| what | figures, divergences in millinats | verdict |", "|---|---|---|"]
         lines += [*(other(*item) for item in others.items()), ""]
-    return [*lines, *([facts["note"], ""] if "note" in facts else [])]
+    return lines
+
+
+def judged(facts: dict[str, Any]) -> Rows:
+    """Rows of one run of a program, of its answers.
+
+    Raises:
+        ValueError: the models that are made here are not those that answered.
+    """
+    told: dict[str, Any] = facts["answers"]
+    with tempfile.TemporaryDirectory(prefix="kvpilot-judged-") as folder:
+        one = facts["name"] == "families"
+        models = made(list(facts["weights"]), Path(folder))[0] if one else gpu_options.made(Path(folder))
+        for name, wanted in facts["weights"].items():
+            if name not in models or digest(models[name]) != wanted:
+                raise ValueError(f"{name} as it is made here has other weights than the model that answered ({wanted})")
+        prompts = prompts_of(next(iter(models.values())), facts["prompts"])
+        if one:
+            return {name: judge(models[name], CASES[name].dtype, prompts,
+                                {run: told[f"{name} {run}"] for run in RUNS if f"{name} {run}" in told})
+                    for name in models}  # fmt: skip
+        on_one = facts["name"] == "options"
+        what = [x for x in (gpu_options.ON_ONE if on_one else gpu_options.SPREAD) if any(x in name for name in told)]
+        judging = gpu_options.rows_of_one if on_one else gpu_options.rows_of_two
+        return {name: row for x in what for name, row in judging(told, models, x, prompts).items()}
 
 
 def main() -> int:
-    """Write the page and the joined raw file."""
+    """Write the page and the joined figures."""
     *raw, out = map(Path, sys.argv[1:])
-    found = {path.stem: json.loads(path.read_text()) for path in raw}
+    found = []
+    for path in raw:
+        with gzip.open(path, "rt") as file:
+            facts = json.load(file)
+        found.append({**{key: value for key, value in facts.items() if key != "answers"}, "rows": judged(facts)})
+        for name, row in found[-1]["rows"].items():
+            print(f"{name}: {row['verdict']}", flush=True)
     out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    titles = {"families": "Families", "options": "What people switch on", "options-2": "On two GPUs"}
-    parts = [line for name, facts in found.items() for line in section(titles[name], facts)]
-    out.write_text("\n".join([INTRODUCTION.format(near=1 / NEAR, crowd=CROWD), *parts]))
+    introduction = INTRODUCTION.format(near=1 / NEAR, crowd=CROWD, served=SERVED)
+    out.write_text("\n".join([introduction, *(line for facts in found for line in section(facts))]))
     return 0
 
 

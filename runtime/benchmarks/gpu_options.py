@@ -5,21 +5,20 @@ output. On two: tensor, pipeline and data parallelism, and expert parallelism of
 the same on one GPU. Small random models and prompts as in gpu_families.py, whose comparisons these are: what is served
 on two GPUs takes the place of the crowd there, and one GPU's crowd the place of what is alone.
 
-Writes DIR/options.json (options-2.json), what is judged, and all answers beside it; `gpu_families_page.py` makes the
-page. Needs `demo` on the path beside `runtime` and `kernels`.
+Writes DIR/options-answers.json.gz (options-2), which gpu_families_page.py judges. Needs `demo` on the path beside
+`runtime` and `kernels`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from gpu_equality import prompts_of
-from gpu_families import OWN_PROCESS, ROOM, RUNS, engine_options, serve, write
+from gpu_families import OWN_PROCESS, ROOM, RUNS, engine_options, serve, shared_arguments
 from gpu_families_ask import Asked
 from gpu_families_judge import judge
 from gpu_options_judge import adapter_row, details_rows, fp8_row, sleep_row
@@ -38,6 +37,7 @@ SPREAD: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 """By name: the model, how it is asked, and what is added to an engine on one GPU."""
 ON_ONE = ("fp8", "sleep", "adapter", "details")
+Rows = dict[str, dict[str, Any]]
 ON_TWO = ("auto/crowded", "k4v4/crowded", "k4v4/codec")
 
 
@@ -46,13 +46,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1, choices=(1, WIDTH))
     parser.add_argument("--what", help=f"comma-separated: {', '.join(ON_ONE)}; on two GPUs {', '.join(SPREAD)}")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=32, help="tokens generated per prompt")
-    parser.add_argument("--at-once", type=int, default=12, help="engines beside each other")
-    parser.add_argument("--limit", type=float, default=150, help="seconds that one engine may take")
-    parser.add_argument("--within", type=float, default=600, help="seconds that all engines may take")
-    parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
-    parser.add_argument("--out", type=Path, default=Path("out"))
+    shared_arguments(parser, engines=4)
     return parser.parse_args()
 
 
@@ -121,9 +115,7 @@ def on_two(engines: Engines, models: dict[str, Path], what: str) -> None:
         engines.add(f"{what} {run}", models[name], run, how, **engine)
 
 
-def rows_of_one(
-    told: dict[str, Any], models: dict[str, Path], what: str, prompts: list[list[int]]
-) -> dict[str, dict[str, Any]]:
+def rows_of_one(told: dict[str, Any], models: dict[str, Path], what: str, prompts: list[list[int]]) -> Rows:
     """Rows of one GPU."""
 
     def of(name: str) -> dict[str, Any]:
@@ -138,40 +130,37 @@ def rows_of_one(
     return details_rows(models[MODEL], prompts, of("details"))
 
 
-def rows_of_two(
-    told: dict[str, Any], models: dict[str, Path], what: str, prompts: list[list[int]]
-) -> dict[str, dict[str, Any]]:
+def rows_of_two(told: dict[str, Any], models: dict[str, Path], what: str, prompts: list[list[int]]) -> Rows:
     """A row of two GPUs: to the judge one GPU's crowd is what is alone, and two GPUs' the crowd."""
     name = SPREAD[what][0]
     one = {f"{dtype}/alone": told[f"one {name} {dtype}/crowded"] for dtype in ("auto", "k4v4")}
     return {what: judge(models[name], DTYPE, prompts, one | {run: told[f"{what} {run}"] for run in ON_TWO})}
 
 
+def made(scratch: Path) -> dict[str, Path]:
+    """The models, with the tokenizer and the adapter of the first, and what that adapter makes of it."""
+    models = {name: make(name, scratch / name) for name in (MODEL, EXPERTS)}
+    tokenizer(models[MODEL])
+    models |= {name: scratch / name for name in ("adapter", "merged")}
+    adapters.make(models[MODEL], models["adapter"], models["merged"])
+    return models
+
+
 def main() -> int:
-    """Serve all, judge, print and write; returns 1 when something was not served and right."""
+    """Serve all and write; returns 1 when an engine failed."""
     args = arguments()
-    args.name = "options" if args.gpus == 1 else f"options-{args.gpus}"
-    args.out.mkdir(parents=True, exist_ok=True)
+    args.name, known, asking = (
+        ("options", ON_ONE, on_one) if args.gpus == 1 else (f"options-{args.gpus}", tuple(SPREAD), on_two)
+    )
+    chosen = args.what.split(",") if args.what else known
+    if unknown := set(chosen) - set(known):
+        raise SystemExit(f"--what has {', '.join(sorted(unknown))}; on {args.gpus} GPUs there is {', '.join(known)}")
     with tempfile.TemporaryDirectory(prefix="kvpilot-options-") as folder:
-        scratch = Path(folder)
-        models = {name: make(name, scratch / name) for name in (MODEL, EXPERTS)}
-        tokenizer(models[MODEL])
-        models |= {name: scratch / name for name in ("adapter", "merged")}
-        adapters.make(models[MODEL], models["adapter"], models["merged"])
-        engines = Engines(args, scratch)
-        asking, judging = (on_one, rows_of_one) if args.gpus == 1 else (on_two, rows_of_two)
-        known = ON_ONE if args.gpus == 1 else tuple(SPREAD)
-        chosen = args.what.split(",") if args.what else known
-        if unknown := set(chosen) - set(known):
-            raise SystemExit(
-                f"--what has {', '.join(sorted(unknown))}; on {args.gpus} GPUs there is {', '.join(known)}"
-            )
+        models = made(Path(folder))
+        engines = Engines(args, Path(folder))
         for what in chosen:
             asking(engines, models, what)
-        told = dict(zip(engines.asked, serve(args, list(engines.asked.values())), strict=True))
-        prompts = prompts_of(models[MODEL], args.prompts)
-        rows = {name: row for what in chosen for name, row in judging(told, models, what, prompts).items()}
-    return write(args, rows, list(told.values()))
+        return serve(args, engines.asked, {name: models[name] for name in (MODEL, EXPERTS, "merged")})
 
 
 if __name__ == "__main__":

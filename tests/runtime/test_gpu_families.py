@@ -12,19 +12,21 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).parents[2]
 
 
-def run(script: str, out: Path, *arguments: str) -> dict[str, dict[str, object]]:
-    """The rows that a program finds."""
-    command = [sys.executable, str(ROOT / "runtime" / "benchmarks" / script), "--out", str(out), "--at-once=1",
-               "--limit=600", "--within=3000", "--engine-args", '{"enforce_eager": true}', *arguments]  # fmt: skip
+def rows(script: str, out: Path, *arguments: str):
+    """What a program's answers are judged to be, by row."""
     env = {**os.environ, "PYTHONPATH": str(ROOT / "demo"), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    subprocess.run(command, check=False, timeout=3300, env=env)
-    (written,) = (path for path in out.glob("*.json") if path.suffix == ".json")
-    rows: dict[str, dict[str, object]] = json.loads(written.read_text())["rows"]
-    return rows
+    programs = ROOT / "runtime" / "benchmarks"
+    asking = [str(programs / script), f"--out={out}", "--at-once=1", "--limit=600", "--within=3000", *arguments]
+    name = "families" if "families" in script else "options"
+    judging = [str(programs / "gpu_families_page.py"), str(out / f"{name}-answers.json.gz"), str(out / "page.md")]
+    for command in (asking, judging):
+        subprocess.run([sys.executable, *command], check=True, timeout=3300, env=env)
+    (found,) = json.loads((out / "page.json").read_text())
+    return found["rows"]
 
 
 def test_a_family_is_found_right_with_preemption_and_prefix_hits(tmp_path):
-    row = run("gpu_families.py", tmp_path, "--families=qwen3", "--prompts=8", "--tokens=8")["qwen3"]
+    row = rows("gpu_families.py", tmp_path, "--families=qwen3", "--prompts=8", "--tokens=8")["qwen3"]
     assert row["verdict"] == "served and right"
     counters = row["engines"]["k4v4/codec"]["counters"]
     assert counters["vllm:num_preemptions"]
@@ -32,7 +34,6 @@ def test_a_family_is_found_right_with_preemption_and_prefix_hits(tmp_path):
 
 
 def test_what_a_request_may_ask_for_is_found_right(tmp_path):
-    rows = run("gpu_options.py", tmp_path, "--what=details", "--prompts=4", "--tokens=6")
-    assert {name: row["verdict"] for name, row in rows.items()} == dict.fromkeys(
-        ("prompt logprobs", "parallel samples", "structured output"), "served and right"
-    )
+    found = rows("gpu_options.py", tmp_path, "--what=details", "--prompts=4", "--tokens=6")
+    wanted = ("prompt logprobs", "parallel samples", "structured output")
+    assert {name: row["verdict"] for name, row in found.items()} == dict.fromkeys(wanted, "served and right")
