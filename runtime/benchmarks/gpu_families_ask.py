@@ -92,6 +92,11 @@ def details(asked: Asked) -> dict[str, Any]:
     held = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=200, structured_outputs=schema), **quiet)
     free = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=200), **quiet)
 
+    def text(one: Any) -> str:
+        # vLLM's own text begins in the prompt where that ends in the middle of a letter, as random bytes do.
+        found: str = llm.get_tokenizer().decode(one.outputs[0].token_ids, skip_special_tokens=True)
+        return found
+
     def own(tokens: Any, steps: Any) -> list[float]:
         return [step[token].logprob for token, step in zip(tokens, steps, strict=True)]
 
@@ -100,7 +105,7 @@ def details(asked: Asked) -> dict[str, Any]:
         "prompt_logprobs": [own(one.prompt_token_ids[1:], one.prompt_logprobs[1:]) for one in read],
         "samples": [[{"tokens": list(x.token_ids), "logprobs": own(x.token_ids, x.logprobs)} for x in one.outputs]
                     for one in drawn],
-        "structured": [one.outputs[0].text for one in held], "free": [one.outputs[0].text for one in free],
+        "structured": [text(one) for one in held], "free": [text(one) for one in free],
     }  # fmt: skip
 
 

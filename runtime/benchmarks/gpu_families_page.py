@@ -16,11 +16,10 @@ from typing import Any
 
 import gpu_options
 from gpu_engine_report import versions_of
-from gpu_equality import prompts_of
 from gpu_families import CASES, RUNS, digest, made
-from gpu_families_judge import CROWD, NEAR, SERVED, judge
+from gpu_families_judge import CROWD, FAULT, NEAR, ROUNDED, SERVED, Figures, far, judge
 
-Rows = dict[str, dict[str, Any]]
+Rows = dict[str, Figures]
 
 INTRODUCTION = """\
 # Families of models, and what people switch on, in real vLLM on a GPU
@@ -35,25 +34,21 @@ likely tokens; those from plain transformers over all tokens of all answers, tho
 first difference.
 
 *Served and right*: `auto` and the codec are each nearer to what transformers say of them than to what they say of the
-other, by a factor of {near:.0f} at least (or the codec as near as rounding allows, which moves codes), and the codec
-so, too, than to a misread block; `k4v4` as served does at most {served:.2f} times the damage of the bare codec; in a
-crowd it is from itself alone at most as far as alone from `auto`, and {crowd:.0f} times what a crowd changes `auto`.
+other, by a factor of {near:.0f} at least, or the codec as near as {rounded:.0f} times what rounding alone does, which
+moves codes; the codec is nearer to what they say of it than with a block misread, by a factor of {fault:.0f} at least;
+`k4v4` as served does at most {served:.2f} times the damage of the bare codec; and in a crowd it is from itself alone at
+most as far as alone from `auto`, and {crowd:.0f} times what a crowd changes `auto`.
 """
 
 
 TITLES = {"families": "Families", "options": "What people switch on", "options-2": "On two GPUs"}
 
 
-def number(value: float | None) -> str:
+def number(value: float) -> str:
     """Nats as millinats."""
-    if value is None or math.isnan(value):
+    if math.isnan(value):
         return "-"
     return f"{1e3 * value:,.1f}" if value < 1 else f"{1e3 * value:,.0f}"
-
-
-def mean_kl(row: dict[str, Any], name: str) -> str:
-    """Of two runs."""
-    return number(row.get(name, {}).get("mean_kl"))
 
 
 def pressure(row: dict[str, Any], run: str) -> str:
@@ -64,26 +59,30 @@ def pressure(row: dict[str, Any], run: str) -> str:
     return f"{counters['vllm:num_preemptions']} / {counters['vllm:prefix_cache_hits']:,}"
 
 
-def family(name: str, row: dict[str, Any]) -> str:
+def family(name: str, row: Figures) -> str:
     """A line of the table."""
-    codec = " / ".join(
-        number(row.get(f"k4v4/codec from {what}")) for what in ("oracle k4v4", "oracle auto", "a misread block")
-    )
-    auto = " / ".join(number(row.get(f"auto/crowded from oracle {what}")) for what in ("auto", "k4v4"))
+
+    def numbers(*names: str) -> str:
+        return " / ".join(number(far(row, one)) for one in names)
+
     cells = [
-        name, row.get("dtype", ""), auto, codec, mean_kl(row, "k4v4/crowded from k4v4/alone"),
-        mean_kl(row, "auto/crowded from auto/alone"), mean_kl(row, "k4v4/alone from auto/alone"),
-        pressure(row, "k4v4/crowded"), row["verdict"],
+        name, row["dtype"], numbers("auto/crowded from oracle auto", "auto/crowded from oracle k4v4"),
+        numbers("k4v4/codec from oracle k4v4", "oracle k4v4 rounded", "k4v4/codec from oracle auto",
+                "k4v4/codec from a misread block"),
+        numbers("k4v4/crowded from oracle auto"),
+        numbers("k4v4/crowded from k4v4/alone", "auto/crowded from auto/alone", "k4v4/alone from auto/alone"),
+        pressure(row, "k4v4/codec"), pressure(row, "k4v4/crowded"), row["verdict"],
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
 
-def table(rows: dict[str, dict[str, Any]], first: str) -> list[str]:
+def table(rows: Rows) -> list[str]:
     """Families, or what is spread over GPUs."""
     heads = [
-        first, "weights", "`auto` from transformers: `auto` / codec",
-        "codec from transformers: codec / `auto` / misread", "as served, crowd", "`auto`, crowd",
-        "as served from `auto`", "preemptions / cached tokens", "verdict",
+        "", "computed in", "`auto` from transformers: `auto` / codec",
+        "codec from transformers: codec / rounding alone / `auto` / misread", "as served from transformers: `auto`",
+        "crowd from alone: as served / `auto` / alone from `auto`",
+        "preemptions / cached tokens: codec", "as served", "verdict",
     ]  # fmt: skip
     return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(family(*item) for item in rows.items()), ""]
 
@@ -91,7 +90,7 @@ def table(rows: dict[str, dict[str, Any]], first: str) -> list[str]:
 def other(name: str, row: dict[str, Any]) -> str:
     """A line of what is neither."""
     figures = [
-        f"{key}: {mean_kl(row, key)}" if isinstance(value, dict) and "mean_kl" in value else f"{key}: {value}"
+        f"{key}: {number(far(row, key))}" if isinstance(value, dict) and "mean_kl" in value else f"{key}: {value}"
         if not isinstance(value, float) else f"{key}: {number(value)}"
         for key, value in row.items() if key not in ("verdict", "said", "counters") and not key.endswith(" said")
     ]  # fmt: skip
@@ -105,7 +104,7 @@ def section(facts: dict[str, Any]) -> list[str]:
     others = {name: row for name, row in rows.items() if "engines" not in row}
     lines = [f"## {TITLES[facts['name']]}", "", f"{versions_of(facts['versions'])}; {facts['date']} UTC; "
              f"{facts['prompts']} prompts, {facts['tokens']} tokens each.", ""]  # fmt: skip
-    lines += table(compared, "what") if compared else []
+    lines += table(compared) if compared else []
     if others:
         lines += ["| what | figures, divergences in millinats | verdict |", "|---|---|---|"]
         lines += [*(other(*item) for item in others.items()), ""]
@@ -125,15 +124,14 @@ def judged(facts: dict[str, Any]) -> Rows:
         for name, wanted in facts["weights"].items():
             if name not in models or digest(models[name]) != wanted:
                 raise ValueError(f"{name} as it is made here has other weights than the model that answered ({wanted})")
-        prompts = prompts_of(next(iter(models.values())), facts["prompts"])
         if one:
-            return {name: judge(models[name], CASES[name].dtype, prompts,
+            return {name: judge(models[name], CASES[name].dtype,
                                 {run: told[f"{name} {run}"] for run in RUNS if f"{name} {run}" in told})
                     for name in models}  # fmt: skip
         on_one = facts["name"] == "options"
         what = [x for x in (gpu_options.ON_ONE if on_one else gpu_options.SPREAD) if any(x in name for name in told)]
         judging = gpu_options.rows_of_one if on_one else gpu_options.rows_of_two
-        return {name: row for x in what for name, row in judging(told, models, x, prompts).items()}
+        return {name: row for x in what for name, row in judging(told, models, x).items()}
 
 
 def main() -> int:
@@ -147,7 +145,7 @@ def main() -> int:
         for name, row in found[-1]["rows"].items():
             print(f"{name}: {row['verdict']}", flush=True)
     out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    introduction = INTRODUCTION.format(near=1 / NEAR, crowd=CROWD, served=SERVED)
+    introduction = INTRODUCTION.format(near=1 / NEAR, rounded=ROUNDED, fault=1 / FAULT, crowd=CROWD, served=SERVED)
     out.write_text("\n".join([introduction, *(line for facts in found for line in section(facts))]))
     return 0
 

@@ -2,8 +2,7 @@
 
 On one GPU: weights in fp8 made at the start, sleep mode, a LoRA adapter, prompt logprobs, parallel samples, structured
 output. On two: tensor, pipeline and data parallelism, and expert parallelism of a small mixture of experts, each beside
-the same on one GPU. Small random models and prompts as in gpu_families.py, whose comparisons these are: what is served
-on two GPUs takes the place of the crowd there, and one GPU's crowd the place of what is alone.
+the same on one GPU. Small random models and prompts as in gpu_families.py.
 
 Writes DIR/options-answers.json.gz (options-2), which gpu_families_page.py judges. Needs `demo` on the path beside
 `runtime` and `kernels`.
@@ -20,8 +19,7 @@ from typing import Any
 from gpu_equality import prompts_of
 from gpu_families import OWN_PROCESS, ROOM, RUNS, engine_options, serve, shared_arguments
 from gpu_families_ask import Asked
-from gpu_families_judge import judge
-from gpu_options_judge import adapter_row, details_rows, fp8_row, sleep_row
+from gpu_options_judge import adapter_row, details_rows, fp8_row, sleep_row, spread_row
 
 from kvpilot_demo import adapters
 from kvpilot_demo.families import VOCABULARY, make
@@ -66,8 +64,8 @@ def tokenizer(folder: Path) -> None:
 class Engines:
     """The engines that are to be served, by name, with their models."""
 
-    def __init__(self, args: argparse.Namespace, scratch: Path) -> None:
-        self.args, self.scratch, self.asked = args, scratch, dict[str, Asked]()
+    def __init__(self, args: argparse.Namespace, scratch: Path, prompts: list[list[int]]) -> None:
+        self.args, self.scratch, self.prompts, self.asked = args, scratch, prompts, dict[str, Asked]()
 
     def add(
         self, name: str, model: Path, run: str, how: str = "answers", more: dict[str, Any] | None = None, **engine: Any
@@ -76,13 +74,10 @@ class Engines:
         dtype, crowded, env = RUNS[run]
         options = {**engine_options(model, dtype, crowded), "dtype": DTYPE, **engine, **self.args.engine_args}
         own = {} if how == "data_parallel" else OWN_PROCESS
-        out, prompts = (
-            self.scratch / f"{name.replace(' ', '-').replace('/', '-')}.json",
-            prompts_of(model, self.args.prompts),
-        )
+        out = self.scratch / f"{name.replace(' ', '-').replace('/', '-')}.json"
         room = 0.0 if how in ("data_parallel", "details") else ROOM * crowded
         self.asked[name] = Asked(
-            options, prompts, self.args.tokens, crowded, str(out), {**own, **env}, room, how, more or {}
+            options, self.prompts, self.args.tokens, crowded, str(out), {**own, **env}, room, how, more or {}
         )
 
 
@@ -115,7 +110,7 @@ def on_two(engines: Engines, models: dict[str, Path], what: str) -> None:
         engines.add(f"{what} {run}", models[name], run, how, **engine)
 
 
-def rows_of_one(told: dict[str, Any], models: dict[str, Path], what: str, prompts: list[list[int]]) -> Rows:
+def rows_of_one(told: dict[str, Any], models: dict[str, Path], what: str) -> Rows:
     """Rows of one GPU."""
 
     def of(name: str) -> dict[str, Any]:
@@ -126,15 +121,14 @@ def rows_of_one(told: dict[str, Any], models: dict[str, Path], what: str, prompt
     if what == "sleep":
         return {"sleep mode": sleep_row(of("sleep"))}
     if what == "adapter":
-        return {"LoRA adapter": adapter_row(models[MODEL], models["merged"], prompts, of("adapter"))}
-    return details_rows(models[MODEL], prompts, of("details"))
+        return {"LoRA adapter": adapter_row(models[MODEL], models["merged"], of("adapter"))}
+    return details_rows(models[MODEL], of("details"))
 
 
-def rows_of_two(told: dict[str, Any], models: dict[str, Path], what: str, prompts: list[list[int]]) -> Rows:
-    """A row of two GPUs: to the judge one GPU's crowd is what is alone, and two GPUs' the crowd."""
-    name = SPREAD[what][0]
-    one = {f"{dtype}/alone": told[f"one {name} {dtype}/crowded"] for dtype in ("auto", "k4v4")}
-    return {what: judge(models[name], DTYPE, prompts, one | {run: told[f"{what} {run}"] for run in ON_TWO})}
+def rows_of_two(told: dict[str, Any], models: dict[str, Path], what: str) -> Rows:
+    """A row of two GPUs."""
+    one = {run: told[f"one {SPREAD[what][0]} {run}"] for run in ON_TWO}
+    return {what: spread_row(one, {run: told[f"{what} {run}"] for run in ON_TWO})}
 
 
 def made(scratch: Path) -> dict[str, Path]:
@@ -157,7 +151,8 @@ def main() -> int:
         raise SystemExit(f"--what has {', '.join(sorted(unknown))}; on {args.gpus} GPUs there is {', '.join(known)}")
     with tempfile.TemporaryDirectory(prefix="kvpilot-options-") as folder:
         models = made(Path(folder))
-        engines = Engines(args, Path(folder))
+        # Random tokens, as families are asked: with the other model's tokenizer it would be a text of this machine.
+        engines = Engines(args, Path(folder), prompts_of(models[EXPERTS], args.prompts))
         for what in chosen:
             asking(engines, models, what)
         return serve(args, engines.asked, {name: models[name] for name in (MODEL, EXPERTS, "merged")})

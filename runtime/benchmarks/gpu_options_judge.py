@@ -68,13 +68,13 @@ def sleep_row(runs: Runs) -> dict[str, Any]:
     return row(figures, holds)
 
 
-def adapter_row(model: Path, merged: Path, prompts: list[list[int]], runs: Runs) -> dict[str, Any]:
+def adapter_row(model: Path, merged: Path, runs: Runs) -> dict[str, Any]:
     """An adapter, mixed with the model itself in one batch: each answers as its own weights with the codec."""
     if error := failed(runs):
         return {"verdict": f"not served: {error}"}
     (run,) = runs.values()
     figures = {
-        f"{which} from {what} {codec}": from_oracle(Oracle(folder, codec), prompts, run[answers])
+        f"{which} from {what} {codec}": from_oracle(Oracle(folder, codec), run["prompts"], run[answers])
         for which, answers in (("adapter", "answers"), ("model", "unadapted"))
         for what, folder in (("merged", merged), ("model", model))
         for codec in ("k4v4", "auto")
@@ -87,12 +87,29 @@ def adapter_row(model: Path, merged: Path, prompts: list[list[int]], runs: Runs)
     return row({**figures, "counters": run["counters"], "said": run["said"]}, holds)
 
 
-def details_rows(model: Path, prompts: list[list[int]], runs: Runs) -> dict[str, dict[str, Any]]:
+def spread_row(one: Runs, two: Runs) -> dict[str, Any]:
+    """On several GPUs: the answers are those of one GPU, which a family's row is about, beside what a codec does."""
+    if error := failed(one, two):
+        return {"verdict": f"not served: {error}"}
+    figures = {f"{name} from one GPU": pair(two, name, one, name) for name in two}
+    figures["on one GPU, k4v4/codec from auto"] = pair(one, "k4v4/codec", one, "auto/crowded")
+    figures["k4v4/crowded from auto"] = pair(one, "k4v4/crowded", one, "auto/crowded")
+    damage = figures["k4v4/crowded from auto"]["mean_kl"]
+    found = {name: figures[f"{name} from one GPU"] for name in two}
+    counters = {name: run["counters"] for name, run in two.items() if "counters" in run}
+    return row({**figures, "counters": counters, "said": two["k4v4/crowded"]["said"]}, {
+        **{f"{name} is not as on one GPU": x["mean_kl"] <= NEAR * damage for name, x in found.items()},
+        "logits are not numbers": not any(x["not_a_number"] for x in found.values()),
+    })  # fmt: skip
+
+
+def details_rows(model: Path, runs: Runs) -> dict[str, dict[str, Any]]:
     """Prompt logprobs and samples: those of the codec; structured output: it holds to its schema."""
     names = ("prompt logprobs", "parallel samples", "structured output")
     if error := failed(runs):
         return {name: {"verdict": f"not served: {error}"} for name in names}
     (run,) = runs.values()
+    prompts = run["prompts"]
     read, drawn = dict[str, float](), dict[str, float]()
     for codec in ("k4v4", "auto"):
         oracle = Oracle(model, codec)

@@ -17,6 +17,7 @@ ROWS = [
     if line.startswith("|") and not line.startswith(("|---", "| what |"))
 ]
 TEST = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
+FIGURES = re.compile(r"\]\((benchmarks/[\w-]+\.md)(?:#([\w-]+))?\)")
 
 
 def defined_in(file: str) -> set[str]:
@@ -27,17 +28,30 @@ def defined_in(file: str) -> set[str]:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_a_line_names_tests_that_exist_or_says_that_nothing_was_run(row: tuple[str, ...]) -> None:
-    _, _, verdict, proof = row
+    _, _, verdict, proof, gpu = row
     named = TEST.findall(proof)
     assert all(name in defined_in(file) for file, name in named), named
     assert verdict.startswith(("served", "refused", "passed on"))
-    if verdict.startswith("passed on"):
+    if verdict.startswith("passed on") or (verdict.startswith("served") and not named):
         assert "not run" in proof
+        assert verdict.startswith("passed on") or "served" in gpu
     else:
         assert named
         assert "not run" not in proof
     # An engine is what shows that something is served, and none is started where it is refused.
     assert all(("engine" in file) == verdict.startswith("served") for file, _ in named)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_what_was_run_on_a_gpu_is_on_a_page_of_figures(row: tuple[str, ...]) -> None:
+    verdict, gpu = row[2], row[4]
+    pages = FIGURES.findall(gpu)
+    assert (gpu == "-") == verdict.startswith("refused")
+    assert bool(pages) == ("served" in gpu)
+    assert pages or gpu in ("-", "not run")
+    for page, place in pages:
+        heads = re.findall(r"^#+ (.+)$", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+        assert not place or place in {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}
 
 
 @pytest.mark.parametrize(
