@@ -108,7 +108,7 @@ def section(facts: dict[str, Any]) -> list[str]:
     if others:
         lines += ["| what | figures, divergences in millinats | verdict |", "|---|---|---|"]
         lines += [*(other(*item) for item in others.items()), ""]
-    return lines
+    return [*lines, *([facts["note"], ""] if "note" in facts else [])]
 
 
 def judged(facts: dict[str, Any]) -> Rows:
