@@ -16,7 +16,7 @@ from kvpilot_runtime.retention import HeavyHitters
 
 REFUSED = (
     Switch("offloading to host memory", (options.OFFLOAD,)),
-    Switch("KV transfer", ("--kv-transfer-config",)),
+    Switch("KV transfer", (options.TRANSFER,)),
     Switch("decode context parallelism", ("--decode-context-parallel-size", "-dcp"), ("1",)),
     Switch("prefill context parallelism", ("--prefill-context-parallel-size", "-pcp"), ("1",)),
     Switch("fast prefill of layers that share a cache", ("--kv-sharing-fast-prefill",)),

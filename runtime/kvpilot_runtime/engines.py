@@ -7,6 +7,9 @@ import functools
 import importlib.util
 from pathlib import Path
 
+from kvpilot_runtime import compat
+from kvpilot_runtime.errors import UnsupportedEngineError
+
 _NOT_SERVED = {"_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS"}
 _POOLING = {
     "_EMBEDDING_MODELS", "_LATE_INTERACTION_MODELS", "_REWARD_MODELS", "_TOKEN_CLASSIFICATION_MODELS",
@@ -62,6 +65,20 @@ def can_offload() -> bool:
     """Whether the installed vLLM can offload its KV cache to host memory; True when vLLM is absent."""
     vllm = importlib.util.find_spec("vllm")
     return vllm is None or vllm.origin is None or (Path(vllm.origin).parent / "v1/kv_offload/cpu/spec.py").exists()
+
+
+def lacks_for_nixl(version: tuple[int, int]) -> str:
+    """What prefill and decode apart need and this machine lacks; nothing where vLLM is absent.
+
+    Args:
+        version: of vLLM, the one whose connector is served.
+    """
+    try:
+        if compat.vllm_version() != version:
+            return f"vLLM {version[0]}.{version[1]} (here is {compat.version_text()})"
+    except UnsupportedEngineError:
+        return ""
+    return "" if importlib.util.find_spec("nixl") is not None else "the package nixl"
 
 
 def known_to_transformers(architecture: str) -> bool:

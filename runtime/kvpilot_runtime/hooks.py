@@ -171,3 +171,21 @@ def around_scheduler(tell: str, hear: str) -> None:
 
     schedule._kvpilot_tells = tell  # type: ignore[attr-defined]
     Scheduler.schedule, Scheduler.update_from_output = schedule, update_from_output
+
+
+def around_connectors(ours: str) -> None:
+    """Let a function, given by import path, say which class is made for a connector: of vLLM's configuration, None for
+    vLLM's own choice."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    stock = KVConnectorFactory.create_connector.__func__
+    if getattr(stock, "_kvpilot_asks", None) is not None:
+        return
+
+    def create_connector(cls: Any, config: Any, role: Any, kv_cache_config: Any) -> Any:
+        chosen = resolve_obj_by_qualname(ours)(config)
+        return stock(cls, config, role, kv_cache_config) if chosen is None else chosen(config, role, kv_cache_config)
+
+    create_connector._kvpilot_asks = ours  # type: ignore[attr-defined]
+    KVConnectorFactory.create_connector = classmethod(create_connector)

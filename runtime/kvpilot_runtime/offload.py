@@ -2,15 +2,15 @@
 
 A page of ours is bytes that only the factors it was quantized with give their meaning back. vLLM's tier in host memory
 belongs to one engine and ends with it, and an engine settles its factors before its KV cache is made: pages that
-return always find the factors that they left with. Every other connector and tier brings pages of other engines, by a
-name that says nothing of factors, and is refused.
+return always find the factors that they left with. Of the connectors that bring pages of other engines one is served,
+on terms of its own (`disaggregated`); all others name pages by what says nothing of factors, and are refused.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvpilot_runtime import compat
+from kvpilot_runtime import compat, disaggregated
 
 CONNECTOR, TIER = "OffloadingConnector", "CPUOffloadingSpec"
 
@@ -21,6 +21,10 @@ asked for all of it. The operator's probes set it, to judge pages that came back
 
 def unsupported(transfer: Any) -> str | None:
     """What of a vLLM `KVTransferConfig` does not go together with our dtypes; None where nothing is in the way."""
+    if transfer.kv_connector == disaggregated.CONNECTOR:
+        from vllm.platforms import current_platform
+
+        return disaggregated.unsupported(vars(transfer), current_platform.device_type)
     extra = transfer.kv_connector_extra_config
     if transfer.kv_connector != CONNECTOR:
         return f"the connector {transfer.kv_connector!r}"
@@ -59,7 +63,8 @@ def serve_on_cpu(config: Any) -> None:
     """Give vLLM's offloading a worker on the CPU platform, for which it has none; without effect where it is off."""
     from vllm.platforms import current_platform
 
-    if config.kv_transfer_config is None or not current_platform.is_cpu():
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != CONNECTOR or not current_platform.is_cpu():
         return
     from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 

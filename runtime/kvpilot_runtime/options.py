@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from kvpilot_runtime import disaggregated
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 SIMPLE_OFFLOAD = "VLLM_USE_SIMPLE_KV_OFFLOAD"
 OFFLOAD = "--kv-offloading-size"
+TRANSFER = "--kv-transfer-config"
 SLIDING = "sliding_window"
 """vLLM's word for "the layers that attend to a window only" among the layers that skip the KV-cache dtype."""
 
@@ -24,7 +27,6 @@ class Switch:
 
 
 REFUSED = (
-    Switch("KV transfer other than by --kv-offloading-size", ("--kv-transfer-config",)),
     Switch("offloading by another backend than vLLM's own", ("--kv-offloading-backend",), ("native",)),
     Switch("decode context parallelism", ("--decode-context-parallel-size", "-dcp"), ("1",)),
     Switch("prefill context parallelism", ("--prefill-context-parallel-size", "-pcp"), ("1",)),
@@ -44,6 +46,15 @@ _BESIDE_DRAFT_MODELS = (
 )
 """What nobody has seen right beside drafts of a model; the backend knows it in `kvpilot_runtime.speculation`, too."""
 
+_BESIDE_NIXL = (
+    Switch("pipeline parallelism", ("--pipeline-parallel-size", "-pp"), ("1",)),
+    Switch("data parallelism", ("--data-parallel-size", "-dp"), ("1",)),
+    Switch("speculative decoding", ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens")),
+    Switch("adapters", ("--enable-lora",)),
+    Switch("offloading", (OFFLOAD,)),
+)
+"""What nobody has seen right beside `NixlConnector`; the backend knows it in `kvpilot_runtime.disaggregated`, too."""
+
 _SPECULATION = ("--speculative-config", "-sc")
 _SPECULATION_PARTS = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
 
@@ -56,6 +67,8 @@ DRAFT_MODELS = ("draft_model", "eagle", "eagle3", "mtp")
 _OF_DRAFTS = {"kv_cache_dtype": "a KV-cache dtype of the draft's own", "parallel_drafting": "parallel drafting",
               "use_heterogeneous_vocab": "a draft of another vocabulary"}  # fmt: skip
 """What a draft model can be asked for and is not served with."""
+
+_EXTRA = "kv_connector_extra_config"
 
 _OFF = (None, False, "False", "false")
 
@@ -91,20 +104,58 @@ def _found(arguments: Sequence[str], *options: str) -> Iterator[tuple[str, str, 
                 break
 
 
-def refused(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """The first option, or variable, that does not go with a dtype of ours, and what it is for; None for none."""
+def refused(arguments: Sequence[str], environment: Mapping[str, str], device: str) -> tuple[str, str] | None:
+    """The first option, or variable, that does not go with a dtype of ours, and what it is for; None for none.
+
+    Args:
+        device: `cuda` or `cpu`.
+    """
     asked = speculation(arguments)
     if (what := unsupported_drafts(asked.get("method"), asked)) is not None:
         return next(given(arguments, *_SPECULATION, *_SPECULATION_PARTS))[0], what
     beside = _BESIDE_DRAFT_MODELS if asked.get("method") in DRAFT_MODELS else ()
-    for switch in (*REFUSED, *beside):
-        for option, value in given(arguments, *switch.options):
-            if value is None or value not in switch.off:
-                return option, switch.what
+    if (found := _first_on(arguments, (*REFUSED, *beside))) is not None:
+        return found
+    if any(given(arguments, TRANSFER)):
+        moves = transfer(arguments)
+        if moves.get("kv_connector") != disaggregated.CONNECTOR:
+            return TRANSFER, f"KV transfer other than by {OFFLOAD} and {disaggregated.CONNECTOR}"
+        if (what := disaggregated.unsupported(moves, device)) is not None:
+            return TRANSFER, what
+        if (found := _first_on(arguments, _BESIDE_NIXL)) is not None:
+            return found[0], f"{disaggregated.CONNECTOR} beside {found[1]}"
     for variable, what in ((BATCH_INVARIANT, "batch invariance"), (SIMPLE_OFFLOAD, "vLLM's simple offloading")):
         if environment.get(variable, "0").strip() not in ("", "0"):
             return variable, what
     return None
+
+
+def _first_on(arguments: Sequence[str], switches: Iterable[Switch]) -> tuple[str, str] | None:
+    for switch in switches:
+        for option, value in given(arguments, *switch.options):
+            if value is None or value not in switch.off:
+                return option, switch.what
+    return None
+
+
+def transfer(arguments: Sequence[str]) -> dict[str, object]:
+    """What the arguments say of KV transfer, as fields of vLLM's KVTransferConfig; what cannot be read is left out."""
+    found: dict[str, object] = {}
+    for _, key, value in _found(arguments, TRANSFER):
+        try:
+            part = json.loads(value or "")
+        except ValueError:
+            part = value
+        for name in reversed(key.split(".") if key else ()):
+            part = {name.replace("-", "_"): part}
+        if isinstance(part, dict):
+            extra = {**_mapping(found.get(_EXTRA)), **_mapping(part.get(_EXTRA))}
+            found |= part | ({_EXTRA: extra} if extra else {})
+    return found
+
+
+def _mapping(value: object) -> dict[str, object]:
+    return value if isinstance(value, dict) else {}
 
 
 def unsupported_drafts(method: str | None, asked: Mapping[str, object]) -> str | None:

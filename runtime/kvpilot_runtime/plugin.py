@@ -44,6 +44,7 @@ def register() -> None:
     if any(one.part.feature is Feature.LAYERS for one in broken):
         return
     hooks.around_kv_cache("kvpilot_runtime.plugin.settle", "kvpilot_runtime.plugin.serve")
+    hooks.around_connectors("kvpilot_runtime.disaggregated.connector_class")
     calibration_info.INFO.publish()
     recent_info.INFO.publish()
 
@@ -67,21 +68,24 @@ def settle(worker: Any) -> None:
 
 
 def serve(worker: Any) -> None:
-    """In a worker that has its KV cache: refuse what would be stored in others' pages, try the pages, and weigh them.
+    """In a worker that has its KV cache: refuse what would be stored in others' pages, try the pages, weigh them, and
+    tell other engines on which terms they can have them.
 
     Raises:
         UnsupportedModelError: as `refuse_other_groups` and `heavy.attach`.
         UnsupportedEngineError: as `page_check.check`.
     """
-    from kvpilot_runtime import page_check, speculation
+    from kvpilot_runtime import disaggregated, page_check, speculation
     from kvpilot_runtime.backend import our_layers
 
-    drafting = {name for name, layer in our_layers(worker.vllm_config).items() if layer.impl.drafting}
+    layers = our_layers(worker.vllm_config)
+    drafting = {name for name, layer in layers.items() if layer.impl.drafting}
     if drafting:
         speculation.refuse_other_groups(
             worker.vllm_config, worker.model_runner.kv_cache_config.kv_cache_groups, drafting
         )
     page_check.check(worker)
+    disaggregated.agree(worker, layers)
     if isinstance(bound := retention.asked(), retention.HeavyHitters):
         from kvpilot_runtime import heavy
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvpilot_kernels import formats, models
 from kvpilot_kernels.dtypes import Dtype
 from kvpilot_kernels.latent import formats as latent
-from kvpilot_runtime import compat, engines, options
+from kvpilot_runtime import compat, disaggregated, engines, machine, options
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight_request import CALIBRATION_OFF, Findings, Request, model_folder
 
@@ -20,9 +20,11 @@ _POOLING = ("ForSequenceClassification", "ForTokenClassification", "RewardModel"
 def check_options(fmt: Dtype, request: Request) -> None:
     """What else was asked for, whatever the model is."""
     every = (*request.others, f"--tensor-parallel-size={request.tensor_parallel}")
-    if (found := options.refused(every, os.environ)) is not None:
+    if (found := options.refused(every, os.environ, machine.platform())) is not None:
         option, what = found
         raise PreflightError("BadArguments", f"{option}: {what} does not work with kv-cache dtype {fmt.name!r}; leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
+    if any(options.given(request.others, options.TRANSFER)) and (lacks := engines.lacks_for_nixl(disaggregated.VLLM)):
+        raise PreflightError("BadArguments", f"{options.TRANSFER}: {disaggregated.CONNECTOR} with kv-cache dtype {fmt.name!r} needs {lacks}; use such a runtime image, or leave it out")  # fmt: skip  # noqa: E501
     if any(options.given(request.others, "--enable-sleep-mode")) and not compat.wakes_as_it_was():
         raise PreflightError("BadArguments", f"--enable-sleep-mode: before vLLM {'.'.join(map(str, compat.SLEEP_FROM))} an engine with kv-cache dtype {fmt.name!r} does not wake up as it was; leave it out, or use a runtime image with a newer vLLM")  # fmt: skip  # noqa: E501
     named = request.calibration not in (None, CALIBRATION_OFF)
@@ -66,9 +68,12 @@ def check_own(fmt: Dtype, config: models.Architecture, request: Request, finding
     drafted = options.speculation(request.others).get("method") in options.DRAFT_MODELS
     if drafted and (config.layers != config.full_layers or config.state_layers or request.skip_layers):
         refuse("a draft model, EAGLE or MTP beside layers that are not full attention, or stay in 16 bits,", "speculate by ngram, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
-    if config.layers != config.full_layers and any(options.given(request.others, options.OFFLOAD)):
+    if config.layers != config.full_layers:
         kind = "sliding-window layers" if config.window_layers else "chunked attention"
-        refuse(f"{options.OFFLOAD} for a model with {kind}, whose requests can wait for each other for ever when blocks are loaded", "leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
+        for option, _ in options.given(request.others, options.OFFLOAD, options.TRANSFER):
+            refuse(f"{option} for a model with {kind}, whose requests can wait for each other for ever when blocks are loaded", "leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
+    if request.skip_layers and any(options.given(request.others, options.TRANSFER)):
+        refuse(f"{options.TRANSFER} beside layers that stay in 16 bits (--kv-cache-dtype-skip-layers)", "leave one of the two out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
     if config.window_layers:
         if request.skip_layers is None:
             findings.skip_layers = (options.SLIDING,)
@@ -84,8 +89,8 @@ def check_latent(fmt: latent.LatentFormat, config: models.Architecture | None, r
 
     if options.speculation(request.others):
         refuse("speculative decoding")
-    if any(options.given(request.others, options.OFFLOAD)):
-        refuse(options.OFFLOAD)
+    for option, _ in options.given(request.others, options.OFFLOAD, options.TRANSFER):
+        refuse(option)
     if request.skip_layers:
         refuse("--kv-cache-dtype-skip-layers")
     if request.calibration not in (None, CALIBRATION_OFF):

@@ -60,8 +60,7 @@ def calibrate(worker: Any) -> None:
         tokens, reason = token_ids(config)
         _refuse_together(_fill(layers, _observed(worker, tokens, layers)))
         log.info("Calibrated %d layers on %d tokens in %.1f s", len(layers), len(tokens), time.perf_counter() - began)
-    own = (layer for layer in layers.values() if not layer.impl.drafting)  # a draft's factors change no answer
-    calibration_info.report(Outcome(source, _digest([x.impl.factors(x, worker.device) for x in own]), reason))
+    calibration_info.report(Outcome(source, factors_hash(layers, worker.device), reason))
 
 
 def token_ids(config: Any) -> tuple[list[int], str]:
@@ -199,9 +198,10 @@ def _refuse_together(problem: str) -> None:
         raise UnsupportedModelError(told)
 
 
-def _digest(factors: list[Any]) -> str:
-    """A hash of the factors of all layers and ranks."""
-    every = _of_all_ranks(calibration.digest(factors))
+def factors_hash(layers: dict[str, Any], device: torch.device) -> str:
+    """A hash of the factors of all layers and ranks; every rank has to ask."""
+    own = (layer for layer in layers.values() if not layer.impl.drafting)  # a draft's factors change no answer
+    every = _of_all_ranks(calibration.digest([layer.impl.factors(layer, device) for layer in own]))
     return every[0] if len(every) == 1 else calibration.join_digests(every)
 
 

@@ -135,6 +135,7 @@ def test_what_is_left_goes_through(item: str) -> None:
 
 SPECULATION = {"--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"}
 OURS = {option for switch in options_beside_ours.REFUSED for option in switch.options} | SPECULATION
+OURS |= {options_beside_ours.TRANSFER}
 
 
 def test_an_option_that_our_dtypes_look_at_is_found_in_every_spelling_and_no_other_is(

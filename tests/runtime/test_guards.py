@@ -102,7 +102,8 @@ def engine(layers: dict[str, Any] | None = None, **transfer: Any) -> SimpleNames
 @pytest.mark.parametrize(
     ("transfer", "what"),
     [
-        ({"kv_connector": "NixlConnector"}, "the connector 'NixlConnector'"),
+        ({"kv_connector": "NixlPushConnector"}, "the connector 'NixlPushConnector'"),
+        ({"kv_connector": "NixlConnector"}, 'NixlConnector without "kv_load_failure_policy": "recompute"'),
         ({"kv_connector": "LMCacheMPConnector"}, "the connector 'LMCacheMPConnector'"),
         ({"kv_connector": "SimpleCPUOffloadConnector"}, "the connector 'SimpleCPUOffloadConnector'"),
         ({"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec"}},

@@ -67,9 +67,14 @@ REFUSED = {
     "dual batch overlap": [("--enable-dbo",), ("--ubatch-size=2",), ("--enable-db", "--seed=1")],
     "pooling": [("--runner=pooling",), ("--runner", "pooling"), ("--convert=embed",), ("--convert", "classify"),
                 ("--pooler-config.pooling_type=MEAN",)],
-    "KV transfer other than by --kv-offloading-size": [("--kv-transfer-config={}",),
-                                                      ("--kv-transfer-config.kv_connector=NixlConnector",)],
     "offloading by another backend than vLLM's own": [("--kv-offloading-size=1", "--kv-offloading-backend=lmcache")],
+}  # fmt: skip
+
+TRANSFER = {
+    "KV transfer other than by --kv-offloading-size": [
+        ("--kv-transfer-config={}",), ("--kv-transfer-config", "not json"),
+        ("--kv-transfer-config.kv_connector=LMCacheConnectorV1",),
+    ],
 }  # fmt: skip
 
 DRAFTS = {
@@ -100,7 +105,8 @@ OF_A_MODEL = [
 
 
 @pytest.mark.parametrize(
-    ("what", "arguments"), [(what, arguments) for what, each in {**REFUSED, **DRAFTS}.items() for arguments in each]
+    ("what", "arguments"),
+    [(what, arguments) for what, each in {**REFUSED, **TRANSFER, **DRAFTS}.items() for arguments in each],
 )
 def test_an_option_that_does_not_go_with_our_dtypes_is_refused_beside_them_alone(
     what: str, arguments: tuple[str, ...]

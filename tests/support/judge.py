@@ -29,7 +29,7 @@ class Judge:
         host: dict[tuple[int, int], int | None] = {}
         for step in told.steps:
             for block, place in step.get("stored", ()):
-                host |= {(place, i): blocks[block, i] for i in range(size)}
+                host |= {(place, i): blocks.get((block, i)) for i in range(size)}  # of a prompt it may be a part
             for block, place in step.get("loaded", ()):
                 blocks |= {(block, i): host[place, i] for i in range(size)}
             if "request" not in step:

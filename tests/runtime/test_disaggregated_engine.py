@@ -1,0 +1,271 @@
+"""Two real engines, one of which prefills for the other by NIXL: pages come as they left, and answers are the codec's.
+
+Both find their factors by themselves. Free blocks are full of others' rows, so that what did not travel would be seen.
+It runs where the package `nixl` is installed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvpilot_demo.models import tiny_llama
+from kvpilot_kernels import formats
+from kvpilot_kernels.factors import Factors
+from support.apart import LEAVE, Apart, engines
+from support.judge import Judge
+from kvpilot_demo.oracle import Oracle
+from support.stepped_engine import Asked, Told
+
+pytest.importorskip("nixl", reason="prefill and decode apart need the package nixl")
+pytestmark = pytest.mark.timeout(3600)
+
+BLOCK, LONGEST, TOGETHER = 16, 192, 5
+
+
+def engine(role: str, dtype: str = "k4v4", recent: str = "", **options: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Options and variables of an engine; by default with the window of its dtype and factors of its own finding."""
+    transfer = {
+        "kv_connector": "NixlConnector", "kv_role": role, "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"kv_lease_duration": 3600},
+    }  # fmt: skip
+    every = {
+        "kv_cache_dtype": dtype, "block_size": BLOCK, "num_gpu_blocks_override": room(dtype, recent) + 1,
+        "kv_cache_memory_bytes": 64 << 20,
+        "max_model_len": LONGEST + 64, "max_num_batched_tokens": 128, "max_num_seqs": 8, "kv_transfer_config": transfer,
+    }  # fmt: skip
+    return every | options, {"KVPILOT_RECENT_TOKENS": recent, "KVPILOT_CALIBRATION": ""}
+
+
+def room(dtype: str, recent: str = "") -> int:
+    """Blocks for as many prompts as are left together, which the first engine keeps until all of them are read."""
+    window = 0 if recent else window_of(dtype)
+    ring = formats.parse(dtype).ring_blocks(window, 64, BLOCK) if window else 0
+    return TOGETHER * (LONGEST // BLOCK + ring)
+
+
+def window_of(dtype: str) -> int:
+    """Tokens of a dtype's own window in these engines."""
+    return formats.parse(dtype).recent_tokens(None, LONGEST + 64)
+
+
+class Pair:
+    """An engine that prefills and one that decodes, and all that they did: judged by an oracle of their model."""
+
+    def __init__(self, prefill: Apart, decode: Apart, dtype: str, window: int) -> None:
+        self.prefill, self.decode, self.dtype = prefill, decode, dtype
+        self.window, self.rng, self.poisoned = window, random.Random(20261124), 0
+        self.shared = [[self.rng.randrange(3, 49152) for _ in range(100)] for _ in range(2)]
+        self.asked = Asked(str(tiny_llama()), dtype, [[]], [[]], {})
+        self.told = Told(answers=[[]], block_size=BLOCK)
+        self.judged, self.free = 0, room(dtype, "" if window else "0")
+
+    def prompts(self, count: int) -> list[list[int]]:
+        """Random ones; many begin alike, and none is another's beginning."""
+        found = []
+        for _ in range(count):
+            prefix = [] if self.rng.random() < 0.4 else self.rng.choice(self.shared)[: self.rng.randint(16, 100)]
+            more = self.rng.randint(BLOCK + 1, LONGEST - len(prefix))
+            found.append(prefix + [self.rng.randrange(3, 49152) for _ in range(more)])
+        return found
+
+    def serve(
+        self, engine: Apart, prompts: list[list[int]], params: list[Any], left: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """An engine's answers, each to a prompt that was `left` for it, if any were."""
+        tokens = [1 if one is LEAVE else self.rng.randint(4, 24) for one in params]
+        found = engine.ask("serve", prompts=prompts, tokens=tokens, params=params)
+        first, answers = len(self.told.answers[0]), [one["answer"] for one in found["outputs"]]
+        assert [len(answer) for answer in answers] == tokens
+        self.asked.rounds[0] += prompts
+        self.told.answers[0] += answers
+        for step in found["steps"]:  # blocks of the one engine are not the other's
+            at, blocks = step["request"], [self.name(engine, block) for block in step["table"]]
+            step |= {"request": first + at, "table": blocks}
+            read = found["outputs"][at]["read"]
+            if read and not any(one["request"] == first + at for one in self.told.steps if "request" in one):
+                # What the other engine had in its ring came with the pages: as if the request had begun there.
+                begin, (here, _) = left[at]["cached"], read[0][0]
+                away = left[at]["params"]["remote_block_ids"][0][-len(here) :]
+                places = range(self.judged, self.judged + len(here))
+                self.judged += len(here)
+                pages = ([self.name(one, b) for b in of] for one, of in ((self.prefill, away), (engine, here)))
+                stored, loaded = (list(zip(named, places, strict=True)) for named in pages)
+                self.told.steps += [
+                    step | {"anew": True, "begin": begin, "tokens": step["begin"] - begin},
+                    {"stored": stored, "loaded": loaded},
+                ]  # fmt: skip
+                step["anew"] = False
+            self.told.steps.append(step)
+        return list(found["outputs"])
+
+    def name(self, engine: Apart, block: int) -> int:
+        """A block of one of the engines, among those of both."""
+        return block * 2 + (engine is self.prefill)
+
+    def leave(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
+        """What the one engine says of prompts that it has read for the other."""
+        for one in (self.prefill, self.decode):
+            self.poisoned += one.ask("poison", seed=self.rng.randrange(2**30))["poisoned"]
+        return self.serve(self.prefill, prompts, [LEAVE] * len(prompts), [])
+
+    def come(self, prompts: list[list[int]], left: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The other engine's answers."""
+        return self.serve(self.decode, prompts, [one["params"] for one in left], left)
+
+    def assert_answers(self) -> None:
+        """All that were given so far are the codec's, each with the window that its engine's steps had."""
+        ranks = [[Factors(*map(torch.tensor, layer)) for layer in rank] for rank in self.decode.started["factors"]]
+        names = Factors.__dataclass_fields__
+        factors = [
+            Factors(*(torch.cat([getattr(one, name) for one in layer]) for name in names))
+            for layer in zip(*ranks, strict=True)
+        ]
+        found = Judge(self.asked, self.told, Oracle(tiny_llama(), self.dtype, factors, recent=self.window))
+        assert not found.wrong
+        assert found.judged == sum(map(len, self.told.answers[0]))
+
+
+def pair(dtype: str, recent: str = "", roles: tuple[str, str] = ("kv_producer", "kv_consumer"), **options: Any) -> Any:
+    """Two engines, made for a `with`."""
+    return engines(tiny_llama(), *(engine(role, dtype, recent, **options) for role in roles))
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[Pair]:
+    with pair("k4v4") as (prefill, decode):
+        yield Pair(prefill, decode, "k4v4", window_of("k4v4"))
+
+
+def assert_pages_and_answers(both: Pair, rounds: int, ranks: int = 1) -> dict[str, int]:
+    """Of random requests, all of which are read for."""
+    seen = {"requests": 0, "blocks": 0, "found at prefill": 0, "found at decode": 0}
+    for _ in range(rounds):
+        prompts = both.prompts(TOGETHER)
+        left = both.leave(prompts)
+        there = [both.prefill.ask("digests", blocks=one["params"]["remote_block_ids"]) for one in left]
+        came = both.come(prompts, left)
+        for one, sent, got in zip(left, there, came, strict=True):
+            assert len(got["read"]) == len(sent) == ranks
+            for mine, theirs in zip(got["read"], sent, strict=True):
+                for (_, here), away in zip(mine, theirs, strict=True):
+                    assert here == away[-len(here) :]
+                    seen["blocks"] += len(here)
+                seen["found at decode"] += len(mine[0][0]) < len(theirs[0])
+            seen["requests"] += 1
+            seen["found at prefill"] += one["cached"] > 0
+        assert both.prefill.ask("step", seconds=1)["free"] == both.decode.ask("step")["free"] == both.free
+    both.assert_answers()
+    return seen
+
+
+def test_pages_come_as_they_left_and_answers_are_those_of_an_unbroken_window(both: Pair, record_property: Any) -> None:
+    seen = assert_pages_and_answers(both, 6) | {"poisoned": both.poisoned}
+    for name, value in seen.items():
+        record_property(name, value)
+        print(f"{name}: {value}")
+    assert all(seen.values())
+    assert both.prefill.started["groups"] == ["FullAttentionSpec", "RingSpec"]
+
+
+def assert_computed_anew(both: Pair, prompts: list[list[int]], left: list[dict[str, Any]]) -> None:
+    assert not any(got["read"] for got in both.come(prompts, left))
+    both.assert_answers()
+
+
+def test_what_is_told_of_other_blocks_than_a_prompts_is_computed_anew(both: Pair) -> None:
+    left = both.leave(prompts := both.prompts(TOGETHER))
+    told = [one["params"] for one in left]
+    told[0]["remote_num_tokens"] -= 1
+    told[1]["remote_block_ids"][0].pop()
+    told[2]["remote_block_ids"].pop()
+    del told[3]["remote_blocks_expiry_time"]
+    told[4]["remote_block_ids"][0].append(1)
+    assert_computed_anew(both, prompts, left)
+    for what in ("remote_num_tokens", "remote_block_ids", "remote_blocks_expiry_time"):
+        assert what in both.decode.log
+    assert both.prefill.ask("step", seconds=1)["free"] == both.free  # it has heard that they are not wanted
+
+
+def test_blocks_that_were_given_away_are_not_taken_for_the_prompts(both: Pair) -> None:
+    assert_blocks_given_away_are_not_taken(both)
+
+
+def assert_blocks_given_away_are_not_taken(both: Pair) -> None:
+    both.prefill.ask("lease", seconds=0.2)
+    left = both.leave(prompts := both.prompts(3))
+    assert both.prefill.ask("step", seconds=1)["free"] == both.free
+    given = {block for one in left for block in one["params"]["remote_block_ids"][0]}
+    while given:
+        done = len(both.told.steps)
+        both.serve(both.prefill, both.prompts(TOGETHER), [None] * TOGETHER, [])
+        given -= {block // 2 for step in both.told.steps[done:] for block in step["table"]}
+    assert_computed_anew(both, prompts, left)
+    assert "keeps its blocks no longer" in both.decode.log
+
+
+def test_a_read_that_ends_after_its_blocks_may_have_been_given_away_counts_for_nothing(both: Pair) -> None:
+    both.prefill.ask("lease", seconds=10)
+    left = both.leave(prompts := both.prompts(3))
+    both.decode.ask("look_away", seconds=12)
+    assert_computed_anew(both, prompts, left)
+
+
+def test_factors_of_another_text_are_refused_by_name_and_cost_a_prefill(both: Pair) -> None:
+    with engines(tiny_llama(), engine("kv_consumer", max_num_batched_tokens=96)) as (other,):
+        said = refused(both, other)
+        assert [f"factors {hash_of(one)})" in said for one in (both.prefill, other)] == [True, True]
+        assert hash_of(both.prefill) == hash_of(both.decode) != hash_of(other)
+
+
+def hash_of(one: Apart) -> str:
+    """Of an engine's factors, by its metrics."""
+    line = next(line for line in one.started["metrics"] if line.startswith("kvpilot_calibration_info"))
+    return str(line.split('hash="')[1].split('"')[0])
+
+
+def refused(both: Pair, other: Apart) -> str:
+    """What an engine says that gets blocks of one of other terms; it computes what it was sent."""
+    stranger = Pair(both.prefill, other, both.dtype, both.window)
+    both.prefill.ask("lease", seconds=0.2)
+    left = both.leave(prompts := both.prompts(3))
+    assert_computed_anew(stranger, prompts, left)
+    assert both.prefill.ask("step", seconds=1)["free"] == both.free
+    return next(line for line in other.log.splitlines() if "compatibility hash mismatch" in line)
+
+
+def test_an_engine_that_dies_costs_a_prefill(both: Pair) -> None:
+    both.prefill.ask("lease", seconds=3600)
+    left = both.leave(prompts := both.prompts(TOGETHER))
+    for one in left[3:]:
+        one["params"]["remote_engine_id"] = "one that was never met"
+    both.prefill.kill()
+    assert_computed_anew(both, prompts, left)
+    assert "REMOTE_DISCONNECT" in both.decode.log
+    assert "handshake_setup_failed" in both.decode.log
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recent", ["0", ""], ids=["no window", "its window"])
+@pytest.mark.parametrize("dtype", formats.own_names())
+def test_pages_of_every_format_come_as_they_left(dtype: str, recent: str) -> None:
+    roles = ("kv_both", "kv_both") if recent else ("kv_producer", "kv_consumer")
+    with pair(dtype, recent, roles) as (prefill, decode):
+        found = Pair(prefill, decode, dtype, 0 if recent else window_of(dtype))
+        assert all(assert_pages_and_answers(found, 4).values())
+        assert_blocks_given_away_are_not_taken(found)  # with one group of layers vLLM tells of them in another way
+
+
+@pytest.mark.long
+def test_ranks_of_tensor_parallelism_read_from_their_like() -> None:
+    with pair("k4v4", tensor_parallel_size=2) as (prefill, decode):
+        both = Pair(prefill, decode, "k4v4", window_of("k4v4"))
+        assert all(assert_pages_and_answers(both, 4, ranks=2).values())
+        with engines(tiny_llama(), engine("kv_consumer")) as (alone,):
+            said = refused(both, alone)
+            assert "tensor parallel 1" in said
+            assert "tensor parallel 2" in said

@@ -1,0 +1,174 @@
+"""What preflight and our backend say of prefill and decode apart: in which forms, and beside what."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+
+from kvpilot_demo.models import tiny_gemma3, tiny_llama
+from kvpilot_runtime import backend, compat, disaggregated, options, serve
+from kvpilot_runtime.errors import PreflightError, UnsupportedModelError
+from kvpilot_runtime.preflight import check
+from kvpilot_runtime.preflight_request import Request
+
+DECODE = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
+PREFILL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+BESIDE = {
+    "pipeline parallelism": ["--pipeline-parallel-size=2"], "data parallelism": ["-dp", "2"],
+    "speculative decoding": ["--spec-method=ngram", "--spec-tokens=2"], "adapters": ["--enable-lora"],
+    "offloading": ["--kv-offloading-size=1"], "layers that stay in 16 bits": ["--kv-cache-dtype-skip-layers=0"],
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the package is installed; nothing here imports it."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: found("json" if name == "nixl" else name, *a))
+
+
+def asked(transfer: dict[str, Any], *more: str, dtype: str = "k4v4", model: str = "") -> Request:
+    """What kvpilot-serve makes of its arguments."""
+    every = [f"--model={model or tiny_llama()}", f"--kv-cache-dtype={dtype}", *more]
+    return serve.parse([*every, "--kv-transfer-config", json.dumps(transfer)])[0]
+
+
+def refusal(request: Request) -> str:
+    with pytest.raises(PreflightError) as caught:
+        check(request)
+    return caught.value.message
+
+
+@pytest.mark.parametrize("transfer", [DECODE, PREFILL, {**DECODE, "kv_role": "kv_both"},
+                                      {**DECODE, "kv_connector_extra_config": {"kv_lease_duration": 60}}])  # fmt: skip
+def test_nixl_that_reads_is_served(transfer: dict[str, Any]) -> None:
+    check(asked(transfer))
+    dotted = [f"--kv-transfer-config.{key}={value}" for key, value in transfer.items() if isinstance(value, str)]
+    check(serve.parse([f"--model={tiny_llama()}", "--kv-cache-dtype=k4v4", *dotted])[0])
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ({"kv_load_failure_policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
+        ({"kv_connector_extra_config": {"enforce_handshake_compat": False}}, "enforce_handshake_compat False"),
+        ({"kv_connector_extra_config": {"bidirectional_kv_xfer": True}}, "bidirectional_kv_xfer True"),
+        ({"kv_connector_extra_config": {"backends": ["GDS"]}}, "backends ['GDS']"),
+        ({"kv_connector_extra_config": {"what_is_to_come": 1}}, "what_is_to_come 1"),
+        ({"kv_connector_module_path": "elsewhere"}, "kv_connector_module_path 'elsewhere'"),
+        ({"enable_permute_local_kv": True}, "enable_permute_local_kv True"),
+        ({"kv_buffer_device": "cuda"}, "kv_buffer_device 'cuda'"),
+    ],
+)  # fmt: skip
+def test_a_form_that_nobody_has_seen_right_is_refused_by_name_here_and_in_the_backend(
+    more: dict[str, Any], what: str
+) -> None:
+    transfer = {**DECODE, **more}
+    message = refusal(asked(transfer))
+    assert "NixlConnector with" in message
+    assert what in message
+    assert "'k4v4'" in message
+    check(asked(transfer, dtype="auto"))
+    with pytest.raises(UnsupportedModelError) as caught:
+        backend.refuse_unsupported_options(engine(transfer))
+    assert what in str(caught.value)
+
+
+def engine(transfer: dict[str, Any], **more: Any) -> SimpleNamespace:
+    """What an engine with a connector is configured with, as far as our backend looks at it."""
+    same = {
+        "cache_config": SimpleNamespace(cache_dtype="k4v4", kv_cache_dtype_skip_layers=[]),
+        "compilation_config": SimpleNamespace(static_forward_context={}),
+        "parallel_config": SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
+        "speculative_config": None, "lora_config": None, "kv_transfer_config": KVTransferConfig(**transfer),
+    }  # fmt: skip
+    return SimpleNamespace(**same | more)
+
+
+@pytest.mark.parametrize("what", BESIDE)
+def test_what_nobody_has_seen_right_beside_it_is_refused_by_name(what: str) -> None:
+    message = refusal(asked(DECODE, *BESIDE[what]))
+    assert f"beside {what}" in message
+    assert "'k4v4'" in message
+    if what != "layers that stay in 16 bits":
+        check(asked(DECODE, *BESIDE[what], dtype="auto"))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"parallel_config": SimpleNamespace(pipeline_parallel_size=2, data_parallel_size=1)},
+        {"parallel_config": SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=2)},
+        {"speculative_config": SimpleNamespace(method="ngram")}, {"lora_config": SimpleNamespace()},
+        {"cache_config": SimpleNamespace(cache_dtype="k4v4", kv_cache_dtype_skip_layers=["0"])},
+        {"compilation_config": SimpleNamespace(static_forward_context={"a": SimpleNamespace(sliding_window=64)})},
+    ],
+)  # fmt: skip
+def test_an_engine_that_was_started_without_preflight_refuses_it_too(more: dict[str, Any]) -> None:
+    backend.refuse_unsupported_options(engine(DECODE))
+    with pytest.raises(UnsupportedModelError, match=r"--kv-transfer-config.*'k4v4'"):
+        backend.refuse_unsupported_options(engine(DECODE, **more))
+
+
+def test_layers_with_a_window_are_refused_beside_it() -> None:
+    assert "--kv-transfer-config for a model with sliding-window layers" in refusal(
+        asked(DECODE, model=str(tiny_gemma3()))
+    )
+
+
+def test_a_host_buffer_is_refused_where_pages_lie_on_a_gpu() -> None:
+    assert options.refused(["--kv-transfer-config", json.dumps({**DECODE, "kv_buffer_device": "cpu"})], {}, "cuda")
+    assert not options.refused(["--kv-transfer-config", json.dumps({**DECODE, "kv_buffer_device": "cuda"})], {}, "cuda")
+
+
+def test_another_vllm_and_an_image_without_the_package_are_refused_before_a_gpu_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "nixl" else found(name, *a))
+    assert "needs the package nixl" in refusal(asked(DECODE))
+    monkeypatch.setattr(compat, "vllm_version", lambda: (0, 33))
+    assert "needs vLLM 0.32" in refusal(asked(DECODE))
+    with pytest.raises(UnsupportedModelError, match="NixlConnector of vllm"):
+        backend.refuse_unsupported_options(engine(DECODE))
+    check(asked(DECODE, dtype="auto"))
+
+
+def told(tokens: int = 40, **changes: Any) -> dict[str, Any]:
+    blocks = {"remote_block_ids": [[1, 2, 3], [4, 5]], "remote_num_tokens": tokens, "remote_blocks_expiry_time": 1.0}
+    return blocks | changes
+
+
+@pytest.mark.parametrize(
+    ("params", "what"),
+    [
+        (told(), None), (told(41), None),
+        (told(39), "39 of 40 tokens"), (told(remote_num_tokens=None), "0 of 40 tokens"),
+        (told(remote_block_ids=[[1, 2], [4, 5]]), "[2, 2] blocks"),
+        (told(remote_block_ids=[[1, 2, 3, 6], [4, 5]]), "[4, 2] blocks"),
+        (told(remote_block_ids=[[1, 2, 3], [4]]), "[3, 1] blocks"),
+        (told(remote_block_ids=[[1, 2, 3]]), "[3] blocks"),
+        (told(remote_block_ids=None), "[] blocks"),
+        (told(remote_blocks_expiry_time=None), "remote_blocks_expiry_time"),
+    ],
+)  # fmt: skip
+def test_a_prompt_is_read_only_where_all_of_it_is_there_and_nothing_else(
+    params: dict[str, Any], what: str | None
+) -> None:
+    found = disaggregated.short(params, 40, [3, 2])
+    assert found is None if what is None else what in (found or "")
+
+
+def test_terms_are_told_in_words_and_differ_in_each_of_their_parts() -> None:
+    terms = {"dtype": "k4v4", "page": 4352, "block": 16, "window": 64, "ring": 4, "ranks": 2, "factors": "abc"}
+    own = str(disaggregated.Terms(**terms))
+    assert own == ("kv-cache dtype k4v4, 4352 bytes for 16 tokens, recent window 64 in 4 pages, tensor parallel 2, "
+                   "factors abc")  # fmt: skip
+    others = [disaggregated.Terms(**terms | {key: f"{value}1" if isinstance(value, str) else value + 1})
+              for key, value in terms.items()]  # fmt: skip
+    assert len({own, *map(str, others)}) == len(terms) + 1

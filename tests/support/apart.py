@@ -1,0 +1,94 @@
+"""Two engines, one of which prefills for the other: each in a process of its own, asked in turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from support.own_process import HANGS, QUIET, address, begin, status
+
+LEAVE = {"do_remote_decode": True, "do_remote_prefill": False}
+"""What a request says whose prompt is read for another engine."""
+
+
+class Apart:
+    """An engine (`support.apart_engine`) in a process of its own; `log` is all that it said."""
+
+    def __init__(self, folder: Path, name: str, **environment: str) -> None:
+        self.log_file, where = folder / f"{name}.log", folder / f"{name}.socket"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        variables = {
+            **os.environ, **QUIET, "PYTHONPATH": os.pathsep.join(sys.path), "KVPILOT_PREFILL_FROM_PAGES": "1",
+            "KVPILOT_CALIBRATION": "off", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), **environment,
+        }  # fmt: skip
+        with socket.socket(socket.AF_UNIX) as listener, self.log_file.open("w") as log, Path(os.devnull).open() as no:
+            listener.bind(str(where))
+            listener.listen()
+            streams = [no.fileno(), log.fileno(), log.fileno()]
+            self.process = begin(address(), "support.apart_engine", [str(where)], variables, streams)
+            if not select.select([listener], [], [], HANGS)[0]:
+                raise TimeoutError(self.log)
+            self.line = listener.accept()[0]
+        self.lines = self.line.makefile("r")
+        self.started: dict[str, Any] = {}
+
+    @property
+    def log(self) -> str:
+        """All that it has said."""
+        return self.log_file.read_text(errors="replace")
+
+    def tell(self, what: str, **arguments: Any) -> None:
+        """Ask, and wait for no answer."""
+        self.line.sendall(json.dumps([what, arguments]).encode() + b"\n")
+
+    def hear(self) -> Any:
+        """The answer to what was told.
+
+        Raises:
+            RuntimeError: the engine has ended instead, with the end of what it said.
+        """
+        if not select.select([self.line], [], [], HANGS)[0] or not (said := self.lines.readline()):
+            raise RuntimeError(self.log[-8000:])
+        return json.loads(said)
+
+    def ask(self, what: str, **arguments: Any) -> Any:
+        """Ask, and wait for the answer."""
+        self.tell(what, **arguments)
+        return self.hear()
+
+    def kill(self) -> None:
+        """As a node does that fails."""
+        self.process.sendall(bytes([9]))
+        status(self.process)
+
+    def end(self) -> None:
+        """Close the conversation; the engine ends."""
+        self.lines.close()
+        self.line.close()
+        self.process.close()
+
+
+@contextmanager
+def engines(model: Path, *each: tuple[dict[str, Any], dict[str, str]]) -> Iterator[list[Apart]]:
+    """Engines with these options of vLLM's, and these variables."""
+    with TemporaryDirectory() as folder:
+        started = []
+        try:
+            for number, (options, environment) in enumerate(each):
+                started.append(engine := Apart(Path(folder), str(number), **environment))
+                engine.tell("start", model=str(model), options=options)
+                engine.started = engine.hear()
+            yield started
+        finally:
+            for engine in started:
+                engine.end()

@@ -1,0 +1,51 @@
+"""What engines apart from each other ask of each of their workers, by vLLM's `worker_extension_cls`."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from kvpilot_runtime.backend import our_layers
+from support.ring_worker import RingWorker
+
+
+class ApartWorker(RingWorker):
+    """Mixed into vLLM's worker."""
+
+    def digests(self, blocks: list[int]) -> list[str]:
+        """Of each block the hash of its bytes in all layers of this rank; the rings' are blocks of the same pool."""
+        caches = [layer.kv_cache for layer in our_layers(self.vllm_config).values()]
+        whole = (b"".join(cache[block].numpy().tobytes() for cache in caches) for block in blocks)
+        return [hashlib.sha256(one).hexdigest() for one in whole]
+
+    def watch_reads(self) -> None:
+        """Take down what is in the blocks that were read, before any step of theirs."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group().connector_worker
+        self.read: list[tuple[str, list[Any]]] = []
+        pop, wrapper = worker._pop_done_transfers, worker.nixl_wrapper
+        stock = wrapper.check_xfer_state
+        self.blind = False
+
+        def popped(transfers: Any) -> Any:
+            done, failed = pop(transfers)
+            for request in done - failed - worker._recv_failures:
+                groups = worker._recving_metadata[request].local_block_ids
+                self.read.append((request, [[list(group), self.digests(list(group))] for group in groups]))
+            return done, failed
+
+        def looked(handle: Any) -> str:
+            found = str(stock(handle))
+            return "PROC" if self.blind and found == "DONE" else found
+
+        worker._pop_done_transfers, wrapper.check_xfer_state = popped, looked
+
+    def reads(self) -> list[tuple[str, list[Any]]]:
+        """Of each request that was read since the last call its blocks and their digests by group, with its id."""
+        read, self.read = self.read, []
+        return read
+
+    def look_away(self, blind: bool) -> None:
+        """Whether a read that has ended is not seen to have."""
+        self.blind = blind
