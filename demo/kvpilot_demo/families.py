@@ -67,6 +67,21 @@ FAMILIES: dict[str, Family] = {
          "activation_sparsity_pattern": [0.0] * 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
         {"post_attention_layernorm.weight": 8.0}, ("sliding_window",),
     ),
+    "gemma4": Family(  # as E2B: in full layers 8 query heads of 512 elements to a KV head; caches are shared
+        "Gemma4TextConfig",
+        {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
+         "global_head_dim": 512, "num_kv_shared_layers": 2, "sliding_window": WINDOW, "use_double_wide_mlp": True,
+         "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY,
+         "layer_types": ["sliding_attention", "full_attention"] * 2},
+        {"q_norm.weight": 0.2, "post_attention_layernorm.weight": 20.0}, ("sliding_window",),
+    ),
+    "gemma4-26b": Family(  # of its full layers keys are values, too, and there are fewer KV heads
+        "Gemma4TextConfig",
+        {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+         "global_head_dim": 512, "attention_k_eq_v": True, "num_global_key_value_heads": 2, "sliding_window": WINDOW,
+         "hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"]},
+        {"q_norm.weight": 0.2, "post_attention_layernorm.weight": 20.0}, ("sliding_window",),
+    ),
     "llama-4": Family(  # dense; three of four layers attend within chunks, which requests cross
         "Llama4TextConfig",
         {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,

@@ -59,6 +59,8 @@ CASES = [
     Case("k4v2", 128, 8, 128, softcap=5.0, sinks=True),
     *(Case("k4v4", dim, ratio, 64, tokens) for dim, ratio in ((64, 32), (64, 71), (128, 48), (256, 17))
       for tokens in (1, 3)),
+    Case("k4v4", 512, 8, 0), Case("k4v4", 512, 8, 64), Case("k4v2", 512, 8, 128), Case("k4v4", 512, 7, 64, 3),
+    Case("k8v4", 512, 2, 64, softcap=30.0, sinks=True), Case("k4v4", 512, 16, 64),
 ]  # fmt: skip
 LAYERS, PADDING = 4, 3
 
@@ -154,8 +156,9 @@ def check(case: Case) -> dict[str, Any]:
         step()
     worst = 0.0
     for _ in range(2):
-        for scratch in (out, plan.partial, plan.lse, plan.rotated, plan.apart, plan.level):
+        for scratch in (out, plan.partial, plan.lse, plan.rotated, plan.apart, plan.level, plan.units):
             scratch.fill_(torch.nan)
+        plan.byte_sums.fill_(2**20)
         graph.replay()
         torch.cuda.synchronize()
         stored = cache.cpu()
@@ -191,10 +194,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--head-dims", type=int, nargs="+", default=list(formats.HEAD_DIMS))
     options = parser.parse_args()
+    cases = [case for case in CASES if case.dim in options.head_dims]
     # A process each: after a fault in a kernel nothing else runs in it.
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        futures = [(case, pool.submit(check, case)) for case in CASES]
+        futures = [(case, pool.submit(check, case)) for case in cases]
         rows = []
         for case, future in futures:
             try:

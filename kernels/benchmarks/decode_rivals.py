@@ -1,4 +1,5 @@
-"""The kernels that ours stand beside in `decode.py`: FlashAttention 3 as vLLM ships it, and FlashInfer."""
+"""The kernels that ours stand beside in `decode.py`: FlashAttention 3 as vLLM ships it, FlashInfer, and vLLM's own
+Triton kernel for heads that these do not take."""
 
 from __future__ import annotations
 
@@ -7,14 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 
 Run = Callable[[Any, torch.device], dict[str, Any]]
 FP8 = torch.float8_e4m3fn
 
 
-def installed() -> dict[str, Run]:
-    """Name -> a function of case and device that measures it, for what can be imported here."""
+def installed(dim: int) -> dict[str, Run]:
+    """Name -> a function of case and device that measures it at this head_dim, for what can be imported here."""
     found: dict[str, Run] = {}
+    if dim > 256:
+        if importlib.util.find_spec("vllm"):
+            found["vLLM Triton bf16"] = triton_attention
+        return found
     if importlib.util.find_spec("vllm"):
         found["FlashAttention 3 bf16"] = lambda case, device: flash_attention(case, device, torch.bfloat16)
         found["FlashAttention 3 fp8"] = lambda case, device: flash_attention(case, device, FP8)
@@ -67,6 +73,34 @@ def flash_attention(case: Any, device: torch.device, dtype: torch.dtype) -> dict
             query, cache[:, 0], cache[:, 1], max_seqlen_q=1, cu_seqlens_q=starts, max_seqlen_k=case.context,
             seqused_k=lens, softmax_scale=case.dim**-0.5, causal=True, block_table=table, out=out, fa_version=3,
             scheduler_metadata=schedule, num_splits=32, **scales,
+        )  # fmt: skip
+
+    return {"merged": microseconds(launch), "bytes": size}
+
+
+def triton_attention(case: Any, device: torch.device) -> dict[str, Any]:
+    """vLLM's Triton kernel over a paged cache in bf16, with the segments that its backend gives a decode."""
+    from decode import microseconds
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+    segments, most = 16, 128 // case.kv_heads
+    caches, size, table = _caches(case, device, torch.bfloat16, 16)
+    lens = torch.full((case.batch,), case.context, dtype=torch.int32, device=device)
+    starts = torch.arange(case.batch + 1, dtype=torch.int32, device=device)
+    query = torch.randn(case.batch, case.heads, case.dim, device=device, dtype=torch.bfloat16)
+    out = torch.empty_like(query)
+    parts = torch.empty(most, case.heads, segments, triton.next_power_of_2(case.dim), device=device)
+    highest, total = torch.empty(2, most, case.heads, segments, device=device)
+    turn = iter(range(10**9))
+
+    def launch() -> None:
+        cache = caches[next(turn) % len(caches)]
+        unified_attention(
+            q=query, k=cache[:, 0], v=cache[:, 1], out=out, cu_seqlens_q=starts, max_seqlen_q=1, seqused_k=lens,
+            max_seqlen_k=case.context, softmax_scale=case.dim**-0.5, causal=True, window_size=(-1, -1),
+            block_table=table, softcap=0.0, q_descale=None, k_descale=None, v_descale=None, seq_threshold_3D=most,
+            num_par_softmax_segments=segments, softmax_segm_output=parts, softmax_segm_max=highest,
+            softmax_segm_expsum=total,
         )  # fmt: skip
 
     return {"merged": microseconds(launch), "bytes": size}

@@ -17,7 +17,8 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with its constants; `shape` and `dtype` say in a table which. `registers`: as in `tuning.Choice`."""
+    """A kernel with its constants; `shape` and `dtype` say in a table which. `registers`: as in `tuning.Choice`;
+    `stages`: of loops that Triton pipelines, None where it has none to."""
 
     kernel: str
     dtype: str
@@ -25,6 +26,7 @@ class Variant:
     warps: int
     constants: dict[str, Any] = field(hash=False)
     registers: int | None = None
+    stages: int | None = None
 
 
 def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int, page: int = BLOCK,
@@ -71,6 +73,14 @@ def reduce_variant(dim: int, take: int, step: int, warps: int, several: bool = F
     constants = {"KV_HEADS": 8, "RATIO": 8, "TAKE": take, "D": dim, "WIDE": slots(dim), "ROWS": take, "STEP": step,
                  "SEVERAL": several}  # fmt: skip
     return Variant("reduce_kernel", "any", shape, warps, constants)
+
+
+def prefill_variant(causal: bool, capability: int) -> Variant:
+    """Prefill of heads of 512 elements, as the CUDA backend launches it."""
+    block = tuning.prefill_block(divmod(capability, 10))
+    constants = {"RATIO": 8, "D": 512, "M": block.queries, "N": block.keys, "CAUSAL": causal, "SOFTCAP": False}
+    shape = f"head_dim 512, {'causal' if causal else 'context'}"
+    return Variant("prefill_kernel", "any", shape, block.warps, constants, stages=block.stages)
 
 
 def step_variants() -> list[Variant]:
@@ -125,9 +135,11 @@ def every_variant(capability: int) -> list[Variant]:
             found.append(gather_variant(name, dim, tuning.gather_block(dim, divmod(capability, 10))))
         found.append(decode_variant("k4v4", dim, 8, 64, capability, page=16))
         found.append(decode_variant("k4v4", dim, 8, 64, capability, softcap=True, window=4096))
-        few = 2 if dim <= 128 else 4
-        ways = ((1, 128, 16), (1, 32, 4), (1, 8, few), (2, 8, few), (4, 4, few))
+        few = 2 if dim <= 128 else 4 if dim <= 256 else 8
+        one = (1, 32, 16) if dim > 256 else (1, 128, 16)
+        ways = (one, (1, 32, 8 if dim > 256 else 4), (1, 8, few), (2, 8, few), (4, 4, few))
         found += [reduce_variant(dim, *way, several) for way in ways for several in (False, True)]
+    found += [prefill_variant(causal, capability) for causal in (True, False)]
     for heads in (8, 16, 20, 64, 128):
         found += latent_variants(heads, capability)
     return found + latent_variants(16, capability, page=16)
@@ -135,9 +147,12 @@ def every_variant(capability: int) -> list[Variant]:
 
 def few_variants(capability: int) -> list[Variant]:
     """Of store and decode and each format one as for Llama-3-8B, with a window of 64; int8's are of head_dim 256, as
-    Gemma's. Of a prompt's store and of a step with drafts k4v4's, and of gather k4v4's and int8's: these take much the
-    same in every format. No latents, which no engine on a GPU serves yet."""
+    Gemma's, and one more of k4v4's of Gemma 4's 512, as that is the only one to have a prefill of ours. Of a prompt's
+    store and of a step with drafts k4v4's, and of gather k4v4's and int8's: these take much the same in every format.
+    No latents, which no engine on a GPU serves yet."""
     found = [*step_variants(), reduce_variant(128, 1, 32, 4), reduce_variant(256, 4, 4, 4)]
+    found += [decode_variant("k4v4", 512, 8, 64, capability), store_variant("k4v4", 512, 64, 1),
+              reduce_variant(512, 4, 4, 8), prefill_variant(True, capability)]  # fmt: skip
     found += [reduce_variant(128, 2, 8, 2, several=True), decode_variant("k4v4", 128, 4, 64, capability, tokens=4)]
     for name in formats.own_names():
         recent, dim = 64 if formats.parse(name).has_ring else 0, 256 if name == "int8" else 128

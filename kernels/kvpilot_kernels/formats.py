@@ -18,7 +18,7 @@ from typing import ClassVar
 from kvpilot_kernels import layouts
 from kvpilot_kernels.layouts import PageLayout, RingLayout
 
-HEAD_DIMS = (64, 96, 128, 256)
+HEAD_DIMS = (64, 96, 128, 256, 512)
 """Head dimensions that kvpilot's own formats support."""
 
 RECENT_CHOICES = (0, 64, 128, 256, 512)

@@ -4,7 +4,7 @@ A step's keys and values are stored by one launch, which also rotates the querie
 go through split decode over the pages, in a full CUDA graph; a sequence's pages are read once for all of its draft
 tokens. Sequences with more new tokens attend to the new ones by FlashAttention as they are, and to their context
 chunk by chunk: a chunk is read from the pages into a workspace of fixed size, FlashAttention runs over it, and the
-partial results are merged by their log-sums.
+partial results are merged by their log-sums. Where heads have more elements than it takes, a kernel of ours does that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flas
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from kvpilot_kernels import formats
+from kvpilot_kernels.gpu.codec import NARROW
 from kvpilot_kernels.gpu.pages import GpuPages, Shape
+from kvpilot_kernels.gpu.prefill import prefill
 from kvpilot_runtime.backend import PackedBackend, PackedImpl, RingBackend, classes_of
 from kvpilot_runtime.cuda_steps import ContextChunk, CudaBuilder, CudaRingBuilder, Metadata, Prefills
 from kvpilot_runtime.errors import UnsupportedModelError
@@ -38,7 +40,9 @@ class CudaImpl(PackedImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._gpu_pages: tuple[int, GpuPages] | None = None
-        self.fa_version = get_flash_attn_version(head_size=self.head_size)
+        # FlashAttention 2 and 3 take heads of up to 256 elements.
+        self.own_prefill = self.head_size > NARROW.value
+        self.fa_version = None if self.own_prefill else get_flash_attn_version(head_size=self.head_size)
         self.workspace_tokens = WORKSPACE_BYTES // (4 * self.num_kv_heads * self.head_size)
 
     def shape(self, block_size: int, device: torch.device) -> Shape:
@@ -110,39 +114,40 @@ class CudaImpl(PackedImpl):
     def _prefill(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefills: Prefills,
                  pages: GpuPages, workspace: torch.Tensor, out: torch.Tensor) -> torch.Tensor:  # fmt: skip
         """Attention without sinks, written to `out`; returns the log-sums of the scores, float32 [heads, tokens]."""
-        common: dict[str, Any] = {
-            "cu_seqlens_q": prefills.starts, "max_seqlen_q": prefills.longest, "softmax_scale": self.scale,
-            "softcap": self.softcap, "fa_version": self.fa_version, "return_softmax_lse": True,
-        }  # fmt: skip
-        whole = prefills.whole
-        lse: torch.Tensor
+        whole, chunks = prefills.whole, prefills.context_chunks
         if whole is not None:
             key, value = self._read(pages, prefills.block_table, whole, query.dtype)
-            _, lse = flash_attn_varlen_func(
-                query, key, value, cu_seqlens_k=whole.rows, max_seqlen_k=whole.longest, causal=True, out=out, **common
-            )
-            return lse
-        if not prefills.context_chunks:
-            _, lse = flash_attn_varlen_func(
-                query, key, value, cu_seqlens_k=prefills.starts, max_seqlen_k=prefills.longest, causal=True,
-                out=out, **common,
-            )  # fmt: skip
-            return lse
-        merged, lse = flash_attn_varlen_func(
-            query, key, value, cu_seqlens_k=prefills.starts, max_seqlen_k=prefills.longest, causal=True, **common
-        )
-        for i, chunk in enumerate(prefills.context_chunks):
+            return self._attend(query, key, value, prefills, whole.rows, whole.longest, True, out)[1]
+        rows, longest = prefills.starts, prefills.longest
+        if not chunks:
+            return self._attend(query, key, value, prefills, rows, longest, True, out)[1]
+        merged, lse = self._attend(query, key, value, prefills, rows, longest, True)
+        for i, chunk in enumerate(chunks):
             # Here, too, no row more than was gathered.
             old_key, old_value = workspace[0, : chunk.total], workspace[1, : chunk.total]
             pages.gather(prefills.block_table, chunk.rows, chunk.begins, chunk.longest, old_key, old_value)
-            part, part_lse = flash_attn_varlen_func(
-                query, old_key, old_value, cu_seqlens_k=chunk.rows, max_seqlen_k=chunk.longest, causal=False, **common
-            )
-            target = out if i == len(prefills.context_chunks) - 1 else torch.empty_like(merged)
+            part, part_lse = self._attend(query, old_key, old_value, prefills, chunk.rows, chunk.longest, False)
+            target = out if i == len(chunks) - 1 else torch.empty_like(merged)
             both = torch.empty_like(lse)
             merge_attn_states(target, part, part_lse, merged, lse, both)
             merged, lse = target, both
         return lse
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefills: Prefills,
+                rows: torch.Tensor, longest: int, causal: bool,
+                out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Attention of all new tokens over keys and values in 16 bits, each sequence's from its `rows` on, `longest` at
+        most; returns outputs, in `out` if given, and log-sums."""
+        if self.own_prefill:
+            return prefill(
+                query, key, value, prefills.starts, prefills.longest, rows, self.scale, causal, self.softcap, out
+            )  # fmt: skip
+        found: tuple[torch.Tensor, torch.Tensor] = flash_attn_varlen_func(
+            query, key, value, cu_seqlens_q=prefills.starts, max_seqlen_q=prefills.longest, cu_seqlens_k=rows,
+            max_seqlen_k=longest, softmax_scale=self.scale, causal=causal, softcap=self.softcap, out=out,
+            fa_version=self.fa_version, return_softmax_lse=True,
+        )  # fmt: skip
+        return found
 
     def workspace(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """[2, tokens, kv_heads, D], shared by all layers alike; made while vLLM measures what memory is left."""

@@ -14,6 +14,7 @@ from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.ahead import compile_ahead
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
+from kvpilot_kernels.gpu.prefill import prefill
 from kvpilot_kernels.gpu.ring import fill_ring_slots
 from kvpilot_runtime.backend import PackedBuilder
 from kvpilot_runtime.recent import Rings
@@ -239,6 +240,9 @@ class CudaBuilder(PackedBuilder):
         pages.store(query, fresh, fresh, slots, self.plan, 0, 1.0, slots if shape.recent else None, lens)
         ends = torch.tensor([0, 1], dtype=torch.int32, **make)
         pages.gather(table[:1], ends, lens[:1], 1, fresh[:1], fresh[:1])
+        if shape.wide:
+            for causal in (True, False):
+                prefill(query[:1], fresh[:1], fresh[:1], ends, 1, ends, 1.0, causal, shape.softcap)
 
     def _prefills(self, common: Any, decodes: int, decode_tokens: int) -> Prefills:
         starts = common.query_start_loc_cpu[decodes : common.num_reqs + 1] - decode_tokens

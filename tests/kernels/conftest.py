@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 before = os.environ.get("TRITON_INTERPRET")
 os.environ["TRITON_INTERPRET"] = "1"
 try:
-    from kvpilot_kernels.gpu import decode, latent_decode, latent_pages, pages, ring  # noqa: F401 - so that it is interpreted
+    from kvpilot_kernels.gpu import decode, latent_decode, latent_pages, pages, prefill, ring  # noqa: F401 - interpreted
     from support.gluon_eager import EagerKernel
     from support.interpreter import mend
 finally:

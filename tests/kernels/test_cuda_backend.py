@@ -104,6 +104,20 @@ def test_prompts_in_chunks_decodes_and_mixed_steps_equal_the_reference(cuda: Any
     engine.step({"a": 1, "b": 1, "c": 1}, padding=5)
 
 
+@pytest.mark.parametrize(("recent", "shared"), [(0, False), (64, False), (0, True)])
+def test_heads_of_512_elements_need_no_flash_attention(
+    cuda: Any, recent: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("get_flash_attn_version", "flash_attn_varlen_func"):
+        monkeypatch.delattr(cuda, name)
+    monkeypatch.setattr(cuda, "WORKSPACE_BYTES", 8 * cuda.WORKSPACE_BYTES)  # as many tokens as of narrow heads
+    engine = Engine(cuda, "k4v4", recent=recent, shared=shared, dim=512)
+    engine.step({"a": 40}, padding=0)
+    engine.step({"a": 1, "b": 70}, padding=9)
+    engine.step({"b": 30, "a": 1}, padding=3)
+    engine.step({"a": 1, "b": 1}, padding=2)
+
+
 def test_contexts_longer_than_the_workspace_come_in_full_chunks_however_unlike_they_are(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

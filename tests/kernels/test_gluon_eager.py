@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvpilot_kernels.gpu import columns, decode, operands, pages, recent, tile
+from kvpilot_kernels.gpu import columns, decode, operands, pages, recent, tile, wide
 from support.gluon_eager import Copies, EagerKernel, Pointer, Shared, block, inline_asm_elementwise, load, mma_v2, store
 from support.gpu_batch import Batch
 
@@ -153,7 +153,7 @@ def test_a_mistake_in_decode_shows(what: str, monkeypatch: pytest.MonkeyPatch) -
 def broken(right: str, wrong: str) -> types.ModuleType:
     """Decode and its parts as one module, with one expression replaced."""
     module, found = types.ModuleType("broken"), 0
-    for part in (operands, columns, recent, tile, decode):
+    for part in (operands, columns, recent, tile, wide, decode):
         source = inspect.getsource(part)
         found += source.count(right)
         # Each sees the others' names as they are here, and lines stay where they are.

@@ -50,7 +50,7 @@ def test_every_kernel_compiles_fits_and_spills_no_more_than_is_known_on_a_gpu_th
     lines = [line.split() for line in served.stdout.splitlines() if line.startswith(f"{capability} ")]
     wanted = {(f"{name}_kernel", dtype) for name in ("store", "decode") for dtype in formats.own_names()}
     wanted |= {("gather_kernel", dtype) for dtype in ("int8", "k4v4")}
-    wanted |= {(f"{name}_kernel", "any") for name in ("plan", "ring_slots", "reduce")}
+    wanted |= {(f"{name}_kernel", "any") for name in ("plan", "ring_slots", "reduce", "prefill")}
     assert {(line[1], line[2]) for line in lines} == wanted, served.stderr[-3000:]
     assert all(line[-1] in ("fits", "(known)") for line in lines), served.stdout
 

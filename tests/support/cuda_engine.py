@@ -97,30 +97,37 @@ class Engine:
 
     def __init__(
         self, module: Any, name: str, blocks: int = 12, width: int = 4, recent: int = 0, drafts: int = 0,
-        chunk: int = 0, heads: int = HEADS, sinks: torch.Tensor | None = None, shared: bool = False,
+        chunk: int = 0, heads: int = HEADS, sinks: torch.Tensor | None = None, shared: bool = False, dim: int = DIM,
     ) -> None:  # fmt: skip
         """`shared`: what is asked is a second layer, which uses the cache of the first."""
         from kvpilot_runtime import backend
 
-        self.width, self.recent, self.drafts, self.chunk = width, recent, drafts, chunk
+        self.dim, self.width, self.recent, self.drafts, self.chunk = dim, width, recent, drafts, chunk
         speculation = SimpleNamespace(method="ngram", num_speculative_tokens=drafts) if drafts else None
         vars(backend)["get_current_vllm_config"]().speculative_config = speculation
         self.fmt, self.rng = formats.parse(name), generator(11)
         self.heads, self.sinks = heads, sinks
-        self.impl = module.CudaImpl(heads, DIM, DIM**-0.5, KV_HEADS, None, None, name, sinks=sinks)
+        self.impl = module.CudaImpl(heads, self.dim, self.dim**-0.5, KV_HEADS, None, None, name, sinks=sinks)
         self.impl.recent = recent
         layer = SimpleNamespace(impl=self.impl, layer_name="model.layers.0.self_attn.attn")
         layers = {"x": layer}
         if shared:
             other = module.CudaImpl(
-                heads, DIM, DIM**-0.5, KV_HEADS, None, None, name, kv_sharing_target_layer_name=layer.layer_name
+                heads,
+                self.dim,
+                self.dim**-0.5,
+                KV_HEADS,
+                None,
+                None,
+                name,
+                kv_sharing_target_layer_name=layer.layer_name,
             )
             other.recent = recent
             layers["y"] = SimpleNamespace(impl=other, layer_name="model.layers.1.self_attn.attn")
         self.layers = list(layers.values())
         # Keys at position 0 alone have a mean: every step must know which they are.
-        self.factors = Factors.identity(KV_HEADS, DIM)
-        self.factors.key_first.copy_(torch.arange(DIM).cos())
+        self.factors = Factors.identity(KV_HEADS, self.dim)
+        self.factors.key_first.copy_(torch.arange(self.dim).cos())
         for one in self.layers:
             one.impl.set_factors(one, self.factors)
         config = SimpleNamespace(
@@ -137,7 +144,7 @@ class Engine:
         spec = SimpleNamespace(block_size=BLOCK)
         self.builder = kind.get_builder_cls()(spec, list(layers), config, torch.device("cpu"))
         assert self.builder.shape.cut().wave in (1, 2)
-        self.cache = poisoned(blocks, KV_HEADS, BLOCK, self.fmt, DIM)
+        self.cache = poisoned(blocks, KV_HEADS, BLOCK, self.fmt, self.dim)
         self.free = list(range(1, blocks))
         self.tables: dict[str, list[int]] = {}
         self.ring_tables: dict[str, list[int]] = {}
@@ -146,8 +153,8 @@ class Engine:
             for one in self.layers:
                 one.impl.ring = SimpleNamespace(kv_cache=self.cache, layer_name="ring")
             kept = recent + drafts
-            spec = SimpleNamespace(kept=kept, ring_blocks=self.fmt.ring_blocks(kept, DIM, BLOCK),
-                                   ring_tokens=self.fmt.ring_layout(DIM, BLOCK).tokens)  # fmt: skip
+            spec = SimpleNamespace(kept=kept, ring_blocks=self.fmt.ring_blocks(kept, self.dim, BLOCK),
+                                   ring_tokens=self.fmt.ring_layout(self.dim, BLOCK).tokens)  # fmt: skip
             self.ring_builder = module.CudaRingBuilder(spec, ["x"], config, torch.device("cpu"))
         self.keys: dict[str, torch.Tensor] = {}
         self.values: dict[str, torch.Tensor] = {}
@@ -164,7 +171,10 @@ class Engine:
         total = sum(counts)
         query, fresh_k, fresh_v = (
             torch.cat(
-                [torch.randn(total, heads, DIM, generator=self.rng), torch.full((padding, heads, DIM), torch.nan)]
+                [
+                    torch.randn(total, heads, self.dim, generator=self.rng),
+                    torch.full((padding, heads, self.dim), torch.nan),
+                ]
             )
             for heads in (self.heads, KV_HEADS, KV_HEADS)
         )
@@ -193,7 +203,7 @@ class Engine:
             block_table_tensor=table,
             slot_mapping=torch.tensor(slots + [-1] * padding),
         )  # fmt: skip
-        out = torch.full((total + padding, self.heads * DIM), torch.nan)
+        out = torch.full((total + padding, self.heads * self.dim), torch.nan)
         meta = self.builder.build(0, common)
         STEP.attn_metadata = {"ring": self.rings(common, list(new))} if self.recent else None
         new_tokens: tuple[torch.Tensor | None, ...] = fresh_k, fresh_v
@@ -202,7 +212,7 @@ class Engine:
             new_tokens = None, None
         at = 0
         for name, seen, first, end, decodes in self.pieces(new, before):
-            count, scale = end - first, DIM**-0.5
+            count, scale = end - first, self.dim**-0.5
             these = slice(at, at + count)
             keys, values = self.keys[name][seen:end], self.values[name][seen:end]
             if decodes:
@@ -220,7 +230,7 @@ class Engine:
                 wanted = prefill_reference(
                     query[these], keys, values, first - seen, self.fmt, scale, self.factors, sinks=self.sinks
                 )
-            found = out[these].view(count, self.heads, DIM)
+            found = out[these].view(count, self.heads, self.dim)
             assert ((found - wanted).norm(dim=-1) < 2e-3 * wanted.norm(dim=-1)).all(), name
             at += count
         for name, count in (wrong or {}).items():
@@ -257,4 +267,4 @@ class Engine:
             fine, coarse = (round_trip(x, self.fmt, side, self.factors, recent) for recent in (True, False))
             return torch.where(near, fine, coarse)
 
-        return attend(query[None], read(keys, "key"), read(values, "value"), DIM**-0.5)[0]
+        return attend(query[None], read(keys, "key"), read(values, "value"), self.dim**-0.5)[0]

@@ -21,12 +21,14 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import re
 from collections.abc import Callable
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 POISON = 0xFF
@@ -142,6 +144,12 @@ class Shared:
         """Dimensions in another order."""
         return Shared(self.data.transpose(order))
 
+    def reshape(self, shape: list[int]) -> Shared:
+        """The same elements in another shape."""
+        seen = self.data.view()
+        seen.shape = tuple(shape)  # raises where that would be a copy
+        return Shared(seen)
+
     def load(self, layout: Any) -> Block:
         """What is there now."""
         return block(self.data.copy(order="C"))
@@ -203,7 +211,7 @@ def inline_asm_elementwise(
     asm: str, constraints: str, args: list[Block], dtype: Any, is_pure: bool, pack: int
 ) -> Block:
     """Inline PTX of decode, on registers that hold neighbours of 32 bits in all, the first one lowest."""
-    if constraints != "=r,r" + ",r" * (asm.count("$") - 2 if "{" not in asm else 0):
+    if constraints != "=r" + ",r" * (len(set(re.findall(r"\$\d", asm))) - 1):
         raise ValueError(f"{asm} with {constraints}")
     if asm == "cvt.rn.f16x2.f32 $0, $2, $1;":  # d, a, b: a becomes the upper half, b the lower
         (x,) = args
@@ -241,7 +249,7 @@ def smaller_halves(a: Any, b: Any) -> Any:
 
 INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "and.b32": operator.and_, "shr.u32": operator.rshift, "mov.b32": lambda a: a, "lop3.b32": lop3,
-    "min.f16x2": smaller_halves,
+    "min.f16x2": smaller_halves, "setp.eq.u32": operator.eq, "selp.b32": lambda a, b, p: np.where(p, a, b),
 }  # fmt: skip
 
 
@@ -288,7 +296,7 @@ def language(program: tuple[int, ...], grid: tuple[int, ...]) -> SimpleNamespace
         join=lambda x, y: block(np.stack([x, y], -1)), split=lambda x: (x[..., 0], x[..., 1]),
         sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
         max=lambda x, axis: x.max(axis), maximum=np.maximum, minimum=np.minimum,
-        exp2=np.exp2, log2=np.log2,
+        exp2=np.exp2, log2=np.log2, barrier=lambda: None, thread_barrier=lambda: None,
     )  # fmt: skip
 
 
@@ -335,6 +343,8 @@ class EagerKernel:
                     names[name] = value.value
                 elif getattr(value, "__module__", None) == async_copy.__name__:
                     names[name] = getattr(ours["async_copy"], value.__name__)
+                elif getattr(value, "__module__", None) == gluon_language.load.__module__:
+                    names[name] = getattr(gl, value.__name__)
             names.update(ours)
             return names
 

@@ -20,6 +20,10 @@ ROUND_UP = tl.constexpr((1 << layouts.CUT_BITS) - 1)
 ROUND_HALF = tl.constexpr(1 << (layouts.CUT_BITS - 1))
 INFINITY = tl.constexpr(0x7C00 >> layouts.CUT_BITS)
 NAN = tl.constexpr(0x7E00 >> layouts.CUT_BITS)
+NARROW = tl.constexpr(256)
+"""Elements of a head up to which decode makes its queries' integers itself, and keeps them in registers."""
+LARGEST = tl.constexpr(32512.0)
+"""Of a query as integers of an upper and a lower signed byte."""
 
 
 class SideLayout(NamedTuple):

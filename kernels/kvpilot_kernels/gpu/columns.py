@@ -19,6 +19,7 @@ its second one, and so on; in memory other KV heads' are between them.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvpilot_kernels.gpu.codec import LARGEST
 from kvpilot_kernels.gpu.operands import (
     COLS,
     MMA,
@@ -33,9 +34,6 @@ from kvpilot_kernels.gpu.operands import (
     padded,
     zero_unit,
 )
-
-LARGEST = gl.constexpr(32512.0)
-"""Of a query as integers of an upper and a lower signed byte."""
 
 
 @gluon.jit

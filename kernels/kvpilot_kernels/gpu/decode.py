@@ -44,6 +44,7 @@ from kvpilot_kernels.gpu.operands import (
     chunk_words,
     chunks,
     fetch,
+    is_wide,
     padded,
     value_planes,
     zero_unit,
@@ -56,6 +57,15 @@ from kvpilot_kernels.gpu.recent import (
     places,
 )
 from kvpilot_kernels.gpu.tile import accumulate, hide, score
+from kvpilot_kernels.gpu.wide import (
+    accumulate_wide,
+    fetch_queries,
+    load_wide_query,
+    pack_fine,
+    places_of_queries,
+    score_wide,
+    write_wide,
+)
 
 
 @gluon.jit
@@ -93,13 +103,14 @@ def attend(query, stage, m, total, zeros, acc, recent, base, table_ptr, ring_ptr
     Up to `ahead`, STAGES - 1 tiles are on their way. With RECENT one, at `stage`, and its digits in the places of the
     others, and `recent` is what `load_recent` has of it. length: the least that a query sees; `ends`: as `hide` has it.
     """
-    scores_unit = gl.full([Q], 1.0, gl.float32, COLS) if SOFTCAP else query[3]
+    scores_unit = gl.full([Q], 1.0, gl.float32, COLS) if SOFTCAP else query[-3]
     for t in range(begin, stop, TILE):
         if RECENT > 0:
             async_copy.wait_group(0)
             at = t + gl.arange(0, TILE, over_lanes(TILE))
             right = (at < end) & (at >= length - RECENT)
-            fine = recent[0], is_refined(meta.index(stage), recent, right, D, GROUP, TILE)
+            right = is_refined(meta.index(stage), recent, right, D, GROUP, TILE)
+            fine = pack_fine(recent, right, D, GROUP) if is_wide(D) else (recent[0], right)
             if SEVERAL:
                 fine = fine + ((t + gl.arange(0, TILE, ROWS))[:, None] >= ends[0][None, :] - RECENT,)
         else:
@@ -112,12 +123,12 @@ def attend(query, stage, m, total, zeros, acc, recent, base, table_ptr, ring_ptr
             async_copy.commit_group()
             async_copy.wait_group(STAGES - 1)
             fine = ()
-        scores = score(
+        scores = (score_wide if is_wide(D) else score)(
             keys, meta.index(stage), stage, t, query, fine, softcap, KEY, D, GROUP, TILE, Q, STAGES, SOFTCAP,
             RECENT > 0, SEVERAL,
         )  # fmt: skip
         scores = hide(scores, t, ends, end, length, TILE, WINDOW, SEVERAL)
-        m, total, zeros, acc = accumulate(
+        m, total, zeros, acc = (accumulate_wide if is_wide(D) else accumulate)(
             scores, scores_unit, values, meta.index(stage), stage, m, total, zeros, acc, fine, VALUE, D, GROUP, TILE, Q,
             STAGES, RECENT > 0, SEVERAL,
         )  # fmt: skip
@@ -143,8 +154,9 @@ def attend(query, stage, m, total, zeros, acc, recent, base, table_ptr, ring_ptr
 
 @gluon.jit(do_not_specialize=["table_stride", "ring_table_stride"])
 def decode_kernel(
-    query_ptr, apart_ptr, level_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr, splits_ptr, starts_ptr, spans_ptr,
-    bases_ptr, out_ptr, lse_ptr, page_stride, head_stride, ring_page_stride, ring_head_stride, table_stride,
+    query_ptr, byte_sums_ptr, units_ptr, apart_ptr, level_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr,
+    splits_ptr, starts_ptr, spans_ptr, bases_ptr, out_ptr, lse_ptr,
+    page_stride, head_stride, ring_page_stride, ring_head_stride, table_stride,
     ring_table_stride, softcap, KEY: gl.constexpr, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
     RATIO: gl.constexpr, TAKE: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr,
@@ -154,7 +166,8 @@ def decode_kernel(
 
     Grid (cdiv(most tokens of a sequence * RATIO, TAKE), kv_heads, splits).
 
-    query: float16 [rows, kv_heads * RATIO, D], rotated, scaled by softmax scale * log2(e); a row is a query token.
+    query: float16 [rows, kv_heads * RATIO, D], rotated, scaled by softmax scale * log2(e); a row is a query token. Of
+    wide heads the integers that `store` makes of it, with byte_sums and units, which are not read else.
     apart: float32 [rows, kv_heads * RATIO], added to the score of the sequence's first token; level: the same shape,
     added to every score before its cap, unread where there is none.
     cache: packed pages; table: int32 [sequences, blocks]; splits: int32 [splits, 4] as (sequence, start, end, the
@@ -228,6 +241,11 @@ def decode_kernel(
             )  # fmt: skip
         if OVERLAP:
             gdc_wait()
+        at = (row * heads + head).to(gl.int64) * RATIO + (0 if SEVERAL else first)
+        queries = ()
+        if is_wide(D):
+            queries = places_of_queries(Q, D, GROUP)
+            fetch_queries(queries, query_ptr + at * D, first, count, heads * RATIO, D, RATIO, Q, SEVERAL)
         for i in gl.static_range(STAGES - 1):
             t = start + i * TILE
             if t >= settled:
@@ -243,22 +261,31 @@ def decode_kernel(
                     RING_BLOCKS, STAGES,
                 )  # fmt: skip
                 async_copy.commit_group()
-            recent = load_recent(
-                base, table, page_stride, ring, ring_table, plain, end, ring_page_stride, KEY, VALUE, D, GROUP, TILE,
-                PAGE, RING, RING_BLOCKS,
-            )  # fmt: skip
+            if not is_wide(D):
+                recent = load_recent(
+                    base, table, page_stride, ring, ring_table, plain, end, ring_page_stride, KEY, VALUE, D, GROUP,
+                    TILE, PAGE, RING, RING_BLOCKS,
+                )  # fmt: skip
 
-        at = (row * heads + head).to(gl.int64) * RATIO + (0 if SEVERAL else first)
-        query = load_query(
-            query_ptr + at * D, apart_ptr + at, level_ptr + at, first, count, heads * RATIO, KEY, D, GROUP, RATIO, Q,
-            SOFTCAP, SEVERAL,
-        )  # fmt: skip
+        if is_wide(D):
+            query = load_wide_query(
+                queries, byte_sums_ptr + at * (2 * (D // GROUP)), units_ptr + at, apart_ptr + at, level_ptr + at, first,
+                count, heads * RATIO, KEY.bits, D, GROUP, RATIO, Q, SOFTCAP, SEVERAL,
+            )  # fmt: skip
+        else:
+            query = load_query(
+                query_ptr + at * D, apart_ptr + at, level_ptr + at, first, count, heads * RATIO, KEY, D, GROUP, RATIO,
+                Q, SOFTCAP, SEVERAL,
+            )  # fmt: skip
         stage = 0
         m = gl.full([Q], -1e30, gl.float32, COLS)
         total = gl.full([8, Q], 0.0, gl.float32, SCORES)
         zeros = ()
-        for g in gl.static_range(D // GROUP):
-            zeros = zeros + (total,)
+        if is_wide(D):
+            zeros = gl.full([2 * (D // GROUP), Q if Q > 8 else 8], 0.0, gl.float32, MMA)
+        else:
+            for g in gl.static_range(D // GROUP):
+                zeros = zeros + (total,)
         acc = ()
         for i in gl.static_range(len(value_planes(VALUE.bits, D, GROUP))):
             acc = acc + (gl.full([VALUE_WIDE, Q if Q > 8 else 8], 0.0, gl.float32, MMA),)
@@ -274,6 +301,11 @@ def decode_kernel(
                     RING_BLOCKS, STAGES,
                 )  # fmt: skip
                 async_copy.commit_group()
+            if is_wide(D):  # not before: it would be more than the registers of the plain tiles
+                recent = load_recent(
+                    base, table, page_stride, ring, ring_table, plain, end, ring_page_stride, KEY, VALUE, D, GROUP,
+                    TILE, PAGE, RING, RING_BLOCKS,
+                )  # fmt: skip
             stage, m, total, zeros, acc = attend(
                 query, stage, m, total, zeros, acc, recent, base, table, ring, ring_table, keys, values, meta, plain,
                 end, ahead, end, length, ends, page_stride, ring_page_stride, softcap, KEY, VALUE, D, GROUP, Q, TILE,
@@ -281,7 +313,7 @@ def decode_kernel(
             )  # fmt: skip
         async_copy.wait_group(0)
         at = (result * heads + head).to(gl.int64) * RATIO + (0 if SEVERAL else first)
-        epilogue(
+        (write_wide if is_wide(D) else epilogue)(
             out_ptr + at * D, lse_ptr + at, first, count, heads * RATIO, m, total, zeros, acc, VALUE, D, GROUP, RATIO,
             Q, SEVERAL,
         )  # fmt: skip

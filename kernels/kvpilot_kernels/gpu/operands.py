@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from kvpilot_kernels.gpu.codec import CUT_BITS, ZERO_BITS, ZERO_STEPS
+from kvpilot_kernels.gpu.codec import CUT_BITS, NARROW, ZERO_BITS, ZERO_STEPS
 
 # Renamed between Triton 3.6 and 3.9.
 copy_to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -94,6 +94,12 @@ def chunks(bits, dim, group):
 
 
 @gluon.constexpr_function
+def is_wide(dim):
+    """Whether a head has more elements than registers hold of its queries: what is else for it is in `wide`."""
+    return dim > NARROW.value
+
+
+@gluon.constexpr_function
 def zero_unit(bits):
     """A zero point's unit in codes: z = zero_code * zero_unit."""
     return ((1 << bits) - 1) / ZERO_STEPS.value
@@ -173,8 +179,12 @@ def fetch_rows(buffer, at, rows, SIDE: gl.constexpr, D: gl.constexpr, GROUP: gl.
     COUNT: gl.constexpr = chunks(SIDE.bits, D, GROUP)
     token, element = row_of_copies(SIDE.bits, D, GROUP, TILE, SIZE)
     for c in gl.static_range(COUNT):
-        to = token[:, None] * (SIDE.row // SIZE) + (element[None, :] + c * WIDTH)
-        copy_to_shared(buffer.index(at * COUNT + c), rows + to)
+        if is_wide(D):  # one offset for all chunks: an offset each would be a register each
+            to = token[:, None] * (SIDE.row // SIZE) + element[None, :]
+            copy_to_shared(buffer.index(at * COUNT + c), rows + c * WIDTH + to)
+        else:
+            to = token[:, None] * (SIDE.row // SIZE) + (element[None, :] + c * WIDTH)
+            copy_to_shared(buffer.index(at * COUNT + c), rows + to)
 
 
 @gluon.jit

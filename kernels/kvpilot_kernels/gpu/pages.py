@@ -15,7 +15,7 @@ from kvpilot_kernels import check
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.formats import Format
 from kvpilot_kernels.gpu import tuning
-from kvpilot_kernels.gpu.codec import side_layouts
+from kvpilot_kernels.gpu.codec import NARROW, side_layouts
 from kvpilot_kernels.gpu.decode import decode_kernel
 from kvpilot_kernels.gpu.gather import gather_kernel
 from kvpilot_kernels.gpu.plan import fill_splits, most_results, most_splits
@@ -54,6 +54,8 @@ class Several:
 class Shape:
     """What is fixed for a layer: format, heads, block size, and the launch choices that follow.
 
+    `wide`: of heads with more than `codec.NARROW` elements, which some kernels treat otherwise.
+
     Args:
         fmt: one of kvpilot's own formats. head_dim: elements of a key and of a value.
         kv_heads: KV heads here (of this rank). ratio: query heads per KV head.
@@ -71,6 +73,7 @@ class Shape:
             raise check.BadInputError("ratio", f"is {ratio} query heads per KV head", "give 1 or more")
         self.fmt, self.head_dim, self.kv_heads, self.ratio = fmt, head_dim, kv_heads, ratio
         self.block_size, self.device, self.window, self.softcap = block_size, device, window, softcap
+        self.wide = head_dim > NARROW.value
         self.recent, self.ring_blocks = recent, fmt.ring_blocks(recent, head_dim, block_size)
         self.ring_tokens = fmt.ring_layout(head_dim, block_size).tokens if recent else 0
         self.key, self.value = side_layouts(fmt, head_dim, block_size, recent)
@@ -108,7 +111,9 @@ class Plan:
     Attributes:
         splits: int32 [count, 4]; spans: int32 [sequences, 2]; bases: int32 [sequences] (`plan`).
         partial: float32 [results, kv_heads, ratio, D]; lse: float32 [results, kv_heads, ratio].
-        rotated: float16 [rows, kv_heads * ratio, D], the rotated queries.
+        rotated: float16 [rows, kv_heads * ratio, D], the rotated queries; of a `wide` shape integers in these bytes.
+        byte_sums: int32 [rows, kv_heads * ratio, groups, 2], sums of these integers' upper and of their lower bytes;
+        units: float32 [rows, kv_heads * ratio], what they count in; both are empty unless the shape is `wide`.
         apart: float32 [rows, kv_heads * ratio], what is added to the scores of the sequences' first tokens.
         level: the same shape, what keys' mean adds to every score; used where a cap or a sink makes it matter.
         several: of the step; None where each sequence is one row.
@@ -131,6 +136,9 @@ class Plan:
         self.lse = torch.empty(results, *heads, **make)  # type: ignore[call-overload]
         self.apart = torch.empty(self.rows, heads[0] * heads[1], **make)  # type: ignore[call-overload]
         self.level = torch.empty_like(self.apart)
+        self.units = torch.empty_like(self.apart) if shape.wide else torch.empty(0, **make)  # type: ignore[call-overload]
+        groups = dim // shape.fmt.group_size(dim) if shape.wide else 0
+        self.byte_sums = torch.empty(self.rows, heads[0] * heads[1], groups, 2, dtype=torch.int32, **make)  # type: ignore[call-overload]
         self.rotated = torch.empty(self.rows, heads[0] * heads[1], dim, dtype=torch.float16, **make)  # type: ignore[call-overload]
 
     def cut(self) -> Cut:
@@ -151,7 +159,8 @@ class Plan:
             check.several(several.starts, several.owners, several.most, seq_lens, self.tokens, self.rows)
         self.overlap, self.several = overlap and self.shape.can_overlap, several
         cut, rows = self.cut(), () if several is None else (self.bases, several.starts, several.most)
-        fill_splits(seq_lens, self.splits, self.spans, cut.wave, cut.choice.tile, self.shape.window, *rows)
+        fill_splits(seq_lens, self.splits, self.spans, cut.wave, cut.choice.grain or cut.choice.tile,
+                    self.shape.window, *rows)  # fmt: skip
 
 
 class GpuPages:
@@ -209,7 +218,8 @@ class GpuPages:
         heads, block = s.kv_heads * (2 + (s.ratio if decodes else 0)), tuning.store_block(s.head_dim, tokens)
         store_kernel[(triton.cdiv(tokens, block.tokens), heads)](
             query, key, value, slot_mapping, slot_mapping if ordinals is None else ordinals, self.cache,
-            slot_mapping if ring_slots is None else ring_slots, self.ring, plan.rotated, plan.apart, plan.level,
+            slot_mapping if ring_slots is None else ring_slots, self.ring, plan.rotated, plan.byte_sums, plan.units,
+            plan.apart, plan.level,
             s.key_rotation, s.value_rotation, s.rotation, f.key_first, f.key_mean, f.key_scale, f.value_mean,
             f.value_scale, tokens, 0 if ordinals is None else ordinals.shape[0], decodes, query.stride(0),
             key.stride(0), value.stride(0), self.cache.stride(0), self.cache.stride(1), self.ring.stride(0),
@@ -251,14 +261,14 @@ class GpuPages:
         """The first half of `decode`: partial results of every split, into the plan."""
         s, rings, cut = self.shape, block_table if ring_table is None else ring_table, plan.cut()
         decode_kernel[(cut.parts, s.kv_heads, most_splits(seq_lens.shape[0], cut.wave))](
-            plan.rotated, plan.apart, plan.level, self.cache, block_table, self.ring, rings, plan.splits,
-            plan.spans if plan.several is None else plan.several.starts, plan.spans, plan.bases, plan.partial, plan.lse,
-            self.cache.stride(0), self.cache.stride(1), self.ring.stride(0), self.ring.stride(1),
-            block_table.stride(0), rings.stride(0), s.softcap, KEY=s.key, VALUE=s.value, D=s.head_dim,
-            GROUP=s.fmt.group_size(s.head_dim), RATIO=s.ratio, TAKE=cut.take, TILE=cut.choice.tile, PAGE=s.block_size,
-            STAGES=cut.choice.stages, SOFTCAP=s.softcap > 0, WINDOW=s.window, RECENT=s.recent, RING=s.ring_tokens,
-            RING_BLOCKS=s.ring_blocks, SEVERAL=plan.several is not None, OVERLAP=s.can_overlap, num_warps=1,
-            maxnreg=cut.choice.registers, **(s.chained if plan.overlap else {}),
+            plan.rotated, plan.byte_sums, plan.units, plan.apart, plan.level, self.cache, block_table, self.ring, rings,
+            plan.splits, plan.spans if plan.several is None else plan.several.starts, plan.spans, plan.bases,
+            plan.partial, plan.lse, self.cache.stride(0), self.cache.stride(1), self.ring.stride(0),
+            self.ring.stride(1), block_table.stride(0), rings.stride(0), s.softcap, KEY=s.key, VALUE=s.value,
+            D=s.head_dim, GROUP=s.fmt.group_size(s.head_dim), RATIO=s.ratio, TAKE=cut.take, TILE=cut.choice.tile,
+            PAGE=s.block_size, STAGES=cut.choice.stages, SOFTCAP=s.softcap > 0, WINDOW=s.window, RECENT=s.recent,
+            RING=s.ring_tokens, RING_BLOCKS=s.ring_blocks, SEVERAL=plan.several is not None, OVERLAP=s.can_overlap,
+            num_warps=1, maxnreg=cut.choice.registers, **(s.chained if plan.overlap else {}),
         )  # fmt: skip
 
     def merge(self, rows: int, plan: Plan, out: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ in the page gets the scale 0.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvpilot_kernels.gpu.operands import ROWS, chunk_words, chunks, copy_to_shared, row_of_copies
+from kvpilot_kernels.gpu.operands import ROWS, chunk_words, chunks, copy_to_shared, is_wide, row_of_copies
 
 
 @gluon.constexpr_function
@@ -44,8 +44,12 @@ def fetch_digits(buffer, stage, ring_ptr, ring_table_ptr, t, ring_page_stride, S
     for i in gl.static_range(DIGITS):
         at = place_of_digit(stage, i, places(SIDE, STAGES, True)) * COUNT
         for c in gl.static_range(COUNT):
-            to = row[:, None] + (element[None, :] + (i * RING * (SIDE.row // SIZE) + c * WIDTH))
-            copy_to_shared(buffer.index(at + c), rows + to)
+            if is_wide(D):
+                digit = rows + (i * RING * (SIDE.row // SIZE) + c * WIDTH)
+                copy_to_shared(buffer.index(at + c), digit + (row[:, None] + element[None, :]))
+            else:
+                to = row[:, None] + (element[None, :] + (i * RING * (SIDE.row // SIZE) + c * WIDTH))
+                copy_to_shared(buffer.index(at + c), rows + to)
 
 
 @gluon.jit

@@ -60,33 +60,41 @@ def _dtype(device: torch.device) -> torch.dtype:
 def rotate(x, rotation, D: tl.constexpr):
     """x H for float32 x [T, slots] and signs [BASE, BASE]: x as the sum of two bfloat16, to 2^-17.
 
-    `load_rotation` says what BASE is. Where a row is two of them, H is [[B, B], [B, -B]].
+    `load_rotation` says what BASE is. Where a row is two of them, H is [[B, B], [B, -B]], and so on by twos.
     """
     T: tl.constexpr = x.shape[0]
     BASE: tl.constexpr = rotation.shape[0]
-    HALVES: tl.constexpr = x.shape[1] // BASE
-    x = tl.reshape(x, [T * HALVES, BASE])
+    PARTS: tl.constexpr = x.shape[1] // BASE
+    x = tl.reshape(x, [T * PARTS, BASE])
     if rotation.dtype == tl.float32:
         y = tl.dot(x, rotation, input_precision="ieee")
     else:
         upper = x.to(tl.bfloat16)
         lower = (x - upper.to(tl.float32)).to(tl.bfloat16)
         y = tl.dot(lower, rotation, tl.dot(upper, rotation))
-    if HALVES == 2:
-        y = tl.reshape(y, [T, 2, BASE])
-        second = (tl.arange(0, 2) == 1)[None, :, None]
-        less = tl.sum(tl.where(second, -y, y), 1)
-        y = tl.reshape(tl.where(second, less[:, None, :], tl.sum(y, 1)[:, None, :]), [T, 2 * BASE])
-    return y * (1.0 / D**0.5)
+    if PARTS > 1:
+        y = by_twos(y, T * PARTS // 2, BASE)
+    if PARTS > 2:
+        y = by_twos(y, T * PARTS // 4, 2 * BASE)
+    return tl.reshape(y, [T, PARTS * BASE]) * (1.0 / D**0.5)
+
+
+@triton.jit
+def by_twos(y, PAIRS: tl.constexpr, WIDTH: tl.constexpr):
+    """Of each pair of neighbours of WIDTH numbers their sum and their difference, [PAIRS, 2 * WIDTH]."""
+    y = tl.reshape(y, [PAIRS, 2, WIDTH])
+    second = (tl.arange(0, 2) == 1)[None, :, None]
+    less = tl.sum(tl.where(second, -y, y), 1)
+    return tl.reshape(tl.where(second, less[:, None, :], tl.sum(y, 1)[:, None, :]), [PAIRS, 2 * WIDTH])
 
 
 @triton.jit
 def load_rotation(rotation_ptr, WIDE: tl.constexpr, BACK: tl.constexpr):
     """The signs that `rotate` takes, [BASE, BASE] of a matrix [WIDE, WIDE]; BACK: of its transpose.
 
-    Of 256 slots a quarter, as a matrix of 128 KiB is more than the shared memory of many GPUs.
+    Of more than 128 slots a part, as a matrix of 128 KiB is more than the shared memory of many GPUs.
     """
-    BASE: tl.constexpr = WIDE if WIDE <= 128 else WIDE // 2
+    BASE: tl.constexpr = min(WIDE, 128)
     row = tl.arange(0, BASE)[:, None]
     column = tl.arange(0, BASE)[None, :]
     return tl.load(rotation_ptr + (column * WIDE + row if BACK else row * WIDE + column))

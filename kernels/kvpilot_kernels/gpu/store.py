@@ -15,7 +15,9 @@ from triton.language.extra.cuda import gdc_wait
 
 from kvpilot_kernels import layouts
 from kvpilot_kernels.gpu.codec import (
+    LARGEST,
     NAN,
+    NARROW,
     ZERO_BITS,
     ZERO_MASK,
     ZERO_STEPS,
@@ -184,11 +186,34 @@ def store_side(x_ptr, stride, first_ptr, mean_ptr, scale_ptr, rotation_ptr, slot
             store_ring(y, codes, meta, packed, ring, ring_place, recent, SIDE, D, WIDE, TOKENS, RING)
 
 
+@triton.jit
+def store_integers(y, at, live, rotated_ptr, byte_sums_ptr, units_ptr, D: tl.constexpr, WIDE: tl.constexpr):
+    """Write queries y [ROWS, WIDE] as decode takes those of a wide head, where `live`: in units that make the largest
+    element LARGEST, integers as rows of upper and of lower bytes, int8 [2, D] in the bytes of a row of float16, whose
+    sums by group, int32 [groups, 2], and the unit, NaN where an element is.
+    """
+    GROUPS: tl.constexpr = WIDE // 64
+    ROWS: tl.constexpr = y.shape[0]
+    largest = tl.maximum(tl.max(tl.abs(y), 1), 1e-30)
+    whole = nearest(y * (1.0 / largest * LARGEST)[:, None]).to(tl.int32)
+    upper = (whole + 128) >> 8
+    lower = whole - upper * 256
+    d = tl.arange(0, WIDE)[None, :]
+    to = rotated_ptr.to(tl.pointer_type(tl.int8)) + at[:, None] * (2 * D) + d
+    tl.store(to, upper.to(tl.int8), mask=live[:, None] & (d < D))
+    tl.store(to + D, lower.to(tl.int8), mask=live[:, None] & (d < D))
+    to = byte_sums_ptr + at[:, None] * (2 * GROUPS) + 2 * tl.arange(0, GROUPS)[None, :]
+    tl.store(to, tl.sum(tl.reshape(upper, [ROWS, GROUPS, 64]), 2), mask=live[:, None])
+    tl.store(to + 1, tl.sum(tl.reshape(lower, [ROWS, GROUPS, 64]), 2), mask=live[:, None])
+    tl.store(units_ptr + at, largest * (1.0 / LARGEST) + tl.sum(y * 0.0, 1), mask=live)
+
+
 @triton.jit(do_not_specialize=["tokens", "numbered", "decodes"])
 def store_kernel(
-    query_ptr, key_ptr, value_ptr, slots_ptr, ordinals_ptr, cache_ptr, ring_slots_ptr, ring_ptr, rotated_ptr, apart_ptr,
-    level_ptr, key_rotation_ptr, value_rotation_ptr, query_rotation_ptr, key_first_ptr, key_mean_ptr, key_scale_ptr,
-    value_mean_ptr, value_scale_ptr, tokens, numbered, decodes, query_stride, key_stride, value_stride, page_stride,
+    query_ptr, key_ptr, value_ptr, slots_ptr, ordinals_ptr, cache_ptr, ring_slots_ptr, ring_ptr, rotated_ptr,
+    byte_sums_ptr, units_ptr, apart_ptr, level_ptr, key_rotation_ptr, value_rotation_ptr, query_rotation_ptr,
+    key_first_ptr, key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr,
+    tokens, numbered, decodes, query_stride, key_stride, value_stride, page_stride,
     head_stride, ring_page_stride, ring_head_stride, scale, KV_HEADS: tl.constexpr, RATIO: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
     RING: tl.constexpr, TOKENS: tl.constexpr, LEVEL: tl.constexpr, WAIT: tl.constexpr,
@@ -198,7 +223,8 @@ def store_kernel(
     query: [tokens, KV_HEADS * RATIO, D], key and value: [tokens, KV_HEADS, D], any float dtype, strides per token in
     elements; slots: int64 [tokens], negative for padding; ordinals: int [numbered], 1 for a sequence's first token;
     cache: uint8 pages, strides in bytes; ring_slots and ring: the same of the ring, of RING tokens a page, unread where
-    RING is 0; rotated: float16 [decodes, KV_HEADS * RATIO, D]; apart: float32 [decodes, KV_HEADS * RATIO], to be added
+    RING is 0; rotated: float16 [decodes, KV_HEADS * RATIO, D], or with D > NARROW, and byte_sums and units then alone,
+    what `store_integers` writes; apart: float32 [decodes, KV_HEADS * RATIO], to be added
     to the scores of first tokens; rotations: [WIDE, WIDE] (`rotation`); factors: float32 [KV_HEADS, D]; KEY, VALUE: a
     `SideLayout`.
     level: as `apart`, what the keys' mean adds to every score. Written with LEVEL alone: a softmax does not see what
@@ -241,6 +267,9 @@ def store_kernel(
             if LEVEL:
                 tl.store(level_ptr + place, tl.sum(x * mean[None, :], 1) * scale, mask=row < decodes * RATIO)
             y = rotate(x / factor[None, :], rotation, D) * scale
-            tl.store(rotated_ptr + token * (KV_HEADS * RATIO * D) + element, y.to(tl.float16), mask=mask)
+            if D > NARROW:
+                store_integers(y, place, row < decodes * RATIO, rotated_ptr, byte_sums_ptr, units_ptr, D, WIDE)
+            else:
+                tl.store(rotated_ptr + token * (KV_HEADS * RATIO * D) + element, y.to(tl.float16), mask=mask)
         elif WAIT:
             gdc_wait()

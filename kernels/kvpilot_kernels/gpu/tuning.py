@@ -4,7 +4,9 @@ Kept as tables, so that no user waits for tuning. Measured on an H200 (2026-11-2
 8, 10 to 13, 15 and 16 programs, in batches from 1 x 64K and 8 x 1K to 32 x 16K; 64 tokens of 2 stages in flight were
 best before keys were 8-bit integers (2026-11-21), and 32 at 256. Rows for head_dim 64 and 96 follow from registers, and
 so do the blocks of `store` and `gather` at 256, and of `gather` off Hopper. Decode of 8 queries with a recent window
-spills 8 to 328 bytes, and that of several tokens up to 512 (docs/benchmarks/kernel-resources.md).
+spills 8 to 328 bytes, and that of several tokens up to 512 (docs/benchmarks/kernel-resources.md). At 512 6, 7 and 8
+programs of 8 queries, 5 to 8 of 4, and tiles of 16 and 32 tokens were timed (2026-11-24), with splits of single tiles;
+that splits are multiples of 64 tokens there came after it.
 `kernels/benchmarks/decode.py` times what the tables say.
 """
 
@@ -21,22 +23,24 @@ import torch
 class Choice:
     """`tile` tokens a turn, `stages` tiles in flight, `programs` that fit one multiprocessor at once.
 
-    `registers` a thread may have, None to let the assembler weigh them against programs: it may spill some.
+    `registers` a thread may have, None to let the assembler weigh them against programs: it may spill some. `grain` is
+    what splits are multiples of in tokens, None for the tile.
     """
 
     tile: int
     stages: int
     programs: int
     registers: int | None = None
+    grain: int | None = None
 
 
-TILES: dict[int, int] = {64: 64, 96: 64, 128: 64, 256: 32}
+TILES: dict[int, int] = {64: 64, 96: 64, 128: 64, 256: 32, 512: 16}
 """Tokens of a tile by head_dim, of up to 8 queries; of 16 it is half of that."""
 
 PROGRAMS: dict[tuple[int, int], tuple[int, int, int]] = {
     (64, 4): (16, 16, 16), (64, 8): (16, 16, 16), (96, 4): (8, 12, 16), (96, 8): (8, 8, 8), (128, 4): (8, 12, 16),
     (128, 8): (8, 8, 8), (256, 4): (12, 12, 16), (256, 8): (8, 8, 8), (64, 16): (8, 8, 8), (96, 16): (8, 8, 8),
-    (128, 16): (8, 8, 8),
+    (128, 16): (8, 8, 8), (512, 4): (8, 8, 8), (512, 8): (8, 8, 8),
 }  # fmt: skip
 """By head_dim and queries (at most 4, 8 or 16); for a key and a value of more than 8 bits together, of 8, or less."""
 
@@ -49,20 +53,39 @@ class Block:
     warps: int
 
 
+@dataclass(frozen=True)
+class PrefillBlock:
+    """What a program of `prefill` takes: so many `queries` of a head, by so many `keys` at a time, in so many `warps`
+    with so many `stages` of keys and values in flight."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
 FEW_TOKENS = 128
 """So many tokens at most are stored as those of a decode step are: with a program a head for 8 of them."""
 
 
 def store_block(dim: int, tokens: int) -> Block:
-    """The block of `store` for a launch of so many tokens. At head_dim 256 registers of a program with 16 spill."""
-    return Block(8, 8) if dim > 128 else Block(8 if tokens <= FEW_TOKENS else 16, 4)
+    """The block of `store` for a launch of so many tokens. At head_dim 256 registers of a program with 16 spill, and at
+    512 of one with 8."""
+    if dim > 128:
+        return Block(8 if dim <= 256 else 4, 8)
+    return Block(8 if tokens <= FEW_TOKENS else 16, 4)
 
 
 def gather_block(dim: int, capability: tuple[int, int]) -> Block:
     """The block of `gather`: four warps spill where tensor cores read no operand from shared memory (9.0, 10.0 do)."""
     if dim > 128:
-        return Block(32, 8)
+        return Block(32 if dim <= 256 else 16, 8)
     return Block(64, 4 if dim <= 64 or capability[0] in (9, 10) else 8)
+
+
+def prefill_block(capability: tuple[int, int]) -> PrefillBlock:
+    """The block of `prefill`: 64 queries are an operand of Hopper's warp groups, and spill elsewhere."""
+    return PrefillBlock(64 if capability[0] == 9 else 32, 32, 8, 2)
 
 
 def program_queries(dim: int, ratio: int, tokens: int) -> int:
@@ -89,6 +112,8 @@ def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capa
     if recent:
         programs = min(programs, 8 if bits == 4 else 12)
     tile, stages = (TILES[dim], 2) if most <= 8 else (TILES[dim] // 2, 3)
+    if dim > 256:
+        return Choice(gcd(tile, block_size), stages, programs, 255, grain=64)
     return Choice(gcd(tile, block_size), stages, programs, None if capability[0] == 9 else 255)
 
 
@@ -101,11 +126,11 @@ def merging(dim: int, groups: int, ratio: int, device: torch.device) -> tuple[in
     """
     rows = groups * ratio
     if rows <= multiprocessors(device):
-        return 1, 128, 16
+        return 1, 128 if dim <= 256 else 32, 16
     if rows <= 2 * multiprocessors(device):
-        return 1, 32, 4
+        return 1, 32, 4 if dim <= 256 else 8
     take = max(n for n in range(1, 3 if rows <= 8 * multiprocessors(device) else 5) if ratio % n == 0)
-    return take, 8 if take < 3 else 4, 2 if dim <= 128 else 4
+    return take, 8 if take < 3 else 4, 2 if dim <= 128 else 4 if dim <= 256 else 8
 
 
 @cache

@@ -1,0 +1,113 @@
+"""Prefill of wide heads: a chunk's queries over keys and values in 16 bits, with log-sums, where FlashAttention has no
+kernel: 2 and 3 take heads of up to 256 elements.
+
+    o_i = sum_t softmax_t(cap(scale * q_i . k_t)) v_t        lse_i = log(sum_t exp(cap(scale * q_i . k_t)))
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvpilot_kernels.gpu import tuning
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def add_keys(query, key_ptr, value_ptr, first, nk, seen, scale, softcap, key_stride, value_stride, m, total, acc,
+             D: tl.constexpr, N: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
+    """Take keys [first, first + N) of `nk` into the running softmax, of each query those before `seen` [M, 1]."""
+    n = tl.arange(0, N)
+    at = first + n
+    d = tl.arange(0, D)
+    mask = (at < nk)[:, None] & (d >= 0)[None, :]  # what follows may be NaN
+    key = tl.load(key_ptr + first * key_stride + (n[:, None] * key_stride + d[None, :]), mask=mask, other=0.0)
+    score = tl.dot(query, tl.trans(key)) * scale
+    if SOFTCAP:
+        power = tl.exp2(score * (2.0 * LOG2_E / softcap))
+        score = (1.0 - 2.0 / (power + 1.0)) * softcap
+    score = tl.where(at[None, :] < seen, score * LOG2_E, -1e38)
+    higher = tl.maximum(m, tl.max(score, 1))
+    p = tl.exp2(score - higher[:, None])
+    old = tl.exp2(m - higher)
+    value = tl.load(value_ptr + first * value_stride + (n[:, None] * value_stride + d[None, :]), mask=mask, other=0.0)
+    acc = tl.dot(p.to(value.dtype), value, acc * old[:, None])
+    return higher, total * old + tl.sum(p, 1), acc
+
+
+@triton.jit(do_not_specialize=["rows"])
+def prefill_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, starts_ptr, rows_ptr, scale, softcap, rows,
+                   query_stride, key_stride, value_stride, out_stride, RATIO: tl.constexpr, D: tl.constexpr,
+                   M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
+    """Grid (cdiv(longest, M), heads, sequences): M queries of a head, over all keys of the sequence, or with CAUSAL
+    over those up to the query's own, where the last query sees all.
+
+    query, out: [rows, heads, D], key and value: [keys, heads / RATIO, D], 16 bits, strides per token in elements, heads
+    and elements contiguous; starts: int32 [sequences + 1], first queries; rows_ptr: the same of keys; lse: float32
+    [heads, rows], natural, -inf (and outputs 0) where a sequence has no keys.
+    """
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # those that see most begin first
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    begin = tl.load(starts_ptr + sequence)
+    count = tl.load(starts_ptr + sequence + 1) - begin
+    key_begin = tl.load(rows_ptr + sequence)
+    nk = tl.load(rows_ptr + sequence + 1) - key_begin
+    if block * M < count:
+        row = block * M + tl.arange(0, M)
+        d = tl.arange(0, D)
+        live = (row < count)[:, None] & (d >= 0)[None, :]
+        query_ptr += begin.to(tl.int64) * query_stride + head * D
+        query = tl.load(query_ptr + row[:, None].to(tl.int64) * query_stride + d[None, :], mask=live, other=0.0)
+        key_row = tl.cast(key_stride, tl.int64)
+        value_row = tl.cast(value_stride, tl.int64)
+        key_ptr += key_begin * key_row + head // RATIO * D
+        value_ptr += key_begin * value_row + head // RATIO * D
+        seen = (row * 0 + nk)[:, None]
+        most = nk
+        if CAUSAL:
+            seen = (nk - count + 1 + row)[:, None]
+            most = tl.minimum(nk, nk - count + (block + 1) * M)
+        m = tl.full([M], -1e30, tl.float32)
+        total = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, D], tl.float32)
+        for first in range(0, most, N):
+            m, total, acc = add_keys(query, key_ptr, value_ptr, first, nk, seen, scale, softcap, key_row,
+                                     value_row, m, total, acc, D, N, SOFTCAP)  # fmt: skip
+        none = total == 0.0
+        acc = acc / tl.where(none, 1.0, total)[:, None]
+        lse = tl.where(none, float("-inf"), (m + tl.log2(total)) * LN_2)
+        out_ptr += begin.to(tl.int64) * out_stride + head * D
+        to = out_ptr + row[:, None].to(tl.int64) * out_stride + d[None, :]
+        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=live)
+        tl.store(lse_ptr + head * rows.to(tl.int64) + begin + row, lse, mask=row < count)
+
+
+def prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int,
+            rows: torch.Tensor, scale: float, causal: bool, softcap: float = 0.0,
+            out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attention of several sequences' queries over keys and values in 16 bits.
+
+    Args:
+        query: [tokens, heads, D]; key, value: [keys, kv_heads, D]; heads and elements contiguous.
+        starts, rows: int32 [sequences + 1], where each sequence's queries and keys begin. longest: queries of one at
+            most. scale: factor on the scores. softcap: 0 for none.
+        causal: the last query of a sequence sees all of its keys, each one before it a key less; else each sees all.
+        out: [tokens, heads, D], written; made if not given.
+
+    Returns:
+        The outputs, and log-sums of the scores, float32 [heads, tokens], -inf without any keys.
+    """
+    tokens, heads, dim = query.shape
+    out = torch.empty_like(query) if out is None else out
+    lse = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
+    block = tuning.prefill_block(tuning.capability(query.device))
+    prefill_kernel[(triton.cdiv(longest, block.queries), heads, len(starts) - 1)](
+        query, key, value, out, lse, starts, rows, scale, softcap, tokens, query.stride(0), key.stride(0),
+        value.stride(0), out.stride(0), RATIO=heads // key.shape[1], D=dim, M=block.queries, N=block.keys,
+        CAUSAL=causal, SOFTCAP=softcap > 0, num_warps=block.warps, num_stages=block.stages,
+    )  # fmt: skip
+    return out, lse

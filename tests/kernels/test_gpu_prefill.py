@@ -1,0 +1,76 @@
+"""Prefill of wide heads: outputs and log-sums are those of the definition, whatever the sequences are."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpilot_kernels.gpu import tuning
+from kvpilot_kernels.gpu.prefill import prefill
+from kvpilot_kernels.gpu.tuning import PrefillBlock
+from support.gpu_batch import generator
+
+CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3}
+"""Of a head's norm: probabilities and outputs are rounded to the type of the inputs."""
+
+
+def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool,
+          softcap: float) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """One sequence in float64: outputs [tokens, heads, D], and log-sums [heads, tokens]."""
+    key, value = (x.double().repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    scores = torch.einsum("ihd,thd->hit", query.double(), key) * scale
+    if softcap:
+        scores = (scores / softcap).tanh() * softcap
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1 + len(key) - len(query)).bool(), -torch.inf)
+    return torch.einsum("hit,thd->ihd", scores.softmax(-1).nan_to_num(), value), scores.logsumexp(-1)
+
+
+def assert_is_attention(
+    news: list[int], olds: list[int], seed: int, dim: int, ratio: int, causal: bool, softcap: float, dtype: torch.dtype
+) -> None:
+    """Queries `news` by sequence, over as many keys and `olds` more, or, if not causal, over `olds` alone."""
+    rng, kv_heads, heads = generator(seed), 2, 2 * ratio
+    lens = [new + old for new, old in zip(news, olds, strict=True)] if causal else olds
+    starts, rows = (torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32) for x in (news, lens))
+    # Parts of wider rows, as projections come, and NaN behind the last token.
+    query, key, value = (
+        torch.randn(count + 5, n + 3, dim, generator=rng).to(dtype)[:, :n]
+        for count, n in ((sum(news), heads), (sum(lens), kv_heads), (sum(lens), kv_heads))
+    )
+    query[sum(news) :] = key[sum(lens) :] = value[sum(lens) :] = torch.nan
+    scale, out = 3 * dim**-0.5, torch.full((sum(news) + 2, heads, dim), torch.nan, dtype=dtype)
+    found, lse = prefill(
+        query[: sum(news)], key, value, starts, max(news), rows, scale, causal, softcap, out[: sum(news)]
+    )
+    assert found.data_ptr() == out.data_ptr()
+    assert out[sum(news) :].isnan().all()
+    for i in range(len(news)):
+        q, k = slice(int(starts[i]), int(starts[i + 1])), slice(int(rows[i]), int(rows[i + 1]))
+        wanted, wanted_lse = exact(query[q], key[k], value[k], scale, causal, softcap)
+        assert ((found[q] - wanted).norm(dim=-1) <= CLOSE[dtype] * wanted.norm(dim=-1)).all()
+        torch.testing.assert_close(lse[:, q], wanted_lse.float(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", list(CLOSE))
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("causal", [True, False])
+def test_outputs_and_log_sums_are_those_of_the_definition(causal: bool, softcap: float, dtype: torch.dtype) -> None:
+    assert_is_attention([40, 1, 33], [70, 9, 0], 3, 512, 4, causal, softcap, dtype)
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(1, 80), st.integers(0, 80)), min_size=1, max_size=4), st.integers(0, 2**31),
+    st.sampled_from([1, 2, 3, 8]), st.booleans(), st.sampled_from([0.0, 3.0]),
+    st.sampled_from([(16, 16), (16, 32), (32, 16), (64, 32)]),
+)  # fmt: skip
+def test_no_cut_of_the_work_changes_what_it_gives(
+    sizes: list[tuple[int, int]], seed: int, ratio: int, causal: bool, softcap: float, block: tuple[int, int]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "prefill_block", lambda _capability: PrefillBlock(*block, 4, 1))
+        news, olds = zip(*sizes, strict=True)
+        assert_is_attention(list(news), list(olds), seed, 64, ratio, causal, softcap, torch.float32)
