@@ -99,9 +99,11 @@ def test_layers_that_read_another_ones_cache_keep_none():
 
 
 def test_full_layers_may_have_a_head_dim_of_their_own():
-    found = read({"model_type": "gemma4", "text_config": {"model_type": "gemma4_text", "num_hidden_layers": 30}})
+    text = {"model_type": "gemma4_text", "num_hidden_layers": 30}
+    found = read({"model_type": "gemma4", "text_config": text})
     assert {group.kind: group.head_dim for group in found.groups} == {Kind.FULL: 512, Kind.WINDOW: 256}
-    assert "head_dim 512" in unsupported(found)
+    assert unsupported(found) is None
+    assert "head_dim 1024" in unsupported(read({"model_type": "gemma4", "text_config": text | {"global_head_dim": 1024}}))
 
 
 def test_a_latent_cache_is_one_entry_a_layer_and_an_index_comes_on_top():
