@@ -103,7 +103,9 @@ def test_full_layers_may_have_a_head_dim_of_their_own():
     found = read({"model_type": "gemma4", "text_config": text})
     assert {group.kind: group.head_dim for group in found.groups} == {Kind.FULL: 512, Kind.WINDOW: 256}
     assert unsupported(found) is None
-    assert "head_dim 1024" in unsupported(read({"model_type": "gemma4", "text_config": text | {"global_head_dim": 1024}}))
+    assert "head_dim 1024" in unsupported(
+        read({"model_type": "gemma4", "text_config": text | {"global_head_dim": 1024}})
+    )
 
 
 def test_a_latent_cache_is_one_entry_a_layer_and_an_index_comes_on_top():
