@@ -278,7 +278,7 @@ def main() -> int:
             ("h200-decode.json", "## Beside other backends, with keys in float16"),
             ("h200-decode-recent.json", "## With a window, with keys in float16"),
         )
-        title = "# Decode of heads of 512 elements on one NVIDIA H200\n\nKernels before those of today (decision 45)."
+        title = "# Decode of heads of 512 elements on one NVIDIA H200\n\nKernels before those of today (decision 46)."
         wide = page(DOCS / "h200-decode-wide.json", title)
         (DOCS / "h200-decode-wide.md").write_text(wide)
         parts = [page(DOCS / name, title) for name, title in runs]
