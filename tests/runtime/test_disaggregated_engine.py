@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from kvpilot_demo.models import tiny_llama
+from kvpilot_demo.oracle import Oracle
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
 from support.apart import LEAVE, Apart, engines
 from support.judge import Judge
-from kvpilot_demo.oracle import Oracle
 from support.stepped_engine import Asked, Told
 
 pytest.importorskip("nixl", reason="prefill and decode apart need the package nixl")
