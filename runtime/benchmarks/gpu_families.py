@@ -49,26 +49,22 @@ QUICK: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """How a family is served: `dtype` of weights and activations, further `fields` of config.json, engine arguments."""
+    """How a family is served: `dtype` of weights and activations, further `fields` of config.json."""
 
     dtype: str = "float16"
     fields: dict[str, Any] = field(default_factory=dict)
-    engine: dict[str, Any] = field(default_factory=dict)
 
 
 CASES: dict[str, Case] = {
-    # FlashAttention's sinks want bfloat16, whose rounding chooses other experts, which is a jump: so all of them, and
-    # weights that do not amplify it.
-    "gpt-oss": Case("bfloat16", {"num_experts_per_tok": 4, "initializer_range": 0.15}),
+    # FlashAttention's sinks want bfloat16, whose rounding chooses other experts, which is a jump: so all of them.
+    "gpt-oss": Case("bfloat16", {"num_experts_per_tok": 4}),
     # vLLM takes no float16 for these two.
     "gemma3": Case("bfloat16"),
     "gemma2": Case("bfloat16"),
     "gemma3n": Case(),
     # On a GPU a chunk has whole blocks of 64 tokens.
     "llama-4": Case(fields={"attention_chunk_size": 128}),
-    # On Hopper vLLM takes FlashInfer's kernel, which may be absent.
-    "qwen3-next": Case(engine={"gdn_prefill_backend": "triton"}),
-    **{name: Case() for name in ("granite-4", "qwen3-moe", "nemotron-h", "lfm2", "qwen2", "qwen3",
+    **{name: Case() for name in ("granite-4", "qwen3-moe", "qwen3-next", "nemotron-h", "lfm2", "qwen2", "qwen3",
                                  "phi3", "shared-kv-head", "plain")},
 }  # fmt: skip
 
@@ -110,7 +106,7 @@ def asked(args: argparse.Namespace, name: str, run: str, model: Path, out: Path)
     """One engine of a family."""
     case, (dtype, crowded, env) = CASES[name], RUNS[run]
     skip = FAMILIES[name].skip if dtype != "auto" else ()
-    engine = {**engine_options(model, dtype, crowded), "dtype": case.dtype, **case.engine, **args.engine_args}
+    engine = {**engine_options(model, dtype, crowded), "dtype": case.dtype, **args.engine_args}
     if skip:
         engine["kv_cache_dtype_skip_layers"] = list(skip)
     where = out / f"{name}-{run.replace('/', '-')}.json"

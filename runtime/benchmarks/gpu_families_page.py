@@ -34,10 +34,11 @@ likely tokens; those from plain transformers over all tokens of all answers, tho
 first difference.
 
 *Served and right*: `auto` and the codec are each nearer to what transformers say of them than to what they say of the
-other, by a factor of {near:.0f} at least, or the codec as near as {rounded:.0f} times what rounding alone does, which
-moves codes; the codec is nearer to what they say of it than with a block misread, by a factor of {fault:.0f} at least;
-`k4v4` as served does at most {served:.2f} times the damage of the bare codec; and in a crowd it is from itself alone at
-most as far as alone from `auto`, and {crowd:.0f} times what a crowd changes `auto`.
+other, by a factor of {near:.0f} at least, or, `auto`, no further off than plain transformers in bfloat16 are, and the
+codec no further than {rounded:.0f} times what rounding alone does, which moves codes; the codec is nearer to what they
+say of it than with a block misread, by a factor of {fault:.0f} at least; `k4v4` as served does at most {served:.2f}
+times the damage of the bare codec; and in a crowd it is from itself alone at most as far as alone from `auto`, and
+{crowd:.0f} times what a crowd changes `auto`.
 """
 
 

@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "runtime" / "benchmarks"))
 
-from gpu_families_judge import RIGHT, verdict
+from gpu_families_judge import COMPUTED, RIGHT, verdict
 from gpu_options_judge import fits, sleep_row
 
 SOUND = {
@@ -55,6 +55,12 @@ def test_where_rounding_moves_codes_an_engine_may_be_as_far_as_rounding_goes() -
     moved = {**SOUND, "k4v4/codec from oracle k4v4": 0.15}
     assert verdict(moved) != RIGHT
     assert verdict({**moved, "oracle k4v4 rounded": 0.05}) == RIGHT
+
+
+def test_auto_may_be_as_far_as_computing_in_bfloat16_goes() -> None:
+    moved = {**SOUND, "auto/crowded from oracle auto": 0.07}
+    assert verdict(moved) != RIGHT
+    assert verdict({**moved, COMPUTED: 0.1}) == RIGHT
 
 
 def test_an_engine_that_failed_is_not_served() -> None:
