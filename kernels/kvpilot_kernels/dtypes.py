@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from kvpilot_kernels.formats import FORMATS, Format, UnknownFormatError
+from kvpilot_kernels.formats import FORMATS, Format, named
 from kvpilot_kernels.latent.formats import LATENT_FORMATS, LatentFormat
 
 Dtype = Format | LatentFormat
@@ -24,10 +24,7 @@ def parse(name: str) -> Dtype:
     Raises:
         UnknownFormatError: no dtype has this name; the message lists those that exist.
     """
-    try:
-        return DTYPES[name]
-    except (KeyError, TypeError):
-        raise UnknownFormatError(str(name), DTYPES) from None
+    return named(DTYPES, name)
 
 
 def names() -> tuple[str, ...]:

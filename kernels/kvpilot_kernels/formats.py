@@ -10,13 +10,15 @@ for each dtype elsewhere is held to the table by tests/unit/test_dtype_table.py,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from kvpilot_kernels import layouts
 from kvpilot_kernels.layouts import PageLayout, RingLayout
+
+_Dtype = TypeVar("_Dtype")
 
 HEAD_DIMS = (64, 96, 128, 256, 512)
 """Head dimensions that kvpilot's own formats support."""
@@ -265,16 +267,25 @@ VLLM_DTYPES_LEFT_OUT: dict[str, str] = {
 """Names in vLLM 0.32.0's CacheDType that kvpilot does not offer, and why."""
 
 
+def named(table: Mapping[str, _Dtype], name: str) -> _Dtype:
+    """The entry of a table of dtypes that is called `name`.
+
+    Raises:
+        UnknownFormatError: no entry has this name; the message lists those that exist.
+    """
+    try:
+        return table[name]
+    except (KeyError, TypeError):
+        raise UnknownFormatError(str(name), table) from None
+
+
 def parse(name: str) -> Format:
     """The format called `name`.
 
     Raises:
         UnknownFormatError: no format has this name; the message lists those that exist.
     """
-    try:
-        return FORMATS[name]
-    except (KeyError, TypeError):
-        raise UnknownFormatError(str(name), FORMATS) from None
+    return named(FORMATS, name)
 
 
 def names() -> tuple[str, ...]:

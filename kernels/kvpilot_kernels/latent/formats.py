@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar
 
-from kvpilot_kernels.formats import FormatError, UnknownFormatError
+from kvpilot_kernels.formats import FormatError, named
 from kvpilot_kernels.layouts import Region
 
 RANK = 512
@@ -127,10 +127,7 @@ def parse(name: str) -> LatentFormat:
     Raises:
         UnknownFormatError: no format has this name; the message lists those that exist.
     """
-    try:
-        return LATENT_FORMATS[name]
-    except (KeyError, TypeError):
-        raise UnknownFormatError(str(name), LATENT_FORMATS) from None
+    return named(LATENT_FORMATS, name)
 
 
 def names() -> tuple[str, ...]:
