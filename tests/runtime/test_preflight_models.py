@@ -99,7 +99,7 @@ def test_a_float32_model_is_refused_on_a_gpu_and_served_on_a_cpu(gpu: Any) -> No
     assert silent(check(Request(str(tiny_llama()), "auto", "float32")))
 
 
-@pytest.mark.parametrize("head_dim", [80, 160, 192, 512])
+@pytest.mark.parametrize("head_dim", [80, 160, 192, 384])
 def test_a_head_dim_without_a_layout_is_refused_on_a_gpu_too(gpu: Any, tmp_path: Path, head_dim: int) -> None:
     gpu(H200)
     error = refusal(Request(changed(tmp_path, tiny_llama(), head_dim=head_dim), "k4v4"))
