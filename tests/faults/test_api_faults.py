@@ -48,15 +48,24 @@ class Changes:
         await self._delete(self.old)
 
     async def acted_on(self) -> bool:
-        return (
-            await self.world.wanted("dial") == self.replicas
-            and await self.world.wanted(self.new) == 0
-            and not await self.world.operator_knows(self.old)
-        )
+        return not await self.missing()
+
+    async def missing(self) -> list[str]:
+        """Which of the changes are not acted on yet."""
+        done = {
+            "the replica count": await self.world.wanted("dial") == self.replicas,
+            "the new service": await self.world.wanted(self.new) == 0,
+            "the deleted service": not await self.world.operator_knows(self.old),
+        }
+        return [change for change, is_so in done.items() if not is_so]
 
     async def caught_up(self, seconds: float = RECOVERS) -> float:
         """Wait until all are acted on; returns the seconds it took."""
-        taken = await until(self.acted_on, WHAT, seconds)
+        try:
+            taken = await until(self.acted_on, WHAT, seconds)
+        except TimeoutError as error:
+            error.add_note(f"not acted on: {', '.join(await self.missing())}")
+            raise
         # What it owned is Kubernetes' to remove, which takes its time after an outage, too.
         await until(self._gone, "the deleted service's Deployment is gone")
         await asyncio.sleep(2 * SCRAPE_SECONDS)
