@@ -15,8 +15,6 @@ from kvpilot_kernels import formats
 from kvpilot_runtime import compat
 
 CONNECTOR = "NixlConnector"
-VLLM = (0, 32)
-"""The version whose connector was read and run; its protocol differs from version to version."""
 
 _EXTRA = {
     "backends": (["UCX"],), "bidirectional_kv_xfer": (False,), "enforce_handshake_compat": (True,),
@@ -92,7 +90,7 @@ def short(params: Mapping[str, Any], prompt: int, wanted: Sequence[int]) -> str 
 def beside(config: Any) -> str | None:
     """What of an engine's vLLM configuration was never seen right beside `NixlConnector` and our dtypes."""
     parallel = config.parallel_config
-    if compat.vllm_version() != VLLM:
+    if compat.vllm_version() != compat.NIXL:
         return f"{CONNECTOR} of vllm {compat.version_text()}"
     asked = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,

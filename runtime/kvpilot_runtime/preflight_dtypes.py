@@ -23,7 +23,7 @@ def check_options(fmt: Dtype, request: Request) -> None:
     if (found := options.refused(every, os.environ, machine.platform())) is not None:
         option, what = found
         raise PreflightError("BadArguments", f"{option}: {what} does not work with kv-cache dtype {fmt.name!r}; leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
-    if any(options.given(request.others, options.TRANSFER)) and (lacks := engines.lacks_for_nixl(disaggregated.VLLM)):
+    if any(options.given(request.others, options.TRANSFER)) and (lacks := engines.lacks_for_nixl(compat.NIXL)):
         raise PreflightError("BadArguments", f"{options.TRANSFER}: {disaggregated.CONNECTOR} with kv-cache dtype {fmt.name!r} needs {lacks}; use such a runtime image, or leave it out")  # fmt: skip  # noqa: E501
     if any(options.given(request.others, "--enable-sleep-mode")) and not compat.wakes_as_it_was():
         raise PreflightError("BadArguments", f"--enable-sleep-mode: before vLLM {'.'.join(map(str, compat.SLEEP_FROM))} an engine with kv-cache dtype {fmt.name!r} does not wake up as it was; leave it out, or use a runtime image with a newer vLLM")  # fmt: skip  # noqa: E501
