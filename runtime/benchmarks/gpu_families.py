@@ -37,6 +37,8 @@ RUNS: dict[str, tuple[str, bool, dict[str, str]]] = {
 """By name: dtype, whether crowded, and what its environment has."""
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Engine cores run in the engines' own processes, where their caches can be taken."""
+LINES, LINE = 150, 500
+"""Lines that are kept of the log of an engine that failed, and characters of each: vLLM prints whole configurations."""
 CHUNK = 128
 ROOM = 1.5
 """Requests of the longest kind (`MAX_MODEL_LEN`) that a crowded engine has cache for."""
@@ -49,10 +51,18 @@ QUICK: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """How a family is served: `dtype` of weights and activations, further `fields` of config.json."""
+    """How a family is served: `dtype` of weights and activations, further `fields` of config.json, further arguments of
+    all its engines, and of those with `auto`."""
 
     dtype: str = "float16"
     fields: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    auto: dict[str, Any] = field(default_factory=dict)
+
+
+# By itself vLLM takes FlashAttention 4 for their heads of 512, which needs packages that a GPU host may lack.
+GEMMA4 = Case(engine={"attention_config": {"flash_attn_version": 3}},
+              auto={"attention_config": {"backend": "TRITON_ATTN"}})  # fmt: skip
 
 
 CASES: dict[str, Case] = {
@@ -62,10 +72,14 @@ CASES: dict[str, Case] = {
     "gemma3": Case("bfloat16"),
     "gemma2": Case("bfloat16"),
     "gemma3n": Case(),
+    "gemma4": GEMMA4,
+    "gemma4-26b": GEMMA4,
     # On a GPU a chunk has whole blocks of 64 tokens.
     "llama-4": Case(fields={"attention_chunk_size": 128}),
-    **{name: Case() for name in ("granite-4", "qwen3-moe", "qwen3-next", "nemotron-h", "lfm2", "qwen2", "qwen3",
-                                 "phi3", "shared-kv-head", "plain")},
+    # By itself vLLM takes FlashInfer for its linear attention on Hopper.
+    "qwen3-next": Case(engine={"gdn_prefill_backend": "triton"}),
+    **{name: Case() for name in ("granite-4", "qwen3-moe", "nemotron-h", "lfm2", "qwen2", "qwen3", "phi3",
+                                 "shared-kv-head", "plain")},
 }  # fmt: skip
 
 
@@ -106,7 +120,8 @@ def asked(args: argparse.Namespace, name: str, run: str, model: Path, out: Path)
     """One engine of a family."""
     case, (dtype, crowded, env) = CASES[name], RUNS[run]
     skip = FAMILIES[name].skip if dtype != "auto" else ()
-    engine = {**engine_options(model, dtype, crowded), "dtype": case.dtype, **args.engine_args}
+    engine = {**engine_options(model, dtype, crowded), "dtype": case.dtype, **case.engine}
+    engine |= {**(case.auto if dtype == "auto" else {}), **args.engine_args}
     if skip:
         engine["kv_cache_dtype_skip_layers"] = list(skip)
     where = out / f"{name}-{run.replace('/', '-')}.json"
@@ -149,7 +164,8 @@ def serve(args: argparse.Namespace, engines: dict[str, Asked], models: dict[str,
             found[name] = json.loads(out.read_text()) if out.exists() else {"error": "it did not end in time"}
             found[name]["prompts"] = one.prompts
             if "error" in found[name] and (said := out.with_suffix(".log")).exists():
-                errors.write(f"== {name}\n{said.read_text()[-8000:]}\n")
+                lines = [line[:LINE] for line in said.read_text().splitlines() if line.strip()]
+                errors.write("\n".join([f"== {name}", *lines[-LINES:], ""]))
     versions = next((told["versions"] for told in found.values() if "versions" in told), {})
     facts = {"name": args.name, "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}", "versions": versions,
              "prompts": args.prompts, "tokens": args.tokens, "answers": found,

@@ -126,13 +126,13 @@ def agree(worker: Any, layers: dict[str, Any]) -> None:
     from kvpilot_runtime.self_calibration import factors_hash
 
     config, first = worker.vllm_config, next(iter(layers.values()))
-    ring = first.impl.ring
+    impl, block = first.impl, first.kv_cache.shape[2]
     terms = Terms(
         dtype=first.kv_cache_dtype,
         page=sum(layer.kv_cache[0].nbytes for layer in layers.values()),
-        block=first.kv_cache.shape[2],
-        window=first.impl.recent or 0,
-        ring=0 if ring is None else ring.get_kv_cache_spec(config).ring_blocks,
+        block=block,
+        window=impl.recent or 0,
+        ring=0 if impl.ring is None else impl.fmt.ring_blocks(impl.recent + impl.drafts, first.head_size, block),
         ranks=config.parallel_config.tensor_parallel_size,
         factors=factors_hash(layers, worker.device),
     )

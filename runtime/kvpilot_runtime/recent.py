@@ -59,13 +59,8 @@ class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # vLLM has no type
         from kvpilot_runtime.ring_spec import RingSpec
 
         page = self.owner.get_attn_backend().customize_spec(self.owner.get_kv_cache_spec(vllm_config))
-        fmt = self.owner.impl.fmt
         same = {f.name: getattr(page, f.name) for f in fields(RingSpec) if hasattr(page, f.name)}
-        return RingSpec(
-            **same, kept=(kept := self.recent + drafts(vllm_config)),
-            ring_blocks=fmt.ring_blocks(kept, page.head_size, page.block_size),
-            ring_tokens=fmt.ring_layout(page.head_size, page.block_size).tokens,
-        )  # fmt: skip
+        return RingSpec(**same, kept=self.recent + drafts(vllm_config), fmt=self.owner.impl.fmt.name)
 
 
 def asked() -> int | None:

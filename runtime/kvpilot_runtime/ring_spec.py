@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
 from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from kvpilot_kernels import formats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +25,22 @@ class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # vLLM has no types f
 
     Attributes:
         kept: tokens that a ring keeps, those of the window and as many more as a step may have drafts.
-        ring_blocks: pages of a request at most. ring_tokens: of a page.
+        fmt: name of the layer's format.
     """
 
     kept: int
-    ring_blocks: int
-    ring_tokens: int
+    fmt: str
+
+    # Of the block size that vLLM settles on: it makes ours larger where other layers' pages are.
+    @property
+    def ring_tokens(self) -> int:
+        """Of a page."""
+        return _ring(self.fmt, self.kept, self.head_size, self.block_size)[0]
+
+    @property
+    def ring_blocks(self) -> int:
+        """Pages of a request at most."""
+        return _ring(self.fmt, self.kept, self.head_size, self.block_size)[1]
 
     @property
     def block_table_token_alignment(self) -> int | None:
@@ -41,6 +54,13 @@ class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # vLLM has no types f
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
         """As wide as the layer's own table: the first model runner looks up a slot for every position in it."""
         return max(int(AttentionSpec.max_num_blocks_per_req(self, vllm_config, max_len)), self.ring_blocks)
+
+
+@cache
+def _ring(name: str, kept: int, head_dim: int, block_size: int) -> tuple[int, int]:
+    """Tokens of a ring's page, and pages that hold `kept` tokens."""
+    fmt = formats.parse(name)
+    return fmt.ring_layout(head_dim, block_size).tokens, fmt.ring_blocks(kept, head_dim, block_size)
 
 
 class RingManager(CircularBufferManager):  # type: ignore[misc]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm.model_executor.layers import attention
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvpilot_kernels import formats
 from kvpilot_runtime import backend, compat, contract, cpu, recent
@@ -95,6 +95,23 @@ def test_a_ring_has_the_pages_of_its_layer_and_as_many_as_its_dtypes_window_need
     assert spec.max_memory_usage_bytes(config) == blocks * page.page_size_bytes
     groups = get_kv_cache_groups(config, {NAMES[0]: page, "ring": spec})
     assert [group.layer_names for group in groups] == [[NAMES[0]], ["ring"]]
+
+
+@pytest.mark.parametrize(("dtype", "blocks"), [("k4v4", 1), ("k4v2", 1), ("k2v2", 3)])
+def test_a_ring_follows_its_layers_block_size_where_vllm_makes_it_larger(config: Any, dtype: str, blocks: int) -> None:
+    config.cache_config.cache_dtype = dtype
+    layers = attached(config)
+    spec = rings(config)[0].get_kv_cache_spec(config)
+    page = layers[0].get_attn_backend().customize_spec(layers[0].get_kv_cache_spec(config))
+    size = 8 * page.page_size_bytes
+    other = SlidingWindowSpec(
+        block_size=64, num_kv_heads=2, head_size=128, dtype=torch.float32, sliding_window=64, page_size_padded=size
+    )
+    groups = get_kv_cache_groups(config, {"window": other, NAMES[0]: page, "ring": spec})
+    own, ring = (next(g.kv_cache_spec for g in groups if g.layer_names == [name]) for name in (NAMES[0], "ring"))
+    assert ring.block_size == own.block_size == 8 * 64
+    layout = formats.parse(dtype).ring_layout(128, own.block_size)
+    assert (ring.ring_tokens, ring.ring_blocks) == (layout.tokens, blocks)
 
 
 @pytest.mark.parametrize(

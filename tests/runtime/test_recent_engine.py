@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvpilot_demo.families import VOCABULARY, make
 from kvpilot_demo.models import tiny_gemma3, tiny_llama, tiny_qwen3
 from kvpilot_demo.oracle import Oracle
 from support.judge import Judge
@@ -20,22 +21,24 @@ from support.stepped_engine import Asked, serve
 
 pytestmark = pytest.mark.timeout(3600)
 
-CHUNK = 48
+BLOCK, CHUNK = 16, 48
 
 
-def asked(model: Path, dtype: str, count: int, longest: int, blocks: int, seed: int, **more: Any) -> Asked:
+def asked(
+    model: Path, dtype: str, count: int, longest: int, blocks: int, seed: int, vocabulary: int = 49152, **more: Any
+) -> Asked:
     """Three rounds of random requests; most of a round's begin alike, and so do some of another round's."""
     rng = random.Random(seed)
-    shared = [[rng.randrange(3, 49152) for _ in range(longest * 3 // 4)] for _ in range(2)]
+    shared = [[rng.randrange(3, vocabulary) for _ in range(longest * 3 // 4)] for _ in range(2)]
 
     def prompt() -> list[int]:
         prefix = [] if rng.random() < 0.3 else rng.choice(shared)[: rng.randint(16, longest * 3 // 4)]
-        return prefix + [rng.randrange(3, 49152) for _ in range(rng.randint(1, longest - len(prefix)))]
+        return prefix + [rng.randrange(3, vocabulary) for _ in range(rng.randint(1, longest - len(prefix)))]
 
     rounds = [[prompt() for _ in range(count // 3)] for _ in range(3)]
     tokens = [[rng.randint(8, 40) for _ in prompts] for prompts in rounds]
     options = {
-        "block_size": 16, "num_gpu_blocks_override": blocks, "kv_cache_memory_bytes": 64 << 20,
+        "block_size": BLOCK, "num_gpu_blocks_override": blocks, "kv_cache_memory_bytes": 64 << 20,
         "max_model_len": longest + 64, "max_num_batched_tokens": CHUNK, "max_num_seqs": 8,
     }  # fmt: skip
     if model == tiny_gemma3():
@@ -70,13 +73,26 @@ def test_answers_are_those_of_attention_with_a_window_however_requests_came_to_i
         record_property(name, value)
         print(f"{name}: {value}")
     assert not found.wrong
-    if told.block_size > 16:  # Gemma's full layers have blocks of 256 tokens: no prefix here reaches through one
+    if told.block_size > BLOCK:  # Gemma's full layers have blocks of 256 tokens: no prefix here reaches through one
         del figures["cached"]
     assert all(figures.values())
     assert found.judged == sum(map(sum, question.tokens))
     # The check can fail: without a window these are not the answers.
     plain = Judge(question, told, Oracle(model(), dtype), rounds=0)
     assert len(plain.wrong) > count // 10
+
+
+def test_rings_are_those_of_the_blocks_that_vllm_makes_of_ours_beside_larger_pages(tmp_path: Path) -> None:
+    model = make("gemma4-26b", tmp_path / "model")
+    question = asked(model, "k4v4", 30, 160, 60, seed=20261122, vocabulary=VOCABULARY)
+    question.options |= {"kv_cache_dtype_skip_layers": ["sliding_window"]}
+    told = serve(question)
+    # A page in 16 bits is some of our pages: vLLM makes one of them, and was asked for rings before it did.
+    assert told.block_size > BLOCK
+    found = Judge(question, told, Oracle(model, "k4v4", recent=64))
+    assert not found.wrong
+    assert found.windowed
+    assert len(Judge(question, told, Oracle(model, "k4v4"), rounds=0).wrong) > 3
 
 
 def test_a_default_window_is_cut_where_the_context_is_shorter_and_answers_are_those_of_what_is_left() -> None:
