@@ -32,10 +32,11 @@ class KvpilotError(Exception):
 
 
 class ClusterError(KvpilotError):
-    """The Kubernetes API refused a request; `status` is its HTTP status."""
+    """The Kubernetes API refused a request, method and path; `status` is its HTTP status."""
 
     def __init__(self, method: str, path: str, status: int, message: str) -> None:
         super().__init__(f"{method} {path}: HTTP {status}: {message}")
+        self.request = f"{method} {path}"
         self.status = status
         self.message = message
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -247,3 +247,33 @@ def test_the_next_service_is_the_first_of_the_namespace_with_the_fewest_reconcil
         assert taken not in queue
         waiting.remove(taken)
         last[taken.namespace] = turn
+
+
+class Counted(Backoff):
+    """Pauses of nothing, that notes how many failures in a row each came after."""
+
+    seen: ClassVar[list[int]] = []
+
+    def pause(self, failures: int) -> float:
+        self.seen.append(failures)
+        return 0.0
+
+
+async def test_pauses_grow_while_the_same_request_fails_and_begin_anew_where_a_service_has_got_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Counted, "seen", [])
+    monkeypatch.setattr(module, "_BACKOFF", Counted(0.0, 0.0))
+    log, paths = Log(), ["/a", "/a", "/a", "/b", "/b", "/a", "", "/a"]
+    queue = queue_of(log)
+
+    def fail(one: ServiceKey) -> None:
+        path = paths[len(log.done) - 1] if len(log.done) <= len(paths) else ""
+        log.error = ClusterError("PATCH", path, 500, "no") if path else None
+        if log.error is None and len(log.done) < len(paths):
+            queue.add(one)
+
+    log.hook = fail
+    queue.add(key("x"))
+    await worked(queue, lambda: len(log.done) > len(paths))
+    assert Counted.seen == [0, 1, 2, 0, 1, 0, 0]

@@ -30,7 +30,9 @@ class Attempts:
     """What the queue remembers of one service between two reconciles."""
 
     failures: int = 0
-    """In a row."""
+    """In a row, of the same request: a service that has got further since has failed once."""
+    failed: str = ""
+    """That request, or the name of an error that is none of the API server's."""
     held: bool | None = None
     """Whether its timer runs since a reconcile failed: True where the API server itself has asked for the pause."""
     again: bool | None = None
@@ -86,8 +88,9 @@ class WorkQueue:
     The first come first, but never alone, and namespaces share the workers evenly: however many services of one wait,
     and however long their reconciles take, another's next one begins as soon as any ends. A service waits once, however
     often it is added; one that is being reconciled is reconciled again afterwards. One whose reconcile failed comes
-    back with exponential back-off: a low-priority add does not shorten it, and a change does, unless the API server
-    itself has asked for the pause. `attempts` gives what is remembered of a service, None where it is gone.
+    back with exponential back-off while the same request fails: a low-priority add does not shorten it, and a change
+    does, unless the API server itself has asked for the pause. `attempts` gives what is remembered of a service, None
+    where it is gone.
     """
 
     def __init__(
@@ -169,27 +172,30 @@ class WorkQueue:
         except Conflict as error:
             # Somebody wrote first (a user, an autoscaler): observe again, at once for the first time.
             if known.failures:
-                self._retry(key, known, str(error))
+                self._retry(key, known, error.request, error)
             else:
-                known.failures, known.again = 1, True
+                known.failures, known.failed, known.again = 1, error.request, True
         except Throttled as error:
-            self._retry(key, known, str(error), at_least=error.retry_after)
+            self._retry(key, known, error.request, error, at_least=error.retry_after)
         except ClusterError as error:
-            self._retry(key, known, str(error), at_most=_LAST_UNREACHED_SECONDS if error.away else math.inf)
-        except Exception:
+            at_most = _LAST_UNREACHED_SECONDS if error.away else math.inf
+            self._retry(key, known, error.request, error, at_most=at_most)
+        except Exception as error:
             log.exception("reconcile failed", extra={"service": str(key)})
-            self._retry(key, known, "unexpected error")
+            self._retry(key, known, type(error).__name__, "unexpected error")
         else:
-            known.failures, known.held = 0, None
+            known.failures, known.failed, known.held = 0, "", None
             if again is not None:
                 self._add_after(key, known, again)
             log.debug("reconcile took %.3f s", time.monotonic() - began, extra={"service": str(key)})
 
     def _retry(
-        self, key: ServiceKey, known: Attempts, why: str, *, at_least: float = 0.0, at_most: float = math.inf
-    ) -> None:
-        wait = max(at_least, min(_BACKOFF.pause(known.failures), at_most))
-        known.failures, known.held = known.failures + 1, at_least > 0
+        self, key: ServiceKey, known: Attempts, failed: str, why: object, *, at_least: float = 0.0,
+        at_most: float = math.inf,
+    ) -> None:  # fmt: skip
+        before = known.failures if failed == known.failed else 0
+        wait = max(at_least, min(_BACKOFF.pause(before), at_most))
+        known.failures, known.failed, known.held = before + 1, failed, at_least > 0
         log.warning("reconcile failed, again in %.1f s: %s", wait, why, extra={"service": str(key)})
         self._add_after(key, known, wait)
 
