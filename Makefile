@@ -18,7 +18,7 @@ test: install
 
 # What one runs while editing: it needs no engine and no cluster.
 quick: install
-	$(RUN)python scripts/run_tests.py --jobs $(JOBS) check unit
+	$(RUN)python scripts/run_tests.py --jobs 2 --quick
 
 check: install
 	$(RUN)ruff format --check .

@@ -3,6 +3,7 @@
     python scripts/run_tests.py                         # every part
     python scripts/run_tests.py --jobs 1 unit kernels   # these, one after the other
     python scripts/run_tests.py --long e2e              # what is marked `long`, and nothing else
+    python scripts/run_tests.py --quick                 # check and unit, without what is marked `slow`
 
 A part is a folder of tests/, or `check` (format, lint, types, import contracts, what is generated). What a part says is
 shown as it comes, behind its name. The last line is `N passed, N failed`; the exit code is 0 only where every part
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 # wait more than they compute run beside those that compute.
 PARTS = ("e2e", "runtime", "faults", "chart", "kernels", "unit", "cluster", "scale", "check", "images", "monitoring")
 LONG = ("e2e", "faults", "chart", "monitoring", "images", "runtime", "kernels")
+QUICK = ("unit", "check")
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,12 @@ class Outcome:
     seconds: float
 
 
-def command(part: str, report: Path, marked: str) -> list[str]:
-    """How a part's tests with this mark are run; they write what they found to `report`."""
+def command(part: str, report: Path, options: tuple[str, ...]) -> list[str]:
+    """How a part's tests are run, with further options of pytest; they write what they found to `report`."""
     if part == "check":
         return ["make", "--no-print-directory", "check"]
     # Durations tell where a slow run was slow.
-    return [sys.executable, "-m", "pytest", f"tests/{part}", f"-m={marked}", f"--junitxml={report}", "--durations=10"]
+    return [sys.executable, "-m", "pytest", f"tests/{part}", f"--junitxml={report}", "--durations=10", *options]
 
 
 def outcome(part: str, status: int, report: Path, seconds: float) -> Outcome:
@@ -74,9 +76,9 @@ def outcome(part: str, status: int, report: Path, seconds: float) -> Outcome:
 class Run:
     """Parts that wait, those that run, and what came of the others."""
 
-    def __init__(self, parts: list[str], marked: str, folder: Path) -> None:
+    def __init__(self, parts: list[str], options: tuple[str, ...], folder: Path) -> None:
         self.outcomes: list[Outcome] = []
-        self._marked = marked
+        self._options = options
         self._folder = folder
         self._waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._running: dict[str, subprocess.Popen[str]] = {}
@@ -111,7 +113,7 @@ class Run:
         report, began = self._folder / f"{part}.xml", time.monotonic()
         self._say(part, "started")
         with subprocess.Popen(
-            command(part, report, self._marked),
+            command(part, report, self._options),
             cwd=ROOT,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
             # Ctrl-C is for this process, which then lets each part clean up once.
@@ -163,20 +165,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all of them if none is named")
     parser.add_argument("--jobs", type=int, default=2, help="how many parts run at a time (%(default)s)")
-    parser.add_argument("--long", action="store_true", help="run what is marked `long` instead of all else")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--long", action="store_true", help="run what is marked `long` instead of all else")
+    which.add_argument("--quick", action="store_true", help="leave out what is marked `slow`; two processes a part")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if options.jobs < 1:
         parser.error(f"--jobs {options.jobs}: at least one part must run at a time")
-    wanted = options.parts or (LONG if options.long else PARTS)
+    wanted = options.parts or (LONG if options.long else QUICK if options.quick else PARTS)
+    chosen = (
+        ("-m=long",) if options.long else ("-m=not long and not slow", "-n2") if options.quick else ("-m=not long",)
+    )
     parts = [part for part in PARTS if part in wanted]
     began = time.monotonic()
     # What is handled here is not ignored by the parts, even where the shell started this with Ctrl-C ignored.
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="kvpilot-tests-") as folder:
-        run = Run(parts, "long" if options.long else "not long", Path(folder))
+        run = Run(parts, chosen, Path(folder))
         try:
             run.wait(options.jobs)
         except KeyboardInterrupt:

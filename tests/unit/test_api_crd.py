@@ -139,6 +139,7 @@ def test_the_recent_window_is_bounded_and_described_as_the_formats_module_has_it
     assert f"with {', '.join(of_effect[:-1])} and {of_effect[-1]};" in field["description"]
 
 
+@pytest.mark.slow
 def test_the_ladder_goes_down_exactly_when_bits_per_element_do() -> None:
     smaller = [d for d in dtypes.names() if dtypes.parse(d).bits_per_element() < 16]
     for above, below in permutations(smaller, 2):

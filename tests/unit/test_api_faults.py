@@ -295,6 +295,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.slow
 def test_edits_of_a_large_spec_do_not_grow_the_process() -> None:
     ended = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True)
     assert int(ended.stdout) < 30  # MiB; the specs that were put have 33 MB

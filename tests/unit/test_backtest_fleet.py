@@ -55,6 +55,7 @@ def test_the_interval_model_stays_within_its_stated_error(name: str, dtype: str,
     assert 0.3 <= counted.quantile(0.95) / ttft.quantile(0.95) <= 2.0
 
 
+@pytest.mark.slow
 def test_asking_only_candidates_decides_as_asking_everyone(spec: Spec) -> None:
     loads = services(8, 0.4, 5)
     trails: list[list[tuple[int, int, str, str, int]]] = [[], []]

@@ -42,6 +42,7 @@ def test_equal_sides_are_not_called_slower():
     assert outcomes(40, requests=400, apart=True)["Failed"] <= 1
 
 
+@pytest.mark.slow
 def test_at_the_very_limit_failures_and_passes_are_as_rare_as_promised():
     """At 2.5%, 12 or more of 200 come about once in 500 times."""
     for apart in (False, True):

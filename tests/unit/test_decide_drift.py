@@ -179,6 +179,7 @@ def test_a_baseline_that_was_deleted_is_no_failure_and_is_looked_for_again():
     assert (verified.status, verified.reason) == ("Unknown", "NotWatched")
 
 
+@pytest.mark.slow
 @given(cuts=st.dictionaries(st.integers(0, 120), st.integers(0, 4), max_size=25), bad=st.booleans())
 @settings(max_examples=25)
 def test_restarts_neither_lose_a_count_nor_count_a_run_twice(cuts, bad):

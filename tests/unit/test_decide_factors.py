@@ -133,6 +133,7 @@ def test_a_recent_window_that_nobody_asked_for_is_not_missed():
     assert told(decide(serving(replace(SAMPLE, recent_tokens=0))), "SpecAccepted").reason == "Accepted"
 
 
+@pytest.mark.slow
 @given(replicas=st.sampled_from([2, 3, 5]), cuts=st.dictionaries(st.integers(0, 120), st.integers(0, 4), max_size=10))
 @settings(max_examples=15, deadline=None)
 def test_a_canary_that_grows_by_engines_that_differ_gives_its_traffic_back_wherever_the_operator_is_killed(

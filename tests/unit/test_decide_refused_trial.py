@@ -97,6 +97,7 @@ def test_a_baseline_that_cannot_be_kept_ends_the_trial_and_keeps_nothing_else_wa
     assert list(cluster.deployments.values()) == [(OLD, 3)]
 
 
+@pytest.mark.slow
 @given(
     cuts=st.dictionaries(st.integers(0, 60), st.integers(0, 4), max_size=12),
     refused=st.sets(st.integers(0, 60), max_size=40),

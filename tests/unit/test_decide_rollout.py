@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -223,6 +224,7 @@ def _story(kills: dict[int, int]) -> tuple[object, ...]:
     return _end(cluster)
 
 
+@pytest.mark.slow
 @given(cuts=st.dictionaries(st.integers(0, 70), st.integers(0, 5), max_size=12))
 @settings(max_examples=30)
 def test_a_kill_between_any_two_writes_ends_in_the_same_state(cuts):

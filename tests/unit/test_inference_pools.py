@@ -141,6 +141,7 @@ def test_a_canarys_share_goes_to_its_pool_by_the_routes_weights():
     assert revisions(cluster) == {"chat": new, "chat-canary": new}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "slow", "end"),
     [(None, {}, "Promoted"), (ROUTE, {}, "Promoted"), (ROUTE, {NEW: 1.4}, "RolledBack")],

@@ -93,6 +93,7 @@ def test_whatever_is_sent_is_read_or_refused_by_the_parsers_own_error(parser: st
         assert len(str(error)) < 8000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parser", "kind"), EVERY)
 def test_the_largest_text_of_every_hostile_kind_takes_little_memory(parser: str, kind: str) -> None:
     one = PARSERS[parser]

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -78,6 +79,7 @@ def test_no_pod_of_whatever_shape_ends_in_an_error(listed: list[Any], events: li
         json.dumps(pods.document(found))
 
 
+@pytest.mark.slow
 @given(odd_objects() | ANY, st.lists(ANY, max_size=2))
 def test_no_object_of_whatever_shape_ends_in_an_error(obj: Any, events: list[Any]) -> None:
     found, entries = service.read(obj), journal.entries(obj, events)

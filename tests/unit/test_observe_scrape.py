@@ -127,6 +127,7 @@ async def test_a_busy_loop_lets_no_scrape_fail(monkeypatch: pytest.MonkeyPatch) 
     assert {page.running for page in pages} == {8}
 
 
+@pytest.mark.slow
 async def test_large_pages_of_many_pods_at_once_take_little_memory() -> None:
     async with engines() as served, scraping() as scraper:
         await scraper.scrape(GOOD, f"{served.url}/good", ignore)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -69,6 +70,7 @@ SPECS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(SPECS, st.sampled_from(["cpu", "NVIDIA-H200", "unlabelled-gpu", ODD]))
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_every_question_about_a_spec_that_is_accepted_has_an_answer(spec, gpu):

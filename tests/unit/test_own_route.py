@@ -239,6 +239,7 @@ def test_it_goes_when_it_is_not_asked_for_any_more_and_a_pool_after_it_has_left_
     assert "route" not in cluster.status
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pool", "slow", "end"), [(None, {}, "Promoted"), (None, {NEW: 1.4}, "RolledBack"), ({}, {NEW: 1.4}, "RolledBack")]
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -274,7 +275,7 @@ class BadDays(RuleBasedStateMachine):
             assert self.cluster.answering() == self.cluster.deployments[status.stable.revision][1]
 
 
-TestBadDays = BadDays.TestCase
+TestBadDays = pytest.mark.slow(BadDays.TestCase)
 TestBadDays.settings = settings(
     max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -186,6 +186,7 @@ def lost(ours: Json, found: Json, path: str) -> Iterator[str]:
         yield path
 
 
+@pytest.mark.slow
 @given(TEMPLATES)
 @settings(max_examples=150, deadline=None)
 def test_whatever_is_accepted_takes_nothing_of_ours_from_a_pod(given_template: Json) -> None:
@@ -225,6 +226,7 @@ def beyond_baseline(template: Mapping[str, Json]) -> Iterator[str]:
     )
 
 
+@pytest.mark.slow
 @given(TEMPLATES, st.sets(st.sampled_from(KINDS)))
 @settings(max_examples=150, deadline=None)
 def test_whatever_is_accepted_is_within_baseline_but_for_what_is_allowed(

@@ -98,6 +98,7 @@ async def test_an_engine_that_hangs_ends_at_the_deadline() -> None:
             await measure(url, "m", baseline(), settings=Settings(tokens=8, deadline_seconds=1))
 
 
+@pytest.mark.slow
 async def test_a_run_has_as_long_as_its_tokens_need_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "START_SECONDS", 1.0)
     monkeypatch.setattr(session, "DECODE_TOKENS_PER_SECOND", 8)

@@ -28,7 +28,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.setitem(sys.modules, "run_tests", module)
     spec.loader.exec_module(module)
 
-    def command(part: str, report: Path, _marked: str) -> list[str]:
+    def command(part: str, report: Path, _options: tuple[str, ...]) -> list[str]:
         if part == "check":
             return [sys.executable, "-c", "print('all is well')"]
         if part == "scale":
@@ -50,6 +50,7 @@ def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) ->
     return status
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_a_part_that_fails_stops_no_other_and_all_are_summed_up(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], jobs: str
