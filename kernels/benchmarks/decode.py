@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -258,6 +258,11 @@ def page(source: Path, title: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write(name: str, title: str, runs: Iterable[tuple[str, str]]) -> None:
+    """Runs, by the names of their files and their titles, as a page."""
+    (DOCS / name).write_text("\n".join([f"{title}\n", *(page(DOCS / source, heading) for source, heading in runs)]))
+
+
 def main() -> int:
     """Measure, or make the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -265,7 +270,7 @@ def main() -> int:
     parser.add_argument("--recent", type=int, nargs="+", default=[0, 64], help="windows of our formats")
     parser.add_argument("--formats", nargs="+", default=list(formats.own_names()))
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="names of attention shapes")
-    parser.add_argument("--page", action="store_true", help="make the page in docs/ of the raw files there")
+    parser.add_argument("--page", action="store_true", help="make the pages in docs/ of the raw files there")
     options = parser.parse_args()
     if options.page:
         runs = (
@@ -278,11 +283,12 @@ def main() -> int:
             ("h200-decode.json", "## Beside other backends, with keys in float16"),
             ("h200-decode-recent.json", "## With a window, with keys in float16"),
         )
-        title = "# Decode of heads of 512 elements on one NVIDIA H200\n\nKernels before those of today (decision 46)."
-        wide = page(DOCS / "h200-decode-wide.json", title)
-        (DOCS / "h200-decode-wide.md").write_text(wide)
-        parts = [page(DOCS / name, title) for name, title in runs]
-        (DOCS / "h200-decode.md").write_text("\n".join(["# Decode attention on one NVIDIA H200\n", *parts]))
+        wide = (
+            ("h100-decode-wide.json", "## On an H100, the kernels of today"),
+            ("h200-decode-wide.json", "## On an H200, the kernels before (decision 46)"),
+        )
+        write("h200-decode-wide.md", "# Decode of heads of 512 elements", wide)
+        write("h200-decode.md", "# Decode attention on one NVIDIA H200", runs)
     else:
         measure(options.out, options.recent, options.shapes, options.formats)
     return 0
