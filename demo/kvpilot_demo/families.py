@@ -138,7 +138,7 @@ FAMILIES: dict[str, Family] = {
         {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256,
          "layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2,
          "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
-         "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "tie_word_embeddings": False},
         {"q_norm.weight": 1.0, "k_norm.weight": 1.0},  # to which the model adds 1
     ),
 }  # fmt: skip
