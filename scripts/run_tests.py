@@ -174,9 +174,9 @@ def main() -> int:
     if options.jobs < 1:
         parser.error(f"--jobs {options.jobs}: at least one part must run at a time")
     wanted = options.parts or (LONG if options.long else QUICK if options.quick else PARTS)
-    chosen = (
-        ("-m=long",) if options.long else ("-m=not long and not slow", "-n2") if options.quick else ("-m=not long",)
-    )
+    chosen: tuple[str, ...] = ("-m=long" if options.long else "-m=not long",)
+    if options.quick:
+        chosen = ("-m=not long and not slow", "-n2")
     parts = [part for part in PARTS if part in wanted]
     began = time.monotonic()
     # What is handled here is not ignored by the parts, even where the shell started this with Ctrl-C ignored.

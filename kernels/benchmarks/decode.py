@@ -5,8 +5,8 @@ layers' caches, so that no cache is in L2; the median of ten replays. `decode` i
 the merge of its parts (what FlashAttention and FlashInfer do too), `layer` with the store of the step's token. The
 yardstick is a device-to-device copy in the same run. FlashAttention comes with vLLM, FlashInfer by itself; what is not
 installed is left out. Our formats are measured with each window of `--recent`, whose tokens all have their row in the
-ring. Writes OUT/decode.json; `--page` makes docs/benchmarks/h200-decode.md of the files of runs that lie there:
-two of today's kernel, and two of the one before it, whose keys were float16, beside other backends.
+ring. Writes OUT/decode.json; `--page` makes pages of the files of runs that lie in docs/benchmarks: h200-decode.md, and
+h200-decode-wide.md of heads of 512 elements.
 """
 
 from __future__ import annotations
