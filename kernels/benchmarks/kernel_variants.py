@@ -110,14 +110,14 @@ def latent_variants(heads: int, capability: int, page: int = BLOCK) -> list[Vari
             Variant("latent_gather_kernel", name, shape, latent_tuning.GATHER_WARPS,
                     pages | {"TOKENS": latent_tuning.GATHER_TOKENS}),
         ]  # fmt: skip
-    merges = {latent_tuning.merging(splits) for splits in (8, 264)}
+    merges = {latent_tuning.merging(splits) for splits in (8, 33, 264)}
     return [
         *found,
         Variant("latent_prepare_kernel", "any", shape, latent_tuning.STORE_WARPS,
                 {"HEADS": heads, "ROWS": latent_tuning.STORE_TOKENS}),
-        *(Variant("latent_reduce_kernel", "any", f"{shape}, {one.splits} splits at once", one.warps,
+        *(Variant("latent_reduce_kernel", "any", f"{shape}, {one.splits} splits in {one.warps} warps", one.warps,
                   {"HEADS": heads, "TAKE": one.heads, "STEP": one.splits})
-          for one in sorted(merges, key=lambda one: one.splits)),
+          for one in sorted(merges, key=lambda one: one.warps)),
     ]  # fmt: skip
 
 

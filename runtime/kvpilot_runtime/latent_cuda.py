@@ -112,10 +112,10 @@ class CudaLatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
         lens = torch.ones(sequences, dtype=torch.int32, **make)
         absorbed = torch.zeros(sequences, shape.heads, RANK, **floats)
         query = torch.zeros(sequences, shape.heads, dims.qk_nope_head_dim + dims.qk_rope_head_dim, **floats)
-        for count in {sequences, *(2**i for i in range(sequences.bit_length()) if 2**i <= sequences)}:
-            self.plan.update(lens[:count])
         pages.prepare(absorbed, query[..., dims.qk_nope_head_dim :], self.plan, 1.0)
-        pages.decode(table, lens, self.plan, torch.empty_like(absorbed))
+        for count in sorted({sequences, *(2**i for i in range(sequences.bit_length()) if 2**i <= sequences)}):
+            self.plan.update(lens[:count])
+            pages.decode(table, lens[:count], self.plan, torch.empty_like(absorbed))
         pages.gather(table[:1], lens[:1] - 1, torch.tensor([0, 1], dtype=torch.int32, **make), 1, entry)
 
 

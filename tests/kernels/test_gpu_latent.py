@@ -6,12 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot_kernels.check import BadInputError
-from kvpilot_kernels.gpu import latent_tuning
+from kvpilot_kernels.gpu import latent_decode, latent_pages, latent_tuning
 from kvpilot_kernels.gpu.latent_pages import LOG2_E, GpuLatentPages, LatentPlan, LatentShape
 from kvpilot_kernels.latent.cpu import LatentPages
 from kvpilot_kernels.latent.factors import LatentFactors
 from kvpilot_kernels.latent.formats import ENTRY, RANK, names, parse
 from kvpilot_kernels.latent.reference import decode_reference
+from support.gluon_eager import EagerKernel
 from support.latent_batch import CPU, LatentBatch, generator, poisoned, rotated, some_entries, some_factors
 
 BLOCKS, HEADS = 5, 3
@@ -124,10 +125,52 @@ def test_decode_equals_the_reference_however_the_work_is_cut(
     assert_equals_reference(LatentBatch(name, lengths, seed, heads, *cut, stages, warps, wave, calibrated))
 
 
-def test_one_long_sequence_of_many_splits_equals_the_reference() -> None:
-    batch = LatentBatch("mla8", [1130], 7, heads=2, wave=70)
-    assert latent_tuning.merging(70) != latent_tuning.merging(8)
-    assert_equals_reference(batch)
+@pytest.mark.parametrize("splits", [8, 33, 70])
+def test_a_long_sequence_equals_the_reference_however_its_splits_are_merged(splits: int) -> None:
+    assert len({latent_tuning.merging(n) for n in (8, 33, 70)}) == 3
+    assert_equals_reference(LatentBatch("mla8", [1130], 7, heads=2, wave=splits))
+
+
+@pytest.mark.parametrize("wave", [1, 132, 264, 528])
+def test_warming_powers_of_two_meets_every_way_to_merge(wave: int) -> None:
+    for most in (1, 7, 64, 300):
+        warmed = {*(2**i for i in range(most.bit_length())), most}
+        ways = [{latent_tuning.merging(wave // n) for n in counts} for counts in (warmed, range(1, most + 1))]
+        assert ways[0] == ways[1]
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_decode_that_starts_while_queries_are_prepared_reads_them_afterwards(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = LatentBatch(name, [90, 0, 1], 9, wave=4)
+    query, plan = batch.queries(), batch.plan()
+    whole = batch.decode(query)
+    batch.prepare(query, plan)
+    scratch = (plan.rotated, plan.sums)
+    ready = [x.clone() for x in scratch]
+    waits = []
+
+    def hold_back() -> None:
+        waits.append(0)
+        for x in scratch:
+            x.fill_(torch.nan)
+
+    def arrive() -> None:
+        waits[-1] += 1
+        for x, as_prepared in zip(scratch, ready, strict=True):
+            x.copy_(as_prepared)
+
+    monkeypatch.setattr(
+        latent_pages, "latent_decode_kernel", EagerKernel(latent_decode, "latent_decode_kernel", hold_back, arrive)
+    )
+    batch.shape.chained = {"OVERLAP": True, "launch_pdl": True}
+    batch.pages.attend(batch.table, len(batch.lengths), plan)
+    assert waits == [1] * len(plan.splits), "a program that does not wait lets what comes after start too soon"
+    batch.shape.chained = {"OVERLAP": False}
+    out = torch.full_like(whole, torch.nan)
+    batch.pages.merge(len(batch.lengths), plan, out)
+    assert torch.equal(out, whole)
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e-2, 30.0, 500.0])

@@ -295,7 +295,7 @@ def language(program: tuple[int, ...], grid: tuple[int, ...]) -> SimpleNamespace
         reshape=lambda x, shape: x.reshape(shape), permute=lambda x, order: x.transpose(order),
         join=lambda x, y: block(np.stack([x, y], -1)), split=lambda x: (x[..., 0], x[..., 1]),
         sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
-        max=lambda x, axis: x.max(axis), maximum=np.maximum, minimum=np.minimum,
+        max=lambda x, axis: x.max(axis), min=lambda x, axis: x.min(axis), maximum=np.maximum, minimum=np.minimum,
         exp2=np.exp2, log2=np.log2, barrier=lambda: None, thread_barrier=lambda: None,
     )  # fmt: skip
 

@@ -10,13 +10,15 @@ left operand of an MMA, where one AND makes a code a float16: a subnormal, which
 or elements, are along M and heads along N, so 16 heads fill what they take. Unlike `decode` a program has several
 warps: the accumulators of 512 elements are too many registers for one.
 
-Weights p s are kept relative to the largest of them, not to the largest p: a latent may be small or large as a model
-likes, and float16 has room for 2^29 below the largest.
+Weights p s are kept relative to a large one of them, not to the largest p: a latent may be small or large as a model
+likes. Where one would leave float16's range, which is seldom, sums are scaled anew; so float16 has room for 2^22 below
+the largest.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvpilot_kernels.gpu.latent_operands import (
     ENTRY,
@@ -45,7 +47,10 @@ from kvpilot_kernels.gpu.operands import (
 )
 
 HEADROOM = gl.constexpr(15.0)
-"""The largest weight is 2^15, within float16."""
+"""No weight is above 2^15, within float16."""
+
+FROM = gl.constexpr(8.0)
+"""Where one would be, weights are counted anew, so that it is 2^8."""
 
 LEAST = gl.constexpr(2.0**-20)
 """The smallest scale that a token of other than zeros has."""
@@ -125,11 +130,21 @@ def accumulate(codes, weights, stage, acc, LATENT: gl.constexpr, Q: gl.constexpr
     return new
 
 
+@gluon.jit
+def rescaled(acc, alphas):
+    """acc, by plane and part, times a factor for each head, by part [heads]."""
+    PARTS: gl.constexpr = len(alphas)
+    new = ()
+    for i in gl.static_range(len(acc)):
+        new = new + (acc[i] * alphas[i % PARTS][None, :],)
+    return new
+
+
 @gluon.jit(do_not_specialize=["table_stride"])
 def latent_decode_kernel(
     query_ptr, sums_ptr, cache_ptr, table_ptr, splits_ptr, out_ptr, lse_ptr, page_stride, table_stride,
     LATENT: gl.constexpr, POSITION: gl.constexpr, HEADS: gl.constexpr, TAKE: gl.constexpr, Q: gl.constexpr,
-    TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Partial attention of one split of the plan and TAKE of the heads, padded to Q; WARPS warps.
 
@@ -139,7 +154,10 @@ def latent_decode_kernel(
     cache: latent pages; table: int32 [sequences, blocks]; splits: int32 [splits, 4] as (sequence, start, end, ...), a
     sequence of -1 is no work; LATENT, POSITION: a `codec.SideLayout`.
     out: float32 [splits, HEADS, 512], normalised, rotated; lse: float32 [splits, HEADS] in log2.
+    OVERLAP: launched as a dependent of `latent_prepare`, which lets this start once every entry is stored.
     """
+    if OVERLAP:
+        gdc_launch_dependents()
     PARTS: gl.constexpr = parts(Q)
     PLANES: gl.constexpr = planes(LATENT.bits, WARPS)
     WORDS: gl.constexpr = chunk_words(WARPS)
@@ -167,6 +185,8 @@ def latent_decode_kernel(
                 TILE, PAGE, WARPS,
             )  # fmt: skip
             async_copy.commit_group()
+        if OVERLAP:
+            gdc_wait()
         query = query_ptr + (sequence.to(gl.int64) * HEADS + first) * ENTRY
         sums = sums_ptr + sequence.to(gl.int64) * (3 * HEADS) + first
         queries = ()
@@ -221,7 +241,8 @@ def latent_decode_kernel(
             alphas = ()
             for j in gl.static_range(len(PARTS)):
                 s = gl.where(live[:, None], scores[j], -1e38)
-                higher = gl.maximum(m[j], gl.max(s + height[:, None], 0) - HEADROOM)
+                top = gl.max(s + height[:, None], 0)
+                higher = gl.where(top > m[j] + HEADROOM, top - FROM, m[j])
                 alpha = gl.exp2(m[j] - higher)
                 p = gl.exp2(s - higher[None, :])
                 w = to_half(p * scale[:, None])
@@ -234,11 +255,12 @@ def latent_decode_kernel(
             m = new_m
             total = new_total
             zeros = new_zeros
-            new = ()
-            for i in gl.static_range(len(PLANES)):
-                for j in gl.static_range(len(PARTS)):
-                    new = new + (acc[i * len(PARTS) + j] * alphas[j][None, :],)
-            acc = accumulate(codes, weights, stage, new, LATENT, Q, WARPS)
+            least = gl.min(alphas[0], 0)
+            for j in gl.static_range(1, len(PARTS)):
+                least = gl.minimum(least, gl.min(alphas[j], 0))
+            if least < 1.0:
+                acc = rescaled(acc, alphas)
+            acc = accumulate(codes, weights, stage, acc, LATENT, Q, WARPS)
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         async_copy.wait_group(0)
         word = gl.arange(0, WORDS, ROWS)[:, None]
@@ -254,3 +276,5 @@ def latent_decode_kernel(
                 to = out_ptr + at * RANK + n[None, :] * RANK + element
                 gl.store(to, value, mask=(n[None, :] < count) & (word >= 0))
             gl.store(lse_ptr + at + n, gl.log2(norm) + m[j], mask=n < count)
+    elif OVERLAP:  # what comes after relies on this kernel for all that came before
+        gdc_wait()

@@ -10,6 +10,7 @@ in float16, so that whatever a model's magnitudes are, neither q' nor a sixteent
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvpilot_kernels.gpu.codec import pack_codes, write_codes
 from kvpilot_kernels.gpu.rotation import load_rotation, rotate
@@ -83,13 +84,16 @@ def load_part(x_ptr, stride, head_stride, factor_ptr, rotation_ptr, row, live, s
 def latent_store_kernel(
     latent_ptr, rope_ptr, slots_ptr, cache_ptr, rotation_ptr, mean_ptr, factor_ptr, tokens, latent_stride, rope_stride,
     page_stride, LATENT: tl.constexpr, POSITION: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(tokens, TOKENS), 2): latents, then RoPE parts.
 
     latent: [tokens, 512] and rope: [tokens, 64]; any float dtype, strides per token in elements; slots: int64 [tokens],
     negative for padding; cache: uint8 pages, stride in bytes; rotation: the signs of H of 64; mean and factor: float32
-    [576]; LATENT, POSITION: a `codec.SideLayout`.
+    [576]; LATENT, POSITION: a `codec.SideLayout`. OVERLAP: what came before is there after `gdc_wait`.
     """
+    if OVERLAP:
+        gdc_wait()
     if tl.program_id(1) == 0:
         store_part(
             latent_ptr, latent_stride, mean_ptr, factor_ptr, rotation_ptr, slots_ptr, cache_ptr, tokens, page_stride,
@@ -105,14 +109,17 @@ def latent_store_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def latent_prepare_kernel(
     query_ptr, query_rope_ptr, rotated_ptr, sums_ptr, rotation_ptr, factor_ptr, rows, query_stride, query_head,
-    query_rope_stride, query_rope_head, scale, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    query_rope_stride, query_rope_head, scale, HEADS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(rows, ROWS),); a row is a query of one head.
 
     query: [tokens, HEADS, 512] and query_rope: [tokens, HEADS, 64], any float dtype, strides per token and per head in
     elements; rotated: float16 [tokens, HEADS, 576]; sums: float32 [tokens, 3, HEADS], a query's unit and the sums of
-    its two parts; rotation and factor: as above.
+    its two parts; rotation and factor: as above. OVERLAP: decode may start once what came before this is there.
     """
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < rows
     y = load_part(query_ptr, query_stride, query_head, factor_ptr, rotation_ptr, row, live, scale, HEADS, RANK)

@@ -14,8 +14,9 @@ from kvpilot_kernels.latent.formats import ENTRY, LatentFormat
 MOST_HEADS = 24
 """Heads of a program: accumulators of 512 elements for each are all that registers hold."""
 
-STORE_TOKENS, STORE_WARPS = 8, 8
-"""Rows of a program of `store`, and its warps."""
+STORE_TOKENS, STORE_WARPS = 2, 4
+"""Rows of a program of `store` and of `prepare`, and its warps: 2 are the 16 rows of 64 that the rotation's product
+takes."""
 
 GATHER_TOKENS, GATHER_WARPS = 16, 8
 """Tokens of a program of `gather`, and its warps."""
@@ -37,7 +38,9 @@ def merging(splits: int) -> Merge:
     One sequence alone has as many as the GPU has room for, and few programs merge them: these take many splits at once,
     or memory's latency is paid for each pair. Measured with 264, 33 and 8 splits a sequence.
     """
-    return Merge(2, 16, 16) if splits > 64 else Merge(2, 8, 8)
+    if splits > 64:
+        return Merge(2, 16, 16)
+    return Merge(2, 16, 8) if splits > 16 else Merge(2, 8, 4)
 
 
 def shared_kib(capability: tuple[int, int]) -> int:
