@@ -22,7 +22,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
-from kvpilot_runtime import contract, disaggregated, offload
+from kvpilot_runtime import carriers, contract, offload
 from kvpilot_runtime.compat import HeadMajorPages, backend_class
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.factors_of_engine import calibration_of
@@ -160,12 +160,12 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         return
-    apart = transfer.kv_connector == disaggregated.CONNECTOR
-    what = offload.unsupported(transfer) or (disaggregated.beside(vllm_config) if apart else None)
+    carried = transfer.kv_connector in carriers.SERVED
+    what = offload.unsupported(transfer) or (carriers.beside(vllm_config) if carried else None)
     if what is not None:
         raise UnsupportedModelError(f"--kv-transfer-config: {what} is not supported with kv-cache dtype {dtype!r}; use "
                                     "--kv-offloading-size alone, or --kv-cache-dtype auto")  # fmt: skip
-    asked = "--kv-transfer-config" if apart else "--kv-offloading-size"
+    asked = "--kv-transfer-config" if carried else "--kv-offloading-size"
     layers = vllm_config.compilation_config.static_forward_context.values()
     for name, what in (("sliding_window", "sliding-window layers"), ("attention_chunk_size", "chunked attention")):
         if any(getattr(layer, name, None) is not None for layer in layers):

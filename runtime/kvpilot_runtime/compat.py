@@ -25,8 +25,8 @@ the hashes of prefixes (0.30; the source of 0.31 was not read)."""
 SLEEP_FROM = (0, 30)
 """From here on sleep mode frees the KV cache alone; before, it took the steps' buffers, too."""
 
-NIXL = (0, 32)
-"""The version whose `NixlConnector` was read and run; its protocol differs from version to version."""
+CARRIES = (0, 32)
+"""The version whose connectors of `carriers` were read and run; their protocols differ from version to version."""
 
 _BUILD = (10**6, 0)
 

@@ -8,6 +8,7 @@ import importlib.util
 from pathlib import Path
 
 from kvpilot_runtime import compat
+from kvpilot_runtime.carriers import Carrier, other_release
 from kvpilot_runtime.errors import UnsupportedEngineError
 
 _NOT_SERVED = {"_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS"}
@@ -67,18 +68,18 @@ def can_offload() -> bool:
     return vllm is None or vllm.origin is None or (Path(vllm.origin).parent / "v1/kv_offload/cpu/spec.py").exists()
 
 
-def lacks_for_nixl(version: tuple[int, int]) -> str:
-    """What prefill and decode apart need and this machine lacks; nothing where vLLM is absent.
-
-    Args:
-        version: of vLLM, the one whose connector is served.
-    """
+def lacks(carrier: Carrier) -> str:
+    """What a connector needs and this machine lacks; nothing where vLLM is absent."""
     try:
-        if compat.vllm_version() != version:
-            return f"vLLM {version[0]}.{version[1]} (here is {compat.version_text()})"
+        if compat.vllm_version() != compat.CARRIES:
+            return f"vLLM {compat.CARRIES[0]}.{compat.CARRIES[1]} (here is {compat.version_text()})"
     except UnsupportedEngineError:
         return ""
-    return "" if importlib.util.find_spec("nixl") is not None else "the package nixl"
+    if importlib.util.find_spec(carrier.package) is None:
+        return f"the package {carrier.package}"
+    if (other := other_release(carrier)) and carrier.release:
+        return f"{carrier.package} {carrier.release[0]}.{carrier.release[1]} (here is {other})"
+    return ""
 
 
 def known_to_transformers(architecture: str) -> bool:

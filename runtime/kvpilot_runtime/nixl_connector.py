@@ -1,6 +1,6 @@
 """vLLM's pulling `NixlConnector` for pages of ours: the same transfers, on terms that are agreed on.
 
-It differs in this. Engines with other terms (`disaggregated.Terms`) refuse each other in vLLM's own handshake. Blocks
+It differs in this. Engines with other terms (`carriers.Terms`) refuse each other in vLLM's own handshake. Blocks
 travel only where all of a prompt's are there and no others, rings whole. And an engine that gets them takes them for a
 prompt only if they came before the other one was free to give them away: vLLM would read whatever stands there by then.
 Whatever is refused is computed anew.
@@ -18,7 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import Nix
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.logger import init_logger
 
-from kvpilot_runtime.disaggregated import Terms, short
+from kvpilot_runtime.carriers import Terms
+from kvpilot_runtime.disaggregated import short
 from kvpilot_runtime.ring_spec import RingSpec
 
 log = init_logger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
@@ -107,6 +108,10 @@ class PackedNixlConnector(NixlPullConnector):  # type: ignore[misc]
             self.connector_scheduler = Scheduling(vllm_config, self.engine_id, kv_cache_config)
         else:
             self.connector_worker = Reading(vllm_config, self.engine_id, kv_cache_config)
+
+    def agree(self, terms: Terms, worker: Any) -> None:
+        """Tell a worker its engine's terms."""
+        self.connector_worker.agree(terms)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

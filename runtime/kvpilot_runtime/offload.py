@@ -2,15 +2,15 @@
 
 A page of ours is bytes that only the factors it was quantized with give their meaning back. vLLM's tier in host memory
 belongs to one engine and ends with it, and an engine settles its factors before its KV cache is made: pages that
-return always find the factors that they left with. Of the connectors that bring pages of other engines one is served,
-on terms of its own (`disaggregated`); all others name pages by what says nothing of factors, and are refused.
+return always find the factors that they left with. Of the connectors that bring pages of other engines those of
+`carriers` are served, on terms of ours; all others name pages by what says nothing of factors, and are refused.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvpilot_runtime import compat, disaggregated
+from kvpilot_runtime import carriers, compat
 
 CONNECTOR, TIER = "OffloadingConnector", "CPUOffloadingSpec"
 
@@ -21,10 +21,10 @@ asked for all of it. The operator's probes set it, to judge pages that came back
 
 def unsupported(transfer: Any) -> str | None:
     """What of a vLLM `KVTransferConfig` does not go together with our dtypes; None where nothing is in the way."""
-    if transfer.kv_connector == disaggregated.CONNECTOR:
+    if transfer.kv_connector in carriers.SERVED:
         from vllm.platforms import current_platform
 
-        return disaggregated.unsupported(vars(transfer), current_platform.device_type)
+        return carriers.unsupported(vars(transfer), current_platform.device_type)
     extra = transfer.kv_connector_extra_config
     if transfer.kv_connector != CONNECTOR:
         return f"the connector {transfer.kv_connector!r}"

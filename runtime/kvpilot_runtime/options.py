@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvpilot_runtime import disaggregated
+from kvpilot_runtime import carriers
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 SIMPLE_OFFLOAD = "VLLM_USE_SIMPLE_KV_OFFLOAD"
@@ -46,14 +46,14 @@ _BESIDE_DRAFT_MODELS = (
 )
 """What nobody has seen right beside drafts of a model; the backend knows it in `kvpilot_runtime.speculation`, too."""
 
-_BESIDE_NIXL = (
+_BESIDE_CARRIERS = (
     Switch("pipeline parallelism", ("--pipeline-parallel-size", "-pp"), ("1",)),
     Switch("data parallelism", ("--data-parallel-size", "-dp"), ("1",)),
     Switch("speculative decoding", ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens")),
     Switch("adapters", ("--enable-lora",)),
     Switch("offloading", (OFFLOAD,)),
 )
-"""What nobody has seen right beside `NixlConnector`; the backend knows it in `kvpilot_runtime.disaggregated`, too."""
+"""What nobody has seen right beside these connectors; the backend knows it in `kvpilot_runtime.carriers`, too."""
 
 _SPECULATION = ("--speculative-config", "-sc")
 _SPECULATION_PARTS = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
@@ -118,12 +118,12 @@ def refused(arguments: Sequence[str], environment: Mapping[str, str], device: st
         return found
     if any(given(arguments, TRANSFER)):
         moves = transfer(arguments)
-        if moves.get("kv_connector") != disaggregated.CONNECTOR:
-            return TRANSFER, f"KV transfer other than by {OFFLOAD} and {disaggregated.CONNECTOR}"
-        if (what := disaggregated.unsupported(moves, device)) is not None:
+        if moves.get("kv_connector") not in carriers.SERVED:
+            return TRANSFER, f"KV transfer other than by {', '.join((OFFLOAD, *carriers.SERVED))}"
+        if (what := carriers.unsupported(moves, device)) is not None:
             return TRANSFER, what
-        if (found := _first_on(arguments, _BESIDE_NIXL)) is not None:
-            return found[0], f"{disaggregated.CONNECTOR} beside {found[1]}"
+        if (found := _first_on(arguments, _BESIDE_CARRIERS)) is not None:
+            return found[0], f"{moves['kv_connector']} beside {found[1]}"
     for variable, what in ((BATCH_INVARIANT, "batch invariance"), (SIMPLE_OFFLOAD, "vLLM's simple offloading")):
         if environment.get(variable, "0").strip() not in ("", "0"):
             return variable, what

@@ -44,7 +44,7 @@ def register() -> None:
     if any(one.part.feature is Feature.LAYERS for one in broken):
         return
     hooks.around_kv_cache("kvpilot_runtime.plugin.settle", "kvpilot_runtime.plugin.serve")
-    hooks.around_connectors("kvpilot_runtime.disaggregated.connector_class")
+    hooks.around_connectors("kvpilot_runtime.carriers.connector_class")
     calibration_info.INFO.publish()
     recent_info.INFO.publish()
 
@@ -73,9 +73,9 @@ def serve(worker: Any) -> None:
 
     Raises:
         UnsupportedModelError: as `refuse_other_groups` and `heavy.attach`.
-        UnsupportedEngineError: as `page_check.check`.
+        UnsupportedEngineError: as `page_check.check` and the connector's `agree`.
     """
-    from kvpilot_runtime import disaggregated, page_check, speculation
+    from kvpilot_runtime import carriers, page_check, speculation
     from kvpilot_runtime.backend import our_layers
 
     layers = our_layers(worker.vllm_config)
@@ -85,7 +85,7 @@ def serve(worker: Any) -> None:
             worker.vllm_config, worker.model_runner.kv_cache_config.kv_cache_groups, drafting
         )
     page_check.check(worker)
-    disaggregated.agree(worker, layers)
+    carriers.agree(worker, layers)
     if isinstance(bound := retention.asked(), retention.HeavyHitters):
         from kvpilot_runtime import heavy
 

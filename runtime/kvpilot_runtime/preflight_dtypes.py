@@ -8,7 +8,7 @@ from pathlib import Path
 from kvpilot_kernels import formats, models
 from kvpilot_kernels.dtypes import Dtype
 from kvpilot_kernels.latent import formats as latent
-from kvpilot_runtime import compat, disaggregated, engines, machine, options
+from kvpilot_runtime import carriers, compat, engines, machine, options
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight_request import CALIBRATION_OFF, Findings, Request, model_folder
 
@@ -23,8 +23,9 @@ def check_options(fmt: Dtype, request: Request) -> None:
     if (found := options.refused(every, os.environ, machine.platform())) is not None:
         option, what = found
         raise PreflightError("BadArguments", f"{option}: {what} does not work with kv-cache dtype {fmt.name!r}; leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
-    if any(options.given(request.others, options.TRANSFER)) and (lacks := engines.lacks_for_nixl(compat.NIXL)):
-        raise PreflightError("BadArguments", f"{options.TRANSFER}: {disaggregated.CONNECTOR} with kv-cache dtype {fmt.name!r} needs {lacks}; use such a runtime image, or leave it out")  # fmt: skip  # noqa: E501
+    carrier = carriers.SERVED.get(str(options.transfer(request.others).get("kv_connector")))
+    if carrier is not None and (lacks := engines.lacks(carrier)):
+        raise PreflightError("BadArguments", f"{options.TRANSFER}: {carrier.name} with kv-cache dtype {fmt.name!r} needs {lacks}; use such a runtime image, or leave it out")  # fmt: skip  # noqa: E501
     if any(options.given(request.others, "--enable-sleep-mode")) and not compat.wakes_as_it_was():
         raise PreflightError("BadArguments", f"--enable-sleep-mode: before vLLM {'.'.join(map(str, compat.SLEEP_FROM))} an engine with kv-cache dtype {fmt.name!r} does not wake up as it was; leave it out, or use a runtime image with a newer vLLM")  # fmt: skip  # noqa: E501
     named = request.calibration not in (None, CALIBRATION_OFF)

@@ -38,10 +38,10 @@ def calibrate(worker: Any) -> None:
     """
     config = worker.vllm_config
     layers = our_layers(config)
-    if not any(_of_all_ranks(len(layers))):
+    if not any(of_all_ranks(len(layers))):
         return
     # What one stage cannot do none does: it would wait for the text.
-    reason = "" if calibration.asked() else next(filter(None, _of_all_ranks(obstacle(config, layers))), "")
+    reason = "" if calibration.asked() else next(filter(None, of_all_ranks(obstacle(config, layers))), "")
     if calibration.asked():
         source = "off" if calibration.turned_off() else "file"
     elif reason:
@@ -194,18 +194,18 @@ def _refuse_together(problem: str) -> None:
     Raises:
         UnsupportedModelError: with the first rank's that has one.
     """
-    if told := next(filter(None, _of_all_ranks(problem)), ""):
+    if told := next(filter(None, of_all_ranks(problem)), ""):
         raise UnsupportedModelError(told)
 
 
 def factors_hash(layers: dict[str, Any], device: torch.device) -> str:
     """A hash of the factors of all layers and ranks; every rank has to ask."""
     own = (layer for layer in layers.values() if not layer.impl.drafting)  # a draft's factors change no answer
-    every = _of_all_ranks(calibration.digest([layer.impl.factors(layer, device) for layer in own]))
+    every = of_all_ranks(calibration.digest([layer.impl.factors(layer, device) for layer in own]))
     return every[0] if len(every) == 1 else calibration.join_digests(every)
 
 
-def _of_all_ranks(mine: T) -> list[T]:
+def of_all_ranks(mine: T) -> list[T]:
     """What each rank of tensor parallelism says here, in their order, stage by stage."""
     from vllm.distributed import get_pp_group, get_tp_group
 

@@ -1,7 +1,8 @@
-"""What preflight and our backend say of prefill and decode apart: in which forms, and beside what."""
+"""What preflight and our backend say of pages that travel, by NIXL and LMCache: in which forms, and beside what."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 from types import SimpleNamespace
@@ -11,13 +12,17 @@ import pytest
 from vllm.config import KVTransferConfig
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
-from kvpilot_runtime import backend, compat, disaggregated, options, serve
+from kvpilot_runtime import backend, carriers, compat, disaggregated, options, serve
 from kvpilot_runtime.errors import PreflightError, UnsupportedModelError
 from kvpilot_runtime.preflight import check
 from kvpilot_runtime.preflight_request import Request
 
 DECODE = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
 PREFILL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+SHARE = {
+    "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"lmcache.mp.host": "tcp://10.0.0.1", "lmcache.mp.mp_transfer_mode": "engine_driven"},
+}  # fmt: skip
 BESIDE = {
     "pipeline parallelism": ["--pipeline-parallel-size=2"], "data parallelism": ["-dp", "2"],
     "speculative decoding": ["--spec-method=ngram", "--spec-tokens=2"], "adapters": ["--enable-lora"],
@@ -27,9 +32,11 @@ BESIDE = {
 
 @pytest.fixture(autouse=True)
 def _package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the package is installed; nothing here imports it."""
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: found("json" if name == "nixl" else name, *a))
+    """As where the packages are installed; nothing here imports them."""
+    find, version = importlib.util.find_spec, importlib.metadata.version
+    packages = ("nixl", "lmcache")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: find("json" if name in packages else name, *a))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.6" if name == "lmcache" else version(name))
 
 
 def asked(transfer: dict[str, Any], *more: str, dtype: str = "k4v4", model: str = "") -> Request:
@@ -45,9 +52,15 @@ def refusal(request: Request) -> str:
 
 
 @pytest.mark.parametrize("transfer", [DECODE, PREFILL, {**DECODE, "kv_role": "kv_both"},
-                                      {**DECODE, "kv_connector_extra_config": {"kv_lease_duration": 60}}])  # fmt: skip
-def test_nixl_that_reads_is_served(transfer: dict[str, Any]) -> None:
+                                      {**DECODE, "kv_connector_extra_config": {"kv_lease_duration": 60}}, SHARE,
+                                      {**SHARE, "kv_role": "kv_consumer"}])  # fmt: skip
+def test_what_was_seen_right_is_served(transfer: dict[str, Any]) -> None:
     check(asked(transfer))
+    backend.refuse_unsupported_options(engine(transfer))
+
+
+@pytest.mark.parametrize("transfer", [DECODE, PREFILL])
+def test_what_is_asked_for_with_dots_is_the_same(transfer: dict[str, Any]) -> None:
     dotted = [f"--kv-transfer-config.{key}={value}" for key, value in transfer.items() if isinstance(value, str)]
     check(serve.parse([f"--model={tiny_llama()}", "--kv-cache-dtype=k4v4", *dotted])[0])
 
@@ -68,9 +81,28 @@ def test_nixl_that_reads_is_served(transfer: dict[str, Any]) -> None:
 def test_a_form_that_nobody_has_seen_right_is_refused_by_name_here_and_in_the_backend(
     more: dict[str, Any], what: str
 ) -> None:
-    transfer = {**DECODE, **more}
+    assert_refused({**DECODE, **more}, what)
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ({"kv_load_failure_policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
+        ({"kv_role": "kv_producer", "kv_load_failure_policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
+        ({"kv_connector_extra_config": {}}, '"lmcache.mp.mp_transfer_mode": "engine_driven"'),
+        ({"kv_connector_extra_config": {"lmcache.mp.mp_transfer_mode": "auto"}}, "lmcache.mp.mp_transfer_mode 'auto'"),
+        ({"kv_connector_extra_config": SHARE["kv_connector_extra_config"] | {"lmcache.mp.lazy_offload": True}},
+         "lmcache.mp.lazy_offload True"),
+        ({"kv_connector_module_path": "elsewhere"}, "kv_connector_module_path 'elsewhere'"),
+    ],
+)  # fmt: skip
+def test_so_is_a_form_of_lmcaches(more: dict[str, Any], what: str) -> None:
+    assert_refused({**SHARE, **more}, what)
+
+
+def assert_refused(transfer: dict[str, Any], what: str) -> None:
     message = refusal(asked(transfer))
-    assert "NixlConnector with" in message
+    assert f"{transfer['kv_connector']} with" in message
     assert what in message
     assert "'k4v4'" in message
     check(asked(transfer, dtype="auto"))
@@ -90,13 +122,14 @@ def engine(transfer: dict[str, Any], **more: Any) -> SimpleNamespace:
     return SimpleNamespace(**same | more)
 
 
+@pytest.mark.parametrize("transfer", [DECODE, SHARE], ids=["NIXL", "LMCache"])
 @pytest.mark.parametrize("what", BESIDE)
-def test_what_nobody_has_seen_right_beside_it_is_refused_by_name(what: str) -> None:
-    message = refusal(asked(DECODE, *BESIDE[what]))
+def test_what_nobody_has_seen_right_beside_it_is_refused_by_name(what: str, transfer: dict[str, Any]) -> None:
+    message = refusal(asked(transfer, *BESIDE[what]))
     assert f"beside {what}" in message
     assert "'k4v4'" in message
     if what != "layers that stay in 16 bits":
-        check(asked(DECODE, *BESIDE[what], dtype="auto"))
+        check(asked(transfer, *BESIDE[what], dtype="auto"))
 
 
 @pytest.mark.parametrize(
@@ -139,6 +172,16 @@ def test_another_vllm_and_an_image_without_the_package_are_refused_before_a_gpu_
     check(asked(DECODE, dtype="auto"))
 
 
+def test_another_release_of_lmcache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.1" if name == "lmcache" else version(name))
+    assert "needs lmcache 0.5 (here is 0.6.1)" in refusal(asked(SHARE))
+    with pytest.raises(UnsupportedModelError, match=r"LMCacheMPConnector of lmcache 0\.6\.1"):
+        backend.refuse_unsupported_options(engine(SHARE))
+    backend.refuse_unsupported_options(engine(DECODE))
+    check(asked(SHARE, dtype="auto"))
+
+
 def told(tokens: int = 40, **changes: Any) -> dict[str, Any]:
     blocks = {"remote_block_ids": [[1, 2, 3], [4, 5]], "remote_num_tokens": tokens, "remote_blocks_expiry_time": 1.0}
     return blocks | changes
@@ -166,9 +209,9 @@ def test_a_prompt_is_read_only_where_all_of_it_is_there_and_nothing_else(
 
 def test_terms_are_told_in_words_and_differ_in_each_of_their_parts() -> None:
     terms = {"dtype": "k4v4", "page": 4352, "block": 16, "window": 64, "ring": 4, "ranks": 2, "factors": "abc"}
-    own = str(disaggregated.Terms(**terms))
+    own = str(carriers.Terms(**terms))
     assert own == ("kv-cache dtype k4v4, 4352 bytes for 16 tokens, recent window 64 in 4 pages, tensor parallel 2, "
                    "factors abc")  # fmt: skip
-    others = [disaggregated.Terms(**terms | {key: f"{value}1" if isinstance(value, str) else value + 1})
+    others = [carriers.Terms(**terms | {key: f"{value}1" if isinstance(value, str) else value + 1})
               for key, value in terms.items()]  # fmt: skip
     assert len({own, *map(str, others)}) == len(terms) + 1

@@ -104,7 +104,9 @@ def engine(layers: dict[str, Any] | None = None, **transfer: Any) -> SimpleNames
     [
         ({"kv_connector": "NixlPushConnector"}, "the connector 'NixlPushConnector'"),
         ({"kv_connector": "NixlConnector"}, 'NixlConnector without "kv_load_failure_policy": "recompute"'),
-        ({"kv_connector": "LMCacheMPConnector"}, "the connector 'LMCacheMPConnector'"),
+        ({"kv_connector": "LMCacheConnectorV1"}, "the connector 'LMCacheConnectorV1'"),
+        ({"kv_connector": "LMCacheMPConnector"},
+         'LMCacheMPConnector without "lmcache.mp.mp_transfer_mode": "engine_driven" in kv_connector_extra_config'),
         ({"kv_connector": "SimpleCPUOffloadConnector"}, "the connector 'SimpleCPUOffloadConnector'"),
         ({"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec"}},
          "the tier 'TieringOffloadingSpec'"),

@@ -1,4 +1,4 @@
-"""Two engines, one of which prefills for the other: each in a process of its own, asked in turn."""
+"""Engines between which pages travel: each in a process of its own, asked in turn."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ LEAVE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 class Apart:
-    """An engine (`support.apart_engine`) in a process of its own; `log` is all that it said."""
+    """An engine (`support.apart_engine`, or another `module` like it) in a process of its own; `log` is all that it
+    said."""
 
-    def __init__(self, folder: Path, name: str, **environment: str) -> None:
+    def __init__(self, folder: Path, name: str, module: str, **environment: str) -> None:
         self.log_file, where = folder / f"{name}.log", folder / f"{name}.socket"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -35,7 +36,7 @@ class Apart:
             listener.bind(str(where))
             listener.listen()
             streams = [no.fileno(), log.fileno(), log.fileno()]
-            self.process = begin(address(), "support.apart_engine", [str(where)], variables, streams)
+            self.process = begin(address(), module, [str(where)], variables, streams)
             if not select.select([listener], [], [], HANGS)[0]:
                 raise TimeoutError(self.log)
             self.line = listener.accept()[0]
@@ -79,13 +80,15 @@ class Apart:
 
 
 @contextmanager
-def engines(model: Path, *each: tuple[dict[str, Any], dict[str, str]]) -> Iterator[list[Apart]]:
+def engines(
+    model: Path, *each: tuple[dict[str, Any], dict[str, str]], module: str = "support.apart_engine"
+) -> Iterator[list[Apart]]:
     """Engines with these options of vLLM's, and these variables."""
     with TemporaryDirectory() as folder:
         started = []
         try:
             for number, (options, environment) in enumerate(each):
-                started.append(engine := Apart(Path(folder), str(number), **environment))
+                started.append(engine := Apart(Path(folder), str(number), module, **environment))
                 engine.tell("start", model=str(model), options=options)
                 engine.started = engine.hear()
             yield started

@@ -15,14 +15,15 @@ from typing import Any
 class Engine:
     """What can be asked of an engine: each method is a question, its arguments and answer are JSON."""
 
+    extension = "support.apart_worker.ApartWorker"
+
     def start(self, model: str, options: dict[str, Any]) -> dict[str, Any]:
         """Make the engine."""
         from prometheus_client import generate_latest
         from vllm import LLM
 
         llm = LLM(
-            model, dtype="float32", enforce_eager=True, worker_extension_cls="support.apart_worker.ApartWorker",
-            **options,
+            model, dtype="float32", enforce_eager=True, worker_extension_cls=self.extension, **options
         )  # fmt: skip
         self.engine = llm.llm_engine
         self.core = self.engine.engine_core.engine_core
@@ -35,7 +36,9 @@ class Engine:
 
         def watched(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             self.take_down(scheduled)
-            return execute(scheduled, *args, **kwargs)
+            result = execute(scheduled, *args, **kwargs)
+            self.executed()
+            return result
 
         self.core.model_executor.execute_model = watched
         groups = self.core.scheduler.kv_cache_config.kv_cache_groups
@@ -65,6 +68,9 @@ class Engine:
                  "tokens": scheduled.num_scheduled_tokens[request], "table": self.tables[request]}
             )  # fmt: skip
 
+    def executed(self) -> None:
+        """After each step."""
+
     def serve(self, prompts: list[list[int]], tokens: list[int], params: list[Any]) -> dict[str, Any]:
         """Answer prompts together, each with its `kv_transfer_params`; with what was read for them, and all steps."""
         from vllm import SamplingParams
@@ -93,7 +99,7 @@ class Engine:
         steps, self.steps = self.steps, []
         return {
             "outputs": [found[n] for n in range(first, self.requests)],
-            "steps": [step | {"request": step["request"] - first} for step in steps],
+            "steps": [step | ({"request": step["request"] - first} if "request" in step else {}) for step in steps],
         }  # fmt: skip
 
     def digests(self, blocks: list[list[int]]) -> list[list[list[str]]]:
@@ -130,7 +136,11 @@ class Engine:
 
 def main() -> None:
     """Answer until the other side closes."""
-    engine = Engine()
+    answer(Engine())
+
+
+def answer(engine: Engine) -> None:
+    """As `main`, for an engine."""
     with socket.socket(socket.AF_UNIX) as asker:
         asker.connect(sys.argv[1])
         for line in asker.makefile("r"):

@@ -1,0 +1,57 @@
+"""As `support.apart_engine`, an engine that shares pages through LMCache: among its steps stands what moved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support import apart_engine
+
+
+class SharedEngine(apart_engine.Engine):
+    """`moved` of each rank stands in the steps behind the step that did it."""
+
+    extension = "support.shared_worker.SharedWorker"
+
+    def start(self, model: str, options: dict[str, Any]) -> dict[str, Any]:
+        """Make the engine.
+
+        vLLM 0.32's CPU platform looks for kernels in all modules, and ends at one of numba, which LMCache imports: it
+        has an answer for every attribute that it is asked for.
+        """
+        import llvmlite.binding.ffi
+
+        llvmlite.binding.ffi.lib._fntab["__dict__"] = {}
+        self.rings: dict[str, list[int]] = {}
+        self.poisoned = 0
+        return super().start(model, options)
+
+    def take_down(self, scheduled: Any) -> None:
+        """And fill the rings that requests are given, with rows of others or any bytes: one that was preempted could
+        find its own there."""
+        super().take_down(scheduled)
+        cached = scheduled.scheduled_cached_reqs
+        given = {request.req_id: request.block_ids for request in scheduled.scheduled_new_reqs}
+        given |= dict(zip(cached.req_ids, cached.new_block_ids, strict=True))
+        for request in (*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())):
+            self.rings.pop(request, None)
+        for request, groups in given.items():
+            for block in groups[1] if groups is not None and len(groups) > 1 else ():
+                others = [b for owner, owned in self.rings.items() if owner != request for b in owned]
+                self.poisoned += 1
+                other = others[self.poisoned % len(others)] if others else None
+                self.workers("poison_ring", block, other, self.poisoned)
+                self.rings.setdefault(request, []).append(block)
+
+    def executed(self) -> None:
+        """After each step."""
+        ranks = self.workers("moved")
+        self.steps += [{"moved": list(one)} for one in zip(*ranks, strict=True)]
+
+
+def main() -> None:
+    """Answer until the other side closes."""
+    apart_engine.answer(SharedEngine())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What engines that share pages through LMCache ask of each of their workers, by vLLM's `worker_extension_cls`."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from support.apart_worker import ApartWorker
+
+
+class SharedWorker(ApartWorker):
+    """Mixed into vLLM's worker."""
+
+    def watch_reads(self) -> None:
+        """Take down which blocks go to LMCache and come from it, and what is in them by then."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self.moves: list[dict[str, Any]] = []
+        self.read: list[tuple[str, list[Any]]] = []
+        adapter = get_kv_transfer_group().worker_adapter
+        connect = adapter._send_register_kv_caches_request
+
+        def connect_and_watch(kv_caches: Any) -> None:
+            connect(kv_caches)
+            self.watch(adapter.transfer_ctx)
+
+        adapter._send_register_kv_caches_request = connect_and_watch
+        self.watch(adapter.transfer_ctx)
+
+    def watch(self, context: Any) -> None:
+        """Of one connection to the server."""
+        store, retrieve, block = context.submit_store, context.submit_retrieve, self.vllm_config.cache_config.block_size
+
+        def move(what: str, key: Any, blocks: list[int], skipped: int = 0) -> None:
+            """Each block with the hash of all tokens up to its end, which is its place at LMCache."""
+            found = []
+            for i, one in enumerate(blocks):
+                end = key.start + (i + 1) * block
+                if end > key.start + skipped:
+                    place = hashlib.sha256(str(key.token_ids[:end]).encode()).hexdigest()
+                    found.append([one, place, self.digests([one])[0]])
+            self.moves.append({what: found})
+
+        def stored(request: str, key: Any, caches: Any, blocks: Any, *more: Any) -> Any:
+            done = store(request, key, caches, blocks, *more)
+            if done.result():
+                move("stored", key, blocks[0])
+            return done
+
+        def loaded(request: str, key: Any, caches: Any, blocks: Any, *more: Any, skip_first_n_tokens: int = 0) -> Any:
+            done = retrieve(request, key, caches, blocks, *more, skip_first_n_tokens=skip_first_n_tokens)
+            if done.result():
+                move("loaded", key, blocks[0], skip_first_n_tokens)
+            return done
+
+        context.submit_store, context.submit_retrieve = stored, loaded
+
+    def moved(self) -> list[dict[str, Any]]:
+        """What was taken down since the last call, in order."""
+        moves, self.moves = self.moves, []
+        return moves
