@@ -113,6 +113,14 @@ FAMILIES: dict[str, Family] = {
         "Phi3Config",
         {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 384},
     ),
+    "stablelm": Family(  # heads of 80 elements, a quarter of them with RoPE
+        "StableLmConfig",
+        {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 320},
+    ),
+    "heads-of-192": Family(
+        "LlamaConfig",
+        {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 192},
+    ),
     "gemma3": Family(
         "Gemma3TextConfig",
         {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256,

@@ -32,6 +32,10 @@ back is rounded to bfloat16."""
 LENGTHS, HIT, BLOCK, KV_HEADS = [1, 63, 64, 65, 300, 1000, 2500], 40, 64, 2
 
 
+PADDED = (80, 112, 160)
+"""Head dimensions that have no layout, and zeros behind."""
+
+
 class Case(NamedTuple):
     """Format, head_dim, query heads to a KV head, recent window, tokens of a sequence in a step; cap and sinks."""
 
@@ -44,13 +48,14 @@ class Case(NamedTuple):
     sinks: bool = False
 
 
+DIMS = (*formats.HEAD_DIMS, *PADDED)
 CASES = [
-    *(Case(name, dim, 4, recent) for name in formats.own_names() for dim in formats.HEAD_DIMS
+    *(Case(name, dim, 4, recent) for name in formats.own_names() for dim in DIMS
       for recent in dict.fromkeys((0, 64 if formats.parse(name).has_ring else 0, formats.parse(name).window))),
     Case("k4v4", 128, 16, 64), Case("k4v2", 256, 7, 64), Case("k8v4", 96, 12, 300), Case("k2v2", 128, 5, 512),
     Case("k4v4", 128, 1, 64),
     *(Case(name, dim, 4, 64 if formats.parse(name).has_ring else 0, 4) for name in formats.own_names()
-      for dim in formats.HEAD_DIMS),
+      for dim in DIMS),
     *(Case("k4v4", 128, 4, recent, tokens) for recent in (0, 64) for tokens in (2, 3, 5, 8)),
     Case("k4v4", 64, 1, 64, 3), Case("k4v2", 128, 16, 64, 2), Case("k2v2", 128, 5, 512, 7), Case("k8v4", 96, 8, 300, 6),
     *(Case(name, 64, 8, recent, tokens, sinks=True) for name, recent in (("k8v4", 64), ("k4v4", 0), ("k4v4", 64))
@@ -59,6 +64,8 @@ CASES = [
     Case("k4v2", 128, 8, 128, softcap=5.0, sinks=True),
     *(Case("k4v4", dim, ratio, 64, tokens) for dim, ratio in ((64, 32), (64, 71), (128, 48), (256, 17))
       for tokens in (1, 3)),
+    *(Case("k4v4", dim, ratio, 64, tokens) for dim in (80, 160, 192) for ratio in (1, 8) for tokens in (1, 3)),
+    Case("k8v4", 192, 2, 64, softcap=30.0, sinks=True), Case("k4v4", 80, 8, 64, softcap=30.0, sinks=True),
     Case("k4v4", 512, 8, 0), Case("k4v4", 512, 8, 64), Case("k4v2", 512, 8, 128), Case("k4v4", 512, 7, 64, 3),
     Case("k8v4", 512, 2, 64, softcap=30.0, sinks=True), Case("k4v4", 512, 16, 64),
 ]  # fmt: skip
@@ -194,7 +201,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--processes", type=int, default=12)
-    parser.add_argument("--head-dims", type=int, nargs="+", default=list(formats.HEAD_DIMS))
+    parser.add_argument("--head-dims", type=int, nargs="+", default=list(DIMS))
     options = parser.parse_args()
     cases = [case for case in CASES if case.dim in options.head_dims]
     # A process each: after a fault in a kernel nothing else runs in it.

@@ -29,6 +29,12 @@ class Variant:
     stages: int | None = None
 
 
+def row(dim: int) -> dict[str, int]:
+    """Elements of a head, of the row that it is stored as, and its slots."""
+    stored = formats.stored_dim(dim) or 0
+    return {"HEAD": dim, "D": stored, "WIDE": slots(stored)}
+
+
 def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int, page: int = BLOCK,
                    softcap: bool = False, window: int = 0, tokens: int = 1) -> Variant:  # fmt: skip
     """Decode as `GpuPages` launches it for a format, head_dim, query heads of a KV head, recent window, and so on."""
@@ -50,11 +56,11 @@ def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int
 
 def store_variant(name: str, dim: int, recent: int, tokens: int) -> Variant:
     """Store as `GpuPages` launches it for so many tokens."""
-    fmt, block = formats.parse(name), tuning.store_block(dim, tokens)
+    fmt, block = formats.parse(name), tuning.store_block(row(dim)["D"], tokens)
     key, value = side_layouts(fmt, dim, BLOCK, recent)
     ring = fmt.ring_layout(dim, BLOCK).tokens if recent else 0
-    constants = {"KV_HEADS": 8, "RATIO": 4, "KEY": key, "VALUE": value, "D": dim, "WIDE": slots(dim), "PAGE": BLOCK,
-                 "RING": ring, "TOKENS": block.tokens}  # fmt: skip
+    constants = {"KV_HEADS": 8, "RATIO": 4, "KEY": key, "VALUE": value, **row(dim), "PAGE": BLOCK, "RING": ring,
+                 "TOKENS": block.tokens}  # fmt: skip
     parts = [f"head_dim {dim}", recent and f"window {recent}", f"{block.tokens} tokens"]
     return Variant("store_kernel", name, ", ".join(part for part in parts if part), block.warps, constants)
 
@@ -62,23 +68,22 @@ def store_variant(name: str, dim: int, recent: int, tokens: int) -> Variant:
 def gather_variant(name: str, dim: int, block: tuning.Block) -> Variant:
     """Gather with so many tokens and warps."""
     key, value = side_layouts(formats.parse(name), dim, BLOCK, 0)
-    constants = {"KV_HEADS": 8, "KEY": key, "VALUE": value, "D": dim, "WIDE": slots(dim), "PAGE": BLOCK,
-                 "TOKENS": block.tokens}  # fmt: skip
+    constants = {"KV_HEADS": 8, "KEY": key, "VALUE": value, **row(dim), "PAGE": BLOCK, "TOKENS": block.tokens}
     return Variant("gather_kernel", name, f"head_dim {dim}", block.warps, constants)
 
 
 def reduce_variant(dim: int, take: int, step: int, warps: int, several: bool = False) -> Variant:
     """Reduce for so many of 8 query heads and splits in flight; it knows no format."""
     shape = f"head_dim {dim}, {take} of 8 queries, {step} splits" + (", several tokens" if several else "")
-    constants = {"KV_HEADS": 8, "RATIO": 8, "TAKE": take, "D": dim, "WIDE": slots(dim), "ROWS": take, "STEP": step,
-                 "SEVERAL": several}  # fmt: skip
+    constants = {"KV_HEADS": 8, "RATIO": 8, "TAKE": take, **row(dim), "ROWS": take, "STEP": step, "SEVERAL": several}
     return Variant("reduce_kernel", "any", shape, warps, constants)
 
 
 def prefill_variant(causal: bool, capability: int) -> Variant:
     """Prefill of heads of 512 elements, as the CUDA backend launches it."""
     block = tuning.prefill_block(divmod(capability, 10))
-    constants = {"RATIO": 8, "D": 512, "M": block.queries, "N": block.keys, "CAUSAL": causal, "SOFTCAP": False}
+    constants = {"RATIO": 8, "D": 512, "WIDE": 512, "M": block.queries, "N": block.keys, "CAUSAL": causal,
+                 "SOFTCAP": False}  # fmt: skip
     shape = f"head_dim 512, {'causal' if causal else 'context'}"
     return Variant("prefill_kernel", "any", shape, block.warps, constants, stages=block.stages)
 
@@ -125,6 +130,9 @@ def every_variant(capability: int) -> list[Variant]:
     """Each kernel for each format and head_dim, with a recent window and without, decode for 4 and for 8 queries, and
     of several tokens for 4."""
     found = step_variants()
+    for dim in (80, 160):
+        found += [store_variant("k4v4", dim, 64, 1), reduce_variant(dim, 4, 4, 2 if dim <= 128 else 4)]
+        found.append(gather_variant("k4v4", dim, tuning.gather_block(row(dim)["D"], divmod(capability, 10))))
     for dim in formats.HEAD_DIMS:
         for name in formats.own_names():
             windows = (0, 64) if formats.parse(name).has_ring else (0,)
@@ -147,12 +155,17 @@ def every_variant(capability: int) -> list[Variant]:
 
 def few_variants(capability: int) -> list[Variant]:
     """Of store and decode and each format one as for Llama-3-8B, with a window of 64; int8's are of head_dim 256, as
-    Gemma's, and one more of k4v4's of Gemma 4's 512, as that is the only one to have a prefill of ours. Of a prompt's
-    store and of a step with drafts k4v4's, and of gather k4v4's and int8's: these take much the same in every format.
-    No latents, which no engine on a GPU serves yet."""
+    Gemma's, and some more of k4v4's: of 192, whose rows have slots in two parts, of 80, which has zeros behind, and of
+    Gemma 4's 512, as that is the only one to have a prefill of ours. Of a prompt's store and of a step with drafts
+    k4v4's, and of gather k4v4's and int8's: these take much the same in every format. No latents, which no engine on a
+    GPU serves yet."""
     found = [*step_variants(), reduce_variant(128, 1, 32, 4), reduce_variant(256, 4, 4, 4)]
     found += [decode_variant("k4v4", 512, 8, 64, capability), store_variant("k4v4", 512, 64, 1),
               reduce_variant(512, 4, 4, 8), prefill_variant(True, capability)]  # fmt: skip
+    found += [decode_variant("k4v4", 192, 4, 64, capability), store_variant("k4v4", 192, 64, 1),
+              reduce_variant(192, 4, 4, 4), store_variant("k4v4", 80, 64, 1), reduce_variant(80, 4, 4, 2)]  # fmt: skip
+    found += [gather_variant("k4v4", dim, tuning.gather_block(row(dim)["D"], divmod(capability, 10)))
+              for dim in (80, 192)]  # fmt: skip
     found += [reduce_variant(128, 2, 8, 2, several=True), decode_variant("k4v4", 128, 4, 64, capability, tokens=4)]
     for name in formats.own_names():
         recent, dim = 64 if formats.parse(name).has_ring else 0, 256 if name == "int8" else 128

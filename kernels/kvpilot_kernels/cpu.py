@@ -18,7 +18,7 @@ from kvpilot_kernels.capped import attention
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.formats import Format
 from kvpilot_kernels.layouts import Region
-from kvpilot_kernels.reference.hadamard import hadamard
+from kvpilot_kernels.reference.hadamard import rotation
 from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, split, unpack
 from kvpilot_kernels.ring import FineRows, RingPages
 from kvpilot_kernels.softmax import softmax
@@ -58,7 +58,7 @@ class PackedPages:
                 f"[{cache.shape[1]}, {head_dim}]; load this model's calibration, and shard it as its heads are"
             )
         self.fmt, self.head_dim, self.block_size, self.factors = fmt, head_dim, cache.shape[2], factors
-        self.groups = head_dim // fmt.group_size(head_dim)
+        self.groups, self.rotation = fmt.groups(head_dim), rotation(head_dim)
         layout = fmt.page_layout(head_dim, self.block_size)
         pages = cache.flatten(2)
 
@@ -105,7 +105,6 @@ class PackedPages:
             ring_slots = ring_slots[kept] if ring_slots is not None else None
         block = slots.div(self.block_size, rounding_mode="floor")
         place = slots - block * self.block_size
-        rotation = hadamard(self.head_dim)
         group = self.fmt.group_size(self.head_dim)
         for x, side, bits, codes_at, meta_at in (
             (key, "key", self.fmt.key.bits, self.key_codes, self.key_meta),
@@ -117,7 +116,7 @@ class PackedPages:
                 if side == "key":
                     mean = torch.where(first[:, None, None], self.factors.key_first, mean)
                 x = (x - mean) * scale
-            x = x @ rotation
+            x = x @ self.rotation
             codes, meta = encode(x, bits, group)
             packed = pack(codes, bits)
             codes_at[block, :, place] = packed
@@ -164,7 +163,6 @@ class PackedPages:
         past = torch.arange(length)[None, :] >= seq_lens[:, None]  # [S, L]
         # Table entries past a sequence's end may be anything: point them at a block that exists.
         table = table.masked_fill(past[:, :: self.block_size], 0)
-        rotation = hadamard(self.head_dim)
         sequences, heads = query.shape[:2]
         kv_heads = self.key_codes.shape[1]
         q = query.float().view(sequences, kv_heads, heads // kv_heads, self.head_dim)
@@ -175,7 +173,7 @@ class PackedPages:
             apart = (q * (self.factors.key_first - self.factors.key_mean)[:, None]).sum(-1).mul_(scale)
             level = (q * self.factors.key_mean[:, None]).sum(-1, keepdim=True).mul_(scale)
             q = q / self.factors.key_scale[:, None]
-        q = split((q @ rotation).mul_(scale), self.groups).transpose(2, 3)  # [S, H, groups, queries, g]
+        q = split((q @ self.rotation).mul_(scale), self.groups).transpose(2, 3)  # [S, H, groups, queries, g]
 
         group_scale, zero = self._meta(self.key_meta, table, self.fmt.key.bits)  # [S, H, groups, 1, L]
         codes = self._codes(self.key_codes, table, self.fmt.key.bits)  # [S, H, groups, L, g]
@@ -205,7 +203,7 @@ class PackedPages:
         if at is not None and fine_value is not None:
             near = p.squeeze(2).gather(-1, at).unsqueeze(2) * fine_value.scales.unsqueeze(3)
             out += torch.matmul(near, fine_value.values)
-        out = out.transpose(2, 3).reshape(sequences, kv_heads, -1, self.head_dim) @ rotation.T
+        out = out.transpose(2, 3).flatten(3) @ self.rotation.T
         if self.factors is not None:
             # A sink takes weight from the mean, too.
             weight = 1.0 if sinks is None else p.sum(-1).transpose(2, 3).reshape(sequences, kv_heads, -1, 1)
@@ -275,7 +273,7 @@ class PackedPages:
         }[side]
         rows = codes[table].transpose(1, 2).flatten(0, 1)[:length]
         meta = meta[table].transpose(1, 2).flatten(0, 1)[:length]
-        back = decode(unpack(rows, bits), meta, bits) @ hadamard(self.head_dim).T
+        back = decode(unpack(rows, bits), meta, bits) @ self.rotation.T
         if self.factors is not None:
             mean, scale = self.factors.of(side)
             back = back / scale + mean

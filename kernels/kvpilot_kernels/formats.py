@@ -20,8 +20,11 @@ from kvpilot_kernels.layouts import PageLayout, RingLayout
 
 _Dtype = TypeVar("_Dtype")
 
-HEAD_DIMS = (64, 96, 128, 256, 512)
-"""Head dimensions that kvpilot's own formats support."""
+HEAD_DIMS = (64, 96, 128, 192, 256, 512)
+"""Head dimensions with a layout in kvpilot's own formats; heads of others are stored as the next of them."""
+
+SERVED = "multiples of 8 from 48 to 256 and from 344 to 512"
+"""The head dimensions that have a `stored_dim`, for people."""
 
 RECENT_CHOICES = (0, 64, 128, 256, 512)
 """Tokens that a recent window may have; 0 is none."""
@@ -44,14 +47,23 @@ class UnknownFormatError(FormatError):
 
 
 class UnsupportedHeadDimError(FormatError):
-    """This format has no layout for this head dimension. Attributes: `format`, `head_dim`."""
+    """This format does not store heads of this dimension. Attributes: `format`, `head_dim`."""
 
     def __init__(self, format_name: str, head_dim: int) -> None:
         self.format = format_name
         self.head_dim = head_dim
-        dims = ", ".join(map(str, HEAD_DIMS))
-        super().__init__(f"head_dim {head_dim} is not supported by kv-cache dtype {format_name!r}, which takes {dims};"
-                         " use 'auto' or 'fp8' for this model")  # fmt: skip
+        super().__init__(f"head_dim {head_dim} is not supported by kv-cache dtype {format_name!r}, which takes "
+                         f"{SERVED}; use 'auto' or 'fp8' for this model")  # fmt: skip
+
+
+def stored_dim(head_dim: int) -> int | None:
+    """The elements that a head of `head_dim` takes in kvpilot's own formats: those of the next of `HEAD_DIMS`.
+
+    A row of fewer has zeros behind. None where a third of the row would be zeros or more, which is worth no dtype of
+    ours, or where the kernels' loads would not be of whole 16 bytes.
+    """
+    wide = next((dim for dim in HEAD_DIMS if dim >= head_dim), 0)
+    return wide if head_dim % 8 == 0 and 3 * head_dim > 2 * wide > 0 else None
 
 
 class Origin(Enum):
@@ -121,32 +133,48 @@ class Format:
         """Whether kvpilot's own backend serves it."""
         return self.origin is Origin.KVPILOT
 
-    def group_size(self, head_dim: int) -> int:
-        """Elements per scale in kvpilot's formats: 64, or 48 at head_dim 96.
+    def row_dim(self, head_dim: int) -> int:
+        """Elements of a row in kvpilot's formats: `stored_dim`.
 
         Raises:
-            UnsupportedHeadDimError: the format is not ours, or the dimension has no layout.
+            UnsupportedHeadDimError: the format is not ours, or heads of this dimension are not stored.
         """
-        if not self.ours or head_dim not in HEAD_DIMS:
+        wide = stored_dim(head_dim) if self.ours else None
+        if wide is None:
             raise UnsupportedHeadDimError(self.name, head_dim)
-        return 48 if head_dim == 96 else 64
+        return wide
+
+    def group_size(self, head_dim: int) -> int:
+        """Elements of a row per scale in kvpilot's formats: 64, or 48 in rows of 96 and 192.
+
+        Raises:
+            UnsupportedHeadDimError: as `row_dim`.
+        """
+        return 64 if self.row_dim(head_dim) % 3 else 48
+
+    def groups(self, head_dim: int) -> int:
+        """Scales of a row in kvpilot's formats.
+
+        Raises:
+            UnsupportedHeadDimError: as `row_dim`.
+        """
+        return self.row_dim(head_dim) // self.group_size(head_dim)
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of one token and KV head, key and value together, with all metadata.
 
         Raises:
-            UnsupportedHeadDimError: the format is ours and has no layout for this dimension.
+            UnsupportedHeadDimError: the format is ours and does not store heads of this dimension.
             FormatError: head_dim is not positive.
         """
         if head_dim <= 0:
             raise FormatError(f"head_dim {head_dim} is not a dimension; give the model's head_dim, such as 128")
         if self.ours:
-            groups = head_dim // self.group_size(head_dim)
-            return head_dim * (self.key.bits + self.value.bits) // 8 + 2 * 2 * groups
+            return self.row_dim(head_dim) * (self.key.bits + self.value.bits) // 8 + 2 * 2 * self.groups(head_dim)
         return self.key.row_bytes(head_dim) + self.value.row_bytes(head_dim)
 
     def bits_per_element(self, head_dim: int = 128) -> float:
-        """Bits per stored element with everything counted (codes, scales, zero points)."""
+        """Bits per element of the model with everything counted (codes, scales, zero points, zeros behind)."""
         return self.row_bytes(head_dim) * 8 / (2 * head_dim)
 
     def bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int) -> int:
@@ -157,13 +185,13 @@ class Format:
         """Offsets of a page of `block_size` tokens; the table of `layouts`.
 
         Raises:
-            UnsupportedHeadDimError: as `group_size`.
+            UnsupportedHeadDimError: as `row_dim`.
             FormatError: block_size is not a positive multiple of 16.
         """
-        groups = head_dim // self.group_size(head_dim)
+        groups = self.groups(head_dim)
         if block_size <= 0 or block_size % 16:
             raise FormatError(f"block_size {block_size} is not a multiple of 16 tokens; use 16, 32, 64 or 128")
-        return layouts.page(self.key.bits, self.value.bits, head_dim, groups, block_size)
+        return layouts.page(self.key.bits, self.value.bits, self.row_dim(head_dim), groups, block_size)
 
     @property
     def has_ring(self) -> bool:
@@ -198,8 +226,7 @@ class Format:
         page = self.page_layout(head_dim, block_size)
         if not self.has_ring:
             raise FormatError(f"kv-cache dtype {self.name!r} has 8 bits everywhere: set recentTokens to 0")
-        groups = head_dim // self.group_size(head_dim)
-        return layouts.ring(self.key.bits, self.value.bits, head_dim, groups, page.size)
+        return layouts.ring(self.key.bits, self.value.bits, self.row_dim(head_dim), self.groups(head_dim), page.size)
 
     def ring_blocks(self, recent: int, head_dim: int, block_size: int) -> int:
         """Pages of a sequence's ring that hold the last `recent` tokens; 0 for no window or a format of 8 bits.

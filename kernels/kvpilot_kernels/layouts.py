@@ -2,14 +2,17 @@
 
 kvpilot's group format (everything of a token is in its page; nothing depends on other tokens)
 ----------------------------------------------------------------------------------------------
-A row of D elements is cut into groups of g = 64 (g = 48 at D = 96). Each group stores codes of b bits and 16 bits
-of scale metadata (little endian)::
+A row of D elements is cut into groups of g = 64 (g = 48 at D = 96 and 192). Each group stores codes of b bits and 16
+bits of scale metadata (little endian)::
 
     meta = (float16 bits of `scale` >> 4) << 5 | zero_code        scale: positive, rounded up to 6 mantissa bits
     qmax = 2^b - 1        z = zero_code * qmax / 30, zero_code in 0..30        x is read back as scale * (code - z)
 
 Byte j of a 4-bit row holds element j (low nibble) and j + D/2 (high nibble); byte j of a 2-bit row holds j, j + D/4,
 j + D/2 and j + 3D/4 from the low bits up: a kernel unpacks contiguous tiles without interleaving.
+
+D is one of `formats.HEAD_DIMS`. A head of fewer elements d has D - d zeros behind, before it is rotated by the matrix H
+of D: its row is x H_d with the first d rows of H, it is read back as x' H_d^T, and q . k = (q H_d) . (k H_d) as ever.
 
 Page layout (one flat region per block and KV head; T = tokens in a block, kb/vb = code bits, G = D / g groups)
 ---------------------------------------------------------------------------------------------------------------

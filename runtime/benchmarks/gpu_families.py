@@ -78,8 +78,8 @@ CASES: dict[str, Case] = {
     "llama-4": Case(fields={"attention_chunk_size": 128}),
     # By itself vLLM takes FlashInfer for its linear attention on Hopper.
     "qwen3-next": Case(engine={"gdn_prefill_backend": "triton"}),
-    **{name: Case() for name in ("granite-4", "qwen3-moe", "nemotron-h", "lfm2", "qwen2", "qwen3", "phi3",
-                                 "shared-kv-head", "plain")},
+    **{name: Case() for name in ("granite-4", "qwen3-moe", "nemotron-h", "lfm2", "qwen2", "qwen3", "phi3", "stablelm",
+                                 "heads-of-192", "shared-kv-head", "plain")},
 }  # fmt: skip
 
 

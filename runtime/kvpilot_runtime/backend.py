@@ -80,8 +80,8 @@ class PackedBackend(HeadMajorPages, AttentionBackend):  # type: ignore[misc]  # 
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Head dimensions with a page layout."""
-        return list(formats.HEAD_DIMS)
+        """Head dimensions that pages store, some of them with zeros behind: `formats.stored_dim`."""
+        return [dim for dim in range(max(formats.HEAD_DIMS) + 1) if formats.stored_dim(dim)]
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -100,7 +100,7 @@ class PackedBackend(HeadMajorPages, AttentionBackend):  # type: ignore[misc]  # 
         vLLM also asks for the page of a layer that stays in 16 bits, to make both one size: that one is left alone.
 
         Raises:
-            UnsupportedModelError: no layout for this head dimension, or keys and values of different sizes.
+            UnsupportedModelError: heads of this dimension are not stored, or keys and values of different sizes.
         """
         if spec.dtype != torch.uint8:
             return spec

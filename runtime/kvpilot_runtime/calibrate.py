@@ -148,8 +148,8 @@ def run(
         raise CalibrateError(
             f"model {str(model)!r} has no usable config.json ({error}); give a model's folder"
         ) from error
-    if facts.head_dim not in formats.HEAD_DIMS:
-        raise CalibrateError(f"head_dim {facts.head_dim} has no kvpilot format; formats take {formats.HEAD_DIMS}")
+    if formats.stored_dim(facts.head_dim) is None:
+        raise CalibrateError(f"head_dim {facts.head_dim} has no kvpilot format; formats take {formats.SERVED}")
     output = output or model / "kvpilot-calibration.safetensors"
     if not output.parent.is_dir():
         raise CalibrateError(f"--output {str(output)!r}: there is no folder {str(output.parent)!r}; make it first")

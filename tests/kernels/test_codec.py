@@ -9,6 +9,7 @@ from kvpilot_kernels import formats
 from kvpilot_kernels.reference.attention import round_trip
 from kvpilot_kernels.reference.hadamard import hadamard
 from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, unpack
+from support.gpu_batch import PADDED
 
 dims = st.sampled_from(formats.HEAD_DIMS)
 widths = st.sampled_from([2, 4, 8])
@@ -133,6 +134,28 @@ def test_a_nan_comes_back_as_nan_and_only_in_its_own_group(dim: int, bits: int) 
     back = decode(*encode(x, bits, group(dim)), bits)
     assert back[0, : group(dim)].isnan().all()
     assert back[0, group(dim) :].isfinite().all() and back[1].isfinite().all()
+
+
+@given(seeds, st.integers(1, 64).map(lambda n: 8 * n).filter(formats.stored_dim), st.sampled_from(formats.own_names()))
+def test_a_head_with_zeros_behind_is_read_back_as_if_they_had_been_stored_and_cut_off(
+    seed: int, dim: int, name: str
+) -> None:
+    fmt, wide, x = formats.parse(name), formats.stored_dim(dim), normal(seed, 4, dim)
+    padded = torch.nn.functional.pad(x, (0, wide - dim))
+    back = round_trip(padded, fmt, "value")[:, :dim]
+    # Sums of other lengths may be rounded otherwise, and then a code is the next one.
+    assert ((round_trip(x, fmt, "value") - back).abs() > 1e-4).float().mean() < 0.05
+
+
+@pytest.mark.parametrize("dim", PADDED)
+@pytest.mark.parametrize("name", formats.own_names())
+def test_zeros_behind_a_head_take_as_much_of_the_error_as_of_the_row(name: str, dim: int) -> None:
+    fmt, wide = formats.parse(name), formats.stored_dim(dim)
+    errors = []
+    for size in (dim, wide):
+        x = normal(size, 4096, size)
+        errors.append(float((round_trip(x, fmt, "value") - x).norm() / x.norm()))
+    assert errors[0] / errors[1] == pytest.approx((dim / wide) ** 0.5, rel=0.03)
 
 
 @pytest.mark.parametrize("dim", formats.HEAD_DIMS)

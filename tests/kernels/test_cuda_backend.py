@@ -93,9 +93,9 @@ def test_what_a_captured_graph_reads_lies_in_vllms_own_buffers_or_always_at_the_
         assert len(set(places)) == 1
 
 
-@pytest.mark.parametrize("name", ["k4v4", "k8v4"])
-def test_prompts_in_chunks_decodes_and_mixed_steps_equal_the_reference(cuda: Any, name: str) -> None:
-    engine = Engine(cuda, name)
+@pytest.mark.parametrize(("name", "dim"), [("k4v4", 64), ("k8v4", 64), ("k4v4", 80), ("k4v2", 160), ("k4v4", 192)])
+def test_prompts_in_chunks_decodes_and_mixed_steps_equal_the_reference(cuda: Any, name: str, dim: int) -> None:
+    engine = Engine(cuda, name, dim=dim)
     engine.step({"a": 40}, padding=0)
     engine.step({"a": 1, "b": 70}, padding=9)
     engine.step({"a": 1, "b": 30, "c": 20}, padding=3)

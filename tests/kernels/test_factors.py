@@ -12,7 +12,7 @@ from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.fit import Moments, Observed, fit
 from kvpilot_kernels.reference.attention import decode_reference, prefill_reference, round_trip
-from support.gpu_batch import ordinals
+from support.gpu_batch import DIMS, ordinals
 
 SERVED = ["int8", "k8v4", "k4v4", "k4v2", "k2v2"]
 
@@ -39,7 +39,7 @@ def stored(key: torch.Tensor, value: torch.Tensor, fmt: formats.Format, factors:
     return pages
 
 
-@given(st.sampled_from(SERVED), st.sampled_from(formats.HEAD_DIMS), st.integers(1, 40), st.integers(0, 2**31))
+@given(st.sampled_from(SERVED), st.sampled_from(DIMS), st.integers(1, 40), st.integers(0, 2**31))
 @settings(max_examples=25)
 def test_identity_factors_change_no_bit(name: str, dim: int, tokens: int, seed: int) -> None:
     rng, fmt = draw(seed), formats.parse(name)
@@ -53,7 +53,7 @@ def test_identity_factors_change_no_bit(name: str, dim: int, tokens: int, seed: 
 
 
 @given(
-    st.sampled_from(SERVED), st.sampled_from(formats.HEAD_DIMS), st.integers(1, 50), st.sampled_from([1, 3, 7]),
+    st.sampled_from(SERVED), st.sampled_from(DIMS), st.integers(1, 50), st.sampled_from([1, 3, 7]),
     st.booleans(), st.integers(0, 2**31),
 )  # fmt: skip
 @settings(max_examples=40)

@@ -100,8 +100,43 @@ def test_an_unknown_name_is_refused_with_the_names_that_exist(name: str) -> None
     assert len(str(error.value)) < 1000
 
 
-@given(own, st.integers(-8, 600).filter(lambda d: d not in formats.HEAD_DIMS))
-def test_a_head_dim_without_a_layout_is_refused(name: str, head_dim: int) -> None:
+def served(head_dim: int) -> bool:
+    """Whether a head dimension is one of those that messages name."""
+    return head_dim % 8 == 0 and (48 <= head_dim <= 256 or 344 <= head_dim <= 512)
+
+
+@given(st.integers(-8, 600))
+def test_a_head_is_stored_as_the_next_dimension_with_a_layout_if_less_than_a_third_is_zeros(head_dim: int) -> None:
+    wide = formats.stored_dim(head_dim)
+    assert (wide is not None) == served(head_dim)
+    if wide is not None:
+        assert wide in formats.HEAD_DIMS
+        assert [dim for dim in formats.HEAD_DIMS if head_dim <= dim < wide] == []
+        assert 3 * (wide - head_dim) < wide
+
+
+def test_messages_name_the_head_dims_that_are_stored() -> None:
+    assert formats.SERVED == "multiples of 8 from 48 to 256 and from 344 to 512"
+
+
+@given(own, st.integers(1, 64).map(lambda n: 8 * n).filter(served), block_sizes)
+def test_a_head_with_zeros_behind_takes_the_bytes_of_the_row_that_it_is_stored_as(
+    name: str, head_dim: int, block_size: int
+) -> None:
+    fmt, wide = formats.parse(name), formats.stored_dim(head_dim)
+    assert fmt.row_bytes(head_dim) == fmt.row_bytes(wide)
+    assert fmt.page_layout(head_dim, block_size) == fmt.page_layout(wide, block_size)
+    assert fmt.bits_per_element(head_dim) * head_dim == pytest.approx(fmt.bits_per_element(wide) * wide)
+    if fmt.has_ring:
+        assert fmt.ring_layout(head_dim, block_size) == fmt.ring_layout(wide, block_size)
+
+
+def test_80_elements_in_k4v4_hold_three_times_the_tokens_of_16_bits() -> None:
+    assert formats.capacity_ratio("k4v4", head_dim=80) == pytest.approx(320 / 104)
+
+
+@given(own, st.integers(-8, 600).filter(lambda d: not served(d)))
+def test_a_head_dim_that_is_not_stored_is_refused(name: str, head_dim: int) -> None:
     with pytest.raises(FormatError, match=f"head_dim {head_dim}"):
         formats.parse(name).row_bytes(head_dim)
 

@@ -9,7 +9,7 @@ from kvpilot_kernels import formats
 from kvpilot_kernels.gpu import decode, pages
 from kvpilot_kernels.reference.attention import decode_reference
 from support.gluon_eager import EagerKernel
-from support.gpu_batch import Batch, ordinals
+from support.gpu_batch import DIMS, Batch, ordinals
 from support.rounding import assert_within_rounding
 
 CLOSE = 1e-3
@@ -41,7 +41,7 @@ def assert_equals_reference(batch: Batch) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("dim", formats.HEAD_DIMS)
+@pytest.mark.parametrize("dim", [*formats.HEAD_DIMS, 80])
 @pytest.mark.parametrize("name", formats.own_names())
 def test_decode_equals_the_reference_in_every_format_at_every_head_dim(name: str, dim: int) -> None:
     assert_equals_reference(Batch(name, dim, [40, 0, 1], seed=3, ratio=3))
@@ -49,7 +49,7 @@ def test_decode_equals_the_reference_in_every_format_at_every_head_dim(name: str
 
 @settings(max_examples=30)
 @given(
-    st.sampled_from(formats.own_names()), st.sampled_from(formats.HEAD_DIMS),
+    st.sampled_from(formats.own_names()), st.sampled_from(DIMS),
     st.lists(st.integers(0, 150), min_size=1, max_size=3), seeds, st.integers(1, 2), ratios, cuts, st.integers(2, 4),
     st.integers(1, 3), st.booleans(),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from kvpilot_kernels import formats
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
 from kvpilot_kernels.reference.attention import decode_reference
-from support.gpu_batch import CPU, PAST_THE_END, Batch, launch_as, several
+from support.gpu_batch import CPU, DIMS, PAST_THE_END, Batch, launch_as, several
 from support.recent import Sequences
 from support.rounding import assert_within_rounding
 
@@ -70,7 +70,7 @@ def test_every_format_at_every_head_dim(name: str, dim: int) -> None:
 
 @settings(max_examples=40)
 @given(
-    names, st.sampled_from(formats.HEAD_DIMS), steps, seeds, st.integers(1, 2), st.sampled_from([1, 2, 3, 4, 5, 8, 16]),
+    names, st.sampled_from(DIMS), steps, seeds, st.integers(1, 2), st.sampled_from([1, 2, 3, 4, 5, 8, 16]),
     st.sampled_from([(16, 16), (32, 16), (48, 16), (64, 32), (64, 64)]), st.integers(2, 4), st.integers(1, 4),
     st.booleans(), st.integers(0, 3),
 )  # fmt: skip

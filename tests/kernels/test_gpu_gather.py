@@ -5,13 +5,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvpilot_kernels import formats
-from support.gpu_batch import Batch
+from support.gpu_batch import DIMS, Batch
 
 
 @example("k4v2", 96, 16, [(64, 64), (0, 3), (130, 65)], torch.float32, True, 0)
 @settings(max_examples=25)
 @given(
-    st.sampled_from(formats.own_names()), st.sampled_from(formats.HEAD_DIMS), st.sampled_from([16, 48, 64]),
+    st.sampled_from(formats.own_names()), st.sampled_from(DIMS), st.sampled_from([16, 48, 64]),
     st.lists(st.tuples(st.integers(0, 130), st.integers(0, 130)), min_size=1, max_size=3),
     st.sampled_from([torch.float16, torch.float32]), st.booleans(), st.integers(0, 2**31),
 )  # fmt: skip

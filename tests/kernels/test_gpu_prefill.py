@@ -65,12 +65,13 @@ def test_outputs_and_log_sums_are_those_of_the_definition(causal: bool, softcap:
 @given(
     st.lists(st.tuples(st.integers(1, 80), st.integers(0, 80)), min_size=1, max_size=4), st.integers(0, 2**31),
     st.sampled_from([1, 2, 3, 8]), st.booleans(), st.sampled_from([0.0, 3.0]),
-    st.sampled_from([(16, 16), (16, 32), (32, 16), (64, 32)]),
+    st.sampled_from([(16, 16), (16, 32), (32, 16), (64, 32)]), st.sampled_from([64, 80, 384]),
 )  # fmt: skip
 def test_no_cut_of_the_work_changes_what_it_gives(
-    sizes: list[tuple[int, int]], seed: int, ratio: int, causal: bool, softcap: float, block: tuple[int, int]
-) -> None:
+    sizes: list[tuple[int, int]], seed: int, ratio: int, causal: bool, softcap: float, block: tuple[int, int],
+    dim: int,
+) -> None:  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "prefill_block", lambda _capability: PrefillBlock(*block, 4, 1))
         news, olds = zip(*sizes, strict=True)
-        assert_is_attention(list(news), list(olds), seed, 64, ratio, causal, softcap, torch.float32)
+        assert_is_attention(list(news), list(olds), seed, dim, ratio, causal, softcap, torch.float32)

@@ -10,13 +10,13 @@ from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.gpu import decode, pages
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 from support.gluon_eager import EagerKernel
-from support.gpu_batch import CPU, PAST_THE_END, launch_as
+from support.gpu_batch import CPU, DIMS, PAST_THE_END, launch_as
 from support.recent import Sequences
 from support.rounding import assert_within_rounding
 
 CLOSE = 1e-3
 WITH_RING = [name for name in formats.own_names() if formats.parse(name).has_ring]
-names, dims, seeds = st.sampled_from(WITH_RING), st.sampled_from(formats.HEAD_DIMS), st.integers(0, 2**31)
+names, dims, seeds = st.sampled_from(WITH_RING), st.sampled_from(DIMS), st.integers(0, 2**31)
 
 
 def gpu(s: Sequences, cut: tuple[int, int, int] = (16, 2, 2), window: int = 0, softcap: float = 0.0) -> GpuPages:

@@ -11,8 +11,8 @@ from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
-from kvpilot_kernels.reference.hadamard import hadamard
-from support.gpu_batch import CPU, generator, poisoned, some_factors
+from kvpilot_kernels.reference.hadamard import rotation
+from support.gpu_batch import CPU, DIMS, generator, poisoned, some_factors
 
 FMT = formats.parse("k4v4")
 
@@ -26,23 +26,23 @@ class Merge:
         self.factors = some_factors(kv_heads, dim, rng)
         self.pages = GpuPages(poisoned(1, kv_heads, 16, FMT, dim), self.shape, self.factors)
         self.scores = [torch.randn(n, kv_heads, ratio, generator=rng).double() * spread for n in lengths]
-        self.values = [torch.randn(n, kv_heads, dim, generator=rng).double() for n in lengths]
+        self.values = [torch.randn(n, kv_heads, self.shape.row_dim, generator=rng).double() for n in lengths]
 
     def wanted(self) -> torch.Tensor:
         """float64 [sequences, heads, dim]: softmax to base 2, then the rotation and the factors undone."""
         f, dim, out = self.factors, self.shape.head_dim, []
         for scores, values in zip(self.scores, self.values, strict=True):
             o = torch.einsum("thr,thd->hrd", (scores * 0.6931471805599453).softmax(0), values)
-            o = o @ hadamard(dim, torch.float64).T / f.value_scale[:, None] + f.value_mean[:, None]
+            o = o @ rotation(dim, torch.float64).T / f.value_scale[:, None] + f.value_mean[:, None]
             out.append(o.flatten(0, 1) if len(scores) else torch.zeros_like(o.flatten(0, 1)))
         return torch.stack(out)
 
     def merged(self, cuts: list[list[int]]) -> torch.Tensor:
         """What `reduce` makes of splits that end at `cuts`; every other row of the scratch is NaN."""
-        kv_heads, ratio, dim = self.shape.kv_heads, self.shape.ratio, self.shape.head_dim
+        kv_heads, ratio, row = self.shape.kv_heads, self.shape.ratio, self.shape.row_dim
         plan, first = Plan(self.shape, len(cuts)), 0
         count = sum(map(len, cuts)) + 1
-        plan.partial = torch.full((count, kv_heads, ratio, dim), torch.nan)
+        plan.partial = torch.full((count, kv_heads, ratio, row), torch.nan)
         plan.lse = torch.full((count, kv_heads, ratio), torch.nan)
         for i, ends in enumerate(cuts):
             plan.spans[i] = torch.tensor([first, len(ends)])
@@ -52,7 +52,7 @@ class Merge:
                 plan.lse[first] = lse
                 plan.partial[first] = torch.einsum("thr,thd->hrd", (scores - lse).exp2(), values)
                 first += 1
-        out = torch.full((len(cuts), kv_heads * ratio, dim), torch.nan)
+        out = torch.full((len(cuts), kv_heads * ratio, self.shape.head_dim), torch.nan)
         self.pages.merge(len(cuts), plan, out)
         return out
 
@@ -65,7 +65,7 @@ def ends(draw: st.DrawFn, length: int) -> list[int]:
 
 
 @settings(max_examples=25)
-@given(st.data(), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.sampled_from(formats.HEAD_DIMS),
+@given(st.data(), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.sampled_from(DIMS),
        st.sampled_from([1, 2, 5, 7, 16]), st.sampled_from([1.0, 30.0, 1000.0]), st.booleans(),
        st.integers(0, 2**31))  # fmt: skip
 def test_how_the_tokens_were_cut_does_not_matter(

@@ -10,12 +10,12 @@ from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu.codec import NARROW
 from kvpilot_kernels.gpu.pages import LOG2_E, GpuPages, Plan, Shape
-from kvpilot_kernels.reference.hadamard import hadamard
+from kvpilot_kernels.reference.hadamard import hadamard, rotation
 from kvpilot_kernels.reference.quantize import encode, pack
-from support.gpu_batch import CPU, generator, ordinals, poisoned, some_factors
+from support.gpu_batch import CPU, DIMS, generator, ordinals, poisoned, some_factors
 
 KV_HEADS, RATIO, BLOCKS = 2, 3, 5
-names, dims = st.sampled_from(formats.own_names()), st.sampled_from(formats.HEAD_DIMS)
+names, dims = st.sampled_from(formats.own_names()), st.sampled_from(DIMS)
 block_sizes, seeds = st.sampled_from([16, 48, 64]), st.integers(0, 2**31)
 
 
@@ -49,7 +49,7 @@ def store_rounded_once(cache: torch.Tensor, fmt: formats.Format, key: torch.Tens
     key, value, slots = key[slots >= 0], value[slots >= 0], slots[slots >= 0]
     for x, bits, codes_at, meta_at in ((key, fmt.key.bits, pages.key_codes, pages.key_meta),
                                        (value, fmt.value.bits, pages.value_codes, pages.value_meta)):  # fmt: skip
-        codes, meta = encode((x @ hadamard(dim).sign()) * dim**-0.5, bits, fmt.group_size(dim))
+        codes, meta = encode((x @ rotation(dim).sign()) * fmt.row_dim(dim) ** -0.5, bits, fmt.group_size(dim))
         codes_at[slots // cache.shape[2], :, slots % cache.shape[2]] = pack(codes, bits)
         meta_at[slots // cache.shape[2], :, slots % cache.shape[2]] = meta
 
@@ -138,7 +138,7 @@ def test_pages_may_lie_apart_and_heads_before_blocks() -> None:
 
 
 @settings(max_examples=12)
-@given(st.sampled_from([dim for dim in formats.HEAD_DIMS if dim <= NARROW.value]), st.sampled_from([1, 3, 7, 16]),
+@given(st.sampled_from([dim for dim in DIMS if dim <= NARROW.value]), st.sampled_from([1, 3, 7, 16]),
        st.integers(1, 36), st.integers(0, 36), seeds)  # fmt: skip
 def test_queries_that_decode_are_divided_rotated_and_scaled(
     dim: int, ratio: int, tokens: int, decodes: int, seed: int
@@ -152,7 +152,7 @@ def test_queries_that_decode_are_divided_rotated_and_scaled(
     pages = GpuPages(poisoned(1, KV_HEADS, 16, fmt, dim), shape, factors)
     pages.store(query, nothing, nothing, torch.full((tokens,), -1), plan, decodes, dim**-0.5)
     wanted = query.double() / factors.key_scale.double().repeat_interleave(ratio, 0)
-    wanted = wanted @ hadamard(dim, torch.float64) * (dim**-0.5 * LOG2_E)
+    wanted = wanted @ rotation(dim, torch.float64) * (dim**-0.5 * LOG2_E)
     assert torch.allclose(plan.rotated[:decodes].double(), wanted[:decodes], rtol=2**-10, atol=1e-6)
     apart = (factors.key_first - factors.key_mean).double().repeat_interleave(ratio, 0)
     apart = (query.double() * apart).sum(-1) * (dim**-0.5 * LOG2_E)

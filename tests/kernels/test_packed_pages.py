@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kvpilot_kernels import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.reference.attention import decode_reference, prefill_reference
+from support.gpu_batch import DIMS
 from support.gpu_batch import Batch as WithFactors
 
 SERVED = ["int8", "k8v4", "k4v4", "k4v2", "k2v2"]
@@ -40,7 +41,7 @@ class Batch:
 
 @settings(max_examples=40)
 @given(
-    st.sampled_from(SERVED), st.sampled_from(formats.HEAD_DIMS), st.lists(st.integers(1, 70), min_size=1, max_size=4),
+    st.sampled_from(SERVED), st.sampled_from(DIMS), st.lists(st.integers(1, 70), min_size=1, max_size=4),
     st.integers(1, 3), st.sampled_from([1, 3, 5, 7, 16]), st.sampled_from([16, 32]), st.integers(0, 2**31),
 )  # fmt: skip
 def test_decode_equals_the_reference_over_ragged_poisoned_pages(
@@ -56,7 +57,7 @@ def test_decode_equals_the_reference_over_ragged_poisoned_pages(
 
 @settings(max_examples=30)
 @given(
-    st.sampled_from(SERVED), st.sampled_from(formats.HEAD_DIMS), st.integers(0, 60), st.integers(2, 40),
+    st.sampled_from(SERVED), st.sampled_from(DIMS), st.integers(0, 60), st.integers(2, 40),
     st.sampled_from([1, 3]), st.integers(0, 2**31),
 )  # fmt: skip
 def test_prefill_reads_the_context_from_pages_and_the_chunk_as_it_is(

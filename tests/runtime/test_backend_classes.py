@@ -39,8 +39,10 @@ def test_each_dtype_has_a_class_that_is_found_by_path_and_survives_pickling(dtyp
     assert cls.full_cls_name() == ("kvpilot_runtime.cpu", compat.backend_class(dtype))
     assert cls.supports_kv_cache_dtype(dtype)
     assert not any(cls.supports_kv_cache_dtype(other) for other in formats.own_names() if other != dtype)
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=3, head_size=64, dtype=torch.uint8)
-    assert cls.customize_spec(spec).page_size_bytes == 16 * 3 * formats.parse(dtype).row_bytes(64)
+    for dim, row in ((64, 64), (80, 96), (192, 192)):
+        spec = FullAttentionSpec(block_size=16, num_kv_heads=3, head_size=dim, dtype=torch.uint8)
+        assert cls.customize_spec(spec).page_size_bytes == 16 * 3 * formats.parse(dtype).row_bytes(row)
+        assert cls.supports_head_size(dim)
 
 
 def test_a_class_pickled_here_is_made_anew_in_another_process() -> None:

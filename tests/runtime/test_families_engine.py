@@ -25,7 +25,7 @@ LONGEST = 128
 COUNT = 10
 EXACT = (
     "shared-kv-head", "gemma2", "gpt-oss", "gemma3n", "gemma4", "gemma4-26b", "llama-4", "granite-4", "qwen2",
-    "qwen3-moe", "phi3",
+    "qwen3-moe", "phi3", "stablelm", "heads-of-192",
 )  # fmt: skip
 """Those whose answers in float32, with `auto`, are transformers' own on a CPU: then they depend on the codec alone."""
 

@@ -57,8 +57,8 @@ def test_an_unknown_dtype_is_answered_with_the_known_ones():
     assert "k4v4" in message
 
 
-@pytest.mark.parametrize("head_dim", [80, 384])
-def test_a_head_dim_without_a_page_layout(tmp_path, head_dim):
+@pytest.mark.parametrize("head_dim", [40, 264])
+def test_a_head_dim_that_is_not_stored(tmp_path, head_dim):
     reason, message = refused(weird(tmp_path, head_dim=head_dim), "--kv-cache-dtype=k4v4")
     assert reason in ("DtypeUnsupported", "ModelUnsupported")
     assert str(head_dim) in message

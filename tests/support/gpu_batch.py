@@ -16,6 +16,9 @@ from kvpilot_kernels.gpu.tuning import Choice
 from kvpilot_kernels.reference.attention import round_trip
 
 CPU = torch.device("cpu")
+PADDED = (48, 80, 112, 160, 200, 384)
+"""Head dimensions whose rows have zeros behind, one for each of `formats.HEAD_DIMS`."""
+DIMS = (*formats.HEAD_DIMS, *PADDED)
 PAST_THE_END = -(2**30)
 """What a block table holds past a sequence's end: reading there would leave the cache."""
 
@@ -47,7 +50,7 @@ def launch_as(shape: Shape, tile: int, stages: int, wave: int) -> Shape:
     """The shape, with launch choices of one's own; a small wave makes splits of many tiles."""
 
     def cut(tokens: int = 1) -> Cut:
-        take = tuning.program_queries(shape.head_dim, shape.ratio, tokens)
+        take = tuning.program_queries(shape.row_dim, shape.ratio, tokens)
         return Cut(take, -(-shape.ratio * tokens // take), Choice(tile, stages, 1), wave)
 
     shape.cut = cut  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.reference.hadamard import hadamard
+from kvpilot_kernels.reference.hadamard import rotation
 
 HALF = 2.0**-11
 DIGITS = 2.0**-14
@@ -47,7 +47,7 @@ def assert_within_rounding(
     mean = factors.key_mean.double().expand_as(key).clone()
     if begin == 0:
         mean[0] = factors.key_first.double()
-    turn = hadamard(dim, torch.float64)
+    turn = rotation(dim, torch.float64)
     rows = [((key - mean) * factors.key_scale) @ turn, ((value - factors.value_mean) * factors.value_scale) @ turn]
     wide = [
         x.double().repeat_interleave(ratio, -2) for x in (*rows, key, value, factors.key_scale, factors.value_scale)

@@ -86,8 +86,15 @@ def test_a_ladder_with_dtypes_of_both_kinds_serves_models_with_latents_and_witho
 
 
 def test_a_head_dimension_that_our_formats_do_not_have_rules_them_out():
-    assert reason("k4v4", model=replace(LLAMA, head_dim=80)) == "ModelUnsupported"
-    assert reason("fp8", model=replace(LLAMA, head_dim=80)) is None
+    assert reason("k4v4", model=replace(LLAMA, head_dim=32)) == "ModelUnsupported"
+    assert reason("fp8", model=replace(LLAMA, head_dim=32)) is None
+
+
+def test_a_head_dimension_with_zeros_behind_gains_what_its_rows_take():
+    for dim, bits in ((80, 5.2), (96, 13 / 3), (160, 5.2), (192, 13 / 3)):
+        model = replace(LLAMA, head_dim=dim)
+        assert reason("k4v4", model=model) is None
+        assert gain("auto", "k4v4", model) == pytest.approx(16 / bits)
 
 
 def test_a_format_for_calibrated_models_is_ruled_out_where_calibration_is_off():

@@ -239,9 +239,18 @@ def test_a_veto_has_its_reason(name, dtype, gpu, reason):
 
 def test_our_formats_refuse_head_dims_that_their_kernels_lack():
     llama = models.find("Llama-3.1-8B")
-    assert "head_dim 80" in infeasible(replace(llama, head_dim=80), "k4v4", find_gpu("H200"))
-    assert infeasible(replace(llama, head_dim=80), "fp8", find_gpu("H200")) is None
+    assert "head_dim 32" in infeasible(replace(llama, head_dim=32), "k4v4", find_gpu("H200"))
+    assert infeasible(replace(llama, head_dim=32), "fp8", find_gpu("H200")) is None
+    assert infeasible(replace(llama, head_dim=80), "k4v4", find_gpu("H200")) is None
     assert infeasible(replace(llama, kv_heads=1), "k4v4", find_gpu("H200")) is None  # 32 query heads to a KV head
+
+
+def test_heads_of_80_elements_hold_as_many_tokens_as_those_of_96():
+    llama = models.find("Llama-3.1-8B")
+    padded, native = (replace(llama, head_dim=dim) for dim in (80, 96))
+    for dtype in formats.own_names():
+        assert cache(padded, dtype, 1) == cache(native, dtype, 1)
+    assert cache(padded, "auto", 1).full_token_bytes * 6 == cache(native, "auto", 1).full_token_bytes * 5
 
 
 def test_what_engines_calibrate_themselves_is_planned_without_a_note():

@@ -1,8 +1,9 @@
 """The page codec of the Triton kernels: codes and scale metadata between a row's slots and the bytes of a page.
 
 The byte layout is `kvpilot_kernels.layouts`; the same in plain torch is `reference.quantize`. Offsets of regions come
-from `Format.page_layout` and `Format.ring_layout` as constants of a launch. WIDE is D padded to whole groups of 64
-slots (`rotation`): only D = 96 has slots that hold nothing.
+from `Format.page_layout` and `Format.ring_layout` as constants of a launch. D is a row's elements, the next of
+`formats.HEAD_DIMS` to HEAD, which the model's head has; WIDE is D padded to groups of 64 slots (`rotation`): only at
+D = 96 and 192 are there slots that hold nothing.
 """
 
 from typing import NamedTuple
@@ -53,7 +54,7 @@ def side_layouts(fmt: formats.Format, head_dim: int, block_size: int, recent: in
     """
     page = fmt.page_layout(head_dim, block_size)
     ring = fmt.ring_layout(head_dim, block_size) if recent else None
-    value_meta = head_dim // fmt.group_size(head_dim) * ring.meta.row_bytes if ring else 0
+    value_meta = fmt.groups(head_dim) * ring.meta.row_bytes if ring else 0
     return tuple(
         SideLayout(
             side.bits, codes.row_bytes, codes.offset, meta.offset, layouts.SHRINK[side.bits], side.digits,
@@ -69,12 +70,13 @@ def side_layouts(fmt: formats.Format, head_dim: int, block_size: int, recent: in
 @triton.jit
 def byte_of(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
     """The byte of a packed row that holds a slot, and whether the slot holds an element."""
+    PLANE: tl.constexpr = WIDE * BITS // 8
     GROUP: tl.constexpr = D // (WIDE // 64)
-    if BITS == 8 and GROUP != 64:  # one plane: the groups lie side by side
-        at = slot // 64 * GROUP + slot % 64
+    if PLANE > 64 and GROUP != 64:  # a plane's groups lie side by side
+        at = slot % PLANE // 64 * GROUP + slot % 64
         real = slot % 64 < GROUP
     else:
-        at = slot % (WIDE * BITS // 8)
+        at = slot % PLANE
         real = at < D * BITS // 8
     return at, real
 

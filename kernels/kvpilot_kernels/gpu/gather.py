@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 
 from kvpilot_kernels.gpu.codec import byte_of, read_codes, scale_and_zero
-from kvpilot_kernels.gpu.rotation import load_rotation, rotate
+from kvpilot_kernels.gpu.rotation import load_rotation, plain_slots, rotate
 
 
 @triton.jit
-def read_side(page_ptr, place, live, rotation_ptr, head, mean_ptr, scale_ptr, SIDE: tl.constexpr, D: tl.constexpr,
-              WIDE: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
-    """Rows [TOKENS, WIDE] of a side of `head`, rotated back, in the model's elements, float32."""
+def read_side(page_ptr, place, live, rotation_ptr, head, mean_ptr, scale_ptr, SIDE: tl.constexpr, HEAD: tl.constexpr,
+              D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
+    """Rows [TOKENS, WIDE] of a side of `head`, rotated back, in plain slots of the model's elements, float32."""
     slot = tl.arange(0, WIDE)
     code = read_codes(page_ptr + (SIDE.codes + place * SIDE.row), live, SIDE.bits, D, WIDE)
     _, real = byte_of(slot, SIDE.bits, D, WIDE)
@@ -23,8 +23,10 @@ def read_side(page_ptr, place, live, rotation_ptr, head, mean_ptr, scale_ptr, SI
     meta = tl.load(at, mask=live[:, None] & real[None, :], other=0).to(tl.int32)
     scale, zero = scale_and_zero(meta, SIDE.bits)
     y = rotate((code.to(tl.float32) - zero) * scale, load_rotation(rotation_ptr, WIDE, True), D)
-    factor = tl.load(scale_ptr + head * D + slot, mask=slot < D, other=1.0)
-    mean = tl.load(mean_ptr + head * D + slot, mask=slot < D, other=0.0)
+    element, has = plain_slots(D, WIDE)
+    has = has & (element < HEAD)
+    factor = tl.load(scale_ptr + head * HEAD + element, mask=has, other=1.0)
+    mean = tl.load(mean_ptr + head * HEAD + element, mask=has, other=0.0)
     return y / factor[None, :] + mean[None, :]
 
 
@@ -33,13 +35,13 @@ def read_side(page_ptr, place, live, rotation_ptr, head, mean_ptr, scale_ptr, SI
 def gather_kernel(
     cache_ptr, table_ptr, rows_ptr, key_out_ptr, value_out_ptr, key_rotation_ptr, value_rotation_ptr, key_first_ptr,
     key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr, begins_ptr, page_stride, head_stride, table_stride,
-    KV_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-    PAGE: tl.constexpr, TOKENS: tl.constexpr,
+    KV_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
+    WIDE: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(longest, TOKENS), KV_HEADS, sequences): tokens [begin, begin + length) of each sequence.
 
     table: int32 [sequences, blocks]; rows: int32 [sequences + 1], where each sequence's tokens start in the outputs
-    (their differences are the lengths); begins: int32 [sequences]; outputs: 16 bits [rows, KV_HEADS, D]; the
+    (their differences are the lengths); begins: int32 [sequences]; outputs: 16 bits [rows, KV_HEADS, HEAD]; the
     rest as in `store`.
     """
     head = tl.program_id(1)
@@ -53,15 +55,16 @@ def gather_kernel(
         block = tl.load(table_ptr + sequence.to(tl.int64) * table_stride + token // PAGE, mask=live, other=0)
         page = cache_ptr + block.to(tl.int64) * page_stride + head.to(tl.int64) * head_stride
         place = token % PAGE
-        d = tl.arange(0, WIDE)
-        mask = live[:, None] & (d < D)[None, :]
-        to = ((row + at).to(tl.int64) * KV_HEADS + head)[:, None] * D + d[None, :]
-        y = read_side(page, place, live, key_rotation_ptr, head, key_mean_ptr, key_scale_ptr, KEY, D, WIDE, PAGE)
-        apart = tl.load(key_first_ptr + head * D + d, mask=d < D, other=0.0)
-        apart -= tl.load(key_mean_ptr + head * D + d, mask=d < D, other=0.0)
+        d, has = plain_slots(D, WIDE)
+        has = has & (d < HEAD)
+        mask = live[:, None] & has[None, :]
+        to = ((row + at).to(tl.int64) * KV_HEADS + head)[:, None] * HEAD + d[None, :]
+        y = read_side(page, place, live, key_rotation_ptr, head, key_mean_ptr, key_scale_ptr, KEY, HEAD, D, WIDE, PAGE)
+        apart = tl.load(key_first_ptr + head * HEAD + d, mask=has, other=0.0)
+        apart -= tl.load(key_mean_ptr + head * HEAD + d, mask=has, other=0.0)
         y += tl.where((token == 0)[:, None], apart[None, :], 0.0)
         tl.store(key_out_ptr + to, y.to(key_out_ptr.dtype.element_ty), mask=mask)
         y = read_side(
-            page, place, live, value_rotation_ptr, head, value_mean_ptr, value_scale_ptr, VALUE, D, WIDE, PAGE
+            page, place, live, value_rotation_ptr, head, value_mean_ptr, value_scale_ptr, VALUE, HEAD, D, WIDE, PAGE
         )
         tl.store(value_out_ptr + to, y.to(value_out_ptr.dtype.element_ty), mask=mask)

@@ -54,7 +54,8 @@ class Several:
 class Shape:
     """What is fixed for a layer: format, heads, block size, and the launch choices that follow.
 
-    `wide`: of heads with more than `codec.NARROW` elements, which some kernels treat otherwise.
+    `row_dim`: elements of a stored row and of a rotated query, `Format.row_dim`. `wide`: of rows with more than
+    `codec.NARROW` of them, which some kernels treat otherwise.
 
     Args:
         fmt: one of kvpilot's own formats. head_dim: elements of a key and of a value.
@@ -64,6 +65,7 @@ class Shape:
 
     Raises:
         BadInputError: no query head per KV head.
+        UnsupportedHeadDimError: heads of this dimension are not stored.
         FormatError: a recent window for a format of 8 bits, or a negative one.
     """
 
@@ -73,32 +75,33 @@ class Shape:
             raise check.BadInputError("ratio", f"is {ratio} query heads per KV head", "give 1 or more")
         self.fmt, self.head_dim, self.kv_heads, self.ratio = fmt, head_dim, kv_heads, ratio
         self.block_size, self.device, self.window, self.softcap = block_size, device, window, softcap
-        self.wide = head_dim > NARROW.value
+        self.row_dim = dim = fmt.row_dim(head_dim)
+        self.wide = dim > NARROW.value
         self.recent, self.ring_blocks = recent, fmt.ring_blocks(recent, head_dim, block_size)
         self.ring_tokens = fmt.ring_layout(head_dim, block_size).tokens if recent else 0
         self.key, self.value = side_layouts(fmt, head_dim, block_size, recent)
         self.codec: dict[str, Any] = {
-            "KV_HEADS": kv_heads, "KEY": self.key, "VALUE": self.value, "D": head_dim, "WIDE": slots(head_dim),
+            "KV_HEADS": kv_heads, "KEY": self.key, "VALUE": self.value, "HEAD": head_dim, "D": dim, "WIDE": slots(dim),
             "PAGE": block_size,
         }  # fmt: skip
-        self.gather_block = tuning.gather_block(head_dim, tuning.capability(device))
+        self.gather_block = tuning.gather_block(dim, tuning.capability(device))
         self.can_overlap = tuning.overlaps(device)
         self.chained: dict[str, Any] = {"launch_pdl": True} if self.can_overlap else {}
         self.key_rotation, self.value_rotation = (
-            packing_rotation(head_dim, b, device) for b in (fmt.key.bits, fmt.value.bits)
+            packing_rotation(dim, b, device) for b in (fmt.key.bits, fmt.value.bits)
         )
-        self.rotation = plain_rotation(head_dim, device)
+        self.rotation = plain_rotation(dim, device)
         self._cuts: dict[int, Cut] = {}
 
     def cut(self, tokens: int = 1) -> Cut:
         """How decode is launched in a step with so many tokens of a sequence at most."""
         if tokens not in self._cuts:
             take, bits = (
-                tuning.program_queries(self.head_dim, self.ratio, tokens),
+                tuning.program_queries(self.row_dim, self.ratio, tokens),
                 self.fmt.key.bits + self.fmt.value.bits,
             )
             parts, capability = triton.cdiv(self.ratio * tokens, take), tuning.capability(self.device)
-            choice = tuning.choose(self.head_dim, take, bits, self.block_size, self.recent, capability)
+            choice = tuning.choose(self.row_dim, take, bits, self.block_size, self.recent, capability)
             programs = tuning.multiprocessors(self.device) * choice.programs
             self._cuts[tokens] = Cut(take, parts, choice, max(1, programs // (self.kv_heads * parts)))
         return self._cuts[tokens]
@@ -110,8 +113,9 @@ class Plan:
 
     Attributes:
         splits: int32 [count, 4]; spans: int32 [sequences, 2]; bases: int32 [sequences] (`plan`).
-        partial: float32 [results, kv_heads, ratio, D]; lse: float32 [results, kv_heads, ratio].
-        rotated: float16 [rows, kv_heads * ratio, D], the rotated queries; of a `wide` shape integers in these bytes.
+        partial: float32 [results, kv_heads, ratio, row_dim]; lse: float32 [results, kv_heads, ratio].
+        rotated: float16 [rows, kv_heads * ratio, row_dim], the rotated queries; of a `wide` shape integers in these
+        bytes.
         byte_sums: int32 [rows, kv_heads * ratio, groups, 2], sums of these integers' upper and of their lower bytes;
         units: float32 [rows, kv_heads * ratio], what they count in; both are empty unless the shape is `wide`.
         apart: float32 [rows, kv_heads * ratio], what is added to the scores of the sequences' first tokens.
@@ -127,7 +131,7 @@ class Plan:
         waves = [(most, shape.cut(most).wave) for most in range(1, tokens + 1)]
         count = max(most_splits(sequences, wave) for _, wave in waves)
         results = max(most_results(min(sequences * most, self.rows), most, wave) for most, wave in waves)
-        heads, dim = (shape.kv_heads, shape.ratio), shape.head_dim
+        heads, dim = (shape.kv_heads, shape.ratio), shape.row_dim
         make = {"device": shape.device}
         self.splits = torch.full((count, 4), -1, dtype=torch.int32, **make)  # type: ignore[call-overload]
         self.spans = torch.zeros(sequences, 2, dtype=torch.int32, **make)  # type: ignore[call-overload]
@@ -137,7 +141,7 @@ class Plan:
         self.apart = torch.empty(self.rows, heads[0] * heads[1], **make)  # type: ignore[call-overload]
         self.level = torch.empty_like(self.apart)
         self.units = torch.empty_like(self.apart) if shape.wide else torch.empty(0, **make)  # type: ignore[call-overload]
-        groups = dim // shape.fmt.group_size(dim) if shape.wide else 0
+        groups = shape.fmt.groups(dim) if shape.wide else 0
         self.byte_sums = torch.empty(self.rows, heads[0] * heads[1], groups, 2, dtype=torch.int32, **make)  # type: ignore[call-overload]
         self.rotated = torch.empty(self.rows, heads[0] * heads[1], dim, dtype=torch.float16, **make)  # type: ignore[call-overload]
 
@@ -215,7 +219,7 @@ class GpuPages:
         tokens = slot_mapping.shape[0]
         if tokens == 0:
             return
-        heads, block = s.kv_heads * (2 + (s.ratio if decodes else 0)), tuning.store_block(s.head_dim, tokens)
+        heads, block = s.kv_heads * (2 + (s.ratio if decodes else 0)), tuning.store_block(s.row_dim, tokens)
         store_kernel[(triton.cdiv(tokens, block.tokens), heads)](
             query, key, value, slot_mapping, slot_mapping if ordinals is None else ordinals, self.cache,
             slot_mapping if ring_slots is None else ring_slots, self.ring, plan.rotated, plan.byte_sums, plan.units,
@@ -265,7 +269,7 @@ class GpuPages:
             plan.splits, plan.spans if plan.several is None else plan.several.starts, plan.spans, plan.bases,
             plan.partial, plan.lse, self.cache.stride(0), self.cache.stride(1), self.ring.stride(0),
             self.ring.stride(1), block_table.stride(0), rings.stride(0), s.softcap, KEY=s.key, VALUE=s.value,
-            D=s.head_dim, GROUP=s.fmt.group_size(s.head_dim), RATIO=s.ratio, TAKE=cut.take, TILE=cut.choice.tile,
+            D=s.row_dim, GROUP=s.fmt.group_size(s.head_dim), RATIO=s.ratio, TAKE=cut.take, TILE=cut.choice.tile,
             PAGE=s.block_size, STAGES=cut.choice.stages, SOFTCAP=s.softcap > 0, WINDOW=s.window, RECENT=s.recent,
             RING=s.ring_tokens, RING_BLOCKS=s.ring_blocks, SEVERAL=plan.several is not None, OVERLAP=s.can_overlap,
             num_warps=1, maxnreg=cut.choice.registers, **(s.chained if plan.overlap else {}),
@@ -274,14 +278,14 @@ class GpuPages:
     def merge(self, rows: int, plan: Plan, out: torch.Tensor) -> None:
         """The second half of `decode`: merge what the plan holds, rotate it back and write it to `out`."""
         s, f, several = self.shape, self.factors, plan.several
-        take, step, warps = tuning.merging(s.head_dim, rows * s.kv_heads, s.ratio, s.device)
+        take, step, warps = tuning.merging(s.row_dim, rows * s.kv_heads, s.ratio, s.device)
         starts, owners = (plan.spans, plan.spans) if several is None else (several.starts, several.owners)
         reduce_kernel[(rows, s.kv_heads, s.ratio // take)](
             plan.partial, plan.lse, plan.spans, starts, owners, plan.bases, s.rotation, f.value_mean, f.value_scale,
             plan.lse if self.sinks is None else self.sinks, plan.level, out, out.stride(0), KV_HEADS=s.kv_heads,
-            RATIO=s.ratio, TAKE=take, D=s.head_dim, WIDE=s.codec["WIDE"], ROWS=triton.next_power_of_2(take), STEP=step,
-            SEVERAL=several is not None, SINKS=self.sinks is not None, LEVEL=s.softcap == 0, OVERLAP=s.can_overlap,
-            num_warps=warps, **s.chained,
+            RATIO=s.ratio, TAKE=take, HEAD=s.head_dim, D=s.row_dim, WIDE=s.codec["WIDE"],
+            ROWS=triton.next_power_of_2(take), STEP=step, SEVERAL=several is not None, SINKS=self.sinks is not None,
+            LEVEL=s.softcap == 0, OVERLAP=s.can_overlap, num_warps=warps, **s.chained,
         )  # fmt: skip
 
     def gather(self, block_table: torch.Tensor, rows: torch.Tensor, begins: torch.Tensor, longest: int,

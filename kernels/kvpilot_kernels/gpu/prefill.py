@@ -18,12 +18,12 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def add_keys(query, key_ptr, value_ptr, first, nk, seen, scale, softcap, key_stride, value_stride, m, total, acc,
-             D: tl.constexpr, N: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
+             D: tl.constexpr, WIDE: tl.constexpr, N: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
     """Take keys [first, first + N) of `nk` into the running softmax, of each query those before `seen` [M, 1]."""
     n = tl.arange(0, N)
     at = first + n
-    d = tl.arange(0, D)
-    mask = (at < nk)[:, None] & (d >= 0)[None, :]  # what follows may be NaN
+    d = tl.arange(0, WIDE)
+    mask = (at < nk)[:, None] & (d < D)[None, :]  # what follows may be NaN
     key = tl.load(key_ptr + first * key_stride + (n[:, None] * key_stride + d[None, :]), mask=mask, other=0.0)
     score = tl.dot(query, tl.trans(key)) * scale
     if SOFTCAP:
@@ -41,13 +41,14 @@ def add_keys(query, key_ptr, value_ptr, first, nk, seen, scale, softcap, key_str
 @triton.jit(do_not_specialize=["rows"])
 def prefill_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, starts_ptr, rows_ptr, scale, softcap, rows,
                    query_stride, key_stride, value_stride, out_stride, RATIO: tl.constexpr, D: tl.constexpr,
-                   M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
+                   WIDE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr,
+                   SOFTCAP: tl.constexpr):  # fmt: skip
     """Grid (cdiv(longest, M), heads, sequences): M queries of a head, over all keys of the sequence, or with CAUSAL
     over those up to the query's own, where the last query sees all.
 
     query, out: [rows, heads, D], key and value: [keys, heads / RATIO, D], 16 bits, strides per token in elements, heads
-    and elements contiguous; starts: int32 [sequences + 1], first queries; rows_ptr: the same of keys; lse: float32
-    [heads, rows], natural, -inf (and outputs 0) where a sequence has no keys.
+    and elements contiguous; WIDE: D padded to a power of two; starts: int32 [sequences + 1], first queries; rows_ptr:
+    the same of keys; lse: float32 [heads, rows], natural, -inf (and outputs 0) where a sequence has no keys.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # those that see most begin first
     head = tl.program_id(1)
@@ -58,8 +59,8 @@ def prefill_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, starts_ptr, 
     nk = tl.load(rows_ptr + sequence + 1) - key_begin
     if block * M < count:
         row = block * M + tl.arange(0, M)
-        d = tl.arange(0, D)
-        live = (row < count)[:, None] & (d >= 0)[None, :]
+        d = tl.arange(0, WIDE)
+        live = (row < count)[:, None] & (d < D)[None, :]
         query_ptr += begin.to(tl.int64) * query_stride + head * D
         query = tl.load(query_ptr + row[:, None].to(tl.int64) * query_stride + d[None, :], mask=live, other=0.0)
         key_row = tl.cast(key_stride, tl.int64)
@@ -73,10 +74,10 @@ def prefill_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, starts_ptr, 
             most = tl.minimum(nk, nk - count + (block + 1) * M)
         m = tl.full([M], -1e30, tl.float32)
         total = tl.zeros([M], tl.float32)
-        acc = tl.zeros([M, D], tl.float32)
+        acc = tl.zeros([M, WIDE], tl.float32)
         for first in range(0, most, N):
             m, total, acc = add_keys(query, key_ptr, value_ptr, first, nk, seen, scale, softcap, key_row,
-                                     value_row, m, total, acc, D, N, SOFTCAP)  # fmt: skip
+                                     value_row, m, total, acc, D, WIDE, N, SOFTCAP)  # fmt: skip
         none = total == 0.0
         acc = acc / tl.where(none, 1.0, total)[:, None]
         lse = tl.where(none, float("-inf"), (m + tl.log2(total)) * LN_2)
@@ -107,7 +108,8 @@ def prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts:
     block = tuning.prefill_block(tuning.capability(query.device))
     prefill_kernel[(triton.cdiv(longest, block.queries), heads, len(starts) - 1)](
         query, key, value, out, lse, starts, rows, scale, softcap, tokens, query.stride(0), key.stride(0),
-        value.stride(0), out.stride(0), RATIO=heads // key.shape[1], D=dim, M=block.queries, N=block.keys,
-        CAUSAL=causal, SOFTCAP=softcap > 0, num_warps=block.warps, num_stages=block.stages,
+        value.stride(0), out.stride(0), RATIO=heads // key.shape[1], D=dim, WIDE=triton.next_power_of_2(dim),
+        M=block.queries, N=block.keys, CAUSAL=causal, SOFTCAP=softcap > 0, num_warps=block.warps,
+        num_stages=block.stages,
     )  # fmt: skip
     return out, lse

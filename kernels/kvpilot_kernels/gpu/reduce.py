@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from kvpilot_kernels.gpu.rotation import load_rotation, rotate
+from kvpilot_kernels.gpu.rotation import load_rotation, plain_slots, rotate
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -19,18 +19,18 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases_ptr, rotation_ptr, value_mean_ptr,
                   value_scale_ptr, sinks_ptr, level_ptr, out_ptr, out_stride, KV_HEADS: tl.constexpr,
-                  RATIO: tl.constexpr, TAKE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-                  STEP: tl.constexpr, SEVERAL: tl.constexpr, SINKS: tl.constexpr, LEVEL: tl.constexpr,
-                  OVERLAP: tl.constexpr):  # fmt: skip
+                  RATIO: tl.constexpr, TAKE: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+                  ROWS: tl.constexpr, STEP: tl.constexpr, SEVERAL: tl.constexpr, SINKS: tl.constexpr,
+                  LEVEL: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Grid (rows, KV_HEADS, RATIO / TAKE): a program takes TAKE of the query heads of a KV head, of one query token.
 
     partial: float32 [results, KV_HEADS, RATIO, D]; lse: float32 [results, KV_HEADS, RATIO]; spans: int32 [sequences,
-    2]; rotation: [WIDE, WIDE], H in the order of elements; out: [rows, KV_HEADS * RATIO, D], any float dtype, stride
-    per row in elements. A sequence without splits gets zeros. ROWS: TAKE padded to a power of two; STEP: splits in
-    flight. owners: int32 [rows], each one's sequence, negative for padding, which gets zeros; starts, bases: as `plan`
-    has them. Without SEVERAL each sequence is a row, and these are not read. sinks: [KV_HEADS * RATIO], natural
-    logits of any float dtype, read with SINKS alone. level: float32 [rows, KV_HEADS * RATIO], what every score lacks,
-    in powers of two, read with LEVEL alone.
+    2]; rotation: [WIDE, WIDE], H in plain slots; value_mean, value_scale: float32 [KV_HEADS, HEAD]; out: [rows,
+    KV_HEADS * RATIO, HEAD], any float dtype, stride per row in elements. A sequence without splits gets zeros. ROWS:
+    TAKE padded to a power of two; STEP: splits in flight. owners: int32 [rows], each one's sequence, negative for
+    padding, which gets zeros; starts, bases: as `plan` has them. Without SEVERAL each sequence is a row, and these are
+    not read. sinks: [KV_HEADS * RATIO], natural logits of any float dtype, read with SINKS alone. level: float32 [rows,
+    KV_HEADS * RATIO], what every score lacks, in powers of two, read with LEVEL alone.
     """
     token = tl.program_id(0)
     head = tl.program_id(1)
@@ -45,10 +45,11 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases
     else:
         first = tl.load(spans_ptr + 2 * token)
         number = tl.load(spans_ptr + 2 * token + 1)
-    d = tl.arange(0, WIDE)
+    d, real = plain_slots(D, WIDE)
+    has = real & (d < HEAD)
     rotation = load_rotation(rotation_ptr, WIDE, True)
-    factor = tl.load(value_scale_ptr + head * D + d, mask=d < D, other=1.0)
-    mean = tl.load(value_mean_ptr + head * D + d, mask=d < D, other=0.0)
+    factor = tl.load(value_scale_ptr + head * HEAD + d, mask=has, other=1.0)
+    mean = tl.load(value_mean_ptr + head * HEAD + d, mask=has, other=0.0)
     if OVERLAP:
         gdc_wait()
     row = tl.arange(0, ROWS)
@@ -63,7 +64,7 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases
     for i in range(0, number, STEP):
         live = (i + k < number) & (r < TAKE)
         at = start + (i + k) * (results * KV_HEADS * RATIO) + r
-        part = tl.load(partial_ptr + at * D + d[None, None, :], mask=live & (d < D)[None, None, :], other=0.0)
+        part = tl.load(partial_ptr + at * D + d[None, None, :], mask=live & real[None, None, :], other=0.0)
         lse = tl.load(lse_ptr + at, mask=live, other=-1e30)
         higher = tl.maximum(top, lse)
         old = tl.exp2(top - higher)
@@ -85,5 +86,5 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases
             sink -= tl.load(at, mask=(row < TAKE) & (number > 0), other=0.0)
         out = out * total / (total + tl.exp2(sink[:, None] - highest))
     out = tl.where(number > 0, out, 0.0)
-    to = out_ptr + token.to(tl.int64) * out_stride + (head * RATIO + begin + row)[:, None] * D + d[None, :]
-    tl.store(to, out.to(out_ptr.dtype.element_ty), mask=(row < TAKE)[:, None] & (d < D)[None, :])
+    to = out_ptr + token.to(tl.int64) * out_stride + (head * RATIO + begin + row)[:, None] * HEAD + d[None, :]
+    tl.store(to, out.to(out_ptr.dtype.element_ty), mask=(row < TAKE)[:, None] & has[None, :])

@@ -1,7 +1,7 @@
 """The Hadamard matrices as the kernels want them: elements in the order in which a row is packed.
 
 A row is packed from `slots`: each group is padded to 64, so that a tile of slots divides into planes and groups by
-powers of two. Only head_dim 96 (groups of 48) has slots that hold nothing; their columns are zero.
+powers of two. Only rows of 96 and 192 elements (groups of 48) have slots that hold nothing; their columns are zero.
 The matrices hold +-1, which bfloat16 holds exactly; `rotate` divides by the square root of D. Off the GPU, where
 Triton's interpreter runs, they are float32: it cannot round to bfloat16.
 """
@@ -16,44 +16,65 @@ import triton.language as tl
 
 from kvpilot_kernels.reference.hadamard import hadamard
 
+MOST = tl.constexpr(128)
+"""Slots that one matrix product rotates, at most: a matrix of 128 KiB is more than the shared memory of many GPUs."""
+
 
 def slots(dim: int) -> int:
     """Slots of a row of `dim` elements."""
-    return 128 if dim == 96 else dim
+    return dim if dim % 3 else dim // 48 * 64
 
 
 @cache
 def packing_order(dim: int, bits: int) -> torch.Tensor:
-    """int64 [slots]: the element in each slot, -1 where there is none."""
-    wide, planes = slots(dim), 8 // bits
-    at = torch.arange(wide)
-    if wide == dim:
-        return at
-    if bits == 8:  # one plane: the groups lie side by side
-        return torch.where(at % 64 < 48, at // 64 * 48 + at % 64, -1)
-    row, part = dim // planes, wide // planes
-    return torch.where(at % part < row, at // part * row + at % part, -1)
+    """int64 [slots]: the element in each slot of a row that is packed, -1 where there is none: groups of 64 slots."""
+    return _padded(dim, min(slots(dim) * bits // 8, 64))
+
+
+@cache
+def plain_order(dim: int) -> torch.Tensor:
+    """int64 [slots]: the element in each slot of a row that is not, -1 where there is none: parts of `rotate`."""
+    return _padded(dim, min(slots(dim), MOST.value))
+
+
+def _padded(dim: int, part: int) -> torch.Tensor:
+    """Elements in order, each part of the slots padded as the whole row is."""
+    at, real = torch.arange(slots(dim)), dim * part // slots(dim)
+    return torch.where(at % part < real, at // part * real + at % part, -1)
 
 
 @cache
 def packing_rotation(dim: int, bits: int, device: torch.device) -> torch.Tensor:
-    """[slots, slots]: the signs of H, its columns in slots; zero where there is no element."""
-    order, wide = packing_order(dim, bits), slots(dim)
-    rotation = torch.zeros(wide, wide, dtype=_dtype(device))
-    rotation[:dim] = torch.where(order >= 0, hadamard(dim).sign()[:, order.clamp(min=0)], 0.0)
-    return rotation.to(device)
+    """[slots, slots]: the signs of H, rows in plain slots, columns in packed ones; zero where there is no element."""
+    return _signs(dim, packing_order(dim, bits), device)
 
 
 @cache
 def plain_rotation(dim: int, device: torch.device) -> torch.Tensor:
-    """[slots, slots]: the signs of H in the order of elements, padded with zeros."""
-    rotation = torch.zeros(slots(dim), slots(dim), dtype=_dtype(device))
-    rotation[:dim, :dim] = hadamard(dim).sign()
-    return rotation.to(device)
+    """[slots, slots]: the signs of H, rows and columns in plain slots; zero where there is no element."""
+    return _signs(dim, plain_order(dim), device)
 
 
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+def _signs(dim: int, columns: torch.Tensor, device: torch.device) -> torch.Tensor:
+    rows = plain_order(dim)
+    signs = hadamard(dim).sign()[rows.clamp(min=0)][:, columns.clamp(min=0)]
+    signs = torch.where((rows >= 0)[:, None] & (columns >= 0), signs, 0.0)
+    return signs.to(torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
+
+
+@triton.jit
+def plain_slots(D: tl.constexpr, WIDE: tl.constexpr):
+    """`plain_order`: the element in each slot, and whether there is one, [WIDE] each."""
+    slot = tl.arange(0, WIDE)
+    PART: tl.constexpr = min(WIDE, MOST)
+    REAL: tl.constexpr = D * PART // WIDE
+    if REAL < PART and PART < WIDE:
+        element = slot // PART * REAL + slot % PART
+        real = slot % PART < REAL
+    else:
+        element = slot
+        real = slot < D
+    return element, real
 
 
 @triton.jit
@@ -90,11 +111,8 @@ def by_twos(y, PAIRS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_rotation(rotation_ptr, WIDE: tl.constexpr, BACK: tl.constexpr):
-    """The signs that `rotate` takes, [BASE, BASE] of a matrix [WIDE, WIDE]; BACK: of its transpose.
-
-    Of more than 128 slots a part, as a matrix of 128 KiB is more than the shared memory of many GPUs.
-    """
-    BASE: tl.constexpr = min(WIDE, 128)
+    """The signs that `rotate` takes, [BASE, BASE] of a matrix [WIDE, WIDE]; BACK: of its transpose."""
+    BASE: tl.constexpr = min(WIDE, MOST)
     row = tl.arange(0, BASE)[:, None]
     column = tl.arange(0, BASE)[None, :]
     return tl.load(rotation_ptr + (column * WIDE + row if BACK else row * WIDE + column))

@@ -32,7 +32,7 @@ from kvpilot_kernels.gpu.codec import (
     write_codes,
     zero_of,
 )
-from kvpilot_kernels.gpu.rotation import load_rotation, rotate
+from kvpilot_kernels.gpu.rotation import load_rotation, plain_slots, rotate
 
 REACH = tl.constexpr(layouts.RING_REACH)
 GAIN_BITS = tl.constexpr(layouts.GAIN_BITS)
@@ -141,24 +141,25 @@ def store_ring(y, codes, meta, packed, ring_ptr, place, live, SIDE: tl.constexpr
 @triton.jit
 def store_side(x_ptr, stride, first_ptr, mean_ptr, scale_ptr, rotation_ptr, slots_ptr, ordinals_ptr, cache_ptr,
                ring_slots_ptr, ring_ptr, head, tokens, numbered, page_stride, head_stride, ring_page_stride,
-               ring_head_stride, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
-               PAGE: tl.constexpr, RING: tl.constexpr, WAIT: tl.constexpr):  # fmt: skip
+               ring_head_stride, SIDE: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+               TOKENS: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, WAIT: tl.constexpr):  # fmt: skip
     """Quantize a block of tokens' rows of `head`'s side; write them into each token's page, and into its ring.
 
     first: the mean of the tokens whose ordinal, of the `numbered` that have one, is 1.
     """
     GROUPS: tl.constexpr = WIDE // 64
-    slot = tl.arange(0, WIDE)
+    element, real = plain_slots(D, WIDE)
+    real = real & (element < HEAD)
     rotation = load_rotation(rotation_ptr, WIDE, False)
-    apart = tl.load(first_ptr + head * D + slot, mask=slot < D, other=0.0)
-    mean = tl.load(mean_ptr + head * D + slot, mask=slot < D, other=0.0)
-    factor = tl.load(scale_ptr + head * D + slot, mask=slot < D, other=0.0)
+    apart = tl.load(first_ptr + head * HEAD + element, mask=real, other=0.0)
+    mean = tl.load(mean_ptr + head * HEAD + element, mask=real, other=0.0)
+    factor = tl.load(scale_ptr + head * HEAD + element, mask=real, other=0.0)
     if WAIT:
         gdc_wait()
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     x = tl.load(
-        x_ptr + token[:, None].to(tl.int64) * stride + (head * D + slot)[None, :],
-        mask=(token < tokens)[:, None] & (slot < D)[None, :], other=0.0,
+        x_ptr + token[:, None].to(tl.int64) * stride + (head * HEAD + element)[None, :],
+        mask=(token < tokens)[:, None] & real[None, :], other=0.0,
     )  # fmt: skip
     at = tl.load(slots_ptr + token, mask=token < tokens, other=-1)
     live = at >= 0
@@ -215,18 +216,17 @@ def store_kernel(
     key_first_ptr, key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr,
     tokens, numbered, decodes, query_stride, key_stride, value_stride, page_stride,
     head_stride, ring_page_stride, ring_head_stride, scale, KV_HEADS: tl.constexpr, RATIO: tl.constexpr,
-    KEY: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
-    RING: tl.constexpr, TOKENS: tl.constexpr, LEVEL: tl.constexpr, WAIT: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+    PAGE: tl.constexpr, RING: tl.constexpr, TOKENS: tl.constexpr, LEVEL: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(tokens, TOKENS), KV_HEADS * (2 + RATIO)): keys, values, then queries of the first `decodes` tokens.
 
-    query: [tokens, KV_HEADS * RATIO, D], key and value: [tokens, KV_HEADS, D], any float dtype, strides per token in
-    elements; slots: int64 [tokens], negative for padding; ordinals: int [numbered], 1 for a sequence's first token;
+    query: [tokens, KV_HEADS * RATIO, HEAD], key and value: [tokens, KV_HEADS, HEAD], any float dtype, strides per token
+    in elements; slots: int64 [tokens], negative for padding; ordinals: int [numbered], 1 for a sequence's first token;
     cache: uint8 pages, strides in bytes; ring_slots and ring: the same of the ring, of RING tokens a page, unread where
     RING is 0; rotated: float16 [decodes, KV_HEADS * RATIO, D], or with D > NARROW, and byte_sums and units then alone,
-    what `store_integers` writes; apart: float32 [decodes, KV_HEADS * RATIO], to be added
-    to the scores of first tokens; rotations: [WIDE, WIDE] (`rotation`); factors: float32 [KV_HEADS, D]; KEY, VALUE: a
-    `SideLayout`.
+    what `store_integers` writes; apart: float32 [decodes, KV_HEADS * RATIO], to be added to the scores of first tokens;
+    rotations: [WIDE, WIDE] (`rotation`); factors: float32 [KV_HEADS, HEAD]; KEY, VALUE: a `SideLayout`.
     level: as `apart`, what the keys' mean adds to every score. Written with LEVEL alone: a softmax does not see what
     all scores have, unless they have a cap or it has a sink.
     WAIT: launched as a dependent: what the kernel before this one wrote is there after `gdc_wait`.
@@ -236,13 +236,13 @@ def store_kernel(
         store_side(
             key_ptr, key_stride, key_first_ptr, key_mean_ptr, key_scale_ptr, key_rotation_ptr, slots_ptr, ordinals_ptr,
             cache_ptr, ring_slots_ptr, ring_ptr, head, tokens, numbered, page_stride, head_stride, ring_page_stride,
-            ring_head_stride, KEY, D, WIDE, TOKENS, PAGE, RING, WAIT,
+            ring_head_stride, KEY, HEAD, D, WIDE, TOKENS, PAGE, RING, WAIT,
         )  # fmt: skip
     elif head < 2 * KV_HEADS:
         store_side(
             value_ptr, value_stride, value_mean_ptr, value_mean_ptr, value_scale_ptr, value_rotation_ptr, slots_ptr,
             ordinals_ptr, cache_ptr, ring_slots_ptr, ring_ptr, head - KV_HEADS, tokens, 0, page_stride, head_stride,
-            ring_page_stride, ring_head_stride, VALUE, D, WIDE, TOKENS, PAGE, RING, WAIT,
+            ring_page_stride, ring_head_stride, VALUE, HEAD, D, WIDE, TOKENS, PAGE, RING, WAIT,
         )  # fmt: skip
     else:
         # A row is a token's query of one of the KV head's RATIO: TOKENS of them are fewer tokens.
@@ -250,26 +250,29 @@ def store_kernel(
         first = (tl.program_id(0) * RATIO + head // KV_HEADS - 2) * TOKENS
         if first < decodes * RATIO:
             row = first + tl.arange(0, TOKENS)
-            d = tl.arange(0, WIDE)
-            mask = (row < decodes * RATIO)[:, None] & (d < D)[None, :]
-            factor = tl.load(key_scale_ptr + kv * D + d, mask=d < D, other=1.0)
-            apart = tl.load(key_first_ptr + kv * D + d, mask=d < D, other=0.0)
-            mean = tl.load(key_mean_ptr + kv * D + d, mask=d < D, other=0.0)
+            d, real = plain_slots(D, WIDE)
+            has = real & (d < HEAD)
+            live = row < decodes * RATIO
+            factor = tl.load(key_scale_ptr + kv * HEAD + d, mask=has, other=1.0)
+            apart = tl.load(key_first_ptr + kv * HEAD + d, mask=has, other=0.0)
+            mean = tl.load(key_mean_ptr + kv * HEAD + d, mask=has, other=0.0)
             apart -= mean
             rotation = load_rotation(query_rotation_ptr, WIDE, False)
             if WAIT:
                 gdc_wait()
             token = (row // RATIO)[:, None].to(tl.int64)
-            element = ((kv * RATIO + row % RATIO) * D)[:, None] + d[None, :]
-            x = tl.load(query_ptr + token * query_stride + element, mask=mask, other=0.0).to(tl.float32)
+            at = ((kv * RATIO + row % RATIO) * HEAD)[:, None] + d[None, :]
+            x = tl.load(query_ptr + token * query_stride + at, mask=live[:, None] & has[None, :], other=0.0)
+            x = x.to(tl.float32)
             place = (row // RATIO).to(tl.int64) * (KV_HEADS * RATIO) + (kv * RATIO + row % RATIO)
-            tl.store(apart_ptr + place, tl.sum(x * apart[None, :], 1) * scale, mask=row < decodes * RATIO)
+            tl.store(apart_ptr + place, tl.sum(x * apart[None, :], 1) * scale, mask=live)
             if LEVEL:
-                tl.store(level_ptr + place, tl.sum(x * mean[None, :], 1) * scale, mask=row < decodes * RATIO)
+                tl.store(level_ptr + place, tl.sum(x * mean[None, :], 1) * scale, mask=live)
             y = rotate(x / factor[None, :], rotation, D) * scale
             if D > NARROW:
-                store_integers(y, place, row < decodes * RATIO, rotated_ptr, byte_sums_ptr, units_ptr, D, WIDE)
+                store_integers(y, place, live, rotated_ptr, byte_sums_ptr, units_ptr, D, WIDE)
             else:
-                tl.store(rotated_ptr + token * (KV_HEADS * RATIO * D) + element, y.to(tl.float16), mask=mask)
+                to = rotated_ptr + place[:, None] * D + d[None, :]
+                tl.store(to, y.to(tl.float16), mask=live[:, None] & real[None, :])
         elif WAIT:
             gdc_wait()

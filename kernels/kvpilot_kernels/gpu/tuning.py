@@ -3,10 +3,10 @@
 Kept as tables, so that no user waits for tuning. Measured on an H200 (2026-11-22, Triton 3.6): at head_dim 128 and 256
 8, 10 to 13, 15 and 16 programs, in batches from 1 x 64K and 8 x 1K to 32 x 16K; 64 tokens of 2 stages in flight were
 best before keys were 8-bit integers (2026-11-21), and 32 at 256. Rows for head_dim 64 and 96 follow from registers, and
-so do the blocks of `store` and `gather` at 256, and of `gather` off Hopper. Decode of 8 queries with a recent window
-spills 8 to 328 bytes, and that of several tokens up to 512 (docs/benchmarks/kernel-resources.md). At 512 6, 7 and 8
-programs of 8 queries, 5 to 8 of 4, and tiles of 16 and 32 tokens were timed (2026-11-24), with splits of single tiles;
-that splits are multiples of 64 tokens there came after it.
+so do the blocks of `store` and `gather` at 256, and of `gather` off Hopper; 192 has what 256 has, and was not timed.
+Decode of 8 queries with a recent window spills 8 to 328 bytes, and that of several tokens up to 512
+(docs/benchmarks/kernel-resources.md). At 512 6, 7 and 8 programs of 8 queries, 5 to 8 of 4, and tiles of 16 and 32
+tokens were timed (2026-11-24), with splits of single tiles; that splits are multiples of 64 tokens there came after it.
 `kernels/benchmarks/decode.py` times what the tables say.
 """
 
@@ -34,15 +34,15 @@ class Choice:
     grain: int | None = None
 
 
-TILES: dict[int, int] = {64: 64, 96: 64, 128: 64, 256: 32, 512: 16}
-"""Tokens of a tile by head_dim, of up to 8 queries; of 16 it is half of that."""
+TILES: dict[int, int] = {64: 64, 96: 64, 128: 64, 192: 32, 256: 32, 512: 16}
+"""Tokens of a tile by elements of a row, of up to 8 queries; of 16 it is half of that."""
 
 PROGRAMS: dict[tuple[int, int], tuple[int, int, int]] = {
     (64, 4): (16, 16, 16), (64, 8): (16, 16, 16), (96, 4): (8, 12, 16), (96, 8): (8, 8, 8), (128, 4): (8, 12, 16),
-    (128, 8): (8, 8, 8), (256, 4): (12, 12, 16), (256, 8): (8, 8, 8), (64, 16): (8, 8, 8), (96, 16): (8, 8, 8),
-    (128, 16): (8, 8, 8), (512, 4): (8, 8, 8), (512, 8): (8, 8, 8),
+    (128, 8): (8, 8, 8), (192, 4): (12, 12, 16), (192, 8): (8, 8, 8), (256, 4): (12, 12, 16), (256, 8): (8, 8, 8),
+    (64, 16): (8, 8, 8), (96, 16): (8, 8, 8), (128, 16): (8, 8, 8), (512, 4): (8, 8, 8), (512, 8): (8, 8, 8),
 }  # fmt: skip
-"""By head_dim and queries (at most 4, 8 or 16); for a key and a value of more than 8 bits together, of 8, or less."""
+"""By elements of a row and queries (4, 8 or 16 at most); for key and value of more than 8 bits together, 8, less."""
 
 
 @dataclass(frozen=True)

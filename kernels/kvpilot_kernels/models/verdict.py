@@ -11,7 +11,7 @@ def unsupported(model: Architecture) -> str | None:
     """What our dtypes do not support in this model, or None."""
     ours = [group for group in model.groups if group.kind is not Kind.WINDOW]
     sizes = {size for group in ours for size in (group.head_dim, group.value_dim)}
-    odd = sorted(sizes - set(formats.HEAD_DIMS))
+    odd = sorted(size for size in sizes if formats.stored_dim(size) is None)
     found = (
         (model.latent, "multi-head latent attention"),
         (model.encoder_decoder, "encoder-decoder models"),
@@ -20,7 +20,7 @@ def unsupported(model: Architecture) -> str | None:
         (not model.layers and not model.other_layers, "a model without attention: there is no KV cache to quantize"),
         (model.other_layers, "layers whose cache is neither keys and values nor a state"),
         (model.layers and not ours, "a model whose layers all have a sliding window: they stay in 16 bits"),
-        (odd, f"head_dim {odd[-1] if odd else 0} (it takes {', '.join(map(str, formats.HEAD_DIMS))})"),
+        (odd, f"head_dim {odd[-1] if odd else 0} (it takes {formats.SERVED})"),
         (len(sizes) > 1 and _unlike_values(model), "keys and values of different sizes"),
     )
     return next((what for present, what in found if present), None)

@@ -13,7 +13,7 @@ import torch
 
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.formats import Format
-from kvpilot_kernels.reference.hadamard import hadamard
+from kvpilot_kernels.reference.hadamard import rotation
 from kvpilot_kernels.reference.quantize import decode, encode
 from kvpilot_kernels.reference.residual import decode_residual, encode_residual
 
@@ -39,12 +39,12 @@ def round_trip(
             first = (torch.arange(x.shape[-3], device=x.device) == 0)[:, None, None]
             mean = torch.where(first, factors.key_first, mean)
         x = (x - mean) * scale
-    x = x @ hadamard(dim).to(x.device)
+    x = x @ rotation(dim).to(x.device)
     codes, meta = encode(x, bits, fmt.group_size(dim))
     back = decode(codes, meta, bits)
     if recent and bits < 8:
         back = back + decode_residual(*encode_residual(x, codes, meta, bits), meta, bits)
-    back = back.double() @ hadamard(dim, torch.float64).to(x.device).T
+    back = back.double() @ rotation(dim, torch.float64).to(x.device).T
     return back if mean is None or scale is None else back / scale.double() + mean.double()
 
 

@@ -5,7 +5,7 @@ all of them, hence close to Gaussian, which is what a uniform quantizer with one
 orthogonal, q . k = (q H) . (k H), so queries are rotated like keys, and outputs are rotated back like values.
 
 Sources: Sylvester (1867) for powers of two, H_2n = H_2 (x) H_n; Paley (1933), construction I with the quadratic
-residues mod 11, for H_12; their Kronecker product for D = 96 = 12 * 8.
+residues mod 11, for H_12; their Kronecker product for D = 96 = 12 * 8 and 192 = 12 * 16.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+
+from kvpilot_kernels.formats import SERVED, stored_dim
 
 
 @cache
@@ -30,8 +32,24 @@ def hadamard(dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     h2 = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     matrix = base
     while matrix.shape[0] < dim:
-        matrix = torch.kron(matrix, h2)
+        # Rows of more than 96 are halves of the same matrix, which a kernel rotates apart and then adds and subtracts.
+        matrix = torch.kron(h2, matrix) if matrix.shape[0] >= 96 else torch.kron(matrix, h2)
     return matrix.div(dim**0.5).to(dtype)
+
+
+@cache
+def rotation(head_dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The first `head_dim` rows of `hadamard(stored_dim(head_dim))`: what turns a head into a stored row.
+
+    That is H behind zeros, which nobody has to append: rotate by ``x @ R`` and back by ``y @ R.T``; R R^T = I.
+
+    Raises:
+        ValueError: heads of this dimension are not stored.
+    """
+    wide = stored_dim(head_dim)
+    if wide is None:
+        raise ValueError(f"head_dim {head_dim} has no rows here; use {SERVED}")
+    return hadamard(wide, dtype)[:head_dim]
 
 
 def _paley_12() -> torch.Tensor:

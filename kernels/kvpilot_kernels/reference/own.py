@@ -16,8 +16,8 @@ def own(fmt: Format, factors: Factors | None = None, recent: bool = False) -> Co
         fmt.name + ("+calibrated" if factors else ""),
         lambda x: _read_back(x, fmt, "key", factors, recent),
         lambda x: _read_back(x, fmt, "value", factors, recent),
-        lambda dim: fmt.key.bits + 16 / fmt.group_size(dim),
-        lambda dim: fmt.value.bits + 16 / fmt.group_size(dim),
+        lambda dim: (fmt.key.bits * fmt.row_dim(dim) + 16 * fmt.groups(dim)) / dim,
+        lambda dim: (fmt.value.bits * fmt.row_dim(dim) + 16 * fmt.groups(dim)) / dim,
     )
 
 

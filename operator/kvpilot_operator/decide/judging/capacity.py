@@ -45,7 +45,7 @@ def ring_share(dtype: str, model: ModelFacts | None, recent_tokens: int, held: i
     """
     stored = dtypes.parse(dtype)
     head_dim = 128 if model is None else model.head_dim
-    if held is None or not stored.has_ring or head_dim not in formats.HEAD_DIMS:
+    if held is None or not stored.has_ring or formats.stored_dim(head_dim) is None:
         return 0.0
     pages = stored.ring_blocks(max(0, min(recent_tokens, held)), head_dim, OWN_BLOCK)
     return pages * OWN_BLOCK / max(held, OWN_BLOCK)
@@ -59,7 +59,7 @@ def bits_per_element(
     `ring` is what layers with a recent window take more, as a share (`ring_share`).
     """
     stored = dtypes.parse(dtype)
-    supported = model is not None and (not stored.ours or model.head_dim in formats.HEAD_DIMS) and model.head_dim > 0
+    supported = model is not None and (not stored.ours or formats.stored_dim(model.head_dim)) and model.head_dim > 0
     bits = stored.bits_per_element(model.head_dim) if model is not None and supported else stored.bits_per_element()
     bits *= 1 + ring
     if model is None or stored.bits_per_element() >= _KEPT_BITS or model.layers <= 0:

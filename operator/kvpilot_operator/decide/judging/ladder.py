@@ -56,9 +56,8 @@ def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None
         instead = f"which has dtypes of its own ({others})" if model.mla else "which is all that it is for"
         lacks = "does not support" if model.mla else "needs a model with"
         return Cause("ModelUnsupported", f"{dtype} {lacks} multi-head latent attention, {instead}")
-    if stored.ours and not stored.latent and model.head_dim not in formats.HEAD_DIMS:
-        dims = ", ".join(map(str, formats.HEAD_DIMS))
-        return Cause("ModelUnsupported", f"{dtype} supports head_dim {dims}; the model has {model.head_dim}")
+    if stored.ours and not stored.latent and formats.stored_dim(model.head_dim) is None:
+        return Cause("ModelUnsupported", f"{dtype} supports head_dim {formats.SERVED}; the model has {model.head_dim}")
     return _little_gain(dtype, spec, model)
 
 
