@@ -35,6 +35,12 @@ def row(dim: int) -> dict[str, int]:
     return {"HEAD": dim, "D": stored, "WIDE": slots(stored)}
 
 
+def gather_block(dim: int, capability: int) -> tuning.Block:
+    """The block of gather as `GpuPages` launches it for a head_dim."""
+    stored = row(dim)["D"]
+    return tuning.gather_block(stored, divmod(capability, 10), padded=dim < stored)
+
+
 def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int, page: int = BLOCK,
                    softcap: bool = False, window: int = 0, tokens: int = 1) -> Variant:  # fmt: skip
     """Decode as `GpuPages` launches it for a format, head_dim, query heads of a KV head, recent window, and so on."""
@@ -132,7 +138,7 @@ def every_variant(capability: int) -> list[Variant]:
     found = step_variants()
     for dim in (80, 160):
         found += [store_variant("k4v4", dim, 64, 1), reduce_variant(dim, 4, 4, 2 if dim <= 128 else 4)]
-        found.append(gather_variant("k4v4", dim, tuning.gather_block(row(dim)["D"], divmod(capability, 10))))
+        found.append(gather_variant("k4v4", dim, gather_block(dim, capability)))
     for dim in formats.HEAD_DIMS:
         for name in formats.own_names():
             windows = (0, 64) if formats.parse(name).has_ring else (0,)
@@ -140,7 +146,7 @@ def every_variant(capability: int) -> list[Variant]:
             found += [decode_variant(name, dim, 4, recent, capability, tokens=4) for recent in windows]
             found += [store_variant(name, dim, recent, tokens) for recent in windows
                       for tokens in ((1, tuning.FEW_TOKENS + 1) if dim <= 128 else (1,))]  # fmt: skip
-            found.append(gather_variant(name, dim, tuning.gather_block(dim, divmod(capability, 10))))
+            found.append(gather_variant(name, dim, gather_block(dim, capability)))
         found.append(decode_variant("k4v4", dim, 8, 64, capability, page=16))
         found.append(decode_variant("k4v4", dim, 8, 64, capability, softcap=True, window=4096))
         few = 2 if dim <= 128 else 4 if dim <= 256 else 8
@@ -164,12 +170,12 @@ def few_variants(capability: int) -> list[Variant]:
               reduce_variant(512, 4, 4, 8), prefill_variant(True, capability)]  # fmt: skip
     found += [decode_variant("k4v4", 192, 4, 64, capability), store_variant("k4v4", 192, 64, 1),
               reduce_variant(192, 4, 4, 4), store_variant("k4v4", 80, 64, 1), reduce_variant(80, 4, 4, 2)]  # fmt: skip
-    found += [gather_variant("k4v4", dim, tuning.gather_block(row(dim)["D"], divmod(capability, 10)))
+    found += [gather_variant("k4v4", dim, gather_block(dim, capability))
               for dim in (80, 192)]  # fmt: skip
     found += [reduce_variant(128, 2, 8, 2, several=True), decode_variant("k4v4", 128, 4, 64, capability, tokens=4)]
     for name in formats.own_names():
         recent, dim = 64 if formats.parse(name).has_ring else 0, 256 if name == "int8" else 128
         found += [decode_variant(name, dim, 4, recent, capability), store_variant(name, dim, recent, 1)]
         if name in ("int8", "k4v4"):
-            found.append(gather_variant(name, dim, tuning.gather_block(dim, divmod(capability, 10))))
+            found.append(gather_variant(name, dim, gather_block(dim, capability)))
     return [*found, store_variant("k4v4", 128, 64, tuning.FEW_TOKENS + 1)]

@@ -84,7 +84,7 @@ class Shape:
             "KV_HEADS": kv_heads, "KEY": self.key, "VALUE": self.value, "HEAD": head_dim, "D": dim, "WIDE": slots(dim),
             "PAGE": block_size,
         }  # fmt: skip
-        self.gather_block = tuning.gather_block(dim, tuning.capability(device))
+        self.gather_block = tuning.gather_block(dim, tuning.capability(device), padded=head_dim < dim)
         self.can_overlap = tuning.overlaps(device)
         self.chained: dict[str, Any] = {"launch_pdl": True} if self.can_overlap else {}
         self.key_rotation, self.value_rotation = (

@@ -76,11 +76,12 @@ def store_block(dim: int, tokens: int) -> Block:
     return Block(8 if tokens <= FEW_TOKENS else 16, 4)
 
 
-def gather_block(dim: int, capability: tuple[int, int]) -> Block:
-    """The block of `gather`: four warps spill where tensor cores read no operand from shared memory (9.0, 10.0 do)."""
+def gather_block(dim: int, capability: tuple[int, int], padded: bool = False) -> Block:
+    """The block of `gather`: four warps spill where tensor cores read no operand from shared memory (9.0, 10.0 do), and
+    where heads have zeros behind, `padded`."""
     if dim > 128:
         return Block(32 if dim <= 256 else 16, 8)
-    return Block(64, 4 if dim <= 64 or capability[0] in (9, 10) else 8)
+    return Block(64, 4 if dim <= 64 or (capability[0] in (9, 10) and not padded) else 8)
 
 
 def prefill_block(capability: tuple[int, int]) -> PrefillBlock:
