@@ -106,13 +106,16 @@ def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capa
 
     The tile divides `block_size`, as a tile lies in one page. On 9.0, where that was measured, the assembler weighs
     registers against programs; on others it would spill some, and a thread may have all 255. With a window of `recent`
-    tokens 2 bits need the shared memory and registers of 4.
+    tokens 2 bits need the shared memory and registers of 4; at head_dim 192 tiles of 32 would spill up to 896 bytes on
+    9.0, those of 16 168.
     """
     most = 4 if queries <= 4 else 8 if queries <= 8 else 16
     programs = PROGRAMS[dim, most][0 if bits > 8 else 1 if bits == 8 else 2]
     if recent:
         programs = min(programs, 8 if bits == 4 else 12)
     tile, stages = (TILES[dim], 2) if most <= 8 else (TILES[dim] // 2, 3)
+    if dim == 192 and bits == 4 and recent:
+        tile = 16
     if dim > 256:
         return Choice(gcd(tile, block_size), stages, programs, 255, grain=64)
     return Choice(gcd(tile, block_size), stages, programs, None if capability[0] == 9 else 255)
