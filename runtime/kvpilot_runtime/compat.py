@@ -28,6 +28,9 @@ SLEEP_FROM = (0, 30)
 CARRIES = (0, 32)
 """The version whose connectors of `carriers` were read and run; their protocols differ from version to version."""
 
+DISK = (0, 32)
+"""The version whose tiers below host memory were read and run; they are new, and vLLM calls them experimental."""
+
 _BUILD = (10**6, 0)
 
 

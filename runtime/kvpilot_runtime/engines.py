@@ -68,6 +68,16 @@ def can_offload() -> bool:
     return vllm is None or vllm.origin is None or (Path(vllm.origin).parent / "v1/kv_offload/cpu/spec.py").exists()
 
 
+def lacks_for_disk() -> str:
+    """What a disk below offloaded pages needs and the installed vLLM is not; nothing where it is absent."""
+    try:
+        here = compat.vllm_version()
+    except UnsupportedEngineError:
+        return ""
+    served = ".".join(map(str, compat.DISK))
+    return "" if here == compat.DISK else f"vLLM {served} (here is {compat.version_text()})"
+
+
 def lacks(carrier: Carrier) -> str:
     """What a connector needs and this machine lacks; nothing where vLLM is absent."""
     try:

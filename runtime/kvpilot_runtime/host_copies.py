@@ -18,15 +18,19 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]  # vLLM has no types f
 
     Args:
         kv_caches: vLLM's `CanonicalKVCaches`. chunks: of the tier. blocks_per_chunk: blocks of a chunk.
+        region: vLLM's `SharedOffloadRegion`, where others read and write the chunks, too; None for memory of its own.
     """
 
-    def __init__(self, kv_caches: Any, chunks: int, blocks_per_chunk: int) -> None:
-        self._per_chunk = blocks_per_chunk
+    def __init__(self, kv_caches: Any, chunks: int, blocks_per_chunk: int, region: Any = None) -> None:
+        self._per_chunk, self._region = blocks_per_chunk, region
         self._groups = kv_caches.group_data_refs
         self._cache = [t.tensor.view(torch.int8) for t in kv_caches.tensors]
-        self._host = [
-            torch.zeros(chunks * blocks_per_chunk, t.page_size_bytes, dtype=torch.int8) for t in kv_caches.tensors
-        ]
+        sizes = [t.page_size_bytes for t in kv_caches.tensors]
+        self._host = [  # int8 [chunks, blocks of a chunk, bytes of a page] each
+            torch.zeros(chunks, blocks_per_chunk, size, dtype=torch.int8) if region is None
+            else region.create_next_worker_view(size * blocks_per_chunk).unflatten(1, (blocks_per_chunk, size))
+            for size in sizes
+        ]  # fmt: skip
         self._done: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
@@ -45,16 +49,23 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]  # vLLM has no types f
     def wait(self, job_ids: set[int]) -> None:
         """Nothing to wait for."""
 
+    def shutdown(self) -> None:
+        """Let go of what others map, too."""
+        self._host.clear()
+        if self._region is not None:
+            self._region.cleanup()
+
     def _copy(self, job: int, blocks: Any, chunks: Any, source: list[torch.Tensor], target: list[torch.Tensor]) -> bool:
         began, size = time.perf_counter(), 0
         to_host = source is self._cache
         moved = rows(blocks, chunks, self._per_chunk)
         for refs, (at_cache, at_host) in zip(self._groups, moved, strict=True):
+            chunk, place = at_host // self._per_chunk, at_host % self._per_chunk
             for ref in refs:
-                at, to = (at_cache, at_host) if to_host else (at_host, at_cache)
+                at, to = ((at_cache,), (chunk, place)) if to_host else ((chunk, place), (at_cache,))
                 width = ref.page_size_bytes
-                target[ref.tensor_idx][to, :width] = source[ref.tensor_idx][at, :width]
-                size += len(at) * width
+                target[ref.tensor_idx][(*to, slice(width))] = source[ref.tensor_idx][(*at, slice(width))]
+                size += len(at_cache) * width
         self._done.append(TransferResult(job, True, size, time.perf_counter() - began))
         return True
 

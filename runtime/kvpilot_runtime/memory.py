@@ -126,8 +126,8 @@ def check_offload(request: Request, platform: machine.Platform) -> None:
             f"{options.OFFLOAD}: offloaded pages are to take {_mib(wanted)} of host memory and {_mib(have)} are "
             "available; offload less, or give the container more memory",
         )
-    # On a GPU the pages lie in a file there, so that all ranks and the GPU's copies find them.
-    if platform != "cpu" and wanted > (have := machine.shared_memory()):
+    # On a GPU the pages lie in a file there, so that all ranks and the GPU's copies find them; above a disk always.
+    if (platform != "cpu" or request.disk_path is not None) and wanted > (have := machine.shared_memory()):
         raise PreflightError(
             "DoesNotFit",
             f"{options.OFFLOAD}: offloaded pages are to take {_mib(wanted)} of /dev/shm and {_mib(have)} are free "

@@ -12,6 +12,8 @@ from kvpilot_runtime import carriers
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 SIMPLE_OFFLOAD = "VLLM_USE_SIMPLE_KV_OFFLOAD"
 OFFLOAD = "--kv-offloading-size"
+DISK_PATH, DISK_SIZE = "--kv-offloading-disk-path", "--kv-offloading-disk-size"
+"""Of `kvpilot-serve` alone."""
 TRANSFER = "--kv-transfer-config"
 SLIDING = "sliding_window"
 """vLLM's word for "the layers that attend to a window only" among the layers that skip the KV-cache dtype."""

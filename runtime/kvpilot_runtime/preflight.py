@@ -5,13 +5,14 @@ It takes well under a second for a model in a folder, and for one on the hub as 
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 from kvpilot_kernels import dtypes, formats, models
 from kvpilot_kernels.dtypes import Dtype
 from kvpilot_kernels.latent import formats as latent
-from kvpilot_runtime import bounded_check, engines, hub, machine, memory, options, preflight_dtypes
+from kvpilot_runtime import bounded_check, disk_file, engines, hub, machine, memory, options, preflight_dtypes
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.modelconfig import read_config, weight_bytes
 from kvpilot_runtime.preflight_request import Findings, Request, model_folder
@@ -40,6 +41,8 @@ def check(request: Request) -> Findings:
     _platform_dtype(fmt, platform, request, findings)
     if any(options.given(request.others, options.OFFLOAD)):
         _offload(request, platform)
+    if request.disk_path is not None or request.disk_bytes is not None:
+        _disk(request)
     if fmt.ours:
         preflight_dtypes.check_options(fmt, request)
     preflight_dtypes.check_window(fmt, request, findings)
@@ -154,3 +157,25 @@ def _offload(request: Request, platform: machine.Platform) -> None:
     if not engines.can_offload():
         raise PreflightError("BadArguments", f"{options.OFFLOAD}: the installed vLLM has no offloading to host memory; leave it out, or use a runtime image with vLLM 0.28 or newer")  # fmt: skip  # noqa: E501
     memory.check_offload(request, platform)
+
+
+def _disk(request: Request) -> None:
+    """Whether offloaded pages can go on to a disk, and there is room for them."""
+    if request.disk_path is None or request.disk_bytes is None:
+        lacks, given = (options.DISK_PATH, options.DISK_SIZE)[:: 1 if request.disk_path is None else -1]
+        raise PreflightError("BadArguments", f"{given} goes with {lacks}: give both, or leave it out")
+    if not any(options.given(request.others, options.OFFLOAD)):
+        raise PreflightError("BadArguments", f"{options.DISK_PATH} is for what host memory has no room for: give {options.OFFLOAD}, too, or leave it out")  # fmt: skip  # noqa: E501
+    if lacks := engines.lacks_for_disk():
+        raise PreflightError("BadArguments", f"{options.DISK_PATH} needs {lacks}; use such a runtime image, or leave it out")  # fmt: skip  # noqa: E501
+    if any(options.given(request.others, options.TRANSFER)):
+        raise PreflightError("BadArguments", f"{options.TRANSFER}: {options.DISK_PATH} sets it; leave one of the two out")  # fmt: skip  # noqa: E501
+    other = [value for _, value in options.given(request.others, "--kv-offloading-backend") if value != "native"]
+    if other or os.environ.get(options.SIMPLE_OFFLOAD, "0").strip() not in ("", "0"):
+        named = f"--kv-offloading-backend {other[0]}" if other else options.SIMPLE_OFFLOAD
+        raise PreflightError("BadArguments", f"{named}: {options.DISK_PATH} is for vLLM's own offloading; leave one of the two out")  # fmt: skip  # noqa: E501
+    if memory.nodes(request) > 1:
+        raise PreflightError("BadArguments", f"{options.DISK_PATH}: an engine over {memory.nodes(request)} nodes (--nnodes) has host memory on each, and one node's disk would have its part alone; leave it out")  # fmt: skip  # noqa: E501
+    engines_here = options.count(request.others, "--data-parallel-size", "-dp")
+    if (error := disk_file.refused(options.DISK_PATH, request.disk_path, request.disk_bytes * engines_here)) is not None:  # fmt: skip  # noqa: E501
+        raise error

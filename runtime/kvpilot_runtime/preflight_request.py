@@ -17,7 +17,8 @@ class Request:
     """What `kvpilot-serve` was asked for; sizes in bytes, lengths in tokens.
 
     `dtype` is of the KV cache and `model_dtype` of the weights; `skip_layers` and `recent`, the tokens of the recent
-    window, are None when the user said nothing. `retention` is None where all tokens are kept.
+    window, are None when the user said nothing. `retention` is None where all tokens are kept. `disk_path` is the
+    folder, and `disk_bytes` the size, of each engine's file below offloaded pages in host memory.
     """
 
     model: str
@@ -33,6 +34,8 @@ class Request:
     others: tuple[str, ...] = ()
     recent: int | None = None
     retention: SinksAndWindow | None = None
+    disk_path: str | None = None
+    disk_bytes: int | None = None
 
 
 @dataclass

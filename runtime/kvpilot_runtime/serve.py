@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -20,7 +21,7 @@ from functools import partial
 from typing import NoReturn
 
 from kvpilot_kernels import formats
-from kvpilot_runtime import compiled, machine, memory, model_info, preflight, retention
+from kvpilot_runtime import compiled, machine, memory, model_info, offload, options, preflight, retention
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight_request import Request, model_folder
 
@@ -65,6 +66,16 @@ def _window(text: str) -> int:
     return int(text)
 
 
+def _gib(text: str) -> int:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of GiB above 0")
+    return int(value * 2**30)
+
+
 def _fraction(text: str) -> float:
     try:
         value = float(text)
@@ -101,6 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--retention-budget-tokens", type=_count, metavar="N", help=f"of {retention.HEAVY_HITTERS}, "
                         f"all tokens that are kept, sinks (default: {retention.SINKS}) and window (default: half of "
                         "them) among them")  # fmt: skip
+    parser.add_argument(options.DISK_PATH, metavar="FOLDER", help=f"beside {options.OFFLOAD}: offloaded pages go on "
+                        "to a file in this folder, which no other engine reads and which ends with it")  # fmt: skip
+    parser.add_argument(options.DISK_SIZE, type=_gib, metavar="GIB", help="of that file, at most")
     parser.add_argument("--max-model-len", type=_count, help="tokens")
     parser.add_argument("--tensor-parallel-size", "-tp", type=_count, default=1)
     parser.add_argument("--gpu-memory-utilization", "--device-memory-utilization", type=_fraction, default=0.9)
@@ -131,6 +145,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
         tuple(others), known.recent_tokens,
         retention.parse(known.retention, known.retention_sink_tokens, known.retention_window_tokens,
                         known.retention_budget_tokens),
+        known.kv_offloading_disk_path, known.kv_offloading_disk_size,
     )  # fmt: skip
     arguments = [
         known.model,
@@ -177,6 +192,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.append("--disable-sliding-window")
     if findings.in_order:
         arguments.append("--no-async-scheduling")
+    if request.disk_path is not None and request.disk_bytes is not None:
+        below = offload.below_host(request.disk_path, request.disk_bytes)
+        arguments += [options.TRANSFER, json.dumps(below)]
     environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ}
     if request.calibration:
         environment[CALIBRATION] = request.calibration

@@ -2,7 +2,7 @@
 
 What is stored is kept from the layers' own caches when its copy is submitted, and held against what is there when a
 load of it has ended. With `late`, a copy ends so many steps after it was submitted, or when vLLM waits for it, and
-moves nothing before: as a GPU may.
+moves nothing before: as a GPU may. What goes on to a disk, and comes back to another place, is followed by its key.
 """
 
 from __future__ import annotations
@@ -22,20 +22,61 @@ class Transfers:
         pages: the group whose blocks are written down. late: steps.
 
     Attributes:
-        moves: `stored` or `loaded`, with pairs of a block and its place in host memory. loaded, changed: as in `Told`.
+        moves: `stored` or `loaded`, with pairs of a block and the number of what was stored. loaded, changed, read,
+            unread, unwritten: as in `Told`.
     """
 
     def __init__(self, connector: Any, config: Any, layers: dict[str, Any], pages: int, late: int) -> None:
-        self._worker, self._per_chunk, self._late = connector.worker, connector.spec.blocks_per_chunk, late
+        self._worker, self._spec, self._late = connector.worker, connector.spec, late
+        self._per_chunk = self._spec.blocks_per_chunk
         ids = [group.group_id for group in connector.spec.config.groups]
         self._names = [config.kv_cache_groups[i].layer_names for i in ids]
         self._layers, self._blocks, self._mine = layers, config.num_blocks, ids.index(pages)
-        self._kept: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._stored = 0
+        self._kept: dict[tuple[int, int], tuple[int, list[torch.Tensor]]] = {}
         self._waiting: dict[int, tuple[list[int], tuple[Any, ...], list[tuple[int, int, list[torch.Tensor]]]]] = {}
         self.moves: list[dict[str, Any]] = []
-        self.loaded = self.changed = 0
+        self.loaded = self.changed = self.read = self.unread = self.unwritten = 0
         self._copy, self._get_finished = self._worker._copy, self._worker.get_finished
         self._worker._copy, self._worker.get_finished, self._worker.wait = self._submit, self._finished, self._wait
+
+    def follow(self, tier: Any) -> None:
+        """Know what the chunks hold that a `DiskTier` brings back, and how many it did, and did not."""
+        from vllm.v1.kv_offload.base import get_offload_group_idx
+
+        ids = [group.group_id for group in self._spec.config.groups]
+        by_key: dict[bytes, tuple[int, list[torch.Tensor]]] = {}
+        promised: dict[int, list[tuple[bytes, tuple[int, int]]]] = {}
+        store, load, finished = tier.submit_store, tier.submit_load, tier.get_finished_jobs
+
+        def places(job: Any) -> list[tuple[bytes, tuple[int, int]]]:
+            """A chunk is a block here."""
+            groups = [ids.index(get_offload_group_idx(key)) for key in job.keys]
+            chunks = zip(groups, map(int, job.chunk_ids), strict=True)
+            return list(zip(job.keys, chunks, strict=True))
+
+        def submit_store(job: Any) -> None:
+            by_key.update({key: self._kept[place] for key, place in places(job)})
+            store(job)
+
+        def submit_load(job: Any) -> None:
+            promised[job.job_id] = places(job)
+            load(job)
+
+        def get_finished_jobs() -> list[Any]:
+            ended: list[Any] = finished()
+            for result in ended:
+                wanted = promised.pop(result.job_id, None)
+                if wanted is None:
+                    self.unwritten += not result.success
+                    continue
+                good = {key for key, _ in wanted} if result.success else set(result.successful_keys or ())
+                self.read += len(good)
+                self.unread += len(wanted) - len(good)
+                self._kept.update({place: by_key[key] for key, place in wanted if key in good})
+            return ended
+
+        tier.submit_store, tier.submit_load, tier.get_finished_jobs = submit_store, submit_load, get_finished_jobs
 
     def taken(self) -> list[dict[str, Any]]:
         """What was written down since the last call."""
@@ -51,12 +92,14 @@ class Transfers:
         expected = []
         for group, (at_cache, at_host) in enumerate(rows(blocks, chunks, self._per_chunk)):
             pairs = list(zip(at_cache.tolist(), at_host.tolist(), strict=True))
-            if stored:
-                self._kept |= {(group, place): self._pages(group, block) for block, place in pairs}
-            else:
-                expected += [(group, block, self._kept[group, place]) for block, place in pairs]
+            for block, place in pairs if stored else ():
+                self._stored += 1
+                self._kept[group, place] = self._stored, self._pages(group, block)
+            if not stored:
+                expected += [(group, block, self._kept[group, place][1]) for block, place in pairs]
             if group == self._mine:
-                self.moves.append({"stored" if stored else "loaded": pairs})
+                numbered = [(block, self._kept[group, place][0]) for block, place in pairs]
+                self.moves.append({"stored" if stored else "loaded": numbered})
         self._waiting[job] = [self._late], (job, blocks, chunks, source, target), expected
         if not self._late:
             self._end(job)

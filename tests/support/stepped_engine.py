@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
 
+from kvpilot_runtime.offload import below_host
+from support import disk_faults
 from support.own_process import ask
 from support.right_drafts import right_drafts
 
@@ -27,7 +29,8 @@ class Asked:
     of a ring are used whatever their tags say, which no engine of ours does. `given_up`: requests, numbered through all
     rounds, and after how many steps of their round their clients leave. `late`: see `support.offloading`.
     `calibration`: a file of factors, `off`, or nothing for an engine that finds its own. `drafter`: the model that
-    drafts, where the method wants one beside the served one.
+    drafts, where the method wants one beside the served one. `disk`: `path` and `size` in bytes of a file below host
+    memory, and `faults` by the round that they come before (`support.disk_faults`).
     """
 
     model: str
@@ -44,6 +47,7 @@ class Asked:
     late: int = 0
     calibration: str = "off"
     drafter: str = ""
+    disk: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -54,9 +58,11 @@ class Told:
         answers: by round and prompt. cached: tokens of each that the prefix cache or host memory had, likewise.
         steps: of all requests (numbered through all rounds) in order: request, first position, how many, whether the
             request begins anew (after a preemption, too), and its blocks. Between them what was offloaded: pairs of a
-            block and its place in host memory, `stored` or `loaded`.
+            block and the number of what was stored, `stored` or `loaded`.
         loaded, changed: blocks of all groups that came back from host memory, and of these the ones with a byte in any
             layer that differs from what was stored.
+        read, unread: chunks that came from a disk, and that did not though they were asked for. unwritten: transfers
+            to it of which a part was left out or failed.
         block_size: tokens of a block. moved: how often a request was in another row of the batch than in the step
             before. poisoned: ring pages. drafted, accepted: tokens; of requests' last steps nobody knows the latter.
         factors: of each rank, see `RingWorker.factors_of_rank`. metrics: lines of ours that /metrics has.
@@ -73,6 +79,9 @@ class Told:
     accepted: int = 0
     loaded: int = 0
     changed: int = 0
+    read: int = 0
+    unread: int = 0
+    unwritten: int = 0
     factors: list[list[list[Any]]] = field(default_factory=list)
     metrics: list[str] = field(default_factory=list)
     groups: list[tuple[str, list[str]]] = field(default_factory=list)
@@ -122,6 +131,9 @@ class Steps:
             connector, config = get_kv_transfer_group().connector_worker, core.scheduler.kv_cache_config
             layers = self.executor.vllm_config.compilation_config.static_forward_context
             self.transfers = Transfers(connector, config, layers, self.pages, asked.late)
+            if asked.disk:
+                self.disk = core.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]
+                self.transfers.follow(self.disk)
 
         def watched(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             first = len(told.steps)
@@ -129,7 +141,8 @@ class Steps:
             result = execute(scheduled, *args, **kwargs)
             if self.transfers is not None:  # what is offloaded in a step is copied before its tokens are computed
                 told.steps[first:first] = self.transfers.taken()
-                told.loaded, told.changed = self.transfers.loaded, self.transfers.changed
+                for name in ("loaded", "changed", "read", "unread", "unwritten"):
+                    setattr(told, name, getattr(self.transfers, name))
             for request, row in zip(requests, self.ask("rows_of", requests), strict=True):
                 told.moved += self.rows.get(request, row) != row
                 self.rows[request] = row
@@ -216,6 +229,8 @@ def main() -> None:
         drafter = {"model": asked.drafter} if asked.drafter else {}
         speculation = {"method": asked.method, "num_speculative_tokens": asked.drafts, **lookup, **drafter}
         asked.options["speculative_config"] = speculation
+    if asked.disk:
+        asked.options["kv_transfer_config"] = below_host(asked.disk["path"], asked.disk["size"])
     # An engine that calibrates itself reads a text, if it has a tokenizer.
     options = {"enforce_eager": True, "skip_tokenizer_init": asked.calibration == "off", **asked.options}
     llm = LLM(
@@ -225,11 +240,13 @@ def main() -> None:
     told, engine = Told(), llm.llm_engine
     told.factors = engine.engine_core.engine_core.model_executor.collective_rpc("factors_of_rank")
     told.metrics = [x for x in generate_latest().decode().splitlines() if x.startswith("kvpilot_")]
-    Steps(engine.engine_core.engine_core, asked, told)
+    steps_of = Steps(engine.engine_core.engine_core, asked, told)
     if asked.right and asked.method != "ngram":
         right_drafts(expected(asked))
     number = 0
-    for prompts, tokens in zip(asked.rounds, asked.tokens, strict=True):
+    for turn, (prompts, tokens) in enumerate(zip(asked.rounds, asked.tokens, strict=True)):
+        if fault := asked.disk.get("faults", {}).get(str(turn)):
+            getattr(disk_faults, fault)(steps_of.disk)
         first, steps = number, 0
         answers: dict[int, list[int]] = {}
         cached: dict[int, int] = {}

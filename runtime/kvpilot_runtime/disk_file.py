@@ -1,0 +1,116 @@
+"""One engine's file below host memory: places of equal size, and no name.
+
+A file without a name can be found by no other engine, and its space is free again when its engine ends, however that
+happens. What a claim has too little of is known before an engine takes a GPU (`refused`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import uuid
+from pathlib import Path
+
+from kvpilot_runtime.errors import PreflightError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_UNNAMED = getattr(os, "O_TMPFILE", 0)
+
+
+class DiskFile:
+    """An unnamed file in a folder, read and written a place at a time.
+
+    Past the page cache where the file system can (O_DIRECT), which would count as the container's memory; buffers then
+    begin at a page of memory.
+
+    Args:
+        folder: that the file is in. place: bytes of one, a multiple of 4,096.
+
+    Raises:
+        OSError: the folder is not there, or nothing can be written in it.
+    """
+
+    def __init__(self, folder: str, place: int) -> None:
+        self._place = place
+        self.fd = _open_unnamed(folder)
+        try:
+            with contextlib.suppress(OSError):
+                _set_direct(self.fd, on=True)
+            with mmap.mmap(-1, mmap.PAGESIZE) as page:
+                try:
+                    _write(self.fd, page, 0)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    _set_direct(self.fd, on=False)  # taken, and then not done
+                    _write(self.fd, page, 0)
+        except OSError:
+            os.close(self.fd)
+            raise
+
+    def write(self, at: int, data: memoryview) -> None:
+        """Fill place `at` with `data`, uint8 [place].
+
+        Raises:
+            OSError: not all of it was written; what is there is then undefined.
+        """
+        _write(self.fd, data, at * self._place)
+
+    def read(self, at: int, into: memoryview) -> None:
+        """Fill `into`, uint8 [place], with what is in place `at`.
+
+        Raises:
+            OSError: there is less, or it cannot be read.
+        """
+        found = os.preadv(self.fd, [into], at * self._place)
+        if found != self._place:
+            raise OSError(errno.EIO, f"{found} of {self._place} bytes are there")
+
+    def close(self) -> None:
+        """Give its space back."""
+        os.close(self.fd)
+
+
+def refused(option: str, folder: str, size: int) -> PreflightError | None:
+    """Why `size` bytes cannot be kept in a folder; None where they can. What is written to find out is gone again."""
+    if not Path(folder).is_dir():
+        return PreflightError("BadArguments", f"{option} {folder!r}: there is no such folder here; check that its volume is mounted, or leave the option out")  # fmt: skip  # noqa: E501
+    try:
+        DiskFile(folder, mmap.PAGESIZE).close()
+        found = os.statvfs(folder)
+    except OSError as error:
+        if error.errno in _FULL:
+            return PreflightError("VolumeFull", f"{option} {folder!r}: nothing more can be written there ({error.strerror}); make room, or mount a larger volume")  # fmt: skip  # noqa: E501
+        return PreflightError("VolumeNotWritable", f"{option} {folder!r}: a file cannot be written there ({error.strerror}); mount the volume for writing, and let the pod's user or group (fsGroup) write it")  # fmt: skip  # noqa: E501
+    if size > (free := found.f_bavail * found.f_frsize):
+        return PreflightError("VolumeFull", f"{option} {folder!r}: {size / 2**30:,.1f} GiB are to be kept there and {free / 2**30:,.1f} GiB are free; ask for less, make room, or mount a larger volume")  # fmt: skip  # noqa: E501
+    return None
+
+
+def _open_unnamed(folder: str) -> int:
+    flags = os.O_RDWR | os.O_CLOEXEC
+    if _UNNAMED:
+        with contextlib.suppress(OSError):  # not every file system has these, a network's seldom
+            return os.open(folder, flags | _UNNAMED, 0o600)
+    path = Path(folder, f".kvpilot-{uuid.uuid4().hex}")
+    opened = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        path.unlink()
+    except OSError:
+        os.close(opened)
+        raise
+    return opened
+
+
+def _set_direct(opened: int, *, on: bool) -> None:
+    flags = fcntl.fcntl(opened, fcntl.F_GETFL)
+    fcntl.fcntl(opened, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+
+
+def _write(opened: int, data: memoryview | mmap.mmap, at: int) -> None:
+    written = os.pwrite(opened, data, at)
+    if written != len(data):
+        raise OSError(errno.ENOSPC, f"{written} of {len(data)} bytes were written")
