@@ -195,7 +195,12 @@ SPECS = st.fixed_dictionaries(
             dtype=st.none() | DTYPES,
             ladder=st.lists(DTYPES, max_size=9),
             recentTokens=NUMBERS,
-            offload=section(cpuMemoryGiB=NUMBERS),
+            offload=section(
+                cpuMemoryGiB=NUMBERS,
+                disk=section(
+                    sizeGiB=NUMBERS, claimName=st.sampled_from(["a", "/"]), storageClassName=st.sampled_from(["a", ""])
+                ),
+            ),
             skipLayers=st.lists(st.sampled_from(["0", "00", "31", "sliding_window", "x"]), max_size=3),
             pressure=section(highPercent=NUMBERS, lowPercent=NUMBERS),
         ),

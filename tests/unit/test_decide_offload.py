@@ -123,10 +123,11 @@ def test_what_a_hosts_memory_costs_is_not_known_and_not_told() -> None:
     assert costs.count("auto at 1") == 1
 
 
-def service(gpu: float, host: float = 0.0, before: float = 0.9, **sections: Any) -> Snapshot:
+def service(gpu: float, host: float = 0.0, before: float = 0.9, disk: float = 0.0, **sections: Any) -> Snapshot:
     """Full, with requests that wait; so much of the prompts' tokens was found lately, and `before` that on GPUs."""
     known = [replace(KNOWN, prefix_queries=QUERIED, prefix_hits=before * QUERIED)] * 90
     late = replace(KNOWN, prefix_queries=QUERIED, prefix_hits=gpu * QUERIED, host_hits=host * QUERIED)
+    late = replace(late, disk_hits=disk * QUERIED)
     seen = samples(usage=0.97, waiting=20, seconds=900)
     flows = [*known, *[late] * (len(seen) - len(known))]
     s = running(manifest(**sections), "auto")
@@ -148,6 +149,18 @@ def test_hits_by_tier_stand_in_the_status_and_the_metrics_of_a_service_with_two(
     assert status_faults(json.loads(json.dumps(dump_status(status)))) == ()
     told = {labels: value for family, labels, value in rows(s, status) if family is HITS}
     assert told == {("gpu",): 0.3, ("host",): 0.45}
+
+
+def test_what_a_disk_gave_is_told_apart_from_what_host_memory_gave() -> None:
+    below = {"kvCache": {"mode": "Auto", "offload": {"cpuMemoryGiB": 64, "disk": {"sizeGiB": 500}}}}
+    s = service(0.3, 0.45, disk=0.2, **below)
+    status = decide(s).status
+    kv = status.kv_cache
+    assert (kv.gpu_hit_percent, kv.host_hit_percent, kv.disk_hit_percent) == (30, 25, 20)
+    assert status_faults(json.loads(json.dumps(dump_status(status)))) == ()
+    told = {labels: value for family, labels, value in rows(s, status) if family is HITS}
+    assert told == {("gpu",): 0.3, ("host",): 0.25, ("disk",): 0.2}
+    assert decide(service(0.3, 1e300, disk=1e301, **below)).status.kv_cache.host_hit_percent == 0
 
 
 def test_a_service_with_one_tier_is_told_of_none() -> None:

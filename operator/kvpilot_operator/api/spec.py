@@ -25,10 +25,19 @@ class Pressure(Part, frozen=True):
     sustained_seconds: int
 
 
+class OffloadDisk(Part, frozen=True):
+    """spec.kvCache.offload.disk; without a claim each pod has a volume of its own."""
+
+    size_gib: int
+    storage_class_name: str | None = None
+    claim_name: str | None = None
+
+
 class Offload(Part, frozen=True):
     """spec.kvCache.offload."""
 
     cpu_memory_gib: int
+    disk: OffloadDisk | None = None
 
 
 class Retention(Part, frozen=True):

@@ -211,7 +211,8 @@ def _plain(s: Snapshot, status: Status) -> _Rows:
     yield USAGE, (), usage / 100 if usage is not None else None
     yield CAPACITY, (), status.kv_cache.capacity_tokens
     yield RECENT, (), status.kv_cache.recent_tokens or 0
-    for tier, hits in (("gpu", status.kv_cache.gpu_hit_percent), ("host", status.kv_cache.host_hit_percent)):
+    kv = status.kv_cache
+    for tier, hits in (("gpu", kv.gpu_hit_percent), ("host", kv.host_hit_percent), ("disk", kv.disk_hit_percent)):
         yield HITS, (tier,), hits / 100 if hits is not None else None
     yield REPLICAS, (), status.replicas
     yield READY_REPLICAS, (), status.ready_replicas

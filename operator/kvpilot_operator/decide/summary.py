@@ -47,6 +47,9 @@ def summarise(c: Context) -> Context:
         adapters=_adapters(c, stable.revision, serves.adapters if serves is not None and stable.ever_ready else ()),
     )
     c = c.set(objectives=tuple(_shown(c, one) for one in c.workload.objectives), cost=_cost(c))
+    loaded, from_disk = c.workload.host_hits, c.workload.disk_hits
+    in_host = None if loaded is None else loaded - (from_disk or 0.0)
+    disk = c.spec.kv_cache.offload is not None and c.spec.kv_cache.offload.disk is not None
     return c.set_kv(
         active_dtype=stable.dtype,
         observed_dtype=sample.observed_dtype if sample is not None else kv.observed_dtype,
@@ -56,7 +59,8 @@ def summarise(c: Context) -> Context:
         capacity_tokens=sample.capacity_tokens if sample is not None else kv.capacity_tokens,
         usage_percent=_steady(usage, kv.usage_percent),
         gpu_hit_percent=_hits(c, c.workload.gpu_hits, kv.gpu_hit_percent),
-        host_hit_percent=_hits(c, c.workload.host_hits, kv.host_hit_percent),
+        host_hit_percent=_hits(c, in_host, kv.host_hit_percent),
+        disk_hit_percent=_hits(c, c.workload.disk_hits, kv.disk_hit_percent) if disk else None,
     )
 
 
@@ -72,7 +76,7 @@ def _adapters(c: Context, revision: str, told: tuple[str, ...]) -> tuple[str, ..
 
 
 def _hits(c: Context, share: float | None, said: int | None) -> int | None:
-    """Hits of one tier, of a service with two; where no prompt was looked up, what was said before."""
+    """Hits of one tier, of a service with several; where no prompt was looked up, what was said before."""
     if c.spec.kv_cache.offload is None:
         return None
     return said if share is None else _steady(min(100, round(100 * share)), said)

@@ -31,6 +31,8 @@ _MODEL = "kvpilot_model_info"
 _FACTORS = "kvpilot_calibration_info"
 _RECENT = "kvpilot_recent_window_info"
 _RETENTION = "kvpilot_retention_info"
+# Tokens of prompts by the tier that had them, from vLLM 0.32 on.
+_SOURCES = "vllm:prompt_tokens_cached_by_source_total"
 _START = "process_start_time_seconds"
 
 # By the field of `Totals`.
@@ -55,7 +57,7 @@ _HISTOGRAMS = {
 }
 
 # Of these a part is counted by itself, told by a label.
-_PARTED = (_WAITING_BY_REASON, _COUNTED["finished"], _HTTP)
+_PARTED = (_WAITING_BY_REASON, _COUNTED["finished"], _HTTP, _SOURCES)
 _COUNTERS = frozenset((*_COUNTED.values(), *_PARTED, _RUNNING, _WAITING, _START))
 _BUCKETS = {f"{name}_bucket": name for names in _HISTOGRAMS.values() for name in names}
 # Seconds and lengths, which a request that failed may lower.
@@ -89,7 +91,7 @@ class PageReader:
         self._sums: dict[str, float] = {}
         self._buckets: dict[str, dict[str, float]] = {}
         self._for_room: float | None = None
-        self._errors = self._server_errors = 0.0
+        self._errors = self._server_errors = self._disk_hits = 0.0
         self._capacity = self._blocks = 0
         self._dtype = ""
         self._model: ModelFacts | None = None
@@ -164,6 +166,8 @@ class PageReader:
             self._for_room = (self._for_room or 0.0) + value
         elif name == _COUNTED["finished"] and labels.get("finished_reason") == "error":
             self._errors += value
+        elif name == _SOURCES and labels.get("source") == "disk":
+            self._disk_hits += value
         elif (
             name == _HTTP and labels.get("status", "").startswith("5") and labels.get("handler", "").startswith("/v1/")
         ):
@@ -184,6 +188,7 @@ class PageReader:
         counts |= {field: self._sum(name) for field, name in _SECONDS.items()}
         counts |= {field: self._histogram(_first(names, self._buckets) or "") for field, names in _HISTOGRAMS.items()}
         errors = values.whole_count(_COUNTED["finished"], self._errors)
+        counts["disk_hits"] = values.whole_count(_SOURCES, self._disk_hits)
         return Totals(errors=errors, server_errors=values.whole_count(_HTTP, self._server_errors), **counts)
 
     def _count(self, name: str) -> float:

@@ -10,7 +10,8 @@ from kvpilot_operator.state.samples import Flows
 from kvpilot_operator.state.snapshot import ModelFacts
 
 _COUNTS = (
-    "preemptions", "prompt_tokens", "generation_tokens", "prefix_queries", "prefix_hits", "host_hits", "finished",
+    "preemptions", "prompt_tokens", "generation_tokens", "prefix_queries", "prefix_hits", "host_hits", "disk_hits",
+    "finished",
 )  # fmt: skip
 _HISTOGRAMS = ("ttft", "itl", "prompt_lengths", "generation_lengths")
 # Two pages further apart say nothing of the time that decisions look at: the later one counts as a first page.

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvpilot_kernels import dtypes
 from kvpilot_operator.api.pods import Adapter
-from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.api.spec import OffloadDisk, Spec
 from kvpilot_operator.render import groups
 from kvpilot_operator.render.merge import strategic_merge
 from kvpilot_operator.render.names import (
@@ -31,6 +31,7 @@ ENGINE_USER = 65532
 _WEIGHTS_PATH = "/models"
 _ADAPTERS_PATH = "/adapters"
 _COMPILE_PATH = "/compile-cache"
+_OFFLOAD_PATH = "/offload"
 # What kvpilot-serve calls the folder of archives.
 COMPILED = "KVPILOT_COMPILED"
 
@@ -201,6 +202,8 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
         arguments.append(f"--recent-tokens={recent}")
     if spec.kv_cache.offload is not None:
         arguments.append(f"--kv-offloading-size={spec.kv_cache.offload.cpu_memory_gib}")
+        if (disk := spec.kv_cache.offload.disk) is not None:
+            arguments += [f"--kv-offloading-disk-path={_OFFLOAD_PATH}", f"--kv-offloading-disk-size={disk.size_gib}"]
     if (kept := spec.kv_cache.retention) is not None and spec.kv_cache.bounded:
         arguments.append(f"--retention={kept.policy}")
         numbers = {"sink": kept.sink_tokens, "window": kept.window_tokens, "budget": kept.budget_tokens}
@@ -280,4 +283,18 @@ def _volumes(service: str, spec: Spec) -> tuple[list[dict[str, Any]], list[dict[
     if spec.cache.compile_claim_name:
         volumes.append({"name": "compile", "persistentVolumeClaim": {"claimName": spec.cache.compile_claim_name}})
         mounts.append({"name": "compile", "mountPath": _COMPILE_PATH})
+    if spec.kv_cache.offload is not None and spec.kv_cache.offload.disk is not None:
+        volumes.append({"name": "offload", **_disk(spec.kv_cache.offload.disk)})
+        mounts.append({"name": "offload", "mountPath": _OFFLOAD_PATH})
     return volumes, mounts
+
+
+def _disk(disk: OffloadDisk) -> dict[str, Any]:
+    """The source of the volume that offloaded blocks go on to."""
+    if disk.claim_name is not None:
+        return {"persistentVolumeClaim": {"claimName": disk.claim_name}}
+    # A file system keeps a part for itself, and one of exactly the file's size would be refused as too small.
+    size = f"{-(-disk.size_gib * 11 // 10)}Gi"
+    asked = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
+    named = {} if disk.storage_class_name is None else {"storageClassName": disk.storage_class_name}
+    return {"ephemeral": {"volumeClaimTemplate": {"spec": {**asked, **named}}}}

@@ -31,6 +31,8 @@ class Flows:
     """Prompt tokens that it held."""
     host_hits: float = 0.0
     """Prompt tokens that it did not hold, and that were loaded from where they had been offloaded to."""
+    disk_hits: float = 0.0
+    """Of these the ones that came from a disk; the others were in host memory."""
     finished: float = 0.0
     """Requests that ended, failed ones included."""
     failed: float = 0.0

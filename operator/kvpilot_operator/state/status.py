@@ -69,6 +69,7 @@ class KVCache(Struct, frozen=True, kw_only=True):
     usage_percent: int | None = None
     gpu_hit_percent: int | None = None
     host_hit_percent: int | None = None
+    disk_hit_percent: int | None = None
     changed_time: datetime | None = None
     denied: tuple[Denied, ...] = ()
 

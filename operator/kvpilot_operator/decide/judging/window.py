@@ -54,6 +54,7 @@ class Sums:
     queried: float = 0.0
     gpu_hits: float = 0.0
     host_hits: float = 0.0
+    disk_hits: float = 0.0
 
     def add(self, flows: Flows) -> None:
         """Add what happened between two scrapes."""
@@ -67,6 +68,7 @@ class Sums:
         self.queried += flows.prefix_queries
         self.gpu_hits += flows.prefix_hits
         self.host_hits += flows.host_hits
+        self.disk_hits += flows.disk_hits
 
     @property
     def hits(self) -> float:

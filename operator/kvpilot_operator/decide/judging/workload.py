@@ -67,7 +67,9 @@ class Workload:
     gpu_hits: float | None = None
     """Share of the prompts' tokens that the prefix cache of a GPU held, 0 to 1; None where none was looked up."""
     host_hits: float | None = None
-    """The same of those that were loaded from host memory."""
+    """The same of those that were loaded from host memory, and from a disk below it."""
+    disk_hits: float | None = None
+    """Of these the ones that came from the disk."""
     thrown_out: bool = False
     """Whether memory binds because prefixes are thrown out."""
     mean_prompt: float | None = None
@@ -265,6 +267,7 @@ def _workload(
         prompt_tokens_per_step=seen.prompt_tokens_per_step,
         gpu_hits=seen.gpu_hits / seen.queried if seen.queried else None,
         host_hits=seen.host_hits / seen.queried if seen.queried else None,
+        disk_hits=min(seen.disk_hits, seen.host_hits) / seen.queried if seen.queried else None,
         thrown_out=kind == WorkloadKind.MEMORY_BOUND and lost is not None,
         memory=lost is not None or kind == WorkloadKind.MEMORY_BOUND,
         computed_prompt=computed(seen) / finished if finished else None,
