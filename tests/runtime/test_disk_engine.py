@@ -117,3 +117,16 @@ def test_an_engine_of_two_processes_says_what_its_disk_gave_and_leaves_nothing_w
     assert tier["vllm:kv_offload_tiering_chunk_hits_total"] > 0
     assert list(claim.iterdir()) == []
     assert named == []  # host memory had no name from the start on
+
+
+def test_prompts_that_host_memory_has_no_room_for_come_from_the_disk_as_far_as_it_has_and_nobody_waits(
+    tmp_path: Path,
+) -> None:
+    question = conversations("k4v4", tmp_path)
+    question.options["kv_offloading_size"] = 0.00005  # six blocks, of prompts of up to twelve
+    told = serve(question)
+    found = Judge(question, told, Oracle(tiny_llama(), "k4v4", recent=64))
+    assert told.read > 0
+    assert told.changed == 0
+    assert not found.wrong
+    assert found.judged == sum(map(sum, question.tokens))
