@@ -85,7 +85,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no types
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
         """Whether a chunk is here. To a request each is given once, and no more than host memory has room for.
 
-        Otherwise requests whose prefixes have no room there together would put out each other's chunks for ever.
+        Otherwise requests whose prefixes have no room there together would put out each other's chunks again and again.
         """
         self._collect()
         given = self._asked_for.setdefault(req_context.req_id, set())

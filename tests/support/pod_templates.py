@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 Json = Any
 
 # Templates of all kinds, the right and the wrong ones: names of ours, fields of ours, access to the node.
-NAMES = st.sampled_from(["engine", "proxy", "shm", "model", "compile", "adapters-0", "data", "gpu", "http"])
+NAMES = st.sampled_from(["engine", "proxy", "shm", "model", "compile", "offload", "adapters-0", "data", "gpu", "http"])
 BOOLEANS = st.booleans()
 USERS = st.sampled_from([0, 1000, 65532])
 CAPABILITIES = st.lists(
@@ -55,7 +55,9 @@ CONTAINERS = named(
             st.fixed_dictionaries(
                 {
                     "name": NAMES,
-                    "mountPath": st.sampled_from(["/models", "//dev/shm/", "/data", "/compile-cache", "/adapters/a"]),
+                    "mountPath": st.sampled_from(
+                        ["/models", "//dev/shm/", "/data", "/compile-cache", "/offload", "/adapters/a"]
+                    ),
                 }
             ),
             max_size=2,

@@ -105,5 +105,6 @@ def _names_gpus(env: list[dict[str, Any]]) -> bool:
 
 
 def _engines_alone(volume: Mapping[str, Any]) -> bool:
-    """Whether a volume, or a mount of one, is kvpilot's own for engines: shared memory, compiled code, adapters."""
-    return volume["name"] in ("shm", "compile") or str(volume["name"]).startswith("adapters-")
+    """Whether a volume, or a mount of one, is kvpilot's own for engines: shared memory, compiled code, offloaded
+    blocks, adapters."""
+    return volume["name"] in ("shm", "compile", "offload") or str(volume["name"]).startswith("adapters-")

@@ -31,8 +31,6 @@ class Flows:
     """Prompt tokens that it held."""
     host_hits: float = 0.0
     """Prompt tokens that it did not hold, and that were loaded from where they had been offloaded to."""
-    disk_hits: float = 0.0
-    """Of these the ones that came from a disk; the others were in host memory."""
     finished: float = 0.0
     """Requests that ended, failed ones included."""
     failed: float = 0.0
@@ -47,6 +45,8 @@ class Flows:
     """Inter-token latency, seconds."""
     prompt_lengths: Histogram = NOTHING_OBSERVED
     generation_lengths: Histogram = NOTHING_OBSERVED
+    disk_hits: float = 0.0
+    """Of `host_hits` the ones that came from a disk below host memory."""
 
     @classmethod
     def together(cls, flows: Sequence[Flows]) -> Flows:
