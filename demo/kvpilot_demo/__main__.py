@@ -78,7 +78,7 @@ async def _in_a_world(options: argparse.Namespace, screen: Screen, folder: Path)
 
 def _ending(record: Record) -> list[tuple[str, str]]:
     good, bad, sample = record.good_probe, record.bad_probe, record.bad_probe.get("sample", {})
-    return [
+    told = [
         ("why", record.decision),
         (
             "what it bought",
@@ -86,12 +86,15 @@ def _ending(record: Record) -> list[tuple[str, str]]:
             f"by vLLM's own metrics\n{record.requests} requests during the change, {record.failed_requests} failed\n"
             f"{GOOD}: {_figures(good)}",
         ),
-        (
-            f"what was caught: {BAD}",
-            f"{_figures(bad)}\n\nasked:  ...{sample.get('prompt', '')[-160:]}\n\n16-bit: {sample.get('stable', '')}\n\n"
-            f"canary: {sample.get('canary', '')}",
-        ),
     ]
+    if not bad:
+        return told
+    caught = (
+        f"what was caught: {BAD}",
+        f"{_figures(bad)}\n\nasked:  ...{sample.get('prompt', '')[-160:]}\n\n16-bit: {sample.get('stable', '')}\n\n"
+        f"canary: {sample.get('canary', '')}",
+    )
+    return [*told, caught]
 
 
 def _figures(probe: dict[str, int]) -> str:

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from support.processors import serves_quantized_by_vllm
+
 pytestmark = pytest.mark.timeout(2700)
 
 
@@ -50,21 +52,25 @@ def test_the_good_canary_passes_its_probe(record):
     assert record["good_probe"]["positions"] >= 100
 
 
+@serves_quantized_by_vllm
 def test_the_preflight_warns_of_the_bad_dtype(record):
     assert "int4_per_token_head" in record["preflight_warning"]
 
 
+@serves_quantized_by_vllm
 def test_the_bad_canary_fails_before_it_gets_traffic(record):
     assert record["bad_probe"]["verdict"] == "Failed"
     assert record["bad_canary"]["reason"] == "AccuracyRegressed"
     assert not record["canary_had_traffic"]
 
 
+@serves_quantized_by_vllm
 def test_the_bad_dtype_is_denied_and_the_last_good_one_serves(record):
     assert [d["dtype"] for d in record["denied"]] == ["int4_per_token_head"]
     assert record["final_dtype"] == "k4v4"
 
 
+@serves_quantized_by_vllm
 def test_both_answers_are_shown_side_by_side(record):
     sample = record["bad_probe"]["sample"]
     assert sample["stable"]

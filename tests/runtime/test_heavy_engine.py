@@ -21,6 +21,7 @@ from kvpilot_runtime.retention import HeavyHitters
 from support.bounded_engine import Asked, Told, serve
 from support.engines_in_turn import refused
 from support.forked_serve import engine
+from support.processors import serves_quantized_by_vllm
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -186,7 +187,12 @@ def test_kvpilot_serve_serves_a_stream_that_its_cache_could_not_hold(tmp_path: P
     ("retention", "options", "word"),
     [
         ("HeavyHitters:4:64:100", {"block_size": 32}, "take 160 tokens in pages of 32"),
-        ("HeavyHitters:4:64:512", {"kv_cache_dtype": "fp8", "block_size": 32}, "kv-cache dtype 'fp8'"),
+        pytest.param(
+            "HeavyHitters:4:64:512",
+            {"kv_cache_dtype": "fp8", "block_size": 32},
+            "kv-cache dtype 'fp8'",
+            marks=serves_quantized_by_vllm,
+        ),
     ],
 )
 def test_an_engine_that_is_started_without_kvpilot_serve_refuses(

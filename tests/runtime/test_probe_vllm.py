@@ -36,6 +36,7 @@ from kvpilot_operator.state.enums import Verdict
 from kvpilot_operator.state.snapshot import ServiceKey
 from support.forked_serve import engine
 from support.meshed import Mesh, sidecar
+from support.processors import serves_quantized_by_vllm
 from support.scrape_loop import ignore, scraping
 from support.services import manifest
 
@@ -128,6 +129,7 @@ def test_the_gate_lets_k4v4_pass_by_the_default_limits_on_the_default_packs(sixt
     assert found["measured"]["positions"] > 600
 
 
+@serves_quantized_by_vllm
 @pytest.mark.long
 def test_the_gate_says_that_fp8_misses_the_default_limits_with_this_model_yet_is_far_from_garbage(
     sixteen: str, tmp_path: Path
@@ -148,6 +150,7 @@ def garbage(sixteen: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[int
         return gated(sixteen, running.url, *GENERAL)
 
 
+@serves_quantized_by_vllm
 def test_a_dtype_that_answers_garbage_is_overwhelming_damage_within_a_bounded_cost(
     garbage: tuple[int, dict[str, Any]],
 ) -> None:
@@ -161,6 +164,7 @@ def test_a_dtype_that_answers_garbage_is_overwhelming_damage_within_a_bounded_co
     assert measured["sample"]["canary"] != measured["sample"]["stable"]
 
 
+@serves_quantized_by_vllm
 def test_the_gate_says_that_a_dtype_that_answers_garbage_has_regressed(garbage: tuple[int, dict[str, Any]]) -> None:
     code, found = garbage
     assert code == 1, found["message"]
