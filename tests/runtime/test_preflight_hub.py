@@ -31,7 +31,7 @@ sys.exit(serve.main(sys.argv[1:]))
 def cache(tmp_path: Path) -> Path:
     """The client's cache with MODEL's config.json, for the branch main and the tag v2."""
     put(tmp_path, "main", COMMIT)
-    put(tmp_path, "v2", COMMIT[::-1], head_dim=48)
+    put(tmp_path, "v2", COMMIT[::-1], head_dim=40)
     return tmp_path
 
 
@@ -64,7 +64,7 @@ def test_its_architecture_is_told_to_the_engine(cache: Path) -> None:
 def test_the_revision_that_was_asked_for_is_judged_and_served(cache: Path) -> None:
     refused = serve(cache, "--kv-cache-dtype=k4v4", "--revision=v2")
     assert refused.returncode == 78
-    assert "head_dim 48" in json.loads(refused.stderr.strip().splitlines()[-1])["message"]
+    assert "head_dim 40" in json.loads(refused.stderr.strip().splitlines()[-1])["message"]
     assert "--revision=v2" in json.loads(serve(cache, "--revision=v2").stdout)[0]
     assert serve(cache, "--kv-cache-dtype=k4v4").returncode == 0
 
