@@ -115,7 +115,6 @@ def test_an_engine_of_two_processes_says_what_its_disk_gave_and_leaves_nothing_w
     found = {s.labels["source"]: s.value for s in samples if s.name == "vllm:prompt_tokens_cached_by_source_total"}
     assert found["disk"] > 0
     tier = {s.name: s.value for s in samples if s.labels.get("tier") == "1:disk"}
-    print(found)
     assert tier["vllm:kv_offload_tiering_read_bytes_total"] > 0
     assert tier["vllm:kv_offload_tiering_write_bytes_total"] > 0
     assert tier["vllm:kv_offload_tiering_chunk_hits_total"] > 0

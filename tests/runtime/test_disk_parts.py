@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 from kvpilot_runtime.disk_file import DiskFile
 from kvpilot_runtime.disk_index import DiskIndex, Held
 from kvpilot_runtime.disk_transfers import DiskTransfers, Move
+from support.small_volumes import small_volume
 
 CHUNK = mmap.PAGESIZE
 HANGS = 60
@@ -118,13 +118,8 @@ def small(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 KiB."""
     where = tmp_path / "small"
     where.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", where], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("nothing can be mounted here")
-    yield where
-    subprocess.run(["umount", "-l", where], check=True)
+    with small_volume(where, "64k"):
+        yield where
 
 
 def test_a_volume_that_fills_up_is_an_error_and_what_was_written_stays(small: Path) -> None:

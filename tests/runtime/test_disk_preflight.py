@@ -15,6 +15,7 @@ from kvpilot_demo.models import tiny_llama
 from kvpilot_runtime import engines, machine, offload, serve
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import check
+from support.small_volumes import small_volume
 
 HOST = "--kv-offloading-size=0.25"
 DTYPES = pytest.mark.parametrize("dtype", ["k4v4", "auto"])
@@ -34,13 +35,8 @@ def refusal(given: list[str]) -> PreflightError:
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
-    mounting = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True, check=False
-    )
-    if mounting.returncode:
-        pytest.skip("nothing can be mounted here")
-    yield tmp_path
-    subprocess.run(["umount", "-l", tmp_path], check=True)
+    with small_volume(tmp_path, "1m"):
+        yield tmp_path
 
 
 @DTYPES

@@ -1,0 +1,24 @@
+"""File systems of a given size, for tests of disks that fill up."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def small_volume(where: Path, size: str) -> Iterator[Path]:
+    """A file system of `size`, as mount says it, in a folder; skips the test where nothing may be mounted."""
+    mounting = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", where], capture_output=True, check=False
+    )
+    if mounting.returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", "-l", where], check=True)
