@@ -163,9 +163,10 @@ def test_bytes_that_are_not_those_that_were_written_do_not_land_in_host_memory(t
 
 def test_a_disk_that_does_not_answer_is_given_up_and_what_it_answers_late_lands_nowhere(tmp_path: Path) -> None:
     file = DiskFile(str(tmp_path), CHUNK)
-    transfers = DiskTransfers(file, CHUNK, 1, 0.2)
+    transfers = DiskTransfers(file, CHUNK, 1, HANGS)
     held = Held(b"k", 0)
     stored(transfers, held, page(1))
+    transfers._patience = 0.2  # not before: a disk that answers has all the time that it wants
     answers, read = threading.Event(), file.read
     vars(file)["read"] = lambda *given: (answers.wait(HANGS), read(*given))
     into = page(9)
