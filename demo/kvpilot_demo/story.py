@@ -153,7 +153,7 @@ class Story:
     async def _end_load(self) -> None:
         if self._load is None:
             return
-        await self._load.stop()
+        await self._load.stop(HANGS)
         stats = self._load.stats
         self.record.requests, self.record.failed_requests = stats.ok + stats.failed, stats.failed
         self.record.failures = list(stats.failures)[:5]
