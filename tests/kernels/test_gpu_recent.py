@@ -9,6 +9,8 @@ from kvpilot_kernels import formats
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.gpu import decode, pages
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.reference.hadamard import rotation
+from support.decided import decided
 from support.gluon_eager import EagerKernel
 from support.gpu_batch import CPU, DIMS, PAST_THE_END, launch_as
 from support.recent import Sequences
@@ -59,6 +61,8 @@ def test_ring_rows_are_the_cpus_and_no_other_byte_changes(
     s = Sequences(name, dim, [tokens], recent, seed, block_size=block_size)
     # Whole numbers, and a power of 2 as the root of D: the rotation is exact in any order.
     key, value = (torch.randint(-100, 101, (tokens, 2, dim), generator=s.rng).float() * 0.25 for _ in "kv")
+    key, value = (x * decided(x @ rotation(dim), side.bits, 64)[..., None]
+                  for x, side in ((key, s.fmt.key), (value, s.fmt.value)))  # fmt: skip
     theirs = s.cache.clone()
     s.cpu.store(key, value, s.slots(0, 0, tokens), s.ring_slots(0, 0, tokens))
     ours, s.cache = s.cache, theirs

@@ -12,6 +12,7 @@ from kvpilot_kernels.gpu.codec import NARROW
 from kvpilot_kernels.gpu.pages import LOG2_E, GpuPages, Plan, Shape
 from kvpilot_kernels.reference.hadamard import hadamard, rotation
 from kvpilot_kernels.reference.quantize import encode, pack
+from support.decided import decided
 from support.gpu_batch import CPU, DIMS, generator, ordinals, poisoned, some_factors
 
 KV_HEADS, RATIO, BLOCKS = 2, 3, 5
@@ -42,14 +43,26 @@ def store(cache: torch.Tensor, fmt: formats.Format, key: torch.Tensor, value: to
     pages.store(query, key, value, slots, Plan(shape, 1), 0, 1.0, ordinals=ordinals)
 
 
+def rotated_once(x: torch.Tensor, fmt: formats.Format) -> torch.Tensor:
+    """Rows of whole numbers, whose rotation is exact but for one division by the root of D."""
+    dim = x.shape[-1]
+    return (x @ rotation(dim).sign()) * fmt.row_dim(dim) ** -0.5
+
+
+def decided_rows(x: torch.Tensor, fmt: formats.Format, bits: int) -> torch.Tensor:
+    """Whole numbers with zeros for rows whose bytes hang on the order of a sum."""
+    rows = decided(rotated_once(x, fmt), bits, fmt.group_size(x.shape[-1]))
+    return torch.where(rows[..., None], x, 0.0)
+
+
 def store_rounded_once(cache: torch.Tensor, fmt: formats.Format, key: torch.Tensor, value: torch.Tensor,
                        slots: torch.Tensor) -> None:  # fmt: skip
-    """The reference's bytes for whole numbers, whose rotation is exact but for one division by the root of D."""
+    """The reference's bytes for whole numbers."""
     pages, dim = PackedPages(cache, fmt, key.shape[-1]), key.shape[-1]
     key, value, slots = key[slots >= 0], value[slots >= 0], slots[slots >= 0]
     for x, bits, codes_at, meta_at in ((key, fmt.key.bits, pages.key_codes, pages.key_meta),
                                        (value, fmt.value.bits, pages.value_codes, pages.value_meta)):  # fmt: skip
-        codes, meta = encode((x @ rotation(dim).sign()) * fmt.row_dim(dim) ** -0.5, bits, fmt.group_size(dim))
+        codes, meta = encode(rotated_once(x, fmt), bits, fmt.group_size(dim))
         codes_at[slots // cache.shape[2], :, slots % cache.shape[2]] = pack(codes, bits)
         meta_at[slots // cache.shape[2], :, slots % cache.shape[2]] = meta
 
@@ -61,7 +74,7 @@ def test_bytes_are_the_references_and_no_other_byte_changes(
 ) -> None:
     rng, fmt = generator(seed), formats.parse(name)
     ours, theirs = (poisoned(BLOCKS, KV_HEADS, block_size, fmt, dim) for _ in range(2))
-    key, value = whole(tokens, dim, rng), whole(tokens, dim, rng)
+    key, value = (decided_rows(whole(tokens, dim, rng), fmt, side.bits) for side in (fmt.key, fmt.value))
     slots = scattered_slots(tokens, block_size, rng, padding=0.2)
     store(ours, fmt, key, value, slots)
     store_rounded_once(theirs, fmt, key, value, slots)
@@ -97,7 +110,8 @@ def test_what_is_read_back_is_as_close_as_the_cpus(
 def test_a_nan_spoils_its_own_token_and_head_alone(name: str, dim: int, seed: int) -> None:
     rng, fmt, tokens = generator(seed), formats.parse(name), 20
     ours, theirs = (poisoned(BLOCKS, KV_HEADS, 16, fmt, dim) for _ in range(2))
-    key, value, slots = whole(tokens, dim, rng), whole(tokens, dim, rng), scattered_slots(tokens, 16, rng)
+    key, value = (decided_rows(whole(tokens, dim, rng), fmt, side.bits) for side in (fmt.key, fmt.value))
+    slots = scattered_slots(tokens, 16, rng)
     key[3, 1, 7] = value[18, 0, dim - 1] = torch.nan
     store(ours, fmt, key, value, slots)
     store_rounded_once(theirs, fmt, key, value, slots)

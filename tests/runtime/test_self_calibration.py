@@ -192,7 +192,7 @@ def test_a_dtype_that_is_nothing_without_factors_is_not_served_where_the_engine_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(self_calibration, "our_layers", lambda _config: {"layer": None})
-    monkeypatch.setattr(self_calibration, "_of_all_ranks", lambda mine: [mine])
+    monkeypatch.setattr(self_calibration, "of_all_ranks", lambda mine: [mine])
     config = SimpleNamespace(lora_config=SimpleNamespace(), cache_config=SimpleNamespace(cache_dtype="k2v2"))
     with pytest.raises(
         UnsupportedModelError, match=r"'k2v2' is not accurate.*\(LoRA\); give a file of `kvpilot calibrate`"

@@ -45,10 +45,10 @@ def encode(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.
     lo = x.amin(-1, keepdim=True).clamp(max=0)
     hi = x.amax(-1, keepdim=True).clamp(min=0)
     factors = SHRINK[bits]
-    codes, meta, scale, zero = _quantize(x, lo * factors[0], hi * factors[0], qmax)
+    codes, meta, scale, zero = encode_range(x, lo * factors[0], hi * factors[0], qmax)
     least = _error(x, codes, scale, zero) if len(factors) > 1 else scale
     for factor in factors[1:]:
-        codes2, meta2, scale, zero = _quantize(x, lo * factor, hi * factor, qmax)
+        codes2, meta2, scale, zero = encode_range(x, lo * factor, hi * factor, qmax)
         error = _error(x, codes2, scale, zero)
         better = error < least
         codes, meta = torch.where(better, codes2, codes), torch.where(better, meta2, meta)
@@ -79,10 +79,14 @@ def split(x: torch.Tensor, parts: int) -> torch.Tensor:
     return x.view(*x.shape[:-1], parts, x.shape[-1] // parts)
 
 
-def _quantize(
+def encode_range(
     x: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor, qmax: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes (float), scale metadata (int32), scales and zero points of groups [..., g] for ranges [..., 1]."""
+    """Quantize groups [..., g], float32, of codes up to `qmax` by ranges [..., 1] that hold 0, as they are.
+
+    Returns:
+        codes (float) [..., g]; scale metadata (int32), scales and zero points [..., 1].
+    """
     wanted = ((hi - lo) / qmax).clamp(max=65504.0)
     # Rounding up keeps both ends of the range within the codes.
     high = (wanted.half().view(torch.int16).to(torch.int32) + (1 << CUT_BITS) - 1) >> CUT_BITS

@@ -1,0 +1,41 @@
+"""Which rows have the same bytes in whatever order sums in float32 are made: code that sums in another may be equal.
+
+Of exact elements, two things of a group hang on sums: which of the encoder's ranges has the smallest squared error, and
+to which scale the stretched one of few codes is nearest. About one group in a thousand is too close to tell.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvpilot_kernels.layouts import CUT_BITS, GAIN_BITS, GAIN_LIMIT, SHRINK
+from kvpilot_kernels.reference.quantize import encode_range, split
+
+SUMS = 1e-4
+"""Far more of a squared error than float32 sums of 64 elements may be off, and what is subtracted for them."""
+
+
+def decided(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+    """Bool [...] of rows [..., D], float32, whose groups of `group` elements are encoded in codes of `bits` bits."""
+    x = split(x, x.shape[-1] // group)
+    lo, hi = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+    tried = [encode_range(x, lo * factor, hi * factor, (1 << bits) - 1) for factor in SHRINK[bits]]
+    codes, meta, scale, zero = (torch.stack(parts) for parts in zip(*tried, strict=True))
+    read = (codes - zero.double()) * scale.double()
+    errors = (read - x.double()).square().sum(-1, keepdim=True)
+    least, best = errors.min(0, keepdim=True)
+    meta_of_best, codes_of_best = meta.gather(0, best), codes.gather(0, best.expand(1, *x.shape))
+    same = (meta == meta_of_best) & (codes == codes_of_best).all(-1, keepdim=True)
+    told = (same | (errors > least * (1 + SUMS))).all(0)
+    if bits <= GAIN_BITS:
+        along = (read.gather(0, best.expand(1, *x.shape))[0] * x).sum(-1, keepdim=True)
+        gain = (x.double().square().sum(-1, keepdim=True) / along).clamp(max=GAIN_LIMIT)
+        wanted = scale.gather(0, best)[0].double() * gain
+        low, high = (_nearest(wanted * (1 + off)) for off in (-SUMS, SUMS))
+        told &= (low == high) | ~(along > 0)
+    return told.all(-1).all(-1)
+
+
+def _nearest(scale: torch.Tensor) -> torch.Tensor:
+    """A stretched scale as it is stored, int32."""
+    return (scale.clamp(max=65504.0).half().view(torch.int16).int() + (1 << CUT_BITS - 1)) >> CUT_BITS
