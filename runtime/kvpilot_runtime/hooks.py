@@ -189,3 +189,30 @@ def around_connectors(ours: str) -> None:
 
     create_connector._kvpilot_asks = ours  # type: ignore[attr-defined]
     KVConnectorFactory.create_connector = classmethod(create_connector)
+
+
+def around_shutdown() -> None:
+    """Let an engine that is told to end, and to finish what it has, finish requests that waited for its step, too.
+
+    vLLM hands those back unanswered: its core takes requests between two steps, and none once it has been told.
+    """
+    from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+
+    stock, reject = EngineCoreProc._handle_shutdown, EngineCoreProc._reject_add_in_shutdown
+    if getattr(stock, "_kvpilot_takes", False):
+        return
+
+    def begins_to_finish(self: Any) -> bool:
+        return self.shutdown_state == EngineShutdownState.REQUESTED and self.vllm_config.shutdown_timeout > 0
+
+    def _handle_shutdown(self: Any) -> bool:
+        while begins_to_finish(self) and not self.input_queue.empty():
+            self._handle_client_request(*self.input_queue.get_nowait())
+        return bool(stock(self))
+
+    def _reject_add_in_shutdown(self: Any, request: Any) -> bool:
+        return not begins_to_finish(self) and bool(reject(self, request))
+
+    _handle_shutdown._kvpilot_takes = True  # type: ignore[attr-defined]
+    EngineCoreProc._handle_shutdown = _handle_shutdown
+    EngineCoreProc._reject_add_in_shutdown = _reject_add_in_shutdown

@@ -34,6 +34,8 @@ def register() -> None:
         retention.INFO.publish()
     if not any(one.part.feature is Feature.HOST for one in broken):
         offload.heed_from_host()
+    if not any(one.part.feature is Feature.DRAIN for one in broken):
+        hooks.around_shutdown()
     if any(one.part.feature is Feature.NAMES for one in broken):
         return
     paths = {name: f"kvpilot_runtime.{platform}.{compat.backend_class(name)}" for name in names}
