@@ -10,6 +10,8 @@ A layer's static factors (`kvpilot_kernels.factors`) act before the rotation of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
@@ -220,6 +222,7 @@ class PackedPages:
         scale: float,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        spans: Sequence[tuple[int, int]] = (),
     ) -> torch.Tensor:
         """Causal attention of a chunk of one sequence: its quantized context, then the chunk itself as it is.
 
@@ -228,6 +231,7 @@ class PackedPages:
             block_table: int [blocks] of this sequence.
             context: tokens stored before the chunk.
             scale, softcap, sinks: as in `decode`.
+            spans: tokens [begin, end) of the chunk that attend to each other both ways, such as an image's.
 
         Returns:
             [tokens, heads, head_dim] in the query's dtype.
@@ -242,11 +246,13 @@ class PackedPages:
             key = torch.cat([old_key.to(key.dtype), key])
             value = torch.cat([old_value.to(value.dtype), value])
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        if softcap or sinks is not None:
-            return attention(q, k, v, scale, softcap, sinks)[0].transpose(0, 1).to(query.dtype)
         mask = None
-        if context:
+        if context or spans or softcap or sinks is not None:
             mask = torch.ones(tokens, key.shape[0], dtype=torch.bool).tril_(context)
+            for begin, end in spans:
+                mask[begin:end, context + begin : context + end] = True
+        if mask is not None and (softcap or sinks is not None):
+            return attention(q, k, v, mask, scale, softcap, sinks)[0].transpose(0, 1).to(query.dtype)
         out = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
         )

@@ -37,8 +37,6 @@ cached or preempted (slightly less accurate; it is what the equivalence tests co
 _REMEDIES = {
     "sliding window not supported": "a sliding-window layer is not supported (keep these in 16 bits: "
     "--kv-cache-dtype-skip-layers sliding_window)",
-    "partial multimodal token full attention not supported": "images whose tokens attend to each other both ways are "
-    "not supported (serve text alone: --language-model-only)",
     "batch invariance not supported": "batch invariance is not supported (unset VLLM_BATCH_INVARIANT)",
 }
 
@@ -86,6 +84,11 @@ class PackedBackend(HeadMajorPages, AttentionBackend):  # type: ignore[misc]  # 
     @classmethod
     def supports_sink(cls) -> bool:
         """Layers whose softmax divides by one more logit."""
+        return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Images whose tokens attend to each other both ways."""
         return True
 
     @classmethod

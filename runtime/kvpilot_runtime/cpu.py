@@ -17,6 +17,7 @@ from vllm.v1.attention.backend import MultipleOf
 from kvpilot_kernels import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.ring import ring_slots
+from kvpilot_runtime import images
 from kvpilot_runtime.backend import PackedBackend, PackedBuilder, PackedImpl, RingBackend, classes_of
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent import Rings
@@ -42,6 +43,8 @@ class Metadata:
         decode_rows: int64, the batch rows of tokens that decode. decode_sequences: int64, the sequence of each.
         prefills: the other sequences.
         ordinals: int32 [tokens], each token's place in its sequence from 1 on.
+        mm_prefix_range: by sequence, tokens that attend to each other both ways. Gemma 4 takes it away, by this name,
+            from layers in which none do.
     """
 
     block_table: torch.Tensor
@@ -50,6 +53,7 @@ class Metadata:
     prefills: list[Prefill]
     slot_mapping: torch.Tensor
     ordinals: torch.Tensor
+    mm_prefix_range: dict[int, images.Spans] | None = None
 
 
 class CpuBuilder(PackedBuilder):
@@ -71,8 +75,9 @@ class CpuBuilder(PackedBuilder):
             start, end = int(starts[i]), int(starts[i + 1])
             prefills.append(Prefill(i, start, end, int(common.seq_lens[i]) - (end - start)))
         rows = decode[owner].nonzero().flatten()
+        both_ways = images.spans(common, [(p.sequence, p.context, p.end - p.start) for p in prefills])
         return Metadata(common.block_table_tensor[:sequences], owner[rows], rows, prefills, common.slot_mapping,
-                        ordinals)  # fmt: skip
+                        ordinals, both_ways)  # fmt: skip
 
 
 class CpuRingBuilder(PackedBuilder):
@@ -155,8 +160,9 @@ class CpuImpl(PackedImpl):
             else:
                 fresh_key, fresh_value = key[new], value[new]
             out[new] = pages.prefill(
-                query[new], fresh_key, fresh_value, table, p.context, self.scale, self.softcap, self.sinks
-            )
+                query[new], fresh_key, fresh_value, table, p.context, self.scale, self.softcap, self.sinks,
+                (meta.mm_prefix_range or {}).get(p.sequence, ()),
+            )  # fmt: skip
         return output
 
     def pages_of(self, layer: Any, kv_cache: torch.Tensor) -> PackedPages:

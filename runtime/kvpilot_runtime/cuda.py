@@ -23,6 +23,7 @@ from kvpilot_kernels.gpu.prefill import prefill
 from kvpilot_runtime.backend import PackedBackend, PackedImpl, RingBackend, classes_of
 from kvpilot_runtime.cuda_steps import ContextChunk, CudaBuilder, CudaRingBuilder, Metadata, Prefills
 from kvpilot_runtime.errors import UnsupportedModelError
+from kvpilot_runtime.images import LaterTokens
 
 WORKSPACE_BYTES = 128 * 2**20
 """Keys and values of context that prefill reads back at a time, for all layers."""
@@ -98,7 +99,7 @@ class CudaImpl(PackedImpl):
                 key, value = self._read(pages, meta.prefills.block_table, meta.prefills.stored, query.dtype)
             else:
                 key, value = key[new], value[new]
-            lse = self._prefill(query[new], key, value, meta.prefills, pages, workspace, out[new])
+            lse = self._prefill(query[new], key, value, meta.prefills, pages, workspace, out[new], meta.mm_prefix_range)
             if self.sinks is not None:
                 out[new] *= torch.sigmoid(lse.T - self.sinks.float())[..., None].to(out.dtype)
         return output
@@ -112,40 +113,55 @@ class CudaImpl(PackedImpl):
         return read[0], read[1]
 
     def _prefill(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefills: Prefills,
-                 pages: GpuPages, workspace: torch.Tensor, out: torch.Tensor) -> torch.Tensor:  # fmt: skip
+                 pages: GpuPages, workspace: torch.Tensor, out: torch.Tensor,
+                 later: LaterTokens | None) -> torch.Tensor:  # fmt: skip
         """Attention without sinks, written to `out`; returns the log-sums of the scores, float32 [heads, tokens]."""
-        whole, chunks = prefills.whole, prefills.context_chunks
-        if whole is not None:
-            key, value = self._read(pages, prefills.block_table, whole, query.dtype)
-            return self._attend(query, key, value, prefills, whole.rows, whole.longest, True, out)[1]
         rows, longest = prefills.starts, prefills.longest
-        if not chunks:
-            return self._attend(query, key, value, prefills, rows, longest, True, out)[1]
-        merged, lse = self._attend(query, key, value, prefills, rows, longest, True)
+        if (whole := prefills.whole) is not None:
+            key, value = self._read(pages, prefills.block_table, whole, query.dtype)
+            rows, longest = whole.rows, whole.longest
+        chunks = prefills.context_chunks
+        merged, lse = self._attend(
+            query, key, value, prefills.starts, prefills.longest, rows, longest, True, None if chunks else out
+        )
+        if later is not None:
+            self._add_later(query, key, value, later, merged, lse)
         for i, chunk in enumerate(chunks):
             # Here, too, no row more than was gathered.
             old_key, old_value = workspace[0, : chunk.total], workspace[1, : chunk.total]
             pages.gather(prefills.block_table, chunk.rows, chunk.begins, chunk.longest, old_key, old_value)
-            part, part_lse = self._attend(query, old_key, old_value, prefills, chunk.rows, chunk.longest, False)
+            part, part_lse = self._attend(
+                query, old_key, old_value, prefills.starts, prefills.longest, chunk.rows, chunk.longest, False
+            )
             target = out if i == len(chunks) - 1 else torch.empty_like(merged)
             both = torch.empty_like(lse)
             merge_attn_states(target, part, part_lse, merged, lse, both)
             merged, lse = target, both
         return lse
 
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefills: Prefills,
+    def _add_later(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, later: LaterTokens,
+                   out: torch.Tensor, lse: torch.Tensor) -> None:  # fmt: skip
+        """Merge what tokens see of later ones into their causal attention, `out` and `lse`."""
+        rows = later.queries
+        part, part_lse = self._attend(
+            query[rows], key[later.keys], value[later.keys], later.starts, later.longest, later.starts, later.longest,
+            True,
+        )  # fmt: skip
+        both, both_lse = torch.empty_like(part), torch.empty_like(part_lse)
+        merge_attn_states(both, part, part_lse, out[rows], lse[:, rows].contiguous(), both_lse)
+        out[rows], lse[:, rows] = both, both_lse
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, most: int,
                 rows: torch.Tensor, longest: int, causal: bool,
                 out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Attention of all new tokens over keys and values in 16 bits, each sequence's from its `rows` on, `longest` at
-        most; returns outputs, in `out` if given, and log-sums."""
+        """Attention over keys and values in 16 bits: queries of each sequence from `starts` on, `most` at most, its
+        keys from `rows` on, `longest` at most; returns outputs, in `out` if given, and log-sums."""
         if self.own_prefill:
-            return prefill(
-                query, key, value, prefills.starts, prefills.longest, rows, self.scale, causal, self.softcap, out
-            )  # fmt: skip
+            return prefill(query, key, value, starts, most, rows, self.scale, causal, self.softcap, out)
         found: tuple[torch.Tensor, torch.Tensor] = flash_attn_varlen_func(
-            query, key, value, cu_seqlens_q=prefills.starts, max_seqlen_q=prefills.longest, cu_seqlens_k=rows,
-            max_seqlen_k=longest, softmax_scale=self.scale, causal=causal, softcap=self.softcap, out=out,
-            fa_version=self.fa_version, return_softmax_lse=True,
+            query, key, value, cu_seqlens_q=starts, max_seqlen_q=most, cu_seqlens_k=rows, max_seqlen_k=longest,
+            softmax_scale=self.scale, causal=causal, softcap=self.softcap, out=out, fa_version=self.fa_version,
+            return_softmax_lse=True,
         )  # fmt: skip
         return found
 

@@ -16,6 +16,7 @@ from kvpilot_kernels.gpu.ahead import compile_ahead
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
 from kvpilot_kernels.gpu.prefill import prefill
 from kvpilot_kernels.gpu.ring import fill_ring_slots
+from kvpilot_runtime import images
 from kvpilot_runtime.backend import PackedBuilder
 from kvpilot_runtime.recent import Rings
 from kvpilot_runtime.speculation import drafts, owners
@@ -100,6 +101,8 @@ class Metadata:
         block_table: int32 [sequences or more, blocks]. seq_lens: int32 [sequences that decode], tokens stored.
         ordinals: int32 [tokens without padding], each token's place in its sequence from 1 on.
         nowhere: as `slot_mapping`, of padding alone, for layers that use another layer's cache.
+        mm_prefix_range: tokens of `prefills` that attend to later ones, None where none do. Gemma 4 takes it away, by
+            this name, from layers in which none do.
     """
 
     plan: Plan
@@ -110,6 +113,7 @@ class Metadata:
     ordinals: torch.Tensor
     prefills: Prefills | None
     nowhere: torch.Tensor
+    mm_prefix_range: images.LaterTokens | None = None
 
 
 class CudaRingBuilder(PackedBuilder):
@@ -177,19 +181,22 @@ class CudaBuilder(PackedBuilder):
             starts = common.query_start_loc_cpu[: self.plan.sequences + 1]
             decodes = int((starts <= self.plan.rows).sum()) - 1
             decode_tokens, prefills = int(starts[decodes]), common.num_reqs - decodes
+        if (first := self._first_image(common, decodes)) < decodes:
+            decodes, decode_tokens = first, int(common.query_start_loc_cpu[first])
+            prefills = common.num_reqs - decodes
         lens = common.seq_lens[:decodes]
         several, ordinals = self._several(common, decodes, decode_tokens)
         # Drafts are stored in the same step in which tokens after them read them; so are two new tokens of a sequence
         # that are pieces of their own (a cache with a bound).
         alone = not prefills and several is None and common.max_query_len == 1
         self.plan.update(lens, overlap=alone, several=several)
-        found = self._prefills(common, decodes, decode_tokens) if prefills else None
+        found, later = self._prefills(common, decodes, decode_tokens) if prefills else (None, None)
         rows = len(ordinals)
         if found:
             ordinals = torch.cat([ordinals, found.ordinals])
         table = common.block_table_tensor
         nowhere = self.nowhere[: common.slot_mapping.shape[0]]
-        return Metadata(self.plan, rows, table, lens, common.slot_mapping, ordinals, found, nowhere)
+        return Metadata(self.plan, rows, table, lens, common.slot_mapping, ordinals, found, nowhere, later)
 
     def _several(self, common: Any, decodes: int, tokens: int) -> tuple[Several | None, torch.Tensor]:
         """Rows of the first `decodes` sequences and their `tokens`, None where each is one; each one's place in it."""
@@ -244,7 +251,16 @@ class CudaBuilder(PackedBuilder):
             for causal in (True, False):
                 prefill(query[:1], fresh[:1], fresh[:1], ends, 1, ends, 1.0, causal, shape.softcap)
 
-    def _prefills(self, common: Any, decodes: int, decode_tokens: int) -> Prefills:
+    def _first_image(self, common: Any, decodes: int) -> int:
+        """The first of the sequences whose few new tokens are some of an image; `decodes` where there is none."""
+        if self.width == 1 or not getattr(common, "mm_req_doc_ranges", None):
+            return decodes
+        new = common.query_start_loc_cpu.diff().tolist()
+        lens = common.seq_lens_cpu_upper_bound  # exact in a prompt, and past its images elsewhere
+        seen = (common.seq_lens.cpu() if lens is None else lens).tolist()
+        return min(images.spans(common, [(i, seen[i] - new[i], new[i]) for i in range(decodes)]), default=decodes)
+
+    def _prefills(self, common: Any, decodes: int, decode_tokens: int) -> tuple[Prefills, images.LaterTokens | None]:
         starts = common.query_start_loc_cpu[decodes : common.num_reqs + 1] - decode_tokens
         new = starts[1:] - starts[:-1]
         lens = common.seq_lens_cpu_upper_bound  # exact in a prompt; drafts that were not accepted are still in it
@@ -260,10 +276,26 @@ class CudaBuilder(PackedBuilder):
             prefills.stored = self._context_chunk(context, new)
         if self.read_back:
             prefills.whole = self._context_chunk(torch.zeros_like(context), context + new)
-            return prefills
+            return prefills, self._later(common, decodes, context, new, (context + new).cumsum(0) - new)
         for begins, lengths in packed(context, self.chunk_tokens):
             prefills.context_chunks.append(self._context_chunk(begins, lengths))
-        return prefills
+        return prefills, self._later(common, decodes, context, new, starts[:-1])
+
+    def _later(self, common: Any, decodes: int, context: torch.Tensor, new: torch.Tensor,
+               keys: torch.Tensor) -> images.LaterTokens | None:  # fmt: skip
+        """Tokens of images that attend to later ones; `keys`: the row of each sequence's first new key."""
+        counts = new.tolist()
+        sequences = zip(range(decodes, common.num_reqs), context.tolist(), counts, strict=True)
+        found = images.spans(common, list(sequences))
+        if not found:
+            return None
+        queries = (new.cumsum(0) - new).tolist()
+        rows = [(queries[i - decodes] + begin, int(keys[i - decodes]) + begin, end - begin)
+                for i, own in found.items() for begin, end in own]  # fmt: skip
+        later = images.later_tokens(rows)
+        return images.LaterTokens(
+            self._upload(later.queries), self._upload(later.keys), self._upload(later.starts), later.longest
+        )
 
     @staticmethod
     def _prompts(common: Any, decodes: int) -> bool:

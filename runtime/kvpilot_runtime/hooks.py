@@ -45,7 +45,8 @@ def route_cpu_backends(paths: Mapping[str, str], judge: Judge) -> None:
     settle = CpuPlatform.check_and_update_config.__func__
 
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        """Stock CPU has no chunked prefill and no prefix caching under MLA, since its own backend reads no context.
+        """Stock CPU has no chunked prefill and no prefix caching under MLA, since its own backend reads no context; and
+        it cuts images whose tokens attend to each other both ways, as if they did not.
 
         And its kernel for RoPE (0.32) rotates neither queries of several heads nor keys within a wider row as DeepSeek
         has them, in neighbours: plain torch does.
@@ -53,6 +54,8 @@ def route_cpu_backends(paths: Mapping[str, str], judge: Judge) -> None:
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         asked = scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens
         settle(cls, vllm_config)
+        if cache.cache_dtype in paths and vllm_config.model_config.is_mm_prefix_lm:
+            scheduler.disable_chunked_mm_input = True
         if cache.cache_dtype in latent.names():
             scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens = asked
             ops = vllm_config.compilation_config.custom_ops

@@ -63,8 +63,6 @@ def check_own(fmt: Dtype, config: models.Architecture, request: Request, finding
         refuse(what)
     if _pools(config, request):
         refuse(f"pooling, which is what vLLM serves {config.architectures[0]!r} for")
-    if config.image_prefix and not any(options.given(request.others, "--language-model-only")):
-        refuse("images whose tokens attend to each other both ways", "serve text alone with --language-model-only, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
     findings.disable_window = config.idle_window
     drafted = options.speculation(request.others).get("method") in options.DRAFT_MODELS
     if drafted and (config.layers != config.full_layers or config.state_layers or request.skip_layers):

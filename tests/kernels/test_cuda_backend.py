@@ -104,6 +104,48 @@ def test_prompts_in_chunks_decodes_and_mixed_steps_equal_the_reference(cuda: Any
     engine.step({"a": 1, "b": 1, "c": 1}, padding=5)
 
 
+@pytest.mark.parametrize("sinks", [None, torch.tensor([1.0, -1.0, 3.0, 0.5])], ids=["plain", "sinks"])
+@pytest.mark.parametrize("read_back", [False, True])
+def test_tokens_of_an_image_see_each_other_both_ways_beside_whatever_else_a_step_has(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, read_back: bool, sinks: torch.Tensor | None
+) -> None:
+    engine = Engine(cuda, "k4v4", sinks=sinks)
+    if read_back:
+        engine.impl.read_back = engine.builder.read_back = True
+    engine.step({"a": 50}, padding=0, images={"a": [(3, 20), (30, 45)]})
+    # In b one more image, of a token alone; of the next one some tokens are in the context, as after a prefix hit.
+    engine.step({"a": 1, "b": 40}, padding=9, images={"b": [(0, 9), (12, 12), (30, 70)]})
+    engine.step({"a": 1, "c": 20, "b": 60}, padding=3, images={"b": [(0, 9), (30, 70), (90, 99)], "a": [(3, 20)]})
+    engine.step({"b": 1, "a": 1, "c": 1}, padding=0, images={"b": [(90, 99)]})
+
+
+def test_a_layer_that_uses_anothers_cache_sees_images_both_ways(cuda: Any) -> None:
+    engine = Engine(cuda, "k4v4", shared=True)
+    engine.step({"a": 50}, padding=0, images={"a": [(3, 20), (30, 45)]})
+    engine.step({"a": 1, "b": 40}, padding=5, images={"b": [(10, 39)]})
+
+
+def test_the_last_tokens_of_an_image_are_no_drafts_however_few_they_are(cuda: Any) -> None:
+    engine = Engine(cuda, "k4v4", drafts=3)
+    engine.step({"a": 40, "b": 30}, padding=0)
+    engine.step({"a": 4, "b": 3, "c": 20}, padding=2, wrong={"a": 2}, images={"b": [(20, 32)]})
+
+
+def test_a_model_may_say_that_a_group_of_layers_sees_no_image_both_ways(cuda: Any) -> None:
+    engine = Engine(cuda, "k4v4")
+    build = engine.builder.build
+
+    def without(*args: Any) -> Any:
+        found = build(*args)
+        assert found.mm_prefix_range is not None
+        found.mm_prefix_range = None  # as Gemma 4 does
+        images.clear()
+        return found
+
+    engine.builder.build = without
+    engine.step({"a": 50}, padding=0, images=(images := {"a": [(3, 20)]}))
+
+
 @pytest.mark.parametrize(("recent", "shared"), [(0, False), (64, False), (0, True)])
 def test_heads_of_512_elements_need_no_flash_attention(
     cuda: Any, recent: int, shared: bool, monkeypatch: pytest.MonkeyPatch

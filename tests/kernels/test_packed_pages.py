@@ -92,6 +92,28 @@ def test_caps_and_sinks_are_the_references(
     assert torch.allclose(last[0].double(), wanted, atol=2e-4, rtol=2e-4)
 
 
+@settings(max_examples=25)
+@given(
+    st.sampled_from(SERVED), st.integers(0, 40), st.integers(4, 20), st.booleans(), st.sampled_from([0.0, 3.0]),
+    st.lists(st.integers(0, 20), min_size=2, max_size=4, unique=True), st.integers(0, 2**31),
+)  # fmt: skip
+def test_tokens_of_a_span_see_each_other_both_ways(
+    name: str, context: int, tokens: int, sinking: bool, softcap: float, cuts: list[int], seed: int
+) -> None:
+    batch = Batch(name, 64, [context + tokens], 2, 16, seed)
+    query = torch.randn(tokens, 4, 64, generator=batch.rng) * 4
+    ends = sorted(min(cut, tokens) for cut in cuts)
+    how = {
+        "softcap": softcap,
+        "sinks": torch.randn(4, generator=batch.rng) * 3 if sinking else None,
+        "spans": list(zip(ends[::2], ends[1::2], strict=False)),
+    }
+    key, value = batch.keys[0], batch.values[0]
+    out = batch.pages.prefill(query, key[context:], value[context:], batch.table[0], context, 0.125, **how)
+    wanted = prefill_reference(query, key, value, context, batch.fmt, 0.125, **how)
+    assert torch.allclose(out.double(), wanted, atol=2e-4, rtol=2e-4)
+
+
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("sinking", [False, True])
 def test_with_factors_caps_and_sinks_see_what_the_means_of_keys_and_values_add(softcap: float, sinking: bool) -> None:

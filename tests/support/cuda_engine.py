@@ -161,12 +161,14 @@ class Engine:
 
     def step(
         self, new: dict[str, int], padding: int, wrong: dict[str, int] | None = None, resumed: bool = False,
+        images: dict[str, list[tuple[int, int]]] | None = None,
     ) -> None:  # fmt: skip
         """New tokens by sequence, decodes first; rows of padding follow, all NaN. Checks the output of every row.
 
         Of a sequence's new tokens the last `wrong` are taken back. Sequences of many tokens are in their prompts,
-        unless they are `resumed`.
+        unless they are `resumed`. The tokens of `images`, from the first to the last, attend to each other both ways.
         """
+        images = images or {}
         counts = list(new.values())
         total = sum(counts)
         query, fresh_k, fresh_v = (
@@ -194,6 +196,7 @@ class Engine:
             at += count
         lens = torch.tensor([len(self.keys[name]) for name in new], dtype=torch.int32)
         prompts = (torch.tensor(counts) > 1 + self.drafts) & (not resumed)
+        prompts |= torch.tensor([name in images for name in new])
         common = SimpleNamespace(
             num_reqs=len(new), causal=True, max_query_len=max(counts), num_actual_tokens=total + padding, seq_lens=lens,
             query_start_loc_cpu=(starts := torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)),
@@ -202,6 +205,7 @@ class Engine:
             seq_lens_cpu_upper_bound=torch.where(prompts, lens, lens + self.drafts), is_prefilling=prompts,
             block_table_tensor=table,
             slot_mapping=torch.tensor(slots + [-1] * padding),
+            mm_req_doc_ranges={i: images.get(name, []) for i, name in enumerate(new)},
         )  # fmt: skip
         out = torch.full((total + padding, self.heads * self.dim), torch.nan)
         meta = self.builder.build(0, common)
@@ -211,8 +215,10 @@ class Engine:
             one.impl.forward(one, query, *new_tokens, self.cache, meta, out.fill_(torch.nan))
             new_tokens = None, None
         at = 0
-        for name, seen, first, end, decodes in self.pieces(new, before):
+        for name, seen, first, end, decodes in self.pieces(new, before, images):
             count, scale = end - first, self.dim**-0.5
+            cut = [(max(a - first, 0), min(z + 1 - first, count)) for a, z in images.get(name, [])]
+            spans = [(a, z) for a, z in cut if a < z]
             these = slice(at, at + count)
             keys, values = self.keys[name][seen:end], self.values[name][seen:end]
             if decodes:
@@ -225,10 +231,11 @@ class Engine:
                 ])  # fmt: skip
             elif len(self.layers) > 1:
                 old = [round_trip(x, self.fmt, s, self.factors) for x, s in ((keys, "key"), (values, "value"))]
-                wanted = attend(query[these], old[0], old[1], scale)
+                wanted = attend(query[these], old[0], old[1], scale, spans=spans)
             else:
+                stored = len(keys) if self.impl.read_back else first - seen
                 wanted = prefill_reference(
-                    query[these], keys, values, first - seen, self.fmt, scale, self.factors, sinks=self.sinks
+                    query[these], keys, values, stored, self.fmt, scale, self.factors, sinks=self.sinks, spans=spans
                 )
             found = out[these].view(count, self.heads, self.dim)
             assert ((found - wanted).norm(dim=-1) < 2e-3 * wanted.norm(dim=-1)).all(), name
@@ -236,7 +243,9 @@ class Engine:
         for name, count in (wrong or {}).items():
             self.keys[name], self.values[name] = self.keys[name][:-count], self.values[name][:-count]
 
-    def pieces(self, new: dict[str, int], before: dict[str, int]) -> Iterator[tuple[str, int, int, int, bool]]:
+    def pieces(
+        self, new: dict[str, int], before: dict[str, int], images: dict[str, Any]
+    ) -> Iterator[tuple[str, int, int, int, bool]]:
         """New tokens [first, end) of a sequence that see it from `seen` on, and whether they decode."""
         number, decodes = itertools.count(1), True
         for name, count in new.items():
@@ -245,6 +254,7 @@ class Engine:
                 seen = first - first % self.chunk if self.chunk else 0
                 end = min(last, seen + self.chunk) if self.chunk else last
                 decodes &= end - first <= 1 + self.drafts and next(number) <= self.builder.plan.sequences
+                decodes &= end - first == 1 or not images.get(name)
                 yield name, seen, first, end, decodes
                 first = end
 

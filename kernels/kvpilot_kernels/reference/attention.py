@@ -9,6 +9,8 @@ back (`hadamard`). No paging, no tricks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvpilot_kernels.factors import Factors
@@ -92,13 +94,14 @@ def prefill_reference(
     factors: Factors | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    spans: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:
     """A chunk after `context` stored tokens: the context is read from the cache, the chunk attends to itself exactly.
 
     Args:
         query: [tokens, heads, D]. key, value: [context + tokens, kv_heads, D] before quantization.
         context: tokens stored before the chunk. fmt, scale, factors: as in `decode_reference`.
-        softcap, sinks: as in `attend`.
+        softcap, sinks, spans: as in `attend`.
 
     Returns:
         float64 [tokens, heads, D].
@@ -107,7 +110,7 @@ def prefill_reference(
         torch.cat([round_trip(x[:context], fmt, side, factors), x[context:].double()])
         for x, side in ((key, "key"), (value, "value"))
     )
-    return attend(query, key, value, scale, softcap, sinks)
+    return attend(query, key, value, scale, softcap, sinks, spans)
 
 
 def attend(
@@ -117,10 +120,12 @@ def attend(
     scale: float,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    spans: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:
     """Causal attention aligned to the end of the keys, in float64; key and value as they are read back.
 
-    `softcap`: 0 for none. `sinks`: a logit for each head, [heads], or None.
+    `softcap`: 0 for none. `sinks`: a logit for each head, [heads], or None. `spans`: of the queries' tokens, those from
+    `begin` up to `end` that attend to each other both ways.
     """
     tokens, heads, _ = query.shape
     repeat = heads // key.shape[1]
@@ -128,7 +133,10 @@ def attend(
     scores = torch.einsum("ihd,thd->hit", query.double(), key) * scale
     if softcap:
         scores = (scores / softcap).tanh() * softcap
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(key.shape[0] - tokens + 1)
+    last = torch.arange(tokens)  # the last token that each one sees
+    for begin, end in spans:
+        last[begin:end] = end - 1
+    future = torch.arange(key.shape[0]) - (key.shape[0] - tokens) > last[:, None]
     scores = scores.masked_fill(future, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, tokens, 1)], -1)
