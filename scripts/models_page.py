@@ -30,8 +30,7 @@ models with images or sound for their text part.
   Windows come on top, in 16 bits, and chunks, in the dtype; they do not grow with a sequence, nor do states.
 - **our dtypes**: what keeps them from the model on a GPU; it is served in `auto` and in vLLM's own dtypes all the same.
   Models with latents have dtypes of their own, `mla8` and `mla4`, with the bytes of a token.
-  *yes* is that `kvpilot-serve` starts the engine, *text alone* that it does with `--language-model-only`; what was run
-  is below.
+  *yes* is that `kvpilot-serve` starts the engine; what was run is below.
 - **vLLM**: *same* where its specs are these, or why they were not built.
 """
 
@@ -65,10 +64,9 @@ def row(entry: dict[str, Any]) -> list[str]:
     facts = read(entry["config"])
     refusal = unsupported(facts)
     sizes = [size(facts, dtype, refusal) for dtype in DTYPES]
+    verdict = f"no: {refusal}" if refusal else "yes"
     if facts.latent:
-        verdict = f"no: {refusal}{of_latents(facts)}"
-    else:
-        verdict = f"no: {refusal}" if refusal else "yes, text alone" if facts.image_prefix else "yes"
+        verdict += of_latents(facts)
     return [entry["model"], layers(facts), heads(facts), *sizes, verdict, entry.get("vllm", "same")]
 
 

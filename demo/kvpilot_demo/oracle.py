@@ -11,11 +11,12 @@ token reads the window, and only of what was stored since its sequence has its r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvpilot_kernels import formats
@@ -27,6 +28,16 @@ from kvpilot_kernels.reference.attention import round_trip
 _NAME = "kvpilot_oracle"
 SLACK = 1e-3
 """What rounding may do to a logit (their spread is 3.4) while every code stays the same."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image in a prompt: `pixels` as the model's processor gives them, and `spans`, the tokens [begin, end) that
+    attend to each other both ways.
+    """
+
+    pixels: torch.Tensor
+    spans: tuple[tuple[int, int], ...]
 
 
 class Oracle:
@@ -53,7 +64,12 @@ class Oracle:
         self._seen = seen
         self._recent, self._fine = recent, torch.zeros(0, 0, dtype=torch.bool)
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=_NAME)
+        self._spans: tuple[tuple[int, int], ...] = ()
+        sees = hasattr(AutoConfig.from_pretrained(folder), "vision_config")
+        self._model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(
+            folder, dtype=torch.float32,
+            attn_implementation={"text_config": _NAME, "vision_config": "eager"} if sees else _NAME,
+        )  # fmt: skip
         if self._latent is not None:
             for layer in self._model.model.layers:
                 layer.self_attn.expand_kv = self._read_back(layer.self_attn.expand_kv, self._latent)
@@ -61,7 +77,7 @@ class Oracle:
     @torch.inference_mode()
     def shortfalls(
         self, prompt: list[int], answer: list[int], *, jitter: float = 0.0, misread: int | None = None,
-        rings: Sequence[int | None] = (),
+        rings: Sequence[int | None] = (), picture: Picture | None = None,
     ) -> list[float]:  # fmt: skip
         """How far each token of an answer is below the best of its step, in logits; 0 where it is the best itself.
 
@@ -70,13 +86,16 @@ class Oracle:
 
         `jitter` moves what is quantized by this relative amount, at random. Another order of sums does so, too, and it
         shows where a value lies on the edge between two codes. `misread` is a fault of paging: from this token on,
-        every layer finds the 16 tokens before in the place of the next 16.
+        every layer finds the 16 tokens before in the place of the next 16. `picture`: what the prompt shows.
         """
-        self._jitter, self._misread = jitter, misread
+        self._jitter, self._misread, self._spans = jitter, misread, picture.spans if picture else ()
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
         tokens = torch.tensor([prompt + answer[:-1]])
         self._fine = self._fine_keys(tokens.shape[1], rings)
-        logits = self._model(tokens, use_cache=False, logits_to_keep=len(answer)).logits[0].double()
+        # PaliGemma counts positions from 1 where nobody says otherwise, and vLLM from 0: keys have other codes by it.
+        places = torch.arange(tokens.shape[1])[None]
+        shown = {"pixel_values": picture.pixels, "position_ids": places} if picture else {}
+        logits = self._model(tokens, use_cache=False, logits_to_keep=len(answer), **shown).logits[0].double()
         chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
         below: list[float] = (logits.amax(1) - chosen).tolist()
         return below
@@ -114,7 +133,7 @@ class Oracle:
 
     def sound(
         self, prompt: list[int], answer: list[int], *, misread: int | None = None, rounds: int = 100,
-        rings: Sequence[int | None] = (), judged: slice = slice(None),
+        rings: Sequence[int | None] = (), judged: slice = slice(None), picture: Picture | None = None,
     ) -> bool:  # fmt: skip
         """Whether this answer is the best one up to `SLACK` logits, as it is or by rounding alone.
 
@@ -127,7 +146,8 @@ class Oracle:
         had changed, the slowest was explained in the fourth round; of 36 with a block misread, none in ten rounds.
         """
         jitters = (0.0, *(1e-6, 1e-5, 1e-4) * rounds)
-        draws = (self.shortfalls(prompt, answer, jitter=jitter, misread=misread, rings=rings) for jitter in jitters)
+        how: dict[str, Any] = {"misread": misread, "rings": rings, "picture": picture}
+        draws = (self.shortfalls(prompt, answer, jitter=jitter, **how) for jitter in jitters)
         return any(max(below[judged]) <= SLACK for below in draws)
 
     def _fine_keys(self, length: int, rings: Sequence[int | None]) -> torch.Tensor:
@@ -170,6 +190,8 @@ class Oracle:
         seen = (far >= 0) & (far < (window or far.numel() + 1))
         if self._seen is not None:
             seen &= self._seen(query.shape[2])
+        for begin, end in self._spans:
+            seen[begin:end, begin:end] = True
         if chunk:
             place = torch.arange(query.shape[2]) // chunk
             seen &= place[:, None] == place[None, :]

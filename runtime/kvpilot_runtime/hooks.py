@@ -206,7 +206,7 @@ def around_shutdown() -> None:
         return
 
     def begins_to_finish(self: Any) -> bool:
-        return self.shutdown_state == EngineShutdownState.REQUESTED and self.vllm_config.shutdown_timeout > 0
+        return bool(self.shutdown_state == EngineShutdownState.REQUESTED and self.vllm_config.shutdown_timeout)
 
     def _handle_shutdown(self: Any) -> bool:
         while begins_to_finish(self) and not self.input_queue.empty():

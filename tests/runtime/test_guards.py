@@ -24,7 +24,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an encoder": ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type"),
     "cross attention": ({"attn_type": AttentionType.ENCODER_DECODER}, "attention type"),
     "not causal": ({"use_non_causal": True}, "non-causal attention not supported"),
-    "images that attend both ways": ({"use_mm_prefix": True}, "--language-model-only"),
     "batch invariance": ({"use_batch_invariant": True}, "VLLM_BATCH_INVARIANT"),
     "a head_dim": ({"head_size": 32}, "head_size not supported"),
     "64-bit weights": ({"dtype": torch.float64}, "dtype not supported"),
@@ -41,7 +40,7 @@ def chosen(**asked: Any) -> Any:
 def test_a_layer_that_is_served_gets_our_backend_and_other_dtypes_vllms_own() -> None:
     assert chosen() is resolve_obj_by_qualname("kvpilot_runtime.cpu.K4V4Backend")
     assert chosen(block_size=16).fmt.name == "k4v4"
-    assert chosen(has_sink=True).fmt.name == "k4v4"
+    assert chosen(has_sink=True).fmt.name == chosen(use_mm_prefix=True).fmt.name == "k4v4"
     assert chosen(head_size=80).fmt.name == chosen(head_size=192).fmt.name == "k4v4"
     assert chosen(kv_cache_dtype="auto", has_sliding_window=True).get_name() == "CPU_ATTN"
 

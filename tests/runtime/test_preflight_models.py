@@ -318,8 +318,7 @@ def test_a_model_whose_config_leaves_out_what_its_class_says_is_served(
     gpu: Any, tmp_path: Path, name: str, dtype: str
 ) -> None:
     gpu(H200)
-    text_alone = ("--language-model-only",) if name.startswith("gemma-3") else ()
-    findings = check(Request(served(tmp_path, PUBLISHED[name]), dtype, max_model_len=8192, others=text_alone))
+    findings = check(Request(served(tmp_path, PUBLISHED[name]), dtype, max_model_len=8192))
     assert findings.warnings == []
     # vLLM gives Phi's layers their window of 262,144 tokens unless told otherwise, and our backend takes no window.
     assert findings.disable_window == (dtype == "k4v4" and name == "phi-4-mini")

@@ -301,17 +301,16 @@ def test_a_sentence_transformer_pools_unless_it_is_asked_to_generate(tmp_path: P
     check(asked("--runner=generate", model=str(tmp_path)))
 
 
-def test_images_that_attend_both_ways_are_refused_unless_text_alone_is_served(
+def test_images_that_attend_both_ways_are_served_and_a_cache_with_a_bound_has_none_of_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(machine, "platform", lambda: "cuda")
     monkeypatch.setattr(machine, "gpus", lambda: [H200])
     model = folder(tmp_path, GEMMA3)
-    error = refusal(asked("--max-model-len=8192", model=model))
-    assert error.reason == "DtypeUnsupported"
-    assert "--language-model-only" in error.message
-    check(asked("--max-model-len=8192", "--language-model-only", model=model))
-    check(asked("--max-model-len=8192", model=model, dtype="fp8"))
+    for dtype in ("k4v4", "fp8"):
+        check(asked("--max-model-len=8192", model=model, dtype=dtype))
+    bound = "--retention=SinksAndWindow", "--retention-sink-tokens=4", "--retention-window-tokens=1024"
+    assert "later tokens" in refusal(asked("--max-model-len=8192", *bound, model=model)).message
 
 
 @pytest.mark.parametrize(
