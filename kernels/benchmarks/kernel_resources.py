@@ -152,20 +152,22 @@ def page(found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]], ca
         "By compute capability: warps of a program x registers of a thread, KiB of shared memory, and in bold bytes of",
         f"registers that spill: in {spills or 'none'} of {sum(map(len, found.values()))} programs. A program may have",
         f"{limits}; a thread has 255 registers.",
-        "`--few`: shapes of Llama-3-8B, head_dim 256 for int8, and some of 80, 192 and 512. Decode of 8 queries",
-        "(Llama-3-70B) with a recent window spills 8 to 328 bytes; decode of several tokens up to 512, and up to 112",
-        "without a window.",
+        "`--few`: shapes of Llama-3-8B, head_dim 256 for int8, 16 heads of mla4, and on two GPUs some of 80, 192, 512.",
+        "Decode of 8 queries (Llama-3-70B) with a recent window spills 8 to 328 bytes; decode of several tokens up to",
+        "512, and up to 112 without a window.",
         "",
         f"| kernel | dtype | shape | {' | '.join(names)} |",
         f"|---|---|---|{'---|' * len(names)}",
     ]
     for (kernel, dtype, shape), cells in found.items():
-        told = [
-            f"{warps} x {r.registers}, {r.shared / 1024:.1f}" + (f" **{r.stack}**" if r.stack else "")
-            for warps, r in (cells[capability] for capability in capabilities)
-        ]
+        told = [cell(*cells[capability]) if capability in cells else "-" for capability in capabilities]
         lines.append(f"| {kernel.removesuffix('_kernel')} | {dtype} | {shape} | {' | '.join(told)} |")
     return "\n".join(lines) + "\n"
+
+
+def cell(warps: int, taken: Resources) -> str:
+    """A cell of the table."""
+    return f"{warps} x {taken.registers}, {taken.shared / 1024:.1f}" + (f" **{taken.stack}**" if taken.stack else "")
 
 
 def version(tool: str) -> str:

@@ -160,22 +160,28 @@ def every_variant(capability: int) -> list[Variant]:
 
 
 def few_variants(capability: int) -> list[Variant]:
-    """Of store and decode and each format one as for Llama-3-8B, with a window of 64; int8's are of head_dim 256, as
-    Gemma's, and some more of k4v4's: of 192, whose rows have slots in two parts, of 80, which has zeros behind, and of
-    Gemma 4's 512, as that is the only one to have a prefill of ours. Of a prompt's store and of a step with drafts
-    k4v4's, and of gather k4v4's and int8's: these take much the same in every format. No latents, which no engine on a
-    GPU serves yet."""
-    found = [*step_variants(), reduce_variant(128, 1, 32, 4), reduce_variant(256, 4, 4, 4)]
-    found += [decode_variant("k4v4", 512, 8, 64, capability), store_variant("k4v4", 512, 64, 1),
-              reduce_variant(512, 4, 4, 8), prefill_variant(True, capability)]  # fmt: skip
-    found += [decode_variant("k4v4", 192, 4, 64, capability), store_variant("k4v4", 192, 64, 1),
-              reduce_variant(192, 4, 4, 4), store_variant("k4v4", 80, 64, 1), reduce_variant(80, 4, 4, 2)]  # fmt: skip
-    found += [gather_variant("k4v4", dim, gather_block(dim, capability))
-              for dim in (80, 192)]  # fmt: skip
-    found += [reduce_variant(128, 2, 8, 2, several=True), decode_variant("k4v4", 128, 4, 64, capability, tokens=4)]
+    """Every kernel: decode of each format as for Llama-3-8B, with a window of 64, int8's of head_dim 256, as Gemma's;
+    of the others one or two, since they take much the same in every format; latents for 16 heads in mla4.
+
+    Other head dims on two GPUs alone, one with little shared memory and one with much: 192, whose rows have slots in
+    two parts, 80, which has zeros behind, and Gemma 4's 512.
+    """
+    found = [*step_variants(), reduce_variant(128, 1, 32, 4), reduce_variant(128, 2, 8, 2, several=True)]
     for name in formats.own_names():
         recent, dim = 64 if formats.parse(name).has_ring else 0, 256 if name == "int8" else 128
-        found += [decode_variant(name, dim, 4, recent, capability), store_variant(name, dim, recent, 1)]
+        found.append(decode_variant(name, dim, 4, recent, capability))
+        if name in ("int8", "k4v4", "k2v2"):
+            found.append(store_variant(name, dim, recent, 1))
         if name in ("int8", "k4v4"):
             found.append(gather_variant(name, dim, gather_block(dim, capability)))
-    return [*found, store_variant("k4v4", 128, 64, tuning.FEW_TOKENS + 1)]
+    found += [store_variant("k4v4", 128, 64, tuning.FEW_TOKENS + 1),
+              decode_variant("k4v4", 128, 4, 64, capability, tokens=4), prefill_variant(True, capability)]  # fmt: skip
+    *of_formats, prepare, merge = latent_variants(16, capability)[:-2]
+    found += [one for one in of_formats if one.dtype == "mla4"] + [prepare, merge]
+    if capability not in (86, 90):
+        return found
+    found += [decode_variant("k4v4", 512, 8, 64, capability), store_variant("k4v4", 512, 64, 1),
+              reduce_variant(512, 4, 4, 8), reduce_variant(256, 4, 4, 4)]  # fmt: skip
+    found += [decode_variant("k4v4", 192, 4, 64, capability), store_variant("k4v4", 192, 64, 1),
+              reduce_variant(192, 4, 4, 4), store_variant("k4v4", 80, 64, 1), reduce_variant(80, 4, 4, 2)]  # fmt: skip
+    return found + [gather_variant("k4v4", dim, gather_block(dim, capability)) for dim in (80, 192)]

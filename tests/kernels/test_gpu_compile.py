@@ -38,7 +38,7 @@ def python(*arguments: str, cache: Path, timeout: int, package: Path = PACKAGE) 
 
 @pytest.fixture(scope="module")
 def served() -> subprocess.CompletedProcess[str]:
-    """Of each kernel the programs for the shape of Llama-3-8B, for every GPU."""
+    """Of each kernel some programs, for every GPU."""
     return python("kernel_resources.py", "--few", "--processes", "1", cache=kernel_cache.folder(), timeout=1800)
 
 
@@ -48,9 +48,12 @@ def test_every_kernel_compiles_fits_and_spills_no_more_than_is_known_on_a_gpu_th
     capability: int, served: subprocess.CompletedProcess[str]
 ) -> None:
     lines = [line.split() for line in served.stdout.splitlines() if line.startswith(f"{capability} ")]
-    wanted = {(f"{name}_kernel", dtype) for name in ("store", "decode") for dtype in formats.own_names()}
+    wanted = {("decode_kernel", dtype) for dtype in formats.own_names()}
+    wanted |= {("store_kernel", dtype) for dtype in ("int8", "k4v4", "k2v2")}
     wanted |= {("gather_kernel", dtype) for dtype in ("int8", "k4v4")}
-    wanted |= {(f"{name}_kernel", "any") for name in ("plan", "ring_slots", "reduce", "prefill")}
+    wanted |= {(f"latent_{name}_kernel", "mla4") for name in ("store", "decode", "gather")}
+    plain = ("plan", "ring_slots", "reduce", "prefill", "latent_prepare", "latent_reduce")
+    wanted |= {(f"{name}_kernel", "any") for name in plain}
     assert {(line[1], line[2]) for line in lines} == wanted, served.stderr[-3000:]
     assert all(line[-1] in ("fits", "(known)") for line in lines), served.stdout
 
