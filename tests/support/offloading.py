@@ -46,21 +46,23 @@ class Transfers:
 
         ids = [group.group_id for group in self._spec.config.groups]
         by_key: dict[bytes, tuple[int, list[torch.Tensor]]] = {}
-        promised: dict[int, list[tuple[bytes, tuple[int, int]]]] = {}
-        store, load, finished = tier.submit_store, tier.submit_load, tier.get_finished_jobs
+        promised: dict[int, list[tuple[bytes, tuple[int, int], Any]]] = {}
+        move, load, finished = tier._move, tier.submit_load, tier.get_finished_jobs
 
-        def places(job: Any) -> list[tuple[bytes, tuple[int, int]]]:
+        def place(key: Any, at: Any) -> tuple[int, int]:
             """A chunk is a block here."""
-            groups = [ids.index(get_offload_group_idx(key)) for key in job.keys]
-            chunks = zip(groups, map(int, job.chunk_ids), strict=True)
-            return list(zip(job.keys, chunks, strict=True))
+            return ids.index(get_offload_group_idx(key)), int(at)
 
-        def submit_store(job: Any) -> None:
-            by_key.update({key: self._kept[place] for key, place in places(job)})
-            store(job)
+        def moved(job: int, held: Any, at: Any, *, load: bool) -> None:
+            # A chunk that is computed anew may differ in a code: what the disk has already stays there.
+            if held is not None and not load:
+                by_key[held.key] = self._kept[place(held.key, at)]
+            move(job, held, at, load=load)
 
         def submit_load(job: Any) -> None:
-            promised[job.job_id] = places(job)
+            promised[job.job_id] = [
+                (key, place(key, at), by_key.get(key)) for key, at in zip(job.keys, job.chunk_ids, strict=True)
+            ]
             load(job)
 
         def get_finished_jobs() -> list[Any]:
@@ -70,13 +72,13 @@ class Transfers:
                 if wanted is None:
                     self.unwritten += not result.success
                     continue
-                good = {key for key, _ in wanted} if result.success else set(result.successful_keys or ())
+                good = {key for key, *_ in wanted} if result.success else set(result.successful_keys or ())
                 self.read += len(good)
                 self.unread += len(wanted) - len(good)
-                self._kept.update({place: by_key[key] for key, place in wanted if key in good})
+                self._kept.update({at: stored for key, at, stored in wanted if key in good})
             return ended
 
-        tier.submit_store, tier.submit_load, tier.get_finished_jobs = submit_store, submit_load, get_finished_jobs
+        tier._move, tier.submit_load, tier.get_finished_jobs = moved, submit_load, get_finished_jobs
 
     def taken(self) -> list[dict[str, Any]]:
         """What was written down since the last call."""
