@@ -22,7 +22,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
-from kvpilot_runtime import carriers, contract, offload
+from kvpilot_runtime import carriers, contract, offload, retention
 from kvpilot_runtime.compat import HeadMajorPages, backend_class
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.factors_of_engine import calibration_of
@@ -37,6 +37,8 @@ cached or preempted (slightly less accurate; it is what the equivalence tests co
 _REMEDIES = {
     "sliding window not supported": "a sliding-window layer is not supported (keep these in 16 bits: "
     "--kv-cache-dtype-skip-layers sliding_window)",
+    "partial multimodal token full attention not supported": "images whose tokens attend to each other both ways are "
+    "not supported (serve text alone: --language-model-only)",
     "batch invariance not supported": "batch invariance is not supported (unset VLLM_BATCH_INVARIANT)",
 }
 
@@ -67,9 +69,9 @@ class PackedBackend(HeadMajorPages, AttentionBackend):  # type: ignore[misc]  # 
     fmt: ClassVar[formats.Format]
 
     @classmethod
+    @abstractmethod
     def recent_backend(cls) -> type[RingBackend]:
         """The backend of the layers that have the rings."""
-        raise NotImplementedError
 
     @staticmethod
     def get_name() -> str:
@@ -88,8 +90,8 @@ class PackedBackend(HeadMajorPages, AttentionBackend):  # type: ignore[misc]  # 
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Images whose tokens attend to each other both ways."""
-        return True
+        """Images whose tokens attend to each other both ways, but in a cache with a bound, which has other places."""
+        return retention.asked() is None and contract.has_images()
 
     @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:

@@ -34,27 +34,28 @@ def has_rings() -> bool:
     return not any(one.part.feature is Feature.WINDOW for one in broken(""))
 
 
+def has_images() -> bool:
+    """Whether this vLLM says which tokens are an image's that attend to each other both ways."""
+    return not any(one.part.feature is Feature.IMAGES for one in broken(""))
+
+
 def tell(found: Iterable[Broken]) -> None:
     """Warn of a version that nobody has tried, and of what is not as it should be; in the first of vLLM's processes."""
     if TOLD in os.environ:
         return
     os.environ[TOLD] = "1"
     text = compat.version_text()
-    # Of a window its own warning speaks, of latents and of bounded caches whoever asks for them, and no probe fails.
-    costly = [
-        b
-        for b in found
-        if b.part.feature not in (Feature.WINDOW, Feature.LATENTS, Feature.BOUND, Feature.HEAVY, Feature.HOST)
-    ]
+    # Of a window its own warning speaks, of the others whoever asks for them; and no probe fails.
+    quiet = (Feature.WINDOW, Feature.LATENTS, Feature.BOUND, Feature.HEAVY, Feature.HOST, Feature.IMAGES)
+    costly = [b for b in found if b.part.feature not in quiet]
     if not compat.tested():
         log.warning(
             "vllm %s is not one of %s, which kvpilot was tested with; of what kvpilot uses of it, %s", text,
             compat.RANGE, f"{len(costly)} parts are not as they were" if costly else "all is as it was",
         )  # fmt: skip
     for one in costly:
-        log.error(
-            "vllm %s: %s; %s: use --kv-cache-dtype auto, or vllm %s", text, one, one.part.feature.value, compat.RANGE
-        )
+        other = "" if one.part.feature is Feature.DRAIN else "--kv-cache-dtype auto, or "
+        log.error("vllm %s: %s; %s: use %svllm %s", text, one, one.part.feature.value, other, compat.RANGE)
 
 
 def refuse(dtype: str, found: Iterable[Broken], skipping: bool) -> None:

@@ -253,7 +253,7 @@ class CudaBuilder(PackedBuilder):
 
     def _first_image(self, common: Any, decodes: int) -> int:
         """The first of the sequences whose few new tokens are some of an image; `decodes` where there is none."""
-        if self.width == 1 or not getattr(common, "mm_req_doc_ranges", None):
+        if self.width == 1 or not images.ranges(common):
             return decodes
         new = common.query_start_loc_cpu.diff().tolist()
         lens = common.seq_lens_cpu_upper_bound  # exact in a prompt, and past its images elsewhere
@@ -284,6 +284,8 @@ class CudaBuilder(PackedBuilder):
     def _later(self, common: Any, decodes: int, context: torch.Tensor, new: torch.Tensor,
                keys: torch.Tensor) -> images.LaterTokens | None:  # fmt: skip
         """Tokens of images that attend to later ones; `keys`: the row of each sequence's first new key."""
+        if not images.ranges(common):
+            return None
         counts = new.tolist()
         sequences = zip(range(decodes, common.num_reqs), context.tolist(), counts, strict=True)
         found = images.spans(common, list(sequences))

@@ -12,6 +12,11 @@ Spans = list[tuple[int, int]]
 """Of a sequence's new tokens, counted from the first one: [begin, end) of two tokens and more."""
 
 
+def ranges(common: Any) -> Mapping[int, Sequence[tuple[int, int]]]:
+    """First and last tokens of the images of each sequence that has some, by its place in the batch."""
+    return getattr(common, "mm_req_doc_ranges", None) or {}
+
+
 def spans(common: Any, sequences: Sequence[tuple[int, int, int]]) -> dict[int, Spans]:
     """What a batch, vLLM's `CommonAttentionMetadata`, has of them; sequences without any are left out.
 
@@ -20,7 +25,7 @@ def spans(common: Any, sequences: Sequence[tuple[int, int, int]]) -> dict[int, S
 
     Tokens of an image that are in the context need nothing more: they were computed with the image whole.
     """
-    images: Mapping[int, Sequence[tuple[int, int]]] = getattr(common, "mm_req_doc_ranges", None) or {}
+    images = ranges(common)
     found: dict[int, Spans] = {}
     for sequence, context, new in sequences:
         cut = [(max(first - context, 0), min(last + 1 - context, new)) for first, last in images.get(sequence, ())]

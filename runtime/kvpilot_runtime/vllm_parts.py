@@ -26,6 +26,7 @@ class Feature(Enum):
     BOUND = "--retention is refused"
     HEAVY = "--retention HeavyHitters is refused"
     HOST = "probes of an engine that offloads read from its GPU's pages alone"
+    IMAGES = "images whose tokens attend to each other both ways are refused"
     DRAIN = "requests that wait for an engine's last step before SIGTERM are not answered"
 
 
@@ -259,6 +260,8 @@ PARTS = (
     Part("vllm.v1.worker.gpu.async_utils:AsyncOutput", Feature.HEAVY, "cuda", tries=_gives),
     Part("vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks", Feature.HOST, takes=("request",)),
     Part("vllm.v1.request:Request.get_skip_reading_prefix_cache", Feature.HOST),
+    Part(f"{_BACKEND}:CommonAttentionMetadata", Feature.IMAGES, has=("mm_req_doc_ranges",)),
+    Part("vllm.config.scheduler:SchedulerConfig", Feature.IMAGES, has=("disable_chunked_mm_input",)),
     Part("vllm.v1.engine.core:EngineShutdownState", Feature.DRAIN, has=("REQUESTED",)),
     Part("vllm.v1.engine.core:EngineCoreProc._handle_shutdown", Feature.DRAIN),
     Part("vllm.v1.engine.core:EngineCoreProc._reject_add_in_shutdown", Feature.DRAIN, takes=("request",)),

@@ -107,7 +107,7 @@ def test_prompts_in_chunks_decodes_and_mixed_steps_equal_the_reference(cuda: Any
 @pytest.mark.parametrize("sinks", [None, torch.tensor([1.0, -1.0, 3.0, 0.5])], ids=["plain", "sinks"])
 @pytest.mark.parametrize("read_back", [False, True])
 def test_tokens_of_an_image_see_each_other_both_ways_beside_whatever_else_a_step_has(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch, read_back: bool, sinks: torch.Tensor | None
+    cuda: Any, read_back: bool, sinks: torch.Tensor | None
 ) -> None:
     engine = Engine(cuda, "k4v4", sinks=sinks)
     if read_back:

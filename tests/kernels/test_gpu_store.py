@@ -96,8 +96,8 @@ def test_what_is_read_back_is_as_close_as_the_cpus(
     store(ours, fmt, key, value, slots, factors, numbers)
     cpu = PackedPages(theirs, fmt, dim, factors)
     cpu.store(key, value, slots, ordinals=numbers)
-    # Sums in another order move an element across a boundary now and then, and once in 100,000 groups all 64 of one,
-    # whose range is another; never the accuracy.
+    # Sums in another order move an element across a boundary now and then, and rarely all 64 of a group, whose range is
+    # another; never the accuracy.
     assert (ours != theirs).sum() <= 2e-3 * ours.numel() + 2 * 66
     read, wanted = PackedPages(ours, fmt, dim, factors).read(table, tokens), cpu.read(table, tokens)
     for x, mine, his in zip((key, value), read, wanted, strict=True):

@@ -175,6 +175,19 @@ def test_what_is_broken_is_logged_with_its_remedy_and_costs_auto_nothing(caplog:
     assert all(word in caplog.text for word in ("vllm.some.where is not there", "--kv-cache-dtype auto"))
 
 
+def test_an_engines_end_that_is_not_as_it_was_is_told_and_no_dtype_is_blamed(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        contract.tell(broken_in(Feature.DRAIN))
+    assert "before SIGTERM are not answered: use vllm 0.28" in caplog.text
+    assert "auto" not in caplog.text
+
+
+def test_a_vllm_that_does_not_say_where_images_are_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert contract.has_images()
+    monkeypatch.setattr(contract, "broken", lambda _platform: broken_in(Feature.IMAGES))
+    assert not contract.has_images()
+
+
 def test_without_what_teaches_vllm_our_dtypes_it_keeps_its_own(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec
 
-from kvpilot_runtime import backend, plugin
+from kvpilot_runtime import backend, contract, plugin, retention
 from kvpilot_runtime.errors import UnsupportedModelError
 
 RIGHT = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="k4v4", block_size=None)
@@ -51,6 +51,19 @@ def test_the_cpu_platform_asks_our_backend_what_it_cannot_serve(what: str) -> No
     with pytest.raises(UnsupportedModelError, match=r"kv-cache dtype 'k4v4' cannot serve this model: .*auto") as caught:
         chosen(**asked)
     assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("why", ["a cache with a bound", "a vLLM that does not say where images are"])
+def test_images_that_attend_both_ways_are_refused_where_nobody_would_see_that_they_are_not(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin.register()
+    if why == "a cache with a bound":
+        monkeypatch.setenv(retention.VARIABLE, "SinksAndWindow:4:64")
+    else:
+        monkeypatch.setattr(contract, "has_images", lambda: False)
+    with pytest.raises(UnsupportedModelError, match="--language-model-only"):
+        CpuPlatform.get_attn_backend_cls(None, RIGHT._replace(use_mm_prefix=True), 4)
 
 
 @pytest.mark.parametrize("kind", [AttentionType.ENCODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER])

@@ -1,7 +1,7 @@
 """Which rows have the same bytes in whatever order sums in float32 are made: code that sums in another may be equal.
 
 Of exact elements, two things of a group hang on sums: which of the encoder's ranges has the smallest squared error, and
-to which scale the stretched one of few codes is nearest. About one group in a thousand is too close to tell.
+to which scale the stretched one of few codes is nearest. Of 1,440 rows of one to four groups 21 were too close.
 """
 
 from __future__ import annotations
