@@ -37,6 +37,7 @@ from kvpilot_kernels.gpu import (
     reduce,
     ring,
     store,
+    tuning,
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "kernel-resources.md"
@@ -126,7 +127,7 @@ def compile_for(variant: Variant, capability: int) -> Resources:
     source = GluonASTSource if in_gluon else ASTSource
     compiled = triton.compile(
         source(kernel, types, constants, aligned), target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": variant.warps, "maxnreg": variant.registers}
+        options={"num_warps": variant.warps, "maxnreg": variant.registers, **tuning.FUSED}
         | ({"num_stages": variant.stages} if variant.stages else {}),
     )  # fmt: skip
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:

@@ -317,7 +317,8 @@ class EagerKernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         """The launcher of a grid; programs run one after another. How many warps there are makes no difference."""
 
-        def launch(*args: Any, num_warps: int, maxnreg: int | None, launch_pdl: bool = False, **constants: Any) -> None:
+        def launch(*args: Any, num_warps: int, maxnreg: int | None, enable_fp_fusion: bool, launch_pdl: bool = False,
+                   **constants: Any) -> None:  # fmt: skip
             pointers = [Pointer.of(x) if isinstance(x, torch.Tensor) else x for x in args]
             with np.errstate(all="ignore"):
                 for program in itertools.product(*map(range, grid)):

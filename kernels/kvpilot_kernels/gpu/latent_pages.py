@@ -123,7 +123,8 @@ class GpuLatentPages:
             latent_store_kernel[(triton.cdiv(tokens, latent_tuning.STORE_TOKENS), 2)](
                 latent, rope, slot_mapping, self.cache, s.rotation, f.mean, f.scale, tokens, latent.stride(0),
                 rope.stride(0), self.cache.stride(0), LATENT=s.latent, POSITION=s.rope, PAGE=s.block_size,
-                TOKENS=latent_tuning.STORE_TOKENS, num_warps=latent_tuning.STORE_WARPS, **s.chained,
+                TOKENS=latent_tuning.STORE_TOKENS, num_warps=latent_tuning.STORE_WARPS,
+                **tuning.FUSED, **s.chained,
             )  # fmt: skip
 
     def prepare(self, query: torch.Tensor, query_rope: torch.Tensor, plan: LatentPlan, scale: float) -> None:
@@ -148,7 +149,8 @@ class GpuLatentPages:
             latent_prepare_kernel[(triton.cdiv(rows, latent_tuning.STORE_TOKENS),)](
                 query, query_rope, plan.rotated, plan.sums, s.rotation, self.factors.scale, rows, query.stride(0),
                 query.stride(1), query_rope.stride(0), query_rope.stride(1), scale * LOG2_E, HEADS=s.heads,
-                ROWS=latent_tuning.STORE_TOKENS, num_warps=latent_tuning.STORE_WARPS, **s.chained,
+                ROWS=latent_tuning.STORE_TOKENS, num_warps=latent_tuning.STORE_WARPS,
+                **tuning.FUSED, **s.chained,
             )  # fmt: skip
 
     def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: LatentPlan,
@@ -187,7 +189,7 @@ class GpuLatentPages:
             plan.rotated, plan.sums, self.cache, block_table, plan.splits, plan.partial, plan.lse,
             self.cache.stride(0), block_table.stride(0), TAKE=s.take, Q=choice.heads, TILE=choice.tile,
             STAGES=choice.stages, WARPS=choice.warps, LATENT=s.latent, POSITION=s.rope, HEADS=s.heads,
-            PAGE=s.block_size, num_warps=choice.warps, maxnreg=choice.registers, **s.chained,
+            PAGE=s.block_size, num_warps=choice.warps, maxnreg=choice.registers, **tuning.FUSED, **s.chained,
         )  # fmt: skip
 
     def merge(self, sequences: int, plan: LatentPlan, out: torch.Tensor) -> None:
@@ -196,7 +198,7 @@ class GpuLatentPages:
         choice = latent_tuning.merging(s.wave // sequences)
         latent_reduce_kernel[(sequences, triton.cdiv(s.heads, choice.heads))](
             plan.partial, plan.lse, plan.spans, s.rotation, f.mean, f.scale, out, out.stride(0), HEADS=s.heads,
-            TAKE=choice.heads, STEP=choice.splits, num_warps=choice.warps, **s.chained,
+            TAKE=choice.heads, STEP=choice.splits, num_warps=choice.warps, **tuning.FUSED, **s.chained,
         )  # fmt: skip
 
     def gather(self, block_table: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor, longest: int,
@@ -230,4 +232,5 @@ class GpuLatentPages:
             self.cache, block_table, starts, rows, out, s.rotation, f.mean, f.scale, self.cache.stride(0),
             block_table.stride(0), LATENT=s.latent, POSITION=s.rope, PAGE=s.block_size,
             TOKENS=latent_tuning.GATHER_TOKENS, num_warps=latent_tuning.GATHER_WARPS,
+            **tuning.FUSED,
         )  # fmt: skip

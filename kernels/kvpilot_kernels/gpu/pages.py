@@ -229,7 +229,7 @@ class GpuPages:
             key.stride(0), value.stride(0), self.cache.stride(0), self.cache.stride(1), self.ring.stride(0),
             self.ring.stride(1), scale * LOG2_E, RATIO=s.ratio, RING=s.ring_tokens, TOKENS=block.tokens,
             LEVEL=s.softcap > 0 or self.sinks is not None, WAIT=s.can_overlap, **s.codec, num_warps=block.warps,
-            **s.chained,
+            **tuning.FUSED, **s.chained,
         )  # fmt: skip
 
     def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, out: torch.Tensor,
@@ -272,7 +272,7 @@ class GpuPages:
             D=s.row_dim, GROUP=s.fmt.group_size(s.head_dim), RATIO=s.ratio, TAKE=cut.take, TILE=cut.choice.tile,
             PAGE=s.block_size, STAGES=cut.choice.stages, SOFTCAP=s.softcap > 0, WINDOW=s.window, RECENT=s.recent,
             RING=s.ring_tokens, RING_BLOCKS=s.ring_blocks, SEVERAL=plan.several is not None, OVERLAP=s.can_overlap,
-            num_warps=1, maxnreg=cut.choice.registers, **(s.chained if plan.overlap else {}),
+            num_warps=1, maxnreg=cut.choice.registers, **tuning.FUSED, **(s.chained if plan.overlap else {}),
         )  # fmt: skip
 
     def merge(self, rows: int, plan: Plan, out: torch.Tensor) -> None:
@@ -285,7 +285,7 @@ class GpuPages:
             plan.lse if self.sinks is None else self.sinks, plan.level, out, out.stride(0), KV_HEADS=s.kv_heads,
             RATIO=s.ratio, TAKE=take, HEAD=s.head_dim, D=s.row_dim, WIDE=s.codec["WIDE"],
             ROWS=triton.next_power_of_2(take), STEP=step, SEVERAL=several is not None, SINKS=self.sinks is not None,
-            LEVEL=s.softcap == 0, OVERLAP=s.can_overlap, num_warps=warps, **s.chained,
+            LEVEL=s.softcap == 0, OVERLAP=s.can_overlap, num_warps=warps, **tuning.FUSED, **s.chained,
         )  # fmt: skip
 
     def gather(self, block_table: torch.Tensor, rows: torch.Tensor, begins: torch.Tensor, longest: int,
@@ -303,4 +303,5 @@ class GpuPages:
             self.cache, block_table, rows, key_out, value_out, s.key_rotation, s.value_rotation, f.key_first,
             f.key_mean, f.key_scale, f.value_mean, f.value_scale, begins, self.cache.stride(0), self.cache.stride(1),
             block_table.stride(0), TOKENS=s.gather_block.tokens, **s.codec, num_warps=s.gather_block.warps,
+            **tuning.FUSED,
         )  # fmt: skip

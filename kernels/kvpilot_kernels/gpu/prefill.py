@@ -110,6 +110,6 @@ def prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts:
         query, key, value, out, lse, starts, rows, scale, softcap, tokens, query.stride(0), key.stride(0),
         value.stride(0), out.stride(0), RATIO=heads // key.shape[1], D=dim, WIDE=triton.next_power_of_2(dim),
         M=block.queries, N=block.keys, CAUSAL=causal, SOFTCAP=softcap > 0, num_warps=block.warps,
-        num_stages=block.stages,
+        num_stages=block.stages, **tuning.FUSED,
     )  # fmt: skip
     return out, lse

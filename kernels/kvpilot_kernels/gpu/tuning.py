@@ -34,6 +34,10 @@ class Choice:
     grain: int | None = None
 
 
+FUSED = {"enable_fp_fusion": True}
+"""Of every launch that computes with floats: a multiplication and an addition are one instruction. Triton 3.9 warns
+that later versions will not do so by default; all figures of ours are with it."""
+
 TILES: dict[int, int] = {64: 64, 96: 64, 128: 64, 192: 32, 256: 32, 512: 16}
 """Tokens of a tile by elements of a row, of up to 8 queries; of 16 it is half of that."""
 
