@@ -43,6 +43,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtypes", default=DTYPES, help="comma-separated (default: %(default)s)")
     parser.add_argument("--cases", default=CASES, help="batch x context, comma-separated (default: %(default)s)")
     parser.add_argument("--chunked", type=size, default=65536, help="long prompt of chunked prefill; 0: leave it out")
+    parser.add_argument("--mixed", action="store_true",
+                        help="the end of such a prompt beside seven of 512 new tokens over as many, too")  # fmt: skip
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--model", type=Path, help="a model folder with weights, instead of --shape")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
@@ -146,7 +148,8 @@ def main() -> int:
             stem = "-".join([name, *more, dtype])
             cases = [case(text) for text in args.cases.split(",")]
             out = args.out / f"{stem}.json"
-            job = Job(engine, cases, args.chunked, args.steps, args.repeats, vocab, args.drafts, str(out))
+            job = Job(engine, cases, args.chunked, args.steps, args.repeats, vocab, args.drafts, str(out),
+                      args.mixed)  # fmt: skip
             say(f"{stem}: starting")
             runs[dtype] = measure(args, name, dtype, job, env)
             say(f"{stem}: {'failed: ' + runs[dtype]['error'] if runs[dtype]['error'] else 'done'}")

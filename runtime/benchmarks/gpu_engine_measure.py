@@ -24,6 +24,8 @@ from gpu_engine_process import end_with_parent, say, versions
 
 PROMPTS_AT_ONCE = 8
 """Prompts of one timed prefill: several rates per case show their spread."""
+SHORT, SHORTS = 512, 7
+"""Of the mixed prefill: tokens of a short context and as many new ones, and short prompts beside the long one."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Job:
         engine: keyword arguments of `vllm.LLM`.
         cases: (batch, context tokens) of each decode measurement.
         chunked: tokens of the prompt whose second half is prefilled over a cached first half; 0 leaves it out.
+        mixed: whether the end of such a prompt is prefilled beside short ones, in one step.
         steps, repeats: decode steps of one timing, and timings per case.
         vocab: token ids are drawn below this.
         drafts: tokens that are drafted for every sequence in every step, at random, so that next to none is taken: a
@@ -49,6 +52,7 @@ class Job:
     vocab: int
     drafts: int
     out: str
+    mixed: bool = False
 
 
 class Result:
@@ -99,6 +103,22 @@ def chunked_case(driver: Driver, job: Job) -> dict[str, Any]:
         tokens = prompt(f"chunked/{repeat}", job.chunked, job.vocab)
         driver.prefill([tokens[: job.chunked // 2]])
         fills.append(driver.prefill([tokens]))
+    return {
+        "tokens": job.chunked,
+        "ttft_s": statistics.median(fill.seconds for fill in fills),
+        "repeats": [asdict(fill) for fill in fills],
+    }
+
+
+def mixed_case(driver: Driver, job: Job, step: int) -> dict[str, Any]:
+    """Time of one step of `step` new tokens: the end of a long prompt, and short ones, all with cached contexts."""
+    fills = []
+    for repeat in range(job.repeats):
+        short = [prompt(f"short/{repeat}/{i}", 2 * SHORT, job.vocab) for i in range(SHORTS)]
+        long = prompt(f"mixed/{repeat}", job.chunked, job.vocab)
+        driver.prefill([long[: SHORTS * SHORT - step]])
+        driver.prefill([tokens[:SHORT] for tokens in short])
+        fills.append(driver.prefill([*short, long]))
     return {
         "tokens": job.chunked,
         "ttft_s": statistics.median(fill.seconds for fill in fills),
@@ -186,6 +206,10 @@ def main() -> NoReturn:
     if job.chunked:
         needed = job.chunked + config.cache_config.block_size
         result.save(chunked=attempt(f"chunked {job.chunked}", capacity, needed, partial(chunked_case, driver, job)))
+    if job.chunked and job.mixed:
+        step = config.scheduler_config.max_num_batched_tokens
+        needed = job.chunked + SHORTS * 2 * SHORT + config.cache_config.block_size
+        result.save(mixed=attempt(f"mixed {job.chunked}", capacity, needed, partial(mixed_case, driver, job, step)))
     sys.stdout.flush()
     # vLLM takes seconds to shut down in order; the parent ends its processes anyway, and the device's time is scarce.
     os._exit(0)

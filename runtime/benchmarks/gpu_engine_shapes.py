@@ -70,6 +70,7 @@ SHAPES = {
     "llama3-70b-tp8-share": Shape(80, 8, 1, 128, 8192, 3584, 16032),
     "llama3-70b-16-layers": Shape(16, 64, 8, 128, 8192, 28672, 128256),
     "qwen3-30b-a3b": Shape(48, 32, 4, 128, 2048, 6144, 151936, "Qwen3ForCausalLM"),
+    "phi3-mini": Shape(32, 32, 32, 96, 3072, 8192, 32064),
     # 16 layers: with more, 32 x 16K tokens in 16 bits would not fit one H200.
     "hd256": Shape(16, 16, 8, 256, 3584, 14336, 128256),
     "deepseek-v2-lite": latent(27, 16, 128, 128, 2048, 102400),
