@@ -3,7 +3,8 @@
 Conversations whose histories together are several times what the GPU's cache holds go on in random order, so many at
 a time. Each dtype has an engine of its own (dummy weights) with the tier and one without, all with the same load, the
 same tokens of GPU cache (`--equal bytes`: the same bytes) and the same host memory. `--check` runs each engine with a
-tier once more, briefly, and compares every block that comes back with what left, in all layers.
+tier once more, briefly, and compares every block that comes back with what left, in all layers. `--disk-gib` runs each
+dtype with a file of that size below the host memory, too, whose blocks have a checksum.
 Writes OUT/offload-SHAPE.json and prints a table.
 """
 
@@ -23,8 +24,11 @@ from gpu_engine_shapes import SHAPES, write
 from gpu_offload_run import Job
 
 from kvpilot_kernels import formats
+from kvpilot_runtime import offload
 
 BLOCK = 64
+MOVED = {"loaded": "load", "stored": "store", "the disk gave": "disk_read", "it took": "disk_write"}
+"""What a table calls the bytes that moved, and how the child names them."""
 
 
 def arguments() -> argparse.Namespace:
@@ -46,20 +50,30 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--without", action=argparse.BooleanOptionalAction, default=True,
                         help="run each dtype without the tier, too")  # fmt: skip
     parser.add_argument("--check", action="store_true", help="compare the bytes of every block that comes back")
+    parser.add_argument("--disk-gib", type=float, default=0.0, help="size of a file below it (default: no such run)")
+    parser.add_argument("--disk", default="/var/tmp", help="the file's folder (default: %(default)s)")  # noqa: S108
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--limit", type=float, default=240, help="seconds that one engine may take")
     parser.add_argument("--out", type=Path, default=Path("out"))
     return parser.parse_args()
 
 
-def runs_of(args: argparse.Namespace) -> list[tuple[str, bool, bool]]:
-    """Dtype, with a tier, checked."""
-    found = []
+def runs_of(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
+    """Dtype, the lowest tier that is not the GPU, and whether it is checked."""
+    found: list[tuple[str, str, bool]] = []
     for dtype in args.dtypes.split(","):
-        found += [(dtype, False, False)] if args.without else []
-        found += [(dtype, True, False)]
-        found += [(dtype, True, True)] if args.check else []
+        found += [(dtype, "", False)] if args.without else []
+        found += [(dtype, "offload", False)]
+        found += [(dtype, "disk", False)] if args.disk_gib else []
+        found += [(dtype, "offload", True)] if args.check else []
     return found
+
+
+def tiers(args: argparse.Namespace, tier: str) -> dict[str, Any]:
+    """What an engine is told of them."""
+    below = offload.below_host(args.disk, int(args.disk_gib * 2**30))
+    disk = {"kv_transfer_config": below} if tier == "disk" else {}
+    return {"kv_offloading_size": args.host_gib, **disk} if tier else {}
 
 
 def main() -> int:
@@ -74,7 +88,7 @@ def main() -> int:
         longest = args.history + args.turn + args.answer + BLOCK
         model = write(scratch / "model", shape, args.layers or shape.layers, longest)
         for dtype, tier, check in runs_of(args):
-            name = f"{dtype}{'/offload' if tier else ''}{'/check' if check else ''}"
+            name = "/".join(filter(None, (dtype, tier, "check" * check)))
             tokens = args.gpu_tokens
             if args.equal == "bytes":
                 tokens = int(tokens * 16 / formats.parse(dtype).bits_per_element(shape.head_dim))
@@ -82,7 +96,7 @@ def main() -> int:
                 "model": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
                 "kv_cache_dtype": dtype, "block_size": BLOCK, "num_gpu_blocks_override": tokens // BLOCK + 1,
                 "max_model_len": longest, "max_num_seqs": args.at_once, "enable_prefix_caching": True,
-                **({"kv_offloading_size": args.host_gib} if tier else {}), **args.engine_args,
+                **tiers(args, tier), **args.engine_args,
             }  # fmt: skip
             job = Job(
                 engine, shape.vocab, int(args.gpu_tokens * args.working_set) // args.history, args.history, args.turn,
@@ -114,11 +128,13 @@ def table(rows: list[dict[str, Any]]) -> None:
         if "error" in row:
             say(f"{row['run']}: {row['error']}")
             continue
-        hits = " ".join(f"{where} {row[f'{where}_hits'] / row['queried']:.1%}" for where in ("gpu", "host"))
+        hits = " ".join(f"{where} {row[f'{where}_hits'] / row['queried']:.1%}" for where in ("gpu", "host", "disk"))
         check = f"; {row['compared']} blocks compared, {row['changed']} changed" if row["checked"] else ""
+        moved = ", ".join(
+            f"{what} {row[f'{key}_gib']:.2f} GiB in {row[f'{key}_s']:.2f} s" for what, key in MOVED.items()
+        )
         say(f"{row['run']}: hits {hits}; TTFT median {row['ttft_ms'][0]:.0f} p95 {row['ttft_ms'][1]:.0f} ms; "
-            f"{row['requests_per_s']:.2f} requests/s; loaded {row['load_gib']:.2f} GiB in {row['load_s']:.2f} s, "
-            f"stored {row['store_gib']:.2f} GiB in {row['store_s']:.2f} s{check}")  # fmt: skip
+            f"{row['requests_per_s']:.2f} requests/s; {moved}{check}")  # fmt: skip
 
 
 if __name__ == "__main__":
