@@ -107,8 +107,10 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
                 options["gpu_memory_utilization"] = 0.4
             file = scratch / f"{name.replace('/', '-')}-{role}.json"
             file.write_text(json.dumps(asdict(Job(options, SHAPES[args.shape].vocab, where))))
+            # A process sees its peer's GPU behind its own: what it cannot see, it cannot open memory of.
+            others = dict.fromkeys(other for other in args.gpus.split(",") if other != gpu)
             extra = {
-                "CUDA_VISIBLE_DEVICES": gpu, "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "CUDA_VISIBLE_DEVICES": ",".join([gpu, *others]), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                 "KVPILOT_RECENT_TOKENS": "" if window else "0", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + i),
             }  # fmt: skip
 
