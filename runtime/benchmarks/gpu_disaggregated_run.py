@@ -8,6 +8,7 @@ import random
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +24,22 @@ class Job:
     engine: dict[str, Any]
     vocab: int
     where: str
+
+
+def block_sums(layers: dict[str, Any], num_blocks: int, blocks: Sequence[int]) -> list[int]:
+    """Of blocks their bytes in all layers that are stored: 8-byte words, each times its own number; what overflows
+    wraps."""
+    import torch
+
+    caches = [layer.kv_cache for name, layer in layers.items()
+              if not name.endswith(".recent") and getattr(layer, "kv_cache", None) is not None]  # fmt: skip
+    total = torch.zeros(len(blocks), dtype=torch.int64)
+    at = torch.tensor(list(blocks), dtype=torch.int64)
+    for number, cache in enumerate(caches, 1):
+        words = cache.view(torch.uint8).reshape(num_blocks, -1)[at.to(cache.device)].view(torch.int64)
+        weights = torch.arange(1, words.shape[1] + 1, device=words.device, dtype=torch.int64) * 2 + 1
+        total += number * (words * weights).sum(1).cpu()
+    return [int(one) for one in total]
 
 
 class Engine:
@@ -64,22 +81,8 @@ class Engine:
         return {"start_s": start_s, "said": [*said, self.worker.compat_hash], "versions": versions()}
 
     def sums(self, blocks: Any) -> list[list[int]]:
-        """Of each group's blocks their bytes in all layers that are stored: 8-byte words, each times its own number."""
-        import torch
-
-        caches = [layer.kv_cache for name, layer in self.layers.items()
-                  if not name.endswith(".recent") and getattr(layer, "kv_cache", None) is not None]  # fmt: skip
-        found = []
-        for group in blocks:
-            total = torch.zeros(len(group), dtype=torch.int64)
-            at = torch.tensor(list(group), dtype=torch.int64)
-            for number, cache in enumerate(caches, 1):
-                words = cache.view(torch.uint8).reshape(self.config.num_blocks, -1)[at.to(cache.device)]
-                words = words.view(torch.int64)
-                weights = torch.arange(1, words.shape[1] + 1, device=words.device, dtype=torch.int64) * 2 + 1
-                total += number * (words * weights).sum(1).cpu()
-            found.append(total.tolist())
-        return found
+        """Of each group's blocks their bytes in all layers that are stored."""
+        return [block_sums(self.layers, self.config.num_blocks, group) for group in blocks]
 
     def serve(self, prompt: list[int], tokens: int, params: Any) -> dict[str, Any]:
         """Answer one prompt, drawn by its length and number; one token more, so that all before fills blocks."""
