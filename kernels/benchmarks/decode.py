@@ -5,8 +5,8 @@ layers' caches, so that no cache is in L2; the median of ten replays. `decode` i
 the merge of its parts (what FlashAttention and FlashInfer do too), `layer` with the store of the step's token. The
 yardstick is a device-to-device copy in the same run. FlashAttention comes with vLLM, FlashInfer by itself; what is not
 installed is left out. Our formats are measured with each window of `--recent`, whose tokens all have their row in the
-ring. Writes OUT/decode.json; `--page` makes pages of the files of runs that lie in docs/benchmarks: h200-decode.md, and
-h200-decode-wide.md of heads of 512 elements.
+ring. Writes OUT/decode.json; `--page` makes pages of the files of runs that lie in docs/benchmarks: h200-decode.md,
+h200-decode-wide.md of heads of 512 elements, and h100-decode-heads.md of heads of 80 and 192.
 """
 
 from __future__ import annotations
@@ -290,6 +290,8 @@ def main() -> int:
             ("h200-decode-wide.json", "## On an H200, the kernels before (decision 46)"),
         )
         write("h200-decode-wide.md", "# Decode of heads of 512 elements", wide)
+        heads = (("h100-decode-heads.json", "## On an H100"),)
+        write("h100-decode-heads.md", "# Decode of heads of 80 and of 192 elements", heads)
         write("h200-decode.md", "# Decode attention on one NVIDIA H200", runs)
     else:
         measure(options.out, options.recent, options.shapes, options.formats)

@@ -91,8 +91,6 @@ model.""",
 Rows `+self` have the factors that an engine gives itself at start, from 8,192 tokens of built-in text. In rows `+wN` a
 query reads its last N tokens at 8 bits, as the ring of the
 [recent window](../decisions/0016-a-ring-of-residuals.md) keeps them.
-Rows with 2 bits are from before codes of 2 bits had their
-[full length](../decisions/0044-two-bits-of-full-length.md), which lowers the damage.
 """,
         head_dim=256,
     ),
