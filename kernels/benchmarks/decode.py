@@ -163,7 +163,12 @@ def ours(
         store().decode(table, lens, plan, out, rings)
 
     store()
+    registers = pages[0].attend(table, lens, plan, rings)
+    shape.settle(1, registers)
+    plan.update(lens, overlap=plan.overlap)
     return {
+        "registers": registers,
+        "programs": shape.cut().choice.programs,
         "store": microseconds(store),
         "decode": microseconds(lambda: pages[next(turn) % len(pages)].attend(table, lens, plan, rings)),
         "merged": microseconds(lambda: pages[next(turn) % len(pages)].decode(table, lens, plan, out, rings)),

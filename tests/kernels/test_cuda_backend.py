@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_kernels.gpu.pages import GpuPages
+from kvpilot_kernels.gpu.pages import GpuPages, Shape
 from support.gluon_eager import EagerKernel
 
 pytest.importorskip("vllm.v1.attention.backends.fa_utils")
@@ -241,6 +241,22 @@ class Launches:
         if isinstance(value, torch.Tensor):
             return value.dtype, aligned and value.data_ptr() % 16 == 0
         return type(value), *([aligned and value % 16 == 0, value == 1] if isinstance(value, int) else [])
+
+
+@pytest.mark.parametrize(("drafts", "recent"), [(0, 0), (3, 64)])
+def test_the_cut_of_every_kind_of_step_is_settled_at_start_by_what_was_compiled(
+    cuda: Any, drafts: int, recent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled: dict[int, int] = {}
+    attend = GpuPages.attend
+    monkeypatch.setattr(GpuPages, "attend", lambda *args: attend(*args) or 200)
+    monkeypatch.setattr(Shape, "settle", lambda _, tokens, registers: settled.update({tokens: registers}))
+    engine = Engine(cuda, "k4v4", recent=recent, drafts=drafts)
+    assert settled == dict.fromkeys(range(1, drafts + 2), 200)
+    settled.clear()
+    engine.step({"a": 20}, padding=0)
+    engine.step({"a": 1 + drafts}, padding=0)
+    assert not settled  # a captured graph keeps its grid
 
 
 @pytest.mark.parametrize(("recent", "drafts"), [(0, 0), (64, 0), (0, 3), (64, 3)])

@@ -189,3 +189,27 @@ def test_warming_powers_of_two_meets_every_way_to_merge(ratio: int, monkeypatch:
             {tuning.merging(128, n * kv_heads, ratio, CPU) for n in counts} for counts in (warmed, range(1, most + 1))
         ]
         assert ways[0] == ways[1]
+
+
+@pytest.mark.parametrize(("registers", "programs"), [(32, 64), (128, 16), (168, 12), (169, 11), (214, 9), (255, 8)])
+def test_registers_of_a_thread_say_how_many_programs_fit(registers: int, programs: int) -> None:
+    assert tuning.fitting(registers) == programs
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_work_is_cut_for_no_more_programs_than_the_compiled_kernel_lets_fit(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "multiprocessors", lambda device: 132)
+    shape = Shape(K4V4, 128, 2, 4, 16, CPU, recent=64)
+    cut = shape.cut(tokens)
+    counted_on, a_multiprocessor = cut.choice.programs, 132 // (2 * cut.parts)
+    assert cut.wave == counted_on * a_multiprocessor
+    shape.settle(tokens, 0)  # not known
+    shape.settle(tokens, 64)  # more would fit than is good
+    assert shape.cut(tokens) == cut
+    shape.settle(tokens, 255)
+    assert shape.cut(tokens) == cut._replace(wave=min(counted_on, 8) * a_multiprocessor)
+    plan = Plan(Shape(K4V4, 128, 2, 4, 16, CPU, recent=64), 2, tokens=3)  # made before: it has room for both
+    plan.shape.settle(tokens, 255)
+    assert plan.splits.shape[0] >= plan.shape.cut(tokens).wave + 2

@@ -102,9 +102,23 @@ class Shape:
             )
             parts, capability = triton.cdiv(self.ratio * tokens, take), tuning.capability(self.device)
             choice = tuning.choose(self.row_dim, take, bits, self.block_size, self.recent, capability)
-            programs = tuning.multiprocessors(self.device) * choice.programs
-            self._cuts[tokens] = Cut(take, parts, choice, max(1, programs // (self.kv_heads * parts)))
+            self._cuts[tokens] = Cut(take, parts, choice, self._wave(parts, choice.programs))
         return self._cuts[tokens]
+
+    def settle(self, tokens: int, registers: int) -> None:
+        """Cut such steps for no more programs than fit with so many `registers` a thread, as `attend` says; 0: unknown.
+
+        The tables count on what one compiler gave. Where another one gives more, some programs of a wave wait for all
+        others to end, and then have the GPU to themselves. Not after a CUDA graph has been captured, which keeps its
+        grid.
+        """
+        cut = self.cut(tokens)
+        if registers:
+            fit = self._wave(cut.parts, tuning.fitting(registers))
+            self._cuts[tokens] = cut._replace(wave=min(cut.wave, fit))
+
+    def _wave(self, parts: int, programs: int) -> int:
+        return max(1, tuning.multiprocessors(self.device) * programs // (self.kv_heads * parts))
 
 
 class Plan:
@@ -261,10 +275,14 @@ class GpuPages:
             self.merge(rows, plan, out)
 
     def attend(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan,
-               ring_table: torch.Tensor | None = None) -> None:  # fmt: skip
-        """The first half of `decode`: partial results of every split, into the plan."""
+               ring_table: torch.Tensor | None = None) -> int:  # fmt: skip
+        """The first half of `decode`: partial results of every split, into the plan.
+
+        Returns:
+            Registers of a thread, as the kernel was compiled; 0 where it was not, as in the interpreter.
+        """
         s, rings, cut = self.shape, block_table if ring_table is None else ring_table, plan.cut()
-        decode_kernel[(cut.parts, s.kv_heads, most_splits(seq_lens.shape[0], cut.wave))](
+        kernel = decode_kernel[(cut.parts, s.kv_heads, most_splits(seq_lens.shape[0], cut.wave))](
             plan.rotated, plan.byte_sums, plan.units, plan.apart, plan.level, self.cache, block_table, self.ring, rings,
             plan.splits, plan.spans if plan.several is None else plan.several.starts, plan.spans, plan.bases,
             plan.partial, plan.lse, self.cache.stride(0), self.cache.stride(1), self.ring.stride(0),
@@ -274,6 +292,7 @@ class GpuPages:
             RING=s.ring_tokens, RING_BLOCKS=s.ring_blocks, SEVERAL=plan.several is not None, OVERLAP=s.can_overlap,
             num_warps=1, maxnreg=cut.choice.registers, **tuning.FUSED, **(s.chained if plan.overlap else {}),
         )  # fmt: skip
+        return getattr(kernel, "n_regs", None) or 0
 
     def merge(self, rows: int, plan: Plan, out: torch.Tensor) -> None:
         """The second half of `decode`: merge what the plan holds, rotate it back and write it to `out`."""

@@ -46,7 +46,9 @@ PROGRAMS: dict[tuple[int, int], tuple[int, int, int]] = {
     (128, 8): (8, 8, 8), (192, 4): (12, 12, 16), (192, 8): (8, 8, 8), (256, 4): (12, 12, 16), (256, 8): (8, 8, 8),
     (64, 16): (8, 8, 8), (96, 16): (8, 8, 8), (128, 16): (8, 8, 8), (512, 4): (8, 8, 8), (512, 8): (8, 8, 8),
 }  # fmt: skip
-"""By elements of a row and queries (4, 8 or 16 at most); for key and value of more than 8 bits together, 8, less."""
+"""By elements of a row and queries (4, 8 or 16 at most); for key and value of more than 8 bits together, 8, less.
+
+A newer Triton may give a thread more registers: as many programs as then fit are counted on (`Shape.settle`)."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,12 @@ def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capa
     if dim > 256:
         return Choice(gcd(tile, block_size), stages, programs, 255, grain=64)
     return Choice(gcd(tile, block_size), stages, programs, None if capability[0] == 9 else 255)
+
+
+def fitting(registers: int) -> int:
+    """Programs of one warp that the registers of a multiprocessor hold, from compute capability 8.0 to 12.0: 65,536 of
+    32 bits, of which a warp takes 256 at a time."""
+    return 65536 // (-(-registers // 8) * 8 * 32)
 
 
 def merging(dim: int, groups: int, ratio: int, device: torch.device) -> tuple[int, int, int]:
