@@ -48,7 +48,7 @@ PROGRAMS: dict[tuple[int, int], tuple[int, int, int]] = {
 }  # fmt: skip
 """By elements of a row and queries (4, 8 or 16 at most); for key and value of more than 8 bits together, 8, less.
 
-A newer Triton may give a thread more registers: as many programs as then fit are counted on (`Shape.settle`)."""
+No more are counted on than fit with the registers that a thread was given (`Shape.settle`)."""
 
 
 @dataclass(frozen=True)
