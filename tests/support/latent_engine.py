@@ -64,7 +64,9 @@ def serve(
     """
     whole = {
         "model": str(model), "dtype": "float32", "kv_cache_dtype": dtype, "skip_tokenizer_init": True, "seed": 0,
-        "enforce_eager": True, "disable_log_stats": False, **engine,
+        "enforce_eager": True, "disable_log_stats": False,
+        # vLLM's own MLA on a CPU takes no other, but for processors with AMX, where blocks of 128 are the default.
+        "block_size": 16, **engine,
     }  # fmt: skip
     environment = {PREFILL_FROM_PAGES: str(int(from_pages))}
     if interpreted:
