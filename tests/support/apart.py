@@ -8,7 +8,7 @@ import select
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -58,9 +58,12 @@ class Apart:
         Raises:
             RuntimeError: the engine has ended instead, with the end of what it said.
         """
-        if not select.select([self.line], [], [], HANGS)[0] or not (said := self.lines.readline()):
-            raise RuntimeError(self.log[-8000:])
-        return json.loads(said)
+        if select.select([self.line], [], [], HANGS)[0]:
+            if said := self.lines.readline():
+                return json.loads(said)
+            with suppress(RuntimeError):  # its end was heard of before
+                status(self.process)  # an engine closes the line before it says why it ends
+        raise RuntimeError(self.log[-8000:])
 
     def ask(self, what: str, **arguments: Any) -> Any:
         """Ask, and wait for the answer."""
