@@ -168,7 +168,6 @@ def ours(
     plan.update(lens, overlap=plan.overlap)
     return {
         "registers": registers,
-        "programs": shape.cut().choice.programs,
         "store": microseconds(store),
         "decode": microseconds(lambda: pages[next(turn) % len(pages)].attend(table, lens, plan, rings)),
         "merged": microseconds(lambda: pages[next(turn) % len(pages)].decode(table, lens, plan, out, rings)),

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gpu_engine_driver import FIRST_TOKEN, WARM_STEPS, Driver, Filled, prompt
+from gpu_engine_driver import FIRST_TOKEN, WARM_STEPS, DriveError, Driver, Filled, prompt
 from gpu_engine_process import end_with_parent, say, versions
 
 PROMPTS_AT_ONCE = 8
@@ -103,6 +103,11 @@ def chunked_case(driver: Driver, job: Job) -> dict[str, Any]:
         tokens = prompt(f"chunked/{repeat}", job.chunked, job.vocab)
         driver.prefill([tokens[: job.chunked // 2]])
         fills.append(driver.prefill([tokens]))
+    return first_tokens(job, fills)
+
+
+def first_tokens(job: Job, fills: list[Filled]) -> dict[str, Any]:
+    """Facts of prompts of `chunked` tokens, by repeat: the time to the last first token."""
     return {
         "tokens": job.chunked,
         "ttft_s": statistics.median(fill.seconds for fill in fills),
@@ -112,6 +117,8 @@ def chunked_case(driver: Driver, job: Job) -> dict[str, Any]:
 
 def mixed_case(driver: Driver, job: Job, step: int) -> dict[str, Any]:
     """Time of one step of `step` new tokens: the end of a long prompt, and short ones, all with cached contexts."""
+    if not SHORTS * SHORT < step < job.chunked:
+        raise DriveError(f"steps have {step:,} new tokens: give more than {SHORTS * SHORT:,}, and a longer --chunked")
     fills = []
     for repeat in range(job.repeats):
         short = [prompt(f"short/{repeat}/{i}", 2 * SHORT, job.vocab) for i in range(SHORTS)]
@@ -119,11 +126,7 @@ def mixed_case(driver: Driver, job: Job, step: int) -> dict[str, Any]:
         driver.prefill([long[: SHORTS * SHORT - step]])
         driver.prefill([tokens[:SHORT] for tokens in short])
         fills.append(driver.prefill([*short, long]))
-    return {
-        "tokens": job.chunked,
-        "ttft_s": statistics.median(fill.seconds for fill in fills),
-        "repeats": [asdict(fill) for fill in fills],
-    }
+    return first_tokens(job, fills)
 
 
 def warm_up(driver: Driver, job: Job) -> None:

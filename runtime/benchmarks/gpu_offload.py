@@ -71,9 +71,10 @@ def runs_of(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
 
 def tiers(args: argparse.Namespace, tier: str) -> dict[str, Any]:
     """What an engine is told of them."""
-    below = offload.below_host(args.disk, int(args.disk_gib * 2**30))
-    disk = {"kv_transfer_config": below} if tier == "disk" else {}
-    return {"kv_offloading_size": args.host_gib, **disk} if tier else {}
+    host = {"kv_offloading_size": args.host_gib} if tier else {}
+    if tier != "disk":
+        return host
+    return {**host, "kv_transfer_config": offload.below_host(args.disk, int(args.disk_gib * 2**30))}
 
 
 def main() -> int:

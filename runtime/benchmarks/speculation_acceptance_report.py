@@ -22,7 +22,7 @@ do not depend on each other. Raw: [speculation-acceptance.json](speculation-acce
 | dtype | drafted | accepted | share | beside `auto`, points | {texts} | like auto |
 |---|---|---|---|---|---|{lines}---|
 {rows}
-{more}"""
+{note}"""
 
 
 def _share(counted: dict[str, int]) -> float:
@@ -45,7 +45,7 @@ def markdown(facts: dict[str, Any]) -> str:
             f"| `{row['dtype']}` | {row['drafted']:,} | {row['accepted']:,} | {_share(row):.1%} | {beside} | {by_text} "
             f"| {row['like_auto']:.0%} |"
         )
-    facts = {"more": "", **facts, "rows": "\n".join(lines), "texts": " | ".join(texts), "lines": "---|" * len(texts)}
+    facts = {"note": "", **facts, "rows": "\n".join(lines), "texts": " | ".join(texts), "lines": "---|" * len(texts)}
     return PAGE.format(**facts)
 
 
