@@ -57,7 +57,10 @@ SHAPES = {
     "Gemma 4 26B": (16, 2, 512),
 }
 CASES = [
-    *(Case("Llama-3-8B", *SHAPES["Llama-3-8B"], *size) for size in ((32, 16384), (32, 2048), (8, 1024), (1, 65536))),
+    *(
+        Case("Llama-3-8B", *SHAPES["Llama-3-8B"], *size)
+        for size in ((32, 16384), (32, 2048), (8, 1024), (1, 65536), (256, 4096), (128, 4096))
+    ),
     *(Case(name, *shape, 32, 16384) for name, shape in list(SHAPES.items())[1:]),
     Case("Gemma 4 26B", *SHAPES["Gemma 4 26B"], 8, 1024),
 ]
@@ -163,11 +166,13 @@ def ours(
         store().decode(table, lens, plan, out, rings)
 
     store()
-    registers = pages[0].attend(table, lens, plan, rings)
-    shape.settle(1, registers)
+    taken = pages[0].attend(table, lens, plan, rings)
+    shape.settle(1, taken)
     plan.update(lens, overlap=plan.overlap)
     return {
-        "registers": registers,
+        "registers": taken.registers if taken else None,
+        "splits": int((plan.splits[:, 0] >= 0).sum()),
+        "wave": plan.cut().wave,
         "store": microseconds(store),
         "decode": microseconds(lambda: pages[next(turn) % len(pages)].attend(table, lens, plan, rings)),
         "merged": microseconds(lambda: pages[next(turn) % len(pages)].decode(table, lens, plan, out, rings)),
@@ -185,13 +190,13 @@ def copy_rate(device: torch.device) -> float:
     return 2 * source.numel() / milliseconds * 1000
 
 
-def measure(out: Path, windows: list[int], shapes: list[str], names: list[str]) -> None:
-    """Run everything that is installed and write the figures."""
+def measure(out: Path, windows: list[int], shapes: list[str], names: list[str], sizes: list[str]) -> None:
+    """Run everything that is installed and write the figures; `sizes`: of the batches, as 32x16384, all if empty."""
     device = torch.device("cuda", torch.cuda.current_device())
     packages = {name: _version(name) for name in ("torch", "triton", "vllm", "flashinfer-python")}
     facts: dict[str, Any] = {
         "command": f"python kernels/benchmarks/decode.py --shapes {' '.join(shapes)} --formats {' '.join(names)} "
-        f"--recent {' '.join(map(str, windows))}",
+        f"--recent {' '.join(map(str, windows))}{' --sizes ' if sizes else ''}{' '.join(sizes)}",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "gpu": torch.cuda.get_device_name(device),
         "versions": {name: number for name, number in packages.items() if number},
@@ -204,7 +209,7 @@ def measure(out: Path, windows: list[int], shapes: list[str], names: list[str]) 
         for w in windows
         if not w or formats.parse(f).has_ring
     }
-    for case in (c for c in CASES if c.shape in shapes):
+    for case in (c for c in CASES if c.shape in shapes and (not sizes or f"{c.batch}x{c.context}" in sizes)):
         for name, run in {**decode_rivals.installed(case.dim), **own}.items():
             try:
                 row = run(case, device)
@@ -276,6 +281,7 @@ def main() -> int:
     parser.add_argument("--recent", type=int, nargs="+", default=[0, 64], help="windows of our formats")
     parser.add_argument("--formats", nargs="+", default=list(formats.own_names()))
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="names of attention shapes")
+    parser.add_argument("--sizes", nargs="+", default=[], help="batches alone, as 32x16384 (default: all)")
     parser.add_argument("--page", action="store_true", help="make the pages in docs/ of the raw files there")
     options = parser.parse_args()
     if options.page:
@@ -298,7 +304,7 @@ def main() -> int:
         write("h100-decode-heads.md", "# Decode of heads of 80 and of 192 elements", heads)
         write("h200-decode.md", "# Decode attention on one NVIDIA H200", runs)
     else:
-        measure(options.out, options.recent, options.shapes, options.formats)
+        measure(options.out, options.recent, options.shapes, options.formats, options.sizes)
     return 0
 
 

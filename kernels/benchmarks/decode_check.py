@@ -4,7 +4,8 @@ Ragged sequences are stored and decoded by the kernels in a captured CUDA graph 
 each started while the one before may still run, over pages, rings and outputs that were poisoned before: every byte
 0xFF, every output NaN, every ring full of another sequence's rows at the same positions, and part of each prompt from
 pages that the ring knows nothing of. Some steps have one token of each sequence, some up to 8, of some sequences fewer
-than of others, and rows of padding. Held against the CPU's code over the same bytes (which the tests hold against
+than of others, and rows of padding; some are cut as if the GPU had one multiprocessor, so that there are more
+sequences than programs at once. Held against the CPU's code over the same bytes (which the tests hold against
 float64). Writes OUT/decode-check.json; exits 1 where a row is off.
 """
 
@@ -23,6 +24,7 @@ import torch
 from kvpilot_kernels import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
 from kvpilot_kernels.ring import ring_slots
 
@@ -37,7 +39,8 @@ PADDED = (80, 112, 160)
 
 
 class Case(NamedTuple):
-    """Format, head_dim, query heads to a KV head, recent window, tokens of a sequence in a step; cap and sinks."""
+    """Format, head_dim, query heads to a KV head, recent window, tokens of a sequence in a step; cap, sinks and whether
+    as with one multiprocessor."""
 
     name: str
     dim: int
@@ -46,6 +49,7 @@ class Case(NamedTuple):
     tokens: int = 1
     softcap: float = 0.0
     sinks: bool = False
+    crowded: bool = False
 
 
 DIMS = (*formats.HEAD_DIMS, *PADDED)
@@ -66,6 +70,8 @@ CASES = [
       for tokens in (1, 3)),
     *(Case("k4v4", dim, ratio, 64, tokens) for dim in (80, 160, 192) for ratio in (1, 8) for tokens in (1, 3)),
     Case("k8v4", 192, 2, 64, softcap=30.0, sinks=True), Case("k4v4", 80, 8, 64, softcap=30.0, sinks=True),
+    *(Case(name, 128, ratio, 64, tokens, crowded=True) for name, ratio in (("k4v4", 4), ("k4v2", 8))
+      for tokens in (1, 4)),
     Case("k4v4", 512, 8, 0), Case("k4v4", 512, 8, 64), Case("k4v2", 512, 8, 128), Case("k4v4", 512, 7, 64, 3),
     Case("k8v4", 512, 2, 64, softcap=30.0, sinks=True), Case("k4v4", 512, 16, 64),
 ]  # fmt: skip
@@ -74,7 +80,9 @@ LAYERS, PADDING = 4, 3
 
 def check(case: Case) -> dict[str, Any]:
     """Errors of one case."""
-    name, dim, ratio, recent, most, softcap, sinking = case
+    name, dim, ratio, recent, most, softcap, sinking, crowded = case
+    if crowded:
+        tuning.multiprocessors = lambda _device: 1  # type: ignore[assignment]
     torch.manual_seed(dim + ratio + recent + most)
     torch.set_num_threads(2)
     device, fmt, count, scale = torch.device("cuda"), formats.parse(name), len(LENGTHS), dim**-0.5

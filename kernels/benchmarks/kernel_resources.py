@@ -87,17 +87,23 @@ def known(variant: Variant, taken: Resources) -> bool:
     """Whether it is known that such a program spills: some with a recent window, and decode of several tokens.
 
     Decode of 8 queries, 8 to 328 bytes: a tile of 16 tokens would fit, and takes an H200 1.5 to 1.9 times as long at
-    32 x 16K. By Triton 3.9, and not by 3.6, which was measured: decode of k8v4, 40 bytes on 9.0, and a prompt's store,
-    8 to 16. Decode of several tokens, which is 16 queries (8 at head_dim 256): up to 112 bytes without a window, 512
-    with one; on 9.0 up to 256 by Triton 3.6, with which it was measured. Prefill of heads of 512 elements on 9.0, 8
-    bytes by Triton 3.6 and 456 by 3.9: 32 queries spill none and take an H200 2.1 times as long.
+    32 x 16K. By Triton 3.9, and not by 3.6, which was measured: decode of k8v4, 40 bytes on 9.0, and a prompt's
+    store, 8 to 16. Store and gather of a prompt on 9.0 have fewer registers than they would take, so that three
+    programs fit: up to 272 bytes, and an H100 is a fifth faster with them. Decode of several tokens, which is 16
+    queries (8 at head_dim 256): up to 112 bytes without a window, 512 with one; on 9.0 up to 256 by Triton 3.6, with
+    which it was measured. Prefill of heads of 512 elements on 9.0, 8 bytes by Triton 3.6 and 456 by 3.9: 32 queries
+    spill none and take an H200 2.1 times as long.
     """
     if variant.kernel == "prefill_kernel":
         return variant.constants["M"] == 64 and 0 < taken.stack <= 512
+    if variant.kernel in ("store_kernel", "gather_kernel") and variant.registers is not None:
+        return 0 < taken.stack <= 272
     if variant.kernel == "decode_kernel" and "tokens" in variant.shape:
         return 0 < taken.stack <= (512 if "window" in variant.shape else 112)
     most = 328 if "8 queries, window" in variant.shape else 40 if variant.dtype == "k8v4" else 0
-    most = {"decode_kernel": most, "store_kernel": 16 if "16 tokens" in variant.shape else 0}.get(variant.kernel, 0)
+    most = {"decode_kernel": most, "store_kernel": 16 if variant.constants.get("TOKENS", 0) >= 16 else 0}.get(
+        variant.kernel, 0
+    )
     return "window" in variant.shape and 0 < taken.stack <= most
 
 

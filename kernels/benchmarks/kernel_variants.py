@@ -60,22 +60,25 @@ def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int
     )  # fmt: skip
 
 
-def store_variant(name: str, dim: int, recent: int, tokens: int) -> Variant:
+def store_variant(name: str, dim: int, recent: int, tokens: int, capability: int) -> Variant:
     """Store as `GpuPages` launches it for so many tokens."""
-    fmt, block = formats.parse(name), tuning.store_block(row(dim)["D"], tokens)
+    fmt = formats.parse(name)
+    bits = min(fmt.key.bits, fmt.value.bits)
+    block = tuning.store_block(row(dim)["D"], tokens, bits, divmod(capability, 10))
     key, value = side_layouts(fmt, dim, BLOCK, recent)
     ring = fmt.ring_layout(dim, BLOCK).tokens if recent else 0
     constants = {"KV_HEADS": 8, "RATIO": 4, "KEY": key, "VALUE": value, **row(dim), "PAGE": BLOCK, "RING": ring,
                  "TOKENS": block.tokens}  # fmt: skip
     parts = [f"head_dim {dim}", recent and f"window {recent}", f"{block.tokens} tokens"]
-    return Variant("store_kernel", name, ", ".join(part for part in parts if part), block.warps, constants)
+    return Variant("store_kernel", name, ", ".join(part for part in parts if part), block.warps, constants,
+                   block.registers)  # fmt: skip
 
 
 def gather_variant(name: str, dim: int, block: tuning.Block) -> Variant:
     """Gather with so many tokens and warps."""
     key, value = side_layouts(formats.parse(name), dim, BLOCK, 0)
     constants = {"KV_HEADS": 8, "KEY": key, "VALUE": value, **row(dim), "PAGE": BLOCK, "TOKENS": block.tokens}
-    return Variant("gather_kernel", name, f"head_dim {dim}", block.warps, constants)
+    return Variant("gather_kernel", name, f"head_dim {dim}", block.warps, constants, block.registers)
 
 
 def reduce_variant(dim: int, take: int, step: int, warps: int, several: bool = False) -> Variant:
@@ -96,7 +99,7 @@ def prefill_variant(causal: bool, capability: int) -> Variant:
 
 def step_variants() -> list[Variant]:
     """Plan and ring slots, which know no head."""
-    cut = {"TILE": 64, "WINDOW": 0, "CHUNK": plan.CHUNK, "OWN": plan.OWN, "PER": plan.PER}
+    cut = {"TILE": 64, "WINDOW": 0, "CHUNK": plan.CHUNK, "OWN": plan.OWN, "PER": plan.PER, "MORE": plan.MORE}
     slot_constants = {"RECENT": 64, "RING": 39, "RING_BLOCKS": 2, "ROUNDS": 8, "TOKENS": ring.TOKENS}
     return [Variant("plan_kernel", "any", "a token of a sequence", 4, cut | {"SEVERAL": False}),
             Variant("plan_kernel", "any", "several tokens", 4, cut | {"SEVERAL": True}),
@@ -137,14 +140,14 @@ def every_variant(capability: int) -> list[Variant]:
     of several tokens for 4."""
     found = step_variants()
     for dim in (80, 160):
-        found += [store_variant("k4v4", dim, 64, 1), reduce_variant(dim, 4, 4, 2 if dim <= 128 else 4)]
+        found += [store_variant("k4v4", dim, 64, 1, capability), reduce_variant(dim, 4, 4, 2 if dim <= 128 else 4)]
         found.append(gather_variant("k4v4", dim, gather_block(dim, capability)))
     for dim in formats.HEAD_DIMS:
         for name in formats.own_names():
             windows = (0, 64) if formats.parse(name).has_ring else (0,)
             found += [decode_variant(name, dim, ratio, recent, capability) for ratio in (4, 8) for recent in windows]
             found += [decode_variant(name, dim, 4, recent, capability, tokens=4) for recent in windows]
-            found += [store_variant(name, dim, recent, tokens) for recent in windows
+            found += [store_variant(name, dim, recent, tokens, capability) for recent in windows
                       for tokens in ((1, tuning.FEW_TOKENS + 1) if dim <= 128 else (1,))]  # fmt: skip
             found.append(gather_variant(name, dim, gather_block(dim, capability)))
         found.append(decode_variant("k4v4", dim, 8, 64, capability, page=16))
@@ -171,17 +174,17 @@ def few_variants(capability: int) -> list[Variant]:
         recent, dim = 64 if formats.parse(name).has_ring else 0, 256 if name == "int8" else 128
         found.append(decode_variant(name, dim, 4, recent, capability))
         if name in ("int8", "k4v4", "k2v2"):
-            found.append(store_variant(name, dim, recent, 1))
+            found.append(store_variant(name, dim, recent, 1, capability))
         if name in ("int8", "k4v4"):
             found.append(gather_variant(name, dim, gather_block(dim, capability)))
-    found += [store_variant("k4v4", 128, 64, tuning.FEW_TOKENS + 1),
+    found += [store_variant("k4v4", 128, 64, tuning.FEW_TOKENS + 1, capability),
               decode_variant("k4v4", 128, 4, 64, capability, tokens=4), prefill_variant(True, capability)]  # fmt: skip
     *of_formats, prepare, merge = latent_variants(16, capability)[:-2]
     found += [one for one in of_formats if one.dtype == "mla4"] + [prepare, merge]
     if capability not in (86, 90):
         return found
-    found += [decode_variant("k4v4", 512, 8, 64, capability), store_variant("k4v4", 512, 64, 1),
+    found += [decode_variant("k4v4", 512, 8, 64, capability), store_variant("k4v4", 512, 64, 1, capability),
               reduce_variant(512, 4, 4, 8), reduce_variant(256, 4, 4, 4)]  # fmt: skip
-    found += [decode_variant("k4v4", 192, 4, 64, capability), store_variant("k4v4", 192, 64, 1),
-              reduce_variant(192, 4, 4, 4), store_variant("k4v4", 80, 64, 1), reduce_variant(80, 4, 4, 2)]  # fmt: skip
+    found += [decode_variant("k4v4", 192, 4, 64, capability), reduce_variant(192, 4, 4, 4), reduce_variant(80, 4, 4, 2)]
+    found += [store_variant("k4v4", dim, 64, 1, capability) for dim in (192, 80)]
     return found + [gather_variant("k4v4", dim, gather_block(dim, capability)) for dim in (80, 192)]

@@ -246,8 +246,8 @@ class CudaBuilder(PackedBuilder):
                 pages.decode(table[:1], lens[:1], self.plan, query[:count], rings[:1] if shape.recent else None)
         for most in range(1, self.width + 1):  # before any graph is captured
             self.plan.update(lens[:1], several=None if most == 1 else Several(starts[:2], owner[:most], most))
-            registers = pages.attend(table[:1], lens[:1], self.plan, rings[:1] if shape.recent else None)
-            shape.settle(most, registers)
+            taken = pages.attend(table[:1], lens[:1], self.plan, rings[:1] if shape.recent else None)
+            shape.settle(most, taken)
         pages.store(query, fresh, fresh, slots, self.plan, 0, 1.0, slots if shape.recent else None, lens)
         ends = torch.tensor([0, 1], dtype=torch.int32, **make)
         pages.gather(table[:1], ends, lens[:1], 1, fresh[:1], fresh[:1])

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_kernels.gpu.pages import GpuPages, Shape
+from kvpilot_kernels.gpu.tuning import Taken
 from support.gluon_eager import EagerKernel
 
 pytest.importorskip("vllm.v1.attention.backends.fa_utils")
@@ -247,12 +248,12 @@ class Launches:
 def test_the_cut_of_every_kind_of_step_is_settled_at_start_by_what_was_compiled(
     cuda: Any, drafts: int, recent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settled: dict[int, int] = {}
-    attend = GpuPages.attend
-    monkeypatch.setattr(GpuPages, "attend", lambda *args: attend(*args) or 200)
-    monkeypatch.setattr(Shape, "settle", lambda _, tokens, registers: settled.update({tokens: registers}))
+    settled: dict[int, Taken] = {}
+    attend, taken = GpuPages.attend, Taken(200, 17664)
+    monkeypatch.setattr(GpuPages, "attend", lambda *args: attend(*args) or taken)
+    monkeypatch.setattr(Shape, "settle", lambda _, tokens, found: settled.update({tokens: found}))
     engine = Engine(cuda, "k4v4", recent=recent, drafts=drafts)
-    assert settled == dict.fromkeys(range(1, drafts + 2), 200)
+    assert settled == dict.fromkeys(range(1, drafts + 2), taken)
     settled.clear()
     engine.step({"a": 20}, padding=0)
     engine.step({"a": 1 + drafts}, padding=0)

@@ -10,6 +10,7 @@ from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.tuning import Taken
 from kvpilot_kernels.reference.attention import decode_reference
 from support.gpu_batch import CPU, PAST_THE_END, generator, launch_as, ordinals, poisoned, some_factors
 
@@ -191,9 +192,19 @@ def test_warming_powers_of_two_meets_every_way_to_merge(ratio: int, monkeypatch:
         assert ways[0] == ways[1]
 
 
-@pytest.mark.parametrize(("registers", "programs"), [(32, 64), (128, 16), (168, 12), (169, 11), (214, 9), (255, 8)])
-def test_registers_of_a_thread_say_how_many_programs_fit(registers: int, programs: int) -> None:
-    assert tuning.fitting(registers) == programs
+HOPPER = 228 * 1024
+
+
+@pytest.mark.parametrize(("registers", "shared", "programs"), [
+    (32, 1024, 64), (128, 13312, 16), (168, 17664, 12), (169, 17664, 11), (214, 17664, 9), (255, 8704, 8),
+    (137, 33792, 6), (171, 25600, 8), (88, 12800, 16), (129, 16896, 13),
+])  # fmt: skip
+def test_registers_and_shared_memory_of_a_program_say_how_many_fit(registers: int, shared: int, programs: int) -> None:
+    assert tuning.fitting(Taken(registers, shared), HOPPER) == programs
+
+
+def test_fewer_programs_fit_where_a_multiprocessor_has_less_shared_memory() -> None:
+    assert tuning.fitting(Taken(168, 17664), 100 * 1024) == 5
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -205,11 +216,13 @@ def test_work_is_cut_for_no_more_programs_than_the_compiled_kernel_lets_fit(
     cut = shape.cut(tokens)
     counted_on, a_multiprocessor = cut.choice.programs, 132 // (2 * cut.parts)
     assert cut.wave == counted_on * a_multiprocessor
-    shape.settle(tokens, 0)  # not known
-    shape.settle(tokens, 64)  # more would fit than is good
+    monkeypatch.setattr(tuning, "shared_memory", lambda device: HOPPER)
+    shape.settle(tokens, None)  # not known
+    shape.settle(tokens, Taken(64, 4096))  # more would fit than is good
     assert shape.cut(tokens) == cut
-    shape.settle(tokens, 255)
+    shape.settle(tokens, Taken(255, 4096))
     assert shape.cut(tokens) == cut._replace(wave=min(counted_on, 8) * a_multiprocessor)
     plan = Plan(Shape(K4V4, 128, 2, 4, 16, CPU, recent=64), 2, tokens=3)  # made before: it has room for both
-    plan.shape.settle(tokens, 255)
+    plan.shape.settle(tokens, Taken(168, 33792))
+    assert plan.shape.cut(tokens).wave == min(counted_on, 6) * a_multiprocessor
     assert plan.splits.shape[0] >= plan.shape.cut(tokens).wave + 2

@@ -1,5 +1,6 @@
 """The plan of decode: every tile of every sequence in exactly one split, in order."""
 
+import heapq
 import itertools
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvpilot_kernels.gpu.plan import fill_splits, most_results, most_splits
+from kvpilot_kernels.gpu.plan import FIXED, fill_splits, most_results, most_splits
 
 
 def cut(lengths: list[int], tile: int, wave: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,6 +78,36 @@ def test_no_program_waits_for_another_to_end(lengths: list[int]) -> None:
     assert 140 <= used <= 198 or len(lengths) == 8
 
 
+def takes(splits: torch.Tensor, wave: int, tile: int) -> int:
+    """Tiles of time until all are done, where programs begin in order, as soon as one of `wave` has ended."""
+    ends = [0] * wave
+    for _, start, end, _ in splits[splits[:, 0] >= 0].tolist():
+        heapq.heapreplace(ends, ends[0] + -(-(end - start) // tile) + int(FIXED))
+    return max(ends)
+
+
+@pytest.mark.parametrize(("lengths", "wave"), [
+    ([16384] * 32, 49), ([4096] * 256, 198), ([4096] * 128, 198), ([16384] * 64, 49), ([8000] * 140, 198),
+    ([100000] * 3 + [500] * 250, 198), ([4096] * 1024, 198), ([16000 + 37 * i for i in range(27)], 45),
+])  # fmt: skip
+def test_a_gpu_is_busy_nearly_all_of_the_time_whatever_the_number_of_sequences(lengths: list[int], wave: int) -> None:
+    """With one split each, or a wave of them at most, most would take 1.4 to 1.6 times as long as the least."""
+    splits, _ = cut(lengths, 64, wave, 0)
+    least = -(-sum(-(-n // 64) for n in lengths) // wave) + int(FIXED)
+    assert takes(splits, wave, 64) <= 1.3 * least
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 20000), min_size=1, max_size=60), st.integers(1, 60))
+def test_more_rounds_are_made_only_where_they_may_end_sooner_than_one_split_a_sequence(
+    lengths: list[int], wave: int
+) -> None:
+    splits, _ = cut(lengths, 64, wave, 0)
+    tiles = [-(-n // 64) for n in lengths]
+    whole = torch.tensor([[i, 0, n, n] for i, n in enumerate(lengths)])
+    assert takes(splits, wave, 64) <= max(takes(whole, wave, 64), -(-len(lengths) // wave) * (max(tiles) + int(FIXED)))
+
+
 rows = st.integers(0, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(n, 3000) if n else st.just(0)))
 
 
@@ -103,7 +134,7 @@ def test_each_split_has_a_result_of_its_own_for_each_row_and_reads_what_any_of_t
             assert (owner, start, whole) == (i, begin, length)
             begin = end
         assert begin == length
-    assert results <= most_results(sum(counts), most, wave)
+    assert results <= most_results(sum(counts), most, wave, len(counts))
 
 
 def test_thousands_of_sequences_are_cut_like_a_few() -> None:

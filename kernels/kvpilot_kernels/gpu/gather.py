@@ -22,12 +22,12 @@ def read_side(page_ptr, place, live, rotation_ptr, head, mean_ptr, scale_ptr, SI
     at += (slot // 64)[None, :] * PAGE + place[:, None]
     meta = tl.load(at, mask=live[:, None] & real[None, :], other=0).to(tl.int32)
     scale, zero = scale_and_zero(meta, SIDE.bits)
-    y = rotate((code.to(tl.float32) - zero) * scale, load_rotation(rotation_ptr, WIDE, True), D)
+    y = rotate(code.to(tl.float32) * scale - zero * scale, load_rotation(rotation_ptr, WIDE, True), D)
     element, has = plain_slots(D, WIDE)
     has = has & (element < HEAD)
-    factor = tl.load(scale_ptr + head * HEAD + element, mask=has, other=1.0)
+    inverse = 1.0 / tl.load(scale_ptr + head * HEAD + element, mask=has, other=1.0)
     mean = tl.load(mean_ptr + head * HEAD + element, mask=has, other=0.0)
-    return y / factor[None, :] + mean[None, :]
+    return y * inverse[None, :] + mean[None, :]
 
 
 # What a step gives it are parts of tensors, and tables of any width.

@@ -105,16 +105,15 @@ class Shape:
             self._cuts[tokens] = Cut(take, parts, choice, self._wave(parts, choice.programs))
         return self._cuts[tokens]
 
-    def settle(self, tokens: int, registers: int) -> None:
-        """Cut such steps for no more programs than fit with so many `registers` a thread, as `attend` says; 0: unknown.
+    def settle(self, tokens: int, taken: tuning.Taken | None) -> None:
+        """Cut such steps for no more programs than fit with what each takes, as `attend` says; None: unknown.
 
-        The tables count on what one compiler gave. Where another one gives more, some programs of a wave wait for all
-        others to end, and then have the GPU to themselves. Not after a CUDA graph has been captured, which keeps its
-        grid.
+        The tables count on what one compiler gave, and on a GPU of 9.0. Where fewer fit, some programs of a wave wait
+        for others to end. Not after a CUDA graph has been captured, which keeps its grid.
         """
         cut = self.cut(tokens)
-        if registers:
-            fit = self._wave(cut.parts, tuning.fitting(registers))
+        if taken is not None:
+            fit = self._wave(cut.parts, tuning.fitting(taken, tuning.shared_memory(self.device)))
             self._cuts[tokens] = cut._replace(wave=min(cut.wave, fit))
 
     def _wave(self, parts: int, programs: int) -> int:
@@ -144,7 +143,7 @@ class Plan:
         self.several: Several | None = None
         waves = [(most, shape.cut(most).wave) for most in range(1, tokens + 1)]
         count = max(most_splits(sequences, wave) for _, wave in waves)
-        results = max(most_results(min(sequences * most, self.rows), most, wave) for most, wave in waves)
+        results = max(most_results(min(sequences * most, self.rows), most, wave, sequences) for most, wave in waves)
         heads, dim = (shape.kv_heads, shape.ratio), shape.row_dim
         make = {"device": shape.device}
         self.splits = torch.full((count, 4), -1, dtype=torch.int32, **make)  # type: ignore[call-overload]
@@ -233,7 +232,9 @@ class GpuPages:
         tokens = slot_mapping.shape[0]
         if tokens == 0:
             return
-        heads, block = s.kv_heads * (2 + (s.ratio if decodes else 0)), tuning.store_block(s.row_dim, tokens)
+        heads = s.kv_heads * (2 + (s.ratio if decodes else 0))
+        bits = min(s.fmt.key.bits, s.fmt.value.bits)
+        block = tuning.store_block(s.row_dim, tokens, bits, tuning.capability(s.device))
         store_kernel[(triton.cdiv(tokens, block.tokens), heads)](
             query, key, value, slot_mapping, slot_mapping if ordinals is None else ordinals, self.cache,
             slot_mapping if ring_slots is None else ring_slots, self.ring, plan.rotated, plan.byte_sums, plan.units,
@@ -243,7 +244,7 @@ class GpuPages:
             key.stride(0), value.stride(0), self.cache.stride(0), self.cache.stride(1), self.ring.stride(0),
             self.ring.stride(1), scale * LOG2_E, RATIO=s.ratio, RING=s.ring_tokens, TOKENS=block.tokens,
             LEVEL=s.softcap > 0 or self.sinks is not None, WAIT=s.can_overlap, **s.codec, num_warps=block.warps,
-            **tuning.FUSED, **s.chained,
+            maxnreg=block.registers, **tuning.FUSED, **s.chained,
         )  # fmt: skip
 
     def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, out: torch.Tensor,
@@ -275,11 +276,11 @@ class GpuPages:
             self.merge(rows, plan, out)
 
     def attend(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan,
-               ring_table: torch.Tensor | None = None) -> int:  # fmt: skip
+               ring_table: torch.Tensor | None = None) -> tuning.Taken | None:  # fmt: skip
         """The first half of `decode`: partial results of every split, into the plan.
 
         Returns:
-            Registers of a thread, as the kernel was compiled; 0 where it was not, as in the interpreter.
+            What a program takes, as the kernel was compiled; None where it was not, as in the interpreter.
         """
         s, rings, cut = self.shape, block_table if ring_table is None else ring_table, plan.cut()
         kernel = decode_kernel[(cut.parts, s.kv_heads, most_splits(seq_lens.shape[0], cut.wave))](
@@ -292,7 +293,7 @@ class GpuPages:
             RING=s.ring_tokens, RING_BLOCKS=s.ring_blocks, SEVERAL=plan.several is not None, OVERLAP=s.can_overlap,
             num_warps=1, maxnreg=cut.choice.registers, **tuning.FUSED, **(s.chained if plan.overlap else {}),
         )  # fmt: skip
-        return getattr(kernel, "n_regs", None) or 0
+        return tuning.Taken(kernel.n_regs, kernel.metadata.shared) if getattr(kernel, "n_regs", None) else None
 
     def merge(self, rows: int, plan: Plan, out: torch.Tensor) -> None:
         """The second half of `decode`: merge what the plan holds, rotate it back and write it to `out`."""
@@ -322,5 +323,6 @@ class GpuPages:
             self.cache, block_table, rows, key_out, value_out, s.key_rotation, s.value_rotation, f.key_first,
             f.key_mean, f.key_scale, f.value_mean, f.value_scale, begins, self.cache.stride(0), self.cache.stride(1),
             block_table.stride(0), TOKENS=s.gather_block.tokens, **s.codec, num_warps=s.gather_block.warps,
+            maxnreg=s.gather_block.registers,
             **tuning.FUSED,
         )  # fmt: skip

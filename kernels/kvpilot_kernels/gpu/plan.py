@@ -2,7 +2,8 @@
 
 The tiles of all sequences are cut into splits of one sequence, of about tiles / wave tiles each; `wave` is how many
 programs fit the GPU at once, divided by those that share a split, and each has one split. Where the ends of sequences
-would make more, all become a little longer. Only of many sequences there are more, never more than wave + sequences.
+would make more, all become a little longer. Where that leaves much of a wave without a split, as with 32 sequences and
+a wave of 49, or with more sequences than a wave, splits are made for several rounds of a wave, if these end sooner.
 """
 
 import torch
@@ -12,15 +13,24 @@ import triton.language as tl
 CHUNK, OWN, PER = 1024, 32, 16
 """Sequences that a program counts at a time, those of which it writes the splits, and splits of each at a time."""
 
+OF_EACH = 3
+"""Splits of a sequence, at most, that a plan makes beyond a wave: what has room for more is seldom better."""
 
-def most_splits(sequences: int, wave: int) -> int:
-    """Rows of a split list that holds any plan."""
-    return wave + sequences
+MORE = 3
+"""Numbers of rounds that are tried beyond the fewest."""
+
+FIXED = tl.constexpr(3)
+"""What a split takes beside its tiles, in tiles: first loads that nothing hides, its results and their merge."""
 
 
-def most_results(rows: int, tokens: int, wave: int) -> int:
+def most_splits(sequences: int, wave: int, of_each: int = OF_EACH) -> int:
+    """Rows of a split list that holds any plan which makes, beyond a wave, `of_each` splits of a sequence at most."""
+    return wave + of_each * sequences
+
+
+def most_results(rows: int, tokens: int, wave: int, sequences: int) -> int:
     """Partial results of any plan of so many `rows`, up to `tokens` of a sequence: a split has one for each row."""
-    return rows + wave * tokens
+    return rows + (wave + (OF_EACH - 1) * sequences) * tokens
 
 
 @triton.jit
@@ -42,6 +52,19 @@ def cut(tiles, c):
 
 
 @triton.jit
+def count_splits(lens_ptr, sequences, tokens, c, TILE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """Splits of all sequences where a split may have c tiles, and the tiles of the largest."""
+    total = 0
+    largest = 1
+    for at in range(0, sequences, CHUNK):
+        s = at + tl.arange(0, CHUNK)
+        each, number = cut(tiles_of(lens_ptr, s, s < sequences, tokens, TILE, WINDOW)[2], c)
+        total += tl.sum(number, 0)
+        largest = tl.maximum(tl.max(each, 0), largest)
+    return total, largest
+
+
+@triton.jit
 def rows_of(starts_ptr, s, live, SEVERAL: tl.constexpr):
     """Rows of the sequences s in this step."""
     rows = s * 0 + 1
@@ -52,8 +75,8 @@ def rows_of(starts_ptr, s, live, SEVERAL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sequences", "count", "wave", "tokens"])
 def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequences, count, wave, tokens,
-                TILE: tl.constexpr, WINDOW: tl.constexpr, SEVERAL: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr,
-                PER: tl.constexpr):  # fmt: skip
+                TILE: tl.constexpr, WINDOW: tl.constexpr, SEVERAL: tl.constexpr, MORE: tl.constexpr,
+                CHUNK: tl.constexpr, OWN: tl.constexpr, PER: tl.constexpr):  # fmt: skip
     """Grid (cdiv(sequences, OWN),): a program counts all sequences, and writes what its own have.
 
     lens: int32 [sequences], 0 for a row of padding; starts: int32 [sequences + 1], the first row of each, at most
@@ -62,18 +85,29 @@ def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequence
     many it has; bases: int32 [sequences], the first one's first result, written with SEVERAL.
     """
     total = 0
+    live = 0
     for at in range(0, sequences, CHUNK):
         s = at + tl.arange(0, CHUNK)
         tiles = tiles_of(lens_ptr, s, s < sequences, tokens, TILE, WINDOW)[2]
         total += tl.sum(tiles, 0)
+        live += tl.sum((tiles > 0).to(tl.int32), 0)
+    fewest = tl.maximum((live + wave - 1) // wave, 1)
+    least = (total + wave - 1) // wave + FIXED  # no plan takes less, in tiles
     c = tl.maximum((total + wave - 1) // wave, 1)
-    for _ in range(4):
-        wanted = 0
-        for at in range(0, sequences, CHUNK):
-            s = at + tl.arange(0, CHUNK)
-            tiles = tiles_of(lens_ptr, s, s < sequences, tokens, TILE, WINDOW)[2]
-            wanted += tl.sum((tiles + c - 1) // c, 0)
-        c += tl.where(wanted > wave, (c + 7) // 8, 0)
+    cost = total + FIXED + 1
+    for rounds in range(fewest, fewest + MORE + 1):
+        if cost * 8 > least * 9:
+            room = tl.minimum(rounds * wave, count)
+            may = tl.maximum((total + room - 1) // room, 1)
+            number, largest = count_splits(lens_ptr, sequences, tokens, may, TILE, WINDOW, CHUNK)
+            for _ in range(4):
+                if number > room:
+                    may += (may + 7) // 8
+                    number, largest = count_splits(lens_ptr, sequences, tokens, may, TILE, WINDOW, CHUNK)
+            found = (number + wave - 1) // wave * (largest + FIXED)
+            if (number <= count) & ((rounds == fewest) | (found < cost)):
+                c = may
+                cost = found
     own = tl.program_id(0) * OWN
     used = 0
     first = 0
@@ -113,14 +147,15 @@ def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequence
 
 def fill_splits(seq_lens: torch.Tensor, splits: torch.Tensor, spans: torch.Tensor, wave: int, tile: int,
                 window: int = 0, bases: torch.Tensor | None = None, starts: torch.Tensor | None = None,
-                tokens: int = 1) -> None:  # fmt: skip
+                tokens: int = 1, of_each: int = OF_EACH) -> None:  # fmt: skip
     """Cut the work of int32 [sequences] stored lengths into `splits` and `spans`, as `plan_kernel` has them.
 
-    `starts` and `bases` where sequences have several rows, up to `tokens`; None where each has one.
+    `starts` and `bases` where sequences have several rows, up to `tokens`; None where each has one. `of_each`: as
+    `most_splits` has it.
     """
     sequences, several = seq_lens.shape[0], starts is not None
     plan_kernel[(triton.cdiv(sequences, OWN),)](
         seq_lens, starts if several else spans, splits, spans, bases if several else spans, sequences,
-        most_splits(sequences, wave), wave, tokens, TILE=tile, WINDOW=window, SEVERAL=several, CHUNK=CHUNK, OWN=OWN,
-        PER=PER, num_warps=4,
+        most_splits(sequences, wave, of_each), wave, tokens, TILE=tile, WINDOW=window, SEVERAL=several, MORE=MORE,
+        CHUNK=CHUNK, OWN=OWN, PER=PER, num_warps=4,
     )  # fmt: skip

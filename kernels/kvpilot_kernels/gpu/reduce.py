@@ -48,7 +48,7 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases
     d, real = plain_slots(D, WIDE)
     has = real & (d < HEAD)
     rotation = load_rotation(rotation_ptr, WIDE, True)
-    factor = tl.load(value_scale_ptr + head * HEAD + d, mask=has, other=1.0)
+    inverse = 1.0 / tl.load(value_scale_ptr + head * HEAD + d, mask=has, other=1.0)
     mean = tl.load(value_mean_ptr + head * HEAD + d, mask=has, other=0.0)
     if OVERLAP:
         gdc_wait()
@@ -76,7 +76,7 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases
     weight = tl.exp2(top - highest[None, :, :])
     total = tl.sum(weight * norm, 0)
     merged = tl.sum(weight * acc, 0) / tl.where(total > 0, total, 1.0)
-    out = rotate(merged, rotation, D) / factor[None, :] + mean[None, :]
+    out = rotate(merged, rotation, D) * inverse[None, :] + mean[None, :]
     if SINKS:
         heads = head * RATIO + begin + row
         sink = tl.load(sinks_ptr + heads, mask=row < TAKE, other=0.0).to(tl.float32) * LOG2_E

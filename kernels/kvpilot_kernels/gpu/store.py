@@ -86,13 +86,17 @@ def encode(y, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
     """Codes, int32 [T, G, 64], and scale metadata [T, G] of y [T, G, 64]: the best of the ranges to try."""
     lo = tl.minimum(tl.min(y, 2), 0.0)
     hi = tl.maximum(tl.max(y, 2), 0.0)
-    codes, meta, least = quantize(y, lo, hi, SIDE.bits, D, WIDE)
-    for i in tl.static_range(1, len(SIDE.shrink)):
-        codes2, meta2, error = quantize(y, lo * SIDE.shrink[i], hi * SIDE.shrink[i], SIDE.bits, D, WIDE)
-        better = error < least
-        codes = tl.where(better[:, :, None], codes2, codes)
-        meta = tl.where(better, meta2, meta)
-        least = tl.minimum(error, least)
+    # Codes are made once more at the end: kept for two ranges at a time they are registers that programs lack.
+    if len(SIDE.shrink) > 1:
+        least = quantize(y, lo, hi, SIDE.bits, D, WIDE)[2]
+        best = lo * 0.0 + SIDE.shrink[0]
+        for i in tl.static_range(1, len(SIDE.shrink)):
+            error = quantize(y, lo * SIDE.shrink[i], hi * SIDE.shrink[i], SIDE.bits, D, WIDE)[2]
+            best = tl.where(error < least, SIDE.shrink[i], best)
+            least = tl.minimum(error, least)
+        lo *= best
+        hi *= best
+    codes, meta, _ = quantize(y, lo, hi, SIDE.bits, D, WIDE)
     if SIDE.bits <= GAIN_BITS:
         meta = stretched(y, codes, meta, SIDE.bits)
     # A group with a NaN reads back as NaN: comparisons and minima may have lost it, a sum cannot.
@@ -151,9 +155,9 @@ def store_side(x_ptr, stride, first_ptr, mean_ptr, scale_ptr, rotation_ptr, slot
     element, real = plain_slots(D, WIDE)
     real = real & (element < HEAD)
     rotation = load_rotation(rotation_ptr, WIDE, False)
-    apart = tl.load(first_ptr + head * HEAD + element, mask=real, other=0.0)
-    mean = tl.load(mean_ptr + head * HEAD + element, mask=real, other=0.0)
     factor = tl.load(scale_ptr + head * HEAD + element, mask=real, other=0.0)
+    apart = tl.load(first_ptr + head * HEAD + element, mask=real, other=0.0) * factor
+    mean = tl.load(mean_ptr + head * HEAD + element, mask=real, other=0.0) * factor
     if WAIT:
         gdc_wait()
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -170,8 +174,8 @@ def store_side(x_ptr, stride, first_ptr, mean_ptr, scale_ptr, rotation_ptr, slot
     page = cache_ptr + at // PAGE * page_stride + head.to(tl.int64) * head_stride
     place = (at % PAGE).to(tl.int32)
     first = tl.load(ordinals_ptr + token, mask=token < numbered, other=0) == 1
-    off = x.to(tl.float32) - tl.where(first[:, None], apart[None, :], mean[None, :])
-    y = tl.reshape(rotate(off * factor[None, :], rotation, D), [TOKENS, GROUPS, 64])
+    off = x.to(tl.float32) * factor[None, :] - tl.where(first[:, None], apart[None, :], mean[None, :])
+    y = tl.reshape(rotate(off, rotation, D), [TOKENS, GROUPS, 64])
     codes, meta = encode(y, SIDE, D, WIDE)
     packed = pack_codes(tl.reshape(codes, [TOKENS, WIDE]), SIDE.bits, WIDE, TOKENS)
     write_codes(page + (SIDE.codes + place * SIDE.row), packed, live, SIDE.bits, D, WIDE)
@@ -253,7 +257,7 @@ def store_kernel(
             d, real = plain_slots(D, WIDE)
             has = real & (d < HEAD)
             live = row < decodes * RATIO
-            factor = tl.load(key_scale_ptr + kv * HEAD + d, mask=has, other=1.0)
+            inverse = 1.0 / tl.load(key_scale_ptr + kv * HEAD + d, mask=has, other=1.0)
             apart = tl.load(key_first_ptr + kv * HEAD + d, mask=has, other=0.0)
             mean = tl.load(key_mean_ptr + kv * HEAD + d, mask=has, other=0.0)
             apart -= mean
@@ -268,7 +272,7 @@ def store_kernel(
             tl.store(apart_ptr + place, tl.sum(x * apart[None, :], 1) * scale, mask=live)
             if LEVEL:
                 tl.store(level_ptr + place, tl.sum(x * mean[None, :], 1) * scale, mask=live)
-            y = rotate(x / factor[None, :], rotation, D) * scale
+            y = rotate(x * inverse[None, :], rotation, D) * scale
             if D > NARROW:
                 store_integers(y, place, live, rotated_ptr, byte_sums_ptr, units_ptr, D, WIDE)
             else:

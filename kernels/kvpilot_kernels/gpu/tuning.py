@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from math import gcd
+from typing import NamedTuple
 
 import torch
 
@@ -48,15 +49,19 @@ PROGRAMS: dict[tuple[int, int], tuple[int, int, int]] = {
 }  # fmt: skip
 """By elements of a row and queries (4, 8 or 16 at most); for key and value of more than 8 bits together, 8, less.
 
-No more are counted on than fit with the registers that a thread was given (`Shape.settle`)."""
+No more are counted on than fit with what the compiled kernel takes (`Shape.settle`)."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a program of `store` or `gather` takes: so many `tokens` of a head, in so many `warps`."""
+    """What a program of `store` or `gather` takes: so many `tokens` of a head, in so many `warps`.
+
+    `registers`: as in `Choice`.
+    """
 
     tokens: int
     warps: int
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,20 +79,31 @@ FEW_TOKENS = 128
 """So many tokens at most are stored as those of a decode step are: with a program a head for 8 of them."""
 
 
-def store_block(dim: int, tokens: int) -> Block:
-    """The block of `store` for a launch of so many tokens. At head_dim 256 registers of a program with 16 spill, and at
-    512 of one with 8."""
+def store_block(dim: int, tokens: int, bits: int, capability: tuple[int, int]) -> Block:
+    """The block of `store` for a launch of so many tokens; `bits`: the fewest of a key's and a value's element.
+
+    64 tokens are an operand of Hopper's warp groups, and each warp then has whole rows: nothing crosses warps, and what
+    is computed of a row is shared by 64 elements of a thread instead of 16. With 168 registers three programs fit
+    instead of two; at 2 bits they would spill too much. At head_dim 256 registers of a program with 16 tokens spill,
+    and at 512 of one with 8.
+    """
     if dim > 128:
         return Block(8 if dim <= 256 else 4, 8)
-    return Block(8 if tokens <= FEW_TOKENS else 16, 4)
+    if tokens <= FEW_TOKENS:
+        return Block(8, 4)
+    if capability[0] == 9:
+        return Block(64, 4, 168 if bits > 2 and dim > 64 else None)
+    return Block(16, 4)
 
 
 def gather_block(dim: int, capability: tuple[int, int], padded: bool = False) -> Block:
     """The block of `gather`: four warps spill where tensor cores read no operand from shared memory (9.0, 10.0 do), and
-    where heads have zeros behind, `padded`."""
+    where heads have zeros behind, `padded`. With 168 registers three programs of four warps fit instead of two."""
     if dim > 128:
         return Block(32 if dim <= 256 else 16, 8)
-    return Block(64, 4 if dim <= 64 or (capability[0] in (9, 10) and not padded) else 8)
+    if dim > 64 and (capability[0] not in (9, 10) or padded):
+        return Block(64, 8)
+    return Block(64, 4, 168 if dim > 64 and capability[0] == 9 else None)
 
 
 def prefill_block(capability: tuple[int, int]) -> PrefillBlock:
@@ -127,10 +143,20 @@ def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capa
     return Choice(gcd(tile, block_size), stages, programs, None if capability[0] == 9 else 255)
 
 
-def fitting(registers: int) -> int:
-    """Programs of one warp that the registers of a multiprocessor hold, from compute capability 8.0 to 12.0: 65,536 of
-    32 bits, of which a warp takes 256 at a time."""
-    return 65536 // (-(-registers // 8) * 8 * 32)
+class Taken(NamedTuple):
+    """What a program of one warp takes, as it was compiled: registers of a thread, and bytes of shared memory."""
+
+    registers: int
+    shared: int
+
+
+def fitting(taken: Taken, shared: int) -> int:
+    """Programs of one warp that a multiprocessor with so many bytes of `shared` memory holds at once.
+
+    From compute capability 8.0 to 12.0: it has 65,536 registers of 32 bits, of which a warp takes 256 at a time, and
+    keeps 1 KiB of shared memory of each program for itself.
+    """
+    return min(65536 // (-(-taken.registers // 8) * 8 * 32), shared // (taken.shared + 1024))
 
 
 def merging(dim: int, groups: int, ratio: int, device: torch.device) -> tuple[int, int, int]:
@@ -153,6 +179,14 @@ def merging(dim: int, groups: int, ratio: int, device: torch.device) -> tuple[in
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 for a CPU, where the interpreter runs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory of a GPU's multiprocessor; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
 
 
 @cache
