@@ -1,9 +1,11 @@
 """Prefill on one GPU and decode on another in real vLLM: `python runtime/benchmarks/gpu_disaggregated.py`.
 
 Each dtype has two engines (dummy weights) with vLLM's NixlConnector, `DTYPE/window` one of ours with its recent window,
-`DTYPE` without one. Prompts are read on GPU 0, one by one, and answered on GPU 1. Written down are the bytes that
-travel, how long that takes, the time to the first token, whether every block came as it left, and how many tokens of
-an answer are those that the first engine gives over the same blocks.
+`DTYPE` without one; `@LAYOUT` behind either is vLLM's name of a layout for their KV cache, in place of the one that the
+connector asks for. Prompts are read on GPU 0, one by one, and answered on GPU 1. Written down are the bytes that
+travel, the copies that NIXL makes of them (blocks in a row on both sides are one), how long that takes, the time to the
+first token, whether every block came as it left, and how many tokens of an answer are those that the first engine gives
+over the same blocks.
 Writes OUT/disaggregated-SHAPE.json and prints a table.
 """
 
@@ -31,7 +33,8 @@ BLOCK = 64
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtypes", default="auto,fp8,k4v4,k4v4/window", help="comma-separated (default: %(default)s)")
+    parser.add_argument("--dtypes", default="auto,auto@BHLNC,fp8,k4v4@LBHNC,k4v4,k4v4/window",
+                        help="comma-separated (default: %(default)s)")  # fmt: skip
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--prompts", default="4096,16384", help="tokens, comma-separated (default: %(default)s)")
@@ -75,23 +78,27 @@ def measured(prefill: Child, decode: Child, length: int, number: int, answer: in
     came = decode.ask("serve", prompt=[length, number], tokens=answer, params=left["params"])
     prefill.ask("hear")
     again = prefill.ask("serve", prompt=[length, number], tokens=answer, params=None)
-    say(f"{length} tokens: {came['reads']} reads, {came['bytes'] / 2**20:.1f} MiB, {came['transfer_s']:.3f} s")
+    say(f"{length} tokens: {came['reads']} reads, {came['bytes'] / 2**20:.1f} MiB in {came['copies']} copies, "
+        f"{came['transfer_s']:.4f} s")  # fmt: skip
     alike = sum(a == b for a, b in zip(came["answer"], again["answer"], strict=True))
     return {
         "tokens": length, "prefill_s": left["first_s"], "decode_first_s": came["first_s"], "bytes": came["bytes"],
-        "transfer_s": came["transfer_s"], "reads": came["reads"], "blocks": sum(map(len, sums)),
-        "blocks_alike": bool(sums) and came["sums"] == sums, "alike": alike, "answer": answer,
+        "copies": came["copies"], "transfer_s": came["transfer_s"], "reads": came["reads"],
+        "blocks": sum(map(len, sums)), "blocks_alike": bool(sums) and came["sums"] == sums, "alike": alike,
+        "answer": answer,
     }  # fmt: skip
 
 
 def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict[str, Any]:
     """Both engines of a dtype."""
-    dtype, _, window = name.partition("/")
+    kind, _, layout = name.partition("@")
+    dtype, _, window = kind.partition("/")
+    file_name = name.replace("/", "-").replace("@", "-")
     lengths = [int(x) for x in args.prompts.split(",")]
     blocks = (max(lengths) // BLOCK + 2) * 3
     failed: list[str] = []
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(where := str(scratch / f"{name.replace('/', '-')}.socket"))
+        listener.bind(where := str(scratch / f"{file_name}.socket"))
         listener.listen()
         listener.settimeout(args.limit)
         threads, children = [], []
@@ -105,13 +112,14 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
             }  # fmt: skip
             if args.gpus == "0,0":
                 options["gpu_memory_utilization"] = 0.4
-            file = scratch / f"{name.replace('/', '-')}-{role}.json"
+            file = scratch / f"{file_name}-{role}.json"
             file.write_text(json.dumps(asdict(Job(options, SHAPES[args.shape].vocab, where))))
             # A process sees its peer's GPU behind its own, so that UCX cannot lack a way between them.
             others = dict.fromkeys(other for other in args.gpus.split(",") if other != gpu)
             extra = {
                 "CUDA_VISIBLE_DEVICES": ",".join([gpu, *others]), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                 "KVPILOT_RECENT_TOKENS": "" if window else "0", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + i),
+                **({"VLLM_KV_CACHE_LAYOUT": layout} if layout else {}),
             }  # fmt: skip
 
             def start(file: Path = file, extra: dict[str, str] = extra) -> None:
@@ -154,11 +162,18 @@ def line(row: dict[str, Any], length: int) -> str:
         return statistics.median(one[key] for one in of)
 
     return (
-        f"| {row['dtype']} | {length} | {middle('bytes') / 2**20:.1f} | {1e3 * middle('transfer_s'):.1f} | "
+        f"| {row['dtype']} | {row['starts'][0]['layout']} | {length} | {middle('bytes') / 2**20:.1f} | "
+        f"{' '.join(str(one['copies']) for one in of)} | {spread(of)} | "
         f"{1e3 * middle('prefill_s'):.1f} | {1e3 * middle('decode_first_s'):.1f} | "
         f"{sum(one['blocks_alike'] for one in of)}/{len(of)} | {sum(one['alike'] for one in of)}/"
         f"{sum(one['answer'] for one in of)} |"
     )
+
+
+def spread(of: list[dict[str, Any]]) -> str:
+    """Of transfers the least, the median and the most milliseconds."""
+    times = sorted(1e3 * one["transfer_s"] for one in of)
+    return f"{times[0]:.1f}, {statistics.median(times):.1f}, {times[-1]:.1f}"
 
 
 def main() -> int:
@@ -175,9 +190,10 @@ def main() -> int:
             rows.append(run(args, name, model, scratch))
             (args.out / f"disaggregated-{args.shape}.json").write_text(json.dumps(rows, indent=1))
     print(
-        "| KV cache | prompt | MiB | transfer, ms | prefill, ms | then first token, ms | as they left | tokens alike |"
+        "| KV cache | layout | prompt | MiB | copies of each | transfer, ms: least, median, most | prefill, ms | "
+        "then first token, ms | as they left | tokens alike |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for row in rows:
         if "failed" in row:
             print(f"{row['dtype']}: {row['failed']}")

@@ -36,7 +36,9 @@ def block_sums(layers: dict[str, Any], num_blocks: int, blocks: Sequence[int]) -
     total = torch.zeros(len(blocks), dtype=torch.int64)
     at = torch.tensor(list(blocks), dtype=torch.int64)
     for number, cache in enumerate(caches, 1):
-        words = cache.view(torch.uint8).reshape(num_blocks, -1)[at.to(cache.device)].view(torch.int64)
+        # Of blocks that do not lie one behind the other no view has a row for each: these alone are copied.
+        held = cache.unflatten(0, (num_blocks, -1))[at.to(cache.device)].contiguous()
+        words = held.view(torch.uint8).flatten(1).view(torch.int64)
         weights = torch.arange(1, words.shape[1] + 1, device=words.device, dtype=torch.int64) * 2 + 1
         total += number * (words * weights).sum(1).cpu()
     return [int(one) for one in total]
@@ -61,7 +63,7 @@ class Engine:
         self.layers = worker.vllm_config.compilation_config.static_forward_context
         self.worker = get_kv_transfer_group().connector_worker
         self.read: list[list[list[int]]] = []
-        self.transfers: list[tuple[int, float]] = []
+        self.transfers: list[tuple[int, int, float]] = []
         pop, record = self.worker._pop_done_transfers, self.worker.xfer_stats.record_transfer
 
         def popped(transfers: Any) -> Any:
@@ -71,14 +73,18 @@ class Engine:
             return done, failed
 
         def recorded(result: Any) -> None:
-            self.transfers.append((result.totalBytes, result.xferDuration / 1e6))
+            self.transfers.append((result.totalBytes, result.descCount, result.xferDuration / 1e6))
             record(result)
 
         self.worker._pop_done_transfers, self.worker.xfer_stats.record_transfer = popped, recorded
         said = [x for x in generate_latest().decode().splitlines() if x.startswith("kvpilot_calibration_info")]
         start_s = time.perf_counter() - began
         say(f"started in {start_s:.0f} s {said}")
-        return {"start_s": start_s, "said": [*said, self.worker.compat_hash], "versions": versions()}
+        layout = worker.vllm_config.cache_config.kv_cache_layout
+        return {
+            "start_s": start_s, "said": [*said, self.worker.compat_hash], "versions": versions(), "layout": layout,
+            "regions": self.worker.num_regions,
+        }  # fmt: skip
 
     def sums(self, blocks: Any) -> list[list[int]]:
         """Of each group's blocks their bytes in all layers that are stored."""
@@ -106,8 +112,9 @@ class Engine:
         assert last is not None  # noqa: S101  # for mypy
         return {
             "first_s": first, "answer": list(last.outputs[0].token_ids), "params": last.kv_transfer_params,
-            "reads": len(self.transfers), "bytes": sum(size for size, _ in self.transfers),
-            "transfer_s": sum(seconds for _, seconds in self.transfers), "sums": self.read[0] if self.read else [],
+            "reads": len(self.transfers), "bytes": sum(size for size, _, _ in self.transfers),
+            "copies": sum(copies for _, copies, _ in self.transfers),
+            "transfer_s": sum(seconds for *_, seconds in self.transfers), "sums": self.read[0] if self.read else [],
         }  # fmt: skip
 
     def hear(self) -> None:

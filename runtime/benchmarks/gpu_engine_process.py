@@ -119,8 +119,9 @@ def error_lines(log: Path) -> list[str]:
 
 
 def attention_lines(log: Path) -> list[str]:
-    """What vLLM said about the attention backend that it chose, each line once."""
-    found = re.findall(r"Using [^\n]{0,80}?(?:[Aa]ttention backend|FlashAttention version \d)", log.read_text())
+    """What vLLM said about the attention backend, and the layout of its cache, that it chose, each line once."""
+    chosen = r"Using [^\n]{0,80}?(?:[Aa]ttention backend|FlashAttention version \d|KV cache layout)"
+    found = re.findall(chosen, log.read_text())
     return list(dict.fromkeys(found))
 
 

@@ -65,9 +65,8 @@ class Checked:
             found = []
             for name in groups[group]:
                 cache = layers[name].kv_cache
-                pages = (
-                    cache.view(torch.uint8).reshape(config.num_blocks, -1)[blocks.to(cache.device)].view(torch.int64)
-                )
+                held = cache.unflatten(0, (config.num_blocks, -1))[blocks.to(cache.device)].contiguous()
+                pages = held.view(torch.uint8).flatten(1).view(torch.int64)
                 size = pages.shape[1]
                 if size not in weights:
                     drawn = torch.randint(1, 2**62, (size,), generator=torch.Generator().manual_seed(0))

@@ -24,6 +24,7 @@ class Carrier:
         ours: the import path of the class that is made in its place.
         extra: what `kv_connector_extra_config` may have, and with which values; None for any.
         needed: what it must have. sends_alone: whether it loads nothing for a `kv_producer`.
+        layouts: those of the KV cache that it was seen right with.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Carrier:
     needed: Mapping[str, object] = field(default_factory=dict)
     release: tuple[int, int] | None = None
     sends_alone: bool = False
+    layouts: tuple[str, ...] = (compat.LAYER_OUTERMOST,)
 
 
 NIXL = Carrier(
@@ -44,6 +46,7 @@ NIXL = Carrier(
         "kv_lease_duration": None, "engine_ttl": None, "num_threads": None,
     },
     sends_alone=True,
+    layouts=(compat.LAYER_OUTERMOST, *compat.BLOCK_OUTERMOST),
 )  # fmt: skip
 
 LMCACHE = Carrier(
@@ -57,6 +60,9 @@ LMCACHE = Carrier(
 )  # fmt: skip
 
 SERVED = {one.name: one for one in (NIXL, LMCACHE)}
+
+LAYOUT = "VLLM_KV_CACHE_LAYOUT"
+"""vLLM's variable that names the layout of the KV cache."""
 
 _EXTRA = "kv_connector_extra_config"
 _MISSING = object()
@@ -93,6 +99,8 @@ def beside(config: Any) -> str | None:
         return f"{carrier.name} of vllm {compat.version_text()}"
     if other := other_release(carrier):
         return f"{carrier.name} of {carrier.package} {other}"
+    if apart := misplaced(carrier.name, getattr(config.cache_config, "kv_cache_layout", None)):
+        return apart
     asked = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "data parallelism": parallel.data_parallel_size > 1,
@@ -101,6 +109,12 @@ def beside(config: Any) -> str | None:
         "layers that stay in 16 bits": bool(config.cache_config.kv_cache_dtype_skip_layers),
     }
     return next((f"{carrier.name} beside {name}" for name, is_so in asked.items() if is_so), None)
+
+
+def misplaced(connector: str, layout: str | None) -> str | None:
+    """The layout in which a served connector was not seen right; None where it is another, or not known yet."""
+    wrong = layout in compat.BLOCK_OUTERMOST and layout not in SERVED[connector].layouts
+    return f"{connector} beside {LAYOUT}={layout}" if wrong else None
 
 
 def other_release(carrier: Carrier) -> str | None:
@@ -124,6 +138,20 @@ def connector_class(config: Any) -> type[Any] | None:
     return found
 
 
+def layout(config: Any) -> str | None:
+    """The layout of the KV cache that vLLM is to be asked for; None where it is what vLLM's own connector wants.
+
+    A block whose layers lie in a row is one copy. Of a rank with one head vLLM copies each layer by itself
+    nevertheless, and NIXL joins a layer's blocks where these lie in a row.
+    """
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != NIXL.name:
+        return None
+    ours = config.cache_config.cache_dtype in formats.own_names()
+    several = ours and config.model_config.get_num_kv_heads(config.parallel_config) > 1
+    return compat.BLOCK_OUTERMOST[0] if several else None
+
+
 @dataclass(frozen=True)
 class Terms:
     """What engines that pages travel between must have alike.
@@ -131,6 +159,7 @@ class Terms:
     Attributes:
         dtype: of the KV cache. page: bytes of a block in all layers of a rank. block: tokens of it.
         window: recent tokens. ring: pages of a request's ring at most. ranks: of tensor parallelism.
+        layout: vLLM's name of the order in which a block's pages lie.
         factors: the hash of all layers' and ranks' factors.
     """
 
@@ -140,12 +169,13 @@ class Terms:
     window: int
     ring: int
     ranks: int
+    layout: str
     factors: str
 
     def __str__(self) -> str:
         return (
             f"kv-cache dtype {self.dtype}, {self.page} bytes for {self.block} tokens, recent window {self.window} in "
-            f"{self.ring} pages, tensor parallel {self.ranks}, factors {self.factors}"
+            f"{self.ring} pages, tensor parallel {self.ranks}, layout {self.layout}, factors {self.factors}"
         )
 
 
@@ -171,6 +201,7 @@ def agree(worker: Any, layers: dict[str, Any]) -> None:
         window=impl.recent or 0,
         ring=0 if impl.ring is None else impl.fmt.ring_blocks(impl.recent + impl.drafts, first.head_size, block),
         ranks=config.parallel_config.tensor_parallel_size,
+        layout=config.cache_config.kv_cache_layout,
         factors=factors_hash(layers, worker.device),
     )
     get_kv_transfer_group().agree(terms, worker)

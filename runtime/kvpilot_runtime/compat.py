@@ -194,6 +194,11 @@ def chunks_in_host_memory(spec: Any) -> int:
     return int(spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks)
 
 
+LAYER_OUTERMOST, BLOCK_OUTERMOST = "LBHNC", ("BHLNC", "BLHNC")
+"""vLLM's names of the layouts that our pages may lie in (L layers, B blocks, H heads, N tokens, C a token's bytes):
+each layer by itself, and a block of all layers in a row."""
+
+
 class HeadMajorPages:
     """What a backend with our pages says of its cache: uint8 [blocks, kv_heads, tokens, row_bytes], flat a head."""
 
@@ -201,10 +206,11 @@ class HeadMajorPages:
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """From 0.29 on: blocks, then heads, then tokens."""
+        """From 0.29 on: any in which a head's tokens of a block are one page; the first one is what vLLM takes."""
         from vllm.v1.kv_cache_interface import KVCacheLayout
 
-        return (KVCacheLayout.LBHNC,)
+        names = (LAYER_OUTERMOST, *BLOCK_OUTERMOST)
+        return tuple(KVCacheLayout[name] for name in names if name in KVCacheLayout.__members__)
 
     @classmethod
     def get_kv_cache_shape(

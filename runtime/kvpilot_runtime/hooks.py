@@ -194,6 +194,23 @@ def around_connectors(ours: str) -> None:
     KVConnectorFactory.create_connector = classmethod(create_connector)
 
 
+def around_layout(ours: str) -> None:
+    """Let a function, given by import path, say which layout the KV cache should have for an engine's connector: of
+    vLLM's configuration, None for what vLLM's own connector wants, which is all that vLLM asks."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.backends import utils
+
+    stock = utils.get_kv_connector_cache_layout
+    if getattr(stock, "_kvpilot_asks", None) is not None:
+        return
+
+    def get_kv_connector_cache_layout(config: Any) -> Any:
+        return resolve_obj_by_qualname(ours)(config) or stock(config)
+
+    get_kv_connector_cache_layout._kvpilot_asks = ours  # type: ignore[attr-defined]
+    utils.get_kv_connector_cache_layout = get_kv_connector_cache_layout
+
+
 def around_shutdown() -> None:
     """Let an engine that is told to end, and to finish what it has, finish requests that waited for its step, too.
 

@@ -126,6 +126,8 @@ def refused(arguments: Sequence[str], environment: Mapping[str, str], device: st
             return TRANSFER, what
         if (found := _first_on(arguments, _BESIDE_CARRIERS)) is not None:
             return found[0], f"{moves['kv_connector']} beside {found[1]}"
+        if what := carriers.misplaced(str(moves["kv_connector"]), environment.get(carriers.LAYOUT)):
+            return carriers.LAYOUT, what
     for variable, what in ((BATCH_INVARIANT, "batch invariance"), (SIMPLE_OFFLOAD, "vLLM's simple offloading")):
         if environment.get(variable, "0").strip() not in ("", "0"):
             return variable, what

@@ -47,6 +47,8 @@ def register() -> None:
         return
     hooks.around_kv_cache("kvpilot_runtime.plugin.settle", "kvpilot_runtime.plugin.serve")
     hooks.around_connectors("kvpilot_runtime.carriers.connector_class")
+    if compat.vllm_version() == compat.CARRIES:
+        hooks.around_layout("kvpilot_runtime.carriers.layout")
     calibration_info.INFO.publish()
     recent_info.INFO.publish()
 

@@ -6,10 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot_kernels import formats
+from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.gpu import decode, pages
+from kvpilot_kernels.gpu.pages import GpuPages, Plan
 from kvpilot_kernels.reference.attention import decode_reference
 from support.gluon_eager import EagerKernel
-from support.gpu_batch import DIMS, Batch, ordinals
+from support.gpu_batch import BLOCK_OUTERMOST, DIMS, MINE, OTHERS, Batch, among_layers, ordinals
 from support.rounding import assert_within_rounding
 
 CLOSE = 1e-3
@@ -226,3 +228,36 @@ def test_a_kernel_that_starts_early_reads_queries_and_the_last_two_tokens_only_a
     batch.pages.merge(len(lengths), plan, out)
     assert torch.equal(out, wanted)
     assert waits == plan.splits.shape[0] * batch.kv_heads  # every program, those without work too
+
+
+@pytest.mark.parametrize("layout", BLOCK_OUTERMOST)
+@pytest.mark.parametrize("name", formats.own_names())
+def test_pages_among_other_layers_are_stored_and_read_as_alone_and_those_stay_as_they_are(
+    name: str, layout: str
+) -> None:
+    batch = Batch(name, 64, [70, 33], seed=5, ratio=3, calibrated=True)
+    query, empty = batch.queries(), torch.full_like(batch.cache, 255)
+
+    def by_gpu(cache: torch.Tensor) -> list[torch.Tensor]:
+        batch.pages = GpuPages(cache, batch.shape, batch.factors)
+        for key, value, slots in zip(batch.keys, batch.values, batch.slots, strict=True):
+            nobodys = torch.zeros(len(key), query.shape[1], batch.dim)
+            places = ordinals(0, len(key))
+            batch.pages.store(nobodys, key, value, slots, Plan(batch.shape, 1), 0, 1.0, ordinals=places)
+        read = [torch.zeros(sum(batch.lengths), batch.kv_heads, batch.dim) for _ in "kv"]
+        rows = torch.tensor([0, 70, 103], dtype=torch.int32)
+        batch.pages.gather(batch.table, rows, torch.zeros(2, dtype=torch.int32), 70, *read)
+        return [cache, batch.decode(query), *read]
+
+    def by_cpu(cache: torch.Tensor) -> list[torch.Tensor]:
+        stored = PackedPages(cache, batch.fmt, batch.dim, batch.factors)
+        for key, value, slots in zip(batch.keys, batch.values, batch.slots, strict=True):
+            stored.store(key, value, slots, ordinals=ordinals(0, len(key)))
+        answers = stored.decode(query, batch.table, batch.lens, batch.scale)
+        return [cache, answers, *stored.read(batch.table[0], batch.lengths[0])]
+
+    for sees in (by_gpu, by_cpu):
+        layers = among_layers(empty, layout)
+        for mine, alone in zip(sees(layers[MINE]), sees(empty.clone()), strict=True):
+            assert torch.equal(mine, alone)
+        assert all((layers[other] == 0x55).all() for other in OTHERS)

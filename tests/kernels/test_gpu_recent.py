@@ -7,12 +7,23 @@ from hypothesis import strategies as st
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.check import BadInputError
+from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.gpu import decode, pages
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.reference.hadamard import rotation
 from support.decided import decided
 from support.gluon_eager import EagerKernel
-from support.gpu_batch import CPU, DIMS, PAST_THE_END, launch_as
+from support.gpu_batch import (
+    BLOCK_OUTERMOST,
+    CPU,
+    DIMS,
+    MINE,
+    OTHERS,
+    PAST_THE_END,
+    among_layers,
+    launch_as,
+    ordinals,
+)  # fmt: skip
 from support.recent import Sequences
 from support.rounding import assert_within_rounding
 
@@ -79,6 +90,35 @@ def test_every_format_at_every_head_dim(name: str, dim: int) -> None:
     for i, n in enumerate(s.lengths):
         s.store(i, 0, n)
     assert_right(s, gpu(s))
+
+
+@pytest.mark.parametrize("layout", BLOCK_OUTERMOST)
+@pytest.mark.parametrize("name", WITH_RING)
+def test_rings_among_other_layers_are_stored_and_read_as_alone_and_those_stay_as_they_are(
+    name: str, layout: str
+) -> None:
+    s = Sequences(name, 64, [70, 33], 20, seed=5)
+    query, empty = s.queries(), s.cache
+
+    def by_gpu(cache: torch.Tensor) -> list[torch.Tensor]:
+        s.cache = cache
+        at = gpu(s)
+        for i, n in enumerate(s.lengths):
+            at.store(torch.zeros(n, 4, 64), s.keys[i], s.values[i], s.slots(i, 0, n), Plan(at.shape, 1), 0, 1.0,
+                     s.ring_slots(i, 0, n), ordinals(0, n))  # fmt: skip
+        return [cache, attend(s, at, query)]
+
+    def by_cpu(cache: torch.Tensor) -> list[torch.Tensor]:
+        s.cpu = PackedPages(cache, s.fmt, s.dim, s.factors, ring=cache, recent=s.recent)
+        for i, n in enumerate(s.lengths):
+            s.store(i, 0, n)
+        return [cache, s.decode(query)]
+
+    for sees in (by_gpu, by_cpu):
+        layers = among_layers(empty, layout)
+        for mine, alone in zip(sees(layers[MINE]), sees(empty.clone()), strict=True):
+            assert torch.equal(mine, alone)
+        assert all((layers[other] == 0x55).all() for other in OTHERS)
 
 
 @settings(max_examples=25)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -141,8 +142,15 @@ def both() -> Iterator[Pair]:
         yield Pair(prefill, decode, "k4v4", window_of("k4v4"))
 
 
-def assert_pages_and_answers(both: Pair, rounds: int, ranks: int = 1) -> dict[str, int]:
-    """Of random requests, all of which are read for."""
+def rows(here: list[int], away: list[int]) -> int:
+    """Copies that bring blocks from `away`: NIXL joins neighbours that stay neighbours."""
+    pairs = list(zip(here, away, strict=True))
+    return sum((h - 1, a - 1) != before for (h, a), before in zip(pairs, [None, *pairs], strict=False))
+
+
+def assert_pages_and_answers(both: Pair, rounds: int, ranks: int = 1, regions: int = 1) -> dict[str, int]:
+    """Of random requests, all of which are read for, from so many places for each block."""
+    copies = both.decode.ask("copies")
     seen = {"requests": 0, "blocks": 0, "found at prefill": 0, "found at decode": 0}
     for _ in range(rounds):
         prompts = both.prompts(TOGETHER)
@@ -152,6 +160,9 @@ def assert_pages_and_answers(both: Pair, rounds: int, ranks: int = 1) -> dict[st
         for one, sent, got in zip(left, there, came, strict=True):
             assert len(got["read"]) == len(sent) == ranks
             for mine, theirs in zip(got["read"], sent, strict=True):
+                told = one["params"]["remote_block_ids"]
+                pairs = [(here, away[-len(here) :]) for (here, _), away in zip(mine, told, strict=True) if here]
+                copies += regions * rows(*(list(chain(*of)) for of in zip(*pairs, strict=True)))
                 for (_, here), away in zip(mine, theirs, strict=True):
                     assert here == away[-len(here) :]
                     seen["blocks"] += len(here)
@@ -160,6 +171,7 @@ def assert_pages_and_answers(both: Pair, rounds: int, ranks: int = 1) -> dict[st
             seen["found at prefill"] += one["cached"] > 0
         assert both.prefill.ask("step", seconds=1)["free"] == both.decode.ask("step")["free"] == both.free
     both.assert_answers()
+    assert both.decode.ask("copies") == copies
     return seen
 
 
@@ -170,6 +182,7 @@ def test_pages_come_as_they_left_and_answers_are_those_of_an_unbroken_window(bot
         print(f"{name}: {value}")
     assert all(seen.values())
     assert both.prefill.started["groups"] == ["FullAttentionSpec", "RingSpec"]
+    assert [one.started["layout"] for one in (both.prefill, both.decode)] == ["BHLNC", "BHLNC"]
 
 
 def assert_computed_anew(both: Pair, prompts: list[list[int]], left: list[dict[str, Any]]) -> None:
@@ -222,6 +235,16 @@ def test_factors_of_another_text_are_refused_by_name_and_cost_a_prefill(both: Pa
         assert hash_of(both.prefill) == hash_of(both.decode) != hash_of(other)
 
 
+def test_a_layout_that_is_asked_for_by_name_is_served_and_one_that_the_other_has_not_costs_a_prefill(
+    both: Pair,
+) -> None:
+    options, variables = engine("kv_consumer")
+    with engines(tiny_llama(), (options, variables | {"VLLM_KV_CACHE_LAYOUT": "LBHNC"})) as (other,):
+        assert other.started["layout"] == "LBHNC"
+        said = refused(both, other)
+        assert all(f"layout {name}, factors" in said for name in ("LBHNC", "BHLNC"))
+
+
 def hash_of(one: Apart) -> str:
     """Of an engine's factors, by its metrics."""
     line = next(line for line in one.started["metrics"] if line.startswith("kvpilot_calibration_info"))
@@ -264,8 +287,9 @@ def test_pages_of_every_format_come_as_they_left(dtype: str, recent: str) -> Non
 def test_ranks_of_tensor_parallelism_read_from_their_like() -> None:
     with pair("k4v4", tensor_parallel_size=2) as (prefill, decode):
         both = Pair(prefill, decode, "k4v4", window_of("k4v4"))
-        assert all(assert_pages_and_answers(both, 4, ranks=2).values())
+        assert [one.started["layout"] for one in (prefill, decode)] == ["LBHNC", "LBHNC"]  # a rank has one head
+        assert all(assert_pages_and_answers(both, 4, ranks=2, regions=2).values())
         with engines(tiny_llama(), engine("kv_consumer")) as (alone,):
             said = refused(both, alone)
-            assert "tensor parallel 1" in said
-            assert "tensor parallel 2" in said
+            assert "tensor parallel 1, layout BHLNC" in said
+            assert "tensor parallel 2, layout LBHNC" in said

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
+from vllm.v1.attention.backends import utils
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
-from kvpilot_runtime import backend, carriers, compat, disaggregated, options, serve
+from kvpilot_runtime import backend, carriers, compat, disaggregated, options, plugin, serve
 from kvpilot_runtime.errors import PreflightError, UnsupportedModelError
 from kvpilot_runtime.preflight import check
 from kvpilot_runtime.preflight_request import Request
@@ -148,6 +149,19 @@ def test_an_engine_that_was_started_without_preflight_refuses_it_too(more: dict[
         backend.refuse_unsupported_options(engine(DECODE, **more))
 
 
+def test_pages_of_all_layers_in_a_row_are_for_nixl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = {"cache_dtype": "k4v4", "kv_cache_dtype_skip_layers": [], "kv_cache_layout": "BHLNC"}
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BHLNC")
+    check(asked(DECODE))
+    backend.refuse_unsupported_options(engine(DECODE, cache_config=SimpleNamespace(**cache)))
+    assert "VLLM_KV_CACHE_LAYOUT" in refusal(asked(SHARE))
+    with pytest.raises(UnsupportedModelError, match="LMCacheMPConnector beside VLLM_KV_CACHE_LAYOUT=BHLNC"):
+        backend.refuse_unsupported_options(engine(SHARE, cache_config=SimpleNamespace(**cache)))
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LBHNC")
+    check(asked(SHARE))
+    check(asked(SHARE, dtype="auto"))
+
+
 def test_layers_with_a_window_are_refused_beside_it() -> None:
     assert "--kv-transfer-config for a model with sliding-window layers" in refusal(
         asked(DECODE, model=str(tiny_gemma3()))
@@ -182,6 +196,25 @@ def test_another_release_of_lmcache_is_refused(monkeypatch: pytest.MonkeyPatch) 
     check(asked(SHARE, dtype="auto"))
 
 
+@pytest.mark.parametrize(
+    ("transfer", "dtype", "heads", "wanted"),
+    [
+        (DECODE, "k4v4", 8, "BHLNC"), (PREFILL, "k2v2", 2, "BHLNC"),
+        (DECODE, "k4v4", 1, "LBHNC"),  # which vLLM copies layer by layer, and NIXL joins what lies in a row
+        (DECODE, "auto", 8, "LBHNC"), (None, "k4v4", 8, None),
+    ],
+)  # fmt: skip
+def test_vllm_is_asked_for_the_layout_of_fewest_copies_by_dtypes_of_ours_alone(
+    transfer: dict[str, Any] | None, dtype: str, heads: int, wanted: str | None
+) -> None:
+    plugin.register()
+    model = SimpleNamespace(use_mla=False, get_num_kv_heads=lambda parallel: heads)
+    found = engine(transfer or DECODE, model_config=model, cache_config=SimpleNamespace(cache_dtype=dtype))
+    if transfer is None:
+        found.kv_transfer_config = None
+    assert utils.get_kv_connector_cache_layout(found) == wanted
+
+
 def told(tokens: int = 40, **changes: Any) -> dict[str, Any]:
     blocks = {"remote_block_ids": [[1, 2, 3], [4, 5]], "remote_num_tokens": tokens, "remote_blocks_expiry_time": 1.0}
     return blocks | changes
@@ -208,10 +241,11 @@ def test_a_prompt_is_read_only_where_all_of_it_is_there_and_nothing_else(
 
 
 def test_terms_are_told_in_words_and_differ_in_each_of_their_parts() -> None:
-    terms = {"dtype": "k4v4", "page": 4352, "block": 16, "window": 64, "ring": 4, "ranks": 2, "factors": "abc"}
+    terms = {"dtype": "k4v4", "page": 4352, "block": 16, "window": 64, "ring": 4, "ranks": 2, "layout": "BHLNC",
+             "factors": "abc"}  # fmt: skip
     own = str(carriers.Terms(**terms))
     assert own == ("kv-cache dtype k4v4, 4352 bytes for 16 tokens, recent window 64 in 4 pages, tensor parallel 2, "
-                   "factors abc")  # fmt: skip
+                   "layout BHLNC, factors abc")  # fmt: skip
     others = [carriers.Terms(**terms | {key: f"{value}1" if isinstance(value, str) else value + 1})
               for key, value in terms.items()]  # fmt: skip
     assert len({own, *map(str, others)}) == len(terms) + 1

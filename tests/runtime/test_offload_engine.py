@@ -15,6 +15,7 @@ import pytest
 from kvpilot_demo.models import tiny_llama
 from kvpilot_demo.oracle import Oracle
 from kvpilot_kernels import formats
+from kvpilot_runtime import compat
 from support.judge import Judge
 from support.stepped_engine import Asked, serve
 
@@ -74,6 +75,15 @@ def test_clients_that_leave_and_copies_that_end_late_change_no_answer() -> None:
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in formats.own_names() if dtype != "k4v4"])
 def test_bytes_that_come_back_are_those_that_left(dtype: str) -> None:
-    told = serve(conversations(dtype, 10, 192, 90, recent=None))
+    assert_bytes_return(conversations(dtype, 10, 192, 90, recent=None))
+
+
+@pytest.mark.skipif(compat.vllm_version() < (0, 32), reason="older versions were not read for it")
+def test_so_are_those_of_blocks_that_have_the_pages_of_all_layers_in_a_row() -> None:
+    assert_bytes_return(conversations("k4v4", 10, 192, 90, recent=None, layout="BHLNC"))
+
+
+def assert_bytes_return(question: Asked) -> None:
+    told = serve(question)
     assert told.loaded > 0
     assert told.changed == 0

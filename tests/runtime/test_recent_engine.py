@@ -16,6 +16,7 @@ import pytest
 from kvpilot_demo.families import VOCABULARY, make
 from kvpilot_demo.models import tiny_gemma3, tiny_llama, tiny_qwen3
 from kvpilot_demo.oracle import Oracle
+from kvpilot_runtime import compat
 from support.judge import Judge
 from support.stepped_engine import Asked, serve
 
@@ -80,6 +81,19 @@ def test_answers_are_those_of_attention_with_a_window_however_requests_came_to_i
     # The check can fail: without a window these are not the answers.
     plain = Judge(question, told, Oracle(model(), dtype), rounds=0)
     assert len(plain.wrong) > count // 10
+
+
+@pytest.mark.skipif(compat.vllm_version() < (0, 29), reason="vLLM 0.28 knows no layouts of all layers")
+@pytest.mark.parametrize(("layout", "recent"), [("BHLNC", 64), ("BHLNC", 0), ("BLHNC", 64)])
+def test_answers_are_the_same_where_a_block_has_the_pages_of_all_layers_in_a_row(layout: str, recent: int) -> None:
+    question = asked(tiny_llama(), "k4v4", 30, 160, 44, seed=20261122, recent=recent, layout=layout)
+    told = serve(question)
+    assert told.layout == layout
+    found = Judge(question, told, Oracle(tiny_llama(), "k4v4", recent=recent))
+    assert not found.wrong
+    assert found.judged == sum(map(sum, question.tokens))
+    assert found.preempted
+    assert bool(told.poisoned) == bool(recent)  # rings
 
 
 def test_rings_are_those_of_the_blocks_that_vllm_makes_of_ours_beside_larger_pages(tmp_path: Path) -> None:

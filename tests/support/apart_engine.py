@@ -44,6 +44,7 @@ class Engine:
         groups = self.core.scheduler.kv_cache_config.kv_cache_groups
         return {
             "metrics": [x for x in generate_latest().decode().splitlines() if x.startswith("kvpilot_")],
+            "layout": self.core.vllm_config.cache_config.kv_cache_layout,
             "groups": [type(g.kv_cache_spec).__name__ for g in groups],
             "factors": self.workers("factors_of_rank"),
         }  # fmt: skip
@@ -101,6 +102,10 @@ class Engine:
             "outputs": [found[n] for n in range(first, self.requests)],
             "steps": [step | ({"request": step["request"] - first} if "request" in step else {}) for step in steps],
         }  # fmt: skip
+
+    def copies(self) -> int:
+        """Of which all that was read consisted, in all ranks."""
+        return sum(self.workers("copies"))
 
     def digests(self, blocks: list[list[int]]) -> list[list[list[str]]]:
         """Of each rank the digests of blocks, group by group."""

@@ -25,8 +25,8 @@ class ApartWorker(RingWorker):
         worker = get_kv_transfer_group().connector_worker
         self.read: list[tuple[str, list[Any]]] = []
         pop, wrapper = worker._pop_done_transfers, worker.nixl_wrapper
-        stock = wrapper.check_xfer_state
-        self.blind = False
+        stock, weigh = wrapper.check_xfer_state, wrapper.get_xfer_telemetry
+        self.blind, self.copied = False, 0
 
         def popped(transfers: Any) -> Any:
             done, failed = pop(transfers)
@@ -39,7 +39,16 @@ class ApartWorker(RingWorker):
             found = str(stock(handle))
             return "PROC" if self.blind and found == "DONE" else found
 
-        worker._pop_done_transfers, wrapper.check_xfer_state = popped, looked
+        def weighed(handle: Any) -> Any:
+            found = weigh(handle)
+            self.copied += found.descCount
+            return found
+
+        worker._pop_done_transfers, wrapper.check_xfer_state, wrapper.get_xfer_telemetry = popped, looked, weighed
+
+    def copies(self) -> int:
+        """Of which all that was read consisted."""
+        return self.copied
 
     def reads(self) -> list[tuple[str, list[Any]]]:
         """Of each request that was read since the last call its blocks and their digests by group, with its id."""

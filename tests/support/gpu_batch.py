@@ -33,6 +33,21 @@ def poisoned(blocks: int, kv_heads: int, block_size: int, fmt: formats.Format, d
     return torch.full((blocks, kv_heads, block_size, fmt.row_bytes(dim)), 255, dtype=torch.uint8)
 
 
+BLOCK_OUTERMOST = ("BHLNC", "BLHNC")
+"""vLLM's names of the layouts in which a block has the pages of all layers."""
+MINE, OTHERS = 1, (0, 2)
+"""Of the layers of `among_layers` that of the pages, and those whose bytes nobody may touch."""
+
+
+def among_layers(cache: torch.Tensor, layout: str) -> torch.Tensor:
+    """uint8 [3, *cache.shape] in memory as `layout` says: a copy of the cache as layer `MINE`, the others all 0x55."""
+    shape = (3, *cache.shape)
+    memory = torch.full([shape["LBHNC".index(dim)] for dim in layout], 0x55, dtype=torch.uint8)
+    layers = memory.permute([layout.index(dim) for dim in "LBHNC"])
+    layers[MINE] = cache
+    return layers
+
+
 def ordinals(begin: int, end: int) -> torch.Tensor:
     """int32 [end - begin], the places of the tokens at positions from `begin` on in their sequence, from 1."""
     return torch.arange(begin + 1, end + 1, dtype=torch.int32)

@@ -30,7 +30,8 @@ class Asked:
     rounds, and after how many steps of their round their clients leave. `late`: see `support.offloading`.
     `calibration`: a file of factors, `off`, or nothing for an engine that finds its own. `drafter`: the model that
     drafts, where the method wants one beside the served one. `disk`: `path` and `size` in bytes of a file below host
-    memory, and `faults` by the round that they come before (`support.disk_faults`).
+    memory, and `faults` by the round that they come before (`support.disk_faults`). `layout`: vLLM's name of one for
+    the KV cache, or nothing for its choice.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Asked:
     calibration: str = "off"
     drafter: str = ""
     disk: dict[str, Any] = field(default_factory=dict)
+    layout: str = ""
 
 
 @dataclass
@@ -66,7 +68,7 @@ class Told:
         block_size: tokens of a block. moved: how often a request was in another row of the batch than in the step
             before. poisoned: ring pages. drafted, accepted: tokens; of requests' last steps nobody knows the latter.
         factors: of each rank, see `RingWorker.factors_of_rank`. metrics: lines of ours that /metrics has.
-        groups: the kind of each group of layers that share a block table, and their names.
+        groups: the kind of each group of layers that share a block table, and their names. layout: of the KV cache.
     """
 
     answers: list[list[list[int]]] = field(default_factory=list)
@@ -85,6 +87,7 @@ class Told:
     factors: list[list[list[Any]]] = field(default_factory=list)
     metrics: list[str] = field(default_factory=list)
     groups: list[tuple[str, list[str]]] = field(default_factory=list)
+    layout: str | None = None
 
 
 def serve(asked: Asked) -> Told:
@@ -95,6 +98,7 @@ def serve(asked: Asked) -> Told:
             asked,
             KVPILOT_CALIBRATION=asked.calibration,
             KVPILOT_RECENT_TOKENS="" if asked.recent is None else str(asked.recent),
+            **({"VLLM_KV_CACHE_LAYOUT": asked.layout} if asked.layout else {}),
         )
     )
 
@@ -121,6 +125,7 @@ class Steps:
         self.owned: dict[str, list[int]] = {}
         self.rows: dict[str, int] = {}
         self.drafts: dict[str, int] = {}  # where a request stood when tokens were drafted for it
+        told.layout = getattr(self.executor.vllm_config.cache_config, "kv_cache_layout", None)
         execute = self.executor.execute_model
         self.transfers = None
         if self.executor.vllm_config.kv_transfer_config is not None:
