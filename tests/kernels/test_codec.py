@@ -142,9 +142,10 @@ def test_a_head_with_zeros_behind_is_read_back_as_if_they_had_been_stored_and_cu
 ) -> None:
     fmt, wide, x = formats.parse(name), formats.stored_dim(dim), normal(seed, 4, dim)
     padded = torch.nn.functional.pad(x, (0, wide - dim))
-    back = round_trip(padded, fmt, "value")[:, :dim]
-    # Sums of other lengths may be rounded otherwise, and then a code is the next one.
-    assert ((round_trip(x, fmt, "value") - back).abs() > 1e-4).float().mean() < 0.05
+    back, own = round_trip(padded, fmt, "value")[:, :dim], round_trip(x, fmt, "value")
+    # Sums of other lengths may be rounded otherwise, and then a code or a scale is the next one, and all of its row
+    # moves, by less than what the codec is off by.
+    assert ((own - back).norm(dim=1) <= 2 * (own - x).norm(dim=1)).all()
 
 
 @pytest.mark.parametrize("dim", PADDED)
