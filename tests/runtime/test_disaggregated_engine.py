@@ -142,9 +142,8 @@ def both() -> Iterator[Pair]:
         yield Pair(prefill, decode, "k4v4", window_of("k4v4"))
 
 
-def rows(here: list[int], away: list[int]) -> int:
-    """Copies that bring blocks from `away`: NIXL joins neighbours that stay neighbours."""
-    pairs = list(zip(here, away, strict=True))
+def rows(pairs: list[tuple[int, int]]) -> int:
+    """Copies that bring blocks of the one engine to those of the other: NIXL joins neighbours that stay neighbours."""
     return sum((h - 1, a - 1) != before for (h, a), before in zip(pairs, [None, *pairs], strict=False))
 
 
@@ -161,8 +160,12 @@ def assert_pages_and_answers(both: Pair, rounds: int, ranks: int = 1, regions: i
             assert len(got["read"]) == len(sent) == ranks
             for mine, theirs in zip(got["read"], sent, strict=True):
                 told = one["params"]["remote_block_ids"]
-                pairs = [(here, away[-len(here) :]) for (here, _), away in zip(mine, told, strict=True) if here]
-                copies += regions * rows(*(list(chain(*of)) for of in zip(*pairs, strict=True)))
+                pairs = (
+                    sorted(zip(here, away[-len(here) :], strict=True))
+                    for (here, _), away in zip(mine, told, strict=True)
+                    if here
+                )
+                copies += regions * rows(list(chain(*pairs)))
                 for (_, here), away in zip(mine, theirs, strict=True):
                     assert here == away[-len(here) :]
                     seen["blocks"] += len(here)
