@@ -98,12 +98,14 @@ def store_block(dim: int, tokens: int, bits: int, capability: tuple[int, int]) -
 
 def gather_block(dim: int, capability: tuple[int, int], padded: bool = False) -> Block:
     """The block of `gather`: four warps spill where tensor cores read no operand from shared memory (9.0, 10.0 do), and
-    where heads have zeros behind, `padded`. With 168 registers three programs of four warps fit instead of two."""
+    on 10.0 where heads have zeros behind, `padded`. On 9.0 three programs fit with 168 registers, and two without."""
     if dim > 128:
         return Block(32 if dim <= 256 else 16, 8)
-    if dim > 64 and (capability[0] not in (9, 10) or padded):
-        return Block(64, 8)
-    return Block(64, 4, 168 if dim > 64 and capability[0] == 9 else None)
+    if dim <= 64:
+        return Block(64, 4)
+    if capability[0] == 9:
+        return Block(64, 4, 168)
+    return Block(64, 4 if capability[0] == 10 and not padded else 8)
 
 
 def prefill_block(capability: tuple[int, int]) -> PrefillBlock:
