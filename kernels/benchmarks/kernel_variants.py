@@ -99,7 +99,7 @@ def prefill_variant(causal: bool, capability: int) -> Variant:
 
 def step_variants() -> list[Variant]:
     """Plan and ring slots, which know no head."""
-    cut = {"TILE": 64, "WINDOW": 0, "CHUNK": plan.CHUNK, "OWN": plan.OWN, "PER": plan.PER, "MORE": plan.MORE}
+    cut = {"TILE": 64, "WINDOW": 0, "CHUNK": plan.CHUNK, "OWN": plan.OWN, "PER": plan.PER, "ROUNDS": plan.ROUNDS}
     slot_constants = {"RECENT": 64, "RING": 39, "RING_BLOCKS": 2, "ROUNDS": 8, "TOKENS": ring.TOKENS}
     return [Variant("plan_kernel", "any", "a token of a sequence", 4, cut | {"SEVERAL": False}),
             Variant("plan_kernel", "any", "several tokens", 4, cut | {"SEVERAL": True}),

@@ -8,13 +8,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvpilot_kernels.gpu.plan import FIXED, fill_splits, most_results, most_splits
+from kvpilot_kernels.gpu.plan import FIXED, beyond, fill_splits, most_results, most_splits
 
 
 def cut(lengths: list[int], tile: int, wave: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Splits [count, 4] and spans [sequences, 2]; both full of 77 before."""
     sequences = len(lengths)
-    count = most_splits(sequences, wave)
+    count = most_splits(sequences, wave, beyond(1))
     # One row more than asked for, to see that nobody writes there.
     splits = torch.full((count + 1, 4), 77, dtype=torch.int32)
     spans = torch.full((sequences + 1, 2), 77, dtype=torch.int32)
@@ -119,7 +119,7 @@ def test_each_split_has_a_result_of_its_own_for_each_row_and_reads_what_any_of_t
 ) -> None:
     counts, lengths = [n for n, _ in sequences], torch.tensor([n for _, n in sequences], dtype=torch.int32)
     most = max(2, *counts)
-    splits = torch.full((most_splits(len(counts), wave), 4), 77, dtype=torch.int32)
+    splits = torch.full((most_splits(len(counts), wave, beyond(most)), 4), 77, dtype=torch.int32)
     spans, bases = torch.full((len(counts), 2), 77, dtype=torch.int32), torch.full((len(counts) + 1,), 77).int()
     starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
     fill_splits(lengths, splits, spans, wave, tile, window, bases[:-1], starts, most)

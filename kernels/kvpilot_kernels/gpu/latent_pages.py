@@ -28,8 +28,8 @@ from kvpilot_kernels.layouts import SHRINK
 MOST_HEADS = 128
 """Query heads of a model (of a rank) that were checked against the reference."""
 
-OF_EACH = 1
-"""As `plan.most_splits` has it: a result of 128 heads is 256 KiB."""
+BEYOND = 1
+"""Splits of each sequence that a plan may make beyond a wave: a result of 128 heads is 256 KiB."""
 
 
 def part_layouts(fmt: LatentFormat, block_size: int) -> tuple[SideLayout, SideLayout]:
@@ -81,7 +81,7 @@ class LatentPlan:
 
     def __init__(self, shape: LatentShape, sequences: int) -> None:
         self.shape, self.sequences = shape, sequences
-        count, heads, device = most_splits(sequences, shape.wave, OF_EACH), shape.heads, shape.device
+        count, heads, device = most_splits(sequences, shape.wave, BEYOND), shape.heads, shape.device
         self.splits = torch.full((count, 4), -1, dtype=torch.int32, device=device)
         self.spans = torch.zeros(sequences, 2, dtype=torch.int32, device=device)
         self.partial = torch.empty(count, heads, RANK, device=device)
@@ -91,7 +91,7 @@ class LatentPlan:
 
     def update(self, seq_lens: torch.Tensor) -> None:
         """Cut the work for int32 [sequences or fewer] stored lengths; 0 is a row of padding."""
-        fill_splits(seq_lens, self.splits, self.spans, self.shape.wave, self.shape.choice.tile, of_each=OF_EACH)
+        fill_splits(seq_lens, self.splits, self.spans, self.shape.wave, self.shape.choice.tile, more=BEYOND)
 
 
 class GpuLatentPages:
@@ -188,7 +188,7 @@ class GpuLatentPages:
     def attend(self, block_table: torch.Tensor, sequences: int, plan: LatentPlan) -> None:
         """The first half of `decode`: partial results of every split, into the plan."""
         s, choice = self.shape, self.shape.choice
-        latent_decode_kernel[(triton.cdiv(s.heads, s.take), most_splits(sequences, s.wave, OF_EACH))](
+        latent_decode_kernel[(triton.cdiv(s.heads, s.take), most_splits(sequences, s.wave, BEYOND))](
             plan.rotated, plan.sums, self.cache, block_table, plan.splits, plan.partial, plan.lse,
             self.cache.stride(0), block_table.stride(0), TAKE=s.take, Q=choice.heads, TILE=choice.tile,
             STAGES=choice.stages, WARPS=choice.warps, LATENT=s.latent, POSITION=s.rope, HEADS=s.heads,

@@ -18,7 +18,7 @@ from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.codec import NARROW, side_layouts
 from kvpilot_kernels.gpu.decode import decode_kernel
 from kvpilot_kernels.gpu.gather import gather_kernel
-from kvpilot_kernels.gpu.plan import fill_splits, most_results, most_splits
+from kvpilot_kernels.gpu.plan import beyond, fill_splits, most_results, most_splits
 from kvpilot_kernels.gpu.reduce import reduce_kernel
 from kvpilot_kernels.gpu.rotation import packing_rotation, plain_rotation, slots
 from kvpilot_kernels.gpu.store import store_kernel
@@ -142,7 +142,7 @@ class Plan:
         self.overlap = False
         self.several: Several | None = None
         waves = [(most, shape.cut(most).wave) for most in range(1, tokens + 1)]
-        count = max(most_splits(sequences, wave) for _, wave in waves)
+        count = max(most_splits(sequences, wave, beyond(most)) for most, wave in waves)
         results = max(most_results(min(sequences * most, self.rows), most, wave, sequences) for most, wave in waves)
         heads, dim = (shape.kv_heads, shape.ratio), shape.row_dim
         make = {"device": shape.device}
@@ -283,7 +283,8 @@ class GpuPages:
             What a program takes, as the kernel was compiled; None where it was not, as in the interpreter.
         """
         s, rings, cut = self.shape, block_table if ring_table is None else ring_table, plan.cut()
-        kernel = decode_kernel[(cut.parts, s.kv_heads, most_splits(seq_lens.shape[0], cut.wave))](
+        more = beyond(1 if plan.several is None else plan.several.most)
+        kernel = decode_kernel[(cut.parts, s.kv_heads, most_splits(seq_lens.shape[0], cut.wave, more))](
             plan.rotated, plan.byte_sums, plan.units, plan.apart, plan.level, self.cache, block_table, self.ring, rings,
             plan.splits, plan.spans if plan.several is None else plan.several.starts, plan.spans, plan.bases,
             plan.partial, plan.lse, self.cache.stride(0), self.cache.stride(1), self.ring.stride(0),

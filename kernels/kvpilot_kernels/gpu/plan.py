@@ -13,24 +13,27 @@ import triton.language as tl
 CHUNK, OWN, PER = 1024, 32, 16
 """Sequences that a program counts at a time, those of which it writes the splits, and splits of each at a time."""
 
-OF_EACH = 3
-"""Splits of a sequence, at most, that a plan makes beyond a wave: what has room for more is seldom better."""
-
-MORE = 3
-"""Numbers of rounds that are tried beyond the fewest."""
+ROUNDS = 4
+"""Numbers of rounds that are weighed, from the fewest on."""
 
 FIXED = tl.constexpr(3)
 """What a split takes beside its tiles, in tiles: first loads that nothing hides, its results and their merge."""
 
 
-def most_splits(sequences: int, wave: int, of_each: int = OF_EACH) -> int:
-    """Rows of a split list that holds any plan which makes, beyond a wave, `of_each` splits of a sequence at most."""
-    return wave + of_each * sequences
+def beyond(tokens: int) -> int:
+    """Splits of each sequence, on average, that a plan may make beyond a wave: several tokens have a result in each of
+    them, and more than 3 are seldom better."""
+    return 3 if tokens == 1 else 1
+
+
+def most_splits(sequences: int, wave: int, more: int) -> int:
+    """Rows of a split list that holds any plan of a `wave` and `more` splits of each sequence, on average."""
+    return wave + more * sequences
 
 
 def most_results(rows: int, tokens: int, wave: int, sequences: int) -> int:
     """Partial results of any plan of so many `rows`, up to `tokens` of a sequence: a split has one for each row."""
-    return rows + (wave + (OF_EACH - 1) * sequences) * tokens
+    return rows + (wave + (beyond(tokens) - 1) * sequences) * tokens
 
 
 @triton.jit
@@ -75,7 +78,7 @@ def rows_of(starts_ptr, s, live, SEVERAL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sequences", "count", "wave", "tokens"])
 def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequences, count, wave, tokens,
-                TILE: tl.constexpr, WINDOW: tl.constexpr, SEVERAL: tl.constexpr, MORE: tl.constexpr,
+                TILE: tl.constexpr, WINDOW: tl.constexpr, SEVERAL: tl.constexpr, ROUNDS: tl.constexpr,
                 CHUNK: tl.constexpr, OWN: tl.constexpr, PER: tl.constexpr):  # fmt: skip
     """Grid (cdiv(sequences, OWN),): a program counts all sequences, and writes what its own have.
 
@@ -95,7 +98,7 @@ def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequence
     least = (total + wave - 1) // wave + FIXED  # no plan takes less, in tiles
     c = tl.maximum((total + wave - 1) // wave, 1)
     cost = total + FIXED + 1
-    for rounds in range(fewest, fewest + MORE + 1):
+    for rounds in range(fewest, fewest + ROUNDS):
         if cost * 8 > least * 9:
             room = tl.minimum(rounds * wave, count)
             may = tl.maximum((total + room - 1) // room, 1)
@@ -147,15 +150,16 @@ def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequence
 
 def fill_splits(seq_lens: torch.Tensor, splits: torch.Tensor, spans: torch.Tensor, wave: int, tile: int,
                 window: int = 0, bases: torch.Tensor | None = None, starts: torch.Tensor | None = None,
-                tokens: int = 1, of_each: int = OF_EACH) -> None:  # fmt: skip
+                tokens: int = 1, more: int | None = None) -> None:  # fmt: skip
     """Cut the work of int32 [sequences] stored lengths into `splits` and `spans`, as `plan_kernel` has them.
 
-    `starts` and `bases` where sequences have several rows, up to `tokens`; None where each has one. `of_each`: as
-    `most_splits` has it.
+    `starts` and `bases` where sequences have several rows, up to `tokens`; None where each has one. `more`: as
+    `most_splits` has it, `beyond` of the tokens if not told.
     """
     sequences, several = seq_lens.shape[0], starts is not None
+    count = most_splits(sequences, wave, beyond(tokens) if more is None else more)
     plan_kernel[(triton.cdiv(sequences, OWN),)](
         seq_lens, starts if several else spans, splits, spans, bases if several else spans, sequences,
-        most_splits(sequences, wave, of_each), wave, tokens, TILE=tile, WINDOW=window, SEVERAL=several, MORE=MORE,
-        CHUNK=CHUNK, OWN=OWN, PER=PER, num_warps=4,
+        count, wave, tokens, TILE=tile, WINDOW=window, SEVERAL=several, ROUNDS=ROUNDS, CHUNK=CHUNK, OWN=OWN, PER=PER,
+        num_warps=4,
     )  # fmt: skip

@@ -89,7 +89,7 @@ def encode(y, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
     # Codes are made once more at the end: kept for two ranges at a time they are registers that programs lack.
     if len(SIDE.shrink) > 1:
         least = quantize(y, lo, hi, SIDE.bits, D, WIDE)[2]
-        best = lo * 0.0 + SIDE.shrink[0]
+        best = tl.full(lo.shape, SIDE.shrink[0], tl.float32)
         for i in tl.static_range(1, len(SIDE.shrink)):
             error = quantize(y, lo * SIDE.shrink[i], hi * SIDE.shrink[i], SIDE.bits, D, WIDE)[2]
             best = tl.where(error < least, SIDE.shrink[i], best)
