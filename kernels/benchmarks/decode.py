@@ -300,7 +300,12 @@ def main() -> int:
             ("h200-decode-wide.json", "## On an H200, the kernels before (decision 46)"),
         )
         write("h200-decode-wide.md", "# Decode of heads of 512 elements", wide)
-        heads = (("h100-decode-heads.json", "## On an H100"),)
+        heads = (
+            (
+                "h100-decode-heads.json",
+                "## On an H100, before [work was cut for several rounds](h100-decode-rounds.md)",
+            ),
+        )
         write("h100-decode-heads.md", "# Decode of heads of 80 and of 192 elements", heads)
         write("h200-decode.md", "# Decode attention on one NVIDIA H200", runs)
     else:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import decode
 import torch
 from decode import Case, copy_rate, layers_for, microseconds
 
@@ -32,12 +33,9 @@ from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 
 SHAPES = {
-    "Llama-3-8B": (32, 8, 128),
+    **{name: decode.SHAPES[name] for name in ("Llama-3-8B", "StableLM 3B", "head_dim 256", "Gemma 4 26B")},
     "Phi-3-mini": (32, 32, 96),
-    "StableLM 3B": (32, 32, 80),
     "head_dim 64": (32, 32, 64),
-    "head_dim 256": (16, 8, 256),
-    "Gemma 4 26B": (16, 2, 512),
 }
 BLOCK = 64
 

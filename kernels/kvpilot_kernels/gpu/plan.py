@@ -17,12 +17,13 @@ ROUNDS = 4
 """Numbers of rounds that are weighed, from the fewest on."""
 
 FIXED = tl.constexpr(3)
-"""What a split takes beside its tiles, in tiles: first loads that nothing hides, its results and their merge."""
+"""What a split takes beside its tiles, in tiles: first loads that nothing hides, its results and their merge. An
+estimate: other numbers were not timed."""
 
 
 def beyond(tokens: int) -> int:
-    """Splits of each sequence, on average, that a plan may make beyond a wave: several tokens have a result in each of
-    them, and more than 3 are seldom better."""
+    """Splits of each sequence, on average, that a plan may make beyond a wave. Several tokens have a result in each of
+    them; more than 3 would by `most_tiles` seldom end sooner."""
     return 3 if tokens == 1 else 1
 
 
@@ -68,6 +69,41 @@ def count_splits(lens_ptr, sequences, tokens, c, TILE: tl.constexpr, WINDOW: tl.
 
 
 @triton.jit
+def most_tiles(lens_ptr, sequences, count, wave, tokens, TILE: tl.constexpr, WINDOW: tl.constexpr, ROUNDS: tl.constexpr,
+               CHUNK: tl.constexpr):  # fmt: skip
+    """Tiles that a split may have, so that at most `count` splits are made of all sequences and all end soonest.
+
+    A cut is taken to last as many rounds of a wave as it has splits for, each as long as the largest split and FIXED.
+    From the fewest rounds on ROUNDS cuts are weighed, until one is within an eighth of what no cut could beat.
+    """
+    total = 0
+    live = 0
+    for at in range(0, sequences, CHUNK):
+        s = at + tl.arange(0, CHUNK)
+        tiles = tiles_of(lens_ptr, s, s < sequences, tokens, TILE, WINDOW)[2]
+        total += tl.sum(tiles, 0)
+        live += tl.sum((tiles > 0).to(tl.int32), 0)
+    fewest = tl.maximum((live + wave - 1) // wave, 1)
+    least = (total + wave - 1) // wave + FIXED
+    c = tl.maximum((total + wave - 1) // wave, 1)
+    cost = total + FIXED + 1
+    for rounds in range(fewest, fewest + ROUNDS):
+        if cost * 8 > least * 9:
+            room = tl.minimum(rounds * wave, count)
+            may = tl.maximum((total + room - 1) // room, 1)
+            number, largest = count_splits(lens_ptr, sequences, tokens, may, TILE, WINDOW, CHUNK)
+            for _ in range(4):
+                if number > room:
+                    may += (may + 7) // 8
+                    number, largest = count_splits(lens_ptr, sequences, tokens, may, TILE, WINDOW, CHUNK)
+            found = (number + wave - 1) // wave * (largest + FIXED)
+            if (number <= count) & ((rounds == fewest) | (found < cost)):
+                c = may
+                cost = found
+    return c
+
+
+@triton.jit
 def rows_of(starts_ptr, s, live, SEVERAL: tl.constexpr):
     """Rows of the sequences s in this step."""
     rows = s * 0 + 1
@@ -87,30 +123,7 @@ def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequence
     start a multiple of TILE, length the sequence's; spans: int32 [sequences, 2], the first split of a sequence and how
     many it has; bases: int32 [sequences], the first one's first result, written with SEVERAL.
     """
-    total = 0
-    live = 0
-    for at in range(0, sequences, CHUNK):
-        s = at + tl.arange(0, CHUNK)
-        tiles = tiles_of(lens_ptr, s, s < sequences, tokens, TILE, WINDOW)[2]
-        total += tl.sum(tiles, 0)
-        live += tl.sum((tiles > 0).to(tl.int32), 0)
-    fewest = tl.maximum((live + wave - 1) // wave, 1)
-    least = (total + wave - 1) // wave + FIXED  # no plan takes less, in tiles
-    c = tl.maximum((total + wave - 1) // wave, 1)
-    cost = total + FIXED + 1
-    for rounds in range(fewest, fewest + ROUNDS):
-        if cost * 8 > least * 9:
-            room = tl.minimum(rounds * wave, count)
-            may = tl.maximum((total + room - 1) // room, 1)
-            number, largest = count_splits(lens_ptr, sequences, tokens, may, TILE, WINDOW, CHUNK)
-            for _ in range(4):
-                if number > room:
-                    may += (may + 7) // 8
-                    number, largest = count_splits(lens_ptr, sequences, tokens, may, TILE, WINDOW, CHUNK)
-            found = (number + wave - 1) // wave * (largest + FIXED)
-            if (number <= count) & ((rounds == fewest) | (found < cost)):
-                c = may
-                cost = found
+    c = most_tiles(lens_ptr, sequences, count, wave, tokens, TILE, WINDOW, ROUNDS, CHUNK)
     own = tl.program_id(0) * OWN
     used = 0
     first = 0

@@ -3,11 +3,14 @@
 Kept as tables, so that no user waits for tuning. Measured on an H200 (2026-11-22, Triton 3.6): at head_dim 128 and 256
 8, 10 to 13, 15 and 16 programs, in batches from 1 x 64K and 8 x 1K to 32 x 16K; 64 tokens of 2 stages in flight were
 best before keys were 8-bit integers (2026-11-21), and 32 at 256. Rows for head_dim 64 and 96 follow from registers, and
-so do the blocks of `store` and `gather` at 256, and of `gather` off Hopper; 192 has what 256 has, and was not timed.
+so do the blocks of `store` and `gather` at 256, and of `gather` off Hopper; 192 has what 256 has: nothing else was
+tried there.
 Decode of 8 queries with a recent window spills 8 to 328 bytes, and that of several tokens up to 512
 (docs/benchmarks/kernel-resources.md). At 512 6, 7 and 8 programs of 8 queries, 5 to 8 of 4, and tiles of 16 and 32
 tokens were timed (2026-11-24), with splits of single tiles; that splits are multiples of 64 tokens there came after it.
-`kernels/benchmarks/decode.py` times what the tables say.
+Blocks of `store` and `gather` for prompts were timed on an H100 (2026-11-25), those of 9.0 at head_dim 64 to 128, in
+`k4v4`, and store's in `k4v2` and `k2v2` without a limit on registers; other formats and GPUs follow from them.
+`kernels/benchmarks/decode.py` and `prompts.py` time what the tables say.
 """
 
 from __future__ import annotations
