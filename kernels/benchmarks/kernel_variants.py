@@ -74,6 +74,11 @@ def store_variant(name: str, dim: int, recent: int, tokens: int, capability: int
                    block.registers)  # fmt: skip
 
 
+def prompts(capability: int) -> tuple[int, ...]:
+    """So many tokens that each is stored by another program, more of them than those of a few sequences that decode."""
+    return (tuning.FEW_TOKENS + 1, tuning.SOME_TOKENS + 1) if capability == 90 else (tuning.FEW_TOKENS + 1,)
+
+
 def gather_variant(name: str, dim: int, block: tuning.Block) -> Variant:
     """Gather with so many tokens and warps."""
     key, value = side_layouts(formats.parse(name), dim, BLOCK, 0)
@@ -86,6 +91,18 @@ def reduce_variant(dim: int, take: int, step: int, warps: int, several: bool = F
     shape = f"head_dim {dim}, {take} of 8 queries, {step} splits" + (", several tokens" if several else "")
     constants = {"KV_HEADS": 8, "RATIO": 8, "TAKE": take, **row(dim), "ROWS": take, "STEP": step, "SEVERAL": several}
     return Variant("reduce_kernel", "any", shape, warps, constants)
+
+
+def weigh_variant(name: str, dim: int, ratio: int, capability: int) -> Variant:
+    """Weigh for so many query heads of a KV head."""
+    fmt = formats.parse(name)
+    queries, bits = tuning.program_queries(row(dim)["D"], ratio, 1), fmt.key.bits + fmt.value.bits
+    choice = tuning.choose(row(dim)["D"], queries, bits, BLOCK, 0, divmod(capability, 10))
+    tokens = choice.grain or choice.tile
+    constants = {"KV_HEADS": 8, "RATIO": ratio, "ROWS": 16, "KEY": side_layouts(fmt, dim, BLOCK, 0)[0], "PAGE": BLOCK,
+                 "D": row(dim)["D"], "WIDE": row(dim)["WIDE"], "TOKENS": tokens, "SOFTCAP": False,
+                 "SINKS": False}  # fmt: skip
+    return Variant("weigh_kernel", name, f"head_dim {dim}, {ratio} queries", tuning.weigh_warps(tokens), constants)
 
 
 def prefill_variant(causal: bool, capability: int) -> Variant:
@@ -147,13 +164,16 @@ def every_variant(capability: int) -> list[Variant]:
             windows = (0, 64) if formats.parse(name).has_ring else (0,)
             found += [decode_variant(name, dim, ratio, recent, capability) for ratio in (4, 8) for recent in windows]
             found += [decode_variant(name, dim, 4, recent, capability, tokens=4) for recent in windows]
-            found += [store_variant(name, dim, recent, tokens, capability) for recent in windows
-                      for tokens in ((1, tuning.FEW_TOKENS + 1) if dim <= 128 else (1,))]  # fmt: skip
-            found.append(gather_variant(name, dim, gather_block(dim, capability)))
+            found += [
+                store_variant(name, dim, recent, tokens, capability)
+                for recent in windows
+                for tokens in (1, *(prompts(capability) if dim <= 128 else ()))
+            ]
+            found += [gather_variant(name, dim, gather_block(dim, capability)), weigh_variant(name, dim, 4, capability)]
         found.append(decode_variant("k4v4", dim, 8, 64, capability, page=16))
         found.append(decode_variant("k4v4", dim, 8, 64, capability, softcap=True, window=4096))
         few = 2 if dim <= 128 else 4 if dim <= 256 else 8
-        one = (1, 32, 16) if dim > 256 else (1, 128, 16)
+        one = (1, 32, 16) if dim > 256 else (1, 128, 8 if 64 < dim <= 128 else 16)
         ways = (one, (1, 32, 8 if dim > 256 else 4), (1, 8, few), (2, 8, few), (4, 4, few))
         found += [reduce_variant(dim, *way, several) for way in ways for several in (False, True)]
     found += [prefill_variant(causal, capability) for causal in (True, False)]
@@ -176,8 +196,8 @@ def few_variants(capability: int) -> list[Variant]:
         if name in ("int8", "k4v4", "k2v2"):
             found.append(store_variant(name, dim, recent, 1, capability))
         if name in ("int8", "k4v4"):
-            found.append(gather_variant(name, dim, gather_block(dim, capability)))
-    found += [store_variant("k4v4", 128, 64, tuning.FEW_TOKENS + 1, capability),
+            found += [gather_variant(name, dim, gather_block(dim, capability)), weigh_variant(name, dim, 4, capability)]
+    found += [*(store_variant("k4v4", 128, 64, tokens, capability) for tokens in prompts(capability)),
               decode_variant("k4v4", 128, 4, 64, capability, tokens=4), prefill_variant(True, capability)]  # fmt: skip
     *of_formats, prepare, merge = latent_variants(16, capability)[:-2]
     found += [one for one in of_formats if one.dtype == "mla4"] + [prepare, merge]

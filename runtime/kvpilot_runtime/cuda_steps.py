@@ -225,7 +225,8 @@ class CudaBuilder(PackedBuilder):
         pages = GpuPages(cache, shape, factors, cache if shape.recent else None, self.sinks)
         table = torch.zeros(sequences, 1, dtype=torch.int32, **make)
         rings = torch.zeros(sequences, shape.ring_blocks, dtype=torch.int32, **make)
-        tokens = max(rows, tuning.FEW_TOKENS + 1)
+        several = (tuning.FEW_TOKENS + 1, tuning.SOME_TOKENS + 1)
+        tokens = max(rows, *several)
         lens = torch.ones(tokens, dtype=torch.int32, **make)
         slots = torch.full((tokens,), -1, **make)
         query = torch.zeros(tokens, heads, shape.head_dim, dtype=self.dtype, **make)
@@ -248,7 +249,11 @@ class CudaBuilder(PackedBuilder):
             self.plan.update(lens[:1], several=None if most == 1 else Several(starts[:2], owner[:most], most))
             taken = pages.attend(table[:1], lens[:1], self.plan, rings[:1] if shape.recent else None)
             shape.settle(most, taken)
-        pages.store(query, fresh, fresh, slots, self.plan, 0, 1.0, slots if shape.recent else None, lens)
+        for count in several:
+            ring_slots = slots[:count] if shape.recent else None
+            pages.store(
+                query[:count], fresh[:count], fresh[:count], slots[:count], self.plan, 0, 1.0, ring_slots, lens[:count]
+            )  # fmt: skip
         ends = torch.tensor([0, 1], dtype=torch.int32, **make)
         pages.gather(table[:1], ends, lens[:1], 1, fresh[:1], fresh[:1])
         if shape.wide:

@@ -9,7 +9,8 @@ Decode of 8 queries with a recent window spills 8 to 328 bytes, and that of seve
 (docs/benchmarks/kernel-resources.md). At 512 6, 7 and 8 programs of 8 queries, 5 to 8 of 4, and tiles of 16 and 32
 tokens were timed (2026-11-24), with splits of single tiles; that splits are multiples of 64 tokens there came after it.
 Blocks of `store` and `gather` for prompts were timed on an H100 (2026-11-25), those of 9.0 at head_dim 64 to 128, in
-`k4v4`, and store's in `k4v2` and `k2v2` without a limit on registers; other formats and GPUs follow from them.
+`k4v4`, and store's in `k4v2` and `k2v2` without a limit on registers; other formats and GPUs follow from them. So were
+on that day `store`'s of 8 to 64 tokens for 64 to 1,024 sequences, and `merging` for 8, 32 and 1 at head_dim 128.
 `kernels/benchmarks/decode.py` and `prompts.py` time what the tables say.
 """
 
@@ -78,8 +79,8 @@ class PrefillBlock:
     stages: int
 
 
-FEW_TOKENS = 128
-"""So many tokens at most are stored as those of a decode step are: with a program a head for 8 of them."""
+FEW_TOKENS, SOME_TOKENS = 128, 512
+"""So many tokens at most are stored as those of a decode step are: with a program a head for 8, and for 16 of them."""
 
 
 def store_block(dim: int, tokens: int, bits: int, capability: tuple[int, int]) -> Block:
@@ -94,9 +95,9 @@ def store_block(dim: int, tokens: int, bits: int, capability: tuple[int, int]) -
         return Block(8 if dim <= 256 else 4, 8)
     if tokens <= FEW_TOKENS:
         return Block(8, 4)
-    if capability[0] == 9:
-        return Block(64, 4, 168 if bits > 2 and dim > 64 else None)
-    return Block(16, 4)
+    if tokens <= SOME_TOKENS or capability[0] != 9:
+        return Block(16, 4)
+    return Block(64, 4, 168 if bits > 2 and dim > 64 else None)
 
 
 def gather_block(dim: int, capability: tuple[int, int], padded: bool = False) -> Block:
@@ -109,6 +110,12 @@ def gather_block(dim: int, capability: tuple[int, int], padded: bool = False) ->
     if capability[0] == 9:
         return Block(64, 4, 168)
     return Block(64, 4 if capability[0] == 10 and not padded else 8)
+
+
+def weigh_warps(tokens: int) -> int:
+    """Warps of a program of `weigh` that takes so many tokens at a time: 16 are an operand of one; with more warps than
+    that, registers spill on 9.0."""
+    return min(max(tokens // 16, 1), 4)
 
 
 def prefill_block(capability: tuple[int, int]) -> PrefillBlock:
@@ -173,7 +180,7 @@ def merging(dim: int, groups: int, ratio: int, device: torch.device) -> tuple[in
     """
     rows = groups * ratio
     if rows <= multiprocessors(device):
-        return 1, 128 if dim <= 256 else 32, 16
+        return 1, 128 if dim <= 256 else 32, 8 if 64 < dim <= 128 else 16
     if rows <= 2 * multiprocessors(device):
         return 1, 32, 4 if dim <= 256 else 8
     take = max(n for n in range(1, 3 if rows <= 8 * multiprocessors(device) else 5) if ratio % n == 0)
