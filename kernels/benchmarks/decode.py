@@ -2,7 +2,8 @@
 
 One layer's decode over random pages of random block tables, in a CUDA graph of 32 launches that go round several
 layers' caches, so that no cache is in L2; the median of ten replays. `decode` is the split kernel alone, `merged` with
-the merge of its parts (what FlashAttention and FlashInfer do too), `layer` with the store of the step's token. The
+the merge of its parts (what FlashAttention and FlashInfer do too), `layer` with the store of the step's token; in the
+raw file, without a window, `weigh` is what heavy hitters add in a step that is weighed, `weigh_idle` in others. The
 yardstick is a device-to-device copy in the same run. FlashAttention comes with vLLM, FlashInfer by itself; what is not
 installed is left out. Our formats are measured with each window of `--recent`, whose tokens all have their row in the
 ring. Writes OUT/decode.json; `--page` makes pages of the files of runs that lie in docs/benchmarks: h200-decode.md,
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -28,6 +29,7 @@ import triton
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.weigh import stretch, weigh
 from kvpilot_kernels.ring import ring_slots
 
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
@@ -169,6 +171,7 @@ def ours(
     taken = pages[0].attend(table, lens, plan, rings)
     shape.settle(1, taken)
     plan.update(lens, overlap=plan.overlap)
+    weighed = {} if recent else weighing(pages, table, lens, plan, turn)
     return {
         "registers": taken.registers if taken else None,
         "splits": int((plan.splits[:, 0] >= 0).sum()),
@@ -179,7 +182,25 @@ def ours(
         "layer": microseconds(layer),
         "bytes": size,
         "recent": recent,
+        **weighed,
     }
+
+
+def weighing(
+    pages: list[GpuPages], table: torch.Tensor, lens: torch.Tensor, plan: Plan, turn: Iterator[int]
+) -> dict[str, float]:
+    """Times of what heavy hitters add to decode, in a step that is weighed and in one that is not."""
+    wanted = torch.ones(1, dtype=torch.int32, device=table.device)
+    size = stretch(plan.shape)
+    room = table.shape[1] * plan.shape.block_size // size
+    total = torch.zeros(plan.shape.kv_heads, len(lens), room, device=table.device)
+
+    def launch() -> None:
+        weigh(pages[next(turn) % len(pages)], table, lens, plan, wanted, total)
+
+    weighed = microseconds(launch)
+    wanted.zero_()
+    return {"weigh": weighed, "weigh_idle": microseconds(launch)}
 
 
 def copy_rate(device: torch.device) -> float:

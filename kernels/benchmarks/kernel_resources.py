@@ -38,6 +38,7 @@ from kvpilot_kernels.gpu import (
     ring,
     store,
     tuning,
+    weigh,
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "kernel-resources.md"
@@ -53,6 +54,7 @@ POINTERS = {
     "rows_ptr": "*i32", "starts_ptr": "*i32", "rotation_ptr": "*bf16", "key_rotation_ptr": "*bf16",
     "value_rotation_ptr": "*bf16", "query_rotation_ptr": "*bf16", "ordinals_ptr": "*i32", "query_rope_ptr": "*bf16",
     "latent_ptr": "*bf16", "rope_ptr": "*bf16", "begins_ptr": "*i32", "byte_sums_ptr": "*i32",
+    "wanted_ptr": "*i32",
 }  # fmt: skip
 
 
@@ -79,7 +81,7 @@ def kernels() -> dict[str, Any]:
              ring.ring_slots_kernel, prefill.prefill_kernel, latent_decode.latent_decode_kernel,
              latent_gather.latent_gather_kernel,
              latent_reduce.latent_reduce_kernel, latent_store.latent_prepare_kernel,
-             latent_store.latent_store_kernel)  # fmt: skip
+             latent_store.latent_store_kernel, weigh.weigh_kernel)  # fmt: skip
     return {kernel.__name__: kernel for kernel in found}
 
 

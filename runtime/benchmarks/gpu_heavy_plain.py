@@ -81,6 +81,15 @@ def by_page(x: torch.Tensor, page: int) -> torch.Tensor:
     return functional.pad(x, (0, -len(x) % page)).view(-1, page).sum(1)
 
 
+def best(turn: dict[str, Any], prompts: list[list[int]], plain: Plain, page: int) -> float:
+    """The share of a turn's tokens that plain transformers would have chosen with the pages that were held."""
+    found: list[float] = []
+    for i, (prompt, answer) in enumerate(zip(prompts, turn["answers"], strict=True)):
+        steps = last_life(turn["steps"][str(i)])
+        found += plain(prompt, answer, held(steps, page, len(prompt) + len(answer) - 1))[0]
+    return sum(x <= 0 for x in found) / len(found)
+
+
 def judge(
     turns: list[dict[str, Any]], prompts: list[list[int]], plain: Plain, bound: HeavyHitters, page: int
 ) -> dict[str, Any]:
@@ -105,8 +114,14 @@ def judge(
         below["whole"] += plain(prompt, answer, torch.ones(length, length, dtype=torch.bool))[0]
         masses = torch.zeros(-(-length // page), dtype=torch.float64)
         had = list(range(-(-steps[0][0] // page)))
-        for before, new, places, weighed, alone in steps:
-            light = lightest(bound, page, had, dict(enumerate(masses.tolist())), before)
+        ahead: list[tuple[int, torch.Tensor]] = []  # by its last token, what a step gives that is perhaps in flight
+        for before, new, places, weighed, alone, known in steps:
+            for end, mass in ahead:
+                if end <= known:
+                    masses[: len(mass)] += mass
+            ahead = [one for one in ahead if one[0] > known]
+            whole = [at for at in had if at < -(-known // page)]
+            light = lightest(bound, page, whole, dict(enumerate(masses.tolist())), known)
             gone = [at for at in had if at not in places]
             if gone:
                 same += set(gone) == set(light)
@@ -119,7 +134,7 @@ def judge(
             if not rows:
                 continue
             mass = by_page(given[before + new - rows : before + new].sum(0), page) * weight
-            masses[: len(mass)] += mass
+            ahead.append((before + new, mass))
             wanted, got = mass[places], torch.tensor(weighed, dtype=torch.float64)
             off.append(float((got - wanted).abs().mean() / wanted.mean()))
             shifted.append(float((got.roll(1) - wanted).abs().mean() / wanted.mean()))
@@ -131,6 +146,7 @@ def judge(
         "pages_freed_by_turn": [turn["freed"] for turn in turns], "preempted": first["preempted"],
         "cached_tokens": first["cached"], "pages_left": sum(turn["left"] for turn in turns),
         "tokens_that_are_the_best": {k: sum(x <= 0 for x in v) / len(v) for k, v in below.items()},
+        "tokens_that_are_the_best_with_freed_pages_overwritten": best(turns[2], prompts, plain, page),
         "logits_below_the_best": {k: sum(v) / len(v) for k, v in below.items()},
         "masses": {"steps": len(off), "mean_off": sum(off) / len(off), "most_off": max(off),
                    "mean_off_of_the_next_page": sum(shifted) / len(shifted)},

@@ -38,7 +38,7 @@ class Turn:
     Attributes:
         answers: of all rounds' prompts. steps: of each request, by its number: tokens before the step, new ones, the
             places in its table that have a page, the masses of these, None where none were measured, and whether
-            single tokens were to be.
+            single tokens were to be, and of how many tokens the scheduler had the results when it freed pages.
         freed: pages that went back while their request ran. preempted: requests that began anew. cached: tokens that
             the prefix cache had. left: pages that are not free when all is done.
     """
@@ -64,6 +64,8 @@ class Watched:
 
         self.told = KEPT
         self.fill, self.turn, self.freed = "", Turn(), list[int]()
+        self.sent: dict[int, dict[str, list[Any]]] = {}  # steps whose results are not known yet
+        self.processed: dict[str, int] = {}  # tokens of each request whose results were known when pages were freed
         scheduler, executor = core.scheduler, core.model_executor
         self.manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         self.pool = self.manager.block_pool
@@ -75,6 +77,7 @@ class Watched:
         def removing(request: str, *args: Any, **kwargs: Any) -> None:
             before = set(self.held(request).values())
             remove(request, *args, **kwargs)
+            self.processed[request] = args[0]
             gone = before - set(self.held(request).values())
             self.turn.freed += len(gone)
             for block in (self.pool.blocks[i] for i in gone):
@@ -87,8 +90,9 @@ class Watched:
             return execute(scheduled, *args, **kwargs)
 
         def updating(scheduled: Any, output: Any) -> Any:
+            steps = self.sent.pop(id(scheduled))
             for request, pages, masses in getattr(output, MASSES, ()):
-                step = self.turn.steps[name_of(request)][-1]
+                step = steps[request]
                 if list(pages) != step[2]:
                     raise RuntimeError(f"request {request} was weighed by pages {pages}, and holds {step[2]}")
                 step[3] = masses
@@ -108,9 +112,12 @@ class Watched:
         cached = scheduled.scheduled_cached_reqs
         before = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
         before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        steps = self.sent[id(scheduled)] = {}
         for request, new in scheduled.num_scheduled_tokens.items():
-            step = [before[request], new, list(self.held(request)), None, getattr(scheduled, self.told)[1]]
+            known = self.processed.get(request, before[request])
+            step = [before[request], new, list(self.held(request)), None, getattr(scheduled, self.told)[1], known]
             self.turn.steps.setdefault(name_of(request), []).append(step)
+            steps[request] = step
         if self.fill == "freed":
             self.overwrite(self.freed)
         if self.fill == "first":

@@ -141,7 +141,9 @@ def bounded_backend(stock: Any) -> Any:
             if isinstance(bound, HeavyHitters):
                 from kvpilot_runtime import heavy
 
-                self.held = heavy.HeldTables(bound, page, sequences, device)
+                most = heavy.most_pages(bound, page, vllm_config.scheduler_config)
+                self.held = heavy.HeldTables(page, most, sequences, device)
+                self.singles = heavy.singles(self, page, most, sequences)
             else:
                 self.kept = KeptTables(bound, page, sequences, device)
 
@@ -149,7 +151,7 @@ def bounded_backend(stock: Any) -> Any:
         def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
             """Of whole steps those alone in which each sequence has one new token: others have tables of their own."""
             if isinstance(kv_cache_spec.bound, HeavyHitters) and not vllm_config.use_v2_model_runner:
-                return AttentionCGSupport.NEVER  # the older runner cannot be told to leave a step out
+                return AttentionCGSupport.NEVER  # nobody has seen it right with the older runner
             stock = super().get_cudagraph_support(vllm_config, kv_cache_spec)
             return min(stock, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda support: support.value)
 
@@ -159,10 +161,11 @@ def bounded_backend(stock: Any) -> Any:
             if isinstance(bound, HeavyHitters):
                 from kvpilot_runtime import heavy
 
-                common = heavy.held_alone(common, bound, page, heavy.STEP)
-                common = self.held.put(common) if common.max_query_len == 1 else common
+                common = heavy.held_alone(common, bound, page, heavy.STEP, self.singles)
+                if common.max_query_len == 1:
+                    common = self.held.put(common)
                 metadata = super().build(0, common, fast_build)
-                setattr(metadata, heavy.MARK, heavy.STEP.weighing)
+                setattr(metadata, heavy.MARK, (heavy.STEP.weighing, self.singles))
                 return metadata
             if common.causal is True and common.max_query_len == 1:
                 common = self.kept.alone(common)

@@ -78,8 +78,6 @@ def _heavy(
     """Refuse what pages cannot be weighed with; `usual`: tokens of a page where nobody says."""
     if fmt.name.startswith("fp8"):
         raise refuse(f"kv-cache dtype {fmt.name!r}", "use auto or a dtype of kvpilot")
-    if any(options.given(request.others, "--async-scheduling")):
-        raise refuse("--async-scheduling", "leave it out")
     if request.tensor_parallel > 1:
         raise refuse(f"--tensor-parallel-size {request.tensor_parallel}", "use 1")
     for option in ("--pipeline-parallel-size", "-pp"):

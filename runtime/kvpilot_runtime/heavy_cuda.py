@@ -1,7 +1,8 @@
-"""How pages are weighed on a GPU: sequences together, and the context piece by piece, all left on the device.
+"""How pages are weighed on a GPU, all left on the device.
 
-A layer's share of a step is a handful of launches however many sequences are measured, and nothing waits for it. Keys
-of our dtypes are read back by the kernel that reads contexts for prompts, into the same workspace.
+Single tokens are measured by a kernel after decode, which is in captured graphs and mostly does nothing. Of prompts'
+chunks sequences are weighed together, and their context piece by piece: a handful of launches of a layer however many
+there are. Keys are then read back by the kernel that reads contexts for prompts, into the same workspace.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ from typing import Any
 
 import torch
 
+from kvpilot_kernels.gpu import weigh as kernel
+from kvpilot_kernels.gpu.pages import GpuPages
+from kvpilot_kernels.gpu.weigh import stretch
 from kvpilot_runtime import retention
-from kvpilot_runtime.cuda import WORKSPACE_BYTES, CudaImpl
+from kvpilot_runtime.cuda import CudaImpl
+from kvpilot_runtime.cuda_steps import CudaBuilder, Metadata
 from kvpilot_runtime.errors import UnsupportedModelError
-from kvpilot_runtime.heavy_mass import Weighing, key_places, masses, scores, softcap_of
+from kvpilot_runtime.heavy_mass import Singles, Weighing, masses, scores, softcap_of
 
 
 @dataclass
@@ -81,64 +86,56 @@ def groups(weighing: Weighing, page: int, room: int) -> Iterator[Group]:
         )
 
 
-Keys = Callable[[Group, Piece, torch.Tensor, Any], torch.Tensor]
-"""Reads a piece's keys, [sequences, kv_heads, head_dim, tokens], by the layer's queries and metadata of the step."""
-
-
-def weigher(layer: Any) -> Callable[[torch.Tensor, Any, Weighing], None]:
-    """Adds a layer's share to a step's masses (`heavy.weigher`).
+def singles(builder: Any, page: int, most: int, sequences: int) -> Singles:
+    """Buffers for what is measured of steps with one new token of each of so many sequences, of `most` pages each.
 
     Raises:
-        UnsupportedModelError: where the layer's backend keeps its keys is not known.
+        UnsupportedModelError: the builder of layers whose pages are not ours.
     """
-    impl, page = layer.impl, layer.kv_cache.shape[2]
-    softcap, sinks = softcap_of(impl), getattr(impl, "sinks", None)
-    if isinstance(impl, CudaImpl):
-        keys, room = _packed(layer), impl.workspace_tokens
-    else:
-        keys, room = _stock(layer), WORKSPACE_BYTES // (4 * impl.num_kv_heads * impl.head_size)
+    if not isinstance(builder, CudaBuilder):
+        raise UnsupportedModelError(
+            f"on a GPU no pages but ours are weighed: {retention.VARIABLE} needs another policy, or a KV-cache dtype "
+            "of kvpilot"
+        )
+    shape = builder.shape
+    per_page = page // stretch(shape)
+    return Singles(
+        torch.zeros(1, dtype=torch.int32, device=shape.device),
+        torch.zeros(shape.kv_heads, sequences, most * per_page, device=shape.device), per_page,
+    )  # fmt: skip
 
-    def weigh(query: torch.Tensor, metadata: Any, weighing: Weighing) -> None:
+
+def weigher(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Singles], None]:
+    """Adds a layer's share to a step's masses (`heavy.weigher`)."""
+    impl: CudaImpl = layer.impl
+    page = layer.kv_cache.shape[2]
+
+    def weigh(query: torch.Tensor, metadata: Metadata, weighing: Weighing | None, alone: Singles) -> None:
+        pages = impl.pages_of(layer, layer.kv_cache, metadata.plan.shape)
+        if metadata.decodes:
+            kernel.weigh(
+                pages, metadata.block_table, metadata.seq_lens, metadata.plan, alone.wanted, alone.total
+            )  # fmt: skip
+        if weighing is None:
+            return
+        room = impl.workspace_tokens
         if room not in weighing.groups:  # once for all layers
             weighing.groups[room] = list(groups(weighing, page, room))
+        workspace = impl.workspace(query.device, query.dtype)
         for group in weighing.groups[room]:
             asked = query[group.rows]
-            parts = [scores(asked, keys(group, piece, query, metadata), impl.scale) for piece in group.pieces]
+            parts = [scores(asked, keys(pages, group, piece, workspace), impl.scale) for piece in group.pieces]
             score = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-            mass = masses(score, page, softcap, sinks, group.lens) * group.weights
+            mass = masses(score, page, softcap_of(impl), impl.sinks, group.lens) * group.weights
             weighing.total[:, : mass.shape[1]].index_add_(0, group.at, mass)
 
     return weigh
 
 
-def _packed(layer: Any) -> Keys:
-    impl: CudaImpl = layer.impl
-
-    def keys(group: Group, piece: Piece, query: torch.Tensor, metadata: Any) -> torch.Tensor:
-        workspace = impl.workspace(query.device, query.dtype)
-        sequences, tokens = len(group.lens), (piece.last - piece.first) * layer.kv_cache.shape[2]
-        found, values = (side[: sequences * tokens] for side in workspace)
-        pages = impl.pages_of(layer, layer.kv_cache, metadata.plan.shape)
-        pages.gather(group.table, piece.rows, piece.begins, tokens, found, values)
-        read: torch.Tensor = found.view(sequences, tokens, *found.shape[1:]).permute(0, 2, 3, 1)
-        return read
-
-    return keys
-
-
-def _stock(layer: Any) -> Keys:
-    """Of a backend of vLLM's that keeps a token's key before its value."""
-    cache = layer.kv_cache
-    tokens, width = cache.shape[2:]
-    expected = torch.arange(tokens)[:, None] * width + torch.arange(width // 2)
-    if not torch.equal(key_places(layer), expected):
-        raise UnsupportedModelError(
-            f"{type(layer.impl).__name__} does not keep a token's key before its value, so pages cannot be weighed: "
-            f"{retention.VARIABLE} needs another policy, or a KV-cache dtype of kvpilot"
-        )
-
-    def keys(group: Group, piece: Piece, _: torch.Tensor, __: Any) -> torch.Tensor:
-        held: torch.Tensor = layer.kv_cache[..., : width // 2][group.table[:, piece.first : piece.last].long()]
-        return held.permute(0, 2, 4, 1, 3).flatten(3)
-
-    return keys
+def keys(pages: GpuPages, group: Group, piece: Piece, workspace: torch.Tensor) -> torch.Tensor:
+    """A piece's keys, [sequences, kv_heads, head_dim, tokens], read back into the workspace."""
+    sequences, tokens = len(group.lens), (piece.last - piece.first) * pages.shape.block_size
+    found, values = (side[: sequences * tokens] for side in workspace)
+    pages.gather(group.table, piece.rows, piece.begins, tokens, found, values)
+    read: torch.Tensor = found.view(sequences, tokens, *found.shape[1:]).permute(0, 2, 3, 1)
+    return read

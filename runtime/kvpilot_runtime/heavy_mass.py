@@ -50,6 +50,39 @@ class Weighing:
         return [(one.request, one.pages, row[: len(one.pages)]) for one, row in zip(self.sequences, found, strict=True)]
 
 
+@dataclass
+class Singles:
+    """What a kernel measures of the sequences that have one new token in a step, in buffers that captured graphs read.
+
+    Attributes:
+        wanted: int32 [1], 0 where nothing is measured. total: float32 [kv_heads, sequences, stretches], the sum so far
+            of all layers, `per_page` stretches a page. sequences: those that are measured, their row that of `total`.
+    """
+
+    wanted: torch.Tensor
+    total: torch.Tensor
+    per_page: int
+    sequences: list[Measured] = field(default_factory=list)
+
+    def begin(self, sequences: list[Measured]) -> None:
+        """Of a step, before it is launched."""
+        if sequences:
+            self.total.zero_()
+        if bool(sequences) != bool(self.sequences):
+            self.wanted.fill_(int(bool(sequences)))
+        self.sequences = sequences
+
+    def masses(self) -> list[Masses]:
+        """For the scheduler; waits for the device."""
+        if not self.sequences:
+            return []
+        heads, rows, _ = self.total.shape
+        found = self.total.double().view(heads, rows, -1, self.per_page).sum((0, 3)).cpu()
+        return [
+            (one.request, one.pages, (found[one.row, : len(one.pages)] * one.weight).tolist()) for one in self.sequences
+        ]
+
+
 def scores(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
     """float32 [sequences, heads, rows, tokens]: query [sequences, rows, heads, head_dim], keys [sequences, kv_heads,
     head_dim, tokens]."""
@@ -99,12 +132,14 @@ def softcap_of(impl: Any) -> float:
     return float(getattr(impl, "softcap", 0.0) or getattr(impl, "logits_soft_cap", 0.0) or 0.0)
 
 
-def on_cpu(layer: Any) -> Callable[[torch.Tensor, Any, Weighing], None]:
+def on_cpu(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Singles | None], None]:
     """Adds a layer's share to a step's masses, sequence by sequence (`heavy.weigher`)."""
     impl, keys, page = layer.impl, _reader(layer), layer.kv_cache.shape[2]
     softcap = softcap_of(impl)
 
-    def weigh(query: torch.Tensor, _: Any, weighing: Weighing) -> None:
+    def weigh(query: torch.Tensor, _: Any, weighing: Weighing | None, __: Singles | None) -> None:
+        if weighing is None:
+            return
         for total, one in zip(weighing.total, weighing.sequences, strict=True):
             found = keys(weighing.table[one.row, : len(one.pages)].long(), one.length)
             mass = page_mass(query[one.rows], found, page, impl.scale, softcap, impl.sinks)

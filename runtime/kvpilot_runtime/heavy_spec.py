@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvpilot_runtime.bounded_spec import BoundedManager, BoundedSpec
@@ -23,8 +24,11 @@ KEPT, MASSES = "kvpilot_kept", "kvpilot_masses"
 EVERY = 32
 """One step in so many is measured of sequences that decode; chunks of prompts always are."""
 
-Kept = tuple[str, tuple[int, ...], int]
-"""Of one request: its id, the pages that it holds among its first, and how many these first are; it has all others."""
+Kept = tuple[np.ndarray, int]
+"""Of one request: the pages that it holds among its first, int64 and ascending, and how many these first are; it has
+all others."""
+NOTHING: Kept = (np.zeros(0, np.int64), 0)
+"""Of a request that nothing was freed of."""
 Masses = tuple[str, tuple[int, ...], list[float]]
 """Of one request: its id, pages, and how much attention each had in a step."""
 
@@ -76,7 +80,7 @@ class HeavyManager(BoundedManager):
         super().__init__(*args, **kwargs)
         self.masses: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
         self.steps = 0
-        self._kept: dict[str, tuple[list[int], int]] = {}  # pages held of so many first ones; all others are held
+        self._kept: dict[str, Kept] = {}
 
     @classmethod
     def find_longest_cache_hit(
@@ -103,10 +107,9 @@ class HeavyManager(BoundedManager):
             for page, mass in zip(pages, found, strict=True):
                 self.masses[request][page] += mass
 
-    def kept(self, request_id: str) -> tuple[tuple[int, ...], int]:
-        """Pages that a request holds among its first, and how many these first are."""
-        pages, first = self._kept.get(request_id, ((), 0))
-        return tuple(pages), first
+    def kept(self, request_id: str) -> Kept:
+        """Pages that a request holds among its first, and how many these first are; not to be written to."""
+        return self._kept.get(request_id, NOTHING)
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
@@ -114,14 +117,14 @@ class HeavyManager(BoundedManager):
         """Free the lightest pages beyond the budget; called before a request is given pages for a step."""
         blocks, size = self.req_to_blocks.get(request_id, ()), self.block_size
         whole = min(-(-processed_computed_tokens // size), len(blocks))
-        pages, first = self._kept.get(request_id, ([], 0))
-        held = [*pages, *range(first, whole)]
+        pages, first = self.kept(request_id)
+        if len(pages) + whole - first <= self.kv_cache_spec.bound.pages(size):
+            return
+        held = [*pages.tolist(), *range(first, whole)]
         masses: dict[int, float] = self.masses.get(request_id, {})
         light = lightest(self.kv_cache_spec.bound, size, held, masses, processed_computed_tokens)
-        if not light:
-            return
         gone = set(light)
-        self._kept[request_id] = [page for page in held if page not in gone], max(whole, first)
+        self._kept[request_id] = np.array([page for page in held if page not in gone], np.int64), whole
         for page in light:
             masses.pop(page, None)
         freed = [blocks[page] for page in sorted(light, reverse=True)]
@@ -142,18 +145,14 @@ def _manager(scheduler: Any) -> HeavyManager | None:
 
 
 def tell(scheduler: Any, output: Any) -> None:
-    """Of a scheduler that has made a step: let workers know which pages its requests hold, and whether single tokens
-    are measured in it.
+    """Of a scheduler that has made a step: let workers know which pages its requests hold, by their ids, and whether
+    single tokens are measured in it.
 
-    By the block that a request's last token goes into: no two requests of a step share that one. All sequences that
-    decode are measured in the same steps, so that the others are whole CUDA graphs.
+    All sequences that decode are measured in the same steps, so that the others wait for no masses.
     """
     if (manager := _manager(scheduler)) is None:
         return
-    kept: dict[int, Kept] = {}
-    for request in output.num_scheduled_tokens:
-        last = (scheduler.requests[request].num_computed_tokens - 1) // manager.block_size
-        kept[manager.req_to_blocks[request][last].block_id] = (request, *manager.kept(request))
+    kept = {request: manager.kept(request) for request in output.num_scheduled_tokens}
     manager.steps += bool(kept)
     setattr(output, KEPT, (kept, manager.steps % EVERY == 0))
 

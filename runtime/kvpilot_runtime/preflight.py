@@ -16,7 +16,6 @@ from kvpilot_runtime import bounded_check, disk_file, engines, hub, machine, mem
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.modelconfig import read_config, weight_bytes
 from kvpilot_runtime.preflight_request import Findings, Request, model_folder
-from kvpilot_runtime.retention import HeavyHitters
 
 CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})
 """vLLM's own dtypes that its CPU backend really implements; it accepts the others and reads garbage."""
@@ -52,7 +51,6 @@ def check(request: Request) -> Findings:
     findings.disable_window = (
         request.retention is not None and findings.config is not None and findings.config.idle_window
     )
-    findings.in_order = platform == "cuda" and isinstance(request.retention, HeavyHitters)
     if isinstance(fmt, latent.LatentFormat):
         preflight_dtypes.check_latent(fmt, findings.config, request)
     elif fmt.ours and findings.config is not None:

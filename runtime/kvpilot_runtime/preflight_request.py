@@ -46,14 +46,12 @@ class Findings:
         config: what the model says of itself; None where it could not be had.
         skip_layers: the layers that are to stay in 16 bits.
         disable_window: vLLM is to build layers without the window that no context of this model can leave.
-        in_order: each step is to be made with the last one's results (vLLM's --no-async-scheduling).
         warnings: as (reason, message).
     """
 
     config: models.Architecture | None = None
     skip_layers: tuple[str, ...] = ()
     disable_window: bool = False
-    in_order: bool = False
     warnings: list[tuple[str, str]] = field(default_factory=list)
 
 

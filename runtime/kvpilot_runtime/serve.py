@@ -190,8 +190,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments += ["--kv-cache-dtype-skip-layers", *findings.skip_layers]
     if findings.disable_window:
         arguments.append("--disable-sliding-window")
-    if findings.in_order:
-        arguments.append("--no-async-scheduling")
     if request.disk_path is not None and request.disk_bytes is not None:
         below = offload.below_host(request.disk_path, request.disk_bytes)
         arguments += [options.TRANSFER, json.dumps(below)]

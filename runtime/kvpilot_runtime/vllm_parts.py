@@ -257,6 +257,8 @@ PARTS = (
          takes=("grammar_output",)),
     Part("vllm.v1.worker.gpu.model_runner:GPUModelRunner.gather_batch_req_state", Feature.HEAVY, "cuda",
          takes=("scheduler_output", "dummy_run")),
+    Part("vllm.v1.worker.gpu.model_runner:BatchReqState", Feature.HEAVY, "cuda", has=("req_ids",)),
+    Part("vllm.v1.worker.gpu_input_batch:InputBatch", Feature.HEAVY, has=("req_ids",)),
     Part("vllm.v1.worker.gpu.async_utils:AsyncOutput", Feature.HEAVY, "cuda", tries=_gives),
     Part("vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks", Feature.HOST, takes=("request",)),
     Part("vllm.v1.request:Request.get_skip_reading_prefix_cache", Feature.HOST),

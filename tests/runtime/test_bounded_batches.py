@@ -172,7 +172,7 @@ def test_buffers_for_graphs_are_made_where_steps_are_captured_alone(bound: Sinks
     builder = bounded_backend(CpuBackend).get_builder_cls()
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=8),
-        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64, async_scheduling=True),
         cache_config=SimpleNamespace(cache_dtype="k4v4"),
         kv_transfer_config=None,
     )
@@ -183,7 +183,7 @@ def test_buffers_for_graphs_are_made_where_steps_are_captured_alone(bound: Sinks
 
 
 @pytest.mark.parametrize("newer", [False, True])
-def test_steps_of_heavy_hitters_are_captured_whole_where_the_runner_can_leave_some_out(newer: bool) -> None:
+def test_steps_of_heavy_hitters_are_captured_whole_by_the_newer_runner(newer: bool) -> None:
     class Whole(CpuBuilder):
         @classmethod
         def get_cudagraph_support(cls, *_: Any) -> AttentionCGSupport:

@@ -106,7 +106,6 @@ def test_what_does_not_go_with_a_bound_is_refused_by_name(
     [
         (("--tensor-parallel-size=2",), "k4v4", "--tensor-parallel-size 2"),
         (("-pp=2",), "k4v4", "-pp (pipeline parallelism)"),
-        (("--async-scheduling",), "k4v4", "--async-scheduling"),
         ((), "fp8", "kv-cache dtype 'fp8'"),
     ],
 )
@@ -135,19 +134,6 @@ def test_dtypes_of_latents_are_refused() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "platform", lambda: "cuda")
     monkeypatch.setattr(machine, "gpus", lambda: [machine.Gpu("NVIDIA H200", 141 * 2**30, 0, (9, 0))])
-
-
-@pytest.mark.usefixtures("gpu")
-def test_steps_of_heavy_hitters_on_a_gpu_wait_for_each_others_results_without_being_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Asynchronous scheduling, which vLLM has by default there, makes a step before the last one's masses are known."""
-    started: list[list[str]] = []
-    monkeypatch.setattr(os, "execve", lambda _, command, environment: started.append(command))
-    monkeypatch.setattr(serve.compiled, "prepare", lambda *_: ({}, None))
-    for arguments in (HEAVY, BOUND, ()):
-        serve.main([f"--model={tiny_llama()}", "--kv-cache-dtype=k4v4", *arguments])
-    assert ["--no-async-scheduling" in command for command in started] == [True, False, False]
 
 
 @pytest.mark.usefixtures("gpu")

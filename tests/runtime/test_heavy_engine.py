@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 from kvpilot_demo.models import tiny_llama
 from kvpilot_demo.oracle import SLACK, Oracle
+from kvpilot_runtime.heavy import most_pages
 from kvpilot_runtime.heavy_spec import lightest
 from kvpilot_runtime.retention import HeavyHitters
 from support.bounded_engine import Asked, Told, serve
@@ -32,7 +34,7 @@ CHUNK = 48
 GIVEN_UP = 3
 
 
-def asked(dtype: str, **more: object) -> Asked:
+def asked(dtype: str, ahead: bool = False, **more: object) -> Asked:
     """Unlike requests beside each other in a pool that is too small for them; then a prompt, and one that goes on."""
     rng = random.Random(20261123)
     prompts = [[rng.randrange(3, 49152) for _ in range(length)] for length in (150, 20, 260, 7, 90, 12, 200)]
@@ -40,6 +42,7 @@ def asked(dtype: str, **more: object) -> Asked:
     options = {
         "max_model_len": 640, "block_size": PAGE[dtype], "num_gpu_blocks_override": BLOCKS[dtype],
         "kv_cache_memory_bytes": 64 * 2**20, "max_num_batched_tokens": CHUNK, "max_num_seqs": 8,
+        "async_scheduling": ahead,
     }  # fmt: skip
     tokens = [[180, 150, 60, 400, 120, 300], [4], [90, 20]]
     return Asked(str(tiny_llama()), dtype, str(BOUND[dtype]), rounds, tokens, options, abort={str(GIVEN_UP): 200},
@@ -86,9 +89,10 @@ def answers_of(what: Asked, told: Told) -> dict[str, tuple[list[int], list[int]]
     return {str(i): pair for i, pair in enumerate(pairs)}
 
 
-@pytest.fixture(scope="module", params=["auto", "k4v4"])
+@pytest.fixture(scope="module", params=["auto", "k4v4", "k4v4, steps ahead"])
 def served(request: pytest.FixtureRequest) -> tuple[Asked, Told]:
-    what = asked(request.param)
+    dtype, _, ahead = request.param.partition(", ")
+    what = asked(dtype, bool(ahead))
     return what, serve(what)
 
 
@@ -108,10 +112,11 @@ def test_answers_are_those_of_the_pages_that_were_held(served: tuple[Asked, Told
     assert told.freed > 20
     assert told.preempted > 0
     assert told.chunks > 3
-    # A request has its budget and a step, wherever a page begins.
-    assert told.held <= bound.budget // page + -(-CHUNK // page) + 1
-    assert max(len(places) for steps in told.steps.values() for _, new, places, _ in steps if new == 1) <= (
-        bound.budget // page + 1
+    # A request has its budget and a step, wherever a page begins; and one more that is in flight.
+    ahead = what.options["async_scheduling"]
+    assert told.held <= bound.budget // page + (1 + ahead) * -(-CHUNK // page) + 1
+    assert max(len(places) for steps in told.steps.values() for _, new, places, _ in steps if new == 1) <= most_pages(
+        bound, page, SimpleNamespace(max_num_batched_tokens=CHUNK, async_scheduling=ahead)
     )
     assert len(told.answers[0][GIVEN_UP]) == 200
     assert told.left == 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,8 +18,9 @@ from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.reference.attention import round_trip
 from kvpilot_runtime import heavy
 from kvpilot_runtime.errors import UnsupportedEngineError, UnsupportedModelError
-from kvpilot_runtime.heavy import HeldTables, Step, held_alone
-from kvpilot_runtime.heavy_mass import key_places, masses, page_mass, scores
+from kvpilot_runtime.heavy import HeldTables, Step, held_alone, most_pages
+from kvpilot_runtime.heavy_mass import Singles, key_places, masses, page_mass, scores
+from kvpilot_runtime.heavy_spec import NOTHING, Kept
 from kvpilot_runtime.retention import HeavyHitters
 
 BOUND = HeavyHitters(4, 32, 128)
@@ -101,10 +104,20 @@ def batch(sequences: list[tuple[int, int]], table: torch.Tensor, **more: Any) ->
     )  # fmt: skip
 
 
+def kept(pages: tuple[int, ...], first: int) -> Kept:
+    """Pages that are held of so many first ones."""
+    return np.array(pages), first
+
+
+def scheduler(ahead: bool) -> SimpleNamespace:
+    """A configuration with chunks of 50 tokens."""
+    return SimpleNamespace(max_num_batched_tokens=50, async_scheduling=ahead)
+
+
 def test_tables_and_lengths_are_those_of_held_pages_alone() -> None:
     table = torch.arange(1, 37).view(3, 12).int()
-    told = {10: ("a", (0, 3, 4), 6), 16: ("b", (), 0), 34: ("c", (0, 1, 6), 7)}
-    step = Step(told, alone=True)  # of 16 tokens a page: a has 159 tokens, b 64, c 160
+    told = {"a": kept((0, 3, 4), 6), "b": NOTHING, "c": kept((0, 1, 6), 7)}
+    step = Step(told, True, lambda: "abc")  # of 16 tokens a page: a has 159 tokens, b 64, c 160
     found = held_alone(batch([(158, 1), (0, 64), (159, 1)], table), BOUND, 16, step)
     assert found.block_table_tensor[0, :7].tolist() == [1, 4, 5, 7, 8, 9, 10]
     assert found.block_table_tensor[1, :4].tolist() == [13, 14, 15, 16]
@@ -123,7 +136,7 @@ def test_tables_and_lengths_are_those_of_held_pages_alone() -> None:
     assert step.weighing.masses() == [
         ("a", (0, 3, 4, 6, 7, 8, 9), [3.0] * 7), ("b", (0, 1, 2, 3), [3.0] * 4), ("c", (0, 1, 6, 7, 8, 9), [3.0] * 6)
     ]  # fmt: skip
-    step = Step(told)
+    step = Step(told, requests=lambda: "abc")
     held_alone(batch([(158, 1), (0, 64), (159, 1)], table), BOUND, 16, step)
     assert step.weighing is not None
     assert [one.request for one in step.weighing.sequences] == ["b"]
@@ -132,12 +145,13 @@ def test_tables_and_lengths_are_those_of_held_pages_alone() -> None:
 def test_what_no_sequence_holds_is_in_no_table() -> None:
     """Past a sequence's end there is its own first page, whatever was in its table."""
     table = torch.tensor([[4, -9, 5, 6], [7, 8, -9, -9]], dtype=torch.int32)
-    found = held_alone(batch([(40, 20), (10, 10)], table), BOUND, 16, Step({6: ("a", (0,), 2), 8: ("b", (), 0)}))
+    told = {"a": kept((0,), 2), "b": NOTHING}
+    found = held_alone(batch([(40, 20), (10, 10)], table), BOUND, 16, Step(told, requests=lambda: "ab"))
     assert found.block_table_tensor.tolist() == [[4, 5, 6], [7, 8, 7]]
 
 
 def test_layers_of_unlike_shapes_add_to_the_same_masses() -> None:
-    step, common = Step({8: ("b", (), 0)}), batch([(0, 32)], torch.tensor([[7, 8]]))
+    step, common = Step({"b": NOTHING}, requests=lambda: "b"), batch([(0, 32)], torch.tensor([[7, 8]]))
     held_alone(common, BOUND, 16, step)
     first = step.weighing
     held_alone(common, BOUND, 16, step)
@@ -145,13 +159,13 @@ def test_layers_of_unlike_shapes_add_to_the_same_masses() -> None:
 
 
 def test_steps_of_one_token_of_each_are_in_buffers_that_stay_where_they_are() -> None:
-    buffers = HeldTables(BOUND, 16, 8, torch.device("cpu"))
+    buffers = HeldTables(16, most_pages(BOUND, 16, scheduler(False)), 8, torch.device("cpu"))
     places = set()
-    for kept, length in (((0, 3, 4), 159), ((0, 2, 4), 160)):
+    for pages, length in (((0, 3, 4), 159), ((0, 2, 4), 160)):
         table = torch.arange(1, 25).view(2, 12).int()
-        told = {10: ("a", kept, 6), 14: ("b", (), 0)}
-        found = buffers.put(held_alone(batch([(length - 1, 1), (20, 1)], table), BOUND, 16, Step(told)))
-        assert found.block_table_tensor[0, :7].tolist() == [*(at + 1 for at in kept), 7, 8, 9, 10]
+        step = Step({"a": kept(pages, 6), "b": NOTHING}, requests=lambda: "ab")
+        found = buffers.put(held_alone(batch([(length - 1, 1), (20, 1)], table), BOUND, 16, step))
+        assert found.block_table_tensor[0, :7].tolist() == [*(at + 1 for at in pages), 7, 8, 9, 10]
         assert found.block_table_tensor[1, :2].tolist() == [13, 14]
         assert found.seq_lens.tolist() == [length - 48, 21]
         places.add((found.block_table_tensor.data_ptr(), found.seq_lens.data_ptr()))
@@ -163,12 +177,38 @@ def test_steps_of_one_token_of_each_are_in_buffers_that_stay_where_they_are() ->
     assert (captured.block_table_tensor.data_ptr(), captured.seq_lens.data_ptr()) in places
 
 
-def test_a_step_that_measures_single_tokens_is_none_of_a_captured_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_runs_ahead_has_room_for_what_was_in_flight() -> None:
+    """vLLM frees by what it has the results of: a chunk that is in flight is not."""
+    assert most_pages(BOUND, 16, scheduler(False)) == 9
+    assert most_pages(BOUND, 16, scheduler(True)) == 9 + 4  # chunks of 50 tokens
+
+
+def test_single_tokens_ahead_of_chunks_are_a_kernels_to_measure_and_a_step_without_is_not_measured() -> None:
+    apart = Singles(torch.zeros(1, dtype=torch.int32), torch.full((2, 3, 6), 7.0), 2)
+    table, told = torch.arange(1, 10).view(3, 3).int(), {"a": NOTHING, "b": NOTHING, "c": NOTHING}
+    step = Step(told, True, lambda: "abc")
+    held_alone(batch([(20, 1), (0, 40), (30, 1)], table), BOUND, 16, step, apart)
+    assert step.weighing is not None
+    assert [one.request for one in step.weighing.sequences] == ["b", "c"]
+    assert step.singles == [apart]
+    assert apart.wanted.tolist() == [1]
+    assert not apart.total.any()
+    apart.total[0, 0, :4], apart.total[1, 0, :4] = torch.tensor([1.0, 2, 3, 4]), 10.0
+    assert apart.masses() == [("a", (0, 1), [32 * 23.0, 32 * 27.0])]
+    for one in (Step(told, False, lambda: "abc"), Step(told, True, lambda: "abc")):
+        held_alone(batch([(20, 1), (0, 40), (30, 1)], table), BOUND, 16, one, apart)
+        assert apart.wanted.tolist() == [int(one.alone)]
+        assert bool(apart.masses()) == one.alone == bool(one.singles)
+
+
+def test_the_newer_runner_tells_the_order_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heavy, "STEP", Step())
-    uniform = heavy.apart_from_graphs(lambda scheduled, dummy_run: ("state", 1))
-    assert uniform("step", dummy_run=False) == ("state", 1)
-    heavy.STEP.alone = True
-    assert uniform("step", dummy_run=False) == ("state", None)
+    states = {False: SimpleNamespace(req_ids=["b", "a"]), True: None}
+    order = heavy.noting_order(lambda scheduled, dummy_run: (states[dummy_run], 1))
+    assert order("step", dummy_run=False) == (states[False], 1)
+    assert list(heavy.STEP.requests()) == ["b", "a"]
+    assert order("step", dummy_run=True) == (None, 1)
+    assert not heavy.STEP.requests()
 
 
 def test_a_batch_before_the_engine_serves_stays_as_it_is() -> None:
@@ -177,8 +217,10 @@ def test_a_batch_before_the_engine_serves_stays_as_it_is() -> None:
 
 
 def test_a_sequence_that_the_scheduler_does_not_tell_of_is_no_guess() -> None:
-    with pytest.raises(UnsupportedEngineError, match=r"no sequence that ends in block 3.*version of vllm"):
-        held_alone(batch([(40, 1)], torch.tensor([[1, 2, 3, 4]])), BOUND, 16, Step({7: ("a", (), 0)}))
+    for told, requests in (({"b": NOTHING}, "a"), ({"a": NOTHING}, "")):
+        with pytest.raises(UnsupportedEngineError, match=r"does not tell .* in row 0.*version of vllm"):
+            step = Step(told, requests=partial(str, requests))
+            held_alone(batch([(40, 1)], torch.tensor([[1, 2, 3, 4]])), BOUND, 16, step)
 
 
 def test_a_batch_that_is_not_causal_is_refused_by_name() -> None:

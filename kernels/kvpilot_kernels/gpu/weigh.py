@@ -1,0 +1,172 @@
+"""Weigh: the attention that stored tokens get in a step, summed over query heads and kept by stretches of tokens.
+
+A sequence's log-sum L of all scores follows from those of its splits, which decode has left in the plan. A token with
+score s then has exp2(s - L) of a query's attention, so keys are read once more and values not at all:
+
+    mass of a stretch = sum over its tokens t and the query heads h of exp2(s_ht - L_h)
+
+Whether a step is weighed is read on the device: the launch can be part of a CUDA graph that mostly weighs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from kvpilot_kernels import check
+from kvpilot_kernels.gpu import tuning
+from kvpilot_kernels.gpu.codec import NARROW, byte_of, scale_and_zero
+from kvpilot_kernels.gpu.plan import beyond, most_splits
+from kvpilot_kernels.gpu.reduce import LOG2_E
+
+if TYPE_CHECKING:
+    from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+
+SPLITS = tl.constexpr(16)
+"""Splits of a sequence whose log-sums are read at a time."""
+
+
+@triton.jit
+def element_of(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+    """The element in each slot of a packed row (`rotation.packing_order`), and whether there is one."""
+    PART: tl.constexpr = min(WIDE * BITS // 8, 64)
+    REAL: tl.constexpr = D * PART // WIDE
+    return slot // PART * REAL + slot % PART, slot % PART < REAL
+
+
+@triton.jit
+def log_sums(lse_ptr, first, number, head, row, KV_HEADS: tl.constexpr, RATIO: tl.constexpr):
+    """log2 of the sum of 2^score over all tokens of a sequence, float32 [ROWS]; 0 past its RATIO query heads."""
+    k = tl.arange(0, SPLITS)[:, None]
+    top = tl.full([row.shape[0]], -1e30, tl.float32)
+    norm = tl.zeros([row.shape[0]], tl.float32)
+    for i in range(0, number, SPLITS):
+        at = ((first + i + k) * KV_HEADS + head).to(tl.int64) * RATIO + row[None, :]
+        part = tl.load(lse_ptr + at, mask=(i + k < number) & (row < RATIO)[None, :], other=-1e30)
+        higher = tl.maximum(top, tl.max(part, 0))
+        norm = norm * tl.exp2(top - higher) + tl.sum(tl.exp2(part - higher[None, :]), 0)
+        top = higher
+    return tl.where(row < RATIO, top + tl.log2(norm), 0.0)
+
+
+@triton.jit
+def load_queries(rotated_ptr, units_ptr, at, row, element, real, D: tl.constexpr, RATIO: tl.constexpr):
+    """Rotated queries of a KV head as `store` left them, float16 [ROWS, 64]."""
+    live = (row < RATIO)[:, None] & real[None, :]
+    if D > NARROW:
+        to = rotated_ptr.to(tl.pointer_type(tl.int8)) + (at + row)[:, None] * (2 * D) + element[None, :]
+        whole = tl.load(to, mask=live, other=0).to(tl.float32) * 256.0 + tl.load(to + D, mask=live, other=0)
+        query = (whole * tl.load(units_ptr + at + row, mask=row < RATIO, other=0.0)[:, None]).to(tl.float16)
+    else:
+        query = tl.load(rotated_ptr + (at + row)[:, None] * D + element[None, :], mask=live, other=0.0)
+    return query
+
+
+@triton.jit(do_not_specialize=["table_stride", "sequences", "stretches"], do_not_specialize_on_alignment=["table_ptr"])
+def weigh_kernel(
+    wanted_ptr, rotated_ptr, units_ptr, apart_ptr, level_ptr, cache_ptr, table_ptr, splits_ptr, spans_ptr, lse_ptr,
+    sinks_ptr, total_ptr, page_stride, head_stride, table_stride, sequences, stretches, softcap,
+    KV_HEADS: tl.constexpr, RATIO: tl.constexpr, ROWS: tl.constexpr, KEY: tl.constexpr, D: tl.constexpr,
+    WIDE: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Grid (KV_HEADS, splits): a program adds what the tokens of a split of the plan get from a KV head's queries.
+
+    wanted: int32 [1], 0 for a step in which nothing is added. total: float32 [KV_HEADS, sequences, stretches] of TOKENS
+    of a sequence's tokens each; an element is written by one program, and tokens past the last are left out. lse:
+    float32 [splits, KV_HEADS, RATIO]; a sequence has one row in the step. TOKENS divides PAGE, and where splits start.
+    ROWS: RATIO padded, 16 at least. The rest is as in `decode` and, with SINKS, as in `reduce`.
+    """
+    head = tl.program_id(0)
+    split = tl.program_id(1)
+    sequence = tl.load(splits_ptr + 4 * split)
+    if (tl.load(wanted_ptr) != 0) & (sequence >= 0):
+        start = tl.load(splits_ptr + 4 * split + 1)
+        end = tl.load(splits_ptr + 4 * split + 2)
+        row = tl.arange(0, ROWS)
+        at = (sequence * KV_HEADS + head).to(tl.int64) * RATIO
+        sums = log_sums(
+            lse_ptr, tl.load(spans_ptr + 2 * sequence), tl.load(spans_ptr + 2 * sequence + 1), head, row, KV_HEADS,
+            RATIO,
+        )  # fmt: skip
+        level = tl.zeros([ROWS], tl.float32)
+        if SINKS or SOFTCAP:
+            level = tl.load(level_ptr + at + row, mask=row < RATIO, other=0.0)
+        if SINKS:
+            sink = tl.load(sinks_ptr + head * RATIO + row, mask=row < RATIO, other=0.0).to(tl.float32) * LOG2_E
+            if not SOFTCAP:
+                sink -= level
+            higher = tl.maximum(sums, sink)
+            sums = higher + tl.log2(tl.exp2(sums - higher) + tl.exp2(sink - higher))
+        apart = tl.load(apart_ptr + at + row, mask=row < RATIO, other=0.0)
+        to = total_ptr + (head.to(tl.int64) * sequences + sequence) * stretches
+        queries = ()
+        for g in tl.static_range(WIDE // 64):
+            element, real = element_of(g * 64 + tl.arange(0, 64), KEY.bits, D, WIDE)
+            one = load_queries(rotated_ptr, units_ptr, at, row, element, real, D, RATIO)
+            queries = queries + (one,)  # type: ignore[assignment]
+        for t in range(start, tl.minimum(end, stretches * TOKENS), TOKENS):
+            token = t + tl.arange(0, TOKENS)
+            live = token < end
+            block = tl.load(table_ptr + sequence.to(tl.int64) * table_stride + t // PAGE)
+            page = cache_ptr + block.to(tl.int64) * page_stride + head.to(tl.int64) * head_stride
+            place = token % PAGE
+            score = tl.zeros([TOKENS, ROWS], tl.float32)
+            for g in tl.static_range(WIDE // 64):
+                slot = g * 64 + tl.arange(0, 64)
+                byte, real = byte_of(slot, KEY.bits, D, WIDE)
+                query = queries[g]  # type: ignore[var-annotated]
+                codes = tl.load(
+                    page + (KEY.codes + place * KEY.row)[:, None] + byte[None, :],
+                    mask=live[:, None] & real[None, :], other=0,
+                ).to(tl.int32)  # fmt: skip
+                codes = (codes >> (KEY.bits * (slot // (WIDE * KEY.bits // 8)))[None, :]) & ((1 << KEY.bits) - 1)
+                codes = tl.where(real[None, :], codes, 0)
+                meta = tl.load((page + KEY.meta).to(tl.pointer_type(tl.int16)) + g * PAGE + place, mask=live, other=0)
+                scale, zero = scale_and_zero(meta.to(tl.int32), KEY.bits)
+                product = tl.dot(codes.to(tl.float16), tl.trans(query))
+                taken = tl.sum(query.to(tl.float32), 1)
+                score += scale[:, None] * (product - zero[:, None] * taken[None, :])
+            score += tl.where((token == 0)[:, None], apart[None, :], 0.0)
+            if SOFTCAP:
+                power = tl.exp2((score + level[None, :]) * (2.0 / softcap))
+                score = (1.0 - 2.0 / (power + 1.0)) * (softcap * LOG2_E)
+            mass = tl.where(live[:, None] & (row < RATIO)[None, :], tl.exp2(score - sums[None, :]), 0.0)
+            tl.store(to + t // TOKENS, tl.load(to + t // TOKENS) + tl.sum(tl.sum(mass, 1), 0))
+
+
+def stretch(shape: Shape) -> int:
+    """Tokens whose masses are kept as one number: what splits are multiples of."""
+    choice = shape.cut().choice
+    return choice.grain or choice.tile
+
+
+def weigh(pages: GpuPages, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, wanted: torch.Tensor,
+          total: torch.Tensor) -> None:  # fmt: skip
+    """Add what the stored tokens of each sequence get, of the step that `plan` has just decoded from `pages`.
+
+    Args:
+        block_table, seq_lens: as `GpuPages.decode` had them; each sequence has one query token.
+        wanted: int32 [1], 0: add nothing. total: float32 [kv_heads, sequences or more, stretches], added to: each of
+            `stretch` tokens; what is past the last of a sequence's is left out.
+
+    Raises:
+        BadInputError: sequences with several rows, or a total without room for the plan's; nothing was launched.
+    """
+    s, cut = pages.shape, plan.cut()
+    if plan.several is not None or s.window:
+        what = f"a window of {s.window} tokens" if s.window else "sequences of several tokens"
+        raise check.BadInputError("plan", f"has {what}", "weigh whole sequences that have one token")
+    if total.shape[0] != s.kv_heads or total.shape[1] < seq_lens.shape[0] or not total.is_contiguous():
+        least = f"{s.kv_heads} heads and {seq_lens.shape[0]} sequences or more"
+        raise check.BadInputError("total", f"is {tuple(total.shape)}", f"give it {least}, contiguous")
+    weigh_kernel[(s.kv_heads, most_splits(seq_lens.shape[0], cut.wave, beyond(1)))](
+        wanted, plan.rotated, plan.units, plan.apart, plan.level, pages.cache, block_table, plan.splits, plan.spans,
+        plan.lse, plan.lse if pages.sinks is None else pages.sinks, total, pages.cache.stride(0),
+        pages.cache.stride(1), block_table.stride(0), *total.shape[1:], s.softcap, KV_HEADS=s.kv_heads,
+        RATIO=s.ratio, ROWS=max(16, triton.next_power_of_2(s.ratio)), KEY=s.key, D=s.row_dim, WIDE=s.codec["WIDE"],
+        PAGE=s.block_size, TOKENS=stretch(s), SOFTCAP=s.softcap > 0, SINKS=pages.sinks is not None,
+        num_warps=tuning.weigh_warps(stretch(s)), **tuning.FUSED,
+    )  # fmt: skip
