@@ -22,7 +22,15 @@ torch.set_num_threads(1)
 before = os.environ.get("TRITON_INTERPRET")
 os.environ["TRITON_INTERPRET"] = "1"
 try:
-    from kvpilot_kernels.gpu import decode, latent_decode, latent_pages, pages, prefill, ring  # noqa: F401 - interpreted
+    from kvpilot_kernels.gpu import (  # noqa: F401 - interpreted
+        decode,
+        latent_decode,
+        latent_pages,
+        pages,
+        prefill,
+        ring,
+        weigh,
+    )
     from support.gluon_eager import EagerKernel
     from support.interpreter import mend
 finally:
