@@ -77,7 +77,8 @@ def test_answers_are_those_of_the_codec_whatever_the_disk_does(
     told = serve(question)
     found = Judge(question, told, Oracle(tiny_llama(), "k4v4", recent=64))
     assert told.read > 0
-    assert (told.unread > 0, told.unwritten > 0) == (unread, unwritten)
+    assert (told.unread > 0) == unread
+    assert told.unwritten > 0 or not unwritten  # a disk that is slow is given less to write, with or without a fault
     assert told.changed == 0
     assert not found.wrong
     assert found.judged == sum(map(sum, question.tokens))
