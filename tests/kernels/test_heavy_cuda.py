@@ -57,7 +57,6 @@ def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
     from kvpilot_runtime.bounded import bounded_backend
 
     monkeypatch.setattr(cuda, "WORKSPACE_BYTES", 4 * KV_HEADS * DIM * room)
-    monkeypatch.setattr(heavy, "STEP", heavy.Step())
     engine, rng = Engine(cuda, name, blocks=40, width=9), random.Random(7)
     engine.impl.read_back = engine.builder.read_back = True  # then a token's answer does not depend on its chunk
     engine.builder.__class__ = bounded_backend(cuda.CudaBackend).get_builder_cls()
@@ -100,7 +99,7 @@ def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
         )  # fmt: skip
         out = torch.full((sum(counts), HEADS * DIM), torch.nan)
         STEP.attn_metadata = None
-        heavy.STEP.__init__(told, alone, lambda new=new: list(new))
+        monkeypatch.setattr(heavy, "STEP", heavy.Step(told, alone, lambda new=new: list(new)))
         metadata = engine.builder.build(0, common)
         if max(counts) == 1:  # as captured graphs read it
             assert metadata.block_table.data_ptr() == engine.builder.held.table.data_ptr()

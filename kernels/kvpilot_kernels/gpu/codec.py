@@ -100,7 +100,12 @@ def write_codes(row_ptr, packed, live, BITS: tl.constexpr, D: tl.constexpr, WIDE
 @triton.jit
 def read_codes(row_ptr, live, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
     """Codes, int32 [TOKENS, WIDE] by slot, of rows at pointers [TOKENS]; 0 where there is no element."""
-    slot = tl.arange(0, WIDE)
+    return read_slots(row_ptr, live, tl.arange(0, WIDE), BITS, D, WIDE)
+
+
+@triton.jit
+def read_slots(row_ptr, live, slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+    """As `read_codes`, of some slots alone."""
     at, real = byte_of(slot, BITS, D, WIDE)
     byte = tl.load(row_ptr[:, None] + at[None, :], mask=live[:, None] & real[None, :], other=0).to(tl.int32)
     return (byte >> (BITS * (slot // (WIDE * BITS // 8)))[None, :]) & ((1 << BITS) - 1)

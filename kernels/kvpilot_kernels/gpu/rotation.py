@@ -78,6 +78,14 @@ def plain_slots(D: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
+def packing_slots(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+    """`packing_order`: the element in each of these slots of a row that is packed, and whether there is one."""
+    PART: tl.constexpr = min(WIDE * BITS // 8, 64)
+    REAL: tl.constexpr = D * PART // WIDE
+    return slot // PART * REAL + slot % PART, slot % PART < REAL
+
+
+@triton.jit
 def rotate(x, rotation, D: tl.constexpr):
     """x H for float32 x [T, slots] and signs [BASE, BASE]: x as the sum of two bfloat16, to 2^-17.
 

@@ -18,23 +18,16 @@ import triton.language as tl
 
 from kvpilot_kernels import check
 from kvpilot_kernels.gpu import tuning
-from kvpilot_kernels.gpu.codec import NARROW, byte_of, scale_and_zero
+from kvpilot_kernels.gpu.codec import NARROW, read_slots, scale_and_zero
 from kvpilot_kernels.gpu.plan import beyond, most_splits
 from kvpilot_kernels.gpu.reduce import LOG2_E
+from kvpilot_kernels.gpu.rotation import packing_slots
 
 if TYPE_CHECKING:
     from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 
 SPLITS = tl.constexpr(16)
 """Splits of a sequence whose log-sums are read at a time."""
-
-
-@triton.jit
-def element_of(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """The element in each slot of a packed row (`rotation.packing_order`), and whether there is one."""
-    PART: tl.constexpr = min(WIDE * BITS // 8, 64)
-    REAL: tl.constexpr = D * PART // WIDE
-    return slot // PART * REAL + slot % PART, slot % PART < REAL
 
 
 @triton.jit
@@ -104,7 +97,7 @@ def weigh_kernel(
         to = total_ptr + (head.to(tl.int64) * sequences + sequence) * stretches
         queries = ()
         for g in tl.static_range(WIDE // 64):
-            element, real = element_of(g * 64 + tl.arange(0, 64), KEY.bits, D, WIDE)
+            element, real = packing_slots(g * 64 + tl.arange(0, 64), KEY.bits, D, WIDE)
             one = load_queries(rotated_ptr, units_ptr, at, row, element, real, D, RATIO)
             queries = queries + (one,)  # type: ignore[assignment]
         for t in range(start, tl.minimum(end, stretches * TOKENS), TOKENS):
@@ -116,14 +109,8 @@ def weigh_kernel(
             score = tl.zeros([TOKENS, ROWS], tl.float32)
             for g in tl.static_range(WIDE // 64):
                 slot = g * 64 + tl.arange(0, 64)
-                byte, real = byte_of(slot, KEY.bits, D, WIDE)
                 query = queries[g]  # type: ignore[var-annotated]
-                codes = tl.load(
-                    page + (KEY.codes + place * KEY.row)[:, None] + byte[None, :],
-                    mask=live[:, None] & real[None, :], other=0,
-                ).to(tl.int32)  # fmt: skip
-                codes = (codes >> (KEY.bits * (slot // (WIDE * KEY.bits // 8)))[None, :]) & ((1 << KEY.bits) - 1)
-                codes = tl.where(real[None, :], codes, 0)
+                codes = read_slots(page + (KEY.codes + place * KEY.row), live, slot, KEY.bits, D, WIDE)
                 meta = tl.load((page + KEY.meta).to(tl.pointer_type(tl.int16)) + g * PAGE + place, mask=live, other=0)
                 scale, zero = scale_and_zero(meta.to(tl.int32), KEY.bits)
                 product = tl.dot(codes.to(tl.float16), tl.trans(query))
