@@ -48,12 +48,12 @@ triton.knobs.compilation.disable_line_info = True  # a tenth of the time, and th
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {
     "query_ptr": "*bf16", "key_ptr": "*bf16", "value_ptr": "*bf16", "out_ptr": "*bf16", "key_out_ptr": "*bf16",
-    "value_out_ptr": "*bf16", "cache_ptr": "*u8", "ring_ptr": "*u8", "rotated_ptr": "*fp16", "slots_ptr": "*i64",
+    "value_out_ptr": "*bf16", "cache_ptr": "*u8", "ring_ptr": "*u8", "rotated_ptr": "*i8", "slots_ptr": "*i64",
     "ring_slots_ptr": "*i64", "table_ptr": "*i32", "ring_table_ptr": "*i32", "splits_ptr": "*i32", "lens_ptr": "*i32",
     "spans_ptr": "*i32", "bases_ptr": "*i32", "owners_ptr": "*i32",
     "rows_ptr": "*i32", "starts_ptr": "*i32", "rotation_ptr": "*bf16", "key_rotation_ptr": "*bf16",
     "value_rotation_ptr": "*bf16", "query_rotation_ptr": "*bf16", "ordinals_ptr": "*i32", "query_rope_ptr": "*bf16",
-    "latent_ptr": "*bf16", "rope_ptr": "*bf16", "begins_ptr": "*i32", "byte_sums_ptr": "*i32",
+    "latent_ptr": "*bf16", "rope_ptr": "*bf16", "begins_ptr": "*i32", "sums_ptr": "*i32",
     "wanted_ptr": "*i32",
 }  # fmt: skip
 
@@ -88,10 +88,11 @@ def kernels() -> dict[str, Any]:
 def known(variant: Variant, taken: Resources) -> bool:
     """Whether it is known that such a program spills: some with a recent window, and decode of several tokens.
 
-    Decode of 8 queries, 8 to 328 bytes: a tile of 16 tokens would fit, and takes an H200 1.5 to 1.9 times as long at
-    32 x 16K. By Triton 3.9, and not by 3.6, which was measured: decode of k8v4, 40 bytes on 9.0, and a prompt's
-    store, 8 to 16. Store and gather of a prompt on 9.0 have fewer registers than they would take, so that three
-    programs fit: up to 272 bytes, and an H100 is 1.2 times as fast with them. Decode of several tokens, which is 16
+    Decode of 4 queries, up to 64 bytes where 168 registers let 12 programs fit: one fewer takes an H100 1.2 times as
+    long at 32 x 16K. Of 8 queries, 8 to 328 bytes: a tile of 16 tokens would fit, and takes an H200 1.5 to 1.9 times as
+    long. By Triton 3.9, and not by 3.6, which was measured: decode of k8v4, 40 bytes on 9.0, and a prompt's
+    store, 8 to 16. Store and gather of a prompt's rows of 96 on 9.0 have fewer registers than they would take, so that
+    three programs fit: up to 288 bytes, and an H100 is 1.2 times as fast with them. Decode of several tokens, which is 16
     queries (8 at head_dim 256): up to 112 bytes without a window, 512 with one; on 9.0 up to 256 by Triton 3.6, with
     which it was measured. Prefill of heads of 512 elements on 9.0, 8 bytes by Triton 3.6 and 456 by 3.9: 32 queries
     spill none and take an H200 2.1 times as long.
@@ -99,10 +100,11 @@ def known(variant: Variant, taken: Resources) -> bool:
     if variant.kernel == "prefill_kernel":
         return variant.constants["M"] == 64 and 0 < taken.stack <= 512
     if variant.kernel in ("store_kernel", "gather_kernel") and variant.registers is not None:
-        return 0 < taken.stack <= 272
+        return 0 < taken.stack <= 288
     if variant.kernel == "decode_kernel" and "tokens" in variant.shape:
         return 0 < taken.stack <= (512 if "window" in variant.shape else 112)
     most = 328 if "8 queries, window" in variant.shape else 40 if variant.dtype == "k8v4" else 0
+    most = 64 if variant.registers == 168 else most
     most = {"decode_kernel": most, "store_kernel": 16 if variant.constants.get("TOKENS", 0) >= 16 else 0}.get(
         variant.kernel, 0
     )
@@ -126,7 +128,10 @@ def compile_for(variant: Variant, capability: int) -> Resources:
             types[name] = "fp32" if name in ("scale", "softcap") else "i64" if name.endswith("page_stride") else "i32"
     in_gluon = variant.kernel in ("decode_kernel", "latent_decode_kernel")
     if in_gluon:
-        types |= {"query_ptr": "*fp16", "out_ptr": "*fp32"}
+        types |= {name: kind for name, kind in {"query_ptr": "*fp16", "out_ptr": "*fp32"}.items() if name in types}
+    if variant.kernel.startswith("latent"):  # whose prepared queries are floats
+        own = {"rotated_ptr": "*fp16", "sums_ptr": "*fp32"}
+        types |= {name: kind for name, kind in own.items() if name in types}
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, (name, kind) in enumerate(types.items())
@@ -162,8 +167,8 @@ def page(found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]], ca
         f"registers that spill: in {spills or 'none'} of {sum(map(len, found.values()))} programs. A program may have",
         f"{limits}; a thread has 255 registers.",
         "`--few`: shapes of Llama-3-8B, head_dim 256 for int8, 16 heads of mla4, and on two GPUs some of 80, 192, 512.",
-        "Decode of 8 queries (Llama-3-70B) with a recent window spills 8 to 328 bytes; decode of several tokens up to",
-        "512, and up to 112 without a window.",
+        "Decode of 4 queries spills up to 64 bytes where it may have 168 registers, of 8 (Llama-3-70B) with a recent",
+        "window 8 to 328; decode of several tokens up to 512, and up to 112 without a window.",
         "",
         f"| kernel | dtype | shape | {' | '.join(names)} |",
         f"|---|---|---|{'---|' * len(names)}",

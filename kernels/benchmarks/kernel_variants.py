@@ -69,14 +69,16 @@ def store_variant(name: str, dim: int, recent: int, tokens: int, capability: int
     ring = fmt.ring_layout(dim, BLOCK).tokens if recent else 0
     constants = {"KV_HEADS": 8, "RATIO": 4, "KEY": key, "VALUE": value, **row(dim), "PAGE": BLOCK, "RING": ring,
                  "TOKENS": block.tokens}  # fmt: skip
-    parts = [f"head_dim {dim}", recent and f"window {recent}", f"{block.tokens} tokens"]
+    parts = [f"head_dim {dim}", recent and f"window {recent}", f"{block.tokens} tokens in {block.warps} warps"]
     return Variant("store_kernel", name, ", ".join(part for part in parts if part), block.warps, constants,
                    block.registers)  # fmt: skip
 
 
-def prompts(capability: int) -> tuple[int, ...]:
+def prompts(dim: int, capability: int) -> tuple[int, ...]:
     """So many tokens that each is stored by another program, more of them than those of a few sequences that decode."""
-    return (tuning.FEW_TOKENS + 1, tuning.SOME_TOKENS + 1) if capability == 90 else (tuning.FEW_TOKENS + 1,)
+    several = (tuning.FEW_TOKENS + 1, tuning.SOME_TOKENS + 1)
+    blocks = {tuning.store_block(row(dim)["D"], n, 4, divmod(capability, 10)): n for n in reversed((1, *several))}
+    return tuple(n for n in several if n in blocks.values())
 
 
 def gather_variant(name: str, dim: int, block: tuning.Block) -> Variant:
@@ -91,6 +93,11 @@ def reduce_variant(dim: int, take: int, step: int, warps: int, several: bool = F
     shape = f"head_dim {dim}, {take} of 8 queries, {step} splits" + (", several tokens" if several else "")
     constants = {"KV_HEADS": 8, "RATIO": 8, "TAKE": take, **row(dim), "ROWS": take, "STEP": step, "SEVERAL": several}
     return Variant("reduce_kernel", "any", shape, warps, constants)
+
+
+def merge_variant(dim: int) -> Variant:
+    """Reduce for many sequences, of a head_dim."""
+    return reduce_variant(dim, *tuning.MERGES[row(dim)["D"]][-1][1])
 
 
 def weigh_variant(name: str, dim: int, ratio: int, capability: int) -> Variant:
@@ -157,7 +164,7 @@ def every_variant(capability: int) -> list[Variant]:
     of several tokens for 4."""
     found = step_variants()
     for dim in (80, 160):
-        found += [store_variant("k4v4", dim, 64, 1, capability), reduce_variant(dim, 4, 4, 2 if dim <= 128 else 4)]
+        found += [store_variant("k4v4", dim, 64, 1, capability), merge_variant(dim)]
         found.append(gather_variant("k4v4", dim, gather_block(dim, capability)))
     for dim in formats.HEAD_DIMS:
         for name in formats.own_names():
@@ -167,15 +174,12 @@ def every_variant(capability: int) -> list[Variant]:
             found += [
                 store_variant(name, dim, recent, tokens, capability)
                 for recent in windows
-                for tokens in (1, *(prompts(capability) if dim <= 128 else ()))
+                for tokens in (1, *prompts(dim, capability))
             ]
             found += [gather_variant(name, dim, gather_block(dim, capability)), weigh_variant(name, dim, 4, capability)]
         found.append(decode_variant("k4v4", dim, 8, 64, capability, page=16))
         found.append(decode_variant("k4v4", dim, 8, 64, capability, softcap=True, window=4096))
-        few = 2 if dim <= 128 else 4 if dim <= 256 else 8
-        one = (1, 32, 16) if dim > 256 else (1, 128, 8 if 64 < dim <= 128 else 16)
-        ways = (one, (1, 32, 8 if dim > 256 else 4), (1, 8, few), (2, 8, few), (4, 4, few))
-        found += [reduce_variant(dim, *way, several) for way in ways for several in (False, True)]
+        found += [reduce_variant(dim, *way, several) for _, way in tuning.MERGES[dim] for several in (False, True)]
     found += [prefill_variant(causal, capability) for causal in (True, False)]
     for heads in (8, 16, 20, 64, 128):
         found += latent_variants(heads, capability)
@@ -189,7 +193,7 @@ def few_variants(capability: int) -> list[Variant]:
     Other head dims on two GPUs alone, one with little shared memory and one with much: 192, whose rows have slots in
     two parts, 80, which has zeros behind, and Gemma 4's 512.
     """
-    found = [*step_variants(), reduce_variant(128, 1, 32, 4), reduce_variant(128, 2, 8, 2, several=True)]
+    found = [*step_variants(), reduce_variant(128, 1, 32, 2), reduce_variant(128, 2, 8, 1, several=True)]
     for name in formats.own_names():
         recent, dim = 64 if formats.parse(name).has_ring else 0, 256 if name == "int8" else 128
         found.append(decode_variant(name, dim, 4, recent, capability))
@@ -197,14 +201,16 @@ def few_variants(capability: int) -> list[Variant]:
             found.append(store_variant(name, dim, recent, 1, capability))
         if name in ("int8", "k4v4"):
             found += [gather_variant(name, dim, gather_block(dim, capability)), weigh_variant(name, dim, 4, capability)]
-    found += [*(store_variant("k4v4", 128, 64, tokens, capability) for tokens in prompts(capability)),
+    found += [*(store_variant("k4v4", 128, 64, tokens, capability) for tokens in prompts(128, capability)),
               decode_variant("k4v4", 128, 4, 64, capability, tokens=4), prefill_variant(True, capability)]  # fmt: skip
     *of_formats, prepare, merge = latent_variants(16, capability)[:-2]
     found += [one for one in of_formats if one.dtype == "mla4"] + [prepare, merge]
     if capability not in (86, 90):
         return found
-    found += [decode_variant("k4v4", 512, 8, 64, capability), store_variant("k4v4", 512, 64, 1, capability),
-              reduce_variant(512, 4, 4, 8), reduce_variant(256, 4, 4, 4)]  # fmt: skip
-    found += [decode_variant("k4v4", 192, 4, 64, capability), reduce_variant(192, 4, 4, 4), reduce_variant(80, 4, 4, 2)]
-    found += [store_variant("k4v4", dim, 64, 1, capability) for dim in (192, 80)]
+    found += [decode_variant("k4v4", dim, ratio, 64, capability) for dim, ratio in ((512, 8), (192, 4))]
+    found += [merge_variant(dim) for dim in (512, 256, 192, 80)]
+    found += [
+        store_variant("k4v4", dim, 64, n, capability) for dim in (512, 192) for n in (1, *prompts(dim, capability))
+    ]
+    found += [store_variant("k4v4", 80, 64, n, capability) for n in (1, *prompts(80, capability))]
     return found + [gather_variant("k4v4", dim, gather_block(dim, capability)) for dim in (80, 192)]

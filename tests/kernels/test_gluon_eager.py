@@ -127,9 +127,9 @@ MISTAKES = {
     "no mask on what lies past the end": ("live = t + token < end", "live = t + token < end + 1"),
     "no shift of the upper byte": ("return gl.inline_asm_elementwise(\"shr.u32 $0, $1, 8;\"",
                                    "return gl.inline_asm_elementwise(\"shr.u32 $0, $1, 16;\""),
-    "a query's bytes in each other's columns": ("n % 2 == 0, upper", "n % 2 == 1, upper"),
+    "a query's bytes in each other's columns": ("* 2 + n % 2) * D", "* 2 + 1 - n % 2) * D"),
     "all tokens in both columns": ("keep(x, gl.where(first, 0, 0xFFFF)", "keep(x, gl.where(first, 0xFFFF, 0)"),
-    "the last tile fetched twice": ("table, t, settled, page_stride", "table, t, end, page_stride"),
+    "the last tile fetched twice": ("if t < settled:", "if t < end:"),
     "a tile too many": ("if t < end:", "if t < end + TILE:"),
 }  # fmt: skip
 

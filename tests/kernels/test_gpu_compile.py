@@ -73,8 +73,8 @@ def test_a_program_that_would_spill_is_told_and_not_chosen() -> None:
     code = """
 from kernel_resources import compile_for
 from kernel_variants import gather_variant, tuning
-for block in (tuning.gather_block(128, (9, 0)), tuning.gather_block(128, (8, 0))):
-    print(compile_for(gather_variant("k4v4", 128, block), 80).misfit(80))
+for block in (tuning.gather_block(96, (9, 0)), tuning.gather_block(96, (8, 0))):
+    print(compile_for(gather_variant("k4v4", 96, block), 80).misfit(80))
 """
     done = python("-c", code, cache=kernel_cache.folder(), timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -195,13 +195,15 @@ def test_a_kernel_that_starts_early_reads_queries_and_the_last_two_tokens_only_a
     query = batch.queries()
     wanted, plan, waits = batch.decode(query), batch.plan(), 0
     batch.rotate(query, plan)
-    rotated, apart = plan.rotated.clone(), plan.apart.clone()
+    prepared = [(part, part.clone()) for part in (plan.rotated, plan.sums, plan.units, plan.apart)]
     stored = [i for i, n in enumerate(lengths) if n]
     # Not there yet: the step's own token, and the end of a block that another sequence fills in the same step.
     late = torch.cat([batch.slots[i][-2:] for i in stored])
 
     def hold_back() -> None:
-        plan.rotated.fill_(torch.nan)
+        plan.rotated.fill_(85)
+        plan.sums.fill_(2**20)
+        plan.units.fill_(torch.nan)
         plan.apart.fill_(torch.nan)
         for part in (batch.cpu.key_codes, batch.cpu.value_codes):
             part[late // 16, :, late % 16] = 255
@@ -211,8 +213,8 @@ def test_a_kernel_that_starts_early_reads_queries_and_the_last_two_tokens_only_a
     def store() -> None:
         nonlocal waits
         waits += 1
-        plan.rotated.copy_(rotated)
-        plan.apart.copy_(apart)
+        for part, right in prepared:
+            part.copy_(right)
         for i in stored:
             n = batch.lengths[i]
             these = slice(max(0, n - 2), n)

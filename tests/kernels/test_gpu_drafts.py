@@ -27,7 +27,7 @@ def decode(pages: GpuPages, table: torch.Tensor, lengths: list[int], counts: lis
     """float32 [rows, heads, dim] of queries that no store puts into pages; `query` has rows of padding at its end."""
     rows = several(counts, len(query) - sum(counts))
     plan = Plan(pages.shape, len(lengths), rows.most, len(query))
-    for scratch in (plan.partial, plan.lse, plan.rotated, plan.apart, plan.level):
+    for scratch in (plan.partial, plan.lse, plan.units, plan.apart, plan.level):
         scratch.fill_(torch.nan)
     lens, table = torch.tensor(lengths, dtype=torch.int32), table.clone()
     for i, n in enumerate(lengths):

@@ -95,13 +95,13 @@ def test_tokens_that_do_not_fit_are_refused_before_anything_is_written(what: str
     message, wrong = BAD_TOKENS[what]
     shape, cache = Shape(K4V4, 64, 2, 2, 16, CPU), poisoned(2, 2, 16, K4V4, 64)
     plan = Plan(shape, 4)
-    plan.rotated.fill_(torch.nan)
+    plan.units.fill_(torch.nan)
     right = {"query": torch.zeros(4, 4, 64), "key": torch.zeros(4, 2, 64), "value": torch.zeros(4, 2, 64),
              "slot_mapping": torch.arange(4)}  # fmt: skip
     with pytest.raises(BadInputError, match=f"^{message}"):
         GpuPages(cache, shape, Factors.identity(2, 64)).store(**(right | wrong), plan=plan, decodes=4, scale=1.0)
     assert (cache == 255).all()
-    assert plan.rotated.isnan().all()
+    assert plan.units.isnan().all()
 
 
 # A prefix of the error, and the arguments of `decode` that differ from right ones.

@@ -45,7 +45,7 @@ def attend(s: Sequences, at: GpuPages, query: torch.Tensor) -> torch.Tensor:
     plan, out, table = Plan(at.shape, count), torch.full_like(query, torch.nan), s.table.clone()
     for i, n in enumerate(s.lengths):
         table[i, -(-n // s.block_size) :] = PAST_THE_END
-    for scratch in (plan.partial, plan.lse, plan.rotated, plan.apart, plan.level):
+    for scratch in (plan.partial, plan.lse, plan.units, plan.apart, plan.level):
         scratch.fill_(torch.nan)
     plan.update(lens)
     nothing, padding = torch.full((count, s.kv_heads, s.dim), torch.nan), torch.full((count,), -1)

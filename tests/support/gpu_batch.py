@@ -136,7 +136,7 @@ class Batch:
     def plan(self) -> Plan:
         """The step's plan, its scratch all NaN."""
         plan = Plan(self.shape, max(1, len(self.lengths)))
-        for scratch in (plan.partial, plan.lse, plan.rotated, plan.apart, plan.level):
+        for scratch in (plan.partial, plan.lse, plan.units, plan.apart, plan.level):
             scratch.fill_(torch.nan)
         plan.update(self.lens)
         return plan

@@ -2,7 +2,7 @@
 
 Decode rounds twice; all else is float32 and far smaller:
 
-- a rotated query's elements q_i, to float16 and then to 2^-14 of the largest. With e_i the error of element i, p the
+- a rotated query's elements q_i, to 2^-14 of the largest. With e_i the error of element i, p the
   probabilities, and k' the rotated keys as they are read back, the output o moves by
       sum_i e_i scale sum_t p_t k'_ti (v_t - o)
 - each token's weights p_t s of the value's codes, to float16: a share of 2^-11 at most of what the token adds, for each
@@ -61,8 +61,8 @@ def assert_within_rounding(
     mean_value = torch.einsum("ht,thd->hd", weights, value)
     rotated = query.double() / key_scale @ turn
     moved = torch.einsum("ht,thi,thd->hid", weights, key_rows, value - mean_value)
-    steps = (HALF * rotated) ** 2 + (DIGITS * rotated.abs().amax(-1, keepdim=True)) ** 2
-    of_query = torch.einsum("hi,hid->h", steps * scale**2, moved**2)
+    step = DIGITS * rotated.abs().amax(-1) * scale
+    of_query = step**2 * moved.square().sum((1, 2))
     largest = value_rows.abs().amax(-1)
     of_weights = torch.einsum("ht,th->h", weights**2, largest**2) * HALF**2 * value_scale.pow(-2).sum(-1)
 

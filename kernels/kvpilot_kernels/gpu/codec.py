@@ -22,7 +22,7 @@ ROUND_HALF = tl.constexpr(1 << (layouts.CUT_BITS - 1))
 INFINITY = tl.constexpr(0x7C00 >> layouts.CUT_BITS)
 NAN = tl.constexpr(0x7E00 >> layouts.CUT_BITS)
 NARROW = tl.constexpr(256)
-"""Elements of a head up to which decode makes its queries' integers itself, and keeps them in registers."""
+"""Elements of a head up to which decode keeps its queries in registers."""
 LARGEST = tl.constexpr(32512.0)
 """Of a query as integers of an upper and a lower signed byte."""
 
@@ -109,6 +109,17 @@ def read_slots(row_ptr, live, slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: t
     at, real = byte_of(slot, BITS, D, WIDE)
     byte = tl.load(row_ptr[:, None] + at[None, :], mask=live[:, None] & real[None, :], other=0).to(tl.int32)
     return (byte >> (BITS * (slot // (WIDE * BITS // 8)))[None, :]) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def query_planes(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+    """`operands.key_planes` by slots of a query: by what its elements are divided, float32, 1 or 4, and whether codes
+    that they are multiplied by end at a byte's sign."""
+    GROUP: tl.constexpr = D // (WIDE // 64)
+    first = slot // (WIDE * BITS // 8) * BITS
+    above = first - slot // 64 * GROUP // (D * BITS // 8) * BITS
+    first = tl.where(above >= 4, first - 4, first)
+    return tl.where(above % 4 == 2, 4.0, 1.0), first + BITS == 8
 
 
 @triton.jit

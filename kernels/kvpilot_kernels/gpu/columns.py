@@ -19,7 +19,6 @@ its second one, and so on; in memory other KV heads' are between them.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvpilot_kernels.gpu.codec import LARGEST
 from kvpilot_kernels.gpu.operands import (
     COLS,
     MMA,
@@ -46,76 +45,63 @@ def place_of(n, first, stride, RATIO: gl.constexpr, SEVERAL: gl.constexpr):
 
 
 @gluon.jit
-def load_query(query_ptr, apart_ptr, level_ptr, first, count, stride, KEY: gl.constexpr, D: gl.constexpr,
-               GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, LEVEL: gl.constexpr,
+def load_query(rotated_ptr, sums_ptr, units_ptr, apart_ptr, level_ptr, first, count, stride, KEY: gl.constexpr,
+               D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, LEVEL: gl.constexpr,
                SEVERAL: gl.constexpr):  # fmt: skip
-    """`count` queries of a KV head, at their `place_of`, as integers, int8 [bytes, 2 Q] by plane, and what products
-    with them need.
-
-    An element x becomes round(x / factor / unit), which is at most LARGEST: off by half of its query's `unit` at most,
-    or by two where the plane's factor is 4. That is 2^-16 or 2^-14 of the query's largest element, where a float16 is
-    off by up to 2^-11 of the element itself. Products of integers are exact.
+    """`count` queries of a KV head, at their `place_of`, as the integers that `store` made of them, in registers.
 
     Returns:
-        By plane int8 [bytes, 2 Q]; by group what sums start with, int32 [2 Q], for codes that are less by 128; by group
-        what a zero code takes off a product, float32 [Q], over UNIT; `unit`, float32 [Q], NaN where a query has one;
-        in units what the score of the sequence's first token starts with, float32 [Q], and every score with LEVEL.
+        By plane int8 [bytes, 2 Q]; by group the `load_sums`; then what `load_units` has.
     """
     PLANES: gl.constexpr = key_planes(KEY.bits, D, GROUP)
     WORDS: gl.constexpr = chunk_words(KEY.bits, D, GROUP)
     byte = gl.arange(0, 2 * padded(WORDS), gl.SliceLayout(1, QUERIES))[:, None]
     n = gl.arange(0, 2 * Q, gl.SliceLayout(0, QUERIES))[None, :]
-    elements = ()
-    largest = gl.full([2 * Q], 1e-30, gl.float32, gl.SliceLayout(0, QUERIES))
-    nothing = gl.full([2 * Q], 0.0, gl.float32, gl.SliceLayout(0, QUERIES))
-    place = place_of(n // 2, first, stride, RATIO, SEVERAL)
-    for i in gl.static_range(len(PLANES)):
-        at = PLANES[i][1] * KEY.row + 2 * PLANES[i][0] * WORDS + byte
-        x = gl.load(query_ptr + place * D + at, mask=(n // 2 < count) & (byte < 2 * WORDS), other=0.0)
-        x = x.to(gl.float32) * (1.0 / PLANES[i][5])
-        largest = gl.maximum(largest, gl.max(gl.maximum(x, -x), 0))
-        nothing += gl.sum(x * 0.0, 0)  # or NaN
-        elements = elements + (x,)
-    per_unit = LARGEST / largest
-    wholes = ()
-    parts = ()
+    row = (place_of(n // 2, first, stride, RATIO, SEVERAL) * 2 + n % 2) * D
     operands = ()
     for i in gl.static_range(len(PLANES)):
-        # Adding 1.5 * 2^23 rounds to integers.
-        whole = ((elements[i] * per_unit[None, :] + 12582912.0) - 12582912.0).to(gl.int32)
-        upper = (whole + 128) >> 8
-        part = gl.where(n % 2 == 0, upper, whole - upper * 256)
-        wholes = wholes + (whole,)
-        parts = parts + (part,)
-        operands = operands + (part.to(gl.int8),)
+        at = PLANES[i][1] * KEY.row + 2 * PLANES[i][0] * WORDS + byte
+        operands = operands + (
+            gl.load(rotated_ptr + (row + at), mask=(n // 2 < count) & (byte < 2 * WORDS), other=0),
+        )  # fmt: skip
     starts = ()
     zeros = ()
     for g in gl.static_range(D // GROUP):
-        total = gl.full([2 * Q], 0, gl.int32, gl.SliceLayout(0, QUERIES))
-        start = gl.full([2 * Q], 0, gl.int32, gl.SliceLayout(0, QUERIES))
-        for i in gl.static_range(len(PLANES)):
-            if PLANES[i][2] == g:
-                total += gl.sum(wholes[i], 0) * PLANES[i][5]
-                if PLANES[i][3] + KEY.bits == 8:
-                    start += gl.sum(parts[i], 0) * 128
-        taken = total.to(gl.float32) * (zero_unit(KEY.bits) / UNIT * 2 ** key_shift(KEY.bits, D, GROUP, g))
-        starts = starts + (gl.convert_layout(start, gl.SliceLayout(0, MMA)),)
-        zeros = zeros + (even_columns(taken, Q),)
-    unit = even_columns(largest * (1.0 / LARGEST) + nothing, Q)
+        start, zero = load_sums(sums_ptr, first, count, stride, g, KEY.bits, D, GROUP, RATIO, Q, SEVERAL)
+        starts = starts + (start,)
+        zeros = zeros + (zero * 2 ** key_shift(KEY.bits, D, GROUP, g),)
+    unit, apart, level = load_units(units_ptr, apart_ptr, level_ptr, first, count, stride, RATIO, Q, LEVEL, SEVERAL)
+    return operands, starts, zeros, unit, apart, level
+
+
+@gluon.jit
+def load_sums(sums_ptr, first, count, stride, g: gl.constexpr, BITS: gl.constexpr, D: gl.constexpr,
+              GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
+    """Of a group what sums start with where codes are less by 128, int32 [2 Q], by columns of the first product, and
+    what a zero code takes off a product, float32 [Q], over UNIT."""
+    sums_ptr += 3 * g
+    column = gl.arange(0, 2 * Q, gl.SliceLayout(0, MMA))
+    place = place_of(column // 2, first, stride, RATIO, SEVERAL) * (3 * (D // GROUP)) + column % 2
+    start = gl.load(sums_ptr + place, mask=column // 2 < count, other=0) * 128
+    i = gl.arange(0, Q, COLS)
+    place = place_of(i, first, stride, RATIO, SEVERAL) * (3 * (D // GROUP)) + 2
+    total = gl.load(sums_ptr + place, mask=i < count, other=0)
+    return start, total.to(gl.float32) * (zero_unit(BITS) / UNIT)
+
+
+@gluon.jit
+def load_units(units_ptr, apart_ptr, level_ptr, first, count, stride, RATIO: gl.constexpr, Q: gl.constexpr,
+               LEVEL: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
+    """What `count` queries count in, float32 [Q], NaN where a query has one; in these units what the score of the
+    sequence's first token starts with, float32 [Q], and every score with LEVEL."""
     i = gl.arange(0, Q, COLS)
     place = place_of(i, first, stride, RATIO, SEVERAL)
+    unit = gl.load(units_ptr + place, mask=i < count, other=1.0)
     apart = gl.load(apart_ptr + place, mask=i < count, other=0.0)
     level = gl.full([Q], 0.0, gl.float32, COLS)
     if LEVEL:
         level = gl.load(level_ptr + place, mask=i < count, other=0.0)
-    return operands, starts, zeros, unit, apart / unit, level / unit
-
-
-@gluon.jit
-def even_columns(x, Q: gl.constexpr):
-    """[2 Q] of which neighbours are equal, as [Q]."""
-    even, _ = gl.split(gl.reshape(gl.convert_layout(x, gl.SliceLayout(0, MMA)), [Q, 2]))
-    return gl.convert_layout(even, COLS)
+    return unit, apart / unit, level / unit
 
 
 @gluon.jit

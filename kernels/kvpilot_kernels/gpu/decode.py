@@ -44,6 +44,7 @@ from kvpilot_kernels.gpu.operands import (
     chunk_words,
     chunks,
     fetch,
+    fetch_tile,
     is_wide,
     padded,
     value_planes,
@@ -93,15 +94,16 @@ def epilogue(out_ptr, lse_ptr, first, count, stride, m, total, zeros, acc, VALUE
 
 
 @gluon.jit
-def attend(query, stage, m, total, zeros, acc, recent, base, table_ptr, ring_ptr, ring_table_ptr, keys, values, meta,
+def attend(query, stage, m, total, zeros, acc, recent, base, table_ptr, ring_ptr, ring_rows, keys, values, meta,
            begin, stop, ahead, end, length, ends, page_stride, ring_page_stride, softcap, KEY: gl.constexpr,
            VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, Q: gl.constexpr, TILE: gl.constexpr,
            PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
-           RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
+           RECENT: gl.constexpr, RING: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
     """Take tokens [begin, stop) of the split's, which ends at `end`, into the running softmax of `accumulate`.
 
     Up to `ahead`, STAGES - 1 tiles are on their way. With RECENT one, at `stage`, and its digits in the places of the
-    others, and `recent` is what `load_recent` has of it. length: the least that a query sees; `ends`: as `hide` has it.
+    others, and `recent` is what `load_recent` has of it. length: the least that a query sees; `ends`: as `hide` has it;
+    ring_rows: the blocks of the sequence's ring.
     """
     scores_unit = gl.full([Q], 1.0, gl.float32, COLS) if SOFTCAP else query[-3]
     for t in range(begin, stop, TILE):
@@ -139,13 +141,13 @@ def attend(query, stage, m, total, zeros, acc, recent, base, table_ptr, ring_ptr
                     PAGE,
                 )  # fmt: skip
                 fetch_ring(
-                    keys, values, stage, ring_ptr, ring_table_ptr, t + TILE, ring_page_stride, KEY, VALUE, D, GROUP,
-                    TILE, RING, RING_BLOCKS, STAGES,
+                    keys, values, stage, ring_ptr, ring_rows, t + TILE, ring_page_stride, KEY, VALUE, D, GROUP,
+                    TILE, RING, STAGES,
                 )  # fmt: skip
                 async_copy.commit_group()
             recent = load_recent(
-                base, table_ptr, page_stride, ring_ptr, ring_table_ptr, t + TILE, stop, ring_page_stride, KEY, VALUE, D,
-                GROUP, TILE, PAGE, RING, RING_BLOCKS,
+                base, table_ptr, page_stride, ring_ptr, ring_rows, t + TILE, stop, ring_page_stride, KEY, VALUE, D,
+                GROUP, TILE, PAGE, RING,
             )  # fmt: skip
         else:
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
@@ -154,7 +156,7 @@ def attend(query, stage, m, total, zeros, acc, recent, base, table_ptr, ring_ptr
 
 @gluon.jit(do_not_specialize=["table_stride", "ring_table_stride"])
 def decode_kernel(
-    query_ptr, byte_sums_ptr, units_ptr, apart_ptr, level_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr,
+    rotated_ptr, sums_ptr, units_ptr, apart_ptr, level_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr,
     splits_ptr, starts_ptr, spans_ptr, bases_ptr, out_ptr, lse_ptr,
     page_stride, head_stride, ring_page_stride, ring_head_stride, table_stride,
     ring_table_stride, softcap, KEY: gl.constexpr, VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
@@ -166,8 +168,8 @@ def decode_kernel(
 
     Grid (cdiv(most tokens of a sequence * RATIO, TAKE), kv_heads, splits).
 
-    query: float16 [rows, kv_heads * RATIO, D], rotated, scaled by softmax scale * log2(e); a row is a query token. Of
-    wide heads the integers that `store` makes of it, with byte_sums and units, which are not read else.
+    rotated: int8 [rows, kv_heads * RATIO, 2, D], sums: int32 [rows, kv_heads * RATIO, groups, 3] and units:
+    float32 [rows, kv_heads * RATIO], the queries as `store` makes integers of them; a row is a query token.
     apart: float32 [rows, kv_heads * RATIO], added to the score of the sequence's first token; level: the same shape,
     added to every score before its cap, unread where there is none.
     cache: packed pages; table: int32 [sequences, blocks]; splits: int32 [splits, 4] as (sequence, start, end, the
@@ -204,6 +206,9 @@ def decode_kernel(
     ring = ring_ptr + head.to(gl.int64) * ring_head_stride
     split = gl.program_id(2)
     sequence = gl.load(splits_ptr + 4 * split)
+    start = gl.load(splits_ptr + 4 * split + 1)
+    end = gl.load(splits_ptr + 4 * split + 2)
+    length = gl.load(splits_ptr + 4 * split + 3)
     row = sequence
     result = split
     rows = 1
@@ -214,9 +219,7 @@ def decode_kernel(
         result = gl.load(bases_ptr + owner) + (split - gl.load(spans_ptr + 2 * owner)) * rows
         sequence = gl.where(first < rows * RATIO, sequence, -1)
     if sequence >= 0:
-        start = gl.multiple_of(gl.load(splits_ptr + 4 * split + 1), TILE)
-        end = gl.load(splits_ptr + 4 * split + 2)
-        length = gl.load(splits_ptr + 4 * split + 3)
+        start = gl.multiple_of(start, TILE)
         count = gl.minimum(rows * RATIO - first, TAKE)
         ends = ()
         if SEVERAL:
@@ -224,7 +227,9 @@ def decode_kernel(
             ends = (length - after, length - rows + 1)
             length = length - rows + 1
         table = table_ptr + sequence.to(gl.int64) * table_stride
-        ring_table = ring_table_ptr + sequence.to(gl.int64) * ring_table_stride
+        ring_rows = ()
+        for i in gl.static_range(RING_BLOCKS):
+            ring_rows = ring_rows + (gl.load(ring_table_ptr + sequence.to(gl.int64) * ring_table_stride + i),)
         # From the first tile with a token of the recent window on, digits take the places of tiles ahead.
         plain = end
         ahead = end
@@ -234,48 +239,43 @@ def decode_kernel(
         # What this step stores is at the end of a sequence: its own token, and before it perhaps one of a sequence that
         # it shares a block with. Tiles before these two tokens do not wait for `store`.
         settled = gl.minimum(end - 1 - TILE, ahead)
+        blocks = ()
         for i in gl.static_range(STAGES - 1):
             t = start + i * TILE
-            fetch(
-                keys, values, meta, i, base, table, t, settled, page_stride, KEY, VALUE, D, GROUP, TILE, PAGE
-            )  # fmt: skip
+            blocks = blocks + (gl.load(table + t // PAGE, mask=t < ahead, other=0),)
+            if t < settled:
+                fetch_tile(
+                    keys, values, meta, i, base, blocks[i], t, page_stride, KEY, VALUE, D, GROUP, TILE, PAGE
+                )  # fmt: skip
         if OVERLAP:
             gdc_wait()
         at = (row * heads + head).to(gl.int64) * RATIO + (0 if SEVERAL else first)
         queries = ()
         if is_wide(D):
             queries = places_of_queries(Q, D, GROUP)
-            fetch_queries(queries, query_ptr + at * D, first, count, heads * RATIO, D, RATIO, Q, SEVERAL)
+            fetch_queries(queries, rotated_ptr + at * (2 * D), first, count, heads * RATIO, D, RATIO, Q, SEVERAL)
         for i in gl.static_range(STAGES - 1):
             t = start + i * TILE
-            if t >= settled:
-                fetch(
-                    keys, values, meta, i, base, table, t, ahead, page_stride, KEY, VALUE, D, GROUP, TILE, PAGE
+            if (t >= settled) & (t < ahead):
+                fetch_tile(
+                    keys, values, meta, i, base, blocks[i], t, page_stride, KEY, VALUE, D, GROUP, TILE, PAGE
                 )  # fmt: skip
             async_copy.commit_group()
-        recent = ()
-        if RECENT > 0:
+        if RECENT > 0:  # noqa: SIM102 - a constant of the launch
             if plain == start:
                 fetch_ring(
-                    keys, values, 0, ring, ring_table, start, ring_page_stride, KEY, VALUE, D, GROUP, TILE, RING,
-                    RING_BLOCKS, STAGES,
+                    keys, values, 0, ring, ring_rows, start, ring_page_stride, KEY, VALUE, D, GROUP, TILE, RING, STAGES
                 )  # fmt: skip
                 async_copy.commit_group()
-            if not is_wide(D):
-                recent = load_recent(
-                    base, table, page_stride, ring, ring_table, plain, end, ring_page_stride, KEY, VALUE, D, GROUP,
-                    TILE, PAGE, RING, RING_BLOCKS,
-                )  # fmt: skip
-
         if is_wide(D):
             query = load_wide_query(
-                queries, byte_sums_ptr + at * (2 * (D // GROUP)), units_ptr + at, apart_ptr + at, level_ptr + at, first,
+                queries, sums_ptr + at * (3 * (D // GROUP)), units_ptr + at, apart_ptr + at, level_ptr + at, first,
                 count, heads * RATIO, KEY.bits, D, GROUP, RATIO, Q, SOFTCAP, SEVERAL,
             )  # fmt: skip
         else:
             query = load_query(
-                query_ptr + at * D, apart_ptr + at, level_ptr + at, first, count, heads * RATIO, KEY, D, GROUP, RATIO,
-                Q, SOFTCAP, SEVERAL,
+                rotated_ptr + at * (2 * D), sums_ptr + at * (3 * (D // GROUP)), units_ptr + at, apart_ptr + at,
+                level_ptr + at, first, count, heads * RATIO, KEY, D, GROUP, RATIO, Q, SOFTCAP, SEVERAL,
             )  # fmt: skip
         stage = 0
         m = gl.full([Q], -1e30, gl.float32, COLS)
@@ -290,26 +290,25 @@ def decode_kernel(
         for i in gl.static_range(len(value_planes(VALUE.bits, D, GROUP))):
             acc = acc + (gl.full([VALUE_WIDE, Q if Q > 8 else 8], 0.0, gl.float32, MMA),)
         stage, m, total, zeros, acc = attend(
-            query, stage, m, total, zeros, acc, (), base, table, ring, ring_table, keys, values, meta, start, plain,
+            query, stage, m, total, zeros, acc, (), base, table, ring, ring_rows, keys, values, meta, start, plain,
             ahead, end, length, ends, page_stride, ring_page_stride, softcap, KEY, VALUE, D, GROUP, Q, TILE, PAGE,
-            STAGES, SOFTCAP, WINDOW, 0, RING, RING_BLOCKS, SEVERAL,
+            STAGES, SOFTCAP, WINDOW, 0, RING, SEVERAL,
         )  # fmt: skip
         if RECENT > 0:
             if (start < plain) & (plain < end):
                 fetch_ring(
-                    keys, values, stage, ring, ring_table, plain, ring_page_stride, KEY, VALUE, D, GROUP, TILE, RING,
-                    RING_BLOCKS, STAGES,
+                    keys, values, stage, ring, ring_rows, plain, ring_page_stride, KEY, VALUE, D, GROUP, TILE, RING,
+                    STAGES,
                 )  # fmt: skip
                 async_copy.commit_group()
-            if is_wide(D):  # not before: it would be more than the registers of the plain tiles
-                recent = load_recent(
-                    base, table, page_stride, ring, ring_table, plain, end, ring_page_stride, KEY, VALUE, D, GROUP,
-                    TILE, PAGE, RING, RING_BLOCKS,
-                )  # fmt: skip
+            recent = load_recent(
+                base, table, page_stride, ring, ring_rows, plain, end, ring_page_stride, KEY, VALUE, D, GROUP, TILE,
+                PAGE, RING,
+            )  # fmt: skip
             stage, m, total, zeros, acc = attend(
-                query, stage, m, total, zeros, acc, recent, base, table, ring, ring_table, keys, values, meta, plain,
+                query, stage, m, total, zeros, acc, recent, base, table, ring, ring_rows, keys, values, meta, plain,
                 end, ahead, end, length, ends, page_stride, ring_page_stride, softcap, KEY, VALUE, D, GROUP, Q, TILE,
-                PAGE, STAGES, SOFTCAP, WINDOW, RECENT, RING, RING_BLOCKS, SEVERAL,
+                PAGE, STAGES, SOFTCAP, WINDOW, RECENT, RING, SEVERAL,
             )  # fmt: skip
         async_copy.wait_group(0)
         at = (result * heads + head).to(gl.int64) * RATIO + (0 if SEVERAL else first)

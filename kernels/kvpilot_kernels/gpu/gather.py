@@ -7,7 +7,7 @@ runs over it, and the next chunk takes its place. The context never exists in 16
 import triton
 import triton.language as tl
 
-from kvpilot_kernels.gpu.codec import byte_of, read_codes, scale_and_zero
+from kvpilot_kernels.gpu.codec import read_codes, scale_and_zero
 from kvpilot_kernels.gpu.rotation import load_rotation, plain_slots, rotate
 
 
@@ -15,14 +15,14 @@ from kvpilot_kernels.gpu.rotation import load_rotation, plain_slots, rotate
 def read_side(page_ptr, place, live, rotation_ptr, head, mean_ptr, scale_ptr, SIDE: tl.constexpr, HEAD: tl.constexpr,
               D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
     """Rows [TOKENS, WIDE] of a side of `head`, rotated back, in plain slots of the model's elements, float32."""
-    slot = tl.arange(0, WIDE)
     code = read_codes(page_ptr + (SIDE.codes + place * SIDE.row), live, SIDE.bits, D, WIDE)
-    _, real = byte_of(slot, SIDE.bits, D, WIDE)
     at = (page_ptr + SIDE.meta).to(tl.pointer_type(tl.int16))[:, None]
-    at += (slot // 64)[None, :] * PAGE + place[:, None]
-    meta = tl.load(at, mask=live[:, None] & real[None, :], other=0).to(tl.int32)
-    scale, zero = scale_and_zero(meta, SIDE.bits)
-    y = rotate(code.to(tl.float32) * scale - zero * scale, load_rotation(rotation_ptr, WIDE, True), D)
+    at += tl.arange(0, WIDE // 64)[None, :] * PAGE + place[:, None]
+    meta = tl.load(at, mask=live[:, None], other=0).to(tl.int32)
+    scale, zero = scale_and_zero(meta[:, :, None], SIDE.bits)
+    code = tl.reshape(code, [code.shape[0], WIDE // 64, 64])
+    y = tl.reshape(code.to(tl.float32) * scale - zero * scale, [code.shape[0], WIDE])
+    y = rotate(y, load_rotation(rotation_ptr, D, WIDE, True), D)
     element, has = plain_slots(D, WIDE)
     has = has & (element < HEAD)
     inverse = 1.0 / tl.load(scale_ptr + head * HEAD + element, mask=has, other=1.0)

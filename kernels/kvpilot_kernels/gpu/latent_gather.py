@@ -8,24 +8,25 @@ import triton
 import triton.language as tl
 
 from kvpilot_kernels.gpu.codec import read_codes, scale_and_zero
-from kvpilot_kernels.gpu.latent_store import ENTRY, RANK, ROPE, rotate_part
+from kvpilot_kernels.gpu.latent_store import ENTRY, RANK, ROPE
+from kvpilot_kernels.gpu.rotation import rotate
 
 
 @triton.jit
-def read_part(page, place, live, to, rotation_ptr, mean_ptr, factor_ptr, SIDE: tl.constexpr, WIDTH: tl.constexpr):
+def read_part(page, place, live, to, mean_ptr, factor_ptr, SIDE: tl.constexpr, WIDTH: tl.constexpr):
     """Write rows [TOKENS, WIDTH] of a part, rotated back, in the model's elements, at pointers [TOKENS], if `live`."""
     d = tl.arange(0, WIDTH)
     code = read_codes(page + (SIDE.codes + place * SIDE.row), live, SIDE.bits, WIDTH, WIDTH)
     meta = tl.load((page + SIDE.meta).to(tl.pointer_type(tl.int16)) + place, mask=live, other=0).to(tl.int32)
     scale, zero = scale_and_zero(meta, SIDE.bits)
-    y = rotate_part((code.to(tl.float32) - zero[:, None]) * scale[:, None], rotation_ptr, WIDTH)
-    y = y / tl.load(factor_ptr + d)[None, :] + tl.load(mean_ptr + d)[None, :]
+    y = rotate((code.to(tl.float32) - zero[:, None]) * scale[:, None], None, WIDTH)
+    y = y * (1.0 / tl.load(factor_ptr + d))[None, :] + tl.load(mean_ptr + d)[None, :]
     tl.store(to[:, None] + d[None, :], y.to(to.dtype.element_ty), mask=live[:, None])
 
 
 # What a step gives it are parts of tensors, and tables of any width.
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "starts_ptr"])
-def latent_gather_kernel(cache_ptr, table_ptr, starts_ptr, rows_ptr, out_ptr, rotation_ptr, mean_ptr, factor_ptr,
+def latent_gather_kernel(cache_ptr, table_ptr, starts_ptr, rows_ptr, out_ptr, mean_ptr, factor_ptr,
                          page_stride, table_stride, LATENT: tl.constexpr, POSITION: tl.constexpr, PAGE: tl.constexpr,
                          TOKENS: tl.constexpr):  # fmt: skip
     """Grid (cdiv(longest, TOKENS), 2, sequences): latents and RoPE parts of tokens [start, start + length).
@@ -45,8 +46,8 @@ def latent_gather_kernel(cache_ptr, table_ptr, starts_ptr, rows_ptr, out_ptr, ro
         page = cache_ptr + block.to(tl.int64) * page_stride
         to = out_ptr + (row + at).to(tl.int64) * ENTRY
         if tl.program_id(1) == 0:
-            read_part(page, token % PAGE, live, to, rotation_ptr, mean_ptr, factor_ptr, LATENT, RANK)
+            read_part(page, token % PAGE, live, to, mean_ptr, factor_ptr, LATENT, RANK)
         else:
             read_part(
-                page, token % PAGE, live, to + RANK, rotation_ptr, mean_ptr + RANK, factor_ptr + RANK, POSITION, ROPE
+                page, token % PAGE, live, to + RANK, mean_ptr + RANK, factor_ptr + RANK, POSITION, ROPE
             )  # fmt: skip

@@ -19,10 +19,9 @@ from kvpilot_kernels.gpu.latent_reduce import latent_reduce_kernel
 from kvpilot_kernels.gpu.latent_store import latent_prepare_kernel, latent_store_kernel
 from kvpilot_kernels.gpu.pages import LOG2_E
 from kvpilot_kernels.gpu.plan import fill_splits, most_splits
-from kvpilot_kernels.gpu.rotation import plain_rotation
 from kvpilot_kernels.latent import check
 from kvpilot_kernels.latent.factors import LatentFactors
-from kvpilot_kernels.latent.formats import ENTRY, RANK, ROPE, ROPE_BITS, LatentFormat
+from kvpilot_kernels.latent.formats import ENTRY, RANK, ROPE_BITS, LatentFormat
 from kvpilot_kernels.layouts import SHRINK
 
 MOST_HEADS = 128
@@ -65,7 +64,6 @@ class LatentShape:
         self.take = latent_tuning.program_heads(heads)
         self.choice = latent_tuning.choose(fmt, heads, block_size, tuning.capability(device))
         self.wave = max(1, tuning.multiprocessors(device) * self.choice.programs // triton.cdiv(heads, self.take))
-        self.rotation = plain_rotation(ROPE, device)
         overlap = tuning.overlaps(device)
         self.chained: dict[str, Any] = {"OVERLAP": overlap} | ({"launch_pdl": True} if overlap else {})
 
@@ -124,7 +122,7 @@ class GpuLatentPages:
         check.tokens(latent, rope, slot_mapping)
         if tokens := slot_mapping.shape[0]:
             latent_store_kernel[(triton.cdiv(tokens, latent_tuning.STORE_TOKENS), 2)](
-                latent, rope, slot_mapping, self.cache, s.rotation, f.mean, f.scale, tokens, latent.stride(0),
+                latent, rope, slot_mapping, self.cache, f.mean, f.scale, tokens, latent.stride(0),
                 rope.stride(0), self.cache.stride(0), LATENT=s.latent, POSITION=s.rope, PAGE=s.block_size,
                 TOKENS=latent_tuning.STORE_TOKENS, num_warps=latent_tuning.STORE_WARPS,
                 **tuning.FUSED, **s.chained,
@@ -150,7 +148,7 @@ class GpuLatentPages:
             raise common.BadInputError("query", f"has {query.shape[0]} rows", f"the plan has {plan.sequences}")
         if rows := query.shape[0] * s.heads:
             latent_prepare_kernel[(triton.cdiv(rows, latent_tuning.STORE_TOKENS),)](
-                query, query_rope, plan.rotated, plan.sums, s.rotation, self.factors.scale, rows, query.stride(0),
+                query, query_rope, plan.rotated, plan.sums, self.factors.scale, rows, query.stride(0),
                 query.stride(1), query_rope.stride(0), query_rope.stride(1), scale * LOG2_E, HEADS=s.heads,
                 ROWS=latent_tuning.STORE_TOKENS, num_warps=latent_tuning.STORE_WARPS,
                 **tuning.FUSED, **s.chained,
@@ -200,7 +198,7 @@ class GpuLatentPages:
         s, f = self.shape, self.factors
         choice = latent_tuning.merging(s.wave // sequences)
         latent_reduce_kernel[(sequences, triton.cdiv(s.heads, choice.heads))](
-            plan.partial, plan.lse, plan.spans, s.rotation, f.mean, f.scale, out, out.stride(0), HEADS=s.heads,
+            plan.partial, plan.lse, plan.spans, f.mean, f.scale, out, out.stride(0), HEADS=s.heads,
             TAKE=choice.heads, STEP=choice.splits, num_warps=choice.warps, **tuning.FUSED, **s.chained,
         )  # fmt: skip
 
@@ -232,7 +230,7 @@ class GpuLatentPages:
         if sequences < 1 or longest < 1:
             return
         latent_gather_kernel[(triton.cdiv(longest, latent_tuning.GATHER_TOKENS), 2, sequences)](
-            self.cache, block_table, starts, rows, out, s.rotation, f.mean, f.scale, self.cache.stride(0),
+            self.cache, block_table, starts, rows, out, f.mean, f.scale, self.cache.stride(0),
             block_table.stride(0), LATENT=s.latent, POSITION=s.rope, PAGE=s.block_size,
             TOKENS=latent_tuning.GATHER_TOKENS, num_warps=latent_tuning.GATHER_WARPS,
             **tuning.FUSED,

@@ -9,25 +9,26 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from kvpilot_kernels.gpu.latent_store import RANK, rotate_part
+from kvpilot_kernels.gpu.latent_store import RANK
+from kvpilot_kernels.gpu.rotation import rotate
 
 
 @triton.jit
-def latent_reduce_kernel(partial_ptr, lse_ptr, spans_ptr, rotation_ptr, mean_ptr, factor_ptr, out_ptr, out_stride,
+def latent_reduce_kernel(partial_ptr, lse_ptr, spans_ptr, mean_ptr, factor_ptr, out_ptr, out_stride,
                          HEADS: tl.constexpr, TAKE: tl.constexpr, STEP: tl.constexpr,
                          OVERLAP: tl.constexpr):  # fmt: skip
     """Grid (sequences, cdiv(HEADS, TAKE)): a program takes TAKE heads, STEP splits in flight.
 
     partial: float32 [splits, HEADS, 512]; lse: float32 [splits, HEADS]; spans: int32 [sequences, 2], the first split of
-    a sequence and how many it has; rotation: the signs of H of 64; mean and factor: float32 [512 or more]; out:
-    [sequences, HEADS, 512], any float dtype, stride per sequence in elements. A sequence without splits gets zeros.
-    OVERLAP: launched as a dependent of decode.
+    a sequence and how many it has; mean and factor: float32 [512 or more]; out: [sequences, HEADS, 512], any float
+    dtype, stride per sequence in elements. A sequence without splits gets zeros. OVERLAP: launched as a dependent of
+    decode.
     """
     sequence = tl.program_id(0)
     first = tl.load(spans_ptr + 2 * sequence).to(tl.int64)
     number = tl.load(spans_ptr + 2 * sequence + 1)
     d = tl.arange(0, RANK)
-    factor = tl.load(factor_ptr + d)[None, :]
+    inverse = (1.0 / tl.load(factor_ptr + d))[None, :]
     mean = tl.load(mean_ptr + d)[None, :]
     if OVERLAP:
         gdc_wait()
@@ -52,7 +53,7 @@ def latent_reduce_kernel(partial_ptr, lse_ptr, spans_ptr, rotation_ptr, mean_ptr
     weight = tl.exp2(top - tl.max(top, 0)[None, :, :])
     total = tl.sum(weight * norm, 0)
     merged = tl.sum(weight * acc, 0) / tl.where(total > 0, total, 1.0)
-    out = rotate_part(merged, rotation_ptr, RANK)
-    out = tl.where(number > 0, out / factor + mean, 0.0)
+    out = rotate(merged, None, RANK)
+    out = tl.where(number > 0, out * inverse + mean, 0.0)
     to = out_ptr + sequence.to(tl.int64) * out_stride + head[:, None] * RANK + d[None, :]
     tl.store(to, out.to(out_ptr.dtype.element_ty), mask=(head < HEADS)[:, None])

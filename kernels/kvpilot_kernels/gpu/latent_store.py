@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvpilot_kernels.gpu.codec import pack_codes, write_codes
-from kvpilot_kernels.gpu.rotation import load_rotation, rotate
+from kvpilot_kernels.gpu.rotation import rotate
 from kvpilot_kernels.gpu.store import encode
 from kvpilot_kernels.latent import formats
 
@@ -26,31 +26,7 @@ LARGEST = tl.constexpr(1024.0)
 
 
 @triton.jit
-def add_and_subtract(x):
-    """Pairs (a, b) of x [T, N, 2, M] as (a + b, a - b)."""
-    second = (tl.arange(0, 2) == 1)[None, None, :, None]
-    less = tl.sum(tl.where(second, -x, x), 2)[:, :, None, :]
-    return tl.where(second, less, tl.sum(x, 2)[:, :, None, :])
-
-
-@triton.jit
-def rotate_part(x, rotation_ptr, WIDTH: tl.constexpr):
-    """x H for float32 x [T, WIDTH] of a latent (512) or of a RoPE part (64); H is its own transpose.
-
-    rotation: the signs of H of 64, of which H of 512 is [[B, B], [B, -B]] three times over: a larger matrix would be
-    more registers than a thread has where tensor cores read no operand from shared memory.
-    """
-    T: tl.constexpr = x.shape[0]
-    y = rotate(tl.reshape(x, [T * WIDTH // 64, 64]), load_rotation(rotation_ptr, 64, False), 64)
-    if WIDTH == RANK:
-        y = tl.reshape(add_and_subtract(tl.reshape(y, [T, 4, 2, 64])), [T, 2, 2, 128])
-        y = tl.reshape(add_and_subtract(y), [T, 1, 2, 256])
-        y = add_and_subtract(y) * 0.5**1.5
-    return tl.reshape(y, [T, WIDTH])
-
-
-@triton.jit
-def store_part(x_ptr, stride, mean_ptr, factor_ptr, rotation_ptr, slots_ptr, cache_ptr, tokens, page_stride,
+def store_part(x_ptr, stride, mean_ptr, factor_ptr, slots_ptr, cache_ptr, tokens, page_stride,
                SIDE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
     """Quantize a block of tokens' rows [TOKENS, WIDTH], one group each, and write them into the tokens' pages."""
     d = tl.arange(0, WIDTH)
@@ -62,7 +38,7 @@ def store_part(x_ptr, stride, mean_ptr, factor_ptr, rotation_ptr, slots_ptr, cac
     place = (slot % PAGE).to(tl.int32)
     x = tl.load(x_ptr + token[:, None].to(tl.int64) * stride + d[None, :], mask=live[:, None], other=0.0)
     x = (x.to(tl.float32) - tl.load(mean_ptr + d)[None, :]) * tl.load(factor_ptr + d)[None, :]
-    y = rotate_part(x, rotation_ptr, WIDTH)
+    y = rotate(x, None, WIDTH)
     codes, meta = encode(tl.reshape(y, [TOKENS, 1, WIDTH]), SIDE, WIDTH, WIDTH)
     packed = pack_codes(tl.reshape(codes, [TOKENS, WIDTH]), SIDE.bits, WIDTH, TOKENS)
     write_codes(page + (SIDE.codes + place * SIDE.row), packed, live, SIDE.bits, WIDTH, WIDTH)
@@ -71,60 +47,60 @@ def store_part(x_ptr, stride, mean_ptr, factor_ptr, rotation_ptr, slots_ptr, cac
 
 
 @triton.jit
-def load_part(x_ptr, stride, head_stride, factor_ptr, rotation_ptr, row, live, scale, HEADS: tl.constexpr,
+def load_part(x_ptr, stride, head_stride, factor_ptr, row, live, scale, HEADS: tl.constexpr,
               WIDTH: tl.constexpr):  # fmt: skip
     """Rotated rows of queries, float32 [ROWS, WIDTH]; row: [ROWS], counting the heads of all tokens."""
     d = tl.arange(0, WIDTH)
     at = (row // HEADS).to(tl.int64) * stride + (row % HEADS) * head_stride
     x = tl.load(x_ptr + at[:, None] + d[None, :], mask=live[:, None], other=0.0)
-    return rotate_part(x.to(tl.float32) / tl.load(factor_ptr + d)[None, :], rotation_ptr, WIDTH) * scale
+    return rotate(x.to(tl.float32) * (1.0 / tl.load(factor_ptr + d))[None, :], None, WIDTH) * scale
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def latent_store_kernel(
-    latent_ptr, rope_ptr, slots_ptr, cache_ptr, rotation_ptr, mean_ptr, factor_ptr, tokens, latent_stride, rope_stride,
+    latent_ptr, rope_ptr, slots_ptr, cache_ptr, mean_ptr, factor_ptr, tokens, latent_stride, rope_stride,
     page_stride, LATENT: tl.constexpr, POSITION: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(tokens, TOKENS), 2): latents, then RoPE parts.
 
     latent: [tokens, 512] and rope: [tokens, 64]; any float dtype, strides per token in elements; slots: int64 [tokens],
-    negative for padding; cache: uint8 pages, stride in bytes; rotation: the signs of H of 64; mean and factor: float32
-    [576]; LATENT, POSITION: a `codec.SideLayout`. OVERLAP: what came before is there after `gdc_wait`.
+    negative for padding; cache: uint8 pages, stride in bytes; mean and factor: float32 [576]; LATENT, POSITION: a
+    `codec.SideLayout`. OVERLAP: what came before is there after `gdc_wait`.
     """
     if OVERLAP:
         gdc_wait()
     if tl.program_id(1) == 0:
         store_part(
-            latent_ptr, latent_stride, mean_ptr, factor_ptr, rotation_ptr, slots_ptr, cache_ptr, tokens, page_stride,
+            latent_ptr, latent_stride, mean_ptr, factor_ptr, slots_ptr, cache_ptr, tokens, page_stride,
             LATENT, RANK, PAGE, TOKENS,
         )  # fmt: skip
     else:
         store_part(
-            rope_ptr, rope_stride, mean_ptr + RANK, factor_ptr + RANK, rotation_ptr, slots_ptr, cache_ptr, tokens,
+            rope_ptr, rope_stride, mean_ptr + RANK, factor_ptr + RANK, slots_ptr, cache_ptr, tokens,
             page_stride, POSITION, ROPE, PAGE, TOKENS,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def latent_prepare_kernel(
-    query_ptr, query_rope_ptr, rotated_ptr, sums_ptr, rotation_ptr, factor_ptr, rows, query_stride, query_head,
+    query_ptr, query_rope_ptr, rotated_ptr, sums_ptr, factor_ptr, rows, query_stride, query_head,
     query_rope_stride, query_rope_head, scale, HEADS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(rows, ROWS),); a row is a query of one head.
 
     query: [tokens, HEADS, 512] and query_rope: [tokens, HEADS, 64], any float dtype, strides per token and per head in
     elements; rotated: float16 [tokens, HEADS, 576]; sums: float32 [tokens, 3, HEADS], a query's unit and the sums of
-    its two parts; rotation and factor: as above. OVERLAP: decode may start once what came before this is there.
+    its two parts; factor: as above. OVERLAP: decode may start once what came before this is there.
     """
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < rows
-    y = load_part(query_ptr, query_stride, query_head, factor_ptr, rotation_ptr, row, live, scale, HEADS, RANK)
+    y = load_part(query_ptr, query_stride, query_head, factor_ptr, row, live, scale, HEADS, RANK)
     z = load_part(
-        query_rope_ptr, query_rope_stride, query_rope_head, factor_ptr + RANK, rotation_ptr, row, live, scale, HEADS,
+        query_rope_ptr, query_rope_stride, query_rope_head, factor_ptr + RANK, row, live, scale, HEADS,
         ROPE,
     )  # fmt: skip
     largest = tl.maximum(tl.max(tl.abs(y), 1), tl.max(tl.abs(z), 1))

@@ -14,18 +14,16 @@ from kvpilot_kernels.latent.formats import ENTRY, LatentFormat
 MOST_HEADS = 24
 """Heads of a program: accumulators of 512 elements for each are all that registers hold."""
 
-STORE_TOKENS, STORE_WARPS = 2, 4
-"""Rows of a program of `store` and of `prepare`, and its warps: 2 are the 16 rows of 64 that the rotation's product
-takes."""
+STORE_TOKENS, STORE_WARPS = 1, 1
+"""Rows of a program of `store` and of `prepare`, and its warps."""
 
-GATHER_TOKENS, GATHER_WARPS = 16, 8
+GATHER_TOKENS, GATHER_WARPS = 8, 4
 """Tokens of a program of `gather`, and its warps."""
 
 
 @dataclass(frozen=True)
 class Merge:
-    """Of a program of `reduce`: its `heads`, an even number as the rotation takes 16 rows of 64; the `splits` in
-    flight, a power of two; and its `warps`."""
+    """Of a program of `reduce`: its `heads`, the `splits` in flight, a power of two, and its `warps`."""
 
     heads: int
     splits: int
@@ -39,8 +37,8 @@ def merging(splits: int) -> Merge:
     or memory's latency is paid for each pair. Measured with 264, 33 and 8 splits a sequence.
     """
     if splits > 64:
-        return Merge(2, 16, 16)
-    return Merge(2, 16, 8) if splits > 16 else Merge(2, 8, 4)
+        return Merge(1, 32, 16)
+    return Merge(1, 32, 8) if splits > 16 else Merge(1, 8, 2)
 
 
 def shared_kib(capability: tuple[int, int]) -> int:

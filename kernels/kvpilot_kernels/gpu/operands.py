@@ -76,6 +76,12 @@ def key_shift(bits, dim, group, g):
 
 
 @gluon.constexpr_function
+def is_signed(bits, dim, group, g):
+    """Whether some codes of group g end at a byte's sign, and are less by 128."""
+    return any(first + bits == 8 for _, _, at, first, _, _ in key_planes(bits, dim, group) if at == g)
+
+
+@gluon.constexpr_function
 def chunk_words(bits, dim, group):
     """Words of a chunk."""
     return min(dim * bits // 16, group // 2)
@@ -201,16 +207,24 @@ def fetch(keys, values, meta, stage, base, table_ptr, t, end, page_stride, KEY: 
           D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
     """Start copying the tile of tokens [t, t + TILE) into `stage`, if t < end."""
     if t < end:
-        page = base + gl.load(table_ptr + t // PAGE).to(gl.int64) * page_stride
-        place = gl.multiple_of(t % PAGE, TILE)
-        s8: gl.constexpr = gl.pointer_type(gl.int8)
-        u16: gl.constexpr = gl.pointer_type(gl.uint16)
-        fetch_rows(keys, stage, (page + (KEY.codes + place * KEY.row)).to(s8), KEY, D, GROUP, TILE, 1)
-        layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
-        i = gl.arange(0, 2 * (D // GROUP) * TILE, layout)
-        # The words of keys and of values are one region after the other.
-        copy_to_shared(meta.index(stage), (page + KEY.meta).to(u16) + place + ((i // TILE) * PAGE + i % TILE))
-        fetch_rows(values, stage, (page + (VALUE.codes + place * VALUE.row)).to(u16), VALUE, D, GROUP, TILE, 2)
+        block = gl.load(table_ptr + t // PAGE)
+        fetch_tile(keys, values, meta, stage, base, block, t, page_stride, KEY, VALUE, D, GROUP, TILE, PAGE)
+
+
+@gluon.jit
+def fetch_tile(keys, values, meta, stage, base, block, t, page_stride, KEY: gl.constexpr, VALUE: gl.constexpr,
+               D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
+    """Start copying the tile of tokens [t, t + TILE), which are in `block`, into `stage`."""
+    page = base + block.to(gl.int64) * page_stride
+    place = gl.multiple_of(t % PAGE, TILE)
+    s8: gl.constexpr = gl.pointer_type(gl.int8)
+    u16: gl.constexpr = gl.pointer_type(gl.uint16)
+    fetch_rows(keys, stage, (page + (KEY.codes + place * KEY.row)).to(s8), KEY, D, GROUP, TILE, 1)
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    i = gl.arange(0, 2 * (D // GROUP) * TILE, layout)
+    # The words of keys and of values are one region after the other.
+    copy_to_shared(meta.index(stage), (page + KEY.meta).to(u16) + place + ((i // TILE) * PAGE + i % TILE))
+    fetch_rows(values, stage, (page + (VALUE.codes + place * VALUE.row)).to(u16), VALUE, D, GROUP, TILE, 2)
 
 
 @gluon.jit

@@ -127,10 +127,9 @@ class Plan:
     Attributes:
         splits: int32 [count, 4]; spans: int32 [sequences, 2]; bases: int32 [sequences] (`plan`).
         partial: float32 [results, kv_heads, ratio, row_dim]; lse: float32 [results, kv_heads, ratio].
-        rotated: float16 [rows, kv_heads * ratio, row_dim], the rotated queries; of a `wide` shape integers in these
-        bytes.
-        byte_sums: int32 [rows, kv_heads * ratio, groups, 2], sums of these integers' upper and of their lower bytes;
-        units: float32 [rows, kv_heads * ratio], what they count in; both are empty unless the shape is `wide`.
+        rotated: int8 [rows, kv_heads * ratio, 2, row_dim], the rotated queries as integers, by upper and lower bytes;
+        sums: int32 [rows, kv_heads * ratio, groups, 3] of these; units: float32 [rows, kv_heads * ratio], what they
+        count in (`store.store_integers`).
         apart: float32 [rows, kv_heads * ratio], what is added to the scores of the sequences' first tokens.
         level: the same shape, what keys' mean adds to every score; used where a cap or a sink makes it matter.
         several: of the step; None where each sequence is one row.
@@ -153,10 +152,10 @@ class Plan:
         self.lse = torch.empty(results, *heads, **make)  # type: ignore[call-overload]
         self.apart = torch.empty(self.rows, heads[0] * heads[1], **make)  # type: ignore[call-overload]
         self.level = torch.empty_like(self.apart)
-        self.units = torch.empty_like(self.apart) if shape.wide else torch.empty(0, **make)  # type: ignore[call-overload]
-        groups = shape.fmt.groups(dim) if shape.wide else 0
-        self.byte_sums = torch.empty(self.rows, heads[0] * heads[1], groups, 2, dtype=torch.int32, **make)  # type: ignore[call-overload]
-        self.rotated = torch.empty(self.rows, heads[0] * heads[1], dim, dtype=torch.float16, **make)  # type: ignore[call-overload]
+        self.units = torch.empty_like(self.apart)
+        queries = (self.rows, heads[0] * heads[1])
+        self.sums = torch.empty(*queries, shape.fmt.groups(dim), 3, dtype=torch.int32, **make)  # type: ignore[call-overload]
+        self.rotated = torch.empty(*queries, 2, dim, dtype=torch.int8, **make)  # type: ignore[call-overload]
 
     def cut(self) -> Cut:
         """How decode is launched in this step."""
@@ -237,10 +236,10 @@ class GpuPages:
         block = tuning.store_block(s.row_dim, tokens, bits, tuning.capability(s.device))
         store_kernel[(triton.cdiv(tokens, block.tokens), heads)](
             query, key, value, slot_mapping, slot_mapping if ordinals is None else ordinals, self.cache,
-            slot_mapping if ring_slots is None else ring_slots, self.ring, plan.rotated, plan.byte_sums, plan.units,
+            slot_mapping if ring_slots is None else ring_slots, self.ring, plan.rotated, plan.sums, plan.units,
             plan.apart, plan.level,
-            s.key_rotation, s.value_rotation, s.rotation, f.key_first, f.key_mean, f.key_scale, f.value_mean,
-            f.value_scale, tokens, 0 if ordinals is None else ordinals.shape[0], decodes, query.stride(0),
+            s.key_rotation, s.value_rotation, f.key_first, f.key_mean, f.key_scale, f.value_mean, f.value_scale,
+            tokens, 0 if ordinals is None else ordinals.shape[0], decodes, query.stride(0),
             key.stride(0), value.stride(0), self.cache.stride(0), self.cache.stride(1), self.ring.stride(0),
             self.ring.stride(1), scale * LOG2_E, RATIO=s.ratio, RING=s.ring_tokens, TOKENS=block.tokens,
             LEVEL=s.softcap > 0 or self.sinks is not None, WAIT=s.can_overlap, **s.codec, num_warps=block.warps,
@@ -285,7 +284,7 @@ class GpuPages:
         s, rings, cut = self.shape, block_table if ring_table is None else ring_table, plan.cut()
         more = beyond(1 if plan.several is None else plan.several.most)
         kernel = decode_kernel[(cut.parts, s.kv_heads, most_splits(seq_lens.shape[0], cut.wave, more))](
-            plan.rotated, plan.byte_sums, plan.units, plan.apart, plan.level, self.cache, block_table, self.ring, rings,
+            plan.rotated, plan.sums, plan.units, plan.apart, plan.level, self.cache, block_table, self.ring, rings,
             plan.splits, plan.spans if plan.several is None else plan.several.starts, plan.spans, plan.bases,
             plan.partial, plan.lse, self.cache.stride(0), self.cache.stride(1), self.ring.stride(0),
             self.ring.stride(1), block_table.stride(0), rings.stride(0), s.softcap, KEY=s.key, VALUE=s.value,

@@ -23,16 +23,25 @@ def place_of_digit(stage, i: gl.constexpr, PLACES: gl.constexpr):
 
 
 @gluon.jit
-def fetch_digits(buffer, stage, ring_ptr, ring_table_ptr, t, ring_page_stride, SIDE: gl.constexpr, D: gl.constexpr,
-                 GROUP: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr,
-                 STAGES: gl.constexpr, SIZE: gl.constexpr):  # fmt: skip
+def block_of(ring_rows, place, RING: gl.constexpr):
+    """The block of a sequence's ring, whose blocks are `ring_rows`, that has these places [TILE]."""
+    block = place * 0 + ring_rows[0]
+    for i in gl.static_range(1, len(ring_rows)):
+        block = gl.where(place >= i * RING, ring_rows[i], block)
+    return block
+
+
+@gluon.jit
+def fetch_digits(buffer, stage, ring_ptr, ring_rows, t, ring_page_stride, SIDE: gl.constexpr, D: gl.constexpr,
+                 GROUP: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr, STAGES: gl.constexpr,
+                 SIZE: gl.constexpr):  # fmt: skip
     """Start copying the digits that the ring may have for the tile of tokens [t, t + TILE), as `fetch_rows` does."""
     WIDTH: gl.constexpr = 2 * chunk_words(SIDE.bits, D, GROUP) // SIZE
     COUNT: gl.constexpr = chunks(SIDE.bits, D, GROUP)
     DIGITS: gl.constexpr = SIDE.digits
     token, element = row_of_copies(SIDE.bits, D, GROUP, TILE, SIZE)
-    place = (t + token) % (RING * RING_BLOCKS)
-    block = gl.maximum(gl.load(ring_table_ptr + place // RING), 0)
+    place = (t + token) % (RING * len(ring_rows))
+    block = gl.maximum(block_of(ring_rows, place, RING), 0)
     if SIZE == 1:
         rows = (ring_ptr + SIDE.digit_codes).to(gl.pointer_type(gl.int8))
     else:
@@ -53,17 +62,12 @@ def fetch_digits(buffer, stage, ring_ptr, ring_table_ptr, t, ring_page_stride, S
 
 
 @gluon.jit
-def fetch_ring(keys, values, stage, ring_ptr, ring_table_ptr, t, ring_page_stride, KEY: gl.constexpr,
+def fetch_ring(keys, values, stage, ring_ptr, ring_rows, t, ring_page_stride, KEY: gl.constexpr,
                VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr,
-               RING_BLOCKS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+               STAGES: gl.constexpr):  # fmt: skip
     """Start copying both sides' digits of the tile of tokens [t, t + TILE), which is at `stage`."""
-    fetch_digits(
-        keys, stage, ring_ptr, ring_table_ptr, t, ring_page_stride, KEY, D, GROUP, TILE, RING, RING_BLOCKS, STAGES, 1
-    )  # fmt: skip
-    fetch_digits(
-        values, stage, ring_ptr, ring_table_ptr, t, ring_page_stride, VALUE, D, GROUP, TILE, RING, RING_BLOCKS, STAGES,
-        2,
-    )  # fmt: skip
+    fetch_digits(keys, stage, ring_ptr, ring_rows, t, ring_page_stride, KEY, D, GROUP, TILE, RING, STAGES, 1)
+    fetch_digits(values, stage, ring_ptr, ring_rows, t, ring_page_stride, VALUE, D, GROUP, TILE, RING, STAGES, 2)
 
 
 @gluon.constexpr_function
@@ -73,9 +77,9 @@ def over_lanes(tile):
 
 
 @gluon.jit
-def load_recent(base, table_ptr, page_stride, ring_ptr, ring_table_ptr, t, end, ring_page_stride, KEY: gl.constexpr,
+def load_recent(base, table_ptr, page_stride, ring_ptr, ring_rows, t, end, ring_page_stride, KEY: gl.constexpr,
                 VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr,
-                RING: gl.constexpr, RING_BLOCKS: gl.constexpr):  # fmt: skip
+                RING: gl.constexpr):  # fmt: skip
     """What tells whether the ring has the tokens [t, t + TILE), anything where t >= `end`.
 
     By group, keys before values: the ring's metadata, uint16 [TILE], and of the first two groups of a side the codes
@@ -84,12 +88,9 @@ def load_recent(base, table_ptr, page_stride, ring_ptr, ring_table_ptr, t, end, 
     GROUPS: gl.constexpr = D // GROUP
     live = t < end
     token = gl.arange(0, TILE, over_lanes(TILE))
-    at = (t + token) % (RING * RING_BLOCKS)
-    if RING_BLOCKS == 1:
-        block = gl.load(ring_table_ptr)
-    else:
-        block = gl.load(ring_table_ptr + at // RING)
-        at = at % RING
+    at = (t + token) % (RING * len(ring_rows))
+    block = block_of(ring_rows, at, RING)
+    at = at % RING
     u16: gl.constexpr = gl.pointer_type(gl.uint16)
     rows = (ring_ptr + KEY.ring_meta).to(u16) + (gl.maximum(block, 0).to(gl.int64) * (ring_page_stride // 2) + at)
     page = base + gl.load(table_ptr + t // PAGE, mask=live, other=0).to(gl.int64) * page_stride

@@ -47,7 +47,7 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases
         number = tl.load(spans_ptr + 2 * token + 1)
     d, real = plain_slots(D, WIDE)
     has = real & (d < HEAD)
-    rotation = load_rotation(rotation_ptr, WIDE, True)
+    rotation = load_rotation(rotation_ptr, D, WIDE, True)
     inverse = 1.0 / tl.load(value_scale_ptr + head * HEAD + d, mask=has, other=1.0)
     mean = tl.load(value_mean_ptr + head * HEAD + d, mask=has, other=0.0)
     if OVERLAP:

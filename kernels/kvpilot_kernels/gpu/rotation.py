@@ -1,9 +1,10 @@
-"""The Hadamard matrices as the kernels want them: elements in the order in which a row is packed.
+"""Rotation of rows by Hadamard matrices, in the order in which a row is packed.
 
-A row is packed from `slots`: each group is padded to 64, so that a tile of slots divides into planes and groups by
-powers of two. Only rows of 96 and 192 elements (groups of 48) have slots that hold nothing; their columns are zero.
-The matrices hold +-1, which bfloat16 holds exactly; `rotate` divides by the square root of D. Off the GPU, where
-Triton's interpreter runs, they are float32: it cannot round to bfloat16.
+A row of a power of two is rotated by sums and differences of its elements. H of 96 and of 192 is made of a matrix of 12
+too: their rows are multiplied by it. A row is packed from `slots`: each group is padded to 64, so that a tile of slots
+divides into planes and groups by powers of two. Only rows of 96 and 192 elements (groups of 48) have slots that hold
+nothing; their columns are zero. The matrices hold +-1, which bfloat16 holds exactly; `rotate` divides by the square
+root of D. Off the GPU, where Triton's interpreter runs, they are float32: it cannot round to bfloat16.
 """
 
 from __future__ import annotations
@@ -87,40 +88,51 @@ def packing_slots(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr)
 
 @triton.jit
 def rotate(x, rotation, D: tl.constexpr):
-    """x H for float32 x [T, slots] and signs [BASE, BASE]: x as the sum of two bfloat16, to 2^-17.
+    """x H for float32 x [T, slots], with what `load_rotation` has of H.
 
-    `load_rotation` says what BASE is. Where a row is two of them, H is [[B, B], [B, -B]], and so on by twos.
+    H of a power of two is [[B, B], [B, -B]], and B likewise down to 1: each time neighbours become their sum and their
+    difference, to 2^-23 in all. With signs [BASE, BASE] of B, x is multiplied as the sum of two bfloat16, to 2^-17, and
+    where a row is two of BASE, one sum and difference is left.
     """
     T: tl.constexpr = x.shape[0]
-    BASE: tl.constexpr = rotation.shape[0]
-    PARTS: tl.constexpr = x.shape[1] // BASE
-    x = tl.reshape(x, [T * PARTS, BASE])
-    if rotation.dtype == tl.float32:
-        y = tl.dot(x, rotation, input_precision="ieee")
+    WIDE: tl.constexpr = x.shape[1]
+    if rotation is None:
+        for i in tl.static_range(9):
+            if 2 << i <= WIDE:
+                x = by_twos(x, T * WIDE // (2 << i), 1 << i)
     else:
-        upper = x.to(tl.bfloat16)
-        lower = (x - upper.to(tl.float32)).to(tl.bfloat16)
-        y = tl.dot(lower, rotation, tl.dot(upper, rotation))
-    if PARTS > 1:
-        y = by_twos(y, T * PARTS // 2, BASE)
-    if PARTS > 2:
-        y = by_twos(y, T * PARTS // 4, 2 * BASE)
-    return tl.reshape(y, [T, PARTS * BASE]) * (1.0 / D**0.5)
+        BASE: tl.constexpr = rotation.shape[0]
+        PARTS: tl.constexpr = WIDE // BASE
+        x = tl.reshape(x, [T * PARTS, BASE])
+        if rotation.dtype == tl.float32:
+            x = tl.dot(x, rotation, input_precision="ieee")
+        else:
+            upper = x.to(tl.bfloat16)
+            lower = (x - upper.to(tl.float32)).to(tl.bfloat16)
+            x = tl.dot(lower, rotation, tl.dot(upper, rotation))
+        if PARTS == 2:
+            x = by_twos(x, T, BASE)
+    return tl.reshape(x, [T, WIDE]) * (1.0 / D**0.5)
 
 
 @triton.jit
 def by_twos(y, PAIRS: tl.constexpr, WIDTH: tl.constexpr):
     """Of each pair of neighbours of WIDTH numbers their sum and their difference, [PAIRS, 2 * WIDTH]."""
     y = tl.reshape(y, [PAIRS, 2, WIDTH])
-    second = (tl.arange(0, 2) == 1)[None, :, None]
-    less = tl.sum(tl.where(second, -y, y), 1)
-    return tl.reshape(tl.where(second, less[:, None, :], tl.sum(y, 1)[:, None, :]), [PAIRS, 2 * WIDTH])
+    # One sum crosses threads: a - b is a + b less twice what the second one holds.
+    twice = tl.where(tl.arange(0, 2) == 1, -2.0, 0.0)[None, :, None]
+    return tl.reshape(tl.sum(y, 1)[:, None, :] + twice * y, [PAIRS, 2 * WIDTH])
 
 
 @triton.jit
-def load_rotation(rotation_ptr, WIDE: tl.constexpr, BACK: tl.constexpr):
-    """The signs that `rotate` takes, [BASE, BASE] of a matrix [WIDE, WIDE]; BACK: of its transpose."""
+def load_rotation(rotation_ptr, D: tl.constexpr, WIDE: tl.constexpr, BACK: tl.constexpr):
+    """What `rotate` takes of a matrix [WIDE, WIDE]: its signs [BASE, BASE]; BACK: of its transpose. None for a power of
+    two, where H is made of twos alone."""
     BASE: tl.constexpr = min(WIDE, MOST)
-    row = tl.arange(0, BASE)[:, None]
-    column = tl.arange(0, BASE)[None, :]
-    return tl.load(rotation_ptr + (column * WIDE + row if BACK else row * WIDE + column))
+    if D == WIDE:
+        signs = None
+    else:
+        row = tl.arange(0, BASE)[:, None]
+        column = tl.arange(0, BASE)[None, :]
+        signs = tl.load(rotation_ptr + (column * WIDE + row if BACK else row * WIDE + column))
+    return signs

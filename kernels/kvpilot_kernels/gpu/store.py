@@ -17,7 +17,6 @@ from kvpilot_kernels import layouts
 from kvpilot_kernels.gpu.codec import (
     LARGEST,
     NAN,
-    NARROW,
     ZERO_BITS,
     ZERO_MASK,
     ZERO_STEPS,
@@ -25,6 +24,7 @@ from kvpilot_kernels.gpu.codec import (
     nearest_scale_bits,
     pack_codes,
     pack_meta,
+    query_planes,
     scale_and_zero,
     scale_bits,
     scale_of,
@@ -32,7 +32,7 @@ from kvpilot_kernels.gpu.codec import (
     write_codes,
     zero_of,
 )
-from kvpilot_kernels.gpu.rotation import load_rotation, plain_slots, rotate
+from kvpilot_kernels.gpu.rotation import load_rotation, packing_slots, plain_slots, rotate
 
 REACH = tl.constexpr(layouts.RING_REACH)
 GAIN_BITS = tl.constexpr(layouts.GAIN_BITS)
@@ -154,7 +154,7 @@ def store_side(x_ptr, stride, first_ptr, mean_ptr, scale_ptr, rotation_ptr, slot
     GROUPS: tl.constexpr = WIDE // 64
     element, real = plain_slots(D, WIDE)
     real = real & (element < HEAD)
-    rotation = load_rotation(rotation_ptr, WIDE, False)
+    rotation = load_rotation(rotation_ptr, D, WIDE, False)
     factor = tl.load(scale_ptr + head * HEAD + element, mask=real, other=0.0)
     apart = tl.load(first_ptr + head * HEAD + element, mask=real, other=0.0) * factor
     mean = tl.load(mean_ptr + head * HEAD + element, mask=real, other=0.0) * factor
@@ -192,31 +192,42 @@ def store_side(x_ptr, stride, first_ptr, mean_ptr, scale_ptr, rotation_ptr, slot
 
 
 @triton.jit
-def store_integers(y, at, live, rotated_ptr, byte_sums_ptr, units_ptr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Write queries y [ROWS, WIDE] as decode takes those of a wide head, where `live`: in units that make the largest
-    element LARGEST, integers as rows of upper and of lower bytes, int8 [2, D] in the bytes of a row of float16, whose
-    sums by group, int32 [groups, 2], and the unit, NaN where an element is.
+def store_integers(y, at, live, rotated_ptr, sums_ptr, units_ptr, BITS: tl.constexpr, D: tl.constexpr,
+                   WIDE: tl.constexpr):  # fmt: skip
+    """Write queries y [ROWS, WIDE], in the slots of keys of BITS, as decode multiplies them, where `live`.
+
+    An element becomes round(y / factor / unit), by `query_planes`, in a unit that makes the largest one LARGEST, as an
+    upper and a lower byte: int8 [2, D]. It is off by half a unit at most, or by two where the factor is 4: 2^-16 or
+    2^-14 of the query's largest element. Beside them go the unit, NaN where an element is, and by group three sums,
+    int32 [groups, 3]: of upper and of lower bytes where codes end at a sign, and of all integers times their factors.
     """
     GROUPS: tl.constexpr = WIDE // 64
     ROWS: tl.constexpr = y.shape[0]
+    slot = tl.arange(0, WIDE)
+    element, real = packing_slots(slot, BITS, D, WIDE)
+    factor, signed = query_planes(slot, BITS, D, WIDE)
+    y = y * (1.0 / factor)[None, :]
     largest = tl.maximum(tl.max(tl.abs(y), 1), 1e-30)
     whole = nearest(y * (1.0 / largest * LARGEST)[:, None]).to(tl.int32)
     upper = (whole + 128) >> 8
     lower = whole - upper * 256
-    d = tl.arange(0, WIDE)[None, :]
-    to = rotated_ptr.to(tl.pointer_type(tl.int8)) + at[:, None] * (2 * D) + d
-    tl.store(to, upper.to(tl.int8), mask=live[:, None] & (d < D))
-    tl.store(to + D, lower.to(tl.int8), mask=live[:, None] & (d < D))
-    to = byte_sums_ptr + at[:, None] * (2 * GROUPS) + 2 * tl.arange(0, GROUPS)[None, :]
+    to = rotated_ptr + at[:, None] * (2 * D) + element[None, :]
+    tl.store(to, upper.to(tl.int8), mask=live[:, None] & real[None, :])
+    tl.store(to + D, lower.to(tl.int8), mask=live[:, None] & real[None, :])
+    to = sums_ptr + at[:, None] * (3 * GROUPS) + 3 * tl.arange(0, GROUPS)[None, :]
+    upper = tl.where(signed[None, :], upper, 0)
+    lower = tl.where(signed[None, :], lower, 0)
+    whole = whole * factor.to(tl.int32)[None, :]
     tl.store(to, tl.sum(tl.reshape(upper, [ROWS, GROUPS, 64]), 2), mask=live[:, None])
     tl.store(to + 1, tl.sum(tl.reshape(lower, [ROWS, GROUPS, 64]), 2), mask=live[:, None])
+    tl.store(to + 2, tl.sum(tl.reshape(whole, [ROWS, GROUPS, 64]), 2), mask=live[:, None])
     tl.store(units_ptr + at, largest * (1.0 / LARGEST) + tl.sum(y * 0.0, 1), mask=live)
 
 
 @triton.jit(do_not_specialize=["tokens", "numbered", "decodes"])
 def store_kernel(
     query_ptr, key_ptr, value_ptr, slots_ptr, ordinals_ptr, cache_ptr, ring_slots_ptr, ring_ptr, rotated_ptr,
-    byte_sums_ptr, units_ptr, apart_ptr, level_ptr, key_rotation_ptr, value_rotation_ptr, query_rotation_ptr,
+    sums_ptr, units_ptr, apart_ptr, level_ptr, key_rotation_ptr, value_rotation_ptr,
     key_first_ptr, key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr,
     tokens, numbered, decodes, query_stride, key_stride, value_stride, page_stride,
     head_stride, ring_page_stride, ring_head_stride, scale, KV_HEADS: tl.constexpr, RATIO: tl.constexpr,
@@ -228,9 +239,10 @@ def store_kernel(
     query: [tokens, KV_HEADS * RATIO, HEAD], key and value: [tokens, KV_HEADS, HEAD], any float dtype, strides per token
     in elements; slots: int64 [tokens], negative for padding; ordinals: int [numbered], 1 for a sequence's first token;
     cache: uint8 pages, strides in bytes; ring_slots and ring: the same of the ring, of RING tokens a page, unread where
-    RING is 0; rotated: float16 [decodes, KV_HEADS * RATIO, D], or with D > NARROW, and byte_sums and units then alone,
-    what `store_integers` writes; apart: float32 [decodes, KV_HEADS * RATIO], to be added to the scores of first tokens;
-    rotations: [WIDE, WIDE] (`rotation`); factors: float32 [KV_HEADS, HEAD]; KEY, VALUE: a `SideLayout`.
+    RING is 0; rotated: int8 [decodes, KV_HEADS * RATIO, 2, D], sums: int32 [decodes, KV_HEADS * RATIO, groups, 3]
+    and units: float32 [decodes, KV_HEADS * RATIO], as `store_integers` has them; apart: shaped like units, to be added
+    to the scores of first tokens; rotations: [WIDE, WIDE] (`rotation`); factors: float32 [KV_HEADS, HEAD]; KEY, VALUE:
+    a `SideLayout`.
     level: as `apart`, what the keys' mean adds to every score. Written with LEVEL alone: a softmax does not see what
     all scores have, unless they have a cap or it has a sink.
     WAIT: launched as a dependent: what the kernel before this one wrote is there after `gdc_wait`.
@@ -261,7 +273,7 @@ def store_kernel(
             apart = tl.load(key_first_ptr + kv * HEAD + d, mask=has, other=0.0)
             mean = tl.load(key_mean_ptr + kv * HEAD + d, mask=has, other=0.0)
             apart -= mean
-            rotation = load_rotation(query_rotation_ptr, WIDE, False)
+            rotation = load_rotation(key_rotation_ptr, D, WIDE, False)
             if WAIT:
                 gdc_wait()
             token = (row // RATIO)[:, None].to(tl.int64)
@@ -273,10 +285,6 @@ def store_kernel(
             if LEVEL:
                 tl.store(level_ptr + place, tl.sum(x * mean[None, :], 1) * scale, mask=live)
             y = rotate(x * inverse[None, :], rotation, D) * scale
-            if D > NARROW:
-                store_integers(y, place, live, rotated_ptr, byte_sums_ptr, units_ptr, D, WIDE)
-            else:
-                to = rotated_ptr + place[:, None] * D + d[None, :]
-                tl.store(to, y.to(tl.float16), mask=live[:, None] & real[None, :])
+            store_integers(y, place, live, rotated_ptr, sums_ptr, units_ptr, KEY.bits, D, WIDE)
         elif WAIT:
             gdc_wait()

@@ -16,6 +16,7 @@ from kvpilot_kernels.gpu.operands import (
     UNIT,
     byte_plane,
     chunks,
+    is_signed,
     key_planes,
     key_shift,
     load_keys,
@@ -43,7 +44,9 @@ def dot(codes, operands, start, g: gl.constexpr, BITS: gl.constexpr, D: gl.const
     Exact up to the last rounding: sums stay below 64 * LARGEST * 255 < 2^31.
     """
     PLANES: gl.constexpr = key_planes(BITS, D, GROUP)
-    sums = gl.full([TILE, 2 * Q], 0, gl.int32, MMA) + start[None, :]
+    sums = gl.full([TILE, 2 * Q], 0, gl.int32, MMA)
+    if is_signed(BITS, D, GROUP, g):
+        sums += start[None, :]
     for i in gl.static_range(len(PLANES)):
         if PLANES[i][2] == g:
             plane = byte_plane(codes[2 * PLANES[i][0] + PLANES[i][4]], BITS, PLANES[i][3])

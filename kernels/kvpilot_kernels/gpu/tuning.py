@@ -2,15 +2,13 @@
 
 Kept as tables, so that no user waits for tuning. Measured on an H200 (2026-11-22, Triton 3.6): at head_dim 128 and 256
 8, 10 to 13, 15 and 16 programs, in batches from 1 x 64K and 8 x 1K to 32 x 16K; 64 tokens of 2 stages in flight were
-best before keys were 8-bit integers (2026-11-21), and 32 at 256. Rows for head_dim 64 and 96 follow from registers, and
-so do the blocks of `store` and `gather` at 256, and of `gather` off Hopper; 192 has what 256 has: nothing else was
-tried there.
+best before keys were 8-bit integers (2026-11-21), and 32 at 256. Rows for head_dim 64 and 96 follow from registers;
+192 has what 256 has: nothing else was tried there.
 Decode of 8 queries with a recent window spills 8 to 328 bytes, and that of several tokens up to 512
 (docs/benchmarks/kernel-resources.md). At 512 6, 7 and 8 programs of 8 queries, 5 to 8 of 4, and tiles of 16 and 32
 tokens were timed (2026-11-24), with splits of single tiles; that splits are multiples of 64 tokens there came after it.
-Blocks of `store` and `gather` for prompts were timed on an H100 (2026-11-25), those of 9.0 at head_dim 64 to 128, in
-`k4v4`, and store's in `k4v2` and `k2v2` without a limit on registers; other formats and GPUs follow from them. So were
-on that day `store`'s of 8 to 64 tokens for 64 to 1,024 sequences, and `merging` for 8, 32 and 1 at head_dim 128.
+Blocks of `store` and `gather`, `MERGES`, and 168 registers of decode with a window were timed on an H100 (2026-11-25),
+in `k4v4`, store of prompts in `k2v2`, too, and those of 192 not at all; other formats and GPUs follow from them.
 `kernels/benchmarks/decode.py` and `prompts.py` time what the tables say.
 """
 
@@ -18,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from math import gcd
+from math import gcd, inf
 from typing import NamedTuple
 
 import torch
@@ -79,34 +77,56 @@ class PrefillBlock:
     stages: int
 
 
+MERGES: dict[int, tuple[tuple[float, tuple[int, int, int]], ...]] = {
+    **dict.fromkeys((64, 128), ((0.5, (1, 128, 8)), (1, (1, 64, 4)), (2, (1, 32, 2)), (4, (1, 16, 1)), (16, (2, 8, 1)),
+                                (inf, (2, 4, 1)))),
+    96: ((1, (1, 128, 8)), (2, (1, 32, 4)), (8, (2, 8, 2)), (inf, (4, 4, 2))),
+    192: ((1, (1, 128, 16)), (2, (1, 32, 4)), (8, (2, 8, 4)), (inf, (4, 4, 4))),
+    256: ((0.5, (1, 64, 8)), (inf, (1, 4, 1))),
+    512: ((0.5, (1, 32, 16)), (inf, (1, 8, 2))),
+}  # fmt: skip
+"""Programs of `reduce` by elements of a row: up to so many query heads of all sequences for each multiprocessor, the
+query heads of a program at most, splits in flight, and warps.
+
+Few sequences leave the GPU idle, and have many splits: then each query head gets a program of its own, and the more
+warps the fewer they are. Each choice holds from some number of sequences to its double at least, so that a warm-up with
+powers of two meets all of them."""
+
 FEW_TOKENS, SOME_TOKENS = 128, 512
-"""So many tokens at most are stored as those of a decode step are: with a program a head for 8, and for 16 of them."""
+"""So many tokens at most are stored as those of a decode step are; with a matrix, those of some sequences apart."""
+
+
+def is_power_of_two(dim: int) -> bool:
+    """Whether rows of so many elements are rotated by sums and differences alone, without a matrix (`rotation`)."""
+    return dim & (dim - 1) == 0
 
 
 def store_block(dim: int, tokens: int, bits: int, capability: tuple[int, int]) -> Block:
     """The block of `store` for a launch of so many tokens; `bits`: the fewest of a key's and a value's element.
 
-    64 tokens are an operand of Hopper's warp groups, and each warp then has whole rows: nothing crosses warps, and what
-    is computed of a row is shared by 64 elements of a thread instead of 16. With 168 registers three programs fit
-    instead of two; at 2 bits they would spill too much. At head_dim 256 registers of a program with 16 tokens spill,
-    and at 512 of one with 8.
+    Without a matrix a thread has neighbours of a row, and little crosses warps: small programs are best. With one, of
+    96 elements, 64 tokens are an operand of Hopper's warp groups, and each warp then has whole rows; with 168 registers
+    three programs fit instead of two, and at 2 bits they would spill too much.
     """
+    few = tokens <= FEW_TOKENS
+    if is_power_of_two(dim):
+        return (Block(8, 4) if few else Block(8, 2)) if dim <= 128 else Block(4 if few else 8, 4)
     if dim > 128:
-        return Block(8 if dim <= 256 else 4, 8)
-    if tokens <= FEW_TOKENS:
+        return Block(8, 8)
+    if few:
         return Block(8, 4)
     if tokens <= SOME_TOKENS or capability[0] != 9:
         return Block(16, 4)
-    return Block(64, 4, 168 if bits > 2 and dim > 64 else None)
+    return Block(64, 4, 168 if bits > 2 else None)
 
 
 def gather_block(dim: int, capability: tuple[int, int], padded: bool = False) -> Block:
-    """The block of `gather`: four warps spill where tensor cores read no operand from shared memory (9.0, 10.0 do), and
-    on 10.0 where heads have zeros behind, `padded`. On 9.0 three programs fit with 168 registers, and two without."""
+    """The block of `gather`, of which what `store_block` says holds. With a matrix four warps spill where tensor cores
+    read no operand from shared memory (9.0, 10.0 do), and on 10.0 where heads have zeros behind, `padded`."""
+    if is_power_of_two(dim):
+        return Block(8, 2 if dim <= 128 else 4)
     if dim > 128:
-        return Block(32 if dim <= 256 else 16, 8)
-    if dim <= 64:
-        return Block(64, 4)
+        return Block(32, 8)
     if capability[0] == 9:
         return Block(64, 4, 168)
     return Block(64, 4 if capability[0] == 10 and not padded else 8)
@@ -139,7 +159,8 @@ def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capa
     """The choice for `queries` of a program and `bits` of a key's and a value's element together.
 
     The tile divides `block_size`, as a tile lies in one page. On 9.0, where that was measured, the assembler weighs
-    registers against programs; on others it would spill some, and a thread may have all 255. With a window of `recent`
+    registers against programs, but where it is a few off with a window: 12 programs fit with 168. On others it would
+    spill some, and a thread may have all 255. With a window of `recent`
     tokens 2 bits need the shared memory and registers of 4; at head_dim 192 tiles of 32 would spill up to 896 bytes on
     9.0, those of 16 168.
     """
@@ -152,7 +173,8 @@ def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capa
         tile = 16
     if dim > 256:
         return Choice(gcd(tile, block_size), stages, programs, 255, grain=64)
-    return Choice(gcd(tile, block_size), stages, programs, None if capability[0] == 9 else 255)
+    registers = (168 if recent and programs == 12 and 64 < dim <= 128 else None) if capability[0] == 9 else 255
+    return Choice(gcd(tile, block_size), stages, programs, registers)
 
 
 class Taken(NamedTuple):
@@ -172,19 +194,10 @@ def fitting(taken: Taken, shared: int) -> int:
 
 
 def merging(dim: int, groups: int, ratio: int, device: torch.device) -> tuple[int, int, int]:
-    """Query heads, splits in flight, and warps of a program of `reduce`, for the KV heads of all sequences together.
-
-    Few sequences leave the GPU idle, and have many splits: then each query head gets a program of its own. Measured
-    with 1, 8 and 32 sequences of 32 and 64 heads. Each choice holds from some number of sequences to its double at
-    least, so that a warm-up with powers of two meets all of them. At head_dim 256 registers of two warps spill.
-    """
-    rows = groups * ratio
-    if rows <= multiprocessors(device):
-        return 1, 128 if dim <= 256 else 32, 8 if 64 < dim <= 128 else 16
-    if rows <= 2 * multiprocessors(device):
-        return 1, 32, 4 if dim <= 256 else 8
-    take = max(n for n in range(1, 3 if rows <= 8 * multiprocessors(device) else 5) if ratio % n == 0)
-    return take, 8 if take < 3 else 4, 2 if dim <= 128 else 4 if dim <= 256 else 8
+    """Query heads, splits in flight, and warps of a program of `reduce`, for the KV heads of all sequences together."""
+    rows = groups * ratio / multiprocessors(device)
+    most, splits, warps = next(way for bound, way in MERGES[dim] if rows <= bound)
+    return max(n for n in range(1, most + 1) if ratio % n == 0), splits, warps
 
 
 @cache

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kvpilot_kernels import check
 from kvpilot_kernels.gpu import tuning
-from kvpilot_kernels.gpu.codec import NARROW, read_slots, scale_and_zero
+from kvpilot_kernels.gpu.codec import query_planes, read_slots, scale_and_zero
 from kvpilot_kernels.gpu.plan import beyond, most_splits
 from kvpilot_kernels.gpu.reduce import LOG2_E
 from kvpilot_kernels.gpu.rotation import packing_slots
@@ -46,16 +46,15 @@ def log_sums(lse_ptr, first, number, head, row, KV_HEADS: tl.constexpr, RATIO: t
 
 
 @triton.jit
-def load_queries(rotated_ptr, units_ptr, at, row, element, real, D: tl.constexpr, RATIO: tl.constexpr):
-    """Rotated queries of a KV head as `store` left them, float16 [ROWS, 64]."""
+def load_queries(rotated_ptr, units_ptr, at, row, slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+                 RATIO: tl.constexpr):  # fmt: skip
+    """Slots of a KV head's rotated queries, of the integers that `store` left, float16 [ROWS, slots]."""
+    element, real = packing_slots(slot, BITS, D, WIDE)
     live = (row < RATIO)[:, None] & real[None, :]
-    if D > NARROW:
-        to = rotated_ptr.to(tl.pointer_type(tl.int8)) + (at + row)[:, None] * (2 * D) + element[None, :]
-        whole = tl.load(to, mask=live, other=0).to(tl.float32) * 256.0 + tl.load(to + D, mask=live, other=0)
-        query = (whole * tl.load(units_ptr + at + row, mask=row < RATIO, other=0.0)[:, None]).to(tl.float16)
-    else:
-        query = tl.load(rotated_ptr + (at + row)[:, None] * D + element[None, :], mask=live, other=0.0)
-    return query
+    to = rotated_ptr + (at + row)[:, None] * (2 * D) + element[None, :]
+    whole = tl.load(to, mask=live, other=0).to(tl.float32) * 256.0 + tl.load(to + D, mask=live, other=0)
+    unit = tl.load(units_ptr + at + row, mask=row < RATIO, other=0.0)
+    return (whole * unit[:, None] * query_planes(slot, BITS, D, WIDE)[0][None, :]).to(tl.float16)
 
 
 @triton.jit(do_not_specialize=["table_stride", "sequences", "stretches"], do_not_specialize_on_alignment=["table_ptr"])
@@ -97,8 +96,8 @@ def weigh_kernel(
         to = total_ptr + (head.to(tl.int64) * sequences + sequence) * stretches
         queries = ()
         for g in tl.static_range(WIDE // 64):
-            element, real = packing_slots(g * 64 + tl.arange(0, 64), KEY.bits, D, WIDE)
-            one = load_queries(rotated_ptr, units_ptr, at, row, element, real, D, RATIO)
+            slot = g * 64 + tl.arange(0, 64)
+            one = load_queries(rotated_ptr, units_ptr, at, row, slot, KEY.bits, D, WIDE, RATIO)
             queries = queries + (one,)  # type: ignore[assignment]
         for t in range(start, tl.minimum(end, stretches * TOKENS), TOKENS):
             token = t + tl.arange(0, TOKENS)

@@ -2,8 +2,7 @@
 
 The sums of 512 elements are 128 registers of a thread, half of what it may have. So of everything else little is held:
 
-- integers of the queries are made by `store`, not by every program, and stay in shared memory with their sums. A tile
-  loads them where it multiplies;
+- the queries stay in shared memory with their sums, and a tile loads them where it multiplies;
 - a row is taken by chunks, and a fence keeps the assembler from starting with all of them at once;
 - sums of weights times zero codes are rows of one more product, on the tile's metadata as it lies there;
 - the exponents of a token in the recent window are packed into one register.
@@ -15,7 +14,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kvpilot_kernels.gpu.columns import by_columns, by_queries, join_bytes, over_own_rows, place_of, to_right
+from kvpilot_kernels.gpu.columns import (
+    by_columns,
+    by_queries,
+    join_bytes,
+    load_sums,
+    load_units,
+    over_own_rows,
+    place_of,
+    to_right,
+)
 from kvpilot_kernels.gpu.operands import (
     COLS,
     KEYS,
@@ -71,7 +79,7 @@ def places_of_queries(Q: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def fetch_queries(shared, query_ptr, first, count, stride, D: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr,
+def fetch_queries(shared, rotated_ptr, first, count, stride, D: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr,
                   SEVERAL: gl.constexpr):  # fmt: skip
     """Start copying `store`'s integers of `count` queries, at their `place_of`; past them the last one's."""
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [1, 1], [1, 0])
@@ -79,39 +87,25 @@ def fetch_queries(shared, query_ptr, first, count, stride, D: gl.constexpr, RATI
     byte = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
     n = gl.minimum(column // 2, count - 1)
     row = (place_of(n, first, stride, RATIO, SEVERAL) * 2 + column % 2)[:, None] * D
-    integers = query_ptr.to(gl.pointer_type(gl.int8))
     for i in gl.static_range(D // 64):
-        copy_to_shared(shared[0].index(i), integers + i * 64 + (row + byte))
+        copy_to_shared(shared[0].index(i), rotated_ptr + i * 64 + (row + byte))
 
 
 @gluon.jit
-def load_wide_query(shared, byte_sums_ptr, units_ptr, apart_ptr, level_ptr, first, count, stride, BITS: gl.constexpr,
+def load_wide_query(shared, sums_ptr, units_ptr, apart_ptr, level_ptr, first, count, stride, BITS: gl.constexpr,
                     D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, LEVEL: gl.constexpr,
                     SEVERAL: gl.constexpr):  # fmt: skip
     """What products with `count` queries need, at their `place_of`; their sums go to shared memory.
 
     Returns:
-        The places in shared memory, then as `columns.load_query` has them: `unit`, `apart` and `level`.
+        The places in shared memory, then what `load_units` has.
     """
-    GROUPS: gl.constexpr = D // GROUP
-    column = gl.arange(0, 2 * Q, gl.SliceLayout(0, MMA))
-    i = gl.arange(0, Q, COLS)
-    place = place_of(i, first, stride, RATIO, SEVERAL)
-    by_column = byte_sums_ptr + (place_of(column // 2, first, stride, RATIO, SEVERAL) * (2 * GROUPS) + column % 2)
-    by_query = byte_sums_ptr + place * (2 * GROUPS)
-    for g in gl.static_range(GROUPS):
-        # What codes that are less by 128 take off.
-        start = gl.load(by_column + 2 * g, mask=column // 2 < count, other=0) * 128
+    for g in gl.static_range(D // GROUP):
+        start, zero = load_sums(sums_ptr, first, count, stride, g, BITS, D, GROUP, RATIO, Q, SEVERAL)
         shared[1].slice(g * 2 * Q, 2 * Q).store(start)
-        upper = gl.load(by_query + 2 * g, mask=i < count, other=0)
-        lower = gl.load(by_query + (2 * g + 1), mask=i < count, other=0)
-        shared[2].slice(g * Q, Q).store((upper * 256 + lower).to(gl.float32) * (zero_unit(BITS) / UNIT))
-    unit = gl.load(units_ptr + place, mask=i < count, other=1.0)
-    apart = gl.load(apart_ptr + place, mask=i < count, other=0.0)
-    level = gl.full([Q], 0.0, gl.float32, COLS)
-    if LEVEL:
-        level = gl.load(level_ptr + place, mask=i < count, other=0.0)
-    return shared, unit, apart / unit, level / unit
+        shared[2].slice(g * Q, Q).store(zero)
+    unit, apart, level = load_units(units_ptr, apart_ptr, level_ptr, first, count, stride, RATIO, Q, LEVEL, SEVERAL)
+    return shared, unit, apart, level
 
 
 @gluon.jit
