@@ -92,8 +92,8 @@ def known(variant: Variant, taken: Resources) -> bool:
     long at 32 x 16K. Of 8 queries, 8 to 328 bytes: a tile of 16 tokens would fit, and takes an H200 1.5 to 1.9 times as
     long. By Triton 3.9, and not by 3.6, which was measured: decode of k8v4, 40 bytes on 9.0, and a prompt's
     store, 8 to 16. Store and gather of a prompt's rows of 96 on 9.0 have fewer registers than they would take, so that
-    three programs fit: up to 288 bytes, and an H100 is 1.2 times as fast with them. Decode of several tokens, which is 16
-    queries (8 at head_dim 256): up to 112 bytes without a window, 512 with one; on 9.0 up to 256 by Triton 3.6, with
+    three programs fit: up to 288 bytes, and an H100 is 1.2 times as fast with them. Decode of several tokens, which is
+    16 queries (8 at head_dim 256): up to 112 bytes without a window, 512 with one; on 9.0 up to 256 by Triton 3.6, with
     which it was measured. Prefill of heads of 512 elements on 9.0, 8 bytes by Triton 3.6 and 456 by 3.9: 32 queries
     spill none and take an H200 2.1 times as long.
     """
