@@ -14,9 +14,10 @@ from vllm.v1.attention.backends import utils
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
 from kvpilot_runtime import backend, carriers, compat, disaggregated, options, plugin, serve
-from kvpilot_runtime.errors import PreflightError, UnsupportedModelError
+from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.preflight import check
 from kvpilot_runtime.preflight_request import Request
+from support.preflights import asked, refusal
 
 DECODE = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
 PREFILL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
@@ -40,23 +41,16 @@ def _package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.6" if name == "lmcache" else version(name))
 
 
-def asked(transfer: dict[str, Any], *more: str, dtype: str = "k4v4", model: str = "") -> Request:
-    """What kvpilot-serve makes of its arguments."""
-    every = [f"--model={model or tiny_llama()}", f"--kv-cache-dtype={dtype}", *more]
-    return serve.parse([*every, "--kv-transfer-config", json.dumps(transfer)])[0]
-
-
-def refusal(request: Request) -> str:
-    with pytest.raises(PreflightError) as caught:
-        check(request)
-    return caught.value.message
+def transferring(transfer: dict[str, Any], *more: str, dtype: str = "k4v4", model: str | None = None) -> Request:
+    """Such a transfer, beside other arguments."""
+    return asked(*more, "--kv-transfer-config", json.dumps(transfer), dtype=dtype, model=model)
 
 
 @pytest.mark.parametrize("transfer", [DECODE, PREFILL, {**DECODE, "kv_role": "kv_both"},
                                       {**DECODE, "kv_connector_extra_config": {"kv_lease_duration": 60}}, SHARE,
                                       {**SHARE, "kv_role": "kv_consumer"}])  # fmt: skip
 def test_what_was_seen_right_is_served(transfer: dict[str, Any]) -> None:
-    check(asked(transfer))
+    check(transferring(transfer))
     backend.refuse_unsupported_options(engine(transfer))
 
 
@@ -102,11 +96,11 @@ def test_so_is_a_form_of_lmcaches(more: dict[str, Any], what: str) -> None:
 
 
 def assert_refused(transfer: dict[str, Any], what: str) -> None:
-    message = refusal(asked(transfer))
+    message = refusal(transferring(transfer)).message
     assert f"{transfer['kv_connector']} with" in message
     assert what in message
     assert "'k4v4'" in message
-    check(asked(transfer, dtype="auto"))
+    check(transferring(transfer, dtype="auto"))
     with pytest.raises(UnsupportedModelError) as caught:
         backend.refuse_unsupported_options(engine(transfer))
     assert what in str(caught.value)
@@ -126,11 +120,11 @@ def engine(transfer: dict[str, Any], **more: Any) -> SimpleNamespace:
 @pytest.mark.parametrize("transfer", [DECODE, SHARE], ids=["NIXL", "LMCache"])
 @pytest.mark.parametrize("what", BESIDE)
 def test_what_nobody_has_seen_right_beside_it_is_refused_by_name(what: str, transfer: dict[str, Any]) -> None:
-    message = refusal(asked(transfer, *BESIDE[what]))
+    message = refusal(transferring(transfer, *BESIDE[what])).message
     assert f"beside {what}" in message
     assert "'k4v4'" in message
     if what != "layers that stay in 16 bits":
-        check(asked(transfer, *BESIDE[what], dtype="auto"))
+        check(transferring(transfer, *BESIDE[what], dtype="auto"))
 
 
 @pytest.mark.parametrize(
@@ -152,19 +146,20 @@ def test_an_engine_that_was_started_without_preflight_refuses_it_too(more: dict[
 def test_pages_of_all_layers_in_a_row_are_for_nixl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = {"cache_dtype": "k4v4", "kv_cache_dtype_skip_layers": [], "kv_cache_layout": "BHLNC"}
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BHLNC")
-    check(asked(DECODE))
+    check(transferring(DECODE))
     backend.refuse_unsupported_options(engine(DECODE, cache_config=SimpleNamespace(**cache)))
-    assert "VLLM_KV_CACHE_LAYOUT" in refusal(asked(SHARE))
+    assert "VLLM_KV_CACHE_LAYOUT" in refusal(transferring(SHARE)).message
     with pytest.raises(UnsupportedModelError, match="LMCacheMPConnector beside VLLM_KV_CACHE_LAYOUT=BHLNC"):
         backend.refuse_unsupported_options(engine(SHARE, cache_config=SimpleNamespace(**cache)))
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LBHNC")
-    check(asked(SHARE))
-    check(asked(SHARE, dtype="auto"))
+    check(transferring(SHARE))
+    check(transferring(SHARE, dtype="auto"))
 
 
 def test_layers_with_a_window_are_refused_beside_it() -> None:
-    assert "--kv-transfer-config for a model with sliding-window layers" in refusal(
-        asked(DECODE, model=str(tiny_gemma3()))
+    assert (
+        "--kv-transfer-config for a model with sliding-window layers"
+        in refusal(transferring(DECODE, model=str(tiny_gemma3()))).message
     )
 
 
@@ -178,22 +173,22 @@ def test_another_vllm_and_an_image_without_the_package_are_refused_before_a_gpu_
 ) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "nixl" else found(name, *a))
-    assert "needs the package nixl" in refusal(asked(DECODE))
+    assert "needs the package nixl" in refusal(transferring(DECODE)).message
     monkeypatch.setattr(compat, "vllm_version", lambda: (0, 33))
-    assert "needs vLLM 0.32" in refusal(asked(DECODE))
+    assert "needs vLLM 0.32" in refusal(transferring(DECODE)).message
     with pytest.raises(UnsupportedModelError, match="NixlConnector of vllm"):
         backend.refuse_unsupported_options(engine(DECODE))
-    check(asked(DECODE, dtype="auto"))
+    check(transferring(DECODE, dtype="auto"))
 
 
 def test_another_release_of_lmcache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.1" if name == "lmcache" else version(name))
-    assert "needs lmcache 0.5 (here is 0.6.1)" in refusal(asked(SHARE))
+    assert "needs lmcache 0.5 (here is 0.6.1)" in refusal(transferring(SHARE)).message
     with pytest.raises(UnsupportedModelError, match=r"LMCacheMPConnector of lmcache 0\.6\.1"):
         backend.refuse_unsupported_options(engine(SHARE))
     backend.refuse_unsupported_options(engine(DECODE))
-    check(asked(SHARE, dtype="auto"))
+    check(transferring(SHARE, dtype="auto"))
 
 
 @pytest.mark.parametrize(

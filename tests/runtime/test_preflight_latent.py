@@ -12,21 +12,15 @@ import pytest
 from kvpilot_demo.models import tiny_llama
 from kvpilot_kernels.latent import formats as latent
 from kvpilot_runtime import machine
-from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import check
 from kvpilot_runtime.preflight_request import Request
 from support.latent_engine import make_model
+from support.preflights import refusal
 
 
 @pytest.fixture(scope="module")
 def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("mla") / "model")
-
-
-def refusal(request: Request) -> str:
-    with pytest.raises(PreflightError) as caught:
-        check(request)
-    return caught.value.message
 
 
 def changed(folder: Path, base: Path, **changes: Any) -> str:
@@ -45,7 +39,7 @@ def test_a_model_with_latents_is_served_on_a_cpu_and_its_cache_is_counted(deepse
     assert not found.warnings
     assert not found.skip_layers
     row = 2 * latent.parse(name).row_bytes
-    assert f"({row} bytes a token)" in refusal(Request(str(deepseek), name, kv_bytes=500 * row))
+    assert f"({row} bytes a token)" in refusal(Request(str(deepseek), name, kv_bytes=500 * row)).message
     check(Request(str(deepseek), name, kv_bytes=512 * row))
 
 
@@ -56,13 +50,13 @@ def test_a_gpu_from_ampere_on_serves_latents_of_a_model_in_16_bits(
     gpu = partial(machine.Gpu, "GPU", 141 * 2**30, 0)
     monkeypatch.setattr(machine, "gpus", lambda: [gpu((9, 0))])
     assert not check(Request(str(deepseek), "mla4", model_dtype="bfloat16")).warnings
-    assert "needs a model in 16 bits" in refusal(Request(str(deepseek), "mla4", model_dtype="float32"))
+    assert "needs a model in 16 bits" in refusal(Request(str(deepseek), "mla4", model_dtype="float32")).message
     monkeypatch.setattr(machine, "gpus", lambda: [gpu((7, 5))])
-    assert "needs compute capability 8.0" in refusal(Request(str(deepseek), "mla4", model_dtype="bfloat16"))
+    assert "needs compute capability 8.0" in refusal(Request(str(deepseek), "mla4", model_dtype="bfloat16")).message
 
 
 def test_a_model_without_latents_or_with_other_ones_is_refused_by_name(deepseek: Path, tmp_path: Path) -> None:
-    assert "a model without multi-head latent attention" in refusal(Request(str(tiny_llama()), "mla4"))
+    assert "a model without multi-head latent attention" in refusal(Request(str(tiny_llama()), "mla4")).message
     others = {
         "entries of 320 elements": {"kv_lora_rank": 256},
         "sparse attention with an index, as in DeepSeek V3.2": {
@@ -72,13 +66,13 @@ def test_a_model_without_latents_or_with_other_ones_is_refused_by_name(deepseek:
     }  # fmt: skip
     for i, (told, changes) in enumerate(others.items()):
         (tmp_path / str(i)).mkdir()
-        message = refusal(Request(changed(tmp_path / str(i), deepseek, **changes), "mla8"))
+        message = refusal(Request(changed(tmp_path / str(i), deepseek, **changes), "mla8")).message
         assert told in message
         assert "use --kv-cache-dtype=auto" in message
 
 
 def test_a_dtype_of_keys_and_values_names_those_of_latents(deepseek: Path) -> None:
-    message = refusal(Request(str(deepseek), "k4v4"))
+    message = refusal(Request(str(deepseek), "k4v4")).message
     assert "use --kv-cache-dtype=auto or --kv-cache-dtype=mla8 or --kv-cache-dtype=mla4" in message
 
 
@@ -95,4 +89,4 @@ def test_a_dtype_of_keys_and_values_names_those_of_latents(deepseek: Path) -> No
 def test_options_that_latents_do_not_go_with_are_refused_before_the_engine_starts(
     deepseek: Path, request_of: dict[str, Any], told: str
 ) -> None:
-    assert told in refusal(Request(str(deepseek), "mla4", **request_of))
+    assert told in refusal(Request(str(deepseek), "mla4", **request_of)).message

@@ -10,10 +10,10 @@ import pytest
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
 from kvpilot_kernels.models import read
-from kvpilot_runtime import compat, engines, machine, options, serve
+from kvpilot_runtime import compat, machine, options, serve
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import check
-from kvpilot_runtime.preflight_request import Request
+from support.preflights import asked, refusal
 
 H200 = machine.Gpu("NVIDIA H200", 141 * 2**30, 0, (9, 0))
 SMALL = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2,
@@ -22,17 +22,6 @@ GEMMA3 = {
     "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "torch_dtype": "bfloat16",
     "text_config": {"hidden_size": 2560, "model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024},
 }  # fmt: skip
-
-
-def asked(*arguments: str, dtype: str = "k4v4", model: str | None = None) -> Request:
-    """What kvpilot-serve makes of its arguments."""
-    return serve.parse([f"--model={model or tiny_llama()}", f"--kv-cache-dtype={dtype}", *arguments])[0]
-
-
-def refusal(request: Request) -> PreflightError:
-    with pytest.raises(PreflightError) as caught:
-        check(request)
-    return caught.value
 
 
 def folder(path: Path, config: dict[str, Any]) -> str:
@@ -184,79 +173,6 @@ def test_batch_invariance_is_refused_beside_our_dtypes_alone(monkeypatch: pytest
     check(asked(dtype="auto"))
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     check(asked())
-
-
-def test_vllms_simple_offloading_is_refused_beside_our_dtypes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", "1")
-    error = refusal(asked("--kv-offloading-size=1"))
-    assert error.reason == "BadArguments"
-    assert all(word in error.message for word in ("VLLM_USE_SIMPLE_KV_OFFLOAD", "'k4v4'", "leave it out"))
-    check(asked("--kv-offloading-size=1", dtype="auto"))
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "much", "--seed=1"])
-@pytest.mark.parametrize("dtype", ["k4v4", "auto"])
-def test_offloading_without_memory_is_refused(value: str, dtype: str) -> None:
-    error = refusal(asked("--kv-offloading-size", value, dtype=dtype))
-    assert error.reason == "BadArguments"
-    assert "--kv-offloading-size is" in error.message
-    assert "GiB above 0" in error.message
-
-
-@pytest.mark.parametrize("dtype", ["k4v4", "auto"])
-def test_offloading_more_than_this_machine_has_is_refused_with_the_numbers(
-    monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
-    monkeypatch.setattr(machine, "available_memory", lambda: 12 * 2**30)
-    check(asked("--kv-offloading-size=4", "--kv-cache-memory-bytes=64M", dtype=dtype))
-    # What is offloaded counts beside weights, cache and engine, which are some 2.5 GiB here.
-    beside = refusal(asked("--kv-offloading-size=10", "--kv-cache-memory-bytes=64M", dtype=dtype))
-    assert beside.reason == "DoesNotFit"
-    several = refusal(asked("--kv-offloading-size=7", "--data-parallel-size=2", dtype=dtype))
-    assert several.reason == "DoesNotFit"
-    assert all(word in several.message for word in ("14.0 GiB", "12.0 GiB", "offload less"))
-
-
-def test_swap_is_no_memory_for_offloaded_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"/proc/meminfo": ["MemTotal: 33554432 kB", "MemAvailable: 8388608 kB", "SwapFree: 67108864 kB"],
-             "/sys/fs/cgroup/memory.max": ["max"], "/sys/fs/cgroup/memory.current": ["0"]}  # fmt: skip
-    monkeypatch.setattr(machine, "lines", lambda path: files.get(path, []))
-    error = refusal(asked("--kv-offloading-size=10", "--kv-cache-memory-bytes=64M"))
-    assert error.reason == "DoesNotFit"
-    assert all(word in error.message for word in ("10.0 GiB", "8,192 MiB", "offload less"))
-    check(asked("--kv-offloading-size=1", "--kv-cache-memory-bytes=64M"))
-
-
-def test_on_a_gpu_offloaded_pages_have_to_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "platform", lambda: "cuda")
-    monkeypatch.setattr(machine, "gpus", lambda: [H200])
-    monkeypatch.setattr(machine, "available_memory", lambda: 64 * 2**30)
-    monkeypatch.setattr(machine, "shared_memory", lambda: 2**26)
-    error = refusal(asked("--kv-offloading-size=4"))
-    assert error.reason == "DoesNotFit"
-    assert all(word in error.message for word in ("4,096 MiB", "64 MiB", "shm", "mount a larger"))
-    monkeypatch.setattr(machine, "shared_memory", lambda: 2**33)
-    check(asked("--kv-offloading-size=4"))
-
-
-def test_offloading_of_a_model_with_window_layers_is_refused_beside_our_dtypes_alone() -> None:
-    model = str(tiny_gemma3())
-    error = refusal(asked("--kv-offloading-size=1", model=model))
-    assert error.reason == "DtypeUnsupported"
-    assert all(word in error.message for word in ("--kv-offloading-size", "sliding-window layers", "leave it out"))
-    check(asked("--kv-offloading-size=1", model=model, dtype="auto"))
-
-
-def test_a_vllm_without_offloading_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "can_offload", lambda: False)
-    error = refusal(asked("--kv-offloading-size=1"))
-    assert error.reason == "BadArguments"
-    assert "has no offloading" in error.message
-    assert "newer" in error.message
-
-
-def test_the_installed_vllm_can_offload() -> None:
-    assert engines.can_offload()
 
 
 @pytest.mark.parametrize("version", [(0, 28), (0, 29)])

@@ -1,0 +1,21 @@
+"""Requests of kvpilot-serve, and how preflight refuses them."""
+
+import pytest
+
+from kvpilot_demo.models import tiny_llama
+from kvpilot_runtime import serve
+from kvpilot_runtime.errors import PreflightError
+from kvpilot_runtime.preflight import check
+from kvpilot_runtime.preflight_request import Request
+
+
+def asked(*arguments: str, dtype: str = "k4v4", model: str | None = None) -> Request:
+    """What kvpilot-serve makes of its arguments."""
+    return serve.parse([f"--model={model or tiny_llama()}", f"--kv-cache-dtype={dtype}", *arguments])[0]
+
+
+def refusal(request: Request) -> PreflightError:
+    """The error that a request meets."""
+    with pytest.raises(PreflightError) as caught:
+        check(request)
+    return caught.value
