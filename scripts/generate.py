@@ -38,7 +38,7 @@ COMMANDS = (
     ("runtime/benchmarks/cpu_backend.py", "--page"),
     ("runtime/benchmarks/gpu_equality_page.py", f"{FIGURES}/h200-equality.json"),
     ("runtime/benchmarks/plots.py", f"{FIGURES}/h200-engine.json"),
-    ("kernels/benchmarks/decode.py", "--page"),
+    ("kernels/benchmarks/decode_page.py",),
 )
 """What Python runs at the root of a checkout, in any order."""
 

@@ -6,8 +6,7 @@ the merge of its parts (what FlashAttention and FlashInfer do too), `layer` with
 raw file, without a window, `weigh` is what heavy hitters add in a step that is weighed, `weigh_idle` in others. The
 yardstick is a device-to-device copy in the same run. FlashAttention comes with vLLM, FlashInfer by itself; what is not
 installed is left out. Our formats are measured with each window of `--recent`, whose tokens all have their row in the
-ring. Writes OUT/decode.json; `--page` makes pages of the files of runs that lie in docs/benchmarks: h200-decode.md,
-h200-decode-wide.md of heads of 512 elements, and h100-decode-heads.md of heads of 80 and 192.
+ring. Writes OUT/decode.json, of which `decode_page.py` makes pages.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -32,7 +31,6 @@ from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.gpu.weigh import stretch, weigh
 from kvpilot_kernels.ring import ring_slots
 
-DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 LAUNCHES = 32
 
 
@@ -250,87 +248,16 @@ def _version(package: str) -> str | None:
         return None
 
 
-def page(source: Path, title: str) -> str:
-    """A run as Markdown, under this title."""
-    facts = json.loads(source.read_text())
-    copy = facts["copy_bytes_per_s"]
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    lines = [
-        title,
-        "",
-        f"`{facts['command']}`, {facts['date']}, {facts['gpu']}, {versions}. Microseconds of one layer. This run's",
-        f"copy rate is {copy / 1e12:.2f} TB/s; `of copy` is the cache's bytes over the time of the split kernel, or of",
-        f"`merged` for the others, over that rate. Raw: [{source.name}]({source.name}).",
-    ]
-    last = None
-    for row in facts["rows"]:
-        case = row["case"]
-        here = (
-            f"{case['shape']} ({case['heads']}/{case['kv_heads']}/{case['dim']}), {case['batch']} x {case['context']:,}"
-        )
-        if here != last:
-            last = here
-            rows = [r for r in facts["rows"] if r["case"] == case]
-            base = next((r["merged"] for r in rows if r["name"].endswith(" bf16") and "merged" in r), None)
-            lines += [
-                "",
-                f"### {here}",
-                "",
-                "| | decode | merged | layer | of copy | over bf16 |",
-                "|---|---|---|---|---|---|",
-            ]
-        if "error" in row:
-            lines.append(f"| {row['name']} | {row['error'].splitlines()[0][:90]} | | | | |")
-            continue
-        alone = row.get("decode", row["merged"])
-        cells = [f"{row[k]:.1f}" if k in row else "" for k in ("decode", "merged", "layer")]
-        share = row["bytes"] / alone * 1e6 / copy
-        ratio = f"{base / row['merged']:.2f}x" if base else ""
-        lines.append(f"| {row['name']} | {' | '.join(cells)} | {share:.2f} | {ratio} |")
-    return "\n".join(lines) + "\n"
-
-
-def write(name: str, title: str, runs: Iterable[tuple[str, str]]) -> None:
-    """Runs, by the names of their files and their titles, as a page."""
-    (DOCS / name).write_text("\n".join([f"{title}\n", *(page(DOCS / source, heading) for source, heading in runs)]))
-
-
 def main() -> int:
-    """Measure, or make the page."""
+    """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--recent", type=int, nargs="+", default=[0, 64], help="windows of our formats")
     parser.add_argument("--formats", nargs="+", default=list(formats.own_names()))
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="names of attention shapes")
     parser.add_argument("--sizes", nargs="+", default=[], help="batches alone, as 32x16384 (default: all)")
-    parser.add_argument("--page", action="store_true", help="make the pages in docs/ of the raw files there")
     options = parser.parse_args()
-    if options.page:
-        runs = (
-            ("h200-decode-two-bits.json", "## Two bits of full length, with a window: the kernels of today"),
-            ("h200-decode-integers.json", "## Keys as 8-bit integers (stopped before the last shapes)"),
-            (
-                "h200-decode-integers-recent.json",
-                "## Keys as 8-bit integers, with a window (stopped too)",
-            ),
-            ("h200-decode.json", "## Beside other backends, with keys in float16"),
-            ("h200-decode-recent.json", "## With a window, with keys in float16"),
-        )
-        wide = (
-            ("h100-decode-wide.json", "## On an H100, the kernels of today"),
-            ("h200-decode-wide.json", "## On an H200, the kernels before (decision 46)"),
-        )
-        write("h200-decode-wide.md", "# Decode of heads of 512 elements", wide)
-        heads = (
-            (
-                "h100-decode-heads.json",
-                "## On an H100, before [work was cut for several rounds](h100-decode-rounds.md)",
-            ),
-        )
-        write("h100-decode-heads.md", "# Decode of heads of 80 and of 192 elements", heads)
-        write("h200-decode.md", "# Decode attention on one NVIDIA H200", runs)
-    else:
-        measure(options.out, options.recent, options.shapes, options.formats, options.sizes)
+    measure(options.out, options.recent, options.shapes, options.formats, options.sizes)
     return 0
 
 
