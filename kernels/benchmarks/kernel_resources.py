@@ -88,27 +88,29 @@ def kernels() -> dict[str, Any]:
 def known(variant: Variant, taken: Resources) -> bool:
     """Whether it is known that such a program spills: some with a recent window, and decode of several tokens.
 
-    Decode of 4 queries, up to 64 bytes where 168 registers let 12 programs fit: one fewer takes an H100 1.2 times as
-    long at 32 x 16K. Of 8 queries, 8 to 328 bytes: a tile of 16 tokens would fit, and takes an H200 1.5 to 1.9 times as
-    long. By Triton 3.9, and not by 3.6, which was measured: decode of k8v4, 40 bytes on 9.0, and a prompt's
-    store, 8 to 16. Store and gather of a prompt's rows of 96 on 9.0 have fewer registers than they would take, so that
-    three programs fit: up to 288 bytes, and an H100 is 1.2 times as fast with them. Decode of several tokens, which is
-    16 queries (8 at head_dim 256): up to 112 bytes without a window, 512 with one; on 9.0 up to 256 by Triton 3.6, with
-    which it was measured. Prefill of heads of 512 elements on 9.0, 8 bytes by Triton 3.6 and 456 by 3.9: 32 queries
-    spill none and take an H200 2.1 times as long.
+    Decode with a window: of 4 queries up to 64 bytes where 168 registers let 12 programs fit (one fewer takes an H100
+    1.2 times as long at 32 x 16K), up to 96 from head_dim 192 on, and of k8v4 40 by Triton 3.9, not by 3.6, which was
+    measured. Of 8 queries up to 480: a tile of 16 tokens would fit, and takes an H200 1.5 to 1.9 times as long.
+    Decode of several tokens, which is 16 queries (8 at head_dim 256): up to 112 bytes without a window, 512 with one;
+    on 9.0 up to 256 by Triton 3.6, with which it was measured. Store and gather of a prompt's rows of 96 on 9.0 have
+    fewer registers than they would take, so that three programs fit: up to 288 bytes, and an H100 is 1.2 times as
+    fast with them; store of 16 of them 8 to 16. Prefill of heads of 512 elements on 9.0, 8 bytes by Triton 3.6 and
+    456 by 3.9: 32 queries spill none and take an H200 2.1 times as long. Reduce in one or two warps, 8 bytes by some
+    Tritons from 3.6 to 3.9.
     """
-    if variant.kernel == "prefill_kernel":
-        return variant.constants["M"] == 64 and 0 < taken.stack <= 512
-    if variant.kernel in ("store_kernel", "gather_kernel") and variant.registers is not None:
-        return 0 < taken.stack <= 288
-    if variant.kernel == "decode_kernel" and "tokens" in variant.shape:
-        return 0 < taken.stack <= (512 if "window" in variant.shape else 112)
-    most = 328 if "8 queries, window" in variant.shape else 40 if variant.dtype == "k8v4" else 0
-    most = 64 if variant.registers == 168 else most
-    most = {"decode_kernel": most, "store_kernel": 16 if variant.constants.get("TOKENS", 0) >= 16 else 0}.get(
-        variant.kernel, 0
-    )
-    return "window" in variant.shape and 0 < taken.stack <= most
+    most = 0
+    if variant.kernel == "reduce_kernel":
+        most = 8
+    elif variant.kernel == "prefill_kernel":
+        most = 512 if variant.constants["M"] == 64 else 0
+    elif variant.kernel in ("store_kernel", "gather_kernel"):
+        most = 288 if variant.registers is not None else 16 if variant.constants["TOKENS"] >= 16 else 0
+    elif variant.kernel == "decode_kernel" and "tokens" in variant.shape:
+        most = 512 if "window" in variant.shape else 112
+    elif variant.kernel == "decode_kernel" and "window" in variant.shape:
+        narrow = 64 if variant.registers == 168 else 40 if variant.dtype == "k8v4" else 0
+        most = 480 if "8 queries" in variant.shape else 96 if variant.constants["D"] > 128 else narrow
+    return 0 < taken.stack <= most
 
 
 def compile_for(variant: Variant, capability: int) -> Resources:
@@ -167,8 +169,8 @@ def page(found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]], ca
         f"registers that spill: in {spills or 'none'} of {sum(map(len, found.values()))} programs. A program may have",
         f"{limits}; a thread has 255 registers.",
         "`--few`: shapes of Llama-3-8B, head_dim 256 for int8, 16 heads of mla4, and on two GPUs some of 80, 192, 512.",
-        "Decode of 4 queries spills up to 64 bytes where it may have 168 registers, of 8 (Llama-3-70B) with a recent",
-        "window 8 to 328; decode of several tokens up to 512, and up to 112 without a window.",
+        "With a recent window decode of 4 queries spills up to 64 bytes where it may have 168 registers, up to 96 from",
+        "head_dim 192 on, of 8 (Llama-3-70B) up to 480; decode of several tokens up to 512, and up to 112 without one.",
         "",
         f"| kernel | dtype | shape | {' | '.join(names)} |",
         f"|---|---|---|{'---|' * len(names)}",

@@ -4,7 +4,7 @@ Kept as tables, so that no user waits for tuning. Measured on an H200 (2026-11-2
 8, 10 to 13, 15 and 16 programs, in batches from 1 x 64K and 8 x 1K to 32 x 16K; 64 tokens of 2 stages in flight were
 best before keys were 8-bit integers (2026-11-21), and 32 at 256. Rows for head_dim 64 and 96 follow from registers;
 192 has what 256 has: nothing else was tried there.
-Decode of 8 queries with a recent window spills 8 to 328 bytes, and that of several tokens up to 512
+Decode of 8 queries with a recent window spills up to 480 bytes, and that of several tokens up to 512
 (docs/benchmarks/kernel-resources.md). At 512 6, 7 and 8 programs of 8 queries, 5 to 8 of 4, and tiles of 16 and 32
 tokens were timed (2026-11-24), with splits of single tiles; that splits are multiples of 64 tokens there came after it.
 Blocks of `store` and `gather`, `MERGES`, and 168 registers of decode with a window were timed on an H100 (2026-11-25),
@@ -81,7 +81,7 @@ MERGES: dict[int, tuple[tuple[float, tuple[int, int, int]], ...]] = {
     **dict.fromkeys((64, 128), ((0.5, (1, 128, 8)), (1, (1, 64, 4)), (2, (1, 32, 2)), (4, (1, 16, 1)), (16, (2, 8, 1)),
                                 (inf, (2, 4, 1)))),
     96: ((1, (1, 128, 8)), (2, (1, 32, 4)), (8, (2, 8, 2)), (inf, (4, 4, 2))),
-    192: ((1, (1, 128, 16)), (2, (1, 32, 4)), (8, (2, 8, 4)), (inf, (4, 4, 4))),
+    192: ((1, (1, 64, 16)), (2, (1, 32, 4)), (8, (2, 8, 4)), (inf, (4, 4, 4))),
     256: ((0.5, (1, 64, 8)), (inf, (1, 4, 1))),
     512: ((0.5, (1, 32, 16)), (inf, (1, 8, 2))),
 }  # fmt: skip
