@@ -76,9 +76,9 @@ def store_variant(name: str, dim: int, recent: int, tokens: int, capability: int
 
 def prompts(dim: int, capability: int) -> tuple[int, ...]:
     """So many tokens that each is stored by another program, more of them than those of a few sequences that decode."""
-    several = (tuning.FEW_TOKENS + 1, tuning.SOME_TOKENS + 1)
-    blocks = {tuning.store_block(row(dim)["D"], n, 4, divmod(capability, 10)): n for n in reversed((1, *several))}
-    return tuple(n for n in several if n in blocks.values())
+    sizes = (1, tuning.FEW_TOKENS + 1, tuning.SOME_TOKENS + 1)
+    blocks = [tuning.store_block(row(dim)["D"], n, 4, divmod(capability, 10)) for n in sizes]
+    return tuple(n for i, n in enumerate(sizes) if blocks[i] not in blocks[:i] and i > 0)
 
 
 def gather_variant(name: str, dim: int, block: tuning.Block) -> Variant:
