@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -23,15 +23,13 @@ from typing import Any
 
 import decode_rivals
 import torch
-import triton
+from timing import copy_rate, layers_for, microseconds
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.gpu.weigh import stretch, weigh
 from kvpilot_kernels.ring import ring_slots
-
-LAUNCHES = 32
 
 
 @dataclass(frozen=True)
@@ -64,32 +62,6 @@ CASES = [
     *(Case(name, *shape, 32, 16384) for name, shape in list(SHAPES.items())[1:]),
     Case("Gemma 4 26B", *SHAPES["Gemma 4 26B"], 8, 1024),
 ]
-
-
-def microseconds(launch: Callable[[], object]) -> float:
-    """The median time of one launch, in a graph of many."""
-    for _ in range(3):
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(LAUNCHES):
-            launch()
-    graph.replay()
-    times = []
-    for _ in range(10):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / LAUNCHES)
-    return sorted(times)[len(times) // 2]
-
-
-def layers_for(size: int) -> int:
-    """Caches to go round: at least 1 GB of them, well beyond any L2."""
-    return max(2, min(LAUNCHES, -(-(10**9) // size)))
 
 
 def random_pages(fmt: formats.Format, case: Case, block: int, device: torch.device) -> torch.Tensor:
@@ -199,14 +171,6 @@ def weighing(
     weighed = microseconds(launch)
     wanted.zero_()
     return {"weigh": weighed, "weigh_idle": microseconds(launch)}
-
-
-def copy_rate(device: torch.device) -> float:
-    """Bytes a second of a large device-to-device copy, read and written bytes both counted."""
-    source = torch.randint(0, 256, (4 * 2**30,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    milliseconds = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median")
-    return 2 * source.numel() / milliseconds * 1000
 
 
 def measure(out: Path, windows: list[int], shapes: list[str], names: list[str], sizes: list[str]) -> None:

@@ -1,6 +1,6 @@
 """Decode with draft tokens on a GPU, a layer at a time: `python kernels/benchmarks/decode_drafts.py`.
 
-A sequence's 1 + k tokens are rows of one step, as `kvpilot_runtime.cuda_steps` has it; its pages are read once for all
+A sequence's 1 + k tokens are rows of one step, as `cuda_steps` of the runtime has it; its pages are read once for all
 of them. Measured as `decode.py` does, in one run, with 1 token a sequence as the baseline: `store`, `decode` (the split
 kernel), `merged` (with the merge of its parts), `layer` (all of it), and `plan`, which a step has once for all layers.
 `off` is how far the rows of a step are from the same rows, one of each sequence at a time, of a head's norm; more than
@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 import triton
-from decode import SHAPES, Case, copy_rate, fill_ring, layers_for, microseconds, random_pages
+from decode import SHAPES, Case, fill_ring, random_pages
+from timing import copy_rate, layers_for, microseconds
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors

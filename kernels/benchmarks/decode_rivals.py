@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import triton
+from timing import layers_for, microseconds
 
 Run = Callable[[Any, torch.device], dict[str, Any]]
 FP8 = torch.float8_e4m3fn
@@ -32,8 +33,6 @@ def installed(dim: int) -> dict[str, Run]:
 
 def _caches(case: Any, device: torch.device, dtype: torch.dtype, block: int) -> tuple[list[Any], int, torch.Tensor]:
     """Caches [blocks, 2, block, kv_heads, D] of random numbers, the bytes that one decode reads, and a block table."""
-    from decode import layers_for
-
     per = -(-case.context // block)
     size = 2 * case.batch * case.context * case.kv_heads * case.dim * torch.finfo(dtype).bits // 8
     shape = (per * case.batch + 1, 2, block, case.kv_heads, case.dim)
@@ -48,7 +47,6 @@ def _caches(case: Any, device: torch.device, dtype: torch.dtype, block: int) -> 
 
 def flash_attention(case: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """FlashAttention 3 over a paged cache, with the schedule made ahead as vLLM does."""
-    from decode import microseconds
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     caches, size, table = _caches(case, device, dtype, 16)
@@ -80,7 +78,6 @@ def flash_attention(case: Any, device: torch.device, dtype: torch.dtype) -> dict
 
 def triton_attention(case: Any, device: torch.device) -> dict[str, Any]:
     """vLLM's Triton kernel over a paged cache in bf16, with the segments that its backend gives a decode."""
-    from decode import microseconds
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     segments, most = 16, 128 // case.kv_heads
@@ -108,7 +105,6 @@ def triton_attention(case: Any, device: torch.device) -> dict[str, Any]:
 
 def flashinfer(case: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """FlashInfer's batch decode with its plan made ahead, tensor cores on where queries share a KV head."""
-    from decode import microseconds
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     caches, size, table = _caches(case, device, dtype, 16)

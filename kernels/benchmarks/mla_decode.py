@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 import triton
-from decode import copy_rate, layers_for, microseconds
 from mla_baseline import Baseline, choices
+from timing import copy_rate, layers_for, microseconds
 
 from kvpilot_kernels.gpu import latent_tuning, tuning
 from kvpilot_kernels.gpu.latent_pages import GpuLatentPages, LatentPlan, LatentShape

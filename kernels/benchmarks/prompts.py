@@ -25,7 +25,8 @@ from unittest import mock
 
 import decode
 import torch
-from decode import Case, copy_rate, layers_for, microseconds
+from decode import Case
+from timing import copy_rate, layers_for, microseconds
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors

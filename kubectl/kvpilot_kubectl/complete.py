@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 import argcomplete
 from argcomplete.finders import CompletionFinder
 
+from kvpilot_kubectl.commands import cluster, parser
 from kvpilot_kubectl.errors import ToolError
 
 # What kubectl reads in the last line (cobra's ShellCompDirective): nothing special, and no file names.
@@ -76,8 +77,6 @@ def _wants_file(words: list[str]) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from kvpilot_kubectl.main import parser
-
     whole = parser()
     for part in parts(whole):
         for action in part._actions:
@@ -107,22 +106,18 @@ def _known(ask: Callable[[argparse.Namespace], Iterable[str]]) -> Callable[..., 
 
 
 def _services(options: argparse.Namespace) -> Iterator[str]:
-    from kvpilot_kubectl.main import cluster
     from kvpilot_kubectl.service import read
 
     yield from (read(one).name for one in cluster(options).services())
 
 
 def _denied(options: argparse.Namespace) -> Iterator[str]:
-    from kvpilot_kubectl.main import cluster
     from kvpilot_kubectl.service import read
 
     yield from {one.dtype for one in read(cluster(options).service(options.service)).denied}
 
 
 def _namespaces(options: argparse.Namespace) -> Iterator[str]:
-    from kvpilot_kubectl.main import cluster
-
     yield from cluster(options).namespaces()
 
 

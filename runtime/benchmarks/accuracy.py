@@ -30,8 +30,9 @@ from transformers import AutoTokenizer
 
 from kvpilot_demo.models import MODELS
 from kvpilot_kernels.reference import plain
-from kvpilot_runtime import calibrate, calibration
-from kvpilot_runtime.calibration_text import text_ids
+from kvpilot_runtime.calibration import command as calibrate
+from kvpilot_runtime.calibration import factors_file
+from kvpilot_runtime.calibration.text import text_ids
 
 PLAN = [
     *[(name, 1024, 2) for name in ("opticks", "manual", "reference", "code")],
@@ -211,9 +212,9 @@ def main() -> None:
         files = calibrations(folder, texts, labels, options.out.parent)
     else:
         files = {label: Path(file) for label, _, file in (item.partition("=") for item in options.calibration)}
-    facts = calibration.ModelFacts.read(folder)
+    facts = factors_file.ModelFacts.read(folder)
     factors = {
-        label: {i: one.to(options.device) for i, one in enumerate(calibration.load(file, facts).layers)}
+        label: {i: one.to(options.device) for i, one in enumerate(factors_file.load(file, facts).layers)}
         for label, file in files.items()
     }
     ids = torch.tensor(text_ids(probe.tokenizer, CHUNK))

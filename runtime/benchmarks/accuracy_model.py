@@ -20,7 +20,7 @@ from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.fit import Observed
 from kvpilot_kernels.reference.codec import Codec
 from kvpilot_kernels.reference.windowed import Sides, windowed
-from kvpilot_runtime.calibration_text import passes
+from kvpilot_runtime.calibration.text import passes
 
 _PIECE = 512
 """Queries whose scores are held at once."""

@@ -27,7 +27,7 @@ from gpu_equality import MAX_MODEL_LEN, random_model
 from gpu_heavy_plain import Plain, judge
 from gpu_heavy_run import Job
 
-from kvpilot_runtime.retention import HeavyHitters
+from kvpilot_runtime.config.retention import HeavyHitters
 
 
 def arguments() -> argparse.Namespace:

@@ -11,9 +11,9 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.reference.attention import round_trip
-from kvpilot_runtime.heavy import measured_rows
-from kvpilot_runtime.heavy_spec import lightest
-from kvpilot_runtime.retention import HeavyHitters
+from kvpilot_runtime.bounded.heavy import measured_rows
+from kvpilot_runtime.bounded.heavy_spec import lightest
+from kvpilot_runtime.config.retention import HeavyHitters
 
 _NAME = "kvpilot_heavy_plain"
 NAMES = ("left", "left again", "freed pages overwritten", "first pages overwritten")

@@ -60,7 +60,7 @@ class Watched:
     """Stands between a scheduler and its workers."""
 
     def __init__(self, core: Any) -> None:
-        from kvpilot_runtime.heavy_spec import KEPT, MASSES
+        from kvpilot_runtime.bounded.heavy_spec import KEPT, MASSES
 
         self.told = KEPT
         self.fill, self.turn, self.freed = "", Turn(), list[int]()

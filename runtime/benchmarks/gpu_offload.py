@@ -24,7 +24,7 @@ from gpu_engine_shapes import SHAPES, write
 from gpu_offload_run import Job
 
 from kvpilot_kernels import formats
-from kvpilot_runtime import offload
+from kvpilot_runtime.config import offload
 
 BLOCK = 64
 MOVED = {"loaded": "load", "stored": "store", "the disk gave": "disk_read", "it took": "disk_write"}

@@ -47,7 +47,7 @@ class Checked:
         import torch
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        from kvpilot_runtime.host_copies import rows
+        from kvpilot_runtime.transfer.host_copies import rows
 
         connector = get_kv_transfer_group().connector_worker
         core = llm.llm_engine.engine_core.engine_core

@@ -33,11 +33,11 @@ from transformers import DynamicCache
 from kvpilot_demo.models import smollm2_135m
 from kvpilot_kernels import formats
 from kvpilot_kernels.reference.own import own
-from kvpilot_runtime.calibration_text import text_ids
-from kvpilot_runtime.heavy import measured_rows
-from kvpilot_runtime.heavy_mass import page_mass
-from kvpilot_runtime.heavy_spec import lightest
-from kvpilot_runtime.retention import SINKS, HeavyHitters
+from kvpilot_runtime.bounded.heavy import measured_rows
+from kvpilot_runtime.bounded.heavy_mass import page_mass
+from kvpilot_runtime.bounded.heavy_spec import lightest
+from kvpilot_runtime.calibration.text import text_ids
+from kvpilot_runtime.config.retention import SINKS, HeavyHitters
 
 Kept = tuple[int, int, int] | HeavyHitters | None
 

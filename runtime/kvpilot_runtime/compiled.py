@@ -27,7 +27,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from kvpilot_runtime import compat, machine
+from kvpilot_runtime.engine import compat
+from kvpilot_runtime.preflight import machine
 
 VARIABLE = "KVPILOT_COMPILED"
 """The environment variable that names the folder of archives. Empty, or beside VLLM_CACHE_ROOT, nothing is kept."""

@@ -6,8 +6,16 @@ from typing import Any
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.latent import formats as latent
-from kvpilot_runtime import calibration_info, compat, contract, hooks, model_info, offload, recent_info, retention
-from kvpilot_runtime.vllm_parts import Feature
+from kvpilot_runtime.calibration import info as calibration_info
+from kvpilot_runtime.config import retention
+from kvpilot_runtime.engine import compat, contract, hooks
+from kvpilot_runtime.engine.vllm_parts import Feature
+from kvpilot_runtime.metrics import model_info
+from kvpilot_runtime.recent import info as recent_info
+from kvpilot_runtime.transfer import host
+
+BACKENDS, BOUNDED, TRANSFER = (f"kvpilot_runtime.{room}" for room in ("backends", "bounded", "transfer"))
+"""vLLM, and what is wrapped in it, get import paths: no process imports what it does not need."""
 
 
 def register() -> None:
@@ -28,27 +36,27 @@ def register() -> None:
     model_info.publish()
     if (bound := retention.asked()) is not None:
         contract.refuse_bound(str(bound), broken, heavy=isinstance(bound, retention.HeavyHitters))
-        hooks.around_attention("kvpilot_runtime.bounded.spec_of", "kvpilot_runtime.bounded.backend_of")
+        hooks.around_attention(f"{BOUNDED}.attention.spec_of", f"{BOUNDED}.attention.backend_of")
         if isinstance(bound, retention.HeavyHitters):
-            hooks.around_scheduler("kvpilot_runtime.heavy_spec.tell", "kvpilot_runtime.heavy_spec.hear")
+            hooks.around_scheduler(f"{BOUNDED}.heavy_spec.tell", f"{BOUNDED}.heavy_spec.hear")
         retention.INFO.publish()
     if not any(one.part.feature is Feature.HOST for one in broken):
-        offload.heed_from_host()
+        host.heed_from_host()
     if not any(one.part.feature is Feature.DRAIN for one in broken):
         hooks.around_shutdown()
     if any(one.part.feature is Feature.NAMES for one in broken):
         return
-    paths = {name: f"kvpilot_runtime.{platform}.{compat.backend_class(name)}" for name in names}
-    paths |= {name: f"kvpilot_runtime.latent_{platform}.{compat.backend_class(name)}" for name in latent.names()}
+    paths = {name: f"{BACKENDS}.{platform}.{compat.backend_class(name)}" for name in names}
+    paths |= {name: f"{BACKENDS}.latent_{platform}.{compat.backend_class(name)}" for name in latent.names()}
     compat.register_dtypes(tuple(paths))
     route = hooks.route_cuda_backends if platform == "cuda" else hooks.route_cpu_backends
     route(paths, lambda dtype, skipping: contract.refuse(dtype, broken, skipping))
     if any(one.part.feature is Feature.LAYERS for one in broken):
         return
     hooks.around_kv_cache("kvpilot_runtime.plugin.settle", "kvpilot_runtime.plugin.serve")
-    hooks.around_connectors("kvpilot_runtime.carriers.connector_class")
+    hooks.around_connectors(f"{TRANSFER}.terms.connector_class")
     if compat.vllm_version() == compat.CARRIES:
-        hooks.around_layout("kvpilot_runtime.carriers.layout")
+        hooks.around_layout(f"{TRANSFER}.terms.layout")
     calibration_info.INFO.publish()
     recent_info.INFO.publish()
 
@@ -57,18 +65,19 @@ def settle(worker: Any) -> None:
     """In a worker that has loaded its model: calibrate it, and report what is served.
 
     Raises:
-        UnsupportedModelError: as `refuse_unsupported_options` and `self_calibration.calibrate`.
+        UnsupportedModelError: as `refuse_unsupported_options` and `at_start.calibrate`.
     """
-    from kvpilot_runtime import recent, self_calibration
-    from kvpilot_runtime.backend import our_layers, refuse_unsupported_options
+    from kvpilot_runtime.backends.packed import our_layers, refuse_unsupported_options
+    from kvpilot_runtime.calibration import at_start
+    from kvpilot_runtime.recent import ring_layers
 
     if layers := our_layers(worker.vllm_config):
         refuse_unsupported_options(worker.vllm_config)  # before a connector that is not served asks for what it needs
-    self_calibration.calibrate(worker)
-    recent.report(worker.vllm_config, layers)
+    at_start.calibrate(worker, layers)
+    ring_layers.report(worker.vllm_config, layers)
     if (bound := retention.asked()) is not None:
         retention.report(bound, worker.vllm_config.cache_config.block_size)
-    offload.serve_on_cpu(worker.vllm_config)
+    host.serve_on_cpu(worker.vllm_config)
 
 
 def serve(worker: Any) -> None:
@@ -79,8 +88,10 @@ def serve(worker: Any) -> None:
         UnsupportedModelError: as `refuse_other_groups` and `heavy.attach`.
         UnsupportedEngineError: as `page_check.check` and the connector's `agree`.
     """
-    from kvpilot_runtime import carriers, page_check, speculation
-    from kvpilot_runtime.backend import our_layers
+    from kvpilot_runtime import speculation
+    from kvpilot_runtime.backends import page_check
+    from kvpilot_runtime.backends.packed import our_layers
+    from kvpilot_runtime.transfer import terms
 
     layers = our_layers(worker.vllm_config)
     drafting = {name for name, layer in layers.items() if layer.impl.drafting}
@@ -89,8 +100,8 @@ def serve(worker: Any) -> None:
             worker.vllm_config, worker.model_runner.kv_cache_config.kv_cache_groups, drafting
         )
     page_check.check(worker)
-    carriers.agree(worker, layers)
+    terms.agree(worker, layers)
     if isinstance(bound := retention.asked(), retention.HeavyHitters):
-        from kvpilot_runtime import heavy
+        from kvpilot_runtime.bounded import heavy
 
         heavy.attach(worker, bound)

@@ -22,8 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from kvpilot_runtime import hub
 from kvpilot_runtime.errors import PreflightError
+from kvpilot_runtime.preflight import hub
 
 # 128 + 15, as a shell has it.
 _TERMINATED = 143

@@ -21,9 +21,13 @@ from functools import partial
 from typing import NoReturn
 
 from kvpilot_kernels import formats
-from kvpilot_runtime import compiled, machine, memory, model_info, offload, options, preflight, retention
+from kvpilot_runtime import compiled
+from kvpilot_runtime.config import offload, options, retention
 from kvpilot_runtime.errors import PreflightError
-from kvpilot_runtime.preflight_request import Request, model_folder
+from kvpilot_runtime.metrics import model_info
+from kvpilot_runtime.preflight import machine, memory
+from kvpilot_runtime.preflight.check import check
+from kvpilot_runtime.preflight.request import Request, model_folder
 
 REFUSED = 78
 CALIBRATION = "KVPILOT_CALIBRATION"
@@ -180,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Check, then replace this process by `vllm serve`; returns only when it refuses."""
     try:
         request, arguments = parse(sys.argv[1:] if argv is None else argv)
-        findings = preflight.check(request)
+        findings = check(request)
     except PreflightError as error:
         _say("refused", error.reason, error.message)
         return REFUSED

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvpilot_runtime import options
+from kvpilot_runtime.config import options
 from kvpilot_runtime.errors import UnsupportedModelError
 
 

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("vllm.v1.attention.backends.fa_utils")
 
 from kvpilot_kernels.reference.attention import round_trip
-from kvpilot_runtime.retention import SinksAndWindow
+from kvpilot_runtime.config.retention import SinksAndWindow
 from support.cuda_engine import BLOCK, DIM, HEADS, KV_HEADS, STEP, Engine
 
 BOUND = SinksAndWindow(4, 100)
@@ -30,7 +30,7 @@ def test_decodes_and_prompts_read_sinks_and_window_alone_whatever_the_pages_betw
 ) -> None:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from kvpilot_runtime.bounded import KeptTables, bounded_backend
+    from kvpilot_runtime.bounded.attention import KeptTables, bounded_backend
 
     engine = Engine(cuda, name, blocks=40, width=8)
     engine.impl.read_back = engine.builder.read_back = True  # then a token's answer does not depend on its chunk
@@ -89,7 +89,7 @@ def test_decode_waits_for_the_store_where_two_new_tokens_of_a_sequence_decode_ap
     """The second reads the first; tokens of unlike sequences read nothing of each other, and need not wait."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from kvpilot_runtime.bounded import KeptTables, bounded_backend
+    from kvpilot_runtime.bounded.attention import KeptTables, bounded_backend
 
     engine = Engine(cuda, "k4v4", blocks=40, width=8)
     engine.builder.__class__ = bounded_backend(cuda.CudaBackend).get_builder_cls()

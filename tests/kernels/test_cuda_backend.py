@@ -180,7 +180,7 @@ def test_contexts_longer_than_the_workspace_come_in_full_chunks_however_unlike_t
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=6), st.integers(1, 100))
 def test_every_token_of_every_context_is_in_one_chunk_and_only_the_last_has_room(lengths: list[int], room: int) -> None:
-    from kvpilot_runtime.cuda_steps import packed
+    from kvpilot_runtime.backends.cuda_steps import packed
 
     chunks = [(begins.tolist(), counts.tolist()) for begins, counts in packed(torch.tensor(lengths), room)]
     assert [sum(counts) for _, counts in chunks[:-1]] == [room] * max(0, len(chunks) - 1)

@@ -14,8 +14,8 @@ import torch
 pytest.importorskip("vllm.v1.attention.backends.fa_utils")
 
 from kvpilot_kernels.reference.attention import round_trip
+from kvpilot_runtime.config.retention import HeavyHitters
 from kvpilot_runtime.errors import UnsupportedModelError
-from kvpilot_runtime.retention import HeavyHitters
 from support.cuda_engine import BLOCK, DIM, HEADS, KV_HEADS, STEP, Engine
 
 BOUND = HeavyHitters(4, 100, 4 * BLOCK)
@@ -53,8 +53,8 @@ def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
     """Whether sequences are weighed together and a context in pieces or at once; freed pages are full of NaN."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from kvpilot_runtime import heavy, heavy_cuda
-    from kvpilot_runtime.bounded import bounded_backend
+    from kvpilot_runtime.bounded import heavy, heavy_cuda
+    from kvpilot_runtime.bounded.attention import bounded_backend
 
     monkeypatch.setattr(cuda, "WORKSPACE_BYTES", 4 * KV_HEADS * DIM * room)
     engine, rng = Engine(cuda, name, blocks=40, width=9), random.Random(7)
@@ -147,8 +147,8 @@ def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
 def test_every_page_of_every_measured_sequence_is_read_once_and_no_more_at_a_time_than_there_is_room(
     cuda: Any, room: int
 ) -> None:
-    from kvpilot_runtime import heavy_cuda
-    from kvpilot_runtime.heavy_mass import Measured, Weighing
+    from kvpilot_runtime.bounded import heavy_cuda
+    from kvpilot_runtime.bounded.heavy_mass import Measured, Weighing
 
     rng, sequences = random.Random(room), []
     for i in range(12):
@@ -173,7 +173,7 @@ def test_every_page_of_every_measured_sequence_is_read_once_and_no_more_at_a_tim
 
 
 def test_layers_of_other_pages_are_refused(cuda: Any) -> None:
-    from kvpilot_runtime import heavy
+    from kvpilot_runtime.bounded import heavy
 
     builder = SimpleNamespace(device=torch.device("cuda"))
     with pytest.raises(UnsupportedModelError, match="no pages but ours are weighed: KVPILOT_RETENTION"):

@@ -18,8 +18,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.reference.attention import decode_reference
-from kvpilot_runtime import backend, compat, cpu
-from kvpilot_runtime.calibration import Calibration
+from kvpilot_runtime.backends import cpu, packed
+from kvpilot_runtime.calibration.factors_file import Calibration
+from kvpilot_runtime.engine import compat
 
 MADE_UP = replace(formats.parse("k8v4"), name="k8v2", value=formats.Side(2, 2, 64))
 
@@ -33,10 +34,10 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> formats.Format:
 
 @pytest.mark.parametrize("dtype", formats.own_names())
 def test_each_dtype_has_a_class_that_is_found_by_path_and_survives_pickling(dtype: str) -> None:
-    cls = resolve_obj_by_qualname(f"kvpilot_runtime.cpu.{compat.backend_class(dtype)}")
-    assert cls is resolve_obj_by_qualname(f"kvpilot_runtime.cpu.{compat.backend_class(dtype)}")
+    cls = resolve_obj_by_qualname(f"kvpilot_runtime.backends.cpu.{compat.backend_class(dtype)}")
+    assert cls is resolve_obj_by_qualname(f"kvpilot_runtime.backends.cpu.{compat.backend_class(dtype)}")
     assert pickle.loads(pickle.dumps(cls)) is cls  # noqa: S301 - our own bytes
-    assert cls.full_cls_name() == ("kvpilot_runtime.cpu", compat.backend_class(dtype))
+    assert cls.full_cls_name() == ("kvpilot_runtime.backends.cpu", compat.backend_class(dtype))
     assert cls.supports_kv_cache_dtype(dtype)
     assert not any(cls.supports_kv_cache_dtype(other) for other in formats.own_names() if other != dtype)
     for dim, row in ((64, 64), (80, 96), (192, 192)):
@@ -46,7 +47,7 @@ def test_each_dtype_has_a_class_that_is_found_by_path_and_survives_pickling(dtyp
 
 
 def test_a_class_pickled_here_is_made_anew_in_another_process() -> None:
-    cls = resolve_obj_by_qualname("kvpilot_runtime.cpu.K4V4Backend")
+    cls = resolve_obj_by_qualname("kvpilot_runtime.backends.cpu.K4V4Backend")
     program = "import pickle, sys; print(pickle.load(sys.stdin.buffer).fmt.name)"
     ran = subprocess.run([sys.executable, "-c", program], input=pickle.dumps(cls), capture_output=True, check=True)
     assert ran.stdout.decode().split()[-1] == "k4v4"
@@ -55,15 +56,15 @@ def test_a_class_pickled_here_is_made_anew_in_another_process() -> None:
 @pytest.mark.parametrize("name", ["K9V9Backend", "k4v4Backend", "AUTOBackend", "Backend"])
 def test_a_name_that_is_no_dtype_of_ours_is_no_attribute(name: str) -> None:
     with pytest.raises(AttributeError, match=name):
-        resolve_obj_by_qualname(f"kvpilot_runtime.cpu.{name}")
+        resolve_obj_by_qualname(f"kvpilot_runtime.backends.cpu.{name}")
 
 
 def test_one_row_of_the_table_is_enough_to_serve_a_token(
     made_up: formats.Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: None)
-    monkeypatch.setattr(backend, "calibration_of", lambda _config: None)
-    cls: Any = resolve_obj_by_qualname("kvpilot_runtime.cpu.K8V2Backend")
+    monkeypatch.setattr(packed, "get_current_vllm_config", lambda: None)
+    monkeypatch.setattr(packed, "calibration_of", lambda _config: None)
+    cls: Any = resolve_obj_by_qualname("kvpilot_runtime.backends.cpu.K8V2Backend")
     heads, kv_heads, dim, tokens = 4, 2, 64, 5
     spec = cls.customize_spec(FullAttentionSpec(block_size=16, num_kv_heads=kv_heads, head_size=dim, dtype=torch.uint8))
     pages = torch.zeros(3, kv_heads, 16, spec.page_size_bytes // (16 * kv_heads), dtype=torch.uint8)
@@ -94,9 +95,9 @@ def test_one_row_of_the_table_is_enough_to_serve_a_token(
 
 @pytest.mark.parametrize("inference", [True, False])
 def test_factors_can_be_replaced_however_they_were_made(inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: None)
-    monkeypatch.setattr(backend, "calibration_of", lambda _config: None)
-    cls: Any = resolve_obj_by_qualname("kvpilot_runtime.cpu.K4V4Backend")
+    monkeypatch.setattr(packed, "get_current_vllm_config", lambda: None)
+    monkeypatch.setattr(packed, "calibration_of", lambda _config: None)
+    cls: Any = resolve_obj_by_qualname("kvpilot_runtime.backends.cpu.K4V4Backend")
     impl = cls.get_impl_cls()(4, 64, 0.125, 2, None, None, "k4v4")
     with torch.inference_mode(inference):  # as where vLLM tries out graphs to measure their memory
         made = impl.factors(SimpleNamespace(layer_name="x"))
@@ -110,9 +111,9 @@ def test_a_layer_that_uses_another_layers_cache_has_the_factors_that_its_tokens_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layers = tuple(Factors(*(torch.full((2, 64), float(10 * i + x)) for x in range(1, 6))) for i in range(2))
-    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: None)
-    monkeypatch.setattr(backend, "calibration_of", lambda _config: Calibration(layers))
-    cls: Any = resolve_obj_by_qualname("kvpilot_runtime.cpu.K4V4Backend").get_impl_cls()
+    monkeypatch.setattr(packed, "get_current_vllm_config", lambda: None)
+    monkeypatch.setattr(packed, "calibration_of", lambda _config: Calibration(layers))
+    cls: Any = resolve_obj_by_qualname("kvpilot_runtime.backends.cpu.K4V4Backend").get_impl_cls()
     names = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
     alone = cls(4, 64, 0.125, 2, None, None, "k4v4")
     shared = cls(4, 64, 0.125, 2, None, None, "k4v4", kv_sharing_target_layer_name=names[0])

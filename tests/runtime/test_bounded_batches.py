@@ -14,11 +14,11 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from kvpilot_kernels import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.reference.attention import round_trip
-from kvpilot_runtime.bounded import KeptTables, bounded_backend, kept_alone, pieces
-from kvpilot_runtime.cpu import CpuBackend, CpuBuilder
+from kvpilot_runtime.backends.cpu import CpuBackend, CpuBuilder
+from kvpilot_runtime.bounded.attention import KeptTables, bounded_backend, kept_alone, pieces
+from kvpilot_runtime.bounded.heavy import HeldTables
+from kvpilot_runtime.config.retention import HeavyHitters, SinksAndWindow
 from kvpilot_runtime.errors import UnsupportedModelError
-from kvpilot_runtime.heavy import HeldTables
-from kvpilot_runtime.retention import HeavyHitters, SinksAndWindow
 
 BOUNDS = st.builds(SinksAndWindow, st.integers(1, 40), st.integers(1, 100))
 SEQUENCES = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 80)), min_size=1, max_size=5)

@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from kvpilot_runtime.bounded_spec import BoundedSpec
+from kvpilot_runtime.bounded.spec import BoundedSpec
 
 PAGE = 16
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvpilot_runtime import machine, serve
+from kvpilot_runtime import serve
+from kvpilot_runtime.preflight import machine
 
 CORPUS = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text())["models"]
 DTYPES = ["auto", "fp8", "k4v4", "k8v4"]

@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Lfm2
 
 from kvpilot_demo.models import smollm2_135m, tiny_llama
 from kvpilot_kernels.factors import Factors
-from kvpilot_runtime import calibrate, calibration, fitting, held_out
+from kvpilot_runtime.calibration import command as calibrate
+from kvpilot_runtime.calibration import factors_file, fitting, held_out
 
-FACTS = calibration.ModelFacts(layers=3, kv_heads=4, head_dim=64, rope="{}", config_sha256="abc")
+FACTS = factors_file.ModelFacts(layers=3, kv_heads=4, head_dim=64, rope="{}", config_sha256="abc")
 
 
-def some_layers(facts: calibration.ModelFacts, seed: int = 0) -> list[Factors]:
+def some_layers(facts: factors_file.ModelFacts, seed: int = 0) -> list[Factors]:
     rng = torch.Generator().manual_seed(seed)
     shape = (facts.kv_heads, facts.head_dim)
     return [
@@ -31,7 +32,7 @@ def some_layers(facts: calibration.ModelFacts, seed: int = 0) -> list[Factors]:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    calibration.save(tmp_path / "c.safetensors", some_layers(FACTS), FACTS)
+    factors_file.save(tmp_path / "c.safetensors", some_layers(FACTS), FACTS)
     return tmp_path / "c.safetensors"
 
 
@@ -46,16 +47,16 @@ def changed(file: Path, metadata: dict[str, str] | None = None, **tensors: torch
 
 
 def test_what_is_saved_is_loaded(file: Path) -> None:
-    loaded = calibration.load(file, FACTS)
+    loaded = factors_file.load(file, FACTS)
     for wanted, got in zip(some_layers(FACTS), loaded.layers, strict=True):
         assert all(torch.equal(getattr(wanted, f.name), getattr(got, f.name)) for f in dataclasses.fields(Factors))
     assert loaded.for_layer("model.layers.2.self_attn.attn") is loaded.layers[2]
 
 
 def test_a_file_from_before_the_first_key_had_a_mean_of_its_own_means_the_common_one(file: Path) -> None:
-    now = calibration.load(file, FACTS).layers
+    now = factors_file.load(file, FACTS).layers
     changed(file, {"version": "1"}, **{f"layers__{i}__key_first": None for i in range(3)})
-    before = calibration.load(file, FACTS).layers
+    before = factors_file.load(file, FACTS).layers
     assert all(torch.equal(layer.key_first, layer.key_mean) for layer in before)
     assert all(torch.equal(a.key_mean, b.key_mean) for a, b in zip(before, now, strict=True))
 
@@ -63,29 +64,29 @@ def test_a_file_from_before_the_first_key_had_a_mean_of_its_own_means_the_common
 def test_the_hash_is_over_the_first_keys_too() -> None:
     layers = some_layers(FACTS)
     other = [*layers[:2], dataclasses.replace(layers[2], key_first=layers[2].key_first + 1)]
-    assert calibration.digest(layers) == calibration.digest(some_layers(FACTS))
-    assert calibration.digest(layers) != calibration.digest(other)
+    assert factors_file.digest(layers) == factors_file.digest(some_layers(FACTS))
+    assert factors_file.digest(layers) != factors_file.digest(other)
 
 
 def test_sizes_that_a_config_leaves_out_are_its_classs_own() -> None:
     corpus = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text())["models"]
     published = {entry["model"]: entry["config"] for entry in corpus}
-    facts = calibration.ModelFacts.of(published["google/gemma-3-4b-it"])
+    facts = factors_file.ModelFacts.of(published["google/gemma-3-4b-it"])
     assert (facts.layers, facts.kv_heads, facts.head_dim) == (34, 4, 256)
-    facts = calibration.ModelFacts.of(published["nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"])
+    facts = factors_file.ModelFacts.of(published["nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"])
     assert (facts.layers, facts.kv_heads, facts.head_dim) == (52, 2, 128)
     for name, config in published.items():
-        assert calibration.ModelFacts.of(config).layers, name
+        assert factors_file.ModelFacts.of(config).layers, name
 
 
 @pytest.mark.parametrize("name", ["model.layers.3.self_attn.attn", "model.layers.x.attn", "lm_head"])
 def test_a_layer_that_was_not_calibrated_is_named(file: Path, name: str) -> None:
     with pytest.raises(ValueError, match=f"'{name}' is none of the 3"):
-        calibration.load(file, FACTS).for_layer(name)
+        factors_file.load(file, FACTS).for_layer(name)
 
 
 def test_shards_hold_every_head_once_and_copies_when_ranks_outnumber_heads(file: Path) -> None:
-    whole = calibration.load(file, FACTS)
+    whole = factors_file.load(file, FACTS)
     halves = [whole.shard(rank, 2) for rank in (0, 1)]
     assert torch.equal(torch.cat([h.layers[1].key_mean for h in halves]), whole.layers[1].key_mean)
     eighths = [whole.shard(rank, 8).layers[0].value_scale for rank in range(8)]
@@ -113,31 +114,31 @@ def test_shards_hold_every_head_once_and_copies_when_ranks_outnumber_heads(file:
 )
 def test_a_file_for_another_model_or_with_bad_numbers_is_refused(file: Path, change: dict, message: str) -> None:
     changed(file, **change)
-    with pytest.raises(calibration.CalibrationError, match=message):
-        calibration.load(file, FACTS)
+    with pytest.raises(factors_file.CalibrationError, match=message):
+        factors_file.load(file, FACTS)
 
 
 def test_a_missing_or_damaged_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(calibration.CalibrationError, match="no such file"):
-        calibration.load(tmp_path / "none", FACTS)
+    with pytest.raises(factors_file.CalibrationError, match="no such file"):
+        factors_file.load(tmp_path / "none", FACTS)
     (tmp_path / "half").write_bytes(b"half a file")
-    with pytest.raises(calibration.CalibrationError, match="no safetensors file"):
-        calibration.load(tmp_path / "half", FACTS)
-    monkeypatch.delenv(calibration.VARIABLE, raising=False)
-    assert calibration.from_environment(FACTS) is None
-    monkeypatch.setenv(calibration.VARIABLE, str(tmp_path / "none"))
-    with pytest.raises(calibration.CalibrationError, match="check KVPILOT_CALIBRATION"):
-        calibration.from_environment(FACTS)
+    with pytest.raises(factors_file.CalibrationError, match="no safetensors file"):
+        factors_file.load(tmp_path / "half", FACTS)
+    monkeypatch.delenv(factors_file.VARIABLE, raising=False)
+    assert factors_file.from_environment(FACTS) is None
+    monkeypatch.setenv(factors_file.VARIABLE, str(tmp_path / "none"))
+    with pytest.raises(factors_file.CalibrationError, match="check KVPILOT_CALIBRATION"):
+        factors_file.from_environment(FACTS)
 
 
 def test_copies_of_a_model_have_one_identity_and_another_rope_another() -> None:
     config = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "num_hidden_layers": 3,
               "rope_theta": 1e4, "dtype": "bfloat16"}  # fmt: skip
-    facts = calibration.ModelFacts.of(config)
+    facts = factors_file.ModelFacts.of(config)
     assert (facts.layers, facts.kv_heads, facts.head_dim) == (3, 2, 64)
-    assert calibration.ModelFacts.of({**config, "dtype": "float16", "transformers_version": "9"}) == facts
-    assert calibration.ModelFacts.of({"text_config": config}) == facts
-    assert calibration.ModelFacts.of({**config, "rope_theta": 5e5}) != facts
+    assert factors_file.ModelFacts.of({**config, "dtype": "float16", "transformers_version": "9"}) == facts
+    assert factors_file.ModelFacts.of({"text_config": config}) == facts
+    assert factors_file.ModelFacts.of({**config, "rope_theta": 5e5}) != facts
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def test_a_real_model_is_calibrated_on_one_text_does_better_on_another_and_says_
                  "--recent", "8", "--device", "cpu"]  # fmt: skip
     assert calibrate.main(arguments) == 0
     said = capsys.readouterr().err.splitlines()[-1]
-    layers = calibration.load(output, calibration.ModelFacts.read(folder)).layers
+    layers = factors_file.load(output, factors_file.ModelFacts.read(folder)).layers
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=fitting.hook())
     tokens = AutoTokenizer.from_pretrained(folder)(HELD_OUT, return_tensors="pt").input_ids[0]
     ones = (dict(enumerate(layers)), {i: Factors.identity(3, 64) for i in range(30)})
@@ -247,12 +248,12 @@ def test_layers_that_keep_nothing_in_our_pages_get_factors_that_change_nothing(
     config: PreTrainedConfig, attending: int, tmp_path: Path
 ) -> None:
     folder, prompts, output = tiny(config, tmp_path), tmp_path / "prompts.txt", tmp_path / "factors"
-    facts = calibration.ModelFacts.read(folder)
+    facts = factors_file.ModelFacts.read(folder)
     prompts.write_text(TRAINING * 4)
     arguments = [str(folder), "--prompts", str(prompts), "--output", str(output), "--length", "64", "--tokens", "128",
                  "--recent", "4", "--device", "cpu"]  # fmt: skip
     assert calibrate.main(arguments) == 0
-    layers = calibration.load(output, facts).layers
+    layers = factors_file.load(output, facts).layers
     for number, layer in enumerate(layers):
         assert bool(layer.key_mean.any()) == (number == attending)
 
@@ -263,9 +264,9 @@ def test_a_layer_of_another_shape_is_refused_with_its_number(
     folder, prompts = tmp_path / "model", tmp_path / "prompts.txt"
     shutil.copytree(tiny_llama(), folder)
     prompts.write_text(TRAINING)
-    facts = dataclasses.replace(calibration.ModelFacts.read(folder), kv_heads=1)
+    facts = dataclasses.replace(factors_file.ModelFacts.read(folder), kv_heads=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibrate.calibration.ModelFacts, "read", lambda _: facts)
+        patch.setattr(factors_file.ModelFacts, "read", lambda _: facts)
         assert calibrate.main([str(folder), "--prompts", str(prompts), "--length", "32", "--tokens", "32", "--recent",
                                "4", "--device", "cpu"]) == 2  # fmt: skip
     assert "layer 0 has 2 heads of 64 elements in its keys, and config.json says 1 of 64" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from kvpilot_demo.families import VOCABULARY, make
 from kvpilot_demo.models import tiny_llama, tiny_qwen3
 from kvpilot_demo.oracle import SLACK, Oracle
 from kvpilot_kernels.factors import Factors
-from kvpilot_runtime import calibration
+from kvpilot_runtime.calibration import factors_file
 from support.engines_in_turn import refused
 from support.stepped_engine import Asked, serve
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 def write_factors(model: Path, file: Path) -> list[Factors]:
     """Factors that move answers: means of half the data's spread, all of it for the first key, scales to twice."""
-    facts, rng = calibration.ModelFacts.read(model), torch.Generator().manual_seed(3)
+    facts, rng = factors_file.ModelFacts.read(model), torch.Generator().manual_seed(3)
     shape = (facts.kv_heads, facts.head_dim)
 
     def one() -> Factors:
@@ -30,7 +30,7 @@ def write_factors(model: Path, file: Path) -> list[Factors]:
         return Factors(means[0], scales[0], means[1], scales[1], torch.randn(shape, generator=rng))
 
     layers = [one() for _ in range(facts.layers)]
-    calibration.save(file, layers, facts)
+    factors_file.save(file, layers, facts)
     return layers
 
 
@@ -71,6 +71,6 @@ def test_what_sees_scores_whole_sees_what_the_means_of_keys_add(family: str, tmp
 def test_the_file_of_another_model_ends_the_start_with_what_differs(tmp_path: Path) -> None:
     file = tmp_path / "factors.safetensors"
     write_factors(tiny_qwen3(), file)
-    log = refused(tiny_llama(), {calibration.VARIABLE: str(file)})
+    log = refused(tiny_llama(), {factors_file.VARIABLE: str(file)})
     assert f"calibration file '{file}': head_dim is '128' and the model's is '64'" in log
     assert "run `kvpilot calibrate` with the model that is served" in log

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_runtime import compat, compiled, machine
+from kvpilot_runtime import compiled
+from kvpilot_runtime.engine import compat
+from kvpilot_runtime.preflight import machine
 from support.trees import files, write
 
 SECONDS = 900

@@ -19,9 +19,10 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from kvpilot_demo.models import tiny_llama
 from kvpilot_localcluster.engines.real import engine
-from kvpilot_runtime import compat, contract, hooks, plugin
+from kvpilot_runtime import plugin
+from kvpilot_runtime.engine import compat, contract, hooks
+from kvpilot_runtime.engine.vllm_parts import PARTS, Broken, Feature, Part, unlike
 from kvpilot_runtime.errors import UnsupportedEngineError
-from kvpilot_runtime.vllm_parts import PARTS, Broken, Feature, Part, unlike
 from support import forked_serve
 
 pytestmark = pytest.mark.timeout(1800)
@@ -127,7 +128,7 @@ def test_a_version_that_nobody_tried_is_served_with_one_warning(
     (said,) = [r.getMessage() for r in caplog.records if "is not one of" in r.getMessage()]
     assert f"vllm {version} is not one of 0.28 to 0.33" in said
     assert "all is as it was" in said
-    assert CpuPlatform.get_attn_backend_cls(None, LAYER, 4) == "kvpilot_runtime.cpu.K4V4Backend"
+    assert CpuPlatform.get_attn_backend_cls(None, LAYER, 4) == "kvpilot_runtime.backends.cpu.K4V4Backend"
 
 
 @pytest.mark.parametrize("version", ["0.28.0", "0.32.0+cpu", "0.33.1"])

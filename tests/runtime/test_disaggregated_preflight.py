@@ -13,10 +13,15 @@ from vllm.config import KVTransferConfig
 from vllm.v1.attention.backends import utils
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
-from kvpilot_runtime import backend, carriers, compat, disaggregated, options, plugin, serve
+from kvpilot_runtime import plugin, serve
+from kvpilot_runtime.backends import packed
+from kvpilot_runtime.config import options
+from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import UnsupportedModelError
-from kvpilot_runtime.preflight import check
-from kvpilot_runtime.preflight_request import Request
+from kvpilot_runtime.preflight.check import check
+from kvpilot_runtime.preflight.request import Request
+from kvpilot_runtime.transfer import disaggregated
+from kvpilot_runtime.transfer.terms import Terms
 from support.preflights import asked, refusal
 
 DECODE = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
@@ -51,7 +56,7 @@ def transferring(transfer: dict[str, Any], *more: str, dtype: str = "k4v4", mode
                                       {**SHARE, "kv_role": "kv_consumer"}])  # fmt: skip
 def test_what_was_seen_right_is_served(transfer: dict[str, Any]) -> None:
     check(transferring(transfer))
-    backend.refuse_unsupported_options(engine(transfer))
+    packed.refuse_unsupported_options(engine(transfer))
 
 
 @pytest.mark.parametrize("transfer", [DECODE, PREFILL])
@@ -102,7 +107,7 @@ def assert_refused(transfer: dict[str, Any], what: str) -> None:
     assert "'k4v4'" in message
     check(transferring(transfer, dtype="auto"))
     with pytest.raises(UnsupportedModelError) as caught:
-        backend.refuse_unsupported_options(engine(transfer))
+        packed.refuse_unsupported_options(engine(transfer))
     assert what in str(caught.value)
 
 
@@ -138,19 +143,19 @@ def test_what_nobody_has_seen_right_beside_it_is_refused_by_name(what: str, tran
     ],
 )  # fmt: skip
 def test_an_engine_that_was_started_without_preflight_refuses_it_too(more: dict[str, Any]) -> None:
-    backend.refuse_unsupported_options(engine(DECODE))
+    packed.refuse_unsupported_options(engine(DECODE))
     with pytest.raises(UnsupportedModelError, match=r"--kv-transfer-config.*'k4v4'"):
-        backend.refuse_unsupported_options(engine(DECODE, **more))
+        packed.refuse_unsupported_options(engine(DECODE, **more))
 
 
 def test_pages_of_all_layers_in_a_row_are_for_nixl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = {"cache_dtype": "k4v4", "kv_cache_dtype_skip_layers": [], "kv_cache_layout": "BHLNC"}
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BHLNC")
     check(transferring(DECODE))
-    backend.refuse_unsupported_options(engine(DECODE, cache_config=SimpleNamespace(**cache)))
+    packed.refuse_unsupported_options(engine(DECODE, cache_config=SimpleNamespace(**cache)))
     assert "VLLM_KV_CACHE_LAYOUT" in refusal(transferring(SHARE)).message
     with pytest.raises(UnsupportedModelError, match="LMCacheMPConnector beside VLLM_KV_CACHE_LAYOUT=BHLNC"):
-        backend.refuse_unsupported_options(engine(SHARE, cache_config=SimpleNamespace(**cache)))
+        packed.refuse_unsupported_options(engine(SHARE, cache_config=SimpleNamespace(**cache)))
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LBHNC")
     check(transferring(SHARE))
     check(transferring(SHARE, dtype="auto"))
@@ -177,7 +182,7 @@ def test_another_vllm_and_an_image_without_the_package_are_refused_before_a_gpu_
     monkeypatch.setattr(compat, "vllm_version", lambda: (0, 33))
     assert "needs vLLM 0.32" in refusal(transferring(DECODE)).message
     with pytest.raises(UnsupportedModelError, match="NixlConnector of vllm"):
-        backend.refuse_unsupported_options(engine(DECODE))
+        packed.refuse_unsupported_options(engine(DECODE))
     check(transferring(DECODE, dtype="auto"))
 
 
@@ -186,8 +191,8 @@ def test_another_release_of_lmcache_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.1" if name == "lmcache" else version(name))
     assert "needs lmcache 0.5 (here is 0.6.1)" in refusal(transferring(SHARE)).message
     with pytest.raises(UnsupportedModelError, match=r"LMCacheMPConnector of lmcache 0\.6\.1"):
-        backend.refuse_unsupported_options(engine(SHARE))
-    backend.refuse_unsupported_options(engine(DECODE))
+        packed.refuse_unsupported_options(engine(SHARE))
+    packed.refuse_unsupported_options(engine(DECODE))
     check(transferring(SHARE, dtype="auto"))
 
 
@@ -238,9 +243,9 @@ def test_a_prompt_is_read_only_where_all_of_it_is_there_and_nothing_else(
 def test_terms_are_told_in_words_and_differ_in_each_of_their_parts() -> None:
     terms = {"dtype": "k4v4", "page": 4352, "block": 16, "window": 64, "ring": 4, "ranks": 2, "layout": "BHLNC",
              "factors": "abc"}  # fmt: skip
-    own = str(carriers.Terms(**terms))
+    own = str(Terms(**terms))
     assert own == ("kv-cache dtype k4v4, 4352 bytes for 16 tokens, recent window 64 in 4 pages, tensor parallel 2, "
                    "layout BHLNC, factors abc")  # fmt: skip
-    others = [carriers.Terms(**terms | {key: f"{value}1" if isinstance(value, str) else value + 1})
+    others = [Terms(**terms | {key: f"{value}1" if isinstance(value, str) else value + 1})
               for key, value in terms.items()]  # fmt: skip
     assert len({own, *map(str, others)}) == len(terms) + 1

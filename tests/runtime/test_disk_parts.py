@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_runtime.disk_file import DiskFile
-from kvpilot_runtime.disk_index import DiskIndex, Held
-from kvpilot_runtime.disk_transfers import DiskTransfers, Move
+from kvpilot_runtime.transfer.disk_file import DiskFile
+from kvpilot_runtime.transfer.disk_index import DiskIndex, Held
+from kvpilot_runtime.transfer.disk_transfers import DiskTransfers, Move
 from support.small_volumes import small_volume
 
 CHUNK = mmap.PAGESIZE
@@ -97,7 +97,7 @@ def test_a_file_gives_back_what_it_was_given_and_has_no_name(tmp_path: Path) -> 
 
 
 def test_a_file_system_without_unnamed_files_serves_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpilot_runtime.disk_file._UNNAMED", 0)
+    monkeypatch.setattr("kvpilot_runtime.transfer.disk_file._UNNAMED", 0)
     file, into = DiskFile(str(tmp_path), CHUNK), page(9)
     file.write(1, memoryview(page(1)))
     file.read(1, memoryview(into))

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from kvpilot_demo.models import tiny_llama
-from kvpilot_runtime import engines, machine, offload, serve
+from kvpilot_runtime import serve
+from kvpilot_runtime.config import offload
+from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import PreflightError
-from kvpilot_runtime.preflight import check
+from kvpilot_runtime.preflight import machine
+from kvpilot_runtime.preflight.check import check
 from support.small_volumes import small_volume
 
 HOST = "--kv-offloading-size=0.25"
@@ -120,8 +123,8 @@ def test_vllms_simple_offloading_is_refused_beside_a_disk(tmp_path: Path, monkey
 
 
 def test_another_vllm_is_refused_by_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpilot_runtime.compat.version_text", lambda: "0.33.1")
-    assert engines.lacks_for_disk() == "vLLM 0.32 (here is 0.33.1)"
+    monkeypatch.setattr("kvpilot_runtime.engine.compat.version_text", lambda: "0.33.1")
+    assert compat.lacks_for_disk() == "vLLM 0.32 (here is 0.33.1)"
     error = refusal(arguments(tmp_path, HOST))
     assert error.reason == "BadArguments"
     assert all(word in error.message for word in ("vLLM 0.32", "0.33.1", "leave it out"))
@@ -145,6 +148,6 @@ def test_vllm_is_asked_for_the_tier_that_our_backend_takes(tmp_path: Path, monke
     assert not any(one.startswith("--kv-offloading-disk") for one in given)
     tier: dict[str, Any] = transfer["kv_connector_extra_config"]["secondary_tiers"][0]
     assert (tier["path"], tier["size_bytes"]) == (str(tmp_path), int(0.01 * 2**30))
-    assert offload.unsupported(SimpleNamespace(**transfer)) is None
+    assert offload.unsupported(SimpleNamespace(**transfer), "cuda") is None
     tier["type"] = "fs"
-    assert offload.unsupported(SimpleNamespace(**transfer)) == "the tier 'fs' below host memory"
+    assert offload.unsupported(SimpleNamespace(**transfer), "cuda") == "the tier 'fs' below host memory"

@@ -14,8 +14,8 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
-from kvpilot_runtime.disk_tier import DiskTier
 from kvpilot_runtime.errors import UnsupportedModelError
+from kvpilot_runtime.transfer.disk_tier import DiskTier
 
 CHUNK, CHUNKS = 2 * mmap.PAGESIZE, 16
 HANGS = 60

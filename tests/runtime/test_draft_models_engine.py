@@ -19,7 +19,8 @@ import torch
 from kvpilot_demo import draft_models, families
 from kvpilot_demo.oracle import Oracle
 from kvpilot_kernels.factors import Factors
-from kvpilot_runtime import calibration, calibration_info
+from kvpilot_runtime.calibration import factors_file
+from kvpilot_runtime.calibration import info as calibration_info
 from support.judge import Judge
 from support.stepped_engine import Asked, Told, serve
 
@@ -169,7 +170,7 @@ def test_greedy_answers_are_those_without_speculation(
         # The draft's layers have factors, too, and the served model's are as without, under the same hash.
         assert all(not torch.equal(one.key_mean, torch.zeros_like(one.key_mean)) for one in factors)
         [line] = [x for x in told.metrics if x.startswith(calibration_info.NAME + "{")]
-        assert f'hash="{calibration.digest(served)}"' in line
+        assert f'hash="{factors_file.digest(served)}"' in line
         assert 'source="self"' in line
         assert plain is None or told.factors[0][: len(SERVED)] == plain.factors[0]
 

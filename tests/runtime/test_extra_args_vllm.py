@@ -13,8 +13,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvpilot_operator.api.rules import broken_rules
 from kvpilot_operator.api.schema import root_schema
-from kvpilot_runtime import options as options_beside_ours
 from kvpilot_runtime import serve
+from kvpilot_runtime.config import options as options_beside_ours
 from kvpilot_runtime.errors import PreflightError
 
 if not version("vllm").startswith("0.32."):

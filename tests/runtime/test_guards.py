@@ -14,7 +14,10 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec
 
-from kvpilot_runtime import backend, contract, plugin, retention
+from kvpilot_runtime import plugin
+from kvpilot_runtime.backends import packed
+from kvpilot_runtime.config import retention
+from kvpilot_runtime.engine import contract
 from kvpilot_runtime.errors import UnsupportedModelError
 
 RIGHT = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="k4v4", block_size=None)
@@ -38,7 +41,7 @@ def chosen(**asked: Any) -> Any:
 
 
 def test_a_layer_that_is_served_gets_our_backend_and_other_dtypes_vllms_own() -> None:
-    assert chosen() is resolve_obj_by_qualname("kvpilot_runtime.cpu.K4V4Backend")
+    assert chosen() is resolve_obj_by_qualname("kvpilot_runtime.backends.cpu.K4V4Backend")
     assert chosen(block_size=16).fmt.name == "k4v4"
     assert chosen(has_sink=True).fmt.name == chosen(use_mm_prefix=True).fmt.name == "k4v4"
     assert chosen(head_size=80).fmt.name == chosen(head_size=192).fmt.name == "k4v4"
@@ -68,8 +71,8 @@ def test_images_that_attend_both_ways_are_refused_where_nobody_would_see_that_th
 
 @pytest.mark.parametrize("kind", [AttentionType.ENCODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER])
 def test_a_layer_of_another_kind_is_refused_by_our_class_itself(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: None)
-    monkeypatch.setattr(backend, "calibration_of", lambda _config: None)
+    monkeypatch.setattr(packed, "get_current_vllm_config", lambda: None)
+    monkeypatch.setattr(packed, "calibration_of", lambda _config: None)
     with pytest.raises(UnsupportedModelError, match=r"k4v4.*--kv-cache-dtype auto"):
         chosen().get_impl_cls()(4, 64, 0.125, 2, None, None, "k4v4", attn_type=kind)
 
@@ -131,13 +134,13 @@ def test_pages_of_other_engines_are_refused_by_the_name_of_what_brings_them(
     transfer: dict[str, Any], what: str
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=f"{what} is not supported with kv-cache dtype 'k4v4'"):
-        backend.refuse_unsupported_options(engine(**transfer))
+        packed.refuse_unsupported_options(engine(**transfer))
 
 
 def test_vllms_tier_in_host_memory_is_served_but_beside_layers_with_a_window_or_chunks() -> None:
     tier = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 2**30}}
-    backend.refuse_unsupported_options(engine({"full": SimpleNamespace(sliding_window=None)}, **tier))
+    packed.refuse_unsupported_options(engine({"full": SimpleNamespace(sliding_window=None)}, **tier))
     with pytest.raises(UnsupportedModelError, match="sliding-window layers and kv-cache dtype 'k4v4'"):
-        backend.refuse_unsupported_options(engine({"window": SimpleNamespace(sliding_window=64)}, **tier))
+        packed.refuse_unsupported_options(engine({"window": SimpleNamespace(sliding_window=64)}, **tier))
     with pytest.raises(UnsupportedModelError, match="chunked attention and kv-cache dtype 'k4v4'"):
-        backend.refuse_unsupported_options(engine({"chunks": SimpleNamespace(attention_chunk_size=64)}, **tier))
+        packed.refuse_unsupported_options(engine({"chunks": SimpleNamespace(attention_chunk_size=64)}, **tier))

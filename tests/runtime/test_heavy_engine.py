@@ -17,9 +17,9 @@ import torch
 
 from kvpilot_demo.models import tiny_llama
 from kvpilot_demo.oracle import SLACK, Oracle
-from kvpilot_runtime.heavy import most_pages
-from kvpilot_runtime.heavy_spec import lightest
-from kvpilot_runtime.retention import HeavyHitters
+from kvpilot_runtime.bounded.heavy import most_pages
+from kvpilot_runtime.bounded.heavy_spec import lightest
+from kvpilot_runtime.config.retention import HeavyHitters
 from support.bounded_engine import Asked, Told, serve
 from support.engines_in_turn import refused
 from support.forked_serve import engine

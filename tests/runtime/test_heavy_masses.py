@@ -16,12 +16,12 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from kvpilot_kernels import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.reference.attention import round_trip
-from kvpilot_runtime import heavy
+from kvpilot_runtime.bounded import heavy
+from kvpilot_runtime.bounded.heavy import HeldTables, Step, held_alone, most_pages
+from kvpilot_runtime.bounded.heavy_mass import Singles, key_places, masses, page_mass, scores
+from kvpilot_runtime.bounded.heavy_spec import NOTHING, Kept
+from kvpilot_runtime.config.retention import HeavyHitters
 from kvpilot_runtime.errors import UnsupportedEngineError, UnsupportedModelError
-from kvpilot_runtime.heavy import HeldTables, Step, held_alone, most_pages
-from kvpilot_runtime.heavy_mass import Singles, key_places, masses, page_mass, scores
-from kvpilot_runtime.heavy_spec import NOTHING, Kept
-from kvpilot_runtime.retention import HeavyHitters
 
 BOUND = HeavyHitters(4, 32, 128)
 

@@ -16,8 +16,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from kvpilot_runtime.heavy_spec import KEPT, MASSES, NOTHING, HeavyManager, HeavySpec, hear, lightest, tell
-from kvpilot_runtime.retention import HeavyHitters
+from kvpilot_runtime.bounded.heavy_spec import KEPT, MASSES, NOTHING, HeavyManager, HeavySpec, hear, lightest, tell
+from kvpilot_runtime.config.retention import HeavyHitters
 
 PAGE = 16
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvpilot_demo.oracle import Oracle, Picture
-from kvpilot_runtime import compat
+from kvpilot_runtime.engine import compat
 from support.image_engine import Answered, Question, picture, serve
 from support.image_model import IMAGE_TOKENS, VOCABULARY, make
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvpilot_demo.oracle import SLACK, Oracle
 from kvpilot_kernels.latent.formats import names, parse
-from kvpilot_runtime import compat
+from kvpilot_runtime.engine import compat
 from support.latent_engine import VOCABULARY, make_model, serve
 
 pytestmark = [

@@ -12,8 +12,9 @@ from prometheus_client import REGISTRY, generate_latest
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
 from kvpilot_kernels.models import read
-from kvpilot_runtime import model_info, serve
-from kvpilot_runtime.modelconfig import read_config
+from kvpilot_runtime import serve
+from kvpilot_runtime.metrics import model_info
+from kvpilot_runtime.preflight.modelconfig import read_config
 
 LLAMA = 'kvpilot_model_info{head_dim="64",kv_heads="2",layers="2",mla="false",window_layers="0"} 1.0'
 

@@ -3,8 +3,8 @@
 import pytest
 
 from kvpilot_demo.models import tiny_gemma3
-from kvpilot_runtime import engines, machine
-from kvpilot_runtime.preflight import check
+from kvpilot_runtime.preflight import installed, machine
+from kvpilot_runtime.preflight.check import check
 from support.preflights import asked, refusal
 
 H200 = machine.Gpu("NVIDIA H200", 141 * 2**30, 0, (9, 0))
@@ -72,7 +72,7 @@ def test_offloading_of_a_model_with_window_layers_is_refused_beside_our_dtypes_a
 
 
 def test_a_vllm_without_offloading_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "can_offload", lambda: False)
+    monkeypatch.setattr(installed, "can_offload", lambda: False)
     error = refusal(asked("--kv-offloading-size=1"))
     assert error.reason == "BadArguments"
     assert "has no offloading" in error.message
@@ -80,4 +80,4 @@ def test_a_vllm_without_offloading_is_told_apart(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_installed_vllm_can_offload() -> None:
-    assert engines.can_offload()
+    assert installed.can_offload()

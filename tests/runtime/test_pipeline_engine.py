@@ -7,7 +7,8 @@ import torch
 
 from kvpilot_demo.models import tiny_llama
 from kvpilot_kernels.factors import Factors
-from kvpilot_runtime import calibration, calibration_info
+from kvpilot_runtime.calibration import factors_file
+from kvpilot_runtime.calibration import info as calibration_info
 from support.built_in_factors import factors_of
 from support.stepped_engine import Asked, serve
 
@@ -29,7 +30,7 @@ def test_each_stage_has_the_factors_that_its_layers_have_in_the_whole_model_unde
         for name in Factors.__dataclass_fields__:
             torch.testing.assert_close(getattr(mine, name), getattr(alone, name), rtol=1e-3, atol=1e-3)
     assert not torch.allclose(stages[0][0].key_mean, whole[1].key_mean, rtol=1e-3, atol=1e-3)
-    digest = calibration.join_digests([calibration.digest(stage) for stage in stages])
+    digest = factors_file.join_digests([factors_file.digest(stage) for stage in stages])
     [line] = [x for x in told.metrics if x.startswith(calibration_info.NAME + "{")]
     assert f'hash="{digest}"' in line
     assert 'source="self"' in line

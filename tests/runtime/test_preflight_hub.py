@@ -14,8 +14,12 @@ from typing import Any
 import pytest
 
 from kvpilot_demo.models import tiny_llama
-from kvpilot_runtime import model_info, preflight
-from kvpilot_runtime.modelconfig import read_config
+from kvpilot_runtime.errors import PreflightError
+from kvpilot_runtime.metrics import model_info
+from kvpilot_runtime.preflight import hub
+from kvpilot_runtime.preflight.check import check
+from kvpilot_runtime.preflight.modelconfig import read_config
+from kvpilot_runtime.preflight.request import Request
 
 MODEL, COMMIT = "some-team/some-model", "0123456789abcdef0123456789abcdef01234567"
 # In a process of its own, for the client reads its environment once; what it would become is printed instead.
@@ -118,7 +122,7 @@ def test_what_the_hub_refuses_is_refused_at_once_with_what_to_do(tmp_path: Path,
 
 def test_a_dtype_that_no_model_could_have_is_refused_before_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(preflight.hub, "config_file", lambda model, _: asked.append(model))
-    with pytest.raises(preflight.PreflightError, match="calibration"):
-        preflight.check(preflight.Request(MODEL, "k2v2", calibration="/no/such/file"))
+    monkeypatch.setattr(hub, "config_file", lambda model, _: asked.append(model))
+    with pytest.raises(PreflightError, match="calibration"):
+        check(Request(MODEL, "k2v2", calibration="/no/such/file"))
     assert asked == []

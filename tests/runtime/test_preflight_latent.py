@@ -11,9 +11,9 @@ import pytest
 
 from kvpilot_demo.models import tiny_llama
 from kvpilot_kernels.latent import formats as latent
-from kvpilot_runtime import machine
-from kvpilot_runtime.preflight import check
-from kvpilot_runtime.preflight_request import Request
+from kvpilot_runtime.preflight import machine
+from kvpilot_runtime.preflight.check import check
+from kvpilot_runtime.preflight.request import Request
 from support.latent_engine import make_model
 from support.preflights import refusal
 

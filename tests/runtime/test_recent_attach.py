@@ -14,9 +14,11 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvpilot_kernels import formats
-from kvpilot_runtime import backend, compat, contract, cpu, recent
+from kvpilot_runtime.backends import cpu, packed
+from kvpilot_runtime.engine import compat, contract
 from kvpilot_runtime.errors import UnsupportedModelError
-from kvpilot_runtime.recent import RecentLayer
+from kvpilot_runtime.recent import ring_layers
+from kvpilot_runtime.recent.ring_layers import RecentLayer
 from kvpilot_runtime.speculation import refuse_other_groups
 
 if not contract.has_rings():
@@ -28,9 +30,9 @@ NAMES = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of an engine in k4v4 with a context of 2,048 tokens."""
-    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: None)
-    monkeypatch.setattr(backend, "calibration_of", lambda _config: None)
-    monkeypatch.delenv(recent.VARIABLE, raising=False)
+    monkeypatch.setattr(packed, "get_current_vllm_config", lambda: None)
+    monkeypatch.setattr(packed, "calibration_of", lambda _config: None)
+    monkeypatch.delenv(ring_layers.VARIABLE, raising=False)
     return SimpleNamespace(
         cache_config=SimpleNamespace(
             cache_dtype="k4v4",
@@ -139,7 +141,7 @@ def test_a_draft_models_layers_are_in_one_group_without_rings_of_their_own(
         method="draft_model", num_speculative_tokens=3, draft_model_config=draft, use_eagle=lambda: False,
         use_eagle_block_drop=lambda: False,
     )  # fmt: skip
-    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(packed, "get_current_vllm_config", lambda: config)
     served = attached(config)
     names = [f"draft_model.{name}" for name in NAMES]
     drafting = attached(config, dim, (kv_heads, kv_heads), names=names)
@@ -171,7 +173,7 @@ def test_a_draft_models_layers_are_in_one_group_without_rings_of_their_own(
 
 def test_a_draft_beside_a_layer_in_16_bits_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config.speculative_config = SimpleNamespace(method="eagle3", num_speculative_tokens=3)
-    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(packed, "get_current_vllm_config", lambda: config)
     attached(config)
     other = attention.Attention.__new__(attention.Attention)
     torch.nn.Module.__init__(other)
@@ -181,7 +183,7 @@ def test_a_draft_beside_a_layer_in_16_bits_is_refused(config: Any, monkeypatch: 
 
 
 def test_a_ring_grows_with_its_request_up_to_the_window() -> None:
-    from kvpilot_runtime.ring_spec import RingManager
+    from kvpilot_runtime.recent.ring_spec import RingManager
 
     manager = RingManager.__new__(RingManager)
     manager.kv_cache_spec = SimpleNamespace(ring_blocks=3, ring_tokens=23)
@@ -202,7 +204,7 @@ def test_a_layer_that_uses_anothers_cache_uses_its_ring(config: Any) -> None:
 
 @pytest.mark.parametrize("tokens", formats.RECENT_CHOICES)
 def test_the_environment_says_how_many_tokens(config: Any, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(recent.VARIABLE, str(tokens))
+    monkeypatch.setenv(ring_layers.VARIABLE, str(tokens))
     layers = attached(config)
     assert [layer.impl.recent for layer in layers] == [tokens] * 2
     assert [ring.recent for ring in rings(config)] == ([tokens] * 2 if tokens else [])
@@ -210,13 +212,15 @@ def test_the_environment_says_how_many_tokens(config: Any, tokens: int, monkeypa
 
 @pytest.mark.parametrize("text", ["63", "-64", "many", "1e2"])
 def test_a_window_that_cannot_be_served_is_refused(config: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(recent.VARIABLE, text)
-    with pytest.raises(UnsupportedModelError, match=rf"{recent.VARIABLE} is '{text}'; use one of 0, 64, 128, 256, 512"):
+    monkeypatch.setenv(ring_layers.VARIABLE, text)
+    with pytest.raises(
+        UnsupportedModelError, match=rf"{ring_layers.VARIABLE} is '{text}'; use one of 0, 64, 128, 256, 512"
+    ):
         attached(config)
 
 
 def test_a_window_longer_than_the_context_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(recent.VARIABLE, "512")
+    monkeypatch.setenv(ring_layers.VARIABLE, "512")
     config.model_config.max_model_len = 400
     with pytest.raises(UnsupportedModelError, match=r"is 512, and the context is 400 tokens .*use a smaller one"):
         attached(config)
@@ -227,16 +231,16 @@ def test_a_default_window_longer_than_the_context_is_cut_and_log_and_metric_say_
     config: Any, context: int, tokens: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(recent.recent_info, "report", told.append)
-    monkeypatch.setattr(recent.log, "propagate", True)
+    monkeypatch.setattr(ring_layers.recent_info, "report", told.append)
+    monkeypatch.setattr(ring_layers.log, "propagate", True)
     config.cache_config.cache_dtype = "k2v2"
     config.model_config.max_model_len = context
-    with caplog.at_level(logging.INFO, recent.log.name):
+    with caplog.at_level(logging.INFO, ring_layers.log.name):
         layers = attached(config)
     assert [layer.impl.recent for layer in layers] == [tokens] * 2
     assert [ring.recent for ring in rings(config)] == ([tokens] * 2 if tokens else [])
-    recent.report(config, dict(zip(NAMES, layers, strict=True)))
-    assert told == [recent.recent_info.Window("k2v2", tokens, "" if tokens == 512 else "ShortContext")]
+    ring_layers.report(config, dict(zip(NAMES, layers, strict=True)))
+    assert told == [ring_layers.recent_info.Window("k2v2", tokens, "" if tokens == 512 else "ShortContext")]
     if tokens < 512:
         assert f"'k2v2', 512 tokens, is cut to {tokens}: the context is {context} tokens" in caplog.text
     else:
@@ -248,8 +252,8 @@ def test_where_there_can_be_no_rings_log_and_metric_name_the_reason(
     config: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(recent.recent_info, "report", told.append)
-    monkeypatch.setattr(recent.log, "propagate", True)
+    monkeypatch.setattr(ring_layers.recent_info, "report", told.append)
+    monkeypatch.setattr(ring_layers.log, "propagate", True)
     if reason == "VllmWithoutRings":
         monkeypatch.setattr(contract, "has_rings", lambda: False)
     elif reason == "HybridManagerOff":
@@ -257,18 +261,18 @@ def test_where_there_can_be_no_rings_log_and_metric_name_the_reason(
     elif reason == "OtherLayers":
         other = type("Mamba", (RecentLayer,), {})("model.layers.2.mamba", SimpleNamespace(kv_cache_dtype="auto"), 0)
         config.compilation_config.static_forward_context["model.layers.2.mamba"] = other
-    with caplog.at_level(logging.WARNING, recent.log.name):
+    with caplog.at_level(logging.WARNING, ring_layers.log.name):
         layers = attached(config, kv_heads=(8, 4) if reason == "UnlikeLayers" else (8, 8))
     assert not rings(config)[1:] if reason == "OtherLayers" else not rings(config)
     assert [layer.impl.recent for layer in layers] == [0, 0]
     assert f"No recent window ({reason})" in caplog.text
-    recent.report(config, dict(zip(NAMES, layers, strict=True)))
-    assert told == [recent.recent_info.Window("k4v4", 0, reason)]
+    ring_layers.report(config, dict(zip(NAMES, layers, strict=True)))
+    assert told == [ring_layers.recent_info.Window("k4v4", 0, reason)]
 
 
 def test_a_loader_that_tells_layers_nothing_is_named(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(recent.recent_info, "report", told.append)
+    monkeypatch.setattr(ring_layers.recent_info, "report", told.append)
     layer = SimpleNamespace(impl=SimpleNamespace(recent=None))
-    recent.report(config, {NAMES[0]: layer})
-    assert told == [recent.recent_info.Window("k4v4", 0, "NotAttached")]
+    ring_layers.report(config, {NAMES[0]: layer})
+    assert told == [ring_layers.recent_info.Window("k4v4", 0, "NotAttached")]

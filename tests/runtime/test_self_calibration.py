@@ -21,10 +21,13 @@ from kvpilot_demo.models import smollm2_135m, tiny_gemma3, tiny_llama
 from kvpilot_demo.oracle import Oracle
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.fit import Observed
-from kvpilot_runtime import calibration_attention, calibration_info, compat, self_calibration
-from kvpilot_runtime.calibration_text import NoTokensError, lone, passes, text_ids
+from kvpilot_runtime.calibration import at_start
+from kvpilot_runtime.calibration import attention as calibration_attention
+from kvpilot_runtime.calibration import info as calibration_info
+from kvpilot_runtime.calibration.text import NoTokensError, lone, passes, text_ids
+from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import UnsupportedModelError
-from kvpilot_runtime.worker_info import Reported
+from kvpilot_runtime.metrics.worker_info import Reported
 from support.built_in_factors import factors_of
 from support.engines_in_turn import refused
 from support.stepped_engine import Asked, serve
@@ -128,12 +131,12 @@ def test_the_text_is_read_at_positions_all_over_the_context_and_never_beyond_it(
 def test_without_a_tokenizer_the_same_random_tokens_are_drawn_each_time_and_it_is_said() -> None:
     model = SimpleNamespace(max_model_len=200, skip_tokenizer_init=True, get_vocab_size=lambda: 50)
     config = SimpleNamespace(model_config=model, scheduler_config=SimpleNamespace(max_num_batched_tokens=300))
-    ids, reason = self_calibration.token_ids(config)
+    ids, reason = at_start.token_ids(config)
     assert reason == "RandomTokens"
     assert len(ids) == 200
     assert len(set(ids)) > 30
     assert max(ids) < 50
-    assert self_calibration.token_ids(config) == (ids, reason)
+    assert at_start.token_ids(config) == (ids, reason)
 
 
 @settings(deadline=None, max_examples=60)
@@ -185,19 +188,18 @@ def test_each_sequence_of_the_chunk_attends_to_itself_and_is_counted_alone(sinks
 
 
 def test_what_cannot_calibrate_itself_is_named() -> None:
-    assert self_calibration.obstacle(SimpleNamespace(lora_config=SimpleNamespace()), {}) == "LoRA"
+    assert at_start.obstacle(SimpleNamespace(lora_config=SimpleNamespace()), {}) == "LoRA"
 
 
 def test_a_dtype_that_is_nothing_without_factors_is_not_served_where_the_engine_finds_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(self_calibration, "our_layers", lambda _config: {"layer": None})
-    monkeypatch.setattr(self_calibration, "of_all_ranks", lambda mine: [mine])
+    monkeypatch.setattr(at_start, "of_all_ranks", lambda mine: [mine])
     config = SimpleNamespace(lora_config=SimpleNamespace(), cache_config=SimpleNamespace(cache_dtype="k2v2"))
     with pytest.raises(
         UnsupportedModelError, match=r"'k2v2' is not accurate.*\(LoRA\); give a file of `kvpilot calibrate`"
     ):
-        self_calibration.calibrate(SimpleNamespace(vllm_config=config, device="cpu"))
+        at_start.calibrate(SimpleNamespace(vllm_config=config, device="cpu"), {"layer": None})
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
@@ -222,7 +224,7 @@ def test_a_model_that_drafts_gets_the_text_with_the_states_that_it_reads_in_eith
     runner = SimpleNamespace(**{"speculator" if new else "drafter": drafter}, use_aux_hidden_state_outputs=several)
     ids, positions, states = torch.tensor([5, 6, 7]), torch.arange(3), torch.zeros(3, 2)
     found = (states, [states, states]) if several else states
-    self_calibration._draft(compat.drafter(runner), ids, positions, found)
+    at_start._draft(compat.drafter(runner), ids, positions, found)
     assert got["input_ids"].tolist() == ([6, 7, 5] if heads else [5, 6, 7])
     assert got["positions"].tolist() == [0, 1, 2]
     assert ("hidden_states" in got) == heads
@@ -234,10 +236,10 @@ def test_a_drafting_layer_that_no_token_reaches_stays_as_it_is_and_a_served_one_
     told: list[object] = []
     impl = SimpleNamespace(drafting=True, set_factors=lambda layer, found: told.append(found))
     layers, seen = {"model.layers.3.attn": SimpleNamespace(impl=impl)}, {"model.layers.3.attn": Observed(2, 64)}
-    assert not self_calibration._fill(layers, seen)
+    assert not at_start._fill(layers, seen)
     assert not told
     impl.drafting = False
-    assert "calibration of layer 'model.layers.3.attn': no token was counted" in self_calibration._fill(layers, seen)
+    assert "calibration of layer 'model.layers.3.attn': no token was counted" in at_start._fill(layers, seen)
 
 
 def test_the_metric_appears_once_a_worker_has_reported_and_never_from_half_a_file(tmp_path: Path) -> None:

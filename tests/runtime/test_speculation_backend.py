@@ -18,7 +18,7 @@ import torch
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
-from kvpilot_runtime import backend, cpu
+from kvpilot_runtime.backends import cpu, packed
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.speculation import owners, refuse_other_drafters
 from support.gpu_batch import generator, poisoned, some_factors
@@ -46,8 +46,8 @@ class Runner:
         config = SimpleNamespace(
             cache_config=SimpleNamespace(cache_dtype=dtype), speculative_config=speculation, kv_transfer_config=None
         )
-        monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
-        monkeypatch.setattr(backend, "calibration_of", lambda _config: None)
+        monkeypatch.setattr(packed, "get_current_vllm_config", lambda: config)
+        monkeypatch.setattr(packed, "calibration_of", lambda _config: None)
         self.fmt, self.choose = formats.parse(dtype), random.Random(seed)
         self.impl = cpu.CpuImpl(HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, dtype)
         self.impl.recent = recent
@@ -99,7 +99,7 @@ class Runner:
         metadata = {LAYER: self.builder.build(0, common)}
         if self.ring is not None:
             metadata["ring"] = self.ring.build(0, SimpleNamespace(**{**vars(common), "block_table_tensor": rings}))
-        for module in (backend, cpu):
+        for module in (packed, cpu):
             monkeypatch.setattr(module, "get_forward_context", lambda: SimpleNamespace(attn_metadata=metadata))
         query, key, value = (torch.cat([getattr(p, side) for p in parts]) for side in ("query", "key", "value"))
         self.impl.do_kv_cache_update(self.layer, key, value, self.cache, common.slot_mapping)
@@ -230,7 +230,7 @@ def test_every_row_sees_its_own_sequence_up_to_itself_and_padding_sees_nothing()
 @pytest.mark.parametrize("method", ["medusa", "dflash", "ngram_gpu", "custom_class"])
 def test_drafts_by_other_methods_are_refused_when_a_layer_is_made(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = SimpleNamespace(speculative_config=SimpleNamespace(method=method, num_speculative_tokens=2))
-    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(packed, "get_current_vllm_config", lambda: config)
     with pytest.raises(UnsupportedModelError, match=rf"'{method}' \(ngram, .* and mtp are served\).*'k4v4'.*auto"):
         cpu.CpuImpl(HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, "k4v4")
 

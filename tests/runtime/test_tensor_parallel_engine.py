@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from kvpilot_demo.models import tiny_llama
 from kvpilot_demo.oracle import Oracle
 from kvpilot_kernels.factors import Factors
-from kvpilot_runtime import calibration, calibration_info
+from kvpilot_runtime.calibration import factors_file
+from kvpilot_runtime.calibration import info as calibration_info
 from support.built_in_factors import factors_of
 from support.judge import Judge
 from support.stepped_engine import Asked, Told, serve
@@ -83,7 +84,7 @@ def test_two_ranks_calibrate_themselves_and_answer_as_one_model_under_one_hash(r
     for mine, alone in zip(joined(ranks), factors_of(tiny_llama(), CHUNK, CONTEXT), strict=True):
         for name in Factors.__dataclass_fields__:
             torch.testing.assert_close(getattr(mine, name), getattr(alone, name), rtol=1e-3, atol=1e-3)
-    whole = calibration.join_digests([calibration.digest(rank) for rank in ranks])
+    whole = factors_file.join_digests([factors_file.digest(rank) for rank in ranks])
     [line] = [x for x in told.metrics if x.startswith(calibration_info.NAME + "{")]
     assert f'hash="{whole}"' in line
     assert 'source="self"' in line
@@ -93,7 +94,7 @@ def test_two_ranks_calibrate_themselves_and_answer_as_one_model_under_one_hash(r
 @pytest.mark.long
 def test_each_rank_takes_the_factors_of_its_own_heads_from_a_file(tmp_path: Path, record_property: Any) -> None:
     model, file = tiny_llama(), tmp_path / "factors.safetensors"
-    facts, rng = calibration.ModelFacts.read(model), torch.Generator().manual_seed(3)
+    facts, rng = factors_file.ModelFacts.read(model), torch.Generator().manual_seed(3)
 
     def one() -> Factors:
         mean, other, first = (torch.randn(facts.kv_heads, facts.head_dim, generator=rng) / 2 for _ in range(3))
@@ -101,14 +102,14 @@ def test_each_rank_takes_the_factors_of_its_own_heads_from_a_file(tmp_path: Path
         return Factors(mean, scales[0], other, scales[1], first)
 
     layers = [one() for _ in range(facts.layers)]
-    calibration.save(file, layers, facts)
+    factors_file.save(file, layers, facts)
     question = asked(model, 30, seed=20261123, calibration=str(file))
     told = serve(question)
     ranks = factors_by_rank(told)
     for mine, written in zip(joined(ranks), layers, strict=True):
         for name in Factors.__dataclass_fields__:
             assert torch.equal(getattr(mine, name), getattr(written, name))
-    whole = calibration.join_digests([calibration.digest(rank) for rank in ranks])
+    whole = factors_file.join_digests([factors_file.digest(rank) for rank in ranks])
     assert any(f'hash="{whole}"' in x and 'source="file"' in x for x in told.metrics)
     assert_answers(question, told, layers, record_property)
 

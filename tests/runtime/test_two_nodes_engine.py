@@ -13,14 +13,15 @@ from kvpilot_demo.oracle import Oracle
 from kvpilot_kernels.factors import Factors
 from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.engines import real
-from kvpilot_runtime import calibration, calibration_info
+from kvpilot_runtime.calibration import factors_file
+from kvpilot_runtime.calibration import info as calibration_info
 
 pytestmark = [pytest.mark.timeout(3600), pytest.mark.long]
 
 FLOAT32 = {"KVPILOT_PREFILL_FROM_PAGES": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def random_factors(facts: calibration.ModelFacts) -> list[Factors]:
+def random_factors(facts: factors_file.ModelFacts) -> list[Factors]:
     """Others for each layer and head: a rank that took another's would give other answers."""
     rng = torch.Generator().manual_seed(5)
 
@@ -38,9 +39,9 @@ def of_rank(layers: list[Factors], rank: int) -> list[Factors]:
 
 def test_two_nodes_with_a_rank_each_answer_as_the_model_does_with_the_factors_of_its_heads(tmp_path: Path) -> None:
     model, file, master = tiny_llama(), tmp_path / "factors.safetensors", free_port()
-    facts = calibration.ModelFacts.read(model)
+    facts = factors_file.ModelFacts.read(model)
     layers = random_factors(facts)
-    calibration.save(file, layers, facts)
+    factors_file.save(file, layers, facts)
     group = (
         "--tensor-parallel-size=2", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={master}",
         "--distributed-executor-backend=mp", "--dtype=float32", "--kv-cache-memory-bytes=64M", "--block-size=16",
@@ -57,7 +58,7 @@ def test_two_nodes_with_a_rank_each_answer_as_the_model_does_with_the_factors_of
         real.engine(model, "k4v4", tmp_path, *group, "--node-rank=0", env=FLOAT32) as leader,
     ):
         answers = [leader.tokens(prompt, 24) for prompt in prompts]
-        whole = calibration.join_digests([calibration.digest(of_rank(layers, rank)) for rank in range(2)])
+        whole = factors_file.join_digests([factors_file.digest(of_rank(layers, rank)) for rank in range(2)])
         [line] = [one for one in leader.page().splitlines() if one.startswith(calibration_info.NAME + "{")]
         assert f'hash="{whole}"' in line
         assert second.poll() is None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvpilot_runtime.weights import digest
+from kvpilot_runtime.transfer.weights import digest
 
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from kvpilot_runtime.backend import our_layers
+from kvpilot_runtime.backends.packed import our_layers
 from support.ring_worker import RingWorker
 
 

@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.fit import Observed
-from kvpilot_runtime.calibration_text import lone, passes, text_ids
+from kvpilot_runtime.calibration.text import lone, passes, text_ids
 
 
 def factors_of(folder: Path, chunk: int, context: int) -> list[Factors]:

@@ -19,7 +19,7 @@ from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.tuning import Choice
 from kvpilot_kernels.reference.attention import attend, decode_reference, prefill_reference, round_trip
-from kvpilot_runtime.compat import backend_class
+from kvpilot_runtime.engine.compat import backend_class
 from support.gpu_batch import PAST_THE_END, generator, poisoned
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 64
@@ -69,12 +69,12 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm.v1.attention.backends import fa_utils
 
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash_attention, raising=False)
-    from kvpilot_runtime import backend
-    from kvpilot_runtime import cuda as module
+    from kvpilot_runtime.backends import cuda as module
+    from kvpilot_runtime.backends import packed
 
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=256))
-    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
-    monkeypatch.setattr(backend, "calibration_of", lambda _config: None)
+    monkeypatch.setattr(packed, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(packed, "calibration_of", lambda _config: None)
     # Small tiles, and a wave of 2 programs a KV head.
     monkeypatch.setattr(tuning, "choose", lambda *_: Choice(16, 2, 4))
     monkeypatch.setattr(tuning, "FEW_TOKENS", 4)  # steps meet all of `store`'s blocks
@@ -84,8 +84,8 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "get_flash_attn_version", lambda **_: 3)
     monkeypatch.setattr(module, "WORKSPACE_BYTES", 4 * KV_HEADS * DIM * 64)  # contexts come in many chunks
     monkeypatch.setattr(module.CudaImpl, "_workspace", {})
-    monkeypatch.setattr("kvpilot_runtime.cuda.CudaBuilder._upload", lambda _self, x: x)
-    monkeypatch.setattr(backend, "get_forward_context", lambda: STEP)
+    monkeypatch.setattr("kvpilot_runtime.backends.cuda.CudaBuilder._upload", lambda _self, x: x)
+    monkeypatch.setattr(packed, "get_forward_context", lambda: STEP)
     return module
 
 
@@ -101,11 +101,11 @@ class Engine:
         chunk: int = 0, heads: int = HEADS, sinks: torch.Tensor | None = None, shared: bool = False, dim: int = DIM,
     ) -> None:  # fmt: skip
         """`shared`: what is asked is a second layer, which uses the cache of the first."""
-        from kvpilot_runtime import backend
+        from kvpilot_runtime.backends import packed
 
         self.dim, self.width, self.recent, self.drafts, self.chunk = dim, width, recent, drafts, chunk
         speculation = SimpleNamespace(method="ngram", num_speculative_tokens=drafts) if drafts else None
-        vars(backend)["get_current_vllm_config"]().speculative_config = speculation
+        vars(packed)["get_current_vllm_config"]().speculative_config = speculation
         self.fmt, self.rng = formats.parse(name), generator(11)
         self.heads, self.sinks = heads, sinks
         self.impl = module.CudaImpl(heads, self.dim, self.dim**-0.5, KV_HEADS, None, None, name, sinks=sinks)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpilot_runtime.backend import PREFILL_FROM_PAGES
+from kvpilot_runtime.backends.packed import PREFILL_FROM_PAGES
 from support.own_process import ask
 
 VOCABULARY = 256

@@ -12,9 +12,9 @@ from vllm.v1.attention.backend import MultipleOf
 
 from kvpilot_kernels.gpu import latent_decode, latent_pages
 from kvpilot_kernels.latent.formats import names, parse
-from kvpilot_runtime import latent_cpu
-from kvpilot_runtime.backend import classes_of
-from kvpilot_runtime.latent_cuda import CudaLatentBackend
+from kvpilot_runtime.backends import latent_cpu
+from kvpilot_runtime.backends.latent_cuda import CudaLatentBackend
+from kvpilot_runtime.backends.packed import classes_of
 from support.gluon_eager import EagerKernel
 from support.interpreter import mend
 

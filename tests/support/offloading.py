@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvpilot_runtime.host_copies import rows
+from kvpilot_runtime.transfer.host_copies import rows
 
 
 class Transfers:

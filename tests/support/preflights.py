@@ -5,8 +5,8 @@ import pytest
 from kvpilot_demo.models import tiny_llama
 from kvpilot_runtime import serve
 from kvpilot_runtime.errors import PreflightError
-from kvpilot_runtime.preflight import check
-from kvpilot_runtime.preflight_request import Request
+from kvpilot_runtime.preflight.check import check
+from kvpilot_runtime.preflight.request import Request
 
 
 def asked(*arguments: str, dtype: str = "k4v4", model: str | None = None) -> Request:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvpilot_runtime.backend import our_layers
+from kvpilot_runtime.backends.packed import our_layers
 
 
 class RingWorker:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
 
-from kvpilot_runtime.offload import below_host
+from kvpilot_runtime.config.offload import below_host
 from support import disk_faults
 from support.own_process import ask
 from support.right_drafts import right_drafts

@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from kvpilot_kubectl import complete
-from kvpilot_kubectl.main import main, parser
+from kvpilot_kubectl.commands import parser
+from kvpilot_kubectl.main import main
 from support.loopback_api import LoopbackApi, client_configuration
 from support.services import manifest
 
@@ -359,7 +360,7 @@ def test_a_user_who_interrupts_gets_no_traceback(run: Run, monkeypatch: pytest.M
     def asked(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvpilot_kubectl.main.cluster", asked)
+    monkeypatch.setattr("kvpilot_kubectl.commands.cluster", asked)
     assert run("status") == (130, "", "")
 
 

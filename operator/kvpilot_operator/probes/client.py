@@ -42,7 +42,7 @@ CONNECT_SECONDS = 5.0
 READ_SECONDS = 120.0
 RETRY_PAUSE_SECONDS = 0.5
 _MAX_LINE_BYTES = 128 * 1024
-# What our runtime heeds of a request, and other engines leave alone (runtime/kvpilot_runtime/offload.py).
+# What our runtime heeds of a request, and other engines leave alone (runtime/kvpilot_runtime/config/offload.py).
 FROM_HOST: dict[str, object] = {"kvpilot_from_host": True}
 
 # One token with its logprobs takes some 2 KiB. The loop that reads serves the whole fleet: an engine that talks without

@@ -4,6 +4,7 @@ Without an endpoint in the environment, or without the extra `tracing`, spans ar
 """
 
 from kvpilot_operator.tracing.settings import TracingError, endpoint
-from kvpilot_operator.tracing.spans import Attributes, Span, Tracer, tracer
+from kvpilot_operator.tracing.spans import Attributes, Span, Tracer
+from kvpilot_operator.tracing.tracers import tracer
 
 __all__ = ["Attributes", "Span", "Tracer", "TracingError", "endpoint", "tracer"]

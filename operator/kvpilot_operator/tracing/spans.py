@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-
-from kvpilot_operator.tracing.settings import TracingError
-
-log = logging.getLogger(__name__)
 
 Attributes = Mapping[str, str | int | Sequence[str]]
 """By the names of docs/observability.md. Never what users or engines wrote: no prompt, no answer, no error's text."""
@@ -47,24 +42,3 @@ class Tracer:
 
     async def close(self) -> None:
         """Send what was not sent yet, within some seconds."""
-
-
-def tracer(endpoint: str | None) -> Tracer:
-    """One that sends spans as the environment says (`settings.endpoint`), or one that does not: None, or no extra.
-
-    Raises:
-        TracingError: for what only the SDK can tell.
-    """
-    if endpoint is None:
-        return Tracer()
-    try:
-        from kvpilot_operator.tracing.otlp import OtlpTracer
-    except ImportError as error:
-        log.warning("no traces for %s: %s; install kvpilot with its extra `tracing`", endpoint, error)
-        return Tracer()
-    try:
-        made = OtlpTracer()
-    except ValueError as error:
-        raise TracingError(f"OTEL_BSP_MAX_EXPORT_BATCH_SIZE, OTEL_BSP_MAX_QUEUE_SIZE: {error}") from error
-    log.info("traces go to %s", endpoint)
-    return made

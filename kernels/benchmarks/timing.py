@@ -1,0 +1,44 @@
+"""How launches are timed on a GPU, in CUDA graphs that go round many caches, and how fast its memory copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+
+LAUNCHES = 32
+
+
+def microseconds(launch: Callable[[], object]) -> float:
+    """The median time of one launch, in a graph of many."""
+    for _ in range(3):
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(LAUNCHES):
+            launch()
+    graph.replay()
+    times = []
+    for _ in range(10):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / LAUNCHES)
+    return sorted(times)[len(times) // 2]
+
+
+def layers_for(size: int) -> int:
+    """Caches to go round: at least 1 GB of them, well beyond any L2."""
+    return max(2, min(LAUNCHES, -(-(10**9) // size)))
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes a second of a large device-to-device copy, read and written bytes both counted."""
+    source = torch.randint(0, 256, (4 * 2**30,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    milliseconds = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median")
+    return 2 * source.numel() / milliseconds * 1000

@@ -1,0 +1,219 @@
+"""Our attention backend for vLLM on CPU: packed pages in, plain torch out.
+
+The cache is bytes [blocks, kv_heads, block_size, row_bytes]. Each step's keys and values are stored through
+`do_kv_cache_update`, and then `forward` is called with the whole batch: sequences with one new token, or with one and
+its drafts, decode together, a row for each token; the others prefill one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.v1.attention.backend import MultipleOf
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.cpu import PackedPages
+from kvpilot_kernels.ring import ring_slots
+from kvpilot_runtime.backends import images
+from kvpilot_runtime.backends.packed import PackedBackend, PackedBuilder, PackedImpl, RingBackend, classes_of
+from kvpilot_runtime.errors import UnsupportedModelError
+from kvpilot_runtime.recent.ring_layers import Rings
+from kvpilot_runtime.speculation import drafts, owners
+
+
+@dataclass
+class Prefill:
+    """One sequence of the batch with several new tokens: rows [start, end) of the batch, after `context` tokens."""
+
+    sequence: int
+    start: int
+    end: int
+    context: int
+
+
+@dataclass
+class Metadata:
+    """What `forward` needs to know of a batch.
+
+    Attributes:
+        block_table: int32 [sequences, blocks].
+        decode_rows: int64, the batch rows of tokens that decode. decode_sequences: int64, the sequence of each.
+        prefills: the other sequences.
+        ordinals: int32 [tokens], each token's place in its sequence from 1 on.
+        mm_prefix_range: by sequence, tokens that attend to each other both ways. Gemma 4 takes it away, by this name,
+            from layers in which none do.
+    """
+
+    block_table: torch.Tensor
+    decode_sequences: torch.Tensor
+    decode_rows: torch.Tensor
+    prefills: list[Prefill]
+    slot_mapping: torch.Tensor
+    ordinals: torch.Tensor
+    mm_prefix_range: dict[int, images.Spans] | None = None
+
+
+class CpuBuilder(PackedBuilder):
+    """Splits a batch into decodes and prefills, once for all layers."""
+
+    def describe(self, common: Any) -> Metadata:
+        """Metadata of one batch."""
+        sequences = common.num_reqs
+        starts = common.query_start_loc[: sequences + 1].long()
+        owner, ordinals = owners(starts, common.seq_lens[:sequences], int(starts[-1]))
+        lengths = starts[1:] - starts[:-1]
+        # A prompt's last tokens are not drafts, however few they are.
+        short = lengths <= 1 + drafts(self.vllm_config)
+        if (prompts := getattr(common, "is_prefilling", None)) is not None:
+            short &= ~prompts[:sequences]
+        decode = short | (lengths == 1)
+        prefills = []
+        for i in (~decode & (lengths > 0)).nonzero().flatten().tolist():
+            start, end = int(starts[i]), int(starts[i + 1])
+            prefills.append(Prefill(i, start, end, int(common.seq_lens[i]) - (end - start)))
+        rows = decode[owner].nonzero().flatten()
+        both_ways = images.spans(common, [(p.sequence, p.context, p.end - p.start) for p in prefills])
+        return Metadata(common.block_table_tensor[:sequences], owner[rows], rows, prefills, common.slot_mapping,
+                        ordinals, both_ways)  # fmt: skip
+
+
+class CpuRingBuilder(PackedBuilder):
+    """Where a step's tokens go in the rings, once for all layers."""
+
+    def describe(self, common: Any) -> Rings:
+        """Rings of one batch, a row for each token."""
+        spec = self.kv_cache_spec
+        sequences = common.num_reqs
+        starts = common.query_start_loc[: sequences + 1].long()
+        seq_lens = common.seq_lens[:sequences].long()
+        owner, ordinals = owners(starts, seq_lens, int(starts[-1]))
+        table = common.block_table_tensor[:sequences, : spec.ring_blocks]
+        # vLLM fills what nobody has with block 0, which nobody may have.
+        table = table.masked_fill(table <= 0, -1)[owner]
+        slots = torch.full((common.slot_mapping.shape[0],), -1)
+        slots[: len(owner)] = ring_slots(ordinals - 1, seq_lens[owner], table, spec.kept, spec.ring_tokens)
+        return Rings(slots, table)
+
+
+class CpuImpl(PackedImpl):
+    """Attention of one layer over packed pages on a CPU.
+
+    Raises (at start):
+        UnsupportedModelError: as `PackedImpl`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pages: tuple[int, PackedPages] | None = None
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Quantize and store a step's keys and values, [tokens, kv_heads, head_dim], into their slots."""
+        rings, ring_slots = self.rings(), None
+        if self.ring is not None:
+            ring_slots = torch.full_like(slot_mapping, -1) if rings is None else rings.slots[: slot_mapping.shape[0]]
+        step = get_forward_context().attn_metadata  # none where vLLM warms up, with slots of padding
+        ordinals = step[layer.layer_name].ordinals if step else None
+        self.pages_of(layer, kv_cache).store(key, value, slot_mapping, ring_slots, ordinals)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: Metadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of a batch: query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim], or None
+        in a layer that uses another layer's cache.
+
+        Writes `output`, [tokens, heads, head_dim], and returns it.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedModelError("quantized attention outputs are not supported; turn this fusion off")
+        if attn_metadata is None:  # vLLM's warm-up
+            return output
+        pages, meta = self.pages_of(layer, kv_cache), attn_metadata
+        out = output.view(-1, self.num_heads, self.head_size)
+        if meta.decode_rows.numel():
+            rows = meta.decode_rows
+            table, lens = meta.block_table[meta.decode_sequences].long(), meta.ordinals[rows]
+            rings = self.rings()
+            ring_table = None if rings is None else rings.table[rows]
+            found = pages.decode(query[rows], table, lens, self.scale, self.softcap, ring_table, self.sinks)
+            out[rows] = found.to(out.dtype)
+        for p in meta.prefills:
+            new = slice(p.start, p.end)
+            table = meta.block_table[p.sequence]
+            shared = self.kv_sharing_target_layer_name is not None
+            if self.read_back or shared or key is None or value is None:
+                stored = pages.read(table, p.context + p.end - p.start)
+                fresh_key, fresh_value = (x[p.context :].to(query.dtype) for x in stored)
+            else:
+                fresh_key, fresh_value = key[new], value[new]
+            out[new] = pages.prefill(
+                query[new], fresh_key, fresh_value, table, p.context, self.scale, self.softcap, self.sinks,
+                (meta.mm_prefix_range or {}).get(p.sequence, ()),
+            )  # fmt: skip
+        return output
+
+    def pages_of(self, layer: Any, kv_cache: torch.Tensor) -> PackedPages:
+        """Views of this layer's cache, made once."""
+        if self._pages is None or self._pages[0] != kv_cache.data_ptr():
+            ring = self.ring.kv_cache if self.ring is not None else None
+            pages = PackedPages(
+                kv_cache, self.fmt, self.head_size, self.factors(layer), ring, self.recent or 0, self.drafts
+            )
+            self._pages = kv_cache.data_ptr(), pages
+        return self._pages[1]
+
+
+class CpuBlocks:
+    """The blocks that `PackedPages` takes."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Blocks of any multiple of 16 tokens."""
+        return [MultipleOf(16)]
+
+
+class CpuRingBackend(CpuBlocks, RingBackend):
+    """The ring layers' on CPU."""
+
+    @staticmethod
+    def get_builder_cls() -> type[CpuRingBuilder]:
+        """The builder of a batch's rings."""
+        return CpuRingBuilder
+
+
+class CpuBackend(CpuBlocks, PackedBackend):
+    """What all of our dtypes share on CPU."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+
+    @classmethod
+    def recent_backend(cls) -> type[CpuRingBackend]:
+        """The backend of the layers that have the rings."""
+        return CpuRingBackend
+
+    @staticmethod
+    def get_impl_cls() -> type[CpuImpl]:
+        """The implementation of one layer."""
+        return CpuImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CpuBuilder]:
+        """The builder of a batch's metadata."""
+        return CpuBuilder
+
+
+__getattr__ = classes_of(CpuBackend, formats.own_names, formats.parse)

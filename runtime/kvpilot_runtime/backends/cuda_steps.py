@@ -1,0 +1,323 @@
+"""What a step of the CUDA backend does, worked out once for all layers: which rows decode, how contexts are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.gpu import tuning
+from kvpilot_kernels.gpu.ahead import compile_ahead
+from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
+from kvpilot_kernels.gpu.prefill import prefill
+from kvpilot_kernels.gpu.ring import fill_ring_slots
+from kvpilot_runtime.backends import images
+from kvpilot_runtime.backends.packed import PackedBuilder
+from kvpilot_runtime.recent.ring_layers import Rings
+from kvpilot_runtime.speculation import drafts, owners
+
+
+def powers(most: int) -> set[int]:
+    """What a warm-up takes of 1 to `most`, so that it meets every way in which launches depend on it."""
+    return {most, *(2**i for i in range(most.bit_length()))}
+
+
+def warm_up(launch: Callable[[], None], vllm_config: Any, device: torch.device) -> None:
+    """Launch all that serving can reach; on a GPU it is compiled before, side by side. Elsewhere it is interpreted."""
+    if device.type == "cuda":
+        compile_ahead(launch, vllm_config.parallel_config.world_size)
+    else:
+        launch()
+
+
+def decode_sizes(vllm_config: Any) -> tuple[int, int]:
+    """The most sequences and rows that decode in a step, padding of captured graphs among them."""
+    scheduler = vllm_config.scheduler_config
+    batch, graphs = scheduler.max_num_batched_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    sequences = max(scheduler.max_num_seqs, min(graphs, batch))
+    return int(sequences), int(max(sequences, min(scheduler.max_num_seqs * (1 + drafts(vllm_config)), batch)))
+
+
+@dataclass
+class ContextChunk:
+    """A part of the context of all prefilling sequences: tokens [begin, begin + length) of each.
+
+    Attributes:
+        longest, total: of the lengths. rows: int32 [sequences + 1], where each sequence's tokens start in 16 bits.
+        begins: int32 [sequences].
+    """
+
+    longest: int
+    total: int
+    rows: torch.Tensor
+    begins: torch.Tensor
+
+
+def packed(context: torch.Tensor, room: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Contexts, int64 [sequences], one after the other, cut into pieces of `room` tokens: `begin` and `length` of each.
+
+    However unlike they are, every piece but the last is full, so there are as few as can be.
+    """
+    ends = context.cumsum(0)
+    starts = ends - context
+    for at in range(0, int(ends[-1]), room):
+        begins = (at - starts).clamp(min=0).minimum(context)
+        yield begins, (at + room - starts).clamp(min=0).minimum(context) - begins
+
+
+@dataclass
+class Prefills:
+    """The sequences with several new tokens; they follow those that decode.
+
+    Attributes:
+        starts: int32 [sequences + 1], first rows counted from the first prefilling token.
+        longest, tokens: new tokens of one sequence at most, and of all; rows after them are padding.
+        block_table: int32 [sequences, blocks]. ordinals: int32 [tokens], each one's place in its sequence from 1 on.
+        context_chunks: of their contexts, empty where nobody has one.
+        stored: the new tokens alone, for layers that use another layer's cache; None where no layer does.
+        whole: context and new tokens at once, where chunks read themselves back (`PREFILL_FROM_PAGES`).
+    """
+
+    starts: torch.Tensor
+    longest: int
+    tokens: int
+    block_table: torch.Tensor
+    ordinals: torch.Tensor
+    context_chunks: list[ContextChunk]
+    stored: ContextChunk | None = None
+    whole: ContextChunk | None = None
+
+
+@dataclass
+class Metadata:
+    """What `forward` needs of a batch: the first `decodes` rows decode, the others are `prefills`.
+
+    Attributes:
+        block_table: int32 [sequences or more, blocks]. seq_lens: int32 [sequences that decode], tokens stored.
+        ordinals: int32 [tokens without padding], each token's place in its sequence from 1 on.
+        nowhere: as `slot_mapping`, of padding alone, for layers that use another layer's cache.
+        mm_prefix_range: tokens of `prefills` that attend to later ones, None where none do. Gemma 4 takes it away, by
+            this name, from layers in which none do.
+    """
+
+    plan: Plan
+    decodes: int
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    slot_mapping: torch.Tensor
+    ordinals: torch.Tensor
+    prefills: Prefills | None
+    nowhere: torch.Tensor
+    mm_prefix_range: images.LaterTokens | None = None
+
+
+class CudaRingBuilder(PackedBuilder):
+    """Where a step's tokens go in the rings, in buffers that captured graphs read."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.reorder_batch_threshold = 1 + drafts(vllm_config)
+        graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        rows = max(vllm_config.scheduler_config.max_num_batched_tokens, graphs)
+        self.slots = torch.full((rows,), -1, device=device)
+        sequences = max(vllm_config.scheduler_config.max_num_seqs, graphs)
+        self._sequences = sequences
+        warm_up(self.warm_up, vllm_config, device)
+
+    def warm_up(self) -> None:
+        """Launch every variant of our kernel that serving can reach."""
+        for count in {2**i for i in range(self._sequences.bit_length())}:
+            zeros = torch.zeros(count + 1, self.kv_cache_spec.ring_blocks, dtype=torch.int32, device=self.device)
+            self._fill(self.slots[:1], zeros[:, 0].contiguous(), zeros[:-1, 0].contiguous(), zeros[:-1])
+
+    def describe(self, common: Any) -> Rings:
+        """Rings of one batch; what a captured graph reads is rewritten in place."""
+        slots = self.slots[: common.slot_mapping.shape[0]]
+        table = common.block_table_tensor[: common.num_reqs, : self.kv_cache_spec.ring_blocks]
+        lens = common.seq_lens[: common.num_reqs]
+        self._fill(slots, common.query_start_loc, lens, table)
+        return Rings(slots, table)
+
+    def _fill(self, slots: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor, table: torch.Tensor) -> None:
+        fill_ring_slots(slots, starts, lens, table, self.kv_cache_spec.kept, self.kv_cache_spec.ring_tokens)
+
+
+class CudaBuilder(PackedBuilder):
+    """Cuts a batch's work, once for all layers that share the shape of this group."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        every = vllm_config.compilation_config.static_forward_context
+        impl = every[layer_names[0]].impl
+        self.shape: Shape = impl.shape(kv_cache_spec.block_size, device)
+        self.sinks = impl.sinks
+        self.width = self.reorder_batch_threshold = 1 + drafts(vllm_config)
+        sequences, rows = decode_sizes(vllm_config)
+        self.plan = Plan(self.shape, sequences, self.width, rows)
+        self.read_back = impl.read_back
+        self.shared = any(every[name].impl.kv_sharing_target_layer_name is not None for name in layer_names)
+        self.chunk_tokens = impl.workspace_tokens
+        self.dtype = vllm_config.model_config.dtype
+        warm_up(self.warm_up, vllm_config, device)
+        graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        most = max(vllm_config.scheduler_config.max_num_batched_tokens, graphs)
+        self.nowhere = torch.full((most,), -1, device=device)
+        self.owners, self.seen = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2))
+
+    def describe(self, common: Any) -> Metadata:
+        """Metadata of one batch; what a captured graph reads is rewritten in place."""
+        decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=self.width)
+        if decodes > self.plan.sequences or decode_tokens > self.plan.rows:
+            # Pieces: a sequence has two where it goes into its next chunk, or its window leaves a page.
+            starts = common.query_start_loc_cpu[: self.plan.sequences + 1]
+            decodes = int((starts <= self.plan.rows).sum()) - 1
+            decode_tokens, prefills = int(starts[decodes]), common.num_reqs - decodes
+        if (first := self._first_image(common, decodes)) < decodes:
+            decodes, decode_tokens = first, int(common.query_start_loc_cpu[first])
+            prefills = common.num_reqs - decodes
+        lens = common.seq_lens[:decodes]
+        several, ordinals = self._several(common, decodes, decode_tokens)
+        # Drafts are stored in the same step in which tokens after them read them; so are two new tokens of a sequence
+        # that are pieces of their own (a cache with a bound).
+        alone = not prefills and several is None and common.max_query_len == 1
+        self.plan.update(lens, overlap=alone, several=several)
+        found, later = self._prefills(common, decodes, decode_tokens) if prefills else (None, None)
+        rows = len(ordinals)
+        if found:
+            ordinals = torch.cat([ordinals, found.ordinals])
+        table = common.block_table_tensor
+        nowhere = self.nowhere[: common.slot_mapping.shape[0]]
+        return Metadata(self.plan, rows, table, lens, common.slot_mapping, ordinals, found, nowhere, later)
+
+    def _several(self, common: Any, decodes: int, tokens: int) -> tuple[Several | None, torch.Tensor]:
+        """Rows of the first `decodes` sequences and their `tokens`, None where each is one; each one's place in it."""
+        starts, lens = common.query_start_loc[: decodes + 1], common.seq_lens[:decodes]
+        most = int(common.query_start_loc_cpu[: decodes + 1].diff().max()) if self.width > 1 and decodes else 1
+        if most <= 1:
+            return None, lens
+        rows = min(tokens, decodes * most)  # no more of these tokens are real
+        owner, seen = owners(starts, lens, rows)
+        self.owners[:rows] = torch.where(seen > 0, owner, -1)
+        self.seen[:rows] = seen
+        return Several(starts, self.owners[:rows], most), self.seen[:rows]
+
+    def warm_up(self) -> None:
+        """Launch every variant of our kernels that serving can reach.
+
+        Triton compiles anew for another constant, and for an address or a stride that is no longer a multiple of 16.
+        vLLM's own warm-up meets some variants only: none reads a context back, and none decodes beside a prompt.
+        """
+        shape, sequences, rows = self.shape, self.plan.sequences, self.plan.rows
+        heads = shape.kv_heads * shape.ratio
+        make: dict[str, Any] = {"device": shape.device}
+        row = shape.fmt.row_bytes(shape.head_dim)
+        cache = torch.zeros(1, shape.kv_heads, shape.block_size, row, dtype=torch.uint8, **make)
+        factors = Factors.identity(shape.kv_heads, shape.head_dim, shape.device)
+        pages = GpuPages(cache, shape, factors, cache if shape.recent else None, self.sinks)
+        table = torch.zeros(sequences, 1, dtype=torch.int32, **make)
+        rings = torch.zeros(sequences, shape.ring_blocks, dtype=torch.int32, **make)
+        several = (tuning.FEW_TOKENS + 1, tuning.SOME_TOKENS + 1)
+        tokens = max(rows, *several)
+        lens = torch.ones(tokens, dtype=torch.int32, **make)
+        slots = torch.full((tokens,), -1, **make)
+        query = torch.zeros(tokens, heads, shape.head_dim, dtype=self.dtype, **make)
+        fresh = torch.zeros(tokens, shape.kv_heads, shape.head_dim, dtype=self.dtype, **make)
+        for overlap in (False, True):
+            for count in powers(sequences):
+                self.plan.update(lens[:count], overlap)
+                ring_slots, ring_table = (slots[:count], rings[:count]) if shape.recent else (None, None)
+                pages.store(
+                    query[:count], fresh[:count], fresh[:count], slots[:count], self.plan, count, 1.0, ring_slots,
+                    lens[:count],
+                )  # fmt: skip
+                pages.decode(table[:count], lens[:count], self.plan, query[:count], ring_table)
+        starts, owner = (torch.zeros(tokens, dtype=torch.int32, **make) for _ in range(2))
+        for most in {shape.cut(most).take: most for most in range(2, self.width + 1)}.values():
+            for count in powers(rows):
+                self.plan.update(lens[:1], several=Several(starts[:2], owner[:count], most))
+                pages.decode(table[:1], lens[:1], self.plan, query[:count], rings[:1] if shape.recent else None)
+        for most in range(1, self.width + 1):  # before any graph is captured
+            self.plan.update(lens[:1], several=None if most == 1 else Several(starts[:2], owner[:most], most))
+            taken = pages.attend(table[:1], lens[:1], self.plan, rings[:1] if shape.recent else None)
+            shape.settle(most, taken)
+        for count in several:
+            ring_slots = slots[:count] if shape.recent else None
+            pages.store(
+                query[:count], fresh[:count], fresh[:count], slots[:count], self.plan, 0, 1.0, ring_slots, lens[:count]
+            )  # fmt: skip
+        ends = torch.tensor([0, 1], dtype=torch.int32, **make)
+        pages.gather(table[:1], ends, lens[:1], 1, fresh[:1], fresh[:1])
+        if shape.wide:
+            for causal in (True, False):
+                prefill(query[:1], fresh[:1], fresh[:1], ends, 1, ends, 1.0, causal, shape.softcap)
+
+    def _first_image(self, common: Any, decodes: int) -> int:
+        """The first of the sequences whose few new tokens are some of an image; `decodes` where there is none."""
+        if self.width == 1 or not images.ranges(common):
+            return decodes
+        new = common.query_start_loc_cpu.diff().tolist()
+        lens = common.seq_lens_cpu_upper_bound  # exact in a prompt, and past its images elsewhere
+        seen = (common.seq_lens.cpu() if lens is None else lens).tolist()
+        return min(images.spans(common, [(i, seen[i] - new[i], new[i]) for i in range(decodes)]), default=decodes)
+
+    def _prefills(self, common: Any, decodes: int, decode_tokens: int) -> tuple[Prefills, images.LaterTokens | None]:
+        starts = common.query_start_loc_cpu[decodes : common.num_reqs + 1] - decode_tokens
+        new = starts[1:] - starts[:-1]
+        lens = common.seq_lens_cpu_upper_bound  # exact in a prompt; drafts that were not accepted are still in it
+        if lens is None or (self.width > 1 and not self._prompts(common, decodes)):
+            lens = common.seq_lens.cpu()
+        context = lens[decodes : common.num_reqs] - new
+        block_table = common.block_table_tensor[decodes : common.num_reqs]
+        ordinals = torch.arange(1, int(starts[-1]) + 1) + torch.repeat_interleave(context - starts[:-1], new)
+        prefills = Prefills(
+            self._upload(starts.int()), int(new.max()), int(starts[-1]), block_table, self._upload(ordinals.int()), []
+        )
+        if self.shared:
+            prefills.stored = self._context_chunk(context, new)
+        if self.read_back:
+            prefills.whole = self._context_chunk(torch.zeros_like(context), context + new)
+            return prefills, self._later(common, decodes, context, new, (context + new).cumsum(0) - new)
+        for begins, lengths in packed(context, self.chunk_tokens):
+            prefills.context_chunks.append(self._context_chunk(begins, lengths))
+        return prefills, self._later(common, decodes, context, new, starts[:-1])
+
+    def _later(self, common: Any, decodes: int, context: torch.Tensor, new: torch.Tensor,
+               keys: torch.Tensor) -> images.LaterTokens | None:  # fmt: skip
+        """Tokens of images that attend to later ones; `keys`: the row of each sequence's first new key."""
+        if not images.ranges(common):
+            return None
+        counts = new.tolist()
+        sequences = zip(range(decodes, common.num_reqs), context.tolist(), counts, strict=True)
+        found = images.spans(common, list(sequences))
+        if not found:
+            return None
+        queries = (new.cumsum(0) - new).tolist()
+        rows = [(queries[i - decodes] + begin, int(keys[i - decodes]) + begin, end - begin)
+                for i, own in found.items() for begin, end in own]  # fmt: skip
+        later = images.later_tokens(rows)
+        return images.LaterTokens(
+            self._upload(later.queries), self._upload(later.keys), self._upload(later.starts), later.longest
+        )
+
+    @staticmethod
+    def _prompts(common: Any, decodes: int) -> bool:
+        """Whether the sequences after the first `decodes` are known to be in their prompts."""
+        found = getattr(common, "is_prefilling", None)
+        return found is not None and bool(found[decodes : common.num_reqs].all())
+
+    def _context_chunk(self, begins: torch.Tensor, lengths: torch.Tensor) -> ContextChunk:
+        rows = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        torch.cumsum(lengths, 0, out=rows[1:])
+        return ContextChunk(int(lengths.max()), int(rows[-1]), self._upload(rows), self._upload(begins.int()))
+
+    def _upload(self, x: torch.Tensor) -> torch.Tensor:
+        return x.pin_memory().to(self.device, non_blocking=True)

@@ -1,0 +1,158 @@
+"""Our backend of multi-head latent attention (MLA) on CUDA: latent pages, our decode kernels, vLLM's own prefill.
+
+vLLM stores a step's entries first; sequences that decode then go, absorbed, through split decode over the pages, in a
+full CUDA graph. Prompts attend by vLLM's fastest prefill backend, and to their context as `latent` reads it back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonDecodeMetadata,
+    MLACommonImpl,
+    MLACommonMetadataBuilder,
+)
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder, MultipleOf
+
+from kvpilot_kernels.check import BadInputError
+from kvpilot_kernels.gpu.latent_pages import GpuLatentPages, LatentPlan, LatentShape
+from kvpilot_kernels.latent.factors import LatentFactors
+from kvpilot_kernels.latent.formats import ENTRY, RANK, LatentFormat, names, parse
+from kvpilot_runtime.backends.cuda_steps import decode_sizes, warm_up
+from kvpilot_runtime.backends.latent import LatentBackend, LatentImpl
+from kvpilot_runtime.backends.packed import classes_of
+from kvpilot_runtime.errors import UnsupportedModelError
+
+
+class CudaLatentBackend(LatentBackend):
+    """What both dtypes share on CUDA."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Blocks of any multiple of 64 tokens: a tile of the decode kernel lies in one page."""
+        return [MultipleOf(64)]
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        """The attention of a layer."""
+        return CudaLatentImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        """The builder of a batch's metadata."""
+        return CudaLatentBuilder
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """From Ampere on: the kernels use asynchronous copies and 16-bit tensor cores with float32 sums."""
+        return bool(capability.major >= 8)
+
+
+@cache
+def shape_of(fmt: LatentFormat, heads: int, block_size: int, device: torch.device) -> LatentShape:
+    """What the kernels need to know of a layer, once for all layers alike.
+
+    Raises:
+        UnsupportedModelError: more heads than the kernels take.
+    """
+    try:
+        return LatentShape(fmt, heads, block_size, device)
+    except BadInputError as error:
+        raise UnsupportedModelError(f"kv-cache dtype {fmt.name!r}: {error}") from error
+
+
+@cache
+def no_factors(device: torch.device) -> LatentFactors:
+    """Factors that change nothing, at an address that captured graphs read."""
+    return LatentFactors.identity(device)
+
+
+@dataclass
+class Decode(MLACommonDecodeMetadata):  # type: ignore[misc]  # vLLM has no types for us
+    """What `forward_mqa` needs of the sequences that decode: vLLM's own, and how their work is cut."""
+
+    plan: LatentPlan
+
+
+class CudaLatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
+    """vLLM's metadata of a batch, with a plan that is rewritten in place; captured graphs read it."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
+        self.shape = shape_of(impl.fmt, self.num_heads, kv_cache_spec.block_size, device)
+        self.plan = LatentPlan(self.shape, decode_sizes(vllm_config)[0])
+        warm_up(self.warm_up, vllm_config, device)
+
+    def _build_decode(
+        self, block_table_tensor: torch.Tensor, seq_lens_device: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Decode:
+        self.plan.update(seq_lens_device)
+        return Decode(block_table_tensor, seq_lens_device, None, self.plan)
+
+    def warm_up(self) -> None:
+        """Launch every variant of our kernels that serving can reach: Triton compiles anew for another constant."""
+        shape, sequences, dims = self.shape, self.plan.sequences, self.mla_dims
+        make: dict[str, Any] = {"device": shape.device}
+        floats = make | {"dtype": self.model_config.dtype}
+        cache = torch.zeros(1, shape.block_size, shape.fmt.row_bytes, dtype=torch.uint8, **make)
+        pages = GpuLatentPages(cache, shape, no_factors(shape.device))
+        entry = torch.zeros(1, ENTRY, **floats)
+        pages.store(entry[:, :RANK].contiguous(), entry[:, RANK:], torch.full((1,), -1, **make))
+        table = torch.zeros(sequences, 1, dtype=torch.int32, **make)
+        lens = torch.ones(sequences, dtype=torch.int32, **make)
+        absorbed = torch.zeros(sequences, shape.heads, RANK, **floats)
+        query = torch.zeros(sequences, shape.heads, dims.qk_nope_head_dim + dims.qk_rope_head_dim, **floats)
+        pages.prepare(absorbed, query[..., dims.qk_nope_head_dim :], self.plan, 1.0)
+        for count in sorted({sequences, *(2**i for i in range(sequences.bit_length()) if 2**i <= sequences)}):
+            self.plan.update(lens[:count])
+            pages.decode(table, lens[:count], self.plan, torch.empty_like(absorbed))
+        pages.gather(table[:1], lens[:1] - 1, torch.tensor([0, 1], dtype=torch.int32, **make), 1, entry)
+
+
+class CudaLatentImpl(LatentImpl, MLACommonImpl):  # type: ignore[misc]
+    """Attention of one layer over latent pages on a GPU."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # It stores entries by a kernel of vLLM's own, in place of `do_kv_cache_update`.
+        get_current_vllm_config().compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
+        self._gpu_pages: tuple[int, GpuLatentPages] | None = None
+
+    def forward_mqa(
+        self, q: tuple[torch.Tensor, torch.Tensor], kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Decode: one query token of each sequence, absorbed, over its pages; in latent space."""
+        absorbed, rope = q
+        decode: Decode = attn_metadata.decode
+        pages = self.pages_of(kv_c_and_k_pe_cache)
+        pages.prepare(absorbed, rope, decode.plan, self.scale)
+        out = torch.empty(absorbed.shape, dtype=absorbed.dtype, device=absorbed.device)
+        pages.decode(decode.block_table, decode.seq_lens, decode.plan, out)
+        return out, None
+
+    def read(
+        self, kv_cache: torch.Tensor, block_table: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor,
+        longest: int, out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """As `LatentImpl.read`."""
+        self.pages_of(kv_cache).gather(block_table, starts, rows, longest, out)
+
+    def pages_of(self, kv_cache: torch.Tensor) -> GpuLatentPages:
+        """As `LatentImpl.pages_of`, checked once."""
+        if self._gpu_pages is None or self._gpu_pages[0] != kv_cache.data_ptr():
+            shape = shape_of(self.fmt, self.num_heads, kv_cache.shape[1], kv_cache.device)
+            self._gpu_pages = kv_cache.data_ptr(), GpuLatentPages(kv_cache, shape, no_factors(kv_cache.device))
+        return self._gpu_pages[1]
+
+
+__getattr__ = classes_of(CudaLatentBackend, names, parse)

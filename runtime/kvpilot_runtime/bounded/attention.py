@@ -1,0 +1,257 @@
+"""Attention over a cache with a bound, whichever backend a layer has: block tables of kept pages alone.
+
+Keys are stored with their positions in them (RoPE), and causal attention asks for nothing but the order of tokens. So a
+table of the sinks' pages followed by the window's, with a length that counts these alone, makes any causal backend
+attend to sinks and window, and nothing reads a page that was freed. New tokens of a sequence that have different pages
+before them are served as sequences of their own (`pieces`), each causal in itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+
+from kvpilot_runtime.config import options, retention
+from kvpilot_runtime.config.retention import HeavyHitters, SinksAndWindow
+from kvpilot_runtime.errors import UnsupportedModelError
+
+
+@dataclass
+class Pieces:
+    """New tokens of a batch, cut wherever the pages change that they attend to. All tensors are on the host.
+
+    Attributes:
+        owner: int64 [pieces], the sequence of each. starts: int32 [pieces + 1], their first rows in the batch.
+        lens: int32 [pieces], kept tokens up to and with the piece's last. columns: int64 [pieces, blocks], places in
+            the owner's block table; those past `lens` may name any.
+    """
+
+    owner: torch.Tensor
+    starts: torch.Tensor
+    lens: torch.Tensor
+    columns: torch.Tensor
+
+
+def pieces(bound: SinksAndWindow, page: int, starts: torch.Tensor, seq_lens: torch.Tensor) -> Pieces:
+    """Cut a batch's new tokens.
+
+    Args:
+        page: tokens of a block. starts: int [sequences + 1], first rows. seq_lens: int [sequences], tokens of each
+            after this step. Sequences without new tokens have no piece.
+    """
+    starts, seq_lens = starts.long(), seq_lens.long()
+    new = starts[1:] - starts[:-1]
+    token_owner = torch.repeat_interleave(torch.arange(len(new)), new)
+    position = torch.arange(len(token_owner)) + (seq_lens - starts[1:])[token_owner]
+    sinks = bound.sink_pages(page)
+    first = ((position - bound.window + 1) // page).clamp(min=sinks)
+    changes = torch.ones_like(first, dtype=torch.bool)
+    changes[1:] = (first[1:] != first[:-1]) | (token_owner[1:] != token_owner[:-1])
+    begins = changes.nonzero().flatten()
+    ends = torch.cat([begins[1:], torch.tensor([len(first)])])
+    gap = first[begins] - sinks
+    columns = torch.arange(-(-bound.kept(page) // page)).repeat(len(begins), 1)
+    columns = torch.where(columns < sinks, columns, columns + gap[:, None])
+    lens = position[ends - 1] + 1 - gap * page
+    return Pieces(token_owner[begins], torch.cat([begins, ends[-1:]]).int(), lens.int(), columns)
+
+
+def kept_alone(common: Any, bound: SinksAndWindow, page: int) -> Any:
+    """A batch (vLLM's `CommonAttentionMetadata`) as one of its pieces.
+
+    Its longest query stays that of the whole batch: whoever may be in one step with tokens before itself can be told.
+
+    Raises:
+        UnsupportedModelError: its tokens are to attend to later ones.
+    """
+    if common.causal is not True:
+        raise UnsupportedModelError(
+            f"attention to later tokens (causal=False) is not supported with {retention.VARIABLE}={bound}; leave it out"
+        )
+    starts = common.query_start_loc_cpu[: common.num_reqs + 1]
+    if not int(starts[-1]):
+        return common
+    # Exact without speculation, which is refused.
+    lens = common.seq_lens_cpu_upper_bound
+    lens = (common.seq_lens.cpu() if lens is None else lens)[: common.num_reqs]
+    cut, device = pieces(bound, page, starts, lens), common.seq_lens.device
+    table = common.block_table_tensor
+    owner = cut.owner.to(device, non_blocking=True)
+    columns = cut.columns.clamp(max=table.shape[1] - 1).to(device, non_blocking=True)
+    changes = {
+        "query_start_loc_cpu": cut.starts, "query_start_loc": cut.starts.to(device, non_blocking=True),
+        "seq_lens": cut.lens.to(device, non_blocking=True), "seq_lens_cpu_upper_bound": cut.lens,
+        "num_reqs": len(cut.lens), "max_seq_len": int(cut.lens.max()),
+        "block_table_tensor": table[owner[:, None], columns],
+        "is_prefilling": None if common.is_prefilling is None else common.is_prefilling[cut.owner],
+        # What was worked out, or is counted, for the sequences.
+        "req_idx": None, "_num_computed_tokens_cache": None, "_token_to_req_indices_cache": None,
+    }  # fmt: skip
+    known = {f.name for f in fields(common)}
+    return replace(common, **{name: value for name, value in changes.items() if name in known})
+
+
+class KeptTables:
+    """Tables of kept pages for steps in which each sequence has one new token, in buffers that captured graphs read."""
+
+    def __init__(self, bound: SinksAndWindow, page: int, sequences: int, device: torch.device) -> None:
+        self.bound, self.page = bound, page
+        self.columns = torch.arange(-(-bound.kept(page) // page), device=device)
+        self.table = torch.zeros(sequences, len(self.columns), dtype=torch.int32, device=device)
+        self.lens = torch.zeros(sequences, dtype=torch.int32, device=device)
+
+    def alone(self, common: Any) -> Any:
+        """As `kept_alone`, without a look at the device; rows of padding have a length of 0, and stay."""
+        count, sinks, table = common.num_reqs, self.bound.sink_pages(self.page), common.block_table_tensor
+        gap = self.gap(common.seq_lens[:count])
+        columns = torch.where(self.columns < sinks, self.columns, self.columns + gap[:, None])
+        torch.gather(table[:count], 1, columns.clamp(max=table.shape[1] - 1), out=self.table[:count])
+        self.lens[:count] = common.seq_lens[:count] - gap * self.page
+        host = common.seq_lens_cpu_upper_bound
+        changes = {
+            "seq_lens": self.lens[:count], "block_table_tensor": self.table[:count],
+            "max_seq_len": min(common.max_seq_len, self.bound.kept(self.page)),
+            "seq_lens_cpu_upper_bound": None if host is None else host - self.gap(host) * self.page,
+            "_num_computed_tokens_cache": None,
+        }  # fmt: skip
+        known = {f.name for f in fields(common)}
+        return replace(common, **{name: value for name, value in changes.items() if name in known})
+
+    def gap(self, lens: torch.Tensor) -> torch.Tensor:
+        """Pages between the sinks and the window of the last of `lens` tokens; of the dtype of `lens`."""
+        return ((lens - self.bound.window) // self.page - self.bound.sink_pages(self.page)).clamp(min=0)
+
+
+@cache
+def bounded_backend(stock: Any) -> Any:
+    """A subclass of a layer's `AttentionBackend`, whose builder is given kept pages alone."""
+
+    class Builder(stock.get_builder_cls()):  # type: ignore[misc]
+        supports_update_block_table = False  # tables of other groups would be whole ones
+
+        def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+            graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+            sequences = max(vllm_config.scheduler_config.max_num_seqs, graphs)
+            bound, page = kv_cache_spec.bound, kv_cache_spec.block_size
+            if isinstance(bound, HeavyHitters):
+                from kvpilot_runtime.bounded import heavy
+
+                most = heavy.most_pages(bound, page, vllm_config.scheduler_config)
+                self.held = heavy.HeldTables(page, most, sequences, device)
+                self.singles = heavy.singles(self, page, most, sequences)
+            else:
+                self.kept = KeptTables(bound, page, sequences, device)
+
+        @classmethod
+        def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+            """Of whole steps those alone in which each sequence has one new token: others have tables of their own."""
+            if isinstance(kv_cache_spec.bound, HeavyHitters) and not vllm_config.use_v2_model_runner:
+                return AttentionCGSupport.NEVER  # nobody has seen it right with the older runner
+            stock = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+            return min(stock, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda support: support.value)
+
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            """Metadata of a batch's pieces, or of what heavy hitters hold."""
+            common, bound, page = common_attn_metadata, self.kv_cache_spec.bound, self.kv_cache_spec.block_size
+            if isinstance(bound, HeavyHitters):
+                from kvpilot_runtime.bounded import heavy
+
+                common = heavy.held_alone(common, bound, page, heavy.STEP, self.singles)
+                if common.max_query_len == 1:
+                    common = self.held.put(common)
+                metadata = super().build(0, common, fast_build)
+                setattr(metadata, heavy.MARK, (heavy.STEP.weighing, self.singles))
+                return metadata
+            if common.causal is True and common.max_query_len == 1:
+                common = self.kept.alone(common)
+            else:
+                common = kept_alone(common, bound, page)
+            return super().build(0, common, fast_build)
+
+    body = {"get_builder_cls": staticmethod(lambda: Builder), "__module__": stock.__module__}
+    return type(f"Bounded{stock.__name__}", (stock,), body)
+
+
+def backend_of(layer: Any, stock: Any) -> Any:
+    """What vLLM is told of a layer's backend."""
+    return stock if _unlike(layer) else bounded_backend(stock)
+
+
+def spec_of(layer: Any, stock: Any, vllm_config: Any) -> Any:
+    """What vLLM is told of a layer's pages.
+
+    Raises:
+        UnsupportedModelError: a bounded cache does not serve this model, or not with what else is switched on.
+    """
+    from kvpilot_runtime.bounded.heavy_spec import HeavySpec
+    from kvpilot_runtime.bounded.spec import BoundedSpec
+
+    if (bound := retention.asked()) is None:
+        return stock
+    refuse_unsupported(vllm_config, bound)
+    same = {f.name: getattr(stock, f.name) for f in fields(BoundedSpec) if f.init and hasattr(stock, f.name)}
+    same |= {"sinks": bound.sinks, "sliding_window": bound.window}
+    if not isinstance(bound, HeavyHitters):
+        return BoundedSpec(**same)
+    if bound.budget < (least := bound.least(stock.block_size)):
+        raise UnsupportedModelError(
+            f"{retention.VARIABLE}={bound}: sinks, window and one page beside them take {least} tokens in pages of "
+            f"{stock.block_size}; make the budget at least that, or the window or --block-size smaller"
+        )
+    return HeavySpec(**same, budget=bound.budget)
+
+
+def refuse_unsupported(vllm_config: Any, bound: SinksAndWindow) -> None:
+    """Refuse what a bounded cache does not serve, should an engine be started without kvpilot-serve.
+
+    Raises:
+        UnsupportedModelError: see docs/retention.md.
+    """
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.platforms import current_platform
+
+    every = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    unlike = (f"{_unlike(layer)} ({name})" for name, layer in every.items() if _unlike(layer))
+    parallel = vllm_config.parallel_config
+    skipped = set(vllm_config.cache_config.kv_cache_dtype_skip_layers or ())
+    weighed = isinstance(bound, HeavyHitters)
+    switched = (
+        (
+            weighed and not (current_platform.is_cpu() or current_platform.is_cuda()),
+            "a platform other than a CPU or CUDA, where no page is weighed,",
+        ),
+        (vllm_config.speculative_config is not None, "speculative decoding"),
+        (vllm_config.kv_transfer_config is not None, "KV transfer and offloading"),
+        (bool(skipped - {options.SLIDING}), "--kv-cache-dtype-skip-layers"),
+        (vllm_config.cache_config.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill"),
+        (
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+            "context parallelism",
+        ),
+    )
+    found = next(unlike, None) or next((what for on, what in switched if on), None)
+    if found is not None:
+        raise UnsupportedModelError(
+            f"{found} is not supported with {retention.VARIABLE}={bound}; leave one of the two out"
+        )
+
+
+def _unlike(layer: Any) -> str:
+    """What keeps a layer from having a bounded cache; empty for nothing."""
+    from vllm.model_executor.layers.attention import Attention
+
+    if type(layer) is not Attention:
+        return f"a layer of {type(layer).__name__}"
+    found = (
+        (layer.attn_type != AttentionType.DECODER, f"{layer.attn_type} attention"),
+        (layer.sliding_window is not None, "a sliding-window layer"),
+        (layer.kv_sharing_target_layer_name is not None, "a layer that uses another layer's KV cache"),
+        (getattr(layer.impl, "alibi_slopes", None) is not None, "a model with ALiBi"),
+    )
+    return next((what for present, what in found if present), "")

@@ -1,0 +1,268 @@
+"""Heavy hitters in a worker: attention over the pages that the scheduler says are held, and what these pages weigh.
+
+A page's mass is the attention that its tokens get, summed over query heads and layers. It is measured beside a layer's
+attention, of one query in `EVERY`, each of which counts for so many: decode kernels stay as they are, and cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvpilot_runtime.bounded import heavy_mass
+from kvpilot_runtime.bounded.heavy_mass import Measured, Singles, Weighing
+from kvpilot_runtime.bounded.heavy_spec import EVERY, KEPT, MASSES, NOTHING, Kept
+from kvpilot_runtime.config import retention
+from kvpilot_runtime.config.retention import HeavyHitters
+from kvpilot_runtime.errors import UnsupportedEngineError, UnsupportedModelError
+
+MOST = 8
+"""Queries of a chunk that are measured, at most."""
+ORDER = "gather_batch_req_state"
+"""Method of vLLM's newer runner for GPUs that puts a step's requests in the order of its batch."""
+MARK = "kvpilot_measured"
+"""Attribute of a batch's metadata: its `Weighing`, None where nothing is, and `Singles`, None but on a GPU."""
+
+
+@dataclass
+class Step:
+    """What a worker was told of the step that runs.
+
+    Attributes:
+        kept: by request; None before the engine serves. alone: single tokens are measured. requests: those of the
+            batch, in its order. weighing: what is measured here, once the batch is known; singles: what kernels do, of
+            each shape of layers.
+    """
+
+    kept: dict[str, Kept] | None = None
+    alone: bool = False
+    requests: Callable[[], Sequence[str]] = tuple
+    weighing: Weighing | None = None
+    singles: list[Singles] = field(default_factory=list)
+
+
+STEP = Step()
+"""Of this process's engine; one runs at a time."""
+
+
+def measured_rows(new: int, alone: bool = False) -> tuple[int, float]:
+    """How many of a sequence's `new` tokens, the last ones, are measured, and what each counts for; a single one where
+    the step says so (`alone`)."""
+    if new == 1:
+        return int(alone), EVERY
+    rows = min(max(new // EVERY, 1), MOST)
+    return rows, new / rows
+
+
+def most_pages(bound: HeavyHitters, page: int, scheduler: Any) -> int:
+    """Pages that a sequence with one new token holds at most: its budget, that token's, and what was in flight when
+    pages were freed, since vLLM counts no step whose results it does not have (`scheduler`: its configuration)."""
+    ahead = scheduler.max_num_batched_tokens if scheduler.async_scheduling else 0
+    return bound.pages(page) + 1 + -(-ahead // page)
+
+
+class HeldTables:
+    """Tables and lengths of held pages, at most `most` of a sequence, for steps in which each has one new token: in
+    buffers that captured graphs read."""
+
+    def __init__(self, page: int, most: int, sequences: int, device: torch.device) -> None:
+        self.page = page
+        self.table = torch.zeros(sequences, most, dtype=torch.int32, device=device)
+        self.lens = torch.zeros(sequences, dtype=torch.int32, device=device)
+
+    def put(self, common: Any) -> Any:
+        """The batch, whose tables and lengths are those of held pages, with the same in the buffers.
+
+        Where graphs are captured, both are those of a context that nothing was freed of: what is too long is cut off.
+        """
+        count, most = common.num_reqs, self.table.shape[1]
+        table = common.block_table_tensor[:count, :most]
+        self.table[:count, : table.shape[1]] = table
+        torch.clamp(common.seq_lens[:count], max=most * self.page, out=self.lens[:count])
+        host, longest = common.seq_lens_cpu_upper_bound, most * self.page
+        return replace(
+            common, block_table_tensor=self.table[:count], seq_lens=self.lens[:count],
+            max_seq_len=min(common.max_seq_len, longest),
+            seq_lens_cpu_upper_bound=None if host is None else host.clamp(max=longest),
+        )  # fmt: skip
+
+
+def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step, singles: Singles | None = None) -> Any:
+    """A batch (vLLM's `CommonAttentionMetadata`) with tables and lengths of held pages; `step` gets what is measured,
+    and `singles` those single tokens that are ahead of all others.
+
+    Before the engine serves, there is nothing to know and the batch stays as it is. Nothing waits for the device where
+    lengths are known on the host, as they are without drafts.
+
+    Raises:
+        UnsupportedModelError: its tokens are to attend to later ones.
+        UnsupportedEngineError: a sequence that the scheduler did not tell of.
+    """
+    if common.causal is not True:
+        raise UnsupportedModelError(
+            f"attention to later tokens (causal=False) is not supported with {retention.VARIABLE}={bound}; leave it out"
+        )
+    if step.kept is None:
+        return common
+    count, table, requests = common.num_reqs, common.block_table_tensor, step.requests()
+    starts = common.query_start_loc_cpu[: count + 1].numpy()
+    lens = common.seq_lens_cpu_upper_bound
+    lens = (common.seq_lens.cpu() if lens is None else lens)[:count].numpy().copy()
+    live, told = np.flatnonzero(np.diff(starts)).tolist(), [NOTHING] * count  # others are padding
+    for row in live:
+        if row >= len(requests) or requests[row] not in step.kept:
+            raise UnsupportedEngineError(
+                f"{retention.VARIABLE}={bound}: the scheduler does not tell what the sequence in row {row} of a batch "
+                "holds; leave it out, and report this with the version of vllm"
+            )
+        told[row] = step.kept[requests[row]]
+    freed = np.array([first - len(pages) for pages, first in told], lens.dtype)
+    lens -= freed * page
+    held = -(-lens // page)
+    width = max(int(held.max()), 1)
+    if freed.any():
+        table = table[:count].gather(1, upload(columns(told, held, width), table.device))
+    else:
+        table = table[:count, :width]
+    ahead, chunks = list[Measured](), list[Measured]()
+    for row in live:
+        new = int(starts[row + 1] - starts[row])
+        rows, weight = measured_rows(new, step.alone)
+        if rows:
+            here = slice(int(starts[row + 1]) - rows, int(starts[row + 1]))
+            pages = tuple(columns(told[row : row + 1], held[row : row + 1], int(held[row]))[0].tolist())
+            by_kernel = singles is not None and int(starts[row + 1]) == row + 1
+            (ahead if by_kernel else chunks).append(
+                Measured(requests[row], pages, row, int(lens[row]), here, weight)
+            )  # fmt: skip
+    if singles is not None:
+        singles.begin(ahead)
+        step.singles += [singles] * bool(ahead)
+    if chunks and step.weighing is None:  # layers of another shape have the same step
+        total = torch.zeros(len(chunks), width, dtype=torch.float64, device=table.device)
+        step.weighing = Weighing(chunks, table, total)
+    changes = {
+        "seq_lens": upload(lens, table.device).to(common.seq_lens), "seq_lens_cpu_upper_bound": torch.from_numpy(lens),
+        "max_seq_len": int(lens.max()), "block_table_tensor": table,
+        # What was worked out for the sequences.
+        "req_idx": None, "_num_computed_tokens_cache": None, "_token_to_req_indices_cache": None,
+    }  # fmt: skip
+    known = {f.name for f in fields(common)}
+    return replace(common, **{name: value for name, value in changes.items() if name in known})
+
+
+def columns(told: Sequence[Kept], held: np.ndarray, width: int) -> np.ndarray:
+    """Places in whole tables of the pages that sequences hold, int64 [sequences, width]; past a sequence's end its
+    first page, which is never freed. held: int [sequences], pages of each."""
+    at = np.zeros((len(told), width), np.int64)
+    for row, ((pages, first), count) in enumerate(zip(told, held.tolist(), strict=True)):
+        at[row, : len(pages)] = pages
+        at[row, len(pages) : count] = np.arange(first, first + count - len(pages))
+        at[row, count:] = at[row, 0]
+    return at
+
+
+def upload(x: np.ndarray, device: torch.device) -> torch.Tensor:
+    """An array on a device, where nothing waits for it."""
+    host = torch.from_numpy(x)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def singles(builder: Any, page: int, most: int, sequences: int) -> Singles | None:
+    """What the kernels of a group of layers write to; None on a CPU, where all is measured alike.
+
+    Raises:
+        UnsupportedModelError: layers whose pages nothing weighs there.
+    """
+    if builder.device.type == "cpu":
+        return None
+    from kvpilot_runtime.bounded import heavy_cuda
+
+    return heavy_cuda.singles(builder, page, most, sequences)
+
+
+def attach(worker: Any, bound: HeavyHitters) -> None:
+    """In a worker that has its KV cache: measure every layer, and tell each step's masses.
+
+    Raises:
+        UnsupportedModelError: keys that cannot be read, or what nobody has seen right beside heavy hitters.
+    """
+    config, runner = worker.vllm_config, worker.model_runner
+    parallel = config.parallel_config
+    found = (
+        (parallel.tensor_parallel_size > 1, "tensor parallelism"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism"),
+        (len(runner.kv_cache_config.kv_cache_groups) != 1, "layers with pages of several kinds"),
+        (str(config.cache_config.cache_dtype).startswith("fp8"), f"kv-cache dtype {config.cache_config.cache_dtype!r}"),
+    )
+    if what := next((what for on, what in found if on), None):
+        raise UnsupportedModelError(
+            f"{what} is not supported with {retention.VARIABLE}={bound}; leave one of the two out"
+        )
+    context = config.compilation_config.static_forward_context
+    for name in runner.kv_cache_config.kv_cache_groups[0].layer_names:
+        _measure(context[name])
+    execute, sample = runner.execute_model, runner.sample_tokens
+    if hasattr(runner, ORDER):
+        setattr(runner, ORDER, noting_order(getattr(runner, ORDER)))
+    else:
+        STEP.requests = lambda: runner.input_batch.req_ids
+
+    def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        (STEP.kept, STEP.alone), STEP.weighing, STEP.singles = getattr(scheduled, KEPT, (None, False)), None, []
+        return execute(scheduled, *args, **kwargs)
+
+    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+        output = sample(*args, **kwargs)
+        measured = [one.masses() for one in (STEP.weighing, *STEP.singles) if one is not None]
+        if measured and output is not None:
+            # The runner of GPUs gives what it has not read yet around what is sent.
+            setattr(getattr(output, "model_runner_output", output), MASSES, [*chain.from_iterable(measured)])
+        STEP.kept, STEP.alone, STEP.weighing, STEP.singles = None, False, None, []
+        return output
+
+    runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
+
+
+def noting_order(order: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a runner: the same, and the step knows its requests."""
+
+    def gather_batch_req_state(*args: Any, **kwargs: Any) -> Any:
+        state, tokens_of_each = order(*args, **kwargs)
+        requests = () if state is None else state.req_ids
+        STEP.requests = lambda: requests
+        return state, tokens_of_each
+
+    return gather_batch_req_state
+
+
+def _measure(layer: Any) -> None:
+    """Let a layer's attention add to the masses of a step's pages."""
+    forward, weigh = layer.impl.forward, weigher(layer)
+
+    def measured(of: Any, query: torch.Tensor, key: Any, value: Any, cache: Any, metadata: Any, **kwargs: Any) -> Any:
+        output = forward(of, query, key, value, cache, metadata, **kwargs)
+        if (mark := getattr(metadata, MARK, None)) is not None:
+            weigh(query, metadata, *mark)
+        return output
+
+    layer.impl.forward = measured
+
+
+def weigher(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Any], None]:
+    """Adds to the masses of a step, of a layer's queries [tokens, heads, head_dim], its metadata of the step, and what
+    is measured.
+
+    Raises:
+        UnsupportedModelError: where the layer's backend keeps its keys is not known.
+    """
+    if layer.kv_cache.device.type == "cpu":
+        return heavy_mass.on_cpu(layer)
+    from kvpilot_runtime.bounded import heavy_cuda
+
+    return heavy_cuda.weigher(layer)

@@ -1,0 +1,141 @@
+"""How pages are weighed on a GPU, all left on the device.
+
+Single tokens are measured by a kernel after decode, which is in captured graphs and mostly does nothing. Of prompts'
+chunks sequences are weighed together, and their context piece by piece: a handful of launches of a layer however many
+there are. Keys are then read back by the kernel that reads contexts for prompts, into the same workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvpilot_kernels.gpu import weigh as kernel
+from kvpilot_kernels.gpu.pages import GpuPages
+from kvpilot_kernels.gpu.weigh import stretch
+from kvpilot_runtime.backends.cuda import CudaImpl
+from kvpilot_runtime.backends.cuda_steps import CudaBuilder, Metadata
+from kvpilot_runtime.bounded.heavy_mass import Singles, Weighing, masses, scores, softcap_of
+from kvpilot_runtime.config import retention
+from kvpilot_runtime.errors import UnsupportedModelError
+
+
+@dataclass
+class Piece:
+    """Pages [first, last) of a group's sequences, whose keys are read at a time.
+
+    Attributes:
+        begins: int32 [sequences], the first token. rows: int32 [sequences + 1], where each one's are in the workspace.
+    """
+
+    first: int
+    last: int
+    begins: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass
+class Group:
+    """Sequences of a step that are weighed together.
+
+    Attributes:
+        at: int64 [sequences], rows of the step's total. rows: int64 [sequences, rows], of the batch.
+        table: int32 [sequences, pages]. lens: int32 [sequences]. weights: float64 [sequences, 1].
+    """
+
+    at: torch.Tensor
+    rows: torch.Tensor
+    table: torch.Tensor
+    lens: torch.Tensor
+    weights: torch.Tensor
+    pieces: list[Piece]
+
+
+def groups(weighing: Weighing, page: int, room: int) -> Iterator[Group]:
+    """Cut a step's sequences by how many rows are measured of each; keys of `room` tokens are read at a time."""
+    device, every = weighing.table.device, weighing.sequences
+
+    def upload(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+    rows = [one.rows.stop - one.rows.start for one in every]
+    left = sorted(range(len(every)), key=lambda i: (rows[i], -len(every[i].pages)))
+    while left:
+        pages = len(every[left[0]].pages)
+        most = max(room // (pages * page), 1)
+        taken = [i for i in left[:most] if rows[i] == rows[left[0]]]
+        left = left[len(taken) :]
+        step = max(room // (len(taken) * page), 1)
+        pieces = []
+        for first in range(0, pages, step):
+            last = min(first + step, pages)
+            begins = torch.full((len(taken),), first * page, dtype=torch.int32, device=device)
+            starts = torch.arange(len(taken) + 1, dtype=torch.int32, device=device) * ((last - first) * page)
+            pieces.append(Piece(first, last, begins, starts))
+        of = [every[i] for i in taken]
+        yield Group(
+            at=upload(taken, torch.int64),
+            rows=upload([[*range(one.rows.start, one.rows.stop)] for one in of], torch.int64),
+            table=weighing.table[upload([one.row for one in of], torch.int64), :pages],
+            lens=upload([one.length for one in of], torch.int32),
+            weights=upload([[one.weight] for one in of], torch.float64),
+            pieces=pieces,
+        )
+
+
+def singles(builder: Any, page: int, most: int, sequences: int) -> Singles:
+    """Buffers for what is measured of steps with one new token of each of so many sequences, of `most` pages each.
+
+    Raises:
+        UnsupportedModelError: the builder of layers whose pages are not ours.
+    """
+    if not isinstance(builder, CudaBuilder):
+        raise UnsupportedModelError(
+            f"on a GPU no pages but ours are weighed: {retention.VARIABLE} needs another policy, or a KV-cache dtype "
+            "of kvpilot"
+        )
+    shape = builder.shape
+    per_page = page // stretch(shape)
+    return Singles(
+        torch.zeros(1, dtype=torch.int32, device=shape.device),
+        torch.zeros(shape.kv_heads, sequences, most * per_page, device=shape.device), per_page,
+    )  # fmt: skip
+
+
+def weigher(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Singles], None]:
+    """Adds a layer's share to a step's masses (`heavy.weigher`)."""
+    impl: CudaImpl = layer.impl
+    page = layer.kv_cache.shape[2]
+
+    def weigh(query: torch.Tensor, metadata: Metadata, weighing: Weighing | None, alone: Singles) -> None:
+        pages = impl.pages_of(layer, layer.kv_cache, metadata.plan.shape)
+        if metadata.decodes:
+            kernel.weigh(
+                pages, metadata.block_table, metadata.seq_lens, metadata.plan, alone.wanted, alone.total
+            )  # fmt: skip
+        if weighing is None:
+            return
+        room = impl.workspace_tokens
+        if room not in weighing.groups:  # once for all layers
+            weighing.groups[room] = list(groups(weighing, page, room))
+        workspace = impl.workspace(query.device, query.dtype)
+        for group in weighing.groups[room]:
+            asked = query[group.rows]
+            parts = [scores(asked, keys(pages, group, piece, workspace), impl.scale) for piece in group.pieces]
+            score = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+            mass = masses(score, page, softcap_of(impl), impl.sinks, group.lens) * group.weights
+            weighing.total[:, : mass.shape[1]].index_add_(0, group.at, mass)
+
+    return weigh
+
+
+def keys(pages: GpuPages, group: Group, piece: Piece, workspace: torch.Tensor) -> torch.Tensor:
+    """A piece's keys, [sequences, kv_heads, head_dim, tokens], read back into the workspace."""
+    sequences, tokens = len(group.lens), (piece.last - piece.first) * pages.shape.block_size
+    found, values = (side[: sequences * tokens] for side in workspace)
+    pages.gather(group.table, piece.rows, piece.begins, tokens, found, values)
+    read: torch.Tensor = found.view(sequences, tokens, *found.shape[1:]).permute(0, 2, 3, 1)
+    return read

@@ -1,0 +1,201 @@
+"""What pages weigh: the attention that their tokens get, by its formula, and how it is measured on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvpilot_runtime.bounded.heavy_spec import Masses
+from kvpilot_runtime.config import retention
+from kvpilot_runtime.errors import UnsupportedModelError
+
+
+@dataclass
+class Measured:
+    """A sequence of a step whose last queries are measured.
+
+    Attributes:
+        request: its id. pages: those it holds, in the order of its table, which is `row` of the step's.
+        length: tokens in these. rows: of the batch, the last tokens. weight: what each counts for.
+    """
+
+    request: str
+    pages: tuple[int, ...]
+    row: int
+    length: int
+    rows: slice
+    weight: float
+
+
+@dataclass
+class Weighing:
+    """What of a step is measured, on the device that attends; all of its layers add to it.
+
+    Attributes:
+        sequences: those that are measured. table: int32 [sequences of the step, pages], the blocks that each holds.
+        total: float64 [measured sequences, pages], the sum so far. groups: as `heavy_cuda` cuts it.
+    """
+
+    sequences: list[Measured]
+    table: torch.Tensor
+    total: torch.Tensor
+    groups: dict[int, Any] = field(default_factory=dict)
+
+    def masses(self) -> list[Masses]:
+        """For the scheduler; waits for the device, once for all layers."""
+        found = self.total.tolist()
+        return [(one.request, one.pages, row[: len(one.pages)]) for one, row in zip(self.sequences, found, strict=True)]
+
+
+@dataclass
+class Singles:
+    """What a kernel measures of the sequences that have one new token in a step, in buffers that captured graphs read.
+
+    Attributes:
+        wanted: int32 [1], 0 where nothing is measured. total: float32 [kv_heads, sequences, stretches], the sum so far
+            of all layers, `per_page` stretches a page. sequences: those that are measured, their row that of `total`.
+    """
+
+    wanted: torch.Tensor
+    total: torch.Tensor
+    per_page: int
+    sequences: list[Measured] = field(default_factory=list)
+
+    def begin(self, sequences: list[Measured]) -> None:
+        """Of a step, before it is launched."""
+        if sequences:
+            self.total.zero_()
+        if bool(sequences) != bool(self.sequences):
+            self.wanted.fill_(int(bool(sequences)))
+        self.sequences = sequences
+
+    def masses(self) -> list[Masses]:
+        """For the scheduler; waits for the device."""
+        if not self.sequences:
+            return []
+        heads, rows, _ = self.total.shape
+        found = self.total.double().view(heads, rows, -1, self.per_page).sum((0, 3)).cpu()
+        return [
+            (one.request, one.pages, (found[one.row, : len(one.pages)] * one.weight).tolist()) for one in self.sequences
+        ]
+
+
+def scores(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """float32 [sequences, heads, rows, tokens]: query [sequences, rows, heads, head_dim], keys [sequences, kv_heads,
+    head_dim, tokens]."""
+    sequences, rows, heads, dim = query.shape
+    kv_heads, tokens = keys.shape[1], keys.shape[3]
+    q = query.float().view(sequences, rows, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    return (q @ keys.float()).mul_(scale).view(sequences, heads, rows, tokens)
+
+
+def masses(
+    score: torch.Tensor, page: int, softcap: float = 0.0, sinks: torch.Tensor | None = None,
+    lens: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Causal attention that each page gets from the last tokens of sequences, summed over these and their heads.
+
+    Args:
+        score: as `scores` gives it, overwritten; the last row is that of a sequence's last token. page: tokens of a
+            page. softcap, sinks: as attention has them. lens: int [sequences], tokens of each, of which `score` may
+            have more; None for all.
+
+    Returns:
+        float64 [sequences, pages]; of a sequence all together `rows * heads`, less what the sinks' logits took.
+    """
+    sequences, heads, rows, tokens = score.shape
+    if softcap:
+        score = score.div_(softcap).tanh_().mul_(softcap)
+    if rows > 1 or lens is not None:
+        ends = torch.arange(1 - rows, 1, device=score.device) + (tokens if lens is None else lens[:, None])
+        later = torch.arange(tokens, device=score.device) >= ends[..., None]
+        score = score.masked_fill_(later if lens is None else later[:, None], -torch.inf)
+    if sinks is not None:
+        score = torch.cat([score, sinks.float().view(1, heads, 1, 1).expand(sequences, heads, rows, 1)], -1)
+    mass = score.softmax(-1)[..., :tokens].sum((1, 2), dtype=torch.float64)
+    return torch.nn.functional.pad(mass, (0, -tokens % page)).view(sequences, -1, page).sum(2)
+
+
+def page_mass(
+    query: torch.Tensor, keys: torch.Tensor, page: int, scale: float, softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`masses` of one sequence, float64 [pages]: query [rows, heads, head_dim], keys [kv_heads, head_dim, tokens]."""
+    return masses(scores(query[None], keys[None], scale), page, softcap, sinks)[0]
+
+
+def softcap_of(impl: Any) -> float:
+    """The cap on a layer's scores, 0 for none; backends have two names for it."""
+    return float(getattr(impl, "softcap", 0.0) or getattr(impl, "logits_soft_cap", 0.0) or 0.0)
+
+
+def on_cpu(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Singles | None], None]:
+    """Adds a layer's share to a step's masses, sequence by sequence (`heavy.weigher`)."""
+    impl, keys, page = layer.impl, _reader(layer), layer.kv_cache.shape[2]
+    softcap = softcap_of(impl)
+
+    def weigh(query: torch.Tensor, _: Any, weighing: Weighing | None, __: Singles | None) -> None:
+        if weighing is None:
+            return
+        for total, one in zip(weighing.total, weighing.sequences, strict=True):
+            found = keys(weighing.table[one.row, : len(one.pages)].long(), one.length)
+            mass = page_mass(query[one.rows], found, page, impl.scale, softcap, impl.sinks)
+            total[: len(one.pages)] += mass * one.weight
+
+    return weigh
+
+
+def _reader(layer: Any) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """Reads a layer's keys by a table of blocks and a length: float [kv_heads, head_dim, tokens]."""
+    from kvpilot_runtime.backends.cpu import CpuImpl
+
+    if isinstance(impl := layer.impl, CpuImpl):
+        return lambda table, length: impl.pages_of(layer, layer.kv_cache).keys(table, length).permute(1, 2, 0)
+    at = key_places(layer).T.contiguous()
+    straight = torch.equal(at.flatten(), torch.arange(at.numel()))
+
+    def keys(table: torch.Tensor, length: int) -> torch.Tensor:
+        blocks = layer.kv_cache.flatten(2)[table]
+        pages = blocks[..., : at.numel()].unflatten(2, at.shape) if straight else blocks[..., at]
+        tokens: torch.Tensor = pages.permute(1, 2, 0, 3).flatten(2)
+        return tokens[..., :length]
+
+    return keys
+
+
+def key_places(layer: Any) -> torch.Tensor:
+    """Where a backend of vLLM's keeps the keys of a block, found by writing one: int64 [tokens, head_dim].
+
+    In which order is a matter of the CPU's instructions. Numbers up to 256 are exact in every dtype of a cache.
+
+    Raises:
+        UnsupportedModelError: a key is not found as it was written.
+    """
+    cache, impl = layer.kv_cache, layer.impl
+    _, heads, tokens, width = cache.shape
+    dim, device = width // 2, cache.device
+
+    def written(keys: torch.Tensor) -> torch.Tensor:
+        block = torch.zeros_like(cache[:1])
+        given = keys.to(cache)[:, None].expand(tokens, heads, dim).contiguous()
+        impl.do_kv_cache_update(layer, given, torch.full_like(given, -1), block, torch.arange(tokens, device=device))
+        stored: torch.Tensor = block[0].flatten(1).cpu()
+        return stored
+
+    token, element = torch.meshgrid(torch.arange(tokens), torch.arange(dim), indexing="ij")
+    # Of blocks with more tokens than a dtype tells apart, by two digits.
+    low, high, which = written(token % 128 + 1), written(token // 128 + 1), written(element)
+    order = torch.full((tokens, dim), -1)
+    place = (low[0] > 0).nonzero().flatten()
+    row = (low[0, place].long() - 1) + 128 * (high[0, place].long() - 1)
+    order[row.clamp(0, tokens - 1), which[0, place].long().clamp(0, dim - 1)] = place
+    numbers = torch.randn(tokens, dim).to(cache.dtype)
+    if (order < 0).any() or not all(torch.equal(one[order], numbers) for one in written(numbers)):
+        raise UnsupportedModelError(
+            f"the keys that {type(impl).__name__} stores cannot be read, so pages cannot be weighed: "
+            f"{retention.VARIABLE} needs another policy, or a KV-cache dtype of kvpilot"
+        )
+    return order

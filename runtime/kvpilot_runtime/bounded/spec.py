@@ -1,0 +1,95 @@
+"""What vLLM's scheduler knows of a cache with a bound: pages between the sinks and the window go back to the pool.
+
+Whoever unpickles a `BoundedSpec` imports this module, and so registers it. To vLLM it is a sliding window, which sizes
+admission and the capacity that metrics tell of; that the first pages stay is our manager's doing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from kvpilot_runtime.config.retention import SinksAndWindow
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedSpec(SlidingWindowSpec):  # type: ignore[misc]  # vLLM has no types for us
+    """Pages of a layer whose sequences keep `sinks` first tokens beside the `sliding_window` last ones."""
+
+    sinks: int
+
+    @property
+    def bound(self) -> SinksAndWindow:
+        """What is kept."""
+        return SinksAndWindow(self.sinks, self.sliding_window)
+
+    def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
+        """Blocks of a request at most: those of the window and of what is in flight, and the sinks'."""
+        window = super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
+        whole = -(-max_model_len // self.block_size)
+        return int(min(window + self.bound.sink_pages(self.block_size), whole))
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
+        """One group with layers of the same bound alone."""
+        return all(isinstance(spec, BoundedSpec) and spec.bound == self.bound for spec in kv_cache_specs.values())
+
+
+class BoundedManager(SingleTypeKVCacheManager):  # type: ignore[misc]
+    """Frees what no later token of a request attends to, and finds prefixes by what a token after them needs."""
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], block_pool: Any, kv_cache_spec: Any,
+        *_: Any, **__: Any,
+    ) -> tuple[tuple[list[Any], ...], int]:  # fmt: skip
+        """The longest prefix whose sinks and window are all cached; what lies between is not asked for."""
+        size, bound = kv_cache_spec.block_size, kv_cache_spec.bound
+        sinks = bound.sink_pages(size)
+        cached: list[Any] = []
+        best = run = 0  # of cached blocks up to and with the last one looked at
+        for blocks in range(1, max_length // size + 1):
+            cached.append(block_pool.get_cached_block(block_hashes[blocks - 1], kv_cache_group_ids))
+            run = run + 1 if cached[-1] else 0
+            if blocks <= sinks and run < blocks:
+                break
+            if run >= blocks - min(bound.first_page(blocks * size, size), blocks):
+                best = blocks
+        needed = {*range(min(sinks, best)), *range(bound.first_page(best * size, size), best)}
+        null = block_pool.null_block
+        hit = tuple(
+            [cached[i][group] if i in needed else null for i in range(best)] for group in range(len(kv_cache_group_ids))
+        )
+        return hit, best * size
+
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[Any], *args: Any,
+        apply_admission_cap: bool = False, **kwargs: Any,
+    ) -> int:  # fmt: skip
+        """For admission, what the request lacks of the most that it can hold at a time."""
+        if not apply_admission_cap or self.max_admission_blocks_per_request is None:
+            return int(super().get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, *args, **kwargs))
+        most = min(-(-num_tokens // self.block_size), self.max_admission_blocks_per_request)
+        held = [block for block in (*self.req_to_blocks.get(request_id, ()), *new_computed_blocks) if not block.is_null]
+        return max(int(most) - len(held), 0) + int(self._get_num_evictable_blocks(new_computed_blocks))
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Free the pages between sinks and window that are whole out of both for the next token."""
+        bound, size = self.kv_cache_spec.bound, self.block_size
+        first = bound.first_page(processed_computed_tokens, size)
+        self._remove_blocks_in_range(request_id, bound.sink_pages(size), first)
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """None at the beginning of a sequence, which is what vLLM asks for: its first pages stay."""
+        return 0
+
+
+# Registered after vLLM's own, which are only looked for while the registry is empty.
+KVCacheSpecRegistry._ensure_registered()
+KVCacheSpecRegistry.register(BoundedSpec, BoundedManager, uniform_type_base_spec=BoundedSpec)

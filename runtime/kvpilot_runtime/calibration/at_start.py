@@ -1,0 +1,201 @@
+"""An engine without a calibration file calibrates itself at start, before its first request and its CUDA graphs.
+
+Built-in text (`calibration_text`) goes through the model in one step, as sequences at positions all over the context
+that is served. For this one step every attention layer, whatever its KV dtype, attends to the step's own keys and
+values in the model's own elements. From what our layers see come their factors (`kvpilot_kernels.fit.Observed`); each
+rank of tensor parallelism keeps those of its heads, and each stage of a pipeline those of its layers. The same model,
+text and number of ranks give the same factors.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.fit import Observed
+from kvpilot_runtime.calibration import factors_file
+from kvpilot_runtime.calibration import info as calibration_info
+from kvpilot_runtime.calibration.attention import attending_to_itself
+from kvpilot_runtime.calibration.info import Outcome
+from kvpilot_runtime.calibration.of_engine import factors_hash
+from kvpilot_runtime.calibration.text import LONGEST, SHORTEST, NoTokensError, passes, text_ids
+from kvpilot_runtime.engine import compat
+from kvpilot_runtime.errors import UnsupportedModelError
+from kvpilot_runtime.ranks import of_all_ranks
+from kvpilot_runtime.recent.ring_layers import RecentLayer
+
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+
+
+def calibrate(worker: Any, layers: dict[str, Any]) -> None:
+    """Give the layers of a loaded vLLM worker their factors, and tell log and metrics where they come from.
+
+    Args:
+        layers: those of ours, by name.
+
+    Raises:
+        UnsupportedModelError: the pass failed, or gave numbers that are not finite.
+    """
+    config = worker.vllm_config
+    if not any(of_all_ranks(len(layers))):
+        return
+    # What one stage cannot do none does: it would wait for the text.
+    reason = "" if factors_file.asked() else next(filter(None, of_all_ranks(obstacle(config, layers))), "")
+    if factors_file.asked():
+        source = "off" if factors_file.turned_off() else "file"
+    elif reason:
+        dtype = config.cache_config.cache_dtype
+        if formats.parse(dtype).calibrated_only:
+            raise UnsupportedModelError(
+                f"kv-cache dtype {dtype!r} is not accurate without calibration, which this engine cannot do by itself "
+                f"({reason}); give a file of `kvpilot calibrate` in {factors_file.VARIABLE}, or use another dtype"
+            )
+        source = "none"
+        log.warning("Not calibrated (%s): kv-cache dtype %r is less accurate than it could be; give a file of `kvpilot "
+                    "calibrate` in %s", reason, dtype, factors_file.VARIABLE)  # fmt: skip
+    else:
+        source = "self"
+        began = time.perf_counter()
+        tokens, reason = token_ids(config)
+        _refuse_together(_fill(layers, _observed(worker, tokens, layers)))
+        log.info("Calibrated %d layers on %d tokens in %.1f s", len(layers), len(tokens), time.perf_counter() - began)
+    calibration_info.report(Outcome(source, factors_hash(layers, worker.device), reason))
+
+
+def token_ids(config: Any) -> tuple[list[int], str]:
+    """The tokens of the pass, as many as the engine takes in one chunk, and a word for metrics on what they lack.
+
+    An engine without a tokenizer gets token ids drawn with a fixed seed.
+    """
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    model = config.model_config
+    length = min(config.scheduler_config.max_num_batched_tokens, model.max_model_len, LONGEST)
+    tokenizer = cached_tokenizer_from_config(model)
+    if tokenizer is None:
+        log.warning("No tokenizer: calibrating on random tokens")
+        drawn = torch.randint(model.get_vocab_size(), (length,), generator=torch.Generator().manual_seed(0))
+        return [int(x) for x in drawn], "RandomTokens"
+    try:
+        return text_ids(tokenizer, length), ""
+    except NoTokensError as error:
+        raise UnsupportedModelError(f"{error}; {_REMEDY}") from error
+
+
+_REMEDY = f"give a file of `kvpilot calibrate` in {factors_file.VARIABLE}, or set it to 'off' to serve without"
+
+
+def obstacle(config: Any, layers: dict[str, Any]) -> str:
+    """Why this engine cannot calibrate itself, in a word for metrics; empty where it can."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    if config.lora_config is not None:
+        return "LoRA"
+    every = get_layers_from_vllm_config(config, AttentionLayerBase)
+    if any(type(layer) not in (Attention, RecentLayer) for layer in every.values()):
+        return "OtherLayers"
+    if any(layer.impl.kv_sharing_target_layer_name is not None for layer in layers.values()):
+        return "SharedCache"
+    if min(config.scheduler_config.max_num_batched_tokens, config.model_config.max_model_len) < SHORTEST:
+        return "ShortContext"
+    return ""
+
+
+@torch.inference_mode()
+def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[str, Observed]:
+    """Run the text through the model; what was seen by layer."""
+    from vllm.forward_context import set_forward_context
+
+    config, model, device = worker.vllm_config, worker.model_runner.get_model(), worker.device
+    drafting = any(layer.impl.drafting for layer in layers.values())  # while these are themselves, not stand-ins
+    seen = {name: Observed(layer.impl.num_kv_heads, layer.impl.head_size, device) for name, layer in layers.items()}
+    ids = torch.tensor(tokens, device=device)
+    plan = passes(len(tokens), config.model_config.max_model_len)
+    positions = torch.zeros(len(tokens), dtype=torch.int64, device=device)  # as it is for those that stand alone
+    in_sequences = torch.cat([torch.arange(first, first + length, device=device) for length, first in plan])
+    positions[: len(in_sequences)] = in_sequences
+    if config.model_config.uses_mrope:
+        positions = positions.expand(3, -1)
+    try:
+        with (
+            attending_to_itself(config, seen, [length for length, _ in plan]),
+            # As an eager step: what is compiled later sees no difference.
+            set_forward_context(None, config, num_tokens=len(tokens), slot_mapping={}, skip_compiled=True),
+        ):
+            found = _forward(model, ids, positions)
+            if drafting:
+                _draft(compat.drafter(worker.model_runner), ids, positions, found)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"the model could not calibrate itself ({type(error).__name__}: {error}); {_REMEDY}"
+        ) from error
+    return seen
+
+
+def _forward(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> Any:
+    """This stage's part of the pass: what the stage before it has made of the text goes in, the next one gets on.
+
+    Returns what it has made of the text itself.
+    """
+    from vllm.distributed import get_pp_group, get_tp_group
+    from vllm.sequence import IntermediateTensors
+
+    stages, group = get_pp_group(), get_tp_group()
+    before = None
+    if not stages.is_first_rank:
+        before = IntermediateTensors(stages.recv_tensor_dict(all_gather_group=group))
+    after = model(
+        input_ids=ids if before is None else None, positions=positions, intermediate_tensors=before, inputs_embeds=None
+    )
+    if not stages.is_last_rank:
+        stages.send_tensor_dict(after.tensors, all_gather_group=group)
+    return after
+
+
+def _draft(drafter: compat.Drafter, ids: torch.Tensor, positions: torch.Tensor, found: Any) -> None:
+    """Run the text through the model that drafts, after the served one has given `found` for it.
+
+    A head's input is each token's successor and the model's state at the token. After a sequence's last token that is
+    the next one's first, one in hundreds.
+    """
+    if not drafter.reads_states:
+        drafter.model(input_ids=ids, positions=positions, inputs_embeds=None)
+        return
+    if positions.dim() > 1 and not drafter.uses_mrope:
+        positions = positions[0]
+    states, several = found if isinstance(found, tuple) else (found, None)
+    if several is not None and drafter.combines_states:
+        states = drafter.model.combine_hidden_states(torch.cat(several, -1))
+    drafter.model(input_ids=ids.roll(-1), positions=positions, hidden_states=states, inputs_embeds=None)
+
+
+def _fill(layers: dict[str, Any], seen: dict[str, Observed]) -> str:
+    """Give the layers what was seen of this rank's heads; what forbids it, or nothing."""
+    for name, layer in layers.items():
+        if layer.impl.drafting and not seen[name].tokens:
+            continue  # vLLM drafts with the first of a model's MTP layers alone
+        try:
+            found = seen[name].factors()
+        except ValueError as error:
+            return f"calibration of layer {name!r}: {error}; use --kv-cache-dtype auto, or {_REMEDY}"
+        still = seen[name].still()
+        if still:
+            log.warning("Calibration of layer %r: %d channels never moved; they get the scale of a floor", name, still)
+        layer.impl.set_factors(layer, found)
+    return ""
+
+
+def _refuse_together(problem: str) -> None:
+    """End the start of every rank where one has a problem: the others would wait for it, and vLLM for them.
+
+    Raises:
+        UnsupportedModelError: with the first rank's that has one.
+    """
+    if told := next(filter(None, of_all_ranks(problem)), ""):
+        raise UnsupportedModelError(told)

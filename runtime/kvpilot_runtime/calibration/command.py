@@ -1,0 +1,217 @@
+"""`kvpilot calibrate MODEL --prompts FILE`: fit static factors to a model and write them to a calibration file.
+
+Sequences must be as long as the contexts that will be served: RoPE turns a channel's mean with the
+position, so a mean found on short texts is wrong, and harmful, far beyond them.
+
+Some of the text is held out: on it the factors are compared with those that an engine finds by itself
+(`held_out`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.factors import Factors
+from kvpilot_runtime.calibration import factors_file, fitting, held_out
+from kvpilot_runtime.calibration.factors_file import ModelFacts
+from kvpilot_runtime.calibration.fitting import CalibrateError
+from kvpilot_runtime.calibration.text import LONGEST, beginnings, lone, text_ids
+
+DTYPE = "k4v4"
+"""The KV-cache dtype whose recent window factors are fitted to, unless another one is named."""
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The texts of a prompts file: lines ``{"text": "..."}`` of a .jsonl file, or one text that is a whole file.
+
+    Raises:
+        CalibrateError: the file cannot be read, is empty, or a line holds no text.
+    """
+    try:
+        body = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CalibrateError(f"--prompts {str(file)!r} cannot be read ({error}); give a text or .jsonl file") from error
+    if file.suffix != ".jsonl":
+        texts = [body]
+    else:
+        texts = []
+        for number, line in enumerate(body.splitlines(), start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise CalibrateError(f"--prompts {str(file)!r} line {number} is not JSON ({error})") from error
+            if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+                raise CalibrateError(f'--prompts {str(file)!r} line {number} is not {{"text": "..."}}; write it so')
+            texts.append(record["text"])
+    if not any(text.strip() for text in texts):
+        raise CalibrateError(f"--prompts {str(file)!r} holds no text; give the kind of text that will be served")
+    return texts
+
+
+def sequences(tokenizer: Any, texts: list[str], length: int, limit: int) -> list[torch.Tensor]:
+    """Token ids, int64 [up to length] each: long texts are cut, and the sum is at most `limit` tokens.
+
+    Every piece starts as a prompt does, with the tokenizer's first special token where it has one: the first token is
+    an attention sink, and factors must serve it too.
+    """
+    pieces: list[torch.Tensor] = []
+    for text in texts:
+        ids = tokenizer(text).input_ids
+        start = ids[:1] if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id] else []
+        body = ids[len(start) :]
+        step = length - len(start)
+        for at in range(0, len(body), step):
+            piece = (start + body[at : at + step])[: max(0, limit)]
+            if len(piece) < 2:
+                continue
+            pieces.append(torch.tensor(piece))
+            limit -= len(piece)
+    return pieces
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="kvpilot calibrate", description="Fit a model's static KV-cache factors.")
+    parser.add_argument("model", type=Path, help="folder of a transformers model")
+    parser.add_argument("--prompts", type=Path, required=True, help='text, or .jsonl of {"text": "..."}')
+    parser.add_argument("--output", type=Path, help="default: kvpilot-calibration.safetensors beside the weights")
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=4096,
+        help="tokens of a sequence: as long as contexts that are served (default %(default)s)",
+    )
+    parser.add_argument("--tokens", type=int, default=16384, help="at most this many in all (default %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=formats.own_names(), default=DTYPE, help="KV-cache dtype to serve (default %(default)s)"
+    )
+    parser.add_argument(
+        "--recent",
+        type=int,
+        help=f"tokens of the recent window that is served (default: the dtype's, {formats.default_windows()})",
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where to run, such as cuda:0 (default here: %(default)s)",
+    )
+    options = parser.parse_args(argv)
+    try:
+        output = run(
+            options.model,
+            options.prompts,
+            options.output,
+            options.length,
+            options.tokens,
+            options.device,
+            options.dtype,
+            options.recent,
+        )
+    except CalibrateError as error:
+        print(f"kvpilot calibrate: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {output}; serve with {factors_file.VARIABLE}={output}")
+    return 0
+
+
+def run(
+    model: Path, prompts: Path, output: Path | None, length: int, tokens: int, device: str, dtype: str = DTYPE,
+    recent: int | None = None,
+) -> Path:  # fmt: skip
+    """Calibrate the model in a folder, write the file, and say what it gains; returns the file's path.
+
+    Args:
+        dtype: of the KV cache that will be served. recent: tokens of its recent window, None for its default.
+
+    Raises:
+        CalibrateError: whatever cannot work, named.
+    """
+    if length < 2 or tokens < length:
+        raise CalibrateError(f"--length {length} and --tokens {tokens} leave no sequence; use at least 2 and --length")
+    if recent is None:
+        recent = formats.parse(dtype).recent_tokens(context=length - 1)
+    if not 0 <= recent < length:
+        raise CalibrateError(f"--recent {recent} leaves no token outside the window; use 0 to --length {length}")
+    try:
+        facts = factors_file.ModelFacts.read(model)
+    except (OSError, ValueError) as error:
+        raise CalibrateError(
+            f"model {str(model)!r} has no usable config.json ({error}); give a model's folder"
+        ) from error
+    if formats.stored_dim(facts.head_dim) is None:
+        raise CalibrateError(f"head_dim {facts.head_dim} has no kvpilot format; formats take {formats.SERVED}")
+    output = output or model / "kvpilot-calibration.safetensors"
+    if not output.parent.is_dir():
+        raise CalibrateError(f"--output {str(output)!r}: there is no folder {str(output.parent)!r}; make it first")
+    texts = read_prompts(prompts)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    exact = torch.float32 if device == "cpu" else torch.bfloat16
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=exact, attn_implementation=fitting.hook()).to(device)
+    pieces, kept_back = split(tokenizer, texts, length, tokens)
+    if not pieces:
+        raise CalibrateError(f"--prompts {str(prompts)!r} gives no sequence of two tokens; give more text")
+
+    def report(done: int, total: int) -> None:
+        print(f"\r{done:,} of {total:,} tokens", end="" if done < total else "\n", file=sys.stderr, flush=True)
+
+    text = torch.cat(pieces).tolist()
+    first = torch.tensor(beginnings(tokenizer, text, max(1, lone(len(text)))))
+    layers = fitting.fit_model(loaded, pieces, first, facts, recent, report)
+    factors_file.save(output, layers, facts)
+    read = sum(piece.numel() for piece in pieces)
+    print(gain(loaded, tokenizer, kept_back, layers, dtype, recent, facts, read), file=sys.stderr)
+    return output
+
+
+def split(tokenizer: Any, texts: list[str], length: int, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The sequences to fit to, and others to judge by: what follows `tokens`, or the last one where nothing does."""
+    pieces = sequences(tokenizer, texts, length, tokens)
+    kept_back = sequences(tokenizer, texts, length, tokens + length)[len(pieces) :]
+    if not kept_back and len(pieces) > 1:
+        kept_back = [pieces.pop()]
+    return pieces, kept_back
+
+
+def gain(
+    model: Any,
+    tokenizer: Any,
+    kept_back: list[torch.Tensor],
+    layers: list[Factors],
+    dtype: str,
+    recent: int,
+    facts: ModelFacts,
+    read: int,
+) -> str:
+    """A line on what the factors do on text that they were not fitted to, beside those that an engine finds itself.
+
+    Args:
+        read: tokens of the built-in text that such an engine reads, at most.
+    """
+    if not kept_back:
+        return "no text was left to judge the factors by; give more than one sequence"
+    device = model.get_input_embeddings().weight.device
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", 0) or LONGEST
+    ids = torch.tensor(text_ids(tokenizer, min(LONGEST, context, read)), device=device)
+    own = held_out.self_calibrated(model, fitting.hook(), ids, context)
+    file = {layer: layers[layer].to(device) for layer in own}
+    none = {layer: Factors.identity(facts.kv_heads, facts.head_dim, device) for layer in own}
+    pieces = [piece.to(device) for piece in kept_back]
+    found = [held_out.damage(model, fitting.hook(), pieces, dtype, factors, recent) for factors in (file, own, none)]
+    return (
+        f"{dtype} with a recent window of {recent}, on {sum(map(len, pieces)):,} other tokens: {found[0]:.1f} "
+        f"millinats with this file, {found[1]:.1f} as an engine calibrates itself, {found[2]:.1f} without calibration"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

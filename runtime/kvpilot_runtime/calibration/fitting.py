@@ -1,0 +1,141 @@
+"""Static factors of a whole model, fitted to texts.
+
+The model reads the texts once, forwards and backwards. At each layer its keys (after RoPE), its values, and the
+gradients of the log-likelihood with respect to both, at next tokens drawn from the model itself, are added to the
+moments that `kvpilot_kernels.fit` turns into factors. Queries that read a key or value in the recent window, at 8 bits,
+give it no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.fit import Moments, fit
+from kvpilot_kernels.reference.windowed import windowed
+from kvpilot_runtime.calibration import held_out
+from kvpilot_runtime.calibration.factors_file import ModelFacts
+
+_HOOK = "kvpilot_calibrate"
+_CHUNK = 256  # tokens whose logits are held at once
+
+Progress = Callable[[int, int], None]
+"""Called with the tokens done and the tokens in all."""
+
+
+class CalibrateError(ValueError):
+    """A model or prompts that cannot be calibrated; the message says what and what to do instead."""
+
+
+def fit_model(
+    model: Any, pieces: list[torch.Tensor], first: torch.Tensor, facts: ModelFacts, recent: int,
+    progress: Progress | None = None,
+) -> list[Factors]:  # fmt: skip
+    """Factors of every layer of a transformers causal language model that was loaded with `attn_implementation` of
+    `hook()`. Layers without attention get factors that change nothing.
+
+    Args:
+        pieces: token ids, int64 [tokens] each. first: token ids, int64 [n], that prompts begin with.
+        recent: tokens of the window that will be served.
+
+    Raises:
+        CalibrateError: attention that our formats do not serve, or gradients that are not finite.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.eval()
+    recorder = _Recorder(facts, recent)
+    AttentionInterface.register(_HOOK, recorder.attend)
+    draw = torch.Generator("cpu").manual_seed(0)
+    done, total = 0, sum(piece.numel() for piece in pieces)
+    for piece in pieces:
+        _backward(model, piece, draw)
+        recorder.collect()
+        done += piece.numel()
+        if progress:
+            progress(done, total)
+    if not recorder.keys:
+        raise CalibrateError(f"no layer of {type(model).__name__} keeps keys and values; there is nothing to calibrate")
+    found = [Factors.identity(facts.kv_heads, facts.head_dim) for _ in range(facts.layers)]
+    at_zero = held_out.first_keys(model, _HOOK, first.to(model.get_input_embeddings().weight.device))
+    for layer in recorder.keys:
+        mean = at_zero[layer].float().mean(0)
+        found[layer] = Factors(*fit(recorder.keys[layer]), *fit(recorder.values[layer]), mean).to("cpu")
+    return found
+
+
+def hook() -> str:
+    """The name to load a model with: its attention can then be recorded."""
+    AttentionInterface.register(_HOOK, held_out.exact)
+    return _HOOK
+
+
+def _backward(model: Any, piece: torch.Tensor, draw: torch.Generator) -> None:
+    """Gradients of the log-likelihood of next tokens that the model itself draws."""
+    table = model.get_input_embeddings()
+    inputs = table(piece[None].to(table.weight.device)).detach().requires_grad_()
+    states = model.get_decoder()(inputs_embeds=inputs, use_cache=False).last_hidden_state[0]
+    top = states.detach().requires_grad_()
+    for part in _chunks(top):
+        logs = model.get_output_embeddings()(part).float().log_softmax(-1)
+        with torch.no_grad():
+            drawn = torch.multinomial(logs.exp().cpu(), 1, generator=draw).to(logs.device)
+        logs.gather(1, drawn).sum().backward()
+    states.backward(top.grad)
+
+
+def _chunks(states: torch.Tensor) -> Iterator[torch.Tensor]:
+    for start in range(0, states.shape[0], _CHUNK):
+        yield states[start : start + _CHUNK]
+
+
+class _Recorder:
+    """Keeps a pass's keys and values until their gradients are there."""
+
+    def __init__(self, facts: ModelFacts, recent: int) -> None:
+        self._facts, self._recent = facts, recent
+        self.keys: dict[int, Moments] = {}
+        self.values: dict[int, Moments] = {}
+        self._pass: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        """transformers' attention: key and value are [1, kv_heads, tokens, D]."""
+        shape = (self._facts.kv_heads, self._facts.head_dim)
+        for name, x in (("keys", key), ("values", value)):
+            if (x.shape[1], x.shape[3]) != shape:
+                raise CalibrateError(
+                    f"layer {module.layer_idx} has {x.shape[1]} heads of {x.shape[3]} elements in its {name}, and "
+                    f"config.json says {shape[0]} of {shape[1]}; serve this model without a file"
+                )
+        if options.get("s_aux") is not None:
+            raise CalibrateError("attention with sinks of its own is not served by our formats; use dtype auto or fp8")
+        how = held_out.Attention.of(module, options)
+        if how.sliding_window is not None:  # stays in 16 bits, as engines serve it
+            return held_out.exact(module, query, key, value, mask, **options)
+        far_key, far_value = key.clone(), value.clone()
+        far_key.retain_grad()
+        far_value.retain_grad()
+        self._pass.append((module.layer_idx, far_key, far_value))
+        out = windowed(query, (far_key, far_value), (key, value), how.scale, self._recent, softcap=how.softcap)
+        return out.transpose(1, 2).contiguous(), None
+
+    def collect(self) -> None:
+        """Add the pass to the moments, and forget it."""
+        for layer, key, value in self._pass:
+            for side, x in ((self.keys, key), (self.values, value)):
+                moments = side.setdefault(layer, Moments(x.shape[1], x.shape[3], x.device))
+                if x.grad is None:
+                    raise CalibrateError(f"layer {layer} has no gradient; this model cannot be calibrated")
+                # Position 0 has a mean of its own for its key.
+                past = slice(1 if side is self.keys else 0, None)
+                try:
+                    moments.add(x.detach()[0].transpose(0, 1)[past], x.grad[0].transpose(0, 1)[past].double().square())
+                except ValueError as error:
+                    raise CalibrateError(f"layer {layer}: {error}") from error
+        self._pass.clear()

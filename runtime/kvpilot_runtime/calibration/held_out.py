@@ -1,0 +1,136 @@
+"""What factors are worth: the damage that a cache does to a transformers model on text that they were not fitted to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.fit import Observed
+from kvpilot_kernels.reference.codec import Codec
+from kvpilot_kernels.reference.own import own
+from kvpilot_kernels.reference.windowed import windowed
+from kvpilot_runtime.calibration.text import passes
+
+_CHUNK = 256  # tokens whose logits are held at once
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How a layer attends: factor on the scores, cap on them (0 for none), tokens that a query sees (None for all)."""
+
+    scale: float
+    softcap: float
+    sliding_window: int | None
+
+    @classmethod
+    def of(cls, module: Any, options: dict[str, Any]) -> Attention:
+        """Of a call of transformers' attention function."""
+        window = options.get("sliding_window") or getattr(module, "sliding_window", None)
+        return cls(float(options["scaling"]), float(options.get("softcap") or 0.0), window)
+
+
+def exact(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Attention in the model's own elements: sequences of one length, [sequences, heads, tokens, D]."""
+    how, fresh = Attention.of(module, options), (key, value)
+    out = windowed(
+        query, fresh, fresh, how.scale, 0, softcap=how.softcap, sliding_window=how.sliding_window
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
+
+
+def first_keys(model: Any, hook: str, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
+    """The keys of `tokens`, int64 [n], where each stands alone at position 0: by layer, [n, kv_heads, D]."""
+    seen: dict[int, torch.Tensor] = {}
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+    ) -> Any:
+        seen[module.layer_idx] = key[:, :, 0]
+        return exact(module, query, key, value, mask, **options)
+
+    AttentionInterface.register(hook, attend)
+    with torch.inference_mode():
+        model.get_decoder()(tokens[:, None], use_cache=False)
+    return seen
+
+
+def self_calibrated(model: Any, hook: str, tokens: torch.Tensor, context: int) -> dict[int, Factors]:
+    """The factors that an engine which serves `context` tokens finds at start, from `tokens` of the built-in text."""
+    seen: dict[int, Observed] = {}
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+    ) -> Any:
+        how = Attention.of(module, options)
+        if how.sliding_window is None:
+            layer = seen.setdefault(module.layer_idx, Observed(key.shape[1], key.shape[3], key.device))
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            layer.add(q, k, v, how.scale, how.softcap)
+        return exact(module, query, key, value, mask, **options)
+
+    AttentionInterface.register(hook, attend)
+    at = 0
+    with torch.inference_mode():
+        for length, first in passes(tokens.numel(), context):
+            positions = torch.arange(first, first + length, device=tokens.device)[None]
+            model.get_decoder()(tokens[None, at : at + length], position_ids=positions, use_cache=False)
+            at += length
+    with torch.inference_mode():
+        for layer, keys in first_keys(model, hook, tokens[at:]).items():
+            if layer in seen:
+                seen[layer].add_first(keys)
+    return {layer: found.factors() for layer, found in seen.items()}
+
+
+def damage(
+    model: Any, hook: str, pieces: Sequence[torch.Tensor], dtype: str, factors: dict[int, Factors], recent: int
+) -> float:
+    """Mean KL, in millinats, of a cache in `dtype` with a recent window against the model's own, every token decoded.
+
+    Args:
+        pieces: token ids, int64 [tokens] each. factors: by layer; a layer without any keeps its 16 bits.
+    """
+    fmt = formats.parse(dtype)
+    codecs = {layer: (own(fmt, one), own(fmt, one, recent=True)) for layer, one in factors.items()}
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+    ) -> Any:
+        if module.layer_idx not in codecs:
+            return exact(module, query, key, value, mask, **options)
+        pages, fine = (_read_back(codec, key, value) for codec in codecs[module.layer_idx])
+        how = Attention.of(module, options)
+        out = windowed(query, pages, fine, how.scale, recent, softcap=how.softcap)
+        return out.transpose(1, 2).contiguous(), None
+
+    total, tokens = 0.0, 0
+    for piece in pieces:
+        states = []
+        for function in (exact, attend):
+            AttentionInterface.register(hook, function)
+            with torch.inference_mode():
+                states.append(model.get_decoder()(piece[None], use_cache=False).last_hidden_state[0])
+        for start in range(0, piece.numel(), _CHUNK):
+            with torch.inference_mode():
+                p, q = (
+                    model.get_output_embeddings()(x[start : start + _CHUNK]).float().log_softmax(-1) for x in states
+                )
+                total += float((p.exp() * (p - q)).sum())
+        tokens += piece.numel()
+    return 1000 * total / tokens
+
+
+def _read_back(codec: Codec, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    back = [
+        side(x[0].transpose(0, 1)).transpose(0, 1)[None].to(x.dtype)
+        for side, x in ((codec.key, key), (codec.value, value))
+    ]
+    return back[0], back[1]

@@ -1,0 +1,45 @@
+"""The factors of the engine that this process belongs to: this rank's share of a file, and a hash of all ranks'."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvpilot_runtime.calibration import factors_file
+from kvpilot_runtime.ranks import of_all_ranks
+
+
+def calibration_of(vllm_config: Any) -> factors_file.Calibration | None:
+    """What `KVPILOT_CALIBRATION` names for the model being loaded, or None when it names nothing.
+
+    Raises:
+        CalibrationError: the file is damaged or belongs to another model.
+        ValueError: the KV heads cannot be shared by the ranks.
+    """
+    if not factors_file.asked() or factors_file.turned_off():
+        return None
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    return _read(
+        model.model, model.revision, parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size
+    )
+
+
+@cache
+def _read(model: str, revision: str | None, rank: int, size: int) -> factors_file.Calibration | None:
+    folder = Path(model)
+    if not folder.is_dir():
+        from transformers.utils import cached_file
+
+        folder = Path(cached_file(model, "config.json", revision=revision)).parent
+    found = factors_file.from_environment(factors_file.ModelFacts.read(folder))
+    return found.shard(rank, size) if found else None
+
+
+def factors_hash(layers: dict[str, Any], device: torch.device) -> str:
+    """A hash of the factors of all layers and ranks; every rank has to ask."""
+    own = (layer for layer in layers.values() if not layer.impl.drafting)  # a draft's factors change no answer
+    every = of_all_ranks(factors_file.digest([layer.impl.factors(layer, device) for layer in own]))
+    return every[0] if len(every) == 1 else factors_file.join_digests(every)

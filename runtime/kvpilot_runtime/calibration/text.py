@@ -1,0 +1,80 @@
+"""The text that an engine calibrates itself on, and the sequences that it is read as. No vLLM here.
+
+`text.txt` holds prose, code, tables, chats and several scripts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+TEXT = Path(__file__).with_name("text.txt")
+_SEPARATOR = "\n%%\n"
+
+LONGEST = 8192
+"""Tokens that are read at most: four times as many as gave the same factors within noise."""
+
+SHORTEST = 128
+"""Tokens that are read at least: below, hardly a query is far from the keys that it reads."""
+
+_LOG_FROM = 1024
+"""Positions up to here count about alike, and from here on every doubling of the context does."""
+
+_SHORT = 4
+"""Sequences that share the second half of the tokens."""
+
+_LONE, _LONE_SHARE = 64, 16
+"""Tokens that each stand alone at position 0, and the part of all tokens that they are at most."""
+
+
+class NoTokensError(ValueError):
+    """A tokenizer gives nothing for text."""
+
+
+def text_ids(tokenizer: Any, length: int) -> list[int]:
+    """`length` tokens of the built-in text, over again where it is shorter; they begin as a prompt does.
+
+    The last `lone(length)` of them are what prompts begin with: the tokenizer's own first token, or any of the text's.
+
+    Raises:
+        NoTokensError: the tokenizer gives no tokens.
+    """
+    ids: list[int] = []
+    while len(ids) < length:
+        before = len(ids)
+        for passage in TEXT.read_text(encoding="utf-8").split(_SEPARATOR):
+            ids += tokenizer.encode(passage + "\n\n", add_special_tokens=not ids)
+        if len(ids) == before:
+            raise NoTokensError("the tokenizer gives no tokens for text")
+    ids, count = ids[:length], lone(length)
+    return ids[: length - count] + beginnings(tokenizer, ids, count)
+
+
+def beginnings(tokenizer: Any, ids: Sequence[int], count: int) -> list[int]:
+    """`count` tokens that a prompt like `ids`, a text with the tokenizer's special tokens, may begin with."""
+    if tokenizer.encode("a", add_special_tokens=True)[:1] != tokenizer.encode("a", add_special_tokens=False)[:1]:
+        return [ids[0]] * count
+    return [ids[i * len(ids) // count] for i in range(count)]
+
+
+def lone(tokens: int) -> int:
+    """How many of `tokens`, the last ones, are each read alone at position 0: they tell the mean of the first key."""
+    return min(_LONE, tokens // _LONE_SHARE)
+
+
+def passes(tokens: int, context: int) -> list[tuple[int, int]]:
+    """The sequences that all but the `lone` of `tokens` are read as: (tokens, position of the first), in their order.
+
+    RoPE turns a channel's mean with the position, and one static mean has to serve all positions of the context. So
+    only half of the text is one sequence from position 0, which knows distant tokens; the rest is four sequences that
+    begin at positions all over the context. Attention depends on distances alone and does not notice.
+
+    Args:
+        context: positions that are served, at least `tokens`.
+    """
+    tokens -= lone(tokens)
+    short = tokens // (2 * _SHORT)
+    reach = context / _LOG_FROM + 1
+    starts = [min(int(_LOG_FROM * (reach ** (i / _SHORT) - 1)), context - short) for i in range(_SHORT)]
+    return [(tokens - _SHORT * short, 0), *((short, start) for start in starts)]

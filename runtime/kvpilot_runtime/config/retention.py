@@ -1,0 +1,177 @@
+"""Caches with a bound: which tokens of a sequence are kept, as kvpilot-serve is asked for it and as engines are told.
+
+`SinksAndWindow` (StreamingLLM) keeps the first pages of a sequence and those of its last tokens. What a token attends
+to follows from its position alone: the first `sink_pages`, and all from `first_page` on up to itself. So answers depend
+neither on how a prompt was cut into chunks, nor on preemption, nor on what the prefix cache had.
+
+`HeavyHitters` (H2O) keeps, between the two, the pages that had most attention so far. That is known step by step, so
+answers do depend on chunks, preemption and prefix hits.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from kvpilot_runtime.errors import PreflightError, UnsupportedModelError
+from kvpilot_runtime.metrics.worker_info import WorkerInfo
+
+ALL, SINKS_AND_WINDOW, HEAVY_HITTERS = "All", "SinksAndWindow", "HeavyHitters"
+POLICIES = (ALL, SINKS_AND_WINDOW, HEAVY_HITTERS)
+
+VARIABLE = "KVPILOT_RETENTION"
+"""Environment variable that tells the engine's processes: `SinksAndWindow:4:1024`, `HeavyHitters:4:1024:4096`; absent
+or empty, all is kept."""
+
+SINKS = 4
+"""First tokens that heavy hitters keep where nobody says how many; the window is half of the budget, as in H2O."""
+
+INFO = WorkerInfo(
+    "kvpilot_retention_info", "Which tokens of a sequence the KV cache keeps; absent where it keeps all.",
+    ("policy", "sink_tokens", "window_tokens", "budget_tokens", "page_tokens"), "KVPILOT_RETENTION_REPORT",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SinksAndWindow:
+    """At least the first `sinks` tokens of a sequence and its last `window`, in whole pages; both are 1 or more.
+
+    The first page is always kept: a table of kept pages alone begins with the sequence's first token.
+    """
+
+    sinks: int
+    window: int
+
+    def __str__(self) -> str:
+        return f"{SINKS_AND_WINDOW}:{self.sinks}:{self.window}"
+
+    def sink_pages(self, page: int) -> int:
+        """Pages of `page` tokens that the sinks take."""
+        return -(-self.sinks // page)
+
+    def first_page(self, position: int, page: int) -> int:
+        """The first page after the sinks' that the token at `position`, or a later one, attends to."""
+        return max(self.sink_pages(page), (position - self.window + 1) // page)
+
+    @property
+    def reach(self) -> int:
+        """Tokens of a sequence up to which nothing is freed."""
+        return self.window
+
+    @property
+    def option(self) -> str:
+        """The option that makes a request smaller."""
+        return "--retention-window-tokens"
+
+    def kept(self, page: int) -> int:
+        """Tokens that one token attends to at most, in pages of `page` tokens."""
+        return self.sink_pages(page) * page + self.window + page - 1
+
+
+@dataclass(frozen=True)
+class HeavyHitters(SinksAndWindow):
+    """Sinks and window, and of the pages between them the heaviest: at most `budget` tokens before each step."""
+
+    budget: int
+
+    def __str__(self) -> str:
+        return f"{HEAVY_HITTERS}:{self.sinks}:{self.window}:{self.budget}"
+
+    @property
+    def reach(self) -> int:
+        """Tokens of a sequence up to which nothing is freed."""
+        return self.budget
+
+    @property
+    def option(self) -> str:
+        """The option that makes a request smaller."""
+        return "--retention-budget-tokens"
+
+    def pages(self, page: int) -> int:
+        """Pages of `page` tokens that a request holds before a step, at most."""
+        return self.budget // page
+
+    def least(self, page: int) -> int:
+        """The smallest budget with room for the sinks, the window wherever its pages begin, and one page between."""
+        return (self.sink_pages(page) + -(-(self.window + page - 2) // page) + 1) * page
+
+    def kept(self, page: int) -> int:
+        """Tokens that one token attends to at most while a sequence decodes, in pages of `page` tokens."""
+        return self.budget + page
+
+
+def parse(
+    policy: str | None, sinks: int | None, window: int | None, budget: int | None = None
+) -> SinksAndWindow | None:
+    """What kvpilot-serve's options ask for, or the environment where they name no policy; None for all.
+
+    Raises:
+        PreflightError: BadArguments; values that are missing, or beside the wrong policy, or have no room in a budget.
+    """
+
+    def refuse(message: str) -> PreflightError:
+        return PreflightError("BadArguments", message)
+
+    given = {"--retention-sink-tokens": sinks, "--retention-window-tokens": window,
+             "--retention-budget-tokens": budget}  # fmt: skip
+    if policy is not None and policy not in POLICIES:
+        raise refuse(f"--retention {policy!r} is not a policy; use one of {', '.join(POLICIES)}")
+    if policy is None and all(value is None for value in given.values()):
+        try:
+            return asked()
+        except UnsupportedModelError as error:
+            raise refuse(str(error)) from error
+    if policy != HEAVY_HITTERS and budget is not None:
+        raise refuse(f"--retention-budget-tokens {budget} is for --retention {HEAVY_HITTERS} alone; add that, or leave "
+                     "the option out")  # fmt: skip
+    if policy in (ALL, None):
+        for option, value in given.items():
+            if value is not None:
+                raise refuse(f"{option} {value} is for --retention {SINKS_AND_WINDOW} and {HEAVY_HITTERS} alone; add "
+                             "one of them, or leave the option out")  # fmt: skip
+        return None
+    if policy == HEAVY_HITTERS:
+        if budget is None:
+            raise refuse(f"--retention {HEAVY_HITTERS} needs --retention-budget-tokens: add it, in tokens")
+        bound = HeavyHitters(sinks or SINKS, window or max(1, budget // 2), budget)
+        if bound.sinks + bound.window >= budget:
+            raise refuse(
+                f"--retention-budget-tokens {budget} has no room beside {bound.sinks} sinks and a window of "
+                f"{bound.window} tokens; make it larger than {bound.sinks + bound.window}, or these smaller"
+            )
+        return bound
+    if sinks is None or window is None:
+        missing = next(option for option, value in given.items() if value is None)
+        raise refuse(f"--retention {SINKS_AND_WINDOW} needs {missing}: add it, in tokens (4 sinks are what models "
+                     "usually need)")  # fmt: skip
+    return SinksAndWindow(sinks, window)
+
+
+def asked() -> SinksAndWindow | None:
+    """What the environment asks an engine for; None for all.
+
+    Raises:
+        UnsupportedModelError: it is not as kvpilot-serve writes it.
+    """
+    text = os.environ.get(VARIABLE, "").strip()
+    if not text:
+        return None
+    policy, *numbers = text.split(":")
+    if all(n.isdecimal() and int(n) for n in numbers):
+        values = [int(n) for n in numbers]
+        if policy == SINKS_AND_WINDOW and len(values) == 2:
+            return SinksAndWindow(*values)
+        if policy == HEAVY_HITTERS and len(values) == 3 and values[0] + values[1] < values[2]:
+            return HeavyHitters(*values)
+    raise UnsupportedModelError(
+        f"{VARIABLE} is {text!r}; write {SINKS_AND_WINDOW}:SINKS:WINDOW or {HEAVY_HITTERS}:SINKS:WINDOW:BUDGET, all in "
+        "tokens and at least 1, the budget larger than the others together, or leave it out"
+    )
+
+
+def report(bound: SinksAndWindow, page: int) -> None:
+    """Of a worker: tell metrics what is served, in pages of `page` tokens."""
+    INFO.report(
+        {"policy": str(bound).partition(":")[0], "sink_tokens": str(bound.sinks), "window_tokens": str(bound.window),
+         "budget_tokens": str(bound.budget) if isinstance(bound, HeavyHitters) else "", "page_tokens": str(page)}
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""What an engine's own /metrics say beside vLLM's."""

@@ -1,0 +1,1 @@
+"""Whether an engine can start as asked, decided before vLLM or a GPU is touched."""

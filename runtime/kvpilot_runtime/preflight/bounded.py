@@ -1,0 +1,110 @@
+"""Whether a cache with a bound can be served as asked, before vLLM is touched; the engine looks again itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvpilot_kernels import formats, models
+from kvpilot_kernels.latent.formats import LatentFormat
+from kvpilot_kernels.models import Kind
+from kvpilot_runtime.config import options
+from kvpilot_runtime.config.options import Switch
+from kvpilot_runtime.config.retention import HeavyHitters
+from kvpilot_runtime.errors import PreflightError, Reason
+from kvpilot_runtime.preflight import machine
+from kvpilot_runtime.preflight.memory import BLOCK_TOKENS
+from kvpilot_runtime.preflight.request import Request
+
+REFUSED = (
+    Switch("offloading to host memory", (options.OFFLOAD,)),
+    Switch("KV transfer", (options.TRANSFER,)),
+    Switch("decode context parallelism", ("--decode-context-parallel-size", "-dcp"), ("1",)),
+    Switch("prefill context parallelism", ("--prefill-context-parallel-size", "-pcp"), ("1",)),
+    Switch("fast prefill of layers that share a cache", ("--kv-sharing-fast-prefill",)),
+    Switch("dual batch overlap", ("--enable-dbo",)),
+    Switch("dual batch overlap", ("--ubatch-size",), ("0", "1")),
+)
+"""What was never tried beside a bounded cache, or would look for pages that were freed."""
+
+
+def check(
+    fmt: formats.Format | LatentFormat, config: models.Architecture | None, request: Request,
+    platform: machine.Platform,
+) -> list[tuple[str, str]]:  # fmt: skip
+    """Warnings, as (reason, message); none where all tokens are kept.
+
+    Raises:
+        PreflightError: BadArguments, what is switched on does not go with it; ModelUnsupported, this model does not.
+    """
+    bound = request.retention
+    if bound is None:
+        return []
+
+    def refuse(what: str, remedy: str, reason: Reason = "BadArguments") -> PreflightError:
+        return PreflightError(reason, f"--retention {bound}: {what} is not supported beside it; {remedy}")
+
+    if platform == "cuda" and isinstance(bound, HeavyHitters) and not fmt.ours:
+        raise refuse(f"kv-cache dtype {fmt.name!r} on a GPU (its pages were not seen weighed right there)",
+                     "use a dtype of kvpilot, or SinksAndWindow")  # fmt: skip
+    if isinstance(fmt, LatentFormat):
+        raise refuse(f"kv-cache dtype {fmt.name!r}", "leave it out")
+    if options.speculation(request.others):
+        raise refuse("speculative decoding", "leave one of the two out")
+    for switch in REFUSED:
+        for option, value in options.given(request.others, *switch.options):
+            if value is None or value not in switch.off:
+                raise refuse(f"{option} ({switch.what})", "leave one of the two out")
+    if skipped := [layer for layer in request.skip_layers or () if layer != options.SLIDING]:  # models have none of it
+        raise refuse(f"--kv-cache-dtype-skip-layers {','.join(skipped)}", "leave one of the two out")
+    if request.recent:
+        raise refuse(f"--recent-tokens {request.recent} (the recent window)", "leave one of the two out")
+    if isinstance(bound, HeavyHitters):
+        _heavy(fmt, bound, request, BLOCK_TOKENS[platform], refuse)
+    if config is None:
+        return []
+    if (what := _unsupported(config)) is not None:
+        raise refuse(what, "leave it out", "ModelUnsupported")
+    length = request.max_model_len or config.max_positions
+    if length and length <= bound.reach:
+        what = "outgrows the budget" if isinstance(bound, HeavyHitters) else "leaves the window"
+        return [("RetentionUnused", f"--retention {bound}: no context of {length} tokens {what}; the option is of no "
+                 "effect")]  # fmt: skip
+    return []
+
+
+def _heavy(
+    fmt: formats.Format | LatentFormat, bound: HeavyHitters, request: Request, usual: int,
+    refuse: Callable[[str, str], PreflightError],
+) -> None:  # fmt: skip
+    """Refuse what pages cannot be weighed with; `usual`: tokens of a page where nobody says."""
+    if fmt.name.startswith("fp8"):
+        raise refuse(f"kv-cache dtype {fmt.name!r}", "use auto or a dtype of kvpilot")
+    if request.tensor_parallel > 1:
+        raise refuse(f"--tensor-parallel-size {request.tensor_parallel}", "use 1")
+    for option in ("--pipeline-parallel-size", "-pp"):
+        if options.count(request.others, option) > 1:
+            raise refuse(f"{option} (pipeline parallelism)", "leave it out")
+    page = options.count(request.others, "--block-size")
+    page = usual if page == 1 else page
+    if bound.budget < bound.least(page):
+        raise PreflightError(
+            "BadArguments",
+            f"--retention {bound}: {bound.sinks} sinks, a window of {bound.window} tokens and one page beside them "
+            f"take {bound.least(page)} tokens in pages of {page}; make --retention-budget-tokens at least that, or the "
+            "window or --block-size smaller",
+        )
+
+
+def _unsupported(model: models.Architecture) -> str | None:
+    """What a bounded cache does not serve in this model, or None."""
+    found = (
+        (model.latent, "multi-head latent attention"),
+        (model.encoder_decoder, "an encoder-decoder model"),
+        (model.alibi, "a model with ALiBi"),
+        (model.bidirectional or model.image_prefix, "attention to later tokens"),
+        (any(group.kind is Kind.CHUNKED for group in model.groups), "a model with chunked attention"),
+        (model.window_layers, f"a model with {model.window_layers} sliding-window layers"),
+        (model.state_layers or model.other_layers, "a model with layers of another kind than attention"),
+        (model.shared_layers, f"a model with {model.shared_layers} layers that use another layer's KV cache"),
+    )
+    return next((what for present, what in found if present), None)

@@ -1,0 +1,182 @@
+"""Whether an engine can start as asked, decided before vLLM or a GPU is touched.
+
+It takes well under a second for a model in a folder, and for one on the hub as long as fetching its config.json does.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from kvpilot_kernels import dtypes, formats, models
+from kvpilot_kernels.dtypes import Dtype
+from kvpilot_kernels.latent import formats as latent
+from kvpilot_runtime.config import options
+from kvpilot_runtime.engine import compat
+from kvpilot_runtime.errors import PreflightError
+from kvpilot_runtime.preflight import bounded, hub, installed, machine, memory, own_dtypes
+from kvpilot_runtime.preflight.modelconfig import read_config, weight_bytes
+from kvpilot_runtime.preflight.request import Findings, Request, model_folder
+from kvpilot_runtime.transfer import disk_file
+
+CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})
+"""vLLM's own dtypes that its CPU backend really implements; it accepts the others and reads garbage."""
+
+OLDEST_GPU = (8, 0)
+"""Compute capability from which on our formats run: their kernels multiply in bfloat16 on tensor cores."""
+
+
+def check(request: Request) -> Findings:
+    """Look at model, dtype and memory, in this order.
+
+    Raises:
+        PreflightError: the engine cannot work as asked.
+    """
+    findings = Findings(skip_layers=request.skip_layers or ())
+    platform = machine.platform()
+    fmt = _dtype(request.dtype)
+    folder = model_folder(request.model)
+    if folder is not None:
+        findings.config = read_config(folder)
+        _architecture(findings.config, request, findings)
+    _platform_dtype(fmt, platform, request, findings)
+    if any(options.given(request.others, options.OFFLOAD)):
+        _offload(request, platform)
+    if request.disk_path is not None or request.disk_bytes is not None:
+        _disk(request)
+    if fmt.ours:
+        own_dtypes.check_options(fmt, request)
+    own_dtypes.check_window(fmt, request, findings)
+    if folder is None:
+        _ask_hub(request, findings)
+    findings.warnings += bounded.check(fmt, findings.config, request, platform)
+    findings.disable_window = (
+        request.retention is not None and findings.config is not None and findings.config.idle_window
+    )
+    if isinstance(fmt, latent.LatentFormat):
+        own_dtypes.check_latent(fmt, findings.config, request)
+    elif fmt.ours and findings.config is not None:
+        own_dtypes.check_own(fmt, findings.config, request, findings)
+    elif fmt.ours and request.skip_layers is None:
+        findings.skip_layers = (options.SLIDING,)  # of no effect on a model without such layers
+    if folder is not None and findings.config is not None:
+        memory.check(fmt, findings.config, weight_bytes(folder) + _draft_bytes(request, folder), request, platform)
+    return findings
+
+
+def _draft_bytes(request: Request, model: Path) -> int:
+    """Bytes of the weights of a draft model that lies in a folder of its own.
+
+    Raises:
+        PreflightError: ModelNotFound, as `weight_bytes`.
+    """
+    asked = options.speculation(request.others)
+    folder = model_folder(asked.get("model", "")) if asked.get("method") in options.DRAFT_MODELS else None
+    return 0 if folder is None or folder == model or not asked.get("model") else weight_bytes(folder)
+
+
+def _ask_hub(request: Request, findings: Findings) -> None:
+    file = hub.config_file(request.model, request.revision)
+    unchecked = "its architecture and size are" if file is None else "whether its weights fit is"
+    findings.warnings.append(
+        ("ModelNotChecked", f"model {request.model!r} is on the hub: {unchecked} for vLLM to find out")
+    )
+    if file is not None:
+        findings.config = read_config(file)
+        _architecture(findings.config, request, findings)
+
+
+def _dtype(name: str) -> Dtype:
+    if name in formats.VLLM_DTYPES_LEFT_OUT:
+        # vLLM's to judge; counted as its smallest, so that nothing is refused that could fit.
+        return replace(formats.parse("nvfp4"), name=name)
+    try:
+        return dtypes.parse(name)
+    except formats.UnknownFormatError as error:
+        raise PreflightError("DtypeUnsupported", f"--kv-cache-dtype: {error}") from error
+
+
+def _architecture(config: models.Architecture, request: Request, findings: Findings) -> None:
+    model = request.model
+    if not config.architectures:
+        raise PreflightError("ModelUnsupported", f"model {model!r}: config.json names no architecture; add its class under 'architectures'")  # fmt: skip  # noqa: E501
+    _custom_code(config, request)
+    if config.doubt:
+        findings.warnings.append(("ModelNotKnown", f"model {model!r}: {config.doubt}"))
+    known = installed.known_architectures()
+    if not known or any(a in known for a in config.architectures):
+        return
+    name = config.architectures[0]
+    if config.custom_code or any(installed.known_to_transformers(a) for a in config.architectures):
+        findings.warnings.append(
+            ("ModelNotNative", f"architecture {name!r} is not vLLM's own: it tries the slower Transformers fallback")
+        )
+        return
+    raise PreflightError(
+        "ModelUnsupported",
+        f"model {model!r}: architecture {name!r} is unknown to the installed vLLM ({len(known)} are known); use a "
+        "model that vLLM serves, or a runtime image with a newer vLLM",
+    )
+
+
+def _custom_code(config: models.Architecture, request: Request) -> None:
+    """Code from a model's repository runs only where the user has said that it may."""
+    if not config.custom_code or any(arg.split("=", 1)[0] == "--trust-remote-code" for arg in request.others):
+        return
+    ours = installed.known_model_types()
+    if not ours or config.model_type in ours or models.known(config.model_type):
+        return
+    raise PreflightError(
+        "ModelUnsupported",
+        f"model {request.model!r}: its model_type {config.model_type!r} is neither vLLM's nor transformers', and needs "
+        "the code in its own repository (auto_map); if you trust its publisher, add --trust-remote-code",
+    )
+
+
+def _platform_dtype(fmt: Dtype, platform: machine.Platform, request: Request, findings: Findings) -> None:
+    if platform == "cpu":
+        if not fmt.ours and fmt.name not in CPU_DTYPES:
+            findings.warnings.append(
+                ("DtypeUnverified", f"kv-cache dtype {fmt.name!r}: vLLM on CPU accepts it without implementing it, and "
+                 f"the answers are wrong; use one of {', '.join([*sorted(CPU_DTYPES), *formats.own_names()])}")
+            )  # fmt: skip
+        return
+    for gpu in machine.gpus()[: memory.here(request)]:
+        have = ".".join(map(str, gpu.capability))
+        instead = "'auto' or 'int8'" if gpu.capability >= OLDEST_GPU else "'auto'"
+        if fmt.name.startswith("fp8") and gpu.capability < (8, 9):
+            raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} needs compute capability 8.9, and {gpu.name} has {have}; use {instead}")  # fmt: skip  # noqa: E501
+        if fmt.ours and gpu.capability < OLDEST_GPU:
+            raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} needs compute capability {OLDEST_GPU[0]}.{OLDEST_GPU[1]}, and {gpu.name} has {have}; use 'auto'")  # fmt: skip  # noqa: E501
+    if fmt.ours and request.model_dtype in ("float", "float32"):
+        raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} on a GPU needs a model in 16 bits, and --dtype is {request.model_dtype!r}; use --dtype=bfloat16, or --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
+
+
+def _offload(request: Request, platform: machine.Platform) -> None:
+    """Whether this vLLM can offload, and this machine has the memory for it."""
+    if not installed.can_offload():
+        raise PreflightError("BadArguments", f"{options.OFFLOAD}: the installed vLLM has no offloading to host memory; leave it out, or use a runtime image with vLLM 0.28 or newer")  # fmt: skip  # noqa: E501
+    memory.check_offload(request, platform)
+
+
+def _disk(request: Request) -> None:
+    """Whether offloaded pages can go on to a disk, and there is room for them."""
+    if request.disk_path is None or request.disk_bytes is None:
+        lacks, given = (options.DISK_PATH, options.DISK_SIZE)[:: 1 if request.disk_path is None else -1]
+        raise PreflightError("BadArguments", f"{given} goes with {lacks}: give both, or leave it out")
+    if not any(options.given(request.others, options.OFFLOAD)):
+        raise PreflightError("BadArguments", f"{options.DISK_PATH} is for what host memory has no room for: give {options.OFFLOAD}, too, or leave it out")  # fmt: skip  # noqa: E501
+    if lacks := compat.lacks_for_disk():
+        raise PreflightError("BadArguments", f"{options.DISK_PATH} needs {lacks}; use such a runtime image, or leave it out")  # fmt: skip  # noqa: E501
+    if any(options.given(request.others, options.TRANSFER)):
+        raise PreflightError("BadArguments", f"{options.TRANSFER}: {options.DISK_PATH} sets it; leave one of the two out")  # fmt: skip  # noqa: E501
+    other = [value for _, value in options.given(request.others, "--kv-offloading-backend") if value != "native"]
+    if other or os.environ.get(options.SIMPLE_OFFLOAD, "0").strip() not in ("", "0"):
+        named = f"--kv-offloading-backend {other[0]}" if other else options.SIMPLE_OFFLOAD
+        raise PreflightError("BadArguments", f"{named}: {options.DISK_PATH} is for vLLM's own offloading; leave one of the two out")  # fmt: skip  # noqa: E501
+    if memory.nodes(request) > 1:
+        raise PreflightError("BadArguments", f"{options.DISK_PATH}: an engine over {memory.nodes(request)} nodes (--nnodes) has host memory on each, and one node's disk would have its part alone; leave it out")  # fmt: skip  # noqa: E501
+    engines_here = options.count(request.others, "--data-parallel-size", "-dp")
+    if (error := disk_file.refused(options.DISK_PATH, request.disk_path, request.disk_bytes * engines_here)) is not None:  # fmt: skip  # noqa: E501
+        raise error

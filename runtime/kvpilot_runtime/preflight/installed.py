@@ -1,0 +1,100 @@
+"""Which model classes the installed vLLM can serve, read from its source without importing it (which takes seconds)."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from pathlib import Path
+
+from kvpilot_runtime.config.carriers import Carrier, other_release
+from kvpilot_runtime.engine import compat
+from kvpilot_runtime.errors import UnsupportedEngineError
+
+_NOT_SERVED = {"_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS"}
+_POOLING = {
+    "_EMBEDDING_MODELS", "_LATE_INTERACTION_MODELS", "_REWARD_MODELS", "_TOKEN_CLASSIFICATION_MODELS",
+    "_SEQUENCE_CLASSIFICATION_MODELS",
+}  # fmt: skip
+
+
+def known_architectures() -> frozenset[str]:
+    """Names in vLLM's model registry; empty when vLLM is absent or keeps its registry elsewhere."""
+    return frozenset().union(*_registry().values())
+
+
+def pooling_architectures() -> frozenset[str]:
+    """Of these, the ones that generate nothing: they embed, score or classify."""
+    tables = _registry()
+    return known_architectures().difference(*(names for table, names in tables.items() if table not in _POOLING))
+
+
+@functools.cache
+def _registry() -> dict[str, frozenset[str]]:
+    """Names in each table of vLLM's model registry; empty as above."""
+    tree = _parse("vllm", "model_executor/models/registry.py")
+    found: dict[str, frozenset[str]] = {}
+    for node in tree.body if tree is not None else ():
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        tables = [t.id for t in targets if isinstance(t, ast.Name)]
+        if isinstance(value, ast.Dict) and any(t.endswith("_MODELS") and t not in _NOT_SERVED for t in tables):
+            keys = (k.value for k in value.keys if isinstance(k, ast.Constant))
+            found[tables[0]] = frozenset(k for k in keys if isinstance(k, str))
+    return found
+
+
+@functools.cache
+def known_model_types() -> frozenset[str]:
+    """model_type of the configs that vLLM reads with classes of its own; empty as above."""
+    tree = _parse("vllm", "transformers_utils/config.py")
+    names: set[str] = set()
+    for node in tree.body if tree is not None else ():
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+            continue
+        if node.target.id == "_CONFIG_REGISTRY" and isinstance(node.value, ast.Call):
+            for keyword in node.value.keywords:
+                spread = keyword.value.keys if isinstance(keyword.value, ast.Dict) else ()
+                names.update(k.value for k in spread if isinstance(k, ast.Constant) and isinstance(k.value, str))
+                names.update([keyword.arg] if keyword.arg else ())
+    return frozenset(names)
+
+
+def can_offload() -> bool:
+    """Whether the installed vLLM can offload its KV cache to host memory; True when vLLM is absent."""
+    vllm = importlib.util.find_spec("vllm")
+    return vllm is None or vllm.origin is None or (Path(vllm.origin).parent / "v1/kv_offload/cpu/spec.py").exists()
+
+
+def lacks(carrier: Carrier) -> str:
+    """What a connector needs and this machine lacks; nothing where vLLM is absent."""
+    try:
+        if compat.vllm_version() != compat.CARRIES:
+            return f"vLLM {compat.CARRIES[0]}.{compat.CARRIES[1]} (here is {compat.version_text()})"
+    except UnsupportedEngineError:
+        return ""
+    if importlib.util.find_spec(carrier.package) is None:
+        return f"the package {carrier.package}"
+    if (other := other_release(carrier)) and carrier.release:
+        return f"{carrier.package} {carrier.release[0]}.{carrier.release[1]} (here is {other})"
+    return ""
+
+
+def known_to_transformers(architecture: str) -> bool:
+    """Whether the installed transformers names this class; vLLM can then serve it through its fallback."""
+    tree = _parse("transformers", "models/auto/modeling_auto.py")
+    return tree is not None and any(
+        isinstance(node, ast.Constant) and node.value == architecture for node in ast.walk(tree)
+    )
+
+
+def _parse(package: str, path: str) -> ast.Module | None:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        return ast.parse(Path(spec.origin).parent.joinpath(path).read_text())
+    except (OSError, SyntaxError):
+        return None

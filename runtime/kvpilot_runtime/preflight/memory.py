@@ -1,0 +1,166 @@
+"""Whether weights, one request's KV cache and the engine fit where they are to go, estimated without vLLM."""
+
+from __future__ import annotations
+
+import os
+
+from kvpilot_kernels import formats, models
+from kvpilot_kernels.latent.formats import LatentFormat
+from kvpilot_runtime.config import options
+from kvpilot_runtime.errors import PreflightError
+from kvpilot_runtime.preflight import machine
+from kvpilot_runtime.preflight.request import Request
+
+CPU_OVERHEAD = 2_500 * 2**20
+"""Bytes that vLLM's three processes take on CPU beyond weights and KV cache: an estimate (0.32.0, SmolLM2-135M)."""
+
+GPU_OVERHEAD = 3 * 2**30
+"""Bytes kept per GPU for activations, CUDA graphs and the allocator's slack: an allowance, not a measurement."""
+
+BLOCK_TOKENS: dict[machine.Platform, int] = {"cpu": 128, "cuda": 64}
+"""Tokens of a block where `--block-size` does not say otherwise."""
+
+
+def stages(request: Request) -> int:
+    """Of pipeline parallelism: each has its share of the layers."""
+    return options.count(request.others, "--pipeline-parallel-size", "-pp")
+
+
+def nodes(request: Request) -> int:
+    """Machines that one engine is spread over, in equal parts."""
+    return options.count(request.others, "--nnodes", "-n")
+
+
+def ranks(request: Request) -> int:
+    """GPUs of one engine that layers and heads are spread over."""
+    return request.tensor_parallel * stages(request)
+
+
+def here(request: Request) -> int:
+    """Those of them that this machine has to have."""
+    return -(-ranks(request) // nodes(request))
+
+
+def check(
+    fmt: formats.Format | LatentFormat, config: models.Architecture, weights: int, request: Request,
+    platform: machine.Platform,
+) -> None:  # fmt: skip
+    """Compare what is needed with what there is; `weights` in bytes, of the whole model.
+
+    Raises:
+        PreflightError: DoesNotFit.
+    """
+    length = request.max_model_len or config.max_positions
+    in_16_bits = len({layer for layer in request.skip_layers or () if layer.isdecimal()})
+    per_token = config.token_bytes(fmt, in_16_bits)
+    ring = _ring_tokens(fmt, config, request, length, platform) * per_token
+    # A latent cache is kept whole by every rank, and so is a KV head that several share.
+    shares = stages(request) * (1 if config.latent else max(1, min(request.tensor_parallel, config.kv_heads)))
+    held = length or 0
+    if request.retention is not None:
+        held = min(held, request.retention.kept(BLOCK_TOKENS[platform]))
+    wanted = (held * per_token + ring) // shares
+    if request.kv_bytes is not None and wanted > request.kv_bytes:
+        if request.retention is not None and held < (length or 0):
+            raise PreflightError("DoesNotFit", f"one request needs {_mib(wanted)} of KV cache in {fmt.name!r} for the {held} tokens that it keeps ({per_token} bytes each), and the KV cache has {_mib(request.kv_bytes)}; make {request.retention.option} smaller, or give the cache more")  # fmt: skip  # noqa: E501
+        most = max((request.kv_bytes * shares - ring) // per_token, 0)
+        window = f", {_mib(ring)} of it for the recent window" if ring else ""
+        raise PreflightError(
+            "DoesNotFit",
+            f"one request of {length} tokens needs {_mib(wanted)} of KV cache in {fmt.name!r} ({per_token} bytes a "
+            f"token{window}) and the KV cache has {_mib(request.kv_bytes)}; set maxModelLen to at most {most}, or give "
+            "the cache more",
+        )
+    if platform == "cpu":
+        have = machine.available_memory()
+        kv = wanted if request.kv_bytes is None else request.kv_bytes
+        extra = CPU_OVERHEAD + offloaded(request)
+        weights //= nodes(request)
+        need, what = weights + kv + extra, "memory available here"
+    else:
+        gpus, wide, seen = machine.gpus(), ranks(request), here(request)
+        if not gpus:
+            raise PreflightError("DoesNotFit", "no GPU is visible and the installed vLLM is made for GPUs; request nvidia.com/gpu, or use the CPU image")  # fmt: skip  # noqa: E501
+        if len(gpus) < seen:
+            stages_too = f" times --pipeline-parallel-size {stages(request)}" if stages(request) > 1 else ""
+            shared = f", {seen} on each of {nodes(request)} nodes," if nodes(request) > 1 else ""
+            raise PreflightError("DoesNotFit", f"--tensor-parallel-size {request.tensor_parallel}{stages_too} needs as many GPUs{shared} and {len(gpus)} are visible; request more, or lower it")  # fmt: skip  # noqa: E501
+        # vLLM takes its fraction of a whole GPU, but cannot take what others hold.
+        have = min(min(int(g.total * request.memory_fraction), g.total - g.used) for g in gpus[:seen])
+        kv = wanted if request.kv_bytes is None else request.kv_bytes
+        # Experts are spread over data-parallel engines too: no GPU has less than this, and some have more.
+        weights //= wide * options.count(request.others, "--data-parallel-size", "-dp")
+        need = weights + kv + GPU_OVERHEAD
+        what, extra = f"{request.memory_fraction:.0%} of each GPU's memory, less what others use", GPU_OVERHEAD
+    if need > have:
+        raise PreflightError(
+            "DoesNotFit",
+            f"weights {_mib(weights)} + KV cache {_mib(kv)} + engine {_mib(extra)} = "
+            f"{_mib(need)} do not fit in {_mib(have)} ({what}); use a smaller model, a shorter maxModelLen, a smaller "
+            "KV-cache dtype, or more memory",
+        )
+
+
+def offloaded(request: Request) -> int:
+    """Bytes of host memory that are to hold offloaded pages, of all engines that are started; 0 for none.
+
+    Raises:
+        PreflightError: BadArguments.
+    """
+    try:
+        size = options.offloaded_bytes(request.others)
+    except ValueError as error:
+        raise PreflightError("BadArguments", f"{options.OFFLOAD} is {error.args[0]!r}, and has to be a number of GiB above 0; set it to the host memory that offloaded pages may take, or leave it out") from None  # fmt: skip  # noqa: E501
+    return (size or 0) * options.count(request.others, "--data-parallel-size", "-dp")
+
+
+def check_offload(request: Request, platform: machine.Platform) -> None:
+    """Compare the host memory that offloading takes with what there is.
+
+    Raises:
+        PreflightError: BadArguments, DoesNotFit.
+    """
+    wanted, have = offloaded(request), machine.available_memory()
+    if wanted > have:
+        raise PreflightError(
+            "DoesNotFit",
+            f"{options.OFFLOAD}: offloaded pages are to take {_mib(wanted)} of host memory and {_mib(have)} are "
+            "available; offload less, or give the container more memory",
+        )
+    # On a GPU the pages lie in a file there, so that all ranks and the GPU's copies find them; above a disk always.
+    if (platform != "cpu" or request.disk_path is not None) and wanted > (have := machine.shared_memory()):
+        raise PreflightError(
+            "DoesNotFit",
+            f"{options.OFFLOAD}: offloaded pages are to take {_mib(wanted)} of /dev/shm and {_mib(have)} are free "
+            "there; offload less, or mount a larger /dev/shm (a container's own has 64 MiB)",
+        )
+
+
+def _ring_tokens(
+    fmt: formats.Format | LatentFormat, config: models.Architecture, request: Request, context: int | None,
+    platform: machine.Platform,
+) -> int:  # fmt: skip
+    """Tokens whose pages a request's ring takes, in blocks of the platform's usual size."""
+    unlike = config.state_layers or config.chunked_layers
+    if isinstance(fmt, LatentFormat) or not fmt.ours or unlike or request.retention is not None:
+        # No rings are kept beside states and chunks (docs/serving.md), nor bounded caches any (docs/retention.md).
+        return 0
+    block = BLOCK_TOKENS[platform]
+    recent = fmt.recent_tokens(request.recent, context)
+    kept = recent + options.drafts(request.others) if recent else 0
+    return fmt.ring_blocks(kept, config.head_dim, block) * block
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB" if size < 10 * 2**30 else f"{size / 2**30:,.1f} GiB"
+
+
+def cpu_kv_bytes() -> int | None:
+    """The KV cache's size that the environment sets for vLLM on CPU (`VLLM_CPU_KVCACHE_SPACE`, whole GiB)."""
+    text = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
+    if not text:
+        return None
+    try:
+        return int(text) * 2**30
+    except ValueError:
+        raise PreflightError("BadArguments", f"VLLM_CPU_KVCACHE_SPACE is {text!r}, and vLLM takes whole GiB; use --kv-cache-memory-bytes, which takes bytes (64M)") from None  # fmt: skip  # noqa: E501

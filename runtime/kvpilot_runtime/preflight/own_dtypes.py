@@ -1,0 +1,114 @@
+"""Whether a dtype of kvpilot can serve a model as asked, with its options and its recent window."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvpilot_kernels import formats, models
+from kvpilot_kernels.dtypes import Dtype
+from kvpilot_kernels.latent import formats as latent
+from kvpilot_runtime.config import carriers, options
+from kvpilot_runtime.engine import compat
+from kvpilot_runtime.errors import PreflightError
+from kvpilot_runtime.preflight import installed, machine
+from kvpilot_runtime.preflight.request import CALIBRATION_OFF, Findings, Request, model_folder
+
+_POOLING = ("ForSequenceClassification", "ForTokenClassification", "RewardModel", "ForRewardModeling", "EmbeddingModel",
+            "ForTextEncoding")  # fmt: skip
+"""Ends of the names of classes that vLLM turns into pooling models."""
+
+
+def check_options(fmt: Dtype, request: Request) -> None:
+    """What else was asked for, whatever the model is."""
+    every = (*request.others, f"--tensor-parallel-size={request.tensor_parallel}")
+    if (found := options.refused(every, os.environ, machine.platform())) is not None:
+        option, what = found
+        raise PreflightError("BadArguments", f"{option}: {what} does not work with kv-cache dtype {fmt.name!r}; leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
+    carrier = carriers.SERVED.get(str(options.transfer(request.others).get("kv_connector")))
+    if carrier is not None and (lacks := installed.lacks(carrier)):
+        raise PreflightError("BadArguments", f"{options.TRANSFER}: {carrier.name} with kv-cache dtype {fmt.name!r} needs {lacks}; use such a runtime image, or leave it out")  # fmt: skip  # noqa: E501
+    if any(options.given(request.others, "--enable-sleep-mode")) and not compat.wakes_as_it_was():
+        raise PreflightError("BadArguments", f"--enable-sleep-mode: before vLLM {'.'.join(map(str, compat.SLEEP_FROM))} an engine with kv-cache dtype {fmt.name!r} does not wake up as it was; leave it out, or use a runtime image with a newer vLLM")  # fmt: skip  # noqa: E501
+    named = request.calibration not in (None, CALIBRATION_OFF)
+    if fmt.calibrated_only and request.calibration == CALIBRATION_OFF:
+        raise PreflightError("BadArguments", f"--calibration off: without calibration kv-cache dtype {fmt.name!r} is not accurate; leave the option out, so that the engine calibrates itself, or give a file of `kvpilot calibrate`")  # fmt: skip  # noqa: E501
+    if named and not Path(request.calibration or "").is_file():
+        raise PreflightError("BadArguments", f"--calibration {request.calibration!r}: there is no such file; check that its volume is mounted, or leave the option out: the engine then calibrates itself")  # fmt: skip  # noqa: E501
+
+
+def check_window(fmt: Dtype, request: Request, findings: Findings) -> None:
+    """Whether the recent window that was asked for can be served."""
+    if not request.recent:
+        return
+    length = request.max_model_len or (findings.config.max_positions if findings.config is not None else None)
+    if not fmt.has_ring:
+        findings.warnings.append(
+            ("WindowUnused", f"--recent-tokens {request.recent}: kv-cache dtype {fmt.name!r} has no bits to add to its "
+             "last tokens; the option is of no effect")
+        )  # fmt: skip
+    elif length is not None and request.recent > length:
+        raise PreflightError("BadArguments", f"--recent-tokens {request.recent} is more than the context of {length} tokens; use a smaller window ({', '.join(map(str, formats.RECENT_CHOICES))}), or a longer --max-model-len")  # fmt: skip  # noqa: E501
+
+
+def check_own(fmt: Dtype, config: models.Architecture, request: Request, findings: Findings) -> None:
+    """Whether our backend can serve the model, and which of its layers stay in 16 bits."""
+
+    def refuse(what: str, remedy: str = "use --kv-cache-dtype=auto") -> None:
+        raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} does not support {what}; {remedy}")
+
+    what = models.unsupported(config)
+    if config.latent and models.unsupported_latent(config) is None:
+        instead = " or ".join(f"--kv-cache-dtype={name}" for name in ("auto", *latent.names()))
+        refuse("multi-head latent attention, which has dtypes of its own", f"use {instead}")
+    if what is not None:
+        refuse(what)
+    if _pools(config, request):
+        refuse(f"pooling, which is what vLLM serves {config.architectures[0]!r} for")
+    findings.disable_window = config.idle_window
+    drafted = options.speculation(request.others).get("method") in options.DRAFT_MODELS
+    if drafted and (config.layers != config.full_layers or config.state_layers or request.skip_layers):
+        refuse("a draft model, EAGLE or MTP beside layers that are not full attention, or stay in 16 bits,", "speculate by ngram, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
+    if config.layers != config.full_layers:
+        kind = "sliding-window layers" if config.window_layers else "chunked attention"
+        for option, _ in options.given(request.others, options.OFFLOAD, options.TRANSFER):
+            refuse(f"{option} for a model with {kind}, whose requests can wait for each other for ever when blocks are loaded", "leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
+    if request.skip_layers and any(options.given(request.others, options.TRANSFER)):
+        refuse(f"{options.TRANSFER} beside layers that stay in 16 bits (--kv-cache-dtype-skip-layers)", "leave one of the two out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
+    if config.window_layers:
+        if request.skip_layers is None:
+            findings.skip_layers = (options.SLIDING,)
+        elif options.SLIDING not in request.skip_layers:
+            refuse(f"the {config.window_layers} sliding-window layers of this model", f"keep them in 16 bits with --kv-cache-dtype-skip-layers={options.SLIDING}")  # fmt: skip  # noqa: E501
+
+
+def check_latent(fmt: latent.LatentFormat, config: models.Architecture | None, request: Request) -> None:
+    """Whether our backend of multi-head latent attention can serve the model as asked."""
+
+    def refuse(what: str, remedy: str = "leave it out, or use --kv-cache-dtype=auto") -> None:
+        raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} does not support {what}; {remedy}")
+
+    if options.speculation(request.others):
+        refuse("speculative decoding")
+    for option, _ in options.given(request.others, options.OFFLOAD, options.TRANSFER):
+        refuse(option)
+    if request.skip_layers:
+        refuse("--kv-cache-dtype-skip-layers")
+    if request.calibration not in (None, CALIBRATION_OFF):
+        refuse(f"--calibration {request.calibration!r}: there are no static factors of latents")
+    if config is None:
+        return
+    if (what := models.unsupported_latent(config)) is not None:
+        refuse(what, "use --kv-cache-dtype=auto")
+    if _pools(config, request):
+        refuse(f"pooling, which is what vLLM serves {config.architectures[0]!r} for", "use --kv-cache-dtype=auto")
+
+
+def _pools(config: models.Architecture, request: Request) -> bool:
+    """Whether vLLM would serve this model for embeddings, scores or classes, as far as is known without asking it."""
+    if ("--runner", "generate") in options.given(request.others, "--runner"):
+        return False
+    folder, name = model_folder(request.model), config.architectures[0]
+    if folder is not None and (folder / "modules.json").exists():  # sentence-transformers
+        return True
+    return name in installed.pooling_architectures() or name.endswith(_POOLING)

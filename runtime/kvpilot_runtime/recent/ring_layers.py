@@ -1,0 +1,170 @@
+"""The recent window in the engine: beside each of our layers a layer without weights, which has the ring's pages.
+
+vLLM gives every layer with a KV cache a place in a group, and every group a block table. `attach` adds a `RecentLayer`
+to each of our layers once the weights are loaded; the builder of its group says where a step's tokens go in the rings.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from kvpilot_kernels import formats
+from kvpilot_runtime.config import retention
+from kvpilot_runtime.engine import compat, contract
+from kvpilot_runtime.errors import UnsupportedModelError
+from kvpilot_runtime.recent import info as recent_info
+from kvpilot_runtime.speculation import drafts, spares
+
+VARIABLE = "KVPILOT_RECENT_TOKENS"
+"""Environment variable with the window's tokens; set by kvpilot-serve. Absent or empty: the default."""
+
+SUFFIX = ".recent"
+"""What a ring layer's name has more than that of the layer beside it."""
+
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+
+
+@dataclass
+class Rings:
+    """What a step's layers need to know of the rings.
+
+    Attributes:
+        slots: int64 [tokens or more], where each token goes in its ring, -1 for none.
+        table: int32 [rows or more, ring_blocks], the rings of the rows that decode; 0 or negative for none.
+    """
+
+    slots: torch.Tensor
+    table: torch.Tensor
+
+
+class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # vLLM has no types for us
+    """The rings' pages of one layer: cache and group, and nothing to compute."""
+
+    def __init__(self, layer_name: str, owner: Any, recent: int) -> None:
+        self.layer_name, self.owner, self.recent = layer_name, owner, recent
+        self.kv_cache_dtype = owner.kv_cache_dtype
+        self.kv_cache = torch.tensor([])
+
+    def get_attn_backend(self) -> Any:
+        """The backend whose builder makes `Rings`."""
+        return self.owner.get_attn_backend().recent_backend()
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """The ring's pages, as those of the layer. Drafts that are taken back must not cost the window a token."""
+        from kvpilot_runtime.recent.ring_spec import RingSpec
+
+        page = self.owner.get_attn_backend().customize_spec(self.owner.get_kv_cache_spec(vllm_config))
+        same = {f.name: getattr(page, f.name) for f in fields(RingSpec) if hasattr(page, f.name)}
+        return RingSpec(**same, kept=self.recent + drafts(vllm_config), fmt=self.owner.impl.fmt.name)
+
+
+def asked() -> int | None:
+    """What the environment asks for; None for the default.
+
+    Raises:
+        UnsupportedModelError: not a window that can be served.
+    """
+    text = os.environ.get(VARIABLE, "").strip()
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) not in formats.RECENT_CHOICES:
+        raise UnsupportedModelError(
+            f"{VARIABLE} is {text!r}; use one of {', '.join(map(str, formats.RECENT_CHOICES))}, or leave it out for "
+            f"the default ({formats.default_windows()})"
+        )
+    return int(text)
+
+
+def attach(config: Any, layers: dict[str, Any]) -> None:
+    """Give an engine's layers of ours, by name, their rings, or settle that there are none; once.
+
+    Layers that come after that are a draft model's and have none. Their backend is one of another name: vLLM has a
+    builder for layers of one backend, whose steps are planned for a window or for none.
+
+    Raises:
+        UnsupportedModelError: the window asked for cannot be served, or is longer than the context.
+    """
+    if any(layer.impl.recent is not None for layer in layers.values()):
+        for layer in layers.values():
+            if layer.impl.recent is None:  # a draft's: its proposer describes no step to rings
+                layer.impl.recent, layer.attn_backend = 0, _of_drafts(layer.attn_backend)
+        return
+    fmt = formats.parse(config.cache_config.cache_dtype)
+    context = config.model_config.max_model_len
+    wanted = fmt.recent_tokens(asked(), context)
+    if wanted > context:
+        raise UnsupportedModelError(
+            f"{VARIABLE} is {wanted}, and the context is {context} tokens (--max-model-len): a window must not be "
+            "longer; use a smaller one, or 0"
+        )
+    reason = _cannot(config, layers) if wanted else ""
+    recent = 0 if reason else wanted
+    every = config.compilation_config.static_forward_context
+    for name, layer in layers.items():
+        layer.impl.recent = recent
+        if recent and layer.impl.kv_sharing_target_layer_name is None:
+            layer.impl.ring = every[name + SUFFIX] = RecentLayer(name + SUFFIX, layer, recent)
+    first = next(iter(layers.values()))
+    for i in range(spares(config, first) if recent else 0):
+        name = f"spare.{i}{SUFFIX}"
+        every[name] = RecentLayer(name, first, recent)
+    for layer in layers.values():
+        if recent and (target := layer.impl.kv_sharing_target_layer_name) is not None:
+            layer.impl.ring = every[target + SUFFIX]
+    if reason:
+        log.warning("No recent window (%s): kv-cache dtype %r reads the last %d tokens with its own bits, less "
+                    "accurate than it could be; set %s to 0 if that is meant",
+                    reason, fmt.name, wanted, VARIABLE)  # fmt: skip
+    elif wanted < fmt.recent_tokens(asked()):
+        log.info("The default recent window of kv-cache dtype %r, %d tokens, is cut to %d: the context is %d tokens",
+                 fmt.name, fmt.window, wanted, context)  # fmt: skip
+
+
+@cache
+def _of_drafts(backend: type[Any]) -> type[Any]:
+    """The same backend under another name."""
+    return type(f"{backend.__name__}OfDrafts", (backend,), {"__module__": backend.__module__})
+
+
+def report(config: Any, layers: dict[str, Any]) -> None:
+    """Tell log and metrics which window is served."""
+    if not layers:
+        return
+    dtype = config.cache_config.cache_dtype
+    found = next(iter(layers.values())).impl.recent
+    wanted = formats.parse(dtype).recent_tokens(asked())
+    reason = ""
+    if found is None:
+        reason = "NotAttached"
+        log.warning("No recent window: this model loader does not call its layers after loading")
+    elif found < wanted:
+        reason = _cannot(config, layers) or "ShortContext"
+    recent_info.report(recent_info.Window(dtype, found or 0, reason))
+
+
+def _cannot(config: Any, layers: dict[str, Any]) -> str:
+    """Why this engine can have no rings, in a word for metrics; empty where it can."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+
+    if not contract.has_rings():
+        return "VllmWithoutRings"
+    if retention.asked() is not None:
+        return "BoundedCache"
+    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return "HybridManagerOff"
+    if config.kv_transfer_config is not None and compat.vllm_version() < compat.RINGS_STAY_FROM:
+        return "RingsOffloaded"
+    every = get_layers_from_vllm_config(config, AttentionLayerBase).values()
+    if any(type(layer) not in (Attention, RecentLayer) for layer in every):
+        return "OtherLayers"
+    if len({(layer.impl.num_kv_heads, layer.impl.head_size) for layer in layers.values()}) > 1:
+        return "UnlikeLayers"
+    return ""

@@ -1,0 +1,62 @@
+"""vLLM's offloading in tiers (0.32) with our tier of a file below host memory (`disk_tier`)."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from kvpilot_runtime.config import offload
+from kvpilot_runtime.engine import compat
+from kvpilot_runtime.errors import UnsupportedEngineError
+from kvpilot_runtime.transfer.host_copies import HostCopies
+
+with contextlib.suppress(ValueError):  # it is registered
+    SecondaryTierFactory.register_tier(offload.DISK_TIER, "kvpilot_runtime.transfer.disk_tier", "DiskTier")
+
+
+class DiskOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM has no types for us
+    """vLLM's, whose region in /dev/shm goes with its engine however that ends, and which has a worker on a CPU.
+
+    Raises:
+        UnsupportedEngineError: it was not tried with this vLLM.
+    """
+
+    _worker: Any
+
+    def __init__(self, config: Any) -> None:
+        if lacks := compat.lacks_for_disk():
+            raise UnsupportedEngineError(f"a disk below offloaded pages needs {lacks}; use it, or leave the disk out")
+        super().__init__(config)
+
+    def get_manager(self) -> Any:
+        """The scheduler's side. It is made after all workers have mapped the region, which needs no name any more."""
+        if self._manager is None:
+            super().get_manager()
+            self._scheduler_mmap._creator = False
+            Path(self._scheduler_mmap.mmap_path).unlink(missing_ok=True)
+        return self._manager
+
+    def create_worker(self, kv_caches: Any) -> Any:
+        """A worker's side on a GPU."""
+        worker = super().create_worker(kv_caches)
+        worker._mmap_region._creator = False  # the name is not its to remove
+        return worker
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        """vLLM's on a GPU; on a CPU, for which it has none, ours over the same region."""
+        if not current_platform.is_cpu():
+            return super().get_worker(kv_caches)
+        if self._worker is None:
+            region = SharedOffloadRegion(
+                engine_id=self._engine_id, num_chunks=self.num_chunks, rank=self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk, cpu_page_size=self.cpu_page_size_per_worker,
+            )  # fmt: skip
+            region._creator = False
+            self._worker = HostCopies(kv_caches, self.num_chunks, self.blocks_per_chunk, region)
+        return self._worker

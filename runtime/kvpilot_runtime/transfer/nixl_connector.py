@@ -1,0 +1,131 @@
+"""vLLM's pulling `NixlConnector` for pages of ours: the same transfers, on terms that are agreed on.
+
+It differs in this. Engines with other terms (`terms.Terms`) refuse each other in vLLM's own handshake. Blocks
+travel only where all of a prompt's are there and no others, rings whole. And an engine that gets them takes them for a
+prompt only if they came before the other one was free to give them away: vLLM would read whatever stands there by then.
+Whatever is refused is computed anew.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.logger import init_logger
+
+from kvpilot_runtime.recent.ring_spec import RingSpec
+from kvpilot_runtime.transfer.disaggregated import short
+from kvpilot_runtime.transfer.terms import Terms
+
+log = init_logger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+
+_CLOCKS = 0.5
+"""Seconds by which two machines' clocks may be compared wrongly: half a round trip of the handshake, and room."""
+
+
+class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLLM has no types for us
+    """The scheduler's side."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens that another engine has; none unless it has all."""
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_prefill"):
+            wanted = [
+                _blocks(group.kv_cache_spec, request.num_prompt_tokens)
+                for group in self.kv_cache_config.transfer_groups
+            ]
+            missing = short(params, request.num_prompt_tokens, wanted)
+            if missing is not None:
+                log.warning("Request %s: computed here, since engine %s tells of %s", request.request_id,
+                            params.get("remote_engine_id"), missing)  # fmt: skip
+                return 0, False
+        found: tuple[int, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return found
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """What the other engine is to know, and until when its blocks are kept, by this process's clock."""
+        kept, params = super().request_finished(request, block_ids)
+        if kept and params is not None:
+            params["remote_blocks_expiry_time"] = self._reqs_need_send[request.request_id]
+        return kept, params
+
+
+def _blocks(spec: Any, tokens: int) -> int:
+    """Blocks of a request in a group of layers: pages for all its tokens, or a ring."""
+    if isinstance(spec, RingSpec):
+        return min(-(-tokens // spec.ring_tokens), spec.ring_blocks)
+    return int(-(-tokens // spec.block_size))
+
+
+class Reading(NixlPullConnectorWorker):  # type: ignore[misc]
+    """A worker's side."""
+
+    compat_hash: str
+    xfer_handshake_metadata: Any
+
+    def agree(self, terms: Terms) -> None:
+        """Take engines with other terms for strangers. Once the pages are registered, before any engine is met."""
+        self.compat_hash = f"{self.compat_hash} ({terms})"
+        self.xfer_handshake_metadata = replace(self.xfer_handshake_metadata, compatibility_hash=self.compat_hash)
+
+    def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
+        if meta.remote.engine_id in self._engine_clock_offset and any(meta.local_block_ids) and self._lapsed(meta):
+            self._tell_of_lapsed(req_id, meta)
+            self._handle_failed_transfer(req_id, None, self._recv_failures, record_failed_transfer=False)
+            return
+        super()._read_blocks_for_req(req_id, meta)
+
+    def _apply_prefix_caching(self, **blocks: Any) -> tuple[list[list[int]], list[list[int]]]:
+        """As vLLM's, in order of the places: NIXL joins neighbours, and blocks that were given back come backwards."""
+        local, remote = super()._apply_prefix_caching(**blocks)
+        pairs = [sorted(zip(*groups, strict=True)) for groups in zip(local, remote, strict=True)]
+        return [[here for here, _ in group] for group in pairs], [[away for _, away in group] for group in pairs]
+
+    def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> tuple[set[str], set[str]]:
+        done, failed = super()._pop_done_transfers(transfers)
+        for req_id in done - failed:
+            meta = self._recving_metadata.get(req_id)
+            if meta is not None and any(meta.local_block_ids) and self._lapsed(meta):
+                self._tell_of_lapsed(req_id, meta)
+                failed.add(req_id)
+        return done, failed
+
+    def _lapsed(self, meta: Any) -> bool:
+        offset = self._engine_clock_offset[meta.remote.engine_id]
+        return bool(time.perf_counter() + _CLOCKS >= meta.remote.blocks_expiry_time - offset)
+
+    def _tell_of_lapsed(self, req_id: str, meta: Any) -> None:
+        self.xfer_stats.record_kv_expired_req()
+        log.warning("Request %s: computed here, since engine %s keeps its blocks no longer (kv_lease_duration)", req_id,
+                    meta.remote.engine_id)  # fmt: skip
+
+
+class PackedNixlConnector(NixlPullConnector):  # type: ignore[misc]
+    """What an engine with a dtype of ours has for a `NixlConnector`."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = Scheduling(vllm_config, self.engine_id, kv_cache_config)
+        else:
+            self.connector_worker = Reading(vllm_config, self.engine_id, kv_cache_config)
+
+    def agree(self, terms: Terms, worker: Any) -> None:
+        """Tell a worker its engine's terms."""
+        self.connector_worker.agree(terms)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As vLLM's, with whole rings: it counts their pages as if each had a block's tokens."""
+        every = self._kv_cache_manager.get_block_ids(request.request_id)
+        groups = self.kv_cache_config.kv_cache_groups
+        rings = [isinstance(group.kv_cache_spec, RingSpec) for group in groups]
+        whole = (all_ if ring else ids for ring, ids, all_ in zip(rings, block_ids, every, strict=True))
+        found: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(request, tuple(whole))
+        return found
