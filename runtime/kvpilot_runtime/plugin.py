@@ -14,7 +14,7 @@ from kvpilot_runtime.metrics import model_info
 from kvpilot_runtime.recent import info as recent_info
 from kvpilot_runtime.transfer import host
 
-BACKENDS, BOUNDED, TRANSFER = (f"kvpilot_runtime.{room}" for room in ("backends", "bounded", "transfer"))
+BACKENDS, BOUNDED, TRANSFER = (f"kvpilot_runtime.{package}" for package in ("backends", "bounded", "transfer"))
 """vLLM, and what is wrapped in it, get import paths: no process imports what it does not need."""
 
 
