@@ -169,7 +169,7 @@ def page(found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]], ca
         f"registers that spill: in {spills or 'none'} of {sum(map(len, found.values()))} programs. A program may have",
         f"{limits}; a thread has 255 registers.",
         "`--few`: shapes of Llama-3-8B, head_dim 256 for int8, 16 heads of mla4, and on two GPUs some of 80, 192, 512.",
-        "With a recent window decode of 4 queries spills up to 64 bytes where it may have 168 registers, up to 96 from",
+        "With a recent window decode of 4 queries spills up to 64 bytes where it may have 168 registers, to 128 from",
         "head_dim 192 on, of 8 (Llama-3-70B) up to 480; decode of several tokens up to 512, and up to 112 without one.",
         "",
         f"| kernel | dtype | shape | {' | '.join(names)} |",
