@@ -1,6 +1,6 @@
 """An engine without a calibration file calibrates itself at start, before its first request and its CUDA graphs.
 
-Built-in text (`calibration_text`) goes through the model in one step, as sequences at positions all over the context
+Built-in text (`calibration.text`) goes through the model in one step, as sequences at positions all over the context
 that is served. For this one step every attention layer, whatever its KV dtype, attends to the step's own keys and
 values in the model's own elements. From what our layers see come their factors (`kvpilot_kernels.fit.Observed`); each
 rank of tensor parallelism keeps those of its heads, and each stage of a pipeline those of its layers. The same model,
