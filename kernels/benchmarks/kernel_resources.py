@@ -51,8 +51,8 @@ POINTERS = {
     "value_out_ptr": "*bf16", "cache_ptr": "*u8", "ring_ptr": "*u8", "rotated_ptr": "*i8", "slots_ptr": "*i64",
     "ring_slots_ptr": "*i64", "table_ptr": "*i32", "ring_table_ptr": "*i32", "splits_ptr": "*i32", "lens_ptr": "*i32",
     "spans_ptr": "*i32", "bases_ptr": "*i32", "owners_ptr": "*i32",
-    "rows_ptr": "*i32", "starts_ptr": "*i32", "rotation_ptr": "*bf16", "key_rotation_ptr": "*bf16",
-    "value_rotation_ptr": "*bf16", "query_rotation_ptr": "*bf16", "ordinals_ptr": "*i32", "query_rope_ptr": "*bf16",
+    "rows_ptr": "*i32", "starts_ptr": "*i32", "signs_ptr": "*bf16", "key_signs_ptr": "*bf16",
+    "value_signs_ptr": "*bf16", "ordinals_ptr": "*i32", "query_rope_ptr": "*bf16",
     "latent_ptr": "*bf16", "rope_ptr": "*bf16", "begins_ptr": "*i32", "sums_ptr": "*i32",
     "wanted_ptr": "*i32",
 }  # fmt: skip
@@ -92,19 +92,15 @@ def known(variant: Variant, taken: Resources) -> bool:
     1.2 times as long at 32 x 16K), up to 128 from head_dim 192 on, and of k8v4 40 by Triton 3.9, not by 3.6, which was
     measured. Of 8 queries up to 480: a tile of 16 tokens would fit, and takes an H200 1.5 to 1.9 times as long.
     Decode of several tokens, which is 16 queries (8 at head_dim 256): up to 112 bytes without a window, 512 with one;
-    on 9.0 up to 256 by Triton 3.6, with which it was measured. Store and gather of a prompt's rows of 96 on 9.0 have
-    fewer registers than they would take, so that three programs fit: up to 288 bytes, and an H100 is 1.2 times as
-    fast with them; store of 16 of them 8 to 16. Prefill of heads of 512 elements on 9.0, 8 bytes by Triton 3.6 and
-    456 by 3.9: 32 queries spill none and take an H200 2.1 times as long. Reduce in one or two warps, 8 bytes by some
-    Tritons from 3.6 to 3.9.
+    on 9.0 up to 256 by Triton 3.6, with which it was measured. Prefill of heads of 512 elements on 9.0, 8 bytes by
+    Triton 3.6 and 456 by 3.9: 32 queries spill none and take an H200 2.1 times as long. Reduce, 8 bytes by some Tritons
+    from 3.6 to 3.9, and 16 of rows of 96 in one or two warps.
     """
     most = 0
     if variant.kernel == "reduce_kernel":
-        most = 8
+        most = 16
     elif variant.kernel == "prefill_kernel":
         most = 512 if variant.constants["M"] == 64 else 0
-    elif variant.kernel in ("store_kernel", "gather_kernel"):
-        most = 288 if variant.registers is not None else 16 if variant.constants["TOKENS"] >= 16 else 0
     elif variant.kernel == "decode_kernel" and "tokens" in variant.shape:
         most = 512 if "window" in variant.shape else 112
     elif variant.kernel == "decode_kernel" and "window" in variant.shape:
@@ -121,6 +117,8 @@ def compile_for(variant: Variant, capability: int) -> Resources:
         constants["OVERLAP"] = capability >= 90
     if "WAIT" in kernel.arg_names:
         constants["WAIT"] = capability >= 90
+    if constants.get("D") == constants.get("WIDE"):  # rows of a power of two have no signs
+        constants |= {name: None for name in kernel.arg_names if name.endswith("signs_ptr")}
     for name in kernel.arg_names:
         if name in constants:
             types[name] = "constexpr"

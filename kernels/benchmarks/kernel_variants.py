@@ -35,12 +35,6 @@ def row(dim: int) -> dict[str, int]:
     return {"HEAD": dim, "D": stored, "WIDE": slots(stored)}
 
 
-def gather_block(dim: int, capability: int) -> tuning.Block:
-    """The block of gather as `GpuPages` launches it for a head_dim."""
-    stored = row(dim)["D"]
-    return tuning.gather_block(stored, divmod(capability, 10), padded=dim < stored)
-
-
 def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int, page: int = BLOCK,
                    softcap: bool = False, window: int = 0, tokens: int = 1) -> Variant:  # fmt: skip
     """Decode as `GpuPages` launches it for a format, head_dim, query heads of a KV head, recent window, and so on."""
@@ -60,32 +54,28 @@ def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int
     )  # fmt: skip
 
 
-def store_variant(name: str, dim: int, recent: int, tokens: int, capability: int) -> Variant:
+def store_variant(name: str, dim: int, recent: int, tokens: int) -> Variant:
     """Store as `GpuPages` launches it for so many tokens."""
     fmt = formats.parse(name)
-    bits = min(fmt.key.bits, fmt.value.bits)
-    block = tuning.store_block(row(dim)["D"], tokens, bits, divmod(capability, 10))
+    block = tuning.store_block(row(dim)["D"], tokens)
     key, value = side_layouts(fmt, dim, BLOCK, recent)
     ring = fmt.ring_layout(dim, BLOCK).tokens if recent else 0
     constants = {"KV_HEADS": 8, "RATIO": 4, "KEY": key, "VALUE": value, **row(dim), "PAGE": BLOCK, "RING": ring,
                  "TOKENS": block.tokens}  # fmt: skip
     parts = [f"head_dim {dim}", recent and f"window {recent}", f"{block.tokens} tokens in {block.warps} warps"]
-    return Variant("store_kernel", name, ", ".join(part for part in parts if part), block.warps, constants,
-                   block.registers)  # fmt: skip
+    return Variant("store_kernel", name, ", ".join(part for part in parts if part), block.warps, constants)
 
 
-def prompts(dim: int, capability: int) -> tuple[int, ...]:
-    """So many tokens that each is stored by another program, more of them than those of a few sequences that decode."""
-    sizes = (1, tuning.FEW_TOKENS + 1, tuning.SOME_TOKENS + 1)
-    blocks = [tuning.store_block(row(dim)["D"], n, 4, divmod(capability, 10)) for n in sizes]
-    return tuple(n for i, n in enumerate(sizes) if blocks[i] not in blocks[:i] and i > 0)
+STORED = (1, tuning.FEW_TOKENS + 1)
+"""So many tokens that each is stored by another program."""
 
 
-def gather_variant(name: str, dim: int, block: tuning.Block) -> Variant:
-    """Gather with so many tokens and warps."""
+def gather_variant(name: str, dim: int) -> Variant:
+    """Gather as `GpuPages` launches it for a head_dim."""
+    block = tuning.gather_block(row(dim)["D"])
     key, value = side_layouts(formats.parse(name), dim, BLOCK, 0)
     constants = {"KV_HEADS": 8, "KEY": key, "VALUE": value, **row(dim), "PAGE": BLOCK, "TOKENS": block.tokens}
-    return Variant("gather_kernel", name, f"head_dim {dim}", block.warps, constants, block.registers)
+    return Variant("gather_kernel", name, f"head_dim {dim}", block.warps, constants)
 
 
 def reduce_variant(dim: int, take: int, step: int, warps: int, several: bool = False) -> Variant:
@@ -164,19 +154,15 @@ def every_variant(capability: int) -> list[Variant]:
     of several tokens for 4."""
     found = step_variants()
     for dim in (80, 160):
-        found += [store_variant("k4v4", dim, 64, 1, capability), merge_variant(dim)]
-        found.append(gather_variant("k4v4", dim, gather_block(dim, capability)))
+        found += [store_variant("k4v4", dim, 64, 1), merge_variant(dim)]
+        found.append(gather_variant("k4v4", dim))
     for dim in formats.HEAD_DIMS:
         for name in formats.own_names():
             windows = (0, 64) if formats.parse(name).has_ring else (0,)
             found += [decode_variant(name, dim, ratio, recent, capability) for ratio in (4, 8) for recent in windows]
             found += [decode_variant(name, dim, 4, recent, capability, tokens=4) for recent in windows]
-            found += [
-                store_variant(name, dim, recent, tokens, capability)
-                for recent in windows
-                for tokens in (1, *prompts(dim, capability))
-            ]
-            found += [gather_variant(name, dim, gather_block(dim, capability)), weigh_variant(name, dim, 4, capability)]
+            found += [store_variant(name, dim, recent, tokens) for recent in windows for tokens in STORED]
+            found += [gather_variant(name, dim), weigh_variant(name, dim, 4, capability)]
         found.append(decode_variant("k4v4", dim, 8, 64, capability, page=16))
         found.append(decode_variant("k4v4", dim, 8, 64, capability, softcap=True, window=4096))
         found += [reduce_variant(dim, *way, several) for _, way in tuning.MERGES[dim] for several in (False, True)]
@@ -198,19 +184,16 @@ def few_variants(capability: int) -> list[Variant]:
         recent, dim = 64 if formats.parse(name).has_ring else 0, 256 if name == "int8" else 128
         found.append(decode_variant(name, dim, 4, recent, capability))
         if name in ("int8", "k4v4", "k2v2"):
-            found.append(store_variant(name, dim, recent, 1, capability))
+            found.append(store_variant(name, dim, recent, 1))
         if name in ("int8", "k4v4"):
-            found += [gather_variant(name, dim, gather_block(dim, capability)), weigh_variant(name, dim, 4, capability)]
-    found += [*(store_variant("k4v4", 128, 64, tokens, capability) for tokens in prompts(128, capability)),
-              decode_variant("k4v4", 128, 4, 64, capability, tokens=4), prefill_variant(True, capability)]  # fmt: skip
+            found += [gather_variant(name, dim), weigh_variant(name, dim, 4, capability)]
+    found += [store_variant("k4v4", 128, 64, STORED[1]), decode_variant("k4v4", 128, 4, 64, capability, tokens=4),
+              prefill_variant(True, capability)]  # fmt: skip
     *of_formats, prepare, merge = latent_variants(16, capability)[:-2]
     found += [one for one in of_formats if one.dtype == "mla4"] + [prepare, merge]
     if capability not in (86, 90):
         return found
     found += [decode_variant("k4v4", dim, ratio, 64, capability) for dim, ratio in ((512, 8), (192, 4))]
     found += [merge_variant(dim) for dim in (512, 256, 192, 80)]
-    found += [
-        store_variant("k4v4", dim, 64, n, capability) for dim in (512, 192) for n in (1, *prompts(dim, capability))
-    ]
-    found += [store_variant("k4v4", 80, 64, n, capability) for n in (1, *prompts(80, capability))]
-    return found + [gather_variant("k4v4", dim, gather_block(dim, capability)) for dim in (80, 192)]
+    found += [store_variant("k4v4", dim, 64, tokens) for dim in (512, 192, 80) for tokens in STORED]
+    return found + [gather_variant("k4v4", dim) for dim in (80, 192)]

@@ -78,7 +78,6 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     # Small tiles, and a wave of 2 programs a KV head.
     monkeypatch.setattr(tuning, "choose", lambda *_: Choice(16, 2, 4))
     monkeypatch.setattr(tuning, "FEW_TOKENS", 4)  # steps meet all of `store`'s blocks
-    monkeypatch.setattr(tuning, "SOME_TOKENS", 40)
     monkeypatch.setattr(module, "flash_attn_varlen_func", flash_attention)
     monkeypatch.setattr(module, "merge_attn_states", merge)
     monkeypatch.setattr(module, "get_flash_attn_version", lambda **_: 3)

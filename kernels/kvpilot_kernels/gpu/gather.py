@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 
 from kvpilot_kernels.gpu.codec import read_codes, scale_and_zero
-from kvpilot_kernels.gpu.rotation import load_rotation, plain_slots, rotate
+from kvpilot_kernels.gpu.rotation import load_signs, plain_slots, rotate
 
 
 @triton.jit
-def read_side(page_ptr, place, live, rotation_ptr, head, mean_ptr, scale_ptr, SIDE: tl.constexpr, HEAD: tl.constexpr,
+def read_side(page_ptr, place, live, signs_ptr, head, mean_ptr, scale_ptr, SIDE: tl.constexpr, HEAD: tl.constexpr,
               D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
     """Rows [TOKENS, WIDE] of a side of `head`, rotated back, in plain slots of the model's elements, float32."""
     code = read_codes(page_ptr + (SIDE.codes + place * SIDE.row), live, SIDE.bits, D, WIDE)
@@ -22,7 +22,7 @@ def read_side(page_ptr, place, live, rotation_ptr, head, mean_ptr, scale_ptr, SI
     scale, zero = scale_and_zero(meta[:, :, None], SIDE.bits)
     code = tl.reshape(code, [code.shape[0], WIDE // 64, 64])
     y = tl.reshape(code.to(tl.float32) * scale - zero * scale, [code.shape[0], WIDE])
-    y = rotate(y, load_rotation(rotation_ptr, D, WIDE, True), D)
+    y = rotate(y, load_signs(signs_ptr, True), D)
     element, has = plain_slots(D, WIDE)
     has = has & (element < HEAD)
     inverse = 1.0 / tl.load(scale_ptr + head * HEAD + element, mask=has, other=1.0)
@@ -33,7 +33,7 @@ def read_side(page_ptr, place, live, rotation_ptr, head, mean_ptr, scale_ptr, SI
 # What a step gives it are parts of tensors, and tables of any width.
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "begins_ptr"])
 def gather_kernel(
-    cache_ptr, table_ptr, rows_ptr, key_out_ptr, value_out_ptr, key_rotation_ptr, value_rotation_ptr, key_first_ptr,
+    cache_ptr, table_ptr, rows_ptr, key_out_ptr, value_out_ptr, key_signs_ptr, value_signs_ptr, key_first_ptr,
     key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr, begins_ptr, page_stride, head_stride, table_stride,
     KV_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
     WIDE: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
@@ -59,12 +59,12 @@ def gather_kernel(
         has = has & (d < HEAD)
         mask = live[:, None] & has[None, :]
         to = ((row + at).to(tl.int64) * KV_HEADS + head)[:, None] * HEAD + d[None, :]
-        y = read_side(page, place, live, key_rotation_ptr, head, key_mean_ptr, key_scale_ptr, KEY, HEAD, D, WIDE, PAGE)
+        y = read_side(page, place, live, key_signs_ptr, head, key_mean_ptr, key_scale_ptr, KEY, HEAD, D, WIDE, PAGE)
         apart = tl.load(key_first_ptr + head * HEAD + d, mask=has, other=0.0)
         apart -= tl.load(key_mean_ptr + head * HEAD + d, mask=has, other=0.0)
         y += tl.where((token == 0)[:, None], apart[None, :], 0.0)
         tl.store(key_out_ptr + to, y.to(key_out_ptr.dtype.element_ty), mask=mask)
         y = read_side(
-            page, place, live, value_rotation_ptr, head, value_mean_ptr, value_scale_ptr, VALUE, HEAD, D, WIDE, PAGE
+            page, place, live, value_signs_ptr, head, value_mean_ptr, value_scale_ptr, VALUE, HEAD, D, WIDE, PAGE
         )
         tl.store(value_out_ptr + to, y.to(value_out_ptr.dtype.element_ty), mask=mask)

@@ -20,7 +20,7 @@ from kvpilot_kernels.gpu.decode import decode_kernel
 from kvpilot_kernels.gpu.gather import gather_kernel
 from kvpilot_kernels.gpu.plan import beyond, fill_splits, most_results, most_splits
 from kvpilot_kernels.gpu.reduce import reduce_kernel
-from kvpilot_kernels.gpu.rotation import packing_rotation, plain_rotation, slots
+from kvpilot_kernels.gpu.rotation import packing_signs, plain_signs, slots
 from kvpilot_kernels.gpu.store import store_kernel
 
 LOG2_E = 1.4426950408889634
@@ -84,13 +84,11 @@ class Shape:
             "KV_HEADS": kv_heads, "KEY": self.key, "VALUE": self.value, "HEAD": head_dim, "D": dim, "WIDE": slots(dim),
             "PAGE": block_size,
         }  # fmt: skip
-        self.gather_block = tuning.gather_block(dim, tuning.capability(device), padded=head_dim < dim)
+        self.gather_block = tuning.gather_block(dim)
         self.can_overlap = tuning.overlaps(device)
         self.chained: dict[str, Any] = {"launch_pdl": True} if self.can_overlap else {}
-        self.key_rotation, self.value_rotation = (
-            packing_rotation(dim, b, device) for b in (fmt.key.bits, fmt.value.bits)
-        )
-        self.rotation = plain_rotation(dim, device)
+        self.key_signs, self.value_signs = (packing_signs(dim, b, device) for b in (fmt.key.bits, fmt.value.bits))
+        self.signs = plain_signs(dim, device)
         self._cuts: dict[int, Cut] = {}
 
     def cut(self, tokens: int = 1) -> Cut:
@@ -232,18 +230,17 @@ class GpuPages:
         if tokens == 0:
             return
         heads = s.kv_heads * (2 + (s.ratio if decodes else 0))
-        bits = min(s.fmt.key.bits, s.fmt.value.bits)
-        block = tuning.store_block(s.row_dim, tokens, bits, tuning.capability(s.device))
+        block = tuning.store_block(s.row_dim, tokens)
         store_kernel[(triton.cdiv(tokens, block.tokens), heads)](
             query, key, value, slot_mapping, slot_mapping if ordinals is None else ordinals, self.cache,
             slot_mapping if ring_slots is None else ring_slots, self.ring, plan.rotated, plan.sums, plan.units,
             plan.apart, plan.level,
-            s.key_rotation, s.value_rotation, f.key_first, f.key_mean, f.key_scale, f.value_mean, f.value_scale,
+            s.key_signs, s.value_signs, f.key_first, f.key_mean, f.key_scale, f.value_mean, f.value_scale,
             tokens, 0 if ordinals is None else ordinals.shape[0], decodes, query.stride(0),
             key.stride(0), value.stride(0), self.cache.stride(0), self.cache.stride(1), self.ring.stride(0),
             self.ring.stride(1), scale * LOG2_E, RATIO=s.ratio, RING=s.ring_tokens, TOKENS=block.tokens,
             LEVEL=s.softcap > 0 or self.sinks is not None, WAIT=s.can_overlap, **s.codec, num_warps=block.warps,
-            maxnreg=block.registers, **tuning.FUSED, **s.chained,
+            **tuning.FUSED, **s.chained,
         )  # fmt: skip
 
     def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, out: torch.Tensor,
@@ -301,7 +298,7 @@ class GpuPages:
         take, step, warps = tuning.merging(s.row_dim, rows * s.kv_heads, s.ratio, s.device)
         starts, owners = (plan.spans, plan.spans) if several is None else (several.starts, several.owners)
         reduce_kernel[(rows, s.kv_heads, s.ratio // take)](
-            plan.partial, plan.lse, plan.spans, starts, owners, plan.bases, s.rotation, f.value_mean, f.value_scale,
+            plan.partial, plan.lse, plan.spans, starts, owners, plan.bases, s.signs, f.value_mean, f.value_scale,
             plan.lse if self.sinks is None else self.sinks, plan.level, out, out.stride(0), KV_HEADS=s.kv_heads,
             RATIO=s.ratio, TAKE=take, HEAD=s.head_dim, D=s.row_dim, WIDE=s.codec["WIDE"],
             ROWS=triton.next_power_of_2(take), STEP=step, SEVERAL=several is not None, SINKS=self.sinks is not None,
@@ -320,9 +317,8 @@ class GpuPages:
         s, f = self.shape, self.factors
         check.int32(block_table=block_table, rows=rows, begins=begins)
         gather_kernel[(triton.cdiv(longest, s.gather_block.tokens), s.kv_heads, rows.shape[0] - 1)](
-            self.cache, block_table, rows, key_out, value_out, s.key_rotation, s.value_rotation, f.key_first,
+            self.cache, block_table, rows, key_out, value_out, s.key_signs, s.value_signs, f.key_first,
             f.key_mean, f.key_scale, f.value_mean, f.value_scale, begins, self.cache.stride(0), self.cache.stride(1),
             block_table.stride(0), TOKENS=s.gather_block.tokens, **s.codec, num_warps=s.gather_block.warps,
-            maxnreg=s.gather_block.registers,
             **tuning.FUSED,
         )  # fmt: skip

@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from kvpilot_kernels.gpu.rotation import load_rotation, plain_slots, rotate
+from kvpilot_kernels.gpu.rotation import load_signs, plain_slots, rotate
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases_ptr, rotation_ptr, value_mean_ptr,
+def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases_ptr, signs_ptr, value_mean_ptr,
                   value_scale_ptr, sinks_ptr, level_ptr, out_ptr, out_stride, KV_HEADS: tl.constexpr,
                   RATIO: tl.constexpr, TAKE: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
                   ROWS: tl.constexpr, STEP: tl.constexpr, SEVERAL: tl.constexpr, SINKS: tl.constexpr,
@@ -25,7 +25,7 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases
     """Grid (rows, KV_HEADS, RATIO / TAKE): a program takes TAKE of the query heads of a KV head, of one query token.
 
     partial: float32 [results, KV_HEADS, RATIO, D]; lse: float32 [results, KV_HEADS, RATIO]; spans: int32 [sequences,
-    2]; rotation: [WIDE, WIDE], H in plain slots; value_mean, value_scale: float32 [KV_HEADS, HEAD]; out: [rows,
+    2]; signs: [16, 16] or None (`rotation.plain_signs`); value_mean, value_scale: float32 [KV_HEADS, HEAD]; out: [rows,
     KV_HEADS * RATIO, HEAD], any float dtype, stride per row in elements. A sequence without splits gets zeros. ROWS:
     TAKE padded to a power of two; STEP: splits in flight. owners: int32 [rows], each one's sequence, negative for
     padding, which gets zeros; starts, bases: as `plan` has them. Without SEVERAL each sequence is a row, and these are
@@ -47,7 +47,7 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases
         number = tl.load(spans_ptr + 2 * token + 1)
     d, real = plain_slots(D, WIDE)
     has = real & (d < HEAD)
-    rotation = load_rotation(rotation_ptr, D, WIDE, True)
+    signs = load_signs(signs_ptr, True)
     inverse = 1.0 / tl.load(value_scale_ptr + head * HEAD + d, mask=has, other=1.0)
     mean = tl.load(value_mean_ptr + head * HEAD + d, mask=has, other=0.0)
     if OVERLAP:
@@ -76,7 +76,7 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases
     weight = tl.exp2(top - highest[None, :, :])
     total = tl.sum(weight * norm, 0)
     merged = tl.sum(weight * acc, 0) / tl.where(total > 0, total, 1.0)
-    out = rotate(merged, rotation, D) * inverse[None, :] + mean[None, :]
+    out = rotate(merged, signs, D) * inverse[None, :] + mean[None, :]
     if SINKS:
         heads = head * RATIO + begin + row
         sink = tl.load(sinks_ptr + heads, mask=row < TAKE, other=0.0).to(tl.float32) * LOG2_E

@@ -32,7 +32,7 @@ from kvpilot_kernels.gpu.codec import (
     write_codes,
     zero_of,
 )
-from kvpilot_kernels.gpu.rotation import load_rotation, packing_slots, plain_slots, rotate
+from kvpilot_kernels.gpu.rotation import load_signs, packing_slots, plain_slots, rotate
 
 REACH = tl.constexpr(layouts.RING_REACH)
 GAIN_BITS = tl.constexpr(layouts.GAIN_BITS)
@@ -143,7 +143,7 @@ def store_ring(y, codes, meta, packed, ring_ptr, place, live, SIDE: tl.constexpr
 
 
 @triton.jit
-def store_side(x_ptr, stride, first_ptr, mean_ptr, scale_ptr, rotation_ptr, slots_ptr, ordinals_ptr, cache_ptr,
+def store_side(x_ptr, stride, first_ptr, mean_ptr, scale_ptr, signs_ptr, slots_ptr, ordinals_ptr, cache_ptr,
                ring_slots_ptr, ring_ptr, head, tokens, numbered, page_stride, head_stride, ring_page_stride,
                ring_head_stride, SIDE: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
                TOKENS: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, WAIT: tl.constexpr):  # fmt: skip
@@ -154,7 +154,7 @@ def store_side(x_ptr, stride, first_ptr, mean_ptr, scale_ptr, rotation_ptr, slot
     GROUPS: tl.constexpr = WIDE // 64
     element, real = plain_slots(D, WIDE)
     real = real & (element < HEAD)
-    rotation = load_rotation(rotation_ptr, D, WIDE, False)
+    signs = load_signs(signs_ptr, False)
     factor = tl.load(scale_ptr + head * HEAD + element, mask=real, other=0.0)
     apart = tl.load(first_ptr + head * HEAD + element, mask=real, other=0.0) * factor
     mean = tl.load(mean_ptr + head * HEAD + element, mask=real, other=0.0) * factor
@@ -175,7 +175,7 @@ def store_side(x_ptr, stride, first_ptr, mean_ptr, scale_ptr, rotation_ptr, slot
     place = (at % PAGE).to(tl.int32)
     first = tl.load(ordinals_ptr + token, mask=token < numbered, other=0) == 1
     off = x.to(tl.float32) * factor[None, :] - tl.where(first[:, None], apart[None, :], mean[None, :])
-    y = tl.reshape(rotate(off, rotation, D), [TOKENS, GROUPS, 64])
+    y = tl.reshape(rotate(off, signs, D), [TOKENS, GROUPS, 64])
     codes, meta = encode(y, SIDE, D, WIDE)
     packed = pack_codes(tl.reshape(codes, [TOKENS, WIDE]), SIDE.bits, WIDE, TOKENS)
     write_codes(page + (SIDE.codes + place * SIDE.row), packed, live, SIDE.bits, D, WIDE)
@@ -227,7 +227,7 @@ def store_integers(y, at, live, rotated_ptr, sums_ptr, units_ptr, BITS: tl.const
 @triton.jit(do_not_specialize=["tokens", "numbered", "decodes"])
 def store_kernel(
     query_ptr, key_ptr, value_ptr, slots_ptr, ordinals_ptr, cache_ptr, ring_slots_ptr, ring_ptr, rotated_ptr,
-    sums_ptr, units_ptr, apart_ptr, level_ptr, key_rotation_ptr, value_rotation_ptr,
+    sums_ptr, units_ptr, apart_ptr, level_ptr, key_signs_ptr, value_signs_ptr,
     key_first_ptr, key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr,
     tokens, numbered, decodes, query_stride, key_stride, value_stride, page_stride,
     head_stride, ring_page_stride, ring_head_stride, scale, KV_HEADS: tl.constexpr, RATIO: tl.constexpr,
@@ -241,7 +241,7 @@ def store_kernel(
     cache: uint8 pages, strides in bytes; ring_slots and ring: the same of the ring, of RING tokens a page, unread where
     RING is 0; rotated: int8 [decodes, KV_HEADS * RATIO, 2, D], sums: int32 [decodes, KV_HEADS * RATIO, groups, 3]
     and units: float32 [decodes, KV_HEADS * RATIO], as `store_integers` has them; apart: shaped like units, to be added
-    to the scores of first tokens; rotations: [WIDE, WIDE] (`rotation`); factors: float32 [KV_HEADS, HEAD]; KEY, VALUE:
+    to the scores of first tokens; signs: [16, 16] or None (`rotation`); factors: float32 [KV_HEADS, HEAD]; KEY, VALUE:
     a `SideLayout`.
     level: as `apart`, what the keys' mean adds to every score. Written with LEVEL alone: a softmax does not see what
     all scores have, unless they have a cap or it has a sink.
@@ -250,13 +250,13 @@ def store_kernel(
     head = tl.program_id(1)
     if head < KV_HEADS:
         store_side(
-            key_ptr, key_stride, key_first_ptr, key_mean_ptr, key_scale_ptr, key_rotation_ptr, slots_ptr, ordinals_ptr,
+            key_ptr, key_stride, key_first_ptr, key_mean_ptr, key_scale_ptr, key_signs_ptr, slots_ptr, ordinals_ptr,
             cache_ptr, ring_slots_ptr, ring_ptr, head, tokens, numbered, page_stride, head_stride, ring_page_stride,
             ring_head_stride, KEY, HEAD, D, WIDE, TOKENS, PAGE, RING, WAIT,
         )  # fmt: skip
     elif head < 2 * KV_HEADS:
         store_side(
-            value_ptr, value_stride, value_mean_ptr, value_mean_ptr, value_scale_ptr, value_rotation_ptr, slots_ptr,
+            value_ptr, value_stride, value_mean_ptr, value_mean_ptr, value_scale_ptr, value_signs_ptr, slots_ptr,
             ordinals_ptr, cache_ptr, ring_slots_ptr, ring_ptr, head - KV_HEADS, tokens, 0, page_stride, head_stride,
             ring_page_stride, ring_head_stride, VALUE, HEAD, D, WIDE, TOKENS, PAGE, RING, WAIT,
         )  # fmt: skip
@@ -273,7 +273,7 @@ def store_kernel(
             apart = tl.load(key_first_ptr + kv * HEAD + d, mask=has, other=0.0)
             mean = tl.load(key_mean_ptr + kv * HEAD + d, mask=has, other=0.0)
             apart -= mean
-            rotation = load_rotation(key_rotation_ptr, D, WIDE, False)
+            signs = load_signs(key_signs_ptr, False)
             if WAIT:
                 gdc_wait()
             token = (row // RATIO)[:, None].to(tl.int64)
@@ -284,7 +284,7 @@ def store_kernel(
             tl.store(apart_ptr + place, tl.sum(x * apart[None, :], 1) * scale, mask=live)
             if LEVEL:
                 tl.store(level_ptr + place, tl.sum(x * mean[None, :], 1) * scale, mask=live)
-            y = rotate(x * inverse[None, :], rotation, D) * scale
+            y = rotate(x * inverse[None, :], signs, D) * scale
             store_integers(y, place, live, rotated_ptr, sums_ptr, units_ptr, KEY.bits, D, WIDE)
         elif WAIT:
             gdc_wait()

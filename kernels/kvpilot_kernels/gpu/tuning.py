@@ -7,8 +7,9 @@ best before keys were 8-bit integers (2026-11-21), and 32 at 256. Rows for head_
 Decode of 8 queries with a recent window spills up to 480 bytes, and that of several tokens up to 512
 (docs/benchmarks/kernel-resources.md). At 512 6, 7 and 8 programs of 8 queries, 5 to 8 of 4, and tiles of 16 and 32
 tokens were timed (2026-11-24), with splits of single tiles; that splits are multiples of 64 tokens there came after it.
-Blocks of `store` and `gather`, `MERGES`, and 168 registers of decode with a window were timed on an H100 (2026-11-25),
-in `k4v4`, store of prompts in `k2v2`, too, and those of 192 not at all; other formats and GPUs follow from them.
+Blocks of `store` and `gather`, `MERGES`, and 168 registers of decode with a window were timed on an H100 (2026-11-25
+and 26), in `k4v4`, store of prompts in `k2v2`, too; other formats and GPUs follow from them. Some merges of rows of 192
+would spill with the warps that were best, and have two for one.
 `kernels/benchmarks/decode.py` and `prompts.py` time what the tables say.
 """
 
@@ -56,14 +57,10 @@ No more are counted on than fit with what the compiled kernel takes (`Shape.sett
 
 @dataclass(frozen=True)
 class Block:
-    """What a program of `store` or `gather` takes: so many `tokens` of a head, in so many `warps`.
-
-    `registers`: as in `Choice`.
-    """
+    """What a program of `store` or `gather` takes: so many `tokens` of a head, in so many `warps`."""
 
     tokens: int
     warps: int
-    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -80,8 +77,8 @@ class PrefillBlock:
 MERGES: dict[int, tuple[tuple[float, tuple[int, int, int]], ...]] = {
     **dict.fromkeys((64, 128), ((0.5, (1, 128, 8)), (1, (1, 64, 4)), (2, (1, 32, 2)), (4, (1, 16, 1)), (16, (2, 8, 1)),
                                 (inf, (2, 4, 1)))),
-    96: ((1, (1, 128, 8)), (2, (1, 32, 4)), (8, (2, 8, 2)), (inf, (4, 4, 2))),
-    192: ((1, (1, 64, 16)), (2, (1, 32, 4)), (8, (2, 8, 4)), (inf, (4, 4, 4))),
+    96: ((0.5, (1, 64, 4)), (2, (1, 32, 2)), (8, (1, 8, 1)), (inf, (2, 4, 1))),
+    192: ((0.5, (1, 64, 8)), (1, (1, 32, 4)), (4, (1, 16, 2)), (16, (2, 8, 2)), (inf, (2, 4, 1))),
     256: ((0.5, (1, 64, 8)), (inf, (1, 4, 1))),
     512: ((0.5, (1, 32, 16)), (inf, (1, 8, 2))),
 }  # fmt: skip
@@ -92,44 +89,32 @@ Few sequences leave the GPU idle, and have many splits: then each query head get
 warps the fewer they are. Each choice holds from some number of sequences to its double at least, so that a warm-up with
 powers of two meets all of them."""
 
-FEW_TOKENS, SOME_TOKENS = 128, 512
-"""So many tokens at most are stored as those of a decode step are; with a matrix, those of some sequences apart."""
+FEW_TOKENS = 128
+"""So many tokens at most are stored as those of a decode step are."""
+
+STORES: dict[int, tuple[Block, Block]] = {
+    64: (Block(8, 4), Block(8, 2)), 96: (Block(8, 4), Block(8, 1)), 128: (Block(8, 4), Block(8, 2)),
+    192: (Block(8, 4), Block(8, 2)), 256: (Block(4, 4), Block(8, 4)), 512: (Block(4, 4), Block(8, 4)),
+}  # fmt: skip
+"""Of `store` by elements of a row, for few tokens and for more.
+
+A thread has neighbours of a row, and little crosses warps: small programs are best. Rows with signs (96, 192) need 8
+tokens, as many as a product has rows for: of 4, Triton 3.6 made programs that wrote wrong queries on an H100."""
+
+GATHERS: dict[int, Block] = {
+    64: Block(8, 2), 96: Block(8, 1), 128: Block(8, 2), 192: Block(4, 1), 256: Block(8, 4), 512: Block(8, 4)
+}  # fmt: skip
+"""Of `gather` by elements of a row."""
 
 
-def is_power_of_two(dim: int) -> bool:
-    """Whether rows of so many elements are rotated by sums and differences alone, without a matrix (`rotation`)."""
-    return dim & (dim - 1) == 0
+def store_block(dim: int, tokens: int) -> Block:
+    """The block of `store` for a launch of so many tokens."""
+    return STORES[dim][tokens > FEW_TOKENS]
 
 
-def store_block(dim: int, tokens: int, bits: int, capability: tuple[int, int]) -> Block:
-    """The block of `store` for a launch of so many tokens; `bits`: the fewest of a key's and a value's element.
-
-    Without a matrix a thread has neighbours of a row, and little crosses warps: small programs are best. With one, of
-    96 elements, 64 tokens are an operand of Hopper's warp groups, and each warp then has whole rows; with 168 registers
-    three programs fit instead of two, and at 2 bits they would spill too much.
-    """
-    few = tokens <= FEW_TOKENS
-    if is_power_of_two(dim):
-        return (Block(8, 4) if few else Block(8, 2)) if dim <= 128 else Block(4 if few else 8, 4)
-    if dim > 128:
-        return Block(8, 8)
-    if few:
-        return Block(8, 4)
-    if tokens <= SOME_TOKENS or capability[0] != 9:
-        return Block(16, 4)
-    return Block(64, 4, 168 if bits > 2 else None)
-
-
-def gather_block(dim: int, capability: tuple[int, int], padded: bool = False) -> Block:
-    """The block of `gather`, of which what `store_block` says holds. With a matrix four warps spill where tensor cores
-    read no operand from shared memory (9.0, 10.0 do), and on 10.0 where heads have zeros behind, `padded`."""
-    if is_power_of_two(dim):
-        return Block(8, 2 if dim <= 128 else 4)
-    if dim > 128:
-        return Block(32, 8)
-    if capability[0] == 9:
-        return Block(64, 4, 168)
-    return Block(64, 4 if capability[0] == 10 and not padded else 8)
+def gather_block(dim: int) -> Block:
+    """The block of `gather`."""
+    return GATHERS[dim]
 
 
 def weigh_warps(tokens: int) -> int:

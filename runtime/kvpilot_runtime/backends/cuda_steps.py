@@ -225,8 +225,7 @@ class CudaBuilder(PackedBuilder):
         pages = GpuPages(cache, shape, factors, cache if shape.recent else None, self.sinks)
         table = torch.zeros(sequences, 1, dtype=torch.int32, **make)
         rings = torch.zeros(sequences, shape.ring_blocks, dtype=torch.int32, **make)
-        several = (tuning.FEW_TOKENS + 1, tuning.SOME_TOKENS + 1)
-        tokens = max(rows, *several)
+        tokens = max(rows, tuning.FEW_TOKENS + 1)
         lens = torch.ones(tokens, dtype=torch.int32, **make)
         slots = torch.full((tokens,), -1, **make)
         query = torch.zeros(tokens, heads, shape.head_dim, dtype=self.dtype, **make)
@@ -249,11 +248,10 @@ class CudaBuilder(PackedBuilder):
             self.plan.update(lens[:1], several=None if most == 1 else Several(starts[:2], owner[:most], most))
             taken = pages.attend(table[:1], lens[:1], self.plan, rings[:1] if shape.recent else None)
             shape.settle(most, taken)
-        for count in several:
-            ring_slots = slots[:count] if shape.recent else None
-            pages.store(
-                query[:count], fresh[:count], fresh[:count], slots[:count], self.plan, 0, 1.0, ring_slots, lens[:count]
-            )  # fmt: skip
+        prompt = tuning.FEW_TOKENS + 1
+        ring_slots = slots[:prompt] if shape.recent else None
+        pages.store(query[:prompt], fresh[:prompt], fresh[:prompt], slots[:prompt], self.plan, 0, 1.0, ring_slots,
+                    lens[:prompt])  # fmt: skip
         ends = torch.tensor([0, 1], dtype=torch.int32, **make)
         pages.gather(table[:1], ends, lens[:1], 1, fresh[:1], fresh[:1])
         if shape.wide:
