@@ -283,7 +283,7 @@ def checked_multiple(x: Any, of: int) -> Any:
 def language(program: tuple[int, ...], grid: tuple[int, ...]) -> SimpleNamespace:
     """`gl`, as the program at this place of the grid sees it."""
     layouts = ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "SwizzledSharedLayout")
-    dtypes = ("int8", "uint16", "int32", "uint32", "int64", "float16", "float32")
+    dtypes = ("int8", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32")
     return SimpleNamespace(
         **{name: lambda *args: None for name in layouts}, **{name: getattr(np, name) for name in dtypes},
         program_id=lambda axis: block(np.int32(program[axis])), num_programs=lambda axis: block(np.int32(grid[axis])),

@@ -47,6 +47,7 @@ from kvpilot_kernels.gpu.operands import (
     fetch_tile,
     is_wide,
     padded,
+    store_pairs,
     value_planes,
     zero_unit,
 )  # fmt: skip
@@ -84,12 +85,14 @@ def epilogue(out_ptr, lse_ptr, first, count, stride, m, total, zeros, acc, VALUE
     word = gl.arange(0, padded(WORDS), ROWS)[:, None]
     n = gl.arange(0, Q, COLS)
     place = place_of(n, first, stride, RATIO, SEVERAL)
-    for i in gl.static_range(len(PLANES)):
-        element = PLANES[i][1] * VALUE.row + PLANES[i][2] + 2 * (PLANES[i][0] * WORDS + word)
+    for i in gl.static_range(0, len(PLANES), 2):  # even elements of words, and odd ones
         shift = gl.sum(zeros[PLANES[i][3]], 0) * (zero_unit(VALUE.bits) / UNIT)
-        value = by_queries(acc[i], padded(WORDS), Q) * (0.5 ** (VALUE.bits * PLANES[i][1]) / UNIT)
-        value = (value - shift[None, :]) / norm[None, :]
-        gl.store(out_ptr + place[None, :] * D + element, value, mask=(n[None, :] < count) & (word < WORDS))
+        even = by_queries(acc[i], padded(WORDS), Q) * (0.5 ** (VALUE.bits * PLANES[i][1]) / UNIT)
+        odd = by_queries(acc[i + 1], padded(WORDS), Q) * (0.5 ** (VALUE.bits * PLANES[i][1]) / UNIT)
+        even = (even - shift[None, :]) / norm[None, :]
+        odd = (odd - shift[None, :]) / norm[None, :]
+        element = PLANES[i][1] * VALUE.row + 2 * (PLANES[i][0] * WORDS + word)
+        store_pairs(out_ptr + place[None, :] * D + element, even, odd, (n[None, :] < count) & (word < WORDS))
     gl.store(lse_ptr + place, gl.log2(norm) + m, mask=n < count)
 
 

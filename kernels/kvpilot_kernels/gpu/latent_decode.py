@@ -39,6 +39,7 @@ from kvpilot_kernels.gpu.latent_operands import (
 from kvpilot_kernels.gpu.operands import (
     UNIT,
     scales,
+    store_pairs,
     to_half,
     upper_bytes,
     word_plane,
@@ -269,12 +270,13 @@ def latent_decode_kernel(
             norm = gl.convert_layout(gl.sum(total[j], 0), COLS)
             shift = gl.convert_layout(gl.sum(zeros[j], 0), COLS) * (zero_unit(LATENT.bits) / UNIT)
             n = PARTS[j][0] + gl.arange(0, PARTS[j][1], COLS)
-            for i in gl.static_range(len(PLANES)):
-                element = PLANES[i][1] * LATENT.row + PLANES[i][2] + 2 * (PLANES[i][0] * WORDS + word)
-                value = acc[i * len(PARTS) + j] * (0.5 ** (LATENT.bits * PLANES[i][1]) / UNIT)
-                value = (value - shift[None, :]) / norm[None, :]
+            for i in gl.static_range(len(PLANES) // 2):  # of a word's even element and its odd one
+                even, odd = acc[2 * i * len(PARTS) + j], acc[(2 * i + 1) * len(PARTS) + j]
+                even = (even * (0.5 ** (LATENT.bits * PLANES[2 * i][1]) / UNIT) - shift[None, :]) / norm[None, :]
+                odd = (odd * (0.5 ** (LATENT.bits * PLANES[2 * i][1]) / UNIT) - shift[None, :]) / norm[None, :]
+                element = PLANES[2 * i][1] * LATENT.row + 2 * (PLANES[2 * i][0] * WORDS + word)
                 to = out_ptr + at * RANK + n[None, :] * RANK + element
-                gl.store(to, value, mask=(n[None, :] < count) & (word >= 0))
+                store_pairs(to, even, odd, (n[None, :] < count) & (word >= 0))
             gl.store(lse_ptr + at + n, gl.log2(norm) + m[j], mask=n < count)
     elif OVERLAP:  # what comes after relies on this kernel for all that came before
         gdc_wait()

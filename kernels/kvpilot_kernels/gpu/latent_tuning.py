@@ -38,7 +38,7 @@ def merging(splits: int) -> Merge:
     """
     if splits > 64:
         return Merge(1, 32, 16)
-    return Merge(1, 32, 8) if splits > 16 else Merge(1, 8, 2)
+    return Merge(1, 32, 8) if splits > 16 else Merge(1, 4, 1)
 
 
 def shared_kib(capability: tuple[int, int]) -> int:

@@ -131,6 +131,14 @@ def keep_in_bytes(bits, first):
 
 
 @gluon.jit
+def store_pairs(pointer, even, odd, mask):
+    """Write a float32 of each to where `pointer` has the first of the two, which are neighbours: eight bytes at a time,
+    so that sectors of memory are written whole."""
+    both = even.to(gl.uint32, bitcast=True).to(gl.uint64) | (odd.to(gl.uint32, bitcast=True).to(gl.uint64) << 32)
+    gl.store(pointer.to(gl.pointer_type(gl.uint64)), both, mask=mask)
+
+
+@gluon.jit
 def word_plane(words, bits: gl.constexpr, sub: gl.constexpr):
     """Codes of a sub-plane of the low bytes as float16 subnormals times 2^(bits * sub)."""
     return gl.inline_asm_elementwise(keep_in_words(bits, sub), "=r,r", [words], dtype=gl.float16, is_pure=True, pack=2)

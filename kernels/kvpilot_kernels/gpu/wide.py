@@ -39,6 +39,7 @@ from kvpilot_kernels.gpu.operands import (
     copy_to_shared,
     middle,
     scales,
+    store_pairs,
     to_half,
     upper_bytes,
     word_plane,
@@ -47,9 +48,6 @@ from kvpilot_kernels.gpu.operands import (
 )  # fmt: skip
 from kvpilot_kernels.gpu.recent import place_of_digit, places
 from kvpilot_kernels.gpu.tile import HEADROOM
-
-PAIRS = gl.constexpr(gl.BlockedLayout([1, 1, 2], [8, 4, 1], [1, 1, 1], [2, 1, 0]))
-"""Words by queries as in SCORES, and a word's two elements."""
 
 # Renamed between Triton 3.6 and 3.9.
 fence = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -250,17 +248,16 @@ def fine_factor(fine, g: gl.constexpr, BITS: gl.constexpr):
 @gluon.jit
 def write_wide(out_ptr, lse_ptr, first, count, stride, m, total, zeros, acc, VALUE: gl.constexpr, D: gl.constexpr,
                GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """As `decode.epilogue`, of what `accumulate_wide` has: two neighbouring elements at a time."""
+    """As `decode.epilogue`, of what `accumulate_wide` has."""
     GROUPS: gl.constexpr = D // GROUP
     CHUNKS: gl.constexpr = chunks(VALUE.bits, D, GROUP)
     SUBS: gl.constexpr = 8 // VALUE.bits
     norm = gl.sum(total, 0)
     if SEVERAL:
         norm = gl.where(norm == 0, 1.0, norm)
-    word = gl.arange(0, GROUP // 2, gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))[:, None, None]
-    query = gl.arange(0, Q, gl.SliceLayout(0, gl.SliceLayout(2, PAIRS)))[None, :, None]
-    half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, PAIRS)))[None, None, :]
-    to = place_of(query, first, stride, RATIO, SEVERAL) * D + (2 * word + half)
+    word = gl.arange(0, GROUP // 2, ROWS)[:, None]
+    n = gl.arange(0, Q, COLS)
+    place = place_of(n, first, stride, RATIO, SEVERAL)
     rows = by_queries(zeros, 2 * GROUPS, Q)
     row = gl.arange(0, 2 * GROUPS, ROWS)[:, None]
     for c in gl.static_range(CHUNKS):
@@ -270,8 +267,6 @@ def write_wide(out_ptr, lse_ptr, first, count, stride, m, total, zeros, acc, VAL
             odd = by_queries(acc[(c * SUBS + sub) * 2 + 1], GROUP // 2, Q) * (0.5 ** (VALUE.bits * sub) / UNIT)
             even = (even - shift[None, :]) / norm[None, :]
             odd = (odd - shift[None, :]) / norm[None, :]
-            pairs = gl.convert_layout(gl.join(even, odd), PAIRS, assert_trivial=True)
-            gl.store(out_ptr + (sub * VALUE.row + c * GROUP) + to, pairs, mask=query < count)
-    n = gl.arange(0, Q, COLS)
-    place = place_of(n, first, stride, RATIO, SEVERAL)
+            to = out_ptr + place[None, :] * D + (sub * VALUE.row + c * GROUP + 2 * word)
+            store_pairs(to, even, odd, (n[None, :] < count) & (word >= 0))
     gl.store(lse_ptr + place, gl.log2(norm) + m, mask=n < count)
