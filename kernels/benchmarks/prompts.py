@@ -4,7 +4,7 @@ One layer of a step of prefill: `store` quantizes so many new tokens into random
 into 16 bits. Beside it what vLLM does for them in bfloat16 and in its fp8, where it is installed, which reads a
 context from its pages as it is. In a CUDA graph of 32 launches that go round several layers' caches, the median of ten
 replays. `of copy` is bytes read and written over that time, over the rate of a copy in the same run. `--blocks` and
-`--gathers` time other programs: tokens, warps and registers. Writes OUT/prompts.json.
+`--gathers` time other programs: tokens and warps. Writes OUT/prompts.json.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=["k8v4", "k4v4", "k4v2", "k2v2"])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
     parser.add_argument("--recent", type=int, default=64, help="window of our formats (default: %(default)s)")
-    parser.add_argument("--blocks", nargs="+", default=[""], help="of store, as 64,4,168; empty: what engines launch")
+    parser.add_argument("--blocks", nargs="+", default=[""], help="of store, as 8,2; empty: what engines launch")
     parser.add_argument("--gathers", nargs="+", default=[""], help="blocks of gather, likewise")
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())

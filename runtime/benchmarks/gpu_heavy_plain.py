@@ -141,8 +141,10 @@ def judge(
     equal = {
         name: sum(map(list.__eq__, turn["answers"], first["answers"])) for name, turn in zip(NAMES, turns, strict=True)
     }
+    places = [{i: [step[:3] for step in steps] for i, steps in turn["steps"].items()} for turn in turns]
+    held_equal = {name: sum(own[i] == places[0][i] for i in own) for name, own in zip(NAMES, places, strict=True)}
     return {
-        "requests": len(prompts), "answers_equal": equal, "pages_freed": first["freed"],
+        "requests": len(prompts), "answers_equal": equal, "pages_held_equal": held_equal, "pages_freed": first["freed"],
         "pages_freed_by_turn": [turn["freed"] for turn in turns], "preempted": first["preempted"],
         "cached_tokens": first["cached"], "pages_left": sum(turn["left"] for turn in turns),
         "tokens_that_are_the_best": {k: sum(x <= 0 for x in v) / len(v) for k, v in below.items()},

@@ -140,6 +140,7 @@ def ask(llm: Any, job: Job, watched: Watched, fill: str) -> Turn:
         raise RuntimeError("the prefix cache could not be emptied: pages are in use")
     engine, turn, number = llm.llm_engine, Turn(), 0
     watched.fill, watched.turn = fill, turn
+    watched.manager.steps = 0  # every so many steps of single tokens are measured: of each turn the same
     for prompts, counts in zip(job.rounds, job.tokens, strict=True):
         answers: dict[int, list[int]] = {}
         cached: dict[int, int] = {}
