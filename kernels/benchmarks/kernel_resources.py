@@ -91,6 +91,7 @@ def known(variant: Variant, taken: Resources) -> bool:
     Decode with a window: of 4 queries up to 64 bytes where 168 registers let 12 programs fit (one fewer takes an H100
     1.2 times as long at 32 x 16K), up to 128 from head_dim 192 on, and of k8v4 40 by Triton 3.9, not by 3.6, which was
     measured. Of 8 queries up to 480: a tile of 16 tokens would fit, and takes an H200 1.5 to 1.9 times as long.
+    Without a window, by Triton 3.9 on 9.0: int8 48 and k8v4 16 bytes at 192, k2v2 8 at 512; never timed without.
     Decode of several tokens, which is 16 queries (8 at head_dim 256): up to 112 bytes without a window, 512 with one;
     on 9.0 up to 256 by Triton 3.6, with which it was measured. Prefill of heads of 512 elements on 9.0, 8 bytes by
     Triton 3.6 and 456 by 3.9: 32 queries spill none and take an H200 2.1 times as long. Reduce, 8 bytes by some Tritons
@@ -106,6 +107,8 @@ def known(variant: Variant, taken: Resources) -> bool:
     elif variant.kernel == "decode_kernel" and "window" in variant.shape:
         narrow = 64 if variant.registers == 168 else 40 if variant.dtype == "k8v4" else 0
         most = 480 if "8 queries" in variant.shape else 128 if variant.constants["D"] > 128 else narrow
+    elif variant.kernel == "decode_kernel":
+        most = 48 if variant.constants["D"] > 128 else 0
     return 0 < taken.stack <= most
 
 
