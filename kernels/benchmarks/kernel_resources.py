@@ -91,11 +91,11 @@ def known(variant: Variant, taken: Resources) -> bool:
     Decode with a window: of 4 queries up to 64 bytes where 168 registers let 12 programs fit (one fewer takes an H100
     1.2 times as long at 32 x 16K), up to 128 from head_dim 192 on, and of k8v4 40 by Triton 3.9, not by 3.6, which was
     measured. Of 8 queries up to 480: a tile of 16 tokens would fit, and takes an H200 1.5 to 1.9 times as long.
-    Without a window, by Triton 3.9 on 9.0: int8 48 and k8v4 16 bytes at 192, k2v2 8 at 512; never timed without.
+    Without a window, by Triton 3.9 on 9.0: int8 48 and k8v4 16 bytes at 192, k2v2 8 at 512; nothing else was tried.
     Decode of several tokens, which is 16 queries (8 at head_dim 256): up to 112 bytes without a window, 512 with one;
     on 9.0 up to 256 by Triton 3.6, with which it was measured. Prefill of heads of 512 elements on 9.0, 8 bytes by
     Triton 3.6 and 456 by 3.9: 32 queries spill none and take an H200 2.1 times as long. Reduce, 8 bytes by some Tritons
-    from 3.6 to 3.9, and 16 of rows of 96 in one or two warps.
+    from 3.6 to 3.9, and 16 of rows of 96.
     """
     most = 0
     if variant.kernel == "reduce_kernel":

@@ -34,9 +34,13 @@ from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 
 SHAPES = {
-    **{name: decode.SHAPES[name] for name in ("Llama-3-8B", "StableLM 3B", "head_dim 256", "Gemma 4 26B")},
+    **{
+        name: decode.SHAPES[name]
+        for name in ("Llama-3-8B", "StableLM 3B", "head_dim 192", "head_dim 256", "Gemma 4 26B")
+    },
     "Phi-3-mini": (32, 32, 96),
     "head_dim 64": (32, 32, 64),
+    "head_dim 160": (32, 8, 160),
 }
 BLOCK = 64
 

@@ -132,8 +132,8 @@ class RingBackend(HeadMajorPages, AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
-        """None: nothing attends by a ring alone."""
-        raise NotImplementedError
+        """vLLM asks for one of layers that attend; those of a ring never do."""
+        raise NotImplementedError("nothing attends by a ring alone")
 
 
 def our_layers(vllm_config: Any) -> dict[str, Any]:
