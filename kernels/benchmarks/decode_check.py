@@ -25,6 +25,7 @@ from kvpilot_kernels import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu import tuning
+from kvpilot_kernels.gpu.gather import stored_slots
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
 from kvpilot_kernels.ring import ring_slots
 
@@ -191,7 +192,8 @@ def check(case: Case) -> dict[str, Any]:
         cpu.store(keys[i], values[i], where(i, 0, n)[0].cpu(), ordinals=torch.arange(1, n + 1))
     begins = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
     read = torch.full((2, int(begins[-1]), KV_HEADS, dim), torch.nan, dtype=torch.bfloat16, device=device)
-    pages.gather(on_gpu, begins.to(device), torch.zeros_like(lens), max(LENGTHS), read[0], read[1])
+    places = stored_slots(on_gpu, begins.to(device), torch.zeros_like(lens), int(begins[-1]), BLOCK)
+    pages.gather(*places, read[0], read[1])
     back = PackedPages(stored, fmt, dim, factors)
     off_read = 0.0
     for i, n in enumerate(LENGTHS):

@@ -53,7 +53,7 @@ POINTERS = {
     "spans_ptr": "*i32", "bases_ptr": "*i32", "owners_ptr": "*i32",
     "rows_ptr": "*i32", "starts_ptr": "*i32", "signs_ptr": "*bf16", "key_signs_ptr": "*bf16",
     "value_signs_ptr": "*bf16", "ordinals_ptr": "*i32", "query_rope_ptr": "*bf16",
-    "latent_ptr": "*bf16", "rope_ptr": "*bf16", "begins_ptr": "*i32", "sums_ptr": "*i32",
+    "latent_ptr": "*bf16", "rope_ptr": "*bf16", "sums_ptr": "*i32",
     "wanted_ptr": "*i32",
 }  # fmt: skip
 

@@ -78,15 +78,13 @@ def ours(name: str, case: Case, device: torch.device, recent: int) -> dict[str, 
     if places is not None:
         places[-recent:] = torch.arange(recent, device=device)
     out = torch.empty(2, case.context, case.kv_heads, case.dim, device=device, dtype=torch.bfloat16)
-    rows = torch.tensor([0, case.context], dtype=torch.int32, device=device)
-    begins = torch.zeros(1, dtype=torch.int32, device=device)
 
     def store() -> None:
         at = pages[next(turn) % len(pages)]
         at.store(query, key, value, slots, plan, 0, case.dim**-0.5, places, ordinals)
 
     def gather() -> None:
-        pages[next(turn) % len(pages)].gather(table, rows, begins, case.context, out[0], out[1])
+        pages[next(turn) % len(pages)].gather(slots, ordinals, out[0], out[1])
 
     return {
         "store": microseconds(store),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kvpilot_kernels import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.gpu import decode, pages
+from kvpilot_kernels.gpu.gather import stored_slots
 from kvpilot_kernels.gpu.pages import GpuPages, Plan
 from kvpilot_kernels.reference.attention import decode_reference
 from support.gluon_eager import EagerKernel
@@ -248,7 +249,8 @@ def test_pages_among_other_layers_are_stored_and_read_as_alone_and_those_stay_as
             batch.pages.store(nobodys, key, value, slots, Plan(batch.shape, 1), 0, 1.0, ordinals=places)
         read = [torch.zeros(sum(batch.lengths), batch.kv_heads, batch.dim) for _ in "kv"]
         rows = torch.tensor([0, 70, 103], dtype=torch.int32)
-        batch.pages.gather(batch.table, rows, torch.zeros(2, dtype=torch.int32), 70, *read)
+        places = stored_slots(batch.table, rows, torch.zeros(2, dtype=torch.int32), 103, batch.shape.block_size)
+        batch.pages.gather(*places, *read)
         return [cache, batch.decode(query), *read]
 
     def by_cpu(cache: torch.Tensor) -> list[torch.Tensor]:

@@ -1,10 +1,13 @@
 """Gather: any chunk of any sequence comes back as the CPU's code reads it."""
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvpilot_kernels import formats
+from kvpilot_kernels.check import BadInputError
+from kvpilot_kernels.gpu.gather import stored_slots
 from support.gpu_batch import DIMS, Batch
 
 
@@ -23,7 +26,8 @@ def test_a_chunk_of_every_context_equals_what_the_cpu_reads(
     chunks = [n for _, n in wanted]
     rows = torch.tensor([0, *torch.tensor(chunks).cumsum(0).tolist()], dtype=torch.int32)
     key, value = (torch.full((sum(chunks) + 2, 2, dim), 7.0, dtype=dtype) for _ in "kv")
-    batch.pages.gather(batch.table, rows, torch.tensor(begins, dtype=torch.int32), max(chunks), key, value)
+    places = stored_slots(batch.table, rows, torch.tensor(begins, dtype=torch.int32), sum(chunks), block_size)
+    batch.pages.gather(*places, key, value)
     for i, n in enumerate(chunks):
         if n:
             for out, whole in zip((key, value), batch.cpu.read(batch.table[i], lengths[i]), strict=True):
@@ -32,3 +36,27 @@ def test_a_chunk_of_every_context_equals_what_the_cpu_reads(
                 assert torch.allclose(mine, part, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=2e-5)
     assert (key[rows[-1] :] == 7).all()
     assert (value[rows[-1] :] == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("ordinals", "rows", "message"),
+    [
+        (torch.ones(2, dtype=torch.int32), 3, "slots has 3 tokens; ordinals has 2, key_out 3 and value_out 3"),
+        (torch.ones(3, dtype=torch.int32), 2, "slots has 3 tokens; ordinals has 3, key_out 2 and value_out 2"),
+        (torch.ones(3), 3, r"ordinals are torch.float32 \(3,\); give one int32 for each of the 3 slots"),
+    ],
+)
+def test_tokens_without_a_place_or_room_are_refused(ordinals: torch.Tensor, rows: int, message: str) -> None:
+    batch = Batch("k4v4", 64, [20], 1)
+    read = torch.full((rows, 2, 64), 7.0)
+    with pytest.raises(BadInputError, match=message):
+        batch.pages.gather(torch.arange(3), ordinals, read, read)
+    assert (read == 7).all()
+
+
+def test_sequences_that_have_no_tokens_there_take_no_slots() -> None:
+    table = torch.tensor([[5, 6], [7, 8], [9, 10], [11, 12]], dtype=torch.int32)
+    rows, begins = torch.tensor([0, 0, 2, 2, 5], dtype=torch.int32), torch.tensor([3, 15, 0, 0], dtype=torch.int32)
+    slots, ordinals = stored_slots(table, rows, begins, 5, 16)
+    assert slots.tolist() == [7 * 16 + 15, 8 * 16, *range(11 * 16, 11 * 16 + 3)]
+    assert ordinals.tolist() == [16, 17, 1, 2, 3]

@@ -56,7 +56,7 @@ def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
     from kvpilot_runtime.bounded import heavy, heavy_cuda
     from kvpilot_runtime.bounded.attention import bounded_backend
 
-    monkeypatch.setattr(cuda, "WORKSPACE_BYTES", 4 * KV_HEADS * DIM * room)
+    monkeypatch.setattr(cuda, "workspace_bytes", lambda: 4 * KV_HEADS * DIM * room)
     engine, rng = Engine(cuda, name, blocks=40, width=9), random.Random(7)
     engine.impl.read_back = engine.builder.read_back = True  # then a token's answer does not depend on its chunk
     engine.builder.__class__ = bounded_backend(cuda.CudaBackend).get_builder_cls()
@@ -167,8 +167,11 @@ def test_every_page_of_every_measured_sequence_is_read_once_and_no_more_at_a_tim
             assert group.table[i, : len(one.pages)].tolist() == table[at, : len(one.pages)].tolist()
             assert (group.lens[i], group.weights[i]) == (one.length, at)
         for piece in group.pieces:
-            assert int(piece.rows[-1]) <= max(room, BLOCK)
-            assert piece.begins.tolist() == [piece.first * BLOCK] * len(group.at)
+            places = torch.arange(piece.first * BLOCK, piece.last * BLOCK)
+            slots = group.table[:, places // BLOCK] * BLOCK + places % BLOCK
+            assert len(piece.slots) <= max(room, BLOCK)
+            assert torch.equal(piece.slots, slots.flatten())
+            assert torch.equal(piece.ordinals, (places + 1).repeat(len(group.at)))
     assert sorted(read) == list(range(12))
 
 

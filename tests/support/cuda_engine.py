@@ -81,7 +81,7 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "flash_attn_varlen_func", flash_attention)
     monkeypatch.setattr(module, "merge_attn_states", merge)
     monkeypatch.setattr(module, "get_flash_attn_version", lambda **_: 3)
-    monkeypatch.setattr(module, "WORKSPACE_BYTES", 4 * KV_HEADS * DIM * 64)  # contexts come in many chunks
+    monkeypatch.setattr(module, "workspace_bytes", lambda: 4 * KV_HEADS * DIM * 64)  # contexts come in many chunks
     monkeypatch.setattr(module.CudaImpl, "_workspace", {})
     monkeypatch.setattr("kvpilot_runtime.backends.cuda.CudaBuilder._upload", lambda _self, x: x)
     monkeypatch.setattr(packed, "get_forward_context", lambda: STEP)

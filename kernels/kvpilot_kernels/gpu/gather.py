@@ -4,6 +4,7 @@ Prefill attends to its context through a workspace of fixed size: a chunk of the
 runs over it, and the next chunk takes its place. The context never exists in 16 bits as a whole.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -30,41 +31,53 @@ def read_side(page_ptr, place, live, signs_ptr, head, mean_ptr, scale_ptr, SIDE:
     return y * inverse[None, :] + mean[None, :]
 
 
-# What a step gives it are parts of tensors, and tables of any width.
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "begins_ptr"])
+@triton.jit(do_not_specialize=["tokens"])
 def gather_kernel(
-    cache_ptr, table_ptr, rows_ptr, key_out_ptr, value_out_ptr, key_signs_ptr, value_signs_ptr, key_first_ptr,
-    key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr, begins_ptr, page_stride, head_stride, table_stride,
+    cache_ptr, slots_ptr, ordinals_ptr, key_out_ptr, value_out_ptr, key_signs_ptr, value_signs_ptr, key_first_ptr,
+    key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr, tokens, page_stride, head_stride,
     KV_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
     WIDE: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(longest, TOKENS), KV_HEADS, sequences): tokens [begin, begin + length) of each sequence.
+    """Grid (cdiv(tokens, TOKENS), KV_HEADS): the tokens in `slots`, one after the other.
 
-    table: int32 [sequences, blocks]; rows: int32 [sequences + 1], where each sequence's tokens start in the outputs
-    (their differences are the lengths); begins: int32 [sequences]; outputs: 16 bits [rows, KV_HEADS, HEAD]; the
-    rest as in `store`.
+    slots: int64 [tokens]; ordinals: int32 [tokens]; as `stored_slots` gives them. Outputs: 16 bits
+    [tokens, KV_HEADS, HEAD]. The rest as in `store`.
     """
     head = tl.program_id(1)
-    sequence = tl.program_id(2)
-    row = tl.load(rows_ptr + sequence)
-    length = tl.load(rows_ptr + sequence + 1) - row
     at = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    if tl.program_id(0) * TOKENS < length:
-        live = at < length
-        token = tl.load(begins_ptr + sequence) + at
-        block = tl.load(table_ptr + sequence.to(tl.int64) * table_stride + token // PAGE, mask=live, other=0)
-        page = cache_ptr + block.to(tl.int64) * page_stride + head.to(tl.int64) * head_stride
-        place = token % PAGE
-        d, has = plain_slots(D, WIDE)
-        has = has & (d < HEAD)
-        mask = live[:, None] & has[None, :]
-        to = ((row + at).to(tl.int64) * KV_HEADS + head)[:, None] * HEAD + d[None, :]
-        y = read_side(page, place, live, key_signs_ptr, head, key_mean_ptr, key_scale_ptr, KEY, HEAD, D, WIDE, PAGE)
-        apart = tl.load(key_first_ptr + head * HEAD + d, mask=has, other=0.0)
-        apart -= tl.load(key_mean_ptr + head * HEAD + d, mask=has, other=0.0)
-        y += tl.where((token == 0)[:, None], apart[None, :], 0.0)
-        tl.store(key_out_ptr + to, y.to(key_out_ptr.dtype.element_ty), mask=mask)
-        y = read_side(
-            page, place, live, value_signs_ptr, head, value_mean_ptr, value_scale_ptr, VALUE, HEAD, D, WIDE, PAGE
-        )
-        tl.store(value_out_ptr + to, y.to(value_out_ptr.dtype.element_ty), mask=mask)
+    live = at < tokens
+    slot = tl.load(slots_ptr + at, mask=live, other=0)
+    first = tl.load(ordinals_ptr + at, mask=live, other=0) == 1
+    page = cache_ptr + (slot // PAGE).to(tl.int64) * page_stride + head.to(tl.int64) * head_stride
+    place = slot % PAGE
+    d, has = plain_slots(D, WIDE)
+    has = has & (d < HEAD)
+    mask = live[:, None] & has[None, :]
+    to = (at.to(tl.int64) * KV_HEADS + head)[:, None] * HEAD + d[None, :]
+    y = read_side(page, place, live, key_signs_ptr, head, key_mean_ptr, key_scale_ptr, KEY, HEAD, D, WIDE, PAGE)
+    apart = tl.load(key_first_ptr + head * HEAD + d, mask=has, other=0.0)
+    apart -= tl.load(key_mean_ptr + head * HEAD + d, mask=has, other=0.0)
+    y += tl.where(first[:, None], apart[None, :], 0.0)
+    tl.store(key_out_ptr + to, y.to(key_out_ptr.dtype.element_ty), mask=mask)
+    y = read_side(page, place, live, value_signs_ptr, head, value_mean_ptr, value_scale_ptr, VALUE, HEAD, D, WIDE, PAGE)
+    tl.store(value_out_ptr + to, y.to(value_out_ptr.dtype.element_ty), mask=mask)
+
+
+def stored_slots(block_table: torch.Tensor, rows: torch.Tensor, begins: torch.Tensor, tokens: int,
+                 block_size: int) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Where tokens [begin, begin + length) of each sequence are stored, sequence after sequence.
+
+    Worked out once for all layers and heads: sequences are unlike each other, and a launch over the longest one times
+    their number would have mostly programs with nothing to do.
+
+    Args:
+        block_table: int32 [sequences, blocks]. rows: int32 [sequences + 1], where each sequence's tokens start in the
+            results; their differences are the lengths, and the last is `tokens`. begins: int32 [sequences].
+
+    Returns:
+        Slots, int64 [tokens], block * block_size + place; and ordinals, int32 [tokens], places in a sequence from 1 on.
+    """
+    at = torch.arange(tokens, dtype=torch.int32, device=rows.device)
+    owner = torch.searchsorted(rows[1:], at, right=True)
+    place = at + (begins - rows[:-1])[owner]
+    return block_table[owner, place // block_size].long() * block_size + place % block_size, place + 1

@@ -305,20 +305,26 @@ class GpuPages:
             LEVEL=s.softcap == 0, OVERLAP=s.can_overlap, num_warps=warps, **tuning.FUSED, **s.chained,
         )  # fmt: skip
 
-    def gather(self, block_table: torch.Tensor, rows: torch.Tensor, begins: torch.Tensor, longest: int,
-               key_out: torch.Tensor, value_out: torch.Tensor) -> None:  # fmt: skip
-        """Read tokens [begin, begin + length) of each sequence back, in the model's own elements.
+    def gather(self, slots: torch.Tensor, ordinals: torch.Tensor, key_out: torch.Tensor,
+               value_out: torch.Tensor) -> None:  # fmt: skip
+        """Read tokens back, in the model's own elements.
 
         Args:
-            block_table: int32 [sequences, blocks]. rows: int32 [sequences + 1], where each sequence's tokens start in
-                the outputs; their differences are the lengths, at most `longest`. begins: int32 [sequences].
-            key_out, value_out: [rows, kv_heads, D], 16 bits, contiguous.
+            slots: int64 [tokens]; ordinals: int32 [tokens]; as `gather.stored_slots` gives them.
+            key_out, value_out: [tokens or more, kv_heads, D], 16 bits, contiguous; rows after the tokens stay.
+
+        Raises:
+            BadInputError: another integer type, or not as many ordinals as slots; nothing was launched.
         """
-        s, f = self.shape, self.factors
-        check.int32(block_table=block_table, rows=rows, begins=begins)
-        gather_kernel[(triton.cdiv(longest, s.gather_block.tokens), s.kv_heads, rows.shape[0] - 1)](
-            self.cache, block_table, rows, key_out, value_out, s.key_signs, s.value_signs, f.key_first,
-            f.key_mean, f.key_scale, f.value_mean, f.value_scale, begins, self.cache.stride(0), self.cache.stride(1),
-            block_table.stride(0), TOKENS=s.gather_block.tokens, **s.codec, num_warps=s.gather_block.warps,
-            **tuning.FUSED,
+        s, f, tokens = self.shape, self.factors, slots.shape[0]
+        check.ordinals(ordinals, slots)
+        if tokens != ordinals.shape[0] or tokens > min(key_out.shape[0], value_out.shape[0]):
+            raise check.BadInputError(
+                "slots", f"has {tokens} tokens", f"ordinals has {ordinals.shape[0]}, key_out {key_out.shape[0]} and "
+                f"value_out {value_out.shape[0]}",
+            )  # fmt: skip
+        gather_kernel[(triton.cdiv(tokens, s.gather_block.tokens), s.kv_heads)](
+            self.cache, slots, ordinals, key_out, value_out, s.key_signs, s.value_signs, f.key_first, f.key_mean,
+            f.key_scale, f.value_mean, f.value_scale, tokens, self.cache.stride(0), self.cache.stride(1),
+            TOKENS=s.gather_block.tokens, **s.codec, num_warps=s.gather_block.warps, **tuning.FUSED,
         )  # fmt: skip

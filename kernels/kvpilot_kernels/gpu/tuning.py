@@ -102,7 +102,7 @@ A thread has neighbours of a row, and little crosses warps: small programs are b
 tokens, as many as a product has rows for: of 4, Triton 3.6 made programs that wrote wrong queries on an H100."""
 
 GATHERS: dict[int, Block] = {
-    64: Block(8, 2), 96: Block(8, 1), 128: Block(8, 2), 192: Block(4, 1), 256: Block(8, 4), 512: Block(8, 4)
+    64: Block(8, 2), 96: Block(16, 2), 128: Block(8, 2), 192: Block(4, 1), 256: Block(8, 4), 512: Block(8, 4)
 }  # fmt: skip
 """Of `gather` by elements of a row."""
 

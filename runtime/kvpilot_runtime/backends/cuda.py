@@ -25,8 +25,13 @@ from kvpilot_runtime.backends.images import LaterTokens
 from kvpilot_runtime.backends.packed import PackedBackend, PackedImpl, RingBackend, classes_of
 from kvpilot_runtime.errors import UnsupportedModelError
 
-WORKSPACE_BYTES = 128 * 2**20
-"""Keys and values of context that prefill reads back at a time, for all layers."""
+WORKSPACE_SHARE = 200
+"""Of the GPU's memory, one part in so many holds the keys and values of context that prefill reads back at a time."""
+
+
+def workspace_bytes() -> int:
+    """Bytes of the workspace on the current GPU."""
+    return torch.cuda.mem_get_info()[1] // WORKSPACE_SHARE
 
 
 class CudaImpl(PackedImpl):
@@ -44,7 +49,7 @@ class CudaImpl(PackedImpl):
         # FlashAttention 2 and 3 take heads of up to 256 elements.
         self.own_prefill = self.head_size > NARROW.value
         self.fa_version = None if self.own_prefill else get_flash_attn_version(head_size=self.head_size)
-        self.workspace_tokens = WORKSPACE_BYTES // (4 * self.num_kv_heads * self.head_size)
+        self.workspace_tokens = workspace_bytes() // (4 * self.num_kv_heads * self.head_size)
 
     def shape(self, block_size: int, device: torch.device) -> Shape:
         """What the kernels need to know of this layer."""
@@ -96,7 +101,7 @@ class CudaImpl(PackedImpl):
             new = slice(meta.decodes, meta.decodes + meta.prefills.tokens)
             if shared:
                 assert meta.prefills.stored is not None  # noqa: S101  # for mypy: there is such a layer
-                key, value = self._read(pages, meta.prefills.block_table, meta.prefills.stored, query.dtype)
+                key, value = self._read(pages, meta.prefills.stored, query.dtype)
             else:
                 key, value = key[new], value[new]
             lse = self._prefill(query[new], key, value, meta.prefills, pages, workspace, out[new], meta.mm_prefix_range)
@@ -104,12 +109,11 @@ class CudaImpl(PackedImpl):
                 out[new] *= torch.sigmoid(lse.T - self.sinks.float())[..., None].to(out.dtype)
         return output
 
-    def _read(self, pages: GpuPages, block_table: torch.Tensor, part: ContextChunk,
-              dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def _read(self, pages: GpuPages, part: ContextChunk, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a part of all prefilling sequences as pages give them back, [total, kv_heads, D]."""
         shape = (2, part.total, self.num_kv_heads, self.head_size)
-        read = torch.empty(shape, dtype=dtype, device=block_table.device)
-        pages.gather(block_table, part.rows, part.begins, part.longest, read[0], read[1])
+        read = torch.empty(shape, dtype=dtype, device=part.slots.device)
+        pages.gather(part.slots, part.ordinals, read[0], read[1])
         return read[0], read[1]
 
     def _prefill(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefills: Prefills,
@@ -118,7 +122,7 @@ class CudaImpl(PackedImpl):
         """Attention without sinks, written to `out`; returns the log-sums of the scores, float32 [heads, tokens]."""
         rows, longest = prefills.starts, prefills.longest
         if (whole := prefills.whole) is not None:
-            key, value = self._read(pages, prefills.block_table, whole, query.dtype)
+            key, value = self._read(pages, whole, query.dtype)
             rows, longest = whole.rows, whole.longest
         chunks = prefills.context_chunks
         merged, lse = self._attend(
@@ -129,7 +133,7 @@ class CudaImpl(PackedImpl):
         for i, chunk in enumerate(chunks):
             # Here, too, no row more than was gathered.
             old_key, old_value = workspace[0, : chunk.total], workspace[1, : chunk.total]
-            pages.gather(prefills.block_table, chunk.rows, chunk.begins, chunk.longest, old_key, old_value)
+            pages.gather(chunk.slots, chunk.ordinals, old_key, old_value)
             part, part_lse = self._attend(
                 query, old_key, old_value, prefills.starts, prefills.longest, chunk.rows, chunk.longest, False
             )

@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.ahead import compile_ahead
+from kvpilot_kernels.gpu.gather import stored_slots
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
 from kvpilot_kernels.gpu.prefill import prefill
 from kvpilot_kernels.gpu.ring import fill_ring_slots
@@ -49,13 +50,14 @@ class ContextChunk:
 
     Attributes:
         longest, total: of the lengths. rows: int32 [sequences + 1], where each sequence's tokens start in 16 bits.
-        begins: int32 [sequences].
+        slots: int64 [total]; ordinals: int32 [total]; where they are stored, as `gather.stored_slots` gives them.
     """
 
     longest: int
     total: int
     rows: torch.Tensor
-    begins: torch.Tensor
+    slots: torch.Tensor
+    ordinals: torch.Tensor
 
 
 def packed(context: torch.Tensor, room: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -77,7 +79,7 @@ class Prefills:
     Attributes:
         starts: int32 [sequences + 1], first rows counted from the first prefilling token.
         longest, tokens: new tokens of one sequence at most, and of all; rows after them are padding.
-        block_table: int32 [sequences, blocks]. ordinals: int32 [tokens], each one's place in its sequence from 1 on.
+        ordinals: int32 [tokens], each one's place in its sequence from 1 on.
         context_chunks: of their contexts, empty where nobody has one.
         stored: the new tokens alone, for layers that use another layer's cache; None where no layer does.
         whole: context and new tokens at once, where chunks read themselves back (`PREFILL_FROM_PAGES`).
@@ -86,7 +88,6 @@ class Prefills:
     starts: torch.Tensor
     longest: int
     tokens: int
-    block_table: torch.Tensor
     ordinals: torch.Tensor
     context_chunks: list[ContextChunk]
     stored: ContextChunk | None = None
@@ -253,7 +254,7 @@ class CudaBuilder(PackedBuilder):
         pages.store(query[:prompt], fresh[:prompt], fresh[:prompt], slots[:prompt], self.plan, 0, 1.0, ring_slots,
                     lens[:prompt])  # fmt: skip
         ends = torch.tensor([0, 1], dtype=torch.int32, **make)
-        pages.gather(table[:1], ends, lens[:1], 1, fresh[:1], fresh[:1])
+        pages.gather(*stored_slots(table[:1], ends, lens[:1] - 1, 1, shape.block_size), fresh[:1], fresh[:1])
         if shape.wide:
             for causal in (True, False):
                 prefill(query[:1], fresh[:1], fresh[:1], ends, 1, ends, 1.0, causal, shape.softcap)
@@ -277,15 +278,15 @@ class CudaBuilder(PackedBuilder):
         block_table = common.block_table_tensor[decodes : common.num_reqs]
         ordinals = torch.arange(1, int(starts[-1]) + 1) + torch.repeat_interleave(context - starts[:-1], new)
         prefills = Prefills(
-            self._upload(starts.int()), int(new.max()), int(starts[-1]), block_table, self._upload(ordinals.int()), []
+            self._upload(starts.int()), int(new.max()), int(starts[-1]), self._upload(ordinals.int()), []
         )
         if self.shared:
-            prefills.stored = self._context_chunk(context, new)
+            prefills.stored = self._context_chunk(block_table, context, new)
         if self.read_back:
-            prefills.whole = self._context_chunk(torch.zeros_like(context), context + new)
+            prefills.whole = self._context_chunk(block_table, torch.zeros_like(context), context + new)
             return prefills, self._later(common, decodes, context, new, (context + new).cumsum(0) - new)
         for begins, lengths in packed(context, self.chunk_tokens):
-            prefills.context_chunks.append(self._context_chunk(begins, lengths))
+            prefills.context_chunks.append(self._context_chunk(block_table, begins, lengths))
         return prefills, self._later(common, decodes, context, new, starts[:-1])
 
     def _later(self, common: Any, decodes: int, context: torch.Tensor, new: torch.Tensor,
@@ -312,10 +313,12 @@ class CudaBuilder(PackedBuilder):
         found = getattr(common, "is_prefilling", None)
         return found is not None and bool(found[decodes : common.num_reqs].all())
 
-    def _context_chunk(self, begins: torch.Tensor, lengths: torch.Tensor) -> ContextChunk:
+    def _context_chunk(self, block_table: torch.Tensor, begins: torch.Tensor, lengths: torch.Tensor) -> ContextChunk:
         rows = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         torch.cumsum(lengths, 0, out=rows[1:])
-        return ContextChunk(int(lengths.max()), int(rows[-1]), self._upload(rows), self._upload(begins.int()))
+        total, at = int(rows[-1]), self._upload(rows)
+        slots, ordinals = stored_slots(block_table, at, self._upload(begins.int()), total, self.shape.block_size)
+        return ContextChunk(int(lengths.max()), total, at, slots, ordinals)
 
     def _upload(self, x: torch.Tensor) -> torch.Tensor:
         return x.pin_memory().to(self.device, non_blocking=True)

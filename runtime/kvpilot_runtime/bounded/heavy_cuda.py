@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvpilot_kernels.gpu import weigh as kernel
+from kvpilot_kernels.gpu.gather import stored_slots
 from kvpilot_kernels.gpu.pages import GpuPages
 from kvpilot_kernels.gpu.weigh import stretch
 from kvpilot_runtime.backends.cuda import CudaImpl
@@ -28,13 +29,13 @@ class Piece:
     """Pages [first, last) of a group's sequences, whose keys are read at a time.
 
     Attributes:
-        begins: int32 [sequences], the first token. rows: int32 [sequences + 1], where each one's are in the workspace.
+        slots: int64 [tokens]; ordinals: int32 [tokens]; sequence after sequence, as `gather.stored_slots` gives them.
     """
 
     first: int
     last: int
-    begins: torch.Tensor
-    rows: torch.Tensor
+    slots: torch.Tensor
+    ordinals: torch.Tensor
 
 
 @dataclass
@@ -68,18 +69,19 @@ def groups(weighing: Weighing, page: int, room: int) -> Iterator[Group]:
         most = max(room // (pages * page), 1)
         taken = [i for i in left[:most] if rows[i] == rows[left[0]]]
         left = left[len(taken) :]
-        step = max(room // (len(taken) * page), 1)
+        of, step = [every[i] for i in taken], max(room // (len(taken) * page), 1)
+        table = weighing.table[upload([one.row for one in of], torch.int64), :pages]
         pieces = []
         for first in range(0, pages, step):
             last = min(first + step, pages)
             begins = torch.full((len(taken),), first * page, dtype=torch.int32, device=device)
-            starts = torch.arange(len(taken) + 1, dtype=torch.int32, device=device) * ((last - first) * page)
-            pieces.append(Piece(first, last, begins, starts))
-        of = [every[i] for i in taken]
+            tokens = (last - first) * page
+            starts = torch.arange(len(taken) + 1, dtype=torch.int32, device=device) * tokens
+            pieces.append(Piece(first, last, *stored_slots(table, starts, begins, len(taken) * tokens, page)))
         yield Group(
             at=upload(taken, torch.int64),
             rows=upload([[*range(one.rows.start, one.rows.stop)] for one in of], torch.int64),
-            table=weighing.table[upload([one.row for one in of], torch.int64), :pages],
+            table=table,
             lens=upload([one.length for one in of], torch.int32),
             weights=upload([[one.weight] for one in of], torch.float64),
             pieces=pieces,
@@ -136,6 +138,6 @@ def keys(pages: GpuPages, group: Group, piece: Piece, workspace: torch.Tensor) -
     """A piece's keys, [sequences, kv_heads, head_dim, tokens], read back into the workspace."""
     sequences, tokens = len(group.lens), (piece.last - piece.first) * pages.shape.block_size
     found, values = (side[: sequences * tokens] for side in workspace)
-    pages.gather(group.table, piece.rows, piece.begins, tokens, found, values)
+    pages.gather(piece.slots, piece.ordinals, found, values)
     read: torch.Tensor = found.view(sequences, tokens, *found.shape[1:]).permute(0, 2, 3, 1)
     return read
