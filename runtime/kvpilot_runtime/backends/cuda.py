@@ -26,7 +26,7 @@ from kvpilot_runtime.backends.packed import PackedBackend, PackedImpl, RingBacke
 from kvpilot_runtime.errors import UnsupportedModelError
 
 WORKSPACE_SHARE = 200
-"""Of the GPU's memory, one part in so many holds the keys and values of context that prefill reads back at a time."""
+"""One part in so many of the GPU's memory holds the keys and values of context that prefill reads back at a time."""
 
 
 def workspace_bytes() -> int:
