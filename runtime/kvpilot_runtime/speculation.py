@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Any
 
-import torch
-
 from kvpilot_runtime.config import options
 from kvpilot_runtime.errors import UnsupportedModelError
 
@@ -85,24 +83,3 @@ def spares(vllm_config: Any, layer: Any) -> int:
     heads = draft.get_num_kv_heads(vllm_config.parallel_config)
     alike = (heads, draft.get_head_size()) == (layer.impl.num_kv_heads, layer.impl.head_size)
     return int(draft.get_total_num_hidden_layers()) if alike else 0
-
-
-def owners(starts: torch.Tensor, seq_lens: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row of a batch its sequence, and its token's place there from 1 on: how many tokens it sees.
-
-    Nothing is copied from a GPU to its host.
-
-    Args:
-        starts: int [sequences + 1], first rows. seq_lens: int [sequences], tokens stored after this step; at least one
-            sequence. tokens: rows to tell of; those after the last sequence's are padding.
-
-    Returns:
-        int64 [tokens], any sequence for padding; and seq_lens' type [tokens], 0 for padding.
-    """
-    row = torch.arange(tokens, dtype=starts.dtype, device=starts.device)
-    ends = starts[1:]
-    owner = torch.searchsorted(ends, row, right=True)
-    real = owner < len(ends)
-    owner = owner.clamp(max=len(ends) - 1)
-    seen = seq_lens[owner] - (ends[owner] - row).to(seq_lens.dtype) + 1
-    return owner, torch.where(real, seen, 0).clamp(min=0)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from kvpilot_kernels import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.gpu import decode, pages
-from kvpilot_kernels.gpu.gather import stored_slots
 from kvpilot_kernels.gpu.pages import GpuPages, Plan
+from kvpilot_kernels.places import stored_slots
 from kvpilot_kernels.reference.attention import decode_reference
 from support.gluon_eager import EagerKernel
 from support.gpu_batch import BLOCK_OUTERMOST, DIMS, MINE, OTHERS, Batch, among_layers, ordinals

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.check import BadInputError
-from kvpilot_kernels.gpu.gather import stored_slots
+from kvpilot_kernels.places import stored_slots
 from support.gpu_batch import DIMS, Batch
 
 

@@ -18,9 +18,10 @@ import torch
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.places import owners
 from kvpilot_runtime.backends import cpu, packed
 from kvpilot_runtime.errors import UnsupportedModelError
-from kvpilot_runtime.speculation import owners, refuse_other_drafters
+from kvpilot_runtime.speculation import refuse_other_drafters
 from support.gpu_batch import generator, poisoned, some_factors
 
 HEADS, KV_HEADS, DIM, BLOCK, LAYER = 4, 2, 64, 16, "model.layers.0.self_attn.attn"

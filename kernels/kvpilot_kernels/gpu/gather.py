@@ -4,7 +4,6 @@ Prefill attends to its context through a workspace of fixed size: a chunk of the
 runs over it, and the next chunk takes its place. The context never exists in 16 bits as a whole.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -40,7 +39,7 @@ def gather_kernel(
 ):  # fmt: skip
     """Grid (cdiv(tokens, TOKENS), KV_HEADS): the tokens in `slots`, one after the other.
 
-    slots: int64 [tokens]; ordinals: int32 [tokens]; as `stored_slots` gives them. Outputs: 16 bits
+    slots: int64 [tokens]; ordinals: int32 [tokens]; as `places.stored_slots` gives them. Outputs: 16 bits
     [tokens, KV_HEADS, HEAD]. The rest as in `store`.
     """
     head = tl.program_id(1)
@@ -61,23 +60,3 @@ def gather_kernel(
     tl.store(key_out_ptr + to, y.to(key_out_ptr.dtype.element_ty), mask=mask)
     y = read_side(page, place, live, value_signs_ptr, head, value_mean_ptr, value_scale_ptr, VALUE, HEAD, D, WIDE, PAGE)
     tl.store(value_out_ptr + to, y.to(value_out_ptr.dtype.element_ty), mask=mask)
-
-
-def stored_slots(block_table: torch.Tensor, rows: torch.Tensor, begins: torch.Tensor, tokens: int,
-                 block_size: int) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Where tokens [begin, begin + length) of each sequence are stored, sequence after sequence.
-
-    Worked out once for all layers and heads: sequences are unlike each other, and a launch over the longest one times
-    their number would have mostly programs with nothing to do.
-
-    Args:
-        block_table: int32 [sequences, blocks]. rows: int32 [sequences + 1], where each sequence's tokens start in the
-            results; their differences are the lengths, and the last is `tokens`. begins: int32 [sequences].
-
-    Returns:
-        Slots, int64 [tokens], block * block_size + place; and ordinals, int32 [tokens], places in a sequence from 1 on.
-    """
-    at = torch.arange(tokens, dtype=torch.int32, device=rows.device)
-    owner = torch.searchsorted(rows[1:], at, right=True)
-    place = at + (begins - rows[:-1])[owner]
-    return block_table[owner, place // block_size].long() * block_size + place % block_size, place + 1

@@ -310,7 +310,7 @@ class GpuPages:
         """Read tokens back, in the model's own elements.
 
         Args:
-            slots: int64 [tokens]; ordinals: int32 [tokens]; as `gather.stored_slots` gives them.
+            slots: int64 [tokens]; ordinals: int32 [tokens]; as `places.stored_slots` gives them.
             key_out, value_out: [tokens or more, kv_heads, D], 16 bits, contiguous; rows after the tokens stay.
 
         Raises:

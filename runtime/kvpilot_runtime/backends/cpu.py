@@ -16,12 +16,13 @@ from vllm.v1.attention.backend import MultipleOf
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.cpu import PackedPages
+from kvpilot_kernels.places import owners
 from kvpilot_kernels.ring import ring_slots
 from kvpilot_runtime.backends import images
 from kvpilot_runtime.backends.packed import PackedBackend, PackedBuilder, PackedImpl, RingBackend, classes_of
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent.ring_layers import Rings
-from kvpilot_runtime.speculation import drafts, owners
+from kvpilot_runtime.speculation import drafts
 
 
 @dataclass

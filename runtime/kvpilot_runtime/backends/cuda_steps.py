@@ -13,14 +13,14 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.ahead import compile_ahead
-from kvpilot_kernels.gpu.gather import stored_slots
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
 from kvpilot_kernels.gpu.prefill import prefill
 from kvpilot_kernels.gpu.ring import fill_ring_slots
+from kvpilot_kernels.places import owners, stored_slots
 from kvpilot_runtime.backends import images
 from kvpilot_runtime.backends.packed import PackedBuilder
 from kvpilot_runtime.recent.ring_layers import Rings
-from kvpilot_runtime.speculation import drafts, owners
+from kvpilot_runtime.speculation import drafts
 
 
 def powers(most: int) -> set[int]:
@@ -50,7 +50,7 @@ class ContextChunk:
 
     Attributes:
         longest, total: of the lengths. rows: int32 [sequences + 1], where each sequence's tokens start in 16 bits.
-        slots: int64 [total]; ordinals: int32 [total]; where they are stored, as `gather.stored_slots` gives them.
+        slots: int64 [total]; ordinals: int32 [total]; where they are stored, as `places.stored_slots` gives them.
     """
 
     longest: int

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from kvpilot_kernels.gpu import weigh as kernel
-from kvpilot_kernels.gpu.gather import stored_slots
 from kvpilot_kernels.gpu.pages import GpuPages
 from kvpilot_kernels.gpu.weigh import stretch
+from kvpilot_kernels.places import stored_slots
 from kvpilot_runtime.backends.cuda import CudaImpl
 from kvpilot_runtime.backends.cuda_steps import CudaBuilder, Metadata
 from kvpilot_runtime.bounded.heavy_mass import Singles, Weighing, masses, scores, softcap_of
@@ -29,7 +29,7 @@ class Piece:
     """Pages [first, last) of a group's sequences, whose keys are read at a time.
 
     Attributes:
-        slots: int64 [tokens]; ordinals: int32 [tokens]; sequence after sequence, as `gather.stored_slots` gives them.
+        slots: int64 [tokens]; ordinals: int32 [tokens]; sequence after sequence, as `places.stored_slots` gives them.
     """
 
     first: int

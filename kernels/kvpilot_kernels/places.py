@@ -1,0 +1,46 @@
+"""Which sequence the rows of a batch belong to, and where tokens of several sequences are stored."""
+
+from __future__ import annotations
+
+import torch
+
+
+def owners(starts: torch.Tensor, seq_lens: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row of a batch its sequence, and its token's place there from 1 on: how many tokens it sees.
+
+    Nothing is copied from a GPU to its host.
+
+    Args:
+        starts: int [sequences + 1], first rows. seq_lens: int [sequences], tokens stored after this step; at least one
+            sequence. tokens: rows to tell of; those after the last sequence's are padding.
+
+    Returns:
+        int64 [tokens], any sequence for padding; and seq_lens' type [tokens], 0 for padding.
+    """
+    row = torch.arange(tokens, dtype=starts.dtype, device=starts.device)
+    ends = starts[1:]
+    owner = torch.searchsorted(ends, row, right=True)
+    real = owner < len(ends)
+    owner = owner.clamp(max=len(ends) - 1)
+    seen = seq_lens[owner] - (ends[owner] - row).to(seq_lens.dtype) + 1
+    return owner, torch.where(real, seen, 0).clamp(min=0)
+
+
+def stored_slots(
+    block_table: torch.Tensor, rows: torch.Tensor, begins: torch.Tensor, tokens: int, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where tokens [begin, begin + length) of each sequence are stored, sequence after sequence.
+
+    Worked out once for all layers and heads: sequences are unlike each other, and a launch over the longest one times
+    their number would have mostly programs with nothing to do.
+
+    Args:
+        block_table: int32 [sequences, blocks]. rows: int32 [sequences + 1], where each sequence's tokens start in the
+            results; their differences are the lengths, and the last is `tokens`. begins: int32 [sequences].
+
+    Returns:
+        Slots, int64 [tokens], block * block_size + place; and ordinals, int32 [tokens], places in a sequence from 1 on.
+    """
+    owner, ordinals = owners(rows, begins + rows.diff(), tokens)
+    place = ordinals - 1
+    return block_table[owner, place // block_size].long() * block_size + place % block_size, ordinals
