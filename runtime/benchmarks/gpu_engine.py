@@ -31,6 +31,11 @@ def size(text: str) -> int:
     return int(text[:-1]) * 1024 if text.upper().endswith("K") else int(text)
 
 
+def sizes(text: str) -> list[int]:
+    """Return several sizes: `100,400`."""
+    return [size(one) for one in text.split(",")]
+
+
 def case(text: str) -> tuple[int, int]:
     """`32x16K`: 32 sequences with 16,384 tokens of context each."""
     batch, _, context = text.partition("x")
@@ -45,6 +50,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--chunked", type=size, default=65536, help="long prompt of chunked prefill; 0: leave it out")
     parser.add_argument("--mixed", action="store_true",
                         help="the end of such a prompt beside seven of 512 new tokens over as many, too")  # fmt: skip
+    parser.add_argument("--beside", type=sizes, default=[], metavar="NEW,NEW",
+                        help="new tokens of a request that arrives beside sequences that decode, comma-separated: the "
+                        "step's wall time, its kernels and the host's functions; the engine then runs in the child "
+                        "itself")  # fmt: skip
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--model", type=Path, help="a model folder with weights, instead of --shape")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
@@ -76,8 +85,8 @@ def model_of(args: argparse.Namespace, scratch: Path) -> tuple[str, int, dict[st
 
 
 def alone(args: argparse.Namespace) -> dict[str, str]:
-    """With drafts the engine runs in the child itself, where the proposer can be replaced."""
-    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.drafts else {}
+    """Run the engine in the child itself where its functions are replaced (`--drafts`) or profiled (`--beside`)."""
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.drafts or args.beside else {}
 
 
 def drafted(count: int) -> dict[str, Any]:
@@ -149,7 +158,7 @@ def main() -> int:
             cases = [case(text) for text in args.cases.split(",")]
             out = args.out / f"{stem}.json"
             job = Job(engine, cases, args.chunked, args.steps, args.repeats, vocab, args.drafts, str(out),
-                      args.mixed)  # fmt: skip
+                      args.mixed, args.beside)  # fmt: skip
             say(f"{stem}: starting")
             runs[dtype] = measure(args, name, dtype, job, env)
             say(f"{stem}: {'failed: ' + runs[dtype]['error'] if runs[dtype]['error'] else 'done'}")

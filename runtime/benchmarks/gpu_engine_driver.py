@@ -49,7 +49,7 @@ class Driver:
     def prefill(self, prompts: list[list[int]]) -> Filled:
         """Time from the first request to the last first token."""
         began, cached = time.perf_counter(), 0
-        self._submit(prompts, 1)
+        self.submit(prompts, 1)
         while self.engine.has_unfinished_requests():
             cached += sum(output.num_cached_tokens or 0 for output in self.engine.step() if output.finished)
         return Filled(sum(map(len, prompts)), cached, time.perf_counter() - began)
@@ -62,7 +62,7 @@ class Driver:
         Raises:
             DriveError: the sequences were never all decoding for so long (the cache cannot hold them together).
         """
-        names = self._submit(prompts, self.max_model_len - max(map(len, prompts)))
+        names = self.submit(prompts, self.max_model_len - max(map(len, prompts)))
         marks: list[float] = []
         while len(marks) <= WARM_STEPS + steps:
             if not self.engine.has_unfinished_requests():
@@ -79,7 +79,8 @@ class Driver:
         timed = marks[WARM_STEPS:]
         return [later - earlier for earlier, later in itertools.pairwise(timed)]
 
-    def _submit(self, prompts: list[list[int]], max_tokens: int) -> list[str]:
+    def submit(self, prompts: list[list[int]], max_tokens: int) -> list[str]:
+        """Add a greedy request for each prompt of token ids; return the names of the requests."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

@@ -14,11 +14,12 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from gpu_beside import beside_case
 from gpu_engine_driver import FIRST_TOKEN, WARM_STEPS, DriveError, Driver, Filled, prompt
 from gpu_engine_process import end_with_parent, say, versions
 
@@ -42,6 +43,7 @@ class Job:
         drafts: tokens that are drafted for every sequence in every step, at random, so that next to none is taken: a
             step then has 1 + drafts tokens of each sequence and yields one. 0: no speculation.
         out: where the result is written.
+        beside: new tokens of a request that arrives beside sequences that decode, one measurement each.
     """
 
     engine: dict[str, Any]
@@ -53,6 +55,7 @@ class Job:
     drafts: int
     out: str
     mixed: bool = False
+    beside: list[int] = field(default_factory=list)
 
 
 class Result:
@@ -213,6 +216,9 @@ def main() -> NoReturn:
         step = config.scheduler_config.max_num_batched_tokens
         needed = job.chunked + SHORTS * 2 * SHORT + config.cache_config.block_size
         result.save(mixed=attempt(f"mixed {job.chunked}", capacity, needed, partial(mixed_case, driver, job, step)))
+    for new in job.beside:
+        found = attempt(f"{new} new beside", capacity, 0, partial(beside_case, driver, job.vocab, new))
+        result.save(beside=[*result.data.get("beside", []), found])
     sys.stdout.flush()
     # vLLM takes seconds to shut down in order; the parent ends its processes anyway, and the device's time is scarce.
     os._exit(0)
