@@ -1,64 +1,136 @@
-"""vLLM loads this through the entry point `vllm.general_plugins`, in every one of its processes."""
+"""vLLM loads this through the entry point `vllm.general_plugins`, in every one of its processes.
+
+A process in which nobody asks for a dtype or an option of ours keeps vLLM as it is: `register` adds the names of our
+dtypes to vLLM's own data, and nothing else. All that is wrapped waits until it is asked for:
+
+- a dtype, by the first configuration that has it; the process then tells those that it starts (`DTYPE`);
+- `--retention`, by its environment variable;
+- the requests and the end of an engine, by `kvpilot-serve`, which sets `options.SERVE`.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import Any
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.latent import formats as latent
 from kvpilot_runtime.calibration import info as calibration_info
-from kvpilot_runtime.config import retention
+from kvpilot_runtime.config import options, retention
 from kvpilot_runtime.engine import compat, contract, hooks
-from kvpilot_runtime.engine.vllm_parts import Feature
+from kvpilot_runtime.engine.vllm_parts import Broken, Feature
 from kvpilot_runtime.metrics import model_info
 from kvpilot_runtime.recent import info as recent_info
 from kvpilot_runtime.transfer import host
 
-BACKENDS, BOUNDED, TRANSFER = (f"kvpilot_runtime.{package}" for package in ("backends", "bounded", "transfer"))
-"""vLLM, and what is wrapped in it, get import paths: no process imports what it does not need."""
+BACKENDS = "kvpilot_runtime.backends"
+"""vLLM is told of our backends by import path: no process imports one that it does not need."""
+
+DTYPE = "KVPILOT_DTYPE"
+"""Environment variable by which a process that configured an engine with a dtype of ours tells its children."""
+
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
 
 def register() -> None:
-    """Teach vLLM our dtypes, and which backend serves them; publish what is served; all else of vLLM stays.
-
-    A vLLM that lacks what this stands on keeps its own dtypes, and says what it lacks.
+    """Make our dtypes known to vLLM, and change what this process was asked for; all else of vLLM stays.
 
     Raises:
-        UnsupportedEngineError: a cache with a bound is asked for, and this vLLM cannot be told of it.
-        UnsupportedModelError: what is asked for cannot be read.
+        UnsupportedEngineError: as `serve_dtype` and `serve_bound`, of what the environment asks for.
+        UnsupportedModelError: what the environment asks for cannot be read.
     """
-    from vllm.platforms import current_platform
-
-    names = formats.own_names()
-    platform = "cuda" if current_platform.is_cuda() else "cpu"
-    broken = contract.broken(platform)
-    contract.tell(broken)
+    try:
+        compat.make_known((*formats.own_names(), *latent.names()), serve_dtype)
+    except Exception as error:  # an engine of vLLM's own dtypes must not end by it, whatever a later vLLM has changed
+        log.error("No dtype of kvpilot can be chosen with vllm %s (%s: %s); use vllm %s", compat.version_text(),
+                  type(error).__name__, error, compat.RANGE)  # fmt: skip
     model_info.publish()
+    if os.environ.get(options.SERVE):
+        serve_requests()
     if (bound := retention.asked()) is not None:
-        contract.refuse_bound(str(bound), broken, heavy=isinstance(bound, retention.HeavyHitters))
-        hooks.around_attention(f"{BOUNDED}.attention.spec_of", f"{BOUNDED}.attention.backend_of")
-        if isinstance(bound, retention.HeavyHitters):
-            hooks.around_scheduler(f"{BOUNDED}.heavy_spec.tell", f"{BOUNDED}.heavy_spec.hear")
-        retention.INFO.publish()
-    if not any(one.part.feature is Feature.HOST for one in broken):
+        serve_bound(bound)
+    if dtype := os.environ.get(DTYPE):
+        serve_dtype(dtype)
+
+
+def serve_requests() -> None:
+    """Serve requests that ask for offloaded pages, and those that wait when an engine is told to end."""
+    broken = _looked_at()
+    lacking = {one.part.feature for one in broken}
+    if Feature.HOST not in lacking:
         host.heed_from_host()
-    if not any(one.part.feature is Feature.DRAIN for one in broken):
+    if Feature.DRAIN not in lacking:
         hooks.around_shutdown()
-    if any(one.part.feature is Feature.NAMES for one in broken):
-        return
-    paths = {name: f"{BACKENDS}.{platform}.{compat.backend_class(name)}" for name in names}
+    _offload_on_cpu()
+
+
+def serve_bound(bound: retention.SinksAndWindow) -> None:
+    """Free pages of sequences as `bound` says, whatever the dtype.
+
+    Raises:
+        UnsupportedEngineError: this vLLM cannot be told which pages to free.
+    """
+    heavy = isinstance(bound, retention.HeavyHitters)
+    contract.refuse_bound(str(bound), _looked_at(), heavy=heavy)
+    from kvpilot_runtime.bounded import attention
+
+    hooks.around_attention(attention.spec_of, attention.backend_of)
+    if heavy:
+        from kvpilot_runtime.bounded import heavy_spec
+
+        hooks.around_scheduler(heavy_spec.tell, heavy_spec.hear)
+    hooks.around_kv_cache(settle, serve)
+    retention.INFO.publish()
+
+
+def serve_dtype(dtype: str) -> None:
+    """Serve our dtypes, in this process and those that it starts from now on. Repeating it changes nothing.
+
+    Raises:
+        UnsupportedEngineError: this vLLM lacks a part that layers in this dtype need.
+    """
+    from kvpilot_runtime.transfer import terms
+
+    broken = _looked_at()
+    contract.refuse(dtype, broken, skipping=False)
+    platform = _platform()
+    paths = {name: f"{BACKENDS}.{platform}.{compat.backend_class(name)}" for name in formats.own_names()}
     paths |= {name: f"{BACKENDS}.latent_{platform}.{compat.backend_class(name)}" for name in latent.names()}
-    compat.register_dtypes(tuple(paths))
-    route = hooks.route_cuda_backends if platform == "cuda" else hooks.route_cpu_backends
-    route(paths, lambda dtype, skipping: contract.refuse(dtype, broken, skipping))
-    if any(one.part.feature is Feature.LAYERS for one in broken):
-        return
-    hooks.around_kv_cache("kvpilot_runtime.plugin.settle", "kvpilot_runtime.plugin.serve")
-    hooks.around_connectors(f"{TRANSFER}.terms.connector_class")
+    compat.store_as_bytes(tuple(paths))
+    hooks.route_backends(
+        hooks.CUDA if platform == "cuda" else hooks.CPU, paths,
+        lambda asked, skipping: contract.refuse(asked, broken, skipping),
+    )  # fmt: skip
+    hooks.share_pages(tuple(paths))
+    hooks.around_kv_cache(settle, serve)
+    hooks.around_connectors(terms.connector_class)
     if compat.vllm_version() == compat.CARRIES:
-        hooks.around_layout(f"{TRANSFER}.terms.layout")
+        hooks.around_layout(terms.layout)
+    _offload_on_cpu()
     calibration_info.INFO.publish()
     recent_info.INFO.publish()
+    os.environ[DTYPE] = dtype
+
+
+def _platform() -> str:
+    from vllm.platforms import current_platform
+
+    return "cuda" if current_platform.is_cuda() else "cpu"
+
+
+def _looked_at() -> tuple[Broken, ...]:
+    """Return the parts of vLLM that are not as they should be; the first of vLLM's processes logs them."""
+    broken = contract.broken(_platform())
+    contract.tell(broken)
+    return broken
+
+
+def _offload_on_cpu() -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        host.serve_on_cpu()
 
 
 def settle(worker: Any) -> None:
@@ -77,7 +149,6 @@ def settle(worker: Any) -> None:
     ring_layers.report(worker.vllm_config, layers)
     if (bound := retention.asked()) is not None:
         retention.report(bound, worker.vllm_config.cache_config.block_size)
-    host.serve_on_cpu(worker.vllm_config)
 
 
 def serve(worker: Any) -> None:

@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if request.disk_path is not None and request.disk_bytes is not None:
         below = offload.below_host(request.disk_path, request.disk_bytes)
         arguments += [options.TRANSFER, json.dumps(below)]
-    environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ}
+    environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ, options.SERVE: "1"}
     if request.calibration:
         environment[CALIBRATION] = request.calibration
     if request.recent is not None:

@@ -138,10 +138,13 @@ def test_where_vllm_has_a_registry_each_dtype_is_given_to_what_it_returns(monkey
 
     monkeypatch.setattr(cache, "register_kv_cache_dtype", register, raising=False)
     monkeypatch.setattr(cache, "get_kv_cache_dtype_handler", handlers.get, raising=False)
-    names = formats.own_names()
-    compat.register_dtypes(names)
-    compat.register_dtypes(names)
+    names, asked = formats.own_names(), []
+    compat.make_known(names, asked.append)
+    compat.make_known(names, asked.append)
     assert list(handlers) == list(names)
+    assert not asked
     assert {h.name for h in handlers.values()} == set(names)
     assert {h.torch_dtype() for h in handlers.values()} == {torch.uint8}
     assert {h.quant_mode() for h in handlers.values()} == {KVQuantMode.NONE}
+    assert {handlers[name].quant_mode() for name in names} == {KVQuantMode.NONE}
+    assert asked == list(names), "each once, when something is made with it"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from vllm.config.cache import CacheConfig
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -123,8 +124,8 @@ def test_a_version_that_nobody_tried_is_served_with_one_warning(
 ) -> None:
     installed(monkeypatch, version)
     with caplog.at_level(logging.WARNING):
-        plugin.register()
-        plugin.register()
+        plugin.serve_dtype("k4v4")
+        plugin.serve_dtype("k4v4")
     (said,) = [r.getMessage() for r in caplog.records if "is not one of" in r.getMessage()]
     assert f"vllm {version} is not one of 0.28 to 0.33" in said
     assert "all is as it was" in said
@@ -189,16 +190,16 @@ def test_a_vllm_that_does_not_say_where_images_are_is_known(monkeypatch: pytest.
     assert not contract.has_images()
 
 
-def test_without_what_teaches_vllm_our_dtypes_it_keeps_its_own(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("feature", [Feature.NAMES, Feature.LAYERS])
+def test_a_dtype_that_this_vllm_cannot_serve_is_refused_before_anything_of_it_is_wrapped(
+    feature: Feature, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contract, "broken", lambda _platform: broken_in(Feature.NAMES))
-    for module, name in ((compat, "register_dtypes"), (hooks, "route_cpu_backends"), (hooks, "around_kv_cache")):
-        monkeypatch.setattr(module, name, lambda *_: pytest.fail("vLLM was changed"))
-    with caplog.at_level(logging.ERROR):
-        plugin.register()
-    assert "no dtype of kvpilot can be chosen" in caplog.text
+    monkeypatch.setattr(contract, "broken", lambda _platform: broken_in(feature))
+    monkeypatch.setattr(hooks, "wrap", lambda *_: pytest.fail("vLLM was changed"))
+    plugin.register()
     assert CacheConfig(cache_dtype="auto").cache_dtype == "auto"
+    with pytest.raises(ValidationError, match=r"'k4v4' cannot be served.*vllm\.some\.where is not there"):
+        CacheConfig(cache_dtype="k4v4")
 
 
 # A plugin of vLLM that gives every attention layer its keys where values are meant, as a later vLLM might.

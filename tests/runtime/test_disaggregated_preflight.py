@@ -207,7 +207,7 @@ def test_another_release_of_lmcache_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_vllm_is_asked_for_the_layout_of_fewest_copies_by_dtypes_of_ours_alone(
     transfer: dict[str, Any] | None, dtype: str, heads: int, wanted: str | None
 ) -> None:
-    plugin.register()
+    plugin.serve_dtype("k4v4")
     model = SimpleNamespace(use_mla=False, get_num_kv_heads=lambda parallel: heads)
     found = engine(transfer or DECODE, model_config=model, cache_config=SimpleNamespace(cache_dtype=dtype))
     if transfer is None:

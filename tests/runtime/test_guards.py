@@ -36,7 +36,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 def chosen(**asked: Any) -> Any:
     """The class that vLLM's selector takes on a CPU for a layer like this."""
-    plugin.register()
+    plugin.serve_dtype("k4v4")
     return resolve_obj_by_qualname(CpuPlatform.get_attn_backend_cls(None, RIGHT._replace(**asked), 4))
 
 
@@ -60,7 +60,7 @@ def test_the_cpu_platform_asks_our_backend_what_it_cannot_serve(what: str) -> No
 def test_images_that_attend_both_ways_are_refused_where_nobody_would_see_that_they_are_not(
     why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plugin.register()
+    plugin.serve_dtype("k4v4")
     if why == "a cache with a bound":
         monkeypatch.setenv(retention.VARIABLE, "SinksAndWindow:4:64")
     else:

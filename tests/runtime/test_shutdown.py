@@ -44,7 +44,7 @@ class Core(EngineCoreProc):
 
 @pytest.fixture(autouse=True)
 def _hooked() -> None:
-    plugin.register()
+    plugin.serve_requests()
 
 
 def test_what_came_before_the_engine_looked_up_is_taken_and_what_comes_after_is_handed_back() -> None:

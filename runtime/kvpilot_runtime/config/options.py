@@ -15,6 +15,9 @@ OFFLOAD = "--kv-offloading-size"
 DISK_PATH, DISK_SIZE = "--kv-offloading-disk-path", "--kv-offloading-disk-size"
 """Of `kvpilot-serve` alone."""
 TRANSFER = "--kv-transfer-config"
+SERVE = "KVPILOT_SERVE"
+"""Environment variable that `kvpilot-serve` sets for its engine, whatever the dtype: it answers requests for
+offloaded pages (`offload.FROM_HOST`), and requests that wait when it is told to end."""
 SLIDING = "sliding_window"
 """vLLM's word for "the layers that attend to a window only" among the layers that skip the KV-cache dtype."""
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from kvpilot_kernels.formats import Format
+from kvpilot_runtime.engine.wrap import wrap
 from kvpilot_runtime.errors import UnsupportedEngineError
 
 OLDEST, NEWEST = (0, 28), (0, 33)
@@ -77,42 +79,52 @@ def kept_graphs(platform: str) -> dict[str, str]:
     return {"VLLM_USE_AOT_COMPILE": "0"} if platform == "cpu" else {}
 
 
-def register_dtypes(names: tuple[str, ...]) -> None:
-    """Make `names` valid values of `--kv-cache-dtype`, stored as bytes in pages that 16-bit layers can share.
+def make_known(names: tuple[str, ...], asked: Callable[[str], None]) -> None:
+    """Make `names` valid values of `--kv-cache-dtype`, and call `asked` with a name that an engine is configured with.
 
-    Repeating it changes nothing.
+    Only data of vLLM's changes: its registry of dtypes (0.33), or its list of names and the validators that pydantic
+    makes of the list. Repeating it changes nothing.
     """
-    import torch
     from vllm.config import cache
+
+    if hasattr(cache, "register_kv_cache_dtype"):
+        _register_handlers(names, asked)
+    else:
+        _extend_literal(names, asked)
+
+
+def store_as_bytes(names: tuple[str, ...]) -> None:
+    """Tell vLLM that pages of these dtypes are bytes; before that no layer can be made with one of them."""
+    import torch
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
     STR_DTYPE_TO_TORCH_DTYPE.update(dict.fromkeys(names, torch.uint8))
-    _share_pages(names)
-    if hasattr(cache, "register_kv_cache_dtype"):
-        _register_handlers(names)
-    else:
-        _extend_literal(names)
 
 
-def _register_handlers(names: tuple[str, ...]) -> None:
+def _register_handlers(names: tuple[str, ...], asked: Callable[[str], None]) -> None:
     """Register each name with vLLM's own registry (0.33), which takes a class as a decorator does."""
     import torch
     from vllm.config import cache
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     class Packed:
-        """What vLLM asks of a dtype: bytes to store, and no mode of its generic kernels.
+        """A dtype of bytes, without a mode of vLLM's generic kernels.
 
         `KVQuantMode.CUSTOM` would say the latter, but has the same value as a mode of another format and is taken for
         it. NONE is what older versions find for a name that they do not know.
         """
 
         name: str
+        told = False
 
         def torch_dtype(self) -> torch.dtype:
             return torch.uint8
 
         def quant_mode(self) -> Any:
+            """Answer; vLLM asks whenever it configures or makes anything with the dtype, and at no other time."""
+            if not self.told:
+                asked(self.name)
+                self.told = True
             return KVQuantMode.NONE
 
     for name in names:
@@ -120,8 +132,9 @@ def _register_handlers(names: tuple[str, ...]) -> None:
             cache.register_kv_cache_dtype(name)(type(name, (Packed,), {"name": name}))
 
 
-def _extend_literal(names: tuple[str, ...]) -> None:
+def _extend_literal(names: tuple[str, ...], asked: Callable[[str], None]) -> None:
     """Add values to the closed Literal in place, so that every module that imported it sees them."""
+    from pydantic import AfterValidator
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config import VllmConfig
     from vllm.config.cache import CacheConfig, CacheDType
@@ -130,10 +143,23 @@ def _extend_literal(names: tuple[str, ...]) -> None:
     missing = tuple(n for n in names if n not in known)
     if not missing:
         return
+
+    def chosen(name: str) -> str:
+        if name in names:
+            asked(name)
+        return name
+
     literal: Any = CacheDType
     literal.__args__ = known + missing
-    # Both hold a validator that was compiled from the old list.
-    rebuild_dataclass(CacheConfig, force=True)
+    # Both configurations hold a validator that was compiled from the old list. The field's type is annotated while its
+    # new one is made, and stays as it was for vLLM's command line, which reads it.
+    field: Any = CacheConfig.__dataclass_fields__["cache_dtype"]
+    declared = field.type
+    field.type = Annotated[declared, AfterValidator(chosen)]
+    try:
+        rebuild_dataclass(CacheConfig, force=True)
+    finally:
+        field.type = declared
     rebuild_dataclass(VllmConfig, force=True)
 
 
@@ -146,47 +172,13 @@ def tell_cpu_blocks() -> None:
     """Before 0.30 the CPU backend says that it takes blocks of 16 tokens, and fails unless they are multiples of 32."""
     if vllm_version() >= (0, 30):
         return
+    wrap("vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_kernel_block_sizes", _of_32)
+
+
+def _of_32(stock: Any, *args: Any, **kwargs: Any) -> list[Any]:
     from vllm.v1.attention.backend import MultipleOf
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda: [MultipleOf(32)])
-
-
-def _share_pages(names: tuple[str, ...]) -> None:
-    """Let layers in 16 bits (`--kv-cache-dtype-skip-layers`) share the block pool with layers in a dtype of `names`.
-
-    All pages of a pool have one size. vLLM takes the quantized layers' page for it and gives the others blocks of as
-    many tokens as fit, but it asks the backend of the model's first layer for both sizes, which may be a 16-bit one.
-    Here a layer that has the dtype answers, the page holds the smallest block of every backend, and a model without
-    16-bit layers keeps its block size.
-    """
-    from vllm.platforms.interface import Platform
-
-    stock = getattr(getattr(Platform, "_align_heterogeneous_kv_block_size", None), "__func__", None)
-    if stock is None or getattr(Platform, "_kvpilot_shares_pages", False):
-        return  # where it is not there, dtypes of ours are refused beside layers in 16 bits
-
-    def align(cls: Any, vllm_config: Any, backend_cls: Any) -> None:
-        from vllm.config import get_layers_from_vllm_config
-        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-        from vllm.v1.attention.backend import MultipleOf
-
-        dtype = vllm_config.cache_config.cache_dtype
-        if dtype not in names:
-            stock(cls, vllm_config, backend_cls)
-            return
-        layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
-        quantized = [x.get_attn_backend() for x in layers if getattr(x, "kv_cache_dtype", None) == dtype]
-        if not quantized or len(quantized) == len(layers):
-            return
-        backends = {x.get_attn_backend() for x in layers}
-        sizes = [[getattr(s, "base", s) for s in b.get_supported_kernel_block_sizes()] for b in backends]
-        smallest = MultipleOf(max(min(of_one) for of_one in sizes))
-        owner = type("Owner", (quantized[0],), {"get_supported_kernel_block_sizes": staticmethod(lambda: [smallest])})
-        stock(cls, vllm_config, owner)
-
-    Platform._align_heterogeneous_kv_block_size = classmethod(align)
-    Platform._kvpilot_shares_pages = True
+    return [MultipleOf(32)]
 
 
 def chunks_in_host_memory(spec: Any) -> int:

@@ -4,46 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpilot_runtime.config.offload import CONNECTOR, FROM_HOST
+from kvpilot_runtime.config.offload import FROM_HOST
 from kvpilot_runtime.engine import compat
+from kvpilot_runtime.engine.wrap import wrap
 
 
 def heed_from_host() -> None:
-    """Let a request say that its prefix is to come from the tier. Repeating it changes nothing.
+    """Let a request say that its prefix is to come from the tier.
 
     vLLM's own `skip_reading_prefix_cache` leaves both places aside; this sets it for the GPU's lookup alone.
     """
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-    stock = KVCacheManager.get_computed_blocks
-    if getattr(stock, "_kvpilot_heeds", False):
-        return
-
-    def get_computed_blocks(self: Any, request: Any) -> Any:
+    def get_computed_blocks(stock: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         if (request.kv_transfer_params or {}).get(FROM_HOST) is not True:
-            return stock(self, request)
+            return stock(self, request, *args, **kwargs)
         asked, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, True
         try:
-            return stock(self, request)
+            return stock(self, request, *args, **kwargs)
         finally:
             request.skip_reading_prefix_cache = asked
 
-    get_computed_blocks._kvpilot_heeds = True  # type: ignore[attr-defined]
-    KVCacheManager.get_computed_blocks = get_computed_blocks
+    wrap("vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks", get_computed_blocks)
 
 
-def serve_on_cpu(config: Any) -> None:
-    """Give vLLM's offloading a worker on the CPU platform, for which it has none; without effect where it is off."""
-    from vllm.platforms import current_platform
+def serve_on_cpu() -> None:
+    """Give vLLM's offloading a worker on the CPU platform, for which it has none."""
 
-    transfer = config.kv_transfer_config
-    if transfer is None or transfer.kv_connector != CONNECTOR or not current_platform.is_cpu():
-        return
-    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+    def get_worker(stock: Any, self: Any, kv_caches: Any, *args: Any, **kwargs: Any) -> Any:
+        from kvpilot_runtime.transfer.host_copies import HostCopies
 
-    from kvpilot_runtime.transfer.host_copies import HostCopies
-
-    def get_worker(self: Any, kv_caches: Any) -> HostCopies:
         return HostCopies(kv_caches, compat.chunks_in_host_memory(self), self.blocks_per_chunk)
 
-    CPUOffloadingSpec.get_worker = get_worker
+    wrap("vllm.v1.kv_offload.cpu.spec:CPUOffloadingSpec.get_worker", get_worker)

@@ -1,0 +1,207 @@
+"""A vLLM with kvpilot installed keeps every attribute, unless its process is asked for a dtype or an option of ours."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import cache
+
+import kvpilot_runtime
+from kvpilot_runtime import plugin
+from kvpilot_runtime.config import options, retention
+from kvpilot_runtime.engine.wrap import MARK, wrap
+from kvpilot_runtime.transfer import host
+from support import vllm_attributes
+
+pytestmark = pytest.mark.timeout(1800)
+
+PACKAGE = Path(inspect.getfile(kvpilot_runtime)).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+# Up to vLLM 0.32 the names of dtypes are data that pydantic compiles into the two configurations that hold them.
+NAMES = (
+    ()
+    if hasattr(cache, "register_kv_cache_dtype")
+    else ("vllm.config.cache.CacheConfig", "vllm.config.vllm.VllmConfig")
+)
+COMPILED = ("__init__", "__signature__", "__pydantic_")
+
+
+def is_name(attribute: str) -> bool:
+    owner, _, name = attribute.rpartition(".")
+    return owner in NAMES and name.startswith(COMPILED)
+
+
+def wrapped(found: list[str]) -> set[str]:
+    """Of replaced attributes those that are not the names of dtypes."""
+    return {name for name in found if not is_name(name)}
+
+
+def test_an_engine_of_vllms_own_dtypes_runs_without_one_replaced_attribute() -> None:
+    told = vllm_attributes.replaced(("auto", "fp8", "bfloat16"), spawns=True)
+    assert wrapped(told.registered) == set()
+    assert wrapped(told.configured) == set()
+    assert wrapped(told.spawned) == set()
+
+
+def test_the_first_configuration_of_our_dtype_wraps_vllm_here_and_in_processes_that_start_later() -> None:
+    told = vllm_attributes.replaced(("auto", "k4v4"), spawns=True)
+    assert wrapped(told.registered) == set()
+    assert "vllm.platforms.cpu.CpuPlatform.get_attn_backend_cls" in told.configured
+    assert "vllm.v1.worker.worker_base.WorkerWrapperBase.initialize_from_config" in told.configured
+    assert wrapped(told.spawned) == wrapped(told.configured)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "wraps", "leaves"),
+    [
+        (options.SERVE, "1", "kv_cache_manager.KVCacheManager.get_computed_blocks", "CpuPlatform.get_attn_backend_cls"),
+        (options.SERVE, "1", "core.EngineCoreProc._handle_shutdown", "Scheduler.schedule"),
+        (
+            retention.VARIABLE,
+            "SinksAndWindow:4:64",
+            "Attention.get_kv_cache_spec",
+            "KVCacheManager.get_computed_blocks",
+        ),
+        (retention.VARIABLE, "HeavyHitters:4:64:256", "Scheduler.schedule", "EngineCoreProc._handle_shutdown"),
+        (plugin.DTYPE, "k4v4", "CpuPlatform.get_attn_backend_cls", "EngineCoreProc._handle_shutdown"),
+    ],
+)
+def test_an_option_of_ours_wraps_what_it_needs_alone(variable: str, value: str, wraps: str, leaves: str) -> None:
+    found = wrapped(vllm_attributes.replaced(**{variable: value}).registered)
+    assert any(name.endswith(wraps) for name in found)
+    assert not any(name.endswith(leaves) for name in found)
+
+
+def test_a_dtype_that_cannot_be_made_known_leaves_vllms_own_dtypes_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plugin.log, "propagate", True)
+    monkeypatch.setattr(plugin.compat, "make_known", lambda *_: (_ for _ in ()).throw(TypeError("another registry")))
+    plugin.register()
+    assert "No dtype of kvpilot can be chosen" in caplog.text
+    assert "another registry" in caplog.text
+    assert cache.CacheConfig(cache_dtype="auto").cache_dtype == "auto"
+
+
+class Stock:
+    """Functions of each kind, with more parameters than whoever wraps them knows."""
+
+    def method(self, known: int, later: int = 0, *, named: str = "") -> tuple[Any, ...]:
+        return "method", known, later, named
+
+    @classmethod
+    def of_class(cls, known: int, later: int = 0, *, named: str = "") -> tuple[Any, ...]:
+        return cls.__name__, known, later, named
+
+    @staticmethod
+    def static(known: int, later: int = 0, *, named: str = "") -> tuple[Any, ...]:
+        return "static", known, later, named
+
+
+@pytest.fixture
+def stock(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stock]]:
+    """The class as it is, and as it was afterwards."""
+    for name in ("method", "of_class", "static"):
+        monkeypatch.setattr(Stock, name, vars(Stock)[name])
+    yield Stock
+
+
+def ours(stock: Any, *args: Any, **kwargs: Any) -> Any:
+    return ("ours", *stock(*args, **kwargs))
+
+
+@pytest.mark.parametrize(("name", "who"), [("method", "method"), ("of_class", "Stock"), ("static", "static")])
+def test_a_wrapper_passes_on_arguments_that_it_does_not_know(name: str, who: str, stock: type[Stock]) -> None:
+    for _ in range(2):
+        wrap(f"{__name__}:Stock.{name}", ours)
+    assert getattr(stock(), name)(1, 2, named="x") == ("ours", who, 1, 2, "x"), "wrapped once"
+    assert getattr(stock(), name)(known=1, later=2) == ("ours", who, 1, 2, "")
+    assert list(inspect.signature(getattr(stock(), name)).parameters) == ["known", "later", "named"]
+
+
+def test_two_wrappers_of_one_function_are_both_called_once(stock: type[Stock]) -> None:
+    def another(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        return ("another", *stock(*args, **kwargs))
+
+    for _ in range(2):
+        wrap(f"{__name__}:Stock.method", ours)
+        wrap(f"{__name__}:Stock.method", another)
+    assert stock().method(1) == ("another", "ours", "method", 1, 0, "")
+
+
+@pytest.mark.parametrize("from_host", [False, True])
+def test_a_lookup_of_cached_blocks_is_given_the_arguments_of_a_later_vllm(
+    from_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33 limits the hit by a second argument: every engine ended at its first request."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    def get_computed_blocks(self: Any, request: Any, max_cache_hit_length: int | None = None, *, more: int = 0) -> Any:
+        return request.skip_reading_prefix_cache, max_cache_hit_length, more
+
+    monkeypatch.setattr(KVCacheManager, "get_computed_blocks", get_computed_blocks)
+    host.heed_from_host()
+    manager = object.__new__(KVCacheManager)
+    request = SimpleNamespace(kv_transfer_params={host.FROM_HOST: from_host}, skip_reading_prefix_cache=False)
+    assert manager.get_computed_blocks(request, 7, more=3) == (from_host, 7, 3)
+    assert manager.get_computed_blocks(request=request, max_cache_hit_length=7) == (from_host, 7, 0)
+    assert request.skip_reading_prefix_cache is False
+
+
+def wrappers() -> dict[str, ast.FunctionDef]:
+    """Each function that the package gives to `wrap`, by its file and name."""
+    found = {}
+    for file in FILES:
+        tree = ast.parse(file.read_text())
+        functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "wrap":
+                assert isinstance(node.args[1], ast.Name), f"{file.name}: {ast.unparse(node)}"
+                found[f"{file.name}:{node.args[1].id}"] = functions[node.args[1].id]
+    return found
+
+
+@pytest.mark.parametrize("name", wrappers())
+def test_every_wrapper_takes_and_passes_on_whatever_it_is_given(name: str) -> None:
+    function = wrappers()[name]
+    assert function.args.args[0].arg == "stock"
+    assert (function.args.vararg and function.args.vararg.arg) == "args"
+    assert (function.args.kwarg and function.args.kwarg.arg) == "kwargs"
+    for call in ast.walk(function):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "stock":
+            given = ast.unparse(call)
+            assert given.endswith("*args, **kwargs)"), given
+            known = [arg.arg for arg in function.args.args[1:]]
+            assert len(call.args) == len(known) + 1, f"{given}: of {known}"
+
+
+def test_nothing_of_vllms_is_replaced_but_by_wrap() -> None:
+    """An attribute of a name that a file imports from vLLM is assigned nowhere."""
+    for file in FILES:
+        tree = ast.parse(file.read_text())
+        theirs = {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm")
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            for target in targets:
+                while isinstance(target, ast.Attribute):
+                    target = target.value
+                    owner = target.id if isinstance(target, ast.Name) else ""
+                    assert owner not in theirs, f"{file.name}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_a_wrapped_function_is_known_by_its_mark() -> None:
+    plugin.serve_dtype("k4v4")
+    module = importlib.import_module("vllm.platforms.cpu")
+    assert getattr(module.CpuPlatform.get_attn_backend_cls.__func__, MARK)

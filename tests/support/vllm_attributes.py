@@ -1,0 +1,96 @@
+"""Attributes of vLLM's modules and classes that a registered plugin replaces: asked in a process of its own.
+
+The process imports vLLM and all that the plugin may wrap, registers the plugin, perhaps configures something, and tells
+which attributes are other objects than before.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from support.own_process import ask
+
+Attributes = dict[tuple[str, str], int]
+
+
+@dataclass
+class Asked:
+    """The dtypes that a cache is configured with after registration; `child`: another process registers then, too."""
+
+    dtypes: tuple[str, ...] = ()
+    spawns: bool = False
+
+
+@dataclass
+class Told:
+    """Replaced attributes, `module.Class.name`: after registration, after the configurations, and in a child."""
+
+    registered: list[str]
+    configured: list[str]
+    spawned: list[str]
+
+
+def replaced(dtypes: tuple[str, ...] = (), spawns: bool = False, **environment: str) -> Told:
+    """Ask one."""
+    return Told(**ask("support.vllm_attributes", Asked(dtypes, spawns).__dict__, **environment))
+
+
+def attributes() -> dict[str, Any]:
+    """Each attribute of each of vLLM's modules, and of each class that one of them defines, by its dotted name."""
+    found: dict[str, Any] = {}
+    for name, module in sorted(sys.modules.items()):
+        if not (name == "vllm" or name.startswith("vllm.")):
+            continue
+        for key, value in list(vars(module).items()):
+            found[f"{name}.{key}"] = value
+            if isinstance(value, type) and value.__module__ == name:
+                found |= {f"{name}.{key}.{attribute}": held for attribute, held in list(vars(value).items())}
+    return found
+
+
+def others(before: dict[str, Any]) -> list[str]:
+    """Those that were there and are other objects now, or are there no more; what imports bring is not among them."""
+    now = attributes()
+    return sorted(name for name, value in before.items() if now.get(name) is not value)
+
+
+def look(asked: Asked) -> Told:
+    """Register, configure and spawn."""
+    from kvpilot_runtime.engine.vllm_parts import PARTS
+
+    for part in PARTS:
+        if not part.wrong():
+            importlib.import_module(part.path.partition(":")[0])
+    import kvpilot_runtime.plugin
+
+    before = attributes()
+    kvpilot_runtime.plugin.register()
+    registered = others(before)
+    from vllm.config.cache import CacheConfig
+
+    for dtype in asked.dtypes:
+        pickle.loads(pickle.dumps(CacheConfig(cache_dtype=dtype)))  # noqa: S301 - its own
+    spawned = _child() if asked.spawns else []
+    return Told(registered, others(before), spawned)
+
+
+def _child() -> list[str]:
+    """What a process finds replaced that inherits the environment and nothing else."""
+    found: list[str] = replaced(**{k: v for k, v in os.environ.items() if k.startswith("KVPILOT_")}).registered
+    return found
+
+
+def main() -> None:
+    """Answer stdin."""
+    question = json.load(sys.stdin)
+    print(json.dumps(look(Asked(tuple(question["dtypes"]), question["spawns"])).__dict__), flush=True)
+
+
+if __name__ == "__main__":
+    main()
