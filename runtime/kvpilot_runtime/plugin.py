@@ -69,12 +69,13 @@ def serve_bound(bound: retention.SinksAndWindow) -> None:
     """Free pages of sequences as `bound` says, whatever the dtype.
 
     Raises:
-        UnsupportedEngineError: this vLLM cannot be told which pages to free.
+        UnsupportedEngineError: this vLLM cannot be told which pages to free, or frees others.
     """
     heavy = isinstance(bound, retention.HeavyHitters)
     contract.refuse_bound(str(bound), _looked_at(), heavy=heavy)
-    from kvpilot_runtime.bounded import attention
+    from kvpilot_runtime.bounded import attention, behaviour
 
+    behaviour.refuse_other_pages()
     hooks.around_attention(attention.spec_of, attention.backend_of)
     if heavy:
         from kvpilot_runtime.bounded import heavy_spec
@@ -172,7 +173,11 @@ def serve(worker: Any) -> None:
         )
     page_check.check(worker)
     terms.agree(worker, layers)
-    if isinstance(bound := retention.asked(), retention.HeavyHitters):
+    if (bound := retention.asked()) is not None:
+        from kvpilot_runtime.bounded import behaviour
+
+        behaviour.refuse_other_tables(worker, bound)
+    if isinstance(bound, retention.HeavyHitters):
         from kvpilot_runtime.bounded import heavy
 
         heavy.attach(worker, bound)

@@ -1,7 +1,8 @@
 """What vLLM's scheduler knows of a cache with a bound: pages between the sinks and the window go back to the pool.
 
 Whoever unpickles a `BoundedSpec` imports this module, and so registers it. To vLLM it is a sliding window, which sizes
-admission and the capacity that metrics tell of; that the first pages stay is our manager's doing.
+admission and the capacity that metrics tell of. Our manager keeps the first pages. A worker must clear none: in 0.33 it
+clears entries of its block tables below a window.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvpilot_runtime.config.retention import SinksAndWindow
 
+EVERY_TOKEN = 2**30
+"""More tokens than a sequence has."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedSpec(SlidingWindowSpec):  # type: ignore[misc]  # vLLM has no types for us
@@ -27,6 +31,11 @@ class BoundedSpec(SlidingWindowSpec):  # type: ignore[misc]  # vLLM has no types
     def bound(self) -> SinksAndWindow:
         """What is kept."""
         return SinksAndWindow(self.sinks, self.sliding_window)
+
+    @property
+    def num_retained_tokens(self) -> int:
+        """Tokens below a step whose entries a worker's block table keeps (0.33): all, for the sinks are the first."""
+        return EVERY_TOKEN
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """Blocks of a request at most: those of the window and of what is in flight, and the sinks'."""

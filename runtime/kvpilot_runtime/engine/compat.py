@@ -33,6 +33,10 @@ CARRIES = (0, 32)
 DISK = (0, 32)
 """The version whose tiers below host memory were read and run; they are new, and vLLM calls them experimental."""
 
+BOUNDS_TO = (0, 32)
+"""The newest version that bounded caches were run with. The GPU runner of 0.33 clears entries of block tables below the
+window of whatever is a sliding window to vLLM: `bounded.spec` tells it of none, which has not run on a GPU yet."""
+
 _BUILD = (10**6, 0)
 
 
@@ -238,6 +242,16 @@ def drafter(runner: Any) -> Drafter:
         return Drafter(old.model, old.pass_hidden_states_to_model, old.eagle3_use_aux_hidden_state, old.uses_mrope)
     new = runner.speculator
     return Drafter(new.model, new.method != "draft_model", runner.use_aux_hidden_state_outputs, uses_mrope=False)
+
+
+def lacks_for_bounds() -> str:
+    """Return the versions that a bounded cache needs and the installed vLLM is not; nothing where vLLM is absent."""
+    try:
+        here = vllm_version()
+    except UnsupportedEngineError:
+        return ""
+    served = ".".join(map(str, BOUNDS_TO))
+    return "" if here <= BOUNDS_TO else f"vLLM {served} or older (here is {version_text()})"
 
 
 def lacks_for_disk() -> str:

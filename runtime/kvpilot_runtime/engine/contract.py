@@ -81,8 +81,12 @@ def refuse_bound(bound: str, found: Iterable[Broken], heavy: bool = False) -> No
     """Refuse a cache with a bound for what is not as it should be; `heavy`: one of heavy hitters.
 
     Raises:
-        UnsupportedEngineError: a part that frees pages; it names all of them.
+        UnsupportedEngineError: this version was not run with one; or a part that frees pages is missing, by name.
     """
+    if lacks := compat.lacks_for_bounds():
+        raise UnsupportedEngineError(
+            f"--retention {bound} needs {lacks}; leave it out, or use a runtime image with vllm 0.32"
+        )
     if why := [str(one) for one in found if one.part.feature in (Feature.BOUND, *[Feature.HEAVY] * heavy)]:
         raise UnsupportedEngineError(
             f"--retention {bound} cannot be served by vllm {compat.version_text()}, whose scheduler cannot be told "

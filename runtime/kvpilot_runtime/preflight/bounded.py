@@ -10,6 +10,7 @@ from kvpilot_kernels.models import Kind
 from kvpilot_runtime.config import options
 from kvpilot_runtime.config.options import Switch
 from kvpilot_runtime.config.retention import HeavyHitters
+from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import PreflightError, Reason
 from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.memory import BLOCK_TOKENS
@@ -43,6 +44,8 @@ def check(
     def refuse(what: str, remedy: str, reason: Reason = "BadArguments") -> PreflightError:
         return PreflightError(reason, f"--retention {bound}: {what} is not supported beside it; {remedy}")
 
+    if lacks := compat.lacks_for_bounds():
+        raise PreflightError("BadArguments", f"--retention {bound} needs {lacks}; leave it out, or use that version")
     if platform == "cuda" and isinstance(bound, HeavyHitters) and not fmt.ours:
         raise refuse(f"kv-cache dtype {fmt.name!r} on a GPU (its pages were not seen weighed right there)",
                      "use a dtype of kvpilot, or SinksAndWindow")  # fmt: skip
