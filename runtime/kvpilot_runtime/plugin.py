@@ -44,7 +44,7 @@ def register() -> None:
         compat.make_known((*formats.own_names(), *latent.names()), serve_dtype)
     except Exception as error:  # an engine of vLLM's own dtypes must not end by it, whatever a later vLLM has changed
         log.error("No dtype of kvpilot can be chosen with vllm %s (%s: %s); use vllm %s", compat.version_text(),
-                  type(error).__name__, error, compat.RANGE)  # fmt: skip
+                  type(error).__name__, error, compat.ADVISED)  # fmt: skip
     model_info.publish()
     if os.environ.get(options.SERVE):
         serve_requests()
@@ -122,8 +122,9 @@ def _platform() -> str:
 
 def _looked_at() -> tuple[Broken, ...]:
     """Return the parts of vLLM that are not as they should be; the first of vLLM's processes logs them."""
-    broken = contract.broken(_platform())
-    contract.tell(broken)
+    platform = _platform()
+    broken = contract.broken(platform)
+    contract.tell(broken, platform)
     return broken
 
 

@@ -1,20 +1,23 @@
-"""The last part of the contract: a page that is written and read back through vLLM's own attention layer.
+"""The last part of the contract: pages that are written and read back through vLLM's own attention layer.
 
 Shapes and names may be as they were, and what they mean may have changed: another order of blocks or heads, keys where
-values were, a slot that is counted otherwise. So once a worker has its KV cache, one layer of each shape stores a
-sequence and attends to it, as in a step, and the reference says what should have come of it.
+values were, a slot that is counted otherwise. So once a worker has its KV cache, one layer of each shape stores three
+requests of different lengths and attends to them in one step, and the reference says what should have come of it. In a
+cache with a bound the longest of them has outgrown it, and pages that it gave back hold something else by then.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from kvpilot_kernels.reference.attention import decode_reference
 from kvpilot_runtime.backends.packed import our_layers
+from kvpilot_runtime.config import retention
+from kvpilot_runtime.config.retention import HeavyHitters, SinksAndWindow
 from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import UnsupportedEngineError
 from kvpilot_runtime.recent.ring_layers import Rings
@@ -22,27 +25,26 @@ from kvpilot_runtime.recent.ring_layers import Rings
 WORST = 0.05
 """Of the reference's answer. Elements of 16 bits and other sums make it 0.01; a page that is misread, 1 or so."""
 
+LONGEST = 4096
+"""Tokens of a request at most: a longer bound is not outgrown here."""
+
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
 
 def check(worker: Any) -> None:
     """Refuse a vLLM whose layers do not give back what they were given; the cache is left as it was.
 
-    On a GPU that is looked at where the version is not one that was run there.
-
     Raises:
-        UnsupportedEngineError: a step's answer is not the reference's; or no step can be made, and the version is not
-            one that was tested.
+        UnsupportedEngineError: a step's answer is not the reference's; or no step can be made, and this version was
+            not run on this platform.
     """
     layers = [layer for layer in our_layers(worker.vllm_config).values() if layer.kv_sharing_target_layer_name is None]
-    if not layers or (worker.device.type != "cpu" and compat.tested()):
-        return
     for layer in {(x.head_size, x.num_kv_heads, x.num_heads): x for x in layers}.values():
         try:
             off = _off(worker.vllm_config, layer)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            if compat.tested():  # by more than this
+            if compat.was_run_on(worker.device.type):  # by more than this
                 log.warning("No page was written and read back at start: %s", why)
                 return
             raise _refusal(layer, why) from error
@@ -54,62 +56,130 @@ def _refusal(layer: Any, why: str) -> UnsupportedEngineError:
     return UnsupportedEngineError(
         f"kv-cache dtype {layer.kv_cache_dtype!r} cannot be served by vllm {compat.version_text()}: a page that is "
         f"written and read back through {type(layer).__module__}.{type(layer).__name__} is not what was stored "
-        f"({why}); use --kv-cache-dtype auto, or a runtime image with vllm {compat.RANGE}"
+        f"({why}); use --kv-cache-dtype auto, or a runtime image with vllm {compat.ADVISED}"
     )
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Queries, keys and values of a request, [tokens, heads, head_dim] each, and its pages, int64 [pages]."""
+
+    new: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    pages: torch.Tensor
+
+    @property
+    def tokens(self) -> int:
+        return len(self.new[0])
+
+    def slots(self, begin: int, end: int, size: int) -> torch.Tensor:
+        """Where tokens go in the cache, in pages of `size`."""
+        at = torch.arange(begin, end, device=self.pages.device)
+        return self.pages[at // size] * size + at % size
+
+
+def lengths(blocks: int, size: int, longest: int, bound: SinksAndWindow | None) -> list[int]:
+    """Tokens of the requests to try: two pages, less than one, and, with a bound, enough to leave a page behind.
+
+    Args:
+        blocks: of the cache, the first of which is nobody's. size: tokens of each. longest: of a request.
+    """
+    asked = [size + 3, min(5, size)]
+    if bound is not None and not isinstance(bound, HeavyHitters):  # whose pages the scheduler chooses
+        asked.append(bound.window + (bound.sink_pages(size) + 2) * size + 3)
+    else:
+        asked.append(2 * size + 1)
+    found, left = [], blocks - 1
+    for tokens in asked:
+        if (pages := -(-tokens // size)) <= left and tokens <= min(longest, LONGEST):
+            found.append(tokens)
+            left -= pages
+    return found or [min(size, longest)]
 
 
 @torch.inference_mode()
 def _off(config: Any, layer: Any) -> float:
-    """By how much the layer's answer to the last token of a sequence differs from the reference's, relative to it."""
-    cache, impl = layer.kv_cache, layer.impl
-    blocks, size = cache.shape[0], cache.shape[2]
-    # Two blocks, the later one first; the first block of a cache is nobody's.
-    table = torch.tensor([[blocks - 1, 1]] if blocks > 2 else [[1]], dtype=torch.int32, device=cache.device)
-    tokens = size + 3 if blocks > 2 else size
-    at = torch.arange(tokens, device=cache.device)
-    slots = table[0].long()[at // size] * size + at % size
-    random = torch.Generator().manual_seed(0)
-    dtype = config.model_config.dtype
-
-    def drawn(heads: int) -> torch.Tensor:
-        return torch.randn(tokens, heads, layer.head_size, generator=random).to(cache.device, dtype)
-
-    query, key, value = drawn(layer.num_heads), drawn(layer.num_kv_heads), drawn(layer.num_kv_heads)
-    saved = cache[table[0].long()]
+    """By how much the layer's answers to the last tokens of requests differ from the reference's, relative to these."""
+    cache, bound = layer.kv_cache, retention.asked()
+    size = cache.shape[2]  # the config has another one where groups of layers share pages
+    scheduler = config.scheduler_config
+    wanted = lengths(cache.shape[0], size, config.model_config.max_model_len, bound)[: scheduler.max_num_seqs]
+    requests = _requests(config, layer, wanted)
+    used = torch.cat([request.pages for request in requests])
+    table = torch.nn.utils.rnn.pad_sequence([request.pages.int() for request in requests], batch_first=True)
+    saved = cache[used]
     try:
-        for new in (slice(0, tokens - 1), slice(tokens - 1, tokens)):  # a prompt, and a step of one token
-            out = _step(config, layer, (query[new], key[new], value[new]), table, slots[new], new.stop)
+        for row, request in enumerate(requests):  # prompts, each by itself
+            for begin in range(0, request.tokens - 1, scheduler.max_num_batched_tokens):
+                end = min(begin + scheduler.max_num_batched_tokens, request.tokens - 1)
+                _step(config, layer, [(request, begin, end)], table[row : row + 1])
+        for row, request in enumerate(requests):
+            gone = [at for at in range(len(request.pages)) if not _kept(bound, at, request.tokens - 1, size)]
+            table[row, gone] = 0
+            cache[request.pages[gone]] = 255
+        out = _step(config, layer, [(x, x.tokens - 1, x.tokens) for x in requests], table)
     finally:
-        cache[table[0].long()] = saved
-    cpu = torch.device("cpu")
+        cache[used] = saved
+    answers = out.view(len(requests), layer.num_heads, layer.head_size)
+    return max(_differs(layer, request, bound, found) for request, found in zip(requests, answers, strict=True))
+
+
+def _requests(config: Any, layer: Any, wanted: list[int]) -> list[_Request]:
+    """Random requests of these lengths, in pages from the last one of the cache on."""
+    cache, found = layer.kv_cache, []
+    random, last = torch.Generator().manual_seed(0), cache.shape[0] - 1
+    for tokens in wanted:
+        heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+        drawn = (torch.randn(tokens, count, layer.head_size, generator=random) for count in heads)
+        query, key, value = (x.to(cache.device, config.model_config.dtype) for x in drawn)
+        pages = torch.arange(last, last - -(-tokens // cache.shape[2]), -1, device=cache.device)
+        found.append(_Request((query, key, value), pages))
+        last -= len(pages)
+    return found
+
+
+def _kept(bound: SinksAndWindow | None, page: int, position: int, size: int) -> bool:
+    """Whether the token at `position` attends to a page."""
+    if bound is None or isinstance(bound, HeavyHitters):
+        return True
+    return page < bound.sink_pages(size) or page >= bound.first_page(position, size)
+
+
+def _differs(layer: Any, request: _Request, bound: SinksAndWindow | None, found: torch.Tensor) -> float:
+    """By how much an answer to a request's last token differs from the reference's, relative to it."""
+    cpu, impl, size = torch.device("cpu"), layer.impl, layer.kv_cache.shape[2]
+    query, key, value = (x.to(cpu) for x in request.new)
+    kept = [at for at in range(request.tokens) if _kept(bound, at // size, request.tokens - 1, size)]
     wanted = decode_reference(
-        query[-1].to(cpu), key.to(cpu), value.to(cpu), impl.fmt, impl.scale, impl.factors(layer, cache.device).to(cpu),
+        query[-1], key[kept], value[kept], impl.fmt, impl.scale, impl.factors(layer, layer.kv_cache.device).to(cpu),
         softcap=impl.softcap, sinks=None if impl.sinks is None else impl.sinks.to(cpu),
     )  # fmt: skip
-    found = out.view(layer.num_heads, layer.head_size).to(cpu, torch.float64)
-    return float((found - wanted).norm() / wanted.norm())
+    return float((found.to(cpu, torch.float64) - wanted).norm() / wanted.norm())
 
 
-def _step(
-    config: Any, layer: Any, new: tuple[torch.Tensor, torch.Tensor, torch.Tensor], table: torch.Tensor,
-    slots: torch.Tensor, stored: int,
-) -> torch.Tensor:  # fmt: skip
-    """One step of vLLM's layer with queries, keys and values of one sequence, which has `stored` tokens afterwards."""
+def _step(config: Any, layer: Any, asked: list[tuple[_Request, int, int]], table: torch.Tensor) -> torch.Tensor:
+    """Make one step of vLLM's layer, with the tokens from `begin` to `end` of each request; its answers to them.
+
+    Args:
+        asked: requests, `begin` and `end`. table: int32 [requests, pages].
+    """
     from vllm.forward_context import set_forward_context
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    count, device = len(slots), slots.device
-    starts = torch.tensor([0, count], dtype=torch.int32)
+    device, size = table.device, layer.kv_cache.shape[2]
+    new = [end - begin for _, begin, end in asked]
+    count = sum(new)
+    starts = torch.tensor([0, *new], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    lens = torch.tensor([end for *_, end in asked], dtype=torch.int32)
+    slots = torch.cat([request.slots(begin, end, size) for request, begin, end in asked])
     known = {
-        "query_start_loc": starts.to(device), "query_start_loc_cpu": starts, "num_reqs": 1, "num_actual_tokens": count,
-        "seq_lens": torch.tensor([stored], dtype=torch.int32, device=device), "max_query_len": count,
-        "max_seq_len": stored, "block_table_tensor": table, "slot_mapping": slots, "causal": True,
+        "query_start_loc": starts.to(device), "query_start_loc_cpu": starts, "num_reqs": len(asked),
+        "num_actual_tokens": count, "seq_lens": lens.to(device), "max_query_len": max(new),
+        "max_seq_len": int(lens.max()), "block_table_tensor": table, "slot_mapping": slots, "causal": True,
     }  # fmt: skip
     every = fields(CommonAttentionMetadata)
-    asked = {f.name: None for f in every if f.default is MISSING and f.default_factory is MISSING and f.init}
-    common = CommonAttentionMetadata(**asked | {f.name: known[f.name] for f in every if f.name in known})
+    missing = {f.name: None for f in every if f.default is MISSING and f.default_factory is MISSING and f.init}
+    common = CommonAttentionMetadata(**missing | {f.name: known[f.name] for f in every if f.name in known})
     backend, impl = layer.get_attn_backend(), layer.impl
-    size = layer.kv_cache.shape[2]  # the config has another one where groups of layers share pages
     spec = replace(backend.customize_spec(layer.get_kv_cache_spec(config)), block_size=size)
     metadata = {layer.layer_name: backend.get_builder_cls()(spec, [layer.layer_name], config, device).build(0, common)}
     mapping = {layer.layer_name: slots}
@@ -117,7 +187,8 @@ def _step(
         blocks = impl.fmt.ring_blocks(impl.recent + impl.drafts, layer.head_size, size)
         nobodys = torch.full((count, blocks), -1, dtype=torch.int32, device=device)
         metadata[impl.ring.layer_name] = Rings(torch.full((count,), -1, device=device), nobodys)
+    given = zip(*(tuple(x[begin:end] for x in request.new) for request, begin, end in asked), strict=True)
+    query, key, value = (torch.cat(parts).flatten(1) for parts in given)
     with set_forward_context(metadata, config, num_tokens=count, slot_mapping=mapping, skip_compiled=True):
-        query, key, value = (x.flatten(1) for x in new)
         out: torch.Tensor = layer(query, key, value)
-    return out[-1]
+    return out

@@ -129,5 +129,5 @@ def _takes(function: Any, name: str) -> bool:
 def _refusal(why: str) -> UnsupportedEngineError:
     return UnsupportedEngineError(
         f"--retention cannot be served by vllm {compat.version_text()}: {why}; leave it out, or use a runtime image "
-        "with vllm 0.32"
+        f"with vllm {compat.ADVISED}"
     )

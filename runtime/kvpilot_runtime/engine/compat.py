@@ -21,6 +21,15 @@ OLDEST, NEWEST = (0, 28), (0, 33)
 RANGE = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 """The versions that kvpilot was made for; another one is served as far as it keeps to `contract`."""
 
+RUN_ON = {"cpu": ((0, 28), (0, 30), (0, 32)), "cuda": ((0, 32),)}
+"""The versions that were run: on a CPU by scripts/engine_matrix.sh, on a GPU by the checks of runtime/benchmarks."""
+
+ADVISED = ".".join(map(str, RUN_ON["cuda"][-1]))
+"""The version that errors tell people to use."""
+
+READ = ((0, 33),)
+"""Versions whose source was read, and whose code for our parts was not run."""
+
 RINGS_STAY_FROM = (0, 32)
 """From here on offloading leaves pages alone that stay out of prefix caching; before, it would look for rings' pages by
 the hashes of prefixes (0.30; the source of 0.31 was not read)."""
@@ -62,9 +71,20 @@ def vllm_version() -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else _BUILD
 
 
-def tested() -> bool:
-    """Whether the installed vLLM is of a version that kvpilot was made for."""
-    return OLDEST <= vllm_version() <= NEWEST
+def was_run_on(platform: str) -> bool:
+    """Return True if kvpilot was run with the installed vLLM on `cpu` or `cuda`."""
+    return vllm_version() in RUN_ON.get(platform, ())
+
+
+def how_tried(platform: str) -> str:
+    """Say how far the installed vLLM was tried with kvpilot, as the end of a sentence; empty where it was run."""
+    if was_run_on(platform):
+        return ""
+    names = {"cpu": "a CPU", "cuda": "a GPU"}
+    ran = ", ".join(".".join(map(str, version)) for version in RUN_ON[platform])
+    other = next((names[one] for one in RUN_ON if one != platform and was_run_on(one)), "")
+    known = f"run on {other} alone" if other else "only read" if vllm_version() in READ else "not tried"
+    return f"was {known} with kvpilot; on {names[platform]} {ran} ran"
 
 
 def wakes_as_it_was() -> bool:

@@ -39,8 +39,11 @@ def has_images() -> bool:
     return not any(one.part.feature is Feature.IMAGES for one in broken(""))
 
 
-def tell(found: Iterable[Broken]) -> None:
-    """Warn of a version that nobody has tried, and of what is not as it should be; in the first of vLLM's processes."""
+def tell(found: Iterable[Broken], platform: str) -> None:
+    """Warn of a version that was not run on this platform, `cpu` or `cuda`, and of what is not as it should be.
+
+    The first of vLLM's processes does.
+    """
     if TOLD in os.environ:
         return
     os.environ[TOLD] = "1"
@@ -48,14 +51,12 @@ def tell(found: Iterable[Broken]) -> None:
     # Of a window its own warning speaks, of the others whoever asks for them; and no probe fails.
     quiet = (Feature.WINDOW, Feature.LATENTS, Feature.BOUND, Feature.HEAVY, Feature.HOST, Feature.IMAGES)
     costly = [b for b in found if b.part.feature not in quiet]
-    if not compat.tested():
-        log.warning(
-            "vllm %s is not one of %s, which kvpilot was tested with; of what kvpilot uses of it, %s", text,
-            compat.RANGE, f"{len(costly)} parts are not as they were" if costly else "all is as it was",
-        )  # fmt: skip
+    if tried := compat.how_tried(platform):
+        log.warning("vllm %s %s; of what kvpilot uses of it, %s", text, tried,
+                    f"{len(costly)} parts are not as they were" if costly else "all is as it was")  # fmt: skip
     for one in costly:
         other = "" if one.part.feature is Feature.DRAIN else "--kv-cache-dtype auto, or "
-        log.error("vllm %s: %s; %s: use %svllm %s", text, one, one.part.feature.value, other, compat.RANGE)
+        log.error("vllm %s: %s; %s: use %svllm %s", text, one, one.part.feature.value, other, compat.ADVISED)
 
 
 def refuse(dtype: str, found: Iterable[Broken], skipping: bool) -> None:
@@ -73,7 +74,7 @@ def refuse(dtype: str, found: Iterable[Broken], skipping: bool) -> None:
     if why:
         raise UnsupportedEngineError(
             f"kv-cache dtype {dtype!r} cannot be served by vllm {compat.version_text()}: {'; '.join(why)}; use "
-            f"--kv-cache-dtype auto, or a runtime image with vllm {compat.RANGE}"
+            f"--kv-cache-dtype auto, or a runtime image with vllm {compat.ADVISED}"
         )
 
 
@@ -85,10 +86,10 @@ def refuse_bound(bound: str, found: Iterable[Broken], heavy: bool = False) -> No
     """
     if lacks := compat.lacks_for_bounds():
         raise UnsupportedEngineError(
-            f"--retention {bound} needs {lacks}; leave it out, or use a runtime image with vllm 0.32"
+            f"--retention {bound} needs {lacks}; leave it out, or use a runtime image with vllm {compat.ADVISED}"
         )
     if why := [str(one) for one in found if one.part.feature in (Feature.BOUND, *[Feature.HEAVY] * heavy)]:
         raise UnsupportedEngineError(
             f"--retention {bound} cannot be served by vllm {compat.version_text()}, whose scheduler cannot be told "
-            f"which pages to free: {'; '.join(why)}; leave it out, or use a runtime image with vllm 0.32"
+            f"which pages to free: {'; '.join(why)}; leave it out, or use a runtime image with vllm {compat.ADVISED}"
         )

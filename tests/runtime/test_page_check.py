@@ -1,0 +1,95 @@
+"""At its start an engine writes pages and reads them back: on every platform, three requests, one beyond its bound."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpilot_runtime.backends import page_check
+from kvpilot_runtime.config import retention
+from kvpilot_runtime.config.retention import HeavyHitters, SinksAndWindow
+from kvpilot_runtime.engine import compat
+from kvpilot_runtime.errors import UnsupportedEngineError
+from support import page_checked
+
+pytestmark = pytest.mark.timeout(1800)
+
+BOUND = SinksAndWindow(4, 64)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "size", "longest", "bound", "tokens"),
+    [
+        (100, 16, 2048, None, [19, 5, 33]),
+        (100, 16, 2048, HeavyHitters(4, 64, 256), [19, 5, 33]),
+        (100, 16, 2048, BOUND, [19, 5, 64 + 48 + 3]),
+        (4, 16, 2048, BOUND, [19, 5]),  # no room for a third one
+        (100, 16, 100, BOUND, [19, 5]),  # no request outgrows it
+        (2, 16, 2048, None, [5]),
+        (100, 16, 2048, SinksAndWindow(4, 5000), [19, 5]),
+    ],
+)
+def test_as_many_requests_are_tried_as_the_cache_has_room_for(
+    blocks: int, size: int, longest: int, bound: SinksAndWindow | None, tokens: list[int]
+) -> None:
+    assert page_check.lengths(blocks, size, longest, bound) == tokens
+
+
+def test_the_longest_request_of_a_bounded_cache_leaves_a_page_behind() -> None:
+    tokens = page_check.lengths(1000, 16, 2048, BOUND)[-1]
+    assert BOUND.first_page(tokens - 1, 16) > BOUND.sink_pages(16)
+
+
+def worker(device: str) -> Any:
+    return SimpleNamespace(vllm_config=None, device=SimpleNamespace(type=device))
+
+
+@pytest.fixture
+def layer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The only layer of a worker."""
+    one = SimpleNamespace(
+        kv_sharing_target_layer_name=None, head_size=64, num_kv_heads=2, num_heads=4, kv_cache_dtype="k4v4"
+    )
+    monkeypatch.setattr(page_check, "our_layers", lambda _config: {"layer": one})
+    return one
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.usefixtures("layer")
+def test_pages_that_come_back_wrong_end_the_start_on_every_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "version_text", lambda: "0.32.0")
+    monkeypatch.setattr(page_check, "_off", lambda *_: 0.7)
+    with pytest.raises(UnsupportedEngineError, match="off by 70%"):
+        page_check.check(worker(device))
+
+
+@pytest.mark.parametrize(("version", "refused"), [("0.32.0", False), ("0.30.0", True), ("0.33.0", True)])
+@pytest.mark.usefixtures("layer")
+def test_where_no_step_can_be_made_a_version_that_ran_on_a_gpu_is_served(
+    version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> float:
+        raise TypeError("another step")
+
+    monkeypatch.setattr(compat, "version_text", lambda: version)
+    monkeypatch.setattr(page_check, "_off", fails)
+    if not refused:
+        page_check.check(worker("cuda"))
+        return
+    with pytest.raises(UnsupportedEngineError, match="TypeError: another step"):
+        page_check.check(worker("cuda"))
+
+
+def measured(loses: bool = False, **environment: str) -> float:
+    return page_checked.off(loses, KVPILOT_CALIBRATION="off", **environment)
+
+
+@pytest.mark.parametrize("bound", ["", str(BOUND)])
+def test_a_real_engine_reads_back_what_it_stored(bound: str) -> None:
+    assert measured(**{retention.VARIABLE: bound}) < page_check.WORST
+
+
+def test_a_real_engine_whose_table_lost_the_sinks_is_found_out() -> None:
+    assert measured(loses=True, **{retention.VARIABLE: str(BOUND)}) > page_check.WORST
