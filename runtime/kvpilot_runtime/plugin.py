@@ -62,7 +62,7 @@ def serve_requests() -> None:
         host.heed_from_host()
     if Feature.DRAIN not in lacking:
         hooks.around_shutdown()
-    _offload_on_cpu()
+    _offload_on_cpu(broken)
 
 
 def serve_bound(bound: retention.SinksAndWindow) -> None:
@@ -108,7 +108,7 @@ def serve_dtype(dtype: str) -> None:
     hooks.around_connectors(terms.connector_class)
     if compat.vllm_version() == compat.CARRIES:
         hooks.around_layout(terms.layout)
-    _offload_on_cpu()
+    _offload_on_cpu(broken)
     calibration_info.INFO.publish()
     recent_info.INFO.publish()
     os.environ[DTYPE] = dtype
@@ -128,10 +128,11 @@ def _looked_at() -> tuple[Broken, ...]:
     return broken
 
 
-def _offload_on_cpu() -> None:
+def _offload_on_cpu(broken: tuple[Broken, ...]) -> None:
+    """Give vLLM's offloading a worker on the CPU platform, where this vLLM has what that stands on."""
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
+    if current_platform.is_cpu() and not any(one.part.feature is Feature.HOST for one in broken):
         host.serve_on_cpu()
 
 

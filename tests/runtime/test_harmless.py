@@ -182,6 +182,67 @@ def test_every_wrapper_takes_and_passes_on_whatever_it_is_given(name: str) -> No
             assert len(call.args) == len(known) + 1, f"{given}: of {known}"
 
 
+def put_on_objects() -> dict[str, ast.FunctionDef]:
+    """Each function of ours that becomes an attribute of something else, such as a model runner, by file and name."""
+    found = {}
+    for file in FILES:
+        tree = ast.parse(file.read_text())
+        functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Assign):
+                continue
+            pairs = [(node.targets[0], node.value)]
+            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(node.targets[0].elts, node.value.elts, strict=True))
+            for target, value in pairs:
+                if isinstance(target, ast.Attribute) and isinstance(value, ast.Name) and value.id in functions:
+                    found[f"{file.name}:{value.id}"] = functions[value.id]
+    return found
+
+
+@pytest.mark.parametrize("name", put_on_objects())
+def test_every_function_that_we_put_on_an_object_of_vllms_takes_whatever_it_is_given(name: str) -> None:
+    function = put_on_objects()[name]
+    assert function.args.vararg, name
+    assert function.args.kwarg, name
+
+
+def not_taken(ours: Any, theirs: Any) -> list[str]:
+    """Parameters of vLLM's method that an override of ours cannot be given."""
+    own = inspect.signature(ours).parameters.values()
+    kinds = {parameter.kind for parameter in own}
+    if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
+        return []
+    named = {parameter.name for parameter in own} | {"args", "kwargs"}
+    return [name for name in inspect.signature(theirs).parameters if name not in named]
+
+
+def overrides(module: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Of a module's classes each method, beside the one of vLLM's that it overrides; constructors are vLLM's to call
+    with what `vllm_parts` says."""
+    for cls in vars(module).values():
+        if not isinstance(cls, type) or cls.__module__ != module.__name__:
+            continue
+        for name, held in vars(cls).items():
+            theirs = next((vars(base)[name] for base in cls.__mro__[1:]
+                           if name in vars(base) and base.__module__.startswith("vllm.")), None)  # fmt: skip
+            pair = [getattr(one, "__func__", one) for one in (held, theirs)]
+            if name != "__init__" and all(map(inspect.isfunction, pair)):
+                yield f"{cls.__name__}.{name}", *pair
+
+
+OVERRIDING = ("backends.cpu", "backends.latent_cpu", "backends.packed", "bounded.heavy_spec", "bounded.spec",
+              "recent.ring_layers", "recent.ring_spec", "transfer.disk_spec", "transfer.disk_tier",
+              "transfer.host_copies", "transfer.nixl_connector")  # fmt: skip
+
+
+@pytest.mark.parametrize("module", OVERRIDING)
+def test_an_override_can_be_given_all_that_vllm_gives_its_own_method(module: str) -> None:
+    found = list(overrides(importlib.import_module(f"kvpilot_runtime.{module}")))
+    lacking = {name: missing for name, ours, theirs in found if (missing := not_taken(ours, theirs))}
+    assert not lacking
+
+
 def test_nothing_of_vllms_is_replaced_but_by_wrap() -> None:
     """An attribute of a name that a file imports from vLLM is assigned nowhere."""
     for file in FILES:

@@ -82,8 +82,8 @@ def look(asked: Asked) -> Told:
 
 def _child() -> list[str]:
     """What a process finds replaced that inherits the environment and nothing else."""
-    found: list[str] = replaced(**{k: v for k, v in os.environ.items() if k.startswith("KVPILOT_")}).registered
-    return found
+    environment = {name: value for name, value in os.environ.items() if name.startswith("KVPILOT_")}
+    return Told(**ask("support.vllm_attributes", Asked().__dict__, **environment)).registered
 
 
 def main() -> None:

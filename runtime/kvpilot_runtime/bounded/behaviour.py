@@ -90,7 +90,7 @@ def refuse_other_tables(worker: Any, bound: SinksAndWindow) -> None:
     Raises:
         UnsupportedEngineError: a page is missing.
     """
-    tables = getattr(worker.model_runner, "block_tables", None)
+    tables: Any = getattr(worker.model_runner, "block_tables", None)
     if not hasattr(tables, "gather_block_tables"):
         return
     groups = worker.model_runner.kv_cache_config.kv_cache_groups
@@ -110,8 +110,8 @@ def refuse_other_tables(worker: Any, bound: SinksAndWindow) -> None:
     gathered = tables.gather_block_tables(torch.arange(rows, dtype=torch.int32, device=device), rows, **more)[at].cpu()
     for row, length in enumerate(lengths):
         tables.append_block_ids(row, tuple([] for _ in groups), overwrite=True)
-        pages = {*range(-(-length // page))}  # of which heavy hitters may hold any
-        wanted = pages if isinstance(bound, HeavyHitters) else kept(bound, page, length - 1)
+        every = {*range(-(-length // page))}  # of which heavy hitters may hold any
+        wanted = every if isinstance(bound, HeavyHitters) else kept(bound, page, length - 1)
         missing = sorted(i for i in wanted if gathered[row, i] != 1 + i)
         if missing:
             raise _refusal(f"its block table: a request of {length} tokens lacks pages {missing}")

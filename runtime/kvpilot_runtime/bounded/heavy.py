@@ -213,9 +213,9 @@ def attach(worker: Any, bound: HeavyHitters) -> None:
     else:
         STEP.requests = lambda: runner.input_batch.req_ids
 
-    def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        (STEP.kept, STEP.alone), STEP.weighing, STEP.singles = getattr(scheduled, KEPT, (None, False)), None, []
-        return execute(scheduled, *args, **kwargs)
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        (STEP.kept, STEP.alone), STEP.weighing, STEP.singles = getattr(scheduler_output, KEPT, (None, False)), None, []
+        return execute(scheduler_output, *args, **kwargs)
 
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
         output = sample(*args, **kwargs)
@@ -245,10 +245,12 @@ def _measure(layer: Any) -> None:
     """Let a layer's attention add to the masses of a step's pages."""
     forward, weigh = layer.impl.forward, weigher(layer)
 
-    def measured(of: Any, query: torch.Tensor, key: Any, value: Any, cache: Any, metadata: Any, **kwargs: Any) -> Any:
-        output = forward(of, query, key, value, cache, metadata, **kwargs)
-        if (mark := getattr(metadata, MARK, None)) is not None:
-            weigh(query, metadata, *mark)
+    def measured(
+        of: Any, query: torch.Tensor, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        output = forward(of, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
+        if (mark := getattr(attn_metadata, MARK, None)) is not None:
+            weigh(query, attn_metadata, *mark)
         return output
 
     layer.impl.forward = measured

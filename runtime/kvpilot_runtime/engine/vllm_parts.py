@@ -262,6 +262,7 @@ PARTS = (
     Part("vllm.v1.worker.gpu.async_utils:AsyncOutput", Feature.HEAVY, "cuda", tries=_gives),
     Part("vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks", Feature.HOST, takes=("request",)),
     Part("vllm.v1.request:Request.get_skip_reading_prefix_cache", Feature.HOST),
+    Part("vllm.v1.kv_offload.cpu.spec:CPUOffloadingSpec.get_worker", Feature.HOST, "cpu", ("kv_caches",)),
     Part(f"{_BACKEND}:CommonAttentionMetadata", Feature.IMAGES, has=("mm_req_doc_ranges",)),
     Part("vllm.config.scheduler:SchedulerConfig", Feature.IMAGES, has=("disable_chunked_mm_input",)),
     Part("vllm.v1.engine.core:EngineShutdownState", Feature.DRAIN, has=("REQUESTED",)),

@@ -60,8 +60,8 @@ class PackedLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
         adapter.model_name = name_of(adapter.model_name, terms, weights)
         send = adapter._send_register_kv_caches_request
 
-        def send_and_look(kv_caches: Any) -> None:  # LMCache asks again for a server that comes back
-            send(kv_caches)
+        def send_and_look(*args: Any, **kwargs: Any) -> None:  # LMCache asks again for a server that comes back
+            send(*args, **kwargs)
             if not isinstance(adapter.transfer_ctx.engine_driven_context, EngineDrivenContextPickle):
                 raise UnsupportedEngineError(
                     f"LMCache's server was started with --shm-name, which does not go with kv-cache dtype "

@@ -80,9 +80,9 @@ class Reading(NixlPullConnectorWorker):  # type: ignore[misc]
             return
         super()._read_blocks_for_req(req_id, meta)
 
-    def _apply_prefix_caching(self, **blocks: Any) -> tuple[list[list[int]], list[list[int]]]:
+    def _apply_prefix_caching(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[int]]]:
         """As vLLM's, in order of the places: NIXL joins neighbours, and blocks that were given back come backwards."""
-        local, remote = super()._apply_prefix_caching(**blocks)
+        local, remote = super()._apply_prefix_caching(*args, **kwargs)
         pairs = [sorted(zip(*groups, strict=True)) for groups in zip(local, remote, strict=True)]
         return [[here for here, _ in group] for group in pairs], [[away for _, away in group] for group in pairs]
 
