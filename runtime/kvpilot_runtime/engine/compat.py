@@ -1,8 +1,7 @@
 """The only module that knows vLLM's versions: how each is taught our dtypes, and what it calls things.
 
 Up to 0.32 the names of KV-cache dtypes are a closed `Literal`; 0.33 has a registry for them. 0.28 asks a backend for
-the shape of its cache, later versions for a layout. No version sizes shared pages by the layers that have the dtype:
-that is wrapped.
+the shape of its cache, later versions for a layout.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ ADVISED = ".".join(map(str, RUN_ON["cuda"][-1]))
 """The version that errors tell people to use."""
 
 READ = ((0, 33),)
-"""Versions whose source was read, and whose code for our parts was not run."""
+"""Versions whose source was read, and that were not run."""
 
 RINGS_STAY_FROM = (0, 32)
 """From here on offloading leaves pages alone that stay out of prefix caching; before, it would look for rings' pages by
