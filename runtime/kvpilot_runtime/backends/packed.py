@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime.calibration.of_engine import calibration_of
-from kvpilot_runtime.config import carriers, offload, retention
+from kvpilot_runtime.config import carriers, offload, options, retention
 from kvpilot_runtime.engine import contract
 from kvpilot_runtime.engine.compat import HeadMajorPages, backend_class
 from kvpilot_runtime.errors import UnsupportedModelError
@@ -154,8 +154,8 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
     """Refuse what no backend of ours does.
 
     Raises:
-        UnsupportedModelError: fast prefill of shared caches, KV transfer other than to host memory, or that one beside
-            sliding-window layers or chunked attention is on.
+        UnsupportedModelError: fast prefill of shared caches, dual batch overlap, KV transfer other than to host memory,
+            or that one beside sliding-window layers or chunked attention is on.
         UnsupportedEngineError: some layers stay in 16 bits, and this vLLM lacks what that needs.
     """
     dtype = vllm_config.cache_config.cache_dtype
@@ -164,6 +164,7 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
     if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
         raise UnsupportedModelError(f"--kv-sharing-fast-prefill is not supported with kv-cache dtype {dtype!r}; leave "
                                     "one of the two out")  # fmt: skip
+    refuse_dual_batch(vllm_config)
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         return
@@ -182,6 +183,20 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
         if any(getattr(layer, name, None) is not None for layer in layers):
             raise UnsupportedModelError(f"{asked} is not supported for a model with {what} and kv-cache "
                                         f"dtype {dtype!r}; leave one of the two out")  # fmt: skip
+
+
+def refuse_dual_batch(vllm_config: Any) -> None:
+    """Refuse dual batch overlap.
+
+    Raises:
+        UnsupportedModelError: it is on.
+    """
+    parallel = vllm_config.parallel_config
+    for given, switch in zip((parallel.enable_dbo, parallel.ubatch_size > 1), options.DUAL_BATCH, strict=True):
+        if given:
+            dtype = vllm_config.cache_config.cache_dtype
+            raise UnsupportedModelError(f"{switch.what} ({switch.options[0]}) is not supported with kv-cache dtype "
+                                        f"{dtype!r}; leave one of the two out")  # fmt: skip
 
 
 class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]

@@ -28,13 +28,16 @@ class Switch:
     off: tuple[str, ...] = ()
 
 
+DUAL_BATCH = (Switch("dual batch overlap", ("--enable-dbo",)),
+              Switch("dual batch overlap", ("--ubatch-size",), ("0", "1")))  # fmt: skip
+"""Two halves of a batch at once. Nobody has tried it, and both halves would use one workspace and one plan."""
+
 REFUSED = (
     Switch("offloading by another backend than vLLM's own", ("--kv-offloading-backend",), ("native",)),
     Switch("decode context parallelism", ("--decode-context-parallel-size", "-dcp"), ("1",)),
     Switch("prefill context parallelism", ("--prefill-context-parallel-size", "-pcp"), ("1",)),
     Switch("fast prefill of layers that share a cache", ("--kv-sharing-fast-prefill",)),
-    Switch("dual batch overlap", ("--enable-dbo",)),
-    Switch("dual batch overlap", ("--ubatch-size",), ("0", "1")),
+    *DUAL_BATCH,
     Switch("pooling", ("--runner",), ("auto", "generate", "draft")),
     Switch("pooling", ("--convert",), ("auto", "none")),
     Switch("pooling", ("--pooler-config",)),
