@@ -14,6 +14,9 @@ from kvpilot_kernels.gpu.latent_pages import LatentPlan, LatentShape
 from kvpilot_kernels.gpu.pages import Plan, Shape
 from kvpilot_kernels.gpu.plan import FIXED, beyond, fill_splits, most_results, most_splits
 from kvpilot_kernels.latent.formats import parse as parse_latent
+from kvpilot_kernels.models.architecture import Architecture, Group, Kind
+from kvpilot_runtime.preflight import step_buffers
+from kvpilot_runtime.preflight.request import Request
 from support.gpu_batch import CPU, launch_as, several
 
 
@@ -172,6 +175,26 @@ def test_more_sequences_than_a_plan_has_are_refused_before_a_launch() -> None:
     for plan in (Plan(shape, 2), Plan(shape, 3, 4, 2), latent):
         with pytest.raises(BadInputError, match="seq_lens has 3 sequences"):
             plan.update(lengths)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_preflight_counts_what_a_plan_takes(drafts: int) -> None:
+    group = Group(Kind.FULL, 32, 8, 128, 128)
+    model = Architecture("llama", ("LlamaForCausalLM",), (group,), heads=32)
+    asked = Request("model", others=("--max-num-seqs=1024", "--spec-method=ngram", f"--spec-tokens={drafts}"))
+    plan = Plan(Shape(parse("k4v4"), 128, 8, 4, 64, CPU), 1024, 1 + drafts)
+    taken = sum(x.nbytes for x in vars(plan).values() if isinstance(x, torch.Tensor))
+    assert 0.8 * taken <= step_buffers.size(parse("k4v4"), model, asked, 0) <= 1.05 * taken
+    assert step_buffers.size(parse("k4v4"), model, asked, 80 * 2**30) > 80 * 2**30 * asked.memory_fraction / 200
+    assert step_buffers.size(parse("fp8"), model, asked, 80 * 2**30) == 0
+
+
+def test_preflight_counts_what_a_plan_of_latents_takes() -> None:
+    model = Architecture("deepseek_v3", ("DeepseekV3ForCausalLM",), (), heads=128, latent=576)
+    plan = LatentPlan(LatentShape(parse_latent("mla4"), 128, 64, CPU), 1024)
+    taken = sum(x.nbytes for x in vars(plan).values() if isinstance(x, torch.Tensor))
+    asked = Request("model", others=("--max-num-seqs=1024",))
+    assert 0.8 * taken <= step_buffers.size(parse_latent("mla4"), model, asked, 80 * 2**30) <= 1.05 * taken
 
 
 def test_thousands_of_sequences_are_cut_like_a_few() -> None:

@@ -15,6 +15,9 @@ OFFLOAD = "--kv-offloading-size"
 DISK_PATH, DISK_SIZE = "--kv-offloading-disk-path", "--kv-offloading-disk-size"
 """Of `kvpilot-serve` alone."""
 TRANSFER = "--kv-transfer-config"
+WORKSPACE_SHARE = 200
+"""One part in so many of the memory that an engine may use of a GPU holds the keys and values of context that prefill
+reads back at a time."""
 SLIDING = "sliding_window"
 """vLLM's word for "the layers that attend to a window only" among the layers that skip the KV-cache dtype."""
 
