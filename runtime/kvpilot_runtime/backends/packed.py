@@ -23,6 +23,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
+from kvpilot_runtime.calibration import info as calibration_info
 from kvpilot_runtime.calibration.of_engine import calibration_of
 from kvpilot_runtime.config import carriers, offload, options, retention
 from kvpilot_runtime.engine import contract
@@ -289,12 +290,18 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
             refuse("a draft model beside layers that are not full attention, or stay in 16 bits,", "use ngram")
         self._calibration = None if self.drafting else calibration_of(self._config)
         self._factors: Factors | None = None
+        self.calibrated: calibration_info.Outcome | None = None
         self.recent: int | None = None
         self.ring: RecentLayer | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """vLLM's word that all layers are there: the first of ours gives them their rings."""
-        attach(self._config, our_layers(self._config))
+        """vLLM's word that all layers are there: the first of ours gives them their rings.
+
+        vLLM says it again when weights were loaded anew, by `reload_weights` or by a trainer.
+        """
+        layers = our_layers(self._config)
+        attach(self._config, layers)
+        calibration_info.outdate([layer.impl for layer in layers.values()])
 
     def rings(self) -> Rings | None:
         """Of the step that runs; None where nothing is stored or there is no window."""
