@@ -150,7 +150,7 @@ def test_each_split_has_a_result_of_its_own_for_each_row_and_reads_what_any_of_t
 idle = st.one_of(st.just((0, 0)), st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(n, 3000))))
 
 
-@example([(5, 300)] * 11 + [(0, 0)], 8, 0)
+@example([(5, 2660), (8, 2885), (8, 475), (0, 0), (7, 777), (0, 0), (0, 0), (4, 2484), (1, 924)], 2, 0)
 @settings(max_examples=60)
 @given(st.lists(idle, min_size=1, max_size=14), st.integers(1, 40), st.integers(0, 4))
 def test_a_plan_writes_no_result_past_its_buffers_whatever_sequences_have_no_tokens(
