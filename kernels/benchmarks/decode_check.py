@@ -203,30 +203,31 @@ def check(case: Case) -> dict[str, Any]:
     used = blocks[: sum(per)].long()
     unlike = 0
     for i in (4, 6):
-        first, last, at = int(starts[i]), int(starts[i + 1]) - 1, LENGTHS[i] - news[i] - 1
-        spoilt = values[i][at : at + 1].clone()
+        first, last, place = int(starts[i]), int(starts[i + 1]) - 1, LENGTHS[i] - news[i] - 1
+        spoilt = values[i][place : place + 1].clone()
         spoilt[0, 1, 0] = torch.nan
 
-        def answers(stored: torch.Tensor, element: torch.Tensor, i: int = i, at: int = at,
+        def answers(stored: torch.Tensor, element: torch.Tensor, i: int = i, place: int = place,
                     last: int = last) -> torch.Tensor:  # fmt: skip
-            slots, rings_at = where(i, at, at + 1)
-            store(keys[i][at : at + 1], stored, slots, None if rings_at is None else torch.full_like(rings_at, -1), at)
+            slots, rings_at = where(i, place, place + 1)
+            nowhere = None if rings_at is None else torch.full_like(rings_at, -1)
+            store(keys[i][place : place + 1], stored, slots, nowhere, place)
             value[last, 1, 0] = element
             graph.replay()
             torch.cuda.synchronize()
             return out.clone()
 
         element = value[last, 1, 0].clone()
-        clean = answers(values[i][at : at + 1], element)
+        clean = answers(values[i][place : place + 1], element)
         # A token of an earlier step, which all rows see, and the last one of this step.
         for begin, broken in (
             (first, answers(spoilt, element)),
-            (last, answers(values[i][at : at + 1], spoilt[0, 1, 0].to(device))),
+            (last, answers(values[i][place : place + 1], spoilt[0, 1, 0].to(device))),
         ):
             readers = torch.zeros(out.shape[1:3], dtype=torch.bool, device=device)
             readers[begin : last + 1, ratio:] = True
             unlike += int((~broken[:, readers].isnan()).sum() + (broken[:, ~readers] != clean[:, ~readers]).sum())
-        answers(values[i][at : at + 1], element)
+        answers(values[i][place : place + 1], element)
     return {
         **case._asdict(), "error": worst, "gather_error": off_read, "unlike_where_a_value_is_nan": unlike,
         "bytes_unlike_the_cpus": float((stored[used] != theirs[used]).float().mean()),
