@@ -6,7 +6,8 @@ each started while the one before may still run, over pages, rings and outputs t
 pages that the ring knows nothing of. Some steps have one token of each sequence, some up to 8, of some sequences fewer
 than of others, and rows of padding; some are cut as if the GPU had one multiprocessor, so that there are more
 sequences than programs at once. Held against the CPU's code over the same bytes (which the tests hold against
-float64). Writes OUT/decode-check.json; exits 1 where a row is off.
+float64). Then one value of a token is NaN, of a stored one and of one of the step: each answer that attends to it must
+be NaN, and every other one as it was. Writes OUT/decode-check.json; exits 1 where a row is off.
 """
 
 from __future__ import annotations
@@ -200,8 +201,35 @@ def check(case: Case) -> dict[str, Any]:
         for mine, his in zip(read[:, begins[i] : begins[i] + n].cpu(), back.read(table[i], n), strict=True):
             off_read = max(off_read, float(((mine - his).norm(dim=-1) / his.norm(dim=-1)).nan_to_num(9.0).max()))
     used = blocks[: sum(per)].long()
+    unlike = 0
+    for i in (4, 6):
+        first, last, place = int(starts[i]), int(starts[i + 1]) - 1, LENGTHS[i] - news[i] - 1
+        spoilt = values[i][place : place + 1].clone()
+        spoilt[0, 1, 0] = torch.nan
+
+        def answers(stored: torch.Tensor, element: torch.Tensor, i: int = i, place: int = place,
+                    last: int = last) -> torch.Tensor:  # fmt: skip
+            slots, rings_at = where(i, place, place + 1)
+            nowhere = None if rings_at is None else torch.full_like(rings_at, -1)
+            store(keys[i][place : place + 1], stored, slots, nowhere, place)
+            value[last, 1, 0] = element
+            graph.replay()
+            torch.cuda.synchronize()
+            return out.clone()
+
+        element = value[last, 1, 0].clone()
+        clean = answers(values[i][place : place + 1], element)
+        # A token of an earlier step, which all rows see, and the last one of this step.
+        for begin, broken in (
+            (first, answers(spoilt, element)),
+            (last, answers(values[i][place : place + 1], spoilt[0, 1, 0].to(device))),
+        ):
+            readers = torch.zeros(out.shape[1:3], dtype=torch.bool, device=device)
+            readers[begin : last + 1, ratio:] = True
+            unlike += int((~broken[:, readers].isnan()).sum() + (broken[:, ~readers] != clean[:, ~readers]).sum())
+        answers(values[i][place : place + 1], element)
     return {
-        **case._asdict(), "error": worst, "gather_error": off_read,
+        **case._asdict(), "error": worst, "gather_error": off_read, "unlike_where_a_value_is_nan": unlike,
         "bytes_unlike_the_cpus": float((stored[used] != theirs[used]).float().mean()),
         "moved_by_the_ring": float(((plain - wanted[-1]).norm(dim=-1) / wanted[-1].norm(dim=-1)).max()),
     }  # fmt: skip
@@ -231,7 +259,7 @@ def main() -> int:
     wrong = [
         row for row in rows
         if not (row["error"] <= LIMIT and row["gather_error"] <= READ_LIMIT)
-        or row["bytes_unlike_the_cpus"] > 2e-3
+        or row["bytes_unlike_the_cpus"] > 2e-3 or row["unlike_where_a_value_is_nan"]
         or (row["moved_by_the_ring"] > 0) != (row["recent"] > 0)
     ]  # fmt: skip
     print(f"{len(rows) - len(wrong)} of {len(rows)} right")

@@ -229,6 +229,16 @@ def int32(**given: torch.Tensor) -> None:
             raise BadInputError(name, f"is {x.dtype}", "give int32")
 
 
+def sequences(seq_lens: torch.Tensor, most: int) -> None:
+    """Lengths of so many sequences at most.
+
+    Raises:
+        BadInputError: there are more.
+    """
+    if seq_lens.shape[0] > most:
+        raise BadInputError("seq_lens", f"has {seq_lens.shape[0]} sequences", f"the plan has room for {most}")
+
+
 def several(starts: torch.Tensor, owners: torch.Tensor, most: int, seq_lens: torch.Tensor, tokens: int,
             rows: int) -> None:  # fmt: skip
     """The rows of a step whose sequences have several, for a plan of so many `tokens` of a sequence and `rows` in all.

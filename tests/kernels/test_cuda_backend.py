@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +14,13 @@ from hypothesis import strategies as st
 
 from kvpilot_kernels.gpu.pages import GpuPages, Shape
 from kvpilot_kernels.gpu.tuning import Taken
+from kvpilot_runtime.calibration import info
+from kvpilot_runtime.calibration.info import Outcome
 from support.gluon_eager import EagerKernel
 
 pytest.importorskip("vllm.v1.attention.backends.fa_utils")
 
-from support.cuda_engine import BLOCK, Engine
+from support.cuda_engine import BLOCK, DIM, HEADS, KV_HEADS, Engine
 
 
 @pytest.mark.parametrize(("name", "recent"), [("k4v4", 64), ("k4v4", 128), ("k8v4", 64), ("k2v2", 64)])
@@ -153,8 +158,8 @@ def test_heads_of_512_elements_need_no_flash_attention(
 ) -> None:
     for name in ("get_flash_attn_version", "flash_attn_varlen_func"):
         monkeypatch.delattr(cuda, name)
-    room = 8 * cuda.workspace_bytes()  # as many tokens as of narrow heads
-    monkeypatch.setattr(cuda, "workspace_bytes", lambda: room)
+    room = 8 * cuda.workspace_bytes(0.9)  # as many tokens as of narrow heads
+    monkeypatch.setattr(cuda, "workspace_bytes", lambda _part: room)
     engine = Engine(cuda, "k4v4", recent=recent, shared=shared, dim=512)
     engine.step({"a": 40}, padding=0)
     engine.step({"a": 1, "b": 70}, padding=9)
@@ -314,3 +319,67 @@ def test_more_than_16_query_heads_may_share_a_kv_head(cuda: Any) -> None:
     engine.step({"a": 1, "b": 70}, padding=3)
     engine.step({"a": 2, "b": 2}, padding=2, wrong={"a": 1})
     engine.step({"a": 1, "b": 1}, padding=0)
+
+
+def test_the_first_layer_holds_a_steps_buffers_until_the_builder_makes_its_own(cuda: Any) -> None:
+    engine, cpu = Engine(cuda, "k4v4", shared=True), torch.device("cpu")
+    builder, config = engine.builder, engine.builder.vllm_config
+    config.device_config = SimpleNamespace(device=cpu)
+    for one in engine.layers:
+        one.impl._config = config
+        one.impl.process_weights_after_loading(torch.float32)
+    first, second = (one.impl for one in engine.layers)
+    assert second.reserved is None
+    for name in ("partial", "lse", "rotated", "sums", "splits"):
+        assert getattr(first.reserved, name).shape == getattr(builder.plan, name).shape
+    type(builder)(builder.kv_cache_spec, ["x"], config, cpu)
+    assert first.reserved is None
+    first.process_weights_after_loading(torch.float32)  # as vLLM does when weights are loaded again
+    assert first.reserved is None
+
+
+def test_layers_of_an_engine_share_a_workspace_that_goes_with_them(cuda: Any) -> None:
+    cpu, kept = torch.device("cpu"), []
+    for _ in range(2):
+        layers = [cuda.CudaImpl(HEADS, dim, 0.125, KV_HEADS, None, None, "k4v4") for dim in (DIM, 128)]
+        context = {str(i): SimpleNamespace(impl=impl) for i, impl in enumerate(layers)}
+        for impl in layers:
+            impl._config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+        spaces = [impl.workspace(cpu, torch.bfloat16) for impl in layers]
+        assert [space.shape[3] for space in spaces] == [DIM, 128]
+        assert len({space.untyped_storage().data_ptr() for space in spaces}) == 1
+        kept.append(weakref.ref(layers[0].workspaces[cpu]))
+    assert kept[1]() is not None
+    del layers, context, impl, spaces
+    gc.collect()
+    assert [one() for one in kept] == [None, None]
+
+
+def test_a_workspace_grows_with_what_its_engine_may_use_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpilot_runtime.backends.cuda import workspace_bytes
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 80 * 2**30))
+    assert workspace_bytes(0.5) == 80 * 2**30 // 400
+
+
+@pytest.mark.parametrize(("source", "stale"), [("self", True), ("file", True), ("off", False), ("none", False)])
+def test_weights_that_are_loaded_again_are_told_once_where_factors_are_those_of_weights_before(
+    source: str, stale: bool, cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Outcome] = []
+    monkeypatch.setattr(info, "report", told.append)
+    engine = Engine(cuda, "k4v4", shared=True)
+    config = engine.builder.vllm_config
+    config.device_config = SimpleNamespace(device=torch.device("cpu"))
+
+    def load() -> None:
+        for one in engine.layers:
+            one.impl._config = config
+            one.impl.process_weights_after_loading(torch.float32)
+
+    load()
+    assert told == []
+    info.settle([one.impl for one in engine.layers], Outcome(source, "ab", ""))
+    load()
+    load()
+    assert told[1:] == [Outcome(source, "ab", "WeightsChanged")] * stale

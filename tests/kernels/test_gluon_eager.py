@@ -100,8 +100,8 @@ def test_instructions_on_four_bytes_and_two_halves_of_a_register() -> None:
     flipped = inline_asm_elementwise("lop3.b32 $0, $1, 0xc0c0c0c0, 0x80808080, 0x6a;", "=r,r", [x], np.int8, True, 4)
     assert flipped.tolist() == [[-128, -64, 0, 64]]
     halves = block(np.array([np.nan, 2.0], np.float16))
-    smaller = "{ .reg .b32 x; mov.b32 x, 0x7bff7bff; min.f16x2 $0, $1, x; }"
-    assert inline_asm_elementwise(smaller, "=r,r", [halves], np.float16, True, 2).tolist() == [65504, 2]
+    smaller, limits = "min.f16x2 $0, $1, $2;", block(np.array([0x7BFF, 0x7FFF], np.uint16))
+    assert inline_asm_elementwise(smaller, "=r,r,r", [halves, limits], np.float16, True, 2).tolist() == [65504, 2]
     with pytest.raises(ValueError, match="no registers"):
         inline_asm_elementwise("and.b32 $0, $1, 1;", "=r,r", [x], np.int8, True, 2)
 
@@ -124,7 +124,8 @@ def test_a_transpose_swaps_a_threads_row_and_column_in_each_register() -> None:
 MISTAKES = {
     "a wait for one group too few": ("wait_group(STAGES - 1)", "wait_group(STAGES)"),
     "a prefetch into the tile that is read": ("next_stage = stage + STAGES - 1", "next_stage = stage + STAGES"),
-    "no mask on what lies past the end": ("live = t + token < end", "live = t + token < end + 1"),
+    "no mask on what lies past the end": ("live = token < end", "live = token < end + 1"),
+    "no limit of scales past the end": ("limits = gl.where(live, limits,", "limits = gl.where(live | True, limits,"),
     "no shift of the upper byte": ("return gl.inline_asm_elementwise(\"shr.u32 $0, $1, 8;\"",
                                    "return gl.inline_asm_elementwise(\"shr.u32 $0, $1, 16;\""),
     "a query's bytes in each other's columns": ("* 2 + n % 2) * D", "* 2 + 1 - n % 2) * D"),

@@ -11,7 +11,7 @@ from kvpilot_kernels import formats
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
 from kvpilot_kernels.reference.attention import decode_reference
-from support.gpu_batch import CPU, DIMS, PAST_THE_END, Batch, launch_as, several
+from support.gpu_batch import CPU, DIMS, PAST_THE_END, Batch, decode_rows, launch_as
 from support.recent import Sequences
 from support.rounding import assert_within_rounding
 
@@ -22,29 +22,10 @@ drafted = st.integers(1, 8).flatmap(lambda n: st.tuples(st.integers(n, n + 120),
 steps = st.lists(st.one_of(st.just((0, 0)), drafted), min_size=1, max_size=3).filter(lambda of: any(n for n, _ in of))
 
 
-def decode(pages: GpuPages, table: torch.Tensor, lengths: list[int], counts: list[int], query: torch.Tensor,
-           scale: float, rings: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
-    """float32 [rows, heads, dim] of queries that no store puts into pages; `query` has rows of padding at its end."""
-    rows = several(counts, len(query) - sum(counts))
-    plan = Plan(pages.shape, len(lengths), rows.most, len(query))
-    for scratch in (plan.partial, plan.lse, plan.units, plan.apart, plan.level):
-        scratch.fill_(torch.nan)
-    lens, table = torch.tensor(lengths, dtype=torch.int32), table.clone()
-    for i, n in enumerate(lengths):
-        table[i, -(-n // pages.shape.block_size) :] = PAST_THE_END
-    plan.update(lens, several=rows)
-    nothing = torch.full((len(query), pages.shape.kv_heads, pages.shape.head_dim), torch.nan)
-    padding = torch.full((len(query),), -1)
-    pages.store(query, nothing, nothing, padding, plan, len(query), scale, None if rings is None else padding)
-    out = torch.full_like(query, torch.nan)
-    pages.decode(table, lens, plan, out, rings)
-    return out
-
-
 def assert_equals_reference(batch: Batch, counts: list[int], padding: int = 0, factor: float = 1.0) -> None:
     heads = batch.kv_heads * batch.ratio
     query = torch.randn(sum(counts) + padding, heads, batch.dim, generator=batch.rng) * factor
-    out, at = decode(batch.pages, batch.table, batch.lengths, counts, query, batch.scale), 0
+    out, at = decode_rows(batch.pages, batch.table, batch.lengths, counts, query, batch.scale), 0
     for i, (n, count) in enumerate(zip(batch.lengths, counts, strict=True)):
         for seen in range(n - count + 1, n + 1):
             begin = max(0, seen - batch.window) if batch.window else 0
@@ -102,7 +83,7 @@ def test_a_token_that_sees_nothing_of_a_split_adds_nothing_to_it(zero: float) ->
     """The second tile is seen by the last token alone; what is behind it is NaN and codes at their largest."""
     batch = Batch("k2v2", 64, [17], seed=8, ratio=3, wave=8)
     query = torch.randn(4, 6, 64, generator=batch.rng) * zero
-    out = decode(batch.pages, batch.table, [17], [4], query, batch.scale)
+    out = decode_rows(batch.pages, batch.table, [17], [4], query, batch.scale)
     for i, seen in enumerate(range(14, 18)):
         wanted = decode_reference(query[i], batch.keys[0][:seen], batch.values[0][:seen], batch.fmt, batch.scale)
         assert ((out[i] - wanted).norm(dim=-1) < 1e-3 * wanted.norm(dim=-1)).all()
@@ -111,9 +92,9 @@ def test_a_token_that_sees_nothing_of_a_split_adds_nothing_to_it(zero: float) ->
 def test_a_query_that_is_not_a_number_spoils_no_other() -> None:
     batch = Batch("k4v4", 128, [70], seed=8, ratio=4, tile=32, block_size=32, wave=3)
     query = torch.randn(4, 8, 128, generator=batch.rng)
-    whole = decode(batch.pages, batch.table, [70], [4], query, batch.scale)
+    whole = decode_rows(batch.pages, batch.table, [70], [4], query, batch.scale)
     query[1, 2, 5] = torch.nan
-    out = decode(batch.pages, batch.table, [70], [4], query, batch.scale)
+    out = decode_rows(batch.pages, batch.table, [70], [4], query, batch.scale)
     assert out[1, 2].isnan().all()
     out[1, 2] = whole[1, 2]
     assert torch.equal(out, whole)
@@ -126,7 +107,7 @@ def test_more_rows_than_two_thousand_are_cut_and_merged() -> None:
     table = torch.full((802, batch.table.shape[1]), PAST_THE_END, dtype=torch.int32)
     table[0], table[801] = batch.table[0], batch.table[1]
     query = torch.randn(2406, 1, 64, generator=batch.rng)
-    out = decode(batch.pages, table, lengths, counts, query, batch.scale)
+    out = decode_rows(batch.pages, table, lengths, counts, query, batch.scale)
     for at, (i, seen) in enumerate([(0, 18), (0, 19), (0, 20), (1, 31), (1, 32), (1, 33)]):
         wanted = decode_reference(query[at], batch.keys[i][:seen], batch.values[i][:seen], batch.fmt, batch.scale)
         assert ((out[at] - wanted).norm(dim=-1) < 1e-3 * wanted.norm(dim=-1)).all()
@@ -157,7 +138,7 @@ def test_each_token_has_the_recent_window_before_itself_whatever_the_ring_had(
     shape.ring_blocks = s.ring_table.shape[1]
     pages = GpuPages(s.cache, launch_as(shape, cut[1], stages, wave), s.factors, ring=s.cache)
     query = torch.randn(sum(counts), s.kv_heads * ratio, dim, generator=s.rng)
-    out, at = decode(pages, s.table, lengths, counts, query, s.scale, s.ring_table), 0
+    out, at = decode_rows(pages, s.table, lengths, counts, query, s.scale, s.ring_table), 0
     for i, (n, count) in enumerate(step):
         for seen in range(n - count + 1, n + 1):
             key, value = s.read_back(i, seen)

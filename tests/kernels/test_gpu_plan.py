@@ -8,7 +8,16 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvpilot_kernels.check import BadInputError
+from kvpilot_kernels.formats import parse
+from kvpilot_kernels.gpu.latent_pages import LatentPlan, LatentShape
+from kvpilot_kernels.gpu.pages import Plan, Shape
 from kvpilot_kernels.gpu.plan import FIXED, beyond, fill_splits, most_results, most_splits
+from kvpilot_kernels.latent.formats import parse as parse_latent
+from kvpilot_kernels.models.architecture import Architecture, Group, Kind
+from kvpilot_runtime.preflight import step_buffers
+from kvpilot_runtime.preflight.request import Request
+from support.gpu_batch import CPU, launch_as, several
 
 
 def cut(lengths: list[int], tile: int, wave: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,6 +144,57 @@ def test_each_split_has_a_result_of_its_own_for_each_row_and_reads_what_any_of_t
             begin = end
         assert begin == length
     assert results <= most_results(sum(counts), most, wave, len(counts))
+
+
+# (rows, tokens) of sequences of which some have none, as an eager step may have them beside drafts.
+idle = st.one_of(st.just((0, 0)), st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(n, 3000))))
+
+
+@example([(5, 2660), (8, 2885), (8, 475), (0, 0), (7, 777), (0, 0), (0, 0), (4, 2484), (1, 924)], 2, 0)
+@settings(max_examples=60)
+@given(st.lists(idle, min_size=1, max_size=14), st.integers(1, 40), st.integers(0, 4))
+def test_a_plan_writes_no_result_past_its_buffers_whatever_sequences_have_no_tokens(
+    step: list[tuple[int, int]], wave: int, padding: int
+) -> None:
+    counts, lengths = [n for n, _ in step], torch.tensor([n for _, n in step], dtype=torch.int32)
+    rows = several(counts, padding)
+    shape = launch_as(Shape(parse("k4v4"), 64, 1, 1, 16, CPU), 16, 2, wave)
+    plan = Plan(shape, len(step), rows.most, len(rows.owners))
+    plan.update(lengths, several=rows)
+    used = plan.bases + plan.spans[:, 1] * torch.tensor(counts)
+    assert used.max() <= plan.partial.shape[0] == plan.lse.shape[0]
+    assert (plan.spans.sum(1) <= plan.splits.shape[0]).all()
+    plan = Plan(shape, len(step))
+    plan.update(lengths)
+    assert (plan.spans.sum(1) <= plan.partial.shape[0]).all()
+
+
+def test_more_sequences_than_a_plan_has_are_refused_before_a_launch() -> None:
+    shape, lengths = Shape(parse("k4v4"), 64, 1, 1, 16, CPU), torch.ones(3, dtype=torch.int32)
+    latent = LatentPlan(LatentShape(parse_latent("mla4"), 4, 16, CPU), 2)
+    for plan in (Plan(shape, 2), Plan(shape, 3, 4, 2), latent):
+        with pytest.raises(BadInputError, match="seq_lens has 3 sequences"):
+            plan.update(lengths)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_preflight_counts_what_a_plan_takes(drafts: int) -> None:
+    group = Group(Kind.FULL, 32, 8, 128, 128)
+    model = Architecture("llama", ("LlamaForCausalLM",), (group,), heads=32)
+    asked = Request("model", others=("--max-num-seqs=1024", "--spec-method=ngram", f"--spec-tokens={drafts}"))
+    plan = Plan(Shape(parse("k4v4"), 128, 8, 4, 64, CPU), 1024, 1 + drafts)
+    taken = sum(x.nbytes for x in vars(plan).values() if isinstance(x, torch.Tensor))
+    assert 0.8 * taken <= step_buffers.size(parse("k4v4"), model, asked, 0) <= 1.05 * taken
+    assert step_buffers.size(parse("k4v4"), model, asked, 80 * 2**30) > 80 * 2**30 * asked.memory_fraction / 200
+    assert step_buffers.size(parse("fp8"), model, asked, 80 * 2**30) == 0
+
+
+def test_preflight_counts_what_a_plan_of_latents_takes() -> None:
+    model = Architecture("deepseek_v3", ("DeepseekV3ForCausalLM",), (), heads=128, latent=576)
+    plan = LatentPlan(LatentShape(parse_latent("mla4"), 128, 64, CPU), 1024)
+    taken = sum(x.nbytes for x in vars(plan).values() if isinstance(x, torch.Tensor))
+    asked = Request("model", others=("--max-num-seqs=1024",))
+    assert 0.8 * taken <= step_buffers.size(parse_latent("mla4"), model, asked, 80 * 2**30) <= 1.05 * taken
 
 
 def test_thousands_of_sequences_are_cut_like_a_few() -> None:

@@ -19,8 +19,8 @@ from support.gpu_batch import (
     DIMS,
     MINE,
     OTHERS,
-    PAST_THE_END,
     among_layers,
+    decode_rows,
     launch_as,
     ordinals,
 )  # fmt: skip
@@ -41,17 +41,7 @@ def gpu(s: Sequences, cut: tuple[int, int, int] = (16, 2, 2), window: int = 0, s
 
 def attend(s: Sequences, at: GpuPages, query: torch.Tensor) -> torch.Tensor:
     """Decode all sequences."""
-    count, lens = len(s.lengths), torch.tensor(s.lengths, dtype=torch.int32)
-    plan, out, table = Plan(at.shape, count), torch.full_like(query, torch.nan), s.table.clone()
-    for i, n in enumerate(s.lengths):
-        table[i, -(-n // s.block_size) :] = PAST_THE_END
-    for scratch in (plan.partial, plan.lse, plan.units, plan.apart, plan.level):
-        scratch.fill_(torch.nan)
-    plan.update(lens)
-    nothing, padding = torch.full((count, s.kv_heads, s.dim), torch.nan), torch.full((count,), -1)
-    at.store(query, nothing, nothing, padding, plan, count, s.scale, padding)
-    at.decode(table, lens, plan, out, s.ring_table)
-    return out
+    return decode_rows(at, s.table, s.lengths, None, query, s.scale, s.ring_table)
 
 
 def assert_right(s: Sequences, at: GpuPages, window: int = 0) -> None:

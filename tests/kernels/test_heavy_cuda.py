@@ -56,7 +56,7 @@ def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
     from kvpilot_runtime.bounded import heavy, heavy_cuda
     from kvpilot_runtime.bounded.attention import bounded_backend
 
-    monkeypatch.setattr(cuda, "workspace_bytes", lambda: 4 * KV_HEADS * DIM * room)
+    monkeypatch.setattr(cuda, "workspace_bytes", lambda _part: 4 * KV_HEADS * DIM * room)
     engine, rng = Engine(cuda, name, blocks=40, width=9), random.Random(7)
     engine.impl.read_back = engine.builder.read_back = True  # then a token's answer does not depend on its chunk
     engine.builder.__class__ = bounded_backend(cuda.CudaBackend).get_builder_cls()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, ParallelConfig
 from vllm.v1.attention.backends import utils
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
@@ -35,6 +35,7 @@ BESIDE = {
     "speculative decoding": ["--spec-method=ngram", "--spec-tokens=2"], "adapters": ["--enable-lora"],
     "offloading": ["--kv-offloading-size=1"], "layers that stay in 16 bits": ["--kv-cache-dtype-skip-layers=0"],
 }  # fmt: skip
+ONE_BATCH = {"enable_dbo": False, "ubatch_size": 0}
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +117,7 @@ def engine(transfer: dict[str, Any], **more: Any) -> SimpleNamespace:
     same = {
         "cache_config": SimpleNamespace(cache_dtype="k4v4", kv_cache_dtype_skip_layers=[]),
         "compilation_config": SimpleNamespace(static_forward_context={}),
-        "parallel_config": SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
+        "parallel_config": ParallelConfig(),
         "speculative_config": None, "lora_config": None, "kv_transfer_config": KVTransferConfig(**transfer),
     }  # fmt: skip
     return SimpleNamespace(**same | more)
@@ -135,8 +136,8 @@ def test_what_nobody_has_seen_right_beside_it_is_refused_by_name(what: str, tran
 @pytest.mark.parametrize(
     "more",
     [
-        {"parallel_config": SimpleNamespace(pipeline_parallel_size=2, data_parallel_size=1)},
-        {"parallel_config": SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=2)},
+        {"parallel_config": SimpleNamespace(pipeline_parallel_size=2, data_parallel_size=1, **ONE_BATCH)},
+        {"parallel_config": SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=2, **ONE_BATCH)},
         {"speculative_config": SimpleNamespace(method="ngram")}, {"lora_config": SimpleNamespace()},
         {"cache_config": SimpleNamespace(cache_dtype="k4v4", kv_cache_dtype_skip_layers=["0"])},
         {"compilation_config": SimpleNamespace(static_forward_context={"a": SimpleNamespace(sliding_window=64)})},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, ParallelConfig
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionType
@@ -89,7 +89,9 @@ def batch(causal: Any) -> SimpleNamespace:
 def test_a_step_that_is_not_causal_is_not_served_as_if_it_were(causal: Any) -> None:
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.uint8)
     about = SimpleNamespace(cache_dtype="k4v4")
-    config = SimpleNamespace(cache_config=about, speculative_config=None, kv_transfer_config=None)
+    config = SimpleNamespace(
+        cache_config=about, speculative_config=None, kv_transfer_config=None, parallel_config=ParallelConfig()
+    )
     builder = chosen().get_builder_cls()(spec, ["x"], config, torch.device("cpu"))
     assert builder.build(0, batch(True)).prefills
     with pytest.raises(UnsupportedModelError, match=r"causal=False.*'k4v4'.*--kv-cache-dtype auto"):
@@ -112,6 +114,7 @@ def engine(layers: dict[str, Any] | None = None, **transfer: Any) -> SimpleNames
         cache_config=SimpleNamespace(cache_dtype="k4v4"),
         compilation_config=SimpleNamespace(static_forward_context=layers or {}),
         kv_transfer_config=KVTransferConfig(kv_role="kv_both", **transfer),
+        parallel_config=ParallelConfig(),
     )
 
 
@@ -144,3 +147,17 @@ def test_vllms_tier_in_host_memory_is_served_but_beside_layers_with_a_window_or_
         packed.refuse_unsupported_options(engine({"window": SimpleNamespace(sliding_window=64)}, **tier))
     with pytest.raises(UnsupportedModelError, match="chunked attention and kv-cache dtype 'k4v4'"):
         packed.refuse_unsupported_options(engine({"chunks": SimpleNamespace(attention_chunk_size=64)}, **tier))
+
+
+@pytest.mark.parametrize(
+    ("asked", "option"), [({"enable_dbo": True}, "--enable-dbo"), ({"ubatch_size": 2}, "--ubatch-size")]
+)
+def test_two_halves_of_a_batch_at_once_are_refused_where_nobody_asked_kvpilot_serve(
+    asked: dict[str, Any], option: str
+) -> None:
+    config = engine(kv_connector="OffloadingConnector")
+    for name, value in asked.items():
+        setattr(config.parallel_config, name, value)
+    refused = rf"dual batch overlap \({option}\) is not supported with kv-cache dtype 'k4v4'; leave one"
+    with pytest.raises(UnsupportedModelError, match=refused):
+        packed.refuse_unsupported_options(config)

@@ -72,7 +72,11 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     from kvpilot_runtime.backends import cuda as module
     from kvpilot_runtime.backends import packed
 
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=256))
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=256),
+        cache_config=SimpleNamespace(gpu_memory_utilization=0.9),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
     monkeypatch.setattr(packed, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(packed, "calibration_of", lambda _config: None)
     # Small tiles, and a wave of 2 programs a KV head.
@@ -81,8 +85,9 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "flash_attn_varlen_func", flash_attention)
     monkeypatch.setattr(module, "merge_attn_states", merge)
     monkeypatch.setattr(module, "get_flash_attn_version", lambda **_: 3)
-    monkeypatch.setattr(module, "workspace_bytes", lambda: 4 * KV_HEADS * DIM * 64)  # contexts come in many chunks
-    monkeypatch.setattr(module.CudaImpl, "_workspace", {})
+    monkeypatch.setattr(
+        module, "workspace_bytes", lambda _part: 4 * KV_HEADS * DIM * 64
+    )  # contexts come in many chunks
     monkeypatch.setattr("kvpilot_runtime.backends.cuda.CudaBuilder._upload", lambda _self, x: x)
     monkeypatch.setattr(packed, "get_forward_context", lambda: STEP)
     return module
@@ -136,6 +141,7 @@ class Engine:
             cache_config=SimpleNamespace(cache_dtype=name),
             model_config=SimpleNamespace(dtype=torch.float32, max_model_len=width * BLOCK),
             speculative_config=speculation, kv_transfer_config=None,
+            parallel_config=SimpleNamespace(enable_dbo=False, ubatch_size=0),
         )  # fmt: skip
         kind = getattr(module, backend_class(name))
         if chunk:  # as vLLM makes the backend of such a layer

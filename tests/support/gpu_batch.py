@@ -79,6 +79,28 @@ def several(counts: list[int], padding: int = 0) -> Several:
     return Several(starts, owners.int(), max(2, *counts))
 
 
+def decode_rows(pages: GpuPages, table: torch.Tensor, lengths: list[int], counts: list[int] | None, query: torch.Tensor,
+                scale: float, rings: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+    """Decode queries that no store puts into pages: float32 [rows, heads, dim].
+
+    `counts`: rows of each sequence, after which `query` has rows of padding; None where each sequence has one.
+    """
+    rows = None if counts is None else several(counts, len(query) - sum(counts))
+    plan = Plan(pages.shape, len(lengths), rows.most if rows else 1, len(query))
+    for scratch in (plan.partial, plan.lse, plan.units, plan.apart, plan.level):
+        scratch.fill_(torch.nan)
+    lens, table = torch.tensor(lengths, dtype=torch.int32), table.clone()
+    for i, n in enumerate(lengths):
+        table[i, -(-n // pages.shape.block_size) :] = PAST_THE_END
+    plan.update(lens, several=rows)
+    nothing = torch.full((len(query), pages.shape.kv_heads, pages.shape.head_dim), torch.nan)
+    padding = torch.full((len(query),), -1)
+    pages.store(query, nothing, nothing, padding, plan, len(query), scale, None if rings is None else padding)
+    out = torch.full_like(query, torch.nan)
+    pages.decode(table, lens, plan, out, rings)
+    return out
+
+
 @dataclass
 class Batch:
     """Sequences of `lengths` tokens, stored by the CPU's own code through a shuffled block table.

@@ -132,10 +132,12 @@ def attend(query, stage, m, total, zeros, acc, recent, base, table_ptr, ring_ptr
             keys, meta.index(stage), stage, t, query, fine, softcap, KEY, D, GROUP, TILE, Q, STAGES, SOFTCAP,
             RECENT > 0, SEVERAL,
         )  # fmt: skip
-        scores = hide(scores, t, ends, end, length, TILE, WINDOW, SEVERAL)
+        scores, limits = hide(
+            scores, meta.index(stage), t, ends, end, length, D, GROUP, TILE, WINDOW, SEVERAL
+        )  # fmt: skip
         m, total, zeros, acc = (accumulate_wide if is_wide(D) else accumulate)(
-            scores, scores_unit, values, meta.index(stage), stage, m, total, zeros, acc, fine, VALUE, D, GROUP, TILE, Q,
-            STAGES, RECENT > 0, SEVERAL,
+            scores, scores_unit, limits, values, meta.index(stage), stage, m, total, zeros, acc, fine, VALUE, D, GROUP,
+            TILE, Q, STAGES, RECENT > 0, SEVERAL,
         )  # fmt: skip
         if RECENT > 0:
             if t + TILE < stop:
@@ -227,7 +229,7 @@ def decode_kernel(
         ends = ()
         if SEVERAL:
             after = gl.maximum(rows - 1 - (first + gl.arange(0, Q, COLS)) // RATIO, 0)
-            ends = (length - after, length - rows + 1)
+            ends = (length - after, length)
             length = length - rows + 1
         table = table_ptr + sequence.to(gl.int64) * table_stride
         ring_rows = ()

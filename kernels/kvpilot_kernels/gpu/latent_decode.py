@@ -37,8 +37,10 @@ from kvpilot_kernels.gpu.latent_operands import (
     stage_queries,
 )  # fmt: skip
 from kvpilot_kernels.gpu.operands import (
+    LARGEST_HALF,
     UNIT,
     scales,
+    scales_up_to,
     store_pairs,
     to_half,
     upper_bytes,
@@ -82,9 +84,9 @@ def score(codes, rope_codes, queries, rope_queries, word, rope_word, stage, sums
     """
     PARTS: gl.constexpr = parts(Q)
     CHUNKS: gl.constexpr = LATENT.row // 2 // chunk_words(WARPS)
-    scale = scales(word, False)
+    scale = scales(word)
     zero = zero_codes(word)
-    rope_scale = scales(rope_word, False)
+    rope_scale = scales(rope_word)
     rope_zero = zero_codes(rope_word)
     sums = ()
     for j in gl.static_range(len(PARTS)):
@@ -231,8 +233,8 @@ def latent_decode_kernel(
                 codes, rope_codes, queries, rope_queries, word, rope_word, stage, sums, count, LATENT, POSITION, HEADS,
                 TILE, Q, WARPS,
             )  # fmt: skip
-            # Past the end scales may be NaN, and 0 * NaN is not 0.
-            scale = scales(word, True)
+            # Past the end scales may be NaN, and 0 * NaN is not 0; before it a NaN is in the score already.
+            scale = scales_up_to(word, gl.full([TILE], LARGEST_HALF, gl.uint16, ROWS))
             height = gl.log2(gl.maximum(scale, LEAST))
             zero = zero_codes(word)
             live = t + token < end

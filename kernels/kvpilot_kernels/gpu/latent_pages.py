@@ -88,7 +88,12 @@ class LatentPlan:
         self.sums = torch.empty(sequences, 3, heads, device=device)
 
     def update(self, seq_lens: torch.Tensor) -> None:
-        """Cut the work for int32 [sequences or fewer] stored lengths; 0 is a row of padding."""
+        """Cut the work for int32 [sequences or fewer] stored lengths; 0 is a row of padding.
+
+        Raises:
+            BadInputError: more sequences than the plan has.
+        """
+        common.sequences(seq_lens, self.sequences)
         fill_splits(seq_lens, self.splits, self.spans, self.shape.wave, self.shape.choice.tile, more=BEYOND)
 
 

@@ -31,7 +31,9 @@ SCALES = gl.constexpr(
     f"{{ .reg .b32 x; shr.u32 x, $1, {ZERO_BITS.value - CUT_BITS.value};"
     f" and.b32 $0, x, {hex((0x7FFF >> CUT_BITS.value << CUT_BITS.value) * 0x10001)}; }}"
 )
-FINITE = gl.constexpr("{ .reg .b32 x; mov.b32 x, 0x7bff7bff; min.f16x2 $0, $1, x; }")
+LARGEST_HALF = gl.constexpr(0x7BFF)
+NAN_HALF = gl.constexpr(0x7FFF)
+"""Bits of float16 as limits of `scales_up_to`: the largest number, and NaN, with which every scale stays as it is."""
 ZEROS = gl.constexpr(f"and.b32 $0, $1, {hex(((1 << ZERO_BITS.value) - 1) * 0x10001)};")
 
 
@@ -171,11 +173,18 @@ def to_half(x):
 
 
 @gluon.jit
-def scales(meta, finite: gl.constexpr):
-    """Scales of metadata (see `layouts`), float32; if `finite`, never NaN, which may stand past a sequence's end."""
+def scales(meta):
+    """Scales of metadata (see `layouts`), float32."""
+    return gl.inline_asm_elementwise(SCALES, "=r,r", [meta], dtype=gl.float16, is_pure=True, pack=2).to(gl.float32)
+
+
+@gluon.jit
+def scales_up_to(meta, limits):
+    """Scales of metadata, float32, where a NaN becomes its limit: bits of a float16, uint16 in the shape of `meta`."""
     x = gl.inline_asm_elementwise(SCALES, "=r,r", [meta], dtype=gl.float16, is_pure=True, pack=2)
-    if finite:
-        x = gl.inline_asm_elementwise(FINITE, "=r,r", [x], dtype=gl.float16, is_pure=True, pack=2)
+    x = gl.inline_asm_elementwise(
+        "min.f16x2 $0, $1, $2;", "=r,r,r", [x, limits], dtype=gl.float16, is_pure=True, pack=2
+    )  # fmt: skip
     return x.to(gl.float32)
 
 

@@ -167,8 +167,9 @@ class Plan:
         chunk of a prompt may be another's prefix).
 
         Raises:
-            BadInputError: rows that do not fit the plan, or are not described as `Several` says.
+            BadInputError: more sequences or rows than the plan has, or rows that are not described as `Several` says.
         """
+        check.sequences(seq_lens, self.sequences if several else min(self.sequences, self.rows))
         if several is not None:
             check.several(several.starts, several.owners, several.most, seq_lens, self.tokens, self.rows)
         self.overlap, self.several = overlap and self.shape.can_overlap, several

@@ -22,8 +22,8 @@ estimate: other numbers were not timed."""
 
 
 def beyond(tokens: int) -> int:
-    """Splits of each sequence, on average, that a plan may make beyond a wave. Several tokens have a result in each of
-    them; more than 3 would by `most_tiles` seldom end sooner."""
+    """Splits of each sequence that has tokens, on average, that a plan may make beyond a wave. Several tokens have a
+    result in each of them; more than 3 would by `most_tiles` seldom end sooner."""
     return 3 if tokens == 1 else 1
 
 
@@ -33,7 +33,11 @@ def most_splits(sequences: int, wave: int, more: int) -> int:
 
 
 def most_results(rows: int, tokens: int, wave: int, sequences: int) -> int:
-    """Partial results of any plan of so many `rows`, up to `tokens` of a sequence: a split has one for each row."""
+    """Return how many partial results any plan of so many `rows` has at most, with up to `tokens` of a sequence.
+
+    A split has a result for each row of its sequence. The first splits of all sequences have `rows` together; of the
+    others there are no more than a wave and `beyond` less 1 of each sequence that has tokens.
+    """
     return rows + (wave + (beyond(tokens) - 1) * sequences) * tokens
 
 
@@ -69,10 +73,12 @@ def count_splits(lens_ptr, sequences, tokens, c, TILE: tl.constexpr, WINDOW: tl.
 
 
 @triton.jit
-def most_tiles(lens_ptr, sequences, count, wave, tokens, TILE: tl.constexpr, WINDOW: tl.constexpr, ROUNDS: tl.constexpr,
+def most_tiles(lens_ptr, sequences, more, wave, tokens, TILE: tl.constexpr, WINDOW: tl.constexpr, ROUNDS: tl.constexpr,
                CHUNK: tl.constexpr):  # fmt: skip
-    """Tiles that a split may have, so that at most `count` splits are made of all sequences and all end soonest.
+    """Tiles that a split may have, so that all end soonest, with no more splits than a wave and `more` of each sequence
+    that has tokens, on average.
 
+    Sequences without tokens add none: `most_results` counts on it.
     A cut is taken to last as many rounds of a wave as it has splits for, each as long as the largest split and FIXED.
     From the fewest rounds on ROUNDS cuts are weighed, until one is within an eighth of what no cut could beat.
     """
@@ -83,6 +89,7 @@ def most_tiles(lens_ptr, sequences, count, wave, tokens, TILE: tl.constexpr, WIN
         tiles = tiles_of(lens_ptr, s, s < sequences, tokens, TILE, WINDOW)[2]
         total += tl.sum(tiles, 0)
         live += tl.sum((tiles > 0).to(tl.int32), 0)
+    count = wave + more * live
     fewest = tl.maximum((live + wave - 1) // wave, 1)
     least = (total + wave - 1) // wave + FIXED
     c = tl.maximum((total + wave - 1) // wave, 1)
@@ -112,18 +119,19 @@ def rows_of(starts_ptr, s, live, SEVERAL: tl.constexpr):
     return rows
 
 
-@triton.jit(do_not_specialize=["sequences", "count", "wave", "tokens"])
-def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequences, count, wave, tokens,
+@triton.jit(do_not_specialize=["sequences", "count", "more", "wave", "tokens"])
+def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequences, count, more, wave, tokens,
                 TILE: tl.constexpr, WINDOW: tl.constexpr, SEVERAL: tl.constexpr, ROUNDS: tl.constexpr,
                 CHUNK: tl.constexpr, OWN: tl.constexpr, PER: tl.constexpr):  # fmt: skip
     """Grid (cdiv(sequences, OWN),): a program counts all sequences, and writes what its own have.
 
     lens: int32 [sequences], 0 for a row of padding; starts: int32 [sequences + 1], the first row of each, at most
     `tokens` each, not read without SEVERAL; splits: int32 [count, 4] as (sequence or -1, start, end, length) in tokens,
-    start a multiple of TILE, length the sequence's; spans: int32 [sequences, 2], the first split of a sequence and how
-    many it has; bases: int32 [sequences], the first one's first result, written with SEVERAL.
+    start a multiple of TILE, length the sequence's; more: as `most_tiles` has it; spans: int32 [sequences, 2], the
+    first split of a sequence and how many it has; bases: int32 [sequences], the first one's first result, written with
+    SEVERAL.
     """
-    c = most_tiles(lens_ptr, sequences, count, wave, tokens, TILE, WINDOW, ROUNDS, CHUNK)
+    c = most_tiles(lens_ptr, sequences, more, wave, tokens, TILE, WINDOW, ROUNDS, CHUNK)
     own = tl.program_id(0) * OWN
     used = 0
     first = 0
@@ -170,9 +178,10 @@ def fill_splits(seq_lens: torch.Tensor, splits: torch.Tensor, spans: torch.Tenso
     `most_splits` has it, `beyond` of the tokens if not told.
     """
     sequences, several = seq_lens.shape[0], starts is not None
-    count = most_splits(sequences, wave, beyond(tokens) if more is None else more)
+    more = beyond(tokens) if more is None else more
+    count = most_splits(sequences, wave, more)
     plan_kernel[(triton.cdiv(sequences, OWN),)](
         seq_lens, starts if several else spans, splits, spans, bases if several else spans, sequences,
-        count, wave, tokens, TILE=tile, WINDOW=window, SEVERAL=several, ROUNDS=ROUNDS, CHUNK=CHUNK, OWN=OWN, PER=PER,
-        num_warps=4,
+        count, more, wave, tokens, TILE=tile, WINDOW=window, SEVERAL=several, ROUNDS=ROUNDS, CHUNK=CHUNK, OWN=OWN,
+        PER=PER, num_warps=4,
     )  # fmt: skip

@@ -10,7 +10,9 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kvpilot_kernels.gpu.columns import by_columns, join_bytes, over_own_rows, to_right
 from kvpilot_kernels.gpu.operands import (
+    LARGEST_HALF,
     MMA,
+    NAN_HALF,
     ROWS,
     SCORES,
     UNIT,
@@ -23,6 +25,7 @@ from kvpilot_kernels.gpu.operands import (
     load_values,
     middle,
     scales,
+    scales_up_to,
     to_half,
     value_planes,
     word_plane,
@@ -73,7 +76,7 @@ def score(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D: gl.c
     )
     for g in gl.static_range(D // GROUP):
         word = meta.slice(g * TILE, TILE).load(ROWS)
-        scale = scales(word, False) * (0.5 ** key_shift(KEY.bits, D, GROUP, g))
+        scale = scales(word) * (0.5 ** key_shift(KEY.bits, D, GROUP, g))
         product = dot(codes, operands, starts[g], g, KEY.bits, D, GROUP, TILE, Q)
         score += scale[:, None] * (product - zero_codes(word)[:, None] * taken[g][None, :])
     if DIGITS > 0:
@@ -89,7 +92,7 @@ def score(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D: gl.c
             products = new
         for g in gl.static_range(D // GROUP):
             half = taken[g] * (middle(KEY.bits) / zero_unit(KEY.bits) * UNIT)
-            scale = scales(meta.slice(g * TILE, TILE).load(ROWS), False) * (0.5 ** key_shift(KEY.bits, D, GROUP, g))
+            scale = scales(meta.slice(g * TILE, TILE).load(ROWS)) * (0.5 ** key_shift(KEY.bits, D, GROUP, g))
             finer = (scale * fine_scale(fine, g, KEY.bits))[:, None] * (products[g] - half[None, :])
             if SEVERAL:
                 finer = gl.where(fine[2], finer, 0.0)
@@ -102,35 +105,53 @@ def score(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D: gl.c
 
 
 @gluon.jit
-def hide(score, t, ends, end, length, TILE: gl.constexpr, WINDOW: gl.constexpr, SEVERAL: gl.constexpr):
-    """A tile's scores, -1e38 or less for tokens that a query does not see; t: the tile's first token.
+def hide(score, meta, t, ends, end, length, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr,
+         WINDOW: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
+    """Hide the tokens of a tile that a query does not see: their scores become -1e38 or less; t: the first token.
 
-    Of one query token a sequence `length` is what it sees; of several `ends`, int32 [Q], and the least of them.
+    `length` is the least that a query sees. Of several query tokens a sequence, `ends` has what each sees, int32 [Q],
+    and the most of them.
+
+    A hidden token has the weight 0, and 0 times a scale that is NaN would be NaN: its scales are limited to numbers.
+    Where queries differ in what they see, all scales of the tile are, and a token with a broken value has the score NaN
+    instead.
+
+    Returns:
+        The scores, and limits for the values' scales, uint16 [TILE].
     """
-    token = gl.arange(0, TILE, ROWS)
+    token = t + gl.arange(0, TILE, ROWS)
+    limits = gl.full([TILE], NAN_HALF, gl.uint16, ROWS)
     if SEVERAL:
-        by_query, least = ends
-        if t + TILE > least:
-            score = gl.where((t + token)[:, None] < by_query[None, :], score, float("-inf"))
+        by_query, longest = ends
+        unseen = t + TILE > length
         if WINDOW > 0:
-            score = gl.where((t + token)[:, None] >= by_query[None, :] - WINDOW, score, float("-inf"))
+            unseen = unseen | (t < longest - WINDOW)
+        if unseen:
+            for g in gl.static_range(D // GROUP):
+                score += (scales(meta.slice((D // GROUP + g) * TILE, TILE).load(ROWS)) * 0.0)[:, None]
+            seen = token[:, None] < by_query[None, :]
+            if WINDOW > 0:
+                seen = seen & (token[:, None] >= by_query[None, :] - WINDOW)
+            score = gl.where(seen, score, float("-inf"))
+            limits = gl.full([TILE], LARGEST_HALF, gl.uint16, ROWS)
     else:
-        live = t + token < end
+        live = token < end
         if WINDOW > 0:
-            live = live & (t + token >= length - WINDOW)
+            live = live & (token >= length - WINDOW)
         score = gl.where(live[:, None], score, -1e38)
-    return score
+        limits = gl.where(live, limits, gl.full([TILE], LARGEST_HALF, gl.uint16, ROWS))
+    return score, limits
 
 
 @gluon.jit
-def accumulate(score, unit, values, meta, stage, m, total, zeros, acc, fine, VALUE: gl.constexpr, D: gl.constexpr,
-               GROUP: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr,
+def accumulate(score, unit, limits, values, meta, stage, m, total, zeros, acc, fine, VALUE: gl.constexpr,
+               D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr,
                RECENT: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
     """Add a tile to the running softmax: new m [Q], total [8, Q], zeros by group [8, Q], acc by plane [words, columns].
 
     m: the largest score so far, less HEADROOM. total: sums of probabilities times 2^HEADROOM, by the rows of a thread.
     zeros: of these times scale and zero code, in units of UNIT. acc: of these times scale and code, in units of
-    UNIT * 2^(bits * sub-plane), in the columns of `columns`. `fine`: as in `score`.
+    UNIT * 2^(bits * sub-plane), in the columns of `columns`. `fine`: as in `score`; `limits`: as `hide` has them.
     """
     PLANES: gl.constexpr = value_planes(VALUE.bits, D, GROUP)
     COUNT: gl.constexpr = chunks(VALUE.bits, D, GROUP)
@@ -155,7 +176,7 @@ def accumulate(score, unit, values, meta, stage, m, total, zeros, acc, fine, VAL
     new = ()
     for g in gl.static_range(GROUPS):
         word = meta.slice((GROUPS + g) * TILE, TILE).load(ROWS)
-        scale = scales(word, True)
+        scale = scales_up_to(word, limits)
         w = to_half(p * scale[:, None])
         zero = w.to(gl.float32) * zero_codes(word)[:, None]
         weights = weights + (to_right(w, TILE, Q),)

@@ -39,6 +39,7 @@ from kvpilot_kernels.gpu.operands import (
     copy_to_shared,
     middle,
     scales,
+    scales_up_to,
     store_pairs,
     to_half,
     upper_bytes,
@@ -151,7 +152,7 @@ def score_wide(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D:
                 if SEVERAL:
                     finer = gl.where(fine[2], finer, 0.0)
                 product += fine_factor(fine, sub * CHUNKS + c, KEY.bits)[:, None] * finer
-            score += scales(word, False)[:, None] * product
+            score += scales(word)[:, None] * product
             if ends_part(sub, KEY.bits, DIGITS):
                 fence()
     if SOFTCAP:
@@ -162,7 +163,7 @@ def score_wide(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D:
 
 
 @gluon.jit
-def accumulate_wide(score, unit, values, meta, stage, m, total, zeros, acc, fine, VALUE: gl.constexpr,
+def accumulate_wide(score, unit, limits, values, meta, stage, m, total, zeros, acc, fine, VALUE: gl.constexpr,
                     D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr,
                     RECENT: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
     """As `tile.accumulate`, but zeros: [2 * groups, columns], whose last rows are the values' groups; the first ones,
@@ -182,7 +183,7 @@ def accumulate_wide(score, unit, values, meta, stage, m, total, zeros, acc, fine
     new = ()
     for c in gl.static_range(CHUNKS):
         for sub in gl.static_range(SUBS):
-            scale = scales(meta.slice((GROUPS + sub * CHUNKS + c) * TILE, TILE).load(ROWS), True)
+            scale = scales_up_to(meta.slice((GROUPS + sub * CHUNKS + c) * TILE, TILE).load(ROWS), limits)
             weights = to_right(to_half(p * scale[:, None]), TILE, Q)
             zeros = mma_v2(only_row(rows, GROUPS + sub * CHUNKS + c), weights, zeros)
             w = weights

@@ -9,6 +9,7 @@ partial results are merged by their log-sums. Where heads have more elements tha
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -18,30 +19,37 @@ from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.gpu.codec import NARROW
-from kvpilot_kernels.gpu.pages import GpuPages, Shape
+from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.gpu.prefill import prefill
-from kvpilot_runtime.backends.cuda_steps import ContextChunk, CudaBuilder, CudaRingBuilder, Metadata, Prefills
+from kvpilot_runtime.backends.cuda_steps import (
+    ContextChunk,
+    CudaBuilder,
+    CudaRingBuilder,
+    Metadata,
+    Prefills,
+    decode_sizes,
+)
 from kvpilot_runtime.backends.images import LaterTokens
-from kvpilot_runtime.backends.packed import PackedBackend, PackedImpl, RingBackend, classes_of
+from kvpilot_runtime.backends.packed import PackedBackend, PackedImpl, RingBackend, classes_of, our_layers
+from kvpilot_runtime.backends.reserved import BLOCK, Reserving
+from kvpilot_runtime.config.options import WORKSPACE_SHARE
 from kvpilot_runtime.errors import UnsupportedModelError
 
-WORKSPACE_SHARE = 200
-"""One part in so many of the GPU's memory holds the keys and values of context that prefill reads back at a time."""
+
+def workspace_bytes(utilization: float) -> int:
+    """Return the size of the workspace of an engine that may use this part of the current GPU's memory."""
+    return int(torch.cuda.mem_get_info()[1] * utilization) // WORKSPACE_SHARE
 
 
-def workspace_bytes() -> int:
-    """Bytes of the workspace on the current GPU."""
-    return torch.cuda.mem_get_info()[1] // WORKSPACE_SHARE
-
-
-class CudaImpl(PackedImpl):
+class CudaImpl(Reserving, PackedImpl):
     """Attention of one layer over packed pages on a GPU.
+
+    Attributes:
+        workspaces: by device the workspace of all layers of the engine, which the first one has: it goes with them.
 
     Raises (at start):
         UnsupportedModelError: as `PackedImpl`.
     """
-
-    _workspace: ClassVar[dict[tuple[torch.device, torch.dtype, int, int], torch.Tensor]] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,7 +57,18 @@ class CudaImpl(PackedImpl):
         # FlashAttention 2 and 3 take heads of up to 256 elements.
         self.own_prefill = self.head_size > NARROW.value
         self.fa_version = None if self.own_prefill else get_flash_attn_version(head_size=self.head_size)
-        self.workspace_tokens = workspace_bytes() // (4 * self.num_kv_heads * self.head_size)
+        utilization = self._config.cache_config.gpu_memory_utilization
+        self.workspace_tokens = workspace_bytes(utilization) // (4 * self.num_kv_heads * self.head_size)
+        self.workspaces: dict[torch.device, torch.Tensor] = {}
+        self._first: CudaImpl | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """As `PackedImpl`; and hold the plan of a step, so that vLLM counts it."""
+        super().process_weights_after_loading(act_dtype)
+        sequences, rows = decode_sizes(self._config)
+        self.reserve(
+            self._config, lambda device: Plan(self.shape(BLOCK, device), sequences, 1 + self.drafts, rows)
+        )  # fmt: skip
 
     def shape(self, block_size: int, device: torch.device) -> Shape:
         """What the kernels need to know of this layer."""
@@ -170,12 +189,14 @@ class CudaImpl(PackedImpl):
         return found
 
     def workspace(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """[2, tokens, kv_heads, D], shared by all layers alike; made while vLLM measures what memory is left."""
-        key = (device, dtype, self.num_kv_heads, self.head_size)
-        if key not in self._workspace:
-            shape = (2, self.workspace_tokens, self.num_kv_heads, self.head_size)
-            self._workspace[key] = torch.empty(shape, dtype=dtype, device=device)
-        return self._workspace[key]
+        """[2, tokens, kv_heads, D], in bytes that all layers share; made while vLLM measures what memory is left."""
+        if self._first is None:
+            self._first = next((layer.impl for layer in our_layers(self._config).values()), self)
+        shape = (2, self.workspace_tokens, self.num_kv_heads, self.head_size)
+        size, kept = math.prod(shape) * dtype.itemsize, self._first.workspaces
+        if device not in kept or kept[device].numel() < size:
+            kept[device] = torch.empty(size, dtype=torch.uint8, device=device)
+        return kept[device][:size].view(dtype).view(shape)
 
     def pages_of(self, layer: Any, kv_cache: torch.Tensor, shape: Shape) -> GpuPages:
         """Views of this layer's cache, made once."""

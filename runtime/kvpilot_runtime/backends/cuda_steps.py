@@ -19,6 +19,7 @@ from kvpilot_kernels.gpu.ring import fill_ring_slots
 from kvpilot_kernels.places import owners, stored_slots
 from kvpilot_runtime.backends import images
 from kvpilot_runtime.backends.packed import PackedBuilder
+from kvpilot_runtime.backends.reserved import release
 from kvpilot_runtime.recent.ring_layers import Rings
 from kvpilot_runtime.speculation import drafts
 
@@ -163,6 +164,7 @@ class CudaBuilder(PackedBuilder):
         self.sinks = impl.sinks
         self.width = self.reorder_batch_threshold = 1 + drafts(vllm_config)
         sequences, rows = decode_sizes(vllm_config)
+        release(vllm_config)
         self.plan = Plan(self.shape, sequences, self.width, rows)
         self.read_back = impl.read_back
         self.shared = any(every[name].impl.kv_sharing_target_layer_name is not None for name in layer_names)

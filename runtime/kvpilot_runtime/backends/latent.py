@@ -21,7 +21,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 
 from kvpilot_kernels.latent.formats import ENTRY, RANK, LatentFormat, parse
-from kvpilot_runtime.backends.packed import PREFILL_FROM_PAGES
+from kvpilot_runtime.backends.packed import PREFILL_FROM_PAGES, refuse_dual_batch
 from kvpilot_runtime.errors import UnsupportedModelError
 
 if TYPE_CHECKING:  # Triton is not there on every CPU
@@ -66,7 +66,8 @@ class LatentImpl:
     """Attention of one layer over latent pages; stands before vLLM's own class of the platform.
 
     Raises (at start):
-        UnsupportedModelError: there is speculation, KV transfer or context parallelism, or some layers stay in 16 bits.
+        UnsupportedModelError: there is speculation, KV transfer, context parallelism or dual batch overlap, or some
+            layers stay in 16 bits.
     """
 
     kv_cache_dtype: str
@@ -77,6 +78,7 @@ class LatentImpl:
         self.fmt = parse(self.kv_cache_dtype)
         self.read_back = os.environ.get(PREFILL_FROM_PAGES) == "1"
         config = get_current_vllm_config()
+        refuse_dual_batch(config)
         parallel = config.parallel_config
         for given, what in (
             (config.speculative_config is not None, "speculative decoding (--speculative-config)"),

@@ -26,6 +26,7 @@ from kvpilot_kernels.latent.formats import ENTRY, RANK, LatentFormat, names, par
 from kvpilot_runtime.backends.cuda_steps import decode_sizes, warm_up
 from kvpilot_runtime.backends.latent import LatentBackend, LatentImpl
 from kvpilot_runtime.backends.packed import classes_of
+from kvpilot_runtime.backends.reserved import BLOCK, Reserving, release
 from kvpilot_runtime.errors import UnsupportedModelError
 
 
@@ -90,6 +91,7 @@ class CudaLatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
         self.shape = shape_of(impl.fmt, self.num_heads, kv_cache_spec.block_size, device)
+        release(vllm_config)
         self.plan = LatentPlan(self.shape, decode_sizes(vllm_config)[0])
         warm_up(self.warm_up, vllm_config, device)
 
@@ -119,14 +121,23 @@ class CudaLatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
         pages.gather(table[:1], lens[:1] - 1, torch.tensor([0, 1], dtype=torch.int32, **make), 1, entry)
 
 
-class CudaLatentImpl(LatentImpl, MLACommonImpl):  # type: ignore[misc]
+class CudaLatentImpl(Reserving, LatentImpl, MLACommonImpl):  # type: ignore[misc]
     """Attention of one layer over latent pages on a GPU."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._config = get_current_vllm_config()
         # It stores entries by a kernel of vLLM's own, in place of `do_kv_cache_update`.
-        get_current_vllm_config().compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
+        self._config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
         self._gpu_pages: tuple[int, GpuLatentPages] | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """As vLLM's; and hold the plan of a step, so that vLLM counts it."""
+        super().process_weights_after_loading(act_dtype)
+        sequences = decode_sizes(self._config)[0]
+        self.reserve(
+            self._config, lambda device: LatentPlan(shape_of(self.fmt, self.num_heads, BLOCK, device), sequences)
+        )
 
     def forward_mqa(
         self, q: tuple[torch.Tensor, torch.Tensor], kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any

@@ -23,8 +23,9 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.factors import Factors
+from kvpilot_runtime.calibration import info as calibration_info
 from kvpilot_runtime.calibration.of_engine import calibration_of
-from kvpilot_runtime.config import carriers, offload, retention
+from kvpilot_runtime.config import carriers, offload, options, retention
 from kvpilot_runtime.engine import contract
 from kvpilot_runtime.engine.compat import HeadMajorPages, backend_class
 from kvpilot_runtime.errors import UnsupportedModelError
@@ -154,8 +155,8 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
     """Refuse what no backend of ours does.
 
     Raises:
-        UnsupportedModelError: fast prefill of shared caches, KV transfer other than to host memory, or that one beside
-            sliding-window layers or chunked attention is on.
+        UnsupportedModelError: fast prefill of shared caches, dual batch overlap, KV transfer other than to host memory,
+            or that one beside sliding-window layers or chunked attention is on.
         UnsupportedEngineError: some layers stay in 16 bits, and this vLLM lacks what that needs.
     """
     dtype = vllm_config.cache_config.cache_dtype
@@ -164,6 +165,7 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
     if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
         raise UnsupportedModelError(f"--kv-sharing-fast-prefill is not supported with kv-cache dtype {dtype!r}; leave "
                                     "one of the two out")  # fmt: skip
+    refuse_dual_batch(vllm_config)
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         return
@@ -182,6 +184,20 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
         if any(getattr(layer, name, None) is not None for layer in layers):
             raise UnsupportedModelError(f"{asked} is not supported for a model with {what} and kv-cache "
                                         f"dtype {dtype!r}; leave one of the two out")  # fmt: skip
+
+
+def refuse_dual_batch(vllm_config: Any) -> None:
+    """Refuse dual batch overlap.
+
+    Raises:
+        UnsupportedModelError: it is on.
+    """
+    parallel = vllm_config.parallel_config
+    for given, switch in zip((parallel.enable_dbo, parallel.ubatch_size > 1), options.DUAL_BATCH, strict=True):
+        if given:
+            dtype = vllm_config.cache_config.cache_dtype
+            raise UnsupportedModelError(f"{switch.what} ({switch.options[0]}) is not supported with kv-cache dtype "
+                                        f"{dtype!r}; leave one of the two out")  # fmt: skip
 
 
 class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
@@ -274,12 +290,18 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
             refuse("a draft model beside layers that are not full attention, or stay in 16 bits,", "use ngram")
         self._calibration = None if self.drafting else calibration_of(self._config)
         self._factors: Factors | None = None
+        self.calibrated: calibration_info.Outcome | None = None
         self.recent: int | None = None
         self.ring: RecentLayer | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """vLLM's word that all layers are there: the first of ours gives them their rings."""
-        attach(self._config, our_layers(self._config))
+        """vLLM's word that all layers are there: the first of ours gives them their rings.
+
+        vLLM says it again when weights were loaded anew, by `reload_weights` or by a trainer.
+        """
+        layers = our_layers(self._config)
+        attach(self._config, layers)
+        calibration_info.outdate([layer.impl for layer in layers.values()])
 
     def rings(self) -> Rings | None:
         """Of the step that runs; None where nothing is stored or there is no window."""

@@ -63,7 +63,8 @@ def calibrate(worker: Any, layers: dict[str, Any]) -> None:
         tokens, reason = token_ids(config)
         _refuse_together(_fill(layers, _observed(worker, tokens, layers)))
         log.info("Calibrated %d layers on %d tokens in %.1f s", len(layers), len(tokens), time.perf_counter() - began)
-    calibration_info.report(Outcome(source, factors_hash(layers, worker.device), reason))
+    outcome = Outcome(source, factors_hash(layers, worker.device), reason)
+    calibration_info.settle((layer.impl for layer in layers.values()), outcome)
 
 
 def token_ids(config: Any) -> tuple[list[int], str]:

@@ -1,12 +1,15 @@
 """Where an engine's factors come from, on its own /metrics: ``kvpilot_calibration_info{hash,source,reason} 1``.
 
-`source` is `self` (calibrated at start), `file`, `off` (turned off) or `none`, for the `reason` given.
+`source` is `self` (calibrated at start), `file`, `off` (turned off) or `none`, for the `reason` given. Factors of
+weights that were replaced since have the reason `WeightsChanged`.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from kvpilot_runtime.metrics.worker_info import WorkerInfo
 
@@ -28,6 +31,29 @@ class Outcome:
     source: str
     hash: str
     reason: str = ""
+
+
+WEIGHTS_CHANGED = "WeightsChanged"
+
+
+def settle(impls: Iterable[Any], outcome: Outcome) -> None:
+    """Give an engine's layers what became of their calibration, and tell log and metrics."""
+    for impl in impls:
+        impl.calibrated = outcome
+    report(outcome)
+
+
+def outdate(impls: list[Any]) -> None:
+    """Of layers whose weights were loaded: tell log and metrics if their factors are those of weights before.
+
+    Factors stay: stored pages, which a prefix cache keeps, are read with them.
+    """
+    found = impls[0].calibrated if impls else None
+    if found is None or found.source not in ("self", "file") or found.reason == WEIGHTS_CHANGED:
+        return
+    log.warning("The weights have changed since the KV cache was calibrated: answers stay right, and are less accurate "
+                "than they could be; restart the engine with the new weights to calibrate it anew")  # fmt: skip
+    settle(impls, replace(found, reason=WEIGHTS_CHANGED))
 
 
 def report(outcome: Outcome) -> None:

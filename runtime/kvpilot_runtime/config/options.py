@@ -18,6 +18,9 @@ TRANSFER = "--kv-transfer-config"
 SERVE = "KVPILOT_SERVE"
 """Environment variable that `kvpilot-serve` sets for its engine, whatever the dtype: it answers requests for
 offloaded pages (`offload.FROM_HOST`), and requests that wait when it is told to end."""
+WORKSPACE_SHARE = 200
+"""One part in so many of the memory that an engine may use of a GPU holds the keys and values of context that prefill
+reads back at a time."""
 SLIDING = "sliding_window"
 """vLLM's word for "the layers that attend to a window only" among the layers that skip the KV-cache dtype."""
 
@@ -31,13 +34,16 @@ class Switch:
     off: tuple[str, ...] = ()
 
 
+DUAL_BATCH = (Switch("dual batch overlap", ("--enable-dbo",)),
+              Switch("dual batch overlap", ("--ubatch-size",), ("0", "1")))  # fmt: skip
+"""Two halves of a batch at once. Nobody has tried it, and both halves would use one workspace and one plan."""
+
 REFUSED = (
     Switch("offloading by another backend than vLLM's own", ("--kv-offloading-backend",), ("native",)),
     Switch("decode context parallelism", ("--decode-context-parallel-size", "-dcp"), ("1",)),
     Switch("prefill context parallelism", ("--prefill-context-parallel-size", "-pcp"), ("1",)),
     Switch("fast prefill of layers that share a cache", ("--kv-sharing-fast-prefill",)),
-    Switch("dual batch overlap", ("--enable-dbo",)),
-    Switch("dual batch overlap", ("--ubatch-size",), ("0", "1")),
+    *DUAL_BATCH,
     Switch("pooling", ("--runner",), ("auto", "generate", "draft")),
     Switch("pooling", ("--convert",), ("auto", "none")),
     Switch("pooling", ("--pooler-config",)),

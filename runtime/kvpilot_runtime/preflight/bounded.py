@@ -22,8 +22,7 @@ REFUSED = (
     Switch("decode context parallelism", ("--decode-context-parallel-size", "-dcp"), ("1",)),
     Switch("prefill context parallelism", ("--prefill-context-parallel-size", "-pcp"), ("1",)),
     Switch("fast prefill of layers that share a cache", ("--kv-sharing-fast-prefill",)),
-    Switch("dual batch overlap", ("--enable-dbo",)),
-    Switch("dual batch overlap", ("--ubatch-size",), ("0", "1")),
+    *options.DUAL_BATCH,
 )
 """What was never tried beside a bounded cache, or would look for pages that were freed."""
 

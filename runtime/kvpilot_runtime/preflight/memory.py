@@ -8,7 +8,7 @@ from kvpilot_kernels import formats, models
 from kvpilot_kernels.latent.formats import LatentFormat
 from kvpilot_runtime.config import options
 from kvpilot_runtime.errors import PreflightError
-from kvpilot_runtime.preflight import machine
+from kvpilot_runtime.preflight import machine, step_buffers
 from kvpilot_runtime.preflight.request import Request
 
 CPU_OVERHEAD = 2_500 * 2**20
@@ -90,8 +90,9 @@ def check(
         kv = wanted if request.kv_bytes is None else request.kv_bytes
         # Experts are spread over data-parallel engines too: no GPU has less than this, and some have more.
         weights //= wide * options.count(request.others, "--data-parallel-size", "-dp")
-        need = weights + kv + GPU_OVERHEAD
-        what, extra = f"{request.memory_fraction:.0%} of each GPU's memory, less what others use", GPU_OVERHEAD
+        extra = GPU_OVERHEAD + step_buffers.size(fmt, config, request, min(g.total for g in gpus[:seen]))
+        need = weights + kv + extra
+        what = f"{request.memory_fraction:.0%} of each GPU's memory, less what others use"
     if need > have:
         raise PreflightError(
             "DoesNotFit",

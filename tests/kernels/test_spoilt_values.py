@@ -1,0 +1,111 @@
+"""A stored value that is not a number: every answer that attends to it is NaN, every other one keeps its bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpilot_kernels import formats
+from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from support.gpu_batch import CPU, DIMS, Batch, decode_rows, launch_as, ordinals
+from support.latent_batch import LatentBatch
+from support.recent import Sequences
+
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's minimum, under Triton's interpreter
+RATIO, LENGTHS = 2, [50, 33]
+WITH_RING = [name for name in formats.own_names() if formats.parse(name).has_ring]
+broken, seeds = st.sampled_from([torch.nan, torch.inf, -torch.inf]), st.integers(0, 2**31)
+# (block size, tile), stages, wave
+cuts = st.sampled_from([((16, 16), 2, 1), ((64, 32), 3, 2), ((64, 64), 2, 4), ((48, 16), 4, 3)])
+counts = st.sampled_from([None, [1, 1], [4, 2], [7, 5]])
+
+
+def restore(pages: GpuPages, key: torch.Tensor, value: torch.Tensor, slot: torch.Tensor, at: int,
+            element: float | None, ring_slot: torch.Tensor | None = None) -> None:  # fmt: skip
+    """Store one token again by the GPU's kernel, as it is or with one element of its second KV head's value spoilt."""
+    value = value.clone()
+    if element is not None:
+        value[0, 1, at % value.shape[-1]] = element
+    query = torch.zeros(1, pages.shape.kv_heads * pages.shape.ratio, pages.shape.head_dim)
+    pages.store(query, key, value, slot, Plan(pages.shape, 1), 0, 1.0, ring_slot, ordinals(at, at + 1))
+
+
+def assert_seen_by_its_readers_alone(whole: torch.Tensor, out: torch.Tensor, rows: list[int], at: int,
+                                     window: int = 0) -> None:  # fmt: skip
+    """`rows`: tokens that each row of the first sequence sees; the other sequence's rows follow."""
+    assert whole.isfinite().all()
+    readers = torch.zeros(out.shape[:2], dtype=torch.bool)
+    for row, seen in enumerate(rows):
+        readers[row, RATIO:] = at < seen and (window == 0 or at >= seen - window)
+    assert out[readers].isnan().all()
+    assert torch.equal(out[~readers], whole[~readers])
+
+
+def rows_of(step: list[int] | None) -> tuple[list[int], int]:
+    """Tokens that each row of the first sequence sees, and rows in all."""
+    first = 1 if step is None else step[0]
+    return list(range(LENGTHS[0] - first + 1, LENGTHS[0] + 1)), 2 if step is None else sum(step)
+
+
+@settings(max_examples=24)
+@given(st.sampled_from(formats.own_names()), st.sampled_from(DIMS), st.integers(0, 49), broken, counts, cuts,
+       st.sampled_from([0, 20]), st.sampled_from([0.0, 30.0]), seeds)  # fmt: skip
+def test_one_spoilt_value_makes_every_answer_nan_that_attends_to_it(
+    name: str, dim: int, at: int, element: float, step: list[int] | None, cut: tuple[tuple[int, int], int, int],
+    window: int, softcap: float, seed: int,
+) -> None:  # fmt: skip
+    (block, tile), stages, wave = cut
+    batch = Batch(name, dim, LENGTHS, seed, 2, RATIO, block, tile, stages, wave, window, softcap, calibrated=True)
+    rows, count = rows_of(step)
+    query = torch.randn(count, 2 * RATIO, dim, generator=batch.rng)
+    one = slice(at, at + 1)
+    answers = []
+    for bad in (None, element):
+        restore(batch.pages, batch.keys[0][one], batch.values[0][one], batch.slots[0][one], at, bad)
+        answers.append(decode_rows(batch.pages, batch.table, LENGTHS, step, query, batch.scale))
+    whole, out = answers
+    assert_seen_by_its_readers_alone(whole, out, rows, at, window)
+
+
+@settings(max_examples=16)
+@given(st.sampled_from(WITH_RING), st.sampled_from([64, 96, 128, 512]), st.integers(0, 49), broken, counts, cuts,
+       st.sampled_from([1, 20, 45]), st.booleans(), seeds)  # fmt: skip
+def test_one_spoilt_value_is_seen_through_the_recent_window_too(
+    name: str, dim: int, at: int, element: float, step: list[int] | None, cut: tuple[tuple[int, int], int, int],
+    recent: int, in_ring: bool, seed: int,
+) -> None:  # fmt: skip
+    (block, tile), stages, wave = cut
+    s = Sequences(name, dim, LENGTHS, recent, seed, ratio=RATIO, block_size=block, drafts=7)
+    for i, n in enumerate(s.lengths):
+        s.store(i, 0, n)
+    shape = Shape(s.fmt, dim, 2, RATIO, block, CPU, recent=recent)
+    shape.ring_blocks = s.ring_table.shape[1]
+    pages = GpuPages(s.cache, launch_as(shape, tile, stages, wave), s.factors, ring=s.cache)
+    rows, count = rows_of(step)
+    query = torch.randn(count, 2 * RATIO, dim, generator=s.rng)
+    one = slice(at, at + 1)
+    ring_slot = s.ring_slots(0, 0, LENGTHS[0])[one] if in_ring else torch.tensor([-1])
+    answers = []
+    for bad in (None, element):
+        restore(pages, s.keys[0][one], s.values[0][one], s.slots(0, at, at + 1), at, bad, ring_slot)
+        answers.append(decode_rows(pages, s.table, LENGTHS, step, query, s.scale, s.ring_table))
+    whole, out = answers
+    assert_seen_by_its_readers_alone(whole, out, rows, at)
+
+
+@settings(max_examples=10)
+@given(st.sampled_from(["mla8", "mla4"]), st.integers(0, 39), st.integers(0, 575), broken, st.integers(1, 4), seeds)
+def test_one_spoilt_element_of_a_latent_makes_all_its_sequences_answers_nan(
+    name: str, at: int, channel: int, element: float, wave: int, seed: int
+) -> None:
+    batch = LatentBatch(name, [40, 30], seed, wave=wave)
+    query = batch.queries()
+    whole, entry = batch.decode(query), batch.entries[0][at : at + 1].clone()
+    entry[0, channel] = element
+    slot = batch.table[0, at // 16].long() * 16 + at % 16
+    batch.pages.store(entry[:, :512].contiguous(), entry[:, 512:].contiguous(), slot[None])
+    out = batch.decode(query)
+    assert out[0].isnan().all()
+    assert torch.equal(out[1], whole[1])
