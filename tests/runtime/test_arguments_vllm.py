@@ -62,13 +62,13 @@ NAMES = {name: DEST.get(name) or next(a.dest for a in REAL._actions if name in a
 
 def theirs(arguments: list[str]) -> list[tuple[str, tuple[str, ...], bool]] | None:
     """What vLLM's parser takes from the arguments; None where it refuses them."""
-    RECORDING.seen = []  # type: ignore[attr-defined]
+    RECORDING.seen = []
     try:
         with redirect_stderr(StringIO()):
             RECORDING.parse_args(["a-model", *arguments])
     except (SystemExit, IndexError):
         return None
-    return list(RECORDING.seen)  # type: ignore[attr-defined]
+    return list(RECORDING.seen)
 
 
 def ours(found: Arguments) -> list[tuple[str, tuple[str, ...], bool]]:
@@ -90,7 +90,7 @@ def test_every_beginning_of_every_name_is_read_as_vllm_reads_it() -> None:
     tried = sorted(set(beginnings()) - {"--config"})  # vLLM would read its file; kvpilot refuses it
     assert len(tried) > 2000
     for beginning in tried:
-        for arguments in ([beginning], [f"{beginning}=x"], [beginning, "x"]):
+        for arguments in ([f"{beginning}=x"], [beginning, "x"]):
             found = read(arguments)
             if (expected := theirs(arguments)) is None:
                 # Python 3.11 refuses -t=2 for -tp=2, which later ones take: seeing it is harmless.
@@ -117,7 +117,7 @@ items = st.one_of(
 
 
 @given(st.lists(items, max_size=6))
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @example(["--speculative-config", '{"method": "ngram"}', "--speculative_config.method", "eagle"])
 @example(["--enable-lora", "--no-enable-lora"])
 @example(["--kv-cache-dtype-skip-layers", "0", "1", "--max-num-seqs", "8"])

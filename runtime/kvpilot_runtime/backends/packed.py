@@ -22,6 +22,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
 
 from kvpilot_kernels import formats
+from kvpilot_kernels.arguments import rules
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime.calibration.of_engine import calibration_of
 from kvpilot_runtime.config import carriers, offload, retention
@@ -154,15 +155,15 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
     """Refuse what no backend of ours does.
 
     Raises:
-        UnsupportedModelError: fast prefill of shared caches, KV transfer other than to host memory, or that one beside
+        UnsupportedModelError: a switch of `rules.BESIDE_ANY`, KV transfer other than to host memory, or that one beside
             sliding-window layers or chunked attention is on.
         UnsupportedEngineError: some layers stay in 16 bits, and this vLLM lacks what that needs.
     """
     dtype = vllm_config.cache_config.cache_dtype
     if getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None):
         contract.refuse(dtype, contract.broken(""), skipping=True)
-    if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
-        raise UnsupportedModelError(f"--kv-sharing-fast-prefill is not supported with kv-cache dtype {dtype!r}; leave "
+    if (found := rules.first_set(vllm_config, rules.BESIDE_ANY)) is not None:
+        raise UnsupportedModelError(f"{found[0]} ({found[1]}) is not supported with kv-cache dtype {dtype!r}; leave "
                                     "one of the two out")  # fmt: skip
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
