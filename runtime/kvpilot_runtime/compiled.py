@@ -27,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from kvpilot_kernels.arguments import read
 from kvpilot_runtime.engine import compat
 from kvpilot_runtime.preflight import machine
 
@@ -89,7 +90,7 @@ def identity(arguments: Sequence[str], folder: Path) -> str:
         {line for line in machine.lines("/proc/cpuinfo") if line.startswith(("flags", "Features", "model name"))}
     )
     gpus = [(gpu.name, gpu.capability) for gpu in machine.gpus()]
-    same = [one for one in arguments if not one.startswith(_ADDRESSES)]
+    same = read(arguments).without(*_ADDRESSES)
     told = [installed, sys.version, platform.libc_ver(), platform.machine(), cpu, gpus, same, str(folder)]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 

@@ -13,13 +13,13 @@ import argparse
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
+from kvpilot_kernels import arguments as vllm
 from kvpilot_kernels import formats
 from kvpilot_runtime import compiled
 from kvpilot_runtime.config import offload, options, retention
@@ -27,6 +27,7 @@ from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.metrics import model_info
 from kvpilot_runtime.preflight import machine, memory
 from kvpilot_runtime.preflight.check import check
+from kvpilot_runtime.preflight.elsewhere import asks_a_hub
 from kvpilot_runtime.preflight.request import Request, model_folder
 
 REFUSED = 78
@@ -34,13 +35,6 @@ CALIBRATION = "KVPILOT_CALIBRATION"
 """The environment variable that tells the engine's processes which calibration file to read."""
 RECENT = "KVPILOT_RECENT_TOKENS"
 """The environment variable that tells the engine's processes how many tokens the recent window has."""
-_CHECKED = (
-    "--model", "--revision", "--kv-cache-dtype", "--kv-cache-dtype-skip-layers", "--dtype", "--max-model-len",
-    "--tensor-parallel-size", "-tp", "--gpu-memory-utilization", "--device-memory-utilization",
-    "--kv-cache-memory-bytes",
-)  # fmt: skip
-"""Of the options below those that are vLLM's, too."""
-_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,19 +42,20 @@ class _Parser(argparse.ArgumentParser):
         raise PreflightError("BadArguments", f"{message}; kvpilot-serve --help lists what it takes")
 
 
-def _size(text: str) -> int:
-    """A count as vLLM writes it: 1024, 64M (binary), 64m (decimal)."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)", text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, or 64M")
-    return int(float(match[1]) * _UNITS.get(match[2], 1))
-
-
 def _count(text: str) -> int:
-    value = _size(text)
+    """A count as vLLM writes it: 1024, 64M (binary), 64m (decimal)."""
+    try:
+        value = vllm.whole_number(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; write it in digits, or as 64M") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be at least 1")
     return value
+
+
+def _length(text: str) -> int | None:
+    """A number of tokens, or None for the largest that fits, as vLLM settles it."""
+    return None if text.strip().lower() in ("-1", "auto") else _count(text)
 
 
 def _window(text: str) -> int:
@@ -119,24 +114,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(options.DISK_PATH, metavar="FOLDER", help=f"beside {options.OFFLOAD}: offloaded pages go on "
                         "to a file in this folder, which no other engine reads and which ends with it")  # fmt: skip
     parser.add_argument(options.DISK_SIZE, type=_gib, metavar="GIB", help="of that file, at most")
-    parser.add_argument("--max-model-len", type=_count, help="tokens")
-    parser.add_argument("--tensor-parallel-size", "-tp", type=_count, default=1)
-    parser.add_argument("--gpu-memory-utilization", "--device-memory-utilization", type=_fraction, default=0.9)
+    parser.add_argument("--max-model-len", type=_length, help="tokens, or auto")
+    parser.add_argument("--tensor-parallel-size", type=_count, default=1)
+    parser.add_argument("--gpu-memory-utilization", type=_fraction, default=0.9)
     parser.add_argument("--kv-cache-memory-bytes", type=_count, help="size of the KV cache: bytes, or 64M")
     return parser
 
 
 def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
-    """What was asked for, and the arguments of `vllm serve` that ask it for the same but for the layers to skip.
+    """Return the request, and the arguments of `vllm serve` that ask it for the same but for the layers to skip.
 
     Raises:
         PreflightError: BadArguments.
     """
-    argv = [re.sub(r"^--[\w-]+", lambda option: option[0].replace("_", "-"), arg) for arg in argv]
-    known, others = _parser().parse_known_args(argv)
-    if any(arg.partition("=")[0] == "--config" for arg in others):
+    found, parser = vllm.read(argv), _parser()
+    if found.faults:
+        raise PreflightError("BadArguments", f"argument {found.faults[0].place + 1}: {found.faults[0].message}")
+    if found.on("--config"):
         raise PreflightError("BadArguments", "--config: what is checked here, and given to vLLM, would overrule what its file says; leave it out, and write the file's options as arguments")  # fmt: skip  # noqa: E501
-    _refuse_abbreviated(others)
+    checked = [action.option_strings[-1] for action in parser._actions]
+    written = ((one.name, one.values) for one in found.given if one.name in checked)
+    known = parser.parse_args([f"{name}={','.join(values)}" if values else name for name, values in written])
+    others = found.without(*checked)
     skip = known.kv_cache_dtype_skip_layers
     if skip is not None:
         skip = tuple(part for part in skip.split(",") if part)
@@ -150,6 +149,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
         retention.parse(known.retention, known.retention_sink_tokens, known.retention_window_tokens,
                         known.retention_budget_tokens),
         known.kv_offloading_disk_path, known.kv_offloading_disk_size,
+        found.on("--max-model-len") and known.max_model_len is None,
     )  # fmt: skip
     arguments = [
         known.model,
@@ -161,23 +161,11 @@ def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
     ]
     if known.revision:
         arguments.append(f"--revision={known.revision}")
-    if known.max_model_len:
-        arguments.append(f"--max-model-len={known.max_model_len}")
+    if (length := found.value("--max-model-len")) is not None:
+        arguments.append(f"--max-model-len={known.max_model_len or length}")
     if known.kv_cache_memory_bytes:
         arguments.append(f"--kv-cache-memory-bytes={known.kv_cache_memory_bytes}")
     return request, [*arguments, *others]
-
-
-def _refuse_abbreviated(others: Sequence[str]) -> None:
-    """vLLM takes any beginning that is one option's alone: what is checked would not be what it takes.
-
-    Raises:
-        PreflightError: BadArguments.
-    """
-    for name in (re.split(r"[=.]", arg, maxsplit=1)[0] for arg in others):
-        meant = [option for option in _CHECKED if name.strip("-") and option.startswith(name)]
-        if meant:
-            raise PreflightError("BadArguments", f"{name}: write {' or '.join(meant)} in full; an abbreviation would not be checked, and vLLM may take it")  # fmt: skip  # noqa: E501
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -205,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment[retention.VARIABLE] = str(request.retention or "")
     if findings.config is not None:
         environment[model_info.VARIABLE] = model_info.encode(findings.config)
-    if model_folder(request.model) is not None:
+    if model_folder(request.model) is not None and not asks_a_hub(request):
         environment.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder: no start waits for the hub
     variables, beside = compiled.prepare(arguments, environment, partial(_say, "warning"))
     if beside is not None:
@@ -215,8 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _become_vllm(arguments: list[str], environment: dict[str, str]) -> NoReturn:
     # -P: whatever lies in the working directory must not shadow a module of Python's.
-    vllm = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve"]
-    os.execve(sys.executable, [*vllm, *arguments], environment)  # noqa: S606
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve"]
+    os.execve(sys.executable, [*command, *arguments], environment)  # noqa: S606
 
 
 def _say(kind: str, reason: str, message: str) -> None:

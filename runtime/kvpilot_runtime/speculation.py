@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Any
 
-from kvpilot_runtime.config import options
+from kvpilot_kernels.arguments import rules
+from kvpilot_kernels.arguments.drafts import DRAFT_MODELS, unsupported_drafts
 from kvpilot_runtime.errors import UnsupportedModelError
 
 
@@ -24,19 +25,14 @@ def refuse_other_drafters(vllm_config: Any, dtype: str) -> None:
     """Refuse what of speculation is not served.
 
     Raises:
-        UnsupportedModelError: as `options.unsupported_drafts`; or drafts come from a model beside what was not seen
+        UnsupportedModelError: as `unsupported_drafts`; or drafts come from a model beside what was not seen
             right with it.
     """
     found = getattr(vllm_config, "speculative_config", None)
-    what = None if found is None else options.unsupported_drafts(found.method, vars(found))
+    what = None if found is None else unsupported_drafts(found.method, vars(found))
     if what is None and has_draft_model(vllm_config):
-        beside = {
-            "tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
-            "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
-            "adapters": vllm_config.lora_config is not None,
-            "offloading": vllm_config.kv_transfer_config is not None,
-        }
-        what = next((f"a model that drafts, beside {name}," for name, asked in beside.items() if asked), None)
+        found_beside = rules.first_set(vllm_config, rules.BESIDE_DRAFT_MODELS)
+        what = None if found_beside is None else f"a model that drafts, beside {found_beside[1]},"
     if what is not None:
         raise UnsupportedModelError(
             f"{what} is not supported with kv-cache dtype {dtype!r}; leave it out, or use --kv-cache-dtype auto"
@@ -46,7 +42,7 @@ def refuse_other_drafters(vllm_config: Any, dtype: str) -> None:
 def has_draft_model(vllm_config: Any) -> bool:
     """Whether drafts come from a model, whose layers stand among the served one's."""
     found = getattr(vllm_config, "speculative_config", None)
-    return found is not None and found.method in options.DRAFT_MODELS
+    return found is not None and found.method in DRAFT_MODELS
 
 
 def refuse_other_groups(vllm_config: Any, groups: Sequence[Any], drafting: Set[str]) -> None:

@@ -44,7 +44,7 @@ def places(fields: list[str]) -> set[str]:
     return {re.sub(r"\[\d+\]", "", field) for field in fields}
 
 
-@pytest.mark.parametrize("bad", [bad for bad in BAD if bad.judge != "operator"], ids=lambda bad: bad.name)
+@pytest.mark.parametrize("bad", [bad for bad in BAD if bad.judge in ("schema", "rule")], ids=lambda bad: bad.name)
 def test_a_wrong_manifest_is_refused_at_the_field_that_the_operator_finds(
     modern_cluster: LocalCluster, bad: Bad
 ) -> None:
@@ -72,6 +72,13 @@ def test_what_only_an_administrator_may_allow_is_found_by_the_operator(modern_cl
     assert status == 201, answer
     assert [fault.field for fault in faults(answer)] == [bad.field]
     assert faults(answer, KINDS) == ()
+
+
+@pytest.mark.parametrize("bad", [bad for bad in BAD if bad.judge == "parser"], ids=lambda bad: bad.name)
+def test_arguments_that_take_a_parser_are_found_by_the_operator(modern_cluster: LocalCluster, bad: Bad) -> None:
+    status, answer = create(modern_cluster, bad.manifest)
+    assert status == 201, answer
+    assert [fault.field for fault in faults(answer)] == [bad.field]
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
@@ -154,7 +161,7 @@ SPECS = st.fixed_dictionaries(
                             "-tpx",
                             "--ssl_keyfile=x",
                             "",
-                            "--enable-lora",
+                            "--seed 1",
                         ]
                     ),
                     max_size=3,

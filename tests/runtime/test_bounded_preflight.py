@@ -69,7 +69,7 @@ def folder(path: Path, config: dict[str, Any]) -> str:
         (BOUND[1:], ["--retention-sink-tokens 4", "--retention SinksAndWindow and HeavyHitters alone"]),
         (("--retention=All", BOUND[2]), ["--retention-window-tokens 1024", "SinksAndWindow and HeavyHitters alone"]),
         ((BOUND[0], BOUND[1], "--retention-window-tokens=0"), ["'0' must be at least 1"]),
-        ((BOUND[0], "--retention-sink-tokens=no", BOUND[2]), ["'no' is not a size"]),
+        ((BOUND[0], "--retention-sink-tokens=no", BOUND[2]), ["'no' is not a whole number"]),
     ],
 )
 def test_values_that_are_missing_or_beside_the_wrong_policy_are_refused(
@@ -106,8 +106,8 @@ def test_what_does_not_go_with_a_bound_is_refused_by_name(
 @pytest.mark.parametrize(
     ("arguments", "dtype", "word"),
     [
-        (("--tensor-parallel-size=2",), "k4v4", "--tensor-parallel-size 2"),
-        (("-pp=2",), "k4v4", "-pp (pipeline parallelism)"),
+        (("--tensor-parallel-size=2",), "k4v4", "--tensor-parallel-size (tensor parallelism)"),
+        (("-pp=2",), "k4v4", "--pipeline-parallel-size (pipeline parallelism)"),
         ((), "fp8", "kv-cache dtype 'fp8'"),
     ],
 )

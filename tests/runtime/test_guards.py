@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig, ParallelConfig
+from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec
 
+from kvpilot_kernels.arguments import rules
 from kvpilot_runtime import plugin
 from kvpilot_runtime.backends import packed
 from kvpilot_runtime.config import retention
@@ -149,15 +151,21 @@ def test_vllms_tier_in_host_memory_is_served_but_beside_layers_with_a_window_or_
         packed.refuse_unsupported_options(engine({"chunks": SimpleNamespace(attention_chunk_size=64)}, **tier))
 
 
-@pytest.mark.parametrize(
-    ("asked", "option"), [({"enable_dbo": True}, "--enable-dbo"), ({"ubatch_size": 2}, "--ubatch-size")]
-)
-def test_two_halves_of_a_batch_at_once_are_refused_where_nobody_asked_kvpilot_serve(
-    asked: dict[str, Any], option: str
-) -> None:
-    config = engine(kv_connector="OffloadingConnector")
-    for name, value in asked.items():
-        setattr(config.parallel_config, name, value)
-    refused = rf"dual batch overlap \({option}\) is not supported with kv-cache dtype 'k4v4'; leave one"
-    with pytest.raises(UnsupportedModelError, match=refused):
+SWITCHES = {one for group in (rules.BESIDE_ANY, rules.BESIDE_BOUNDED, rules.BESIDE_DRAFT_MODELS, rules.BESIDE_CARRIERS)
+            for one in group if one.setting}  # fmt: skip
+
+
+def test_every_setting_of_a_rule_is_in_vllms_configuration_and_off_by_default() -> None:
+    config = VllmConfig()
+    for switch in SWITCHES:
+        attrgetter(switch.setting)(config)
+    assert rules.first_set(config, SWITCHES) is None
+
+
+@pytest.mark.parametrize("switch", rules.BESIDE_ANY, ids=lambda switch: switch.options[0])
+def test_an_option_that_preflight_refuses_beside_our_dtypes_is_refused_by_the_backend_too(switch: rules.Switch) -> None:
+    config = engine()
+    part, name = switch.setting.split(".")
+    setattr(config, part, SimpleNamespace(**{**vars(getattr(config, part, SimpleNamespace())), name: 2}))
+    with pytest.raises(UnsupportedModelError, match=f"^{switch.options[0]} .* is not supported with .* 'k4v4'"):
         packed.refuse_unsupported_options(config)

@@ -43,6 +43,18 @@ def test_a_model_with_latents_is_served_on_a_cpu_and_its_cache_is_counted(deepse
     check(Request(str(deepseek), name, kv_bytes=512 * row))
 
 
+def test_a_latent_cache_that_vllm_unfolds_is_judged_as_keys_and_values(
+    deepseek: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    assert "a model without multi-head latent attention" in refusal(Request(str(deepseek), "mla4")).message
+    config = check(Request(str(deepseek))).config
+    assert config is not None
+    assert not config.latent
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "0")
+    check(Request(str(deepseek), "mla4"))
+
+
 def test_a_gpu_from_ampere_on_serves_latents_of_a_model_in_16_bits(
     deepseek: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

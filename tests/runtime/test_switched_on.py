@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
+from kvpilot_kernels.arguments import rules
 from kvpilot_kernels.models import read
 from kvpilot_runtime import serve
-from kvpilot_runtime.config import options
 from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import machine
@@ -318,5 +318,5 @@ def test_stages_and_data_parallel_engines_share_weights_and_stages_share_the_cac
 @pytest.mark.parametrize("dtype", ["k4v4", "int8"])
 def test_every_switch_has_a_refusal_that_is_tried_here(dtype: str) -> None:
     tried = [arguments for each in (*REFUSED.values(), *DRAFTS.values()) for arguments in each]
-    assert {switch.what for switch in options.REFUSED} == set(REFUSED)
+    assert {switch.what for switch in rules.BESIDE_OURS} == set(REFUSED)
     assert all(refusal(asked(*arguments, dtype=dtype)).reason == "BadArguments" for arguments in tried)

@@ -21,19 +21,23 @@ GOOD: dict[str, Any] = {
 }
 
 
+Judge = Literal["schema", "rule", "parser", "operator"]
+
+
 @dataclass(frozen=True)
 class Bad:
     """`changes` to GOOD (dotted path -> value, None takes the field away) that `judge` refuses at `field`.
 
     The message holds `word`. judge is "schema" where any API server refuses, in its own words, and "rule" where CEL
-    does, in ours; "operator" where only the operator knows what is allowed.
+    does, in ours; "parser" where only the operator reads arguments as vLLM does; "operator" where only the operator
+    knows what is allowed.
     """
 
     name: str
     changes: dict[str, Any]
     field: str
     word: str
-    judge: Literal["schema", "rule", "operator"]
+    judge: Judge
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -51,7 +55,7 @@ class Bad:
 
 
 _TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-_JUDGES: tuple[Literal["schema", "rule", "operator"], ...] = ("schema", "rule", "operator")
+_JUDGES: tuple[Judge, ...] = ("schema", "parser", "rule", "operator")
 
 BAD = tuple(Bad(judge=judge, **row) for judge in _JUDGES for row in _TABLE[judge])
 GOOD_GPU_LIMITS: tuple[tuple[int, int | str], ...] = tuple((size, limit) for size, limit in _TABLE["gpu_limits"])

@@ -87,8 +87,7 @@ def test_a_5000_character_name_is_one_clear_fault() -> None:
 @pytest.mark.parametrize("option", ["--api-key", "--hf-token", "--model", "--nnodes", "--logprobs-mode", "$(OPTION)"])
 def test_what_a_refused_argument_was_set_to_is_not_repeated(option: str, between: str) -> None:
     found = faults(of_engine(extraArgs=[f"{option}{between}s3cr=t"]))
-    # `--model s3cr=t` in one item is no option of vLLM's.
-    assert found or (option, between) in [("--model", one) for one in (" ", "\t", ":", ": ")]
+    assert found
     for fault in found:
         assert option in fault.message
         assert "s3cr" not in fault.message

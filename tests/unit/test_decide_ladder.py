@@ -179,3 +179,33 @@ def test_at_head_dim_256_fp8_comes_after_our_formats():
     assert found == {"auto": None, "fp8": "Vetoed", "k8v4": None, "k4v4": None, "k2v2": None}
     alone = spec_of(manifest(kvCache={"ladder": ["fp8"]}))
     assert [rung.outcome for rung in rungs(alone, HOPPER, wide, (), NOW)] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "engine", "named"),
+    [
+        ("k4v4", {"extraArgs": ["--enable-db"]}, "--enable-dbo (dual batch overlap)"),
+        ("k4v4", {"extraArgs": ["-sc.method=medusa"]}, "--speculative-config (speculative decoding by 'medusa'"),
+        ("k8v4", {"extraArgs": ["--spec-method=eagle", "--enable-lora"]}, "--enable-lora (a model that drafts"),
+        ("k4v4", {"env": [{"name": "VLLM_BATCH_INVARIANT", "value": "1"}]}, "VLLM_BATCH_INVARIANT (batch invariance)"),
+        ("mla4", {"extraArgs": ["--spec-method", "ngram"]}, "--spec-method (speculative decoding)"),
+    ],
+)
+def test_a_dtype_of_ours_is_ruled_out_beside_an_option_that_it_does_not_go_with(dtype, engine, named):
+    spec = spec_of(manifest(engine={"image": "i", **engine}))
+    found = infeasible(dtype, spec, HOPPER, None)
+    assert found is not None
+    assert found.reason == "OptionUnsupported"
+    assert named in found.message
+    assert reason("fp8", spec, model=None) is None
+    assert reason(dtype, spec_of(manifest(engine={"image": "i"})), model=None) is None
+
+
+def test_fields_count_beside_options_as_the_arguments_that_are_made_of_them():
+    drafts = {"image": "i", "extraArgs": ["--spec-model=org/draft"]}
+    assert reason("k4v4", spec_of(manifest(engine=drafts)), model=None) is None
+    offloading = spec_of(manifest(engine=drafts, kvCache={"offload": {"cpuMemoryGiB": 8}}))
+    assert reason("k4v4", offloading, model=None) == "OptionUnsupported"
+    assert (
+        reason("k4v4", spec_of(manifest(engine={**drafts, "tensorParallelSize": 2})), model=None) == "OptionUnsupported"
+    )

@@ -3,9 +3,9 @@
 Names, meanings, units, defaults and limits are the CRD's, as in `spec`.
 """
 
-from itertools import pairwise
 from typing import Literal
 
+from kvpilot_kernels.arguments import Arguments, read
 from kvpilot_operator.api.part import Part
 
 
@@ -119,14 +119,10 @@ class Engine(Part, frozen=True):
         """GPUs of one replica."""
         return self.tensor_parallel_size * self.nodes
 
-    def option(self, name: str, shortest: str = "") -> list[str]:
-        """What extra_args set an option to, in order: the last one counts.
-
-        vLLM takes underscores, and a beginning of the name, down to `shortest`, that no other option has.
-        """
-        words = [word for arg in self.extra_args for word in arg.split("=", 1)]
-        options = ((word.replace("_", "-"), value) for word, value in pairwise(words))
-        return [value for word, value in options if word.startswith(shortest or name) and name.startswith(word)]
+    @property
+    def arguments(self) -> Arguments:
+        """extra_args as vLLM reads them."""
+        return read(self.extra_args)
 
 
 class Claim(Part, frozen=True):

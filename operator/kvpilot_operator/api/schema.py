@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import jsonschema
 import re2  # type: ignore[import-untyped]
 import yaml
 
-from kvpilot_operator.api import host_access
+from kvpilot_operator.api import engine_arguments, host_access
 from kvpilot_operator.api.rules import broken_rules
 
 Json = Any
@@ -92,7 +92,8 @@ def apply_defaults(obj: Mapping[str, Json]) -> dict[str, Json]:
 def faults(obj: Json, allowed: Collection[str] = ()) -> tuple[Fault, ...]:
     """What the API server would refuse about metadata.name and spec, in the schema's order; () if nothing.
 
-    Where that is nothing, what reaches into nodes and is not among `allowed` (of host_access.KINDS).
+    Where that is nothing, engine_arguments' faults, and access to nodes that is not among `allowed` (of
+    host_access.KINDS).
     The first MAX_FAULTS, or one alone for a spec of more than MAX_SPEC_BYTES. `obj` is the whole object, defaulted or
     not. Takes any JSON value and never raises. status is not looked at. What it costs is bounded: of a list or map only
     as many items are looked at as the schema allows, and one more.
@@ -110,9 +111,12 @@ def faults(obj: Json, allowed: Collection[str] = ()) -> tuple[Fault, ...]:
             Fault("spec", f"is {size} bytes of JSON: use at most {MAX_SPEC_BYTES}, shorten engine.env most of all"),
         )
     found = _faults(subject, root_schema(), "")
-    template = subject["spec"]["engine"].get("podTemplate", {}) if not found else {}
+    if found:
+        return found
+    template = subject["spec"]["engine"].get("podTemplate", {})
     reaching = (Fault(f"spec.engine.podTemplate{at}", text) for at, text in host_access.refused(template, allowed))
-    return found or tuple(islice(reaching, MAX_FAULTS))
+    wrong = (Fault(f"spec{at}", text) for at, text in engine_arguments.refused(subject["spec"]))
+    return tuple(islice(chain(wrong, reaching), MAX_FAULTS))
 
 
 def status_faults(status: Json) -> tuple[Fault, ...]:

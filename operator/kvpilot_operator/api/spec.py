@@ -11,6 +11,7 @@ from typing import Literal, Self
 import msgspec
 
 from kvpilot_kernels import dtypes
+from kvpilot_kernels.arguments import rules
 from kvpilot_operator.api.part import Json, Part
 from kvpilot_operator.api.pods import Cache, Engine, Model
 
@@ -212,7 +213,7 @@ class Spec(Part, frozen=True):
     @property
     def offloads(self) -> bool:
         """Whether engines keep prefixes in host memory, too."""
-        return self.kv_cache.offload is not None or bool(self.engine.option("--kv-offloading-size"))
+        return self.kv_cache.offload is not None or self.engine.arguments.on(rules.OFFLOAD)
 
     def as_reference(self) -> Self:
         """The spec of the engine that accuracy is measured against, whose cache keeps every token."""

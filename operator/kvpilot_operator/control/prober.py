@@ -243,4 +243,4 @@ def schedules_by_priority(engine: Engine) -> bool:
 
     Under its default policy vLLM documents a `priority` as an error, so none is sent.
     """
-    return engine.option("--scheduling-policy")[-1:] == ["priority"]
+    return engine.arguments.value("--scheduling-policy") == "priority"

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from itertools import dropwhile, islice, takewhile
 from typing import Any
 
+from kvpilot_kernels.arguments import read
 from kvpilot_operator.cluster.objects import version_of
 from kvpilot_operator.render.names import (
     ADAPTERS_OPTION,
@@ -128,25 +128,20 @@ def deployment_view(deployment: Object, kind: str = "Deployment") -> DeploymentV
     labels, spec = deployment["metadata"].get("labels") or {}, deployment.get("spec") or {}
     template = KINDS[kind].pod_template(deployment).get("spec") or {}
     engine = _named(template.get("containers") or (), ENGINE_CONTAINER)
-    told = dict(str(argument).partition("=")[::2] for argument in engine.get("args") or ())
+    told = read(map(str, engine.get("args") or ()))
+    adapters = told.get(ADAPTERS_OPTION)
     return DeploymentView(
         revision=labels.get(REVISION_LABEL, ""),
         dtype=labels.get(DTYPE_LABEL, ""),
         replicas=int(spec.get("replicas", 1)),
         failure=_replica_failure(deployment.get("status") or {}),
         image=engine.get("image"),
-        model=told.get("--model"),
-        adapters=_adapters(engine.get("args") or ()),
+        model=told.value("--model"),
+        adapters=tuple(one.partition("=")[0] for one in adapters.values) if adapters is not None else (),
         gated=any(gate.get("conditionType") == ADMITTED for gate in template.get("readinessGates") or ()),
         kind=kind,
         nodes=int((spec.get("leaderWorkerTemplate") or {}).get("size", 1)),
     )
-
-
-def _adapters(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Names of the adapters that the engine is told to load."""
-    after = islice(dropwhile(lambda argument: argument != ADAPTERS_OPTION, arguments), 1, None)
-    return tuple(one.partition("=")[0] for one in takewhile(lambda argument: not argument.startswith("-"), after))
 
 
 def _replica_failure(status: Object) -> str | None:

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 
 from kvpilot_kernels.latent.formats import ENTRY, RANK, LatentFormat, parse
-from kvpilot_runtime.backends.packed import PREFILL_FROM_PAGES, refuse_dual_batch
+from kvpilot_runtime.backends.packed import PREFILL_FROM_PAGES, refuse_beside_any
 from kvpilot_runtime.errors import UnsupportedModelError
 
 if TYPE_CHECKING:  # Triton is not there on every CPU
@@ -78,14 +78,11 @@ class LatentImpl:
         self.fmt = parse(self.kv_cache_dtype)
         self.read_back = os.environ.get(PREFILL_FROM_PAGES) == "1"
         config = get_current_vllm_config()
-        refuse_dual_batch(config)
-        parallel = config.parallel_config
+        refuse_beside_any(config)
         for given, what in (
             (config.speculative_config is not None, "speculative decoding (--speculative-config)"),
             (config.kv_transfer_config is not None, "KV transfer or offloading (--kv-transfer-config, "
                                                     "--kv-offloading-size)"),
-            (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
-            (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
             (bool(config.cache_config.kv_cache_dtype_skip_layers), "--kv-cache-dtype-skip-layers"),
         ):  # fmt: skip
             if given:

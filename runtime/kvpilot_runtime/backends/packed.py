@@ -22,10 +22,11 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
 
 from kvpilot_kernels import formats
+from kvpilot_kernels.arguments import rules
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime.calibration import info as calibration_info
 from kvpilot_runtime.calibration.of_engine import calibration_of
-from kvpilot_runtime.config import carriers, offload, options, retention
+from kvpilot_runtime.config import carriers, offload, retention
 from kvpilot_runtime.engine import contract
 from kvpilot_runtime.engine.compat import HeadMajorPages, backend_class
 from kvpilot_runtime.errors import UnsupportedModelError
@@ -155,17 +156,14 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
     """Refuse what no backend of ours does.
 
     Raises:
-        UnsupportedModelError: fast prefill of shared caches, dual batch overlap, KV transfer other than to host memory,
-            or that one beside sliding-window layers or chunked attention is on.
+        UnsupportedModelError: a switch of `rules.BESIDE_ANY`, KV transfer other than to host memory, or that one beside
+            sliding-window layers or chunked attention is on.
         UnsupportedEngineError: some layers stay in 16 bits, and this vLLM lacks what that needs.
     """
     dtype = vllm_config.cache_config.cache_dtype
     if getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None):
         contract.refuse(dtype, contract.broken(""), skipping=True)
-    if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
-        raise UnsupportedModelError(f"--kv-sharing-fast-prefill is not supported with kv-cache dtype {dtype!r}; leave "
-                                    "one of the two out")  # fmt: skip
-    refuse_dual_batch(vllm_config)
+    refuse_beside_any(vllm_config)
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         return
@@ -186,18 +184,16 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
                                         f"dtype {dtype!r}; leave one of the two out")  # fmt: skip
 
 
-def refuse_dual_batch(vllm_config: Any) -> None:
-    """Refuse dual batch overlap.
+def refuse_beside_any(vllm_config: Any) -> None:
+    """Refuse what goes with no cache of ours.
 
     Raises:
-        UnsupportedModelError: it is on.
+        UnsupportedModelError: a switch of `rules.BESIDE_ANY` is on.
     """
-    parallel = vllm_config.parallel_config
-    for given, switch in zip((parallel.enable_dbo, parallel.ubatch_size > 1), options.DUAL_BATCH, strict=True):
-        if given:
-            dtype = vllm_config.cache_config.cache_dtype
-            raise UnsupportedModelError(f"{switch.what} ({switch.options[0]}) is not supported with kv-cache dtype "
-                                        f"{dtype!r}; leave one of the two out")  # fmt: skip
+    if (found := rules.first_set(vllm_config, rules.BESIDE_ANY)) is not None:
+        dtype = vllm_config.cache_config.cache_dtype
+        raise UnsupportedModelError(f"{found[0]} ({found[1]}) is not supported with kv-cache dtype {dtype!r}; leave "
+                                    "one of the two out")  # fmt: skip
 
 
 class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]

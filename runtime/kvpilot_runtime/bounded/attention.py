@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
+from kvpilot_kernels.arguments import rules
 from kvpilot_runtime.config import options, retention
 from kvpilot_runtime.config.retention import HeavyHitters, SinksAndWindow
 from kvpilot_runtime.errors import UnsupportedModelError
@@ -218,7 +219,7 @@ def refuse_unsupported(vllm_config: Any, bound: SinksAndWindow) -> None:
 
     every = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     unlike = (f"{_unlike(layer)} ({name})" for name, layer in every.items() if _unlike(layer))
-    parallel = vllm_config.parallel_config
+    switch = rules.first_set(vllm_config, rules.BESIDE_BOUNDED)
     skipped = set(vllm_config.cache_config.kv_cache_dtype_skip_layers or ())
     weighed = isinstance(bound, HeavyHitters)
     switched = (
@@ -226,14 +227,8 @@ def refuse_unsupported(vllm_config: Any, bound: SinksAndWindow) -> None:
             weighed and not (current_platform.is_cpu() or current_platform.is_cuda()),
             "a platform other than a CPU or CUDA, where no page is weighed,",
         ),
-        (vllm_config.speculative_config is not None, "speculative decoding"),
-        (vllm_config.kv_transfer_config is not None, "KV transfer and offloading"),
         (bool(skipped - {options.SLIDING}), "--kv-cache-dtype-skip-layers"),
-        (vllm_config.cache_config.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill"),
-        (
-            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
-            "context parallelism",
-        ),
+        (switch is not None, f"{switch[1]} ({switch[0]})" if switch is not None else ""),
     )
     found = next(unlike, None) or next((what for on, what in switched if on), None)
     if found is not None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvpilot_kernels.arguments import rules
 from kvpilot_runtime.engine import compat
 
 
@@ -59,6 +60,7 @@ LMCACHE = Carrier(
 )  # fmt: skip
 
 SERVED = {one.name: one for one in (NIXL, LMCACHE)}
+"""By name: those of `rules.CARRIERS`."""
 
 LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 """vLLM's variable that names the layout of the KV cache."""
@@ -92,22 +94,18 @@ def unsupported(transfer: Mapping[str, Any], device: str) -> str | None:
 
 
 def beside(config: Any) -> str | None:
-    """What of an engine's vLLM configuration was never seen right beside its connector and our dtypes."""
-    carrier, parallel = SERVED[config.kv_transfer_config.kv_connector], config.parallel_config
+    """The part of an engine's vLLM configuration that was never seen right beside its connector and our dtypes."""
+    carrier = SERVED[config.kv_transfer_config.kv_connector]
     if compat.vllm_version() != compat.CARRIES:
         return f"{carrier.name} of vllm {compat.version_text()}"
     if other := other_release(carrier):
         return f"{carrier.name} of {carrier.package} {other}"
     if apart := misplaced(carrier.name, getattr(config.cache_config, "kv_cache_layout", None)):
         return apart
-    asked = {
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "data parallelism": parallel.data_parallel_size > 1,
-        "speculative decoding": config.speculative_config is not None,
-        "adapters": config.lora_config is not None,
-        "layers that stay in 16 bits": bool(config.cache_config.kv_cache_dtype_skip_layers),
-    }
-    return next((f"{carrier.name} beside {name}" for name, is_so in asked.items() if is_so), None)
+    found = rules.first_set(config, rules.BESIDE_CARRIERS)
+    if found is None and config.cache_config.kv_cache_dtype_skip_layers:
+        return f"{carrier.name} beside layers that stay in 16 bits"
+    return None if found is None else f"{carrier.name} beside {found[1]}"
 
 
 def misplaced(connector: str, layout: str | None) -> str | None:

@@ -5,26 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpilot_kernels import formats, models
+from kvpilot_kernels.arguments import read, rules
 from kvpilot_kernels.latent.formats import LatentFormat
 from kvpilot_kernels.models import Kind
 from kvpilot_runtime.config import options
-from kvpilot_runtime.config.options import Switch
 from kvpilot_runtime.config.retention import HeavyHitters
 from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import PreflightError, Reason
 from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.memory import BLOCK_TOKENS
 from kvpilot_runtime.preflight.request import Request
-
-REFUSED = (
-    Switch("offloading to host memory", (options.OFFLOAD,)),
-    Switch("KV transfer", (options.TRANSFER,)),
-    Switch("decode context parallelism", ("--decode-context-parallel-size", "-dcp"), ("1",)),
-    Switch("prefill context parallelism", ("--prefill-context-parallel-size", "-pcp"), ("1",)),
-    Switch("fast prefill of layers that share a cache", ("--kv-sharing-fast-prefill",)),
-    *options.DUAL_BATCH,
-)
-"""What was never tried beside a bounded cache, or would look for pages that were freed."""
 
 
 def check(
@@ -50,12 +40,8 @@ def check(
                      "use a dtype of kvpilot, or SinksAndWindow")  # fmt: skip
     if isinstance(fmt, LatentFormat):
         raise refuse(f"kv-cache dtype {fmt.name!r}", "leave it out")
-    if options.speculation(request.others):
-        raise refuse("speculative decoding", "leave one of the two out")
-    for switch in REFUSED:
-        for option, value in options.given(request.others, *switch.options):
-            if value is None or value not in switch.off:
-                raise refuse(f"{option} ({switch.what})", "leave one of the two out")
+    if (found := rules.first_on(read(request.others), rules.BESIDE_BOUNDED)) is not None:
+        raise refuse(f"{found[0]} ({found[1]})", "leave one of the two out")
     if skipped := [layer for layer in request.skip_layers or () if layer != options.SLIDING]:  # models have none of it
         raise refuse(f"--kv-cache-dtype-skip-layers {','.join(skipped)}", "leave one of the two out")
     if request.recent:
@@ -81,11 +67,9 @@ def _heavy(
     """Refuse what pages cannot be weighed with; `usual`: tokens of a page where nobody says."""
     if fmt.name.startswith("fp8"):
         raise refuse(f"kv-cache dtype {fmt.name!r}", "use auto or a dtype of kvpilot")
-    if request.tensor_parallel > 1:
-        raise refuse(f"--tensor-parallel-size {request.tensor_parallel}", "use 1")
-    for option in ("--pipeline-parallel-size", "-pp"):
-        if options.count(request.others, option) > 1:
-            raise refuse(f"{option} (pipeline parallelism)", "leave it out")
+    every = read((*request.others, f"--tensor-parallel-size={request.tensor_parallel}"))
+    if (found := rules.first_on(every, rules.BESIDE_HEAVY_HITTERS)) is not None:
+        raise refuse(f"{found[0]} ({found[1]})", "leave it out")
     page = options.count(request.others, "--block-size")
     page = usual if page == 1 else page
     if bound.budget < bound.least(page):

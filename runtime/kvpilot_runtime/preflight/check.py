@@ -15,7 +15,7 @@ from kvpilot_kernels.latent import formats as latent
 from kvpilot_runtime.config import options
 from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import PreflightError
-from kvpilot_runtime.preflight import bounded, hub, installed, machine, memory, own_dtypes
+from kvpilot_runtime.preflight import bounded, elsewhere, hub, installed, machine, memory, own_dtypes
 from kvpilot_runtime.preflight.modelconfig import read_config, weight_bytes
 from kvpilot_runtime.preflight.request import Findings, Request, model_folder
 from kvpilot_runtime.transfer import disk_file
@@ -37,10 +37,14 @@ def check(request: Request) -> Findings:
     platform = machine.platform()
     fmt = _dtype(request.dtype)
     folder = model_folder(request.model)
-    if folder is not None:
-        findings.config = read_config(folder)
-        _architecture(findings.config, request, findings)
-    _platform_dtype(fmt, platform, request, findings)
+    left = elsewhere.look(request, platform)
+    findings.warnings += left.warnings()
+    config = model_folder(elsewhere.config_source(request)) if left.config is None else None
+    if config is not None:
+        findings.config = elsewhere.as_cached(read_config(config, elsewhere.overrides(request)))
+        _architecture(findings.config, request, left, findings)
+    if left.gpus is None:
+        _platform_dtype(fmt, platform, request, findings)
     if any(options.given(request.others, options.OFFLOAD)):
         _offload(request, platform)
     if request.disk_path is not None or request.disk_bytes is not None:
@@ -48,8 +52,8 @@ def check(request: Request) -> Findings:
     if fmt.ours:
         own_dtypes.check_options(fmt, request)
     own_dtypes.check_window(fmt, request, findings)
-    if folder is None:
-        _ask_hub(request, findings)
+    if config is None and left.config is None:
+        _ask_hub(request, left, findings)
     findings.warnings += bounded.check(fmt, findings.config, request, platform)
     findings.disable_window = (
         request.retention is not None and findings.config is not None and findings.config.idle_window
@@ -60,8 +64,11 @@ def check(request: Request) -> Findings:
         own_dtypes.check_own(fmt, findings.config, request, findings)
     elif fmt.ours and request.skip_layers is None:
         findings.skip_layers = (options.SLIDING,)  # of no effect on a model without such layers
-    if folder is not None and findings.config is not None:
-        memory.check(fmt, findings.config, weight_bytes(folder) + _draft_bytes(request, folder), request, platform)
+    if folder is not None and findings.config is not None and left.gpus is None:
+        weights = weight_bytes(folder) + _draft_bytes(request, folder) if left.weights is None else 0
+        # vLLM settles a context of any length that fits.
+        sized = replace(request, max_model_len=1) if request.fit_length else request
+        memory.check(fmt, findings.config, weights, sized, platform)
     return findings
 
 
@@ -76,15 +83,16 @@ def _draft_bytes(request: Request, model: Path) -> int:
     return 0 if folder is None or folder == model or not asked.get("model") else weight_bytes(folder)
 
 
-def _ask_hub(request: Request, findings: Findings) -> None:
-    file = hub.config_file(request.model, request.revision)
+def _ask_hub(request: Request, left: elsewhere.Elsewhere, findings: Findings) -> None:
+    token = next((value for _, value in options.given(request.others, "--hf-token")), None)
+    file = hub.config_file(elsewhere.config_source(request), request.revision, token)
     unchecked = "its architecture and size are" if file is None else "whether its weights fit is"
     findings.warnings.append(
         ("ModelNotChecked", f"model {request.model!r} is on the hub: {unchecked} for vLLM to find out")
     )
     if file is not None:
-        findings.config = read_config(file)
-        _architecture(findings.config, request, findings)
+        findings.config = elsewhere.as_cached(read_config(file, elsewhere.overrides(request)))
+        _architecture(findings.config, request, left, findings)
 
 
 def _dtype(name: str) -> Dtype:
@@ -97,10 +105,15 @@ def _dtype(name: str) -> Dtype:
         raise PreflightError("DtypeUnsupported", f"--kv-cache-dtype: {error}") from error
 
 
-def _architecture(config: models.Architecture, request: Request, findings: Findings) -> None:
+def _architecture(
+    config: models.Architecture, request: Request, left: elsewhere.Elsewhere, findings: Findings
+) -> None:  # fmt: skip
     model = request.model
+    if not config.architectures and models.known(config.model_type):
+        findings.warnings.append(("ModelNotChecked", f"model {model!r}: config.json names no architecture: vLLM picks the class of {config.model_type!r}"))  # fmt: skip  # noqa: E501
+        return
     if not config.architectures:
-        raise PreflightError("ModelUnsupported", f"model {model!r}: config.json names no architecture; add its class under 'architectures'")  # fmt: skip  # noqa: E501
+        raise PreflightError("ModelUnsupported", f"model {model!r}: config.json names no architecture; give its class: --hf-overrides={{\"architectures\": [\"CLASS\"]}}")  # fmt: skip  # noqa: E501
     _custom_code(config, request)
     if config.doubt:
         findings.warnings.append(("ModelNotKnown", f"model {model!r}: {config.doubt}"))
@@ -108,6 +121,9 @@ def _architecture(config: models.Architecture, request: Request, findings: Findi
     if not known or any(a in known for a in config.architectures):
         return
     name = config.architectures[0]
+    if left.classes is not None:
+        findings.warnings.append(("ModelNotChecked", f"{left.classes}: architecture {name!r} is for vLLM to find"))
+        return
     if config.custom_code or any(installed.known_to_transformers(a) for a in config.architectures):
         findings.warnings.append(
             ("ModelNotNative", f"architecture {name!r} is not vLLM's own: it tries the slower Transformers fallback")
@@ -122,7 +138,7 @@ def _architecture(config: models.Architecture, request: Request, findings: Findi
 
 def _custom_code(config: models.Architecture, request: Request) -> None:
     """Code from a model's repository runs only where the user has said that it may."""
-    if not config.custom_code or any(arg.split("=", 1)[0] == "--trust-remote-code" for arg in request.others):
+    if not config.custom_code or any(options.given(request.others, "--trust-remote-code")):
         return
     ours = installed.known_model_types()
     if not ours or config.model_type in ours or models.known(config.model_type):
@@ -177,6 +193,6 @@ def _disk(request: Request) -> None:
         raise PreflightError("BadArguments", f"{named}: {options.DISK_PATH} is for vLLM's own offloading; leave one of the two out")  # fmt: skip  # noqa: E501
     if memory.nodes(request) > 1:
         raise PreflightError("BadArguments", f"{options.DISK_PATH}: an engine over {memory.nodes(request)} nodes (--nnodes) has host memory on each, and one node's disk would have its part alone; leave it out")  # fmt: skip  # noqa: E501
-    engines_here = options.count(request.others, "--data-parallel-size", "-dp")
+    engines_here = options.count(request.others, "--data-parallel-size")
     if (error := disk_file.refused(options.DISK_PATH, request.disk_path, request.disk_bytes * engines_here)) is not None:  # fmt: skip  # noqa: E501
         raise error

@@ -32,7 +32,7 @@ def refusals(model: str, revision: str | None) -> Iterator[None]:
         raise PreflightError("ModelNotFound", f"model {model!r} has no revision {revision!r} on the hub; give a branch, a tag or a commit that it has") from None  # fmt: skip  # noqa: E501
 
 
-def config_file(model: str, revision: str | None) -> Path | None:
+def config_file(model: str, revision: str | None, token: str | None = None) -> Path | None:
     """The config.json of a hub id, in the cache that vLLM reads from too; fetched where it is not there yet.
 
     None where there is none to be had: the hub cannot be reached (some 20 s, with its client's own attempts), or the
@@ -45,7 +45,7 @@ def config_file(model: str, revision: str | None) -> Path | None:
 
     try:
         with refusals(model, revision):
-            return Path(hf_hub_download(model, "config.json", revision=revision))
+            return Path(hf_hub_download(model, "config.json", revision=revision, token=token))
     except PreflightError:
         raise
     except (OSError, ValueError) as error:

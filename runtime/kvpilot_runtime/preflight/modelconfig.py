@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from kvpilot_kernels.models import Architecture, ConfigError, load, read
 from kvpilot_runtime.errors import PreflightError
+from kvpilot_runtime.preflight.elsewhere import overridden
 
 _MAX_HEADER = 100 * 2**20  # the safetensors format's own limit on a header
 
 
-def read_config(path: Path) -> Architecture:
-    """Read `config.json` (the file itself, or the folder that holds it).
+def read_config(path: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> Architecture:
+    """Read `config.json` (the file itself, or the folder that holds it), with the fields of `--hf-overrides` changed.
 
     Raises:
         PreflightError: ModelNotFound when there is no such file; ModelUnsupported when it cannot be understood.
     """
     try:
-        if path.is_dir():
-            return read(load(path / "config.json"))
         if not path.exists():
             raise ConfigError("there is no such folder", missing=True)
-        return read(load(path))
+        return read(overridden(load(path / "config.json" if path.is_dir() else path), changes))
     except ConfigError as error:
         if error.missing:
             raise PreflightError("ModelNotFound", f"model {str(path)!r}: {error}; give a folder with config.json and weights, and check that its volume is mounted") from None  # fmt: skip  # noqa: E501

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from kvpilot_kernels import formats, models
+from kvpilot_kernels.arguments import read, rules
 from kvpilot_kernels.dtypes import Dtype
 from kvpilot_kernels.latent import formats as latent
 from kvpilot_runtime.config import carriers, options
@@ -88,10 +89,8 @@ def check_latent(fmt: latent.LatentFormat, config: models.Architecture | None, r
     def refuse(what: str, remedy: str = "leave it out, or use --kv-cache-dtype=auto") -> None:
         raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} does not support {what}; {remedy}")
 
-    if options.speculation(request.others):
-        refuse("speculative decoding")
-    for option, _ in options.given(request.others, options.OFFLOAD, options.TRANSFER):
-        refuse(option)
+    if (found := rules.first_on(read(request.others), rules.BESIDE_LATENT)) is not None:
+        refuse(f"{found[0]} ({found[1]})")
     if request.skip_layers:
         refuse("--kv-cache-dtype-skip-layers")
     if request.calibration not in (None, CALIBRATION_OFF):

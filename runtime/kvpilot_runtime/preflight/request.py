@@ -18,7 +18,8 @@ class Request:
 
     `dtype` is of the KV cache and `model_dtype` of the weights; `skip_layers` and `recent`, the tokens of the recent
     window, are None when the user said nothing. `retention` is None where all tokens are kept. `disk_path` is the
-    folder, and `disk_bytes` the size, of each engine's file below offloaded pages in host memory.
+    folder, and `disk_bytes` the size, of each engine's file below offloaded pages in host memory. `fit_length`:
+    vLLM settles the longest context that fits.
     """
 
     model: str
@@ -36,6 +37,7 @@ class Request:
     retention: SinksAndWindow | None = None
     disk_path: str | None = None
     disk_bytes: int | None = None
+    fit_length: bool = False
 
 
 @dataclass

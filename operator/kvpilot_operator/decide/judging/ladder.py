@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from kvpilot_kernels import dtypes, formats
+from kvpilot_kernels.arguments import read, rules
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.judging.capacity import gain, kept_layers
 from kvpilot_operator.state.decision import Cause
@@ -30,9 +31,24 @@ _FP8_SLOW_HEAD_DIM = 256
 
 def uncalibrated(spec: Spec) -> bool:
     """Whether the engine is told to do without calibration, by KVPILOT_CALIBRATION or, before that, --calibration."""
-    given = [v.value for v in spec.engine.env if v.name == "KVPILOT_CALIBRATION"]
-    given += spec.engine.option("--calibration")
-    return given[-1:] == ["off"]
+    named = [v.value for v in spec.engine.env if v.name == "KVPILOT_CALIBRATION"]
+    return (spec.engine.arguments.value("--calibration") or next(iter(named), None)) == "off"
+
+
+def _unfit_option(dtype: str, spec: Spec) -> str | None:
+    """The option or variable of the engine that does not go with a dtype of ours; None for none."""
+    stored, engine = dtypes.parse(dtype), spec.engine
+    if not stored.ours:
+        return None
+    fields = [f"--tensor-parallel-size={engine.tensor_parallel_size}", f"{rules.PIPELINE_PARALLEL}={engine.nodes}"]
+    if (offload := spec.kv_cache.offload) is not None:
+        fields.append(f"{rules.OFFLOAD}={offload.cpu_memory_gib}")
+    arguments = read((*engine.extra_args, *fields))
+    variables = {v.name: v.value for v in engine.env if v.value is not None}
+    found = rules.beside_ours(arguments, variables)
+    if found is None and stored.latent:
+        found = rules.first_on(arguments, rules.BESIDE_LATENT)
+    return None if found is None else f"{dtype} does not go together with {found[0]} ({found[1]})"
 
 
 def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None) -> Cause | None:
@@ -49,6 +65,8 @@ def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None
     if stored.latent and (spec.offloads or spec.kv_cache.bounded):
         option = "kvCache.offload" if spec.offloads else "kvCache.retention"
         return Cause("OptionUnsupported", f"{dtype} does not go together with {option}")
+    if (unfit := _unfit_option(dtype, spec)) is not None:
+        return Cause("OptionUnsupported", unfit)
     if model is None or stored.bits_per_element() >= 16:
         return None
     if stored.ours and stored.latent != model.mla:

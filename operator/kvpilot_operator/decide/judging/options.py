@@ -9,6 +9,7 @@ from datetime import timedelta
 import msgspec
 
 from kvpilot_kernels import dtypes
+from kvpilot_kernels.arguments import rules
 from kvpilot_operator.decide.judging.capacity import bits_per_element, gain, ring_share, smaller
 from kvpilot_operator.decide.judging.ladder import Rung, rungs
 from kvpilot_operator.decide.judging.latency import Expected, expected_itl_change, would_miss
@@ -204,7 +205,7 @@ def _offload_closed(s: PolicyInput) -> Closed:
         share = 100 * (s.workload.host_hits or 0.0)
         brought = f"{share:.0f}% of the prompts' tokens come from{size} host memory"
         return Outcome.INSUFFICIENT, f"{brought}, and prefixes are thrown out all the same"
-    if any(argument.startswith(("--da", "-dp")) for argument in engine.extra_args):
+    if any(engine.arguments.on(option) for option in rules.SEVERAL_ENGINES):
         return Outcome.VETOED, "kvCache.offload is for one engine in a pod, and engine.extraArgs starts several"
     if dtypes.parse(s.dtype).ours and s.model is not None and s.model.window_layers:
         return Outcome.VETOED, f"{s.dtype} is not offloaded beside layers with a sliding window"

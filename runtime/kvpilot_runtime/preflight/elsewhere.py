@@ -1,0 +1,164 @@
+"""Options and variables by which vLLM takes another config, other weights or other GPUs than preflight looks at.
+
+Preflight follows `--hf-overrides`, `--hf-config-path` and `--hf-token`. It leaves the rest to vLLM and names the option
+in a warning, so that no engine is refused for a figure that vLLM would not use.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from kvpilot_kernels.arguments import Arguments, read
+from kvpilot_kernels.arguments.rules import Switch, first_on
+from kvpilot_kernels.models import Architecture
+from kvpilot_runtime.preflight.request import Request, model_folder
+
+MODELSCOPE, UNFOLDED = "VLLM_USE_MODELSCOPE", "VLLM_MLA_DISABLE"
+CONFIG_PATH, OVERRIDES = "--hf-config-path", "--hf-overrides"
+
+_CONFIG = (
+    Switch("a config of another format", ("--config-format",), ("auto", "hf")),
+    Switch("another class for the model", ("--model-class-overrides",), ("{}",)),
+)
+_WEIGHTS = (
+    Switch("another loader", ("--load-format",), ("auto", "hf", "safetensors", "pt", "mistral", "npcache",
+                                                  "fastsafetensors", "instanttensor")),
+    Switch("weights that are quantized when they are loaded", ("--quantization", "--quantization-config")),
+    Switch("weights in host memory", ("--cpu-offload-gb", "--offload-group-size"), ("0", "0.0")),
+    Switch("a part of the model", ("--language-model-only", "--mm-encoder-only")),
+)  # fmt: skip
+_GPUS = (
+    Switch("a choice of GPUs", ("--device-ids",)),
+    Switch("GPUs of other machines", ("--distributed-executor-backend",), ("mp", "uni")),
+)
+_CLASSES = (Switch("model classes of another library", ("--model-impl",), ("auto", "vllm")),)
+_VARIABLES = {
+    "config": ("VLLM_MODEL_REDIRECT_PATH",),
+    "weights": ("VLLM_HUMMING_ONLINE_QUANT_CONFIG",),
+    "gpus": ("CUDA_VISIBLE_DEVICES",),
+}
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """For each thing that preflight cannot follow, the option or variable that hides it; None for none."""
+
+    config: str | None = None
+    weights: str | None = None
+    gpus: str | None = None
+    classes: str | None = None
+
+    def warnings(self) -> Iterator[tuple[str, str]]:
+        """A warning, as (reason, message), for each thing that is left to vLLM."""
+        for reason, what, by in (
+            ("ModelNotChecked", "the model's architecture and size are", self.config),
+            ("WeightsNotChecked", "the weights' size is", self.weights if self.config is None else None),
+            ("MachineNotKnown", "the GPUs that the engine takes are", self.gpus),
+        ):
+            if by is not None:
+                yield reason, f"{by}: {what} for vLLM to find out"
+
+
+def look(request: Request, platform: str) -> Elsewhere:
+    """Find the options and variables that preflight cannot follow."""
+    arguments, folder = read(request.others), model_folder(request.model)
+    config = _by(arguments, _CONFIG, _VARIABLES["config"]) or _unreadable(arguments)
+    if config is None and model_folder(config_source(request)) is None and modelscope():
+        config = f"{MODELSCOPE} (a model that is not on the Hugging Face hub)"
+    if config is None and folder is not None and not arguments.on(CONFIG_PATH) and _mistral(folder):
+        config = "params.json without config.json (Mistral's format)"
+    weights = _by(arguments, _WEIGHTS, _VARIABLES["weights"])
+    gpus = _by(arguments, _GPUS, _VARIABLES["gpus"]) if platform == "cuda" else None
+    return Elsewhere(config, weights, gpus, _by(arguments, _CLASSES, ()) or _plugin())
+
+
+def modelscope() -> bool:
+    """Return True if vLLM takes models from ModelScope instead of the Hugging Face hub."""
+    return os.environ.get(MODELSCOPE, "").strip().lower() in ("1", "true")
+
+
+def config_source(request: Request) -> str:
+    """The folder or hub id that the model's config comes from."""
+    return read(request.others).value(CONFIG_PATH) or request.model
+
+
+def overrides(request: Request) -> dict[str, Any]:
+    """The fields of `--hf-overrides`; empty for none."""
+    return read(request.others).mapping(OVERRIDES)
+
+
+def overridden(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with fields changed as vLLM changes them: objects are merged, all else is replaced."""
+    merged = dict(raw)
+    for key, value in changes.items():
+        before = merged.get(key)
+        if isinstance(value, dict) and isinstance(before, dict):
+            merged[key] = overridden(before, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def as_cached(config: Architecture) -> Architecture:
+    """The config with the cache that vLLM keeps of it: `VLLM_MLA_DISABLE` unfolds latents to keys and values."""
+    unfolded = os.environ.get(UNFOLDED, "0").strip() not in ("", "0")
+    return replace(config, latent=0, index_bytes=0) if unfolded else config
+
+
+def asks_a_hub(request: Request) -> bool:
+    """Return True if an option beside a model in a folder names a tokenizer, config, draft or adapter of a hub."""
+    arguments = read(request.others)
+    named = [arguments.value(option) for option in ("--tokenizer", CONFIG_PATH, "--spec-model")]
+    named.append(arguments.mapping("--speculative-config").get("model"))
+    named += [_adapter(item) for one in arguments.given if one.name == "--lora-modules" for item in one.values]
+    # ngram and suffix stand in a model's place, too.
+    words = (None, "", "ngram", "[ngram]", "suffix")
+    return any(one not in words and isinstance(one, str) and model_folder(one) is None for one in named)
+
+
+def _adapter(text: str) -> str | None:
+    if not text.startswith("{"):
+        return text.partition("=")[2]
+    try:
+        path = json.loads(text).get("path")
+    except (ValueError, RecursionError):
+        return None
+    return path if isinstance(path, str) else None
+
+
+def _by(arguments: Arguments, switches: Iterable[Switch], variables: Iterable[str]) -> str | None:
+    if (found := first_on(arguments, switches)) is not None:
+        return f"{found[0]} ({found[1]})"
+    return next((name for name in variables if os.environ.get(name)), None)
+
+
+def _unreadable(arguments: Arguments) -> str | None:
+    """`--hf-overrides` where it is not a JSON object: vLLM then runs a function of that name."""
+    return OVERRIDES if arguments.on(OVERRIDES) and not _is_object(arguments.value(OVERRIDES)) else None
+
+
+def _is_object(text: str | None) -> bool:
+    try:
+        return isinstance(json.loads(text or ""), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _mistral(folder: Path) -> bool:
+    return (folder / "params.json").is_file() and not (folder / "config.json").exists()
+
+
+def _plugin() -> str | None:
+    """Another plugin of vLLM's, which may bring model classes."""
+    named = os.environ.get("VLLM_PLUGINS")
+    chosen = None if named is None else named.split(",")
+    for one in entry_points(group="vllm.general_plugins"):
+        if one.name != "kvpilot" and not one.value.startswith("vllm.") and (chosen is None or one.name in chosen):
+            return f"the plugin {one.name}"
+    return None

@@ -1,0 +1,98 @@
+"""The operator reads spec.engine.extraArgs as vLLM does, by rules that the CRD and kvpilot-serve have, too."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_kernels.arguments import KVPILOT, names, read, rules
+from kvpilot_operator.api import engine_arguments, schema
+from kvpilot_operator.api.rules import broken_rules
+from support.bad_manifests import GOOD
+
+ITEM = schema.root_schema()["properties"]["spec"]["properties"]["engine"]["properties"]["extraArgs"]["items"]
+TABLE = json.loads((resources.files("kvpilot_kernels.arguments") / "vllm.json").read_text())["options"]
+RESERVED = sorted({option for one in rules.RESERVED for option in one.options})
+OTHERS = sorted({*TABLE, *KVPILOT} - set(RESERVED) - {"--api-server-count"})
+
+
+def faults(*arguments: str, **engine: object) -> list[str]:
+    spec = {**GOOD["spec"], "engine": {**GOOD["spec"]["engine"], **engine, "extraArgs": list(arguments)}}
+    return [fault.field for fault in schema.faults({**GOOD, "spec": spec})]
+
+
+def by_the_server(item: str) -> bool:
+    return next(broken_rules(item, ITEM), None) is not None
+
+
+def written(option: str) -> str:
+    return option if option in TABLE and TABLE[option]["takes"] == "0" else f"{option}=1"
+
+
+@pytest.mark.parametrize("option", RESERVED)
+def test_the_api_server_knows_every_full_name_of_a_reserved_option(option: str) -> None:
+    for name in names(option):
+        for spelled in {name, name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name}:
+            assert all(by_the_server(f"{spelled}{end}") for end in ("", "=1", ".key=1")), spelled
+
+
+def test_the_api_server_refuses_no_other_option() -> None:
+    others = [name for option in OTHERS for name in names(option)]
+    assert len(others) > 250
+    assert [name for name in others if by_the_server(name) or by_the_server(f"{name}=1")] == []
+
+
+def test_no_other_option_is_a_fault() -> None:
+    spec = schema.apply_defaults(GOOD)["spec"]
+    judged = {option: {**spec, "engine": {**spec["engine"], "extraArgs": [written(option)]}} for option in OTHERS}
+    assert [option for option, one in judged.items() if list(engine_arguments.refused(one))] == []
+
+
+def test_rules_name_only_options_that_vllm_has() -> None:
+    switches = (*rules.BESIDE_OURS, *rules.BESIDE_BOUNDED, *rules.BESIDE_LATENT, *rules.BESIDE_DRAFT_MODELS,
+                *rules.BESIDE_CARRIERS, *rules.BESIDE_HEAVY_HITTERS)  # fmt: skip
+    named = {option for switch in switches for option in switch.options} | set(RESERVED) | set(rules.SEVERAL_ENGINES)
+    assert named - set(KVPILOT) <= set(TABLE)
+
+
+@given(st.sampled_from(RESERVED), st.integers(0, 40), st.booleans())
+def test_every_beginning_that_vllm_takes_for_a_reserved_option_is_a_fault(option: str, cut: int, apart: bool) -> None:
+    beginning = option[: max(3, len(option) - cut)]
+    found = read([f"{beginning}=1"])
+    if option in KVPILOT and beginning != option:
+        assert not any(one.name == option for one in found.given)
+    elif found.given and found.given[0].name == option:
+        assert faults(*([beginning, "1"] if apart else [f"{beginning}=1"])) == ["spec.engine.extraArgs[0]"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--enforce-eager", "--max-num-seqs=16", "--kv-cache-memory-bytes=64M"],
+        ["--chat-template=a b", "--api-server-count=2", "-asc", "1"],
+        ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}'],
+        ["--seed", "-1", "--no-enable-prefix-caching", "-O3", "-q", "awq"],
+        ["--an-option-of-a-newer-vllm", "8", "--another=x"],
+        ["--max-lora-rank=64", "--dtype=$(DTYPE)"],
+    ],
+)
+def test_arguments_that_vllm_takes_have_no_fault(arguments: list[str]) -> None:
+    assert faults(*arguments) == []
+
+
+@pytest.mark.parametrize("arguments", [["--max-num-seqs s3cret"], ["s3cret"], ["--api-k=s3cret"], ["--max-n=s3cret"]])
+def test_a_fault_repeats_no_value(arguments: list[str]) -> None:
+    spec = {**GOOD["spec"], "engine": {**GOOD["spec"]["engine"], "extraArgs": arguments}}
+    (fault,) = schema.faults({**GOOD, "spec": spec})
+    assert "s3cret" not in fault.message
+
+
+@given(
+    st.lists(st.text(min_size=1, max_size=30) | st.sampled_from(["--", "-", "-O", "--a.b", "--x.", "-.5"]), max_size=8)
+)
+def test_any_arguments_are_judged_without_an_error(arguments: list[str]) -> None:
+    assert all(field.startswith("spec.engine.extraArgs[") for field in faults(*arguments))
