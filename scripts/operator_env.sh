@@ -7,14 +7,11 @@ cd "$(dirname "$0")/.."
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
 
-python=$(command -v python3.11 || command -v python3)
-"$python" -m venv "$build/env"
-"$build/env/bin/python" -m pip install -q --only-binary :all: --require-hashes --requirement docker/build.lock
-"$build/env/bin/python" -m pip wheel -q --no-build-isolation --no-deps --wheel-dir "$build/dist" .
+scripts/locked.sh "$build/env" docker/build.lock
+"$build/env/bin/python" -m hatchling build -t wheel -d "$build/dist" >&2
 mkdir -p dist
 cp "$build"/dist/*.whl dist/
-"$python" -m venv --without-pip "$folder"
-install() { "$build/env/bin/python" -m pip --python "$folder/bin/python" install -q --no-deps "$@"; }
-install --only-binary :all: --require-hashes --requirement docker/operator.lock
-install --no-index "$build"/dist/*.whl
-"$build/env/bin/python" -m pip --python "$folder/bin/python" check
+scripts/locked.sh "$folder" docker/operator.lock
+uv=$(scripts/uv.sh)
+"$uv" pip install -q -p "$folder/bin/python" --no-cache --no-index --no-deps "$build"/dist/*.whl
+"$uv" pip check -q -p "$folder/bin/python"

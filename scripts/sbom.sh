@@ -5,9 +5,9 @@ set -euo pipefail
 folder=$(realpath "${1:?usage: scripts/sbom.sh FOLDER [FILE]}")
 cd "$(dirname "$0")/.."
 file=${2:-dist/operator.cdx.json}
-tool=${KVPILOT_CACHE:-$HOME/.cache/kvpilot}/tools/cyclonedx-bom-7.5.0
+tools=${KVPILOT_CACHE:-$HOME/.cache/kvpilot}/tools/release-$(sha256sum <scripts/release.lock | head -c 12)
+scripts/locked.sh "$tools" scripts/release.lock
 
-[[ -x $tool/bin/cyclonedx-py ]] || { python3 -m venv "$tool" && "$tool/bin/pip" install -q cyclonedx-bom==7.5.0; }
 mkdir -p "$(dirname "$file")"
-"$tool/bin/cyclonedx-py" environment --pyproject pyproject.toml --output-reproducible --output-format JSON \
+"$tools/bin/cyclonedx-py" environment --pyproject pyproject.toml --output-reproducible --output-format JSON \
   --output-file "$file" "$folder/bin/python"

@@ -7,6 +7,7 @@
     |   +-- Throttled          it asks for a pause
     |   +-- Rejected           it has read the object and will not have it
     |   |   +-- NameTaken      an object of that name is somebody else's
+    |   |   +-- NotStarted     an object that pods name is not the service's own
     |   +-- BadName            no object can have that name: not asked for
     |   +-- NotLeader          this replica may not write
     +-- LeadershipLost         another replica leads
@@ -90,6 +91,15 @@ class NameTaken(Rejected):
     def __init__(self, kind: str, namespace: str, name: str) -> None:
         words = f"{kind} {namespace}/{name} exists and is not kvpilot's"
         super().__init__("PATCH", f"{namespace}/{name}", 409, words, "NameTaken")
+
+
+class NotStarted(Rejected):
+    """Pods were not started: an object that they name is missing, or is somebody else's; nothing was sent."""
+
+    def __init__(self, kind: str, needed: str, namespace: str, name: str, *, missing: bool) -> None:
+        state = "does not exist" if missing else "exists and is not kvpilot's"
+        words = f"no pod of this {kind} is started: {needed} {namespace}/{name}, which it names, {state}"
+        super().__init__("PATCH", f"{namespace}/{name}", 409, words, "ObjectMissing" if missing else "NameTaken")
 
 
 class BadName(ClusterError):

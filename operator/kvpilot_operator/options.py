@@ -23,7 +23,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--namespace", action="append", default=[], help="watch this namespace only (may be repeated; default: all)"
     )
     parser.add_argument("--scrape-seconds", type=float, default=5.0, help="how often every engine is read (5)")
-    parser.add_argument("--http-host", default="0.0.0.0", help="address of /healthz, /readyz and /metrics (all)")  # noqa: S104
+    parser.add_argument("--http-host", help="address of /healthz, /readyz and /metrics (all, of IPv4 and IPv6)")
     parser.add_argument("--http-port", type=int, default=8080, help="port of /healthz, /readyz and /metrics (8080)")
     parser.add_argument(
         "--metrics-authentication",

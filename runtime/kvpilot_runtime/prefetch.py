@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from kvpilot_runtime import listening
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import hub
 
@@ -172,7 +173,7 @@ def _tell(parts: Sequence[Part], cache: Path, port: int) -> None:
     there.set_function(lambda: sum(part.there(cache) for part in parts))
     total = Gauge("kvpilot_prefetch_total_bytes", "Bytes that will be there.", registry=registry)
     total.set(sum(part.size for part in parts))
-    start_http_server(port, os.environ.get("KVPILOT_SERVE_HOST", "0.0.0.0"), registry)  # noqa: S104 - as kvpilot-serve
+    start_http_server(port, listening.host(), registry)
 
 
 def _explained(error: Exception) -> PreflightError:

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from kvpilot_kernels import arguments as vllm
 from kvpilot_kernels import formats
-from kvpilot_runtime import compiled
+from kvpilot_runtime import compiled, listening
 from kvpilot_runtime.config import offload, options, retention
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.metrics import model_info
@@ -157,7 +157,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
         f"--dtype={known.dtype}",
         f"--tensor-parallel-size={known.tensor_parallel_size}",
         f"--gpu-memory-utilization={known.gpu_memory_utilization}",
-        f"--host={os.environ.get('KVPILOT_SERVE_HOST', '0.0.0.0')}",  # noqa: S104 - a pod serves all of its addresses
+        f"--host={listening.host()}",
     ]
     if known.revision:
         arguments.append(f"--revision={known.revision}")

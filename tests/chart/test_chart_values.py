@@ -12,7 +12,7 @@ import tomllib
 import pytest
 import yaml
 
-from kvpilot_localcluster.toolbox.helm import HelmRefused, render
+from kvpilot_localcluster.toolbox.helm import HelmRefused, render, run_helm
 from kvpilot_operator.api.host_access import KINDS
 from kvpilot_operator.api.schema import faults
 from kvpilot_operator.gpus import GPUS
@@ -163,9 +163,31 @@ def test_the_operator_reads_certificates_where_its_sidecar_writes_them_and_nothi
     assert "istio" not in json.dumps(without)
 
 
-def test_the_chart_may_be_part_of_another_chart(chart):
+def parent_of(chart, folder, **dependency):
+    """A chart with this one as its dependency."""
+    about = {"apiVersion": "v2", "name": "platform", "version": "1.0.0"}
+    needed = {"name": "kvpilot", "version": "0.1.0", "repository": f"file://{chart}", **dependency}
+    folder.mkdir()
+    (folder / "Chart.yaml").write_text(yaml.safe_dump({**about, "dependencies": [needed]}))
+    run_helm("dependency", "update", folder)
+    return folder
+
+
+def test_the_chart_is_part_of_another_chart_which_turns_it_on_and_off(chart, tmp_path):
+    alone = render(chart, {"replicaCount": 3})
+    parent = parent_of(chart, tmp_path / "platform", condition="kvpilot.enabled")
     # Helm hands every subchart the parent's `global`, whatever is in it.
-    assert render(chart, {"global": {"anything": {"at": "all"}}})
+    everywhere = {"global": {"anything": {"at": "all"}}}
+    assert render(parent, {**everywhere, "kvpilot": {"enabled": True, "replicaCount": 3}}) == alone
+    assert render(parent, {**everywhere, "kvpilot": {"enabled": False}}) == []
+    with pytest.raises(HelmRefused, match="Additional property replicas"):
+        render(parent, {"kvpilot": {"enabled": True, "replicas": 3}})
+
+
+def test_the_chart_is_part_of_another_chart_under_another_name(chart, tmp_path):
+    parent = parent_of(chart, tmp_path / "platform", alias="pilot", condition="pilot.enabled")
+    made = render(parent, {"pilot": {"enabled": True}})
+    assert [one["kind"] for one in made] == [one["kind"] for one in render(chart, {})]
 
 
 def test_the_schema_knows_every_value_and_no_other(chart):
@@ -178,8 +200,8 @@ def test_the_schema_knows_every_value_and_no_other(chart):
         if "properties" not in described or not isinstance(known, dict) or not known:
             return
         assert described["additionalProperties"] is False, path
-        # Helm's own, and two that are set only by those who need them.
-        optional = {"global", "claims"}
+        # Helm's own two, and one that is set only by those who need it.
+        optional = {"global", "claims", *(["enabled"] if path == "values" else [])}
         assert known.keys() == described["properties"].keys() - optional, path
         for key, value in known.items():
             compare(value, described["properties"][key], f"{path}.{key}")

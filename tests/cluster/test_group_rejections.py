@@ -11,7 +11,7 @@ from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.definitions import directly
 from kvpilot_localcluster.rest import Rest, until
 from support.leader_workers import GROUP, LEADER_WORKER_SET_CRD
-from support.operated import create, engine, told
+from support.operated import create, engine, exists, services, told
 
 Json = dict[str, Any]
 
@@ -56,3 +56,25 @@ def test_a_quota_that_keeps_the_leaders_of_groups_away_is_told_with_what_to_do(r
     assert "raise ResourceQuota team" in found["message"]
     assert f"(LeaderWorkerSet {made['metadata']['name']})" in found["message"]
     assert told(rest, namespace, "Serving", "QuotaExceeded")["status"] == "False"
+
+
+@pytest.mark.usefixtures("groups")
+def test_a_group_is_made_once_the_name_by_which_its_workers_find_it_is_ours(rest: Rest, namespace: str) -> None:
+    found = f"/api/v1/namespaces/{namespace}/services"
+    sets = f"/apis/{GROUP}/v1/namespaces/{namespace}/leaderworkersets"
+    create(rest, namespace, **engine(nodes=2))
+    until(lambda: rest.get(sets)["items"], "the operator makes its groups", seconds=900)
+    name = rest.get(sets)["items"][0]["metadata"]["name"]
+    made = rest.get(f"{found}/{name}")
+    assert made["spec"]["clusterIP"] == "None"
+    assert made["spec"]["publishNotReadyAddresses"] is True
+    assert made["metadata"]["ownerReferences"][0]["name"] == "chat"
+    rest.delete(f"{services(namespace)}/chat")
+    until(lambda: not exists(rest, f"{sets}/{name}"), "the groups go")
+    until(lambda: not exists(rest, f"{found}/{name}"), "their name goes")
+    ports = [{"port": 29501}]
+    theirs = rest.create(found, {"metadata": {"name": name}, "spec": {"selector": {"app": "shop"}, "ports": ports}})
+    create(rest, namespace, **engine(nodes=2))
+    assert f"Service {namespace}/{name}" in told(rest, namespace, "ObjectsAccepted", "NameTaken")["message"]
+    assert rest.get(sets)["items"] == []
+    assert rest.get(f"{found}/{name}")["spec"] == theirs["spec"]

@@ -197,3 +197,20 @@ def test_a_model_that_is_not_for_us_is_told_and_fetched_once_it_is(rest: Rest, n
         assert deployments(rest, namespace) == []
         hub.refuses = ""
         until(lambda: deployments(rest, namespace), "an engine is asked for")
+
+
+def test_nothing_starts_with_somebody_elses_claim_until_it_has_gone(rest: Rest, namespace: str) -> None:
+    asked = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
+    claims = f"/api/v1/namespaces/{namespace}/persistentvolumeclaims"
+    theirs = rest.create(claims, {"metadata": {"name": "chat-weights"}, "spec": asked})
+    cache = {"weights": {"size": "2Gi"}, "prefetch": True}
+    create(rest, namespace, cache=cache)
+    for kind in ("ObjectsAccepted", "Ready"):
+        assert "spec.cache.weightsClaimName" in told(rest, namespace, kind, "NameTaken")["message"]
+    started = (f"/apis/apps/v1/namespaces/{namespace}/deployments", f"/apis/batch/v1/namespaces/{namespace}/jobs")
+    assert [rest.get(path)["items"] for path in started] == [[], []]
+    assert rest.get(claim(namespace))["spec"] == theirs["spec"]
+    rest.delete(claim(namespace))
+    until(lambda: rest.get(started[1])["items"], "the Job that fills our own claim", seconds=SECONDS)
+    (owner,) = rest.get(claim(namespace))["metadata"]["ownerReferences"]
+    assert owner["name"] == "chat"

@@ -126,7 +126,8 @@ def test_it_ends_at_once_when_it_is_asked_to(tmp_path: Path) -> None:
     assert process.returncode == 143
 
 
-def test_its_page_says_how_much_is_there_of_how_much(tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1", "[::1]"])
+def test_its_page_says_how_much_is_there_of_how_much(tmp_path: Path, address: str) -> None:
     _, second = SHARDS
     total = sum(len(FILES[name]) for name in READ)
     with socket.socket() as free:
@@ -140,14 +141,14 @@ def test_its_page_says_how_much_is_there_of_how_much(tmp_path: Path) -> None:
                 never.wait(SECONDS)
 
         hub.before = hangs
-        process = start(tmp_path, hub.url, port=port)
+        process = start(tmp_path, hub.url, port=port, KVPILOT_SERVE_HOST="")
         deadline, seen = time.monotonic() + SECONDS, (-1.0, -1.0)
         while seen != (total - len(SHARDS[second]), total):
             assert time.monotonic() < deadline, seen
             assert process.poll() is None
             time.sleep(0.05)
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=SECONDS) as answer:
+                with urllib.request.urlopen(f"http://{address}:{port}/metrics", timeout=SECONDS) as answer:
                     page = answer.read().decode()
             except OSError:
                 continue

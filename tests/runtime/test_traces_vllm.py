@@ -48,7 +48,7 @@ def test_each_question_of_a_probe_is_a_span_of_the_engine_below_the_probes(
     async def probe(url: str) -> None:
         spans, scraper = tracer(collector.url), Scraper()
         prober = Prober(NoMaps(), scraper, spans)  # type: ignore[arg-type]  # the one method that it uses
-        found = await prober.probe(KEY, spec, Capture("capture/x/0", "p", url, "m", "0123456789", "none"))
+        found = await prober.probe(KEY, spec, Capture("capture/x/0", "p", url, "m", "0123456789", "none"), uid="u-1")
         assert isinstance(found, Captured)
         await scraper.close()
         await spans.close()

@@ -56,7 +56,7 @@ CONTAINERS = named(
                 {
                     "name": NAMES,
                     "mountPath": st.sampled_from(
-                        ["/models", "//dev/shm/", "/data", "/compile-cache", "/offload", "/adapters/a"]
+                        ["/models", "//dev/shm/", "/./models", "/", "/dev", "/data", "/offload", "/adapters/a"]
                     ),
                 }
             ),
@@ -73,7 +73,14 @@ TEMPLATES = some(
             st.just("x"), max_size=1,
         ),
         annotations=st.dictionaries(
-            st.sampled_from(["container.apparmor.security.beta.kubernetes.io/engine", "kvpilot.io/sheltered", "a"]),
+            st.sampled_from(
+                [
+                    "container.apparmor.security.beta.kubernetes.io/engine",
+                    "seccomp.security.alpha.kubernetes.io/pod",
+                    "kvpilot.io/sheltered",
+                    "a",
+                ]
+            ),
             st.just("unconfined"), max_size=1,
         ),
     ),

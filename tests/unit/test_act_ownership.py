@@ -10,6 +10,7 @@ import pytest
 
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.errors import Conflict, Rejected
+from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.render.engine import pod_template
 from kvpilot_operator.render.names import KIND, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.render.objects import workload
@@ -181,3 +182,64 @@ async def test_the_objects_of_an_earlier_service_of_this_name_are_waited_for(ope
         await operator.reconcile()
     operator.api.drop("Service", "chat")
     await served(operator)
+
+
+GROUPS = manifest(kvCache={"mode": "Fixed", "dtype": "auto"}, engine={"nodes": 2})
+SET = f"chat-{revision_of(GROUPS, 'auto')}"
+
+
+@pytest.fixture
+async def groups(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Operator]:
+    monkeypatch.setattr(InformerCache, "serves_groups", lambda *_: True)
+    one = Operator(MemoryApi(), GROUPS)
+    yield one
+    await one.close()
+
+
+def is_there(operator: Operator) -> set[tuple[str, str]]:
+    return {what for what in operator.api.objects if what[0] in ("LeaderWorkerSet", "Service")}
+
+
+async def test_the_names_of_a_group_are_claimed_before_the_group_and_go_with_it(groups: Operator) -> None:
+    await groups.reconcile()
+    names = groups.api.objects["Service", SET]
+    assert [owner["uid"] for owner in names["metadata"]["ownerReferences"]] == ["u-1"]
+    assert names["spec"]["selector"] == {"leaderworkerset.sigs.k8s.io/name": SET}
+    writes = [what for method, *what in groups.api.writes() if method in ("create", "apply")]
+    assert writes.index(["Service", SET]) < writes.index(["LeaderWorkerSet", SET])
+    groups.api.asked.clear()
+    for _ in range(5):
+        await groups.reconcile()
+    assert {method for method, *_ in groups.api.writes()} <= {"apply status"}
+    groups.edit(manifest(kvCache={"mode": "Fixed", "dtype": "auto"}, engine={"nodes": 3}))
+    for _ in range(5):
+        await groups.reconcile()
+    assert ("LeaderWorkerSet", SET) not in is_there(groups)
+    assert ("Service", SET) not in is_there(groups)
+
+
+async def test_no_group_starts_where_its_workers_would_find_somebody_elses_pods(groups: Operator) -> None:
+    theirs = groups.api.put(users("Service", SET))
+    for _ in range(3):
+        await groups.reconcile()
+    assert ("LeaderWorkerSet", SET) not in is_there(groups)
+    assert groups.api.objects["Service", SET] == theirs
+    for condition in map(groups.condition, ("Ready", "ObjectsAccepted")):
+        assert (condition.status, condition.reason) == ("False", "NameTaken")
+        assert f"Service models/{SET}, which it names, exists" in condition.message
+    groups.api.drop("Service", SET)
+    await groups.reconcile(90)
+    assert ("LeaderWorkerSet", SET) in is_there(groups)
+
+
+async def test_a_group_whose_names_its_own_set_has_made_still_grows(groups: Operator) -> None:
+    await groups.reconcile()
+    groups.api.drop("Service", SET)
+    made = groups.api.objects["LeaderWorkerSet", SET]["metadata"]["uid"]
+    names = users("Service", SET)
+    names["metadata"]["ownerReferences"] = [{"kind": "LeaderWorkerSet", "name": SET, "uid": made}]
+    before = groups.api.put(names)
+    groups.edit(manifest(kvCache={"mode": "Fixed", "dtype": "auto"}, engine={"nodes": 2}, replicas=3))
+    await groups.reconcile()
+    assert groups.api.objects["LeaderWorkerSet", SET]["spec"]["replicas"] == 3
+    assert groups.api.objects["Service", SET] == before

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvpilot_operator.decide.rejections import finding
 from kvpilot_operator.decide.remedies import TABLE
+from kvpilot_operator.errors import NotStarted
 from kvpilot_operator.state.objects import Rejection
 
 BOX = "spec.template.spec.containers[0]"
@@ -240,6 +241,16 @@ CASES = [
     (
         refused("Service team/chat exists and is not kvpilot's", reason="NameTaken", kind="Service"),
         "NameTaken", "metadata.name: ", "rename the QuantizedLLMService",
+    ),
+    (
+        refused(NotStarted("Deployment", "PersistentVolumeClaim", "team", "chat-weights", missing=False).message,
+                reason="NameTaken"),
+        "NameTaken", "spec.cache.weights: ", "spec.cache.weightsClaimName",
+    ),
+    (
+        refused(NotStarted("Deployment", "PersistentVolumeClaim", "team", "chat-weights", missing=True).message,
+                reason="ObjectMissing"),
+        "ObjectMissing", "no pod of this Deployment is started: ", "why it could not",
     ),
     (
         invalid(("spec.selector", "Invalid value: v1.LabelSelector{}: field is immutable")),

@@ -222,8 +222,8 @@ async def test_a_probe_is_made_with_the_certificates_of_its_day(ours: Path, tmp_
         prober = Prober(NothingKept(), reading, Tracer())  # type: ignore[arg-type]  # the one method that it uses
         request = Capture("capture/x/0", "p", meshed.url, "m", "0123456789", "chat-baseline")
         with pytest.raises(EngineUnreachable):
-            await prober.probe(SERVICE, SPEC, request)
+            await prober.probe(SERVICE, SPEC, request, uid="u-1")
         renewed.issue("kvpilot-system", "kvpilot-operator", ours)
-        found = await prober.probe(SERVICE, SPEC, request)
+        found = await prober.probe(SERVICE, SPEC, request, uid="u-1")
     assert isinstance(found, Captured)
     assert meshed.let_through.count("spiffe://cluster.local/ns/kvpilot-system/sa/kvpilot-operator") > 8

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from kubernetes.aio.client import models
 
 from kvpilot_operator.api.host_access import KINDS
-from kvpilot_operator.api.schema import faults, root_schema
+from kvpilot_operator.api.schema import apply_defaults, faults, root_schema
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.merge import strategic_merge
@@ -143,6 +144,33 @@ def test_a_value_of_a_sidecar_that_may_be_a_secret_is_not_repeated(container) ->
     found = faults(engine({"spec": {"containers": [container]}}))
     assert found
     assert not any("s3cret" in fault.message for fault in found)
+
+
+def own_mounts() -> set[str]:
+    """Where kvpilot mounts volumes of an engine that uses all kinds of them."""
+    obj = engine({}, resources={"limits": {"cpu": 1}})
+    obj["spec"]["cache"] = {"weightsClaimName": "w", "compileClaimName": "c"}
+    obj["spec"]["model"]["adapters"] = [{"name": "sql", "source": "pvc://a/sql"}]
+    obj["spec"]["kvCache"] = {"offload": {"cpuMemoryGiB": 1, "disk": {"sizeGiB": 1}}}
+    pod = pod_template(KEY.name, spec_of(apply_defaults(obj)), "k4v4")["spec"]
+    return {one["mountPath"] for one in pod["containers"][0]["volumeMounts"]}
+
+
+PARTS = ("", ".", "..", "models", "adapters", "a", "compile-cache", "offload", "dev", "shm", "data")
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=5))
+@example(["", "models"])
+@example([".", "models"])
+@example(["dev", ".", "shm"])
+def test_no_spelling_of_a_path_gets_over_a_mount_of_kvpilots(parts: list[str]) -> None:
+    path = "/" + "/".join(parts)
+    mounts = [{"name": "v", "mountPath": path}]
+    found = faults(engine({"spec": {"containers": [{"name": "engine", "volumeMounts": mounts}]}}))
+    plain = PurePosixPath("/", *filter(None, parts))
+    ours = [PurePosixPath(one) for one in own_mounts()]
+    over = any(one == plain or plain in one.parents for one in ours) or plain.parent == PurePosixPath("/adapters")
+    assert bool(found) == (over or not {".", ".."}.isdisjoint(parts))
 
 
 def kubernetes_fields(kind: str) -> dict[str, str]:

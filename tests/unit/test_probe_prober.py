@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ class Bench:
         self.probes: dict[ServiceKey, Probe] = {}
 
     def of(self, key: ServiceKey) -> Probe:
-        return self.probes.setdefault(key, Probe(key, self.prober.probe, lambda _: self.done.set()))
+        return self.probes.setdefault(key, Probe(key, partial(self.prober.probe, uid="u-1"), lambda _: self.done.set()))
 
     async def ask(self, request: Find | Capture | Measure, spec: Any = SPEC, key: ServiceKey = KEY) -> ProbeResult:
         self.done.clear()
@@ -136,9 +137,12 @@ async def test_a_kept_baseline_is_adopted_without_asking_any_engine(bench: Bench
         assert found.outcome.baseline.control is not None
 
 
-@pytest.mark.parametrize("why", ["missing", "damaged", "another's", "without control", "not base64", "no data"])
+@pytest.mark.parametrize(
+    "why", ["missing", "damaged", "another's", "without control", "not base64", "no data", "not ours"]
+)
 async def test_what_cannot_be_adopted_is_captured_anew(bench: Bench, why: str) -> None:
     good = await captured(bench)
+    ours = baseline_config_map(KEY, "u-1", IDENTITY, codec.encode(good))
     if why == "damaged":
         bench.cluster.keep(NAME, codec.encode(good)[:-7])
     elif why == "another's":
@@ -146,9 +150,11 @@ async def test_what_cannot_be_adopted_is_captured_anew(bench: Bench, why: str) -
     elif why == "without control":
         bench.cluster.keep(NAME, codec.encode(replace(good, control=None)))
     elif why == "not base64":
-        bench.cluster.maps[NAME] = {"metadata": {"name": NAME}, "binaryData": {"baseline": "%%%"}}
+        bench.cluster.maps[NAME] = {**ours, "binaryData": {"baseline": "%%%"}}
     elif why == "no data":
-        bench.cluster.maps[NAME] = {"metadata": {"name": NAME}, "binaryData": None}
+        bench.cluster.maps[NAME] = {**ours, "binaryData": None}
+    elif why == "not ours":
+        bench.cluster.maps[NAME] = {**ours, "metadata": {"name": NAME, "labels": ours["metadata"]["labels"]}}
     assert isinstance((await bench.ask(Find("find/x", IDENTITY, NAME))).outcome, NothingKept)
     async with sound() as (url, asked):
         found = await bench.ask(replace(capture(url), identity="capture/x/1"))
@@ -194,6 +200,17 @@ async def test_a_busy_engine_ends_a_check_under_its_own_name(bench: Bench, monke
         found = await bench.ask(Measure("check/x", "p", url, "m", "fp8", NAME, serving=True))
     assert isinstance(found.outcome, ProbeFailed)
     assert found.outcome.reason == "EngineBusy"
+
+
+async def test_nothing_is_measured_against_answers_that_somebody_else_has_written(bench: Bench) -> None:
+    content = codec.encode(await captured(bench))
+    bench.cluster.maps[NAME] = baseline_config_map(KEY, "u-2", IDENTITY, content)
+    async with sound() as (url, asked):
+        found = await bench.ask(Measure("measure/x", "p", url, "m", "fp8", NAME))
+    assert isinstance(found.outcome, ProbeFailed)
+    assert found.outcome.reason == "BaselineLost"
+    assert f"ConfigMap {NAME} is not the service's own: delete it" in found.outcome.message
+    assert asked == []
 
 
 async def test_a_lost_baseline_is_said_and_not_blamed_on_the_engine(bench: Bench) -> None:

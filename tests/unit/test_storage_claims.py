@@ -260,8 +260,61 @@ async def test_a_claim_of_somebody_elses_is_left_alone_and_told(operator: Operat
     for _ in range(3):
         await operator.reconcile()
     assert operator.api.objects[CLAIM] == before
+    assert not [what for what in operator.api.objects if what[0] == "Deployment"]
+    for condition in map(operator.condition, ("ObjectsAccepted", "Ready")):
+        assert (condition.status, condition.reason) == ("False", "NameTaken")
+        assert "PersistentVolumeClaim chat-weights" in condition.message
+        assert "spec.cache.weightsClaimName" in condition.message
+
+
+async def test_engines_start_once_somebody_elses_claim_has_given_way(operator: Operator) -> None:
+    operator.api.put({"kind": CLAIM[0], "metadata": {"name": CLAIM[1]}, "spec": {}})
+    for _ in range(3):
+        await operator.reconcile()
+    operator.api.drop(*CLAIM)
+    await operator.reconcile(90)
+    await served(operator)
+    assert operator.condition("ObjectsAccepted").status == "True"
+
+
+async def test_no_engine_is_added_once_the_claim_has_become_somebody_elses(operator: Operator) -> None:
+    """The claim comes back as another one between two passes; replicas that are there can still be given up."""
+    await served(operator)
+    operator.api.drop(*CLAIM)
+    theirs = operator.api.put({"kind": CLAIM[0], "metadata": {"name": CLAIM[1]}, "spec": {}})
+    operator.edit(manifest(kvCache=FIXED, cache={"weights": {"size": "100Gi"}}, replicas=3))
+    for _ in range(3):
+        await operator.reconcile()
+    (deployment,) = (obj for what, obj in operator.api.objects.items() if what[0] == "Deployment")
+    assert deployment["spec"]["replicas"] == 1
     assert operator.condition("ObjectsAccepted").reason == "NameTaken"
-    assert "PersistentVolumeClaim chat-weights" in operator.condition("ObjectsAccepted").message
+    none = {"replicas": 0, "disruption": {"minAvailable": 0}, "scaling": {"minReplicas": 0}}
+    operator.edit(manifest(kvCache=FIXED, cache={"weights": {"size": "100Gi"}}, **none))
+    for _ in range(3):
+        await operator.reconcile()
+    (deployment,) = (obj for what, obj in operator.api.objects.items() if what[0] == "Deployment")
+    assert deployment["spec"]["replicas"] == 0
+    assert operator.api.objects[CLAIM] == theirs
+
+
+async def test_no_engine_starts_while_its_claim_is_refused(operator: Operator) -> None:
+    def refuse(written: Any) -> Rejected | None:
+        words = "exceeded quota: disks, requested: requests.storage=100Gi, used: requests.storage=0, limited: 1Gi"
+        return Rejected("POST", "x", 403, words, "Forbidden") if written.get("kind") == CLAIM[0] else None
+
+    operator.api.refuses = refuse
+    for _ in range(3):
+        await operator.reconcile()
+    assert not [what for what in operator.api.objects if what[0] == "Deployment"]
+    told = operator.condition("ObjectsAccepted")
+    assert (told.status, told.reason) == ("False", "QuotaExceeded")
+    assert "raise ResourceQuota disks" in told.message
+
+
+async def test_a_claim_that_the_user_names_is_the_users_whatever_it_is_called(operator: Operator) -> None:
+    operator.api.put({"kind": CLAIM[0], "metadata": {"name": CLAIM[1]}, "spec": {}})
+    operator.edit(manifest(kvCache=FIXED, cache={"weightsClaimName": CLAIM[1]}))
+    await served(operator)
 
 
 async def test_a_claim_that_is_refused_keeps_no_engine_from_being_mended(operator: Operator) -> None:

@@ -226,6 +226,18 @@ async def test_a_prefetch_that_is_wanted_no_more_leaves_no_job_and_engines_start
     assert "cache" not in operator.api.objects["QuantizedLLMService", KEY.name]["status"]
 
 
+async def test_nothing_is_fetched_to_somebody_elses_claim(operator: Operator) -> None:
+    claim = operator.api.put({"kind": "PersistentVolumeClaim", "metadata": {"name": "chat-weights"}, "spec": {}})
+    for _ in range(3):
+        await operator.reconcile()
+    assert JOB not in operator.api.objects
+    assert "Deployment" not in kinds(operator)
+    assert operator.api.objects["PersistentVolumeClaim", "chat-weights"] == claim
+    for condition in map(operator.condition, ("ObjectsAccepted", "Ready")):
+        assert (condition.status, condition.reason) == ("False", "NameTaken")
+        assert "spec.cache.weightsClaimName" in condition.message
+
+
 async def test_somebody_elses_job_of_that_name_is_left_alone_and_told(operator: Operator) -> None:
     theirs = operator.api.put({"kind": "Job", "metadata": {"name": JOB[1]}, "spec": {}})
     for _ in range(3):

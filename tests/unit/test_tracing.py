@@ -172,7 +172,7 @@ async def probed(handler: Handler, tracer: Tracer, ask: Callable[[str], Any], ma
     """What is found by a probe that a reconcile has asked for."""
     scraper = Scraper()
     done = asyncio.Event()
-    probe = Probe(KEY, Prober(maps, scraper, tracer).probe, lambda _: done.set())  # type: ignore[arg-type]
+    probe = Probe(KEY, partial(Prober(maps, scraper, tracer).probe, uid="u"), lambda _: done.set())  # type: ignore[arg-type]
     try:
         async with engine(handler, heads) as url:
             with tracer.span("reconcile", {}, root=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ import msgspec
 
 from kvpilot_operator.act import baselines
 from kvpilot_operator.act.events import Events
+from kvpilot_operator.act.named import Reference, hold, starts_pods
 from kvpilot_operator.act.ownership import claim, is_owned, own
 from kvpilot_operator.act.rejections import Rejections
 from kvpilot_operator.cluster.client import Cluster
@@ -126,11 +127,11 @@ class Actor:
         asked |= {("Pod", pod.name) for pod in s.pods}
         self._rejections.keep(asked)
         self._applied = {what: one for what, one in self._applied.items() if what in asked}
-        await self._scale(s, {r: n for r, n in objects.scale.items() if n > _replicas(s, r)})
+        await self._scale(s, {r: n for r, n in objects.scale.items() if n > _replicas(s, r)}, objects.named)
         fewer = [manifest for manifest in objects.apply if _shrinks(s, manifest)]
         for manifest in objects.apply:
             if manifest not in fewer:
-                await self._write(s, manifest)
+                await self._write(s, manifest, objects.named)
         if any(s.rejection(one.kind, one.name) is None for one in self.rejections or ()):
             # What gives way was decided for what has just been refused: it is decided anew, with this known.
             return
@@ -140,6 +141,7 @@ class Actor:
         for revision in s.deployments:
             if revision not in objects.keep:
                 kind, name = _workload(s, revision)
+                await self._remove(s, "v1", "Service", name)
                 await self._remove(s, KINDS[kind].api_version, kind, name)
         for api_version, kind, name in objects.absent:
             await self._remove(s, api_version, kind, name)
@@ -163,21 +165,31 @@ class Actor:
         self._rejections.accepted(what)
         return True
 
-    async def _write(self, s: Snapshot, manifest: Manifest) -> None:
+    async def _write(self, s: Snapshot, manifest: Manifest, named: Sequence[Reference] = ()) -> None:
         what, content = (manifest["kind"], manifest["metadata"]["name"]), _hash(manifest)
         if "resourceVersion" in manifest["metadata"]:
             await self._attempt(s, what, content, partial(self._route, manifest))
-        else:
-            await self._attempt(s, what, content, partial(self._apply, s, manifest, content))
+            return
+        apply = partial(self._apply, s, manifest, content)
+        start = partial(self._start, s, named, what, apply)
+        await self._attempt(s, what, content, start if starts_pods(s, manifest) else apply)
 
-    async def _scale(self, s: Snapshot, wanted: Mapping[str, int]) -> None:
+    async def _start(
+        self, s: Snapshot, named: Sequence[Reference], what: tuple[str, str], write: Callable[[], Awaitable[object]]
+    ) -> None:
+        """A write that adds pods, which waits until all that they name is ours."""
+        await hold(self._cluster, s, named, *what)
+        await write()
+
+    async def _scale(self, s: Snapshot, wanted: Mapping[str, int], named: Sequence[Reference] = ()) -> None:
         for revision, replicas in wanted.items():
             if revision in s.deployments:
                 what = _workload(s, revision)
                 seen, api_version = s.objects.get(what), KINDS[what[0]].api_version
                 patch = {"metadata": {"uid": seen.uid} if seen is not None else {}, "spec": {"replicas": replicas}}
                 write = partial(self._cluster.merge, api_version, what[0], s.key.namespace, what[1], patch)
-                await self._attempt(s, what, _hash(patch), write)
+                start = partial(self._start, s, named, what, write)
+                await self._attempt(s, what, _hash(patch), start if replicas > _replicas(s, revision) else write)
 
     async def _route(self, manifest: Manifest) -> None:
         """Conflict where the route has changed since it was observed: the next reconcile reads it again."""

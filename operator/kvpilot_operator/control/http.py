@@ -102,9 +102,13 @@ _REFUSED = {401: {"WWW-Authenticate": "Bearer"}}
 
 
 async def serve_http(
-    host: str, port: int, registry: CollectorRegistry, ready: asyncio.Event, access: MetricsAccess | None = None
+    host: str | None,
+    port: int,
+    registry: CollectorRegistry,
+    ready: asyncio.Event,
+    access: MetricsAccess | None = None,
 ) -> web.AppRunner:
-    """Serve until the returned runner is cleaned up.
+    """Serve until the returned runner is cleaned up; without a host at all addresses, of IPv4 and IPv6.
 
     `ready` turns /readyz to 200; `access` judges who may read /metrics, everybody without it. The kubelet, which has no
     token, reads the other two.

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.control.prober import Probe, Prober
@@ -57,7 +58,7 @@ class Pilot:
             group.create_task(self._scrape_for_ever(group))
 
     def _record(self, key: ServiceKey, uid: str) -> ServiceRecord:
-        probe = Probe(key, self.prober.probe, self.queue.add)
+        probe = Probe(key, partial(self.prober.probe, uid=uid), self.queue.add)
         return ServiceRecord(key, uid, Observations(key, uid), self.make_actor(), probe)
 
     def _attempts(self, key: ServiceKey) -> Attempts | None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 
+from kvpilot_operator.act.ownership import is_owned
 from kvpilot_operator.api.pods import Engine
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.backoff import Backoff
@@ -153,16 +154,19 @@ class Prober:
         self._probes = Permits(CANARY_PROBE)
         self._checks = Permits(CHECK)
 
-    async def probe(self, key: ServiceKey, spec: Spec, request: Request) -> Found:
-        """Wait for a permit, and again where it was lost, and probe; raises a KvpilotError where it cannot."""
+    async def probe(self, key: ServiceKey, spec: Spec, request: Request, *, uid: str) -> Found:
+        """Wait for a permit, and again where it was lost, and probe; raises a KvpilotError where it cannot.
+
+        `uid` is the service's: a baseline that it does not own is no baseline.
+        """
         about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name, **_about(spec, request)}
         with self._tracer.span("probe", about) as span:
-            found = await self._placed(key, spec, request, span)
+            found = await self._placed(key, uid, spec, request, span)
             if isinstance(found, ProbeFailed):
                 span.tell({"kvpilot.probe.reason": found.reason})
             return found
 
-    async def _placed(self, key: ServiceKey, spec: Spec, request: Request, span: Span) -> Found:
+    async def _placed(self, key: ServiceKey, uid: str, spec: Spec, request: Request, span: Span) -> Found:
         permits = self._checks if isinstance(request, Measure) and request.serving else self._probes
         patience = permits.limits.patience_seconds
         while True:
@@ -171,15 +175,17 @@ class Prober:
                     tls = None if isinstance(request, Find) else self._scraper.tls(request.url)
                     asked = self._settings(key, spec, request)
                     settings = replace(asked, progress=permit.progress, tls=tls, headers=span.headers())
-                    return await self._run(key, spec, request, settings, span)
+                    return await self._run(key, uid, spec, request, settings, span)
             except PermitLost as lost:
                 log.info("probe begins anew: %s", lost, extra={"service": str(key), "probe": request.identity})
                 patience = min(2 * patience, MAX_PATIENCE_SECONDS)
 
-    async def _run(self, key: ServiceKey, spec: Spec, request: Request, settings: Settings, span: Span) -> Found:
+    async def _run(
+        self, key: ServiceKey, uid: str, spec: Spec, request: Request, settings: Settings, span: Span
+    ) -> Found:
         if isinstance(request, Measure):
             try:
-                baseline = await self._kept(key, request.config_map)
+                baseline = await self._kept(key, uid, request.config_map)
             except MalformedBaseline as error:
                 return ProbeFailed(Reason.BASELINE_LOST, str(error))
             found = await run.measure(request.url, request.model, baseline, settings=settings)
@@ -188,7 +194,7 @@ class Prober:
                 span.tell({"kvpilot.probe.verdict": judged.verdict, "kvpilot.probe.reason": judged.reason})
             return found
         try:
-            kept = await self._kept(key, request.config_map)
+            kept = await self._kept(key, uid, request.config_map)
         except MalformedBaseline as error:
             log.debug("no baseline to adopt: %s", error, extra={"service": str(key)})
         else:
@@ -198,9 +204,12 @@ class Prober:
             return NothingKept()
         return await self._capture(key, spec, request, settings)
 
-    async def _kept(self, key: ServiceKey, config_map: str) -> Baseline:
-        """The baseline in a ConfigMap; raises `MalformedBaseline` where there is none that can be read."""
+    async def _kept(self, key: ServiceKey, uid: str, config_map: str) -> Baseline:
+        """The baseline in a ConfigMap; raises `MalformedBaseline` where there is none of ours that can be read."""
         found = await self._cluster.find("v1", "ConfigMap", key.namespace, config_map)
+        if found is not None and not is_owned(found, uid):
+            # Whoever may write ConfigMaps would decide otherwise which answers are right.
+            raise MalformedBaseline(f"ConfigMap {config_map} is not the service's own: delete it to capture a baseline")
         try:
             content = base64.b64decode((found or {})["binaryData"]["baseline"], validate=True)
         except (KeyError, TypeError, binascii.Error) as error:

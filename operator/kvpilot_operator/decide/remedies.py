@@ -142,6 +142,16 @@ TABLE = (
         "no change of the spec helps: give the operator the role of its own version (upgrade the chart, or config/)",
     ),
     Row(
+        r"PersistentVolumeClaim \S+ (?:which it names, )?exists and is not kvpilot's", "NameTaken",
+        "spec.cache.weights",
+        "rename the QuantizedLLMService, or delete the claim if nobody needs it; to use its weights, remove "
+        "spec.cache.weights and name it in spec.cache.weightsClaimName",
+    ),
+    Row(
+        r"which it names, does not exist", "ObjectMissing", "",
+        "kvpilot makes it: what is said here of that object tells why it could not",
+    ),
+    Row(
         r"exists and is not kvpilot's", "NameTaken", "metadata.name",
         "rename the QuantizedLLMService, or delete the other object if nobody needs it",
     ),

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from kvpilot_operator.api.pods import Claim
-from kvpilot_operator.api.spec import EndpointPickerRef, Route
+from kvpilot_operator.api.spec import EndpointPickerRef, Route, Spec
 from kvpilot_operator.render.groups import group_spec
 from kvpilot_operator.render.names import (
     ADMITTED,
@@ -130,6 +130,18 @@ def claim(key: ServiceKey, uid: str, asked: Claim) -> dict[str, Any]:
         **storage_class,
     }
     return owned(key, uid, ("v1", "PersistentVolumeClaim", weights_claim(key.name)), spec=spec)
+
+
+def named_by_pods(service: str, spec: Spec) -> tuple[tuple[str, str, str], ...]:
+    """Return apiVersion, kind and name of the objects of ours that the pods of a spec name."""
+    return (("v1", "PersistentVolumeClaim", weights_claim(service)),) if spec.cache.weights is not None else ()
+
+
+def group_service(key: ServiceKey, uid: str, name: str) -> dict[str, Any]:
+    """The headless Service of a LeaderWorkerSet, as LeaderWorkerSet itself would make it."""
+    selector = {"leaderworkerset.sigs.k8s.io/name": name}
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
+    return owned(key, uid, ("v1", "Service", name), spec=spec)
 
 
 def pod_do_not_evict(key: ServiceKey, pod: PodView, wanted: bool) -> dict[str, Any]:

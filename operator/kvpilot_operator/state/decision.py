@@ -126,6 +126,8 @@ class Objects:
     keep: frozenset[str]
     absent: tuple[tuple[str, str, str], ...] = ()
     """(apiVersion, kind, name) of objects of ours that must not be there."""
+    named: tuple[tuple[str, str, str], ...] = ()
+    """(apiVersion, kind, name) of objects of ours that pods name: none starts before they are there."""
 
 
 @dataclass(frozen=True, slots=True)

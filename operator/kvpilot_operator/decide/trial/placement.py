@@ -16,7 +16,14 @@ from kvpilot_operator.decide.judging.traffic_plan import counts, floor, rolling_
 from kvpilot_operator.decide.rejections import of_workload
 from kvpilot_operator.decide.trial import baseline, pools, traffic
 from kvpilot_operator.render.names import HTTP_ROUTE_API, canary_service
-from kvpilot_operator.render.objects import disruption_budget, http_route, route_rules, service, workload
+from kvpilot_operator.render.objects import (
+    disruption_budget,
+    http_route,
+    named_by_pods,
+    route_rules,
+    service,
+    workload,
+)
 from kvpilot_operator.render.startup import startup_budget_seconds
 from kvpilot_operator.state.decision import Manifest, Objects
 from kvpilot_operator.state.enums import Stage, TrafficMode
@@ -32,10 +39,11 @@ def objects(c: Context) -> Objects | None:
     nothing that befalls a trial's writes keeps the others from being mended. Last the engines that give way. Where
     Deployments cannot be rendered, those that are there are still scaled.
     """
+    named = named_by_pods(c.snapshot.key.name, c.spec)
     if c.stable is None:
         # Without a revision there is nothing to place but what it waits for, and nothing is deleted for want of one.
         there = frozenset(c.snapshot.deployments)
-        return Objects(c.storage.apply, {}, there, c.storage.absent) if any(c.storage) else None
+        return Objects(c.storage.apply, {}, there, c.storage.absent, named) if any(c.storage) else None
     serving = {*traffic.serving(c), c.stable.revision}
     fewer = {name for name, count in c.wanted.items() if count < counts(c.snapshot, name).replicas}
     shrinking = [manifest for name, manifest in c.engines.items() if name in fewer]
@@ -47,6 +55,7 @@ def objects(c: Context) -> Objects | None:
         scale=scale,
         keep=frozenset(c.wanted),
         absent=(*c.storage.absent, *c.own.absent, *c.shared.absent),
+        named=named,
     )
 
 

@@ -1,0 +1,68 @@
+"""No pod starts before every object that it names is the service's own.
+
+A pod names a claim or a Service, and gets whichever object has that name: an owner is not part of the reference. So
+the API server is asked for each of them right before replicas are added or a Job is made, and what it answers counts,
+not what the operator wrote last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpilot_operator.act.ownership import is_owned, own
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.errors import NameTaken, NotStarted
+from kvpilot_operator.render.names import REVISION_LABEL
+from kvpilot_operator.render.objects import group_service
+from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET
+from kvpilot_operator.state.decision import Manifest
+from kvpilot_operator.state.snapshot import Snapshot
+
+Reference = tuple[str, str, str]
+"""apiVersion, kind and name."""
+
+
+def starts_pods(s: Snapshot, manifest: Manifest) -> bool:
+    """Return True where writing this makes pods that are not there yet."""
+    if manifest["kind"] not in KINDS:
+        return bool(manifest["kind"] == "Job" and s.prefetch is None)
+    there = s.deployments.get(manifest["metadata"]["labels"][REVISION_LABEL])
+    replicas: int = manifest["spec"]["replicas"]
+    return replicas > (there.replicas if there is not None else 0)
+
+
+async def hold(cluster: Cluster, s: Snapshot, named: Sequence[Reference], kind: str, name: str) -> None:
+    """Return once the pods of this workload or Job may start.
+
+    Raises:
+        NotStarted: an object that they name is missing, or is somebody else's.
+        Conflict: it is an earlier service's of this name, and about to be collected.
+    """
+    for api_version, needed, about in named:
+        found = await cluster.find(api_version, needed, s.key.namespace, about)
+        if found is None:
+            raise NotStarted(kind, needed, s.key.namespace, about, missing=True)
+        try:
+            own(s, needed, found)
+        except NameTaken as error:
+            raise NotStarted(kind, needed, s.key.namespace, about, missing=False) from error
+    if kind == LEADER_WORKER_SET.name:
+        await _claim_names_of_groups(cluster, s, name)
+
+
+async def _claim_names_of_groups(cluster: Cluster, s: Snapshot, name: str) -> None:
+    """Make the headless Service that workers find their leader by, or see that it is ours or the set's own.
+
+    LeaderWorkerSet takes any Service of the set's name, and makes one only where there is none.
+    """
+    found = await cluster.find("v1", "Service", s.key.namespace, name)
+    if found is None:
+        await cluster.create(group_service(s.key, s.uid, name))
+        return
+    made = s.objects.get((LEADER_WORKER_SET.name, name))
+    if made is not None and made.owned and is_owned(found, made.uid):
+        return
+    try:
+        own(s, "Service", found)
+    except NameTaken as error:
+        raise NotStarted(LEADER_WORKER_SET.name, "Service", s.key.namespace, name, missing=False) from error
