@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 import aiohttp
 
 from kvpilot_operator.budget import METRICS, METRICS_CHUNK_BYTES, METRICS_SOCKET_BYTES, METRICS_STEP, Permits
+from kvpilot_operator.engine_http import EngineConnector
 from kvpilot_operator.errors import NoIdentity, PermitLost, ScrapeError, ScrapeTimeout
 from kvpilot_operator.mesh import Identity
 from kvpilot_operator.observe.page import PageReader
@@ -41,8 +42,7 @@ class Page(Protocol[T_co]):
 class Scraper:
     """Fetches pages; whoever opens one closes it. `identity` is for engines that are reached by TLS.
 
-    No proxy from the environment, no cookies, and plain bytes only: a few KiB of a compressed page may be gigabytes. A
-    connection for each scrape: engines close idle ones after 5 s, sooner than a large fleet comes back to them.
+    No proxy from the environment, no cookies, and plain bytes only: a few KiB of a compressed page may be gigabytes.
     """
 
     def __init__(self, identity: Identity | None = None) -> None:
@@ -50,7 +50,7 @@ class Scraper:
         self._permits = Permits(METRICS)
         self._steps = Permits(METRICS_STEP)
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_socket),
+            connector=EngineConnector(limit=0, socket_factory=_socket),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Accept-Encoding": "identity"},
             auto_decompress=False,

@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 
 from kvpilot_operator.budget import CANARY_PROBE, read_body
+from kvpilot_operator.engine_http import EngineConnector
 from kvpilot_operator.errors import OverBudget
 from kvpilot_operator.probes.answers import (
     BYTES_A_TOKEN,
@@ -203,12 +204,12 @@ def http_client(
 ) -> aiohttp.ClientSession:
     """Return a client for engines: no proxies, no cookies, bounded waits, nothing compressed.
 
-    A connection for each request: engines close idle ones within seconds. `api_key` is sent as a bearer token; `tls` is
-    for https addresses (None: whom this machine trusts); `headers` are sent with each request, too.
+    `api_key` is sent as a bearer token; `tls` is for https addresses (None: whom this machine trusts); `headers` are
+    sent with each request, too.
     """
     authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(force_close=True, ssl=tls or True),
+        connector=EngineConnector(ssl=tls or True),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers={**headers, "Accept-Encoding": "identity", **authorization},
         auto_decompress=False,
