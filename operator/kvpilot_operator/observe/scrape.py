@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 import aiohttp
 
+from kvpilot_kernels.untrusted import shown
 from kvpilot_operator.budget import METRICS, METRICS_CHUNK_BYTES, METRICS_SOCKET_BYTES, METRICS_STEP, Permits
 from kvpilot_operator.engine_http import EngineConnector
 from kvpilot_operator.errors import NoIdentity, PermitLost, ScrapeError, ScrapeTimeout
@@ -87,7 +88,7 @@ class Scraper:
             raise ScrapeTimeout(f"{address}: no whole page within {TIMEOUT_SECONDS:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # What the server sent may be part of the text.
-            raise ScrapeError(f"{address}: {type(error).__name__}: {str(error)[:_EXCERPT]}") from error
+            raise ScrapeError(f"{address}: {type(error).__name__}: {shown(str(error))[:_EXCERPT]}") from error
 
     async def waiting(self, service: ServiceKey, url: str) -> float:
         """Requests that wait for room in one pod; 0 where it does not say, 1 where it is too busy to say."""
@@ -116,7 +117,9 @@ class Scraper:
                 raise ScrapeError(f"HTTP {answer.status}")
             encoding = answer.headers.get("Content-Encoding", "identity")
             if encoding != "identity":
-                raise ScrapeError(f"the page is encoded ({encoding[:_EXCERPT]}), though plain text was asked for")
+                raise ScrapeError(
+                    f"the page is encoded ({shown(encoding)[:_EXCERPT]}), though plain text was asked for"
+                )
             if (answer.content_length or 0) > METRICS.read_bytes:
                 raise ScrapeError(f"{answer.content_length} bytes, more than {METRICS.read_bytes}")
             async for chunk in answer.content.iter_chunked(METRICS_CHUNK_BYTES):

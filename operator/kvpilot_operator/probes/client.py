@@ -19,6 +19,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
+from kvpilot_kernels.untrusted import shown
 from kvpilot_operator.budget import CANARY_PROBE, read_body
 from kvpilot_operator.engine_http import EngineConnector
 from kvpilot_operator.errors import OverBudget
@@ -26,7 +27,7 @@ from kvpilot_operator.probes.answers import (
     BYTES_A_TOKEN,
     StreamedToken,
     Tokenized,
-    printable,
+    excerpt,
     read_models,
     read_streamed,
     read_tokens,
@@ -231,7 +232,7 @@ async def _twice(url: str, ask: Callable[[], Awaitable[T]]) -> T:
 
 def _unreachable(url: str, error: Exception) -> EngineUnreachable:
     # What the server sent may be part of the text.
-    return EngineUnreachable(f"{url}: {type(error).__name__}: {str(error)[:200]}; is the engine running?")
+    return EngineUnreachable(f"{url}: {type(error).__name__}: {shown(str(error))[:200]}; is the engine running?")
 
 
 async def _check(url: str, response: aiohttp.ClientResponse) -> None:
@@ -242,7 +243,7 @@ async def _check(url: str, response: aiohttp.ClientResponse) -> None:
         said += chunk
         if len(said) >= _MAX_ERROR_BYTES:
             break
-    raise EngineRefused(url, response.status, printable(bytes(said)))
+    raise EngineRefused(url, response.status, excerpt(bytes(said)))
 
 
 async def _read(url: str, response: aiohttp.ClientResponse, limit: int) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from kvpilot_kernels import untrusted
 from kvpilot_operator.state.accuracy import Accuracy
 from kvpilot_operator.state.enums import Action, CachePhase, ObjectiveState, Outcome, Stage, TrafficMode, Verdict
 from kvpilot_operator.state.struct import Struct
@@ -295,5 +296,6 @@ def dump_status(status: Status) -> dict[str, Any]:
 
 
 def clip(text: str, limit: int = MAX_MESSAGE) -> str:
-    """Cut a message to what the schema holds."""
+    """Return a message as people may read it, cut to what the schema holds."""
+    text = untrusted.shown(text)
     return text if len(text) <= limit else text[: limit - 1] + "…"
