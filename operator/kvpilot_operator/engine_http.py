@@ -78,4 +78,5 @@ class EngineConnector(aiohttp.TCPConnector):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(force_close=True, **options)
-        self._factory = partial(_Answer, loop=self._loop)
+        factory: partial[ResponseHandler] = partial(_Answer, loop=self._loop)
+        self._factory = factory

@@ -164,3 +164,6 @@ TABLE = (
         "letter or digit",
     ),
 )  # fmt: skip
+
+REFUSALS = frozenset(row.reason for row in TABLE)
+"""Every reason in there."""
