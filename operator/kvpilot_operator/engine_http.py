@@ -78,5 +78,5 @@ class EngineConnector(aiohttp.TCPConnector):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(force_close=True, **options)
-        factory: partial[ResponseHandler] = partial(_Answer, loop=self._loop)
-        self._factory = factory
+        kind: type[ResponseHandler] = _Answer
+        self._factory = partial(kind, loop=self._loop)
